@@ -22,11 +22,13 @@ __all__ = ["Framework", "Stage", "are_chunks", "framework_of"]
 
 
 def framework_of(model: Any) -> Framework:
-    """Return the adapter for `model`: the one with the highest priority among those that match the model's wrapper.
+    """Return the adapter for `model`.
 
-    If `model` is an adapter, it is returned unchanged. A pipeline stage gets the pipeline adapter around the adapter of
-    its module. A list must contain the chunks of one model, or all pipeline stages of this rank. ConfigError is raised
-    for any other list of several elements. A list of one element is treated as this element.
+    Of all adapters that match the model's wrapper, it is the one with the highest priority. If `model` is an adapter,
+    it is returned unchanged. A pipeline stage gets the pipeline adapter, which uses the adapter of the stage's module.
+
+    If `model` is a list of several elements, they must be the chunks of one model or all pipeline stages of this rank.
+    ConfigError is raised for any other list of several elements. A list of one element is treated as this element.
     """
     if isinstance(model, Framework):
         return model

@@ -32,7 +32,7 @@ from rankscope_exporter.model.parameter_names import NamedParameter, local_tenso
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameworkTraits:
-    """Properties of a framework: how it treats gradients and parameters. They are fixed at attach()."""
+    """Properties of a training framework: how it treats gradients and parameters. They do not change after attach()."""
 
     replicated: bool = False
     """True: every rank has a full copy of each parameter that is not sharded, and training keeps the copies equal."""
@@ -46,7 +46,7 @@ class FrameworkTraits:
     reduces_after_last_backward: bool = False
     """True: gradients are reduced only after the last backward pass of a step.
 
-    The adapter then calls `Hooking.reduced`.
+    The adapter reports the end of this reduction to the monitor by calling `Hooking.reduced`.
     """
     waits_for_reductions: bool = False
     """True: the end of the backward pass waits for all reductions, so that their duration can be measured."""
@@ -128,16 +128,22 @@ class Hooking(Protocol):
         ...
 
     def reduced(self) -> None:
-        """Handle the end of a reduction of gradients outside of a backward pass. Called by the adapter."""
+        """Notify the monitor that the framework has reduced gradients outside of a backward pass.
+
+        The framework adapter calls this method.
+        """
         ...
 
 
 class GradientSource(Protocol):
-    """The object that has a gradient: a parameter, or an object that an adapter passes to a gradient hook instead."""
+    """An object from which a gradient hook reads this rank's gradient of a parameter.
+
+    It is the parameter itself, or an object that computes the gradient.
+    """
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """Return this rank's own gradient, summed over all micro-batches of the step so far."""
+        """Return this rank's own gradient of the parameter, summed over all micro-batches of the step so far."""
         ...
 
 
@@ -151,7 +157,7 @@ class LazyGradient:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """Compute and return the gradient; None if there is no gradient."""
+        """Compute and return the gradient of the parameter; None if the parameter has no gradient."""
         return self._compute()
 
 
@@ -161,7 +167,7 @@ class ParameterState:
 
     optimizer: torch.optim.Optimizer
     group: Mapping[str, Any]
-    """The parameter group with the learning rate and other settings of the parameter."""
+    """The parameter group of the optimizer that contains the parameter, with its learning rate and other settings."""
     state: Mapping[str, Any]
 
 
@@ -175,11 +181,14 @@ class WrappedModel:
     priority: ClassVar[int] = 0
     """If several adapters match a model, the adapter with the highest priority is used."""
     takes_chunks: ClassVar[bool] = False
-    """True if the adapter accepts a list: the chunks of one model on this rank."""
+    """True if the adapter accepts a list of modules: the chunks of one model on this rank."""
     traits: FrameworkTraits = FrameworkTraits()
 
     model = WeakModule[nn.Module]()
-    """The module that training calls for a forward pass of the whole model, with the wrapper of `torch.compile`."""
+    """The module that training calls for a forward pass of the whole model.
+
+    It includes the wrapper of `torch.compile`, if there is one.
+    """
     root = WeakModule[Any]()
     """The module with the wrapper of the framework, but without the wrapper of `torch.compile`."""
 
@@ -188,7 +197,10 @@ class WrappedModel:
         self.pp_stage: int | None = None
         """Pipeline stage of the model, used to order anomalies; None without a pipeline."""
         self.chunk_numbers: Mapping[int, int] = {}
-        """Number of the chunk of each parameter and module, by id(). Empty if this rank has a single chunk."""
+        """Number of the model chunk that contains a parameter or module, by id() of the parameter or module.
+
+        Empty if this rank has a single chunk.
+        """
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:  # noqa: ARG003 - a base class of adapters matches no model
@@ -206,11 +218,17 @@ class WrappedModel:
         return (self.model,)
 
     def chunk(self, module: nn.Module) -> int:
-        """Return the position of `module` in `chunks`; 0 for any other module."""
+        """Return the number of the model chunk that `module` is, counted from 0.
+
+        Return 0 if `module` is not a chunk.
+        """
         return next((number for number, chunk in enumerate(self.chunks) if chunk is module), 0)
 
     def vpp_stage(self, part: torch.Tensor | nn.Module) -> int | None:
-        """Return the number of the chunk that contains a parameter or module; None if this rank has a single chunk."""
+        """Return the number of the model chunk that contains `part`, a parameter or module.
+
+        Return None if this rank has a single chunk.
+        """
         return self.chunk_numbers.get(id(part))
 
     def copies(self, world_size: int) -> int:
@@ -233,18 +251,18 @@ class WrappedModel:
         return Layout("partial", layout.shard_group) if self.copies(world_size) > 1 else layout
 
     def spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return shape and dtype of the part of a parameter that this rank updates.
+        """Return shape and dtype of this rank's part of `parameter`, which the optimizer of this rank updates.
 
         The optimizer state of this part has the same shape.
         """
         return TensorSpec.of(parameter)
 
     def reduced_spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return shape and dtype of this rank's part of a reduced gradient."""
+        """Return shape and dtype of the reduced gradient of `parameter`: of the part of it that this rank has."""
         return self.spec(parameter)
 
     def local_spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return shape and dtype of this rank's own gradient.
+        """Return shape and dtype of this rank's own gradient of `parameter`, before it is reduced.
 
         The shape may be that of the whole parameter, which some frameworks gather to compute the gradient.
         """
@@ -265,15 +283,15 @@ class WrappedModel:
         return replicas_of(parameter)
 
     def parameter(self, named: NamedParameter) -> nn.Parameter | None:
-        """Return the parameter that was listed as `named` at attach.
+        """Return the parameter of the model that `named` described when the monitor was attached.
 
-        The framework may have stored it outside of its module since. Return None if the model has replaced the
-        parameter, or while it cannot be reached, as during `torch.func.functional_call`.
+        The framework may have stored the parameter outside of its module since. Return None if the model has replaced
+        the parameter, or while it cannot be reached, as during `torch.func.functional_call`.
         """
         return named.parameter
 
     def is_in_place(self, named: NamedParameter) -> bool:
-        """Return whether the model still uses the parameter that was listed as `named` at attach.
+        """Return whether the model still uses the parameter that `named` described when the monitor was attached.
 
         Also return True while `torch.func.functional_call` replaces the parameter by a plain tensor for one forward
         pass.
@@ -308,7 +326,10 @@ class Framework(WrappedModel):
         return parameter.grad is not None
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[GradientSource], None]) -> Removable:
-        """Register `hook`, which is called after a backward pass has added its gradient to this rank's own gradient."""
+        """Register `hook` for each backward pass in which `parameter` gets a gradient.
+
+        `hook` is called after this gradient has been added to this rank's own gradient of the parameter.
+        """
         return TensorHook(parameter, hook, table=ACCUMULATED)
 
     def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
@@ -318,7 +339,10 @@ class Framework(WrappedModel):
     # The tensors that the optimizer updates.
 
     def optimizers(self, given: Sequence[Any]) -> tuple[torch.optim.Optimizer, ...]:
-        """Return the torch optimizers inside of `given`, the objects whose `step` the script calls."""
+        """Return the torch optimizers that `given` contains.
+
+        An element of `given` is an object that the script calls `step` of: a torch optimizer or a wrapper of one.
+        """
         return tuple(unwrapped(item) for item in given)
 
     def updated_tensor(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -329,9 +353,10 @@ class Framework(WrappedModel):
         return parameter
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the current gradient, reduced or clipped, of the tensor that this rank updates for `parameter`.
+        """Return the present gradient of the tensor that this rank updates for `parameter`.
 
-        Return None if there is no gradient.
+        The gradient is reduced, and it is also clipped if the training has clipped it by now. Return None if there is
+        no gradient.
         """
         return parameter.grad
 

@@ -60,7 +60,7 @@ class DistributedData(Framework):
 
     @property
     def module(self) -> nn.Module:
-        """Return the wrapped module."""
+        """Return the user's own module, which DDP wraps."""
         module: nn.Module = self.root.module
         return module
 
@@ -74,10 +74,11 @@ class DistributedData(Framework):
         return parameter.requires_grad and set(ranks) <= set(self.replicas(parameter))
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return the ranks of DDP. A parameter is equal on all of them.
+        """Return the ranks of DDP's process group.
 
-        This includes frozen parameters: DDP has broadcast them, and nothing changes them. The result is empty for a
-        parameter that DDP ignores. It is empty for all parameters if the user registered a communication hook.
+        The parameter is equal on all of them. This includes frozen parameters: DDP has broadcast them, and nothing
+        changes them. The result is empty for a parameter that DDP ignores. It is empty for all parameters if the user
+        registered a communication hook.
         """
         if self.root._comm_hooks or self._is_ignored(parameter):  # noqa: SLF001 - torch has no public list of hooks
             return ()

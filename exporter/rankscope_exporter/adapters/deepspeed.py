@@ -27,7 +27,10 @@ _LAST_WHOLE_STAGE = 2
 
 
 class _Engine(Framework):
-    """Base of both DeepSpeed adapters: the properties that depend only on the engine, not on the optimizer."""
+    """Base class of both DeepSpeed adapters.
+
+    It has the methods that read only the DeepSpeed engine, not its optimizer.
+    """
 
     priority: ClassVar[int] = 30
 
@@ -78,17 +81,23 @@ class DeepSpeed(_Engine):
         return _is_engine(model) and _stage(model) is None
 
     def reduces_in_backward(self) -> bool:
-        """Return whether an update is about to begin. The gradients are reduced only then."""
+        """Return True only while the beginning of an update is reported to the monitor.
+
+        Only then has DeepSpeed reduced all gradients of the step and clipped none.
+        """
         return self._reduced
 
     def optimizers(self, given: Sequence[Any]) -> tuple[torch.optim.Optimizer, ...]:
-        """Return the torch optimizers inside of `given`; if it is empty, the optimizer of the engine."""
+        """Return the torch optimizers that the objects in `given` are or wrap.
+
+        If `given` is empty, return the optimizer of the DeepSpeed engine.
+        """
         return super().optimizers(given or _optimizers(self._engine))
 
     def install(self, hooking: Hooking) -> None:
-        """Report the beginning of each update of the engine to the monitor, until detach().
+        """Report the beginning of each parameter update of the DeepSpeed engine to the monitor, until detach().
 
-        At this time, all gradients are reduced, and none is clipped.
+        At the beginning of an update, all gradients are reduced, and none is clipped.
         """
 
         def reduced() -> None:
@@ -133,37 +142,59 @@ class DeepSpeedZero(_Engine, PartitionedOptimizer):
         return _is_engine(model) and _stage(model) is not None
 
     def layout(self, parameter: torch.Tensor) -> Layout:
-        """Return how a parameter is divided among ranks; if it is not divided, the layout of a whole parameter."""
+        """Return how ZeRO divides a parameter among ranks.
+
+        If ZeRO does not divide it, return the layout of a whole parameter.
+        """
         whole = super().layout(parameter)
         groups = self._stage.process_groups
         return sharded_over(groups[id(parameter)], whole) if id(parameter) in groups else whole
 
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
-        """Return the layout "partial": each rank computes a gradient of every element from its own data."""
+        """Return how this rank's own gradient of `parameter` is related to the gradients on other ranks.
+
+        With data parallelism, the layout is "partial": each rank computes a gradient of every element from its own
+        data.
+        """
         return Layout("partial") if self.copies(world_size) > 1 else super().layout(parameter)
 
     def local_spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return the shape of the whole gradient, and the dtype of the forward pass."""
+        """Return shape and dtype of this rank's own gradient of `parameter`.
+
+        They are the shape of the whole parameter and its dtype.
+        """
         return TensorSpec(tuple(getattr(parameter, "ds_shape", parameter.shape)), parameter.dtype)
 
     def reduced_spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return the shape of this rank's part of a reduced gradient, and the dtype in which DeepSpeed accumulates."""
+        """Return shape and dtype of this rank's part of the reduced gradient of `parameter`.
+
+        The dtype is the one in which DeepSpeed accumulates gradients.
+        """
         return TensorSpec(self.spec(parameter).shape, self._stage.accumulates_in or parameter.dtype)
 
     def reduced_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the reduced gradient of the part that this rank updates; None if there is none."""
+        """Return the reduced gradient of this rank's part of `parameter`; None if there is no gradient or no part."""
         return self._stage.reduced(parameter)
 
     def earlier_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the sum of this rank's own gradients of earlier micro-batches; None if the ZeRO stage keeps none."""
+        """Return the sum of this rank's own gradients of `parameter` over earlier micro-batches of the step.
+
+        Return None if the ZeRO stage keeps no such sum.
+        """
         return None if self._stage.scatters else self._stage.earlier(parameter)
 
     def optimizers(self, given: Sequence[Any]) -> tuple[torch.optim.Optimizer, ...]:  # noqa: ARG002 - all are the same
-        """Return the torch optimizer inside of the engine. `given` is ignored: all its objects wrap this optimizer."""
+        """Return the torch optimizer that the DeepSpeed engine uses.
+
+        `given` is ignored: all its objects wrap this optimizer.
+        """
         return tuple(unwrapped(item) for item in _optimizers(self._engine))
 
     def install(self, hooking: Hooking) -> None:
-        """Report the beginning and the end of each update of the engine to the monitor, until detach()."""
+        """Report each parameter update of the DeepSpeed engine to the monitor, until detach().
+
+        The beginning and the end of an update are reported separately.
+        """
         self.watch(self._engine, _UPDATE, hooking)
 
 

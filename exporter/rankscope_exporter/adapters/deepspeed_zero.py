@@ -1,7 +1,7 @@
 """Finds float32 parameters and gradients, and this rank's part of them, in each kind of DeepSpeed optimizer.
 
-The range of each part is the one that DeepSpeed itself computed; no tensor is gathered. The names of the attributes are
-those of DeepSpeed.
+The range of each part is the one that DeepSpeed itself computed; no tensor is gathered. The attributes that this module
+reads from optimizers and parameters are those of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ class ZeroStage:
     """A DeepSpeed optimizer with float32 copies of whole parameters, as for float16 or bfloat16 without ZeRO."""
 
     scatters: bool = False
-    """True if each backward pass leaves only reduced parts of gradients, and no sum of this rank's own gradients."""
+    """True if the optimizer keeps no sum of this rank's own gradients.
+
+    A backward pass then leaves only this rank's parts of reduced gradients.
+    """
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -41,11 +44,11 @@ class ZeroStage:
         return self._parts
 
     def reduced(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the reduced gradient of this rank's part, before it is unscaled and clipped."""
+        """Return the reduced gradient of this rank's part of `parameter`, before it is unscaled and clipped."""
         return parameter.grad
 
     def earlier(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the sum of this rank's own gradients of a parameter so far."""
+        """Return the sum of this rank's own gradients of `parameter` over the micro-batches of the step so far."""
         return parameter.grad
 
 
@@ -64,16 +67,17 @@ class FusedFp16(ZeroStage):
 
 
 class MappedPartitions(ZeroStage):
-    """A DeepSpeed optimizer that has, on each rank, one flat partition of the parameters of each group.
+    """A DeepSpeed optimizer that has, on each rank, one flat partition of the parameters of each parameter group.
 
-    A parameter refers to its fragment of this rank's partition. A parameter without elements in the partition refers to
-    no fragment.
+    An attribute of a parameter refers to the fragment of the parameter in this rank's partition. This attribute is None
+    for a parameter without elements in the partition.
     """
 
     attributes: tuple[str, str]
-    """Names of two attributes of the optimizer, each with one value per parameter group.
+    """Names of two attributes of the DeepSpeed optimizer, each a list with one element per parameter group.
 
-    The first has the parameters, and the second has this rank's flat partition.
+    An element of the first list contains the parameters of the group. An element of the second list is this rank's flat
+    partition of the group.
     """
 
     def parts(self) -> Parts:
@@ -125,7 +129,7 @@ class Zero1And2(MappedPartitions):
         return found.detach().view(-1)
 
     def earlier(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the sum of this rank's own gradients of a parameter so far.
+        """Return the sum of this rank's own gradients of `parameter` over the micro-batches of the step so far.
 
         A sum with a separate dtype is in the attribute `grad_accum` of the parameter instead of `grad`.
         """
@@ -152,7 +156,7 @@ class Bf16Zero1(MappedPartitions):
         }
 
     def reduced(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return this rank's part of the whole reduced gradient."""
+        """Return the part of the all-reduced gradient of `parameter` that belongs to this rank."""
         whole = None if self._parts.get(id(parameter)) is None else self._sum(parameter)
         if whole is None:
             return None
@@ -160,7 +164,7 @@ class Bf16Zero1(MappedPartitions):
         return whole.detach().view(-1).narrow(0, int(here.start), int(here.numel))
 
     def earlier(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the sum of this rank's own gradients of a parameter so far."""
+        """Return the sum of this rank's own gradients of `parameter` over the micro-batches of the step so far."""
         whole = self._sum(parameter)
         return None if whole is None else whole.view(parameter.shape)
 
@@ -199,7 +203,7 @@ class Zero3(ZeroStage):
         return self._parts
 
     def _add(self, parameter: Any, tensor: torch.Tensor, group: int, start: int, padded: int) -> None:
-        """Store the place of this rank's part of a parameter: elements of `tensor` from `start` on.
+        """Store that this rank's part of `parameter` consists of the elements of `tensor` from `start` on.
 
         `padded` is the number of elements of the part with its padding. The padding is left out.
         """
@@ -208,7 +212,7 @@ class Zero3(ZeroStage):
         self._parts[id(parameter)] = ParameterPartition(tensor, self.inner, group, start, count) if count else None
 
     def reduced(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the reduced gradient of this rank's part, without the padding."""
+        """Return the reduced gradient of this rank's part of `parameter`, without the padding of the part."""
         part, place = self._parts.get(id(parameter)), self._places.get(id(parameter))
         if part is None or part.count is None or place is None:
             return None
@@ -225,14 +229,14 @@ _KINDS: Final[tuple[tuple[str, Callable[[Any], ZeroStage]], ...]] = (
     ("fp32_groups_flat", FusedFp16),
     ("fp32_groups", ZeroStage),
 )
-"""For each kind of DeepSpeed optimizer: an attribute that identifies it, and the class of this module for it.
+"""For each kind of DeepSpeed optimizer: the name of an attribute that identifies the kind, and the class that reads it.
 
-The first attribute in this order that an optimizer has identifies its kind.
+The kind of an optimizer is the first one in this order with an attribute that the optimizer has.
 
-Class names cannot identify the kinds, because subclasses have other names.
+The names of optimizer classes cannot identify the kinds, because subclasses have other names.
 """
 
 
 def stage_of(optimizer: Any) -> ZeroStage | None:
-    """Return an object that reads a DeepSpeed optimizer, of the class for its kind; None for an unknown kind."""
+    """Return an object that reads the parts and gradients of `optimizer`; None for an unknown kind of optimizer."""
     return next((kind(optimizer) for attribute, kind in _KINDS if hasattr(optimizer, attribute)), None)

@@ -97,12 +97,19 @@ class FullyShardedData(Framework):
         return () if group is None else dist.get_process_group_ranks(group)
 
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
-        """Return the layout "partial": each rank computes a gradient of every element from its own data."""
+        """Return how this rank's own gradient of `parameter` is related to the gradients on other ranks.
+
+        If FSDP manages the parameter, the layout is "partial": each rank computes a gradient of every element from its
+        own data.
+        """
         is_managed = self._unit_of(parameter) is not None
         return Layout("partial") if is_managed else super().local_layout(parameter, world_size)
 
     def local_spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return the shape of the whole gathered gradient, and the dtype of the forward pass."""
+        """Return the shape of the whole gathered `parameter`, and the dtype in which FSDP computes with it.
+
+        This rank's own gradient of the parameter has the same shape and dtype.
+        """
         view = self._view(parameter)
         if view is None:
             return super().local_spec(parameter)
@@ -110,23 +117,26 @@ class FullyShardedData(Framework):
         return TensorSpec(tuple(view.shape), (mixed and mixed.param_dtype) or parameter.dtype)
 
     def is_in_place(self, named: NamedParameter) -> bool:
-        """Return whether the module of a parameter has the parameter, or, during a forward pass, a view of it."""
+        """Return whether the model still uses the parameter that `named` described when the monitor was attached.
+
+        It does if the module contains the parameter or, while the module computes, a view of it.
+        """
         current = named.current()
         if id(current) == named.identity:
             return True
         return self.parameter(named) is not None and is_temporarily_replaced(current)
 
     def parameter(self, named: NamedParameter) -> nn.Parameter | None:
-        """Return the parameter that was listed as `named` at attach.
+        """Return the parameter that `named` described when the monitor was attached.
 
-        While the module has a view of the parameter, the flat parameter stores the parameter itself.
+        While its module contains a view of the parameter, the flat parameter of FSDP stores the parameter itself.
         """
         view = self._views.get(named.identity)
         found = None if view is None else view.parameter
         return found if id(found) == named.identity else super().parameter(named)
 
     def holds_gradient(self, parameter: nn.Parameter) -> bool:
-        """Return whether any parameter in the same flat parameter has a gradient.
+        """Return whether any parameter in the flat parameter that contains `parameter` has a gradient.
 
         All are checked, because this rank's part of a single parameter may be empty.
         """
@@ -137,7 +147,10 @@ class FullyShardedData(Framework):
         return any(item.grad is not None for item in (flat, *(flat._params or ())))  # noqa: SLF001 - see the top
 
     def install(self, hooking: Hooking) -> None:
-        """Register hooks on the views of each flat parameter in every forward pass, after FSDP has made the views."""
+        """Install forward hooks that register the monitor's gradient hooks on views of gathered parameters.
+
+        The forward hooks run in every forward pass, after FSDP has made new views.
+        """
         for unit in self._units():
             views = [view for view in self._views.values() if view.unit() is unit]
             if views:
@@ -145,7 +158,7 @@ class FullyShardedData(Framework):
                 hooking.keep(unit.module.register_forward_pre_hook(hook))
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[GradientSource], None]) -> Removable:
-        """Register a gradient hook on the views of the parameter.
+        """Register `hook` for the gradient of each view that FSDP makes of the gathered `parameter`.
 
         The gradient of a view is complete before FSDP adds it to the gradient of the flat parameter.
         """
@@ -155,7 +168,7 @@ class FullyShardedData(Framework):
         return view.register(lambda gradient: hook(LazyGradient(functools.partial(view.sum_with, gradient))))
 
     def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
-        """Register a gradient hook on the views of the parameter."""
+        """Register `hook` for the gradient of each view that FSDP makes of the gathered `parameter`."""
         view = self._view(parameter)
         return super().on_gradient(parameter, hook) if view is None else view.register(hook)
 
@@ -201,15 +214,16 @@ class _View:
         return parameters[self._position] if self._position < len(parameters) else None
 
     def register(self, hook: Callable[[torch.Tensor], None]) -> Removable:
-        """Register `hook` on the gradient of the current view, and of all later views of the parameter."""
+        """Register `hook` for the gradient of the present view of the parameter, and of all later views."""
         handle = RemovableHandle(self._hooks)
         self._hooks[handle.id] = hook
         return handle
 
     def hook_view(self) -> None:
-        """Register the hooks on the current view of the parameter, unless they are registered already.
+        """Register the hooks that `register` has stored on the present view of the parameter.
 
-        With activation checkpointing, a module computes twice with the same view.
+        A view that has the hooks already is not changed: with activation checkpointing, a module computes twice with
+        the same view.
         """
         view = getattr(self._owner(), self._key, None)
         if self._hooks and is_temporarily_replaced(view) and view.requires_grad:
@@ -218,9 +232,10 @@ class _View:
                 view.register_hook(self._call)  # type: ignore[no-untyped-call]  # untyped in torch
 
     def sum_with(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return `gradient` plus the sum that FSDP has accumulated so far.
+        """Return `gradient` plus the sum of earlier gradients of the parameter that FSDP has accumulated.
 
-        `gradient` is the gradient of a view, which FSDP adds to the flat gradient afterwards.
+        `gradient` is the gradient of a view of the parameter. FSDP adds it to the gradient of the flat parameter
+        afterwards.
         """
         parameter = self.parameter
         # Inside `no_sync()` this is a view of the gathered gradient, otherwise a shard or None.

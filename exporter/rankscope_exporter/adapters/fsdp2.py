@@ -66,12 +66,19 @@ class FullyShard(Framework):
         return any(group.reduce_grads and group.all_reduce_grads for group in self._groups())
 
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
-        """Return the layout "partial": each rank computes a gradient of every element from its own data."""
+        """Return how this rank's own gradient of `parameter` is related to the gradients on other ranks.
+
+        If FSDP manages the parameter, the layout is "partial": each rank computes a gradient of every element from its
+        own data.
+        """
         is_managed = self._source(parameter) is not None
         return Layout("partial") if is_managed else super().local_layout(parameter, world_size)
 
     def local_spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return the shape of the whole gathered gradient, and the dtype of the forward pass."""
+        """Return the shape of the whole gathered `parameter`, and the dtype in which FSDP computes with it.
+
+        This rank's own gradient of the parameter has the same shape and dtype.
+        """
         source = self._source(parameter)
         if source is None:
             return super().local_spec(parameter)
@@ -80,19 +87,22 @@ class FullyShard(Framework):
         return TensorSpec(tuple(shape), getattr(policy, "param_dtype", None) or parameter.dtype)
 
     def is_in_place(self, named: NamedParameter) -> bool:
-        """Return whether the module of a parameter has the sharded parameter, or temporarily the gathered parameter."""
+        """Return whether the model still uses the parameter that `named` described when the monitor was attached.
+
+        It does if the module contains the sharded parameter or, while the module computes, the gathered parameter.
+        """
         return self.parameter(named) is not None or super().is_in_place(named)
 
     def parameter(self, named: NamedParameter) -> nn.Parameter | None:
-        """Return the sharded parameter that was listed as `named` at attach.
+        """Return the sharded parameter that `named` described when the monitor was attached.
 
-        While the module has the gathered parameter, FSDP stores the sharded one.
+        While the module contains the gathered parameter, FSDP stores the sharded parameter.
         """
         source = self._source_of(named.identity)
         return super().parameter(named) if source is None else source.sharded_param
 
     def holds_gradient(self, parameter: nn.Parameter) -> bool:
-        """Return whether the sharded or the gathered parameter has a gradient.
+        """Return whether `parameter`, which is sharded, or its gathered parameter has a gradient.
 
         The gradient of the gathered parameter is not reduced yet.
         """
@@ -100,12 +110,16 @@ class FullyShard(Framework):
         return parameter.grad is not None or (source is not None and _local_gradient(source) is not None)
 
     def install(self, hooking: Hooking) -> None:
-        """Register the hooks on gathered parameters after each forward pass, until all gathered parameters exist."""
+        """Install a forward hook on the model that registers the monitor's gradient hooks on gathered parameters.
+
+        It runs after each forward pass, because FSDP makes the gathered parameters in the first forward pass that uses
+        them.
+        """
         register = hooking.always("finding gathered parameters", self._register_waiting)
         hooking.keep(self.model.register_forward_hook(register))
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[GradientSource], None]) -> Removable:
-        """Register a gradient hook on the gathered parameter, whose gradient is this rank's own."""
+        """Register `hook` on the gathered parameter of `parameter`. Its gradient is this rank's own."""
         if self._source(parameter) is None:
             return super().on_accumulated(parameter, hook)
 
@@ -119,7 +133,7 @@ class FullyShard(Framework):
         return self._later(parameter, register)
 
     def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
-        """Register a gradient hook on the gathered parameter."""
+        """Register `hook` for the gradient of the gathered parameter of `parameter`."""
         if self._source(parameter) is None:
             return super().on_gradient(parameter, hook)
         base = super().on_gradient
@@ -134,7 +148,10 @@ class FullyShard(Framework):
         self._waiting = self._still_waiting(self._waiting)
 
     def _still_waiting(self, waiting: list[tuple[int, _DeferredHook]]) -> list[tuple[int, _DeferredHook]]:
-        """Register the hooks of `waiting` whose gathered parameters exist, and return the remaining hooks."""
+        """Register each hook in `waiting` if the gathered parameter for it exists.
+
+        Return the hooks that must still wait.
+        """
         left = []
         for number, deferred in waiting:
             source = self._source_of(number)
@@ -148,7 +165,7 @@ class FullyShard(Framework):
         return left
 
     def _source(self, parameter: torch.Tensor) -> Any:
-        """Return the object in which FSDP stores data about a sharded parameter; None for any other tensor."""
+        """Return FSDP's internal object for a sharded parameter; None for any other tensor."""
         source = self._source_of(id(parameter))
         # Another tensor may have the id() of a parameter that was freed.
         return source if source is not None and source.sharded_param is parameter else None

@@ -1,4 +1,6 @@
-"""Adapter for Megatron-Core: DDP of Megatron-Core sums gradients in buffers, and its optimizers update copies or parts.
+"""Adapter for Megatron-Core, which has its own DDP and its own optimizers.
+
+Its DDP sums gradients in buffers, and its optimizers update copies or parts of parameters.
 
 Nothing of Megatron is imported. The adapter reads attributes of parameters and optimizers, and replaces the method
 `step` of the optimizer that the script uses. It does not read Megatron's buckets, because they change from release to
@@ -120,17 +122,26 @@ class Megatron(PartitionedOptimizer):
         return sharded_over(_group(_TENSOR), whole) if _is_tensor_parallel(parameter) else whole
 
     def local_spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return shape and dtype of this rank's own gradient, which are those of the parameter on this rank."""
+        """Return shape and dtype of this rank's own gradient of `parameter`.
+
+        They are those of the parameter on this rank.
+        """
         return TensorSpec(tuple(parameter.shape), parameter.dtype)
 
     def reduced_spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return the shape of this rank's part of a reduced gradient, and the dtype in which gradients are summed."""
+        """Return shape and dtype of this rank's part of the reduced gradient of `parameter`.
+
+        The dtype is the one in which Megatron sums gradients.
+        """
         return TensorSpec(self.spec(parameter).shape, getattr(parameter, "main_grad", parameter).dtype)
 
     # Location of gradients.
 
     def reduced_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the reduced gradient: the range of `main_grad` that this rank updates."""
+        """Return the reduced gradient of this rank's part of `parameter`.
+
+        It is the range of `main_grad` that this rank updates.
+        """
         if self.parts.get(id(parameter)) is None:
             return None
         whole = self.earlier_gradient(parameter)
@@ -148,9 +159,10 @@ class Megatron(PartitionedOptimizer):
         return found
 
     def local_sum(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return the sum of this rank's own gradients, including the latest, `gradient`.
+        """Return the sum of this rank's own gradients of `parameter` over the micro-batches of the step so far.
 
-        If a fused kernel computes the gradient, the kernel has already added it to `main_grad`.
+        The sum includes `gradient`, the gradient of the latest micro-batch. If a fused kernel computes the gradient,
+        the kernel has already added it to `main_grad`.
         """
         if not _is_fused(parameter):
             return super().local_sum(parameter, gradient)
@@ -158,9 +170,9 @@ class Megatron(PartitionedOptimizer):
         return summed
 
     def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
-        """Register a gradient hook on a parameter.
+        """Register `hook` for the gradient of `parameter`.
 
-        The hook is not called if a fused kernel leaves an empty tensor instead of a gradient.
+        `hook` is not called if a fused kernel adds the gradient to `main_grad` and leaves an empty tensor in its place.
         """
 
         def call(gradient: torch.Tensor) -> None:
@@ -172,7 +184,10 @@ class Megatron(PartitionedOptimizer):
     # The tensors that the optimizer updates.
 
     def optimizers(self, given: Sequence[Any]) -> tuple[torch.optim.Optimizer, ...]:
-        """Return the torch optimizers inside of Megatron's optimizers, including chained optimizers."""
+        """Return the torch optimizers that the Megatron optimizers in `given` use.
+
+        A chained optimizer of Megatron contains several of them.
+        """
         self._outer = tuple(given)
         members = [member for item in given for member in getattr(item, "chained_optimizers", None) or (item,)]
         members = [member for member in members if not getattr(member, "is_stub_optimizer", False)]
@@ -196,9 +211,9 @@ class Megatron(PartitionedOptimizer):
                 self._ranges[id(parameter)] = here.start, here.end
 
     def install(self, hooking: Hooking) -> None:
-        """Report the beginning and the end of each update to the monitor, until detach().
+        """Report the beginning and the end of each parameter update to the monitor, until detach().
 
-        An update is a call of `step` of an optimizer that the script uses.
+        An update is a call of the method `step` of an optimizer that the script uses.
         """
         for optimizer in self._outer:
             self.watch(optimizer, "step", hooking)

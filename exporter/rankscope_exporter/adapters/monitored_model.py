@@ -60,25 +60,34 @@ class MonitoredModel:
     """
     world_size: int = 1
     retired: set[int] = field(default_factory=set)
-    """Positions of parameters that the model has replaced.
+    """Positions, in the list of all parameters of the model, of parameters that the model has replaced.
 
     They are not measured, because the last gradient of such a parameter would be published at each later step.
     """
     compiled: set[str] = field(default_factory=set)
     """Names of the parts of a step, such as `backward`, that were detected to run inside compiled code."""
     positions: tuple[int, ...] | None = None
-    """Positions of `parameters` in the whole model; None if they are all parameters of the model."""
+    """Position of each element of `parameters` in the list of all parameters of the model.
+
+    None if `parameters` contains all parameters of the model.
+    """
     elsewhere: frozenset[int] = frozenset()
-    """Positions, in the whole model, of parameters whose statistics another rank publishes, with equal values."""
+    """Positions of parameters for which another rank publishes statistics, with equal values.
+
+    A position counts in the list of all parameters of the model.
+    """
 
     def parameter(self, index: int) -> nn.Parameter | None:
-        """Return the parameter at position `index`; None if the model has replaced it, or if its module was freed."""
+        """Return the parameter at the position `index` of the attribute `parameters`.
+
+        Return None if the model has replaced the parameter, or if its module was freed.
+        """
         named = self.parameters[index]
         found = self.framework.parameter(named)
         return self._from_optimizers(named) if found is None else found
 
     def found(self) -> list[nn.Parameter | None]:
-        """Return all parameters by position; None for a parameter that the model replaced.
+        """Return the current parameter for each element of the attribute `parameters`; None if the model replaced it.
 
         The caller must not keep the list.
 
@@ -95,9 +104,10 @@ class MonitoredModel:
         return found
 
     def tensors(self) -> list[nn.Parameter | None]:
-        """Return all parameters by position; None for a parameter that the model has replaced or that was freed.
+        """Return the current parameter for each element of the attribute `parameters`.
 
-        The caller must not keep the list, because it keeps the parameters alive.
+        An element is None if the model has replaced the parameter, or if the parameter was freed. The caller must not
+        keep the list, because it keeps the parameters alive.
         """
         found = self.found()
         if not self.retired:
@@ -105,9 +115,10 @@ class MonitoredModel:
         return [None if owner in self.retired else item for owner, item in zip(self.owners(), found, strict=True)]
 
     def _from_optimizers(self, named: NamedParameter) -> nn.Parameter | None:
-        """Return the parameter `named` from the optimizers while `torch.func.functional_call` replaces it in the model.
+        """Search the optimizers for a parameter that `torch.func.functional_call` replaces in the model at present.
 
-        Return None if the parameter is not replaced in this way, or if no optimizer has it.
+        `named` describes the parameter. Return the parameter. Return None if the parameter is not replaced at present,
+        or if no optimizer has it.
         """
         if not is_temporarily_replaced(named.current()):
             return None
@@ -125,7 +136,7 @@ class MonitoredModel:
         return torch.device("cpu") if first is None else first.device
 
     def owners(self) -> Sequence[int]:
-        """Return the position in the whole model of each parameter of this object."""
+        """Return the position of each element of `parameters` in the list of all parameters of the model."""
         return range(len(self.parameters)) if self.positions is None else self.positions
 
     @property
@@ -141,16 +152,16 @@ class MonitoredModel:
 
     @property
     def state_elsewhere(self) -> frozenset[int]:
-        """Return the positions of parameters whose optimizer state another rank publishes.
+        """Return the positions of parameters for which another rank publishes the optimizer state.
 
         Empty if an optimizer divides its state among replicas.
         """
         return frozenset() if self.has_divided_state else self.elsewhere
 
     def only(self, targets: Targets, without: frozenset[int] = frozenset()) -> MonitoredModel:
-        """Return a view of this model with the parameters that `targets` selects by name or alias.
+        """Return a MonitoredModel of the same model with only those parameters that `targets` selects by name or alias.
 
-        Parameters at the positions `without` are left out.
+        Parameters at the positions `without` in the attribute `parameters` are left out.
         """
         if targets.selects_all and not without:
             return self
@@ -163,9 +174,9 @@ class MonitoredModel:
 
 
 def numbers_of(chunks: Sequence[nn.Module]) -> dict[int, int]:
-    """Return the number of the chunk that contains each parameter and module, by id().
+    """Return the number of the model chunk that contains a parameter or module, by id() of the parameter or module.
 
-    If several chunks contain it, the number of the first is returned. Empty if there is a single chunk.
+    If several chunks contain it, the number of the first is returned. The result is empty if there is a single chunk.
     """
     found: dict[int, int] = {}
     for number, chunk in enumerate(chunks) if len(chunks) > 1 else ():

@@ -32,13 +32,18 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 _ABSENT: Final = object()
 
 Around = Callable[..., Any]
-"""A function that receives the original method and the arguments of a call, and returns the result of the call."""
+"""A function that is called instead of a replaced method.
+
+It receives the original method and the arguments of the call, and returns the result of the call.
+"""
 
 
 class PatchedMethod:
-    """A method of `owner` that is replaced by a call of `around`, until `remove` is called.
+    """A method of the object `owner` that is replaced, until `remove` is called.
 
-    The object has a weak reference to the owner.
+    A call of the method then calls the function `around`.
+
+    The PatchedMethod has a weak reference to the owner.
 
     The replacement is a method of the owner, like the original. If the owner is copied, the replacement in the copy
     calls the original method of the copy. If the owner is pickled, the original method is pickled, so the owner can be

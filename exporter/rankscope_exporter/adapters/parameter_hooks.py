@@ -81,7 +81,10 @@ def _registered(hooks: OrderedDict[int, Callable[..., None]], hook: Callable[...
 
 ACCUMULATED: Final = "_post_accumulate_grad_hooks"
 GRADIENT: Final = "_backward_hooks"
-"""Attributes with the tables of hooks that `register_post_accumulate_grad_hook` and `register_hook` fill."""
+"""Names of the attributes in which a torch tensor stores its hooks.
+
+`register_post_accumulate_grad_hook` adds to the first, and `register_hook` to the second.
+"""
 
 _own_numbers: set[int] = set()
 """The numbers that torch has given the monitor's hooks. Torch numbers all hooks of the process and reuses no number."""
@@ -122,7 +125,10 @@ class TensorHook:
         self._is_shared |= _has_others(table)
 
     def remove(self) -> None:
-        """Remove the hook from the table. Afterwards, `tidy` can remove the table if it is empty."""
+        """Remove the hook from the table of hooks of `tensor`.
+
+        Afterwards, `tidy` can remove the table if it is empty.
+        """
         self._handle.remove()
         _own_numbers.discard(self._handle.id)
 
@@ -178,7 +184,7 @@ class ParameterHook:
         return True
 
     def renew(self, parameter: nn.Parameter) -> None:
-        """Register the hook on `parameter` if it is missing.
+        """Register the hook on `parameter` if the parameter does not have it.
 
         The caller has just found the parameter, which requires gradients.
         """

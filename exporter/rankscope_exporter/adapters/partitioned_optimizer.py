@@ -1,4 +1,7 @@
-"""Base class of adapters for frameworks whose optimizer updates copies or parts of parameters in one method call."""
+"""Base class of adapters for frameworks in which one method call of the optimizer makes the whole update.
+
+The optimizer of such a framework updates copies or parts of parameters.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ class ParameterPartition:
     tensor: torch.Tensor
     optimizer: torch.optim.Optimizer
     group: int
-    """Position of the parameter group in the optimizer; FROZEN if no optimizer steps the parameter."""
+    """Position of the part's parameter group in `optimizer.param_groups`.
+
+    FROZEN if no optimizer steps the parameter.
+    """
     start: int = 0
     count: int | None = None
     """Number of elements of the part. None means all elements of `tensor`, in the shape of `tensor`."""
@@ -55,7 +61,10 @@ class ParameterPartition:
         return TensorSpec(tuple(self.tensor.shape) if self.count is None else (self.count,), self.tensor.dtype)
 
     def optimizer_state(self, groups: Sequence[Mapping[str, Any]]) -> ParameterState:
-        """Return the optimizer's state of this part; `groups` are all parameter groups of the optimizer."""
+        """Return the optimizer state of this part of a parameter.
+
+        `groups` are all parameter groups of the optimizer.
+        """
         state = self.optimizer.state.get(self.tensor, {})
         own = {
             key: self.of(value) if isinstance(value, torch.Tensor) and value.shape == self.tensor.shape else value
@@ -105,20 +114,24 @@ class PartitionedOptimizer(Framework):
         self._with_gradient: set[int] = set()  # id() of the parameters with a gradient since the last update
 
     def reduced_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the reduced gradient of the part that this rank updates, as it is before the update begins.
+        """Return the reduced gradient of this rank's part of `parameter`, as it is before the update begins.
 
-        Return None if there is none.
+        Return None if there is no gradient or no part.
         """
         raise NotImplementedError
 
     def earlier_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the sum of this rank's own gradients of earlier micro-batches; None if there is no such sum."""
+        """Return the sum of this rank's own gradients of `parameter` over earlier micro-batches of the step.
+
+        Return None if there is no such sum.
+        """
         raise NotImplementedError
 
     def local_sum(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return the sum of this rank's own gradients, including the latest, `gradient`.
+        """Return the sum of this rank's own gradients of `parameter` over the micro-batches of the step so far.
 
-        If there is no sum of earlier micro-batches, return `gradient`.
+        The sum includes `gradient`, the gradient of the latest micro-batch. If there is no sum of earlier
+        micro-batches, return `gradient`.
         """
         earlier = self.earlier_gradient(parameter)
         return gradient if earlier is None else earlier + gradient.to(earlier.dtype)
@@ -126,15 +139,18 @@ class PartitionedOptimizer(Framework):
     # State of gradients.
 
     def reduces_in_backward(self) -> bool:
-        """Return whether the update has begun and no inner optimizer has stepped. The gradients are reduced then."""
+        """Return whether an update has begun and no torch optimizer has stepped in it yet.
+
+        The gradients in the framework are reduced then.
+        """
         return self._phase is _REDUCED
 
     def holds_gradient(self, parameter: nn.Parameter) -> bool:  # noqa: ARG002 - it is the same for all
-        """Return whether a backward pass ran since the last update. An update that was skipped counts as well."""
+        """Return whether a backward pass ran since the last update, including an update that was skipped."""
         return bool(self._with_gradient)
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[GradientSource], None]) -> Removable:
-        """Register a gradient hook that is called before the framework collects the gradient."""
+        """Register `hook` for the gradient of `parameter`. It is called before the framework collects the gradient."""
         keeps_sum = self.traits.reduces_each_micro_batch is False
 
         @uncompiled
@@ -158,16 +174,19 @@ class PartitionedOptimizer(Framework):
         return part.spec if isinstance(part, ParameterPartition) else TensorSpec((0,), parameter.dtype)
 
     def updated_tensor(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the part of a parameter that the optimizer steps; None if the current step does not include it."""
+        """Return the part of `parameter` that the optimizer of this rank updates.
+
+        Return None if the optimizer step in progress does not include this part.
+        """
         part = self.parts.get(id(parameter), _WHOLE)
         if part is _WHOLE:
             return parameter
         return part.of(part.tensor) if isinstance(part, ParameterPartition) and self._is_updated_now(part) else None
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the gradient of a parameter: reduced when the update begins, clipped when the optimizer steps.
+        """Return the gradient of this rank's part of `parameter`.
 
-        Return None at any other time.
+        It is reduced when the update begins, and also clipped when the optimizer steps. Return None at any other time.
         """
         part = self.parts.get(id(parameter))
         if self._phase is _REDUCED:
@@ -181,7 +200,7 @@ class PartitionedOptimizer(Framework):
         parameters: Sequence[nn.Parameter | None],
         optimizers: Sequence[torch.optim.Optimizer],  # noqa: ARG002 - each part refers to its optimizer
     ) -> list[ParameterState | None]:
-        """Return this rank's part of the optimizer state, for each parameter."""
+        """Return the optimizer state of this rank's part of each parameter; None if this rank has no part of it."""
         parts = (self.parts.get(id(parameter)) for parameter in parameters)
         return [None if part is None else part.optimizer_state(self.groups_of(part.optimizer)) for part in parts]
 
@@ -200,9 +219,9 @@ class PartitionedOptimizer(Framework):
     def on_update(
         self, optimizer: torch.optim.Optimizer, begins: Callable[..., Any], updated: Callable[..., None]
     ) -> list[Removable]:
-        """Register hooks on the inner optimizer.
+        """Register hooks for updates on `optimizer`, a torch optimizer that the framework's optimizer uses.
 
-        `begins` is called before each step of this optimizer, and `updated` at the end of the whole update.
+        `begins` is called before each step of this optimizer, and `updated` at the end of the framework's whole update.
         """
 
         @uncompiled
@@ -219,7 +238,10 @@ class PartitionedOptimizer(Framework):
         return [optimizer.register_step_pre_hook(part_begins)]
 
     def watch(self, owner: Any, method: str, hooking: Hooking) -> None:
-        """Report each update that the method named `method` of `owner` makes, until detach()."""
+        """Report each call of the method `method` of `owner` to the monitor, until detach().
+
+        A call is one update of the parameters. Its beginning and its end are reported separately.
+        """
         before = hooking.always("reporting the beginning of an update", self._update_begins)
         after = hooking.always("reporting the end of an update", self._update_ended)
 

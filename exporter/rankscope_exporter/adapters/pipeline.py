@@ -64,7 +64,10 @@ class Pipeline(Framework):
 
     @property
     def module(self) -> nn.Module:
-        """Return the user's own module of the stage, or a list of the modules of all stages on this rank."""
+        """Return the user's own module, which the pipeline stage contains.
+
+        If this rank has several stages, return a list of their modules.
+        """
         # Created for each use: a list that is kept would keep the modules alive.
         module = as_one([framework.module for framework in self._inner])
         if len(self._inner) > 1:
@@ -105,11 +108,14 @@ class Pipeline(Framework):
         return self._of(named.identity).is_in_place(named)
 
     def parameter(self, named: NamedParameter) -> nn.Parameter | None:
-        """Return the parameter that was listed as `named` at attach, according to the adapter of its stage."""
+        """Return the parameter that `named` described at attach, according to the adapter of the parameter's stage."""
         return self._of(named.identity).parameter(named)
 
     def reduces_in_backward(self) -> bool:
-        """Return False during backward passes, and True while the last stage of this rank finishes its gradients."""
+        """Return True only while the monitor is notified that all stages of this rank have divided their gradients.
+
+        Return False during backward passes.
+        """
         return self._finishing
 
     def holds_gradient(self, parameter: nn.Parameter) -> bool:

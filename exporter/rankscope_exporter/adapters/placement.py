@@ -24,7 +24,10 @@ _SHORTEST_RANGE: Final = 3  # two ranks are written as a list
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Distribution of a tensor over the ranks: the values of the columns `placement` and `shard_group` of its rows."""
+    """Distribution of a tensor over the ranks.
+
+    It consists of the values for the columns `placement` and `shard_group` in the rows of statistics of the tensor.
+    """
 
     placement: str
     shard_group: str | None = None

@@ -42,7 +42,10 @@ class TensorParallel(Framework):
         return super().replicas(parameter) if hasattr(parameter, "device_mesh") else self._mesh_ranks
 
     def copies(self, world_size: int) -> int:
-        """Return how many device meshes all ranks form. A training loop may train each mesh on different data."""
+        """Return the number of ranks divided by the number of ranks in a device mesh, but at least 1.
+
+        A training loop may train each device mesh on different data.
+        """
         return max(1, world_size // self._mesh_size)
 
 

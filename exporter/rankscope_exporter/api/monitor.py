@@ -182,11 +182,14 @@ class Monitor(CopiesDoNothing):
             self._boundary.call("fork", session.channel.abandon_after_fork)
 
     def stop_asked(self, name: str) -> None:
-        """Store that the signal `name` requested the end of training and reached a signal handler of the script."""
+        """Store that the signal `name` requested the end of training, and that the script handles this signal."""
         self._stop_signal = name
 
     def last_records(self, name: str) -> Callable[[], None]:
-        """Record that the signal `name` ends this process; return a function that waits for the record's commit."""
+        """Record that the signal `name` ends this process.
+
+        Return a function that waits until the service has committed the record.
+        """
         wait_seconds = min(self._config.exit_wait_seconds, stop_signals.STOP_WAIT_SECONDS)
         return self._leave(ExitReason.SIGNAL, name, wait_seconds)
 
@@ -400,7 +403,10 @@ class Monitor(CopiesDoNothing):
             session.hooks.call("remark()", session.hooks.tell, sentence)
 
     def sink(self, name: str) -> Sink | None:
-        """Return the live sink with this `name`, even after detach; None if it is not configured."""
+        """Return the Sink object with this `name`, also after detach.
+
+        Return None if no sink with this name is configured.
+        """
         return self._sinks.get(name)
 
     def overhead_seconds(self) -> dict[str, float]:

@@ -78,7 +78,10 @@ The overhead controller ignores them, because a longer sampling interval does no
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """The facts about the end of a training that are known before its last step is finished."""
+    """The reason, the error and the signal of the end of a training.
+
+    They are known before the last step of the training is finished.
+    """
 
     reason: ExitReason
     error: str | None
@@ -183,7 +186,7 @@ class Session:
         )
 
     def _build_changes(self, first_step: int, on_anomaly: OnAnomaly | None) -> None:
-        """Build the parts of the session that change the sampling during training."""
+        """Build the objects that change which quantities are measured, and how often, during training."""
         config, identity, boundary = self.config, self.identity, self._boundary
         self._pace = StepPace(first_step)
         self.change_queue = ChangeQueue(
@@ -219,7 +222,7 @@ class Session:
         self.reactions = AnomalyReactions(config, identity, boundary, dependencies, on_anomaly)
 
     def _build_training(self, first_step: int) -> None:
-        """Build the hooks and the recorder, and connect their events to the observers."""
+        """Build the hooks on the model and the recorder of steps, and the observers that receive the events of both."""
         monitored, config, boundary = self.monitored, self.config, self._boundary
         clock = HookClock(boundary, on_cpu=monitored.device.type == "cpu")
         gradients = GradientHooks(monitored)
@@ -339,7 +342,10 @@ class Session:
             self._tell_place_of_records(left)
 
     def _tell_place_of_records(self, uncommitted: int) -> None:
-        """Print where the uncommitted records are. If they are on disk, only one rank of a host prints it."""
+        """Print the folder with the records that the service has not committed, or that they are lost with the process.
+
+        If they are on disk, only one rank of a host prints it.
+        """
         kept = self.channel.persistence
         if kept.folder is None:
             if self.channel.service_url or self.config.serve.spool_dir:
@@ -383,10 +389,12 @@ class Session:
         self.sinks.put(record)
 
     def current(self, kinds: tuple[str, ...]) -> tuple[Row, ...]:
-        """Return the rows of statistics of the open step so far, or of the last published step if there are none.
+        """Return the rows of statistics of the step in progress.
 
-        `kinds` are the kinds of tensors to return; all kinds if empty. This method waits for the device. No other
-        method of the session does.
+        If it has no rows yet, return those of the last published step. `kinds` are the kinds of tensors to return; all
+        kinds if empty.
+
+        This method waits for the device. No other method of the session does.
         """
         rows: tuple[Row, ...] = ()
         with self.current_step.lock:

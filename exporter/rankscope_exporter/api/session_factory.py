@@ -1,8 +1,8 @@
 """Create and start the session of a model and its optimizers when a monitor is attached.
 
-If another rank publishes the same data, the session does not publish it again. This module finds the parameters with
-such data. Equality is never assumed: the adapter, or an attribute of the parameter, states that the ranks of a group
-have equal values.
+If another rank publishes equal statistics of a parameter, the session does not publish them again. This module finds
+such parameters. Equality is never assumed: the adapter, or an attribute of the parameter, states that the ranks of a
+group have equal values.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ DP, TP = "dp_group", "tp_group"
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDedup:
-    """The positions of parameters whose data another rank publishes, and events and notices about these parameters."""
+    """The positions of the parameters that another rank publishes for this rank, and events and notices about them."""
 
     positions: frozenset[int] = frozenset()
     events: tuple[Event, ...] = ()
@@ -122,7 +122,8 @@ def find_replica_dedup(
         same = [i for i, named in enumerate(parameters) if _is_same(framework, named, name, ranks)]
         if len(ranks) > 1 and not same:
             notices.append(
-                f"{name}: no parameter is known to be equal on all ranks of the group; each publishes all parameters"
+                f"{name}: no parameter is known to be equal on all ranks of the group; "
+                "each rank publishes all its parameters"
             )
         if here > 0 and same:
             positions.update(same)

@@ -95,7 +95,10 @@ class KernelWarmUp(StepObserver):
         self._is_started = False
 
     def on_sampling_decided(self, sampled: bool) -> None:  # noqa: FBT001 - an event has positional arguments
-        """Count the step. If the kernel is to be built now, start the build on a separate thread."""
+        """Count the step.
+
+        If the compiled CPU kernel for statistics must be built now, start the build on a separate thread.
+        """
         self._steps += 1
         if sampled and self._steps >= WARM_UP_AT_STEP and not self._is_started:
             self._is_started = True
@@ -138,13 +141,13 @@ class StepObservers:
 
     @property
     def all(self) -> tuple[StepObserver, ...]:
-        """The observers of steps, in the order in which they are called."""
+        """The observers that are called at every step, in the order in which they are called."""
         return self.memory, self.throughput, self.phases, self.collectives
 
     def start(self, hooking: Hooking) -> None:
         """Install the hooks that measure throughput, and start the hardware thread.
 
-        If one of them cannot start, this is reported.
+        An error of either is reported, and the other is not affected.
         """
         self._boundary.call("starting throughput", self.throughput.install, hooking)
         self._boundary.call("starting the hardware thread", self.hardware.start)
@@ -154,7 +157,7 @@ class StepObservers:
         return {"hardware": self.hardware.cpu_seconds, "collectives": self.collectives.cpu_seconds}
 
     def left_out(self) -> dict[str, int]:
-        """Return the number of items that could not be published, by reason."""
+        """Return, by reason, the number of collectives and of durations of phases that could not be published."""
         return {"collectives_overrun": self.collectives.overwritten, "phases_late": self.phases.left_out}
 
 
@@ -192,7 +195,7 @@ def open_rows(step: int, entries: Sequence[PlanEntry], finished: Finished, kinds
 
 
 def published_rows(ring: Ring, kinds: tuple[str, ...]) -> tuple[Row, ...]:
-    """Return the rows of statistics in the newest record in `ring` that has rows of `kinds`.
+    """Return the rows of statistics in the newest record in `ring` that has rows of the kinds `kinds`.
 
     `kinds` are the kinds of tensors to return; all kinds if empty.
     """

@@ -127,9 +127,10 @@ def validate(options: Any, error: type[ValueError] = ValueError, prefix: str = "
 
     Raises `error` for the first field with an invalid value. The text begins with `prefix` and the name of the field.
 
-    The `Allowed` in `Annotated` decides which values are valid. If there is none, the type of the field decides. Then
-    each `Checked` and `Converted` of the field is called, in order. A field of type tuple accepts any list and stores a
-    tuple. None is valid only if the annotation contains it.
+    An annotation `Annotated[type, rule, …]` contains rules. A rule of the class `Allowed` decides which values are
+    valid. If there is no such rule, the type of the field decides. Then each rule of the classes `Checked` and
+    `Converted` is called with the value, in order. A field of type tuple accepts any list and stores a tuple. None is
+    valid only if the annotation contains it.
     """
     for name, rule in _rules_of(options.__class__).items():
         given = value = getattr(options, name)

@@ -184,7 +184,7 @@ class MonitorConfig:
     remarks: tuple[str, ...] = ()
     """Messages that are logged once in `attach`.
 
-    They name settings of a translated msprobe configuration that are not supported.
+    They name settings of a msprobe configuration that Rankscope does not support.
     """
     throughput: ThroughputConfig = field(default_factory=ThroughputConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)

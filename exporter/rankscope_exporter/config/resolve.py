@@ -34,7 +34,10 @@ def config_of(given: Given) -> MonitorConfig:
 
 
 def public_settings(config: MonitorConfig) -> dict[str, Any]:
-    """Return the configuration as GET /config returns it and as it is stored with the run. Secrets are masked."""
+    """Return the configuration as GET /config returns it and as the service stores it with the run.
+
+    Secrets are masked.
+    """
     settings = asdict(config)
     settings["rules"] = [{"rule_name": type(rule).__name__, "args": asdict(rule)} for rule in config.rules]
     shown: dict[str, Any] = redacted({**settings, "argv": sys.argv})

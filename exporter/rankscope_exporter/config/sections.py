@@ -110,7 +110,10 @@ class CaptureConfig:
         return ALL in self.rules or rule in self.rules
 
     def settings(self, options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the sampling settings that apply during a capture. `options` are the options of the monitor."""
+        """Return the sampling settings that apply during a capture.
+
+        `options` are the options of quantities outside of captures.
+        """
         own = {name: options[name] for name in self.quantities if name in options}
         return {"quantities": self.quantities, "options": {**own, **self.options}, "every": 1, "times": None}
 

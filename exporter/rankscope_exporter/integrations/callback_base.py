@@ -73,7 +73,10 @@ class CallbackBase(CopiesDoNothing):
         return self._config
 
     def end(self, error: BaseException | None = None) -> None:
-        """Record that the training ended, with `error` if it is not None, and detach the monitor."""
+        """Record the end of the training and detach the monitor.
+
+        If `error` is not None, it is recorded as the error that ended the training.
+        """
         self.leave_phase()
         monitor, self.monitor = self.monitor, None
         if monitor is not None:

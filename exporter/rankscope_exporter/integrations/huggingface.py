@@ -74,14 +74,15 @@ class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,
     def on_log(
         self, _args: Any, state: Any, _control: Any, *, logs: Mapping[str, Any] | None = None, **_kwargs: Any
     ) -> None:
-        """Log the numbers that Trainer logs, for the present step of Trainer."""
+        """Log the numbers that Trainer logs, with the step number that Trainer has at present."""
         values = {name: value for name, value in (logs or {}).items() if name not in _NOTED_BY_THE_MONITOR}
         self._attended.log(state.global_step or None, values)
 
     def on_prediction_step(self, *_args: Any, **_kwargs: Any) -> None:
-        """Begin the phase `evaluation` if it is not open yet.
+        """Begin the phase `evaluation` unless it is open.
 
-        It is not open if the script itself has started the evaluation or prediction.
+        It is already open if Trainer evaluates after a training step or an epoch. It is not open if the script called
+        `evaluate` or `predict`.
         """
         self._attended.enter_phase("evaluation")
 

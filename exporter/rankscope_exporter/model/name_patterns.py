@@ -10,9 +10,9 @@ from typing import Final
 
 REGEX: Final = "re:"
 _SAID: Final = re.compile(r"re:\(\?#([^()]*)\)")
-"""Matches the beginning of a regular expression that was made from a name.
+"""Matches the beginning of a pattern that `regex_pattern` made.
 
-The expression begins with the name as a comment.
+The beginning contains the displayed name as a comment of the regular expression.
 """
 
 
@@ -44,7 +44,10 @@ class Targets:
         )
 
     def unmatched(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Return each pattern that selects none of `names`, in its displayed form, with the most similar names."""
+        """Return each pattern that selects none of `names`, with the names that are most similar to it.
+
+        The patterns are returned in the form that messages display.
+        """
         known = list(names)
         return {
             display_name(pattern): difflib.get_close_matches(
@@ -61,7 +64,10 @@ def regex_pattern(name: str, expression: str) -> str:
 
 
 def display_name(pattern: str) -> str:
-    """Return the name from which a pattern was made. Return any other pattern unchanged."""
+    """Return the name that messages display for `pattern`.
+
+    If `regex_pattern` made the pattern, it is the name in the pattern; otherwise it is the pattern itself.
+    """
     found = _SAID.match(pattern)
     return pattern if found is None else found[1]
 

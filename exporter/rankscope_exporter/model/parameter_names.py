@@ -76,7 +76,10 @@ def found_in_place(parameters: Iterable[NamedParameter]) -> list[nn.Parameter | 
 
 
 def entry(table: Any, key: str) -> Any:
-    """Return the value of `key` in the `_parameters` or `_modules` of a module; None if the key is missing."""
+    """Return the value of `key` in `table`, the attribute `_parameters` or `_modules` of a module.
+
+    Return None if the key is missing.
+    """
     return table[key] if key in table else None  # noqa: SIM401 - a scripted module's tables have no `get`
 
 

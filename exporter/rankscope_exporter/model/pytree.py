@@ -31,7 +31,8 @@ _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype,
 class Slot:
     """One tensor in the arguments or in the result of a module.
 
-    It has a number, a path, and the position of the top-level element that contains it.
+    It has a number, a path such as `[0].logits`, and the position of the element of the arguments or result that
+    contains it.
     """
 
     index: int | None
@@ -87,7 +88,10 @@ def returned(output: Any) -> Found:
 
 
 def children(value: Any) -> list[tuple[str, Any]] | None:
-    """Return a list of (path, element) for the elements of a container; None if `value` is not a container."""
+    """Return the elements of a container, each with its step in a path, such as `[0]` or `.logits`.
+
+    Return None if `value` is not a container.
+    """
     if isinstance(value, tuple | list):
         names = getattr(value, "_fields", None)
         if names is not None and len(names) == len(value):
@@ -165,7 +169,11 @@ class ObjectSpec:
         return cls(text, length, None if position is None else int(position))
 
     def select(self, found: Found) -> Sequence[Slot] | None:
-        """Return the tensors in `found` that the pattern selects; None if `found` lacks the form in the pattern."""
+        """Return the tensors in `found` that the pattern selects.
+
+        Return None if the argument or result does not have the form that the pattern describes, such as a tuple of two
+        elements.
+        """
         slots = found.slots
         if self.name is not None:
             inside = re.compile(rf"\.{re.escape(self.name)}(?![^.\[])")

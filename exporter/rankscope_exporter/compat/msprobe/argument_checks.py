@@ -27,7 +27,7 @@ _MISPRINTED: Final = {"param_have_main_grad": "params_have_main_grad"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Construction:
-    """The arguments of `TrainerMon` after the configuration. An argument that the script omits is None."""
+    """The arguments of `TrainerMon` that follow the configuration file. An argument that the script omits is None."""
 
     process_group: Any = None
     params_have_main_grad: bool | None = None
@@ -89,7 +89,10 @@ class Attachment:
 
     @property
     def chunks(self) -> Sequence[Any]:
-        """Return the model chunks as a sequence. It has one element unless the pipeline has virtual stages."""
+        """Return the model chunks as a sequence.
+
+        It has one element unless the pipeline has virtual stages on this rank.
+        """
         return self.model if isinstance(self.model, list | tuple) else [self.model]
 
     @property

@@ -26,7 +26,7 @@ _TAIL: Final = re.compile(r"(?:layers?|embeddings?)\.|final|output|norm")
 
 
 def module_pattern(target: str, *, squashed: bool = False) -> str:
-    """Return the name pattern for the module `target`.
+    """Return Rankscope's name pattern for the module that msprobe calls `target`.
 
     With `squashed`, `target` may be only the last parts of the name.
     """
@@ -37,7 +37,10 @@ def module_pattern(target: str, *, squashed: bool = False) -> str:
 
 
 def parameter_pattern(target: str, *, squashed: bool = False) -> str:
-    """Return the name pattern for the parameter `target`, or for all parameters in the module `target`."""
+    """Return Rankscope's name pattern for the parameters that msprobe calls `target`.
+
+    The pattern selects the parameter with this name, or all parameters in the module with this name.
+    """
     name, wrapped, cut = _parts(target, squashed=squashed)
     if not name:
         return "*"
@@ -45,9 +48,9 @@ def parameter_pattern(target: str, *, squashed: bool = False) -> str:
 
 
 def _parts(target: str, *, squashed: bool) -> tuple[str, bool, bool]:
-    """Parse a target of msprobe.
+    """Parse the name of a module or parameter in msprobe's settings.
 
-    Return the name, whether it had the prefix of a wrapper, and whether its beginning may be missing.
+    Return the name, whether it had the prefix of a wrapper, and whether it may lack the first parts of the full name.
     """
     name = plain_name(_CHUNK.sub("", target, count=1) if _CHUNK.match(target) else target)
     inner = _WRAPPER.sub("", name, count=1) if _WRAPPER.match(name) else name
@@ -180,7 +183,10 @@ def _features(tool: MsprobeSettings) -> Options:
 
 
 def _sinks(tool: MsprobeSettings) -> dict[str, dict[str, Any]]:
-    """Return the names and settings of the sinks. Each sink reads its output folder from MONITOR_OUTPUT_DIR."""
+    """Return the settings of each sink by its name.
+
+    Sinks read their output folder from the variable MONITOR_OUTPUT_DIR.
+    """
     sinks: dict[str, dict[str, Any]] = {tool.format: {}}
     if tool.format == "csv":
         sinks["csv"] = {

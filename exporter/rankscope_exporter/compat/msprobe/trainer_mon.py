@@ -41,7 +41,8 @@ Metrics = dict[str, dict[str, torch.Tensor]]
 def metrics_of(rows: Iterable[Row], ops: Sequence[str], rank: int) -> Metrics:
     """Return the statistics `ops` of `rows` as float64 tensors on the CPU.
 
-    The keys are msprobe's tag of the measured tensor, and then the name of the statistic.
+    The result maps msprobe's tag of a tensor to its statistics by name. A tag names the model chunk, the tensor, the
+    rank and the kind of the tensor.
     """
     found: Metrics = {}
     for row in rows:
@@ -54,7 +55,7 @@ def metrics_of(rows: Iterable[Row], ops: Sequence[str], rank: int) -> Metrics:
 
 
 def statistic(op: str, numbers: Mapping[str, Any]) -> float:
-    """Return the statistic `op` over all elements of a tensor; NaN if it is unknown."""
+    """Return the statistic `op` of a tensor over all its elements, from its published `numbers`; NaN if unknown."""
     nans, infs, value = numbers.get("nans") or 0, numbers.get("infs") or 0, numbers.get(op)
     if op in VALUE_OPS and nans:
         return math.nan
@@ -184,16 +185,18 @@ class TrainerMon(CopiesDoNothing):
     def generate_wgrad_metrics(self, *_: Any) -> tuple[Metrics, Metrics]:
         """Return the statistics of reduced and of unreduced gradients.
 
-        Each of the two is a mapping from msprobe's tag of a tensor to its statistics by name. If the gradients of the
-        current step are already measured, their statistics are returned, otherwise those of the last measured step. The
-        call waits for the device.
+        Each of the two is a mapping from msprobe's tag of a tensor to its statistics by name. A tag names the model
+        chunk, the tensor, the rank and the kind of the tensor. If the gradients of the current step are already
+        measured, their statistics are returned, otherwise those of the last measured step. The call waits for the
+        device.
         """
         return self._numbers((Kind.GRAD_REDUCED,), (Kind.GRAD_UNREDUCED,))
 
     def generate_xy_metrics(self) -> tuple[Metrics, Metrics]:
         """Return the statistics of activations and of activation gradients.
 
-        Each of the two is a mapping from msprobe's tag of a tensor to its statistics by name.
+        Each of the two is a mapping from msprobe's tag of a tensor to its statistics by name. A tag names the model
+        chunk, the tensor, the rank and the kind of the tensor.
         """
         return self._numbers((Kind.ACT_IN, Kind.ACT_OUT), (Kind.ACT_GRAD_IN, Kind.ACT_GRAD_OUT))
 
@@ -275,7 +278,10 @@ def _place_in_pipeline(monitor: Monitor, process_group: Any) -> None:
 
 
 def _measured_now(monitor: Monitor | None) -> Mapping[str, Any] | None:
-    """Return the quantities and settings that apply after all requested changes; None while no model is attached."""
+    """Return the sampling settings of `monitor` that apply after all changes that were requested so far.
+
+    None while no model is attached.
+    """
     state = {} if monitor is None else monitor.measuring
     return (state["to_come"] or [state])[-1] if state else None
 

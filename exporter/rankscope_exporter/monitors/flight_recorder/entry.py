@@ -76,7 +76,10 @@ class Entry:
         )
 
     def updated(self, raw: Raw) -> Self:
-        """Return a copy of this entry with the state and duration in `raw`, which a later reading returned."""
+        """Return a copy of this entry with the state and duration in `raw`.
+
+        `raw` is the same entry in a later reading of the flight record.
+        """
         return replace(self, is_over=is_over(raw), seconds=_seconds(raw))
 
     def row(self, step: int | None, call_seq: int | None, *, is_kept: bool = True) -> dict[str, Any]:
@@ -114,7 +117,10 @@ def is_over(raw: Raw) -> bool:
 
 
 def _call_fields(raw: Raw) -> dict[str, Any]:
-    """Return those fields of a raw entry that `Entry` and `Collective` have in common."""
+    """Return the fields of a flight record entry that describe its collective.
+
+    They are the same in a row of `collectives` and in the summary for a hang.
+    """
     backend, _, op = str(raw["profiling_name"]).rpartition(":")
     group_id, description = (str(part) for part in raw["process_group"])
     is_p2p = bool(raw.get("is_p2p"))
@@ -224,7 +230,7 @@ def read_flight_record(
 
 
 def _groups(entries: Sequence[Mapping[str, Any]], ranks: Mapping[str, tuple[int, ...]]) -> tuple[GroupProgress, ...]:
-    """Return the latest sequence number of this rank in each process group, computed from all entries."""
+    """Return the sequence number of this rank's latest collective in each process group, from all entries."""
     latest: dict[str, int] = {}
     for entry in sorted(entries, key=_created_ns):
         if not entry.get("is_p2p"):

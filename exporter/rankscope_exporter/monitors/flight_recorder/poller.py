@@ -54,13 +54,13 @@ class PollSchedule:
         self._not_before = -math.inf
 
     def is_due(self, step: int | None, now: float) -> bool:
-        """Return whether a reading is due at the end of `step`."""
+        """Return whether the flight record must be read at the end of `step`, which is at the time `now`."""
         return self._share > 0 and (step or 0) % self._interval == 0 and now >= self._not_before
 
     def took(self, seconds: float, step_seconds: float, now: float) -> None:
-        """Compute the time of the next reading, after a reading that took `seconds` and ended at `now`.
+        """Compute the time of the next reading of the flight record.
 
-        `step_seconds` is the duration of a training step.
+        The last reading took `seconds` and ended at `now`. `step_seconds` is the duration of a training step.
         """
         pause = seconds / self._share
         self._not_before = now + pause
@@ -95,7 +95,7 @@ class CollectiveCounters:
                 self._counts[op] = calls + 1, total + (row["bytes"] or 0)
 
     def by_op(self) -> Mapping[str, tuple[int, int]]:
-        """Return the number of calls and of bytes by the name of the operation."""
+        """Return the number of calls and of bytes of each collective operation, by its name."""
         with self._lock:
             return dict(self._counts)
 
@@ -148,21 +148,21 @@ class FlightRecorderPoller(StepObserver):
         self._is_last = False
         self._thread: OwnThread | None = None
         self.totals = CollectiveCounters()
-        """Number of calls and of bytes of each operation since the monitor was created."""
+        """Number of calls and of bytes of each collective operation since the monitor was created."""
         self.overwritten = 0
         """Number of entries of the flight record that torch has overwritten before they were read."""
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU seconds of the reading thread so far."""
+        """CPU seconds that the thread that reads the flight record has used so far."""
         return 0.0 if self._thread is None else self._thread.cpu_seconds
 
     def on_step_begin(self, step: int) -> None:  # noqa: ARG002 - the number may still change
-        """Store the time at which a step begins."""
+        """Store the time at which a training step begins."""
         self._began_us = now_microseconds()
 
     def on_step_end(self, pending_step: PendingStep) -> None:
-        """Store the start and end of a step, and wake the reading thread if a reading is due."""
+        """Store the start and end of a step. If the flight record must be read now, wake the thread that reads it."""
         if self._share <= 0:
             return
         self._ended.append((pending_step.step, self._began_us, now_microseconds()))
@@ -172,7 +172,7 @@ class FlightRecorderPoller(StepObserver):
             self._wake.set()
 
     def stop(self, seconds: float) -> None:
-        """Read the flight record for the last time, and wait for this reading at most `seconds`."""
+        """Request the last reading of the flight record, and wait for at most `seconds` until it has ended."""
         if self._thread is not None:
             self._is_last = True
             self._wake.set()
@@ -180,7 +180,7 @@ class FlightRecorderPoller(StepObserver):
             _read_before.update(self._assignment.last_id)
 
     def counts(self) -> Mapping[str, tuple[int, int]]:
-        """Return the number of calls and of bytes by the name of the operation."""
+        """Return the number of calls and of bytes of each collective operation, by its name."""
         return self.totals.by_op()
 
     def _start(self) -> bool:

@@ -23,7 +23,11 @@ _AT_THE_END: Final = 1 << 62
 
 @dataclass(slots=True)
 class AssignedEntries:
-    """Result of one reading: complete rows, and the number of entries that torch overwrote before they were read."""
+    """Result of one reading of the flight record.
+
+    It has complete rows of the dataset `collectives`, and the number of entries that torch overwrote before they were
+    read.
+    """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     overwritten: int = 0
@@ -31,9 +35,9 @@ class AssignedEntries:
 
 @dataclass(slots=True)
 class _Held:
-    """An entry of the flight record that is not a row of the dataset yet.
+    """An entry of the flight record that is not a row of the dataset `collectives` yet.
 
-    `call_seq` is the position of the entry among all collectives of the step.
+    `call_seq` is the position of the entry among all collectives of its step.
     """
 
     entry: Entry
@@ -65,7 +69,7 @@ class StepAssignment:
     def step_ended(self, step: int | None, began_us: int, ended_us: int) -> None:
         """Store the start and the end of a step.
 
-        Call it in the order of the steps, and before `take` with the entries of the step.
+        Call this method in the order of the steps. Call it before `take` receives entries of the step.
         """
         self._begins.append((began_us, step))
         self._ended_us = max(self._ended_us, ended_us)
@@ -73,7 +77,7 @@ class StepAssignment:
     def take(
         self, readings: Mapping[str, Sequence[Raw]], ranks: Mapping[str, tuple[int, ...]], *, is_last: bool = False
     ) -> AssignedEntries:
-        """Return the rows that are complete, in the order of the calls.
+        """Return the rows of the dataset `collectives` that are complete, in the order of the collectives.
 
         The entries in `readings` are sorted by `record_id`.
         """
@@ -101,7 +105,7 @@ class StepAssignment:
         return taken
 
     def _read(self, recorder: str, raws: Sequence[Raw], ranks: Mapping[str, tuple[int, ...]]) -> int:
-        """Add the new entries of a reading and update the entries that are not rows yet.
+        """Store the new entries in `raws`, and update the stored entries that are not rows yet.
 
         Return the number of entries that torch overwrote before they were read.
         """
@@ -124,7 +128,7 @@ class StepAssignment:
         return missed
 
     def _renumber(self, recorder: str) -> None:
-        """Give stored entries negative numbers, because the recorder has restarted and counts from 0 again."""
+        """Give stored entries of `recorder` negative numbers: it has restarted and counts entries from 0 again."""
         for key in [key for key in self._held if key[0] == recorder and key[1] >= 0]:
             self._held[recorder, -1 - key[1]] = self._held.pop(key)
 

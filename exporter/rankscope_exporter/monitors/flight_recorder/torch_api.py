@@ -85,7 +85,7 @@ _RELAXED: Final = 2
 """cudaStreamCaptureModeRelaxed."""
 
 _NEEDED: Final = ("record_id", "time_created_ns", "profiling_name", "process_group", "collective_seq_id", "p2p_seq_id")
-"""Fields that an entry must have; other entries are skipped."""
+"""Names of the fields that an entry of a flight record must have; entries without one of them are skipped."""
 
 
 def has_groups() -> bool:
@@ -137,12 +137,18 @@ def read_without_stacks(
 
 
 def _recorders() -> list[Recorder]:
-    """Return the recorders that may have entries. NCCL has none in a process that has not used a device."""
+    """Return the flight recorders that may have entries.
+
+    The one of NCCL has none in a process that has not used a device.
+    """
     return [CPU, NCCL] if torch.cuda.is_initialized() else [CPU]  # type: ignore[no-untyped-call]  # untyped in torch
 
 
 def _read(recorders: Sequence[Recorder], read: Callable[[Recorder], Any], report: Report) -> dict[str, Sequence[Raw]]:
-    """Return the entries of each recorder by the name of the recorder. Recorders that cannot be read are reported."""
+    """Return the entries of each flight recorder by the name of the recorder.
+
+    Recorders that cannot be read are reported.
+    """
     found: dict[str, Sequence[Raw]] = {}
     for recorder in recorders:
         where = f"reading the flight record of {recorder.name}"
@@ -158,7 +164,10 @@ def _read(recorders: Sequence[Recorder], read: Callable[[Recorder], Any], report
 
 
 def _complete(entries: Sequence[Raw], where: str, report: Report) -> Sequence[Raw]:
-    """Return the entries that have all needed fields, oldest first. The number of other entries is reported."""
+    """Return the flight record entries that have all needed fields, oldest first.
+
+    The number of other entries is reported.
+    """
     complete = [entry for entry in entries if all(entry.get(name) is not None for name in _NEEDED)]
     if missing := len(entries) - len(complete):
         report(where, ValueError(f"{missing} of {len(entries)} entries lack one of the fields {_NEEDED}"))
@@ -217,7 +226,7 @@ def _handler_names() -> Sequence[str]:
 def _ask(handler: str, *, is_urgent: bool, seconds: float) -> str:  # noqa: ARG001 - the signature of _ask_device
     """Call a handler of torch's flight recorder on the current thread and return its answer.
 
-    The handler must not read its request.
+    The handler must not read the request object that it receives.
     """
     c10d = _c10d()
     given: list[str] = []

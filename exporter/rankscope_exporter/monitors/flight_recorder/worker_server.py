@@ -91,9 +91,10 @@ def worker_server() -> WorkerServer:
 
 
 def register_handler(name: str, function: Callable[[Any, Any], None]) -> None:
-    """Register the handler `function(request, response)` under `name`. The arguments are C++ objects of torch.
+    """Register the handler `function(request, response)` under `name` in torch's table of worker server handlers.
 
-    An existing name is not changed, because torch can neither remove nor replace a handler.
+    The arguments of the handler are C++ objects of torch. An existing name is not changed, because torch can neither
+    remove nor replace a handler.
     """
     c10d: Any = torch._C._distributed_c10d  # noqa: SLF001 - torch has no public name for it
     if name not in c10d._get_handler_names():  # noqa: SLF001 - see above

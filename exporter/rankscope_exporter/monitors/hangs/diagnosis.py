@@ -98,12 +98,15 @@ class Diagnosis:
             self._lock.release()
 
     def take_written(self, text: str, reason: str) -> None:
-        """Publish the stacks in `text`, which the signal handler wrote when the signal arrived."""
+        """Publish the stacks in `text`.
+
+        The handler of the signal in the setting `stacks_signal` wrote them when the signal arrived.
+        """
         with self._lock:
             self._publish_stacks(read_stacks(text, reason, self._training_thread), Severity.INFO)
 
     def take_flight(self, reason: str) -> None:
-        """Read and publish only the flight record. Does nothing if torch has no flight record."""
+        """Read and publish the flight record, without the stacks. Does nothing if torch has no flight record."""
         with self._lock:
             flight = self._flight(reason)
             if flight is not None:
@@ -133,7 +136,7 @@ class Diagnosis:
     def _stacks(self, reason: str) -> StackDump:
         """Return the stacks of all threads.
 
-        After an error, the result has no threads, because the flight record is useful without stacks.
+        If they cannot be read, the result has no threads: the flight record is useful without stacks.
         """
         stacks: StackDump | None = self._boundary.call("taking stacks", take_stacks, reason, self._training_thread)
         return StackDump(reason=reason, threads=()) if stacks is None else stacks

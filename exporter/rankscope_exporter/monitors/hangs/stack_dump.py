@@ -43,7 +43,7 @@ _OF_THE_INTERPRETER: Final = ("JUMP_BACKWARD", "RESUME", "NOP")
 
 
 def innermost_call(thread: int) -> tuple[Frame, str | None] | None:
-    """Return the innermost frame of a thread, and the name of the function that it calls.
+    """Return the innermost frame of a thread, and the name of the function that this frame calls.
 
     Return None if the thread does not exist.
     """
@@ -57,10 +57,10 @@ def innermost_call(thread: int) -> tuple[Frame, str | None] | None:
 
 
 def called(code: CodeType, offset: int, global_names: Mapping[str, Any]) -> str | None:
-    """Return the name of the function that the instruction at `offset` calls.
+    """Return the name of the function that the bytecode instruction at `offset` calls.
 
-    The name is empty if the instruction calls no function. Return None if the name is unknown or the bytecode is longer
-    than MOST_BYTES.
+    The name is empty if the instruction calls no function. Return None if the name is unknown, or if the bytecode is
+    longer than the limit MOST_BYTES.
     """
     if len(code.co_code) > MOST_BYTES:
         return None

@@ -26,9 +26,10 @@ Python does not use these signals. Other signals terminate a process or report a
 
 
 class StackSignal:
-    """A registered signal handler. The constructor registers the handler, and `restore` removes it.
+    """A signal handler of faulthandler that writes the stacks of all threads to a file.
 
-    A Python handler that was registered before is still called.
+    The constructor registers the handler, and `restore` removes it. A Python handler that was registered before is
+    still called.
     """
 
     def __init__(self, name: str) -> None:
@@ -46,10 +47,10 @@ class StackSignal:
         faulthandler.register(self._number, file=self._descriptor, all_threads=True, chain=chain)
 
     def written(self) -> str | None:
-        """Return the stacks that the handler has written, and empty the file.
+        """Return the stacks that the signal handler has written to its file, and empty the file.
 
-        Return None if there are none or the handler may still be writing. The handler counts as finished when the file
-        has the same size in two consecutive calls.
+        Return None if there are no stacks, or if the handler may still be writing. The handler counts as finished when
+        the file has the same size in two consecutive calls.
         """
         size = os.fstat(self._descriptor).st_size
         if size == 0 or size != self._seen:
@@ -61,9 +62,9 @@ class StackSignal:
         return text
 
     def restore(self) -> None:
-        """Restore the previous signal handler and delete the file.
+        """Restore the previous signal handler, and delete the file to which the present handler writes stacks.
 
-        A handler that the script has installed since then remains.
+        If the script has installed a later handler for the signal, that handler remains.
         """
         since = signal.getsignal(self._number)
         faulthandler.unregister(self._number)
@@ -74,13 +75,16 @@ class StackSignal:
         self.path.unlink(missing_ok=True)
 
     def abandon_after_fork(self) -> None:
-        """Unregister the handler in a forked child. The file belongs to the parent and is not deleted."""
+        """Unregister the signal handler in a forked child.
+
+        The file with the stacks belongs to the parent and is not deleted.
+        """
         faulthandler.unregister(self._number)
         os.close(self._descriptor)
 
 
 def _refuse_foreign(number: signal.Signals, handler: object) -> None:
-    """Raise ConfigError if C code handles the signal, because faulthandler would replace the existing handler."""
+    """Raise ConfigError if C code handles the signal `number`, because faulthandler would replace that handler."""
     if handler is None or (handler in (signal.SIG_DFL, signal.SIG_IGN) and _is_caught(number)):
         others = " or ".join(name for name in STACK_SIGNALS if name != number.name)
         raise ConfigError(

@@ -39,7 +39,7 @@ class HangLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState:
-    """State of the training at the time of one check."""
+    """Data about the training at the time of one check for a hang."""
 
     active_at: float  # monotonic seconds of the last activity
     has_stepped: bool  # whether the first step has ended; before it, compilers and file systems may need long
@@ -136,7 +136,7 @@ class Watchdog:
         self._active_at = time.monotonic()
 
     def start(self) -> None:
-        """Register the handler of the configured signal and start the watchdog thread.
+        """Register the handler of the signal in the setting `stacks_signal`, and start the watchdog thread.
 
         If another handler in C code uses the signal, this is reported and that handler remains.
         """
@@ -147,7 +147,7 @@ class Watchdog:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the watchdog thread and restore the previous handler of the signal."""
+        """End the watchdog thread, and restore the previous handler of the signal in the setting `stacks_signal`."""
         self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join(1.0)
@@ -156,13 +156,13 @@ class Watchdog:
             found.restore()
 
     def abandon_after_fork(self) -> None:
-        """Unregister the signal handler in a forked child, in which the watchdog thread does not exist."""
+        """Unregister, in a forked child without a watchdog thread, the signal handler that writes stacks."""
         if self._signal is not None:
             self._signal.abandon_after_fork()
             self._signal = None
 
     def signal_note(self) -> str | None:
-        """Return the line about the configured signal for the banner at the start; None if no signal is configured."""
+        """Return the line of the banner about the signal in the setting `stacks_signal`; None without such a signal."""
         if self._signal is None:
             return None
         return f"{self._signal.name} writes stacks, also while C code holds the GIL, to {self._signal.path}"
@@ -205,9 +205,10 @@ class Watchdog:
         self._print_line(f"rank {self._diagnosis.rank}: {text}" + (f": {where}" if where else ""))
 
     def _place(self, event: Event) -> str | None:
-        """Publish the event, stacks and flight record of a hang.
+        """Publish the event, the stacks and the flight record of a hang.
 
-        Return a text with the function or collective in which this rank waits; None if nothing was read.
+        Return a text with the function or collective in which this rank waits. Return None if neither stacks nor flight
+        record were read.
         """
         taken = self._diagnosis.take("hang", severity=Severity.CRITICAL, first=event)
         if not taken.stacks.threads and taken.flight is None:

@@ -48,7 +48,7 @@ _FINAL: Final = ("NOT_SUPPORTED", "FUNCTION_NOT_FOUND", "NO_PERMISSION", "INVALI
 
 
 def uuid_of(device: torch.device) -> str | None:
-    """Return torch's UUID of a CUDA device without the prefix that NVML uses; None for any other device."""
+    """Return the UUID of a CUDA device, without NVML's prefix `GPU-` or `MIG-`; None for any other device."""
     if device.type != "cuda" or torch.version.cuda is None:
         return None
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -20,9 +20,9 @@ _KIB: Final = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostState:
-    """State of the process and the machine at one time. A field that is published has the name of its scalar.
+    """State of the process and the machine at one time.
 
-    None is an unknown value.
+    A field that is published has the name of its metric. None is an unknown value.
     """
 
     process_cpu_seconds_total: float | None = None
@@ -45,7 +45,7 @@ _NOT_SHOWN: Final = frozenset({"busy_seconds", "all_seconds"})
 
 
 def host_scalars(before: HostState, now: HostState) -> Iterator[Scalar]:
-    """Yield a scalar for each known value of the state `now`, and one for the CPU utilization of the machine.
+    """Yield a metric for each known value of the state `now`, and one for the CPU utilization of the machine.
 
     The utilization is that of the time between `before` and `now`.
     """

@@ -112,7 +112,10 @@ def nvlink(name: str, constant: str, nvml: Any, handle: Any) -> Iterator[Scalar]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A function that reads one metric. Metrics are read independently, because a GPU may support only some of them."""
+    """A named function that reads one metric of a GPU.
+
+    Each metric has its own function, because a GPU may support only some metrics.
+    """
 
     name: str
     read: Callable[[Any, Any], Iterable[Scalar]]
@@ -123,7 +126,7 @@ def _whole(function: Callable[[Any, Any], Iterator[Scalar]]) -> Reading:
 
 
 def _parts(function: Callable[[str, str, Any, Any], Iterator[Scalar]], **constants: str) -> list[Reading]:
-    """Return one `Reading` for each label value of a metric.
+    """Return functions that read a metric, one for each value of its label.
 
     `constants` contains the name of NVML's constant for each label value.
     """
@@ -134,7 +137,10 @@ def _parts(function: Callable[[str, str, Any, Any], Iterator[Scalar]], **constan
 
 
 def _scaled(name: str, scalar: str, unit: str, function: str, divisor: float) -> Reading:
-    """Return a `Reading` of one number: the result of NVML's `function`, divided by `divisor`."""
+    """Return a function that reads one metric.
+
+    The metric is the result of the NVML function named `function`, divided by `divisor`.
+    """
     return Reading(name, lambda nvml, handle: [Scalar(scalar, float(getattr(nvml, function)(handle) / divisor), unit)])
 
 

@@ -47,7 +47,7 @@ class HardwarePoller:
         return self._thread.cpu_seconds
 
     def start(self) -> None:
-        """Start the hardware thread. Does nothing if the interval is 0."""
+        """Start the hardware thread. Does nothing if the interval between readings is 0."""
         if self._every_seconds > 0:
             self._thread.start()
 
