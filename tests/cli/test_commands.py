@@ -150,7 +150,7 @@ def test_closed_pipe_is_not_an_error(sample_store):
 
 @pytest.mark.parametrize("name", sorted(subcommands()))
 def test_every_command_has_a_help_text(rankscope, name):
-    done = rankscope(name, "--help")
+    done = rankscope(*name.split(), "--help")
 
     assert 0 == done.returncode
     assert "Usage: rankscope" in done.stdout

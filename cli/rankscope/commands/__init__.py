@@ -2,6 +2,7 @@
 
 To add a subcommand, add a file to this folder with a function that has the name of the file. The subcommand has the
 same name, without a trailing underscore: `import` is a Python keyword, so the file of this subcommand is `import_.py`.
+Instead of a function, the file may have a `typer.Typer` with several commands, as `msprobe.py` has.
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_options)
-    for name, function in subcommands().items():
-        app.command(name)(function)
+    for name, command in _modules().items():
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)
     return app
 
 
@@ -61,7 +65,18 @@ def _options(
 
 
 def subcommands() -> dict[str, Callable[..., None]]:
-    """Return the functions of all subcommands, by name."""
+    """Return the functions of all subcommands, by name. The name of a command in a group is `<group> <command>`."""
+    found: dict[str, Callable[..., None]] = {}
+    for name, command in _modules().items():
+        if isinstance(command, typer.Typer):
+            found |= {f"{name} {own.name}": own.callback for own in command.registered_commands if own.callback}
+        else:
+            found[name] = command
+    return found
+
+
+def _modules() -> dict[str, Callable[..., None] | typer.Typer]:
+    """Return the function of each file in this folder, or its group of commands, by name."""
     found = {}
     for module in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name):
         loaded = importlib.import_module(f"rankscope.commands.{module.name}")

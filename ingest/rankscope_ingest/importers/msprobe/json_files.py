@@ -34,7 +34,7 @@ _MAX_STACK: Final = 1 << 20
 _SMALL_LIMIT: Final = 1 << 31
 
 
-def _members(path: Path, faults: Faults) -> Iterator[tuple[int, str, Any]]:
+def members(path: Path, faults: Faults) -> Iterator[tuple[int, str, Any]]:
     """Yield (line number, key, value) for each member of the JSON object in the file at `path`.
 
     If the file is damaged, the members before the damage are yielded.
@@ -59,7 +59,7 @@ def _members(path: Path, faults: Faults) -> Iterator[tuple[int, str, Any]]:
 
 def read_structure(path: Path, faults: Faults, *, rank: int | None, source: str) -> Iterator[ImportedRecord]:
     """Yield one record per module that the file `module_struct.json` at `path` describes."""
-    for line, name, described in _members(path, faults):
+    for line, name, described in members(path, faults):
         if not isinstance(described, dict):
             faults.add(line, f"{path.name}: the entry {name[:80]!r} does not describe a module")
             continue
@@ -109,7 +109,7 @@ def _tensor(text: Any) -> dict[str, Any] | None:
 
 def read_anomalies(path: Path, faults: Faults, *, attempt: int, source: str) -> Iterator[ImportedRecord]:
     """Yield one record with an anomaly event for each entry of the anomaly file at `path`."""
-    for line, key, entry in _members(path, faults):
+    for line, key, entry in members(path, faults):
         step = whole(entry.get("step")) if isinstance(entry, dict) else None
         if not isinstance(entry, dict) or step is None:
             faults.add(line, f"{path.name}: the entry {key[:80]!r} is not an anomaly record of msprobe")

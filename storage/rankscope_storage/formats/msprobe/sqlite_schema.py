@@ -17,7 +17,7 @@ OPS: Final = ("norm", "min", "max", "zeros", "nans", "mean")
 
 _PART_OF_VIEW: Final = 400  # SQLite allows 500 SELECTs in one UNION
 
-TABLES: Final = """\
+DIMENSION_TABLES: Final = """\
 CREATE TABLE monitoring_targets (
     target_id INTEGER PRIMARY KEY AUTOINCREMENT,
     target_name TEXT NOT NULL,
@@ -29,7 +29,17 @@ CREATE TABLE monitoring_metrics (
     metric_id INTEGER PRIMARY KEY AUTOINCREMENT,
     metric_name TEXT UNIQUE NOT NULL
 );
-CREATE TABLE monitoring_tags (
+CREATE TABLE metric_stats (
+    metric_id INTEGER NOT NULL,
+    stat_name TEXT NOT NULL,
+    PRIMARY KEY (metric_id, stat_name),
+    FOREIGN KEY (metric_id) REFERENCES monitoring_metrics(metric_id)
+) WITHOUT ROWID;
+"""
+"""Statements that create the tables of targets, metrics, and statistics of each metric, as in msprobe 8.3.0."""
+
+TABLES: Final = f"""\
+{DIMENSION_TABLES}CREATE TABLE monitoring_tags (
     tag_id INTEGER PRIMARY KEY AUTOINCREMENT,
     tag_name TEXT NOT NULL,
     category TEXT NOT NULL,
@@ -44,12 +54,6 @@ CREATE TABLE tag_target_mapping (
     FOREIGN KEY (tag_id) REFERENCES monitoring_tags(tag_id),
     FOREIGN KEY (target_id) REFERENCES monitoring_targets(target_id)
 );
-CREATE TABLE metric_stats (
-    metric_id INTEGER NOT NULL,
-    stat_name TEXT NOT NULL,
-    PRIMARY KEY (metric_id, stat_name),
-    FOREIGN KEY (metric_id) REFERENCES monitoring_metrics(metric_id)
-) WITHOUT ROWID;
 CREATE TABLE export_facts (
     name TEXT PRIMARY KEY,
     value TEXT NOT NULL

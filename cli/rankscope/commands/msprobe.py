@@ -1,0 +1,138 @@
+"""`rankscope msprobe`: msprobe's converters and its anomaly processor, with the arguments of msprobe's manual."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+from rankscope.base.errors import USAGE, CommandError
+
+msprobe = typer.Typer(
+    help="""Convert or analyse the output folder of msprobe's monitor, without a store.
+
+The commands have the arguments of msprobe's manual, written as --time-start or as --time_start.
+Steps are those of msprobe, from 0.
+In Python: from rankscope.msprobe import csv2tensorboard_by_step, csv2db, CSV2DBConfig, analyse_anomalies""",
+    no_args_is_help=True,
+    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
+)
+
+MonitorPath = Annotated[str, typer.Option(help="Output folder of the monitor, with the folders of the ranks.")]
+TimeStart = Annotated[str | None, typer.Option(help="Only folders from this time: Dec03_21-34-40.")]
+TimeEnd = Annotated[str | None, typer.Option(help="Only folders up to and including this time.")]
+ProcessNum = Annotated[int, typer.Option(help="Number of ranks to read at the same time, up to 128.")]
+DataTypes = Annotated[str | None, typer.Option(help="Only files of these data types: actv,grad_reduced. Default: all.")]
+
+
+@msprobe.command("csv2tensorboard")
+def csv2tensorboard(
+    monitor_path: MonitorPath,
+    time_start: TimeStart = None,
+    time_end: TimeEnd = None,
+    process_num: ProcessNum = 1,
+    data_type_list: DataTypes = None,
+    output_dirpath: Annotated[
+        str | None, typer.Option(help="Output folder. Default: TIME-csv2tensorboard_by_step in the monitor's folder.")
+    ] = None,
+) -> None:
+    """Write the CSV files of msprobe's monitor as TensorBoard event files, one folder per rank and data type.
+
+    The tags are those of msprobe's csv2tensorboard_by_step: vp0:NAME/norm, or vp0:NAME:micro1/norm with micro-batches.
+
+    [bold]Examples[/bold]
+
+    rankscope msprobe csv2tensorboard --monitor-path monitor_output --output-dirpath events
+
+    rankscope msprobe csv2tensorboard --monitor-path monitor_output --time-start Dec03_21-34-40 --process-num 8
+    """
+    from rankscope.msprobe import csv2tensorboard_by_step
+
+    with _one_line_errors():
+        csv2tensorboard_by_step(monitor_path, time_start, time_end, process_num, _names(data_type_list), output_dirpath)
+
+
+@msprobe.command("csv2db")
+def csv2db(
+    monitor_path: MonitorPath,
+    time_start: TimeStart = None,
+    time_end: TimeEnd = None,
+    process_num: ProcessNum = 1,
+    data_type_list: DataTypes = None,
+    output_dirpath: Annotated[
+        str | None, typer.Option(help="Folder of the database. Default: TIME-csv2db in the monitor's folder.")
+    ] = None,
+    step_partition: Annotated[int, typer.Option(help="Number of steps in one table, from 10.")] = 500,
+) -> None:
+    """Write the CSV files of msprobe's monitor to the SQLite database monitor_metrics.db, with msprobe's tables.
+
+    Each data type and partition of steps has a table metric_ID_step_FIRST_LAST; monitoring_metrics and
+    monitoring_targets contain the names of the ids.
+
+    [bold]Example[/bold]: rankscope msprobe csv2db --monitor-path monitor_output --output-dirpath . --step-partition 500
+    """
+    from rankscope import msprobe as functions
+
+    with _one_line_errors():
+        functions.csv2db(
+            functions.CSV2DBConfig(
+                monitor_path=monitor_path,
+                time_start=time_start,
+                time_end=time_end,
+                process_num=process_num,
+                data_type_list=_names(data_type_list),
+                output_dirpath=output_dirpath,
+                step_partition=step_partition,
+            )
+        )
+
+
+@msprobe.command("anomaly")
+def anomaly(
+    data_path: Annotated[
+        str, typer.Option("--data-path", "-d", help="Folder of the anomalies: monitor_output/anomaly_detected.")
+    ],
+    out_path: Annotated[
+        str | None,
+        typer.Option("--out-path", "-o", help="Folder of anomaly_analyse.json. Default: the folder of the anomalies."),
+    ] = None,
+    topk: Annotated[int, typer.Option("--topk", "-k", help="Largest number of anomalies.")] = 8,
+    step_list: Annotated[
+        str,
+        typer.Option("--step-list", "--step", "-s", help="Only these steps, as a list or ranges: [1,5] or 1,5,10:20."),
+    ] = "[]",
+) -> None:
+    """Write the first anomalies of all ranks, in msprobe's order of execution, to anomaly_analyse.json and print them.
+
+    The order is: step, micro-batch, stage of the step, pipeline stage, call. Step 0 is the first step.
+
+    [bold]Examples[/bold]
+
+    rankscope msprobe anomaly -d monitor_output/anomaly_detected
+
+    rankscope msprobe anomaly -d monitor_output/anomaly_detected -o . -k 20 -s "[100, 105, 200:300]"
+    """
+    from rankscope.msprobe import analyse_anomalies
+
+    with _one_line_errors():
+        analyse_anomalies(data_path, out_path or "", topk, step_list)
+
+
+def _names(text: str | None) -> list[str] | None:
+    """Return the names in a comma-separated list, which may be written as a list of Python; None without names."""
+    return [name for name in re.split(r"[\s,\[\]\"']+", text or "") if name] or None
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    from rankscope_ingest.base.errors import IngestError
+
+    try:
+        yield
+    except ValueError as error:
+        raise CommandError(str(error), code=USAGE) from error
+    except (OSError, IngestError) as error:
+        raise CommandError(str(error)) from error

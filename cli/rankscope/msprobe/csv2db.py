@@ -1,0 +1,187 @@
+"""Conversion of msprobe's CSV output to an SQLite database, in the layout of msprobe 8.3.0, which its manual describes.
+
+The values are those of the files. NaN is stored as NULL, because SQLite has no NaN.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from rankscope.msprobe.csv_rows import (
+    Files,
+    checked_number,
+    checked_types,
+    family_rows,
+    file_columns,
+    in_parallel,
+    output_folder,
+    rank_files,
+    statistics_of,
+)
+from rankscope_contract.msprobe.csv_layout import FamilyFile
+from rankscope_contract.msprobe.names import FAMILIES
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+DATABASE: Final = "monitor_metrics.db"
+_MAX_EMPTY_TABLES: Final = 100
+"""Largest number of tables of a data type that are created without rows; the name of a file can claim 10**18 steps."""
+
+_GLOBAL_STATS: Final = """\
+CREATE TABLE global_stats (
+    stat_name TEXT PRIMARY KEY,
+    stat_value INTEGER NOT NULL
+) WITHOUT ROWID;
+"""
+
+
+@dataclass
+class CSV2DBConfig:
+    """Arguments of `csv2db`, with the names and defaults of msprobe's manual."""
+
+    monitor_path: str
+    """Output folder of the monitor, which contains the folders of the ranks."""
+    time_start: str | None = None
+    """First folder time, such as `Dec03_21-34-40`. None does not limit the range."""
+    time_end: str | None = None
+    """Last folder time. The range includes it."""
+    process_num: int = 1
+    """Number of files that are read at the same time, up to 128."""
+    data_type_list: list[str] | None = None
+    """Data types to convert, as in the names of the files. None converts msprobe's families of tensors and `other`."""
+    output_dirpath: str | None = None
+    """Folder of the database. `csv2db` replaces None by the folder `<time>-csv2db` in `monitor_path`."""
+    step_partition: int = 500
+    """Number of steps in one table, from 10 to 10,000,000."""
+
+
+def csv2db(config: CSV2DBConfig) -> None:
+    """Write msprobe's CSV files to the database `monitor_metrics.db`. An earlier database with this name is replaced.
+
+    The tables are those of msprobe 8.3.0: `monitoring_targets`, `monitoring_metrics`, `metric_stats`, `global_stats`,
+    and for each data type and partition of steps `metric_<id>_step_<first>_<last>`. The path is printed.
+
+    Raises ValueError if an argument is wrong, if no folder is in the range of times, or if a file with the name of the
+    database is not such a database.
+    """
+    processes = checked_number("process_num", config.process_num)
+    partition = checked_number("step_partition", config.step_partition, 10, 10_000_000)
+    types = checked_types(config.data_type_list, tuple(FAMILIES))
+    ranks = rank_files(config.monitor_path, config.time_start, config.time_end)
+    folder = output_folder(config.monitor_path, config.output_dirpath, "csv2db")
+    config.output_dirpath = str(folder)
+    target = folder / DATABASE
+    _require_replaceable(target)
+    staged = folder / f".{DATABASE}.{uuid.uuid4().hex[:8]}"
+    files = {family: _files(ranks, family) for family in types}
+    columns = {family: statistics_of(file_columns(path for _, path in found)) for family, found in files.items()}
+    statistics = {family: names for family, names in columns.items() if names}
+    jobs = [(rank, family) for rank in ranks for family in statistics]
+    try:
+        with contextlib.closing(sqlite3.connect(staged, isolation_level=None)) as connection:
+            database = _Database(connection, partition, statistics)
+            # As in msprobe, the names of the files determine the first and the last step.
+            database.describe([file for family in statistics for file, _ in files[family]], max(ranks))
+            for (rank, family), table in in_parallel(lambda job: family_rows(ranks[job[0]], job[1]), jobs, processes):
+                if table is not None:
+                    database.insert(rank, family, table)
+            connection.execute("COMMIT")
+        staged.replace(target)
+    except sqlite3.Error as error:
+        raise OSError(f"cannot write {target}: {error}") from error
+    finally:
+        staged.unlink(missing_ok=True)
+    print(f"{database.rows:,} rows of {len(ranks)} ranks; output has been saved to: {target}")
+
+
+class _Database:
+    """Writer of a new database, within a transaction of `connection`. `statistics` has those of each data type."""
+
+    def __init__(self, connection: sqlite3.Connection, partition: int, statistics: Mapping[str, Sequence[str]]) -> None:
+        from rankscope_storage.formats.msprobe.sqlite_schema import DIMENSION_TABLES
+
+        self.rows = 0
+        self._connection = connection
+        self._partition = partition
+        self._metrics = {family: number for number, family in enumerate(statistics, 1)}
+        self._statistics = statistics
+        self._targets: dict[tuple[str, int, int], int] = {}
+        self._tables: set[str] = set()
+        # The file is new and gets its name when it is whole: no journal is needed.
+        connection.executescript(
+            f"PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; BEGIN; {DIMENSION_TABLES} {_GLOBAL_STATS}"
+        )
+        for family, metric in self._metrics.items():
+            connection.execute("INSERT INTO monitoring_metrics VALUES (?, ?)", (metric, family))
+            rows = [(metric, name) for name in statistics[family]]
+            connection.executemany("INSERT INTO metric_stats VALUES (?, ?)", rows)
+
+    def describe(self, files: Sequence[FamilyFile], last_rank: int) -> None:
+        """Write the ranges of steps and ranks, and create the tables of each data type for all steps in `files`."""
+        first, last = min((file.first for file in files), default=0), max((file.last for file in files), default=0)
+        facts = {"max_rank": last_rank, "min_step": first, "max_step": last, "step_partition_size": self._partition}
+        self._connection.executemany("INSERT INTO global_stats VALUES (?, ?)", facts.items())
+        for family in self._metrics:
+            for step in range(first // self._partition * self._partition, last + 1, self._partition)[
+                :_MAX_EMPTY_TABLES
+            ]:
+                self._table(family, step)
+
+    def insert(self, rank: int, family: str, table: pa.Table) -> None:
+        """Insert rows of `family`, in the order of their steps."""
+        statistics = self._statistics[family]
+        present = {*table.column_names}
+        columns = [
+            table[name].to_pylist() if name in present else [None] * len(table)
+            for name in ("name", "vpp_stage", "micro_step", "step", *statistics)
+        ]
+        rows: dict[str, list[tuple[float | None, ...]]] = {}
+        for name, vpp, micro, step, *numbers in zip(*columns, strict=True):
+            target = self._target((name, vpp, max(0, micro)))
+            rows.setdefault(self._table(family, step), []).append((rank, step, target, *numbers))
+        marks = ", ".join("?" * (3 + len(statistics)))
+        for name, values in rows.items():
+            self._connection.executemany(f"INSERT OR REPLACE INTO {name} VALUES ({marks})", values)  # noqa: S608 - own name
+        self.rows += len(table)
+
+    def _table(self, family: str, step: int) -> str:
+        """Return the name of the table for `step`, and create the table if it does not exist."""
+        from rankscope_storage.formats.msprobe.sqlite_schema import partition_name, partition_table
+
+        metric = self._metrics[family]
+        first = step // self._partition * self._partition
+        last = first + self._partition - 1
+        name = partition_name(metric, first, last)
+        if name not in self._tables:
+            self._tables.add(name)
+            self._connection.execute(partition_table(name, first, last, self._statistics[family]))
+        return name
+
+    def _target(self, target: tuple[str, int, int]) -> int:
+        if target not in self._targets:
+            self._targets[target] = len(self._targets) + 1
+            row = (self._targets[target], *target)
+            self._connection.execute("INSERT INTO monitoring_targets VALUES (?, ?, ?, ?)", row)
+        return self._targets[target]
+
+
+def _files(ranks: Mapping[int, Sequence[Files]], family: str) -> list[tuple[FamilyFile, Path]]:
+    return [file for folders in ranks.values() for files in folders for file in files.get(family, ())]
+
+
+def _require_replaceable(target: Path) -> None:
+    """Raise ValueError if `target` exists and is not a database of msprobe's converter or of `csv2db`."""
+    if not target.exists():
+        return
+    try:
+        with contextlib.closing(sqlite3.connect(f"{target.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            database.execute("SELECT 1 FROM monitoring_metrics LIMIT 1")
+    except sqlite3.Error as error:
+        raise ValueError(f"{target} is not a database of this function: choose another output_dirpath") from error

@@ -1,0 +1,56 @@
+"""`rankscope msprobe`: the converters and the anomaly processor with the arguments of msprobe's manual."""
+
+from __future__ import annotations
+
+import pytest
+from tests.cli.msprobe.conftest import SINGLE, TWO_RANKS
+
+WINDOW = ("Nov21_09-14-24", "Nov21_09-14-24")
+
+
+@pytest.mark.parametrize("sign", ["-", "_"])
+def test_converters_take_the_names_of_the_manual(rankscope, tmp_path, sign):
+    names = ("monitor_path", "output_dirpath", "time_start", "time_end", "data_type_list", "process_num")
+    values = (str(TWO_RANKS), str(tmp_path), *WINDOW, '["grad_reduced"]', "2")
+    options = [
+        word for name, value in zip(names, values, strict=True) for word in (f"--{name}".replace("_", sign), value)
+    ]
+    events = rankscope("msprobe", "csv2tensorboard", *options)
+    database = rankscope("msprobe", "csv2db", *options, f"--step{sign}partition", "10")
+
+    assert f"88 rows of 2 ranks; output has been saved to: {tmp_path}\n" == events.stdout, events.stderr
+    assert f"88 rows of 2 ranks; output has been saved to: {tmp_path}/monitor_metrics.db\n" == database.stdout
+    assert ["monitor_metrics.db", "rank0", "rank1"] == sorted(path.name for path in tmp_path.iterdir())
+
+
+def test_anomaly_takes_the_options_of_the_manual(rankscope, tmp_path):
+    folder = SINGLE / "anomaly_detected"
+    done = rankscope("msprobe", "anomaly", "-d", str(folder), "-o", str(tmp_path), "-k", "5", "-s", "[0, 1]")
+
+    assert 6 == done.stdout.count("\n"), done.stderr
+    assert (folder / "anomaly_analyse.json").read_text() == (tmp_path / "anomaly_analyse.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["csv2db", "--monitor-path", "/nowhere"], "/nowhere is not a folder"),
+        (["csv2tensorboard", "--monitor-path", str(TWO_RANKS), "--time-start", "now"], "write it as in Dec03_21-34-40"),
+        (["anomaly", "-d", "/nowhere"], "/nowhere contains no folder of a rank"),
+    ],
+)
+def test_errors_are_one_line(rankscope, arguments, message):
+    done = rankscope("msprobe", *arguments)
+
+    assert 2 == done.returncode
+    assert message in done.stderr
+    assert 1 == done.stderr.count("\n")
+
+
+def test_group_lists_its_commands(rankscope):
+    done = rankscope("msprobe", "--help")
+
+    assert 0 == done.returncode
+    assert ["csv2tensorboard", "csv2db", "anomaly"] == [
+        name for name in ("csv2tensorboard", "csv2db", "anomaly") if f" {name} " in done.stdout
+    ]
