@@ -102,7 +102,7 @@ def _import_logs(
     rules: Sequence[AnomalyRule],
     shown: int | None,
 ) -> None:
-    from rankscope_ingest.importers import import_records, known_imports, run_name
+    from rankscope_ingest.importers import import_records, is_live, known_imports, run_name
     from rankscope_storage.api.store import Store as StoreFolder
     from rankscope_storage.connection import connect
 
@@ -110,9 +110,11 @@ def _import_logs(
     with StoreFolder.open(store, create=True).claim(shard, owner=owner) as writer, connect(store) as connection:
         for path, importer in plan:
             name = run or run_name(path)
-            known = known_imports(connection, name)
+            known, live = known_imports(connection, name), is_live(connection, name)
             with _progress(path) as progress:
-                report = import_records(path, writer, importer, run=name, progress=progress, known=known, rules=rules)
+                report = import_records(
+                    path, writer, importer, run=name, progress=progress, known=known, rules=rules, is_live=live
+                )
             _print_report(path, report, shown)
 
 
@@ -207,6 +209,18 @@ def _print_report(path: Path, report: ImportReport, shown: int | None) -> None:
     ]
     more = f" ({', '.join(filter(None, details))})" if any(details) else ""
     print(f"{path}: {imported}; {report.rows_stored:,} new rows in {report.run}{more}")
+    if report.imported_from is not None:
+        print(
+            f"{path}: ranks have reported data of {report.run}; the log is kept apart from it, with the label "
+            f"imported_from={report.imported_from}",
+            file=sys.stderr,
+        )
+    if report.left_out:
+        print(
+            f"{path}: {report.left_out:,} rows without labels, such as tensor statistics, are left out; "
+            "to store them, import the log as another run with --run",
+            file=sys.stderr,
+        )
     if report.malformed:
         lines = "; ".join(f"line {fault.line:,}: {fault.text}" for fault in report.faults[:shown])
         print(f"{path}: {report.malformed:,} malformed lines ({lines})", file=sys.stderr)

@@ -26,6 +26,7 @@ from rankscope_ingest.importers.common.importer import (
     Importer,
 )
 from rankscope_ingest.importers.common.lines import readable, refuse_no_text
+from rankscope_ingest.importers.common.live_run import is_live
 from rankscope_ingest.importers.common.log_identity import KnownImport, known_imports
 from rankscope_ingest.importers.common.runner import ImportReport, import_records
 
@@ -45,6 +46,7 @@ __all__ = [
     "find_importer",
     "import_records",
     "importers",
+    "is_live",
     "known_imports",
     "run_name",
 ]

@@ -19,6 +19,7 @@ from typing import Final
 import pyarrow as pa
 
 from rankscope_contract.model.events import EventType
+from rankscope_contract.model.schema import IMPORT_PREFIX
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.lines import readable
 from rankscope_storage.connection import Connection
@@ -27,6 +28,8 @@ _IDENTITY_BYTES: Final = 4096
 _PROBE_BYTES: Final = 1 << 16
 _LISTED_ENDS: Final = 10_000
 _FIRST_MARK: Final = 8
+
+_ADDED: Final = ("imported_from",)  # import events of earlier releases do not have these fields
 
 KNOWN: Final = "SELECT details FROM events WHERE run = $run AND type = $type ORDER BY ordinal"
 
@@ -59,6 +62,8 @@ class KnownImport:
     """Number of the run's attempt as which attempt 0 of the log is stored."""
 
     ends: Mapping[int | None, End] = field(default_factory=dict)
+    imported_from: str | None = None
+    """Value of the label `imported_from` of the log's scalars; None if they do not have this label."""
 
     def to_json(self) -> str:
         """Return these facts as the JSON text that is stored in `details` of the import event."""
@@ -73,7 +78,8 @@ class KnownImport:
             document = json.loads(text)
             ends = {rank: End(attempt, step, ts) for rank, attempt, step, ts in document["ends"]}
             marks = tuple((int(size), str(digest)) for size, digest in document["marks"])
-            known = {name: document[name] for name in KnownImport.__dataclass_fields__}
+            known = {name: document[name] for name in KnownImport.__dataclass_fields__ if name not in _ADDED}
+            known |= {name: document[name] for name in _ADDED if name in document}
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the details of an import event are invalid: {error!r}") from error
         return KnownImport(**(known | {"ends": ends, "marks": marks}))
@@ -198,7 +204,7 @@ def incarnation_of(path: Path, run: str, *, generation: int = 0) -> str:
 
 def _incarnation(parts: Sequence[bytes]) -> str:
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()
-    return f"import-{digest[:32]}"
+    return f"{IMPORT_PREFIX}{digest[:32]}"
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -32,6 +32,7 @@ from rankscope_ingest.importers.common.importer import (
     KnownByContent,
 )
 from rankscope_ingest.importers.common.lines import readable
+from rankscope_ingest.importers.common.live_run import kept_apart, label_of
 from rankscope_ingest.importers.common.log_identity import (
     Extents,
     KnownImport,
@@ -80,6 +81,10 @@ class ImportReport:
     state: str | None = None
     is_known: bool = False
     """True if the log was imported before, even if it has grown since then."""
+    imported_from: str | None = None
+    """Label of the scalars of a log that is kept apart from the data of the run's ranks; None without such data."""
+    left_out: int = 0
+    """Number of rows that are not stored, because they could not be kept apart from the data of the run's ranks."""
     is_replacement: bool = False
     """True if another log was at this path at the last import, because the log was rotated or truncated since then."""
 
@@ -93,19 +98,21 @@ def import_records(
     progress: Progress | None = None,
     known: Sequence[KnownImport] | None = None,
     rules: Sequence[AnomalyRule] = IMPORT_RULES,
+    is_live: bool = False,
 ) -> ImportReport:
     """Import the log at `path` into the store as the run `run`. Raises IngestError if the log cannot be read.
 
     `known` has the logs of this run that are already imported. If it is given, a rotated or moved log is recognized, a
     restart in another file becomes another attempt, and the import is stored as an event. `progress` is called with the
-    number of bytes read. `rules` are applied to the new rows.
+    number of bytes read. `rules` are applied to the new rows. With `is_live`, ranks of the run have reported data: the
+    log is kept apart from these data, and changes neither the run nor its attempts.
     """
     faults = Faults()
     with readable(path):
         identity = importer.identity(path) if isinstance(importer, KnownByContent) else None
     source = identify(path, run, known or (), identity)
     others = tuple(log for log in known or () if log.kind == importer.name and log.incarnation != source.incarnation)
-    intake = _Intake(path, run, importer.name, source, others, appender, RuleEvaluator(rules))
+    intake = _Intake(path, run, importer.name, source, others, appender, RuleEvaluator(rules), is_live)
     stored = 0
     with readable(path):
         for batch in intake.batches(importer.read(path, faults), faults, progress):
@@ -128,6 +135,8 @@ def import_records(
         attempts=len(intake.extents.by_attempt),
         state=intake.facts.get("state"),
         is_known=source.before is not None,
+        imported_from=intake.imported_from,
+        left_out=intake.left_out,
         is_replacement=source.replaced is not None,
     )
 
@@ -210,11 +219,16 @@ class _Intake:
     others: Sequence[KnownImport]
     appender: Appender
     evaluator: RuleEvaluator
+    is_live: bool
 
     def __post_init__(self) -> None:
         self.extents = Extents()
         self.anomalies = 0
-        self.attempt = None if self.source.before is None else self.source.before.attempt
+        self.left_out = 0
+        before = self.source.before
+        named = None if before is None else before.imported_from  # also after the log was moved
+        self.imported_from = (named or label_of(self.path)) if self.is_live else None
+        self.attempt = None if before is None else before.attempt
         self.facts: dict[str, Any] = {}  # about the run; a log may contain them before its first record
         self._numberings: dict[str, Numbering] = {}
         self._touched: dict[str, Numbering] = {}
@@ -256,21 +270,18 @@ class _Intake:
             malformed=faults.count,
             attempt=self.attempt or 0,
             ends=self.extents.ends,
+            imported_from=self.imported_from,
         )
 
     def dimensions(self, note: KnownImport | None) -> Batch:
         """Return a batch with rows of `runs` and `attempts`, and with the import event.
 
-        If the log does not contain the end of the run, the state of the run is "stopped".
+        If the log does not contain the end of the run, the state of the run is "stopped". For a run of which ranks have
+        reported, the batch has only the event.
         """
         now = time.time_ns() // 1000
         common = {"run": self.run, "ordinal": now, "ts": now, "ts_origin": FROM_INGEST}
-        rows = [self._attempt_row(attempt) | common for attempt in sorted(self.extents.by_attempt) or [0]]
-        before = [end.attempt for log in self.others for end in log.ends.values()]
-        tables = {"attempts": rows_table("attempts", rows)}
-        if rows[-1]["attempt"] >= max(before, default=0):
-            whole = {"last_step": self.extents.last_step, "started_at": rows[0].get("started_at")}
-            tables["runs"] = rows_table("runs", [rows[-1] | whole])
+        tables = {} if self.is_live else self._run_tables(common)
         if note is not None:
             event = {
                 "attempt": self.attempt,
@@ -282,6 +293,15 @@ class _Intake:
             }
             tables["events"] = rows_table("events", [common | event])
         return Batch(tables=tables, watermarks={})
+
+    def _run_tables(self, common: Mapping[str, Any]) -> dict[str, pa.Table]:
+        rows = [{**self._attempt_row(attempt), **common} for attempt in sorted(self.extents.by_attempt) or [0]]
+        before = [end.attempt for log in self.others for end in log.ends.values()]
+        tables = {"attempts": rows_table("attempts", rows)}
+        if rows[-1]["attempt"] >= max(before, default=0):
+            whole = {"last_step": self.extents.last_step, "started_at": rows[0].get("started_at")}
+            tables["runs"] = rows_table("runs", [rows[-1] | whole])
+        return tables
 
     def _attempt_row(self, attempt: int) -> dict[str, Any]:
         extent = self.extents.by_attempt.get(attempt)
@@ -304,6 +324,9 @@ class _Intake:
         """
         numbering = self._numbering(item.source if isinstance(item, ImportedBlock) else item[0].source)
         tables = numbering.block(item) if isinstance(item, ImportedBlock) else numbering.rows(item)
+        if self.imported_from is not None:
+            tables, left_out = kept_apart(tables, self.imported_from)
+            self.left_out += left_out
         watermark = self.appender.watermark(numbering.incarnation)
         is_stored = numbering.records - 1 <= watermark
         self._touched[numbering.incarnation] = numbering
