@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from rankscope_ingest.base.errors import IngestError
+from rankscope_ingest.importers.common.branches import stored_scalars
 from rankscope_ingest.importers.common.importer import (
     NOT_MINE,
     Detection,
@@ -28,7 +29,8 @@ from rankscope_ingest.importers.common.importer import (
 from rankscope_ingest.importers.common.lines import readable, refuse_no_text
 from rankscope_ingest.importers.common.live_run import is_live
 from rankscope_ingest.importers.common.log_identity import KnownImport, known_imports
-from rankscope_ingest.importers.common.runner import ImportReport, import_records
+from rankscope_ingest.importers.common.report import ImportReport
+from rankscope_ingest.importers.common.runner import import_records
 
 __all__ = [
     "NOT_MINE",
@@ -49,6 +51,7 @@ __all__ = [
     "is_live",
     "known_imports",
     "run_name",
+    "stored_scalars",
 ]
 
 _HEAD_BYTES: Final = 65_536
