@@ -174,7 +174,8 @@ class _Intake:
         self.overlap: KnownImport | None = None
         self.first_step: int | None = None
         before = self.source.before
-        named = None if before is None else before.imported_from  # also after the log was moved
+        origin = before or self.source.branches_from
+        named = None if origin is None else origin.imported_from  # also after the log was moved, and of its branches
         self.imported_from = (named or label_of(self.path)) if self.is_live else None
         self.attempt = None if before is None else before.attempt
         self.facts: dict[str, Any] = {}  # about the run; a log may contain them before its first record
