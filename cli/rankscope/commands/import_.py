@@ -102,7 +102,7 @@ def _import_logs(
     rules: Sequence[AnomalyRule],
     shown: int | None,
 ) -> None:
-    from rankscope_ingest.importers import import_records, known_imports, run_name
+    from rankscope_ingest.importers import import_records, is_live, known_imports, run_name, stored_scalars
     from rankscope_storage.api.store import Store as StoreFolder
     from rankscope_storage.connection import connect
 
@@ -110,9 +110,19 @@ def _import_logs(
     with StoreFolder.open(store, create=True).claim(shard, owner=owner) as writer, connect(store) as connection:
         for path, importer in plan:
             name = run or run_name(path)
-            known = known_imports(connection, name)
+            known, live = known_imports(connection, name), is_live(connection, name)
             with _progress(path) as progress:
-                report = import_records(path, writer, importer, run=name, progress=progress, known=known, rules=rules)
+                report = import_records(
+                    path,
+                    writer,
+                    importer,
+                    run=name,
+                    progress=progress,
+                    known=known,
+                    rules=rules,
+                    is_live=live,
+                    stored=stored_scalars(connection, name),
+                )
             _print_report(path, report, shown)
 
 
@@ -196,6 +206,10 @@ def _progress(path: Path) -> Iterator[Callable[[int], None] | None]:
         yield lambda done: bar.update(task, completed=done)
 
 
+def _other(known: str, path: Path) -> str:
+    return "its earlier import" if known == str(path.absolute()) else known
+
+
 def _print_report(path: Path, report: ImportReport, shown: int | None) -> None:
     steps = "" if report.last_step is None else f", up to step {report.last_step:,}"
     imported = f"{report.source_kind}, {report.records:,} records{steps}"
@@ -204,9 +218,32 @@ def _print_report(path: Path, report: ImportReport, shown: int | None) -> None:
         f"{report.anomalies:,} anomalies" if report.anomalies else "",
         f"{report.passed_over:,} lines without records" if report.passed_over else "",
         "replaces another log at this path" if report.is_replacement else "",
+        "unchanged since the last import" if report.is_unchanged else "",
     ]
     more = f" ({', '.join(filter(None, details))})" if any(details) else ""
     print(f"{path}: {imported}; {report.rows_stored:,} new rows in {report.run}{more}")
-    if report.malformed:
+    for note in report.notes:
+        print(f"{path}: {note}", file=sys.stderr)
+    if report.branches_from is not None:
+        print(
+            f"{path}: differs from {_other(report.branches_from, path)} from step {report.first_step} on; "
+            f"its further steps are attempt {report.attempt}, which supersedes those of earlier imports",
+            file=sys.stderr,
+        )
+    if report.imported_from is not None:
+        print(
+            f"{path}: ranks have reported data of {report.run}; the log is kept apart from it, with the label "
+            f"imported_from={report.imported_from}",
+            file=sys.stderr,
+        )
+    if report.left_out:
+        print(
+            f"{path}: {report.left_out:,} rows without labels, such as tensor statistics, are left out; "
+            "to store them, import the log as another run with --run",
+            file=sys.stderr,
+        )
+    if report.is_unchanged and report.malformed:
+        print(f"{path}: {report.malformed:,} malformed lines at the last import", file=sys.stderr)
+    elif report.malformed:
         lines = "; ".join(f"line {fault.line:,}: {fault.text}" for fault in report.faults[:shown])
         print(f"{path}: {report.malformed:,} malformed lines ({lines})", file=sys.stderr)

@@ -22,7 +22,8 @@ def summary_lines(found: RunSummary) -> Iterator[str]:
     yield f"run        {cell(found.run)}, {found.state or 'state unknown'}"
     if found.reason:
         yield f"reason     {cell(found.reason)}"
-    yield f"launches   {found.attempts}, on {found.ranks} rank{'' if found.ranks == 1 else 's'}"
+    ranks = f"on {found.ranks} rank{'' if found.ranks == 1 else 's'}" if found.ranks else "ranks unknown"
+    yield f"launches   {found.attempts}, {ranks}"
     yield f"steps      {_steps(found)}"
     if found.loss_last is not None:
         first, last, lowest = (cell(value) for value in (found.loss_first, found.loss_last, found.loss_min))

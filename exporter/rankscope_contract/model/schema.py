@@ -353,6 +353,15 @@ def _plan_entry(entry: dict[str, Any]) -> PlanEntry:
     return PlanEntry(**known)
 
 
+IMPORTED_FROM: Final = "imported_from"
+"""Label of scalars that were imported from a log into a run whose ranks reported to a service.
+
+The label contains the last two parts of the log's path. Scalars without it are those of the ranks."""
+
+IMPORT_PREFIX: Final = "import-"
+"""Beginning of the incarnation of all rows that were imported from a log. A log is not a process."""
+
+
 def canonical_labels(labels: dict[str, str] | None) -> str | None:
     """Return `labels` as canonical text for a column of labels: JSON with sorted keys, or None without labels."""
     if not labels:

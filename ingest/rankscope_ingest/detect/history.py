@@ -36,6 +36,8 @@ from rankscope_storage.connection import Connection
 from rankscope_storage.sql.views import HISTORY_SUFFIX
 
 _ATTEMPTS: Final = "SELECT * FROM attempts WHERE source_kind = 'live' ORDER BY run, attempt"
+_IMPORTED: Final = """\
+SELECT run, max(attempt) AS attempt FROM attempts WHERE source_kind <> 'live' AND attempt IS NOT NULL GROUP BY run"""
 _RANKS: Final = """\
 SELECT run, attempt, rank, incarnation, type, details, ts FROM events
 WHERE (type = 'launch' AND ts_origin = 'ingest' OR type = 'exit') AND rank IS NOT NULL AND (run, attempt) IN (
@@ -81,6 +83,7 @@ class History:
     """
 
     attempts: tuple[Attempt, ...] = ()
+    imported: Mapping[str, int] = field(default_factory=dict)  # highest attempt of each run from a log
     run_starts: Mapping[str, int] = field(default_factory=dict)
     open_incidents: tuple[Incident, ...] = ()
     past_incidents: tuple[Incident, ...] = ()  # of active attempts
@@ -96,8 +99,12 @@ class History:
 
     @property
     def launches(self) -> list[tuple[str, str, int]]:
-        """Return (run, launch id, attempt number) of each launch in the store."""
-        return [(attempt.run, attempt.launch_id, attempt.number) for attempt in self.attempts if attempt.launch_id]
+        """Return (run, launch id, attempt number) of each launch in the store.
+
+        The attempts of imported logs are included, with an empty launch id, so that a later launch gets another number.
+        """
+        live = [(attempt.run, attempt.launch_id, attempt.number) for attempt in self.attempts if attempt.launch_id]
+        return [*((run, "", number) for run, number in self.imported.items()), *live]
 
     def restore(self, runs: RunTracker, incidents: IncidentTracker) -> None:
         """Add the attempts of this history to `runs` and its incidents to `incidents`.
@@ -138,6 +145,7 @@ def read_history(store: Connection, now: float) -> History:
     anomalies = [(one, is_over) for one, is_over in active if one.first.rule not in {RUN_FAILED, RUN_STALLED}]
     return History(
         attempts=tuple(attempts.values()),
+        imported={row["run"]: row["attempt"] for row in store.query(_IMPORTED).to_pylist()},
         run_starts=starts,
         open_incidents=tuple(one for one, is_over in anomalies if not is_over),
         past_incidents=tuple(one for one, is_over in anomalies if is_over),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from rankscope_ingest.base.errors import IngestError
+from rankscope_ingest.importers.common.branches import stored_scalars
 from rankscope_ingest.importers.common.importer import (
     NOT_MINE,
     Detection,
@@ -26,8 +27,10 @@ from rankscope_ingest.importers.common.importer import (
     Importer,
 )
 from rankscope_ingest.importers.common.lines import readable, refuse_no_text
+from rankscope_ingest.importers.common.live_run import is_live
 from rankscope_ingest.importers.common.log_identity import KnownImport, known_imports
-from rankscope_ingest.importers.common.runner import ImportReport, import_records
+from rankscope_ingest.importers.common.report import ImportReport
+from rankscope_ingest.importers.common.runner import import_records
 
 __all__ = [
     "NOT_MINE",
@@ -45,8 +48,10 @@ __all__ = [
     "find_importer",
     "import_records",
     "importers",
+    "is_live",
     "known_imports",
     "run_name",
+    "stored_scalars",
 ]
 
 _HEAD_BYTES: Final = 65_536

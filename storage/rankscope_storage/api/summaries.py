@@ -14,25 +14,28 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.events import EventType, causal_key
-from rankscope_contract.model.schema import DATASETS
+from rankscope_contract.model.schema import DATASETS, IMPORT_PREFIX
 from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.connection import Connection
+from rankscope_storage.sql.scalar_history import is_main_source
 from rankscope_storage.sql.views import files_select
 
 INCIDENT_GAP_STEPS: Final = 20
 """Two consecutive anomalies of one attempt belong to one incident if at most this many steps are between them."""
 
-# The time of an import event is not a time of the run.
-_RUNS: Final = """\
+# The time of an import event is not a time of the run. Logs that were imported into a live run do not change its facts.
+_RUNS: Final = f"""\
 WITH known AS (
   SELECT run, max(attempt) + 1 AS attempts, count(DISTINCT rank) AS ranks, max(step) AS last_step,
     min(ts) AS first_ts, max(ts) AS last_ts
   FROM (
-    SELECT run, attempt, rank, step, ts FROM scalars
+    SELECT run, attempt, rank, step, ts FROM scalars WHERE {is_main_source()}
     UNION ALL
     SELECT run, attempt, rank, step, CASE WHEN type <> 'import' THEN ts END AS ts FROM events
+    WHERE coalesce(NOT starts_with(incarnation, '{IMPORT_PREFIX}'), true)
+      OR run NOT IN (SELECT run FROM attempts WHERE source_kind = 'live')
     UNION ALL
-    SELECT run, NULL, NULL, last_step, NULL FROM ({tensor_runs})
+    SELECT run, NULL, NULL, last_step, NULL FROM ({{tensor_runs}})
   ) GROUP BY run
 )
 SELECT run, state, coalesce(attempts, 0) AS attempts, coalesce(ranks, 0) AS ranks,
@@ -44,18 +47,19 @@ FROM runs FULL JOIN known USING (run)
 ORDER BY 7 DESC NULLS LAST, run
 """
 
-_EXTENT: Final = """\
+_EXTENT: Final = f"""\
 SELECT max(attempt) + 1 AS attempts, count(DISTINCT rank) AS ranks, min(step) AS first_step, max(step) AS last_step
-FROM (SELECT attempt, rank, step FROM {scalars} WHERE run = $run
-      UNION ALL SELECT attempt, rank, step FROM {tensor_stats} WHERE run = $run)
+FROM (SELECT attempt, rank, step FROM {{scalars}} WHERE run = $run AND {is_main_source()}
+      UNION ALL SELECT attempt, rank, step FROM {{tensor_stats}} WHERE run = $run)
 """
 
 # Every rank logs each step: their mean is the loss. The loss without labels is the main one of the training.
-_LOSS: Final = """\
+_LOSS: Final = f"""\
 WITH loss AS (
-  SELECT attempt, step, avg(value) AS value FROM {scalars}
-  WHERE run = $run AND name = 'loss' AND labels IS NOT DISTINCT FROM (
-    SELECT labels FROM {scalars} WHERE run = $run AND name = 'loss' ORDER BY labels NULLS FIRST LIMIT 1)
+  SELECT attempt, step, avg(value) AS value FROM {{scalars}}
+  WHERE run = $run AND name = 'loss' AND {is_main_source()} AND labels IS NOT DISTINCT FROM (
+    SELECT labels FROM {{scalars}} WHERE run = $run AND name = 'loss' AND {is_main_source()}
+    ORDER BY labels NULLS FIRST LIMIT 1)
   GROUP BY attempt, step
 )
 SELECT first(value ORDER BY attempt, step) AS loss_first, last(value ORDER BY attempt, step) AS loss_last,
@@ -64,14 +68,16 @@ FROM loss
 """
 
 # Every process counts from 0; importers store a rate instead.
-_TOKENS: Final = """\
+_TOKENS: Final = f"""\
 SELECT coalesce(
   (SELECT sum(tokens) / nullif(sum(seconds), 0) FROM (
     SELECT sum(tokens) AS tokens, max(seconds) AS seconds FROM (
       SELECT attempt, max(value) - min(value) AS tokens, epoch(max(ts)) - epoch(min(ts)) AS seconds
-      FROM {scalars} WHERE run = $run AND name = 'tokens_total' GROUP BY attempt, rank, incarnation
+      FROM {{scalars}} WHERE run = $run AND name = 'tokens_total' AND {is_main_source()}
+      GROUP BY attempt, rank, incarnation
     ) GROUP BY attempt)),
-  (SELECT avg(value) FROM {scalars} WHERE run = $run AND name = 'tokens_per_second' AND isfinite(value))
+  (SELECT avg(value) FROM {{scalars}}
+    WHERE run = $run AND name = 'tokens_per_second' AND isfinite(value) AND {is_main_source()})
 ) AS tokens_per_second
 """
 

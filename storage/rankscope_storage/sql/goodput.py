@@ -12,6 +12,7 @@ from typing import Final
 
 from rankscope_contract.model.phases import STEP_PHASE_SECONDS, WITHIN_A_STEP, Phase
 from rankscope_contract.security.escaping import sql_string
+from rankscope_storage.sql.scalar_history import is_main_source
 
 PARTS: Final = (
     "useful",
@@ -42,7 +43,7 @@ CREATE OR REPLACE VIEW goodput_attempts AS
 WITH rank_scalars AS (
   SELECT run, attempt, min(rank) FILTER (name = 'step_seconds') AS rank,
     max(epoch(ts)) AS last_ts, min(epoch(ts)) AS first_ts
-  FROM scalars WHERE incarnation IS NOT NULL AND ts IS NOT NULL GROUP BY ALL
+  FROM scalars WHERE incarnation IS NOT NULL AND ts IS NOT NULL AND {is_main_source()} GROUP BY ALL
 ), reporter AS (
   SELECT run, attempt, rank FROM rank_scalars WHERE rank IS NOT NULL
 ), seen AS (
@@ -55,7 +56,8 @@ WITH rank_scalars AS (
 ), logged AS (
   SELECT run, attempt, rank, incarnation, seq, step, epoch(ts) AS ts, name, value AS seconds,
     labels->>'$.phase' AS phase
-  FROM scalars JOIN reporter USING (run, attempt, rank) WHERE name IN ('step_seconds', '{STEP_PHASE_SECONDS}')
+  FROM scalars JOIN reporter USING (run, attempt, rank)
+  WHERE name IN ('step_seconds', '{STEP_PHASE_SECONDS}') AND {is_main_source()}
 ), phase_seconds AS (
   SELECT run, incarnation, seq,
     sum(seconds) FILTER (phase = '{Phase.CHECKPOINT}') AS checkpoint,

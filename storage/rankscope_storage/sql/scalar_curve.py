@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from rankscope_storage.sql.scalar_history import FOLLOWS
+from rankscope_storage.sql.scalar_history import FOLLOWS, is_main_source
 
 MOST_POINTS: Final = 32_767
 """Largest number of buckets in the result of `scalar_curve`.
@@ -31,7 +31,7 @@ own AS (
 ),
 training AS (
   SELECT of_attempt, min(first_step) AS first_step, max(last_step) AS last_step
-  FROM extent WHERE name = 'loss' GROUP BY of_attempt
+  FROM extent WHERE name = 'loss' AND {is_main_source()} GROUP BY of_attempt
 ),
 attempt_extent AS (
   -- As in `scalar_history`: the loss defines where an attempt begins, for scalars that count the steps of the training.
@@ -39,10 +39,10 @@ attempt_extent AS (
   FROM (
     SELECT of_attempt, first_step, last_step FROM own
     UNION ALL
-    FROM training WHERE of_name = 'loss' OR (
+    FROM training WHERE {is_main_source("of_labels")} AND (of_name = 'loss' OR (
       SELECT coalesce({FOLLOWS.format(own="own", training="training")}, false)
       FROM own JOIN training USING (of_attempt)
-    )
+    ))
   )
   GROUP BY of_attempt
 ),

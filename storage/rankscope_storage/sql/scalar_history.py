@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from rankscope_contract.model.events import RunState
+from rankscope_contract.model.schema import IMPORTED_FROM
 from rankscope_storage.sql.rollups import ROLLED_STEPS
 
 _ENDED: Final = ", ".join(f"'{state}'" for state in (RunState.COMPLETED, RunState.STOPPED, RunState.FAILED))
@@ -20,7 +21,13 @@ _LAST_VALUES: Final = """\
   FROM scalars WHERE step IS NOT NULL AND value IS NOT NULL
   GROUP BY run, name, labels, coalesce(attempt, 0), step, rank, micro_step"""
 
-LOSSES: Final = "name = 'loss' AND step IS NOT NULL AND value IS NOT NULL"
+
+def is_main_source(labels: str = "labels") -> str:
+    """Return an SQL condition: a scalar with these labels is not from a log that was imported next to live data."""
+    return f"coalesce(NOT contains({labels}, '\"{IMPORTED_FROM}\":'), true)"
+
+
+LOSSES: Final = f"name = 'loss' AND step IS NOT NULL AND value IS NOT NULL AND {is_main_source()}"
 """SQL condition that selects the rows of `scalars` which are part of `loss_curve`."""
 
 _LOSSES_LOGGED_ONCE: Final = f"""\
@@ -51,12 +58,14 @@ training AS (
   FROM (
     SELECT run, coalesce(attempt, 0) AS attempt, step AS first_step, step AS last_step FROM scalars WHERE {LOSSES}
     UNION ALL
-    SELECT run, coalesce(attempt, 0), first_step, last_step FROM scalar_rollups WHERE name = 'loss' AND step IS NOT NULL
+    SELECT run, coalesce(attempt, 0), first_step, last_step FROM scalar_rollups
+    WHERE name = 'loss' AND step IS NOT NULL AND {is_main_source()}
   )
   GROUP BY run, attempt
 ),
 following AS (
-  SELECT run, name, labels FROM extent JOIN training USING (run, attempt) GROUP BY run, name, labels
+  SELECT run, name, labels FROM extent JOIN training USING (run, attempt)
+  WHERE {is_main_source()} GROUP BY run, name, labels
   HAVING name = 'loss' OR {FOLLOWS.format(own="extent", training="training")}
 ),
 span AS (
@@ -137,8 +146,10 @@ CREATE OR REPLACE VIEW loss_curve AS
 SELECT run, labels, attempt, step, cumulative_step, ts, parts, value AS loss, lowest, highest,
   exp(value) AS perplexity, first_step
 FROM"""
-_LOSS_CURVE: Final = f"{_LOSS_CURVE_OF} scalar_history WHERE name = 'loss' AND stands\n"
-"""View of the loss without superseded steps: one row per step, from the last attempt that trained this step."""
+_LOSS_CURVE: Final = f"{_LOSS_CURVE_OF} scalar_history WHERE name = 'loss' AND stands AND {is_main_source()}\n"
+"""View of the loss without superseded steps: one row per step, from the last attempt that trained this step.
+
+In a run with live data, it has only the loss that ranks reported. Imported losses are in `scalar_history`."""
 
 LOSS_LOGGED_ONCE: Final = f"""\
 {_LOSS_CURVE_OF} (
@@ -170,7 +181,7 @@ WITH pace AS (
   SELECT run, attempt, step, max(ts) AS ts
   FROM (
     SELECT run, coalesce(attempt, 0) AS attempt, step, ts
-    FROM scalars WHERE step IS NOT NULL AND ts_origin IS DISTINCT FROM 'ingest'
+    FROM scalars WHERE step IS NOT NULL AND ts_origin IS DISTINCT FROM 'ingest' AND {is_main_source()}
   )
   GROUP BY run, attempt, step
   QUALIFY attempt = max(attempt) OVER (PARTITION BY run) AND step > max(step) OVER (PARTITION BY run, attempt) - 100

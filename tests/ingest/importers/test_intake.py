@@ -26,8 +26,8 @@ from rankscope_ingest.importers import (
 )
 from rankscope_ingest.importers.common.importer import Detection
 from rankscope_ingest.importers.common.log_identity import End, KnownImport
+from rankscope_ingest.importers.common.numbering import Numbering
 from rankscope_ingest.importers.common.rules import RuleEvaluator
-from rankscope_ingest.importers.common.runner import Numbering
 from rankscope_storage.api.store import Store
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.connection import connect
@@ -53,9 +53,9 @@ def importing(tmp_path):
         connect(tmp_path / "store") as connection,
     ):
 
-        def import_log(path, run="r", **more):
+        def import_log(path, run="r", importer=None, **more):
             known = known_imports(connection, run)
-            return import_records(path, writer, find_importer(path), run=run, known=known, **more)
+            return import_records(path, writer, importer or find_importer(path), run=run, known=known, **more)
 
         def query(sql):
             return connection.query(sql).to_pylist()
@@ -438,3 +438,74 @@ def test_no_secret_of_a_log_reaches_the_store(importing, tmp_path):
     stored = [file.read_bytes() for file in (tmp_path / "store").rglob("*.parquet")]
     assert stored
     assert not any(secret.encode() in content for content in stored)
+
+
+class Counted:
+    """An importer that counts how often it reads a log."""
+
+    def __init__(self, importer):
+        self.importer, self.name, self.reads = importer, importer.name, 0
+
+    def detect(self, path, head):
+        return self.importer.detect(path, head)
+
+    def read(self, path, faults):
+        self.reads += 1
+        yield from self.importer.read(path, faults)
+
+
+def test_unchanged_file_is_not_read_again(tmp_path, importing):
+    """A file with the size, time and edges of its last import is unchanged; any other file is read."""
+    import_log, _ = importing
+    log = tmp_path / "metrics.jsonl"
+    lines = [f'{{"step": {step}, "loss": 1.0}}\n' for step in range(1, 31)]
+    counted = Counted(find_importer_of_lines(log, lines[:10]))
+    reports = [import_log(log, importer=counted) for _ in range(3)]
+
+    assert (1, [False, True, True]) == (counted.reads, [one.is_unchanged for one in reports])
+    assert {(10, 10)} == {(one.records, one.last_step) for one in reports}
+    log.write_text("".join(lines))
+    assert (20, 2) == (import_log(log, importer=counted).rows_stored, counted.reads)
+    found = log.stat()
+    log.write_text("".join(lines).replace("30", "31"))
+    os.utime(log, ns=(found.st_atime_ns, found.st_mtime_ns))
+    assert not import_log(log, importer=counted).is_unchanged
+    os.utime(log, ns=(1, 1))
+    assert 0 == import_log(log, importer=counted).rows_stored
+    assert 4 == counted.reads
+    assert import_log(log, importer=counted).is_unchanged
+
+
+def test_file_that_may_grow_later_is_read_again(tmp_path, importing):
+    class Aging(Counted):
+        is_old = False
+
+        def is_settled(self, path):
+            return self.is_old
+
+    import_log, _ = importing
+    log = tmp_path / "metrics.jsonl"
+    aging = Aging(find_importer_of_lines(log, ['{"step": 1, "loss": 1.0}\n']))
+    import_log(log, importer=aging)
+    aging.is_old = True
+    reports = [import_log(log, importer=aging) for _ in range(2)]
+
+    assert [False, True] == [one.is_unchanged for one in reports]
+    assert 2 == aging.reads
+
+
+def find_importer_of_lines(log, lines):
+    log.write_text("".join(lines))
+    return find_importer(log)
+
+
+def test_logs_with_the_same_steps_and_times_are_reported(tmp_path, importing):
+    import_log, _ = importing
+    reports = []
+    for name, text in (("a.log", rows(1, 20)), ("b.log", rows(11, 30)), ("c.log", rows(25, 40, minute=5))):
+        (tmp_path / name).write_text(text)
+        reports.append(import_log(tmp_path / name))
+
+    assert [0, 1, 0] == [len(report.notes) for report in reports]
+    assert f"as {tmp_path / 'a.log'}, so both are one attempt" in reports[1].notes[0]
+    assert 1 == reports[2].attempt

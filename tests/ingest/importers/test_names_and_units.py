@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import random
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope_ingest.importers.common.aliases import canonical
-from rankscope_ingest.importers.common.objects import StepStreams
+from rankscope_ingest.importers.common.step_streams import StepStreams
 from rankscope_ingest.importers.common.values import micros, number, quantity, seconds, whole
 
 
@@ -151,3 +153,49 @@ def test_streams_of_ranks_are_separate():
     streams = StepStreams()
 
     assert [0, 0, 0, 0] == [streams.attempt(rank, step) for rank, step in [(0, 5), (1, 4), (0, 6), (1, 5)]]
+
+
+def _of_two_writers(order):
+    """Return (writer, step, loss) in the order in which two writers appended to a log."""
+    steps = [0, 0]
+    for writer in order:
+        steps[writer] += 1
+        yield writer, 10 * steps[writer], (5.0, 9.0)[writer] - steps[writer] / 1000
+
+
+def _mixed(found):
+    """Return the number of records that are in an attempt of which most records are of the other writer.
+
+    Repeated steps are not counted: they belong to the same attempt while the writers are at the same step.
+    """
+    mixed = 0
+    for group in found:
+        most, _ = Counter(writer for writer, _ in group).most_common(1)[0]
+        steps = {step for writer, step in group if writer == most}
+        mixed += sum(writer != most and step not in steps for writer, step in group)
+    return mixed
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("burst", [1, 7, 20])
+def test_two_writers_of_one_file_are_two_streams(seed, burst):
+    """Lines of both writers arrive in random order, in bursts of any length; their losses differ."""
+    order = random.Random(seed).sample([0, 1] * (200 // burst), k=2 * (200 // burst))
+    streams, found = StepStreams(), {}
+    for writer, step, loss in _of_two_writers([writer for writer in order for _ in range(burst)]):
+        found.setdefault(streams.attempt(None, step, None, None, loss), []).append((writer, step))
+
+    assert len(found) <= 3
+    assert _mixed(found.values()) <= 2
+    assert streams.are_interleaved
+
+
+@given(st.lists(st.integers(0, 1), min_size=2, max_size=60))
+def test_writers_with_ids_are_separate_streams(order):
+    """A restart of a writer is another attempt of this writer only."""
+    streams, found = StepStreams(), {}
+    for writer, step, _ in [*_of_two_writers(order), *_of_two_writers(order)]:
+        found.setdefault(streams.attempt(None, step, None, f"host-{writer}"), []).append((writer, step))
+
+    assert 0 == _mixed(found.values())
+    assert sum(1 if order.count(writer) < 2 else 2 for writer in set(order)) == len(found)

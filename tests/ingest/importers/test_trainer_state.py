@@ -13,8 +13,17 @@ from hypothesis import strategies as st
 from tests.properties import examples
 
 from rankscope_ingest.base.errors import IngestError
-from rankscope_ingest.importers import Faults, ImportedBlock, find_importer
+from rankscope_ingest.importers import (
+    Faults,
+    ImportedBlock,
+    find_importer,
+    import_records,
+    known_imports,
+    stored_scalars,
+)
 from rankscope_ingest.importers.trainer_state import TrainerState
+from rankscope_storage.api.store import Store
+from rankscope_storage.connection import connect
 
 
 def state(entries, **top):
@@ -302,3 +311,49 @@ def test_other_training_with_the_same_name_is_another_attempt(logs):
     logs.import_again(logs.write("trainer_state.json", state(steps(1, 2, 3, base=5.0))))
 
     assert [(0, 1, 1.01), (0, 2, 1.02), (1, 1, 5.01), (1, 2, 5.02), (1, 3, 5.03)] == history(logs)
+
+
+def _entries(first, last, loss):
+    return [{"step": step, "loss": loss + step / 1000, "grad_norm": float("nan")} for step in range(first, last + 1)]
+
+
+_OLD = _entries(1, 50, 1.0)
+_RESUMED = _OLD[:30] + _entries(31, 80, 9.0)
+_RESUMED_AGAIN = _RESUMED[:60] + _entries(61, 90, 20.0)
+
+
+@pytest.mark.parametrize(
+    ("histories", "expected"),
+    [
+        ([_OLD, _RESUMED], [(0, 1, 30), (1, 31, 80)]),
+        ([_RESUMED, _OLD], [(0, 1, 30), (1, 31, 50)]),
+        ([_OLD, _RESUMED, _RESUMED_AGAIN], [(0, 1, 30), (1, 31, 60), (2, 61, 90)]),
+        ([_OLD[:40], _OLD, _RESUMED[:40], _RESUMED], [(0, 1, 30), (1, 31, 80)]),
+        ([_OLD, _RESUMED, _OLD[:20], _RESUMED[:35]], [(0, 1, 30), (1, 31, 80)]),
+        ([_OLD, [*_OLD[:30], {**_OLD[30], "loss": float("inf")}]], [(0, 1, 30), (1, 31, 31)]),
+    ],
+)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_state_of_a_resumed_training_is_the_next_attempt(tmp_path, histories, expected, in_place):
+    """The curve has the values of one file up to the step of the checkpoint, and those of the resumed file from it."""
+    values = {}
+    with (
+        Store.open(tmp_path / "store", create=True).claim(owner="test") as writer,
+        connect(tmp_path / "store") as connection,
+    ):
+        for number, history in enumerate(histories):
+            path = tmp_path / ("state" if in_place else f"state-{number}") / "trainer_state.json"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps({"log_history": history}))
+            for _ in range(2):  # the second import of a file adds nothing
+                known, stored = known_imports(connection, "r"), stored_scalars(connection, "r")
+                report = import_records(path, writer, find_importer(path), run="r", known=known, stored=stored)
+            assert 0 == report.rows_stored
+            values |= {entry["step"]: entry["loss"] for entry in history}
+        curve = connection.query("SELECT attempt, step, loss FROM loss_curve ORDER BY step").to_pylist()
+        spans = connection.query("SELECT attempt, min(step), max(step) FROM loss_curve GROUP BY 1 ORDER BY 1")
+        events = connection.query("SELECT message FROM events WHERE type = 'import' AND severity = 'warning'")
+
+    assert expected == [tuple(row.values()) for row in spans.to_pylist()]
+    assert [values[row["step"]] for row in curve] == [row["loss"] for row in curve]
+    assert len(expected) - 1 == events.num_rows

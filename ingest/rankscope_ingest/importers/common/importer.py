@@ -115,6 +115,8 @@ class Faults:
     first: list[Fault] = field(default_factory=list)
     passed_over: int = 0
     """The number of lines that contain no record but other output of the program. Such lines are not errors."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences about the log as a whole that are shown to the user."""
     read_bytes: int = 0
     """The number of bytes of the log that were read so far, for the progress bar.
 
@@ -161,6 +163,14 @@ class KnownByContent(Protocol):
 
         Return None if the log has no record yet.
         """
+
+
+@runtime_checkable
+class DependsOnAge(Protocol):
+    """An importer that leaves out the last records of a file while another process may still write the file."""
+
+    def is_settled(self, path: Path) -> bool:
+        """Return whether the file at `path` is so old that all its records are imported."""
 
 
 class BlockBuilder:

@@ -27,6 +27,7 @@ class Role(enum.Enum):
     PLAN = enum.auto()  # the planned number of steps
     STEP_OF_PLAN = enum.auto()  # "12/873"
     RANK = enum.auto()
+    WRITER = enum.auto()  # the process or host that wrote the line
     TIME = enum.auto()
     EVENT = enum.auto()
     SPLIT = enum.auto()  # the data that the record is about: train, val, test
@@ -51,6 +52,7 @@ _ROLES: Final = {
         Role.PLAN: "total_steps max_steps total_iterations max_iters num_training_steps",
         Role.STEP_OF_PLAN: "global_step/max_steps",
         Role.RANK: "rank global_rank process_index",
+        Role.WRITER: "pid process_id writer writer_id worker_id hostname host",
         Role.TIME: "timestamp _timestamp time ts datetime date asctime created_at wall_time log_time",
         Role.EVENT: "event event_type _event",
         Role.SPLIT: "split mode phase stage subset type",

@@ -57,6 +57,10 @@ def read_log(
             yield block
     if block := builder.take():
         yield block
+    if objects.are_writers_interleaved:
+        faults.notes.append(
+            "records of several writers alternate: each writer is an attempt; the last is shown by default"
+        )
     if objects.keys:
         yield objects.run({"lines": number, **counts})
 

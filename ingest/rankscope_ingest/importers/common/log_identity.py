@@ -3,7 +3,7 @@
 A log whose content was replaced is another log. A log is the same if it still begins with the bytes that the last
 import read. A log that was truncated since then is the same if its whole content is the beginning of these bytes. Each
 import is stored as an event of type `import`, which contains the number and digests of the bytes read. No other state
-is needed.
+is needed. A file with the size, modification time and edges of the last import is not read again.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Final
 import pyarrow as pa
 
 from rankscope_contract.model.events import EventType
+from rankscope_contract.model.schema import IMPORT_PREFIX
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.lines import readable
 from rankscope_storage.connection import Connection
@@ -27,6 +28,12 @@ _IDENTITY_BYTES: Final = 4096
 _PROBE_BYTES: Final = 1 << 16
 _LISTED_ENDS: Final = 10_000
 _FIRST_MARK: Final = 8
+
+_ADDED: Final = (
+    "imported_from",
+    "fingerprint",
+    "begins_at",
+)  # import events of earlier releases do not have these fields
 
 KNOWN: Final = "SELECT details FROM events WHERE run = $run AND type = $type ORDER BY ordinal"
 
@@ -59,6 +66,12 @@ class KnownImport:
     """Number of the run's attempt as which attempt 0 of the log is stored."""
 
     ends: Mapping[int | None, End] = field(default_factory=dict)
+    imported_from: str | None = None
+    """Value of the label `imported_from` of the log's scalars; None if they do not have this label."""
+    fingerprint: str | None = None
+    """Result of `fingerprint_of` before the log was read; None if the log must be read again in any case."""
+    begins_at: int = 0
+    """Number of the first stored record; the records before it are those of another log."""
 
     def to_json(self) -> str:
         """Return these facts as the JSON text that is stored in `details` of the import event."""
@@ -73,7 +86,8 @@ class KnownImport:
             document = json.loads(text)
             ends = {rank: End(attempt, step, ts) for rank, attempt, step, ts in document["ends"]}
             marks = tuple((int(size), str(digest)) for size, digest in document["marks"])
-            known = {name: document[name] for name in KnownImport.__dataclass_fields__}
+            known = {name: document[name] for name in KnownImport.__dataclass_fields__ if name not in _ADDED}
+            known |= {name: document[name] for name in _ADDED if name in document}
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the details of an import event are invalid: {error!r}") from error
         return KnownImport(**(known | {"ends": ends, "marks": marks}))
@@ -90,6 +104,10 @@ class Source:
     before: KnownImport | None = None
     replaced: KnownImport | None = None
     """The facts about another log that was imported from the same path before; None if there is no such log."""
+    begins_at: int = 0
+    """Number of the first record to store. The records before it are stored as those of another log."""
+    branches_from: KnownImport | None = None
+    """The facts about the imported log from which a new log differs after a common beginning; None without one."""
 
 
 def known_imports(connection: Connection, run: str) -> list[KnownImport]:
@@ -173,6 +191,18 @@ def _digest(path: Path, size: int) -> str | None:
     return hashlib.sha256(b"%d\0%s\0%s" % (size, begin, end)).hexdigest()[:32]
 
 
+def fingerprint_of(path: Path) -> str | None:
+    """Return a text of the size, the modification time and a digest of the first and last 64 KiB of a file.
+
+    Return None for a folder. Raises IngestError if the file is unreadable.
+    """
+    with readable(path):
+        if not path.is_file():
+            return None
+        found = path.stat()
+    return f"{found.st_size}-{found.st_mtime_ns}-{_digest(path, found.st_size)}"
+
+
 def stream_of(log: str, source: str) -> str:
     """Return the identity of the stream `source` of a log. `log` is the identity of the log or the name of a run.
 
@@ -198,7 +228,7 @@ def incarnation_of(path: Path, run: str, *, generation: int = 0) -> str:
 
 def _incarnation(parts: Sequence[bytes]) -> str:
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()
-    return f"import-{digest[:32]}"
+    return f"{IMPORT_PREFIX}{digest[:32]}"
 
 
 @dataclass(slots=True)
@@ -265,6 +295,21 @@ def first_attempt(tables: Mapping[str, pa.Table], known: Iterable[KnownImport]) 
             if before is not None and not row["attempt"]:
                 found = max(found, _next_attempt(before, row["step_min"], row["ts_min"]))
     return found
+
+
+def overlapping(tables: Mapping[str, pa.Table], known: Iterable[KnownImport], attempt: int) -> KnownImport | None:
+    """Return a log in `known` that may contain steps of a new log, of the same rank and attempt; None without one.
+
+    `tables` has the first rows of the new log, whose attempt 0 is stored as `attempt`.
+    """
+    rows = [row for table in tables.values() for row in _summary(table)]
+    for log in known:
+        for row in rows:
+            end = log.ends.get(row["rank"])
+            first, last = row["step_min"], None if end is None else end.step
+            if first is not None and last is not None and first <= last and end is not None and end.attempt == attempt:
+                return log
+    return None
 
 
 def _next_attempt(before: End, step: int | None, ts: int | None) -> int:

@@ -31,6 +31,7 @@ from rankscope_ingest.importers.common.keys import (
     own_name,
     role_of,
 )
+from rankscope_ingest.importers.common.step_streams import StepStreams
 from rankscope_ingest.importers.common.values import (
     MAX_JSON,
     clean_text,
@@ -56,89 +57,6 @@ _LAST_ENTRY: Final = "train_runtime"
 The values of that entry whose keys begin with `train_` are averages over the whole run.
 """
 
-_ALIVE_RECORDS: Final = 4
-"""A stream of ascending steps ends when this number of consecutive records did not belong to it."""
-
-
-@dataclass(slots=True)
-class _Stream:
-    attempt: int
-    last: int
-    interval: int | None
-    written: int  # number of its latest record
-    epoch: float | None = None
-
-    def expects(self, interval: int | None) -> int | None:
-        usual = self.interval or interval
-        return None if usual is None else self.last + usual
-
-
-@dataclass(slots=True)
-class _RankStreams:
-    alive: list[_Stream] = field(default_factory=list)  # the stream of the latest record comes last
-    records: int = 0
-    attempts: int = 0
-    interval: int | None = None
-
-    def attempt(self, step: int | None, epoch: float | None) -> int:
-        self.records += 1
-        if step is None:
-            return self.alive[-1].attempt if self.alive else 0
-        stream = self._in_later_epoch(step, epoch) or self._stream_of(step)
-        stream.epoch = stream.epoch if epoch is None else epoch
-        if step > stream.last:
-            self.interval = stream.interval = step - stream.last
-        stream.last, stream.written = step, self.records
-        self.alive = [other for other in self.alive if other is not stream and self._is_alive(other)]
-        self.alive.append(stream)
-        return stream.attempt
-
-    def _in_later_epoch(self, step: int, epoch: float | None) -> _Stream | None:
-        current = self.alive[-1] if self.alive else None
-        if current is None or epoch is None or current.epoch is None:
-            return None
-        return current if epoch > current.epoch and step < current.last else None
-
-    def _is_alive(self, stream: _Stream) -> bool:
-        return self.records - stream.written <= _ALIVE_RECORDS
-
-    def _stream_of(self, step: int) -> _Stream:
-        current = self.alive[-1] if self.alive else None
-        if current and step in {current.last, current.expects(self.interval)}:
-            return current
-        for other in self.alive[-2::-1]:
-            if self._is_alive(other) and step == other.expects(self.interval):
-                return other
-        if current and step > current.last:
-            if current.interval:
-                return current
-            # A stream with one record has no interval: the stream with the nearest lower step continues.
-            behind = [other for other in self.alive if self._is_alive(other) and other.last < step]
-            return max(reversed(behind), key=lambda other: other.last, default=current)
-        self.attempts += 1
-        return _Stream(self.attempts - 1, step, None, self.records)
-
-
-class StepStreams:
-    """Derives the attempt of each record of a log that does not contain attempts.
-
-    A step below the previous step begins a new stream of steps, and each stream is one attempt. An exception is a step
-    that continues another stream: that stream has a recent record, and its last step plus its usual interval is this
-    step. A restart is therefore a new attempt from its first step on, and alternating lines of two processes that write
-    one file are two attempts. A repeated step belongs to the same attempt; both records are stored, in the order of the
-    log. Each rank is counted separately.
-    """
-
-    def __init__(self) -> None:
-        self._ranks: dict[int | None, _RankStreams] = {}
-
-    def attempt(self, rank: int | None, step: int | None, epoch: float | None = None) -> int:
-        """Return the attempt, from 0, of the next record. A record without a step belongs to the latest stream.
-
-        A lower step with a higher `epoch` is no restart: the log counts steps within epochs.
-        """
-        return self._ranks.setdefault(rank, _RankStreams()).attempt(step, epoch)
-
 
 @dataclass(slots=True)
 class _Record:
@@ -157,6 +75,7 @@ class _Record:
     ts: int | None = None
     event: str | None = None
     split: str | None = None
+    writer: str | None = None  # id of the process or host
 
     def epoch(self) -> float | None:
         """Return the epoch in the object as a number, or None if the object has no epoch.
@@ -214,7 +133,8 @@ class ObjectReader:
         self._update_last_step(step)
         if attempt is None:
             epoch = None if shape.epoch is None else values[shape.epoch]
-            attempt = self._streams.attempt(None, step, epoch)
+            value = values[shape.numbers[0][0]] if shape.numbers else None
+            attempt = self._streams.attempt(None, step, epoch, value=value)
         builder.record(step=step, origin=FROM_LOG, attempt=attempt)
         for place, (alias, labels) in shape.numbers:
             value = values[place]
@@ -228,7 +148,8 @@ class ObjectReader:
         self._collect(document, "", record, 0)
         step = self._step(record)
         if attempt is None:
-            attempt = self._streams.attempt(record.rank, step, record.epoch())
+            value = next((value for value in record.numbers.values() if isinstance(value, float)), None)
+            attempt = self._streams.attempt(record.rank, step, record.epoch(), record.writer, value)
         builder.record(step=step, rank=record.rank, ts=record.ts, origin=FROM_LOG, attempt=attempt)
         self.finished = self.finished or _LAST_ENTRY in document
         if record.event is not None:
@@ -241,9 +162,18 @@ class ObjectReader:
                 "the record contains no number: its content is in details",
                 json_text(document),
             )
-        is_special = _UTILISATION in {named[0].name for _, named in added} or _LAST_ENTRY in document
+        is_special = (
+            record.writer is not None
+            or _UTILISATION in {named[0].name for _, named in added}
+            or _LAST_ENTRY in document
+        )
         if len(record.steps) == 1 and not is_special:
             self._shapes.learn(document, record.steps[0][1], added)
+
+    @property
+    def are_writers_interleaved(self) -> bool:
+        """True if records of several writers alternate in the log."""
+        return self._streams.are_interleaved
 
     def run(self, facts: Mapping[str, Any], **sections: Any) -> ImportedRun:
         """Return the facts about the run that the log contains.
@@ -300,6 +230,8 @@ class ObjectReader:
                 rank = whole(value)
                 record.rank = rank if rank is not None and 0 <= rank < _LARGEST_RANK else record.rank
                 return True
+            case Role.WRITER if isinstance(value, str | int):
+                record.writer = record.writer or str(value)
             case Role.TIME:
                 moment = micros(value)
                 record.ts = moment if record.ts is None else record.ts

@@ -8,21 +8,20 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.events import EventType, RunState, Severity
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.security.redaction import redacted_json
-from rankscope_ingest.base.tables import FROM_INGEST, constant, rows_table, table_schema
+from rankscope_ingest.base.tables import FROM_INGEST, rows_table, table_schema
+from rankscope_ingest.importers.common.branches import StoredScalars, branch_of, without_beginning
 from rankscope_ingest.importers.common.importer import (
-    RECORD_COLUMN,
-    Fault,
+    DependsOnAge,
     Faults,
     Imported,
     ImportedBlock,
@@ -32,22 +31,25 @@ from rankscope_ingest.importers.common.importer import (
     KnownByContent,
 )
 from rankscope_ingest.importers.common.lines import readable
+from rankscope_ingest.importers.common.live_run import kept_apart, label_of
 from rankscope_ingest.importers.common.log_identity import (
     Extents,
     KnownImport,
     Source,
+    fingerprint_of,
     first_attempt,
     identify,
     marks,
+    overlapping,
     stream_of,
 )
+from rankscope_ingest.importers.common.numbering import Numbering
+from rankscope_ingest.importers.common.report import ImportReport, overlap_notes, unchanged_report
 from rankscope_ingest.importers.common.rules import IMPORT_RULES, RuleEvaluator
 from rankscope_storage.api.store import Batch, Commit
 
 BATCH_RECORDS: Final = 20_000
 BATCH_ROWS: Final = 500_000
-
-_CODED: Final = pa.dictionary(pa.int32(), pa.string())
 
 Progress = Callable[[int], None]
 """A function that an import calls with the number of bytes of the log that were read so far."""
@@ -63,27 +65,6 @@ class Appender(Protocol):
         """Return the last stored sequence number of `incarnation`, or -1 if no record of it is stored."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ImportReport:
-    """The result of an import. `rows_stored` counts only rows that were not stored before."""
-
-    run: str
-    source_kind: str
-    records: int
-    rows_stored: int
-    last_step: int | None
-    malformed: int
-    faults: tuple[Fault, ...]
-    passed_over: int = 0
-    anomalies: int = 0
-    attempts: int = 0
-    state: str | None = None
-    is_known: bool = False
-    """True if the log was imported before, even if it has grown since then."""
-    is_replacement: bool = False
-    """True if another log was at this path at the last import, because the log was rotated or truncated since then."""
-
-
 def import_records(
     path: Path,
     appender: Appender,
@@ -93,110 +74,84 @@ def import_records(
     progress: Progress | None = None,
     known: Sequence[KnownImport] | None = None,
     rules: Sequence[AnomalyRule] = IMPORT_RULES,
+    is_live: bool = False,
+    stored: StoredScalars | None = None,
 ) -> ImportReport:
     """Import the log at `path` into the store as the run `run`. Raises IngestError if the log cannot be read.
 
     `known` has the logs of this run that are already imported. If it is given, a rotated or moved log is recognized, a
     restart in another file becomes another attempt, and the import is stored as an event. `progress` is called with the
-    number of bytes read. `rules` are applied to the new rows.
+    number of bytes read. `rules` are applied to the new rows. With `is_live`, ranks of the run have reported data: the
+    log is kept apart from these data, and changes neither the run nor its attempts. With `stored`, a log that differs
+    from an imported log after a common beginning is recognized.
     """
+    fingerprint = None if known is None else _fingerprint(path, importer)
+    unchanged = (log for log in known or () if _is_unchanged(path, importer, fingerprint, log))
+    if (last := next(unchanged, None)) is not None:
+        return unchanged_report(run, last)
     faults = Faults()
-    with readable(path):
-        identity = importer.identity(path) if isinstance(importer, KnownByContent) else None
-    source = identify(path, run, known or (), identity)
+    source = _source(path, run, importer, known or (), stored)
     others = tuple(log for log in known or () if log.kind == importer.name and log.incarnation != source.incarnation)
-    intake = _Intake(path, run, importer.name, source, others, appender, RuleEvaluator(rules))
-    stored = 0
+    intake = _Intake(path, run, importer.name, source, others, appender, RuleEvaluator(rules), is_live)
+    rows_stored = 0
     with readable(path):
         for batch in intake.batches(importer.read(path, faults), faults, progress):
-            stored += sum(appender.append(batch).rows.values())
+            rows_stored += sum(appender.append(batch).rows.values())
         if progress:
             progress(faults.read_bytes)
-        note = None if known is None else intake.note(faults)
-    if (intake.records or intake.facts) and (stored or note is None or note != source.before):
+        note = None if known is None else intake.note(faults, fingerprint)
+    if (intake.records or intake.facts) and (rows_stored or note is None or note != source.before):
         appender.append(intake.dimensions(note))
+    return _report(intake, faults, rows_stored)
+
+
+def _report(intake: _Intake, faults: Faults, rows_stored: int) -> ImportReport:
+    source = intake.source
     return ImportReport(
-        run=run,
-        source_kind=importer.name,
+        run=intake.run,
+        source_kind=intake.kind,
         records=intake.records,
-        rows_stored=stored,
+        rows_stored=rows_stored,
         last_step=intake.extents.last_step,
         malformed=faults.count,
         faults=tuple(faults.first),
+        notes=(*faults.notes, *overlap_notes(intake.overlap)),
         passed_over=faults.passed_over,
         anomalies=intake.anomalies,
         attempts=len(intake.extents.by_attempt),
         state=intake.facts.get("state"),
         is_known=source.before is not None,
+        attempt=intake.attempt or 0,
+        branches_from=None if source.branches_from is None else source.branches_from.path,
+        first_step=intake.first_step,
+        imported_from=intake.imported_from,
+        left_out=intake.left_out,
         is_replacement=source.replaced is not None,
     )
 
 
-class Numbering:
-    """Numbers the records of one source, and adds the columns that are equal in all rows.
+def _source(
+    path: Path, run: str, importer: Importer, known: Sequence[KnownImport], stored: StoredScalars | None
+) -> Source:
+    with readable(path):
+        identity = importer.identity(path) if isinstance(importer, KnownByContent) else None
+    source = identify(path, run, known, identity)
+    if source.before is None or identity is None or stored is None:
+        return source
+    with readable(path):
+        return branch_of(source, known, importer.read(path, Faults()), stored)
 
-    One source is one incarnation in the store.
-    """
 
-    def __init__(self, *, run: str, incarnation: str) -> None:
-        self.run = run
-        self.incarnation = incarnation
-        self.records = 0
+def _fingerprint(path: Path, importer: Importer) -> str | None:
+    with readable(path):
+        if isinstance(importer, DependsOnAge) and not importer.is_settled(path):
+            return None
+    return fingerprint_of(path)
 
-    def rows(self, records: Sequence[ImportedRecord]) -> dict[str, pa.Table]:
-        """Return the rows of `records` as tables by dataset.
 
-        Each record gets the next sequence number of the source; the next call continues after the last one.
-        """
-        rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        arrived = time.time_ns() // 1000
-        for seq, record in enumerate(records, self.records):
-            common = {name: getattr(record, name) for name in ("attempt", "rank", "step", "micro_step", "ts")}
-            common |= {"run": self.run, "incarnation": self.incarnation, "seq": seq, "ordinal": arrived + seq}
-            common["ts_origin"] = None if record.ts is None else record.ts_origin
-            for dataset, own in record.rows.items():
-                rows[dataset] += [{**common, **row} for row in own]
-        self.records += len(records)
-        return {dataset: rows_table(dataset, listed) for dataset, listed in rows.items() if listed}
-
-    def block(self, block: ImportedBlock) -> dict[str, pa.Table]:
-        """Return the tables of `block` with all columns of their datasets.
-
-        Each record gets the next sequence number of the source; the next call continues after the last one.
-        """
-        arrived = time.time_ns() // 1000
-        tables = {name: self._full(name, table, arrived) for name, table in block.tables.items() if table.num_rows}
-        self.records += block.records
-        return tables
-
-    def _full(self, dataset: str, table: pa.Table, arrived: int) -> pa.Table:
-        """Return `table` with all columns of `dataset`; columns that the table lacks are null.
-
-        Text columns may be dictionary-encoded.
-        """
-        count = table.num_rows
-        seq = pc.add(pc.cast(table.column(RECORD_COLUMN), pa.int64()), self.records)
-        given = {name: table.column(name) for name in table.column_names if name != RECORD_COLUMN}
-        given |= {
-            "run": constant(self.run, count),
-            "incarnation": constant(self.incarnation, count),
-            "seq": seq,
-            "ordinal": pc.add(seq, arrived),
-            "attempt": pc.fill_null(given["attempt"], 0) if "attempt" in given else pa.array(np.zeros(count, np.int32)),
-        }
-        schema = table_schema(dataset)
-        if unknown := given.keys() - set(schema.names):
-            raise KeyError(f"dataset {dataset} has no columns {sorted(unknown)}, which the importer returned")
-        columns, fields = [], []
-        for field in schema:
-            column = given.get(field.name)
-            if column is None:
-                column = pa.nulls(count, _CODED if pa.types.is_string(field.type) else field.type)
-            elif not pa.types.is_dictionary(column.type):
-                column = pc.cast(column, field.type)
-            columns.append(column)
-            fields.append(field.with_type(column.type))
-        return pa.Table.from_arrays(columns, schema=pa.schema(fields))
+def _is_unchanged(path: Path, importer: Importer, fingerprint: str | None, before: KnownImport) -> bool:
+    is_same_log = before.kind == importer.name and before.path == str(path.absolute())
+    return is_same_log and fingerprint is not None and fingerprint == before.fingerprint
 
 
 @dataclasses.dataclass
@@ -210,11 +165,19 @@ class _Intake:
     others: Sequence[KnownImport]
     appender: Appender
     evaluator: RuleEvaluator
+    is_live: bool
 
     def __post_init__(self) -> None:
         self.extents = Extents()
         self.anomalies = 0
-        self.attempt = None if self.source.before is None else self.source.before.attempt
+        self.left_out = 0
+        self.overlap: KnownImport | None = None
+        self.first_step: int | None = None
+        before = self.source.before
+        origin = before or self.source.branches_from
+        named = None if origin is None else origin.imported_from  # also after the log was moved, and of its branches
+        self.imported_from = (named or label_of(self.path)) if self.is_live else None
+        self.attempt = None if before is None else before.attempt
         self.facts: dict[str, Any] = {}  # about the run; a log may contain them before its first record
         self._numberings: dict[str, Numbering] = {}
         self._touched: dict[str, Numbering] = {}
@@ -245,7 +208,7 @@ class _Intake:
         if self._numberings:
             yield self._batch()
 
-    def note(self, faults: Faults) -> KnownImport:
+    def note(self, faults: Faults, fingerprint: str | None) -> KnownImport:
         """Return the facts about this import that the import event stores for the next import of the same log."""
         return KnownImport(
             incarnation=self.source.incarnation,
@@ -256,32 +219,44 @@ class _Intake:
             malformed=faults.count,
             attempt=self.attempt or 0,
             ends=self.extents.ends,
+            imported_from=self.imported_from,
+            fingerprint=fingerprint,
+            begins_at=self.source.begins_at,
         )
 
     def dimensions(self, note: KnownImport | None) -> Batch:
         """Return a batch with rows of `runs` and `attempts`, and with the import event.
 
-        If the log does not contain the end of the run, the state of the run is "stopped".
+        If the log does not contain the end of the run, the state of the run is "stopped". For a run of which ranks have
+        reported, the batch has only the event.
         """
         now = time.time_ns() // 1000
         common = {"run": self.run, "ordinal": now, "ts": now, "ts_origin": FROM_INGEST}
-        rows = [self._attempt_row(attempt) | common for attempt in sorted(self.extents.by_attempt) or [0]]
-        before = [end.attempt for log in self.others for end in log.ends.values()]
-        tables = {"attempts": rows_table("attempts", rows)}
-        if rows[-1]["attempt"] >= max(before, default=0):
-            whole = {"last_step": self.extents.last_step, "started_at": rows[0].get("started_at")}
-            tables["runs"] = rows_table("runs", [rows[-1] | whole])
+        tables = {} if self.is_live else self._run_tables(common)
         if note is not None:
             event = {
                 "attempt": self.attempt,
                 "incarnation": note.incarnation,
                 "type": EventType.IMPORT,
-                "severity": Severity.INFO,
-                "message": f"{note.records} records of {self.path.name}",
+                "severity": Severity.INFO if self.source.branches_from is None else Severity.WARNING,
+                "message": f"{note.records} records of {self.path.name}{self._branch()}",
                 "details": note.to_json(),
             }
             tables["events"] = rows_table("events", [common | event])
         return Batch(tables=tables, watermarks={})
+
+    def _branch(self) -> str:
+        other = self.source.branches_from
+        return "" if other is None else f", which differ from {other.path} from step {self.first_step} on"
+
+    def _run_tables(self, common: Mapping[str, Any]) -> dict[str, pa.Table]:
+        rows = [{**self._attempt_row(attempt), **common} for attempt in sorted(self.extents.by_attempt) or [0]]
+        before = [end.attempt for log in self.others for end in log.ends.values()]
+        tables = {"attempts": rows_table("attempts", rows)}
+        if rows[-1]["attempt"] >= max(before, default=0):
+            whole = {"last_step": self.extents.last_step, "started_at": rows[0].get("started_at")}
+            tables["runs"] = rows_table("runs", [rows[-1] | whole])
+        return tables
 
     def _attempt_row(self, attempt: int) -> dict[str, Any]:
         extent = self.extents.by_attempt.get(attempt)
@@ -304,11 +279,19 @@ class _Intake:
         """
         numbering = self._numbering(item.source if isinstance(item, ImportedBlock) else item[0].source)
         tables = numbering.block(item) if isinstance(item, ImportedBlock) else numbering.rows(item)
+        if self.source.begins_at and numbering is next(iter(self._numberings.values())):
+            tables = without_beginning(tables, self.source.begins_at)
+            if self.first_step is None and "scalars" in tables:
+                self.first_step = tables["scalars"]["step"][0].as_py()
+        if self.imported_from is not None:
+            tables, left_out = kept_apart(tables, self.imported_from)
+            self.left_out += left_out
         watermark = self.appender.watermark(numbering.incarnation)
         is_stored = numbering.records - 1 <= watermark
         self._touched[numbering.incarnation] = numbering
         if self.attempt is None and tables:
             self.attempt = first_attempt(tables, self.others)
+            self.overlap = overlapping(tables, self.others, self.attempt)
         tables = {name: _moved(table, self.attempt or 0) for name, table in tables.items()}
         self.extents.add(tables)
         if is_stored and "tensor_stats" not in tables:

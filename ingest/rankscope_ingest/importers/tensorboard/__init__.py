@@ -71,6 +71,13 @@ class TensorBoard:
             rows = EventRows(str(file.relative_to(path)), rewinds, _place(folder), labels)
             yield from self._read_file(file, faults, rows)
 
+    def is_settled(self, path: Path) -> bool:
+        """Return whether the file at `path` has not changed for 600 seconds, so that its last step is complete."""
+        return self._is_settled(path.stat().st_mtime)
+
+    def _is_settled(self, changed: float) -> bool:
+        return self._clock() - changed > SETTLED_SECONDS
+
     def _read_file(self, path: Path, faults: Faults, rows: EventRows) -> Iterator[Imported]:
         from rankscope_storage.tensorboard.frames import read_frames  # noqa: PLC0415 - needs the extra
 
@@ -86,7 +93,7 @@ class TensorBoard:
                     yield from rows.blocks()
         faults.read_bytes = before + size
         faults.passed_over += rows.passed_over
-        yield from rows.finish(settled=self._clock() - changed > SETTLED_SECONDS)
+        yield from rows.finish(settled=self._is_settled(changed))
 
 
 def _detect_folder(path: Path) -> Detection:

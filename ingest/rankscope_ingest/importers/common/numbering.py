@@ -1,0 +1,84 @@
+"""Convert imported records to rows of the store, with their sequence numbers and their common columns."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope_ingest.base.tables import constant, rows_table, table_schema
+from rankscope_ingest.importers.common.importer import RECORD_COLUMN, ImportedBlock, ImportedRecord
+
+_CODED: Final = pa.dictionary(pa.int32(), pa.string())
+
+
+class Numbering:
+    """Numbers the records of one source, and adds the columns that are equal in all rows.
+
+    One source is one incarnation in the store.
+    """
+
+    def __init__(self, *, run: str, incarnation: str) -> None:
+        self.run = run
+        self.incarnation = incarnation
+        self.records = 0
+
+    def rows(self, records: Sequence[ImportedRecord]) -> dict[str, pa.Table]:
+        """Return the rows of `records` as tables by dataset.
+
+        Each record gets the next sequence number of the source; the next call continues after the last one.
+        """
+        rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        arrived = time.time_ns() // 1000
+        for seq, record in enumerate(records, self.records):
+            common = {name: getattr(record, name) for name in ("attempt", "rank", "step", "micro_step", "ts")}
+            common |= {"run": self.run, "incarnation": self.incarnation, "seq": seq, "ordinal": arrived + seq}
+            common["ts_origin"] = None if record.ts is None else record.ts_origin
+            for dataset, own in record.rows.items():
+                rows[dataset] += [{**common, **row} for row in own]
+        self.records += len(records)
+        return {dataset: rows_table(dataset, listed) for dataset, listed in rows.items() if listed}
+
+    def block(self, block: ImportedBlock) -> dict[str, pa.Table]:
+        """Return the tables of `block` with all columns of their datasets.
+
+        Each record gets the next sequence number of the source; the next call continues after the last one.
+        """
+        arrived = time.time_ns() // 1000
+        tables = {name: self._full(name, table, arrived) for name, table in block.tables.items() if table.num_rows}
+        self.records += block.records
+        return tables
+
+    def _full(self, dataset: str, table: pa.Table, arrived: int) -> pa.Table:
+        """Return `table` with all columns of `dataset`; columns that the table lacks are null.
+
+        Text columns may be dictionary-encoded.
+        """
+        count = table.num_rows
+        seq = pc.add(pc.cast(table.column(RECORD_COLUMN), pa.int64()), self.records)
+        given = {name: table.column(name) for name in table.column_names if name != RECORD_COLUMN}
+        given |= {
+            "run": constant(self.run, count),
+            "incarnation": constant(self.incarnation, count),
+            "seq": seq,
+            "ordinal": pc.add(seq, arrived),
+            "attempt": pc.fill_null(given["attempt"], 0) if "attempt" in given else pa.array(np.zeros(count, np.int32)),
+        }
+        schema = table_schema(dataset)
+        if unknown := given.keys() - set(schema.names):
+            raise KeyError(f"dataset {dataset} has no columns {sorted(unknown)}, which the importer returned")
+        columns, fields = [], []
+        for field in schema:
+            column = given.get(field.name)
+            if column is None:
+                column = pa.nulls(count, _CODED if pa.types.is_string(field.type) else field.type)
+            elif not pa.types.is_dictionary(column.type):
+                column = pc.cast(column, field.type)
+            columns.append(column)
+            fields.append(field.with_type(column.type))
+        return pa.Table.from_arrays(columns, schema=pa.schema(fields))

@@ -1,0 +1,158 @@
+"""Derive the attempts of a log from its steps: restarts, and records of several writers of one file."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Final
+
+_ALIVE_RECORDS: Final = 4
+"""A stream of ascending steps ends when this number of consecutive records did not belong to it."""
+
+_ALIVE_INTERLEAVED: Final = 100
+"""The same number in a log in which streams are known to alternate."""
+
+_REMEMBERED_RECORDS: Final = 1000
+"""The same number for a stream to which a record belongs because of its value."""
+
+_MAX_STREAMS: Final = 16
+_OTHER_WRITER: Final = 0.1
+"""A relative difference of two values that one writer rarely logs in consecutive records."""
+
+_MAX_WRITERS: Final = 10_000
+
+
+@dataclass(slots=True)
+class _Stream:
+    attempt: int
+    last: int
+    interval: int | None
+    written: int  # number of its latest record
+    epoch: float | None = None
+    value: float | None = None  # first number of its latest record
+
+    def expects(self, interval: int | None) -> int | None:
+        usual = self.interval or interval
+        return None if usual is None else self.last + usual
+
+    def distance(self, value: float | None) -> float:
+        if value is None or self.value is None or not math.isfinite(value) or not math.isfinite(self.value):
+            return 0.0
+        return abs(value - self.value) / (abs(value) + abs(self.value) or 1.0)
+
+
+@dataclass(slots=True)
+class _RankStreams:
+    alive: list[_Stream] = field(default_factory=list)  # the stream of the latest record comes last
+    writers: dict[str, _Stream] = field(default_factory=dict)
+    records: int = 0
+    attempts: int = 0
+    interval: int | None = None
+    are_interleaved: bool = False
+
+    def attempt(self, step: int | None, epoch: float | None, writer: str | None, value: float | None) -> int:
+        self.records += 1
+        current = self.alive[-1] if self.alive else None
+        if step is None:
+            own = current if writer is None else self.writers.get(writer, current)
+            return own.attempt if own else 0
+        if writer is None:
+            stream = self._in_later_epoch(current, step, epoch) or self._stream_of(step, value)
+        else:
+            stream = self._stream_of_writer(writer, step, epoch)
+        self.are_interleaved = self.are_interleaved or (stream is not current and stream.written < self.records)
+        stream.epoch = stream.epoch if epoch is None else epoch
+        if step > stream.last:
+            self.interval = stream.interval = step - stream.last
+        stream.last, stream.written, stream.value = step, self.records, value
+        oldest = self.records - _REMEMBERED_RECORDS
+        others = [other for other in self.alive if other is not stream and other.written >= oldest]
+        self.alive = [*others[1 - _MAX_STREAMS :], stream]
+        return stream.attempt
+
+    def _in_later_epoch(self, stream: _Stream | None, step: int, epoch: float | None) -> _Stream | None:
+        if stream is None or epoch is None or stream.epoch is None:
+            return None
+        return stream if epoch > stream.epoch and step < stream.last else None
+
+    def _is_alive(self, stream: _Stream) -> bool:
+        return self.records - stream.written <= (_ALIVE_INTERLEAVED if self.are_interleaved else _ALIVE_RECORDS)
+
+    def _new(self, step: int) -> _Stream:
+        self.attempts += 1
+        return _Stream(self.attempts - 1, step, None, self.records)
+
+    def _stream_of_writer(self, writer: str, step: int, epoch: float | None) -> _Stream:
+        stream = self.writers.get(writer)
+        if stream is None or (step < stream.last and not self._in_later_epoch(stream, step, epoch)):
+            stream = self._new(step)
+            if len(self.writers) < _MAX_WRITERS:
+                self.writers[writer] = stream
+        return stream
+
+    def _stream_of(self, step: int, value: float | None) -> _Stream:
+        current = self.alive[-1] if self.alive else None
+        expecting = [other for other in self.alive[:-1] if step == other.expects(self.interval)]
+        if current and step in {current.last, current.expects(self.interval)}:
+            return self._of_equal(current, expecting, step, value)
+        if close := [other for other in expecting if self._is_alive(other) or _is_by(other, current, value)]:
+            return min(reversed(close), key=lambda other: other.distance(value))
+        if current and step > current.last and current.interval and not self.are_interleaved:
+            return current
+        # A stream with one record has no interval: the stream with the nearest lower step continues.
+        behind = [other for other in self.alive if self._is_alive(other) and other.last < step]
+        if current and behind and (step > current.last or self.are_interleaved):
+            return max(reversed(behind), key=lambda other: other.last)
+        return self._new(step)
+
+    def _of_equal(self, current: _Stream, expecting: list[_Stream], step: int, value: float | None) -> _Stream:
+        """Return the stream to which `step` belongs if the current stream and those in `expecting` are possible."""
+        if not expecting:
+            return current
+        nearest = min(expecting, key=lambda other: other.distance(value))
+        if _is_by(nearest, current, value):
+            return nearest
+        is_near = step == current.last or nearest.distance(value) <= current.distance(value)
+        return nearest if self.are_interleaved and self._is_alive(nearest) and is_near else current
+
+
+def _is_by(other: _Stream, current: _Stream | None, value: float | None) -> bool:
+    """Return whether `value` shows that a record is of the writer of `other`, not of the writer of `current`."""
+    far = 0.0 if current is None else current.distance(value)
+    return far > _OTHER_WRITER and other.distance(value) < far / 5
+
+
+class StepStreams:
+    """Derives the attempt of each record of a log that does not contain attempts.
+
+    A step below the previous step begins a new stream of steps, and each stream is one attempt. An exception is a step
+    that continues another stream: that stream has a recent record, and its last step plus its usual interval is this
+    step. A restart is therefore a new attempt from its first step on, and alternating lines of two processes that write
+    one file are two attempts. If several streams expect a step, the record belongs to the stream whose last value is
+    nearest. A repeated step belongs to the same attempt; both records are stored, in the order of the log.
+
+    If the records contain the id of their writer, each writer has streams of its own. Each rank is counted separately.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: dict[int | None, _RankStreams] = {}
+
+    @property
+    def are_interleaved(self) -> bool:
+        """True if records of several streams of one rank alternate in the log."""
+        return any(streams.are_interleaved for streams in self._ranks.values())
+
+    def attempt(
+        self,
+        rank: int | None,
+        step: int | None,
+        epoch: float | None = None,
+        writer: str | None = None,
+        value: float | None = None,
+    ) -> int:
+        """Return the attempt, from 0, of the next record. A record without a step belongs to the latest stream.
+
+        A lower step with a higher `epoch` is no restart: the log counts steps within epochs. `writer` is the id of the
+        process or host that wrote the record, and `value` is the first number of the record.
+        """
+        return self._ranks.setdefault(rank, _RankStreams()).attempt(step, epoch, writer, value)
