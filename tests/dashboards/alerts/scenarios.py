@@ -255,6 +255,7 @@ def events():
         yield scenario("firings before the window", "7x40", {20: []})
         yield scenario("counter reset after a restart", "7x30 0x20 1x20", {29: [], 45: [], 52: [fired]})
         yield scenario("firings of another rule", "0 1", {1: []}, other)
+        yield from after_downtime("AnomalyNanEvents", counter, {3: [], 8: []}, {3: [fired], 8: []})
     two = {
         series("rankscope_anomaly_events_total", **{**NAN_KIND, "kind": kind}): "0 1" for kind in ("exp_avg", "act_out")
     }
@@ -265,6 +266,14 @@ def events():
     turbulent = series("rankscope_anomaly_events_total", **{**NAN_KIND, "rule": "AnomalyTurbulence"})
     expected = {0: [], 1: [fired]}
     yield Scenario(alert="AnomalyTurbulenceEvents", title="turbulence", given={turbulent: "0 1"}, expected=expected)
+
+
+def after_downtime(alert, counter, old, recent):
+    """Yield scenarios of a Prometheus that was down when the counter increased, long ago and recently."""
+    age = counter.replace("_events_total", "_age_seconds").replace("records_total", "records_age_seconds")
+    for title, first, expected in (("before the window", 600, old), ("within the window", 80, recent)):
+        given = {counter: "_ _ _ 7x40", age: f"_ _ _ {first}+10x40"}
+        yield Scenario(alert=alert, title=f"an increase {title}, seen late", given=given, expected=expected)
 
 
 def lifecycle():
@@ -300,6 +309,7 @@ def lifecycle():
         ("losses before the window", "5x60", {50: []}),
     ):
         yield Scenario(alert="IngestLosing", title=title, given={lost: values}, expected=expected)
+    yield from after_downtime("IngestLosing", lost, {3: [], 9: []}, {3: run, 9: run, 26: []})
     two = {series("rankscope_ingest_lost_records_total", **SERVICE, run=run): "0 1" for run in "rs"}
     yield Scenario(
         alert="IngestLosing", title="one alert for each run", given=two, expected={1: [{"run": "r"}, {"run": "s"}]}
@@ -418,6 +428,7 @@ def replicas():
         ("firings of other rules", {counter: "0x9", other: "0 9x9"}, {2: []}),
     ):
         yield Scenario(alert="ReplicaDesyncEvents", title=title, given=given, expected=expected)
+    yield from after_downtime("ReplicaDesyncEvents", counter, {3: [], 8: []}, {3: [fired], 8: []})
 
 
 SUITE = [*replicas(), *turbulence(), *nan(), *vectors(), *events(), *lifecycle(), *hardware(), *self_check()]
