@@ -111,6 +111,8 @@ def test_alert_fires_resolves_and_fires_again_by_webhook_and_by_mail(running, ra
     assert {f"step: {step}", "rank: 0", "tensor: weight"} <= set(embedded.text.splitlines())
     assert {("comes-again", "0", "critical")} == {(of["run"], of["rank"], of["severity"]) for of in labels}
     assert resolved[0].at - at > EVENT_SECONDS / 2
+    (first,) = running.notifications(Sender.ALERTMANAGER, "comes-again")
+    assert f"AnomalyNan in grad_unreduced of weight (nans), rank 0, step {step}, run comes-again" == first.text
 
     fired = len(running.notifications(Sender.ALERTMANAGER, "comes-again"))
     _, again_at = break_it(running, ranks, "comes-again", "nan")

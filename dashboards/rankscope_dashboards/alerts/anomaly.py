@@ -168,6 +168,7 @@ def _comparison_alert(rule: AnomalyRule, keep_firing_for: str) -> Alert:
         rule=rule.name,
         keep_firing_for=keep_firing_for,  # a spike is visible in one scrape only; without this the alert would flap
         panel="Anomalies",
+        is_detail=True,
     )
 
 
@@ -196,6 +197,7 @@ def _counting_alert(rule: AnomalyRule, window: str) -> Alert:
         runbook=rule.runbook or type(rule).__name__,
         rule=rule.name,
         panel="Anomalies",
+        is_detail=True,
         queried=_fired_tensors(rule.name, window) + _latest_step(),
     )
 

@@ -20,6 +20,7 @@ from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_dashboards.alerts.alert import RUNBOOKS, Alert, AlertGroup
 from rankscope_dashboards.alerts.anomaly import KEEP_FIRING_FOR, WINDOW, anomaly_alerts, rule_disagreement
 from rankscope_dashboards.alerts.counters import increased
+from rankscope_dashboards.alerts.incidents import incident_alerts
 from rankscope_dashboards.alerts.replicas import replica_alerts
 from rankscope_dashboards.deploy.prometheus import SERVICE_JOB
 
@@ -195,8 +196,9 @@ def alert_groups(
     rules: Sequence[AnomalyRule] = DEFAULT_RULES, *, window: str = WINDOW, keep_firing_for: str = KEEP_FIRING_FOR
 ) -> tuple[AlertGroup, ...]:
     """Return all alerts in groups; `rules` are the anomaly rules for which there are alerts."""
+    anomalies = anomaly_alerts(rules, window=window, keep_firing_for=keep_firing_for)
     return (
-        AlertGroup("rankscope-anomaly", anomaly_alerts(rules, window=window, keep_firing_for=keep_firing_for)),
+        AlertGroup("rankscope-anomaly", (*anomalies, *incident_alerts(window))),
         AlertGroup("rankscope-replicas", replica_alerts()),
         AlertGroup("rankscope-lifecycle", lifecycle_alerts()),
         AlertGroup("rankscope-hardware", hardware_alerts()),

@@ -54,6 +54,7 @@ def _comparison_alert() -> Alert:
         runbook=REPLICA_DESYNC,
         keep_firing_for="1m",  # the hashes are not comparable while one rank already exports the next step
         panel="Replica divergence",
+        is_detail=True,
     )
 
 
@@ -69,4 +70,5 @@ def _counting_alert() -> Alert:
         runbook=REPLICA_DESYNC,
         rule=REPLICA_DESYNC,
         panel="Replica divergence",
+        is_detail=True,
     )

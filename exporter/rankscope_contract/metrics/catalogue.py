@@ -185,6 +185,11 @@ ANOMALIES_INGESTED_AGE = service_gauge(
     "Time since the service received the latest firing of a rule; absent before the first one.",
     "run rank rule kind",
 )
+INCIDENT_AGE = service_gauge(
+    "rankscope_ingest_incident_age_seconds",
+    "Time since the latest firing of an incident. The labels describe its first firing, in causal order of all ranks.",
+    "run rank rule severity kind tensor op step",
+)
 LAG_RECORDS = service_gauge(
     "rankscope_ingest_lag_records",
     "Records that a rank has published but the service has not yet committed.",

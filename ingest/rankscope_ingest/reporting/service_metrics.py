@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.metrics.catalogue import MetricSpec
 from rankscope_contract.model.events import RunState
+from rankscope_ingest.reporting.ages import Ages
 from rankscope_ingest.reporting.progress import RunProgress
 from rankscope_ingest.runs.models import Attempt
 from rankscope_ingest.runs.target import Health, Target
@@ -82,7 +83,7 @@ class ServiceMetrics:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` returns monotonic seconds."""
-        self._clock = clock
+        self.ages = Ages(clock)
         self._registry = CollectorRegistry()
         self._families: dict[str, Any] = {}
         for spec in (spec for spec in catalogue.CATALOG.values() if spec.page == "service"):
@@ -90,8 +91,6 @@ class ServiceMetrics:
             self._families[spec.name] = kind(spec.name, spec.help, spec.labels, registry=self._registry)
         self._children: defaultdict[str, dict[tuple[str, str], Gauge]] = defaultdict(dict)
         self._lost_runs: set[str] = set()
-        self._lost_at: dict[str, float] = {}  # by run
-        self._fired_at: defaultdict[str, dict[tuple[str, ...], float]] = defaultdict(dict)  # by run and label values
         for spec, values in _INITIAL_LABELS.items():
             for value in values:
                 self._series(spec, value)
@@ -124,7 +123,7 @@ class ServiceMetrics:
         """Count lost `records` of a run."""
         self.count(catalogue.LOST_RECORDS, records, run)
         self._lost_runs.add(run)
-        self._lost_at[run] = self._clock()
+        self.ages.lost(run)
 
     def fired(self, run: str, rank: int | None, firings: Mapping[tuple[str, str], int]) -> None:
         """Count firings by rule and kind.
@@ -135,7 +134,7 @@ class ServiceMetrics:
         for (rule, kind), count in firings.items():
             labels = (run, catalogue.UNKNOWN_RANK if rank is None else str(rank), rule, kind)
             self.count(catalogue.ANOMALIES_INGESTED, count, *labels)
-            self._fired_at[run][labels] = self._clock()
+            self.ages.fired(run, labels)
 
     def scraped(self, outcome: str) -> None:
         """Count a scrape of an external exporter. `outcome` is ok, failed or skipped."""
@@ -195,7 +194,7 @@ class ServiceMetrics:
         ranks = ((attempt.run, rank) for attempt in attempts for rank in attempt.ranks.values())
         self._show_ranks(catalogue.RANK_VANISHED, {(run, str(rank.number)): rank.is_vanished for run, rank in ranks})
         self._keep_counters_of({attempt.run for attempt in attempts})
-        self._show_ages()
+        self.ages.show(self._cleared)
         families = {spec: self._cleared(spec) for spec in _RUN_GAUGES}
         for run in progress:
             for spec, value_of in _RUN_GAUGES.items():
@@ -214,20 +213,9 @@ class ServiceMetrics:
             self._series(catalogue.LOST_RECORDS, run)  # at 0, so that increase() sees the first loss
         for run in self._lost_runs - runs:
             self._families[catalogue.LOST_RECORDS.name].remove(run)
-            self._lost_at.pop(run, None)
         self._lost_runs = runs
-        for run in self._fired_at.keys() - runs:
-            for labels in self._fired_at.pop(run):
-                self._families[catalogue.ANOMALIES_INGESTED.name].remove(*labels)
-
-    def _show_ages(self) -> None:
-        """Set the gauges of the time since the latest loss and the latest firings."""
-        now = self._clock()
-        losses, firings = self._cleared(catalogue.LOST_RECORDS_AGE), self._cleared(catalogue.ANOMALIES_INGESTED_AGE)
-        for run, at in self._lost_at.items():
-            losses.labels(run).set(now - at)
-        for labels, at in (item for fired in self._fired_at.values() for item in fired.items()):
-            firings.labels(*labels).set(now - at)
+        for labels in self.ages.keep(runs):
+            self._families[catalogue.ANOMALIES_INGESTED.name].remove(*labels)
 
     def _show_ranks(self, spec: MetricSpec, values: Mapping[tuple[str, str], float]) -> None:
         """Set a gauge for each (run, rank), and remove all other series of the gauge.

@@ -276,6 +276,33 @@ def after_downtime(alert, counter, old, recent):
         yield Scenario(alert=alert, title=f"an increase {title}, seen late", given=given, expected=expected)
 
 
+def incidents():
+    """The labels `rule` and `severity` of these alerts are those of the series."""
+    first = {**RANK, "rule": "AnomalyNan", "severity": "warning", "kind": "grad_unreduced", "tensor": "w", "op": "nans"}
+    age = "rankscope_ingest_incident_age_seconds"
+    for title, labels in (
+        ("a firing on a tensor", {**first, "step": "150"}),
+        ("a firing on a logged scalar", {**without(first, "kind", "tensor"), "op": "value", "step": "150"}),
+        ("a firing without a step", without(first, "kind", "tensor", "op")),
+    ):
+        given = {series(age, **SERVICE, **labels): "0+10x60"}
+        yield Scenario(alert="AnomalyIncident", title=title, given=given, expected={0: [labels], 11: [labels], 12: []})
+    later = {series(age, **SERVICE, **first, step="150"): "900+10x9"}
+    yield Scenario(alert="AnomalyIncident", title="an old incident, seen late", given=later, expected={0: [], 9: []})
+    two = [{**first, "rank": rank, "step": step} for rank, step in (("0", "150"), ("1", "900"))]
+    given = {series(age, **SERVICE, **labels): "0x9" for labels in two}
+    yield Scenario(alert="AnomalyIncident", title="two incidents of a run", given=given, expected={0: two})
+    fired = {series("rankscope_anomaly_age_seconds", **NAN_KIND): "0+10x60"}
+    alone = [{"run": "r", "rule": "AnomalyNan"}]
+    state = series("rankscope_run_state", **SERVICE, run="r", state="running")
+    for title, given, expected in (
+        ("no service", fired, {5: [], 6: alone, 11: alone, 12: []}),
+        ("a service that follows the run", {**fired, state: "1x60"}, {6: [], 11: []}),
+        ("a service that follows another run", {**fired, state.replace('"r"', '"s"'): "1x60"}, {6: alone}),
+    ):
+        yield Scenario(alert="AnomalyWithoutService", title=title, given=given, expected=expected)
+
+
 def lifecycle():
     for alert, state in (("RunFailed", "failed"), ("RunStalled", "stalled")):
         for other in RunState:
@@ -431,4 +458,14 @@ def replicas():
     yield from after_downtime("ReplicaDesyncEvents", counter, {3: [], 8: []}, {3: [fired], 8: []})
 
 
-SUITE = [*replicas(), *turbulence(), *nan(), *vectors(), *events(), *lifecycle(), *hardware(), *self_check()]
+SUITE = [
+    *incidents(),
+    *replicas(),
+    *turbulence(),
+    *nan(),
+    *vectors(),
+    *events(),
+    *lifecycle(),
+    *hardware(),
+    *self_check(),
+]

@@ -52,6 +52,18 @@ MUTANTS = {
         ("expr", "abs(rankscope_loss) > on", "(rankscope_loss) > on"),
         ("keep_firing_for", "1m", "0s"),
     ],
+    "AnomalyIncident": [
+        ("expr", "< 120", "< 60"),
+        ("expr", "< 120", "< 130"),
+        ("expr", "run, rank, rule, severity, kind, tensor, op, step", "run, rank, rule, severity, kind, tensor, op"),
+    ],
+    "AnomalyWithoutService": [
+        ("expr", "< 120", "< 60"),
+        ("expr", "< 120", "< 130"),
+        ("expr", "unless on (run)", "unless on ()"),
+        ("expr", "unless on (run)", "unless on (run, rule)"),
+        ("for", "1m", "0s"),
+    ],
     "AnomalyNanEvents": [
         *[
             ("expr", before.format(metric), after.format(metric))
