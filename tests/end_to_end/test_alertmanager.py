@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from rankscope.demo.receiver import Sender
+from rankscope.up.ports import free_port
 
 sys.path.insert(0, str(Path(__file__).parent))
 from alerting import EVENT_SECONDS, Alerting, Ranks, alerting, live_runs
@@ -62,10 +63,14 @@ def told_in_time(running: Alerting, run: str, at: float) -> None:
         assert 0 < seconds <= SECONDS, (sender, seconds)
 
 
-def asked(running: Alerting, expression: str) -> list[dict[str, Any]]:
+def asked(running: Alerting, expression: str, url: str | None = None) -> list[dict[str, Any]]:
+    """Return the result of a query to the running Prometheus, or to the one at `url`; empty while it starts."""
     query = urllib.parse.urlencode({"query": expression})
-    with urllib.request.urlopen(f"{running.urls['prometheus']}/api/v1/query?{query}", timeout=5) as answer:
-        result: list[dict[str, Any]] = json.load(answer)["data"]["result"]
+    try:
+        with urllib.request.urlopen(f"{url or running.urls['prometheus']}/api/v1/query?{query}", timeout=5) as answer:
+            result: list[dict[str, Any]] = json.load(answer)["data"]["result"]
+    except OSError:
+        return []
     return result
 
 
@@ -106,6 +111,8 @@ def test_alert_fires_resolves_and_fires_again_by_webhook_and_by_mail(running, ra
     assert {f"step: {step}", "rank: 0", "tensor: weight"} <= set(embedded.text.splitlines())
     assert {("comes-again", "0", "critical")} == {(of["run"], of["rank"], of["severity"]) for of in labels}
     assert resolved[0].at - at > EVENT_SECONDS / 2
+    (first,) = running.notifications(Sender.ALERTMANAGER, "comes-again")
+    assert f"AnomalyNan in grad_unreduced of weight (nans), rank 0, step {step}, run comes-again" == first.text
 
     fired = len(running.notifications(Sender.ALERTMANAGER, "comes-again"))
     _, again_at = break_it(running, ranks, "comes-again", "nan")
@@ -117,6 +124,32 @@ def test_alert_fires_resolves_and_fires_again_by_webhook_and_by_mail(running, ra
     for status, times in (("FIRING", 2), ("RESOLVED", 1)):
         subject = f'[{status}] AnomalyNan in run "comes-again", rank 0'
         running.wait_for(lambda s=subject, n=times: running.postbox.subjects().count(s) >= n)
+
+
+@pytest.mark.timeout(120)
+def test_prometheus_that_was_down_does_not_fire_old_events_again(running, ranks, require_server, tmp_path):
+    """A Prometheus without data is in the same position as one that was down for longer than the window."""
+    break_it(running, ranks, "comes-again", "nan")
+    active = 'ALERTS{alertname="AnomalyNanEvents", alertstate="firing", run="comes-again"}'
+    running.wait_for(lambda: asked(running, active))
+    running.wait_for(lambda: not asked(running, active))
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [
+        require_server("prometheus"),
+        f"--config.file={running.folder / 'live' / 'config' / 'prometheus.yml'}",
+        f"--storage.tsdb.path={tmp_path}",
+        f"--web.listen-address={url.removeprefix('http://')}",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as late:
+        try:
+            for metric in ("rankscope_anomaly_events_total", "rankscope_ingest_anomaly_events_total"):
+                scraped = f'count_over_time({metric}{{run="comes-again", rule="AnomalyNan"}}[1m]) > 4'
+                running.wait_for(lambda query=scraped: asked(running, query, url=url))
+            fired = asked(running, f"count_over_time({active}[1m])", url=url)
+        finally:
+            late.terminate()
+
+    assert [] == fired
 
 
 @pytest.mark.timeout(120)

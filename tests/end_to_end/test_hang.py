@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -139,6 +140,25 @@ def assert_printed_groups(text: str) -> None:
     assert re.search(rf"> stand_still +{re.escape(str(SCRIPT))}:{line_of('# rank 1 hangs here')}\n", first)
     assert second.startswith("rank 0: waiting in all_reduce seq ")
     assert re.search(r"^ +all_reduce +.*distributed_c10d\.py:\d+$", second, re.MULTILINE)
+
+
+def test_interrupted_hang_is_resolved_because_the_run_ended(service: Any, hanging: Start) -> None:
+    """The hung rank exits first, as with Ctrl-C in a terminal whose processes end one after the other."""
+    with AlertReceiver() as receiver:
+        service.urls = (receiver.notify_url,)
+        service.start()
+        waiting, hung = hanging(service, RANKSCOPE_HANG_AFTER_SECONDS="1.5")
+        service.wait_for(lambda: receiver.alerts)
+        hung.send_signal(signal.SIGINT)
+        hung.wait(60)
+        waiting.send_signal(signal.SIGINT)
+        waiting.wait(60)
+        service.wait_for(lambda: len(receiver.alerts) > 1)
+        alert = receiver.alerts[1]
+    assert 0 == service.stop(), service.log()
+
+    assert "[resolved] hangs: RunStalled, the run ended" == alert.title
+    assert "The run ended. The last step before the stall was 5." in alert.text.splitlines()
 
 
 def test_without_a_token_ranks_report_hangs_and_requests_are_rejected(

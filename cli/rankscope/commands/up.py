@@ -31,8 +31,9 @@ HEAD: Final = ("program", "address", "state", "log")
 NotifyAddresses = Annotated[
     list[str] | None,
     typer.Option(
-        help="Address that Alertmanager notifies: https://… for a webhook, smtp://host:port?to=… for mail; may be "
-        "repeated. Prefix critical= sends only critical alerts."
+        help="Address that Alertmanager notifies: https://… for a webhook, slack+https://… for a chat that "
+        "accepts Slack's fields, smtp://host:port?to=… for mail; may be repeated. Prefix critical= sends "
+        "only critical alerts."
     ),
 ]
 

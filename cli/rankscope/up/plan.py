@@ -1,7 +1,7 @@
 """Create the start plan of `rankscope up` from its options: read the configuration, find executables, select ports.
 
-The module also parses the addresses of `--notify` into Alertmanager receivers: webhooks and mail. Addresses for the
-service have another syntax, that of Apprise.
+The module also parses the addresses of `--notify` into Alertmanager receivers: webhooks, Slack and mail. Addresses
+for the service have another syntax, that of Apprise.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ from rankscope.up.programs import (
 )
 from rankscope.up.state_dir import StateDir
 from rankscope_contract.model.events import Severity
-from rankscope_dashboards.deploy.alertmanager import Mail, Receiver, Webhook
+from rankscope_dashboards.deploy.alertmanager import Mail, Receiver, Slack, Webhook
 from rankscope_dashboards.deploy.prometheus import RANKS_JOB, Tls, duration
 
 ADDRESS_FORMS: Final = (
-    "https://host/path for a webhook, or smtp://[user:password@]host:port?to=ADDRESS[&from=ADDRESS][&tls=no] for mail; "
+    "https://host/path for a webhook, slack+https://host/path for Slack or a chat that accepts its fields "
+    "(https://hooks.slack.com/… is recognized), or "
+    "smtp://[user:password@]host:port?to=ADDRESS[&from=ADDRESS][&tls=no] for mail; "
     "prefix critical= for critical alerts only"
 )
 DEFAULT_SENDER: Final = "rankscope@localhost"
+_SLACK_SCHEMES: Final = ("slack+http", "slack+https")
 _MAIL_KEYS: Final = {"to", "from", "tls"}
 
 
@@ -56,7 +59,7 @@ def _receiver(number: int, address: str) -> Receiver:
     scheme = url.partition("://")[0]
     try:
         parts = urlsplit(url)
-        way = _webhook(url) if scheme in ("http", "https") else _mail(parts) if scheme == "smtp" else None
+        way = _integration(url, parts)
     except ValueError as error:
         raise CommandError(f"--notify address {number} ({scheme}://…): {error}", code=USAGE) from error
     if way is None:
@@ -73,8 +76,20 @@ def _severity(address: str) -> tuple[Severity | None, str]:
     return (Severity(word), rest) if equals and word in tuple(Severity) else (None, address)
 
 
-def _webhook(url: str) -> Webhook:
-    return Webhook(url=url)
+def _integration(url: str, parts: SplitResult) -> Webhook | Slack | Mail | None:
+    """Return the integration for an address; None if Alertmanager does not support its scheme."""
+    if parts.scheme in _SLACK_SCHEMES or _is_slack(parts):
+        return Slack(url=url.removeprefix("slack+"))
+    if parts.scheme in ("http", "https"):
+        return Webhook(url=url)
+    return _mail(parts) if parts.scheme == "smtp" else None
+
+
+def _is_slack(parts: SplitResult) -> bool:
+    """Return whether an address is an incoming webhook of Slack, by its host or by the form of its path."""
+    is_web = parts.scheme in ("http", "https")
+    is_host = (parts.hostname or "").startswith("hooks.slack")
+    return is_web and (is_host or re.fullmatch(r"/services/T\w+/B\w+/\w+", parts.path) is not None)
 
 
 def _mail(parts: SplitResult) -> Mail:
@@ -336,7 +351,7 @@ def _notification_lines(options: UpOptions, settings: ServiceConfig) -> list[str
     return lines
 
 
-def _redacted(receiver: Webhook | Mail) -> Webhook | Mail:
+def _redacted(receiver: Webhook | Slack | Mail) -> Webhook | Slack | Mail:
     """Return the receiver without secrets, for display: no mail password, and only the host of a webhook URL."""
     if isinstance(receiver, Mail):
         return replace(receiver, password=None if receiver.password is None else _HIDDEN)

@@ -194,7 +194,8 @@ def _prometheus_settings(options: UpOptions, folder: StateDir) -> PrometheusSett
 def max_notification_seconds(options: UpOptions) -> float:
     """Return the largest delay in seconds from an anomaly to its notification by Alertmanager.
 
-    The delay is the sum of scrape interval, rule evaluation and group wait.
+    The delay is the sum of scrape interval, rule evaluation, and the wait for other parts of the incident: in the
+    service, or for anomalies that it does not report, the group wait of Alertmanager.
     """
     return 2 * options.scrape_seconds + options.group_wait_seconds
 

@@ -6,19 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-RUNBOOKS: Final = "docs/runbooks.md"
-"""Default address of the runbooks page.
+from rankscope_dashboards.deploy.alertmanager import DETAIL
 
-The option `--runbooks https://…` of the generator replaces it, for example by the address of a wiki page."""
+RUNBOOKS: Final = ""
+"""Default address of the runbooks page: none, because a link in a message must be absolute.
+
+The option `--runbooks https://…` of the generator sets it, for example to the address of a wiki page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
     """A PromQL condition, with the texts and labels of the notification that is sent when the condition holds.
 
+    - `severity`, `rule`: values of these labels. None: the series that `expression` returns have the label. The default
+      of `rule` is the name of the alert.
     - `runbook`: the heading on the runbooks page, or a complete URL.
     - `hold_for`: the time for which the condition must hold before the alert fires.
     - `panel`: the title of the panel that shows the condition.
+    - `is_detail`: another alert notifies about the incident to which this alert belongs.
     - `queried`: a template that queries Prometheus, appended to the description. Grafana templates cannot query, so the
       Grafana rule file does not contain it.
     """
@@ -27,26 +32,30 @@ class Alert:
     expression: str
     summary: str
     description: str
-    severity: str
+    severity: str | None
     runbook: str
-    rule: str = ""
+    rule: str | None = ""
     labels: dict[str, str] = field(default_factory=dict)
     hold_for: str | None = None
     keep_firing_for: str | None = None
     panel: str = "State"
+    is_detail: bool = False
     queried: str = ""
 
     def all_labels(self) -> dict[str, str]:
-        """Return the labels of the alert. Alertmanager groups notifications by the labels `run` and `rule`."""
-        return {"severity": str(self.severity), "rule": self.rule or self.name, **self.labels}
+        """Return the labels of the alert. Alertmanager groups notifications by `run`, `rule` and `step`."""
+        severity = {} if self.severity is None else {"severity": str(self.severity)}
+        rule = {} if self.rule is None else {"rule": self.rule or self.name}
+        return {**severity, **rule, **self.labels, **(dict([DETAIL]) if self.is_detail else {})}
 
     def annotations(self, runbooks: str) -> dict[str, str]:
         """Return the annotations of the alert, without the template `queried`.
 
-        `runbooks` is the address of the runbooks page.
+        `runbooks` is the address of the runbooks page. There is no `runbook_url` unless it is absolute.
         """
         link = self.runbook if "://" in self.runbook else f"{runbooks}#{self.runbook.lower()}"
-        return {"summary": self.summary, "description": self.description, "runbook_url": link}
+        texts = {"summary": self.summary, "description": self.description}
+        return texts | ({"runbook_url": link} if "://" in link else {})
 
     def document(self, runbooks: str = RUNBOOKS) -> dict[str, Any]:
         """Return the alert as an entry of a Prometheus rule file."""

@@ -25,6 +25,7 @@ from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_contract.security.escaping import label_value
 from rankscope_dashboards.alerts.alert import Alert
+from rankscope_dashboards.alerts.counters import increased
 
 WINDOW: Final = "2m"
 """Time for which the counting alert is active after a firing of its rule."""
@@ -167,6 +168,7 @@ def _comparison_alert(rule: AnomalyRule, keep_firing_for: str) -> Alert:
         rule=rule.name,
         keep_firing_for=keep_firing_for,  # a spike is visible in one scrape only; without this the alert would flap
         panel="Anomalies",
+        is_detail=True,
     )
 
 
@@ -174,15 +176,16 @@ def _counting_alert(rule: AnomalyRule, window: str) -> Alert:
     """Return the alert on firings of `rule`, including firings between two scrapes.
 
     The alert uses the rank's own counter, and the service's counter of the firings that the service received. The
-    service's counter is needed because a rank that dies at the firing step cannot be scraped any more. `increase` alone
-    would miss a counter whose first sample is above zero. A second expression of the condition therefore covers
-    counters that are new within `window`.
+    service's counter is needed because a rank that dies at the firing step cannot be scraped any more.
     """
-    by, counts = "sum by (run, rank, kind)", []
-    for metric in (catalogue.ANOMALY_EVENTS, catalogue.ANOMALIES_INGESTED):
-        counter = f'{metric.name}{{rule="{label_value(rule.name)}"}}'
-        counts.append(f"{by} (increase({counter}[{window}])) > 0")
-        counts.append(f"{by} ({counter} unless {counter} offset {window}) > 0")
+    matcher = f'{{rule="{label_value(rule.name)}"}}'
+    counts = [
+        increased(counter, age, _KIND_LABELS, window, matcher=matcher)
+        for counter, age in (
+            (catalogue.ANOMALY_EVENTS, catalogue.ANOMALY_AGE),
+            (catalogue.ANOMALIES_INGESTED, catalogue.ANOMALIES_INGESTED_AGE),
+        )
+    ]
     return Alert(
         name=f"{rule.name}Events",
         expression=_any(counts),
@@ -194,6 +197,7 @@ def _counting_alert(rule: AnomalyRule, window: str) -> Alert:
         runbook=rule.runbook or type(rule).__name__,
         rule=rule.name,
         panel="Anomalies",
+        is_detail=True,
         queried=_fired_tensors(rule.name, window) + _latest_step(),
     )
 

@@ -19,6 +19,8 @@ from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_dashboards.alerts.alert import RUNBOOKS, Alert, AlertGroup
 from rankscope_dashboards.alerts.anomaly import KEEP_FIRING_FOR, WINDOW, anomaly_alerts, rule_disagreement
+from rankscope_dashboards.alerts.counters import increased
+from rankscope_dashboards.alerts.incidents import incident_alerts
 from rankscope_dashboards.alerts.replicas import replica_alerts
 from rankscope_dashboards.deploy.prometheus import SERVICE_JOB
 
@@ -73,12 +75,9 @@ def _rank_gone() -> Alert:
 
 
 def _ingest_losing() -> Alert:
-    counter = catalogue.LOST_RECORDS.name
     return Alert(
         name="IngestLosing",
-        # `increase` alone would miss the loss if the first sample of the run's counter is above zero.
-        expression=f"sum by (run) (increase({counter}[{LOSS_WINDOW}])) > 0\n  or\n"
-        f"sum by (run) ({counter} unless {counter} offset {LOSS_WINDOW}) > 0",
+        expression=increased(catalogue.LOST_RECORDS, catalogue.LOST_RECORDS_AGE, ("run",), LOSS_WINDOW),
         summary="records of run {{ $labels.run }} are lost",
         description="Records of ranks were overwritten, or lost with their process, before the service read them. The "
         "history in the store has a gap. Training is not affected.",
@@ -197,8 +196,9 @@ def alert_groups(
     rules: Sequence[AnomalyRule] = DEFAULT_RULES, *, window: str = WINDOW, keep_firing_for: str = KEEP_FIRING_FOR
 ) -> tuple[AlertGroup, ...]:
     """Return all alerts in groups; `rules` are the anomaly rules for which there are alerts."""
+    anomalies = anomaly_alerts(rules, window=window, keep_firing_for=keep_firing_for)
     return (
-        AlertGroup("rankscope-anomaly", anomaly_alerts(rules, window=window, keep_firing_for=keep_firing_for)),
+        AlertGroup("rankscope-anomaly", (*anomalies, *incident_alerts(window))),
         AlertGroup("rankscope-replicas", replica_alerts()),
         AlertGroup("rankscope-lifecycle", lifecycle_alerts()),
         AlertGroup("rankscope-hardware", hardware_alerts()),

@@ -12,6 +12,7 @@ from typing import Final
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.model.events import REPLICA_DESYNC, Severity
 from rankscope_dashboards.alerts.alert import Alert
+from rankscope_dashboards.alerts.counters import increased
 
 WINDOW: Final = "2m"
 """Time for which the alert on replica divergence is active after the service found a difference."""
@@ -53,17 +54,15 @@ def _comparison_alert() -> Alert:
         runbook=REPLICA_DESYNC,
         keep_firing_for="1m",  # the hashes are not comparable while one rank already exports the next step
         panel="Replica divergence",
+        is_detail=True,
     )
 
 
 def _counting_alert() -> Alert:
-    counter = f'{catalogue.ANOMALIES_INGESTED.name}{{rule="{REPLICA_DESYNC}"}}'
-    by = "sum by (run, rank, kind)"
+    counter, age = catalogue.ANOMALIES_INGESTED, catalogue.ANOMALIES_INGESTED_AGE
     return Alert(
         name=f"{REPLICA_DESYNC}Events",
-        # `increase` alone would miss a counter with a first sample above zero.
-        expression=f"{by} (increase({counter}[{WINDOW}])) > 0\n  or\n"
-        f"{by} ({counter} unless {counter} offset {WINDOW}) > 0",
+        expression=increased(counter, age, ("run", "rank", "kind"), WINDOW, matcher=f'{{rule="{REPLICA_DESYNC}"}}'),
         summary="replicas of run {{ $labels.run }} differ in {{ $labels.kind }}, rank {{ $labels.rank }}",
         description="The service compared the hashes that the ranks sent for the same step. The rank is unknown where "
         "more than one rank differs from the others, or no majority is right. " + _COMMANDS,
@@ -71,4 +70,5 @@ def _counting_alert() -> Alert:
         runbook=REPLICA_DESYNC,
         rule=REPLICA_DESYNC,
         panel="Replica divergence",
+        is_detail=True,
     )

@@ -1,7 +1,8 @@
 """Build the configuration of an Alertmanager: receivers, routes, and grouping and inhibition of alerts.
 
-Alerts are grouped by run and rule, because one bad step can make a rule fire for hundreds of tensors. While a tensor
-has NaN, the turbulence alert of the same tensor is inhibited, because it is redundant.
+One bad step can make a rule fire for hundreds of tensors. Alertmanager sends one message about the incident, and none
+about the alerts that are its details. Alerts are grouped by run, rule and step. While a tensor has NaN, the turbulence
+alert of the same tensor is inhibited, because it is redundant.
 """
 
 from __future__ import annotations
@@ -18,10 +19,18 @@ from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_contract.security.escaping import label_value
 from rankscope_dashboards.deploy.prometheus import duration
 
-GROUP_BY: Final = ("run", "rule")
+DETAIL: Final = ("notification", "none")
+"""Label of an alert about one part of an incident. Alertmanager shows it and sends no message about it."""
+
+GROUP_BY: Final = ("run", "rule", "step")
+"""Labels whose values are equal in all alerts of one message. Only the alert on incidents has a step."""
+
 SAME_TENSOR: Final = ("run", "rank", "tensor")
-MAX_ALERTS: Final = 20
-"""Largest number of alerts in one webhook message. Alertmanager adds the number of the alerts that it omitted."""
+MAX_ALERTS: Final = 2
+"""Largest number of alerts in one message, so that it has at most 4 kB.
+
+Alertmanager adds the number of the alerts that it omitted.
+"""
 
 SUBJECT: Final = (
     "[{{ .Status | toUpper }}] {{ .GroupLabels.rule }}"
@@ -30,6 +39,19 @@ SUBJECT: Final = (
 """Template of the subject of a mail. It omits run and rank if they are unknown.
 
 Alerts on the service have no run, and a message may cover several ranks."""
+
+FIRST_LINE: Final = (
+    "[{{ .Status | toUpper }}] {{ with index .Alerts 0 }}{{ .Annotations.summary }}{{ end }}"
+    "{{ if gt (len .Alerts) 1 }} and {{ len (slice .Alerts 1) }} more{{ end }}"
+)
+"""Template of the title of a chat message, and of the first line of a mail: the summary of the first alert."""
+
+TEXT: Final = (
+    f"{{{{ range $at, $alert := .Alerts }}}}{{{{ if lt $at {MAX_ALERTS} }}}}"
+    "{{ if $at }}{{ .Annotations.summary }}\n{{ end }}{{ .Annotations.description }}\n"
+    "{{ with .Annotations.runbook_url }}{{ . }}\n{{ end }}{{ end }}{{ end }}"
+)
+"""Template of the text below the first line."""
 
 NO_RECEIVER: Final = "none"
 """Name of the default receiver of Alertmanager, which sends no notifications."""
@@ -48,6 +70,20 @@ class Webhook:
     def document(self) -> dict[str, Any]:
         """Return this address as an entry of `webhook_configs` in the Alertmanager configuration."""
         return {"url": self.url, "send_resolved": True, "max_alerts": MAX_ALERTS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slack:
+    """Incoming webhook of Slack, or of a chat that accepts the same JSON fields, such as Mattermost."""
+
+    url: str
+
+    def __post_init__(self) -> None:
+        Webhook(url=self.url)  # checks the form of the address
+
+    def document(self) -> dict[str, Any]:
+        """Return this address as an entry of `slack_configs` in the Alertmanager configuration."""
+        return {"api_url": self.url, "send_resolved": True, "title": FIRST_LINE, "fallback": FIRST_LINE, "text": TEXT}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,36 +124,42 @@ class Mail:
             "require_tls": self.require_tls,
             **{name: value for name, value in secrets.items() if value is not None},
             "headers": {"Subject": SUBJECT},
+            "html": "",
+            "text": f"{FIRST_LINE}\n{TEXT}",
             "send_resolved": True,
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receiver:
-    """A recipient of notifications, with one or several integrations (webhook, mail).
+    """A recipient of notifications, with one or several integrations (webhook, Slack, mail).
 
     The recipient gets alerts of the given `severities`, or all alerts if `severities` is empty.
     """
 
     name: str
-    integrations: tuple[Webhook | Mail, ...]
+    integrations: tuple[Webhook | Slack | Mail, ...]
     severities: tuple[Severity, ...] = ()
 
     def document(self) -> dict[str, Any]:
         """Return this recipient as an entry of `receivers` in the Alertmanager configuration."""
-        webhooks = [one.document() for one in self.integrations if isinstance(one, Webhook)]
-        mails = [one.document() for one in self.integrations if isinstance(one, Mail)]
+        keys = {"webhook_configs": Webhook, "slack_configs": Slack, "email_configs": Mail}
+        made = {
+            key: [one.document() for one in self.integrations if isinstance(one, kind)] for key, kind in keys.items()
+        }
         document: dict[str, Any] = {"name": self.name}
-        return document | _unless_empty(webhook_configs=webhooks, email_configs=mails)
+        return document | _unless_empty(**made)
 
     def route(self) -> dict[str, Any]:
         """Return the route to this receiver.
 
-        The route sets `continue`, so that other receivers get the same alert too.
+        The route sets `continue`, so that other receivers get the same alert too. Incidents are sent without a group
+        wait, because the service has waited for all their parts.
         """
         severities = "|".join(self.severities)
         limit = {"matchers": [f'severity=~"{severities}"']} if self.severities else {}
-        return {"receiver": self.name, **limit, "continue": True}
+        incidents = {"matchers": ['step!=""'], "group_wait": "0s"}
+        return {"receiver": self.name, **limit, "continue": True, "routes": [incidents]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +196,10 @@ def alertmanager_config(settings: AlertmanagerSettings) -> dict[str, Any]:
         "group_interval": duration(settings.group_interval_seconds),
         "repeat_interval": duration(settings.repeat_seconds),
     }
+    details = {"receiver": NO_RECEIVER, "matchers": ['{}="{}"'.format(*DETAIL)]}
+    routes = [details, *(receiver.route() for receiver in settings.receivers)] if settings.receivers else []
     return {
-        "route": route | _unless_empty(routes=[receiver.route() for receiver in settings.receivers]),
+        "route": route | _unless_empty(routes=routes),
         "receivers": [{"name": NO_RECEIVER}, *(receiver.document() for receiver in settings.receivers)],
         **_unless_empty(inhibit_rules=list(_inhibitions(settings.rules))),
     }

@@ -6,6 +6,7 @@ This module reads and writes no files. The configuration contains no secret, onl
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -122,6 +123,12 @@ def duration(seconds: float) -> str:
         if milliseconds and milliseconds % size == 0:
             return f"{milliseconds // size}{unit}"
     return f"{milliseconds}ms"
+
+
+def seconds(text: str) -> float:
+    """Return the number of seconds in `text`, a duration in the form of Prometheus such as 2m or 1m30s."""
+    units = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800, "y": 31_536_000}
+    return sum(int(number) * units[unit] for number, unit in re.findall(r"(\d+)(ms|[smhdwy])", text))
 
 
 def _ranks(settings: PrometheusSettings) -> dict[str, Any]:

@@ -36,6 +36,9 @@ ANOMALY_EVENTS = counter(
     "Rule firings since process start. Exported with 0 from the start, so that increase() counts the first firing.",
     "rule kind",
 )
+ANOMALY_AGE = gauge(
+    "rankscope_anomaly_age_seconds", "Time since the latest firing of a rule; absent before the first one.", "rule kind"
+)
 TENSOR_ANOMALY_EVENTS = counter(
     "rankscope_tensor_anomaly_events_total",
     'Rule firings by tensor statistic, exported from the first on; above 200 series, they count for tensor="_other".',
@@ -164,6 +167,11 @@ LOST_RECORDS = service_counter(
     "Records that a rank overwrote before the service had fetched them, or that were lost with the rank.",
     "run",
 )
+LOST_RECORDS_AGE = service_gauge(
+    "rankscope_ingest_lost_records_age_seconds",
+    "Time since records of a run were lost; absent before the first loss.",
+    "run",
+)
 UNKNOWN_RANK: Final = "unknown"
 """Value of the label `rank` for events that concern no single rank, such as a divergence without a majority."""
 
@@ -171,6 +179,16 @@ ANOMALIES_INGESTED = service_counter(
     "rankscope_ingest_anomaly_events_total",
     "Rule firings received from a rank. Exported for some time after the rank and its page are gone.",
     "run rank rule kind",
+)
+ANOMALIES_INGESTED_AGE = service_gauge(
+    "rankscope_ingest_anomaly_age_seconds",
+    "Time since the service received the latest firing of a rule; absent before the first one.",
+    "run rank rule kind",
+)
+INCIDENT_AGE = service_gauge(
+    "rankscope_ingest_incident_age_seconds",
+    "Time since the latest firing of an incident. The labels describe its first firing, in causal order of all ranks.",
+    "run rank rule severity kind tensor op step",
 )
 LAG_RECORDS = service_gauge(
     "rankscope_ingest_lag_records",

@@ -136,6 +136,7 @@ class Exposition:
         yield catalogue.RULE_THRESHOLD, _by_name(snapshot.thresholds)
         yield catalogue.RULE_FIRING, snapshot.firing.items()
         yield catalogue.ANOMALY_EVENTS, snapshot.anomalies.items()
+        yield catalogue.ANOMALY_AGE, snapshot.anomaly_ages.items()
         yield catalogue.TENSOR_ANOMALY_EVENTS, snapshot.anomaly_series.items()
         hashes = snapshot.replica_hashes
         yield catalogue.REPLICA_HASH, [((item.replicas,), float(item.value)) for item in hashes]

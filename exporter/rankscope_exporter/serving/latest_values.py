@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -89,6 +90,7 @@ class Snapshot:
     scalars: Mapping[ScalarKey, Scalar]
     scalars_left_out: int
     anomalies: Mapping[RuleKind, int]
+    anomaly_ages: Mapping[RuleKind, float]  # seconds since the latest firing
     anomaly_series: Mapping[AnomalySeries, int]
     firing: Mapping[RuleKind, bool]
     thresholds: Mapping[str, float]
@@ -99,7 +101,10 @@ class Snapshot:
 class LatestValues:
     """Collects the latest values from published records and returns snapshots of these values. Thread-safe."""
 
-    def __init__(self, rules: Sequence[AnomalyRule]) -> None:
+    def __init__(self, rules: Sequence[AnomalyRule], *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` returns monotonic seconds."""
+        self._clock = clock
+        self._fired_at: dict[RuleKind, float] = {}
         self._rules = tuple(rules)
         self._thresholds = {rule.name: _limit(rule) for rule in self._rules}
         self._lock = threading.Lock()
@@ -164,6 +169,7 @@ class LatestValues:
                 scalars=dict(self._scalars),
                 scalars_left_out=len(self._scalars_left_out),
                 anomalies=dict(self._anomalies),
+                anomaly_ages={pair: self._clock() - at for pair, at in self._fired_at.items()},
                 anomaly_series=dict(self._anomaly_series),
                 firing=dict(self._firing),
                 thresholds=self._thresholds,
@@ -202,6 +208,7 @@ class LatestValues:
             return
         pair = (event.rule, event.kind or NO_KIND)
         self._anomalies[pair] = self._anomalies.get(pair, 0) + 1
+        self._fired_at[pair] = self._clock()
         self._firing.setdefault(pair, False)
         series = (*pair, event.tensor or "", event.op or "")
         if series not in self._anomaly_series and len(self._anomaly_series) >= MAX_ANOMALY_SERIES:

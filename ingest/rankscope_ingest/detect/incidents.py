@@ -72,7 +72,7 @@ class IncidentTracker:
         incidents = self._open[key]
         for incident in reversed(incidents):
             if self._belongs(symptom, incident):
-                _join(incident, symptom)
+                _join(incident, symptom, now)
                 return None
         if any(incident.attempt_key == key and self._belongs(symptom, incident) for incident in self._over):
             return None
@@ -80,6 +80,7 @@ class IncidentTracker:
             first=symptom,
             severity=symptom.severity,
             opened_at=now,
+            seen_at=now,
             last_step=symptom.step,
             events=symptom.events,
             ranks=set() if symptom.rank is None else {symptom.rank},
@@ -169,7 +170,8 @@ def _is_worse(symptom: Symptom, incident: Incident) -> bool:
     return symptom.urgency > urgency(incident.severity)
 
 
-def _join(incident: Incident, symptom: Symptom) -> None:
+def _join(incident: Incident, symptom: Symptom, now: float) -> None:
+    incident.seen_at = now
     incident.events += symptom.events
     if symptom.rank is not None:
         incident.ranks.add(symptom.rank)

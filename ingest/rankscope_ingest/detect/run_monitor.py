@@ -226,6 +226,8 @@ class RunMonitor:
         now, steps = self.clock(), self._live_steps()
         arriving = {attempt.key for attempt in self.runs.attempts() if attempt.is_arriving(now)}
         settled = self.incidents.settle(now, steps, arriving)
+        for incident in settled:
+            self.metrics.ages.settled(incident)
         for incident in self.incidents.unsettled():
             for number in incident.awaited(steps.get(incident.attempt_key, {})):
                 self.poll_now(incident.first.run, number)

@@ -113,7 +113,8 @@ class StallHandler:
         for incident in actions.due:
             self._spawn(self._announcer.announce(incident))
         for incident, has_continued in actions.over:
-            self._spawn(self._announcer.resolve(incident, resolved_message(incident) if has_continued else None))
+            notice = resolved_message(incident, has_continued=has_continued)
+            self._spawn(self._announcer.resolve(incident, notice))
 
     async def request(self, run: str, attempt: int, ranks: Collection[int] | None) -> list[RankAnswer]:
         """Request the stacks of the live ranks of an attempt; return one result per rank.

@@ -76,12 +76,15 @@ class Stall:
 class StallActions:
     """Result of one check for stalled attempts.
 
-    It contains the ranks whose stacks must be requested, the incidents to announce, and the stalls that have ended.
+    It contains the ranks whose stacks must be requested, the incidents to announce, and the stalls that have ended. A
+    stall ends when the attempt makes a step or ends.
     """
 
     to_request: list[tuple[AttemptKey, tuple[int, ...]]] = field(default_factory=list)
     due: list[Incident] = field(default_factory=list)
-    over: list[tuple[Incident, bool]] = field(default_factory=list)  # the flag: training has continued
+    over: list[tuple[Incident, bool]] = field(
+        default_factory=list
+    )  # the flag: training continued; false: the run ended
 
 
 class StallTracker:
@@ -128,10 +131,14 @@ class StallTracker:
             self._forget_replaced_processes(attempt)
             if self._is_stalled(attempt):
                 self._follow(attempt, actions, now)
-            elif (stall := self._stalls.pop(attempt.key, None)) and stall.incident is not None:
-                last_step = stall.incident.last_step or 0
-                has_stepped = attempt.last_step is not None and attempt.last_step > last_step
-                actions.over.append((stall.incident, has_stepped or not attempt.has_ended))
+            elif (stall := self._stalls.get(attempt.key)) is not None:
+                has_stepped = stall.incident is not None and _has_stepped(attempt, stall.incident)
+                # A rank that is interrupted no longer hangs, but training continues only with the next step.
+                if stall.incident is None or has_stepped or attempt.has_ended:
+                    del self._stalls[attempt.key]
+                if stall.incident is not None and (has_stepped or attempt.has_ended):
+                    is_cut_off = attempt.state in {RunState.STOPPED, RunState.FAILED}
+                    actions.over.append((stall.incident, has_stepped and not is_cut_off))
         return actions
 
     def _report(self, key: AttemptKey, rank: int, now: float) -> Report:
@@ -174,6 +181,15 @@ class StallTracker:
         if now - stall.opened_at >= WAIT_SECONDS or (not missing and now - last >= QUIET_SECONDS):
             stall.incident = _incident(attempt, reports, now)
             actions.due.append(stall.incident)
+
+
+def _has_stepped(attempt: Attempt, stall: Incident) -> bool:
+    """Return whether the attempt made a step after the stall was announced.
+
+    The step can have a lower number: training may return to an earlier step.
+    """
+    is_further = attempt.last_step is not None and attempt.last_step > (stall.last_step or 0)
+    return is_further or any(rank.stepped_at > stall.opened_at for rank in attempt.live_ranks)
 
 
 def _update(report: Report, row: Mapping[str, Any], now: float) -> None:

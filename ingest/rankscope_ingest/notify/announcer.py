@@ -36,9 +36,13 @@ def message(incident: Incident, *, is_repeated: bool = False) -> Message:
     return Message(key=incident.key, title=text.title(incident), body=body, severity=incident.severity)
 
 
-def resolved_message(incident: Incident) -> Message:
-    """Return the notification that a stalled run has continued."""
-    title, body = text.resolved_title(incident), text.resolved_body(incident)
+def resolved_message(incident: Incident, *, has_continued: bool) -> Message:
+    """Return the notification that a stall is over.
+
+    `has_continued` is true if training continues, and false if the run ended.
+    """
+    title = text.resolved_title(incident, has_continued=has_continued)
+    body = text.resolved_body(incident, has_continued=has_continued)
     return Message(key=f"{incident.key}:resolved", title=title, body=body, severity=Severity.INFO)
 
 
@@ -83,11 +87,10 @@ class Announcer:
             self._record(incident, NOTIFIED if is_delivered else UNDELIVERED)
             await self._commit_soon()
 
-    async def resolve(self, incident: Incident, notice: Message | None) -> None:
-        """Store that `incident` is resolved, and send the notification `notice` about it unless `notice` is None."""
+    async def resolve(self, incident: Incident, notice: Message) -> None:
+        """Store that `incident` is resolved, and send the notification `notice` about it."""
         self._record(incident, RESOLVED)
-        if notice is not None:
-            await self._send(notice)
+        await self._send(notice)
 
     async def _commit_soon(self) -> None:
         try:

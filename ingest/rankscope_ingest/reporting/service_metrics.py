@@ -5,6 +5,7 @@ The metrics are defined in `rankscope_contract.metrics.catalogue`. They are in a
 
 from __future__ import annotations
 
+import time
 from collections import Counter as Tally
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.metrics.catalogue import MetricSpec
 from rankscope_contract.model.events import RunState
+from rankscope_ingest.reporting.ages import Ages
 from rankscope_ingest.reporting.progress import RunProgress
 from rankscope_ingest.runs.models import Attempt
 from rankscope_ingest.runs.target import Health, Target
@@ -79,7 +81,9 @@ class ServiceMetrics:
     Counters are increased when events happen; gauges are set when the metrics are scraped.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` returns monotonic seconds."""
+        self.ages = Ages(clock)
         self._registry = CollectorRegistry()
         self._families: dict[str, Any] = {}
         for spec in (spec for spec in catalogue.CATALOG.values() if spec.page == "service"):
@@ -87,7 +91,6 @@ class ServiceMetrics:
             self._families[spec.name] = kind(spec.name, spec.help, spec.labels, registry=self._registry)
         self._children: defaultdict[str, dict[tuple[str, str], Gauge]] = defaultdict(dict)
         self._lost_runs: set[str] = set()
-        self._fired: defaultdict[str, set[tuple[str, ...]]] = defaultdict(set)  # label values by run
         for spec, values in _INITIAL_LABELS.items():
             for value in values:
                 self._series(spec, value)
@@ -120,6 +123,7 @@ class ServiceMetrics:
         """Count lost `records` of a run."""
         self.count(catalogue.LOST_RECORDS, records, run)
         self._lost_runs.add(run)
+        self.ages.lost(run)
 
     def fired(self, run: str, rank: int | None, firings: Mapping[tuple[str, str], int]) -> None:
         """Count firings by rule and kind.
@@ -130,7 +134,7 @@ class ServiceMetrics:
         for (rule, kind), count in firings.items():
             labels = (run, catalogue.UNKNOWN_RANK if rank is None else str(rank), rule, kind)
             self.count(catalogue.ANOMALIES_INGESTED, count, *labels)
-            self._fired[run].add(labels)
+            self.ages.fired(run, labels)
 
     def scraped(self, outcome: str) -> None:
         """Count a scrape of an external exporter. `outcome` is ok, failed or skipped."""
@@ -191,6 +195,7 @@ class ServiceMetrics:
         ranks = ((attempt.run, rank) for attempt in attempts for rank in attempt.ranks.values())
         self._show_ranks(catalogue.RANK_VANISHED, {(run, str(rank.number)): rank.is_vanished for run, rank in ranks})
         self._keep_counters_of({attempt.run for attempt in attempts})
+        self.ages.show(self._cleared)
         families = {spec: self._cleared(spec) for spec in _RUN_GAUGES}
         for run in progress:
             for spec, value_of in _RUN_GAUGES.items():
@@ -210,9 +215,8 @@ class ServiceMetrics:
         for run in self._lost_runs - runs:
             self._families[catalogue.LOST_RECORDS.name].remove(run)
         self._lost_runs = runs
-        for run in self._fired.keys() - runs:
-            for labels in self._fired.pop(run):
-                self._families[catalogue.ANOMALIES_INGESTED.name].remove(*labels)
+        for labels in self.ages.keep(runs):
+            self._families[catalogue.ANOMALIES_INGESTED.name].remove(*labels)
 
     def _show_ranks(self, spec: MetricSpec, values: Mapping[tuple[str, str], float]) -> None:
         """Set a gauge for each (run, rank), and remove all other series of the gauge.

@@ -75,6 +75,7 @@ class Incident:
     severity: str
     opened_at: float
     last_step: int | None
+    seen_at: float = 0.0  # time of its latest anomaly, in monotonic seconds
     events: int = 0
     ranks: set[int] = field(default_factory=set)
     is_settled: bool = False

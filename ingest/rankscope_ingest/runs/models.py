@@ -77,6 +77,7 @@ class Rank:
     liveness: Liveness
     known_since: float  # time of its restoration or registration
     last_step: int | None = None
+    stepped_at: float = -math.inf  # time at which the service received its last step
     phase: str | None = None
     exit_reason: str | None = None
     error: str | None = None

@@ -253,13 +253,16 @@ def body(incident: Incident, *, is_repeated: bool = False) -> str:
     return "\n".join(lines)
 
 
-def resolved_title(incident: Incident) -> str:
-    """Return the title of the notification that a stalled run has continued."""
-    return f"[resolved] {incident.first.run}: {RUN_STALLED}, training continues"
+def resolved_title(incident: Incident, *, has_continued: bool) -> str:
+    """Return the title of the notification that a stall is over: training continues, or the run ended."""
+    outcome = "training continues" if has_continued else "the run ended"
+    return f"[resolved] {incident.first.run}: {RUN_STALLED}, {outcome}"
 
 
-def resolved_body(incident: Incident) -> str:
-    """Return the body of the notification that a stalled run has continued."""
+def resolved_body(incident: Incident, *, has_continued: bool) -> str:
+    """Return the body of the notification that a stall is over: training continues, or the run ended."""
     first = incident.first
+    outcome = "Training continues." if has_continued else "The run ended."
     last = "" if first.step is None else f" The last step before the stall was {first.step}."
-    return f"run: {first.run} (attempt {first.attempt})\nTraining continues.{last}\nincident: {incident.key}"
+    details = "" if has_continued else f"details: rankscope summary {first.run}\n"
+    return f"run: {first.run} (attempt {first.attempt})\n{outcome}{last}\n{details}incident: {incident.key}"

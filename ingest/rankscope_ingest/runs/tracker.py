@@ -182,6 +182,7 @@ class RunTracker:
         if found is not None:
             rank = found[1]
             rank.last_step = step
+            rank.stepped_at = rank.stepped_at if step == known else now
             attempt.note_activity(of_work=not rank.has_ended)
 
     def exited(

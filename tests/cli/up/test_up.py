@@ -19,7 +19,7 @@ from rankscope.up.programs import Program, ServiceOptions, UpOptions, files, max
 from rankscope.up.state_dir import StateDir
 from rankscope.up.supervisor import MAX_RESTARTS, RESTART_WINDOW_SECONDS, Restarts
 from rankscope_contract.model.events import Severity
-from rankscope_dashboards.deploy.alertmanager import Mail, Webhook
+from rankscope_dashboards.deploy.alertmanager import Mail, Slack, Webhook
 
 FOLDER = StateDir(Path("/state"))
 SERVICE = ServiceOptions(config=None, store="/data/history", host="127.0.0.1")
@@ -36,6 +36,21 @@ def test_notify_addresses_become_receivers():
     assert () == chat.severities
     assert (Mail(to="me@x", sender="r@x", smarthost="mail:587", username="u", password="p@ss"),) == mail.integrations
     assert (Severity.CRITICAL,) == mail.severities
+
+
+@pytest.mark.parametrize(
+    ("address", "url"),
+    [
+        ("slack+https://chat.example/hooks/x1", "https://chat.example/hooks/x1"),
+        ("slack+http://127.0.0.1:8080/x", "http://127.0.0.1:8080/x"),
+        ("https://hooks.slack.com/services/T0/B0/x", "https://hooks.slack.com/services/T0/B0/x"),
+        ("https://chat.example/services/T0/B0/x", "https://chat.example/services/T0/B0/x"),
+    ],
+)
+def test_address_of_a_chat_gets_the_fields_of_slack(address, url):
+    (receiver,) = receivers([f"critical={address}"])
+
+    assert ((Slack(url=url),), (Severity.CRITICAL,)) == (receiver.integrations, receiver.severities)
 
 
 def test_mail_address_options_and_default_port():

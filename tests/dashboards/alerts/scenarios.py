@@ -255,6 +255,7 @@ def events():
         yield scenario("firings before the window", "7x40", {20: []})
         yield scenario("counter reset after a restart", "7x30 0x20 1x20", {29: [], 45: [], 52: [fired]})
         yield scenario("firings of another rule", "0 1", {1: []}, other)
+        yield from after_downtime("AnomalyNanEvents", counter, {3: [], 8: []}, {3: [fired], 8: []})
     two = {
         series("rankscope_anomaly_events_total", **{**NAN_KIND, "kind": kind}): "0 1" for kind in ("exp_avg", "act_out")
     }
@@ -265,6 +266,41 @@ def events():
     turbulent = series("rankscope_anomaly_events_total", **{**NAN_KIND, "rule": "AnomalyTurbulence"})
     expected = {0: [], 1: [fired]}
     yield Scenario(alert="AnomalyTurbulenceEvents", title="turbulence", given={turbulent: "0 1"}, expected=expected)
+
+
+def after_downtime(alert, counter, old, recent):
+    """Yield scenarios of a Prometheus that was down when the counter increased, long ago and recently."""
+    age = counter.replace("_events_total", "_age_seconds").replace("records_total", "records_age_seconds")
+    for title, first, expected in (("before the window", 600, old), ("within the window", 80, recent)):
+        given = {counter: "_ _ _ 7x40", age: f"_ _ _ {first}+10x40"}
+        yield Scenario(alert=alert, title=f"an increase {title}, seen late", given=given, expected=expected)
+
+
+def incidents():
+    """The labels `rule` and `severity` of these alerts are those of the series."""
+    first = {**RANK, "rule": "AnomalyNan", "severity": "warning", "kind": "grad_unreduced", "tensor": "w", "op": "nans"}
+    age = "rankscope_ingest_incident_age_seconds"
+    for title, labels in (
+        ("a firing on a tensor", {**first, "step": "150"}),
+        ("a firing on a logged scalar", {**without(first, "kind", "tensor"), "op": "value", "step": "150"}),
+        ("a firing without a step", without(first, "kind", "tensor", "op")),
+    ):
+        given = {series(age, **SERVICE, **labels): "0+10x60"}
+        yield Scenario(alert="AnomalyIncident", title=title, given=given, expected={0: [labels], 11: [labels], 12: []})
+    later = {series(age, **SERVICE, **first, step="150"): "900+10x9"}
+    yield Scenario(alert="AnomalyIncident", title="an old incident, seen late", given=later, expected={0: [], 9: []})
+    two = [{**first, "rank": rank, "step": step} for rank, step in (("0", "150"), ("1", "900"))]
+    given = {series(age, **SERVICE, **labels): "0x9" for labels in two}
+    yield Scenario(alert="AnomalyIncident", title="two incidents of a run", given=given, expected={0: two})
+    fired = {series("rankscope_anomaly_age_seconds", **NAN_KIND): "0+10x60"}
+    alone = [{"run": "r", "rule": "AnomalyNan"}]
+    state = series("rankscope_run_state", **SERVICE, run="r", state="running")
+    for title, given, expected in (
+        ("no service", fired, {5: [], 6: alone, 11: alone, 12: []}),
+        ("a service that follows the run", {**fired, state: "1x60"}, {6: [], 11: []}),
+        ("a service that follows another run", {**fired, state.replace('"r"', '"s"'): "1x60"}, {6: alone}),
+    ):
+        yield Scenario(alert="AnomalyWithoutService", title=title, given=given, expected=expected)
 
 
 def lifecycle():
@@ -300,6 +336,7 @@ def lifecycle():
         ("losses before the window", "5x60", {50: []}),
     ):
         yield Scenario(alert="IngestLosing", title=title, given={lost: values}, expected=expected)
+    yield from after_downtime("IngestLosing", lost, {3: [], 9: []}, {3: run, 9: run, 26: []})
     two = {series("rankscope_ingest_lost_records_total", **SERVICE, run=run): "0 1" for run in "rs"}
     yield Scenario(
         alert="IngestLosing", title="one alert for each run", given=two, expected={1: [{"run": "r"}, {"run": "s"}]}
@@ -418,6 +455,17 @@ def replicas():
         ("firings of other rules", {counter: "0x9", other: "0 9x9"}, {2: []}),
     ):
         yield Scenario(alert="ReplicaDesyncEvents", title=title, given=given, expected=expected)
+    yield from after_downtime("ReplicaDesyncEvents", counter, {3: [], 8: []}, {3: [fired], 8: []})
 
 
-SUITE = [*replicas(), *turbulence(), *nan(), *vectors(), *events(), *lifecycle(), *hardware(), *self_check()]
+SUITE = [
+    *incidents(),
+    *replicas(),
+    *turbulence(),
+    *nan(),
+    *vectors(),
+    *events(),
+    *lifecycle(),
+    *hardware(),
+    *self_check(),
+]

@@ -19,7 +19,6 @@ def description_error(judge, given, ending, rule="AnomalyNan"):
         "summary": f"{rule} fired in grad_reduced, run {RUN} rank 0",
         "description": "The rank counts firings at every step; the rule fired at least once within 2m. "
         f"`rankscope anomalies {RUN}` lists the affected tensors in causal order.{ending}",
-        "runbook_url": "docs/runbooks.md#anomalynan",
     }
     active = {"exp_labels": labels | alert["labels"], "exp_annotations": annotations}
     tests = [

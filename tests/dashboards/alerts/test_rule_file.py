@@ -21,6 +21,8 @@ ALERTS = [alert for group in alert_groups() for alert in group.alerts]
 NAMES = {
     "AnomalyNan",
     "AnomalyNanEvents",
+    "AnomalyIncident",
+    "AnomalyWithoutService",
     "AnomalyTurbulence",
     "AnomalyTurbulenceEvents",
     "ReplicaDesync",
@@ -80,16 +82,24 @@ def test_runbooks_page_has_one_heading_for_every_alert():
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name + alert.labels.get("judged_by", ""))
 def test_alert_has_summary_description_severity_and_runbook(alert):
-    document = alert.document()
+    document = alert.document("https://wiki.example/runbooks")
     texts = document["annotations"]
     anchors = {f"#{name.lower()}" for name in re.findall(r"^## (\w+)$", RUNBOOKS.read_text(), re.MULTILINE)}
 
     assert {"summary", "description", "runbook_url"} == texts.keys()
     assert all(len(text) > 15 for text in texts.values())
-    assert document["labels"]["severity"] in {"info", "warning", "critical"}
-    assert document["labels"]["rule"]
-    assert texts["runbook_url"].removeprefix("docs/runbooks.md") in anchors
+    for label, values in {"severity": ("info", "warning", "critical"), "rule": (alert.rule or alert.name,)}.items():
+        assert label in re.findall(r"\w+", alert.expression) or document["labels"][label] in values
+    assert texts["runbook_url"].removeprefix("https://wiki.example/runbooks") in anchors
     assert set(re.findall(r"rankscope_\w+", alert.expression)) <= CATALOG.keys()
+
+
+@pytest.mark.parametrize("runbooks", ["", "docs/runbooks.md"])
+def test_runbook_url_is_absent_unless_it_is_absolute(runbooks):
+    alerts = [rule for group in rule_file(runbooks=runbooks)["groups"] for rule in group["rules"]]
+
+    assert not any("runbook_url" in alert["annotations"] for alert in alerts)
+    assert "runbook_url" not in (PROVISIONING / "alerting" / "rules.yaml").read_text(encoding="utf-8")
 
 
 def test_runbooks_address_can_be_replaced():

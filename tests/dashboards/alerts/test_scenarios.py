@@ -52,6 +52,18 @@ MUTANTS = {
         ("expr", "abs(rankscope_loss) > on", "(rankscope_loss) > on"),
         ("keep_firing_for", "1m", "0s"),
     ],
+    "AnomalyIncident": [
+        ("expr", "< 120", "< 60"),
+        ("expr", "< 120", "< 130"),
+        ("expr", "run, rank, rule, severity, kind, tensor, op, step", "run, rank, rule, severity, kind, tensor, op"),
+    ],
+    "AnomalyWithoutService": [
+        ("expr", "< 120", "< 60"),
+        ("expr", "< 120", "< 130"),
+        ("expr", "unless on (run)", "unless on ()"),
+        ("expr", "unless on (run)", "unless on (run, rule)"),
+        ("for", "1m", "0s"),
+    ],
     "AnomalyNanEvents": [
         *[
             ("expr", before.format(metric), after.format(metric))
@@ -68,6 +80,9 @@ MUTANTS = {
         ("expr", "> 0", ">= 0"),
         ("expr", "> 0", "> 1"),
         ("expr", "sum by (run, rank, kind)", "sum by (run, rank)"),
+        ("expr", "> 120", "> 1200"),
+        ("expr", "> 120", "> 60"),
+        ("expr", "anomaly_age_seconds{", "anomaly_age_seconds{kind='none', "),
     ],
     "ReplicaDesync": [
         ("expr", "!=", ">="),
@@ -86,6 +101,7 @@ MUTANTS = {
         ("expr", "[2m]", "[1m]"),
         ("expr", "offset 2m", "offset 1m"),
         ("expr", 'rule="ReplicaDesync"', 'rule=~".+"'),
+        ("expr", "> 120", "> 1200"),
         ("expr", "sum by (run, rank, kind)", "sum by (run, rank)"),
         ("expr", "> 0", ">= 0"),
         ("expr", "> 0", "> 1"),
@@ -110,6 +126,8 @@ MUTANTS = {
         ("expr", "offset 5m", "offset 1m"),
         ("expr", "sum by (run)", "sum"),
         ("expr", "> 0", ">= 0"),
+        ("expr", "> 300", "> 1200"),
+        ("expr", "> 300", "> 60"),
     ],
     "ServiceDown": [
         ("expr", "== 0", "== 1"),

@@ -13,12 +13,13 @@ import yaml
 from rankscope_contract.model.events import Severity
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
-from rankscope_dashboards.alerts.groups import DEFAULT_RULES, rule_file
+from rankscope_dashboards.alerts.groups import DEFAULT_RULES, alert_groups, rule_file
 from rankscope_dashboards.deploy.alertmanager import (
     SUBJECT,
     AlertmanagerSettings,
     Mail,
     Receiver,
+    Slack,
     Webhook,
     alertmanager_config,
 )
@@ -27,7 +28,7 @@ from rankscope_dashboards.generate import PROVISIONING
 
 HOOK = Webhook(url="https://alerts.example/hook?key=1")
 MAIL = Mail(to="me@example", sender="rankscope@example", smarthost="mail.example:587", username="u", password="p")
-CHAT = Receiver(name="chat", integrations=(HOOK,))
+CHAT = Receiver(name="chat", integrations=(HOOK, Slack(url="https://chat.example/hooks/x")))
 ON_CALL = Receiver(name="on-call", integrations=(MAIL, HOOK), severities=(Severity.CRITICAL,))
 HISTORY_PAGE = Path(__file__).parents[3].joinpath("docs/prometheus.md").read_text(encoding="utf-8")
 HOSTILE = 'a"b\\c\n{{ .Evil }}'
@@ -114,6 +115,20 @@ def test_receivers_get_only_alerts_of_their_severities(by_amtool, require_server
     assert "chat,on-call" == receivers("critical")
     assert "chat" == receivers("warning")
     assert "none" == alertmanager_config(AlertmanagerSettings(rules=DEFAULT_RULES))["route"]["receiver"]
+
+
+def test_alerts_that_are_details_of_an_incident_reach_no_receiver(by_amtool, require_server):
+    path = by_amtool(alertmanager_config(AlertmanagerSettings(rules=DEFAULT_RULES, receivers=(CHAT, ON_CALL))))
+    alerts = {alert.name: alert.all_labels() for group in alert_groups() for alert in group.alerts}
+    silent = set()
+    for name, labels in alerts.items():
+        given = [f"{label}={text}" for label, text in (labels | {"severity": "critical"}).items()]
+        command = [require_server("amtool"), "config", "routes", "test", f"--config.file={path}", *given]
+        routes = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        silent |= {name} if routes == "none" else set()
+
+    rules = ("AnomalyNan", "AnomalyTurbulence", "ReplicaDesync")
+    assert {f"{rule}{ending}" for rule in rules for ending in ("", "Events")} == silent
 
 
 def test_nan_alert_inhibits_only_the_turbulence_alert_of_the_same_tensor():

@@ -38,7 +38,8 @@ class Bench:
         identity = Identity(
             run=run, launch_id="launch-1", rank=3, local_rank=1, world_size=4, host="node-1", incarnation="feedc0de"
         )
-        self.live = LatestValues(rules)
+        self.now = 100.0
+        self.live = LatestValues(rules, clock=lambda: self.now)
         self.page = Exposition(
             identity, self.live, lambda: standing, rules=rules, series_budget=series_budget, **options
         )
@@ -105,6 +106,18 @@ def test_page_equals_the_golden_file(record):
     text = re.sub(r"(rankscope_build_info\{).*(\})", r"\1…\2", _filled(record).text)
 
     assert GOLDEN.read_text(encoding="utf-8") == text
+
+
+def test_age_of_the_latest_firing_grows_until_the_next_one(record):
+    bench = _filled(record)
+    bench.now += 30
+    fired = {("AnomalyNan", "grad_reduced"): 30.0}
+
+    assert fired == bench.samples("rankscope_anomaly_age_seconds")
+
+    again = Event(type=EventType.ANOMALY, rule="AnomalyNan", kind="grad_reduced", tensor=NASTY, op="nans")
+    bench.live.update(record(9, events=(again,)))
+    assert dict.fromkeys(fired, 0.0) == bench.samples("rankscope_anomaly_age_seconds")
 
 
 def test_page_passes_promtool_check(record, require_server):

@@ -32,6 +32,22 @@ def attempt(*, ranks: int = 2, state: RunState = RunState.STALLED, progressed_at
     return made
 
 
+def run_tracker() -> RunTracker:
+    """Return a tracker with one registered rank, whose run is stalled after 10 s without a step."""
+    limits = RunsSection(
+        refused_after_seconds=1e9,
+        failed_after_seconds=1e9,
+        stalled_after_seconds=10,
+        stalled_in_phase_after_seconds=60,
+    )
+    tracker = RunTracker(limits)
+    who = Registration(
+        run="r", rank=0, world_size=1, local_rank=0, host="h", pid=1, incarnation="i", launch_id="l", url="http://h:1"
+    )
+    tracker.registered(who, 0, Liveness(last_sign=0), wall=0)
+    return tracker
+
+
 def event(kind: str, details: str, message: str = "") -> Any:
     return rows_table("events", [{"run": "r", "type": kind, "message": message, "details": details}])
 
@@ -133,6 +149,8 @@ def test_stacks_from_before_the_last_step_are_requested_again():
     [
         (RunState.RUNNING, 42, True),
         (RunState.COMPLETED, 50, True),
+        (RunState.COMPLETED, 41, False),
+        (RunState.STOPPED, 42, False),
         (RunState.FAILED, 41, False),
         (RunState.STOPPED, 41, False),
     ],
@@ -155,8 +173,40 @@ def test_restored_stall_is_not_announced_again_but_resolved():
     tracker = StallTracker([incident])
 
     assert ([], []) == ((actions := tracker.check([run], 300)).due, actions.to_request)
-    run.state = RunState.RUNNING
+    run.state, run.ranks[0].last_step, run.ranks[0].stepped_at = RunState.RUNNING, 20, 301.0
     assert [(incident, True)] == tracker.check([run], 301).over
+
+
+def test_interrupted_hang_is_over_only_when_the_run_has_ended():
+    """The first rank exits some seconds before the other one, and reports of the hang end with the process."""
+    tracker, run = StallTracker(), attempt(state=RunState.RUNNING)
+    tracker.add(KEY, 0, hang("began"), 200)
+    tracker.add(KEY, 1, hang("began"), 200)
+    add_reports_of_both(tracker, 200)
+    (incident,) = tracker.check([run], 200 + WAIT_SECONDS).due
+    run.ranks[1].exit_reason = "stopped"
+    tracker.add(KEY, 0, hang("ended"), 220)  # the script saves a checkpoint before it exits
+
+    assert [] == tracker.check([run], 220).over
+    run.ranks[0].exit_reason = "stopped"
+    assert [] == tracker.check([run], 221).over
+    run.state = RunState.STOPPED
+    assert [(incident, False)] == tracker.check([run], 222).over
+    assert [] == tracker.check([run], 223).over
+
+
+def test_step_with_a_lower_number_ends_a_stall():
+    runs, tracker = run_tracker(), StallTracker()
+    run = runs.get(KEY)
+    runs.stepped(KEY, 0, 41, now=1)
+    runs.tick(12, wall=0)
+    tracker.add(KEY, 0, stacks(88), 12)
+    tracker.check([run], 12)
+    (incident,) = tracker.check([run], 12 + QUIET_SECONDS).due
+    runs.stepped(KEY, 0, 20, now=20)
+    runs.tick(21, wall=0)
+
+    assert [(incident, True)] == tracker.check([run], 21).over
 
 
 def test_malformed_details_are_ignored():
@@ -184,7 +234,8 @@ def test_texts_of_the_notifications_of_a_stall():
     add_reports_of_both(tracker, 200)
     tracker.check([run], 200)
     (incident,) = tracker.check([run], 200 + QUIET_SECONDS).due
-    began, ended = message(incident), resolved_message(incident)
+    began, ended = message(incident), resolved_message(incident, has_continued=True)
+    stopped = resolved_message(incident, has_continued=False)
 
     assert "[critical] r: RunStalled, rank 1, step 41" == began.title
     assert (
@@ -207,6 +258,15 @@ incident: RunStalled:0:41:r"""
         "run: r (attempt 0)\nTraining continues. The last step before the stall was 41.\nincident: RunStalled:0:41:r"
         == (ended.body)
     )
+    assert "[resolved] r: RunStalled, the run ended" == stopped.title
+    assert (
+        """\
+run: r (attempt 0)
+The run ended. The last step before the stall was 41.
+details: rankscope summary r
+incident: RunStalled:0:41:r"""
+        == stopped.body
+    )
     assert began.key != ended.key
 
 
@@ -225,18 +285,7 @@ def test_stacks_request_names_a_run_and_optionally_ranks():
 
 def test_records_of_the_last_step_are_no_progress():
     """Stacks and hangs have the number of the last step. Otherwise each report would end its own stall."""
-    tracker = RunTracker(
-        RunsSection(
-            refused_after_seconds=1e9,
-            failed_after_seconds=1e9,
-            stalled_after_seconds=10,
-            stalled_in_phase_after_seconds=60,
-        )
-    )
-    who = Registration(
-        run="r", rank=0, world_size=1, local_rank=0, host="h", pid=1, incarnation="i", launch_id="l", url="http://h:1"
-    )
-    tracker.registered(who, 0, Liveness(last_sign=0), wall=0)
+    tracker = run_tracker()
     tracker.stepped(KEY, 0, 41, now=1)
     tracker.stepped(KEY, 0, 41, now=9)
     tracker.tick(11, wall=0)

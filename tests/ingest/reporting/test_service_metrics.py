@@ -152,6 +152,25 @@ def test_series_of_a_removed_run_leave_the_page():
     assert {"kept"} == {dict(labels)["run"] for _, *labels in page}
 
 
+def test_ages_of_losses_and_firings_grow_and_leave_with_their_run():
+    now = [100.0]
+    metrics = ServiceMetrics(clock=lambda: now[0])
+    for run in ("r", "gone"):
+        metrics.lost(run, 3)
+        metrics.fired(run, None, {("AnomalyNan", "grad_reduced"): 2})
+    now[0] += 40
+    metrics.fired("r", 3, {("AnomalyNan", ""): 1})
+    page = shown(metrics, an_attempt(), an_attempt("gone"))
+    loss, name = "rankscope_ingest_lost_records_age_seconds", "rankscope_ingest_anomaly_age_seconds"
+    ages = {(key[0], *(value for _, value in key[1:])): value for key, value in page.items() if key[0] in {loss, name}}
+
+    assert {40.0} == {ages.pop((loss, run)) for run in ("r", "gone")}
+    assert {40.0, 0.0} == set(ages.values())
+    assert 3 == len(ages)
+    left = shown(metrics, an_attempt())
+    assert {"r"} == {dict(labels)["run"] for family, *labels in left if family in {loss, name}}
+
+
 def test_time_of_the_last_commit_is_unix_time():
     metrics = ServiceMetrics()
     metrics.committed({"scalars": 3}, 0.5, 1_700_000_000_500_000)

@@ -1,0 +1,22 @@
+"""PromQL that holds for some time after a counter has increased."""
+
+from __future__ import annotations
+
+from rankscope_contract.metrics.catalogue import MetricSpec
+from rankscope_dashboards.deploy.prometheus import seconds
+
+
+def increased(counter: MetricSpec, age: MetricSpec, by: tuple[str, ...], window: str, *, matcher: str = "") -> str:
+    """Return PromQL with one sample for each group `by` whose `counter` increased within `window`.
+
+    `matcher` selects the series of both metrics. `increase` alone would miss a counter whose first sample is above
+    zero. A second expression therefore covers counters that are new within `window`. To a Prometheus that was down for
+    longer, every counter is new. The gauge `age`, the time since the last increase, excludes the old ones. A rank of an
+    older release does not export the gauge.
+    """
+    series, groups = f"{counter.name}{matcher}", f"({', '.join(by)})"
+    return (
+        f"sum by {groups} (increase({series}[{window}])) > 0\n  or\n"
+        f"sum by {groups} ({series} unless {series} offset {window}) > 0\n"
+        f"  unless\nmin by {groups} ({age.name}{matcher}) > {seconds(window):g}"
+    )

@@ -1,0 +1,64 @@
+"""Alerts that notify about anomalies: one alert for each incident.
+
+One bad step can make rules fire on hundreds of tensors and on all ranks. The service combines these firings into an
+incident and finds the first one in causal order. Without the service, one alert for each run and rule reports them.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from rankscope_contract.metrics import catalogue
+from rankscope_contract.model.events import Severity
+from rankscope_dashboards.alerts.alert import Alert
+from rankscope_dashboards.deploy.prometheus import seconds
+
+UNREPORTED_FOR: Final = "1m"
+"""Time that the service has to report an anomaly that Prometheus has found on the page of a rank."""
+
+_TENSOR_TEXT: Final = (
+    "{{ if $labels.kind }} in {{ $labels.kind }}{{ else }}{{ end }}"
+    "{{ if $labels.tensor }} of {{ $labels.tensor }}{{ else }}{{ end }}"
+    "{{ if $labels.op }} ({{ $labels.op }}){{ else }}{{ end }}"
+)
+_STEP_TEXT: Final = "{{ if $labels.step }}, step {{ $labels.step }}{{ else }}{{ end }}"
+
+
+def incident_alerts(window: str) -> tuple[Alert, ...]:
+    """Return the alert on incidents, and the alert on anomalies of runs that no service follows.
+
+    Both are active until `window` after the latest firing.
+    """
+    return _incident(window), _without_service(window)
+
+
+def _incident(window: str) -> Alert:
+    age = catalogue.INCIDENT_AGE
+    return Alert(
+        name="AnomalyIncident",
+        expression=f"group by ({', '.join(age.labels)}) ({age.name} < {seconds(window):g})",
+        summary=f"{{{{ $labels.rule }}}}{_TENSOR_TEXT}, rank {{{{ $labels.rank }}}}{_STEP_TEXT}, "
+        "run {{ $labels.run }}",
+        description="This is the first firing of the incident, in causal order over all ranks. "
+        "`rankscope anomalies RUN` lists the others.",
+        severity=None,
+        runbook="AnomalyIncident",
+        rule=None,
+        panel="Anomalies",
+    )
+
+
+def _without_service(window: str) -> Alert:
+    age, followed = catalogue.ANOMALY_AGE.name, catalogue.RUN_STATE.name
+    return Alert(
+        name="AnomalyWithoutService",
+        expression=f"group by (run, rule) ({age} < {seconds(window):g})\n  unless on (run)\n{followed}",
+        summary="{{ $labels.rule }} fired in run {{ $labels.run }}, which no service follows",
+        description="The pages of the ranks show the firing. No service has the records of this run, so that the first "
+        "tensor and its rank are unknown.",
+        severity=Severity.CRITICAL,
+        runbook="AnomalyWithoutService",
+        rule=None,
+        hold_for=UNREPORTED_FOR,
+        panel="Anomalies",
+    )
