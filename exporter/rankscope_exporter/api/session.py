@@ -32,7 +32,7 @@ from rankscope_exporter.observers.throughput.parameter_counts import ALONE, Para
 from rankscope_exporter.process import lifecycle
 from rankscope_exporter.process.identity import resolve_identity
 from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector
-from rankscope_exporter.publishing.console import Console, banner, records_note
+from rankscope_exporter.publishing.console import Console, banner
 from rankscope_exporter.publishing.publisher import Publisher, StepQueue
 from rankscope_exporter.reactions.anomaly_callback import OnAnomaly
 from rankscope_exporter.reactions.anomaly_reactions import AnomalyReactions, ReactionDependencies
@@ -119,7 +119,7 @@ class Session:
         self.active_quantities = build_active_quantities(monitored, config, identity.rank, boundary)
         self.steps = StepQueue()
         self.current_step = CurrentStep(self.steps.put)
-        self.notices = Notices(self.console, identity.rank, self.current_step)
+        self.notices = Notices(self.console, identity, self.current_step)
         self._build_serving(total_steps)
         self.step_observers = StepObservers(
             monitored,
@@ -163,7 +163,7 @@ class Session:
             overhead=self.overhead_seconds,
             dropped=self._dropped,
             faults=lambda: boundary.count,
-            on_registered=self._tell_registered,
+            on_registered=lambda: self.notices.registered(config.serve.ingest_url),
             sources=RankServerSources(
                 take_stacks=lambda: self.diagnosis.take("request").document(self.identity.rank),
                 change_sampling=self._change_sampling,
@@ -313,10 +313,6 @@ class Session:
         for line in (*lines, *filter(None, [self.watchdog.signal_note()])):
             self.console.line(line)
 
-    def _tell_registered(self) -> None:
-        if self.identity.rank == 0:
-            self.console.line(f"registered with service {self.channel.service_url}")
-
     def record_end(self, ending: Ending) -> None:
         """Finish the last step and record the exit event."""
         last_step = self._boundary.call("end of training", self.recorder.finish)
@@ -339,20 +335,7 @@ class Session:
         if left and self.channel.service_url:
             self.notices.say(f"{self.channel.service_url} did not commit {left} records within {wait_seconds:g} s")
         if left:
-            self._tell_place_of_records(left)
-
-    def _tell_place_of_records(self, uncommitted: int) -> None:
-        """Print the folder with the records that the service has not committed, or that they are lost with the process.
-
-        If they are on disk, only one rank of a host prints it.
-        """
-        kept = self.channel.persistence
-        if kept.folder is None:
-            if self.channel.service_url or self.config.serve.spool_dir:
-                self.notices.say(f"{uncommitted} records are lost with this process: they are in no file")
-        elif self.identity.local_rank == 0:
-            for line in records_note(kept.folder, kept.records):
-                self.console.line(line)
+            self.notices.uncommitted(left, self.channel.persistence, self.config.serve)
 
     # Sampling.
 

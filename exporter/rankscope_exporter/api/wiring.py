@@ -22,13 +22,15 @@ from rankscope_exporter.observers.resources import MemoryObserver
 from rankscope_exporter.observers.step_timing.observer import StepTimingObserver
 from rankscope_exporter.observers.throughput.meter import Throughput
 from rankscope_exporter.observers.throughput.parameter_counts import Parallel
-from rankscope_exporter.publishing.console import Console
+from rankscope_exporter.publishing.console import Console, records_note
 from rankscope_exporter.records.pending_step import PendingStep
 from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 from rankscope_exporter.sampling.plan import Measurement
 from rankscope_exporter.sampling.sampling_config import selected_parts
+from rankscope_exporter.serving.config import ServeConfig
+from rankscope_exporter.serving.persistence import Persistence
 from rankscope_exporter.serving.ring import Ring
 from rankscope_exporter.sinks import sink_class
 from rankscope_exporter.sinks.base import Sinks
@@ -47,21 +49,38 @@ A script that only inspects its model makes fewer steps, and does not wait for t
 class Notices:
     """Publishes notices for the user: on the console, and as events of type `note`."""
 
-    def __init__(self, console: Console, rank: int, current: CurrentStep) -> None:
+    def __init__(self, console: Console, identity: Identity, current: CurrentStep) -> None:
         self._console = console
-        self._rank = rank
+        self._identity = identity
         self._current = current
         self._published: set[str] = set()
 
     def say(self, message: str) -> None:
         """Print a line on the console."""
-        self._console.line(f"rank {self._rank}: {message}")
+        self._console.line(f"rank {self._identity.rank}: {message}")
 
     def tell(self, message: str) -> None:
         """Print a line on the console and publish it as an event of type `note`."""
         self.say(message)
         text = encodable(message)
         self._current.publish_event(Event(type=EventType.NOTE, severity=Severity.WARNING, message=text))
+
+    def registered(self, service: str | None) -> None:
+        """Print on rank 0 that the service has accepted the rank."""
+        if self._identity.rank == 0:
+            self._console.line(f"registered with service {service}")
+
+    def uncommitted(self, records: int, kept: Persistence, config: ServeConfig) -> None:
+        """Print the folder with the records that no service has committed, or that they are lost with the process.
+
+        If they are on disk, only one rank of a host prints the folder.
+        """
+        if kept.folder is None:
+            if config.ingest_url or config.spool_dir:
+                self.say(f"{records} records are lost with this process: they are in no file")
+        elif self._identity.local_rank == 0:
+            for line in records_note(kept.folder, kept.records):
+                self._console.line(line)
 
     def fault(self, where: str, error: BaseException) -> None:
         """Publish an error inside the monitor as an event. `where` names the operation that failed.
