@@ -149,7 +149,7 @@ def _generated_run() -> str:
 
 _SHA: Final = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
 _LONGEST_CHAIN: Final = 5
-"""Maximum number of git references in a chain, in which each one names the next. git follows as many."""
+"""Maximum number of git references in a chain, in which each one names the next. git has the same limit."""
 
 
 def git_commit(place: Path) -> str | None:

@@ -2,7 +2,7 @@
 
 Python runs a handler when its main thread returns to the interpreter. A rank that waits in C code therefore ends later
 than without a handler. A handler of the script runs first and decides whether the process ends. If training continues,
-the monitor continues too, and stores that the signal arrived.
+the monitor continues too, and stores the name of the signal for the exit reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rankscope_exporter.process.threads import OwnThread
 log = logging.getLogger("rankscope")
 
 STOP_WAIT_SECONDS: Final = 5.0
-"""Maximum of `exit_wait_seconds` after a signal.
+"""Maximum, in seconds, of the setting `exit_wait_seconds` if a signal ends the process.
 
 The sender of a signal usually kills the process some seconds later.
 """
@@ -42,14 +42,14 @@ class Stoppable(Protocol):
     """Methods of a monitor that are called when a stop signal arrives."""
 
     def stop_asked(self, name: str) -> None:
-        """Store that the signal `name` arrived. Training may continue."""
+        """Store the name of the signal that arrived, for the exit reason. Training may continue."""
 
     def last_records(self, name: str) -> FinalWait:
         """Write the exit record, because the signal `name` ends this process.
 
-        Return a function that waits for the service's commit.
+        Return a function that waits until the service has committed the exit record.
 
-        The method is called at most once.
+        The method `last_records` is called at most once.
         """
 
 
@@ -161,7 +161,7 @@ def _send_again(number: int) -> None:
 
 
 def _publish_exit(monitors: Iterable[Stoppable], name: str) -> None:
-    """Write the exit records of `monitors` on this thread, while another thread waits for the service.
+    """Write the exit records of `monitors` on this thread. Another thread waits until the service has committed them.
 
     The interrupted code of this thread may hold locks, so this thread must not wait for the service itself.
     """
@@ -192,7 +192,7 @@ def _then(wait: FinalWait, heard: threading.Event) -> Callable[[], None]:
 
 
 def _start_worker() -> None:
-    """Start the thread that waits for the service.
+    """Start the thread that waits, after a stop signal, until the service has committed the exit records.
 
     The thread is started in advance: a signal handler that starts a thread could wait forever for a lock that the
     interrupted main thread holds.

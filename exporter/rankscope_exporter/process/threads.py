@@ -171,8 +171,9 @@ class BackgroundWorker:
     def stop(self, timeout_seconds: float) -> bool:
         """Let the thread run all queued functions and end.
 
-        Return whether it has ended. Wait at most `timeout_seconds` for a place in the queue, and as long for the end of
-        the thread. On the thread itself, return True immediately.
+        Return whether the thread has ended. If the queue is full, wait at most `timeout_seconds` until the stop request
+        can be queued. Then wait at most as long for the end of the thread. If called on the thread itself, return True
+        immediately.
         """
         thread = self._thread
         if thread is None or thread is threading.current_thread():

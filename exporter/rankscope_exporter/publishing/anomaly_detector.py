@@ -43,7 +43,7 @@ MAX_SCALARS: Final = 1000
 
 
 class Firing(NamedTuple):
-    """A statistic of a plan entry for which a rule holds."""
+    """A firing: one statistic of one plan entry, and the rule that holds for its value."""
 
     entry: int
     op: str
@@ -67,17 +67,18 @@ class StepVerdict:
     PromQL forms of the rules give the same pairs.
     """
     calls: Mapping[int, int] = field(default_factory=dict)
-    """For each plan entry with a firing, by its position in the plan: its place in the order of the step's calls.
+    """Number by which firings with equal micro-batch and kind are sorted, for each plan entry with a firing.
 
-    The place of a parameter is that of its gradient in the order of arrival. The place of another entry is its position
-    in the plan. The place is -1 if it is unknown.
+    The keys are positions in the plan. For an entry with a parameter, the number is the place of the parameter's
+    gradient in the order in which gradients arrived, or -1 if it is unknown. For another entry, it is the position in
+    the plan.
     """
 
     def call_order(self, entry: int) -> int | None:
-        """Return the place of plan entry number `entry` in the order of the step's calls; None if it is unknown.
+        """Return the number by which firings with equal micro-batch and kind are sorted, for plan entry number `entry`.
 
-        The place of a parameter is that of its gradient in the order of arrival. Other entries have the order of the
-        plan.
+        For an entry with a parameter, it is the place of the parameter's gradient in the order in which gradients
+        arrived; None if this is unknown. For another entry, it is the position in the plan.
         """
         order = self.calls.get(entry, -1)
         return None if order < 0 else order
@@ -183,7 +184,10 @@ class AnomalyDetector:
         return tuple(scopes)
 
     def _verdicts(self, finished: Finished, against: Float32s) -> dict[tuple[str, int], tuple[_Scope, Bools]]:
-        """Return the entries for which each rule holds: a bool array [entries], by (op, position of the rule)."""
+        """Return a bool array [entries] for each op and rule: True for the plan entries for which the rule holds.
+
+        The keys are pairs of an op and the position of a rule in the list of rules.
+        """
         verdicts = {}
         value: npt.NDArray[Any]
         for op, scopes in self._scopes.items():
@@ -207,7 +211,7 @@ class AnomalyDetector:
         verdicts: dict[tuple[str, int], tuple[_Scope, Bools]],
         calls: Integers,
     ) -> tuple[tuple[Firing, ...], int]:
-        """Return the firings of a step, and the number of firings beyond the limit.
+        """Return the firings of a step up to the detector's limit, and the number of firings that are left out.
 
         For each entry and op, only the first rule that holds is a firing. NaN and Inf of one entry count as one firing.
         """
@@ -228,10 +232,10 @@ class AnomalyDetector:
         return firings, max(0, len(places) - self._limit)
 
     def _calls(self, call_order: Sequence[int]) -> Integers:
-        """Return the place of each plan entry in the order of the step's calls; -1 if it is unknown.
+        """Return, for each plan entry, the number by which firings with equal micro-batch and kind are sorted.
 
-        The place of a parameter is that of its gradient in `call_order`. The place of another entry is its position in
-        the plan.
+        For an entry with a parameter, it is the element of `call_order` for this parameter, or -1 if `call_order` is
+        empty. For another entry, it is the position in the plan.
         """
         own = np.arange(len(self._owner_of_entry), dtype=np.int64)
         if not call_order:
@@ -261,7 +265,7 @@ class AnomalyDetector:
 
 
 def _position(entry: PlanEntry) -> float:
-    """Return a number that orders entries within a step as `causal_key` does: by micro-batch, then by kind."""
+    """Return a number that sorts the plan entries of one step by micro-batch, then by kind, from causes to effects."""
     stage = causal_stage(entry.kind)
     return min(causal_micro_step(entry.micro_step, stage), _MOST_MICRO_STEPS) * _STAGES + stage
 

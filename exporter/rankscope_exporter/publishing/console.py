@@ -89,8 +89,8 @@ def banner(
     """Return the two lines of the banner at attach.
 
     The first line has the run, the number of ranks, the measured quantities and tensors, the sampling interval, and the
-    kernel of the statistics. The second line has the number of series, the size of the data per step, the address of
-    the metrics page, and the service that reads it.
+    kernel that computes the statistics. The second line has the number of series, the size of the data per step, the
+    address of the metrics page, and the destination of the records: a service, a spool folder or none.
     """
     ranks = f"{world_size} rank{'s' if world_size != 1 else ''}"
     if service:

@@ -33,7 +33,7 @@ from rankscope_exporter.statistics.selection import Published, SelectionMasks
 IDLE_FLUSH_SECONDS: Final = 2.0
 """Longest time in seconds that a finished step waits for the next step to begin, before it is published.
 
-A step may follow late, because a checkpoint can take minutes.
+The next step may begin late, because a checkpoint between two steps can take minutes.
 """
 
 MAX_QUEUE: Final = 10_000
@@ -92,8 +92,9 @@ class Publisher:
         """Store the functions that the thread calls: `publish`, `on_record`, `flush_idle` and `finished`.
 
         `publish` stores a record, and `on_record` is called after it. `finished` is called after the last record.
-        `flush_idle` publishes the open step if no hook was called for the given number of seconds. `pp_stage` is the
-        pipeline stage of this rank. If `has_chunks` is true, names of tensors begin with the number of a model chunk.
+        `flush_idle` publishes the open step if no hook was called for the number of seconds in its argument. `pp_stage`
+        is the pipeline stage of this rank. If `has_chunks` is true, names of tensors begin with the number of a model
+        chunk.
         """
         self.publish = publish
         self._steps = steps
@@ -279,7 +280,7 @@ def arrow_statistics(
     published: Published | None = None,
     value_ops: Sequence[str] = WIRE_VALUE_OPS,
 ) -> tuple[pa.FloatArray, pa.Int64Array]:
-    """Return the columns `values` (float32) and `counts` (int64) of a record. A null is a number that is absent.
+    """Return the columns `values` (float32) and `counts` (int64) of a record. A null means that a number is absent.
 
     All entries of the first statistic come first, then those of the second, and so on. In the argument `finished`, NaN
     represents null. This is safe because no statistic over finite elements is NaN.

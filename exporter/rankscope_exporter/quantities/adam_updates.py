@@ -38,7 +38,7 @@ class AdamUpdatesOptions(QuantityOptions):
 
     @property
     def scheme(self) -> str:
-        """Return the bins in the format of the column `scheme`."""
+        """Return the range and number of the bins as text, for the column `scheme` of the dataset `histograms`."""
         return f"linear:{self.low:g}:{self.high:g}:{self.bins}"
 
 
@@ -57,9 +57,10 @@ class AdamUpdates(Quantity):
 
     @staticmethod
     def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
-        """Return the positions of parameters whose optimizer state another rank publishes.
+        """Return the positions of parameters with optimizer state that another rank publishes.
 
-        The state of these parameters is whole on each rank, not divided among ranks.
+        A position counts in the list of all parameters of the model. The state of these parameters is whole on each
+        rank, not divided among ranks.
         """
         return monitored.state_elsewhere
 

@@ -87,7 +87,7 @@ class AttentionOptions(QuantityOptions):
 
     @property
     def permutation(self) -> tuple[int, ...]:
-        """Return the positions of batch, heads, sequence and width among the dimensions."""
+        """Return the positions, from 0, of batch, heads, sequence and width among the dimensions of query and key."""
         return tuple(self.order.split(",").index(letter) for letter in _LETTERS)
 
 

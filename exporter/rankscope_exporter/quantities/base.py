@@ -67,7 +67,7 @@ class Table(Protocol):
         ...
 
     def withdraw(self, dataset: str) -> None:
-        """Discard the rows of `dataset` that `defer` scheduled at this step, because their tensors are read again."""
+        """Discard the rows of `dataset` that `defer` scheduled at this step. The caller reads their tensors again."""
         ...
 
     def later(self, tensor: torch.Tensor, use: Callable[[Numbers], None]) -> None:
@@ -80,7 +80,7 @@ class Table(Protocol):
 
 
 class SamplingGate(Protocol):
-    """The state of sampling that the hooks of one quantity read."""
+    """The object from which the hooks of one quantity read whether the current step is sampled, and its table."""
 
     @property
     def is_open(self) -> bool:
@@ -89,7 +89,7 @@ class SamplingGate(Protocol):
 
     @property
     def table(self) -> Table:
-        """The table for the statistics of the current step. Valid only while the gate is open."""
+        """The table for the statistics of the current step. Valid only if the quantity is measured at this step."""
         ...
 
 
@@ -126,7 +126,7 @@ class ModelHookContext(Protocol):
         ...
 
     def keep(self, handle: Removable) -> None:
-        """Store `handle`, which is removed at detach()."""
+        """Store `handle`, the handle of a hook. Its method `remove` is called at detach()."""
         ...
 
     def begins_steps(self, module: nn.Module) -> bool:
@@ -141,7 +141,7 @@ class ModelHookContext(Protocol):
         ...
 
     def guarded(self, where: str, function: Callable[..., None], gate: SamplingGate) -> Hook:
-        """Return a hook that calls `function` while `gate` is open.
+        """Return a hook that calls `function` only while `gate` is open, that is, at sampled steps.
 
         Errors of `function` are never raised into training.
 
@@ -186,7 +186,7 @@ class QuantityOptions:
 
     The constructor validates the values and raises ValueError with the name of the wrong option. A list becomes a
     tuple. An option of type bool accepts no other type. If a subclass changes the default value of a field, it must
-    also repeat the rule of the field.
+    also repeat the annotation with the validation rule of the field.
     """
 
     targets: TargetNames = ("*",)
@@ -228,7 +228,10 @@ class Quantity:
 
     @staticmethod
     def elsewhere(monitored: MonitoredModel) -> frozenset[int]:  # noqa: ARG004 - for quantities that are the same on ranks
-        """Return the positions of parameters for which another rank publishes all rows of this quantity."""
+        """Return the positions of parameters for which another rank publishes all rows of this quantity.
+
+        A position counts in the list of all parameters of the model.
+        """
         return frozenset()
 
     def notices(self) -> list[str]:
@@ -255,7 +258,8 @@ class Quantity:
     def owners(self, count: int) -> list[int]:
         """Return, for each of the first `count` plan entries, the position of its parameter.
 
-        The entries of the first kind, in the order of the parameters, come first; then those of the next kind.
+        A position counts in the list of all parameters of the model. The entries of the first kind, in the order of the
+        parameters, come first; then those of the next kind.
         """
         own = self.monitored.owners()
         return [own[i % len(own)] for i in range(count)] if len(own) else []
@@ -264,10 +268,14 @@ class Quantity:
         """Register the hooks of the quantity. Called once, when the monitor is attached to the model."""
 
     def on_step_begin(self, table: Table) -> None:
-        """Handle the beginning of a sampled step. The table is empty then."""
+        """Handle the beginning of a sampled step. `table`, the table for the statistics of this step, is empty then."""
 
     def on_gradient_ready(self, index: int, holder: GradientSource, table: Table) -> None:
-        """Handle the gradient that parameter `index` has just accumulated in `holder`, inside the backward pass."""
+        """Handle a gradient that was accumulated just now, inside the backward pass.
+
+        `index` is the position of its parameter in `self.monitored.parameters`. `holder.grad` is this rank's own
+        gradient, summed over the micro-batches of the step so far.
+        """
 
     def on_gradients_ready(self, table: Table) -> None:
         """Handle the end of the accumulation of gradients in a backward pass.

@@ -31,9 +31,10 @@ class GradientAlignment(Quantity):
 
     @staticmethod
     def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
-        """Return the positions of parameters whose optimizer state another rank publishes.
+        """Return the positions of parameters with optimizer state that another rank publishes.
 
-        The state of these parameters is whole on each rank, not divided among ranks.
+        A position counts in the list of all parameters of the model. The state of these parameters is whole on each
+        rank, not divided among ranks.
         """
         return monitored.state_elsewhere
 

@@ -22,9 +22,9 @@ class Gradients(Quantity):
     The first two are read at the end of the backward pass, before clipping. They are sums over the micro-batches of the
     step so far. `grad_clipped` is the gradient that the optimizer receives. It is absent if it is bit for bit the
     reduced gradient. With a gradient scaler, the first two contain the loss scale, and the third the result of scaler
-    and clipping. If the framework reduces each of several micro-batches, `grad_unreduced` is the sum that
-    `MicroBatchSums` keeps. A gradient that does not exist is absent, never a stale value: the parameter is unused or
-    frozen, or `zero_grad` ran in between.
+    and clipping. If the framework reduces each of several micro-batches, `grad_unreduced` is the sum over the
+    micro-batches that the monitor itself computes. A gradient that does not exist is absent, never a stale value: the
+    parameter is unused or frozen, or `zero_grad` ran in between.
     """
 
     name: ClassVar[str] = "gradients"

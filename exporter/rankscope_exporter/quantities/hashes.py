@@ -171,7 +171,8 @@ class Measure:
     def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return int64 [1 + statistics, len(tensors)] on the device.
 
-        The first row has the partial hashes. The other rows have the bits of the raw statistics.
+        The first row has, for each tensor, the sum from which its hash is computed on the host. The other rows have the
+        bits of the sums and counts from which the statistics, such as the norm, are computed.
         """
         count = len(tensors)
         self._table.clear()

@@ -124,7 +124,10 @@ class Linear(ModuleQuantity):
 
 
 def _rows(names: Sequence[Sequence[str]], numbers: Numbers) -> Iterable[Row]:
-    """Yield the rows of several weights; `names` has, for each weight, the names of the modules that share it."""
+    """Yield the rows of the dataset `features` for several weights.
+
+    `names` has, for each weight, the names of the modules that share it.
+    """
     spectral, frobenius = norms(numbers)
     for of_weight, largest, total in zip(names, spectral.tolist(), frobenius.tolist(), strict=True):
         features = {STABLE_RANK: math.nan if math.isnan(largest) else total / largest if largest else None}

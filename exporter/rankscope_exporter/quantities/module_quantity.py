@@ -1,7 +1,7 @@
 """Base class of quantities that read tensors when modules are called; and access to the weight of a module.
 
-The rows of features have a column for the micro-batch, but none for the call. `before` and `after` therefore read only
-the first call of a module in each micro-batch of a training forward pass.
+The dataset `features` has a column for the micro-batch, but none for the call. The methods `before` and
+`after` of the base class therefore read only the first call of a module in each micro-batch of a training forward pass.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ModuleQuantity(Quantity):
         raise NotImplementedError
 
     def _release(self) -> None:
-        """Release the state of the last sampled step, and publish new notices.
+        """Release the state of the last sampled step, and publish new notices about modules that are not measured.
 
         Called before each sampled step and at detach.
         """

@@ -28,7 +28,7 @@ class Parameters(Quantity):
 
     @staticmethod
     def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
-        """Return the positions of parameters that another rank publishes."""
+        """Return the positions, in the list of all parameters of the model, of those that another rank publishes."""
         return monitored.elsewhere
 
     def entries(self) -> list[PlanEntry]:

@@ -49,11 +49,11 @@ class Described:
 
     @classmethod
     def of(cls, slot: Slot) -> Described:
-        """Return the description of the tensor in `slot`, a place among the inputs or outputs of a module."""
+        """Return path, shape and dtype of the tensor in `slot`, a place among the inputs or outputs of a module."""
         return cls(slot.path, slot.index, *shape_and_type(slot.tensor))
 
     def row(self) -> dict[str, Any]:
-        """Return the description as a JSON object for the column `inputs` or `outputs`."""
+        """Return one element of the column `inputs` or `outputs`: shape, dtype, place, and dtype of the gradient."""
         row: dict[str, Any] = {"shape": list(self.shape), "dtype": self.dtype}
         if self.index is not None:
             row |= {"index": self.index, "path": self.path}
@@ -78,11 +78,11 @@ class ModuleRecord:
     vpp_stage: int | None = None
 
     def note_inputs(self, found: Found) -> None:
-        """Store the descriptions of the arguments of the module's first call."""
+        """Store the shapes and dtypes of the arguments of the module's first call."""
         self.inputs = [Described.of(slot) for slot in found.slots]
 
     def note_output(self, output: Any, found: Found) -> None:
-        """Store the descriptions of the output of the module's first call."""
+        """Store the shapes and dtypes of the tensors in the output of the module's first call."""
         self.outputs = [Described.of(slot) for slot in found.slots]
         items = children(output)
         if items is None:
@@ -116,7 +116,7 @@ class ModuleRecord:
         return f"{self.name or MODEL}: {self.class_name}({_list_of(self.inputs)}) -> {outputs}"
 
     def document(self) -> dict[str, Any]:
-        """Return the description of the module in the format of msprobe."""
+        """Return the inputs, outputs and gradients in the format of msprobe's file `module_struct.json`."""
         inputs = self.inputs or []
         outputs = self.output_parts
         return {
@@ -231,7 +231,7 @@ class Structure(ModuleQuantity):
         self._register(named, hook_after, "structure of outputs", after)
 
     def on_step_begin(self, table: Table) -> None:
-        """Start a new description of all modules. The rows are made from it when the step has ended."""
+        """Create an empty record per module. After the step, each record becomes a row of the dataset `modules`."""
         self._handles.remove()
         self._open.clear()
         records = self._records = dict(self._new_records())
@@ -245,7 +245,7 @@ class Structure(ModuleQuantity):
                 yield named.name, ModuleRecord(named.name, type(module).__name__, placement, vpp_stage=vpp_stage)
 
     def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
-        """Remove the gradient hooks on tensors, because hooks on leaf tensors outlive the graph."""
+        """Remove the gradient hooks on inputs and outputs, because hooks on leaf tensors outlive the graph."""
         self._handles.remove()
 
     def _begins(self, named: NamedModule, found: Found) -> None:
@@ -264,7 +264,7 @@ class Structure(ModuleQuantity):
         self._watch(found, record.outputs or [])
 
     def _watch(self, found: Found, described: Iterable[Described]) -> None:
-        """Register gradient hooks on the tensors, to record the shapes and dtypes of their gradients."""
+        """Register gradient hooks on the tensors in `found`, to store the shapes and dtypes of their gradients."""
         if not self._hooking.grad_enabled:
             return
         for slot, item in zip(found.slots, described, strict=True):

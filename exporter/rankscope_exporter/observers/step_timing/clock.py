@@ -65,7 +65,7 @@ class DeviceClock(HostClock):
     make: Callable[[], Any]
     """Function that creates a device event with timing enabled."""
     is_capturing: Callable[[], bool] = lambda: False
-    """Function that returns whether the current stream captures a graph."""
+    """Function that returns whether the current stream of the device captures a CUDA graph."""
     sleep: Callable[[float], None] = time.sleep
     pool: deque[Any] = field(default_factory=deque, init=False)  # the publisher appends, the training thread pops
 
@@ -103,12 +103,12 @@ class DeviceClock(HostClock):
         return True
 
     def seconds(self, begin: Time, end: Time) -> float:
-        """Return the seconds that the device took from `begin` to `end`."""
+        """Return the seconds between the times at which the device reached the events `begin` and `end`."""
         milliseconds: float = begin.elapsed_time(end)
         return milliseconds / 1e3
 
     def release(self, time: Time) -> None:
-        """Return the event `time` to the pool, so that it can be recorded again."""
+        """Put the event `time` back into the pool of unused events, so that `now` can record it again."""
         if time is not None:
             self.pool.append(time)
 

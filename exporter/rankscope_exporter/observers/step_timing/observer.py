@@ -2,9 +2,9 @@
 
 The training thread stores times; the publisher thread computes the phases.
 
-For each phase, a counter has the seconds since the process attached. The publisher thread reads a counter only when it
-publishes the counter: a value that was read earlier could be published after a higher one, and a counter must not
-decrease.
+For each phase, a counter has the seconds since the process called `attach()`. The publisher thread reads a counter only
+when it publishes the counter: a value that was read earlier could be published after a higher one, and a counter must
+not decrease.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ UNIT: Final = "seconds"
 
 
 class PhaseCounters:
-    """Counters of the seconds by phase since the process attached.
+    """Counters of the seconds by phase since the process called `attach()`.
 
-    The training and publisher threads add; the publisher reads.
+    The training thread and the publisher thread add seconds; the publisher thread reads the counters.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -85,8 +85,8 @@ class PhaseCounters:
     def due(self, *, is_last: bool = False) -> list[Scalar]:
         """Return the counters that have changed since the last publication.
 
-        The list is empty if the last publication was less than EVERY_SECONDS ago. With `is_last`, this limit does not
-        apply.
+        The list is empty if the last publication was less than EVERY_SECONDS (1 s) ago. With `is_last`, this limit does
+        not apply.
         """
         now = self._clock()
         with self._lock:
@@ -123,7 +123,7 @@ class _Announced:
 def _marking(kind: Kind, *, limited: bool = False) -> Callable[[StepTimingObserver], None]:
     """Return a method that stores the time of an event of `kind`.
 
-    With `limited`, the method also limits the number of stored times.
+    With `limited`, the method also stops storing times after MOST_MARKS (10,000) events of one step.
     """
 
     def note(self: StepTimingObserver) -> None:
@@ -303,7 +303,7 @@ class StepTimingObserver(StepObserver):
         return [*steps, *counters]
 
     def _limit_marks(self) -> None:
-        """Stop storing times after MOST_MARKS events, until the step has ended."""
+        """Stop storing times of events until the step has ended, if MOST_MARKS (10,000) times are stored."""
         if len(self._marks) > MOST_MARKS:
             self._note(("gives_up", self._now(), ""))
             self._note = lambda mark: self._marks.append(mark) if mark[0] == "closes" else None

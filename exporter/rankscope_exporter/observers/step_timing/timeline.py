@@ -39,10 +39,10 @@ Kind = Literal[
 _STRUCTURE: Final = frozenset(
     {"opens", "step_begins", "forward_ended", "evaluation_ended", "backward_ended", "updated"}
 )
-"""Kinds of marks after which a gap without a known phase may begin."""
+"""Kinds of marks (events of a step with a time) after which an interval without a known phase may begin."""
 
 _COMING: Final = frozenset({"forward_begins", "evaluation_begins", "backward_begins", "update_begins", "closes"})
-"""Kinds of marks that determine the phase of the gap before the mark."""
+"""Kinds of marks (events of a step with a time) that determine the phase of an interval before them."""
 
 
 class Mark(NamedTuple):
@@ -79,7 +79,7 @@ class LoopTraits:
 
 @dataclass(frozen=True, slots=True)
 class PhaseInterval:
-    """One interval between two marks of a step, and the phase of this interval."""
+    """The interval between two consecutive events of a step, and the phase of this interval."""
 
     phase: str
     begin: Time
@@ -122,7 +122,7 @@ def sum_by_phase(
 
 
 def segments(marks: Sequence[Mark], traits: LoopTraits) -> Iterator[PhaseInterval]:
-    """Yield the interval between each mark and the next one, with its phase."""
+    """Yield the interval between each mark (an event of the step with its time) and the next mark, with its phase."""
     coming = _coming(marks)
     state = _State(traits)
     for position, (mark, following) in enumerate(itertools.pairwise(marks)):
@@ -132,9 +132,9 @@ def segments(marks: Sequence[Mark], traits: LoopTraits) -> Iterator[PhaseInterva
 
 
 def _coming(marks: Sequence[Mark]) -> list[tuple[str, str]]:
-    """Return, for each mark, the kind and name of the mark that determines the phase of a gap before it.
+    """Return, for each mark, the kind and name of the mark that determines the phase of a gap directly before it.
 
-    The determining mark is the mark itself or a later one.
+    A mark is an event of the step with its time. The determining mark is the mark after the gap, or a later one.
     """
     found: list[tuple[str, str]] = []
     after = outside = ("closes", "")
@@ -149,7 +149,7 @@ def _coming(marks: Sequence[Mark]) -> list[tuple[str, str]]:
 
 
 class _State:
-    """The activities that are in progress after a mark of a step, such as a forward pass or an announced phase."""
+    """The activities that are in progress after an event of a step, such as a forward pass or an announced phase."""
 
     def __init__(self, traits: LoopTraits) -> None:
         self._traits = traits
@@ -164,7 +164,7 @@ class _State:
         return bool(self._announced) and "reading" not in self._open and not self._has_given_up
 
     def apply(self, mark: Mark) -> None:
-        """Update the activities in progress with the next mark."""
+        """Update the activities in progress with `mark`, the next event of the step."""
         if mark.kind == "phase_begins":
             self._announced.append(mark.name)
         elif mark.kind == "phase_ended":
@@ -200,9 +200,10 @@ class _State:
         return None
 
     def gap(self, coming: str, cause: str) -> Phase:
-        """Return the phase of a gap before a mark of the kind `coming`.
+        """Return the phase of an interval in which no activity with a known phase was in progress.
 
-        If `coming` is "closes", the mark at the end of a step, `cause` is the reason why the step ended.
+        `coming` is the kind of the later event that determines the phase. If it is "closes", the end of the step,
+        `cause` is the reason why the step ended.
         """
         if coming == "evaluation_begins":
             return Phase.EVALUATION

@@ -91,7 +91,7 @@ class Inputs:
 
 
 def _named(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors under the key `input_ids` of a dictionary."""
+    """Yield the tensors under the key `input_ids` of `value`, if `value` is a dictionary with this key."""
     if isinstance(value, dict | UserDict) and _IDS in value:
         yield from _tensors(value[_IDS])
 

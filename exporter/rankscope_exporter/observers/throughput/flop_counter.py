@@ -32,9 +32,10 @@ Undo = Callable[[], object]
 
 @contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Context manager that restores random states, buffers, gradients and training modes at its end, even after errors.
+    """Context manager that restores the random states, and the buffers, gradients and training modes of `model`.
 
-    At the start of the block all gradients are None, so that a backward pass does not add to existing ones.
+    They are restored at the end of the block, even after errors. At the start of the block all gradients are None, so
+    that a backward pass does not add to existing ones.
     """
     with contextlib.ExitStack() as undo:
         for keep in (_random_states, _modes, _buffers, _gradients):
@@ -197,8 +198,8 @@ def count_flops(model: nn.Module, /, *args: Any, **kwargs: Any) -> FlopCount:
     The result is a float; `per_token()` and `per_sample()` divide it for `flops_per_token` and `flops_per_sample`.
     The count uses the formulas of `torch.utils.flop_counter`; a multiplication with its addition counts as two FLOPs.
     Frozen parameters need no gradients and count less. Recomputed activations do not count. An operation without a
-    formula, such as a custom kernel, is named in a warning and in `unknown`. A kernel that torch does not dispatch is
-    not counted. torch's `register_flop_formula` adds a formula.
+    formula, such as a custom kernel, is named in a warning and in the attribute `unknown` of the result. A kernel that
+    torch does not dispatch is not counted. torch's `register_flop_formula` adds a formula.
 
     The backward pass begins at `loss` if the output has one, otherwise at all outputs that need a gradient. A loss that
     multiplies matrices outside of the model is not counted: pass a module that computes it. A model on the meta device,
@@ -250,7 +251,7 @@ def _check(model: Any) -> None:
     if not isinstance(framework_of(model), Plain) or any(isinstance(module, _WRAPPERS) for module in model.modules()):
         raise CountError(
             "the model is wrapped or divided, so its forward pass communicates with other ranks: call count_flops() "
-            "before that on one rank, on the meta device if the model is too large"
+            "before the model is wrapped or divided, on one rank, and on the meta device if the model is too large"
         )
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     lazy = next((name for name, tensor in tensors if is_lazy(tensor)), None)
@@ -310,7 +311,10 @@ def _copy(value: Any) -> Any:
 
 
 def _ends(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in `output` at which the backward pass begins: those of `loss` if it exists, otherwise all."""
+    """Yield the tensors in a model's `output` at which the backward pass begins.
+
+    They are the tensors in the entry `loss` of the output if it exists, otherwise all tensors in the output.
+    """
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, list | tuple):

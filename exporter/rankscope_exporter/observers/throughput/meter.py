@@ -1,4 +1,6 @@
-"""TFLOP/s of this rank's device and its share of the peak (MFU), computed on the publisher thread for each timed step.
+"""TFLOP/s of this rank's device, and the share of the device's peak (MFU), for each step with a known duration.
+
+The publisher thread computes both.
 
 The FLOPs of a step are those of one token, sample or forward pass, multiplied by the number of tokens, samples or
 passes in the step. The FLOPs of one unit come from the settings or from a formula; no code of the user runs. Recomputed
@@ -48,9 +50,9 @@ class Work:
     logged: Sequence[Pending]
 
     def amount(self, name: str) -> float | None:
-        """Return the sum of the scalars logged as `name`; None if none was logged.
+        """Return the sum of the scalars that the script logged as `name` in this step; None if it logged none.
 
-        Waits until a logged tensor is copied to the host.
+        Waits until a logged tensor was copied to the host.
         """
         parts = [item.scalar().value for item in self.logged if item.name == name]
         return sum(parts) if parts else None
@@ -115,7 +117,7 @@ class Throughput(StepObserver):
         self._forwards += 1
 
     def on_step_end(self, pending_step: PendingStep) -> None:
-        """Store the amount of work of the step. The duration of the step may not be known yet."""
+        """Store the number of forward passes and the logged scalars of the step. Its duration may not be known yet."""
         self._work, self._forwards = Work(self._forwards, pending_step.pending), 0
 
     def on_step_timed(self, pending_step: PendingStep, cause: Cause) -> None:  # noqa: ARG002 - independent of the cause

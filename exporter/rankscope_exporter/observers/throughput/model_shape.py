@@ -104,7 +104,8 @@ one.
 def sizes_of(module: nn.Module) -> dict[str, int]:
     """Return the sizes that the configuration of `module`, or `module` itself, contains.
 
-    The names of sizes are those of this file, such as "layers". `_NAMES` maps them to the names in the frameworks.
+    The keys are Rankscope's own names of the sizes, such as "layers". `_NAMES` has the names that
+    the frameworks use for each size, such as "n_layer".
     """
     found: dict[str, int] = {}
     for holder in (_config(module), module):  # Megatron's models have the vocabulary size as an attribute of the model
@@ -143,7 +144,7 @@ def decoder_of(module: nn.Module) -> Decoder | None:
 
 
 def has_two_sequences(module: nn.Module) -> bool:
-    """Return whether the configuration describes an encoder and a decoder, which have different tokens."""
+    """Return whether the configuration describes a model with an encoder and a decoder, which get different tokens."""
     return getattr(_config(module), "is_encoder_decoder", False) is True
 
 

@@ -98,13 +98,16 @@ def _attention_backward(_gradient: torch.Tensor, *args: Any, **_: Any) -> float:
 
 
 def _grouped_product(first: torch.Tensor, second: torch.Tensor, *_: Any, **__: Any) -> float:
-    """Return the FLOPs of a grouped matrix product. Rows or columns that are divided among the groups count once."""
+    """Return the FLOPs of a grouped matrix product.
+
+    If the groups divide the rows or columns of a matrix among them, each row or column counts once.
+    """
     groups = first.shape[0] if first.dim() == second.dim() == 3 else 1
     return 2.0 * groups * first.shape[-2] * first.shape[-1] * second.shape[-1]
 
 
 def _recurrent(rows: torch.Tensor, weights: Sequence[torch.Tensor]) -> float:
-    """Return the FLOPs of a forward pass that multiplies each input row once with each weight matrix."""
+    """Return the FLOPs of a recurrent layer in the forward pass: each input row is multiplied by each weight matrix."""
     return 2.0 * math.prod(rows.shape[:-1]) * sum(weight.numel() for weight in weights if weight.dim() == 2)
 
 
@@ -141,4 +144,4 @@ _OWN: Final[Mapping[Any, Formula]] = {
     **dict.fromkeys(_operations("mkldnn_rnn_layer"), _mkldnn),
     **dict.fromkeys(_operations("mkldnn_rnn_layer_backward"), _twice(_mkldnn)),
 }
-"""Formulas of this module by operator. They take precedence over the formulas of torch."""
+"""The additional FLOP formulas, by torch operator. They take precedence over the FLOP formulas of torch."""

@@ -94,7 +94,10 @@ def parameters_met(framework: Framework, parallel: Parallel) -> Met:
 
 
 def _of_flat_parameters(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
-    """Yield name, full size and frozen flag of each parameter that FSDP1 stores in flat parameters."""
+    """Yield each parameter in FSDP1's flat parameters, except embedding tables that no other module shares.
+
+    An item has the name, the number of elements of the unsharded parameter, and whether the parameter is frozen.
+    """
     for child in model.modules():
         flat = getattr(vars(child).get("_handle"), "flat_param", None)
         if flat is None or not hasattr(flat, "_param_infos"):
@@ -106,7 +109,10 @@ def _of_flat_parameters(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
 
 
 def _multiplied(module: nn.Module) -> Iterator[tuple[str, int, bool]]:
-    """Yield name, full size and frozen flag of each parameter that is used in a multiplication and not looked up."""
+    """Yield each parameter of `module`, except embedding tables that no other module shares.
+
+    An item has the name, the number of elements of the unsharded parameter, and whether the parameter is frozen.
+    """
     tables = {
         id(parameter)
         for child in module.modules()
@@ -141,7 +147,7 @@ def why_not_six_n(module: nn.Module) -> str | None:
 
 
 def convolution_in(module: nn.Module) -> str | None:
-    """Return the name of a convolution module in `module`; None if there is none."""
+    """Return the name of the first convolution module in `module`; None if it contains no convolution."""
     return next((plain_name(name) for name, child in module.named_modules() if isinstance(child, _ConvNd)), None)
 
 

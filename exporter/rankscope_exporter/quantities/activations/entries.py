@@ -57,7 +57,7 @@ class Calls:
         return call
 
     def again(self, module: str, pointer: int) -> ModuleCall | None:
-        """Return the original call that checkpointing now computes again; None if the original call had gradients.
+        """Return the original call that checkpointing now computes again; None if gradients were enabled in that call.
 
         The calls of a checkpointed part are recomputed in their original order. The address of the first argument
         identifies the part, because checkpointing keeps this tensor. If no address matches, the latest part is assumed,
@@ -115,10 +115,10 @@ class ActivationEntries:
         self._rows: dict[tuple[Kind, str, int | None, int, int | None], range | None] = {}
 
     def row(self, table: Table, site: TensorSite, tensor: torch.Tensor) -> range | None:
-        """Return the row of the table for `site`, as a range of length 1; None if the plan is full.
+        """Return the row of `table`, the table of statistics, for `site`. Return None if the plan is full.
 
-        `site` is an input or output of a module call, or its gradient, and `tensor` is its tensor. A row that does not
-        exist yet is added to the table.
+        `site` is an input or output of a module call, or the gradient of one, and `tensor` is the tensor there. The row
+        is a range of length 1. A row that does not exist yet is added to the table.
         """
         call = site.call
         key = (site.kind, call.module, site.index, call.micro_step, call.seq)

@@ -122,7 +122,7 @@ class _Step:
     watched_leaves: dict[int, list[TensorSite]] = field(default_factory=dict)  # by the number of our hook on the leaf
 
     def release_tensors(self) -> None:
-        """Release all tensors of the caches."""
+        """Clear the caches of this step, so that they keep no tensor alive."""
         for memory in (self.measured, self.leaves, self.gradients, self.watched, self.watched_leaves):
             memory.clear()
 
@@ -178,7 +178,7 @@ class Activations(ModuleQuantity):
         self._step = _Step()
 
     def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
-        """Publish notices about modules that were not measured, and release leaf tensors."""
+        """Publish notices about modules that were not measured; remove gradient hooks on tensors; clear the caches."""
         self._note_uncalled(self._step.calls.called)
         self._release()
 
@@ -322,7 +322,7 @@ class Activations(ModuleQuantity):
             self._measure(site, gradient, self._step.gradients)
 
     def _release(self) -> None:
-        """Remove the gradient hooks on tensors, and publish new notices.
+        """Remove the gradient hooks on tensors, and publish new notices about modules that are not measured.
 
         Hooks must be removed explicitly, because hooks on leaf tensors outlive the graph.
         """

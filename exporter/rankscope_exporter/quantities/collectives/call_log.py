@@ -34,6 +34,7 @@ _FRAMES_SHOWN: Final = 8
 class CallLog:
     """The collective calls since the last report.
 
+    Calls are equal if function, line, dtypes, shapes, group and the innermost 8 lines of the call stack are equal.
     Equal calls are reported in one notice with the number of calls, in the order of the first calls. Every call is
     counted in exactly one notice. If a call repeats after a report, it is reported again.
     """
@@ -58,7 +59,7 @@ class CallLog:
         self._new[text] += 1
 
     def report(self, notice: Callable[[str], None]) -> None:
-        """Call the function `notice` with a text for each group of equal calls since the last report."""
+        """Call the function `notice` with one text for all calls since the last report that have the same text."""
         new, self._new = self._new, Counter()
         self.has_reported = self.has_reported or bool(new)
         for text, count in new.items():

@@ -35,7 +35,7 @@ class CallSite:
 
     label: str
     stack: tuple[str, ...]
-    """The calls that lead to the line, outermost first: for each, the label of a line and the function name."""
+    """The call stack of the collective, outermost first: for each frame, the label of its line and the function."""
     is_chosen: bool
 
 

@@ -28,7 +28,7 @@ from rankscope_exporter.quantities.base import SamplingGate
 
 
 class CollectiveCall:
-    """One call of an intercepted function while it runs. `note` stores data of the listener."""
+    """One call of an intercepted function while it runs. A receiver of the call may keep any object in `note`."""
 
     __slots__ = ("args", "caller", "kwargs", "note", "op")
 
@@ -42,7 +42,7 @@ class Listener:
     """The receiver of intercepted calls. Its functions must not raise errors."""
 
     gate: SamplingGate
-    """The receiver gets calls only while this gate is open. The gate is read at every call."""
+    """The receiver gets calls only while this gate is open (at sampled steps). The gate is read at every call."""
     begins: Callable[[CollectiveCall], None]
     """Function that is called before the intercepted function runs."""
     ended: Callable[[CollectiveCall, Any], None]
@@ -231,7 +231,7 @@ class PendingWork:
         return () if awaited.works else awaited.outputs
 
     def release_tensors(self) -> None:
-        """Release all tensors. Keep only the names of the calls that the script has not waited for."""
+        """Release the outputs of all calls. Keep only the names of the calls that the script has not waited for."""
         self._lost += [awaited.name for _, awaited in self._awaited.values()]
         self._awaited.clear()
 

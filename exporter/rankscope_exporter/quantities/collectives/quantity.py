@@ -104,7 +104,10 @@ class _MeasuredCall:
 
 @dataclass(slots=True)
 class _Step:
-    """The state of the quantity `collectives` during a sampled step: numbers of calls, and incomplete calls."""
+    """The state of the quantity `collectives` during a sampled step.
+
+    It contains the number of calls by name, and the asynchronous calls that the script has not waited for.
+    """
 
     thread: int = 0  # of the training; 0 before the first step
     stream: int | None = None  # current stream of the training thread
@@ -175,7 +178,7 @@ class Collectives(Quantity):
         self._step = _Step(threading.get_ident(), stream_of(self._device))
 
     def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
-        """Publish the calls that were logged so far, if `log_only` is true."""
+        """Publish notices about the calls that were logged since the last report, if `log_only` is true."""
         self._log.report(self._notice)
 
     def on_step_end(self) -> None:
@@ -255,7 +258,7 @@ class Collectives(Quantity):
                 self._gate.table.measure([output.tensor], output.row)
 
     def _placed(self, kind: Kind, measured: _MeasuredCall, parts: Sequence[TensorPart]) -> list[Output]:
-        """Return the tensors of `parts` that can be measured, each with its row."""
+        """Return the tensors of `parts` that can be measured, each with its row in the table of statistics."""
         side = "input" if kind is Kind.COMM_IN else "output"
         if len(parts) > MAX_TENSORS:
             self._notes.add(f"{side} has {len(parts)} tensors; only the first {MAX_TENSORS} have rows", measured.name)
