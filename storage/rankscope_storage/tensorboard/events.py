@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+from rankscope_contract.msprobe.event_tags import scalar_tag
 from rankscope_storage.tensorboard.frames import frame
 from rankscope_storage.tensorboard.messages import Event, put_number
 from rankscope_storage.tensorboard.tags import OPS, TensorTag, parse_tensor_tag, tensor_tag
@@ -141,7 +142,6 @@ def _with_labels(name: str, labels: str | None) -> str:
     if labels is None:
         return name
     try:
-        pairs = json.loads(labels).items()
+        return scalar_tag(name, json.loads(labels))
     except (ValueError, AttributeError):
         return f"{name}/{labels}"
-    return "/".join([name, *(f"{key}={value}" for key, value in pairs)])

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.exporter.compat.msprobe.monitored_runs import Net, Run, batch, model
 
 from rankscope_exporter.compat.msprobe.settings import KEYS
@@ -51,6 +52,14 @@ def test_ur_distribution_counts_update_and_ratio(trained):
 
     assert {"adam_update", "adam_ratio"} == {row["kind"] for row in rows}
     assert {30} == {len(row["counts"]) for row in rows}
+
+
+def test_ur_distribution_writes_histograms_to_event_files(trained, output):
+    trained(ur_distribution=True, format="tensorboard")
+    accumulator = EventAccumulator(str(output / "rank0" / "adam_update"), size_guidance={"histograms": 0})
+    accumulator.Reload()
+
+    assert [0, 1] == [found.step for found in accumulator.Histograms("0:head.weight/rank0/adam_update")]
 
 
 def test_mg_direction_measures_agreement_of_gradient_and_moment(trained):
