@@ -82,7 +82,7 @@ class CsvOptions:
     If such a folder was created in this window, the sink adds its files to it instead of to a new folder. The setting
     of msprobe is append_output.
     """
-    squash_name: bool = False
+    squash_name: bool = True
     """True removes the prefixes of wrapping modules from names. The setting of msprobe is squash_name."""
     ops: files.Ops = OPS
     """Names of the statistics that become columns, in order. Statistics that are not published are omitted."""

@@ -181,7 +181,7 @@ class TensorBoardOptions:
 
     folder: files.Folder | None = None
     """The output folder. The default is the environment variable MONITOR_OUTPUT_DIR, or else ./monitor_output."""
-    squash_name: bool = False
+    squash_name: bool = True
     """True removes the prefixes of wrapping modules from names. The setting of msprobe is squash_name."""
     ops: files.Ops = OPS
     """Names of the statistics to write. Statistics that are not published are omitted."""

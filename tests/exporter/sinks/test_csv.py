@@ -178,14 +178,20 @@ def test_columns_are_those_of_ops_in_their_order(tmp_path):
     )
 
 
-def test_squash_name_removes_wrapper_prefixes(tmp_path):
+def test_wrapper_prefixes_are_removed_by_default(tmp_path):
     long = ["module.decoder.layers.0.w", "module.encoder.layers.0.w", "a.embedding.w", "head.w", "x.final_norm.w"]
-    sink = csv(tmp_path, squash_name=True, steps_per_file=2)
+    sink = csv(tmp_path, steps_per_file=2)
     for step in (1, 2):
         sink.put(record(step, *((entry(name), FINITE) for name in long)))
 
     expected = ["layers.0.w", "module.encoder.layers.0.w", "embedding.w", "head.w", "final_norm.w"]
     assert 2 * expected == names(tmp_path, "grad_reduced_0-1.csv")
+
+
+def test_complete_names_without_squash_name(tmp_path):
+    csv(tmp_path, squash_name=False).put(record(1, (entry("module.decoder.layers.0.w"), FINITE)))
+
+    assert ["module.decoder.layers.0.w"] == names(tmp_path, "grad_reduced_0-0.csv")
 
 
 def begin(folder: Path, time: str, rank: int = 0) -> Path:

@@ -1,7 +1,8 @@
 """Validates msprobe's JSON configuration, and translates the key `alert` into rules. No I/O.
 
-The default values are those of msprobe 26.2.0. A wrong type is rejected, whereas msprobe logs a warning and continues:
-a configuration with another effect than intended costs a training run.
+The default values are those of msprobe 26.2.0, except `squash_name`, whose default is that of msprobe's manual. A wrong
+type is rejected, whereas msprobe logs a warning and continues: a configuration with another effect than intended costs
+a training run.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class MsprobeSettings:
     ndigits: Annotated[int, between(1, 20)] = 6
     step_count_per_record: Annotated[int, between(1, 1_000_000)] = 1
     append_output: Annotated[list[str], _TIMES] = field(default_factory=list)
-    squash_name: bool = False
+    squash_name: bool = True
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:

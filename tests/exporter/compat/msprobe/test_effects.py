@@ -430,7 +430,7 @@ def test_squash_name_shortens_names_in_files_and_targets(trained, output):
     wrapped = torch.nn.Sequential()
     wrapped.add_module("decoder", model())
     document = {"wg_distribution": True, "format": "csv", "targets": {"layers.0": {}}}
-    trained({"net": wrapped}, squash_name=True, **document)
+    trained({"net": wrapped}, **document)
     names = {row["name"] for row in files(output)["grad_reduced_0-0.csv"]}
 
     assert {"layers.0.first.weight", "layers.0.first.bias", "layers.0.second.weight", "layers.0.second.bias"} == names
