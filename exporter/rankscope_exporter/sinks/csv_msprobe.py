@@ -18,11 +18,13 @@ import pyarrow.compute as pc
 
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.msprobe.csv_layout import (
+    DEFAULT_TIME_ZONE,
     MICRO_STEP_FAMILIES,
     OPS,
     OTHER,
     TENSOR_COLUMNS,
     Window,
+    check_time_zone,
     continued,
     file_name,
     folder_name,
@@ -84,6 +86,8 @@ class CsvOptions:
     """
     squash_name: bool = True
     """True removes the prefixes of wrapping modules from names. The setting of msprobe is squash_name."""
+    time_zone: Annotated[str, Checked(check_time_zone)] = DEFAULT_TIME_ZONE
+    """Time zone of the time in the name of the output folder: an offset, the name of a zone, or `local`."""
     ops: files.Ops = OPS
     """Names of the statistics that become columns, in order. Statistics that are not published are omitted."""
 
@@ -160,7 +164,9 @@ class Csv(Sink):
                 folders = [path.name for path in self._output.iterdir() if path.is_dir()]
                 name = continued(folders, self._identity.rank, begun)
             tail = self._identity.incarnation[:8].rjust(8, "0")
-            self._chosen = self._output / (name or folder_name(self._began, self._identity.rank, tail))
+            self._chosen = self._output / (
+                name or folder_name(self._began, self._identity.rank, tail, self._options.time_zone)
+            )
         self._chosen.mkdir(parents=True, exist_ok=True)
         return self._chosen
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +194,36 @@ def test_complete_names_without_squash_name(tmp_path):
     csv(tmp_path, squash_name=False).put(record(1, (entry("module.decoder.layers.0.w"), FINITE)))
 
     assert ["module.decoder.layers.0.w"] == names(tmp_path, "grad_reduced_0-0.csv")
+
+
+@pytest.mark.parametrize(
+    ("options", "zone"),
+    [
+        ({}, dt.timezone(dt.timedelta(hours=8))),
+        ({"time_zone": "UTC"}, dt.UTC),
+        ({"time_zone": "UTC-03:30"}, dt.timezone(-dt.timedelta(hours=3, minutes=30))),
+        ({"time_zone": "Asia/Tokyo"}, dt.timezone(dt.timedelta(hours=9))),
+        ({"time_zone": "local"}, None),
+    ],
+)
+def test_folder_time_is_in_the_time_zone_of_the_setting(tmp_path, monkeypatch, options, zone):
+    monkeypatch.setenv("TZ", "Pacific/Kiritimati")  # UTC+14
+    time.tzset()
+    before = dt.datetime.now(zone or dt.timezone(dt.timedelta(hours=14)))
+    csv(tmp_path, **options).put(record(1, (entry(), FINITE)))
+    monkeypatch.undo()
+    time.tzset()
+    (folder,) = tmp_path.iterdir()
+    found = parse_folder(folder.name).time.replace(tzinfo=None)
+
+    assert dt.timedelta(0) <= found.replace(year=before.year) - before.replace(microsecond=0, tzinfo=None)
+    assert dt.timedelta(minutes=5) > found.replace(year=before.year) - before.replace(tzinfo=None)
+
+
+@pytest.mark.parametrize("time_zone", ["", "Berlin", "UTC+25", "../etc/passwd", "CST+8:00"])
+def test_unknown_time_zone_is_rejected(time_zone):
+    with pytest.raises(ValueError, match=r"time_zone .* is unknown: write local, an offset such as UTC"):
+        CsvOptions(time_zone=time_zone)
 
 
 def begin(folder: Path, time: str, rank: int = 0) -> Path:

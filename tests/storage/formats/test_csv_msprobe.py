@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rankscope_contract.msprobe.csv_layout import neutral, parse_folder, plain, time_text
 from rankscope_storage.base.errors import ExportError
-from rankscope_storage.formats import csv_msprobe
+from rankscope_storage.formats import ExportOptions, csv_msprobe
 from rankscope_storage.formats.msprobe.rows import statistics_sql
 
 STATISTICS = ("norm", "min", "max", "mean", "nans", "zeros")
@@ -227,6 +227,23 @@ def test_each_attempt_and_rank_has_a_folder_named_after_its_beginning(shelf, row
         (name.split("-rank")[0], parse_folder(name).rank) for name in names
     ]
     assert 4 == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("time_zone", "expected"),
+    [("UTC", "Dec31_20-00-00"), ("UTC-05:30", "Dec31_14-30-00"), ("Asia/Tokyo", "Jan01_05-00-00")],
+)
+def test_time_zone_of_folders_is_an_option(shelf, rows, time_zone, expected):
+    began = dt.datetime(2026, 12, 31, 20, 0, tzinfo=dt.UTC)
+    shelf.put(tensor_stats=[rows["tensor"](1, ts=began)])
+    target, _ = shelf.export("csv", time_zone=time_zone)
+
+    assert [expected] == [path.name.split("-rank")[0] for path in target.iterdir()]
+
+
+def test_unknown_time_zone_is_rejected():
+    with pytest.raises(ExportError, match="time_zone 'Berlin' is unknown"):
+        ExportOptions(time_zone="Berlin")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Steps are those of Rankscope, from 1; msprobe's step s is step s + 1.
 from __future__ import annotations
 
 import csv
+import datetime as dt
 import json
 import math
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.exporter.compat.msprobe.monitored_runs import Net, Run, batch, model
 
+from rankscope_contract.msprobe.csv_layout import parse_folder
 from rankscope_exporter.compat.msprobe.settings import KEYS
 from rankscope_exporter.statistics.selection import ALL_OPS
 
@@ -424,6 +426,14 @@ def test_append_output_continues_the_folder_of_its_window(trained, output):
 
     assert [old] == list(output.iterdir())
     assert (old / "grad_reduced_0-0.csv").exists()
+
+
+def test_time_zone_is_that_of_the_folder_name(trained, output):
+    now = dt.datetime.now(dt.UTC)
+    trained(wg_distribution=True, format="csv", time_zone="UTC")
+    (folder,) = output.iterdir()
+
+    assert dt.timedelta(minutes=5) > parse_folder(folder.name).time.replace(year=now.year, tzinfo=dt.UTC) - now
 
 
 def test_squash_name_shortens_names_in_files_and_targets(trained, output):
