@@ -86,6 +86,14 @@ FEATURES: Final[dict[str, FeatureFamily]] = {
 }
 """Feature families by name. msprobe's `stable_rank` is the Frobenius norm divided by the spectral norm, not squared."""
 
+SCALARS: Final = "scalars"
+SCALAR_COLUMNS: Final = ("value", "unit", "labels")
+"""Columns of the family of scalars, which msprobe does not have.
+
+The name of a row is the name of the scalar with its labels, as in event files. `labels` is JSON. `unit` and `labels`
+may be empty.
+"""
+
 OWN_FAMILIES: Final = tuple(kind for kind, family in FAMILY_OF.items() if family == OTHER)
 """Kinds that have no family in msprobe.
 

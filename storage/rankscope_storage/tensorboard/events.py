@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from rankscope_contract.msprobe.event_tags import scalar_tag
+from rankscope_contract.msprobe.event_tags import labelled
 from rankscope_storage.tensorboard.frames import frame
 from rankscope_storage.tensorboard.messages import Event, put_number
 from rankscope_storage.tensorboard.tags import OPS, TensorTag, parse_tensor_tag, tensor_tag
@@ -115,7 +115,7 @@ class EventFile:
         if dataset == "tensor_stats":
             tag, plain = _tensor_tag(row, op, self._rank)
         elif dataset == "scalars":
-            tag, plain = _with_labels(row["name"], row["labels"]), False
+            tag, plain = labelled(row["name"], row["labels"]), False
         else:
             index = "" if row["index"] is None else f"[{row['index']}]"
             tag, plain = f"{row['module']}/{row['kind']}{index}", False
@@ -136,12 +136,3 @@ def _tensor_tag(row: Mapping[str, Any], op: str, rank: int | None) -> tuple[str,
     tag = tensor_tag(parts)
     is_usual = row["placement"] == PLACEMENT and row["shard_group"] is None and row["call_seq"] is None
     return tag, is_usual and parse_tensor_tag(tag) == parts
-
-
-def _with_labels(name: str, labels: str | None) -> str:
-    if labels is None:
-        return name
-    try:
-        return scalar_tag(name, json.loads(labels))
-    except (ValueError, AttributeError):
-        return f"{name}/{labels}"

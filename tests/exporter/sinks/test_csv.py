@@ -18,6 +18,7 @@ from tests.properties import examples
 from rankscope_contract.model.kinds import Kind
 from rankscope_contract.msprobe.csv_layout import FLOAT_OPS, parse_folder
 from rankscope_exporter import ConfigError, MonitorConfig
+from rankscope_exporter.records.step_record import Scalar
 from rankscope_exporter.sinks.csv_msprobe import Csv, CsvOptions
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "csv_sink.txt"
@@ -194,6 +195,25 @@ def test_complete_names_without_squash_name(tmp_path):
     csv(tmp_path, squash_name=False).put(record(1, (entry("module.decoder.layers.0.w"), FINITE)))
 
     assert ["module.decoder.layers.0.w"] == names(tmp_path, "grad_reduced_0-0.csv")
+
+
+def test_scalars_have_a_family_which_the_importer_reads(tmp_path):
+    scalars = (Scalar("loss", 2.5), Scalar("learning_rate", 0.25, unit="s", labels={"group": "a,b", "at": "=c"}))
+    sink = csv(tmp_path, steps_per_file=2)
+    for step in (1, 2):
+        sink.put(record(step, scalars=scalars))
+    rows, faults = imported(tmp_path)
+
+    assert """vpp_stage,name,step,value,unit,labels
+0,loss,0,2.5,,
+0,"learning_rate/at==c/group=a,b",0,0.25,s,"{""at"":""=c"",""group"":""a,b""}"
+0,loss,1,2.5,,
+0,"learning_rate/at==c/group=a,b",1,0.25,s,"{""at"":""=c"",""group"":""a,b""}"
+""" == files(tmp_path)["scalars_0-1.csv"]
+    assert 0 == faults.count
+    assert [(step, one.name, one.value, one.unit, one.labels_text) for step in (1, 2) for one in scalars] == [
+        (row["step"], row["name"], row["value"], row.get("unit"), row.get("labels")) for row in rows["scalars"]
+    ]
 
 
 @pytest.mark.parametrize(

@@ -346,7 +346,7 @@ def test_last_call_is_kept_and_omitted_rows_are_counted(shelf, rows):
             rows["tensor"](None),
             rows["tensor"](1, kind="of my own"),
         ],
-        scalars=[rows["scalar"](1, 2.0)],
+        events=[rows["row"](type="note")],
     )
     target, report = shelf.export("csv")
 
@@ -355,12 +355,38 @@ def test_last_call_is_kept_and_omitted_rows_are_counted(shelf, rows):
         csv_msprobe.HIDDEN: 1,
         "rows without a step": 1,
         "tensors of kinds that msprobe does not have": 1,
-        "scalars: not in msprobe's layout": 1,
+        "events: not in msprobe's layout": 1,
     } == report.omitted
 
 
-def test_run_without_tensors_is_an_error_and_leaves_nothing(shelf, rows):
-    shelf.put(scalars=[rows["scalar"](1, 2.0)])
+def test_scalars_are_exported_with_name_unit_and_labels(shelf, rows):
+    make = rows["scalar"]
+    shelf.put(
+        scalars=[
+            *(make(step, step / 2) for step in (0, 1)),
+            make(1, None, "learning_rate", labels='{"group":"a"}', unit="=s"),
+            make(1, 3.0, rank=1, attempt=1, vpp_stage=2),
+        ]
+    )
+    target, report = shelf.export("csv", step_count_per_record=2)
+    texts = sorted(path.read_text() for path in target.rglob("scalars_0-1.csv"))
+
+    assert [
+        """vpp_stage,name,step,value,unit,labels
+0,loss,0,0.0,,
+0,loss,1,0.5,,
+0,learning_rate/group=a,1,nan,'=s,"{""group"":""a""}"
+""",
+        "vpp_stage,name,step,value,unit,labels\n2,loss,1,3.0,,\n",
+    ] == texts
+    assert 4 == report.rows["scalars"]
+    again, report = shelf.export("csv", step_count_per_record=2)
+    assert {csv_msprobe.ALREADY_THERE: 4} == report.omitted
+    assert texts == sorted(path.read_text() for path in again.rglob("*.csv"))
+
+
+def test_run_without_values_is_an_error_and_leaves_nothing(shelf, rows):
+    shelf.put(events=[rows["row"](type="note")])
 
     with pytest.raises(ExportError, match="nothing was written"):
         shelf.export("csv")

@@ -65,7 +65,8 @@ def streams(selection: Selection, target: Path) -> list[Stream]:
     found = selection.query(
         f"SELECT DISTINCT coalesce(attempt, 0) AS attempt, coalesce(rank, 0) AS rank FROM "
         f"(SELECT attempt, rank FROM {selection.source('tensor_stats')} "
-        f"UNION SELECT attempt, rank FROM {selection.source('features')}) ORDER BY ALL"
+        f"UNION SELECT attempt, rank FROM {selection.source('features')} "
+        f"UNION SELECT attempt, rank FROM {selection.source('scalars')}) ORDER BY ALL"
     ).to_pylist()
     began = _beginnings(selection, {row["attempt"] for row in found})
     own = functools.partial(_own_folder, selection, began)
