@@ -40,7 +40,8 @@ _DATA_CLASS_SCALAR: Final = 1
 class EventFile:
     """Writer of one TensorBoard event file; a context manager that closes the file."""
 
-    def __init__(self, path: Path, *, rank: int | None, attempt: int | None) -> None:
+    def __init__(self, path: Path, *, rank: int | None, attempt: int | None, ops: Sequence[str] = OPS) -> None:
+        self._ops = ops
         self.omitted: Counter[str] = Counter()
         self._file = path.open("wb")
         self._rank = rank
@@ -84,7 +85,7 @@ class EventFile:
         self._file.write(frame(event.SerializeToString()))
 
     def _add_tensor(self, event: Any, row: Mapping[str, Any]) -> None:
-        present = [op for op in OPS if row[op] is not None]
+        present = [op for op in self._ops if row[op] is not None]
         if not present:
             self.omitted["tensors without any statistic"] += 1
         for op in present:

@@ -147,6 +147,7 @@ class ExportOptions:
     seed_rounding: int | None = None  # decimals, as in msprobe; None: every digit of the value
     append_output: tuple[str, str] | None = None  # folders of this window (Dec03_21-34-40, …) are continued
     step_partition: int = 500  # steps in one SQLite table
+    all_points: bool = False  # every point of event files, whose size is otherwise limited
     time_zone: str = DEFAULT_TIME_ZONE  # of the times in the names of CSV folders
 
     def __post_init__(self) -> None:
