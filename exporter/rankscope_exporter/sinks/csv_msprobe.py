@@ -89,6 +89,8 @@ class CsvOptions:
     """
     squash_name: bool = True
     """True removes the prefixes of wrapping modules from names. The setting of msprobe is squash_name."""
+    scalars: bool = True
+    """True also writes the scalars, such as the loss, to files of the family `scalars`, which msprobe does not have."""
     time_zone: Annotated[str, Checked(check_time_zone)] = DEFAULT_TIME_ZONE
     """Time zone of the time in the name of the output folder: an offset, the name of a zone, or `local`."""
     ops: files.Ops = OPS
@@ -144,7 +146,7 @@ class Csv(Sink):
                 step = their_step(lines.rows.kind, ours, first)
                 yield lines.rows.family, step, lines.header, lines.at(step, columns["numel"], printed)
         step = their_step(None, ours, first)
-        scalars, micro_step = record.scalars, record.micro_step
+        scalars, micro_step = record.scalars if self._options.scalars else (), record.micro_step
         header = _header(SCALAR_COLUMNS, micro_steps=micro_step is not None)
         yield SCALARS, step, header, _scalar_lines(scalars, step, micro_step, digits) if scalars else ""
         for family, rows in feature_rows(record.features, self._naming).items():

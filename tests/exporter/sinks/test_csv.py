@@ -197,6 +197,12 @@ def test_complete_names_without_squash_name(tmp_path):
     assert ["module.decoder.layers.0.w"] == names(tmp_path, "grad_reduced_0-0.csv")
 
 
+def test_scalars_can_be_omitted(tmp_path):
+    csv(tmp_path, scalars=False).put(record(1, (entry(), FINITE), scalars=(Scalar("loss", 2.5),)))
+
+    assert ["grad_reduced_0-0.csv"] == [*files(tmp_path)]
+
+
 def test_scalars_have_a_family_which_the_importer_reads(tmp_path):
     scalars = (Scalar("loss", 2.5), Scalar("learning_rate", 0.25, unit="s", labels={"group": "a,b", "at": "=c"}))
     sink = csv(tmp_path, steps_per_file=2)
