@@ -7,12 +7,15 @@ import re
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from rankscope.commands import subcommands
 from rankscope.demo.report import STATEMENTS
 from rankscope_contract.metrics.catalogue import CATALOG
 from rankscope_contract.model.schema import DATASETS
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +93,33 @@ def test_every_sql_statement_of_the_docs_runs(sample_store, question):
         )
     )
     assert rows > 0 or may_be_empty
+
+
+def test_largest_updates_are_ordered_by_the_norm_of_the_update(tmp_path):
+    """The update of `rotated` does not change its norm, that of `scaled` changes it by a tenth, `zero` has norm 0."""
+    (question,) = (question for question in QUESTIONS if "largest_update" in question)
+    own = {"run": "my-run", "attempt": 0, "rank": 1, "incarnation": "i"}
+    after = {"rotated": (1.0, 1.4), "scaled": (1.1, 0.1), "zero": (0.0, 0.0)}
+    norms, updates = [], []
+    for step in (1, 2):
+        for tensor, (norm, update) in after.items():
+            common = {**own, "step": step, "seq": step}
+            first = min(norm, 1.0)
+            norms += [{**common, "tensor": tensor, "kind": "param_before", "norm": first}]
+            norms += [{**common, "tensor": tensor, "kind": "param_after", "norm": norm}]
+            updates += [{**common, "module": tensor, "kind": "update_norm", "value": update / step}]
+    tables = {
+        name: pa.Table.from_pylist([{**row, "ordinal": place} for place, row in enumerate(rows)], dataset_schema(name))
+        for name, rows in (("tensor_stats", norms), ("features", updates))
+    }
+    with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
+        writer.append(Batch(tables=tables, watermarks={"i": 2}))
+    with connect(tmp_path / "store") as connection:
+        found = connection.query(question).to_pylist()
+
+    assert [("rotated", pytest.approx(1.4), 1), ("scaled", pytest.approx(0.1), 1), ("zero", None, None)] == [
+        (row["tensor"], row["largest_update"], row["at_step"]) for row in found
+    ]
 
 
 @pytest.mark.parametrize("word", ["make demo", "make test", "data-path.svg", "http_sd", "rankscope sql", "three lines"])

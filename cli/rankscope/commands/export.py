@@ -38,6 +38,11 @@ AppendOutput = Annotated[
     typer.Option(help="csv: continue in the folders that were started between these two times.", metavar="FROM TO"),
 ]
 
+TimeZone = Annotated[
+    str, typer.Option(help="csv: time zone of the folder names: UTC+8, as in msprobe, Europe/Berlin or local.")
+]
+AllPoints = Annotated[bool, typer.Option("--all-points", help="tensorboard: write every point, in files of any size.")]
+
 
 def export(
     run: Run = None,
@@ -57,6 +62,8 @@ def export(
     seed_rounding: Decimals = None,
     append_output: AppendOutput = None,
     step_partition: Annotated[int, typer.Option(min=1, help="sqlite: steps per table.")] = 500,
+    time_zone: TimeZone = "UTC+8",
+    all_points: AllPoints = False,
 ) -> None:
     """Write one run of a store in another format. Rows that the format cannot represent are counted and reported.
 
@@ -92,6 +99,8 @@ def export(
             seed_rounding=seed_rounding,
             append_output=append_output,
             step_partition=step_partition,
+            time_zone=time_zone,
+            all_points=all_points,
         )
         target = output or Path(f"{own_part(name)}-{form}{exporter.suffix}")
         with progress_bar("rows", _plain(name)) as progress:

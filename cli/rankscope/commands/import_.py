@@ -47,6 +47,9 @@ def import_(
     shard: Annotated[
         str, typer.Option(help="Shard of the store to write to; not the shard of a running service.")
     ] = "0/1",
+    time_zone: Annotated[
+        str, typer.Option(help="msprobe: time zone of the folder names: UTC+8, Europe/Berlin or local.")
+    ] = "UTC+8",
 ) -> None:
     """Import logs of other tools, or records of ranks without a service. A repeated import stores only new rows.
 
@@ -71,7 +74,7 @@ def import_(
         spools = [path for path in files if chosen is None and spool_folders(path)]
         # Detect all formats first, so that an unknown format is reported before anything is written.
         files = [path for path in files if path not in spools]
-        plan = [found for path in files for found in _logs(path, chosen)]
+        plan = [(path, _in_time_zone(found, time_zone)) for file in files for path, found in _logs(file, chosen)]
         if explain:
             for path in spools:
                 print(f"{path}: records that ranks wrote without a service")
@@ -134,6 +137,17 @@ def _importer(name: str) -> Importer:
         hint = suggestion(name, known)
         raise CommandError(f"unknown format {name!r}; known formats: {', '.join(sorted(known))}.{hint}", code=USAGE)
     return known[name]
+
+
+def _in_time_zone(importer: Importer, time_zone: str) -> Importer:
+    from rankscope_contract.msprobe.csv_layout import check_time_zone
+    from rankscope_ingest.importers.msprobe import Msprobe
+
+    try:
+        check_time_zone(time_zone)
+    except ValueError as error:
+        raise CommandError(f"--time-zone: {error}", code=USAGE) from error
+    return Msprobe(time_zone) if isinstance(importer, Msprobe) else importer
 
 
 def _logs(path: Path, chosen: Importer | None) -> Iterator[tuple[Path, Importer]]:

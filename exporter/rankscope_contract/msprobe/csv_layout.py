@@ -3,15 +3,17 @@
     <output>/<Mon><DD>_<HH-MM-SS>-rank<R>-<8 hex>/<family>_<first>-<last>.csv
     vpp_stage,name,step[,micro_step],norm,min,max,mean,nans,zeros,shape,dtype
 
-The time of a folder is Shanghai time, without a year. msprobe counts steps from 0, Rankscope from 1. msprobe measures
-Adam's moments before the step, Rankscope after it. The moments at msprobe's step s are therefore those after
-Rankscope's step s. All readers and writers of msprobe files use this module. The functions have no side effects.
+The time of a folder has no year and no time zone; msprobe writes it in UTC+8. msprobe counts steps from 0, Rankscope
+from 1. msprobe measures Adam's moments before the step, Rankscope after it. The moments at msprobe's step s are
+therefore those after Rankscope's step s. All readers and writers of msprobe files use this module. The functions have
+no side effects.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import re
+import zoneinfo
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -19,7 +21,12 @@ from typing import Final
 from rankscope_contract.model.kinds import Kind
 from rankscope_contract.msprobe.names import FAMILIES, FAMILY_OF, FEATURE_FAMILIES
 
+LOCAL_TIME: Final = "local"
+DEFAULT_TIME_ZONE: Final = "UTC+8"
+"""The time zone of folder names in msprobe."""
 SHANGHAI: Final = dt.timezone(dt.timedelta(hours=8))  # no daylight saving time since 1991
+
+_OFFSET: Final = re.compile(r"UTC(?:(?P<sign>[+-])(?P<hours>\d{1,2})(?::(?P<minutes>[0-5]\d))?)?")
 
 FLOAT_OPS: Final = ("norm", "min", "max", "mean")
 OPS: Final = (*FLOAT_OPS, "nans", "zeros")
@@ -79,6 +86,14 @@ FEATURES: Final[dict[str, FeatureFamily]] = {
 }
 """Feature families by name. msprobe's `stable_rank` is the Frobenius norm divided by the spectral norm, not squared."""
 
+SCALARS: Final = "scalars"
+SCALAR_COLUMNS: Final = ("value", "unit", "labels")
+"""Columns of the family of scalars, which msprobe does not have.
+
+The name of a row is the name of the scalar with its labels, as in event files. `labels` is JSON. `unit` and `labels`
+may be empty.
+"""
+
 OWN_FAMILIES: Final = tuple(kind for kind, family in FAMILY_OF.items() if family == OTHER)
 """Kinds that have no family in msprobe.
 
@@ -116,7 +131,7 @@ _SLOT_OF: Final[dict[str, str]] = {kind: slot for slots in SLOTS.values() for sl
 class RankFolder:
     """Parsed name of the output folder of a rank.
 
-    The name contains no year, so the year of `time` is an arbitrary leap year.
+    The name contains neither year nor time zone: `time` is in an arbitrary leap year and in UTC+8.
     """
 
     rank: int
@@ -143,7 +158,7 @@ def parse_folder(name: str) -> RankFolder | None:
 
 
 def parse_time(text: str) -> dt.datetime | None:
-    """Return the time in a text such as `Dec03_21-34-40`, in an arbitrary leap year.
+    """Return the time in a text such as `Dec03_21-34-40`, in an arbitrary leap year and in UTC+8.
 
     Return None if `text` has another form.
     """
@@ -153,12 +168,42 @@ def parse_time(text: str) -> dt.datetime | None:
         return None
 
 
-def time_text(moment: dt.datetime) -> str:
+def check_time_zone(name: str) -> None:
+    """Raise ValueError if `name` is not a time zone.
+
+    A time zone is `local`, an offset such as `UTC+8` or `UTC-03:30`, or a name such as `Europe/Berlin`.
+    """
+    _zone(name)
+
+
+def _zone(name: str) -> dt.tzinfo | None:
+    """Return the time zone with this name; None for the zone of the machine."""
+    if name == LOCAL_TIME:
+        return None
+    if match := _OFFSET.fullmatch(name):
+        minutes = 60 * int(match["hours"] or 0) + int(match["minutes"] or 0)
+        if minutes < 24 * 60:
+            return dt.timezone(dt.timedelta(minutes=-minutes if match["sign"] == "-" else minutes))
+    try:
+        return zoneinfo.ZoneInfo(name)
+    except (zoneinfo.ZoneInfoNotFoundError, OSError, ValueError):
+        raise ValueError(
+            f"time_zone {name!r} is unknown: write local, an offset such as UTC+8, or a name such as Europe/Berlin"
+        ) from None
+
+
+def in_time_zone(moment: dt.datetime, time_zone: str) -> dt.datetime:
+    """Return the time that clocks in `time_zone` show as `moment`. The time zone of `moment` is ignored."""
+    zone = _zone(time_zone)
+    return moment.replace(tzinfo=None).astimezone() if zone is None else moment.replace(tzinfo=zone)
+
+
+def time_text(moment: dt.datetime, time_zone: str = DEFAULT_TIME_ZONE) -> str:
     """Return the time `moment` as the beginning of a folder name, such as `Dec03_21-34-40`.
 
     The text does not depend on the locale.
     """
-    local = moment.astimezone(SHANGHAI)
+    local = moment.astimezone(_zone(time_zone))
     return f"{_MONTHS[local.month - 1]}{local:%d_%H-%M-%S}"
 
 
@@ -170,9 +215,9 @@ def parse_file(name: str) -> FamilyFile | None:
     return FamilyFile(match["family"], int(match["first"]), int(match["last"]), int(match["part"] or 0))
 
 
-def folder_name(began: dt.datetime, rank: int, tail: str) -> str:
+def folder_name(began: dt.datetime, rank: int, tail: str, time_zone: str = DEFAULT_TIME_ZONE) -> str:
     """Return the name of the output folder of a rank. `tail` is eight hexadecimal digits."""
-    return f"{time_text(began)}-rank{rank}-{tail}"
+    return f"{time_text(began, time_zone)}-rank{rank}-{tail}"
 
 
 def file_name(family: str, block: int, steps: int, part: int = 0) -> str:

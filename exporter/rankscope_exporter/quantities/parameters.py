@@ -1,28 +1,49 @@
-"""Quantity `parameters`: parameters directly before and directly after the update by the optimizer."""
+"""Quantity `parameters`: parameters directly before and directly after the update, and the norm of the update."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, Final
 
 import torch
 
 from rankscope_contract.model.kinds import Kind
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.model.parameter_names import local_tensor, real_parts
 from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Table
+from rankscope_exporter.records.host_transfer import Numbers, Row
+
+UPDATE_NORM: Final = "update_norm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParametersOptions(QuantityOptions):
+    """Options of the quantity `parameters`."""
+
+    updates: bool = False
+    """True also measures the feature `update_norm`, the norm of the difference that the update makes.
+
+    At sampled steps, this needs memory for one more copy of the parameters.
+    """
 
 
 class Parameters(Quantity):
-    """Two rows per parameter: `param_before` and `param_after` the update.
+    """Two rows per parameter: `param_before` and `param_after` the update. Optionally a feature `update_norm`.
 
     `param_after` of a step is usually equal to `param_before` of the next step. A difference shows a change between two
     steps, such as a loaded checkpoint, weight averaging or an accidental write.
     """
 
     name: ClassVar[str] = "parameters"
+    options_class: ClassVar[type[QuantityOptions]] = ParametersOptions
+    options: ParametersOptions
 
     def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
         super().__init__(monitored, options)
+        self._copies: list[torch.Tensor | None] = []  # of the parameters before the first update of the step
+        self._moved: tuple[Table, list[str], torch.Tensor] | None = None
         count = len(self.monitored.parameters)
         self._before, self._after = range(count), range(count, 2 * count)
 
@@ -36,13 +57,46 @@ class Parameters(Quantity):
         return [*self.parameter_entries(Kind.PARAM_BEFORE), *self.parameter_entries(Kind.PARAM_AFTER)]
 
     def on_optimizer_step_begin(self, table: Table) -> None:
-        """Measure the parameters before the update."""
+        """Measure the parameters before the update, and copy them if the norm of the update is measured."""
         table.measure(self._updated_tensors(), self._before)
+        if self.options.updates and not self._copies:
+            self._copies = [None if tensor is None else _values(tensor).clone() for tensor in self._updated_tensors()]
 
     def on_optimizer_step_end(self, table: Table) -> None:
-        """Measure the parameters after the update."""
+        """Measure the parameters after the update. Of several optimizers, the last one completes the update."""
         table.measure(self._updated_tensors(), self._after)
+        norms = {
+            named.name: _distance(before, _values(after))
+            for named, before, after in zip(
+                self.monitored.parameters, self._copies, self._updated_tensors(), strict=False
+            )
+            if before is not None and after is not None and before.shape == _values(after).shape
+        }
+        if norms:
+            self._moved = table, list(norms), torch.stack(list(norms.values()))
+
+    def on_step_end(self) -> None:
+        """Copy the norms of the update of the step to the host, and free the copies of the parameters."""
+        if self._moved is not None:
+            table, names, norms = self._moved
+            table.defer("features", norms, lambda numbers: _rows(names, numbers))
+        self._copies, self._moved = [], None
 
     def _updated_tensors(self) -> list[torch.Tensor | None]:
         updated = self.monitored.framework.updated_tensor
         return [None if parameter is None else updated(parameter) for parameter in self.monitored.tensors()]
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    return real_parts(local_tensor(tensor.detach()))
+
+
+def _distance(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    precise = torch.promote_types(before.dtype, torch.float32)
+    norm: torch.Tensor = torch.linalg.vector_norm(after.to(precise) - before.to(precise))
+    return norm.float()
+
+
+def _rows(names: list[str], norms: Numbers) -> Iterable[Row]:
+    for name, norm in zip(names, norms.tolist(), strict=True):
+        yield {"kind": UPDATE_NORM, "module": name, "index": None, "micro_step": None, "value": norm}

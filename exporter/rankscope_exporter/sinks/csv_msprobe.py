@@ -18,11 +18,15 @@ import pyarrow.compute as pc
 
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.msprobe.csv_layout import (
+    DEFAULT_TIME_ZONE,
     MICRO_STEP_FAMILIES,
     OPS,
     OTHER,
+    SCALAR_COLUMNS,
+    SCALARS,
     TENSOR_COLUMNS,
     Window,
+    check_time_zone,
     continued,
     file_name,
     folder_name,
@@ -30,9 +34,10 @@ from rankscope_contract.msprobe.csv_layout import (
     their_step,
     window,
 )
+from rankscope_contract.msprobe.event_tags import scalar_tag
 from rankscope_contract.msprobe.files import CSV_KEYS, MICRO_STEP, STACKS_COLUMNS, STACKS_FILE
 from rankscope_exporter.base.validation import Checked, between, list_of, validate
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.step_record import Scalar, StepRecord
 from rankscope_exporter.sinks import files
 from rankscope_exporter.sinks.base import Sink
 from rankscope_exporter.sinks.families import (
@@ -82,11 +87,15 @@ class CsvOptions:
     If such a folder was created in this window, the sink adds its files to it instead of to a new folder. The setting
     of msprobe is append_output.
     """
-    squash_name: bool = False
+    squash_name: bool = True
     """True removes the prefixes of wrapping modules from the names of tensors and modules.
 
     The setting of msprobe is squash_name.
     """
+    scalars: bool = True
+    """True also writes the scalars, such as the loss, to files of the family `scalars`, which msprobe does not have."""
+    time_zone: Annotated[str, Checked(check_time_zone)] = DEFAULT_TIME_ZONE
+    """Time zone of the time in the name of the output folder: an offset, the name of a zone, or `local`."""
     ops: files.Ops = OPS
     """Names of the statistics that become columns, in order. Statistics that are not published are omitted."""
 
@@ -118,7 +127,7 @@ class Csv(Sink):
         self._stacks: dict[str, str] = {}
 
     def put(self, record: StepRecord) -> None:
-        """Write the statistics and features of a record, and call stacks of new modules."""
+        """Write the statistics, features and scalars of a record, and call stacks of new modules."""
         first = self._numbering.first(record)
         self._write_stacks(record.modules)
         if record.step is None:
@@ -128,9 +137,9 @@ class Csv(Sink):
                 self._files.add(self._folder(), family, step, header, lines)
 
     def _families(self, record: StepRecord, ours: int, first: int) -> Iterator[tuple[str, int, str, str]]:
-        """Yield name, step, CSV header and CSV lines of each msprobe family in a record.
+        """Yield name, step, CSV header and CSV lines of each family in a record.
 
-        A family is a group of tensor statistics or features that msprobe writes to the same files.
+        A family is a group of tensor statistics or features that msprobe writes to the same files, or the scalars.
         """
         ops, digits = self._options.ops, self._options.digits
         if record.statistics is not None:
@@ -140,6 +149,9 @@ class Csv(Sink):
                 step = their_step(lines.rows.kind, ours, first)
                 yield lines.rows.family, step, lines.header, lines.at(step, columns["numel"], printed)
         step = their_step(None, ours, first)
+        scalars, micro_step = record.scalars if self._options.scalars else (), record.micro_step
+        header = _header(SCALAR_COLUMNS, micro_steps=micro_step is not None)
+        yield SCALARS, step, header, _scalar_lines(scalars, step, micro_step, digits) if scalars else ""
         for family, rows in feature_rows(record.features, self._naming).items():
             yield family, step, _feature_header(family, ops), _feature_lines(family, rows, step, ops, digits)
 
@@ -163,7 +175,9 @@ class Csv(Sink):
                 folders = [path.name for path in self._output.iterdir() if path.is_dir()]
                 name = continued(folders, self._identity.rank, begun)
             tail = self._identity.incarnation[:8].rjust(8, "0")
-            self._chosen = self._output / (name or folder_name(self._began, self._identity.rank, tail))
+            self._chosen = self._output / (
+                name or folder_name(self._began, self._identity.rank, tail, self._options.time_zone)
+            )
         self._chosen.mkdir(parents=True, exist_ok=True)
         return self._chosen
 
@@ -251,6 +265,20 @@ class _TensorLines:
         opened, closed = _BRACKETS
         flat = pc.binary_join_element_wise(opened, numel.cast(pa.string()), closed, _EMPTY)
         return pc.if_else(fits, shape, flat)
+
+
+def _scalar_lines(scalars: Sequence[Scalar], step: int, micro_step: int | None, digits: int | None) -> str:
+    """Return the CSV lines of the scalars of a step. `step` is the number of the step in msprobe."""
+    names = [neutral(scalar_tag(scalar.name, scalar.labels)) for scalar in scalars]
+    texts = (
+        names,
+        [neutral(scalar.unit or "") for scalar in scalars],
+        [scalar.labels_text or "" for scalar in scalars],
+    )
+    name, unit, labels = (pa.array(map(_quoted, column), pa.string()) for column in texts)
+    micro = () if micro_step is None else (pa.scalar(str(micro_step), pa.string()),)
+    value = _texts(pa.array([scalar.value for scalar in scalars], pa.float64()), digits)
+    return _joined([pa.scalar("0", pa.string()), name, pa.scalar(str(step), pa.string()), *micro, value, unit, labels])
 
 
 def _feature_header(family: str, ops: Sequence[str]) -> str:

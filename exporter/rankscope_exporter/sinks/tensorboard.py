@@ -1,13 +1,15 @@
-"""Sink that writes TensorBoard event files in the layout of msprobe's conversion of its CSV files, without protobuf.
+"""Sink that writes TensorBoard event files with the tags of msprobe, without protobuf.
 
 The path of a file and the tag of a value have these forms:
 
-    <folder>/rank<R>/<family>/events.out.tfevents.<seconds>.<8 hex>
-    vp<stage>:<name>[:micro<m>]/<statistic>
+    <folder>/rank<R>[/<family>]/events.out.tfevents.<seconds>.<8 hex>
+    <stage>:<name>[.<input|output>][:<micro step>]/rank<R>/<family>_<statistic>
 
-The numbers of steps are those of msprobe, from 0 on. Every step is on disk when `put` returns. A file is a sequence of
-records, each with a length, a checksum, an `Event` message and a checksum. A message consists of the constant bytes of
-its tags, which are computed once per plan, and of four bytes for each value.
+Scalars are in the folder of the rank, statistics in a folder for each family. A process that resumes at an earlier step
+replaces the later steps of one folder, and the families differ in their first step. The numbers of steps are those of
+msprobe, from 0 on. Every step is on disk when `put` returns. A file is a sequence of records, each with a length, a
+checksum, an `Event` message and a checksum. A message consists of the constant bytes of its tags, which are computed
+once per plan, and of four bytes for each value.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import struct
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,8 +27,9 @@ import pyarrow as pa
 
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.msprobe.csv_layout import MICRO_STEP_FAMILIES, OPS, OTHER, plain, their_step
+from rankscope_contract.msprobe.event_tags import Buckets, buckets, event_tag, scalar_tag
 from rankscope_exporter.base.validation import validate
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.step_record import Scalar, StepRecord
 from rankscope_exporter.sinks import files
 from rankscope_exporter.sinks.base import Sink
 from rankscope_exporter.sinks.families import FamilyRows, FeatureRow, PlannedRows, columns_of, feature_rows
@@ -39,6 +42,9 @@ SESSION_LOG: Final = b"\x3a"  # field 7, a message
 VALUE: Final = b"\x0a"  # field 1 of Summary
 TAG: Final = b"\x0a"  # field 1 of Value
 SIMPLE_VALUE: Final = b"\x15"  # field 2 of Value, a float
+HISTOGRAM: Final = b"\x2a"  # field 5 of Value, a message with these five doubles and two lists of doubles
+LOW, HIGH, COUNT, TOTAL, SQUARES = (bytes([8 * number + 1]) for number in range(1, 6))
+LIMITS, COUNTS = b"\x32", b"\x3a"
 
 _START: Final = b"\x08\x01"  # field 1 of SessionLog: readers discard the steps of earlier files from this step on
 _NUMBER: Final = struct.Struct("<f")
@@ -64,20 +70,32 @@ def value_head(tag: str) -> bytes:
     return VALUE + _varint(len(named) + _NUMBER.size) + named
 
 
-def event(seconds: float, step: int, numbers: Iterable[tuple[bytes, float]]) -> bytes:
-    """Return the TensorBoard record of one step.
+def histogram_value(tag: str, histogram: Buckets) -> bytes:
+    """Return the bytes of a value that is a histogram, with the tag `tag`, in an event file."""
+    numbers = {
+        LOW: histogram.low,
+        HIGH: histogram.limits[-1],
+        COUNT: sum(histogram.counts),
+        TOTAL: histogram.total,
+        SQUARES: histogram.squares,
+    }
+    message = b"".join(field + _DOUBLE.pack(number) for field, number in numbers.items())
+    for field, listed in ((LIMITS, histogram.limits), (COUNTS, histogram.counts)):
+        message += _with_length(field, b"".join(map(_DOUBLE.pack, listed)))
+    return _with_length(VALUE, _with_length(TAG, tag.encode("utf-8", "replace")) + _with_length(HISTOGRAM, message))
 
-    Each value is preceded by the bytes that `value_head` returned for its tag.
-    """
-    values = b"".join(head + _number(number) for head, number in numbers)
-    return _record(_head(seconds, step) + _with_length(SUMMARY, values))
+
+def event(seconds: float, step: int, values: Iterable[bytes]) -> bytes:
+    """Return the TensorBoard record of some values of one step."""
+    return _record(_head(seconds, step) + _with_length(SUMMARY, b"".join(values)))
 
 
 def _head(seconds: float, step: int) -> bytes:
     return WALL_TIME + _DOUBLE.pack(seconds) + STEP + _varint(step)
 
 
-def _number(number: float) -> bytes:
+def number_bytes(number: float) -> bytes:
+    """Return `number` as four bytes, which follow the bytes that `value_head` returned for its tag."""
     try:
         return _NUMBER.pack(number)
     except OverflowError:  # a count or a double out of the range of float32
@@ -151,10 +169,13 @@ def _table() -> tuple[int, ...]:
     )
 
 
+SCALARS: Final = ""
+"""Family of the scalars, whose event file is in the folder of the rank."""
+
 EVENT_VALUES: Final = 2_000
 """Maximum number of values in one record of an event file. Readers skip records of many megabytes."""
 
-Numbers = Sequence[tuple[bytes, float]]
+Values = Sequence[bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +184,7 @@ class TensorBoardOptions:
 
     folder: files.Folder | None = None
     """The output folder. The default is the environment variable MONITOR_OUTPUT_DIR, or else ./monitor_output."""
-    squash_name: bool = False
+    squash_name: bool = True
     """True removes the prefixes of wrapping modules from the names of tensors and modules.
 
     The setting of msprobe is squash_name.
@@ -176,9 +197,9 @@ class TensorBoardOptions:
 
 
 class TensorBoard(Sink):
-    """The sink `tensorboard`, which writes one event file for each msprobe family of one rank.
+    """The sink `tensorboard`, which writes one event file for the scalars and for each msprobe family of one rank.
 
-    A family is a group of statistics or features.
+    A family is a group of statistics, features or histograms.
     """
 
     name = "tensorboard"
@@ -186,33 +207,48 @@ class TensorBoard(Sink):
 
     def __init__(self, options: TensorBoardOptions, identity: Identity) -> None:
         self._options = options
+        self._rank = identity.rank
         self._folder = files.output_folder(options.folder) / f"rank{identity.rank}"
         self._file = f"events.out.tfevents.{int(time.time()):010d}.{identity.incarnation[:8]}"
         self._numbering = files.Numbering()
         self._naming = files.naming(squash=options.squash_name)
-        self._tagged = PlannedRows(_Tagged, self._naming, options.ops)
+        prepare = functools.partial(_Tagged, rank=identity.rank)
+        self._tagged = PlannedRows(prepare, self._naming, options.ops)
 
     def put(self, record: StepRecord) -> None:
-        """Write the statistics and features of a record to the event files."""
+        """Write the scalars, statistics, features and histograms of a record to the event files."""
         first = self._numbering.first(record)
         if record.step is None:
             return
-        for family, step, numbers in self._families(record, record.step, first):
-            if numbers and step >= 0:
-                self._write(family, record.ts / 1e6, step, numbers)
+        for family, step, values in self._families(record, record.step, first):
+            if values and step >= 0:
+                self._write(family, record.ts / 1e6, step, values)
 
-    def _families(self, record: StepRecord, ours: int, first: int) -> Iterator[tuple[str, int, Numbers]]:
+    def _families(self, record: StepRecord, ours: int, first: int) -> Iterator[tuple[str, int, Values]]:
+        step = their_step(None, ours, first)
+        yield SCALARS, step, [_scalar_value(scalar, record.micro_step) for scalar in record.scalars]
         if record.statistics is not None:
             columns = columns_of(record.statistics)
             for tagged in self._tagged.of(record.statistics):
-                yield tagged.rows.family, their_step(tagged.rows.kind, ours, first), tagged.numbers(columns)
+                yield tagged.rows.family, their_step(tagged.rows.kind, ours, first), tagged.values(columns)
         for family, rows in feature_rows(record.features, self._naming).items():
-            numbers = [pair for row in rows for pair in _feature_numbers(family, row)]
-            yield family, their_step(None, ours, first), numbers
+            yield family, step, [value for row in rows for value in _feature_values(family, row, self._rank)]
+        histograms: dict[str, list[bytes]] = {}
+        for row in record.histograms:
+            histograms.setdefault(row["kind"], []).extend(self._histogram_values(row))
+        for kind, values in histograms.items():
+            yield kind, step, values
 
-    def _write(self, family: str, seconds: float, step: int, numbers: Numbers) -> None:
-        starts = range(0, len(numbers), EVENT_VALUES)
-        data = b"".join(event(seconds, step, numbers[start : start + EVENT_VALUES]) for start in starts)
+    def _histogram_values(self, row: Mapping[str, Any]) -> Values:
+        histogram = buckets(row)
+        if histogram is None:
+            return []
+        name, vpp_stage = self._naming(row["tensor"], False), row.get("vpp_stage") or 0
+        return [histogram_value(event_tag(name, row["kind"], rank=self._rank, vpp_stage=vpp_stage), histogram)]
+
+    def _write(self, family: str, seconds: float, step: int, values: Values) -> None:
+        starts = range(0, len(values), EVENT_VALUES)
+        data = b"".join(event(seconds, step, values[start : start + EVENT_VALUES]) for start in starts)
         path = self._folder / family / self._file
         try:
             files.append(path, data)
@@ -224,38 +260,41 @@ class TensorBoard(Sink):
 class _Tagged:
     """The rows of one msprobe family (a group of tensors), with the constant bytes of their TensorBoard tags."""
 
-    def __init__(self, rows: FamilyRows, ops: Sequence[str]) -> None:
+    def __init__(self, rows: FamilyRows, ops: Sequence[str], *, rank: int) -> None:
         self.rows = rows
         micro_steps = rows.family in MICRO_STEP_FAMILIES or rows.has_micro_steps
-        names = [_named(vpp, name, micro if micro_steps else None) for vpp, name, micro in rows.keys]
-        self._heads = {op: [value_head(f"{name}/{op}") for name in names] for op in ops}
+        self._heads = {
+            op: [
+                value_head(_tag(vpp, name, micro if micro_steps else None, rank, f"{rows.family}_{op}"))
+                for vpp, name, micro in rows.keys
+            ]
+            for op in ops
+        }
 
-    def numbers(self, columns: dict[str, Any]) -> Numbers:
-        """Return the values of the tensors that exist at this step, each with the constant bytes of its tag.
-
-        Unknown counts are omitted.
-        """
+    def values(self, columns: dict[str, Any]) -> Values:
+        """Return the bytes of the values of the tensors that exist at this step. Unknown counts are omitted."""
         listed = self.rows.there(columns["numel"]).to_pylist()
         positions = pa.array([self.rows.positions[place] for place in listed], pa.int64())
         return [
-            (heads[place], number)
+            heads[place] + number_bytes(number)
             for op, heads in self._heads.items()
             for place, number in zip(listed, columns[op].take(positions).to_pylist(), strict=True)
             if number is not None
         ]
 
 
-def _feature_numbers(family: str, row: FeatureRow) -> Numbers:
-    name = _named(row.vpp_stage, row.name, row.micro_step if family in MICRO_STEP_FAMILIES else None)
+def _scalar_value(scalar: Scalar, micro_step: int | None) -> bytes:
+    tag = scalar_tag(scalar.name, scalar.labels)
+    return value_head(tag if micro_step is None else f"{tag}:{micro_step}") + number_bytes(scalar.value)
+
+
+def _feature_values(family: str, row: FeatureRow, rank: int) -> Iterator[bytes]:
     # The family `other` has one number, which msprobe repeats for every statistic. One of them is written.
     columns = {"norm": row.numbers["norm"]} if family == OTHER and row.numbers else row.numbers
-    return [(value_head(f"{name}/{column}"), number) for column, number in columns.items()]
+    micro_step = row.micro_step if family in MICRO_STEP_FAMILIES else None
+    for column, number in columns.items():
+        yield value_head(_tag(row.vpp_stage, row.name, micro_step, rank, f"{family}_{column}")) + number_bytes(number)
 
 
-def _named(vpp_stage: int, cell: str, micro_step: int | None) -> str:
-    """Return a TensorBoard tag without the name of the statistic.
-
-    Colons and percent signs of the name are encoded, as in the event files that `rankscope export` writes.
-    """
-    name = plain(cell).replace("%", "%25").replace(":", "%3A")
-    return f"vp{vpp_stage}:{name}" + ("" if micro_step is None else f":micro{micro_step}")
+def _tag(vpp_stage: int, cell: str, micro_step: int | None, rank: int, task: str) -> str:
+    return event_tag(plain(cell), task, rank=rank, vpp_stage=vpp_stage, micro_step=micro_step)

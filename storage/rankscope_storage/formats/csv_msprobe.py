@@ -20,6 +20,8 @@ from typing import Final
 from rankscope_contract.msprobe.csv_layout import (
     FEATURES,
     MICRO_STEP_FAMILIES,
+    SCALAR_COLUMNS,
+    SCALARS,
     TENSOR_COLUMNS,
     TENSOR_FAMILIES,
 )
@@ -35,16 +37,17 @@ from rankscope_storage.formats.msprobe.rows import (
     Numbering,
     descriptions,
     feature_cells,
+    scalar_cells,
     tensor_cells,
 )
 
-HELD: Final = ("tensor_stats", "features")
+HELD: Final = ("tensor_stats", "features", "scalars")
 """Datasets whose rows msprobe's layout can contain."""
 
 ALREADY_THERE: Final = "rows that the files already contain"
 HIDDEN: Final = "rows replaced by another row of the same step and name (an earlier attempt or call)"
 
-_COUNTED: Final = ("scalars", "events", "histograms", "hashes", "collectives")
+_COUNTED: Final = ("events", "histograms", "hashes", "collectives")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,8 @@ class _Folder:
         self._stream.folder.mkdir(parents=True, exist_ok=True)
         for dataset in HELD:
             present = self._kinds(dataset)
-            for family, kinds in _families(dataset).items():
+            families = {SCALARS: present.keys()} if dataset == SCALARS else _families(dataset)
+            for family, kinds in families.items():
                 if present.keys() & kinds:
                     micro_steps = family in MICRO_STEP_FAMILIES or any(present.get(kind) for kind in kinds)
                     self._write_family(dataset, family, micro_steps=micro_steps)
@@ -114,6 +118,7 @@ class _Folder:
 
     def _write_family(self, dataset: str, family: str, *, micro_steps: bool) -> None:
         columns = TENSOR_COLUMNS if family not in FEATURES else tuple(FEATURES[family].columns)
+        columns = SCALAR_COLUMNS if dataset == SCALARS else columns
         steps = self._selection.options.step_count_per_record
         with FamilyFiles(self._stream.folder, family, columns, steps=steps, micro_steps=micro_steps) as files:
             for rows in self._cells(dataset, family):
@@ -124,15 +129,21 @@ class _Folder:
 
     def _cells(self, dataset: str, family: str) -> Iterator[Cells]:
         only = self._stream.only(self._selection, dataset)
+        if dataset == SCALARS:
+            return scalar_cells(self._selection, only, self._numbering)
         if dataset == "features":
             return feature_cells(self._selection, family, only, self._numbering)
         return tensor_cells(self._selection, family, only, self._numbering, self._described)
 
     def _kinds(self, dataset: str) -> dict[str, bool]:
-        """Return a mapping with each kind that has rows; its value is true if the kind has rows of micro-batches."""
+        """Return a mapping with each kind that has rows; its value is true if the kind has rows of micro-batches.
+
+        Scalars have no kind and are under the key `scalars`.
+        """
+        kind = sql_string(SCALARS) if dataset == SCALARS else "kind"
         rows = self._selection.query(
-            f"SELECT kind, bool_or(micro_step IS NOT NULL) AS micro FROM {self._selection.source(dataset)} "
-            f"AND {self._stream.only(self._selection, dataset)} GROUP BY kind"
+            f"SELECT {kind} AS kind, bool_or(micro_step IS NOT NULL) AS micro FROM {self._selection.source(dataset)} "
+            f"AND {self._stream.only(self._selection, dataset)} GROUP BY ALL"
         )
         return dict(zip(rows["kind"].to_pylist(), rows["micro"].to_pylist(), strict=True))
 

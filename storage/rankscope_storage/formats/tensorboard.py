@@ -2,7 +2,8 @@
 
 Tensors have msprobe's tags, and the tags of scalars are their names. An event contains all rows of one step and time.
 Columns that a tag cannot contain (unit and labels of a scalar, shard of a tensor) are written as JSON into the
-description of the tag's first value. TensorBoard shows the description, and Rankscope's importer reads it.
+description of the tag's first value. TensorBoard shows the description, and Rankscope's importer reads it. The size of
+the files is limited by `common.thinning`, unless the option `all_points` is set.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.formats.common.base import (
@@ -27,12 +29,16 @@ from rankscope_storage.formats.common.base import (
     staged_folder,
 )
 from rankscope_storage.formats.common.selection import Selection, columns, require_rows
+from rankscope_storage.formats.common.thinning import Thinning, thinning
 
 if TYPE_CHECKING:
     from rankscope_storage.tensorboard.events import EventFile
 
+OPS: Final = (*VALUE_OPS, *COUNT_OPS, *BASELINE_OPS)
 DATASETS: Final = ("tensor_stats", "scalars", "features")
 NO_STEP: Final = "rows without a step"
+THINNED: Final = "points that would make the event files larger than four times the stored rows: see --all-points"
+NO_OP: Final = "tensors without some statistics, for the same reason"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,96 +77,98 @@ class TensorBoard:
             totals = {name: selection.count(name, "step IS NOT NULL") for name in DATASETS}
             require_rows(selection, totals)
             omitted = Counter(_omitted(selection))
-            streams = _streams(selection)
+            kept = Thinning(OPS) if options.all_points else thinning(selection, totals, OPS)
+            rows: Counter[str] = Counter()
             with staged_folder(target) as folder:
-                for done, extra in _write_all(selection, streams, folder, options.process_num):
-                    omitted += Counter(extra)
-                    progress(done, sum(totals.values()))
+                for written, extra in _write_all(selection, _streams(selection), kept, folder):
+                    rows += written
+                    omitted += extra
+                    progress(rows.total(), sum(totals.values()))
                 files = tuple(target / file for file in files_below(folder))
-        return ExportReport(files=files, rows=totals, omitted=dict(omitted))
+            omitted += Counter({THINNED: sum(totals.values()) - rows.total()})
+            omitted += Counter({NO_OP: rows["tensor_stats"] if kept.ops != OPS else 0})
+        return ExportReport(files=files, rows={name: rows[name] for name in totals}, omitted=dict(omitted))
 
 
-def write_stream(selection: Selection, stream: Stream, folder: Path) -> Iterator[tuple[int, dict[str, int]]]:
-    """Write one event file.
+Written = tuple[Counter[str], Counter[str]]
+"""Numbers of rows by dataset, and of omitted rows by reason."""
 
-    After each range of steps, yield the number of its rows and an empty mapping. At the end, yield 0 and the number of
-    omitted rows by reason.
+
+def write_stream(selection: Selection, stream: Stream, kept: Thinning, folder: Path) -> Iterator[Written]:
+    """Write one event file, and yield the numbers of written rows after each range of steps.
+
+    The numbers of omitted rows follow at the end.
     """
     from rankscope_storage.tensorboard.events import EventFile  # noqa: PLC0415 - needs the extra
 
     only = selection.only(attempt=stream.attempt, rank=stream.rank)
     path = folder / f"events.out.tfevents.{_first_second(selection, only):010d}.rankscope"
     folder.mkdir(parents=True, exist_ok=True)
-    with EventFile(path, rank=stream.rank, attempt=stream.attempt) as file:
-        for first, last, _ in _windows(selection, only):
-            rows = _rows(selection.within(first, last), only)
+    with EventFile(path, rank=stream.rank, attempt=stream.attempt, ops=kept.ops) as file:
+        for first, last in _windows(selection, only, kept):
+            rows = _rows(selection.within(first, last), only, kept)
             _write_window(file, rows)
-            yield sum(map(len, rows.values())), {}
-    yield 0, dict(file.omitted)
+            yield Counter({name: len(listed) for name, listed in rows.items()}), Counter()
+    yield Counter(), file.omitted
 
 
-def _write_all(
-    selection: Selection, streams: list[Stream], folder: Path, processes: int
-) -> Iterator[tuple[int, dict[str, int]]]:
-    """Write all event files. Repeatedly yield the number of rows written so far, and newly omitted rows by reason."""
-    done = 0
+def _write_all(selection: Selection, streams: list[Stream], kept: Thinning, folder: Path) -> Iterator[Written]:
+    """Write all event files. Repeatedly yield the numbers of newly written and omitted rows."""
+    processes = selection.options.process_num
     if processes == 1 or len(streams) == 1:
         for stream in streams:
-            for rows, omitted in write_stream(selection, stream, folder / stream.folder):
-                done += rows
-                yield done, omitted
+            yield from write_stream(selection, stream, kept, folder / stream.folder)
         return
     store = selection.connection.path, selection.connection.version
     # A forked child would lack DuckDB's threads.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(min(processes, len(streams)), mp_context=context) as pool:
         jobs = [
-            pool.submit(_write_in_process, store, selection.run, selection.options, stream, folder)
+            pool.submit(_write_in_process, store, selection.run, selection.options, stream, kept=kept, folder=folder)
             for stream in streams
         ]
         for job in concurrent.futures.as_completed(jobs):
             try:
-                rows, omitted = job.result()
+                yield job.result()
             except BrokenProcessPool as error:
                 raise ExportError(
                     "a writer process was killed, possibly because it used too much memory: lower process_num"
                 ) from error
-            done += rows
-            yield done, omitted
 
 
 def _write_in_process(
-    store: tuple[Path, int], run: str, options: ExportOptions, stream: Stream, folder: Path
-) -> tuple[int, dict[str, int]]:
+    store: tuple[Path, int], run: str, options: ExportOptions, stream: Stream, *, kept: Thinning, folder: Path
+) -> Written:
     omitted: Counter[str] = Counter()
-    rows = 0
+    rows: Counter[str] = Counter()
     path, version = store
     with connect(path, version=version) as connection:
-        for portion, extra in write_stream(Selection(connection, run, options), stream, folder / stream.folder):
+        for portion, extra in write_stream(Selection(connection, run, options), stream, kept, folder / stream.folder):
             rows += portion
-            omitted += Counter(extra)
-    return rows, dict(omitted)
+            omitted += extra
+    return rows, omitted
 
 
-def _windows(selection: Selection, only: str) -> Iterator[tuple[int, int, int]]:
+def _windows(selection: Selection, only: str, kept: Thinning) -> Iterator[tuple[int, int]]:
     """Yield ranges of steps that have about equal numbers of rows in the largest dataset.
 
-    The ranges together cover the steps of all datasets.
+    The ranges together cover the steps of all datasets, and do not divide a range of `kept`.
     """
     counts = {name: selection.count(name, f"{only} AND step IS NOT NULL") for name in DATASETS}
     ranges = list(selection.windows(max(DATASETS, key=counts.__getitem__), only))
     if not ranges:
         return
     lowest, highest = -(1 << 63), (1 << 63) - 1
-    starts = [lowest, *(first for first, _, _ in ranges[1:])]
+    cuts = {kept.begin(first) for first, _, _ in ranges[1:]}
+    starts = [lowest, *sorted(cut for cut in cuts if cut > ranges[0][0])]
     ends = [*(start - 1 for start in starts[1:]), highest]
-    yield from zip(starts, ends, (rows for _, _, rows in ranges), strict=True)
+    yield from zip(starts, ends, strict=True)
 
 
-def _rows(selection: Selection, only: str) -> dict[str, list[dict[str, Any]]]:
+def _rows(selection: Selection, only: str, kept: Thinning) -> dict[str, list[dict[str, Any]]]:
     return {
         name: selection.query(
-            f"SELECT {columns(name)} FROM {selection.source(name)} AND {only} AND step IS NOT NULL "
+            f"SELECT {columns(name)} FROM {selection.source(name)} AND {only} AND step IS NOT NULL{kept.sql(name)} "
             "ORDER BY step, ts NULLS FIRST, incarnation, seq, ordinal"
         ).to_pylist()
         for name in DATASETS

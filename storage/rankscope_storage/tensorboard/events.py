@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+from rankscope_contract.msprobe.event_tags import labelled
 from rankscope_storage.tensorboard.frames import frame
 from rankscope_storage.tensorboard.messages import Event, put_number
 from rankscope_storage.tensorboard.tags import OPS, TensorTag, parse_tensor_tag, tensor_tag
@@ -39,7 +40,8 @@ _DATA_CLASS_SCALAR: Final = 1
 class EventFile:
     """Writer of one TensorBoard event file; a context manager that closes the file."""
 
-    def __init__(self, path: Path, *, rank: int | None, attempt: int | None) -> None:
+    def __init__(self, path: Path, *, rank: int | None, attempt: int | None, ops: Sequence[str] = OPS) -> None:
+        self._ops = ops
         self.omitted: Counter[str] = Counter()
         self._file = path.open("wb")
         self._rank = rank
@@ -83,7 +85,7 @@ class EventFile:
         self._file.write(frame(event.SerializeToString()))
 
     def _add_tensor(self, event: Any, row: Mapping[str, Any]) -> None:
-        present = [op for op in OPS if row[op] is not None]
+        present = [op for op in self._ops if row[op] is not None]
         if not present:
             self.omitted["tensors without any statistic"] += 1
         for op in present:
@@ -117,7 +119,7 @@ class EventFile:
         if dataset == "tensor_stats":
             tag, plain = _tensor_tag(row, op, self._rank)
         elif dataset == "scalars":
-            tag, plain = _with_labels(row["name"], row["labels"]), False
+            tag, plain = labelled(row["name"], row["labels"]), False
         else:
             index = "" if row["index"] is None else f"[{row['index']}]"
             tag, plain = f"{row['module']}/{row['kind']}{index}", False
@@ -138,13 +140,3 @@ def _tensor_tag(row: Mapping[str, Any], op: str, rank: int | None) -> tuple[str,
     tag = tensor_tag(parts)
     is_usual = row["placement"] == PLACEMENT and row["shard_group"] is None and row["call_seq"] is None
     return tag, is_usual and parse_tensor_tag(tag) == parts
-
-
-def _with_labels(name: str, labels: str | None) -> str:
-    if labels is None:
-        return name
-    try:
-        pairs = json.loads(labels).items()
-    except (ValueError, AttributeError):
-        return f"{name}/{labels}"
-    return "/".join([name, *(f"{key}={value}" for key, value in pairs)])

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS, Kind
-from rankscope_contract.msprobe.csv_layout import CALLS, parse_call
+from rankscope_contract.msprobe.csv_layout import CALLS, numbered, parse_call
+from rankscope_contract.msprobe.event_tags import event_tag
 from rankscope_contract.msprobe.names import FAMILY_OF
 
 OPS: Final = (*VALUE_OPS, *COUNT_OPS, *BASELINE_OPS)
@@ -55,14 +56,11 @@ class TensorTag:
 
 def tensor_tag(parts: TensorTag) -> str:
     """Return the tag of a statistic. Without a virtual stage, the tag has stage 0, as in msprobe."""
-    name = parts.tensor.replace("%", "%25").replace(":", "%3A")
     side = _SIDE_OF.get(parts.kind)
     family = FAMILY_OF.get(parts.kind, "other")
-    task = parts.kind if family == "other" else family
-    if side:
-        name += f".{side}" + ("" if parts.index is None else f"_{parts.index}")
-    micro = "" if parts.micro_step is None else f":{parts.micro_step}"
-    return f"{parts.vpp_stage or 0}:{name}{micro}/rank{parts.rank or 0}/{task}_{parts.op}"
+    task = f"{parts.kind if family == 'other' else family}_{parts.op}"
+    name = numbered(f"{parts.tensor}.{side}", parts.index) if side else parts.tensor
+    return event_tag(name, task, rank=parts.rank or 0, vpp_stage=parts.vpp_stage or 0, micro_step=parts.micro_step)
 
 
 def parse_tensor_tag(tag: str) -> TensorTag | None:

@@ -218,6 +218,58 @@ def test_histograms_of_adam_update_equal_the_parameter_movement(reader, eventual
         assert ("linear:-0.8:0.8:4", 0) == (row["scheme"], row["nonfinite"])
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.3),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9),
+    ],
+)
+def test_update_norm_is_the_norm_of_the_parameter_movement(reader, eventually, make):
+    before: dict[str, torch.Tensor] = {}
+
+    def moved(moment: str, step: int, model: nn.Module, _: Any) -> dict[Any, float]:
+        if moment == "before":
+            before.update({name: item.detach().double().clone() for name, item in model.named_parameters()})
+            return {}
+        return {(step, n): (item.detach().double() - before[n]).norm().item() for n, item in model.named_parameters()}
+
+    training = Training(make=make)
+    _, records = watched(reader, eventually, ("parameters",), training, parameters={"updates": True})
+    found = {(record["step"], row["module"]): row["value"] for record in records for row in record["features"] or ()}
+
+    assert {"update_norm"} == {row["kind"] for record in records for row in record["features"] or ()}
+    assert close(observed(training, moved), found)
+
+
+def test_update_norm_covers_all_optimizers_of_a_step(reader, eventually):
+    class Two(Training):
+        def train(self, model: nn.Module, _: Any) -> None:
+            model(batch(1)).square().mean().backward()
+            for optimizer in self.both:
+                optimizer.step()
+
+    def both(model: nn.Module) -> list[torch.optim.Optimizer]:
+        training.both = [torch.optim.SGD(model[place].parameters(), lr=2.0**place) for place in (0, 2)]
+        return training.both
+
+    training = Two(make=both)
+    _, records = watched(reader, eventually, ("parameters", "gradients"), training, parameters={"updates": True})
+    model = net()
+    model(batch(1)).square().mean().backward()
+
+    assert close(
+        {name: 2.0 ** int(name[0]) * item.grad.norm().item() for name, item in model.named_parameters()},
+        {row["module"]: row["value"] for record in records for row in record["features"] or ()},
+    )
+
+
+def test_update_norm_is_off_by_default(reader, eventually):
+    _, records = watched(reader, eventually, ("parameters",), Training())
+
+    assert [] == [row for record in records for row in record["features"] or ()]
+
+
 def test_histograms_count_non_finite_values(reader, eventually):
     class Dead(Training):
         def train(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

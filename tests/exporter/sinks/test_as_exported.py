@@ -10,6 +10,7 @@ from tests.exporter.sinks.records import FINITE, Numbers, entry, identity, recor
 
 from rankscope_contract.model.kinds import COUNT_OPS, Kind
 from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
+from rankscope_exporter.records.step_record import Scalar
 from rankscope_exporter.sinks.csv_msprobe import Csv, CsvOptions
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
@@ -34,6 +35,11 @@ FEATURES = (
     {"kind": "softmax_max", "module": "core", "index": 0, "value": 0.3, "micro_step": 1},
     {"kind": "stable_rank", "module": "head", "index": None, "value": 2.0, "micro_step": None},
     {"kind": "direction_agreement", "module": "w", "index": None, "value": 0.75, "micro_step": None},
+)
+SCALARS = (
+    Scalar("loss", 2.5),
+    Scalar("learning_rate", 1e-05, labels={"group": 'a"b', "b": "1,5"}),
+    Scalar("=x", float("nan"), unit="s"),
 )
 ENTRY = ("kind", "tensor", "index", "micro_step", "vpp_stage", "call_seq", "placement", "shard_group")
 
@@ -60,20 +66,29 @@ def _number(cell: str) -> str:
 def exported(folder: Path, steps: int) -> Path:
     """Store the rows as the service does, and export them."""
     own = {"run": "r", "attempt": 0, "rank": 0, "incarnation": "i"}
-    tensors, features = [], []
+    tensors, features, scalars = [], [], []
     for step in range(1, steps + 1):
         common = {**own, "step": step, "seq": step}
         for what, numbers in ROWS:
             said = {op: numbers.get(op) for op in (*WIRE_VALUE_OPS, *COUNT_OPS)}
             tensors.append({**common, **{name: getattr(what, name) for name in ENTRY}, **said})
         features += [{**common, **row} for row in FEATURES]
+        scalars += [
+            {**common, "name": one.name, "value": one.value, "unit": one.unit, "labels": one.labels_text}
+            for one in SCALARS
+        ]
     known = [
         {**own, **{name: getattr(what, name) for name in ("kind", "tensor", "index", "dtype")}, "shape": [*what.shape]}
         for what, _ in ROWS
     ]
     tables = {
         name: pa.Table.from_pylist([{**row, "ordinal": place} for place, row in enumerate(rows)], dataset_schema(name))
-        for name, rows in (("tensor_stats", tensors), ("features", features), ("tensors", known))
+        for name, rows in (
+            ("tensor_stats", tensors),
+            ("features", features),
+            ("scalars", scalars),
+            ("tensors", known),
+        )
     }
     with Store.open(folder / "store", create=True).claim(owner="test") as writer:
         writer.append(Batch(tables=tables, watermarks={"i": steps}))
@@ -85,6 +100,6 @@ def exported(folder: Path, steps: int) -> Path:
 def test_live_csv_equals_the_export_of_the_same_run(tmp_path):
     sink = Csv(CsvOptions(folder=str(tmp_path / "live"), steps_per_file=2), identity())
     for step in (1, 2, 3):
-        sink.put(record(step, *ROWS, features=FEATURES))
+        sink.put(record(step, *ROWS, features=FEATURES, scalars=SCALARS))
 
     assert read(exported(tmp_path, 3)) == read(tmp_path / "live")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from tests.properties import examples
 from rankscope_contract.model.kinds import Kind
 from rankscope_contract.msprobe.csv_layout import FLOAT_OPS, parse_folder
 from rankscope_exporter import ConfigError, MonitorConfig
+from rankscope_exporter.records.step_record import Scalar
 from rankscope_exporter.sinks.csv_msprobe import Csv, CsvOptions
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "csv_sink.txt"
@@ -178,14 +181,75 @@ def test_columns_are_those_of_ops_in_their_order(tmp_path):
     )
 
 
-def test_squash_name_removes_wrapper_prefixes(tmp_path):
+def test_wrapper_prefixes_are_removed_by_default(tmp_path):
     long = ["module.decoder.layers.0.w", "module.encoder.layers.0.w", "a.embedding.w", "head.w", "x.final_norm.w"]
-    sink = csv(tmp_path, squash_name=True, steps_per_file=2)
+    sink = csv(tmp_path, steps_per_file=2)
     for step in (1, 2):
         sink.put(record(step, *((entry(name), FINITE) for name in long)))
 
     expected = ["layers.0.w", "module.encoder.layers.0.w", "embedding.w", "head.w", "final_norm.w"]
     assert 2 * expected == names(tmp_path, "grad_reduced_0-1.csv")
+
+
+def test_complete_names_without_squash_name(tmp_path):
+    csv(tmp_path, squash_name=False).put(record(1, (entry("module.decoder.layers.0.w"), FINITE)))
+
+    assert ["module.decoder.layers.0.w"] == names(tmp_path, "grad_reduced_0-0.csv")
+
+
+def test_scalars_can_be_omitted(tmp_path):
+    csv(tmp_path, scalars=False).put(record(1, (entry(), FINITE), scalars=(Scalar("loss", 2.5),)))
+
+    assert ["grad_reduced_0-0.csv"] == [*files(tmp_path)]
+
+
+def test_scalars_have_a_family_which_the_importer_reads(tmp_path):
+    scalars = (Scalar("loss", 2.5), Scalar("learning_rate", 0.25, unit="s", labels={"group": "a,b", "at": "=c"}))
+    sink = csv(tmp_path, steps_per_file=2)
+    for step in (1, 2):
+        sink.put(record(step, scalars=scalars))
+    rows, faults = imported(tmp_path)
+
+    assert """vpp_stage,name,step,value,unit,labels
+0,loss,0,2.5,,
+0,"learning_rate/at==c/group=a,b",0,0.25,s,"{""at"":""=c"",""group"":""a,b""}"
+0,loss,1,2.5,,
+0,"learning_rate/at==c/group=a,b",1,0.25,s,"{""at"":""=c"",""group"":""a,b""}"
+""" == files(tmp_path)["scalars_0-1.csv"]
+    assert 0 == faults.count
+    assert [(step, one.name, one.value, one.unit, one.labels_text) for step in (1, 2) for one in scalars] == [
+        (row["step"], row["name"], row["value"], row.get("unit"), row.get("labels")) for row in rows["scalars"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "zone"),
+    [
+        ({}, dt.timezone(dt.timedelta(hours=8))),
+        ({"time_zone": "UTC"}, dt.UTC),
+        ({"time_zone": "UTC-03:30"}, dt.timezone(-dt.timedelta(hours=3, minutes=30))),
+        ({"time_zone": "Asia/Tokyo"}, dt.timezone(dt.timedelta(hours=9))),
+        ({"time_zone": "local"}, None),
+    ],
+)
+def test_folder_time_is_in_the_time_zone_of_the_setting(tmp_path, monkeypatch, options, zone):
+    monkeypatch.setenv("TZ", "Pacific/Kiritimati")  # UTC+14
+    time.tzset()
+    before = dt.datetime.now(zone or dt.timezone(dt.timedelta(hours=14)))
+    csv(tmp_path, **options).put(record(1, (entry(), FINITE)))
+    monkeypatch.undo()
+    time.tzset()
+    (folder,) = tmp_path.iterdir()
+    found = parse_folder(folder.name).time.replace(tzinfo=None)
+
+    assert dt.timedelta(0) <= found.replace(year=before.year) - before.replace(microsecond=0, tzinfo=None)
+    assert dt.timedelta(minutes=5) > found.replace(year=before.year) - before.replace(tzinfo=None)
+
+
+@pytest.mark.parametrize("time_zone", ["", "Berlin", "UTC+25", "../etc/passwd", "CST+8:00"])
+def test_unknown_time_zone_is_rejected(time_zone):
+    with pytest.raises(ValueError, match=r"time_zone .* is unknown: write local, an offset such as UTC"):
+        CsvOptions(time_zone=time_zone)
 
 
 def begin(folder: Path, time: str, rank: int = 0) -> Path:

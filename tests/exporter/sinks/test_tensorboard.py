@@ -16,10 +16,12 @@ from tests.exporter.sinks.records import ABSENT, FINITE, entry, identity, record
 
 from rankscope_contract.model.kinds import Kind
 from rankscope_contract.msprobe.csv_layout import FLOAT_OPS
+from rankscope_exporter.records.step_record import Scalar
 from rankscope_exporter.sinks import tensorboard
 from rankscope_exporter.sinks.tensorboard import TensorBoard, TensorBoardOptions
 from rankscope_ingest.importers.common.importer import Faults, ImportedBlock
 from rankscope_ingest.importers.tensorboard import TensorBoard as Importer
+from rankscope_storage.tensorboard.tags import TensorTag, tensor_tag
 
 
 def sink(folder: Path, rank: int = 0, **options: Any) -> TensorBoard:
@@ -35,26 +37,93 @@ def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def test_tensorboard_reads_the_families_with_msprobes_tags(tmp_path):
+def test_tags_of_statistics_are_those_of_msprobes_manual(tmp_path):
     change_queue = sink(tmp_path, rank=2)
     for step in (1, 2):
         change_queue.put(
             record(
                 step,
                 (entry("m", Kind.ACT_IN, index=1, micro_step=3, vpp_stage=1), FINITE),
+                (entry("m", Kind.ACT_GRAD_OUT, micro_step=0), FINITE),
                 (entry("w", Kind.GRAD_REDUCED), FINITE | {"norm": step / 4}),
                 (entry("w", Kind.EXP_AVG), FINITE),
                 features=({"kind": "stable_rank", "module": "head", "index": None, "value": 2.5},),
             )
         )
 
-    assert ["actv", "exp_avg", "grad_reduced", "linear_hook"] == sorted(p.name for p in (tmp_path / "rank2").iterdir())
+    assert ["actv", "actv_grad", "exp_avg", "grad_reduced", "linear_hook"] == sorted(
+        path.name for path in (tmp_path / "rank2").iterdir()
+    )
     gradients = read(tmp_path / "rank2" / "grad_reduced")
-    assert [(0, 0.25), (1, 0.5)] == gradients["vp0:w/norm"]
-    assert {f"vp0:w/{op}" for op in ("norm", "min", "max", "mean", "nans", "zeros")} == gradients.keys()
-    assert [(0, 5.0), (1, 5.0)] == read(tmp_path / "rank2" / "actv")["vp1:m.input_1:micro3/norm"]
-    assert [1, 2] == [step for step, _ in read(tmp_path / "rank2" / "exp_avg")["vp0:w/norm"]]
-    assert {"vp0:head.linear/sr": [(0, 2.5), (1, 2.5)]} == read(tmp_path / "rank2" / "linear_hook")
+    assert [(0, 0.25), (1, 0.5)] == gradients["0:w/rank2/grad_reduced_norm"]
+    ops = ("norm", "min", "max", "mean", "nans", "zeros")
+    assert {f"0:w/rank2/grad_reduced_{op}" for op in ops} == gradients.keys()
+    assert [(0, 5.0), (1, 5.0)] == read(tmp_path / "rank2" / "actv")["1:m.input_1:3/rank2/actv_norm"]
+    assert {f"0:m.output:0/rank2/actv_grad_{op}" for op in ops} == read(tmp_path / "rank2" / "actv_grad").keys()
+    assert [1, 2] == [step for step, _ in read(tmp_path / "rank2" / "exp_avg")["0:w/rank2/exp_avg_norm"]]
+    assert {"0:head.linear/rank2/linear_hook_sr": [(0, 2.5), (1, 2.5)]} == read(tmp_path / "rank2" / "linear_hook")
+
+
+@pytest.mark.parametrize("kind", [*Kind])
+def test_live_tags_equal_those_of_an_export(tmp_path, kind):
+    index = 1 if kind.startswith("act") else None
+    named = entry("a/b:1%", kind, index=index, micro_step=2, vpp_stage=3)
+    sink(tmp_path, rank=4, ops=("max",)).put(record(5, (named, FINITE)))
+    parts = {"kind": kind, "tensor": "a/b:1%", "index": index, "micro_step": 2, "vpp_stage": 3}
+
+    (folder,) = (tmp_path / "rank4").iterdir()
+    assert {tensor_tag(TensorTag(op="max", rank=4, **parts))} == read(folder).keys()
+
+
+def test_scalars_have_their_names_and_labels_as_tags(tmp_path):
+    change_queue = sink(tmp_path, rank=1)
+    for step, loss in ((1, 2.5), (2, math.inf)):
+        rates = [Scalar("learning_rate", step / 4, labels={"group": group}) for group in "ab"]
+        change_queue.put(record(step, scalars=(Scalar("loss", loss), *rates)))
+    change_queue.put(record(2, scalars=(Scalar("loss", 1.5),), micro_step=1))
+
+    assert {
+        "loss": [(0, 2.5), (1, math.inf)],
+        "loss:1": [(1, 1.5)],
+        "learning_rate/group=a": [(0, 0.25), (1, 0.5)],
+        "learning_rate/group=b": [(0, 0.25), (1, 0.5)],
+    } == read(tmp_path / "rank1")
+
+
+@pytest.mark.parametrize(
+    ("below", "above", "limits", "counts"),
+    [
+        (0, 0, [-0.5, 0.0, 0.5, 1.0], [1, 2, 0, 4]),
+        (7, 0, [-1.0, -0.5, 0.0, 0.5, 1.0], [7, 1, 2, 0, 4]),
+        (7, 8, [-1.0, -0.5, 0.0, 0.5, 1.0, 1.5], [7, 1, 2, 0, 4, 8]),
+    ],
+)
+def test_histograms_are_read_by_tensorboard(tmp_path, below, above, limits, counts):
+    change_queue = sink(tmp_path, rank=1)
+    for step in (1, 2):
+        row = {"tensor": "layers.0.w", "scheme": "linear:-1:1:4", "counts": [1, 2, 0, 4], "nonfinite": 3}
+        kinds = ("adam_update", "adam_ratio")
+        rows = tuple({**row, "kind": kind, "below": below, "above": above} for kind in kinds)
+        change_queue.put(record(step, histograms=rows))
+    accumulator = EventAccumulator(str(tmp_path / "rank1" / "adam_update"), size_guidance={"histograms": 0})
+    accumulator.Reload()
+    first, second = accumulator.Histograms("0:layers.0.w/rank1/adam_update")
+
+    assert (0, 1) == (first.step, second.step)
+    found = first.histogram_value
+    assert (limits, counts) == (list(found.bucket_limit), list(found.bucket))
+    assert (limits[0] - 0.5, limits[-1], sum(counts)) == (found.min, found.max, found.num)
+    centers = [limit - 0.25 for limit in limits]
+    assert sum(center * count for center, count in zip(centers, counts, strict=True)) == found.sum
+    assert sum(center**2 * count for center, count in zip(centers, counts, strict=True)) == found.sum_squares
+    assert ["adam_ratio", "adam_update"] == sorted(path.name for path in (tmp_path / "rank1").iterdir())
+
+
+def test_histogram_with_other_bins_is_omitted(tmp_path):
+    row = {"kind": "k", "tensor": "w", "scheme": "log:1:10:2", "below": 0, "above": 0, "counts": [1, 2]}
+    sink(tmp_path).put(record(1, histograms=(row,)))
+
+    assert [] == list(tmp_path.iterdir())
 
 
 def test_nan_inf_and_absent_are_distinguished(tmp_path):
@@ -62,7 +131,7 @@ def test_nan_inf_and_absent_are_distinguished(tmp_path):
     for step, numbers in enumerate(({"nans": 1}, {"infs": 1}, None, {"norm": 3e38}), 1):
         change_queue.put(record(step, (entry(), ABSENT if numbers is None else FINITE | numbers)))
 
-    (first, second, last) = read(tmp_path / "rank0" / "grad_reduced")["vp0:w/norm"]
+    (first, second, last) = read(tmp_path / "rank0" / "grad_reduced")["0:w/rank0/grad_reduced_norm"]
     assert (0, True) == (first[0], math.isnan(first[1]))
     assert (1, math.inf) == second
     assert (3, pytest.approx(3e38)) == last
@@ -82,7 +151,9 @@ def test_resumed_process_replaces_later_steps_in_tensorboard(tmp_path):
         for step in steps:
             change_queue.put(record(step, (entry(), FINITE | {"norm": float(seconds)})))
 
-    assert [(0, 100.0), (1, 200.0), (2, 200.0)] == read(tmp_path / "rank0" / "grad_reduced")["vp0:w/norm"]
+    assert [(0, 100.0), (1, 200.0), (2, 200.0)] == read(tmp_path / "rank0" / "grad_reduced")[
+        "0:w/rank0/grad_reduced_norm"
+    ]
 
 
 def test_importer_reads_the_event_files(tmp_path):
@@ -112,14 +183,14 @@ def test_own_crc32c_equals_the_library(data):
 
 @given(st.floats() | st.integers())
 def test_numbers_out_of_float32_range_are_clamped(number):
-    (written,) = struct.unpack("<f", tensorboard._number(number))
+    (written,) = struct.unpack("<f", tensorboard.number_bytes(number))
 
     assert math.isnan(written) == (number != number)  # noqa: PLR0124 - the definition of NaN, for integers too
     assert math.isinf(written) == (number in (math.inf, -math.inf))
 
 
 def test_event_files_are_equal_without_the_crc_library(monkeypatch):
-    values = [(tensorboard.value_head("vp0:w/norm"), 1.5)]
+    values = [tensorboard.value_head("0:w/rank0/grad_reduced_norm") + tensorboard.number_bytes(1.5)]
     expected = tensorboard.beginning(1.0, 3) + tensorboard.event(1.0, 300, values)
     monkeypatch.setattr(tensorboard, "_crc_function", lambda: tensorboard.crc32c)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import datetime as dt
 import json
 import math
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -16,7 +18,7 @@ from tests.properties import examples
 
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers import Faults, find_importer, importers
-from rankscope_ingest.importers.msprobe import csv_rows, discovery
+from rankscope_ingest.importers.msprobe import Msprobe, csv_rows, discovery
 
 SAMPLES = Path(__file__).resolve().parents[2] / "data" / "msprobe"
 SINGLE = SAMPLES / "single_rank"
@@ -489,3 +491,15 @@ def test_result_does_not_depend_on_the_batch_size(monkeypatch, logs):
     query = "SELECT * EXCLUDE (run, incarnation, ordinal) FROM tensor_stats WHERE run = $run ORDER BY ALL"
 
     assert logs.query(query, run="whole") == logs.query(query, run="small")
+
+
+@pytest.mark.parametrize(("time_zone", "hour"), [("UTC+8", 13), ("UTC", 21), ("Asia/Tokyo", 12)])
+def test_start_of_the_run_is_read_in_the_time_zone_of_the_option(tmp_path, time_zone, hour):
+    file = tmp_path / FOLDER / "grad_reduced_0-9.csv"
+    file.parent.mkdir()
+    file.write_text(f"{HEADER}\n0,w,0,1,1,1,1,0,0,[1],torch.float32\n")
+    written = dt.datetime(2025, 12, 10, tzinfo=dt.UTC).timestamp()
+    os.utime(file, (written, written))
+    *_, run = Msprobe(time_zone).read(tmp_path, Faults())
+
+    assert dt.datetime(2025, 12, 3, hour, 34, 40, tzinfo=dt.UTC).timestamp() * 1e6 == run.started_at

@@ -68,10 +68,10 @@ def distinct(rows):
     return list({tuple(row[key] for key in keys): row for row in rows}.values())
 
 
-def stored(folder, rows, features=()):
+def stored(folder, rows, features=(), scalars=()):
     """Return a store with `rows` as run r."""
     tables = {}
-    for dataset, listed in (("tensor_stats", rows), ("features", features)):
+    for dataset, listed in (("tensor_stats", rows), ("features", features), ("scalars", scalars)):
         full = [{"run": "r", "incarnation": "i", "seq": seq, "ordinal": seq, **row} for seq, row in enumerate(listed)]
         tables[dataset] = pa.Table.from_pylist(full, schema=dataset_schema(dataset))
     began = [{"run": "r", "attempt": attempt, "state": "stopped", "started_at": BEGAN} for attempt in (0, 1)]
@@ -135,6 +135,25 @@ def test_features_are_restored_exactly(tmp_path):
 
     assert () == faults
     assert rows_of(store, columns, "features") == rows_of(again, columns, "features")
+
+
+def test_scalars_are_restored_exactly(tmp_path):
+    series = [("loss", None, None), ("lr", "1/s", '{"a":"b,c","group":"=x"}'), ("=x", None, None), ("lr", None, None)]
+    values = (0.1, 1e300, math.inf, -0.0)
+    scalars = [
+        {"attempt": attempt, "rank": rank, "step": step, "value": value, "name": name, "unit": unit, "labels": labels}
+        for attempt in (0, 1)
+        for rank in (0, 1)
+        for step, value in enumerate(values, 1)
+        for name, unit, labels in series
+    ]
+    store = stored(tmp_path / "store", [], scalars=scalars)
+    again, report, faults = through(store, tmp_path, step_count_per_record=3)
+    columns = "attempt, rank, step, micro_step, vpp_stage, name, unit, labels, value"
+
+    assert () == faults
+    assert {} == report.omitted
+    assert rows_of(store, columns, "scalars") == rows_of(again, columns, "scalars")
 
 
 def test_calls_are_restored_separately_and_described_once(tmp_path):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rankscope_contract.msprobe.csv_layout import neutral, parse_folder, plain, time_text
 from rankscope_storage.base.errors import ExportError
-from rankscope_storage.formats import csv_msprobe
+from rankscope_storage.formats import ExportOptions, csv_msprobe
 from rankscope_storage.formats.msprobe.rows import statistics_sql
 
 STATISTICS = ("norm", "min", "max", "mean", "nans", "zeros")
@@ -230,6 +230,23 @@ def test_each_attempt_and_rank_has_a_folder_named_after_its_beginning(shelf, row
 
 
 @pytest.mark.parametrize(
+    ("time_zone", "expected"),
+    [("UTC", "Dec31_20-00-00"), ("UTC-05:30", "Dec31_14-30-00"), ("Asia/Tokyo", "Jan01_05-00-00")],
+)
+def test_time_zone_of_folders_is_an_option(shelf, rows, time_zone, expected):
+    began = dt.datetime(2026, 12, 31, 20, 0, tzinfo=dt.UTC)
+    shelf.put(tensor_stats=[rows["tensor"](1, ts=began)])
+    target, _ = shelf.export("csv", time_zone=time_zone)
+
+    assert [expected] == [path.name.split("-rank")[0] for path in target.iterdir()]
+
+
+def test_unknown_time_zone_is_rejected():
+    with pytest.raises(ExportError, match="time_zone 'Berlin' is unknown"):
+        ExportOptions(time_zone="Berlin")
+
+
+@pytest.mark.parametrize(
     ("header", "said"),
     [("a,b\n1,2\n", "has the columns a,b"), ("vpp_stage,name,step,norm\n", "micro_step are needed")],
 )
@@ -329,7 +346,7 @@ def test_last_call_is_kept_and_omitted_rows_are_counted(shelf, rows):
             rows["tensor"](None),
             rows["tensor"](1, kind="of my own"),
         ],
-        scalars=[rows["scalar"](1, 2.0)],
+        events=[rows["row"](type="note")],
     )
     target, report = shelf.export("csv")
 
@@ -338,12 +355,38 @@ def test_last_call_is_kept_and_omitted_rows_are_counted(shelf, rows):
         csv_msprobe.HIDDEN: 1,
         "rows without a step": 1,
         "tensors of kinds that msprobe does not have": 1,
-        "scalars: not in msprobe's layout": 1,
+        "events: not in msprobe's layout": 1,
     } == report.omitted
 
 
-def test_run_without_tensors_is_an_error_and_leaves_nothing(shelf, rows):
-    shelf.put(scalars=[rows["scalar"](1, 2.0)])
+def test_scalars_are_exported_with_name_unit_and_labels(shelf, rows):
+    make = rows["scalar"]
+    shelf.put(
+        scalars=[
+            *(make(step, step / 2) for step in (0, 1)),
+            make(1, None, "learning_rate", labels='{"group":"a"}', unit="=s"),
+            make(1, 3.0, rank=1, attempt=1, vpp_stage=2),
+        ]
+    )
+    target, report = shelf.export("csv", step_count_per_record=2)
+    texts = sorted(path.read_text() for path in target.rglob("scalars_0-1.csv"))
+
+    assert [
+        """vpp_stage,name,step,value,unit,labels
+0,loss,0,0.0,,
+0,loss,1,0.5,,
+0,learning_rate/group=a,1,nan,'=s,"{""group"":""a""}"
+""",
+        "vpp_stage,name,step,value,unit,labels\n2,loss,1,3.0,,\n",
+    ] == texts
+    assert 4 == report.rows["scalars"]
+    again, report = shelf.export("csv", step_count_per_record=2)
+    assert {csv_msprobe.ALREADY_THERE: 4} == report.omitted
+    assert texts == sorted(path.read_text() for path in again.rglob("*.csv"))
+
+
+def test_run_without_values_is_an_error_and_leaves_nothing(shelf, rows):
+    shelf.put(events=[rows["row"](type="note")])
 
     with pytest.raises(ExportError, match="nothing was written"):
         shelf.export("csv")

@@ -194,6 +194,8 @@ def _sinks(tool: MsprobeSettings) -> dict[str, dict[str, Any]]:
             "digits": tool.ndigits,
             "append_to": tool.append_output or None,
             "squash_name": tool.squash_name,
+            "time_zone": tool.time_zone,
+            "scalars": False,  # only the files that msprobe writes
             "ops": [op for op in dict.fromkeys(tool.ops) if op in OPS] or ["norm"],
         }
     elif tool.format == "tensorboard":

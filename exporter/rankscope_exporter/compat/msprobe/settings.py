@@ -1,7 +1,8 @@
 """Validates msprobe's JSON configuration, and translates the key `alert` into rules. No I/O.
 
-The default values are those of msprobe 26.2.0. A wrong type is rejected, whereas msprobe logs a warning and continues:
-a configuration with another effect than intended costs a training run.
+The default values are those of msprobe 26.2.0, except `squash_name`, whose default is that of msprobe's manual. A wrong
+type is rejected, whereas msprobe logs a warning and continues: a configuration with another effect than intended costs
+a training run.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Final, Literal, Self, get_args
 
+from rankscope_contract.msprobe.csv_layout import DEFAULT_TIME_ZONE, check_time_zone
 from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.base.validation import (
     MOST,
     RANKS,
     Allowed,
+    Checked,
     at_least,
     between,
     check_keys,
@@ -140,7 +143,8 @@ class MsprobeSettings:
     ndigits: Annotated[int, between(1, 20)] = 6
     step_count_per_record: Annotated[int, between(1, 1_000_000)] = 1
     append_output: Annotated[list[str], _TIMES] = field(default_factory=list)
-    squash_name: bool = False
+    squash_name: bool = True
+    time_zone: Annotated[str, Checked(check_time_zone)] = DEFAULT_TIME_ZONE  # msprobe has no such key
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:

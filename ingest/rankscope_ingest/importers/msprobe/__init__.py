@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Final
 
+from rankscope_contract.msprobe.csv_layout import DEFAULT_TIME_ZONE, in_time_zone
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported, ImportedRun
 from rankscope_ingest.importers.msprobe.discovery import Folder, Found, find, rank_of
@@ -27,9 +28,12 @@ _HEADS: Final = (
 
 
 class Msprobe:
-    """The importer of the output of msprobe's monitor."""
+    """The importer of the output of msprobe's monitor. `time_zone` is that of the times in the names of folders."""
 
     name = "msprobe"
+
+    def __init__(self, time_zone: str = DEFAULT_TIME_ZONE) -> None:
+        self._time_zone = time_zone
 
     def detect(self, path: Path, head: bytes) -> Detection:
         """Return the confidence that `path` is output of msprobe, and the kind of output as the reason."""
@@ -62,7 +66,7 @@ class Msprobe:
             yield from read_structure(file, faults, rank=rank_of(file), source=_source(path, file))
         for file in found.anomalies:
             yield from read_anomalies(file, faults, attempt=max(0, attempt - 1), source=_source(path, file))
-        yield _run(found)
+        yield _run(found, self._time_zone)
 
 
 def _detect_folder(found: Found) -> Detection:
@@ -97,17 +101,17 @@ def _source(root: Path, file: Path) -> str:
     return file.relative_to(root).as_posix() if root.is_dir() else file.name
 
 
-def _run(found: Found) -> ImportedRun:
+def _run(found: Found, time_zone: str) -> ImportedRun:
     folders = [folder for launch in found.launches for folder in launch]
     ranks = [folder.rank for folder in folders if folder.rank is not None]
-    started = _started(folders[0]) if folders else None
+    started = _started(folders[0], time_zone) if folders else None
     return ImportedRun(
         world_size=max(ranks) + 1 if ranks else None,
         started_at=None if started is None else int(started.timestamp()) * 1_000_000,
     )
 
 
-def _started(folder: Folder) -> dt.datetime | None:
+def _started(folder: Folder, time_zone: str) -> dt.datetime | None:
     """Return the start time of a launch, or None if its year cannot be derived.
 
     The name of the first folder of the launch contains the time without the year. The year is derived from the
@@ -117,10 +121,10 @@ def _started(folder: Folder) -> dt.datetime | None:
     files = [path for listed in folder.families.values() for _, path in listed]
     if named is None or not files:
         return None
-    written = dt.datetime.fromtimestamp(min(path.stat().st_mtime for path in files), named.tzinfo)
+    written = dt.datetime.fromtimestamp(min(path.stat().st_mtime for path in files), dt.UTC)
     for year in range(written.year + 1, written.year - 8, -1):
         try:
-            moment = named.replace(year=year)
+            moment = in_time_zone(named.replace(year=year), time_zone)
         except ValueError:  # the 29th of February
             continue
         if moment <= written + dt.timedelta(days=1):

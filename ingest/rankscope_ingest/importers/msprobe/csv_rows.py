@@ -37,7 +37,7 @@ Mask = npt.NDArray[np.bool_]
 Report = Callable[[int, str], None]
 """A function that is called with the number of an unreadable line, from 1, and the reason."""
 
-_TEXTS: Final = ("shape", "dtype")
+_TEXTS: Final = ("shape", "dtype", "unit", "labels")
 _STEP_LIMIT: Final = 1 << 50
 _SMALL_LIMIT: Final = 1 << 31
 _WHOLE: Final = r"^-?\d{1,15}(\.0+)?$"

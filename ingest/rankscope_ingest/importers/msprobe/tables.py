@@ -26,7 +26,8 @@ import numpy as np
 import pyarrow as pa
 
 from rankscope_contract.model.kinds import VALUE_OPS
-from rankscope_contract.msprobe.csv_layout import DIRECTION, FEATURES, OPS, OTHER, our_step
+from rankscope_contract.msprobe.csv_layout import DIRECTION, FEATURES, OPS, OTHER, SCALARS, our_step, plain
+from rankscope_contract.msprobe.event_tags import labelled
 from rankscope_contract.msprobe.files import CSV_KEYS
 from rankscope_ingest.base.tables import table_schema
 from rankscope_ingest.importers.common.importer import RECORD_COLUMN, Faults, ImportedBlock
@@ -84,7 +85,7 @@ class FamilyReader:
         if missing := [name for name in CSV_KEYS if name not in header]:
             report(1, f"the file has no column {', '.join(missing)}: it is not a file of msprobe's monitor")
             return
-        if self._family != OTHER and self._family not in FEATURES and not is_tensor_family(self._family):
+        if self._family not in {OTHER, SCALARS, *FEATURES} and not is_tensor_family(self._family):
             report(1, f"msprobe has no file family {self._family!r}: the file is skipped")
             return
         # If a run continued after repeated steps, the following files belong to the same attempt.
@@ -103,6 +104,8 @@ class FamilyReader:
     def _tables(self, rows: Rows, attempt: int, report: Report) -> Tables:
         if self._family == OTHER:
             return self._directions(rows, attempt, report)
+        if self._family == SCALARS:
+            return self._scalars(rows, attempt)
         named = [parse_name(self._family, name) for name in rows.names]
         known = np.array([found is not None for found in named], np.bool_)[rows.codes]
         for line, code in zip(rows.lines[~known].tolist(), rows.codes[~known].tolist(), strict=True):
@@ -179,6 +182,24 @@ class FamilyReader:
             "value": pa.array(values[0][same], pa.float32()),
         }
         return {"features": pa.table(columns)}
+
+    def _scalars(self, rows: Rows, attempt: int) -> Tables:
+        """Return the table `scalars`. The name of a row ends in the labels, which are in a column too."""
+        none = pa.array([None] * len(rows), pa.string())
+        texts = {name: rows.texts.get(name, none).to_pylist() for name in ("unit", "labels")}
+        names = [
+            rows.names[code].removesuffix(labelled("", labels or None))
+            for code, labels in zip(rows.codes.tolist(), texts["labels"], strict=True)
+        ]
+        columns = {
+            **self._common(rows, attempt, None),
+            "vpp_stage": pa.array(rows.vpp.astype(np.int32), mask=rows.vpp <= 0),  # 0 is written for no stage
+            "name": pa.array(names, pa.string()),
+            "unit": pa.array([plain(text) if text else None for text in texts["unit"]], pa.string()),
+            "labels": pa.array([text or None for text in texts["labels"]], pa.string()),
+            "value": pa.array(rows.numbers.get("value", np.full(len(rows), math.nan)), pa.float64()),
+        }
+        return {"scalars": pa.table(columns)}
 
     def _common(self, rows: Rows, attempt: int, kind: str | None) -> dict[str, pa.Array]:
         columns = {

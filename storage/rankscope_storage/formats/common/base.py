@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
+from rankscope_contract.msprobe.csv_layout import DEFAULT_TIME_ZONE, check_time_zone
 from rankscope_contract.msprobe.names import FAMILIES, FEATURE_FAMILIES, family_names
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.connection import Connection
@@ -146,6 +147,8 @@ class ExportOptions:
     seed_rounding: int | None = None  # decimals, as in msprobe; None: every digit of the value
     append_output: tuple[str, str] | None = None  # folders of this window (Dec03_21-34-40, …) are continued
     step_partition: int = 500  # steps in one SQLite table
+    all_points: bool = False  # every point of event files, whose size is otherwise limited
+    time_zone: str = DEFAULT_TIME_ZONE  # of the times in the names of CSV folders
 
     def __post_init__(self) -> None:
         """Raise ExportError if an option is invalid; the message names the option to change."""
@@ -164,6 +167,10 @@ class ExportOptions:
                 raise ExportError(f"{name} must be 1 or more")
         if self.seed_rounding is not None and not 0 <= self.seed_rounding <= 17:
             raise ExportError("seed_rounding must be a number of decimals from 0 to 17")
+        try:
+            check_time_zone(self.time_zone)
+        except ValueError as error:
+            raise ExportError(str(error)) from None
         if unknown := [name for name in self.data_type_list if name not in family_names()]:
             raise ExportError(
                 f"there is no data type {unknown[0]!r}; data types are {', '.join(sorted(family_names()))}"

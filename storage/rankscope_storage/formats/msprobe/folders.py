@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import datetime as dt
+import functools
 import hashlib
 import itertools
 import os
@@ -67,16 +68,18 @@ def streams(selection: Selection, target: Path) -> list[Stream]:
     found = selection.query(
         f"SELECT DISTINCT coalesce(attempt, 0) AS attempt, coalesce(rank, 0) AS rank FROM "
         f"(SELECT attempt, rank FROM {selection.source('tensor_stats')} "
-        f"UNION SELECT attempt, rank FROM {selection.source('features')}) ORDER BY ALL"
+        f"UNION SELECT attempt, rank FROM {selection.source('features')} "
+        f"UNION SELECT attempt, rank FROM {selection.source('scalars')}) ORDER BY ALL"
     ).to_pylist()
     began = _beginnings(selection, {row["attempt"] for row in found})
+    own = functools.partial(_own_folder, selection, began)
     if selection.options.append_output is None:
-        return [Stream(target / _own_folder(selection.run, began, **row), **row) for row in found]
+        return [Stream(target / own(**row), **row) for row in found]
     begun = _window(selection.options.append_output)
     latest = {row["rank"]: row["attempt"] for row in found}
     return [
         Stream(
-            _continued(target, rank, begun) or target / _own_folder(selection.run, began, attempt=attempt, rank=rank),
+            _continued(target, rank, begun) or target / own(attempt=attempt, rank=rank),
             rank,
             selection.options.attempt,
         )
@@ -84,13 +87,13 @@ def streams(selection: Selection, target: Path) -> list[Stream]:
     ]
 
 
-def _own_folder(run: str, began: Mapping[int, dt.datetime], *, attempt: int, rank: int) -> str:
+def _own_folder(selection: Selection, began: Mapping[int, dt.datetime], *, attempt: int, rank: int) -> str:
     """Return the folder name of a rank and attempt, which is the same for each export of the run.
 
     Folder names of one rank sort in the order of its attempts, even if attempts have equal start times.
     """
-    digest = hashlib.sha256(run.encode("utf-8", "surrogatepass")).hexdigest()
-    return folder_name(began[attempt], rank, f"{attempt & 0xFFFF:04x}{digest[:4]}")
+    digest = hashlib.sha256(selection.run.encode("utf-8", "surrogatepass")).hexdigest()
+    return folder_name(began[attempt], rank, f"{attempt & 0xFFFF:04x}{digest[:4]}", selection.options.time_zone)
 
 
 def _beginnings(selection: Selection, attempts: set[int]) -> dict[int, dt.datetime]:

@@ -22,6 +22,7 @@ from rankscope_contract.msprobe.csv_layout import (
     MOMENTS,
     OPS,
     OTHER,
+    SCALAR_COLUMNS,
     TENSOR_COLUMNS,
     TENSOR_FAMILIES,
     dtype_text,
@@ -29,6 +30,7 @@ from rankscope_contract.msprobe.csv_layout import (
     neutral,
     row_name,
 )
+from rankscope_contract.msprobe.event_tags import labelled
 from rankscope_contract.security.escaping import sql_identifier, sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.formats.common.selection import Selection
@@ -52,14 +54,19 @@ class Numbering:
     def of(cls, connection: Connection, run: str) -> Numbering:
         """Return the conversion of step numbers for `run`.
 
-        The first step of the run counts as 0 if the run has a step 0, otherwise as 1, which is the exporter's default.
+        The first step of the run counts as 0 if the run has a step 0, otherwise as 1, which is the exporter's default. The
+        scalars determine the first step of a run without statistics of tensors.
         """
-        rows = connection.query(
-            f"SELECT 1 FROM {connection.relation('tensor_stats', run=run, steps=(0, 0))} "
-            f"WHERE run = $run AND step = 0 AND kind NOT IN ({_MOMENTS}) LIMIT 1",
-            {"run": run},
-        ).num_rows
-        return cls(0 if rows else 1)
+        for dataset, kinds in (("tensor_stats", f"kind NOT IN ({_MOMENTS})"), ("scalars", "true")):
+            for first, steps in ((0, (0, 0)), (1, None)):
+                rows = connection.query(
+                    f"SELECT 1 FROM {connection.relation(dataset, run=run, steps=steps)} "
+                    f"WHERE run = $run AND step {'= 0' if steps else '> 0'} AND {kinds} LIMIT 1",
+                    {"run": run},
+                )
+                if rows.num_rows:
+                    return cls(first)
+        return cls(1)
 
     def sql(self, *, moments: bool) -> str:
         """Return an SQL expression over `step` for msprobe's step number.
@@ -154,6 +161,21 @@ def feature_cells(selection: Selection, family: str, only: str, numbering: Numbe
         yield _feature_cells(rows.combine_chunks(), family, columns)
 
 
+def scalar_cells(selection: Selection, only: str, numbering: Numbering) -> Iterator[Cells]:
+    """Yield the rows of scalars that satisfy the SQL predicate `only`, in batches of limited size."""
+    step = numbering.sql(moments=False)
+    mine = f"{only} AND {step} >= 0"
+    value = f"coalesce({_text('value', selection.options.seed_rounding)}, 'nan') AS \"value\""
+    last = _LAST.format(key="coalesce(vpp_stage, 0), name, labels", call="")
+    for first_step, last_step, _ in selection.windows("scalars", mine):
+        window = selection.within(first_step, last_step)
+        rows = window.query(
+            f"SELECT {step} AS msprobe_step, {_KEY}, name, coalesce(unit, '') AS unit, coalesce(labels, '') AS labels, "
+            f"{value} FROM {window.source('scalars')} AND {mine} {last} ORDER BY step, seq, micro_step, name, labels"
+        )
+        yield _scalar_cells(rows.combine_chunks())
+
+
 def statistics_sql(rounding: int | None) -> dict[str, str]:
     """Return by op an SQL expression for the text of the statistic, over the columns of `tensor_stats`.
 
@@ -217,6 +239,16 @@ def _feature_cells(rows: pa.Table, family: str, columns: Mapping[str, str]) -> C
     if family == OTHER:
         texts = _direction_columns(texts["norm"])
     return Cells(*_keys(rows, names), texts)
+
+
+def _scalar_cells(rows: pa.Table) -> Cells:
+    tags = [
+        neutral(labelled(name, labels or None))
+        for name, labels in zip(rows["name"].to_pylist(), rows["labels"].to_pylist(), strict=True)
+    ]
+    columns = {name: _array(rows, name) for name in SCALAR_COLUMNS}
+    columns["unit"] = pa.array(map(neutral, columns["unit"].to_pylist()), pa.string())
+    return Cells(*_keys(rows, pa.array(tags, pa.string())), columns)
 
 
 def _direction_columns(value: pa.StringArray) -> dict[str, pa.StringArray]:

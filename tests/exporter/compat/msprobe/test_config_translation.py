@@ -92,6 +92,7 @@ def test_missing_keys_have_msprobes_defaults() -> None:
     config = MonitorConfig.from_mapping({"wg_distribution": True})
 
     assert ({"csv"}, (), ("norm",), 1e-8) == (set(config.sinks), config.rules, config.ops, config.zero_below)
+    assert config.sinks["csv"]["squash_name"] is True
 
 
 def test_null_means_the_default() -> None:

@@ -6,6 +6,7 @@ Steps are those of Rankscope, from 1; msprobe's step s is step s + 1.
 from __future__ import annotations
 
 import csv
+import datetime as dt
 import json
 import math
 from pathlib import Path
@@ -13,8 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.exporter.compat.msprobe.monitored_runs import Net, Run, batch, model
 
+from rankscope_contract.msprobe.csv_layout import parse_folder
 from rankscope_exporter.compat.msprobe.settings import KEYS
 from rankscope_exporter.statistics.selection import ALL_OPS
 
@@ -51,6 +54,14 @@ def test_ur_distribution_counts_update_and_ratio(trained):
 
     assert {"adam_update", "adam_ratio"} == {row["kind"] for row in rows}
     assert {30} == {len(row["counts"]) for row in rows}
+
+
+def test_ur_distribution_writes_histograms_to_event_files(trained, output):
+    trained(ur_distribution=True, format="tensorboard")
+    accumulator = EventAccumulator(str(output / "rank0" / "adam_update"), size_guidance={"histograms": 0})
+    accumulator.Reload()
+
+    assert [0, 1] == [found.step for found in accumulator.Histograms("0:head.weight/rank0/adam_update")]
 
 
 def test_mg_direction_measures_agreement_of_gradient_and_moment(trained):
@@ -417,11 +428,19 @@ def test_append_output_continues_the_folder_of_its_window(trained, output):
     assert (old / "grad_reduced_0-0.csv").exists()
 
 
+def test_time_zone_is_that_of_the_folder_name(trained, output):
+    now = dt.datetime.now(dt.UTC)
+    trained(wg_distribution=True, format="csv", time_zone="UTC")
+    (folder,) = output.iterdir()
+
+    assert dt.timedelta(minutes=5) > parse_folder(folder.name).time.replace(year=now.year, tzinfo=dt.UTC) - now
+
+
 def test_squash_name_shortens_names_in_files_and_targets(trained, output):
     wrapped = torch.nn.Sequential()
     wrapped.add_module("decoder", model())
     document = {"wg_distribution": True, "format": "csv", "targets": {"layers.0": {}}}
-    trained({"net": wrapped}, squash_name=True, **document)
+    trained({"net": wrapped}, **document)
     names = {row["name"] for row in files(output)["grad_reduced_0-0.csv"]}
 
     assert {"layers.0.first.weight", "layers.0.first.bias", "layers.0.second.weight", "layers.0.second.bias"} == names
