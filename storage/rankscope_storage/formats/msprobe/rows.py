@@ -54,8 +54,8 @@ class Numbering:
     def of(cls, connection: Connection, run: str) -> Numbering:
         """Return the conversion of step numbers for `run`.
 
-        The first step of the run counts as 0 if the run has a step 0, otherwise as 1, which is the exporter's default. The
-        scalars determine the first step of a run without statistics of tensors.
+        The first step of the run counts as 0 if the run has a step 0, otherwise as 1, which is the exporter's default.
+        The scalars determine the first step of a run without statistics of tensors.
         """
         for dataset, kinds in (("tensor_stats", f"kind NOT IN ({_MOMENTS})"), ("scalars", "true")):
             for first, steps in ((0, (0, 0)), (1, None)):
