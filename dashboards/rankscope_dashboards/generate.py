@@ -57,7 +57,10 @@ COUNTER_PANELS: Final = (
     "Tensors with firings",
     "GPUs with memory errors",
 )
-"""Titles of the panels that show the value of a counter instead of its rate."""
+"""Titles of the panels that show the total of a counter instead of its rate per second.
+
+The file `.lint` lists them as exceptions to a rule of Grafana's dashboard-linter.
+"""
 
 _IDENTITY: Final = "Series are identified by run and rank instead of job and instance."
 _COUNTS: Final = "Incidents are counted exactly. increase() extrapolates and would show 1.07 incidents for one."
@@ -107,7 +110,7 @@ def stale_files(folder: Path = PROVISIONING) -> list[str]:
 
 
 def main() -> int:
-    """Write the files and return 0.
+    """Write the provisioning files of Grafana, Prometheus and Alertmanager, and return 0.
 
     With --check, write nothing, print the files that would change, and return 1 if there are any.
     """

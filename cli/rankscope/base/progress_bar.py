@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def progress_bar(unit: str, description: str = "") -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that shows the done and the total number of `unit`; without a terminal, it does nothing."""
+    """Yield a function that displays two numbers in a progress bar: completed items and all items.
+
+    `unit` is the name of the items. Without a terminal, the function does nothing.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -34,7 +34,7 @@ def readable_store(folder: Path) -> Iterator[Path]:
 
 
 def processes(count: int) -> str:
-    """Return the text "1 process" or "2 processes"."""
+    """Return a number of processes as text, such as "1 process" or "2 processes"."""
     return f"{count} process{'' if count == 1 else 'es'}"
 
 
@@ -44,7 +44,7 @@ def store_spools(
     """Store the records of the spools in `folder`; return the stored spools, and the number of new rows.
 
     Spools of running processes are left out unless `with_running`. Standard error names the spools that are left out.
-    Raises CommandError.
+    Raises CommandError if the records cannot be read or stored.
     """
     from rankscope_ingest.base.errors import IngestError
     from rankscope_ingest.service.offline import import_spools, inspect

@@ -80,7 +80,7 @@ def demo(
 def _collect(
     console: Console, folder: Path, receiver: AlertReceiver, faults: Sequence[Fault], command: list[str]
 ) -> tuple[int, Sequence[Sender]]:
-    """Run the service and the training until both exit.
+    """Run the service and the training of the demo until both exit.
 
     Returns the number of tensors of the model, and the programs that are expected to send alerts.
     """

@@ -65,7 +65,7 @@ def csv2db(
     output_dirpath: Annotated[
         str | None, typer.Option(help="Folder of the database. Default: TIME-csv2db in the monitor's folder.")
     ] = None,
-    step_partition: Annotated[int, typer.Option(help="Number of steps in one table, from 10.")] = 500,
+    step_partition: Annotated[int, typer.Option(help="Number of steps in one table, at least 10.")] = 500,
 ) -> None:
     """Write the CSV files of msprobe's monitor to the SQLite database monitor_metrics.db, with msprobe's tables.
 

@@ -56,7 +56,7 @@ def store(
     ] = False,
     force: Annotated[
         bool,
-        typer.Option("--force", help="repair: also drop missing files from the log if a disk may be offline."),
+        typer.Option("--force", help="repair: also drop missing files from the log even if a disk may be offline."),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="retain, repair: only print the actions.")] = False,
     days: Days = None,

@@ -112,8 +112,10 @@ def explicit_addresses(service: str | None, prometheus: str | None, alertmanager
 def find_endpoints(
     settings: ServiceConfig, state: Path | None, *, given: Mapping[str, str], is_explicit: bool
 ) -> Endpoints:
-    """Return the addresses to check, in the order of precedence that the module's docstring defines.
+    """Return the addresses that `rankscope doctor` checks.
 
+    The first available address of a program is used: its command-line option (`given`); for the service, `listen` in
+    the file given with --config; the address that `rankscope up` saved; the default port on 127.0.0.1.
     The token that `rankscope up` saved is used only for the service address that `rankscope up` saved.
     """
     folder = StateDir(state) if state else StateDir.next_to(settings.store.path)

@@ -17,7 +17,7 @@ from rankscope.up.ports import Listener, listeners
 
 
 class Environment(Protocol):
-    """Interface for everything that the checks read from the machine and the network."""
+    """Interface for everything that the checks of `rankscope doctor` read from the machine and the network."""
 
     def python(self) -> str:
         """Return the version of Python."""
@@ -57,7 +57,7 @@ class Environment(Protocol):
 
 
 class LocalEnvironment:
-    """The machine on which the command runs, and its network."""
+    """The machine on which `rankscope doctor` runs, and the network of this machine."""
 
     def __init__(self, client_tls: ClientTls | None = None) -> None:
         self._trust = client_tls

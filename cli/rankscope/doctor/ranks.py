@@ -27,7 +27,10 @@ class _RankHealth:
 
 
 def ranks(environment: Environment, service_url: str, token: str | None) -> Iterator[CheckResult]:
-    """Yield the results of the checks of the registered ranks; nothing if the service does not return its targets."""
+    """Yield the results of the checks of the registered ranks.
+
+    Yield nothing if the service does not return the list of registered ranks.
+    """
     try:
         response = environment.get(service_url + TARGETS_PATH, token)
     except UnreachableError:

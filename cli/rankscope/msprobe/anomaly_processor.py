@@ -19,7 +19,10 @@ _STAGES: Final = {
     **dict.fromkeys(("actv_grad", "pre_grad", "post_grad", "acc_grad"), 1),
     **dict.fromkeys(("exp_avg", "exp_avg_sq"), 2),
 }
-"""Stage of a training step by msprobe's task. Other tasks have the stage -1 and come first, as in msprobe."""
+"""Stage of a training step in which msprobe measures a task, msprobe's term for a kind.
+
+Anomalies of other tasks have the stage -1 and sort first within a micro-batch, as in msprobe.
+"""
 
 _DEFAULTS: Final[dict[str, Any]] = {
     **dict.fromkeys(("rank", "step", "micro_step", "pp_stage", "vpp_stage", "call_id"), 0),
@@ -74,7 +77,10 @@ def analyse_anomalies(
 
 
 def _steps(step_list: str | Iterable[int]) -> Sequence[Sequence[int]]:
-    """Return the selected steps as ranges and lists; an empty sequence if all steps are selected."""
+    """Return the steps that `step_list` selects: one list of integers, or one range for each element of a text.
+
+    An empty sequence selects all steps.
+    """
     if not isinstance(step_list, str):
         listed = [*step_list]
         if any(not isinstance(step, int) for step in listed):
@@ -106,7 +112,10 @@ def _anomaly_files(folder: Path) -> list[Path]:
 
 
 def _anomalies(path: Path) -> Iterator[tuple[str, Anomaly]]:
-    """Yield the key and the fields of each anomaly in a file. Unusable entries are reported on standard error."""
+    """Yield the key and the fields of each anomaly in a file `anomaly.json`.
+
+    Entries that are not anomalies are counted, and reported on standard error.
+    """
     from rankscope_ingest.importers.common.importer import Faults
     from rankscope_ingest.importers.msprobe.json_files import members
 
@@ -126,7 +135,10 @@ def _anomalies(path: Path) -> Iterator[tuple[str, Anomaly]]:
 
 
 def _order(anomaly: Anomaly) -> tuple[int, ...]:
-    """Return msprobe's sort key. Pipeline stages ascend in the forward pass and descend otherwise."""
+    """Return the key by which msprobe sorts anomalies.
+
+    Pipeline stages ascend for anomalies of the forward pass, and descend for all others.
+    """
     stage = _STAGES.get(anomaly["tag_name"].rpartition("/")[2], NOT_KNOWN)
     sign = 1 if stage == _FORWARD else -1
     places = sign * anomaly["vpp_stage"], sign * anomaly["pp_stage"]

@@ -49,9 +49,9 @@ class CSV2DBConfig:
     monitor_path: str
     """Output folder of the monitor, which contains the folders of the ranks."""
     time_start: str | None = None
-    """First folder time, such as `Dec03_21-34-40`. None does not limit the range."""
+    """Earliest time in the name of a folder to convert, such as `Dec03_21-34-40`. None sets no lower limit."""
     time_end: str | None = None
-    """Last folder time. The range includes it."""
+    """Latest time in the name of a folder to convert, inclusive. None sets no upper limit."""
     process_num: int = 1
     """Number of files that are read at the same time, up to 128."""
     data_type_list: list[str] | None = None
@@ -102,7 +102,10 @@ def csv2db(config: CSV2DBConfig) -> None:
 
 
 class _Database:
-    """Writer of a new database, within a transaction of `connection`. `statistics` has those of each data type."""
+    """Writer of a new SQLite database, within a transaction of `connection`.
+
+    `statistics` contains the names of the statistics of each msprobe data type.
+    """
 
     def __init__(self, connection: sqlite3.Connection, partition: int, statistics: Mapping[str, Sequence[str]]) -> None:
         from rankscope_storage.formats.msprobe.sqlite_schema import DIMENSION_TABLES
@@ -135,7 +138,7 @@ class _Database:
                 self._table(family, step)
 
     def insert(self, rank: int, family: str, table: pa.Table) -> None:
-        """Insert rows of `family`, in the order of their steps."""
+        """Insert the rows of one rank and one msprobe family into the database; `table` is sorted by step."""
         statistics = self._statistics[family]
         present = {*table.column_names}
         columns = [
@@ -152,7 +155,7 @@ class _Database:
         self.rows += len(table)
 
     def _table(self, family: str, step: int) -> str:
-        """Return the name of the table for `step`, and create the table if it does not exist."""
+        """Return the name of the table that contains `step` of `family`; create the table if it does not exist."""
         from rankscope_storage.formats.msprobe.sqlite_schema import partition_name, partition_table
 
         metric = self._metrics[family]
@@ -184,4 +187,6 @@ def _require_replaceable(target: Path) -> None:
         with contextlib.closing(sqlite3.connect(f"{target.absolute().as_uri()}?mode=ro", uri=True)) as database:
             database.execute("SELECT 1 FROM monitoring_metrics LIMIT 1")
     except sqlite3.Error as error:
-        raise ValueError(f"{target} is not a database of this function: choose another output_dirpath") from error
+        raise ValueError(
+            f"{target} is not a database that csv2db or msprobe wrote: choose another output_dirpath"
+        ) from error

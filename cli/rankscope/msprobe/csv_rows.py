@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 STATISTICS: Final = ("norm", "min", "max", "zeros", "nans", "mean")
-"""Statistics in msprobe's order."""
+"""Columns of statistics in msprobe's CSV files, in the order of msprobe's converters."""
 
 KEYS: Final = (*CSV_KEYS, MICRO_STEP)
 """Columns that identify a row of a family. `micro_step` is -1 in rows without a micro-batch."""
@@ -128,7 +128,10 @@ def statistics_of(columns: Iterable[str]) -> list[str]:
 
 
 def file_columns(paths: Iterable[Path]) -> list[str]:
-    """Return the columns of all files in `paths` that have the columns `vpp_stage`, `name` and `step`."""
+    """Return the column names in the headers of all files in `paths`.
+
+    Files without the columns `vpp_stage`, `name` and `step` are ignored.
+    """
     from rankscope_ingest.importers.msprobe.csv_rows import read_header
 
     headers = [read_header(path) for path in paths]

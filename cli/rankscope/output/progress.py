@@ -69,7 +69,7 @@ def fetch_runs(
 def _progress(run: Mapping[str, Any]) -> RunProgress:
     """Return the progress of one run, from an entry in the response of the service.
 
-    Fields of the entry that RunProgress does not have are ignored.
+    Fields that this release does not know are ignored.
     """
     return RunProgress(**{key: _number(value, key) for key, value in run.items() if key in _FIELDS})
 
@@ -124,11 +124,11 @@ class BarView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Stop the updates; the last bars remain on the screen."""
+        """Stop the updates of the progress bars; the last ones remain on the screen."""
         self._live.stop()
 
     def show(self, runs: Sequence[RunProgress], now: float) -> None:  # noqa: ARG002 - bars are not rate-limited
-        """Draw the bars of up to MAX_BARS live runs; if no run is live, draw the bar of the last run."""
+        """Draw the bars of up to MAX_BARS live runs; if no run is live, draw that of the last element of `runs`."""
         shown = [run for run in runs if run.ranks_alive][:MAX_BARS] or runs[-1:]
         if shown:
             self._live.update(Group(*(part for run in shown for part in (_bar(run), _figures(run)))), refresh=True)
@@ -185,7 +185,7 @@ def _duration(seconds: float) -> str:
 
 
 def _number(value: Any, key: str) -> Any:
-    """Return a value of the response, with the strings for NaN and Inf converted to floats.
+    """Return the value of the field `key` in the service's response, with strings for NaN and Inf as floats.
 
     The text fields run, state and reason are not converted, because a run can be named NaN.
     """

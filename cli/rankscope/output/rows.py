@@ -42,7 +42,7 @@ class Format(enum.StrEnum):
 
 
 OutputFormat = Annotated[Format, typer.Option("--format", help="Output format of the rows.")]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file.", show_default=False)]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the rows to this file.", show_default=False)]
 
 
 def write_rows(rows: pa.Table, form: Format, output: Path | None, *, limit: int = TABLE_ROWS) -> None:

@@ -14,7 +14,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Request a signal for the exit of the parent, and replace this process with the command.
+    """Request that the kernel sends SIGTERM when the parent exits, and replace this process with the command.
 
     The process exits if the parent has already exited.
     """

@@ -158,7 +158,7 @@ class StartPlan:
 
     @property
     def token_file(self) -> Path | None:
-        """Return the path of the file that contains the token; None without a token."""
+        """Return the path of the file with the token of the service and the ranks; None without a token."""
         return None if self.token is None else self.folder.config(TOKEN_FILE)
 
     @property
@@ -352,7 +352,10 @@ def _notification_lines(options: UpOptions, settings: ServiceConfig) -> list[str
 
 
 def _redacted(receiver: Webhook | Slack | Mail) -> Webhook | Slack | Mail:
-    """Return the receiver without secrets, for display: no mail password, and only the host of a webhook URL."""
+    """Return the receiver of Alertmanager notifications without secrets, for display.
+
+    A mail password is hidden; of a webhook URL, only the scheme and the host remain.
+    """
     if isinstance(receiver, Mail):
         return replace(receiver, password=None if receiver.password is None else _HIDDEN)
     parts = urlsplit(receiver.url)

@@ -32,8 +32,9 @@ def choose(
 ) -> tuple[dict[str, int], list[str]]:
     """Return the port of each program in `names`, and a line for each program that could not get its preferred port.
 
-    With PortChoice.FIXED, the preferred port is the default port; otherwise it is the port of the previous start. The
-    port of the previous start is the second choice, because running trainings still use the address of the service.
+    With PortChoice.FIXED, the preferred port is the default port, and the second choice is the port of the previous
+    start, because running trainings still use this address of the service. Otherwise the preferred port is that of the
+    previous start. If no such port is free, any free port is chosen.
     """
     chosen: dict[str, int] = {}
     notes = []
@@ -51,14 +52,14 @@ def choose(
 
 
 def valid_ports(notes: object) -> dict[str, int]:
-    """Return the valid entries of the saved ports, by program. Invalid entries are ignored."""
+    """Return the port of each program in `notes`, the ports that an earlier start saved. Ignore invalid entries."""
     if not isinstance(notes, dict):
         return {}
     return {str(name): port for name, port in notes.items() if type(port) is int and 0 < port < 65536}
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Return whether a program can listen on `port`."""
+    """Return whether a program can listen on `port` of the address `host`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the programs can use a port in TIME_WAIT, too

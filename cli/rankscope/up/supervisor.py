@@ -139,7 +139,7 @@ class Supervisor:
         return not any(running.is_given_up and running.program.is_essential for running in self._running)
 
     def stop(self) -> None:
-        """Stop the programs in order, each after the previous one has exited.
+        """Stop the programs in the order in which they were started, each after the previous one has exited.
 
         A second stop signal kills all of them.
         """

@@ -28,10 +28,10 @@ from rankscope_dashboards.alerts.alert import Alert
 from rankscope_dashboards.alerts.counters import increased
 
 WINDOW: Final = "2m"
-"""Time for which the counting alert is active after a firing of its rule."""
+"""Time for which the alert that counts firings of a rule is active after a firing."""
 
 KEEP_FIRING_FOR: Final = "1m"
-"""Time for which the comparison alert remains active after the comparison became false."""
+"""Time for which the alert that compares scraped values remains active after the comparison became false."""
 
 MAX_TENSORS: Final = 5
 """Largest number of tensors that the text of an alert names."""
@@ -66,10 +66,11 @@ class RulePromql:
 def anomaly_alerts(
     rules: Sequence[AnomalyRule], *, window: str = WINDOW, keep_firing_for: str = KEEP_FIRING_FOR
 ) -> tuple[Alert, ...]:
-    """Return two alerts for each rule: the comparison alert and the counting alert.
+    """Return two alerts for each rule: one compares scraped values, the other one counts the firings of the rank.
 
-    A firing keeps the counting alert active for `window`, which must be long enough for at least two scrapes. The
-    comparison alert remains active for `keep_firing_for` after the comparison became false.
+    The first one is the comparison alert. It remains active for `keep_firing_for` after the comparison became false.
+    The second one is the counting alert. A firing keeps it active for `window`, which must be long enough for at least
+    two scrapes.
     """
     return tuple(
         alert for rule in rules for alert in (_comparison_alert(rule, keep_firing_for), _counting_alert(rule, window))
@@ -224,13 +225,18 @@ def _threshold(rule: AnomalyRule) -> str:
 
 
 def _latest_step() -> str:
-    """Return a template for the latest step of the rank, because the counters do not contain the step of a firing."""
+    """Return a template that adds the latest step of the rank to the description of an alert.
+
+    The counters of firings do not contain the step of a firing.
+    """
     text = ' The rank is at step {{ . | first | value | printf "%.0f" }}.'
     return _with_query(_series_format(catalogue.STEP, _RANK_LABELS), _RANK_LABELS, text)
 
 
 def _fired_tensors(rule: str, window: str) -> str:
-    """Return a template for the tensors on which the rule fired most often within `window`.
+    """Return a template that adds the tensors on which the rule fired most often to the description of an alert.
+
+    Firings count if they occurred within `window`.
 
     The counter of a tensor appears at the first firing on it, so that `increase` alone would miss this firing.
     """

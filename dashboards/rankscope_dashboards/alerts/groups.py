@@ -185,8 +185,9 @@ def rule_file(
 ) -> dict[str, Any]:
     """Return a Prometheus rule file with all alerts; `rules` are the anomaly rules for which it has alerts.
 
-    `window` is the time for which a counting alert is active after a firing. `keep_firing_for` is the time for which a
-    comparison alert remains active after its comparison became false. `runbooks` is the address of the runbooks page.
+    `window` is the time for which an alert that counts firings is active after a firing. `keep_firing_for` is the time
+    for which an alert that compares scraped values remains active after the comparison became false. `runbooks` is the
+    address of the runbooks page.
     """
     groups = alert_groups(rules, window=window, keep_firing_for=keep_firing_for)
     return {"groups": [group.document(runbooks) for group in groups]}

@@ -29,7 +29,7 @@ from rankscope_dashboards.boards.elements.selectors import ALL_RANKS, RANKS, SER
 UID: Final = "rankscope-run-overview"
 
 ONCE: Final = "attach|warm_up"
-"""Regular expression for values of the label `thread`.
+"""Regular expression for values of the label `thread` in the metric of the CPU time of Rankscope.
 
 It matches work that the monitor does only once, at its start."""
 

@@ -38,8 +38,10 @@ class Waits:
 
 
 def waits_of(records: Records, places: Mapping[int, Place], world: Collection[int]) -> Waits:
-    """Return for which ranks each rank waits, according to the flight records in `records`, and the suspect.
+    """Return for which ranks each rank waits, according to `records`, and the suspect.
 
+    `records` contains the flight record of each rank. The suspect is the rank for which all other ranks wait, or the
+    one rank that made a different call than the others; it is None if no single rank is identified.
     `places` states for each rank with stacks whether it is in a collective. `world` contains all ranks of the job.
     """
     calls = calls_of_note(records)
@@ -71,9 +73,10 @@ def _mismatches(calls: Sequence[Call]) -> list[Call]:
 
 
 def _odd_one_out(mismatches: Sequence[Call]) -> Waits:
-    """Return the one rank that made another call than two or more other ranks, as the suspect.
+    """Return as the suspect the one rank that made a different collective call than all other ranks of its group.
 
-    The result has no suspect if `mismatches` do not identify one such rank.
+    `mismatches` are collectives in which ranks made different calls. A mismatch identifies a rank only if all other
+    ranks, at least two, made the same call. The result has no suspect unless all mismatches identify the same rank.
     """
     found: dict[int, str] = {}
     for call in mismatches:
@@ -156,7 +159,10 @@ def _suspect(edges: Mapping[int, Collection[int]], reached: Mapping[int, Collect
 def _is_cause(
     suspect: int, oldest: Mapping[tuple[int, str], Call], records: Records, places: Mapping[int, Place]
 ) -> bool:
-    """Return whether no flight record or stack shows that the suspect itself waits for another rank."""
+    """Return whether no flight record or stack shows that `suspect` itself waits for another rank.
+
+    `suspect` is the rank for which all other ranks wait.
+    """
     waited = [call for (rank, _), call in oldest.items() if rank == suspect]
     if waited:
         return all(call.waiting == (suspect,) and call.left for call in waited)

@@ -17,7 +17,7 @@ from rankscope_contract.diagnostics.rank_groups import Standing, is_library, own
 from rankscope_contract.diagnostics.stacks import Collective, FlightRecord
 
 MOST_SENTENCES: Final = 5
-"""Maximum number of sentences about collective calls in one text.
+"""Maximum number of sentences about single collective calls that `sentences` returns.
 
 A hang of a job with many groups can involve hundreds of collectives.
 """
@@ -55,7 +55,7 @@ class Call:
 
     @property
     def is_mismatch(self) -> bool:
-        """Return whether ranks made different calls with this sequence number."""
+        """Return whether ranks of the group made different calls with the sequence number of this collective."""
         return len(self.forms) > 1
 
     @property
@@ -121,9 +121,10 @@ def calls_of_note(records: Records) -> list[Call]:
 
 
 def sentences(records: Records, sites: Mapping[int, str] | None = None) -> list[str]:
-    """Return one sentence for each call that `calls_of_note` returns, the probable causes first.
+    """Return sentences about the calls in which ranks wait and the first mismatch of each group.
 
-    After MOST_SENTENCES sentences, one more sentence contains the number of further calls.
+    There is one sentence for each call, the probable causes of the hang first. After five sentences, one more sentence
+    contains the number of further calls.
     """
     calls = calls_of_note(records)
     more = [f"and {len(calls) - MOST_SENTENCES} more collectives in which ranks wait"] * (len(calls) > MOST_SENTENCES)
@@ -238,6 +239,9 @@ def _verb(ranks: Sequence[int], plural: str) -> str:
 
 
 def _order(call: Call, stuck: set[int]) -> tuple[object, ...]:
-    """Return a sort key: mismatches first, then calls that wait for a rank which is not in any collective."""
+    """Return a sort key for collective calls.
+
+    Mismatches come first, then calls in which ranks wait for a rank that is not in any collective.
+    """
     is_cause = call.is_mismatch or any(rank not in stuck for rank in call.missing)
     return not is_cause, not call.is_mismatch, not call.missing, -call.seconds, call.group, call.seq

@@ -17,7 +17,7 @@ from rankscope_contract.diagnostics.collective_format import ranks_in, spans
 from rankscope_contract.diagnostics.stacks import Collective, FlightRecord, Frame, StackDump
 
 MOST_SPANS: Final = 16
-"""Maximum number of spans of consecutive ranks, such as `0-7`, in one text.
+"""Maximum number of spans of consecutive ranks, such as `0-7`, in a list of ranks that is displayed.
 
 Without this limit, a text about every second one of 1,000 ranks would list 500 spans.
 """
@@ -83,7 +83,7 @@ class Group:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the ranks of the group in ascending order."""
+        """Return the ranks that are at this place in the code, in ascending order."""
         return tuple(standing.rank for standing in self.standings)
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ class Group:
 
 
 def grouped(standings: Iterable[Standing]) -> list[Group]:
-    """Return the ranks in groups at the same place. Groups that block other ranks come first."""
+    """Return groups of the ranks that are at the same place in the code. Groups that block other ranks come first."""
     found: dict[tuple[object, ...], list[Standing]] = {}
     for standing in sorted(standings, key=lambda item: item.rank):
         found.setdefault(standing.key, []).append(standing)

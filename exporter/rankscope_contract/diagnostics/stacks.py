@@ -69,17 +69,20 @@ class StackDump:
 
     @property
     def training_thread(self) -> ThreadStack | None:
-        """Return the training thread, or None if the dump does not contain it."""
+        """Return the stack of the training thread, or None if the stacks of the process do not contain it."""
         return next((thread for thread in self.threads if thread.is_training), None)
 
     @property
     def training(self) -> tuple[Frame, ...]:
-        """Return the frames of the training thread, or an empty tuple if the dump does not contain it."""
+        """Return the frames of the training thread; empty if the stacks of the process do not contain this thread."""
         thread = self.training_thread
         return () if thread is None else thread.frames
 
     def document(self) -> dict[str, Any]:
-        """Return the stacks as a JSON document. A frame is [file, line, function]; flags that are false are omitted."""
+        """Return the stacks as a JSON document.
+
+        A frame is [file, line, function]. The flags of a thread, `is_training` and `is_ours`, are omitted if false.
+        """
         threads = []
         for thread in self.threads:
             entry: dict[str, Any] = {"ident": thread.ident, "name": thread.name}
@@ -144,7 +147,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupProgress:
-    """Progress of a rank in one of its process groups."""
+    """One process group of a rank, and the sequence number of the last collective that the rank entered in it."""
 
     id: str
     ranks: str  # such as 0-2,5

@@ -44,7 +44,10 @@ Methods such as `.item` wait for the device only.
 """
 
 _SYSTEM_CALLS: Final = frozenset({"sleep", "read", "readinto", "readline", "write", "select", "poll", "accept"})
-"""Names of methods that block only in the operating system."""
+"""Names of methods that block only in the operating system, such as `read`.
+
+A training thread in such a method is not in a collective.
+"""
 
 _DISPATCHING: Final = frozenset(
     {"builtins", "operator", "_operator", "math", "functools", "_functools", "itertools", "copy", "pickle", "_pickle"}
@@ -57,7 +60,10 @@ Such a function is no proof that a rank does not wait: `float(loss)` waits for t
 
 
 def place_of(dump: StackDump | None) -> Place:
-    """Return whether the training thread of `dump` waits for other ranks; UNKNOWN for None or an empty stack."""
+    """Return whether the training thread waits for other ranks, according to `dump`, the stacks of its process.
+
+    The result is UNKNOWN if `dump` is None or contains no frame of the training thread.
+    """
     thread = None if dump is None else dump.training_thread
     if dump is None or thread is None or not thread.frames:
         return Place.UNKNOWN

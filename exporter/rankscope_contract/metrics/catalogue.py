@@ -62,7 +62,12 @@ STEPS_PLANNED = gauge(
 LOSS = gauge("rankscope_loss", "Latest logged loss.", "loss", scalar="loss")
 LEARNING_RATE = gauge("rankscope_learning_rate", "Learning rate of a parameter group.", "group", scalar="learning_rate")
 GRAD_NORM = gauge("rankscope_grad_norm", "Gradient norm that the training script logged.", scalar="grad_norm")
-SCALAR = gauge("rankscope_scalar", "Latest value of any other logged scalar.", "name", stored_as="scalars.value")
+SCALAR = gauge(
+    "rankscope_scalar",
+    "Latest value of a logged scalar that has no metric of its own.",
+    "name",
+    stored_as="scalars.value",
+)
 TOKENS = counter(
     "rankscope_tokens_total", "Tokens on which this rank has trained.", unit="tokens", scalar="tokens_total"
 )
@@ -81,7 +86,7 @@ PHASE_SECONDS = counter(
 )
 STEP_PHASE_SECONDS = gauge(
     "rankscope_step_phase_seconds",
-    "Duration of each phase of the latest step whose end is known.",
+    "Duration of each phase in one step: the latest step with a known end.",
     phases.LABEL,
     scalar=phases.STEP_PHASE_SECONDS,
 )
@@ -137,7 +142,7 @@ NODE_RANKS = metric(
     "gauge",
     "node",
     "rankscope_node_ranks",
-    "Ranks of a launch on a host. State shown: on this page. State silent: alive, but did not respond in time.",
+    "Ranks of a launch on a host. State shown: metrics on this page. State silent: alive, but did not respond in time.",
     "run host state",
 )
 
@@ -240,7 +245,7 @@ EXPORTER_SCRAPES = service_counter(
 )
 EXPORTER_SAMPLES = service_counter(
     "rankscope_ingest_exporter_samples_total",
-    "Samples read from external exporters. Label how: by the layout of the previous page, or by the full parser.",
+    "Samples read from external exporters. Label how: layout if only the numbers of the page changed, else exact.",
     "how",
 )
 EXPORTER_SAMPLES_DROPPED = service_counter(

@@ -44,6 +44,6 @@ PRE_COLLECTIVE_SECONDS: Final = "pre_collective_seconds"
 PRE_COLLECTIVE_TOTAL: Final = "pre_collective_seconds_total"
 """Names of the scalars that contain the seconds of phases.
 
-`PHASE_SECONDS` and `PRE_COLLECTIVE_TOTAL` are totals since the monitor was attached. The other two are durations in one
-step.
+`PHASE_SECONDS` and `PRE_COLLECTIVE_TOTAL` are totals since the monitor was attached. `STEP_PHASE_SECONDS` and
+`PRE_COLLECTIVE_SECONDS` are durations in one step.
 """

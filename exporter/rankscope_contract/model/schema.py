@@ -107,7 +107,7 @@ COLLECTIVE_FIELDS: Final = (
     Field(
         "state",
         "string",
-        "Progress in the call: left, or entered if the process ended during it; null if torch overwrote its entry.",
+        "Progress in the call: left, or entered if the process ended in it; null if torch overwrote the call's data.",
     ),
     Field("backend", "string", "gloo, nccl, …"),
     Field(
@@ -138,7 +138,7 @@ EVENT_FIELDS: Final = (
     Field("threshold", "float64"),
     Field("pp_stage", "int32"),
     Field("vpp_stage", "int32"),
-    Field("call_id", "int64", "Order of the first occurrence within the step."),
+    Field("call_id", "int64", "Position of the tensor in the order of the calls of the step; null if unknown."),
     Field("message", "string"),
     Field("details", "string", "Details of the event as JSON; the keys depend on the type."),
 )
@@ -195,9 +195,9 @@ TENSOR_DIMENSION_FIELDS: Final = (
 
 
 def _dataset(*fields: Field) -> tuple[Field, ...]:
-    """Return the fields of a dataset: the common fields, then `fields`.
+    """Return the fields of a dataset: the fields that all datasets have, then `fields`.
 
-    A field replaces the common field of the same name.
+    An element of `fields` replaces the field of all datasets that has the same name.
     """
     own = {field.name for field in fields}
     return (*(field for field in COMMON_FIELDS if field.name not in own), *fields)
@@ -243,7 +243,7 @@ If a field of the struct is null, the value of the record's field with the same 
 
 WIRE_VALUE_OPS: Final = ("norm", "min", "max", "mean", "norm_baseline", "mean_baseline")
 WIRE_COUNT_OPS: Final = ("nans", "infs", "zeros", "numel")
-"""Value ops and count ops of a plan that does not name its ops.
+"""Float statistics (value ops) and integer counts (count ops) of a plan that does not name its ops.
 
 The first release wrote such plans, so these lists must never change.
 """
@@ -257,18 +257,18 @@ WIRE_FIELDS: Final = (
     Field(
         "values",
         ListOf("float32"),
-        "Float statistics: the plan's first value op of all tensors, then the second, …; null: no value.",
+        "Float statistics: the first one of the plan for all tensors, then the second one, …; null: no value.",
     ),
     Field(
         "counts",
         ListOf("int64"),
-        "Counts: the plan's first count op of all tensors, and so on. A tensor with null counts has no row.",
+        "Counts: the first one of the plan for all tensors, and so on. Null counts: no row in tensor_stats.",
     ),
     *(Field(name, ListOf(StructOf(fields))) for name, fields in NESTED.items()),
 )
 """Fields of a wire record, which has one row per StepRecord.
 
-If the plan of the record has T tensors and V value ops, `values` has V * T elements.
+If the plan of the record has T tensors and V value ops (float statistics), the field `values` has V * T elements.
 """
 
 WIRE_METADATA: Final = {"rankscope_schema": str(SCHEMA_VERSION)}
@@ -293,7 +293,7 @@ class PlanEntry:
 
     @property
     def label(self) -> str:
-        """Return the name of the tensor for users. A part of a tensor has its index in brackets."""
+        """Return the name of the tensor for users. For a head, expert or tuple slot, its number follows in brackets."""
         return self.tensor if self.index is None else f"{self.tensor}[{self.index}]"
 
 

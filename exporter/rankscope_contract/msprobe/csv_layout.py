@@ -44,7 +44,7 @@ SLOTS: Final[dict[str, dict[str, Kind]]] = {
     "actv": {"input": Kind.ACT_IN, "output": Kind.ACT_OUT},
     "actv_grad": {"input": Kind.ACT_GRAD_IN, "output": Kind.ACT_GRAD_OUT},
 }
-"""Families whose row names end in a slot of the module, such as `.input` or `.output_1`."""
+"""msprobe families with row names that end in an input or output of the module, such as `.input` or `.output_1`."""
 
 CALLS: Final = (Kind.COMM_IN, Kind.COMM_OUT)
 """Kinds whose row names are calls, such as `all_reduce@train.py[23]`.
@@ -53,7 +53,7 @@ msprobe itself writes no readable names for these rows.
 """
 
 MICRO_STEP_FAMILIES: Final = ("actv", "actv_grad", "attention_hook", "moe_router_logit_hook")
-"""Families that always have the column `micro_step`.
+"""msprobe families with CSV files that always have the column `micro_step`.
 
 `grad_unreduced` has this column only if it is measured for each micro-batch.
 """
@@ -84,7 +84,10 @@ FEATURES: Final[dict[str, FeatureFamily]] = {
     family: FeatureFamily(dict(zip(columns, FEATURE_FAMILIES[family], strict=True)), suffix)
     for family, (columns, suffix) in _FEATURE_NAMES.items()
 }
-"""Feature families by name. msprobe's `stable_rank` is the Frobenius norm divided by the spectral norm, not squared."""
+"""msprobe families of numbers that are not tensor statistics, by name.
+
+msprobe's `stable_rank` is the Frobenius norm divided by the spectral norm, not squared.
+"""
 
 SCALARS: Final = "scalars"
 SCALAR_COLUMNS: Final = ("value", "unit", "labels")
@@ -104,7 +107,7 @@ TENSOR_FAMILIES: Final[dict[str, tuple[str, ...]]] = {
     **{family: kinds for family, kinds in FAMILIES.items() if family != OTHER},
     **{kind: (kind,) for kind in OWN_FAMILIES},
 }
-"""Families of tensor statistics, with the kinds in each family."""
+"""Families of CSV files that contain tensor statistics, with the kinds of Rankscope in each family."""
 
 KIND_OF_FAMILY: Final = {family: kinds[0] for family, kinds in TENSOR_FAMILIES.items() if family not in SLOTS}
 
@@ -141,7 +144,7 @@ class RankFolder:
 
 @dataclass(frozen=True, slots=True, order=True)
 class FamilyFile:
-    """Parsed name of a CSV file. The files of a family sort by their first steps."""
+    """Parsed name of one of msprobe's CSV files. Files of the same family sort by the first step in the name."""
 
     family: str
     first: int
@@ -208,7 +211,7 @@ def time_text(moment: dt.datetime, time_zone: str = DEFAULT_TIME_ZONE) -> str:
 
 
 def parse_file(name: str) -> FamilyFile | None:
-    """Return the parsed name of the CSV file of a family, or None if `name` has another form."""
+    """Return the parsed name of one of msprobe's CSV files, or None if `name` has another form."""
     match = _FILE.fullmatch(name)
     if not match:
         return None
@@ -238,9 +241,10 @@ def row_name(kind: str, tensor: str, index: int | None, call_seq: int | None = N
 
 
 def parse_call(name: str) -> tuple[str, int | None, int | None]:
-    """Return (tensor, call number, index) of a row whose kind is in CALLS.
+    """Return (tensor, call number, tuple slot) from `name`, the row name of an input or output of a collective.
 
-    If the name contains no call number, return (name, None, None).
+    The call number and the tuple slot are None if `name` does not contain them. Return (name, None, None) if `name` has
+    another form.
     """
     match = _CALL.fullmatch(name)
     if not match:
@@ -250,12 +254,16 @@ def parse_call(name: str) -> tuple[str, int | None, int | None]:
 
 
 def feature_name(family: str, module: str, index: int | None) -> str:
-    """Return the row name of a feature: the module, the suffix of the family, and the index."""
+    """Return the row name of a number that is not a tensor statistic, such as the attention entropy.
+
+    It consists of the module, the end of the row names of the family (such as `.attention`), and the number `index` of
+    the head or expert, if `index` is not None.
+    """
     return numbered(module + (FEATURES[family].suffix if family in FEATURES else ""), index)
 
 
 def numbered(name: str, index: int | None) -> str:
-    """Return the row name of element `index` of a tensor, or `name` for the whole tensor."""
+    """Return `name`, followed by `_` and the number of the head, expert or tuple slot if `index` is not None."""
     return name if index is None else f"{name}_{index}"
 
 

@@ -14,7 +14,7 @@ from rankscope_contract.model.kinds import Kind
 from rankscope_contract.msprobe.csv_layout import row_name
 
 CSV_KEYS: Final = ("vpp_stage", "name", "step")
-"""The first columns of each file of statistics."""
+"""First columns of each CSV file in which msprobe writes statistics."""
 MICRO_STEP: Final = "micro_step"
 
 STACKS_FILE: Final = "stack_info.csv"
@@ -76,8 +76,9 @@ _MESSAGE: Final = re.compile(
 
 
 class AnomalyTag(NamedTuple):
-    """The elements of the tag of an anomaly record.
+    """Elements of the tag of an msprobe anomaly record: tensor name, task (the kind), and micro-batch.
 
+    Example of a tag: `0:layers.0.input_1:0/rank3/actv`.
     If a text is not a tag, `task` is empty and `name` is the whole text.
     """
 
@@ -87,7 +88,7 @@ class AnomalyTag(NamedTuple):
 
 
 class AnomalyMessage(NamedTuple):
-    """The elements of the message of an anomaly record."""
+    """Elements of the message of an msprobe anomaly record: rule, op, value, and baseline."""
 
     rule: str
     op: str
@@ -104,13 +105,16 @@ def anomaly_tag(
     micro_step: int | None = None,
     vpp_stage: int | None = None,
 ) -> str:
-    """Return the tag of the anomaly record of a tensor."""
+    """Return the tag that identifies a tensor in an msprobe anomaly record.
+
+    Example: `0:layers.0.input_1:0/rank3/actv`.
+    """
     micro = "" if micro_step is None else f":{micro_step}"
     return f"{vpp_stage or 0}:{row_name(kind, tensor, index)}{micro}/rank{rank}/{ANOMALY_TASKS.get(kind, kind)}"
 
 
 def parse_anomaly_tag(tag: str) -> AnomalyTag:
-    """Return the elements of the tag of an anomaly record."""
+    """Return the elements of `tag`, the tag of a tensor in an msprobe anomaly record."""
     parts = _TAG.fullmatch(tag)
     name = _NAME.fullmatch(parts["name"] if parts else tag)
     assert name is not None  # the expression matches any text
@@ -118,7 +122,7 @@ def parse_anomaly_tag(tag: str) -> AnomalyTag:
 
 
 def anomaly_message(*, rule: str | None, tag: str, op: str | None, step: int, value: float, baseline: float) -> str:
-    """Return the message of an anomaly record at msprobe's `step`."""
+    """Return the message of an msprobe anomaly record. `step` is the step number of msprobe."""
     return (
         f"Rule {rule} reports anomaly signal in ('{tag}', '{op}') at step {step}, "
         f"current value {value}, history mean {baseline}."
@@ -126,6 +130,6 @@ def anomaly_message(*, rule: str | None, tag: str, op: str | None, step: int, va
 
 
 def parse_anomaly_message(message: str) -> AnomalyMessage | None:
-    """Return the elements of the message of an anomaly record, or None if the text has another form."""
+    """Return the elements of `message`, the message of an msprobe anomaly record; None if it has another form."""
     found = _MESSAGE.search(message)
     return None if found is None else AnomalyMessage(*found.group("rule", "op", "value", "baseline"))

@@ -21,7 +21,7 @@ FAMILIES: Final[dict[str, tuple[str, ...]]] = {
     "param_updated": (Kind.PARAM_AFTER,),
     "other": (Kind.COMM_IN, Kind.COMM_OUT, Kind.GRAD_CLIPPED, Kind.MOMENTUM),
 }
-"""Families of tensor statistics, and the kinds in each family.
+"""msprobe families of tensor statistics, and the kinds of Rankscope in each family.
 
 The family `other` contains the kinds for which msprobe has no family.
 """
@@ -33,7 +33,10 @@ FEATURE_FAMILIES: Final[dict[str, tuple[str, ...]]] = {
     "moe_router_logit_hook": ("router_entropy",),
     "other": ("direction_agreement",),
 }
-"""Families of features, and the kinds in each family. Features are numbers that are not tensor statistics."""
+"""msprobe families of features, and the kinds of Rankscope in each family.
+
+Features are numbers that are not tensor statistics.
+"""
 
 FAMILY_OF: Final[dict[str, str]] = {kind: family for family, kinds in FAMILIES.items() for kind in kinds}
 

@@ -112,12 +112,12 @@ class RegistrationReply:
     committed: int = NOTHING
 
     def to_json(self) -> str:
-        """Return the reply as the JSON body of the response."""
+        """Return the reply to a registration as the JSON body of the response."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Return the reply in the JSON `text`. Raises ValueError if the text is invalid."""
+        """Return the reply to a registration in the JSON `text`. Raises ValueError if the text is invalid."""
         return _from_json(cls, text)
 
 

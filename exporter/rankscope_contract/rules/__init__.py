@@ -1,7 +1,7 @@
 """Anomaly rules as classes.
 
-To add a rule, add a module to this folder: each `AnomalyRule` subclass in it is registered. A rule is translated into
-several languages and has the same meaning in each of them. Its Python form uses operators only, so the same expression
+To add a rule, add a module to this folder: each `AnomalyRule` subclass in it is registered. A rule exists in
+Python and in PromQL, and has the same meaning in both. Its Python form uses operators only, so the same expression
 works for a float, a torch tensor and a numpy array.
 """
 

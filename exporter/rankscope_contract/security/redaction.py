@@ -32,7 +32,7 @@ _VOCABULARY: Final = frozenset(
     | {"start", "unk", "video", "vision"}
 )
 _SHOWN_LAST_WORDS: Final = frozenset(["dir", "file", "folder", "mode", "name", "path", "type"])
-"""Last words of names whose value is the location or type of a secret, and not the secret itself."""
+"""Last words of names such as `token_file`: the named value is the location or type of a secret, not the secret."""
 
 _LOOKS: Final = re.compile(
     r"(?<=://)[^/?#\s]+(?=@)"  # credentials in a URL

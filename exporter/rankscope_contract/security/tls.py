@@ -59,7 +59,7 @@ def client_context(ca_file: Path | None, cert_file: Path | None, key_file: Path 
 
 
 def reloading_client(ca_file: Path | None, cert_file: Path | None, key_file: Path | None) -> Reloading:
-    """Return client contexts that are reloaded when their files change.
+    """Return a TLS context for clients that is created again when one of its files changes.
 
     Raises WebConfigError if a file cannot be used.
     """
@@ -101,14 +101,17 @@ class Reloading:
     """
 
     def __init__(self, make: MakeFromFiles) -> None:
-        """Create the first context. Raises WebConfigError if a file cannot be used."""
+        """Create the first TLS context with `make`. Raises WebConfigError if a file of the context cannot be used."""
         self._make = make
         self._lock = threading.Lock()
         self._context, self._files = make()
         self._stamps = tuple(map(_stamp, self._files))
 
     def __call__(self) -> ssl.SSLContext:
-        """Return the context for the current content of the files, which is created again if a file has changed."""
+        """Return the TLS context, after creating it again if a certificate, key or CA file has changed.
+
+        If the changed files cannot be used, return the previous context.
+        """
         with self._lock:
             stamps = tuple(map(_stamp, self._files))
             if stamps != self._stamps:

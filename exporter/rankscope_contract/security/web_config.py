@@ -1,7 +1,8 @@
 """Read Prometheus' web configuration file: certificate, client certificates, users.
 
-Both HTTP servers of Rankscope read it. node_exporter, Prometheus and Rankscope can use the same file. An option that
-Rankscope does not support is an error, because a server must not have less protection than its configuration requires.
+The HTTP server of a rank and that of the service read it. node_exporter, Prometheus and Rankscope can use the same
+file. An option that Rankscope does not support is an error, because a server must not have less protection than its
+configuration requires.
 `tls` creates the TLS contexts.
 """
 

@@ -1,4 +1,6 @@
-"""Records on disk that outlive their process. A rank writes them; the service or the next rank on the host reads them.
+"""Records on disk that outlive their process.
+
+A rank writes them. The service, or a process of a rank that starts later on the same host, reads them.
 
     <folder>/<incarnation>/lock                  locked with flock while the process is alive
                            identity.json         identity of the process: its registration

@@ -44,9 +44,10 @@ class FolderLock:
 
     @classmethod
     def take(cls, folder: Path) -> Self | None:
-        """Acquire the lock and return it, or None if another process holds the lock or removed the folder.
+        """Acquire the lock of the spool folder and return it.
 
-        Raises OSError or SpoolError if the file cannot be opened or locked.
+        Return None if another process holds the lock or removed the folder. Raises OSError or SpoolError if the lock
+        file cannot be opened or locked.
         """
         path = folder / LOCK_NAME
         try:
@@ -67,13 +68,16 @@ class FolderLock:
         return cls(descriptor)
 
     def release(self) -> None:
-        """Release the lock. A second call has no effect."""
+        """Release the lock of the spool folder. A second call has no effect."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
     forget = release
-    """Close the file in a forked child. The parent continues to hold the lock, because it has the file open."""
+    """Close the lock file of the spool folder in a forked child.
+
+    The parent continues to hold the lock, because it has the file open.
+    """
 
 
 def _lock(descriptor: int, folder: Path) -> bool:
@@ -165,14 +169,14 @@ class Orphan:
                 path.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Delete the folder and release the lock. Call this after all records were committed."""
+        """Delete the spool folder and release its lock. Call this after a store has committed all records."""
         try:
             remove_folder(self.folder)
         finally:
             self._lock.release()
 
     def release(self) -> None:
-        """Release the lock and leave the files for another reader."""
+        """Release the lock of the spool folder and keep its files, so that another process can read them."""
         self._lock.release()
 
 

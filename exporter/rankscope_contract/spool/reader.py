@@ -94,7 +94,10 @@ class SpoolReader:
         self._reported: set[tuple[str, int]] = set()
 
     def head(self) -> int:
-        """Return the highest sequence number of a complete record, or NOTHING without records. Raises OSError."""
+        """Return the highest sequence number of a complete record, or -1 without records.
+
+        Raises OSError if a file cannot be read.
+        """
         for first, path in reversed(segments(self.folder)):
             records = len(message_ends(self._bytes(path))) - 1
             if records > 0:

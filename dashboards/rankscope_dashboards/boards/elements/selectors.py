@@ -41,7 +41,10 @@ all runs.
 
 
 def ranks(*matchers: str) -> str:
-    """Return the matchers RANKS with additional matchers."""
+    """Return a selector for live and stored metrics of the ranks that are selected in the board.
+
+    `matchers` are additional label matchers of the selector.
+    """
     return _selector(_JOB, _RUN, _RANK, *matchers)
 
 
