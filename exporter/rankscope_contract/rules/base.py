@@ -47,6 +47,10 @@ class AnomalyRule:
         """
         raise NotImplementedError
 
+    def needed_values(self) -> int | None:
+        """Return the number of finite values of a series before its first verdict; None if no baseline is needed."""
+        return None
+
     def check_threshold(self, threshold: Any) -> None:
         """Raise ValueError unless `threshold` is a number other than NaN that a float can represent."""
         try:

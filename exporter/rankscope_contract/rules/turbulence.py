@@ -14,13 +14,15 @@ class AnomalyTurbulence(AnomalyRule):
     """Fires if |x| > baseline · (1 + threshold). With `direction="both"`, also if |x| < baseline / (1 + threshold).
 
     The baseline starts at |x₀| and becomes 0.99 · baseline + 0.01 · |x| after each comparison. Non-finite values never
-    change it. The rule evaluates only `ops`, by default norm and mean.
+    change it. The rule evaluates only `ops`, by default norm and mean. The first `after_values` finite values of a
+    series only form the baseline. If several rules evaluate a series, the smallest `after_values` counts for all.
     """
 
     threshold: float
     direction: Literal["up", "both"] = "up"
     baseline: Literal["ema"] = "ema"
     ops: tuple[str, ...] = JUDGED_OPS
+    after_values: int = 0
 
     def __post_init__(self) -> None:
         AnomalyRule.__post_init__(self)
@@ -32,6 +34,8 @@ class AnomalyTurbulence(AnomalyRule):
         unknown = [op for op in self.ops if op not in JUDGED_OPS]
         if unknown:
             raise ValueError(f"{self.name}: ops must be some of {', '.join(JUDGED_OPS)}, not {', '.join(unknown)}")
+        if isinstance(self.after_values, bool) or not isinstance(self.after_values, int) or self.after_values < 0:
+            raise ValueError(f"{self.name}: after_values must be an integer of at least 0, not {self.after_values!r}")
         object.__setattr__(self, "ops", tuple(self.ops))
 
     def judges(self, kind: str | None, op: str) -> bool:
@@ -50,6 +54,10 @@ class AnomalyTurbulence(AnomalyRule):
         if self.direction == "up":
             return high
         return high | (abs(value) < baseline / (1 + self.threshold))
+
+    def needed_values(self) -> int:
+        """Return `after_values`."""
+        return self.after_values
 
     def limit(self) -> float | None:
         """Return the threshold, which is the allowed relative increase above the baseline."""

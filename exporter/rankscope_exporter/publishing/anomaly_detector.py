@@ -1,7 +1,7 @@
 """Evaluate the rules for all series of a rank together, on the publisher thread, with numpy.
 
 The results are bit-identical to `rankscope_contract.rules.reference`, which evaluates one series at a time. The only
-state of the rules is one float32 baseline per series.
+state of the rules is one float32 baseline per series, and the number of its values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rankscope_contract.model.events import Event, causal_key, causal_micro_step
 from rankscope_contract.model.kinds import CAUSAL_STAGE, COUNT_OPS, JUDGED_OPS, VALUE_OPS
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules import AnomalyRule
-from rankscope_contract.rules.reference import EMA_KEEP, EMA_TAKE, SeriesEvaluator
+from rankscope_contract.rules.reference import EMA_KEEP, EMA_TAKE, SeriesEvaluator, needed_values
 from rankscope_exporter.statistics import Finished
 
 _COUNTS_JUDGED: Final = ("nans", "infs")
@@ -104,6 +104,7 @@ class AnomalyDetector:
         self._owner_of_entry = np.empty(0, np.int64)
         self._scopes: dict[str, tuple[_Scope, ...]] = {}
         self._baselines = np.empty((len(JUDGED_OPS), 0), np.float32)
+        self._missing_values = np.empty((len(JUDGED_OPS), 0), np.int64)
         self._scalars: dict[str, SeriesEvaluator] = {}
         self.extend(entries)
 
@@ -127,6 +128,8 @@ class AnomalyDetector:
         self._owner_of_entry = np.concatenate([self._owner_of_entry, own])
         fresh = np.full((len(JUDGED_OPS), len(added)), math.nan, np.float32)
         self._baselines = np.concatenate([self._baselines, fresh], axis=1)
+        needed = [[needed_values(self._rules, entry.kind, op) for entry in added] for op in JUDGED_OPS]
+        self._missing_values = np.concatenate([self._missing_values, np.array(needed, np.int64)], axis=1)
         self._scopes = {op: self._scopes_of(op) for op in _OPS}
 
     def observe(self, finished: Finished, call_order: Sequence[int] = ()) -> StepVerdict:
@@ -161,7 +164,8 @@ class AnomalyDetector:
         """Update the baselines with the statistics of a step. Return two arrays [len(JUDGED_OPS), entries].
 
         The first array has the previous baselines. The second has the values with which the statistics are compared.
-        They differ only at the first observation, which is compared with itself.
+        They differ only at the first observation, which is compared with itself. Both are NaN until the rules have
+        enough values of a series.
         """
         before = self._baselines
         values = finished.values[_JUDGED_ROWS]
@@ -172,7 +176,12 @@ class AnomalyDetector:
         first = np.isnan(before)
         seen = np.isfinite(values) & finished.present
         self._baselines = np.where(seen, np.where(first, magnitude, moved), before)
-        return before, np.where(first, self._baselines, before)
+        against = np.where(first, self._baselines, before)
+        early = self._missing_values > 0
+        self._missing_values -= seen
+        if not early.any():
+            return before, against
+        return np.where(early, np.float32(math.nan), before), np.where(early, np.float32(math.nan), against)
 
     def _scopes_of(self, op: str) -> tuple[_Scope, ...]:
         scopes = []

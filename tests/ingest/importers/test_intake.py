@@ -32,8 +32,6 @@ from rankscope_storage.api.store import Store
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.connection import connect
 
-RULES = (AnomalyNan(), AnomalyTurbulence(threshold=2.0))
-
 
 def rows(first, last, *, minute=0, rank=None, loss="2.5"):
     """Return Megatron rows of the steps from `first` to `last`, one per second."""
@@ -301,6 +299,7 @@ def test_run_is_named_after_its_log(tmp_path, monkeypatch, path, name):
     assert (name or run_name(tmp_path / path)) == run_name(tmp_path / path)
 
 
+@pytest.mark.parametrize("after_values", [0, 7])
 @settings(deadline=None)
 @given(
     st.lists(
@@ -308,8 +307,9 @@ def test_run_is_named_after_its_log(tmp_path, monkeypatch, path, name):
     ),
     st.integers(1, 40),
 )
-def test_imported_tensors_get_the_events_of_the_reference_evaluator(values, size):
+def test_imported_tensors_get_the_events_of_the_reference_evaluator(after_values, values, size):
     """Baselines and firings of each rank's series equal those of the contract, for any size of the blocks."""
+    rules = (AnomalyNan(), AnomalyTurbulence(threshold=2.0, after_values=after_values))
     table = pa.table(
         {
             "rank": pa.array([rank for rank, *_ in values], pa.int32()),
@@ -321,7 +321,7 @@ def test_imported_tensors_get_the_events_of_the_reference_evaluator(values, size
             "step": pa.array(range(len(values)), pa.int64()),
         }
     )
-    judge, shown, fired = RuleEvaluator(RULES), [], []
+    judge, shown, fired = RuleEvaluator(rules), [], []
     for at in range(0, len(values), size):
         piece = table.slice(at, size)
         stamped = Numbering(run="r", incarnation="i").block(ImportedBlock(records=size, tables={"tensor_stats": piece}))
@@ -334,17 +334,17 @@ def test_imported_tensors_get_the_events_of_the_reference_evaluator(values, size
         given_values = [(step, value) for step, value in mine if value is not None]
         expected = [
             (given_values[firing.position][0], firing.rule.name, firing.value)
-            for firing in evaluate(RULES, "grad_reduced", "norm", [value for _, value in given_values])
+            for firing in evaluate(rules, "grad_reduced", "norm", [value for _, value in given_values])
         ]
         found = [(e["step"], e["rule"], e["value"]) for e in fired if e["rank"] == rank and e["op"] == "norm"]
 
         assert sorted(expected) == sorted(found)
-        evaluator = SeriesEvaluator(RULES, "grad_reduced", "norm")
+        evaluator = SeriesEvaluator(rules, "grad_reduced", "norm")
         for step, value in mine:
-            before = evaluator.baseline
+            compared = evaluator.baseline
             if value is not None:
                 evaluator.observe(value)
-            compared = evaluator.baseline if math.isnan(before) else before
+                compared = evaluator.compared
             assert (None if math.isnan(compared) else compared) == shown[step]
     assert sum(nans > 0 for *_, nans in values) == sum(event["op"] == "nans" for event in fired)
 

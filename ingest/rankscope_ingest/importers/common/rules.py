@@ -15,18 +15,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.events import EventType
-from rankscope_contract.model.kinds import JUDGED_OPS, VALUE_OPS, Kind
+from rankscope_contract.model.kinds import JUDGED_OPS, VALUE_OPS
 from rankscope_contract.rules import AnomalyRule
-from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.reference import SeriesEvaluator
-from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_ingest.base.tables import table_schema
-
-IMPORT_RULES: Final[tuple[AnomalyRule, ...]] = (
-    AnomalyNan(),
-    AnomalyTurbulence(threshold=10.0, kinds=(Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED), ops=("norm",)),
-)
-"""The anomaly rules that are applied to imports: the default rules of a monitored rank."""
 
 _SERIES: Final = ("rank", "attempt", "vpp_stage", "micro_step", "kind", "tensor", "index", "call_seq")
 _PLACE: Final = ("run", "attempt", "rank", "incarnation", "seq", "ordinal", "step", "micro_step", "ts", "ts_origin")
@@ -88,9 +80,8 @@ class RuleEvaluator:
             firings: list[tuple[int, AnomalyRule, float]] = []
             for row, (key, value) in enumerate(zip(keys, values, strict=True)):
                 evaluator = self._evaluators(key)[place]
-                before = evaluator.baseline
                 firing = None if value is None else evaluator.observe(value)
-                baselines.append(_known(evaluator.baseline if math.isnan(before) else before))
+                baselines.append(_known(evaluator.baseline if value is None else evaluator.compared))
                 if firing is not None:
                     firings.append((row, firing.rule, firing.baseline))
             position = table.column_names.index(f"{op}_baseline")

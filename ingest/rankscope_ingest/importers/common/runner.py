@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 
 from rankscope_contract.model.events import EventType, RunState, Severity
 from rankscope_contract.rules import AnomalyRule
+from rankscope_contract.rules.defaults import DEFAULT_RULES
 from rankscope_contract.security.redaction import redacted_json
 from rankscope_ingest.base.tables import FROM_INGEST, constant, rows_table, table_schema
 from rankscope_ingest.importers.common.importer import (
@@ -41,7 +42,7 @@ from rankscope_ingest.importers.common.log_identity import (
     marks,
     stream_of,
 )
-from rankscope_ingest.importers.common.rules import IMPORT_RULES, RuleEvaluator
+from rankscope_ingest.importers.common.rules import RuleEvaluator
 from rankscope_storage.api.store import Batch, Commit
 
 BATCH_RECORDS: Final = 20_000
@@ -92,7 +93,7 @@ def import_records(
     run: str,
     progress: Progress | None = None,
     known: Sequence[KnownImport] | None = None,
-    rules: Sequence[AnomalyRule] = IMPORT_RULES,
+    rules: Sequence[AnomalyRule] = DEFAULT_RULES,
 ) -> ImportReport:
     """Import the log at `path` into the store as the run `run`. Raises IngestError if the log cannot be read.
 
