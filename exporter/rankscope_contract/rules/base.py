@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from rankscope_contract.model.events import Severity
 
@@ -31,6 +31,10 @@ class AnomalyRule:
     def judges(self, kind: str | None, op: str) -> bool:
         """Return whether the rule evaluates the op `op` of tensors of `kind`. `kind` is None for a scalar."""
         raise NotImplementedError
+
+    def for_scalar(self, name: str) -> Self | None:  # noqa: ARG002 - some rules depend on the name
+        """Return the rule that applies to the scalar `name`; None if the rule does not evaluate it."""
+        return self if self.judges(None, "value") else None
 
     def fires(self, op: str, value: Any, baseline: Any) -> Any:
         """Return whether the rule fires for `value` of op `op`: a bool for a float, an array of bool for an array.

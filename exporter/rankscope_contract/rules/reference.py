@@ -65,8 +65,12 @@ class SeriesEvaluator:
     Rules that do not evaluate the kind and op of the series are skipped.
     """
 
-    def __init__(self, rules: Sequence[AnomalyRule], kind: str | None, op: str) -> None:
-        self._judging = [rule for rule in rules if rule.judges(kind, op)]
+    def __init__(self, rules: Sequence[AnomalyRule], kind: str | None, op: str, scalar: str | None = None) -> None:
+        """Create the evaluator. `scalar` is the name of a scalar, for which `kind` is None and `op` is "value"."""
+        if scalar is None:
+            self._judging = [rule for rule in rules if rule.judges(kind, op)]
+        else:
+            self._judging = [rule for each in rules if (rule := each.for_scalar(scalar)) is not None]
         self._op = op
         self._stored_as_float64 = op == "value"  # scalars; statistics of tensors are float32
         self._missing_values = needed_values(self._judging, kind, op)

@@ -39,7 +39,7 @@ Bools = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
 
 MAX_SCALARS: Final = 1000
-"""Largest number of scalar names that are evaluated. It limits the memory if a script creates new names without end."""
+"""Largest number of scalars that are evaluated. It limits the memory if a script creates new names without end."""
 
 
 class Firing(NamedTuple):
@@ -105,7 +105,7 @@ class AnomalyDetector:
         self._scopes: dict[str, tuple[_Scope, ...]] = {}
         self._baselines = np.empty((len(JUDGED_OPS), 0), np.float32)
         self._missing_values = np.empty((len(JUDGED_OPS), 0), np.int64)
-        self._scalars: dict[str, SeriesEvaluator] = {}
+        self._scalars: dict[tuple[str, str | None], SeriesEvaluator] = {}
         self.extend(entries)
 
     def extend(self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None) -> None:
@@ -150,13 +150,16 @@ class AnomalyDetector:
             order = {firing.entry: int(calls[firing.entry]) for firing in firings}
             return StepVerdict(shown, firings, left_out, self._firing(verdicts), order)
 
-    def check_scalar(self, name: str, value: float) -> AnomalyRule | None:
-        """Return the first rule that holds for this value of the scalar `name`; None if no rule holds."""
-        series = self._scalars.get(name)
+    def check_scalar(self, name: str, value: float, labels: str | None = None) -> AnomalyRule | None:
+        """Return the first rule that holds for this value of the scalar `name`; None if no rule holds.
+
+        `labels` is the text of the labels. Each combination of name and labels has its own baseline.
+        """
+        series = self._scalars.get((name, labels))
         if series is None and len(self._scalars) >= MAX_SCALARS:
             return None
         if series is None:
-            series = self._scalars[name] = SeriesEvaluator(self._rules, None, "value")
+            series = self._scalars[name, labels] = SeriesEvaluator(self._rules, None, "value", name)
         firing = series.observe(value)
         return None if firing is None else firing.rule
 

@@ -133,6 +133,33 @@ def test_smallest_number_of_values_counts_for_all_rules_of_a_series():
     assert late is both.observe(9.0).rule
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        *((name, True) for name in ("loss", "train/loss", "lm loss", "valLoss", "eval_losses", "grad_norm", "norm/l2")),
+        *((name, False) for name in ("loss_scale", "loss/seconds", "normal", "glossary", "memory_bytes", "accuracy")),
+    ],
+)
+def test_limit_of_the_nan_rule_applies_to_losses_and_norms(name, expected):
+    rule = AnomalyNan(threshold=10.0).for_scalar(name)
+
+    assert expected == bool(rule.fires("value", 11.0, math.nan))
+    assert rule.fires("value", math.nan, math.nan)
+
+
+def test_turbulence_evaluates_only_the_named_scalars():
+    rule = AnomalyTurbulence(threshold=1.0, scalars=["loss"])
+    fired = {
+        name: [firing.position for value in (1.0, 1.0, 9.0) if (firing := evaluator.observe(value))]
+        for name in ("loss", "grad_norm")
+        for evaluator in [SeriesEvaluator([rule], None, "value", name)]
+    }
+
+    assert {"loss": [2], "grad_norm": []} == fired
+    with pytest.raises(ValueError, match="scalars must be a list of names"):
+        AnomalyTurbulence(threshold=1.0, scalars="loss")
+
+
 @pytest.mark.parametrize("count", [-1, 1.5, True, "9"])
 def test_invalid_number_of_values_is_rejected(count):
     with pytest.raises(ValueError, match="after_values must be an integer of at least 0"):

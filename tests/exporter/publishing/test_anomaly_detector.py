@@ -268,6 +268,13 @@ def test_scalars_are_evaluated_by_scalar_rules():
     ]
 
 
+def test_scalars_with_different_labels_have_separate_baselines():
+    detector = AnomalyDetector([AnomalyTurbulence(threshold=0.5, scalars=("loss",))], [])
+    values = [("a", 1.0), ("b", 9.0), ("a", 1.0), ("b", 9.0), ("a", 2.0)]
+
+    assert [False] * 4 + [True] == [detector.check_scalar("loss", value, label) is not None for label, value in values]
+
+
 def test_empty_plan_has_a_verdict():
     values, counts = np.zeros((len(VALUE_OPS), 0), np.float32), np.zeros((len(COUNT_OPS), 0), np.int64)
     empty = Finished(values, counts, np.zeros(0, np.bool_))

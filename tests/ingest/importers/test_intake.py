@@ -378,6 +378,51 @@ def test_import_applies_the_given_rules(tmp_path, importing):
     )
 
 
+LOGGED = ["loss", "grad_norm", "load_balancing_loss", "params_norm"]
+LOGGED += ["memory_bytes", "tokens_per_second", "loss_scale", "learning_rate"]
+
+
+def scalars(size, **changed):
+    """Return a block with a row of each scalar in LOGGED at each step. `changed` has other values at some steps."""
+    values = [(step, name, changed.get(name, {}).get(step, 1.0)) for step in range(size) for name in LOGGED]
+    table = {
+        "record": pa.array([step for step, *_ in values], pa.int32()),
+        "step": pa.array([step for step, *_ in values], pa.int64()),
+        "rank": pa.array([0] * len(values), pa.int32()),
+        "name": pa.array([name for _, name, _ in values]),
+        "value": pa.array([value for *_, value in values], pa.float64()),
+    }
+    return ImportedBlock(records=size, tables={"scalars": pa.table(table)})
+
+
+def events_of(block, *rules):
+    judged = RuleEvaluator(rules).evaluate(Numbering(run="r", incarnation="i").block(block))
+    return judged["events"].to_pylist() if "events" in judged else []
+
+
+def test_limit_applies_to_losses_and_norms_only():
+    found = events_of(scalars(1, **{name: {0: 1e12} for name in LOGGED}), AnomalyNan(threshold=100.0))
+
+    assert ["grad_norm", "load_balancing_loss", "loss", "params_norm"] == sorted(event["op"] for event in found)
+
+
+def test_rule_with_a_limit_reports_nan_in_every_scalar():
+    found = events_of(scalars(1, **{name: {0: math.nan} for name in LOGGED}), AnomalyNan(threshold=100.0))
+
+    assert sorted(LOGGED) == sorted(event["op"] for event in found)
+    assert {("loss", 100.0), ("memory_bytes", None)} <= {(event["op"], event["threshold"]) for event in found}
+
+
+def test_turbulence_judges_the_named_scalars_only():
+    rules = [AnomalyNan(), AnomalyTurbulence(threshold=4.0, scalars=["loss", "grad_norm"])]
+    changed = {name: {9: 5.5, 12: math.nan} for name in LOGGED if name != "grad_norm"} | {"grad_norm": {10: 8.0}}
+    found = events_of(scalars(20, **changed), *rules)
+    turbulent = [(e["step"], e["op"], e["baseline"], e["threshold"]) for e in found if e["rule"] != "AnomalyNan"]
+
+    assert [(9, "loss", 1.0, 4.0), (10, "grad_norm", 1.0, 4.0)] == sorted(turbulent)
+    assert len(LOGGED) - 1 == sum(event["rule"] == "AnomalyNan" for event in found)
+
+
 def test_known_import_survives_its_json():
     known = KnownImport(
         incarnation="i",
