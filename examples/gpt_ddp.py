@@ -133,7 +133,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--nan-step", type=int, default=60, help="step at which a local gradient becomes NaN")
     parser.add_argument("--nan-rank", type=int, default=1)
-    parser.add_argument("--scale-step", type=int, default=120, help="step at which a local gradient is scaled")
+    parser.add_argument("--scale-step", type=int, default=120, help="step of a scaled local gradient, at least 101")
     parser.add_argument("--scale-rank", type=int, default=0)
     parser.add_argument("--scale-factor", type=float, default=50.0)
     parser.add_argument("--no-faults", action="store_true", help="break nothing")

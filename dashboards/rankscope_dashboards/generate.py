@@ -16,8 +16,9 @@ from typing import Any, Final
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
 from rankscope_contract.model.events import Severity
+from rankscope_contract.rules.defaults import DEFAULT_RULES
 from rankscope_dashboards.alerts.alert import RUNBOOKS
-from rankscope_dashboards.alerts.groups import DEFAULT_RULES, alert_groups, rule_file
+from rankscope_dashboards.alerts.groups import alert_groups, rule_file
 from rankscope_dashboards.boards import boards
 from rankscope_dashboards.deploy.alertmanager import AlertmanagerSettings, Mail, Receiver, Webhook, alertmanager_config
 from rankscope_dashboards.deploy.prometheus import DEFAULT_ALERTMANAGER, PrometheusSettings, as_yaml, prometheus_config

@@ -28,10 +28,16 @@ WAITING_STEPS = (21, 31, 40)
 PLANNED_STEPS = 100_000
 PAUSE_SECONDS = 0.05
 
+GRADIENTS = ["grad_unreduced", "grad_reduced"]
+
 CONFIG = {
     "console": False,
     "quantities": ["parameters", "gradients", "optimizer_state", "hashes"],
     "options": {"hashes": {"every": 1}},
+    "rules": [
+        {"rule_name": "AnomalyNan"},
+        {"rule_name": "AnomalyTurbulence", "args": {"threshold": 10.0, "ops": ["norm"], "kinds": GRADIENTS}},
+    ],
     "throughput": {"peak_tflops": 1, "flops_per_token": 6 * 16 * 4},
 }
 """Return a monitor with the settings that all panels need: hashes, peak FLOP/s of the CPU, FLOPs without tokens."""

@@ -178,10 +178,10 @@ def _logs(path: Path, chosen: Importer | None) -> Iterator[tuple[Path, Importer]
 def _rules(path: Path | None) -> Sequence[AnomalyRule]:
     """Return the anomaly rules in a JSON file, or without a file the default rules."""
     from rankscope_contract.rules import rule_from_config
-    from rankscope_ingest.importers.common.rules import IMPORT_RULES
+    from rankscope_contract.rules.defaults import DEFAULT_RULES
 
     if path is None:
-        return IMPORT_RULES
+        return DEFAULT_RULES
     try:
         entries: Any = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries):

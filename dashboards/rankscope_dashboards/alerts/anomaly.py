@@ -22,6 +22,7 @@ from rankscope_contract.model.events import Severity
 from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.nan import AnomalyNan
+from rankscope_contract.rules.scalars import LIMITED, NOT_LIMITED
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_contract.security.escaping import label_value
 from rankscope_dashboards.alerts.alert import Alert
@@ -150,8 +151,9 @@ def _nonfinite(rule: AnomalyNan, scalar: str) -> Iterable[str]:
     yield f"{scalar} != {scalar}"
     if rule.infs:
         yield f"abs({scalar}) == Inf"
-    if rule.threshold is not None:
-        yield f"abs({scalar}) > on (run, rank) group_left () {_threshold(rule)}"
+    if rule.threshold is not None and scalar != catalogue.LEARNING_RATE.name:
+        limited = f'{{name=~"{LIMITED}", name!~"{NOT_LIMITED}"}}' if scalar == catalogue.SCALAR.name else ""
+        yield f"abs({scalar}{limited}) > on (run, rank) group_left () {_threshold(rule)}"
 
 
 def _any(parts: Iterable[str]) -> str:

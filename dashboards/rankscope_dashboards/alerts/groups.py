@@ -13,10 +13,8 @@ from typing import Any, Final
 
 from rankscope_contract.metrics import catalogue, hardware
 from rankscope_contract.model.events import RunState, Severity
-from rankscope_contract.model.kinds import Kind
 from rankscope_contract.rules import AnomalyRule
-from rankscope_contract.rules.nan import AnomalyNan
-from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_contract.rules.defaults import DEFAULT_RULES
 from rankscope_dashboards.alerts.alert import RUNBOOKS, Alert, AlertGroup
 from rankscope_dashboards.alerts.anomaly import KEEP_FIRING_FOR, WINDOW, anomaly_alerts, rule_disagreement
 from rankscope_dashboards.alerts.counters import increased
@@ -167,13 +165,6 @@ def _new(counter: str) -> str:
     The first sample does not count as an increase: the driver's counter can be above zero before a run starts.
     """
     return f"{_BY} (increase({counter}[{ERROR_WINDOW}])) > 0"
-
-
-DEFAULT_RULES: Final[tuple[AnomalyRule, ...]] = (
-    AnomalyNan(),
-    AnomalyTurbulence(threshold=10.0, kinds=(Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED), ops=("norm",)),
-)
-"""The anomaly rules that a rank evaluates by default. A test compares them with the defaults of the exporter."""
 
 
 def rule_file(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from rankscope_contract.model.events import Severity
 
@@ -32,6 +32,10 @@ class AnomalyRule:
         """Return whether the rule evaluates the op `op` of tensors of `kind`. `kind` is None for a scalar."""
         raise NotImplementedError
 
+    def for_scalar(self, name: str) -> Self | None:  # noqa: ARG002 - some rules depend on the name
+        """Return the rule that applies to the scalar `name`; None if the rule does not evaluate it."""
+        return self if self.judges(None, "value") else None
+
     def fires(self, op: str, value: Any, baseline: Any) -> Any:
         """Return whether the rule fires for `value` of op `op`: a bool for a float, an array of bool for an array.
 
@@ -46,6 +50,10 @@ class AnomalyRule:
         The metric `rankscope_rule_threshold` exports this value.
         """
         raise NotImplementedError
+
+    def needed_values(self) -> int | None:
+        """Return the number of finite values of a series before its first verdict; None if no baseline is needed."""
+        return None
 
     def check_threshold(self, threshold: Any) -> None:
         """Raise ValueError unless `threshold` is a number other than NaN that a float can represent."""

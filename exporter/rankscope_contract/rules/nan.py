@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from rankscope_contract.model.events import Severity
 from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_contract.rules.base import AnomalyRule
+from rankscope_contract.rules.scalars import is_limited
 
 _INFINITY = float("inf")
 
@@ -17,7 +18,8 @@ class AnomalyNan(AnomalyRule):
     """Fires on NaN and Inf; with a `threshold`, also if |x| > threshold. `infs=False` ignores Inf, as msprobe does.
 
     For a tensor the rule evaluates the counts `nans` and `infs`, because the other statistics cover finite elements
-    only. With a threshold it also evaluates these other statistics. For a scalar it evaluates the value.
+    only. With a threshold it also evaluates these other statistics. For a scalar it evaluates the value. The threshold
+    applies to losses and norms, and not to other scalars such as numbers of bytes.
     """
 
     threshold: float | None = None
@@ -40,6 +42,12 @@ class AnomalyNan(AnomalyRule):
         if op == "infs":
             return self.infs
         return op in ("nans", "value") or (op in VALUE_OPS and self.threshold is not None)
+
+    def for_scalar(self, name: str) -> Self | None:
+        """Return the rule for the scalar `name`: without the threshold, unless the scalar is a loss or a norm."""
+        if not self.judges(None, "value"):
+            return None
+        return self if self.threshold is None or is_limited(name) else replace(self, threshold=None)
 
     def fires(self, op: str, value: Any, baseline: Any) -> Any:  # noqa: ARG002 - the signature of every rule
         """Return whether the rule fires.

@@ -44,6 +44,11 @@ def next_baseline(baseline: float, value: float) -> float:
     return to_float32(EMA_KEEP * baseline + EMA_TAKE * abs(value))
 
 
+def needed_values(rules: Sequence[AnomalyRule], kind: str | None, op: str) -> int:
+    """Return the number of finite values of a series of `kind` and `op` before its baseline exists for the rules."""
+    return min((n for rule in rules if rule.judges(kind, op) and (n := rule.needed_values()) is not None), default=0)
+
+
 @dataclass(frozen=True, slots=True)
 class Firing:
     """A firing: the first rule that fired for one value of a series."""
@@ -60,17 +65,27 @@ class SeriesEvaluator:
     Rules that do not evaluate the kind and op of the series are skipped.
     """
 
-    def __init__(self, rules: Sequence[AnomalyRule], kind: str | None, op: str) -> None:
-        self._judging = [rule for rule in rules if rule.judges(kind, op)]
+    def __init__(self, rules: Sequence[AnomalyRule], kind: str | None, op: str, scalar: str | None = None) -> None:
+        """Create the evaluator. `scalar` is the name of a scalar, for which `kind` is None and `op` is "value"."""
+        if scalar is None:
+            self._judging = [rule for rule in rules if rule.judges(kind, op)]
+        else:
+            self._judging = [rule for each in rules if (rule := each.for_scalar(scalar)) is not None]
         self._op = op
         self._stored_as_float64 = op == "value"  # scalars; statistics of tensors are float32
+        self._missing_values = needed_values(self._judging, kind, op)
         self._baseline = math.nan
         self._position = -1
+        self.compared = math.nan
+        """The baseline with which the last value was compared; NaN if there was none."""
 
     @property
     def baseline(self) -> float:
-        """Return the baseline with which the next value is compared; NaN before the first finite value."""
-        return self._baseline
+        """Return the baseline with which the next value is compared.
+
+        It is NaN before the first finite value, and until the rules have enough values.
+        """
+        return math.nan if self._missing_values > 0 else self._baseline
 
     def observe(self, raw: float) -> Firing | None:
         """Return a firing of the first rule, in configured order, that fires for the value `raw`; None if none fires.
@@ -79,12 +94,13 @@ class SeriesEvaluator:
         """
         self._position += 1
         value = raw if self._stored_as_float64 else to_float32(raw)
-        before = self._baseline
-        self._baseline = next_baseline(before, value)
+        before, is_early = self.baseline, self._missing_values > 0
+        self._baseline = next_baseline(self._baseline, value)
+        self._missing_values -= math.isfinite(value)
         # The first value is compared with itself. AnomalyTurbulence therefore never fires for it.
-        against = self._baseline if math.isnan(before) else before
+        self.compared = self._baseline if math.isnan(before) and not is_early else before
         for rule in self._judging:
-            if rule.fires(self._op, value, against):
+            if rule.fires(self._op, value, self.compared):
                 return Firing(self._position, rule, value, before)
         return None
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from rankscope_contract.model.kinds import DEFAULT_OPS, Kind
+from rankscope_contract.model.kinds import DEFAULT_OPS
 from rankscope_contract.rules import AnomalyRule, rule_from_config
-from rankscope_contract.rules.nan import AnomalyNan
-from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_contract.rules.defaults import DEFAULT_RULES
 from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.base.validation import (
     Allowed,
@@ -61,14 +60,6 @@ HangSeconds = Annotated[float, number(_SECONDS, 0, _MOST_SECONDS, "; 0 disables 
 _SWITCH_VARIABLE: Final = "RANKSCOPE_SWITCH_FILE"
 
 DEFAULT_QUANTITIES: Final = ("parameters", "gradients", "optimizer_state")
-
-# A normal gradient norm changes by small factors; ten times its average is not noise. The mean of a gradient is a
-# small difference of large sums. Its ratio to its own average has no meaning, so the default rules ignore it.
-DEFAULT_RULES: Final[tuple[AnomalyRule, ...]] = (
-    AnomalyNan(),
-    AnomalyTurbulence(threshold=10.0, kinds=(Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED), ops=("norm",)),
-)
-
 
 _RULES: Final = list_of(AnomalyRule, "a list of AnomalyRule values such as AnomalyNan()")
 _SOME_SIGNALS: Final = Allowed(

@@ -1,7 +1,7 @@
 """Evaluate the rules for all series of a rank together, on the publisher thread, with numpy.
 
 The results are bit-identical to `rankscope_contract.rules.reference`, which evaluates one series at a time. The only
-state of the rules is one float32 baseline per series.
+state of the rules is one float32 baseline per series, and the number of its values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rankscope_contract.model.events import Event, causal_key, causal_micro_step
 from rankscope_contract.model.kinds import CAUSAL_STAGE, COUNT_OPS, JUDGED_OPS, VALUE_OPS
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules import AnomalyRule
-from rankscope_contract.rules.reference import EMA_KEEP, EMA_TAKE, SeriesEvaluator
+from rankscope_contract.rules.reference import EMA_KEEP, EMA_TAKE, SeriesEvaluator, needed_values
 from rankscope_exporter.statistics import Finished
 
 _COUNTS_JUDGED: Final = ("nans", "infs")
@@ -39,7 +39,7 @@ Bools = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
 
 MAX_SCALARS: Final = 1000
-"""Largest number of scalar names that are evaluated. It limits the memory if a script creates new names without end."""
+"""Largest number of scalars that are evaluated. It limits the memory if a script creates new names without end."""
 
 
 class Firing(NamedTuple):
@@ -105,7 +105,8 @@ class AnomalyDetector:
         self._owner_of_entry = np.empty(0, np.int64)
         self._scopes: dict[str, tuple[_Scope, ...]] = {}
         self._baselines = np.empty((len(JUDGED_OPS), 0), np.float32)
-        self._scalars: dict[str, SeriesEvaluator] = {}
+        self._missing_values = np.empty((len(JUDGED_OPS), 0), np.int64)
+        self._scalars: dict[tuple[str, str | None], SeriesEvaluator] = {}
         self.extend(entries)
 
     def extend(self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None) -> None:
@@ -128,6 +129,8 @@ class AnomalyDetector:
         self._owner_of_entry = np.concatenate([self._owner_of_entry, own])
         fresh = np.full((len(JUDGED_OPS), len(added)), math.nan, np.float32)
         self._baselines = np.concatenate([self._baselines, fresh], axis=1)
+        needed = [[needed_values(self._rules, entry.kind, op) for entry in added] for op in JUDGED_OPS]
+        self._missing_values = np.concatenate([self._missing_values, np.array(needed, np.int64)], axis=1)
         self._scopes = {op: self._scopes_of(op) for op in _OPS}
 
     def observe(self, finished: Finished, call_order: Sequence[int] = ()) -> StepVerdict:
@@ -148,13 +151,16 @@ class AnomalyDetector:
             order = {firing.entry: int(calls[firing.entry]) for firing in firings}
             return StepVerdict(shown, firings, left_out, self._firing(verdicts), order)
 
-    def check_scalar(self, name: str, value: float) -> AnomalyRule | None:
-        """Return the first rule that holds for this value of the scalar `name`; None if no rule holds."""
-        series = self._scalars.get(name)
+    def check_scalar(self, name: str, value: float, labels: str | None = None) -> AnomalyRule | None:
+        """Return the first rule that holds for this value of the scalar `name`; None if no rule holds.
+
+        `labels` is the text of the labels. Each combination of name and labels has its own baseline.
+        """
+        series = self._scalars.get((name, labels))
         if series is None and len(self._scalars) >= MAX_SCALARS:
             return None
         if series is None:
-            series = self._scalars[name] = SeriesEvaluator(self._rules, None, "value")
+            series = self._scalars[name, labels] = SeriesEvaluator(self._rules, None, "value", name)
         firing = series.observe(value)
         return None if firing is None else firing.rule
 
@@ -162,7 +168,8 @@ class AnomalyDetector:
         """Update the baselines with the statistics of a step. Return two arrays [len(JUDGED_OPS), entries].
 
         The first array has the previous baselines. The second has the values with which the statistics are compared.
-        They differ only at the first observation, which is compared with itself.
+        They differ only at the first observation, which is compared with itself. Both are NaN until the rules have
+        enough values of a series.
         """
         before = self._baselines
         values = finished.values[_JUDGED_ROWS]
@@ -173,7 +180,12 @@ class AnomalyDetector:
         first = np.isnan(before)
         seen = np.isfinite(values) & finished.present
         self._baselines = np.where(seen, np.where(first, magnitude, moved), before)
-        return before, np.where(first, self._baselines, before)
+        against = np.where(first, self._baselines, before)
+        early = self._missing_values > 0
+        self._missing_values -= seen
+        if not early.any():
+            return before, against
+        return np.where(early, np.float32(math.nan), before), np.where(early, np.float32(math.nan), against)
 
     def _scopes_of(self, op: str) -> tuple[_Scope, ...]:
         scopes = []

@@ -244,7 +244,7 @@ class Publisher:
 
     def _scalar_anomalies(self, scalars: Sequence[Scalar]) -> Iterator[Event]:
         for scalar in scalars:
-            rule = self._detector.check_scalar(scalar.name, scalar.value)
+            rule = self._detector.check_scalar(scalar.name, scalar.value, scalar.labels_text)
             if rule is not None:
                 yield Event(
                     type=EventType.ANOMALY,

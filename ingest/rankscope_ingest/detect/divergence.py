@@ -333,6 +333,7 @@ def divergence_symptom(found: Sequence[Diverged]) -> Symptom:
         kind=first.kind,
         tensor=first.tensor,
         op="hash",
+        further_subjects=frozenset((REPLICA_DESYNC, item.tensor) for item in found),
         message=first.text + (f" and {len(found) - 1} more tensors" if len(found) > 1 else ""),
         ranks=None if len(first.ranks) == 1 else ranks_text(first.ranks),
     )

@@ -247,6 +247,7 @@ def _incidents(store: Connection, now: float) -> list[tuple[Incident, str]]:
             last_step=details.get("last_step"),
             events=details.get("events", 1),
             ranks=set(details.get("ranks", ())),
+            subjects={(str(rule), str(name)) for rule, name in details.get("subjects", ())},
             cause=None if details.get("cause") is None else str(details["cause"]),
             reports=tuple(map(str, details.get("reports", ()))),
             places=tuple(map(str, details.get("where", ()))),

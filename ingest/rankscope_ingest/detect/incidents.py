@@ -1,9 +1,11 @@
 """Group anomaly events into one incident per cause, and convert failed attempts into incidents.
 
 The module performs no I/O. One cause can produce thousands of events: a bad gradient affects each reduced gradient and
-optimizer moment after it. All anomalies of an attempt whose steps are within `quiet_steps` of each other therefore
-belong to one incident, for every rule, tensor and rank. Another incident is opened after a pause of more than
-`quiet_steps`, or by a later step whose severity is higher than the announced severity.
+optimizer moment after it. Anomalies of an attempt whose steps are within `quiet_steps` of each other belong to one
+incident if they have the same step, or if the same rule fires for the same tensor. NaN and Inf spread to other tensors,
+so they also continue the incident of the step before. A further incident is opened by anomalies of other tensors, after
+a pause of more than `quiet_steps`, and whenever the severity is higher than the announced severity. The same tensor
+opens a further incident if it was normal in between and is then further above its threshold than announced.
 
 The causally first event names the incident. The incident settles when all live ranks have delivered its first step, or
 after `group_wait_seconds`. It is then announced once. After a restart of the service, the incident also waits for ranks
@@ -24,8 +26,9 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
-from rankscope_contract.model.events import RunState
+from rankscope_contract.model.events import REPLICA_DESYNC, RunState
 from rankscope_ingest.runs.incident import (
+    NON_FINITE,
     RUN_FAILED,
     Incident,
     Symptom,
@@ -39,11 +42,14 @@ from rankscope_ingest.runs.root_cause import CLOCKS_DIFFER_MICROSECONDS
 from rankscope_ingest.runs.text import last_reports
 
 ANNOUNCED_PER_HOUR: Final = 30
-"""Maximum number of incident messages per run and hour.
+"""Maximum number of incident messages per run, severity and hour.
 
 Without it, a rule with a bad threshold could cause hundreds of messages. Incidents above the limit are stored and
-counted, but not sent.
+counted, but not sent. Warnings never mute critical incidents.
 """
+
+_WIDESPREAD_EVENTS: Final = 64
+"""Number of anomalies of a rank at one step from which the subjects can be incomplete: a rank sends at most so many."""
 
 _HOUR_SECONDS: Final = 3600.0
 _REMEMBERED: Final = 256
@@ -61,7 +67,7 @@ class IncidentTracker:
         self._quiet_steps = quiet_steps
         self._open: dict[AttemptKey, list[Incident]] = defaultdict(list)
         self._over: deque[Incident] = deque(maxlen=_REMEMBERED)
-        self._announced_at: dict[str, deque[float]] = defaultdict(deque)
+        self._announced_at: dict[tuple[str, str], deque[float]] = defaultdict(deque)
 
     def observe(self, symptom: Symptom, now: float) -> Incident | None:
         """Add a symptom (the first anomaly of a rank at a step) to the incident to which it belongs.
@@ -141,14 +147,24 @@ class IncidentTracker:
         return resolved
 
     def _belongs(self, symptom: Symptom, incident: Incident) -> bool:
-        first, last = incident.first.step, incident.last_step
-        if symptom.step is None or first is None or last is None:
-            return True  # without steps, causes cannot be distinguished
-        if not first - self._quiet_steps <= symptom.step <= last + self._quiet_steps:
+        first, last, step = incident.first.step, incident.last_step, symptom.step
+        if incident.is_settled and _is_worse(symptom, incident):
+            return step is not None and step == first and symptom.subjects <= incident.subjects  # of another rank
+        rules, known = ({rule for rule, _ in one.subjects} for one in (symptom, incident))
+        if (REPLICA_DESYNC in rules) != (REPLICA_DESYNC in known):
+            return False  # replica divergence is exact and found late: it must have its own message
+        if step is None or first is None or last is None:
+            return not incident.is_settled or _shares_subject(symptom, incident)
+        if not first - self._quiet_steps <= step <= last + self._quiet_steps:
             return False
-        # A later step with a higher severity than the announced one opens a new incident. Before the announcement it is
-        # part of it.
-        return not incident.is_settled or symptom.step <= first or not _is_worse(symptom, incident)
+        if step == first:
+            return not incident.is_settled or bool(rules & known) or symptom.urgency < urgency(incident.severity)
+        is_next = first - 1 <= step <= last + 1
+        spreads = not incident.is_settled or NON_FINITE in rules & known
+        if rules & known and (symptom.events >= _WIDESPREAD_EVENTS or (is_next and spreads)):
+            return True
+        # A comparison with a score of NaN is false.
+        return _shares_subject(symptom, incident) and (is_next or not symptom.score > incident.first.score)
 
     def _is_over(self, incident: Incident, live: Mapping[int, int | None]) -> bool:
         if incident.last_step is None:
@@ -156,8 +172,8 @@ class IncidentTracker:
         return _all_passed(live, incident.last_step + self._quiet_steps + 1)
 
     def _apply_rate_limit(self, incident: Incident, now: float) -> None:
-        """Mute the incident if the service sent ANNOUNCED_PER_HOUR messages about its run within the last hour."""
-        times = self._announced_at[incident.first.run]
+        """Mute the incident if ANNOUNCED_PER_HOUR messages of its run and severity were sent within the last hour."""
+        times = self._announced_at[incident.first.run, incident.severity]
         while times and now - times[0] >= _HOUR_SECONDS:
             times.popleft()
         incident.is_muted = len(times) >= ANNOUNCED_PER_HOUR
@@ -170,9 +186,17 @@ def _is_worse(symptom: Symptom, incident: Incident) -> bool:
     return symptom.urgency > urgency(incident.severity)
 
 
+def _shares_subject(symptom: Symptom, incident: Incident) -> bool:
+    """Return whether a rule fired for a tensor of the incident; before the announcement, whether any rule did."""
+    if incident.is_settled:
+        return not symptom.subjects.isdisjoint(incident.subjects)
+    return not {name for _, name in symptom.subjects}.isdisjoint(name for _, name in incident.subjects)
+
+
 def _join(incident: Incident, symptom: Symptom, now: float) -> None:
     incident.seen_at = now
     incident.events += symptom.events
+    incident.subjects |= symptom.subjects
     if symptom.rank is not None:
         incident.ranks.add(symptom.rank)
     if symptom.step is not None:

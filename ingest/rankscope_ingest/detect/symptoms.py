@@ -6,6 +6,7 @@ The computation is vectorised with Arrow, because one NaN can cause thousands of
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ import pyarrow.compute as pc
 from rankscope_contract.model.events import NO_CALL, EventType, causal_key, causal_micro_step, causal_stage
 from rankscope_contract.model.kinds import CAUSAL_STAGE
 from rankscope_ingest.reporting.rows import SYMPTOM_COLUMNS
-from rankscope_ingest.runs.incident import SEVERITIES, Symptom, urgency
+from rankscope_ingest.runs.incident import NON_FINITE, SEVERITIES, Subject, Symptom, urgency
 
 
 def parse_details(text: str | None) -> dict[str, Any]:
@@ -71,7 +72,11 @@ def symptoms(events: pa.Table | None) -> list[Symptom]:
     worst = np.maximum.reduceat(_by_word(anomalies["severity"], urgency).astype(np.int64)[order], firsts)
     counts = np.diff(np.append(firsts, len(order)))
     rows = anomalies.take(pa.array(order[firsts])).to_pylist()
-    return [_symptom(row, int(level), int(count)) for row, level, count in zip(rows, worst, counts, strict=True)]
+    subjects = _subjects(anomalies)
+    return [
+        _symptom(row, int(level), int(count), frozenset(subjects[row["step"]]))
+        for row, level, count in zip(rows, worst, counts, strict=True)
+    ]
 
 
 def firings(events: pa.Table | None) -> dict[tuple[str, str], int]:
@@ -86,7 +91,23 @@ def firings(events: pa.Table | None) -> dict[tuple[str, str], int]:
     return {(row["rule"], row["kind"] or ""): row["count_all"] for row in counts.to_pylist()}
 
 
-def _symptom(row: dict[str, Any], level: int, count: int) -> Symptom:
+def _subjects(anomalies: pa.Table) -> dict[int | None, set[Subject]]:
+    """Return the subjects of all anomalies of each step."""
+    is_count = pc.is_in(anomalies["op"].cast(pa.string()), pa.array(["nans", "infs"]))
+    is_non_finite = pc.or_(is_count, pc.invert(pc.is_finite(pc.fill_null(anomalies["value"], 0.0))))
+    rule, tensor, op = (pc.fill_null(anomalies[name].cast(pa.string()), "") for name in ("rule", "tensor", "op"))
+    columns = {
+        "step": anomalies["step"],
+        "rule": pc.if_else(is_non_finite, NON_FINITE, rule),
+        "name": pc.if_else(pc.equal(tensor, ""), op, tensor),
+    }
+    found: dict[int | None, set[Subject]] = defaultdict(set)
+    for row in pa.table(columns).group_by(list(columns)).aggregate([]).to_pylist():
+        found[row["step"]].add((row["rule"], row["name"]))
+    return found
+
+
+def _symptom(row: dict[str, Any], level: int, count: int, subjects: frozenset[Subject]) -> Symptom:
     return Symptom(
         run=row["run"],
         attempt=row["attempt"],
@@ -102,6 +123,7 @@ def _symptom(row: dict[str, Any], level: int, count: int) -> Symptom:
             call_id=row["call_id"],
         ),
         events=count,
+        further_subjects=subjects,
         message=row["message"],
         **{name: row[name] for name in SYMPTOM_COLUMNS},
     )

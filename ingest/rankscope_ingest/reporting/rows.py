@@ -25,6 +25,9 @@ from rankscope_ingest.runs.text import headline
 
 LIVE: Final = "live"
 
+MAX_SUBJECTS: Final = 200
+"""Maximum number of pairs of rule and tensor that the event of an incident contains."""
+
 SYMPTOM_COLUMNS: Final = ("rule", "kind", "tensor", "op", "value", "baseline", "threshold")
 """Columns of the dataset `events` that describe an anomaly. Fields of the class `Symptom` have the same names."""
 
@@ -97,6 +100,7 @@ def incident_row(incident: Incident, state: str, stamp: Stamp) -> Row:
         "events": incident.events,
         "ranks": sorted(incident.ranks),
         "last_step": incident.last_step,
+        "subjects": sorted(incident.subjects)[:MAX_SUBJECTS],
         **{name: value for name, value in evidence.items() if value},
     }
     columns = {name: getattr(first, name) for name in ("run", "attempt", "rank", "step", *SYMPTOM_COLUMNS)}

@@ -7,6 +7,7 @@ the failure or stall of one attempt. Rows of `events` and notifications are buil
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -25,6 +26,12 @@ NOTIFIED: Final = "notified"
 UNDELIVERED: Final = "undelivered"
 MUTED: Final = "muted"
 RESOLVED: Final = "resolved"
+
+NON_FINITE: Final = "non-finite"
+"""Stands for the rule in a subject if the value is NaN or infinite, because such values spread to other tensors."""
+
+Subject = tuple[str, str]
+"""The rule that fired, or NON_FINITE, and the tensor or scalar for which it fired."""
 
 SEVERITIES: Final = (Severity.INFO, Severity.WARNING, Severity.CRITICAL)
 """Severities in ascending order. An unknown severity of a newer release counts as the lowest one."""
@@ -50,6 +57,22 @@ class Symptom:
     threshold: float | None = None
     message: str | None = None
     ranks: str | None = None  # text such as `ranks 0-1`, if several ranks are concerned
+    further_subjects: frozenset[Subject] = frozenset()  # of all anomalies of the step
+
+    @property
+    def subjects(self) -> frozenset[Subject]:
+        """Return the subjects of all anomalies of the step."""
+        is_non_finite = self.op in {"nans", "infs"} or not math.isfinite(self.value or 0.0)
+        own = NON_FINITE if is_non_finite else self.rule or "", self.tensor or self.op or ""
+        return self.further_subjects | {own}
+
+    @property
+    def score(self) -> float:
+        """Return the value divided by the largest allowed value; NaN if the rule has no threshold."""
+        if self.value is None or not self.threshold:
+            return math.nan
+        allowed = self.threshold if self.baseline is None else self.baseline * (1 + self.threshold)
+        return abs(self.value) / allowed if allowed else math.inf
 
     @property
     def ranks_named(self) -> str:
@@ -78,6 +101,7 @@ class Incident:
     seen_at: float = 0.0  # time of its latest anomaly, in monotonic seconds
     events: int = 0
     ranks: set[int] = field(default_factory=set)
+    subjects: set[Subject] = field(default_factory=set)
     is_settled: bool = False
     is_muted: bool = False
     is_last_before_mute: bool = False
@@ -85,6 +109,9 @@ class Incident:
     reports: tuple[str, ...] = ()  # last step and report of each rank, if no rank is singled out
     places: tuple[str, ...] = ()  # the collectives and source lines in which ranks wait
     fixed_key: str | None = None  # set when the incident settles, so that an earlier cause does not change the key
+
+    def __post_init__(self) -> None:
+        self.subjects |= self.first.subjects
 
     @property
     def attempt_key(self) -> AttemptKey:

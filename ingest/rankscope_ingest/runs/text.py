@@ -37,7 +37,9 @@ _SILENT: Final = "stopped responding without an exit report"
 _UNSEEN: Final = "did not respond after the service restarted (ended or killed while it was down)"
 NO_SUCCESS: Final = "ended without reporting success"
 SENT_AGAIN: Final = "(Sent again: the service stopped before it could confirm the delivery.)"
-MUTE_FOLLOWS: Final = "(This run has many incidents: further ones are stored but not sent for up to an hour.)"
+MUTE_FOLLOWS: Final = (
+    "(This run has many incidents of this severity: further ones are stored but not sent for up to an hour.)"
+)
 
 
 # Reasons of states.

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope_contract.rules import AnomalyRule, rule_classes, rule_from_config
+from rankscope_contract.rules.defaults import DEFAULT_RULES
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.reference import SeriesEvaluator, evaluate, next_baseline, to_float32
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
@@ -106,6 +107,63 @@ def test_turbulence_does_not_fire_without_value_or_baseline():
 
         assert not rule.fires("norm", 1e30, math.nan)
         assert not rule.fires("norm", math.nan, 1.0)
+
+
+@pytest.mark.parametrize(("values", "expected"), [(99, []), (100, [100])])
+def test_default_turbulence_fires_from_the_101st_value_on(values, expected):
+    series = [1.0] * values + [50.0]
+
+    assert expected == [f.position for f in evaluate(DEFAULT_RULES, "grad_reduced", "norm", series)]
+    assert [] == list(evaluate(DEFAULT_RULES, "grad_reduced", "norm", [1.0] * 200 + [26.0]))
+
+
+def test_explicit_turbulence_threshold_fires_from_the_second_value_on():
+    assert [1] == [f.position for f in evaluate([AnomalyTurbulence(threshold=5.0)], "act_out", "norm", [1.0, 9.0])]
+
+
+def test_smallest_number_of_values_counts_for_all_rules_of_a_series():
+    """The rules of a series share one baseline, which is on the metrics page and in the store."""
+    late, early = (AnomalyTurbulence(name=str(n), threshold=5.0, after_values=n, ops=("norm",)) for n in (9, 2))
+    alone, both = SeriesEvaluator([late], "act_out", "norm"), SeriesEvaluator([late, early], "act_out", "norm")
+    for evaluator in (alone, both):
+        for _ in range(2):
+            evaluator.observe(1.0)
+
+    assert (True, 1.0) == (math.isnan(alone.baseline), both.baseline)
+    assert late is both.observe(9.0).rule
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        *((name, True) for name in ("loss", "train/loss", "lm loss", "valLoss", "eval_losses", "grad_norm", "norm/l2")),
+        *((name, False) for name in ("loss_scale", "loss/seconds", "normal", "glossary", "memory_bytes", "accuracy")),
+    ],
+)
+def test_limit_of_the_nan_rule_applies_to_losses_and_norms(name, expected):
+    rule = AnomalyNan(threshold=10.0).for_scalar(name)
+
+    assert expected == bool(rule.fires("value", 11.0, math.nan))
+    assert rule.fires("value", math.nan, math.nan)
+
+
+def test_turbulence_evaluates_only_the_named_scalars():
+    rule = AnomalyTurbulence(threshold=1.0, scalars=["loss"])
+    fired = {
+        name: [firing.position for value in (1.0, 1.0, 9.0) if (firing := evaluator.observe(value))]
+        for name in ("loss", "grad_norm")
+        for evaluator in [SeriesEvaluator([rule], None, "value", name)]
+    }
+
+    assert {"loss": [2], "grad_norm": []} == fired
+    with pytest.raises(ValueError, match="scalars must be a list of names"):
+        AnomalyTurbulence(threshold=1.0, scalars="loss")
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, True, "9"])
+def test_invalid_number_of_values_is_rejected(count):
+    with pytest.raises(ValueError, match="after_values must be an integer of at least 0"):
+        AnomalyTurbulence(threshold=5.0, after_values=count)
 
 
 def test_turbulence_does_not_fire_at_the_first_finite_value():

@@ -193,6 +193,11 @@ def nan():
     )
     loss = {series("rankscope_loss", **RANK, loss="lm"): "1000 -1001", **limit}
     yield scenario("a logged scalar above the threshold", loss, {0: [], 1: [RANK]}, limited)
+    for number, name in enumerate(("aux_loss", "params_norm", "loss_scale", "memory_bytes")):
+        given = {series("rankscope_scalar", **RANK, name=name): "1000 1001", **limit}
+        yield scenario(f"the limit and the scalar {name}", given, {0: [], 1: [RANK] if number < 2 else []}, limited)
+    rate = {series("rankscope_learning_rate", **RANK, group="0"): "1001", **limit}
+    yield scenario("the limit does not apply to the learning rate", rate, {0: []}, limited)
     seed = [AnomalyNan(infs=False)]
     given = {series("rankscope_tensor_value", **OF_W, op="infs"): "3", series("rankscope_loss", **RANK): "Inf"}
     yield scenario("msprobe's rule ignores infinity", given, {0: []}, seed)

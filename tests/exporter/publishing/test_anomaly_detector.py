@@ -16,8 +16,9 @@ from tests.properties import examples
 from rankscope_contract.model.kinds import COUNT_OPS, JUDGED_OPS, VALUE_OPS
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules import rule_from_config
+from rankscope_contract.rules.defaults import DEFAULT_RULES
 from rankscope_contract.rules.nan import AnomalyNan
-from rankscope_contract.rules.reference import evaluate, next_baseline, to_float32
+from rankscope_contract.rules.reference import evaluate, needed_values, next_baseline, to_float32
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector
 from rankscope_exporter.statistics import Finished
@@ -41,6 +42,7 @@ turbulence = st.builds(
     direction=st.sampled_from(["up", "both"]),
     ops=st.sampled_from([("norm", "mean"), ("norm",), ("mean",)]),
     kinds=some_kinds,
+    after_values=st.sampled_from([0, 0, 1, 3]),
     name=st.uuids().map(str),
 )
 nan = st.builds(
@@ -125,17 +127,33 @@ def test_baselines_equal_the_reference_evaluator(story):
     rules, kinds, steps = story
     detector = AnomalyDetector(rules, plan(kinds))
     own = {(op, entry): math.nan for op in JUDGED_OPS for entry in range(len(kinds))}
+    seen = dict.fromkeys(own, 0)
     for step in steps:
         shown = detector.observe(finished(step)).baselines
+        counts = seen.copy()
         for row, op in enumerate(JUDGED_OPS):
             for entry, (present, values, _) in enumerate(step):
                 if not present:
                     assert math.isnan(shown[row, entry])
                     continue
+                seen[op, entry] += math.isfinite(values[VALUE_OPS.index(op)])
                 before = own[op, entry]
                 own[op, entry] = after = next_baseline(before, to_float32(values[VALUE_OPS.index(op)]))
 
-                assert bits(after if math.isnan(before) else before) == bits(float(shown[row, entry]))
+                if counts[op, entry] < needed_values(rules, kinds[entry], op):
+                    assert math.isnan(shown[row, entry])
+                else:
+                    assert bits(after if math.isnan(before) else before) == bits(float(shown[row, entry]))
+
+
+def test_default_rules_give_no_verdict_on_the_first_100_values():
+    """An absent, null or infinite value does not count."""
+    steps = [norm_of(1.0)] * 50 + [norm_of(50.0)] + [norm_of(NULL), norm_of(math.inf), norm_of(1.0, present=False)]
+    steps += [norm_of(1.0)] * 48 + [norm_of(500.0), norm_of(500.0)]
+    verdicts = one_entry(DEFAULT_RULES, steps)
+
+    assert [len(steps) - 1] == [at for at, verdict in enumerate(verdicts) if verdict.firings]
+    assert 102 == sum(math.isnan(verdict.baselines[0, 0]) for verdict in verdicts) - 1
 
 
 @pytest.mark.parametrize("vector", json.loads(VECTORS.read_text())["series"], ids=lambda v: v["id"])
@@ -248,6 +266,13 @@ def test_scalars_are_evaluated_by_scalar_rules():
         rule and rule.name
         for rule in (detector.check_scalar("loss", value) for value in (1.0, 100.0, math.nan, -math.inf))
     ]
+
+
+def test_scalars_with_different_labels_have_separate_baselines():
+    detector = AnomalyDetector([AnomalyTurbulence(threshold=0.5, scalars=("loss",))], [])
+    values = [("a", 1.0), ("b", 9.0), ("a", 1.0), ("b", 9.0), ("a", 2.0)]
+
+    assert [False] * 4 + [True] == [detector.check_scalar("loss", value, label) is not None for label, value in values]
 
 
 def test_empty_plan_has_a_verdict():

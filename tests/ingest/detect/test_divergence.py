@@ -250,6 +250,24 @@ async def test_service_stores_events_and_one_incident_also_after_a_restart(start
         assert [(2, "a")] == [(row["rank"], row["tensor"]) for row in changes]
 
 
+async def test_late_divergence_after_a_warning_has_its_own_incident(start_service, fake_rank, eventually):
+    """A rank delivers step 201 only after the warning of step 216 was announced."""
+    warning = {"type": "anomaly", "severity": "warning", "rule": "AnomalyTurbulence", "kind": "act_out", "tensor": "b"}
+    incidents = "SELECT rule, step, severity FROM events WHERE type = 'incident' GROUP BY ALL ORDER BY step"
+    async with contextlib.AsyncExitStack() as stack, start_service() as service:
+        ranks = await ranks_of(fake_rank, service, stack)
+        for rank in ranks[:2]:
+            rank.publish(step=201, hashes=wire(a=7, b=3))
+        ranks[0].publish(step=216, events=[warning])
+        await eventually(lambda: service.rows(incidents))
+        ranks[2].publish(step=201, hashes=wire(a=7, b=4))
+        found = await eventually(lambda: len(rows := service.rows(incidents)) > 1 and rows)
+
+    assert [(REPLICA_DESYNC, 201, "critical"), ("AnomalyTurbulence", 216, "warning")] == [
+        (row["rule"], row["step"], row["severity"]) for row in found
+    ]
+
+
 @pytest.mark.parametrize("text", ["{", "{}", '{"hashes": 3}', '{"hashes": {"zz": [0]}}', '{"hashes": {"07": [0]}}'])
 def test_malformed_divergence_events_are_ignored_at_the_start(text):
     class Reader:

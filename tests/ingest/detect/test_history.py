@@ -105,6 +105,7 @@ def some_incident(step=60, severity="critical"):
         causal=(step,),
         rule="AnomalyNan",
         tensor="w",
+        further_subjects=frozenset({("AnomalyNan", "v")}),
         events=3,
     )
     incidents = IncidentTracker(group_wait_seconds=0, quiet_steps=20)
@@ -217,6 +218,7 @@ def test_incident_is_restored_in_its_last_state(store_and_read, states, still_op
     assert (still_open, past, unsent) == tuple(map(len, lists))
     for found in itertools.chain(*lists):
         assert (incident.key, {1}, 60, 3) == (found.key, found.ranks, found.last_step, found.events)
+        assert incident.subjects == found.subjects
         assert message(incident).title == message(found).title
 
 

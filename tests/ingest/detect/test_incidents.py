@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pyarrow as pa
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,6 +101,93 @@ def test_critical_step_after_an_announced_warning_opens_one_incident():
     assert [True, False, False] == opened
 
 
+@pytest.mark.parametrize("rule", ["ReplicaDesync", "AnomalyNan"])
+@pytest.mark.parametrize("step", [196, 201, 215, 216, 217, 236])
+@pytest.mark.parametrize("is_past", [False, True])
+def test_late_critical_event_is_not_absorbed_by_a_settled_warning(rule, step, is_past):
+    incidents = tracker()
+    incidents.observe(symptom(216, severity="warning", rule="AnomalyTurbulence", tensor="v"), 0.0)
+    incidents.settle(1.0, {})
+    if is_past:
+        incidents.resolve(live(r0=300))
+    opened = incidents.observe(symptom(step, rule=rule), 2.0)
+
+    assert opened is not None
+    assert [(rule, step)] == [(i.first.rule, i.first.step) for i in incidents.settle(3.5, {})]
+
+
+def test_replica_divergence_has_its_own_incident_before_the_announcement():
+    incidents = tracker()
+    incidents.observe(symptom(201, severity="warning", rule="AnomalyTurbulence"), 0.0)
+    incidents.observe(symptom(201, rule="ReplicaDesync"), 0.1)
+
+    assert ["AnomalyTurbulence", "ReplicaDesync"] == [i.first.rule for i in incidents.settle(2.0, {})]
+
+
+def spike(step, tensor="w", *, value=100.0, **changes):
+    """Return a warning about a norm whose baseline is 1, so that the largest allowed value is 26."""
+    made = symptom(step, severity="warning", rule="AnomalyTurbulence", tensor=tensor, **changes)
+    return dataclasses.replace(made, op="norm", value=value, baseline=1.0, threshold=25.0)
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        pytest.param(spike(65, "v"), id="another tensor"),
+        pytest.param(spike(61, "v"), id="another tensor at the next step"),
+        pytest.param(spike(55, "v"), id="another tensor at an earlier step"),
+        pytest.param(spike(65, value=1300.0), id="a larger spike of the same tensor"),
+        pytest.param(dataclasses.replace(spike(61), rule="Other"), id="another rule"),
+    ],
+)
+def test_false_alarm_does_not_hide_later_anomalies(later):
+    incidents = tracker()
+    incidents.observe(spike(60, value=27.0), 0.0)
+    incidents.settle(1.0, {})
+    incidents.observe(later, 2.0)
+
+    assert [later] == [incident.first for incident in incidents.unsettled()]
+
+
+def test_anomalies_of_different_tensors_that_arrive_together_are_separate():
+    incidents = tracker()
+    for one in (spike(60), spike(65, "v"), spike(70)):
+        incidents.observe(one, 0.0)
+
+    assert [("w", 2), ("v", 1)] == [(i.first.tensor, i.events) for i in incidents.settle(1.0, {})]
+
+
+def test_growing_divergence_of_the_same_tensors_is_one_incident():
+    incidents = tracker()
+    incidents.observe(spike(60, value=27.0), 0.0)
+    incidents.settle(1.0, {})
+    spread = [dataclasses.replace(spike(60 + n, value=27.0 * 2**n), further_subjects=subjects(n)) for n in range(1, 20)]
+
+    assert [None] * 19 == [incidents.observe(one, 2.0) for one in spread]
+
+
+def subjects(count):
+    return frozenset(("AnomalyTurbulence", f"t{n}") for n in range(count))
+
+
+def test_nan_spreads_to_other_tensors_and_ranks_within_one_incident():
+    incidents = tracker()
+    incidents.observe(dataclasses.replace(symptom(60, rank=1), op="nans", value=1.0), 0.0)
+    incidents.settle(1.0, {})
+    spread = [dataclasses.replace(symptom(step, tensor=f"t{step}"), op="nans", value=9.0) for step in range(61, 90)]
+
+    assert [None] * 29 == [incidents.observe(one, 2.0) for one in spread]
+    assert incidents.observe(dataclasses.replace(symptom(100, tensor="u"), op="nans", value=9.0), 3.0) is not None
+
+
+def test_anomaly_without_a_step_does_not_hide_later_anomalies():
+    incidents = tracker()
+    incidents.observe(dataclasses.replace(symptom(None, tensor=None), op="temperature"), 0.0)
+    incidents.settle(2.0, {})
+
+    assert incidents.observe(symptom(60), 3.0) is not None
+
+
 def test_critical_step_before_the_announcement_joins_the_incident():
     incidents = tracker()
     incidents.observe(symptom(60, severity="warning", rule="AnomalyTurbulence"), 0.0)
@@ -180,6 +268,16 @@ def test_flood_of_incidents_is_muted_and_the_last_message_announces_it():
     assert [False] * ANNOUNCED_PER_HOUR + [True] * 5 == [incident.is_muted for incident in settled]
     assert not later.is_muted
     assert [ANNOUNCED_PER_HOUR - 1] == [n for n, i in enumerate(settled) if MUTE_FOLLOWS in message(i).body]
+
+
+def test_flood_of_warnings_does_not_mute_a_critical_incident():
+    incidents = tracker()
+    for number in range(ANNOUNCED_PER_HOUR + 1):
+        incidents.observe(symptom(100 * number, severity="warning"), 0.0)
+    incidents.settle(1.0, {})
+    incidents.observe(symptom(100_000), 2.0)
+
+    assert [False] == [incident.is_muted for incident in incidents.settle(3.0, {})]
 
 
 def test_message_contains_run_rank_tensor_kind_and_step():

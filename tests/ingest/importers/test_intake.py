@@ -32,8 +32,6 @@ from rankscope_storage.api.store import Store
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.connection import connect
 
-RULES = (AnomalyNan(), AnomalyTurbulence(threshold=2.0))
-
 
 def rows(first, last, *, minute=0, rank=None, loss="2.5"):
     """Return Megatron rows of the steps from `first` to `last`, one per second."""
@@ -301,6 +299,7 @@ def test_run_is_named_after_its_log(tmp_path, monkeypatch, path, name):
     assert (name or run_name(tmp_path / path)) == run_name(tmp_path / path)
 
 
+@pytest.mark.parametrize("after_values", [0, 7])
 @settings(deadline=None)
 @given(
     st.lists(
@@ -308,8 +307,9 @@ def test_run_is_named_after_its_log(tmp_path, monkeypatch, path, name):
     ),
     st.integers(1, 40),
 )
-def test_imported_tensors_get_the_events_of_the_reference_evaluator(values, size):
+def test_imported_tensors_get_the_events_of_the_reference_evaluator(after_values, values, size):
     """Baselines and firings of each rank's series equal those of the contract, for any size of the blocks."""
+    rules = (AnomalyNan(), AnomalyTurbulence(threshold=2.0, after_values=after_values))
     table = pa.table(
         {
             "rank": pa.array([rank for rank, *_ in values], pa.int32()),
@@ -321,7 +321,7 @@ def test_imported_tensors_get_the_events_of_the_reference_evaluator(values, size
             "step": pa.array(range(len(values)), pa.int64()),
         }
     )
-    judge, shown, fired = RuleEvaluator(RULES), [], []
+    judge, shown, fired = RuleEvaluator(rules), [], []
     for at in range(0, len(values), size):
         piece = table.slice(at, size)
         stamped = Numbering(run="r", incarnation="i").block(ImportedBlock(records=size, tables={"tensor_stats": piece}))
@@ -334,17 +334,17 @@ def test_imported_tensors_get_the_events_of_the_reference_evaluator(values, size
         given_values = [(step, value) for step, value in mine if value is not None]
         expected = [
             (given_values[firing.position][0], firing.rule.name, firing.value)
-            for firing in evaluate(RULES, "grad_reduced", "norm", [value for _, value in given_values])
+            for firing in evaluate(rules, "grad_reduced", "norm", [value for _, value in given_values])
         ]
         found = [(e["step"], e["rule"], e["value"]) for e in fired if e["rank"] == rank and e["op"] == "norm"]
 
         assert sorted(expected) == sorted(found)
-        evaluator = SeriesEvaluator(RULES, "grad_reduced", "norm")
+        evaluator = SeriesEvaluator(rules, "grad_reduced", "norm")
         for step, value in mine:
-            before = evaluator.baseline
+            compared = evaluator.baseline
             if value is not None:
                 evaluator.observe(value)
-            compared = evaluator.baseline if math.isnan(before) else before
+                compared = evaluator.compared
             assert (None if math.isnan(compared) else compared) == shown[step]
     assert sum(nans > 0 for *_, nans in values) == sum(event["op"] == "nans" for event in fired)
 
@@ -376,6 +376,51 @@ def test_import_applies_the_given_rules(tmp_path, importing):
     assert [{"rule": "too-high", "step": 6, "threshold": 8.0}] == query(
         "SELECT rule, step, threshold FROM events WHERE type = 'anomaly'"
     )
+
+
+LOGGED = ["loss", "grad_norm", "load_balancing_loss", "params_norm"]
+LOGGED += ["memory_bytes", "tokens_per_second", "loss_scale", "learning_rate"]
+
+
+def scalars(size, **changed):
+    """Return a block with a row of each scalar in LOGGED at each step. `changed` has other values at some steps."""
+    values = [(step, name, changed.get(name, {}).get(step, 1.0)) for step in range(size) for name in LOGGED]
+    table = {
+        "record": pa.array([step for step, *_ in values], pa.int32()),
+        "step": pa.array([step for step, *_ in values], pa.int64()),
+        "rank": pa.array([0] * len(values), pa.int32()),
+        "name": pa.array([name for _, name, _ in values]),
+        "value": pa.array([value for *_, value in values], pa.float64()),
+    }
+    return ImportedBlock(records=size, tables={"scalars": pa.table(table)})
+
+
+def events_of(block, *rules):
+    judged = RuleEvaluator(rules).evaluate(Numbering(run="r", incarnation="i").block(block))
+    return judged["events"].to_pylist() if "events" in judged else []
+
+
+def test_limit_applies_to_losses_and_norms_only():
+    found = events_of(scalars(1, **{name: {0: 1e12} for name in LOGGED}), AnomalyNan(threshold=100.0))
+
+    assert ["grad_norm", "load_balancing_loss", "loss", "params_norm"] == sorted(event["op"] for event in found)
+
+
+def test_rule_with_a_limit_reports_nan_in_every_scalar():
+    found = events_of(scalars(1, **{name: {0: math.nan} for name in LOGGED}), AnomalyNan(threshold=100.0))
+
+    assert sorted(LOGGED) == sorted(event["op"] for event in found)
+    assert {("loss", 100.0), ("memory_bytes", None)} <= {(event["op"], event["threshold"]) for event in found}
+
+
+def test_turbulence_judges_the_named_scalars_only():
+    rules = [AnomalyNan(), AnomalyTurbulence(threshold=4.0, scalars=["loss", "grad_norm"])]
+    changed = {name: {9: 5.5, 12: math.nan} for name in LOGGED if name != "grad_norm"} | {"grad_norm": {10: 8.0}}
+    found = events_of(scalars(20, **changed), *rules)
+    turbulent = [(e["step"], e["op"], e["baseline"], e["threshold"]) for e in found if e["rule"] != "AnomalyNan"]
+
+    assert [(9, "loss", 1.0, 4.0), (10, "grad_norm", 1.0, 4.0)] == sorted(turbulent)
+    assert len(LOGGED) - 1 == sum(event["rule"] == "AnomalyNan" for event in found)
 
 
 def test_known_import_survives_its_json():

@@ -6,7 +6,8 @@ The rules run in the reference evaluator, whose results define what the rules on
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -15,20 +16,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.events import EventType
-from rankscope_contract.model.kinds import JUDGED_OPS, VALUE_OPS, Kind
+from rankscope_contract.model.kinds import JUDGED_OPS, VALUE_OPS
 from rankscope_contract.rules import AnomalyRule
-from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.reference import SeriesEvaluator
-from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_ingest.base.tables import table_schema
 
-IMPORT_RULES: Final[tuple[AnomalyRule, ...]] = (
-    AnomalyNan(),
-    AnomalyTurbulence(threshold=10.0, kinds=(Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED), ops=("norm",)),
-)
-"""The anomaly rules that are applied to imports: the default rules of a monitored rank."""
-
 _SERIES: Final = ("rank", "attempt", "vpp_stage", "micro_step", "kind", "tensor", "index", "call_seq")
+_SCALAR_SERIES: Final = ("rank", "attempt", "name", "labels")
 _PLACE: Final = ("run", "attempt", "rank", "incarnation", "seq", "ordinal", "step", "micro_step", "ts", "ts_origin")
 _COUNTS: Final = ("nans", "infs")
 
@@ -42,6 +36,7 @@ class RuleEvaluator:
     def __init__(self, rules: Sequence[AnomalyRule]) -> None:
         self._rules = tuple(rules)
         self._series: dict[tuple[Any, ...], tuple[SeriesEvaluator, ...]] = {}
+        self._scalar_series: dict[tuple[Any, ...], SeriesEvaluator] = {}
 
     def evaluate(self, tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
         """Return `tables` with baselines in `tensor_stats`, and with one additional anomaly event per firing.
@@ -61,20 +56,45 @@ class RuleEvaluator:
         return evaluated
 
     def _scalars(self, table: pa.Table) -> list[pa.Table]:
-        values = table.column("value").to_numpy()
-        free = table.column("value").is_valid().to_numpy()
+        names = table.column("name").cast(pa.string())
+        same_rules: dict[tuple[AnomalyRule, ...], list[str]] = defaultdict(list)
+        for name in names.unique().to_pylist():
+            same_rules[tuple(rule for each in self._rules if (rule := each.for_scalar(name)) is not None)].append(name)
+        firings: dict[AnomalyRule, list[tuple[int, float]]] = defaultdict(list)
+        for rules, alike in same_rules.items():
+            chosen = pc.and_(pc.is_in(names, pa.array(alike, pa.string())), pc.is_valid(table.column("value")))
+            rows = np.flatnonzero(chosen.to_numpy())
+            for row, rule, baseline in self._scalar_firings(table.take(pa.array(rows)), rules):
+                firings[rule].append((int(rows[row]), baseline))
         found = []
-        for rule in self._rules:
-            if not rule.judges(None, "value"):
-                continue
+        for rule, fired in firings.items():
+            rows_fired = table.take(pa.array([row for row, _ in fired], pa.int64()))
+            op, value = rows_fired.column("name").cast(pa.string()), rows_fired.column("value")
+            message = pc.binary_join_element_wise(f"{rule.name}: ", op, " is ", value.cast(pa.string()), "")
+            baseline = pa.array([_known(baseline) for _, baseline in fired], pa.float64())
+            found.append(
+                _events(rows_fired, rule, {"op": op, "value": value, "baseline": baseline, "message": message})
+            )
+        return found
+
+    def _scalar_firings(self, rows: pa.Table, rules: Sequence[AnomalyRule]) -> Iterator[tuple[int, AnomalyRule, float]]:
+        """Yield (row, rule, baseline) for each scalar in `rows` for which one of `rules` fires."""
+        values = rows.column("value").to_numpy()
+        if any(rule.needed_values() is not None for rule in rules):
+            keys = zip(*(rows.column(name).to_pylist() for name in _SCALAR_SERIES), strict=True)
+            for row, (key, value) in enumerate(zip(keys, values.tolist(), strict=True)):
+                series = self._scalar_series.get(key)
+                if series is None:
+                    name = key[_SCALAR_SERIES.index("name")]
+                    series = self._scalar_series[key] = SeriesEvaluator(self._rules, None, "value", name)
+                if (firing := series.observe(value)) is not None:
+                    yield row, firing.rule, firing.baseline
+            return
+        free = np.ones(len(values), np.bool_)
+        for rule in rules:
             fires = np.asarray(rule.fires("value", values, math.nan), np.bool_) & free
             free &= ~fires  # the first rule that fires gives the alert its name
-            if fires.any():
-                rows = table.filter(pa.array(fires))
-                names, value = rows.column("name").cast(pa.string()), rows.column("value")
-                message = pc.binary_join_element_wise(f"{rule.name}: ", names, " is ", value.cast(pa.string()), "")
-                found.append(_events(rows, rule, {"op": names, "value": value, "message": message}))
-        return found
+            yield from ((int(row), rule, math.nan) for row in np.flatnonzero(fires))
 
     def _tensors(self, table: pa.Table) -> tuple[pa.Table, list[pa.Table]]:
         found = self._stateless(table)
@@ -88,9 +108,8 @@ class RuleEvaluator:
             firings: list[tuple[int, AnomalyRule, float]] = []
             for row, (key, value) in enumerate(zip(keys, values, strict=True)):
                 evaluator = self._evaluators(key)[place]
-                before = evaluator.baseline
                 firing = None if value is None else evaluator.observe(value)
-                baselines.append(_known(evaluator.baseline if math.isnan(before) else before))
+                baselines.append(_known(evaluator.baseline if value is None else evaluator.compared))
                 if firing is not None:
                     firings.append((row, firing.rule, firing.baseline))
             position = table.column_names.index(f"{op}_baseline")

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from rankscope_contract.model.events import EventType, RunState, Severity
 from rankscope_contract.rules import AnomalyRule
+from rankscope_contract.rules.defaults import DEFAULT_RULES
 from rankscope_contract.security.redaction import redacted_json
 from rankscope_ingest.base.tables import FROM_INGEST, rows_table, table_schema
 from rankscope_ingest.importers.common.branches import StoredScalars, branch_of, without_beginning
@@ -45,7 +46,7 @@ from rankscope_ingest.importers.common.log_identity import (
 )
 from rankscope_ingest.importers.common.numbering import Numbering
 from rankscope_ingest.importers.common.report import ImportReport, overlap_notes, unchanged_report
-from rankscope_ingest.importers.common.rules import IMPORT_RULES, RuleEvaluator
+from rankscope_ingest.importers.common.rules import RuleEvaluator
 from rankscope_storage.api.store import Batch, Commit
 
 BATCH_RECORDS: Final = 20_000
@@ -73,7 +74,7 @@ def import_records(
     run: str,
     progress: Progress | None = None,
     known: Sequence[KnownImport] | None = None,
-    rules: Sequence[AnomalyRule] = IMPORT_RULES,
+    rules: Sequence[AnomalyRule] = DEFAULT_RULES,
     is_live: bool = False,
     stored: StoredScalars | None = None,
 ) -> ImportReport:
