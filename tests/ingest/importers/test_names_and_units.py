@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope_ingest.importers.common.aliases import canonical
-from rankscope_ingest.importers.common.objects import StepStreams
+from rankscope_ingest.importers.common.step_streams import StepStreams
 from rankscope_ingest.importers.common.values import micros, number, quantity, seconds, whole
 
 
@@ -96,7 +96,14 @@ def test_durations_in_text_are_seconds(text, expected):
         ("213.66ms", (213.66, "ms")),
         ("0.23%", (0.23, "%")),
         ("-Infinity", (-math.inf, None)),
-        ("1,2", None),
+        ("1,234", (1234.0, None)),
+        ("1,234,567 tok/s", (1234567.0, "tok/s")),
+        ("0,439", (0.439, None)),
+        ("-12,5%", (-12.5, "%")),
+        ("1,234e-05", (1.234e-05, None)),
+        ("0,439,123", None),
+        ("0,439.5", None),
+        ("1,2,3", None),
         ("v1.2", None),
         ("1.2.3", None),
         ("2024-01-01", None),
