@@ -28,6 +28,7 @@ from rankscope_ingest.importers.common.importer import (
 from rankscope_ingest.importers.common.lines import readable, refuse_no_text, skip_hole
 from rankscope_ingest.importers.common.log_identity import KnownImport, known_imports
 from rankscope_ingest.importers.common.runner import ImportReport, import_records
+from rankscope_ingest.importers.newer_log import newer_log
 
 __all__ = [
     "NOT_MINE",
@@ -46,6 +47,7 @@ __all__ = [
     "import_records",
     "importers",
     "known_imports",
+    "newer_log",
     "run_name",
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import zipfile
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from tests.properties import examples
 
 from rankscope_ingest.base.errors import IngestError
-from rankscope_ingest.importers import Faults, ImportedBlock, find_importer
+from rankscope_ingest.importers import Faults, ImportedBlock, find_importer, newer_log
 from rankscope_ingest.importers.trainer_state import TrainerState
 
 
@@ -302,3 +303,32 @@ def test_other_training_with_the_same_name_is_another_attempt(logs):
     logs.import_again(logs.write("trainer_state.json", state(steps(1, 2, 3, base=5.0))))
 
     assert [(0, 1, 1.01), (0, 2, 1.02), (1, 1, 5.01), (1, 2, 5.02), (1, 3, 5.03)] == history(logs)
+
+
+def test_nan_in_lower_case_does_not_lose_the_entry(logs):
+    text = '{"best": nan, "log_history": [{"step": 1, "loss": 2.0, "grad_norm": nan}, {"step": 2, "loss": -inf}]}'
+    report = logs.import_log(logs.write("trainer_state.json", text))
+
+    assert [(1, "grad_norm", "nan"), (1, "loss", "2.0"), (2, "loss", "-inf")] == [
+        (row["step"], row["name"], repr(row["value"]))
+        for row in logs.query("SELECT step, name, value FROM scalars ORDER BY step, name")
+    ]
+    assert 0 == report.malformed
+
+
+@pytest.mark.parametrize("folder", ["run", "run/checkpoint-10"])
+def test_newer_log_next_to_checkpoints_is_found(logs, folder):
+    """Only a log with later steps than the checkpoints."""
+    path = logs.write("run/checkpoint-10/trainer_state.json", state(steps(1, 10)))
+    log = logs.write("run/logging.jsonl", "".join(f'{{"step": {step}, "loss": 1}}\n' for step in range(1, 16)))
+    other = logs.write("run/predictions.jsonl", '{"prompt": "x"}\n')
+    os.utime(other, (path.stat().st_mtime + 20,) * 2)
+    older, newer = path.stat().st_mtime - 10, path.stat().st_mtime + 10
+    found = []
+    for moment in (older, newer):
+        os.utime(log, (moment, moment))
+        found.append(newer_log(logs.folder / folder))
+    log.write_text('{"step": 10, "loss": 1}\n')
+    os.utime(log, (newer, newer))
+
+    assert [None, log, None] == [*found, newer_log(logs.folder / folder)]
