@@ -21,6 +21,7 @@ from rankscope_ingest.importers.common.aliases import canonical
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.common.keys import Role, role_of
 from rankscope_ingest.importers.common.lines import prefix_fields, read_log, sample_lines, shown
+from rankscope_ingest.importers.common.objects import has_step
 from rankscope_ingest.importers.common.values import DECODER, number, standard_numbers
 
 MAX_CHARACTERS: Final = 65_536
@@ -109,7 +110,11 @@ class JsonLines:
                 first = kind
             return (document,)
 
-        yield from read_log(path, faults, documents, counts, max_bytes=MAX_LINE_BYTES)
+        objects = [(kind, document) for kind, document in sampled_objects(path) if document]
+        # The Trainer prints dictionaries only at some steps, so their number is no step.
+        is_json = bool(objects) and objects[0][0] is not Kind.PRINTED
+        numbers_rows = is_json and not any(has_step(document) for _, document in objects)
+        yield from read_log(path, faults, documents, counts, max_bytes=MAX_LINE_BYTES, numbers_rows=numbers_rows)
 
 
 def sampled_objects(path: Path, head: bytes | None = None) -> list[Line]:
