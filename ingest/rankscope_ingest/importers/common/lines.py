@@ -88,12 +88,13 @@ def read_lines(path: Path, faults: Faults, *, max_bytes: int = MAX_LINE_BYTES) -
         number = 0
         is_rest = is_skipped = False  # the rest of a long line: it is skipped, except behind many NUL bytes
         for line in _pieces(file, max_bytes + 1, line_end(head)):
+            size = len(line)
+            faults.read_bytes += size
             number += not is_rest
-            faults.read_bytes += len(line)
-            if len(line) <= max_bytes and not is_rest and b"\0" not in line:
-                yield number, (line if number > 1 else line.removeprefix(codecs.BOM_UTF8)).rstrip(b"\r\n")
+            if not (is_rest or size > max_bytes or b"\0" in line):
+                yield number, line.rstrip(b"\r\n") if number > 1 else line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n")
                 continue
-            is_long = len(line) > max_bytes and not line.endswith((b"\n", b"\r"))
+            is_long = size > max_bytes and not line.endswith((b"\n", b"\r"))
             if is_long and not is_rest:
                 faults.add(number, f"longer than {max_bytes:,} bytes: {shown(line)}…")
             is_skipped = (is_rest and is_skipped) or (is_long and not line.endswith(b"\0"))
