@@ -138,3 +138,50 @@ def test_progress_bar_is_shown_only_on_a_terminal(rankscope, tmp_path):
     assert "80 new rows" in report.decode()
     assert "━" not in report.decode()
     assert "" == piped.stderr
+
+
+def test_import_without_a_record_fails(rankscope, tmp_path):
+    """S3-05: also for a format of the user's choice, and a state without entries."""
+    (tmp_path / "train.log").write_text("iteration 50/ 1000 | consumed samples: 200 | learning rate:\n")
+    (tmp_path / "state.json").write_text('{"log_history": [], "max_steps": 5}')
+    (tmp_path / "notes.txt").write_text("nothing of interest\n")
+    store = str(tmp_path / "history")
+    done = [
+        rankscope("import", str(tmp_path / name), *more, "--store", store)
+        for name, more in (("train.log", ()), ("state.json", ()), ("notes.txt", ("--format", "textlog")))
+    ]
+
+    assert [1, 1, 1] == [one.returncode for one in done]
+    assert ["megatron", "trainer_state", "textlog"] == [
+        one.stderr.partition("contains no record in the format ")[2].partition(":")[0] for one in done
+    ]
+
+
+def test_path_that_is_no_log_does_not_stop_the_others(rankscope, log, tmp_path):
+    (tmp_path / "notes.txt").write_text("nothing of interest\n")
+    paths = [str(tmp_path / name) for name in ("notes.txt", "missing.jsonl")]
+    done = rankscope("import", paths[0], str(log), paths[1], "--store", str(tmp_path / "history"))
+    explained = rankscope("import", paths[0], str(log), "--explain", "--store", str(tmp_path / "history"))
+
+    assert (1, 1) == (done.returncode, explained.returncode)
+    assert done.stdout.startswith(f"{log}: jsonl, 2 records")
+    assert [True, True] == [f"rankscope: {path} " in done.stderr for path in paths]
+    assert explained.stdout.startswith(f"{log}: jsonl\n")
+
+
+@pytest.mark.parametrize("more", [[], ["--run", "given"]])
+def test_newer_log_next_to_checkpoints_is_a_run_of_its_own(rankscope, tmp_path, more):
+    state = tmp_path / "v0/checkpoint-10/trainer_state.json"
+    state.parent.mkdir(parents=True)
+    state.write_text('{"log_history": [{"step": 10, "loss": 1.0}]}')
+    log = tmp_path / "v0/logging.jsonl"
+    log.write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in (10, 15)))
+    os.utime(log, (state.stat().st_mtime + 10,) * 2)
+    done = rankscope("import", str(tmp_path / "v0"), *more, "--store", str(tmp_path / "history"))
+    name = more[1] if more else "v0"
+
+    assert 0 == done.returncode, done.stderr
+    assert [f"1 new rows in {name}", f"2 new rows in {name}-logging"] == [
+        line.rpartition("; ")[2] for line in done.stdout.splitlines()
+    ]
+    assert f"{log} has later steps than {tmp_path}/v0: imported as the run {name}-logging\n" == done.stderr

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -72,21 +73,59 @@ def import_(
     chosen = None if kind == AUTOMATIC else _importer(kind)
     try:
         spools = [path for path in files if chosen is None and spool_folders(path)]
-        # Detect all formats first, so that an unknown format is reported before anything is written.
-        files = [path for path in files if path not in spools]
-        plan = [(path, _in_time_zone(found, time_zone)) for file in files for path, found in _logs(file, chosen)]
+        # Detect all formats first: nothing is written if no path is a log.
+        plan, failures = _plan([path for path in files if path not in spools], chosen, run, time_zone)
         if explain:
             for path in spools:
                 print(f"{path}: records that ranks wrote without a service")
-            for path, importer in plan:
-                _explain(path, importer)
-            return
-        for path in spools:
-            _import_spools(path, store, shard)
-        if plan:
-            _import_logs(plan, store, shard, run=run, rules=_rules(rules), shown=None if verbose else SHOWN_FAULTS)
+            for log in plan:
+                _explain(log.path, log.importer)
+        else:
+            for path in spools:
+                _import_spools(path, store, shard)
+            if plan:
+                shown = None if verbose else SHOWN_FAULTS
+                failures += _import_logs(plan, store, shard, rules=_rules(rules), shown=shown)
     except (IngestError, StoreError) as error:
         raise CommandError(str(error)) from error
+    if failures:
+        raise CommandError("\nrankscope: ".join(failures))
+
+
+@dataclass(frozen=True, slots=True)
+class _Log:
+    """A log to import: its file or folder, its importer and the name of its run."""
+
+    path: Path
+    importer: Importer
+    run: str
+
+
+def _plan(
+    paths: Sequence[Path], chosen: Importer | None, run: str | None, time_zone: str
+) -> tuple[list[_Log], list[str]]:
+    """Return the logs at `paths`, and a message for each path that is no readable log.
+
+    A log with later steps than the checkpoints next to it is another run, because it repeats their steps.
+    """
+    from rankscope_ingest.base.errors import IngestError
+    from rankscope_ingest.importers import newer_log, run_name
+
+    plan: list[_Log] = []
+    failures = []
+    for path in paths:
+        try:
+            plan += [
+                _Log(log, _in_time_zone(importer, time_zone), run or run_name(log))
+                for log, importer in _logs(path, chosen)
+            ]
+            newer = newer_log(path) if path.is_dir() and plan[-1].importer.name == "trainer_state" else None
+            if newer is not None:
+                plan.append(_Log(newer, _importer("jsonl"), f"{plan[-1].run}-{newer.stem}"))
+                print(f"{newer} has later steps than {path}: imported as the run {plan[-1].run}", file=sys.stderr)
+        except IngestError as error:
+            failures.append(str(error))
+    return plan, failures
 
 
 def _import_spools(folder: Path, store: Path, shard: str) -> None:
@@ -97,36 +136,42 @@ def _import_spools(folder: Path, store: Path, shard: str) -> None:
 
 
 def _import_logs(
-    plan: Sequence[tuple[Path, Importer]],
-    store: Path,
-    shard: str,
-    *,
-    run: str | None,
-    rules: Sequence[AnomalyRule],
-    shown: int | None,
-) -> None:
-    from rankscope_ingest.importers import import_records, is_live, known_imports, run_name, stored_scalars
+    plan: Sequence[_Log], store: Path, shard: str, *, rules: Sequence[AnomalyRule], shown: int | None
+) -> list[str]:
+    """Import the logs in `plan`, and return a message for each that cannot be read or contains no record."""
+    from rankscope_ingest.base.errors import IngestError
+    from rankscope_ingest.importers import import_records, is_live, known_imports, stored_scalars
     from rankscope_storage.api.store import Store as StoreFolder
     from rankscope_storage.connection import connect
 
     owner = f"import, process {os.getpid()} on {socket.gethostname()}"
+    failures = []
     with StoreFolder.open(store, create=True).claim(shard, owner=owner) as writer, connect(store) as connection:
-        for path, importer in plan:
-            name = run or run_name(path)
-            known, live = known_imports(connection, name), is_live(connection, name)
-            with _progress(path) as progress:
-                report = import_records(
-                    path,
-                    writer,
-                    importer,
-                    run=name,
-                    progress=progress,
-                    known=known,
-                    rules=rules,
-                    is_live=live,
-                    stored=stored_scalars(connection, name),
+        for log in plan:
+            known = known_imports(connection, log.run)
+            try:
+                with _progress(log.path) as progress:
+                    report = import_records(
+                        log.path,
+                        writer,
+                        log.importer,
+                        run=log.run,
+                        progress=progress,
+                        known=known,
+                        rules=rules,
+                        is_live=is_live(connection, log.run),
+                        stored=stored_scalars(connection, log.run),
+                    )
+            except IngestError as error:
+                failures.append(str(error))
+                continue
+            _print_report(log.path, report, shown)
+            if not report.records:
+                failures.append(
+                    f"{log.path} contains no record in the format {report.source_kind}: `rankscope import {log.path} "
+                    "--explain` prints the detected formats, `--format` selects another one"
                 )
-            _print_report(path, report, shown)
+    return failures
 
 
 def _importer(name: str) -> Importer:

@@ -26,11 +26,12 @@ from rankscope_ingest.importers.common.importer import (
     ImportedRun,
     Importer,
 )
-from rankscope_ingest.importers.common.lines import readable, refuse_no_text
+from rankscope_ingest.importers.common.lines import readable, refuse_no_text, skip_hole
 from rankscope_ingest.importers.common.live_run import is_live
 from rankscope_ingest.importers.common.log_identity import KnownImport, known_imports
 from rankscope_ingest.importers.common.report import ImportReport
 from rankscope_ingest.importers.common.runner import import_records
+from rankscope_ingest.importers.newer_log import newer_log
 
 __all__ = [
     "NOT_MINE",
@@ -50,6 +51,7 @@ __all__ = [
     "importers",
     "is_live",
     "known_imports",
+    "newer_log",
     "run_name",
     "stored_scalars",
 ]
@@ -81,6 +83,8 @@ def find_importer(path: Path) -> Importer:
     found = detections(path)
     if not found or found[0][1].confidence <= 0:
         if path.is_file():
+            if not path.stat().st_size:
+                raise IngestError(f"{path} is empty: check the path")
             refuse_no_text(path, _head(path))
         raise IngestError(f"{path} has an unknown format; known formats: {', '.join(sorted(importers()))}")
     return found[0][0]
@@ -107,4 +111,5 @@ def _head(path: Path) -> bytes:
     if path.exists() and not path.is_file():
         raise IngestError(f"{path} is neither a file nor a folder: write its content to a file first")
     with path.open("rb") as file:
+        skip_hole(file)
         return file.read(_HEAD_BYTES)

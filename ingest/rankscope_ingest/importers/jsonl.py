@@ -21,14 +21,14 @@ from rankscope_ingest.importers.common.aliases import canonical
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.common.keys import Role, role_of
 from rankscope_ingest.importers.common.lines import prefix_fields, read_log, sample_lines, shown
-from rankscope_ingest.importers.common.values import DECODER, number
+from rankscope_ingest.importers.common.objects import has_step
+from rankscope_ingest.importers.common.values import DECODER, number, standard_numbers
 
 MAX_CHARACTERS: Final = 65_536
 MAX_LINE_BYTES: Final = 1 << 24
 
 _SUFFIXES: Final = {".jsonl", ".ndjson", ".json"}
 _TYPICAL: Final = {"loss", "learning_rate", "grad_norm", "epoch", "eval_loss", "samples_per_second", "step_seconds"}
-_WHOLE_DOCUMENT: Final = b'"log_history"'
 
 _NAMES: Final = {"nan": math.nan, "NaN": math.nan, "inf": math.inf, "Infinity": math.inf, "null": None}
 _FUNCTION: Final = re.compile(r"<[^<>']*>")  # grad_fn=<NllLossBackward0> is not valid Python
@@ -73,14 +73,14 @@ class JsonLines:
         """
         if path.is_dir():
             return NOT_MINE
-        lines = [parse_line(line) for line in sample_lines(path, head) if line.strip()]
+        lines = sampled_objects(path, head)
         objects = [(kind, document) for kind, document in lines if document is not None]
         records = sum(_is_record(document) for _, document in objects if document)
         share = len(objects) / max(1, len(lines))
         if not objects or (not records and share < 0.5):  # programs and prose contain braces, too
             return NOT_MINE
         because = f"{len(objects)} of {len(lines)} sampled lines are {objects[0][0]}, {records} are training records"
-        if _WHOLE_DOCUMENT in head[:4096] or not records:
+        if not records:
             return Detection(0.3 * share, because)
         usual = 0.05 if path.suffix in _SUFFIXES else 0.0
         return Detection(0.4 + 0.5 * share + usual, because)
@@ -88,13 +88,16 @@ class JsonLines:
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
         """Yield one record per line with an object, then the facts about the run.
 
-        If the first record is a JSON line, only JSON lines are imported as records.
+        If the first record is a JSON line, only JSON lines are imported as records. In a log of JSON without
+        steps, the number of a record is its step.
         """
         counts = {str(kind): 0 for kind in (Kind.BLANK, Kind.OTHER_JSON, Kind.NONE)}
         first: Kind | None = None
 
         def documents(line_number: int, text: bytes) -> Sequence[Mapping[str, Any]]:
             nonlocal first
+            if b"\r" in text and len(rows := rows_on(text)) > 1:
+                return [document for row in rows for document in documents(line_number, row)]
             kind, document = parse_line(text)
             if kind is Kind.BLANK:
                 counts[Kind.BLANK] += 1
@@ -107,7 +110,16 @@ class JsonLines:
                 first = kind
             return (document,)
 
-        yield from read_log(path, faults, documents, counts, max_bytes=MAX_LINE_BYTES)
+        objects = [(kind, document) for kind, document in sampled_objects(path) if document]
+        # The Trainer prints dictionaries only at some steps, so their number is no step.
+        is_json = bool(objects) and objects[0][0] is not Kind.PRINTED
+        numbers_rows = is_json and not any(has_step(document) for _, document in objects)
+        yield from read_log(path, faults, documents, counts, max_bytes=MAX_LINE_BYTES, numbers_rows=numbers_rows)
+
+
+def sampled_objects(path: Path, head: bytes | None = None) -> list[Line]:
+    """Return the lines that are sampled from a file, without blank lines. `head` is the beginning of the file."""
+    return [parse_line(row) for line in sample_lines(path, head) if line.strip() for row in rows_on(line)]
 
 
 def parse_line(line: bytes) -> Line:
@@ -119,8 +131,18 @@ def parse_line(line: bytes) -> Line:
     try:
         document = DECODER.decode(decoded)
     except (json.JSONDecodeError, RecursionError):
-        return _object_in_text(decoded)
+        standard = standard_numbers(decoded) if decoded.startswith("{") else decoded
+        return _object_in_text(decoded) if standard == decoded else parse_line(standard.encode())
     return (Kind.JSON, document) if isinstance(document, dict) else (Kind.OTHER_JSON, None)
+
+
+def rows_on(line: bytes) -> Sequence[bytes]:
+    """Return the JSON objects on `line` if lone carriage returns separate several of them, and else the whole line."""
+    if b"\r" in line:
+        rows = [row for row in line.split(b"\r") if row.lstrip().startswith(b"{")]
+        if len(rows) > 1 and all(parse_line(row)[0] is Kind.JSON for row in rows):
+            return rows
+    return (line,)
 
 
 def _object_in_text(text: str) -> Line:
@@ -135,9 +157,11 @@ def _object_in_text(text: str) -> Line:
     inner = text[begin:end]
     kind = Kind.FOUND
     try:
-        document, stop = DECODER.raw_decode(inner)
+        standard = standard_numbers(inner)
+        document, stop = DECODER.raw_decode(standard)
+        inner = standard
     except (json.JSONDecodeError, RecursionError):
-        document, stop, kind = printed_dict(inner), end - begin, Kind.PRINTED
+        document, stop, kind = printed_dict(inner), len(inner), Kind.PRINTED
     # Two objects on a line come from two writers that interrupted each other; their parts cannot be separated.
     if stop != len(inner) or not isinstance(document, dict):
         return Kind.NONE, None

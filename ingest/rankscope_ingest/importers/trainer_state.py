@@ -70,7 +70,7 @@ class TrainerState:
         if head.startswith(b"PK\x03\x04"):
             return Detection(0.9, f"an archive with {STATE_FILE}") if _is_archive(path) else NOT_MINE
         text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
-        if text.startswith(b"{") and b'"log_history"' in head:
+        if text.startswith(b"{") and _has_history(text):
             return Detection(0.98, 'the file is a JSON object with the key "log_history"')
         if text.startswith(b"{") and path.name == STATE_FILE:
             return Detection(0.9, f"the name {STATE_FILE}")
@@ -122,6 +122,7 @@ class _Reading:
         self._files: list[str] = []
         self._cut: list[str] = []
         self._modified: float | None = None
+        self._window = JsonWindow(iter(()))
 
     def file(self, state: StateFile, *, is_last: bool) -> Iterator[Imported]:
         """Yield the entries of the file `state` that none of the earlier files contains."""
@@ -138,6 +139,8 @@ class _Reading:
                 is_first = builder is None
                 builder = builder or BlockBuilder(branch.source)
                 self._objects.add(entry, builder, attempt=branch.attempt)
+                if self._objects.ambiguous:
+                    self._objects.report_ambiguous(self._faults, self._window.line_here)
                 if is_first and follower.has_branched:
                     message = f"{state.label} differs from earlier checkpoints from here on: attempt {branch.attempt}"
                     builder.event(EventType.NOTE, Severity.WARNING, clean_text(message))
@@ -164,7 +167,7 @@ class _Reading:
     def _entries_of(self, file: IO[bytes], state: StateFile) -> Iterator[Mapping[str, Any]]:
         is_first = not self._faults.read_bytes
         chunks = read_chunks(file, Path(state.label), self._faults, _CHUNK_BYTES, checks_text=is_first)
-        window = JsonWindow(chunks)
+        self._window = window = JsonWindow(chunks)
         count = 0
         try:
             for entry in _entries(window, self._facts, self._faults):
@@ -223,6 +226,29 @@ def _items(window: JsonWindow, faults: Faults) -> Iterator[Mapping[str, Any]]:
             faults.add(window.line_here, f"an entry is not valid JSON and is skipped: {error}")
             window.resume_at(_NEXT_ENTRY)
     window.take("]")
+
+
+def _has_history(head: bytes) -> bool:
+    """Return whether `head` is the beginning of one JSON object with the key `log_history`.
+
+    Each line of another log may be such an object, like the last line that ms-swift writes.
+    """
+    window = JsonWindow(iter((head,)))
+    found = False
+    try:
+        window.take("{")
+        while window.peek() != "}":
+            found |= window.value() == HISTORY
+            window.take(":")
+            window.value()
+            if window.peek() != "}":
+                window.take(",")
+        window.take("}")
+        return found and window.peek() != "{"
+    except Cut:
+        return found
+    except Malformed:
+        return found or (b'"log_history"' in head and b"\n{" not in head)
 
 
 def _begins_with_entry(head: bytes) -> bool:
@@ -305,14 +331,19 @@ def _in_order(root: PurePath, found: Sequence[PurePath]) -> list[PurePath]:
     runs: dict[PurePath, list[PurePath]] = {}
     for state in found:
         folder = state.parent
-        is_checkpoint = _CHECKPOINT.fullmatch(folder.name) is not None and folder != root
-        runs.setdefault(folder.parent if is_checkpoint else folder, []).append(state)
+        is_below = is_checkpoint(folder) and folder != root
+        runs.setdefault(folder.parent if is_below else folder, []).append(state)
     if root in runs:
         runs = {root: runs[root]}
     if len(runs) > 1:
         listed = ", ".join(sorted(str(run) for run in runs)[:5])
         raise IngestError(f"{root} contains {len(runs)} runs ({listed}): import them one at a time")
     return sorted((state for states in runs.values() for state in states), key=_number)
+
+
+def is_checkpoint(folder: PurePath) -> bool:
+    """Return whether the name of `folder` is that of a checkpoint: `checkpoint-500`."""
+    return _CHECKPOINT.fullmatch(folder.name) is not None
 
 
 def _number(state: PurePath) -> int:

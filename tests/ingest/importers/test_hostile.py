@@ -145,3 +145,20 @@ def test_hostile_samples_cover_every_text_importer():
     assert set(importers()) - {"tensorboard"} == set(
         SAMPLES
     )  # event files are binary and contain the lengths of records
+
+
+@pytest.mark.parametrize("kind", ["megatron", "jsonl", "textlog", "columns"])
+@pytest.mark.parametrize("change", [lambda text: "\0" * 100_000 + text, lambda text: text.replace("\n", "\r")])
+def test_hole_at_the_beginning_and_old_line_ends_change_nothing(logs, kind, change):
+    """A rotation that truncates a log leaves NUL bytes where the program continues to write."""
+    path = path_of(logs, kind, change(text_of(kind, 1.5, 2.5, 3.5)).encode())
+
+    assert kind == find_importer(path).name
+    logs.import_log(path)
+    assert [1.5, 2.5, 3.5] == values(logs, kind)
+
+
+def test_empty_file_is_rejected(logs):
+    """S3-05."""
+    with pytest.raises(IngestError, match="is empty: check the path"):
+        find_importer(logs.write("log.jsonl", ""))

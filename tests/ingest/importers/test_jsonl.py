@@ -426,3 +426,159 @@ def test_rank_before_an_object_is_read(logs, prefix, rank):
 )
 def test_printed_dictionary_is_never_evaluated(text):
     assert printed_dict(text) is None
+
+
+def test_number_of_the_record_is_the_step_of_a_log_without_steps(logs):
+    """S3-04: rows are counted per rank. Blank lines, other text and reports of a start are no rows."""
+    rows = {"event": "train_start"}, {"loss": 2.0}, {"loss": "1.9", "lr": 1}, {"note": "x"}, {"loss": 1.5, "rank": 1}
+    path = logs.write("log.jsonl", lines(*rows[:3]) + "\nnoise\n" + lines(*rows[3:], {"loss": 1.8}))
+    logs.import_log(path)
+
+    assert [(None, 1, 2.0), (None, 2, 1.9), (1, 1, 1.5), (None, 3, 1.8)] == [
+        tuple(row.values())
+        for row in logs.query("SELECT rank, step, value FROM scalars WHERE name = 'loss' ORDER BY seq")
+    ]
+    assert "number of the record" == logs.value("SELECT config::JSON->>'$.import.step' FROM runs")
+
+
+def test_record_without_a_step_has_none_in_a_log_with_steps(logs):
+    logs.import_log(logs.write("log.jsonl", lines({"model_size": 7}, {"step": 5, "loss": 2}, {"epoch_loss": 1})))
+
+    assert [(None, "model_size", 7.0), (5, "loss", 2.0), (None, "epoch_loss", 1.0)] == scalars(logs)
+
+
+def test_grown_log_without_steps_continues_its_numbers(logs):
+    path = logs.write("log.jsonl", lines({"loss": 2.0}, {"loss": 1.9}))
+    logs.import_again(path)
+    path.write_text(lines({"loss": 2.0}, {"loss": 1.9}, {"loss": 1.8}))
+    logs.import_again(path)
+
+    assert [(1, "loss", 2.0), (2, "loss", 1.9), (3, "loss", 1.8)] == scalars(logs)
+
+
+@pytest.mark.parametrize(
+    ("spelled", "value"),
+    [
+        ("nan", "nan"),
+        ("-nan", "nan"),
+        ("NAN", "nan"),
+        ("-nan(ind)", "nan"),
+        ("inf", "inf"),
+        ("+inf", "inf"),
+        ("-inf", "-inf"),
+        ("-INFINITY", "-inf"),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "[rank0]: "])
+def test_nan_and_infinity_are_read_in_any_spelling(logs, spelled, value, prefix):
+    """Other JSON values on the line, and the same words in a text, do not matter."""
+    text = f'{prefix}{{"step": 1, "ok": true, "t": "x: nan, \\"inf, y", "loss": {spelled}, "l": [{spelled}, 1]}}\n'
+    report = logs.import_log(logs.write("log.jsonl", f'{prefix}{{"step": 0, "loss": 1}}\n{text}'))
+
+    assert [value] == [repr(row[2]) for row in scalars(logs) if row[:2] == (1, "loss")]
+    assert 0 == report.malformed
+
+
+def test_ambiguous_number_is_not_stored_and_counted(logs):
+    """`1,234` is a count in tokens, and a number with a decimal comma or a thousands separator elsewhere."""
+    rows = (
+        {"step": 1, "loss": "0,439"},
+        {"step": "1,002", "loss": "12,5", "tok/s": "1,234"},
+        {"step": 1003, "loss": "2,439"},
+    )
+    report = logs.import_log(logs.write("log.jsonl", lines(*rows)))
+
+    assert [(1, "loss", 0.439), (1002, "loss", 12.5), (1002, "tokens_per_second", 1234.0)] == scalars(logs)
+    assert [(3, "loss: 2,439 may have a decimal comma and is not stored")] == [(f.line, f.text) for f in report.faults]
+
+
+@pytest.mark.parametrize("count", [1, 3, 100, 20 << 20])
+def test_row_behind_nul_bytes_is_read(logs, count):
+    """A crash leaves NUL bytes behind an incomplete row. The next program continues on the same line."""
+    text = (
+        lines({"step": 1, "loss": 1.0}) + '{"step": 2, "lo' * (count > 3) + "\0" * count + lines({"step": 3, "loss": 3})
+    )
+    logs.import_log(logs.write("log.jsonl", text))
+
+    assert [(1, "loss", 1.0), (3, "loss", 3.0)] == scalars(logs)
+
+
+def test_lone_carriage_returns_separate_rows(logs):
+    """Also between lines that end with a line feed. A file without line feeds may be longer than a line."""
+    many = "".join(json.dumps({"step": step, "loss": 1.0}) + "\r" for step in range(3000))
+    logs.import_log(logs.write("a.jsonl", many), run="a")
+    logs.import_log(logs.write("b.jsonl", lines({"step": 1}) + many[:100].rpartition("\r")[0] + "\n"), run="b")
+
+    assert [{"run": "a", "n": 3000}, {"run": "b", "n": 4}] == logs.query(
+        "SELECT run, count(*) AS n FROM scalars GROUP BY run ORDER BY run"
+    )
+
+
+def test_lines_longer_than_the_detection_window_are_recognized(logs):
+    text = "launching\n" + lines(*({"step": step, "loss": 1, "note": "x" * 100_000} for step in range(3)))
+    report = logs.import_log(logs.write("log.jsonl", text))
+
+    assert ("jsonl", 3) == (report.source_kind, report.records)
+
+
+def test_objects_in_lists_are_read_by_their_places(logs):
+    """A list that is too long or mixed, and the history in the last row of ms-swift, are counted."""
+    row = {
+        "step": 1,
+        "groups": [{"lr": 1}, {"lr": 2, "wd": 3}],
+        "matrix": [[1, 2], [3]],
+        "gaps": [1, None, 3],
+        "long": list(range(300)),
+        "mixed": [1, "a"],
+        "tags": ["a"],
+        "log_history": [{"loss": 2.0}],
+    }
+    logs.import_log(logs.write("log.jsonl", lines({"step": 0}, row)))
+
+    assert [
+        ("gaps", 1.0),
+        ("gaps", 3.0),
+        ("groups/0/lr", 1.0),
+        ("groups/1/lr", 2.0),
+        ("groups/1/wd", 3.0),
+        ("matrix/0", 1.0),
+        ("matrix/0", 2.0),
+        ("matrix/1", 3.0),
+    ] == [(name, value) for _, name, value in scalars(logs, "name, labels")]
+    assert {"long": 1, "mixed": 1, "log_history": 1} == json.loads(
+        logs.value("SELECT config::JSON->'$.import.omitted_values' FROM runs")
+    )
+
+
+@pytest.mark.parametrize("rows", [0, 20, 4000])
+def test_last_row_of_ms_swift_is_a_row_of_json_lines(logs, rows):
+    """It contains `log_history`, a speed and a memory without a unit, which is in GiB like those before it."""
+    step = {"loss": 2.0, "global_step/max_steps": "1/20", "memory(GiB)": 2.5, "train_speed(iter/s)": 0.5}
+    last = {
+        "train_runtime": 10.0, "train_loss": 3.0, "train_speed(iter/s)": 0.25, "global_step": 20, "memory": 17.0,
+        "log_history": [{"loss": 2.0, "step": 1}],
+    }  # fmt: skip
+    report = logs.import_log(logs.write("logging.jsonl", lines(step, *[step] * rows, last)))
+
+    assert ("jsonl", rows + 2) == (report.source_kind, report.records)
+    assert [
+        ("device_memory_bytes", 17.0 * 2**30),
+        ("steps_per_second", 0.25),
+        ("train_loss", 3.0),
+        ("train_runtime", 10.0),
+    ] == [(name, value) for step, name, value in scalars(logs) if step == 20]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"memory": 2389, "data_time": 0.02}, ("device_memory_bytes", 2389 * 2.0**20)),
+        ({"memory": 2.5, "train_speed(s/it)": 3}, ("device_memory_bytes", 2.5 * 2.0**30)),
+        ({"memory": "2.5GiB"}, ("device_memory_bytes", 2.5 * 2.0**30)),
+        ({"memory": 2.5}, ("memory", 2.5)),
+    ],
+)
+def test_memory_without_a_unit_is_in_the_unit_of_its_program(logs, row, expected):
+    logs.import_log(logs.write("log.jsonl", lines({"step": 1, **row})))
+
+    assert expected in [found[1:] for found in scalars(logs)]

@@ -588,3 +588,35 @@ def test_rows_are_found_after_a_long_preamble(tmp_path, text, confidence):
 
     assert confidence == detection.confidence
     assert detection.because
+
+
+COLOURED = (
+    "[2025-02-28 16:26:{step:02d}] iteration {step}/ 40 | consumed samples: 5 | lm loss: 2.5 | grad norm: 1.0 |\n"
+)
+
+
+@pytest.mark.parametrize("part", ["{step}/", "iteration", "lm loss", "lm loss:", "2.5", "grad norm: 1.0", "|"])
+def test_colour_within_a_row_loses_no_column(logs, part):
+    coloured = COLOURED.replace(part, f"\x1b[1;32m{part}\x1b[0m")
+    report = logs.import_log(logs.write("train.log", "".join(coloured.format(step=step) for step in range(1, 41))))
+    rows = logs.query("SELECT name, count(*) AS n, sum(value) AS value FROM scalars GROUP BY name ORDER BY name")
+
+    assert ("megatron", 40, 0) == (report.source_kind, report.records, report.malformed)
+    assert [("grad_norm", 40, 40.0), ("loss", 40, 100.0), ("samples_total", 40, 200.0)] == [
+        tuple(row.values()) for row in rows
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 100, 3 << 20])
+def test_row_behind_nul_bytes_is_read(logs, count):
+    rows = [COLOURED.format(step=step) for step in range(1, 41)]
+    logs.import_log(logs.write("train.log", "".join(rows[:20]) + "\0" * count + "".join(rows[20:])))
+
+    assert list(range(1, 41)) == [row["step"] for row in logs.query("SELECT DISTINCT step FROM scalars ORDER BY step")]
+
+
+def test_lone_carriage_returns_end_rows(logs):
+    rows = "".join(COLOURED.format(step=step) for step in range(1, 41))
+    report = logs.import_log(logs.write("train.log", rows.replace("\n", "\r")))
+
+    assert (40, 0) == (report.records, report.malformed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import zipfile
 
 import pytest
@@ -19,6 +20,7 @@ from rankscope_ingest.importers import (
     find_importer,
     import_records,
     known_imports,
+    newer_log,
     stored_scalars,
 )
 from rankscope_ingest.importers.trainer_state import TrainerState
@@ -357,3 +359,32 @@ def test_state_of_a_resumed_training_is_the_next_attempt(tmp_path, histories, ex
     assert expected == [tuple(row.values()) for row in spans.to_pylist()]
     assert [values[row["step"]] for row in curve] == [row["loss"] for row in curve]
     assert len(expected) - 1 == events.num_rows
+
+
+def test_nan_in_lower_case_does_not_lose_the_entry(logs):
+    text = '{"best": nan, "log_history": [{"step": 1, "loss": 2.0, "grad_norm": nan}, {"step": 2, "loss": -inf}]}'
+    report = logs.import_log(logs.write("trainer_state.json", text))
+
+    assert [(1, "grad_norm", "nan"), (1, "loss", "2.0"), (2, "loss", "-inf")] == [
+        (row["step"], row["name"], repr(row["value"]))
+        for row in logs.query("SELECT step, name, value FROM scalars ORDER BY step, name")
+    ]
+    assert 0 == report.malformed
+
+
+@pytest.mark.parametrize("folder", ["run", "run/checkpoint-10"])
+def test_newer_log_next_to_checkpoints_is_found(logs, folder):
+    """Only a log with later steps than the checkpoints."""
+    path = logs.write("run/checkpoint-10/trainer_state.json", state(steps(1, 10)))
+    log = logs.write("run/logging.jsonl", "".join(f'{{"step": {step}, "loss": 1}}\n' for step in range(1, 16)))
+    other = logs.write("run/predictions.jsonl", '{"prompt": "x"}\n')
+    os.utime(other, (path.stat().st_mtime + 20,) * 2)
+    older, newer = path.stat().st_mtime - 10, path.stat().st_mtime + 10
+    found = []
+    for moment in (older, newer):
+        os.utime(log, (moment, moment))
+        found.append(newer_log(logs.folder / folder))
+    log.write_text('{"step": 10, "loss": 1}\n')
+    os.utime(log, (newer, newer))
+
+    assert [None, log, None] == [*found, newer_log(logs.folder / folder)]

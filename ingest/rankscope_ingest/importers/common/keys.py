@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from rankscope_contract.model.events import EventType, Severity
-from rankscope_ingest.importers.common.aliases import Alias, canonical, under_own_name
+from rankscope_ingest.importers.common.aliases import Alias, canonical, in_unit, under_own_name
+from rankscope_ingest.importers.common.values import quantity
 
 
 class Role(enum.Enum):
@@ -120,6 +121,14 @@ The labels contain the name and the unit in the log.
 """
 
 
+_MEMORY: Final = "memory"
+_MEMORY_UNITS: Final = {
+    "log_history": "GiB", "global_step/max_steps": "GiB", "train_speed(iter/s)": "GiB", "train_speed(s/it)": "GiB",
+    "data_time": "MiB",
+}  # fmt: skip
+"""The unit of a number called `memory` in objects with these keys: those of ms-swift, and MMEngine's `data_time`."""
+
+
 class Names:
     """Assigns stored names to the quantities of one log.
 
@@ -130,11 +139,12 @@ class Names:
 
     def __init__(self) -> None:
         self._exact: set[str] = set()
+        self._memory_unit: str | None = None
 
     @property
     def version(self) -> int:
         """A number that increases whenever the stored name of a key may have changed."""
-        return len(self._exact)
+        return len(self._exact) + (self._memory_unit is not None)
 
     def name(self, key: str, taken: Collection[str], document: Mapping[str, object]) -> Named:
         """Return the stored name of `key`, a key of the object `document`.
@@ -145,12 +155,28 @@ class Names:
         if key == "throughput" and "total_tokens" in document:
             alias = canonical("tokens_per_second")  # LLaMA-Factory counts tokens, other programs samples
             return alias, alias.labels(key)
-        alias, labels = _stored_name(key)
+        alias, labels = self._memory(document) if key.lower() == _MEMORY else _stored_name(key)
+        if alias.source_unit and key.lower().startswith(f"{_MEMORY}("):
+            self._memory_unit = alias.source_unit
         if alias.name == key:
             self._exact.add(key)
         elif alias.name in taken or alias.name in self._exact or alias.name in document:
             return own_name(key)
         return alias, labels
+
+    def _memory(self, document: Mapping[str, object]) -> Named:
+        """Return the stored name of the key `memory` of `document`.
+
+        A number without a unit has the unit of `memory(…)` in the same log, or the unit of the program that writes such
+        objects. If neither is known, the number keeps its name and has no unit.
+        """
+        known = (unit for mark, unit in _MEMORY_UNITS.items() if mark in document)
+        unit = self._memory_unit or next(known, None)
+        value = document.get(_MEMORY)
+        if isinstance(value, str) and (found := quantity(value)) and found[1]:
+            unit = found[1]
+        alias = Alias(_MEMORY) if unit is None else in_unit(canonical(_MEMORY), unit)
+        return alias, alias.labels(_MEMORY)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -7,11 +7,13 @@ records.
 from __future__ import annotations
 
 import codecs
+import functools
+import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, BinaryIO, Final
 
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.importer import BlockBuilder, Faults, Imported
@@ -28,6 +30,12 @@ _RANK: Final = re.compile(
 _TIME: Final = re.compile(r"\b(\d{4}-\d{2}-\d{2}[ T]\d{2}:\d{2}:\d{2}(?:[.,]\d{1,9})?(?:Z|[-+]\d{2}:?\d{2})?)")
 
 _WINDOW_BYTES: Final = 65_536
+_HOLE_BYTES: Final = 1 << 20
+_FEWEST_NULS: Final = 4
+_LONGEST_SAMPLE: Final = 1 << 24
+_DRAWN_BAR: Final = re.compile(rb"(?:it/s|s/it)[,\]]")
+_HOLES: Final = re.compile(rb"\0{16,}")
+_NULS: Final = re.compile(rb"\0{2,}")
 _MAX_LINES: Final = 2_000
 _UTF16: Final = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _PROBE_BYTES: Final = 4096
@@ -41,18 +49,21 @@ def read_log(
     counts: Mapping[str, int],
     *,
     max_bytes: int = MAX_LINE_BYTES,
+    numbers_rows: bool = False,
 ) -> Iterator[Imported]:
     """Yield blocks of the records in a text log, then the facts about the run.
 
     `documents` is called with the number (from 1) and the bytes of each line; it returns the objects on the line and
     records unreadable lines in `faults`. `counts` are numbers of lines by kind; they are stored with the run. A line of
-    more than `max_bytes` bytes is skipped.
+    more than `max_bytes` bytes is skipped. With `numbers_rows`, the number of a record is its step.
     """
-    builder, objects = BlockBuilder(), ObjectReader()
+    builder, objects = BlockBuilder(), ObjectReader(numbers_rows=numbers_rows)
     number = 0
     for number, line in read_lines(path, faults, max_bytes=max_bytes):
         for document in documents(number, line):
             objects.add(document, builder)
+            if objects.ambiguous:
+                objects.report_ambiguous(faults, number)
         if builder.is_full and (block := builder.take()):
             yield block
     if block := builder.take():
@@ -69,24 +80,68 @@ def read_lines(path: Path, faults: Faults, *, max_bytes: int = MAX_LINE_BYTES) -
     """Yield the number (from 1) and the bytes of each line, without the line end and without a UTF-8 byte order mark.
 
     A line of more than `max_bytes` bytes is skipped and recorded in `faults`; `faults.read_bytes` is updated after each
-    line. Raises IngestError if the file is UTF-16, compressed or binary.
+    line. The parts of a line between NUL bytes, which a crash or a truncation leaves in a file, are yielded one by one.
+    Raises IngestError if the file is UTF-16, compressed or binary.
     """
     with path.open("rb") as file:
-        refuse_no_text(path, file.read(_PROBE_BYTES))
-        file.seek(0)
+        faults.read_bytes += skip_hole(file)
+        begin = file.tell()
+        head = file.read(_WINDOW_BYTES)
+        refuse_no_text(path, head[:_PROBE_BYTES])
+        file.seek(begin)
         number = 0
-        while line := file.readline(max_bytes + 1):
-            number += 1
-            faults.read_bytes += len(line)
-            if len(line) > max_bytes and not line.endswith(b"\n"):
-                faults.add(number, f"longer than {max_bytes:,} bytes: {shown(line)}…")
-                while (rest := file.readline(max_bytes)) and not rest.endswith(b"\n"):
-                    faults.read_bytes += len(rest)
-                faults.read_bytes += len(rest)
+        is_rest = is_skipped = False  # the rest of a long line: it is skipped, except behind many NUL bytes
+        for line in _pieces(file, max_bytes + 1, line_end(head)):
+            size = len(line)
+            faults.read_bytes += size
+            number += not is_rest
+            if not (is_rest or size > max_bytes or b"\0" in line):
+                yield number, line.rstrip(b"\r\n") if number > 1 else line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n")
                 continue
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            yield number, line.rstrip(b"\r\n")
+            is_long = size > max_bytes and not line.endswith((b"\n", b"\r"))
+            if is_long and not is_rest:
+                faults.add(number, f"longer than {max_bytes:,} bytes: {shown(line)}…")
+            is_skipped = (is_rest and is_skipped) or (is_long and not line.endswith(b"\0"))
+            is_rest = is_long
+            if is_skipped:
+                continue
+            for part in filter(bytes.strip, _NULS.split(line.strip(b"\0"))):
+                yield number, part.replace(b"\0", b"").rstrip(b"\r\n")
+
+
+def _pieces(file: BinaryIO, size: int, end: bytes) -> Iterator[bytes]:
+    """Return the lines of `file`, which end with `end`; a line of more than `size` bytes in several pieces."""
+    if end == b"\n":
+        return iter(functools.partial(file.readline, size), b"")
+    text = io.TextIOWrapper(file, encoding="latin-1", newline="")  # ends lines with LF, CR or both
+    return (piece.encode("latin-1") for piece in iter(functools.partial(text.readline, size), ""))
+
+
+def line_end(head: bytes) -> bytes:
+    """Return the line end of a log that begins with `head`: LF, or CR if `head` has lone CRs and no LF.
+
+    In a log of nothing but a progress bar, a CR begins the bar again and ends no line.
+    """
+    return b"\r" if b"\n" not in head and b"\r" in head[:-1] and not _DRAWN_BAR.search(head) else b"\n"
+
+
+def skip_hole(file: BinaryIO) -> int:
+    """Move `file` behind the NUL bytes at its beginning, and return their number.
+
+    A program that continues to write at its old position in a truncated log leaves such bytes. Fewer than four of them
+    may be a part of UTF-16 or UTF-32 and are not skipped. A file that contains nothing else is not moved.
+    """
+    skipped = 0
+    while block := file.read(_HOLE_BYTES):
+        text = block.lstrip(b"\0")
+        skipped += len(block) - len(text)
+        if text:
+            break
+    else:
+        skipped = 0
+    skipped = skipped if skipped >= _FEWEST_NULS else 0
+    file.seek(skipped)
+    return skipped
 
 
 def read_chunks(file: IO[bytes], path: Path, faults: Faults, size: int, *, checks_text: bool = True) -> Iterator[bytes]:
@@ -120,7 +175,9 @@ def refuse_no_text(path: Path, head: bytes) -> None:
         raise IngestError(f"{path} is UTF-16: convert it first, for example with `iconv -f UTF-16 -t UTF-8`")
     if head.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"BZh", b"\xfd7zXZ")):
         raise IngestError(f"{path} is compressed: unpack it first")
-    if head.count(0) > _BINARY_SHARE * len(head):
+    rest = _HOLES.sub(b"", head)  # a crash leaves holes in a text, too
+    is_text = b"\n" in rest or b"\r" in rest
+    if head.count(0) > _BINARY_SHARE * len(head) and not (is_text and rest.count(0) <= _BINARY_SHARE * len(rest)):
         raise IngestError(f"{path} is a binary file, not a text log")
 
 
@@ -136,20 +193,28 @@ def _looks_utf16(head: bytes) -> bool:
     return max(zeros) > 0.8 and min(zeros) < 0.2
 
 
-def sample_lines(path: Path, head: bytes) -> list[bytes]:
+def sample_lines(path: Path, head: bytes | None = None) -> list[bytes]:
     """Return at most 2,000 complete lines from the beginning, the middle and the end of a file that begins with `head`.
 
-    The last line of the file is included only if it is the only line.
+    The last line in `head` is completed from the file, because a line may be longer than `head`. The last line of the
+    file is included only if it is the only line.
     """
-    lines = _whole_lines(head.removeprefix(codecs.BOM_UTF8), is_first=True)
+    more: list[bytes] = []
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            for start in _window_starts(len(head), size):
+            seen = skip_hole(file)
+            head = file.read(_WINDOW_BYTES) if head is None else head
+            seen += len(head)
+            end = line_end(head)
+            file.seek(seen)
+            head += file.readline(_LONGEST_SAMPLE) if end == b"\n" else b""
+            for start in _window_starts(seen, size):
                 file.seek(start)
-                lines += _whole_lines(file.read(_WINDOW_BYTES), is_first=False)
+                more += _whole_lines(file.read(_WINDOW_BYTES), end, is_first=False)
     except OSError:
-        pass  # reading the file reports the error
+        head = head or b""  # reading the file reports the error
+    lines = _whole_lines(head.removeprefix(codecs.BOM_UTF8), line_end(head[:_WINDOW_BYTES]), is_first=True) + more
     return lines[:: len(lines) // _MAX_LINES + 1]
 
 
@@ -163,23 +228,23 @@ def _window_starts(seen: int, size: int) -> list[int]:
     return [(seen + size - _WINDOW_BYTES) // 2, size - _WINDOW_BYTES]
 
 
-def _whole_lines(window: bytes, *, is_first: bool) -> list[bytes]:
-    """Return the complete lines of `window`, a part of a file.
+def _whole_lines(window: bytes, end: bytes, *, is_first: bool) -> list[bytes]:
+    """Return the complete lines of `window`, a part of a file whose lines end with `end`.
 
     A first or last line that may be incomplete is left out.
     """
-    lines = window.split(b"\n")
+    lines = window.split(end)
     if is_first and len(lines) == 1:
         return lines
     return lines[0 if is_first else 1 : -1]
 
 
 def torn_size(path: Path) -> int | None:
-    """Return the size of a file whose last line has no line feed and may therefore be incomplete; otherwise None."""
+    """Return the size of a file whose last line has no line end and may therefore be incomplete; otherwise None."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - 1))
-        return None if file.read(1) in {b"\n", b""} else size
+        return None if file.read(1) in {b"\n", b"\r", b""} else size
 
 
 def without_colours(text: str) -> str:

@@ -1,12 +1,14 @@
 """Convert an object that a training program logged into one record: step, rank, time, scalars and events.
 
 Numbers become scalars under stored names and units; so do numbers in text, such as `"0.8674"`, `"49m 19s"` and
-`"0.11%"`. null means an absent value; NaN and Infinity are stored as values. The keys of nested objects are joined with
-a slash. Other text is stored only with events and with records that contain no number.
+`"0.11%"`. null means an absent value; NaN and Infinity are stored as values. The keys of nested objects, and the places
+of objects in a list, are joined with a slash. Other text is stored only with events and with records that contain no
+number.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -14,7 +16,7 @@ from typing import Any, Final
 from rankscope_contract.model.events import EventType, ExitReason, RunState, Severity
 from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.importers.common.aliases import SOURCE_NAME, UNITS, Alias, in_unit
-from rankscope_ingest.importers.common.importer import FROM_LOG, BlockBuilder, ImportedRun
+from rankscope_ingest.importers.common.importer import FROM_LOG, BlockBuilder, Faults, ImportedRun
 from rankscope_ingest.importers.common.keys import (
     EPOCH,
     STEP_RANK,
@@ -35,6 +37,7 @@ from rankscope_ingest.importers.common.step_streams import StepStreams
 from rankscope_ingest.importers.common.values import (
     MAX_JSON,
     clean_text,
+    is_ambiguous,
     json_text,
     micros,
     number,
@@ -57,6 +60,12 @@ _LAST_ENTRY: Final = "train_runtime"
 The values of that entry whose keys begin with `train_` are averages over the whole run.
 """
 
+_AVERAGE: Final = re.compile(r"train_(?!speed)[^(]*")
+"""A regular expression for the keys of these averages. ms-swift's `train_speed(iter/s)` is the speed of a step."""
+
+_HISTORY: Final = "log_history"
+_COUNTS: Final = {"tokens", "samples", "tokens/s", "samples/s"}
+
 
 @dataclass(slots=True)
 class _Record:
@@ -67,7 +76,8 @@ class _Record:
 
     document: Mapping[str, Any]
     sets: tuple[str, ...]
-    numbers: dict[str, float | list[float]] = field(default_factory=dict)
+    numbers: dict[str, float | list[float | None]] = field(default_factory=dict)
+    omitted: list[str] = field(default_factory=list)  # keys of lists and objects whose numbers are not stored
     texts: dict[str, str] = field(default_factory=dict)
     steps: list[tuple[int, str, int]] = field(default_factory=list)  # place in STEP_KEYS, key, step
     planned: int | None = None
@@ -88,6 +98,12 @@ class _Record:
         found = quantity(next((text for key, text in self.texts.items() if key.lower() == EPOCH), ""))
         return found[0] if found else None
 
+    def is_row(self) -> bool:
+        """Return whether the object contains a number, as such or in a text, and reports no start, end or failure."""
+        if self.event is not None and event_class(self.event).type != EventType.NOTE:
+            return False
+        return bool(self.numbers) or any(quantity(text) or seconds(text) for text in self.texts.values())
+
     def take_step(self, key: str, value: Any) -> bool:
         """Store the step in `value`, which is `12`, `12.0`, `"12"` or `"12/873"` (step and planned steps).
 
@@ -106,9 +122,13 @@ class _Record:
 class ObjectReader:
     """Converts the objects of one log, in order, to records, and collects the facts about the run that they contain."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, numbers_rows: bool = False) -> None:
         self.keys: dict[str, int] = {}
         """For each key of the log, the number of null values. A null value is an absent value."""
+        self.omitted: dict[str, int] = {}
+        """For each key of a list or an object that was too long or too deep to be stored, the number of its values."""
+        self.ambiguous: list[str] = []
+        """Texts about numbers such as `1,234` that were not stored and not yet reported."""
         self.config: Any = None
         self.planned_steps: int | None = None
         self.last_step: int | None = None
@@ -116,11 +136,14 @@ class ObjectReader:
         self._names = Names()
         self._streams = StepStreams()
         self._shapes = Shapes()
+        self._numbers_rows = numbers_rows
+        self._rows: dict[int | None, int] = {}  # per rank, the number of records that contain a number
 
     def add(self, document: Mapping[str, Any], builder: BlockBuilder, *, attempt: int | None = None) -> None:
         """Add the logged object `document` as one record to `builder`.
 
-        If `attempt` is None, the attempt is derived from the steps of the log.
+        If `attempt` is None, the attempt is derived from the steps of the log. If the log has no steps, the step is the
+        number of the record among the records of its rank that contain a number.
         """
         shape = self._shapes.of(document, self._names.version)
         if shape is not None and all(map(is_plain_number, document.values())):
@@ -147,6 +170,8 @@ class ObjectReader:
         record = _Record(document, evaluation_sets(document))
         self._collect(document, "", record, 0)
         step = self._step(record)
+        if step is None and self._numbers_rows and record.is_row():
+            self.last_step = step = self._rows[record.rank] = self._rows.get(record.rank, 0) + 1
         if attempt is None:
             value = next((value for value in record.numbers.values() if isinstance(value, float)), None)
             attempt = self._streams.attempt(record.rank, step, record.epoch(), record.writer, value)
@@ -155,6 +180,9 @@ class ObjectReader:
         if record.event is not None:
             self._add_event(record.event, document, builder)
         added = self._add_numbers(record, builder)
+        for key in record.omitted:
+            if key in self.omitted or len(self.omitted) < MAX_KEYS:
+                self.omitted[key] = self.omitted.get(key, 0) + 1
         if not added and record.event is None:
             builder.event(
                 EventType.NOTE,
@@ -182,7 +210,9 @@ class ObjectReader:
         stored in the `config` of the run.
         """
         absent = {key: count for key, count in self.keys.items() if count}
-        about = {**facts, "keys": sorted(self.keys), "null_values": absent}
+        about = {**facts, "keys": sorted(self.keys), "null_values": absent, "omitted_values": self.omitted}
+        if self._rows:
+            about["step"] = "number of the record"
         config = {"import": about, "log": self.config, **sections}
         return ImportedRun(
             state=RunState.COMPLETED if self.finished else None,
@@ -191,11 +221,18 @@ class ObjectReader:
             config=json_text(config, limit=4 * MAX_JSON),
         )
 
+    def report_ambiguous(self, faults: Faults, line: int) -> None:
+        """Record the ambiguous numbers since the last call in `faults`. `line` is the line number of their record."""
+        for text in self.ambiguous:
+            faults.add(line, text)
+        self.ambiguous.clear()
+
     def _collect(self, document: Mapping[str, Any], path: str, record: _Record, depth: int) -> None:
         for name, value in document.items():
-            if value is None or len(record.numbers) >= MAX_NUMBERS:
-                continue
             key = f"{path}{name}"
+            if value is None or len(record.numbers) >= MAX_NUMBERS:
+                record.omitted += [] if value is None else [key]
+                continue
             role = role_of(key)
             if role is Role.VALUE or not self._take_role(role, key, value, record):
                 self._collect_value(key, value, record, depth)
@@ -206,12 +243,26 @@ class ObjectReader:
             record.numbers[key] = found
         elif isinstance(value, str):
             record.texts[key] = value
-        elif isinstance(value, dict) and depth < MAX_DEPTH:
-            self._collect(value, f"{key}/", record, depth + 1)
-        elif isinstance(value, list | tuple) and 0 < len(value) <= MAX_LIST:
-            numbers = [each for item in value if (each := number(item)) is not None]
-            if len(numbers) == len(value):
-                record.numbers[key] = numbers
+        elif isinstance(value, dict | list | tuple) and value:
+            if depth >= MAX_DEPTH or key == _HISTORY or (not isinstance(value, dict) and len(value) > MAX_LIST):
+                record.omitted.append(key)  # ms-swift's last row repeats the history
+            elif isinstance(value, dict):
+                self._collect(value, f"{key}/", record, depth + 1)
+            else:
+                self._collect_list(key, value, record, depth)
+
+    def _collect_list(self, key: str, items: Sequence[Any], record: _Record, depth: int) -> None:
+        """Collect the numbers of a list under one key, or those of the objects and lists in it by their places."""
+        numbers = [number(item) for item in items]
+        if any(isinstance(item, dict | list | tuple) for item in items):
+            places = {str(place): item for place, item in enumerate(items) if not isinstance(item, str)}
+            self._collect(places, f"{key}/", record, depth + 1)
+        elif all(item is None or found is not None for item, found in zip(items, numbers, strict=True)) and any(
+            found is not None for found in numbers
+        ):
+            record.numbers[key] = numbers
+        elif any(found is not None for found in numbers):
+            record.omitted.append(key)
 
     def _take_role(self, role: Role, key: str, value: Any, record: _Record) -> bool:
         """Store `value` as the step, rank, time or other property that `role` selects.
@@ -279,7 +330,9 @@ class ObjectReader:
             added.append((key, named))
         for key, text in record.texts.items():
             named = self._named(key, record, taken)
-            if (read := _number_in_text(text, named[0])) is not None:
+            if named[0].unit not in _COUNTS and is_ambiguous(text):
+                self.ambiguous.append(f"{key}: {clean_text(text)} may have a decimal comma and is not stored")
+            elif (read := _number_in_text(text, named[0])) is not None:
                 alias, found = read
                 builder.scalar(alias.name, alias.converted(found), alias.unit, alias.labels(key))
                 taken.add(alias.name)
@@ -287,7 +340,7 @@ class ObjectReader:
         return added
 
     def _named(self, key: str, record: _Record, taken: set[str]) -> Named:
-        if key.startswith("train_") and _LAST_ENTRY in record.document:
+        if _LAST_ENTRY in record.document and _AVERAGE.fullmatch(key):
             return own_name(key)
         if record.sets and (named := name_in_set(key, record.sets)):
             return named
@@ -304,7 +357,14 @@ class ObjectReader:
         builder.event(found.type, found.severity, clean_text(name), json_text(details))
 
 
-def _add_scalars(key: str, value: float | list[float], named: Named, builder: BlockBuilder) -> None:
+def has_step(document: Mapping[str, Any]) -> bool:
+    """Return whether the logged object `document` contains a step."""
+    record = _Record(document, ())
+    ObjectReader()._collect(document, "", record, 0)  # noqa: SLF001 - a function of this module
+    return bool(record.steps)
+
+
+def _add_scalars(key: str, value: float | list[float | None], named: Named, builder: BlockBuilder) -> None:
     """Add a number as a scalar, or a list of numbers as scalars with the index as a label.
 
     For GPU utilization, the mean is added too.
@@ -313,11 +373,14 @@ def _add_scalars(key: str, value: float | list[float], named: Named, builder: Bl
     if isinstance(value, list):
         place = _LIST_LABEL.get(alias.name, "index")
         for index, each in enumerate(value):
+            if each is None:
+                continue
             builder.scalar(alias.name, alias.converted(each), alias.unit, alias.labels(key, {place: str(index)}))
     else:
         builder.scalar(alias.name, alias.converted(value), alias.unit, labels)
     if alias.name == _UTILISATION:
-        mean = sum(value) / len(value) if isinstance(value, list) else value
+        known = [each for each in value if each is not None] if isinstance(value, list) else [value]
+        mean = sum(known) / len(known)
         builder.scalar(f"{_UTILISATION}_mean", mean, alias.unit, canonical_labels({SOURCE_NAME: key}))
 
 

@@ -54,7 +54,10 @@ NUMBER: Final = (
 """A regular expression for a number in text, with or without thousands separators. NaN and Inf match in any case."""
 
 _MAX_CHARACTERS: Final = 64
-_QUANTITY: Final = re.compile(rf"(?P<number>{NUMBER})\s*(?P<unit>%|[a-zµ][a-z/]*)?", re.IGNORECASE)
+_UNIT: Final = r"\s*(?P<unit>%|[a-zµ][a-z/]*)?"
+_QUANTITY: Final = re.compile(rf"(?P<number>{NUMBER}|[-+]?\d+,\d+(?:e[-+]?\d+)?){_UNIT}", re.IGNORECASE)
+_GROUPED: Final = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?")
+_AMBIGUOUS: Final = re.compile(rf"[-+]?[1-9]\d{{0,2}},\d{{3}}{_UNIT}", re.IGNORECASE)
 _CLOCK: Final = re.compile(
     r"(?:(?P<days>\d{1,6}) days?,? )?(?:(?P<h>\d{1,6}):)?(?P<m>\d{1,6}):(?P<s>\d{1,2}(?:\.\d*)?)"
 )
@@ -87,7 +90,8 @@ def number(value: Any) -> float | None:
 def quantity(text: str) -> tuple[float, str | None] | None:
     """Return number and unit of a text such as `0.8674`, `213.66ms`, `0.23%`, `1,234` or `NaN`.
 
-    The unit is None if the text has none. Return None for any other text.
+    Commas between groups of three digits separate thousands, if the first group does not begin with 0. Any other single
+    comma is a decimal comma: `0,439` and `12,5`. The unit is None if the text has none. Return None for any other text.
     """
     text = text.strip()
     if len(text) > _MAX_CHARACTERS:
@@ -95,7 +99,20 @@ def quantity(text: str) -> tuple[float, str | None] | None:
     found = _QUANTITY.fullmatch(text)
     if found is None:
         return None
-    return float(found["number"].replace(",", "").replace("_", "")), found["unit"]
+    digits = found["number"].replace("_", "")
+    if "," in digits:
+        if _GROUPED.fullmatch(digits):
+            digits = digits.replace(",", "")
+        elif digits.count(",") == 1 and "." not in digits:
+            digits = digits.replace(",", ".")
+        else:
+            return None
+    return float(digits), found["unit"]
+
+
+def is_ambiguous(text: str) -> bool:
+    """Return whether `text` is a number such as `1,234`, which means 1234 in one country and 1.234 in another."""
+    return len(text) <= _MAX_CHARACTERS and _AMBIGUOUS.fullmatch(text.strip()) is not None
 
 
 def seconds(text: str) -> float | None:
@@ -168,6 +185,26 @@ def _whole(digits: str) -> int | float:
 DECODER: Final = json.JSONDecoder(parse_int=_whole)
 """JSON decoder that accepts the same text as Python's default decoder, and integers of any length."""
 
+_SPELLED_NUMBERS: Final = re.compile(
+    r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|$)'
+    r"|(?<![\w.+-])(?P<sign>[-+]?)(?P<name>nan(?:\(\w*\))?|inf(?:inity)?)(?=\s*[,\]}])",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+def standard_numbers(text: str) -> str:
+    """Return JSON text in which `nan`, `inf`, `-INF` and similar numbers are spelled as `DECODER` requires.
+
+    Strings are not changed.
+    """
+    return _SPELLED_NUMBERS.sub(_standard_number, text)
+
+
+def _standard_number(found: re.Match[str]) -> str:
+    if found["name"] is None:
+        return found[0]
+    return "NaN" if found["name"][0] in "nN" else f"{'-' * (found['sign'] == '-')}Infinity"
+
 
 class Cut(Exception):  # noqa: N818 - a state of the text, not an error of the caller
     """Raised when a JSON text ends inside a value."""
@@ -233,9 +270,17 @@ class JsonWindow:
                 if self._is_whole(value, end):
                     self._at = end
                     return value
+            if reason == "Expecting value" and self._standardize():
+                continue
             if end < len(self._text) - _EDGE_CHARACTERS and not reason.startswith("Unterminated"):
                 raise Malformed(reason)
             self._more()
+
+    def _standardize(self) -> bool:
+        """Spell NaN and Inf in the rest of the window as `DECODER` requires; return whether this changed the text."""
+        text = standard_numbers(rest := self._text[self._at :])
+        self._text = self._text[: self._at] + text
+        return text != rest
 
     def _is_whole(self, value: Any, end: int) -> bool:
         """Return whether `value`, which ends at the position `end`, is complete.

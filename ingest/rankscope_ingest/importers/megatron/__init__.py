@@ -26,7 +26,7 @@ from rankscope_ingest.importers.common.importer import (
     ImportedBlock,
     ImportedRun,
 )
-from rankscope_ingest.importers.common.lines import MAX_LINE_BYTES, refuse_no_text, shown
+from rankscope_ingest.importers.common.lines import MAX_LINE_BYTES, line_end, refuse_no_text, shown, skip_hole
 from rankscope_ingest.importers.megatron.block import AttemptCounter, Chunk, RowColumns
 from rankscope_ingest.importers.megatron.chunks import Lines, joined_row
 from rankscope_ingest.importers.megatron.columns import (
@@ -44,6 +44,7 @@ from rankscope_ingest.importers.megatron.rows import (
     HEAD_PATTERN,
     Row,
     clean,
+    clean_bytes,
     fold,
     is_cut,
     main_loss,
@@ -57,6 +58,8 @@ _HEAD: Final = re.compile(HEAD_PATTERN.encode())
 _ARGUMENTS: Final = re.compile(rb"^ +\w+ \.{3,} \S", re.MULTILINE)
 _SEARCHED_BYTES: Final = 16 << 20
 _PROBE_BYTES: Final = 4096
+_HEAD_BYTES: Final = 65_536
+_END_OF_HOLE: Final = re.compile(rb"(?<=\0{16})(?=[^\0\n])")
 _PLACES: Final = 64
 """The largest number of records in one line of a log.
 
@@ -78,7 +81,7 @@ class MegatronText:
 
         A long list of arguments may precede the first row, so up to 16 MiB are searched.
         """
-        rows = len(_HEAD.findall(head))
+        rows = len(_HEAD.findall(clean_bytes(head)))
         if rows:
             return Detection(0.95, f"{rows} of its first lines are rows `iteration N/ M | …`")
         if path.is_dir() or not (_ARGUMENTS.search(head) or b"megatron" in head.lower()):
@@ -97,8 +100,9 @@ class MegatronText:
             buffer += data
             cut = buffer.rfind(b"\n") + 1 if data else len(buffer)
             if cut:
-                block, used = reading.take(buffer[:cut], is_last=not data)
-                buffer = buffer[used:]
+                whole = clean_bytes(buffer[:cut])
+                block, used = reading.take(whole, is_last=not data)
+                buffer = whole[used:] + buffer[cut:]
                 if block is not None:
                     yield block
         yield reading.run()
@@ -110,12 +114,15 @@ def _chunks(path: Path, faults: Faults) -> Iterator[bytes]:
     A line that is longer than the size limit is shortened.
     """
     with path.open("rb") as file:
+        faults.read_bytes += skip_hole(file)
         data = file.read(CHUNK_BYTES)
         refuse_no_text(path, data[:_PROBE_BYTES])
+        has_cr = line_end(data[:_HEAD_BYTES]) == b"\r"
         faults.read_bytes += len(data)
         length = 0  # of the current line so far
         begin = data.removeprefix(codecs.BOM_UTF8)
         while data:
+            begin = _ended_holes(begin.replace(b"\r", b"\n") if has_cr else begin)
             end = begin.find(b"\n") if length > MAX_LINE_BYTES else 0
             if end >= 0 and begin:
                 begin = begin[end:]
@@ -128,12 +135,17 @@ def _chunks(path: Path, faults: Faults) -> Iterator[bytes]:
     yield b""
 
 
+def _ended_holes(data: bytes) -> bytes:
+    """Return `data` with a line feed behind many NUL bytes, which a crash leaves in a file before the next row."""
+    return _END_OF_HOLE.sub(b"\n", data) if b"\0" in data and data.strip(b"\0") else data
+
+
 def _has_row(path: Path) -> bool:
     with path.open("rb") as file:
         searched = 0
         before = b""
         while searched < _SEARCHED_BYTES and (data := file.read(1 << 20)):
-            if _HEAD.search(before + data):
+            if _HEAD.search(clean_bytes(before + data)):
                 return True
             before = data[-200:]
             searched += len(data)

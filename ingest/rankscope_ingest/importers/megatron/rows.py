@@ -36,6 +36,7 @@ _TIME: Final = re.compile(rf"(?<!\d){TIME_PATTERN}")
 _BEFORE: Final = re.compile(rf"(?P<labels>(?:{LABEL_PATTERN})*?)(?:\[+(?P<time>{TIME_PATTERN})\]+)?[ \t]*$")
 _LABEL: Final = re.compile(LABEL_PATTERN)
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|[\x00\x08]")
+_COLOUR_BYTES: Final = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07\n]*\x07")
 _RANK: Final = re.compile(r"\[(?:default|rank[ -]?)(?P<rank>\d{1,9})(?:/\d+)?\][ \t]*:?", re.IGNORECASE)
 _LOCAL: Final = re.compile(r"\[(?P<host>[A-Za-z0-9][\w.-]*(?<!\.py)):(?P<rank>\d{1,9})\][ \t]*:?")
 _TASK: Final = re.compile(r"(\d{1,9}):")
@@ -101,6 +102,11 @@ class Row:
 def clean(text: str) -> str:
     """Return `text` without colours and other terminal control codes."""
     return _COLOURS.sub("", text) if "\x1b" in text or "\x00" in text or "\x08" in text else text
+
+
+def clean_bytes(data: bytes) -> bytes:
+    """Return `data`, the lines of a log, without colours. A colour may begin or end within a key or a value."""
+    return _COLOUR_BYTES.sub(b"", data) if b"\x1b" in data else data
 
 
 def has_head(text: str) -> bool:
