@@ -34,6 +34,7 @@ from rankscope_exporter.base.validation import (
     table,
     validate,
 )
+from rankscope_exporter.config.hyperparameters import storable
 from rankscope_exporter.config.loader import dialect_keys, read_settings, translated_from, translated_settings
 from rankscope_exporter.config.sections import CaptureConfig, HardwareConfig, OptionTables, checked_capture, tables_of
 from rankscope_exporter.monitors.hangs.stack_signal import STACK_SIGNALS
@@ -147,6 +148,13 @@ class MonitorConfig:
 
     The environment variable RANKSCOPE_RUN takes precedence. The default is the job id of the scheduler, such as Slurm;
     without a job id, a generated name.
+    """
+    hyperparameters: Annotated[Mapping[str, Any], table("a table, such as vars(args)"), Converted(storable)] = field(
+        default_factory=dict
+    )
+    """Hyper-parameters of the training, which are stored with the configuration of the run.
+
+    Secrets are masked, and values that have no JSON form are stored as text.
     """
     statistics: Literal["auto", "torch"] = "auto"
     """Implementation of statistics on a CPU.
