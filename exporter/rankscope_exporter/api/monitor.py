@@ -185,9 +185,13 @@ class Monitor(CopiesDoNothing):
         """Store that the signal `name` requested the end of training and reached a signal handler of the script."""
         self._stop_signal = name
 
-    def last_records(self, name: str) -> Callable[[], None]:
+    def last_records(self, name: str, *, is_stuck: bool = False) -> Callable[[], None]:
         """Record that the signal `name` ends this process; return a function that waits for the record's commit."""
         wait_seconds = min(self._config.exit_wait_seconds, stop_signals.STOP_WAIT_SECONDS)
+        session = self._session
+        if is_stuck and session is not None:
+            session.diagnosis.publish_exit(name)
+            return NotCopied(lambda: session.channel.drain(wait_seconds))
         return self._leave(ExitReason.SIGNAL, name, wait_seconds)
 
     def _end(self, reason: ExitReason, error: str | None) -> None:
