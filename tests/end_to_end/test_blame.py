@@ -16,7 +16,13 @@ SCRIPT = Path(__file__).with_name("blamed_training.py")
 TOKEN = "a-token-of-both"
 NO_FLIGHT_RECORD = {"TORCH_FR_BUFFER_SIZE": "0"}
 ASKED = {"RANKSCOPE_TOKEN": TOKEN, "RANKSCOPE_HANG_AFTER_SECONDS": "0"}
-SILENT = {"RANKSCOPE_HANG_AFTER_SECONDS": "0"}  # no token: the service cannot request stacks
+SILENT = {
+    "RANKSCOPE_HANG_AFTER_SECONDS": "0",
+    # Beyond loopback without a token: the service cannot request stacks.
+    "RANKSCOPE_LISTEN": "0.0.0.0:0",
+    "RANKSCOPE_INSECURE": "1",
+    "RANKSCOPE_ADVERTISE": "127.0.0.1",
+}
 STEP = "[56]"
 """The last complete step, or the started one, to which the exit of a process belongs."""
 CALLED = r"called at blamed_training\.py:\d+ in"

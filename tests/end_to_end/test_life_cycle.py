@@ -210,8 +210,8 @@ ENDINGS = {
     "exception": ("failed", "rank 0: ValueError: planted", 1),
     "exit-0": ("stopped", "rank 0: sys.exit(0) at step 5 of 4000 planned", 0),
     "SIGINT": ("stopped", "rank 0: KeyboardInterrupt", None),
-    "SIGTERM": ("failed", "stopped responding without an exit report", -15),
-    "SIGTERM-handled": ("stopped", "rank 0: SIGTERM", -15),
+    "SIGTERM": ("stopped", "rank 0: SIGTERM", -15),
+    "SIGTERM-unhandled": ("failed", "stopped responding without an exit report", -15),
 }
 """Kinds of end of a process: state and reason of its run, and the exit code that it has without Rankscope."""
 
@@ -223,11 +223,11 @@ def test_each_kind_of_end_has_its_state_and_reason(service: Any, launch: Launch,
     for ending in ENDINGS:
         (tmp_path / ending).mkdir()
         planted = () if ending.startswith("SIG") else (f"{ending}:5",)
-        handled = {"RANKSCOPE_STOP_SIGNALS": "SIGTERM"} if ending.endswith("-handled") else {}
+        handled = {"RANKSCOPE_STOP_SIGNALS": "off"} if ending.endswith("-unhandled") else {}
         jobs[ending] = launch(tmp_path / ending, 4000, 0.02, *planted, RANKSCOPE_RUN=ending, **handled)
-    for ending in ("SIGINT", "SIGTERM", "SIGTERM-handled"):
+    for ending in ("SIGINT", "SIGTERM", "SIGTERM-unhandled"):
         service.wait_for(lambda ending=ending: run_of(service, ending).get("state") == "running")
-        jobs[ending].send_signal(getattr(signal, ending.removesuffix("-handled")))
+        jobs[ending].send_signal(getattr(signal, ending.removesuffix("-unhandled")))
     for ending, (state, reason, code) in ENDINGS.items():
         assert jobs[ending].wait(60) == code or code is None, (tmp_path / "training.log").read_text()
         service.wait_for(lambda ending=ending, state=state: run_of(service, ending).get("state") == state)

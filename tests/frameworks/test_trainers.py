@@ -200,6 +200,23 @@ def test_values_logged_by_trainers_have_their_step(count, everything):
     assert {1, 2, 3} == {step for step, name in trainers[0].scalars if name == "grad_norm"}
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_hyperparameters_of_trainers_are_stored_without_secrets(count, everything):
+    trainers, lightnings = (ranks_of(everything, name, count) for name in ("hugging face", "lightning"))
+    for trainer, lightning in zip(trainers, lightnings, strict=True):
+        found = trainer.hyperparameters
+        assert (LONGEST, MICROS, STEPS) == tuple(
+            found[name] for name in ("max_grad_norm", "gradient_accumulation_steps", "max_steps")
+        )
+        assert 4 == found["model_config"]["hidden_size"]
+        assert "***" == found["hub_token"]
+        found = lightning.hyperparameters
+        assert (4, "***") == (found["width"], found["api_token"])
+        assert (LONGEST, MICROS) == tuple(
+            found["trainer"][name] for name in ("gradient_clip_val", "accumulate_grad_batches")
+        )
+
+
 def test_evaluations_and_checkpoints_are_phases(everything):
     saving = everything["alone"]["hugging face, evaluating and saving"]
 

@@ -18,6 +18,7 @@ from tests.exporter.parts import session_of
 from torch.utils.data import DataLoader
 
 from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter.config.resolve import public_settings
 
 STEPS, MICROS, LONGEST, SCALE = 3, 2, 0.05, 8.0
 SKIPPED = 2  # the step that a gradient scaler skips
@@ -62,6 +63,7 @@ class TrainingResults:
     events: list[tuple[int, str, str]] = field(default_factory=list)
     seen: list[torch.Tensor] = field(default_factory=list)
     faults: int = 0
+    hyperparameters: dict[str, Any] = field(default_factory=dict)
     unequal: list[str] = field(default_factory=list)
 
 
@@ -78,7 +80,8 @@ class Watch:
 
     def results(self) -> TrainingResults:
         assert self.monitor is not None
-        results = TrainingResults(faults=self.monitor.faults)
+        stored = public_settings(self.monitor.config)["hyperparameters"]
+        results = TrainingResults(faults=self.monitor.faults, hyperparameters=stored)
         for record in self.ring.after(-1, 1 << 30).records:
             results.events += [(record.step, str(event.type), event.message) for event in record.events]
             results.scalars |= {(record.step, item.name): item.value for item in record.scalars}
@@ -87,7 +90,7 @@ class Watch:
 
 
 def hugging_face(watch: Watch | None, folder: Path, model: Seeing, **options: Any) -> None:
-    from transformers import Trainer, TrainingArguments
+    from transformers import PretrainedConfig, Trainer, TrainingArguments
 
     from rankscope.integrations.huggingface import RankscopeCallback
 
@@ -96,6 +99,7 @@ def hugging_face(watch: Watch | None, folder: Path, model: Seeing, **options: An
             super().on_train_begin(*args, **kwargs)
             watch.take(self._attended.monitor)
 
+    model.config = PretrainedConfig(hidden_size=4)  # as a model of transformers
     options = {"max_steps": STEPS, "save_strategy": "no", **options}
     resume = options.pop("resume", None)
     arguments = TrainingArguments(
@@ -183,6 +187,7 @@ def lightning_module(base: type, model: Seeing, *, by_hand: bool) -> Any:
     class Module(base):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
+            self.save_hyperparameters({"width": 4, "api_token": "hunter2"})
             self.inner = model
             self.automatic_optimization = not by_hand
 

@@ -34,8 +34,8 @@ def stacks(
 
     Ranks inside a collective wait for ranks outside it, so the ranks outside are shown first. If the run is stalled
     and flight records or stacks single out one rank, the command prints that rank as the cause. The command works for
-    hanging and for running trainings, and does not disturb them. Each response is recorded as an event. The token of
-    the service is required, in RANKSCOPE_TOKEN or the file named by RANKSCOPE_TOKEN_FILE. TLS uses RANKSCOPE_CA_FILE,
+    hanging and for running trainings, and does not disturb them. Each response is recorded as an event. A service
+    with a token requires it, in RANKSCOPE_TOKEN or the file named by RANKSCOPE_TOKEN_FILE. TLS uses RANKSCOPE_CA_FILE,
     RANKSCOPE_CERT_FILE and RANKSCOPE_KEY_FILE, as on a rank.
 
     [bold]Examples[/bold]

@@ -22,7 +22,7 @@ METRICS_PATH: Final = "/metrics"
 NODE_METRICS_PATH: Final = "/node/metrics"  # page of all ranks of the launch on that host
 HEALTH_PATH: Final = "/healthz"
 CONFIG_PATH: Final = "/config"
-STACKS_PATH: Final = "/stacks"  # POST, with a token
+STACKS_PATH: Final = "/stacks"  # POST
 
 # Paths on the service.
 PAGE_PATH: Final = "/"  # status page
@@ -34,7 +34,7 @@ RUNS_PATH: Final = "/api/v1/runs"
 REMOTE_WRITE_PATH: Final = "/api/v1/write"  # POST of Prometheus' remote write
 REMOTE_READ_PATH: Final = "/api/v1/read"  # POST of Prometheus' remote read
 EXPORTERS_PATH: Final = "/api/v1/exporters"  # external exporters
-RUN_STACKS_PATH: Final = "/api/v1/stacks"  # POST, with a token: requests stacks from the ranks of a run
+RUN_STACKS_PATH: Final = "/api/v1/stacks"  # POST: requests stacks from the ranks of a run
 SERVICE_DISCOVERY_PATH: Final = "/sd"
 
 # Headers of GET /records. Requests contain SCHEMA and LEASE; responses contain the others.

@@ -185,12 +185,16 @@ class Monitor(CopiesDoNothing):
         """Store that the signal `name` requested the end of training, and that the script handles this signal."""
         self._stop_signal = name
 
-    def last_records(self, name: str) -> Callable[[], None]:
+    def last_records(self, name: str, *, is_stuck: bool = False) -> Callable[[], None]:
         """Record that the signal `name` ends this process.
 
         Return a function that waits until the service has committed the record.
         """
         wait_seconds = min(self._config.exit_wait_seconds, stop_signals.STOP_WAIT_SECONDS)
+        session = self._session
+        if is_stuck and session is not None:
+            session.diagnosis.publish_exit(name)
+            return NotCopied(lambda: session.channel.drain(wait_seconds))
         return self._leave(ExitReason.SIGNAL, name, wait_seconds)
 
     def _end(self, reason: ExitReason, error: str | None) -> None:

@@ -33,13 +33,15 @@ from rankscope_exporter.base.validation import (
     table,
     validate,
 )
+from rankscope_exporter.config.hyperparameters import storable
 from rankscope_exporter.config.loader import dialect_keys, read_settings, translated_from, translated_settings
 from rankscope_exporter.config.sections import CaptureConfig, HardwareConfig, OptionTables, checked_capture, tables_of
 from rankscope_exporter.monitors.hangs.stack_signal import STACK_SIGNALS
 from rankscope_exporter.observers.throughput.peaks import ThroughputConfig
+from rankscope_exporter.process.stop_signals import DEFAULT_SIGNALS
 from rankscope_exporter.quantities import Quantity, select_quantities
 from rankscope_exporter.quantities.base import QuantityOptions, TargetNames
-from rankscope_exporter.serving.config import ServeConfig
+from rankscope_exporter.serving.config import OFF, ServeConfig
 from rankscope_exporter.sinks import Sink, sink_class
 from rankscope_exporter.statistics.selection import chosen_ops
 
@@ -139,6 +141,13 @@ class MonitorConfig:
     The environment variable RANKSCOPE_RUN takes precedence. The default is the job id of the scheduler, such as Slurm;
     without a job id, a generated name.
     """
+    hyperparameters: Annotated[Mapping[str, Any], table("a table, such as vars(args)"), Converted(storable)] = field(
+        default_factory=dict
+    )
+    """Hyper-parameters of the training, which are stored with the configuration of the run.
+
+    Secrets are masked, and values that have no JSON form are stored as text.
+    """
     statistics: Literal["auto", "torch"] = "auto"
     """Implementation of statistics on a CPU.
 
@@ -164,10 +173,10 @@ class MonitorConfig:
 
     By default there is no signal handler.
     """
-    stop_signals: Annotated[tuple[str, ...], _SOME_SIGNALS] = ()
-    """Names of signals, such as SIGTERM.
+    stop_signals: Annotated[tuple[str, ...], _SOME_SIGNALS] = DEFAULT_SIGNALS
+    """Names of signals.
 
-    Before such a signal ends the process, the rank records that it was stopped. The default is none.
+    Before such a signal ends the process, the rank records that it was stopped. An empty list disables this.
     """
     console: bool = True
     """True prints a banner on rank 0, and one line whenever a rule fires or a hang is detected."""
@@ -287,7 +296,7 @@ class MonitorConfig:
             self,
             hang_after_seconds=_seconds(environment.get(_HANG_VARIABLE), self.hang_after_seconds),
             stacks_signal=environment.get(_SIGNAL_VARIABLE) or self.stacks_signal,
-            stop_signals=tuple(environment.get(_STOP_VARIABLE, "").replace(",", " ").split()) or self.stop_signals,
+            stop_signals=_signals(environment.get(_STOP_VARIABLE), self.stop_signals),
             switch_file=environment.get(_SWITCH_VARIABLE) or self.switch_file,
             serve=self.serve.with_environment(environment),
             enabled=self.enabled and not disabled,
@@ -314,6 +323,11 @@ def _seconds(text: str | None, default: float) -> float:
         raise ConfigError(
             f"{_HANG_VARIABLE} is {text!r}: use a number of seconds, or 0 to disable hang detection"
         ) from None
+
+
+def _signals(text: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
+    names = tuple((text or "").replace(",", " ").split())
+    return () if names == (OFF,) else names or default
 
 
 def _rule(entry: Any) -> AnomalyRule:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,15 +57,22 @@ class CallbackBase(CopiesDoNothing):
         first_step: int,
         total_steps: int | None,
         config: MonitorConfig | None = None,
+        hyperparameters: Callable[[], Mapping[str, Any]] = dict,
     ) -> Monitor:
         """Create a monitor for a new training, attach it, and return it.
+
+        `hyperparameters` is a function that returns those of the trainer. They are stored with the run. Those of the
+        configuration have precedence. If the function raises an error, only those of the configuration are stored.
 
         If the previous training has not ended, it ends now, with the exit reason `unknown`.
         """
         self.leave_phase()
         if self.monitor is not None:
             self.monitor.end_of_process(ExitReason.UNKNOWN, "another training began in this process")
-        self.monitor = Monitor(config or self._config, total_steps=total_steps or None, first_step=first_step)
+        config = config or self._config
+        found = self._boundary.call("hyper-parameters", hyperparameters) or {}
+        config = replace(config, hyperparameters={**found, **config.hyperparameters})
+        self.monitor = Monitor(config, total_steps=total_steps or None, first_step=first_step)
         return self.monitor.attach(model, optimizer)
 
     @property

@@ -37,20 +37,26 @@ class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,
         self._tokens_seen = 0
 
     def on_train_begin(
-        self, _args: Any, state: Any, _control: Any, *, model: nn.Module, optimizer: Any, **_kwargs: Any
+        self, args: Any, state: Any, _control: Any, *, model: nn.Module, optimizer: Any, **_kwargs: Any
     ) -> None:
-        """Attach a monitor to the model.
+        """Attach a monitor to the model. The arguments of Trainer are stored with the run.
 
         The first step of a resumed training follows the last step of the checkpoint.
         """
         if self._refuses("on_train_begin()"):
             return
-        self._attended.safely("on_train_begin", self._begin, state, model, optimizer)
+        self._attended.safely("on_train_begin", self._begin, args, state, model, optimizer)
 
-    def _begin(self, state: Any, model: nn.Module, optimizer: Any) -> None:
+    def _begin(self, args: Any, state: Any, model: nn.Module, optimizer: Any) -> None:
         planned = state.max_steps if state.max_steps > 0 else None
         self._tokens_seen = state.num_input_tokens_seen
-        self._attended.begin(outermost(model), optimizer, first_step=state.global_step + 1, total_steps=planned)
+        self._attended.begin(
+            outermost(model),
+            optimizer,
+            first_step=state.global_step + 1,
+            total_steps=planned,
+            hyperparameters=lambda: _hyperparameters(args, model),
+        )
 
     def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
         """End the present phase when a step begins: an evaluation or a checkpoint has ended by then."""
@@ -112,6 +118,15 @@ class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,
             self._attended.enter_phase("evaluation")
         elif control.should_save:
             self._attended.enter_phase("checkpoint")
+
+
+def _hyperparameters(args: Any, model: nn.Module) -> dict[str, Any]:
+    """Return the arguments of Trainer, and under `model_config` the configuration of the model if it has one."""
+    config: Any = getattr(model, "config", None)
+    found: dict[str, Any] = args.to_dict()
+    if config is not None:
+        found["model_config"] = config.to_dict() if hasattr(config, "to_dict") else config
+    return found
 
 
 def outermost(model: nn.Module) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from lightning.pytorch.callbacks import Callback
 
@@ -38,7 +38,10 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
         return {"_announced": None, "_before_evaluation": set(), "_of_evaluation": set()}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach a monitor to the module as the strategy of Lightning has wrapped it."""
+        """Attach a monitor to the module as the strategy of Lightning has wrapped it.
+
+        The hyper-parameters of the module, of its data module and of the Lightning Trainer are stored with the run.
+        """
         if self._refuses("on_train_start()"):
             return
         self._attended.safely("on_train_start", self._begin, trainer, pl_module)
@@ -53,6 +56,7 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
             first_step=done + 1,
             total_steps=None if by_batch else _planned(trainer),
             config=self._config(by_batch=by_batch),
+            hyperparameters=lambda: _hyperparameters(trainer, pl_module),
         )
 
     def on_train_batch_start(self, *_args: Any) -> None:
@@ -129,6 +133,19 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
 
     def _config(self, *, by_batch: bool) -> MonitorConfig:
         return replace(self._attended.config, steps="explicit") if by_batch else self._attended.config
+
+
+_TRAINER_SETTINGS: Final = (
+    *("max_epochs", "max_steps", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
+    *("precision", "num_nodes", "num_devices", "check_val_every_n_epoch", "val_check_interval"),
+)
+
+
+def _hyperparameters(trainer: Any, pl_module: Any) -> dict[str, Any]:
+    """Return the values of `save_hyperparameters()`, and under `trainer` settings of the Lightning Trainer."""
+    settings = {name: getattr(trainer, name) for name in _TRAINER_SETTINGS if hasattr(trainer, name)}
+    data = getattr(trainer.datamodule, "hparams", {})
+    return {"trainer": settings, **data, **pl_module.hparams}
 
 
 def _planned(trainer: Any) -> int | None:

@@ -1,13 +1,17 @@
 """Handles the signals in the setting `stop_signals`: the rank writes its exit record before a signal takes effect.
 
-Python runs a handler when its main thread returns to the interpreter. A rank that waits in C code therefore ends later
-than without a handler. A handler of the script runs first and decides whether the process ends. If training continues,
-the monitor continues too, and stores the name of the signal for the exit reason.
+A handler of the script decides whether the process ends. If training continues, the monitor continues too, and stores
+that the signal arrived.
+
+Python runs a handler when its main thread returns to the interpreter. The main thread of a rank may wait in C code for
+a collective, and never return. The interpreter also writes the number of each signal to a pipe, immediately. If the
+main thread does not run the handler, a thread that reads this pipe reports the exit and ends the process by the signal.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import queue
@@ -30,6 +34,12 @@ STOP_WAIT_SECONDS: Final = 5.0
 The sender of a signal usually kills the process some seconds later.
 """
 
+DEFAULT_SIGNALS: Final = ("SIGTERM",)
+"""Names of the signals that are handled by default, if this is possible: schedulers send SIGTERM to stop a job."""
+
+STUCK_SECONDS: Final = 1.0
+"""Time in seconds after which the main thread counts as stuck in C code if it has not run the handler of a signal."""
+
 _GIVE_UP_SECONDS: Final = 9.0
 _AGAIN_SECONDS: Final = 0.01
 _INSIDE_SECONDS: Final = 2.0
@@ -44,12 +54,14 @@ class Stoppable(Protocol):
     def stop_asked(self, name: str) -> None:
         """Store the name of the signal that arrived, for the exit reason. Training may continue."""
 
-    def last_records(self, name: str) -> FinalWait:
+    def last_records(self, name: str, *, is_stuck: bool = False) -> FinalWait:
         """Write the exit record, because the signal `name` ends this process.
 
         Return a function that waits until the service has committed the exit record.
 
-        The method `last_records` is called at most once.
+        The method `last_records` is called at most once. `is_stuck` is true if the training thread does not return from
+        C code. The method is then called on another thread, and must wait neither for the training thread nor for the
+        device.
         """
 
 
@@ -58,26 +70,30 @@ class _Installed:
     former: Callable[[int, FrameType | None], object] | int
     monitors: set[Stoppable] = field(default_factory=set)
     came_at: float | None = None
+    ending: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the thread that ends the process."""
 
 
 _taken: dict[int, _Installed] = {}
 _work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 _worker: threading.Thread | None = None
+_pipe: tuple[int, int] | None = None  # its read end and its write end
 
 
 def install(monitor: Stoppable, names: Iterable[str]) -> None:
     """Install handlers that notify `monitor` of the signals `names`, until `uninstall`.
 
     Raises ConfigError, without any change, if a signal has a handler in C code or the caller is not the main thread.
+    With the default signals, no handler is installed in these cases.
     """
+    names = tuple(names)
     numbers = [signal.Signals[name] for name in names]
-    if numbers and threading.current_thread() is not threading.main_thread():
-        raise ConfigError("stop_signals: only the main thread can handle signals: call attach() on the main thread")
-    for number in numbers:
-        if number not in _taken and signal.getsignal(number) is None:
-            raise ConfigError(
-                f"stop_signals: {number.name} already has a handler in C code; remove it from stop_signals"
-            )
+    refusal = _refusal(numbers)
+    if refusal is not None and names == DEFAULT_SIGNALS:
+        log.info("%s; without it, the run fails if SIGTERM ends this process", refusal)
+        return
+    if refusal is not None:
+        raise ConfigError(refusal)
     for number in numbers:
         former = signal.getsignal(number)
         if (
@@ -88,7 +104,17 @@ def install(monitor: Stoppable, names: Iterable[str]) -> None:
         if number in _taken:
             _taken[number].monitors.add(monitor)
     if numbers:
-        _start_worker()
+        _start_threads()
+
+
+def _refusal(numbers: Iterable[signal.Signals]) -> str | None:
+    """Return the reason why the signals `numbers` cannot be handled, or None if they can."""
+    for number in numbers:
+        if threading.current_thread() is not threading.main_thread():
+            return "stop_signals: only the main thread can handle signals: call attach() on the main thread"
+        if number not in _taken and signal.getsignal(number) is None:
+            return f"stop_signals: {number.name} already has a handler in C code; remove it from stop_signals"
+    return None
 
 
 def uninstall(monitor: Stoppable) -> None:
@@ -105,8 +131,9 @@ def uninstall(monitor: Stoppable) -> None:
 
 def forget_after_fork() -> None:
     """Restore the signal handlers from before `install`. Called in a forked child."""
-    global _work, _worker
-    _work, _worker = queue.SimpleQueue(), None
+    global _work, _worker, _pipe
+    _leave_pipe()
+    _work, _worker, _pipe = queue.SimpleQueue(), None, None
     for number, taken in list(_taken.items()):
         taken.monitors.clear()
         _restore(number)
@@ -120,16 +147,20 @@ def _restore(number: int) -> None:
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(number, _taken[number].former)
         del _taken[number]
+        if not _taken:
+            _leave_pipe()
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
     taken = _taken.get(number)
     if taken is None:  # uninstalled, but still called by a handler of the script
         return
-    if callable(taken.former):
+    # A later handler of the script may call this one, but it decides whether the process ends.
+    if callable(taken.former) or signal.getsignal(number) is not _on_signal:
         for monitor in tuple(taken.monitors):
             monitor.stop_asked(signal.Signals(number).name)
-        taken.former(number, frame)
+        if callable(taken.former):
+            taken.former(number, frame)
         return
     now = time.monotonic()
     taken.came_at = now if taken.came_at is None else taken.came_at
@@ -137,7 +168,10 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
         _work.put(lambda: _send_again(number))
         return
     signal.signal(number, taken.former)  # a second signal ends the process immediately
-    _publish_exit(tuple(taken.monitors), signal.Signals(number).name)
+    if taken.ending.acquire(blocking=False):
+        _publish_exit(tuple(taken.monitors), signal.Signals(number).name)
+    else:  # the other thread does it, because this thread was stuck
+        time.sleep(_GIVE_UP_SECONDS)
     os.kill(os.getpid(), number)
 
 
@@ -191,16 +225,30 @@ def _then(wait: FinalWait, heard: threading.Event) -> Callable[[], None]:
     return work
 
 
-def _start_worker() -> None:
-    """Start the thread that waits, after a stop signal, until the service has committed the exit records.
+def _start_threads() -> None:
+    """Start the thread that waits for the commit of the exit records, and the thread that detects a stuck main thread.
 
-    The thread is started in advance: a signal handler that starts a thread could wait forever for a lock that the
+    The threads are started in advance: a signal handler that starts a thread could wait forever for a lock that the
     interrupted main thread holds.
     """
-    global _worker  # noqa: PLW0603 - see forget_after_fork
+    global _worker, _pipe  # noqa: PLW0603 - see forget_after_fork
     if _worker is None:
         _worker = OwnThread(target=_run, name="rankscope-stop")
         _worker.start()
+    if _pipe is None:
+        _pipe = os.pipe()
+        os.set_blocking(_pipe[1], False)
+        OwnThread(target=_watch, args=(_pipe[0],), name="rankscope-stop-watch").start()
+    other = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
+    if other not in (-1, _pipe[1]):  # an event loop of the script uses this mechanism itself
+        signal.set_wakeup_fd(other)
+
+
+def _leave_pipe() -> None:
+    with contextlib.suppress(ValueError):  # not the main thread
+        present = signal.set_wakeup_fd(-1)
+        if _pipe is None or present != _pipe[1]:
+            signal.set_wakeup_fd(present)
 
 
 def _run() -> None:
@@ -209,3 +257,31 @@ def _run() -> None:
             _work.get()()
         except Exception:  # thread boundary: the thread must survive for a later signal
             log.exception("unexpected error in the thread that waits for the service after stop signals")
+
+
+def _watch(pipe: int) -> None:
+    """End the process by a signal that the main thread has not handled in time. `pipe` contains signal numbers."""
+    while True:
+        for number in os.read(pipe, 1):
+            taken = _taken.get(number)
+            if taken is None or callable(taken.former):
+                continue
+            time.sleep(STUCK_SECONDS)
+            is_unhandled = taken.came_at is None and _taken.get(number) is taken
+            if is_unhandled and signal.getsignal(number) is _on_signal and taken.ending.acquire(blocking=False):
+                _end_stuck_process(number, tuple(taken.monitors))
+
+
+def _end_stuck_process(number: int, monitors: Iterable[Stoppable]) -> None:
+    name = signal.Signals(number).name
+    # Only the main thread can call signal.signal(). A second signal now ends the process immediately.
+    ctypes.CDLL(None).signal(number, int(signal.SIG_DFL))
+    deadline = time.monotonic() + _GIVE_UP_SECONDS
+    # On another thread: the stuck thread may hold a lock that the report needs.
+    reports = [(lambda monitor=monitor: monitor.last_records(name, is_stuck=True)()) for monitor in monitors]
+    heard = [threading.Event() for _ in reports]
+    for report, event in zip(reports, heard, strict=True):
+        _work.put(_then(report, event))
+    for event in heard:
+        event.wait(max(0.0, deadline - time.monotonic()))
+    os.kill(os.getpid(), number)

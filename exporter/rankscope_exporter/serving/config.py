@@ -145,8 +145,7 @@ class ServeConfig:
             raise ServeError(f"{source} is empty: remove it, or set at least one character")
 
     def _check_addresses(self) -> None:
-        web = self.web
-        if not (self.address.is_loopback or self.secret or self.insecure or (web and web.demands_identity)):
+        if not (self.is_guarded or self.insecure):
             raise ServeError(
                 f"listen {self.listen!r} can be reached from other machines: set a token (RANKSCOPE_TOKEN),"
                 " listen on 127.0.0.1, or disable this check with insecure=True (RANKSCOPE_INSECURE=1)"
@@ -204,6 +203,12 @@ class ServeConfig:
         Raises ServeError if the file is invalid.
         """
         return None if self.web_config is None else read_rank_web_config(Path(self.web_config))
+
+    @property
+    def is_guarded(self) -> bool:
+        """Return whether only processes on this machine, or clients with a token or certificate, can send requests."""
+        web = self.web
+        return self.address.is_loopback or bool(self.secret) or (web is not None and web.demands_identity)
 
     @property
     def scheme(self) -> str:

@@ -122,6 +122,7 @@ class RankServer:
             node=self._node,
             settings=self._settings,
             token=config.secret,
+            is_guarded=config.is_guarded,
             on_poll=self._on_poll,
         )
         self._server = open_server(config, routes, on_fault=self._on_fault, meter=self._meter)

@@ -52,12 +52,14 @@ PAGE_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _JSON: Final = "application/json"
 _NO_STORE: Final = {"Cache-Control": "no-store"}
 _MAX_BYTES_LIMIT: Final = 1 << 28  # upper limit of `max_bytes`, so that a client cannot exhaust this process's memory
-_ONLY_AUTHENTICATED: Final = (
-    "only on a rank with a token: set RANKSCOPE_TOKEN for the rank, equal to [service] token, and send it as"
-    " Authorization: Bearer <token>"
+_AUTHORIZATION_HINT: Final = (
+    "set RANKSCOPE_TOKEN for the rank, equal to [service] token, and send it as Authorization: Bearer <token>"
 )
-_STACKS_REFUSED: Final = f"stacks contain source locations of the training and are sent {_ONLY_AUTHENTICATED}"
-_CHANGE_REFUSED: Final = f"sampling can be changed over HTTP {_ONLY_AUTHENTICATED}"
+_STACKS_REFUSED: Final = (
+    "stacks contain source locations of the training, and this rank accepts requests of all machines: "
+    f"{_AUTHORIZATION_HINT}"
+)
+_CHANGE_REFUSED: Final = f"sampling can be changed over HTTP only on a rank with a token: {_AUTHORIZATION_HINT}"
 _ENDING: Final = "this process is about to exit"
 
 
@@ -77,6 +79,8 @@ class Routes:
     node: NodeExposition | None
     settings: Mapping[str, Any]
     token: str | None
+    is_guarded: bool
+    """True if only processes on this machine, or clients with a token or certificate, can send requests."""
     on_poll: Callable[[int], None]
     """Function that is called for each poll by the service that holds the lease of this rank.
 
@@ -191,7 +195,7 @@ class Routes:
         return Answer(HTTPStatus.OK, (text.encode(),), _JSON, {"Cache-Control": "max-age=31536000, immutable"})
 
     def _take_stacks(self, _request: Request) -> Answer:
-        if self.token is None:
+        if not self.is_guarded:
             return Answer.text(HTTPStatus.FORBIDDEN, _STACKS_REFUSED)
         take = self.sources.take_stacks
         if take is None or self.state.is_closed:

@@ -64,6 +64,11 @@ def why_not_measurable(tensor: torch.Tensor) -> str | None:
     return "inside of a functorch transform" if _is_transformed(tensor) else None
 
 
+def is_integer(tensor: torch.Tensor) -> bool:
+    """Return whether the elements of `tensor` are integers or truth values, such as token ids, indices and masks."""
+    return tensor.dtype in MEASURABLE and not (tensor.is_floating_point() or tensor.is_complex())
+
+
 def is_freed(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has a shape but no memory, such as a parameter that FSDP has resharded."""
     if type(tensor) not in PLAIN_TYPES or not tensor.numel():

@@ -161,15 +161,20 @@ class ServiceSection(_Section):
         """Return the parsed web configuration file that `web_config` names, or None if this key is not set."""
         return None if self.web_config is None else read_service_web_config(Path(self.web_config))
 
+    @property
+    def is_guarded(self) -> bool:
+        """Return whether only processes on this machine, or clients with a token or certificate, can send requests."""
+        web = self.web
+        is_local = is_loopback(split_address(self.listen)[0])
+        return is_local or self.token is not None or (web is not None and web.demands_identity)
+
     @model_validator(mode="after")
     def _check_access(self) -> Self:
-        host, _ = split_address(self.listen)
         try:
-            web = self.web
+            is_guarded = self.is_guarded
         except WebConfigError as error:
             raise ValueError(str(error)) from error
-        is_guarded = self.token is not None or self.insecure or (web is not None and web.demands_identity)
-        if not is_loopback(host) and not is_guarded:
+        if not (is_guarded or self.insecure):
             raise ValueError(
                 f'listen = "{self.listen}" can be reached from other machines: set token '
                 "(or RANKSCOPE_TOKEN in the environment), or insecure = true to allow requests without a token"

@@ -94,8 +94,8 @@ def _target(target: Target, instance: str, **labels: str) -> dict[str, Any]:
 MAX_REQUEST_BYTES: Final = 1 << 20
 _PAGE_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _STACKS_REFUSED: Final = (
-    "stacks show the code that processes execute and require a token: set [service] token, and"
-    " RANKSCOPE_TOKEN for the ranks and for this command"
+    "stacks show the code that processes execute, and this service accepts requests of all machines: set [service]"
+    " token, and RANKSCOPE_TOKEN for the ranks and for this command"
 )
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -136,13 +136,16 @@ class Backend(Parts, Protocol):
         ...
 
 
-def make_application(backend: Backend, token: str | None, is_own_name: OwnName | None) -> web.Application:
+def make_application(
+    backend: Backend, token: str | None, is_own_name: OwnName | None, *, is_guarded: bool
+) -> web.Application:
     """Return the aiohttp application of the service.
 
     If the service has a token, all paths except the health page require the token. `is_own_name` returns whether a host
-    name in a request is a name of this service. If it is None, all host names are accepted.
+    name in a request is a name of this service. If it is None, all host names are accepted. `is_guarded` is false if
+    other machines can send requests without a token or certificate; such a service sends no stacks.
     """
-    routes = _Routes(backend, has_token=token is not None)
+    routes = _Routes(backend, is_guarded=is_guarded)
     guards = [_errors_as_text, token_guard(token), refuse_web_pages(is_own_name)]
     application = web.Application(middlewares=guards, client_max_size=MAX_REQUEST_BYTES)
     application.add_routes(
@@ -166,9 +169,9 @@ def make_application(backend: Backend, token: str | None, is_own_name: OwnName |
 
 
 class _Routes:
-    def __init__(self, backend: Backend, *, has_token: bool) -> None:
+    def __init__(self, backend: Backend, *, is_guarded: bool) -> None:
         self._backend = backend
-        self._has_token = has_token
+        self._is_guarded = is_guarded
 
     async def register(self, request: web.Request) -> web.Response:
         registration = parse_registration(await request.read())
@@ -189,7 +192,7 @@ class _Routes:
         return web.Response(status=204)
 
     async def stacks(self, request: web.Request) -> web.Response:
-        if not self._has_token:
+        if not self._is_guarded:
             raise RegistrationError(403, _STACKS_REFUSED)
         run, ranks = parse_stacks_request(await request.read())
         progress = {progress.run: progress for progress in self._backend.runs()}

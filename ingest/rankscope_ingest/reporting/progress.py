@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from rankscope_ingest.runs.target import Target
 
 LOSS: Final = "loss"
 TOKENS: Final = "tokens_total"
+_LOSS_ENDINGS: Final = ("_loss", "/loss", ".loss")
 _WINDOW_SECONDS: Final = 30.0
 
 
@@ -27,7 +29,7 @@ class RunProgress:
     reason: str | None
     step: int | None
     planned_steps: int | None
-    loss: float | None
+    loss: float | None  # NaN or infinite if the latest loss of any rank is
     tokens_per_second: float | None
     rows_stored: int
     lag_records: int
@@ -40,6 +42,11 @@ class RunProgress:
     failed_rank: int | None = None  # the rank that failed first
     last_step_at: int | None = None  # UTC µs, by the rank's clock
     steps_per_second: float | None = None
+
+    @property
+    def has_nonfinite_loss(self) -> bool:
+        """Return whether the latest loss is NaN or infinite."""
+        return self.loss is not None and not math.isfinite(self.loss)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +69,8 @@ class RunMeter:
     rows_stored: int = 0
     records_lost: int = 0
     last_step_at: int | None = None
+    _losses: dict[tuple[int, str, str | None], float] = field(default_factory=dict)  # by rank, name and labels
+    _latest_loss: float | None = None
     _tokens: dict[int, deque[tuple[float, float]]] = field(default_factory=dict)
     _steps: deque[tuple[float, float]] = field(default_factory=deque)
 
@@ -79,11 +88,25 @@ class RunMeter:
             _remember(self._steps, seconds, step)
         if scalars is None:
             return
-        loss = last_value(scalars, LOSS)
-        self.loss = self.loss if loss is None else loss
+        self._observe_losses(rank, scalars)
         tokens = last_value(scalars, TOKENS)
         if tokens is not None:
             _remember(self._tokens.setdefault(rank, deque()), seconds, tokens)
+
+    def _observe_losses(self, rank: int, scalars: Mapping[str, pa.Array] | pa.Table) -> None:
+        """Update the loss: a NaN or infinite one if there is any, or else the latest value of the scalar `loss`.
+
+        A finite loss of another rank, or of another part of the loss, must not hide one that is NaN. Parts are values
+        with labels, and scalars with names such as `train_loss`.
+        """
+        for position, name in enumerate(scalars["name"].to_pylist()):
+            if name == LOSS or name.endswith(_LOSS_ENDINGS):
+                value = scalars["value"][position].as_py()
+                if value is not None:
+                    self._losses[rank, name, scalars["labels"][position].as_py()] = value
+        latest = last_value(scalars, LOSS)
+        self._latest_loss = self._latest_loss if latest is None else latest
+        self.loss = next((value for value in self._losses.values() if not math.isfinite(value)), self._latest_loss)
 
     def tokens_per_second(self) -> float | None:
         """Return the tokens per second over the last 30 s, summed over the ranks, or None if unknown."""

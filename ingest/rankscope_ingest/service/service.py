@@ -228,7 +228,8 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def _listening(self) -> AsyncIterator[None]:
-        application = make_application(self._api, self._config.token, own_names(self._config.service))
+        section = self._config.service
+        application = make_application(self._api, self._config.token, own_names(section), is_guarded=section.is_guarded)
         runner = web.AppRunner(application, access_log=None, handle_signals=False)
         await runner.setup()
         try:

@@ -61,11 +61,16 @@ def page(status: Status) -> str:
 
 
 def _title(status: Status) -> str:
-    """Return the title of the page: `degraded`, or the numbers of failed, stalled and running runs."""
+    """Return the title of the page: `degraded`, or the numbers of failed, stalled, diverged and running runs.
+
+    A diverged run is one that has not ended and whose latest loss is NaN or infinite.
+    """
     if status.service.reason is not None:
         return "degraded · Rankscope"
     states = Counter(run.progress.state for run in status.runs)
     bad = [f"{states[state]} {state}" for state in (RunState.FAILED, RunState.STALLED) if states[state]]
+    diverged = sum(run.progress.has_nonfinite_loss and run.progress.state not in ENDED for run in status.runs)
+    bad += [f"{diverged} with NaN or infinite loss"] if diverged else []
     return text(", ".join([*bad, f"{states[RunState.RUNNING]} running"])) + " · Rankscope"
 
 
@@ -197,6 +202,8 @@ def _head(run: RunStatus) -> Iterator[str]:
     progress = run.progress
     yield '<div class="head">'
     yield f'<span class="badge {_colour(progress)}">{text(progress.state)}</span>'
+    if progress.has_nonfinite_loss and progress.loss is not None:
+        yield f'<span class="badge red">loss {number(progress.loss)}</span>'
     yield f"<h3><bdi>{text(progress.run)}</bdi></h3>"
     yield f'<span class="dim">attempt {progress.attempt}</span>'
     for key, value in sorted(run.tags.items()):
@@ -205,6 +212,8 @@ def _head(run: RunStatus) -> Iterator[str]:
 
 
 def _colour(progress: RunProgress) -> str:
+    if progress.state == RunState.RUNNING and progress.has_nonfinite_loss:
+        return COLOURS[RunState.FAILED]  # it runs, but its training has failed
     return COLOURS[RunState(progress.state)]
 
 
@@ -239,8 +248,8 @@ def _facts(run: RunStatus) -> Iterator[tuple[str, str]]:
     if run.last_seen_ago_seconds is not None:
         yield "last seen", ago(run.last_seen_ago_seconds)
     if progress.loss is not None:
-        is_finite = abs(progress.loss) < float("inf")
-        yield "loss", number(progress.loss) if is_finite else f'<span class="red">{number(progress.loss)}</span>'
+        loss = number(progress.loss)
+        yield "loss", f'<span class="red">{loss}</span>' if progress.has_nonfinite_loss else loss
     if progress.steps_per_second is not None and progress.state not in ENDED:
         yield "speed", _speed(progress.steps_per_second)
     if progress.tokens_per_second is not None and progress.state not in ENDED:

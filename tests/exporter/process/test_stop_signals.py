@@ -16,7 +16,7 @@ from torch import nn
 def attached(**settings):
     net = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    own = {"console": False, "statistics": "torch", "exit_wait_seconds": 0, "stop_signals": ["SIGTERM"]}
+    own = {"console": False, "statistics": "torch", "exit_wait_seconds": 0}
     settings = {**own, **settings}
     monitor = Monitor(MonitorConfig(**settings), total_steps=9).attach(net, optimizer)
     publish = monitor._session.channel.publish
@@ -93,16 +93,71 @@ def test_earlier_handler_of_the_script_is_called_and_may_continue():
         """)
 
 
-def test_later_handler_of_the_script_remains_and_may_call_ours():
-    assert (-15, "mine\n" + SIGNAL_EXIT) == run("""
+def test_later_handler_of_the_script_decides_whether_the_process_ends():
+    """Lightning, for example, calls the earlier handler, ends its loop and returns."""
+    assert (0, "mine\ncontinues\n" + SIGNAL_EXIT) == run("""
         monitor = attached()
         ours = signal.getsignal(signal.SIGTERM)
         def handler(number, frame):
             report("mine")
             ours(number, frame)
         signal.signal(signal.SIGTERM, handler)
-        stop()
+        with monitor:
+            stop()
+            report("continues")
         """)
+
+
+STUCK = """
+import ctypes
+import rankscope_exporter.process.stop_signals as stop_signals
+stop_signals.STUCK_SECONDS = 0.2
+monitor = attached()
+monitor._session.diagnosis._publish = monitor._session.publisher.publish
+monitor._session.current_step.lock.acquire()
+threading.Timer(0.2, stop).start()
+threading.Timer(60, lambda: os._exit(3)).start()
+mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+lock(mutex)
+lock(mutex)  # never returns, and holds no interpreter lock: as a rank that waits for a collective
+"""
+
+
+def test_main_thread_that_waits_in_c_code_is_ended_by_the_signal():
+    """Without a handler, the signal ends it immediately. The report waits for no lock that the main thread holds."""
+    unfinished = SIGNAL_EXIT.replace("1", "None")  # the first step
+
+    assert (-15, unfinished) == run(STUCK)
+
+
+def test_signals_of_an_event_loop_still_reach_the_loop():
+    """An event loop and the monitor use the same mechanism of the interpreter, of which there is one per process."""
+    assert (0, "in the loop\n" + SIGNAL_EXIT) == run("""
+        import asyncio
+        async def main():
+            ended = asyncio.Event()
+            def leave():
+                report("in the loop")
+                ended.set()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, leave)
+            with attached():
+                stop()
+                await ended.wait()
+        asyncio.run(main())
+        """)
+
+
+def test_other_thread_attaches_without_a_handler_and_without_a_fault():
+    code, output = run("""
+        def work():
+            with attached() as monitor:
+                report(monitor.faults, int(signal.getsignal(signal.SIGTERM)))
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        """)
+
+    assert (0, "0 0\n" + COMPLETED) == (code, output)
 
 
 def test_signal_during_monitor_code_is_handled_after_that_code():
@@ -145,6 +200,8 @@ def test_stop_signals_from_the_environment_and_conflicts():
     named = MonitorConfig().with_environment({"RANKSCOPE_STOP_SIGNALS": "SIGTERM, SIGUSR1"})
 
     assert ("SIGTERM", "SIGUSR1") == named.stop_signals
-    assert () == MonitorConfig().with_environment({}).stop_signals
+    assert ("SIGTERM",) == MonitorConfig().with_environment({"RANKSCOPE_STOP_SIGNALS": ""}).stop_signals
+    assert () == MonitorConfig().with_environment({"RANKSCOPE_STOP_SIGNALS": "off"}).stop_signals
+    assert () == MonitorConfig(stop_signals=()).with_environment({}).stop_signals
     with pytest.raises(ConfigError, match="remove it from one of them"):
         MonitorConfig(stop_signals=("SIGUSR2",), stacks_signal="SIGUSR2")

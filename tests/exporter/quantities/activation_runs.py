@@ -38,6 +38,8 @@ class Notes:
         self, side: str, module: str, tensor: torch.Tensor, number: int | None = None, call: int | None = None
     ) -> torch.Tensor:
         forward, backward = KINDS[side]
+        if not tensor.is_floating_point():  # token ids and masks are not measured
+            return tensor
         self._values[Key(forward, module, number, self.micro_step, call)] = tensor.detach().clone()
         if tensor.requires_grad and torch.is_grad_enabled():
             tensor.retain_grad()

@@ -161,7 +161,7 @@ RECORDED = Path(__file__).parents[2] / "data/msprobe/single_rank"
 
 
 def recorded_names() -> set[Key]:
-    """Return the rows that msprobe wrote for the transformer's first step, except rows with only NaN."""
+    """Return the rows that msprobe wrote for the transformer's first step, except token ids and rows with only NaN."""
     names = set()
     for family, kinds in {"actv": ("act_in", "act_out"), "actv_grad": ("act_grad_in", "act_grad_out")}.items():
         (path,) = RECORDED.rglob(f"{family}_0-1.csv")
@@ -180,8 +180,54 @@ def test_rows_have_the_names_and_numbers_of_msprobe_for_the_same_model():
 
     run = train(Transformer(), [loss, loss], 1, EVERYTHING)
 
-    assert recorded_names() == set(run.rows[1])
+    token_ids = {Key("act_in", module, None, micro) for module in ("", "embedding") for micro in range(2)}
+    assert recorded_names() - token_ids == set(run.rows[1])
     assert len(run.rows[1]) > 150
+
+
+class Indexed(nn.Module):
+    """A model with integer arguments and results, as language models and routers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 6)
+        self.pick = Picking()
+
+    def forward(self, ids: torch.Tensor, *, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids) * mask[..., None] + positions[..., None]
+        values, _ = self.pick(hidden, ids.to(torch.uint8))
+        return values
+
+
+class Picking(nn.Module):
+    def forward(self, hidden: torch.Tensor, _pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, places = hidden.topk(2)
+        return values, places
+
+
+def indexed_loss(model: nn.Module, _step: int) -> torch.Tensor:
+    ids = torch.arange(8).view(2, 4)
+    loss: torch.Tensor = model(ids, mask=ids > 2, positions=ids.to(torch.int32)).square().mean()
+    return loss
+
+
+def test_integers_and_truth_values_are_not_measured_as_activations():
+    """Token ids, masks, positions, images in bytes and indices keep their numbers, but have no row."""
+    run = train(Indexed(), indexed_loss, 1, EVERYTHING)
+
+    assert {
+        "": {OUT, GRAD_OUT},
+        "embed": {OUT, GRAD_OUT},
+        "pick": {("act_in", 0), ("act_grad_in", 0), ("act_out", 0), ("act_grad_out", 0)},
+    } == kinds_by_module(run)
+    assert (0, []) == (run.faults, run.notices)
+
+
+def test_integer_tensor_that_a_target_names_is_measured():
+    run = train(Indexed(), indexed_loss, 1, {"targets": {"embed": {"input": "tensor", "output": "tensor"}}})
+
+    assert {"embed": {IN, OUT}} == kinds_by_module(run)
+    assert (0, []) == (run.faults, run.notices)
 
 
 class Blocks(nn.Module):

@@ -1,4 +1,4 @@
-"""POST /stacks: only with a token, and only with the right one."""
+"""POST /stacks: on loopback, and elsewhere only with the right token."""
 
 from __future__ import annotations
 
@@ -36,8 +36,15 @@ def test_request_without_the_right_token_takes_no_stacks(new_rank, headers):
     assert "RANKSCOPE_TOKEN" in got.text
 
 
-def test_rank_without_token_sends_no_stacks_and_names_the_setting(new_rank):
-    rank = new_rank(sources=RankServerSources(take_stacks=must_not_take))
+def test_rank_on_loopback_sends_stacks_without_a_token(new_rank):
+    rank = new_rank(sources=RankServerSources(take_stacks=lambda: {"rank": 0}))
+
+    assert {"rank": 0} == json.loads(rank.get("/stacks", "POST", b"{}").body)
+
+
+def test_rank_that_all_machines_reach_without_token_sends_no_stacks(new_rank):
+    sources = RankServerSources(take_stacks=must_not_take)
+    rank = new_rank(sources=sources, listen="0.0.0.0:0", insecure=True)
     got = rank.get("/stacks", "POST", b"{}")
 
     assert 403 == got.status

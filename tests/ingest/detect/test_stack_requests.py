@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, web
 
 from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.detect.stall_handler import request_stacks
@@ -118,3 +118,19 @@ async def test_stacks_are_requested_only_in_allowed_networks(fetcher: Fetcher) -
     (given,) = await request_stacks(fetcher.stacks, [target(0, "http://192.0.2.1:80")])
 
     assert "allowed_networks" in str(given.error)
+
+
+@pytest.mark.parametrize(
+    ("settings", "status"),
+    [({}, 404), ({"service.listen": "0.0.0.0:0", "service.insecure": True}, 403)],
+    ids=["loopback", "all addresses"],
+)
+async def test_service_without_token_sends_stacks_only_on_loopback(
+    start_service: Make, settings: dict[str, Any], status: int
+) -> None:
+    """The status 404 is that of an unknown run."""
+    async with start_service(**settings) as service, ClientSession() as client:
+        port = service.url.rpartition(":")[2]
+        answer = await client.post(f"http://127.0.0.1:{port}/api/v1/stacks", json={"run": "unknown"})
+
+        assert status == answer.status, await answer.text()

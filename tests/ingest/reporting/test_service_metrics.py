@@ -53,6 +53,46 @@ def test_last_value_prefers_values_without_labels_and_keeps_nan():
     assert last_value(table, "absent") is None
 
 
+def losses(*rows):
+    return rows_table(
+        "scalars", [{"run": "r", "name": name, "value": value, "labels": labels} for name, value, labels in rows]
+    )
+
+
+def test_nan_loss_of_one_rank_is_not_hidden_by_other_ranks():
+    meter = RunMeter()
+    meter.observe(0, losses(("loss", 2.0, None)), 0, 1)
+    meter.observe(1, losses(("loss", math.nan, None)), 0, 1)
+    meter.observe(0, losses(("loss", 1.9, None)), 1, 2)
+    during = meter.loss
+    meter.observe(1, losses(("loss", 1.8, None)), 1, 2)
+
+    assert math.isnan(during)
+    assert 1.8 == meter.loss
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [("loss", 2.0, None), ("loss", math.inf, '{"loss":"lm"}'), ("loss", 0.1, '{"loss":"aux"}')],
+        [("train_loss", math.inf, None), ("loss", 2.0, None)],
+        [("train/loss", math.inf, None)],
+    ],
+)
+def test_infinite_part_of_a_loss_is_the_loss_of_the_run(rows):
+    meter = RunMeter()
+    meter.observe(0, losses(*rows), 0, 1)
+
+    assert math.inf == meter.loss
+
+
+def test_part_of_a_loss_is_not_shown_as_the_loss_while_it_is_finite():
+    meter = RunMeter()
+    meter.observe(0, losses(("eval_loss", 3.0, None)), 0, 1)
+
+    assert meter.loss is None
+
+
 def test_token_rates_of_ranks_are_summed_and_a_reset_restarts_one():
     meter = RunMeter()
     for second in range(5):

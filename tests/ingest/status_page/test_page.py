@@ -158,9 +158,25 @@ def test_degraded_state_is_in_the_title_and_at_the_top():
     assert '<p class="alarm" role="alert"><strong>Degraded.</strong> the disk is full</p>' in degraded
 
 
-@pytest.mark.parametrize("loss", [float("nan"), float("inf"), float("-inf")])
+NONFINITE = [float("nan"), float("inf"), float("-inf")]
+
+
+@pytest.mark.parametrize("loss", NONFINITE)
 def test_nan_or_infinite_loss_is_shown(loss):
     assert f'<dd><span class="red">{target_html.number(loss)}</span></dd>' in page(standing_of(run(loss=loss)))
+
+
+@pytest.mark.parametrize("loss", NONFINITE)
+def test_running_run_with_nan_or_infinite_loss_is_not_green(loss):
+    found = page(standing_of(run(loss=loss), run("completed", loss=loss, run="a"), run(run="b")))
+    bad, healthy, ended = (f"{part}</article>" for part in found.split("</article>")[:3])
+
+    assert "<title>1 with NaN or infinite loss, 2 running · Rankscope</title>" in found
+    for part, state, colour in ((bad, "running", "red"), (ended, "completed", "blue"), (healthy, "running", "green")):
+        assert f'<span class="badge {colour}">{state}</span>' in part
+        assert f'<progress class="{colour}"' in part
+    badge = f'<span class="badge red">loss {target_html.number(loss)}</span>'
+    assert [True, True, False] == [badge in part for part in (bad, ended, healthy)]
 
 
 def test_every_health_has_a_row():

@@ -13,11 +13,12 @@ from typing import Any, Final
 
 from rankscope_contract.diagnostics.rank_groups import Standing
 from rankscope_contract.diagnostics.stacks import FlightRecord, StackDump
-from rankscope_contract.model.events import Event, EventType, Severity
+from rankscope_contract.model.events import Event, EventType, ExitReason, Severity
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.model.parameter_names import encodable
 from rankscope_exporter.monitors.flight_recorder.entry import take_flight_record
 from rankscope_exporter.monitors.hangs.stack_dump import read_stacks, take_stacks
+from rankscope_exporter.process.lifecycle import exit_event
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.records.pending_step import now_microseconds
 from rankscope_exporter.records.step_record import StepRecord
@@ -116,6 +117,13 @@ class Diagnosis:
         """Publish an event from the calling thread, without the publisher thread."""
         with self._lock:
             self._publish_event(event)
+
+    def publish_exit(self, name: str) -> None:
+        """Publish the exit event of a process that the signal `name` ends while its training thread is stuck.
+
+        The method does not wait for a thread that reads stacks or the device.
+        """
+        self._publish_event(exit_event(ExitReason.SIGNAL, name, self._last_step()))
 
     def _take(self, reason: str, severity: Severity, first: Event | None) -> CapturedStacks:
         if first is not None:

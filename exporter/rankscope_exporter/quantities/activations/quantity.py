@@ -33,7 +33,7 @@ from rankscope_exporter.quantities.activations.entries import (
 from rankscope_exporter.quantities.base import Hooking, QuantityOptions, SamplingGate, Table
 from rankscope_exporter.quantities.hook_handles import TensorHooks, hook_after, hook_before, in_backward
 from rankscope_exporter.quantities.module_quantity import ModuleQuantity
-from rankscope_exporter.statistics.tensor_access import why_not_measurable
+from rankscope_exporter.statistics.tensor_access import is_integer, why_not_measurable
 
 _TABLES: Final = table("a table of tables, one for each target")
 
@@ -137,7 +137,10 @@ class _HookedModule:
 
 
 class Activations(ModuleQuantity):
-    """Measures `act_in`, `act_out`, `act_grad_in` and `act_grad_out`: one row per tensor, micro-batch and call."""
+    """Measures `act_in`, `act_out`, `act_grad_in` and `act_grad_out`: one row per tensor, micro-batch and call.
+
+    Tensors of integers or truth values, such as token ids and masks, are measured only if `parts` names them.
+    """
 
     name: ClassVar[str] = "activations"
     options_class: ClassVar[type[QuantityOptions]] = ActivationOptions
@@ -254,7 +257,7 @@ class Activations(ModuleQuantity):
             return ()
         spec = hooked.specs.get(_OBJECT[kind])
         if spec is None:
-            return found.slots
+            return tuple(slot for slot in found.slots if not is_integer(slot.tensor))
         slots = spec.select(found)
         if not slots:
             self._notes.add(

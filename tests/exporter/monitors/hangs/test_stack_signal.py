@@ -46,7 +46,7 @@ def test_handler_is_registered_only_if_configured_and_restored():
     """The default action of SIGUSR2 would terminate the process."""
     assert "True\n1\nTrue True\n['later']\n" == run("""
         before = caught(), [signal.getsignal(number) for number in signal.valid_signals()]
-        monitor = attached()
+        monitor = attached(stop_signals=[])
         print(before == (caught(), [signal.getsignal(number) for number in signal.valid_signals()]))
         monitor.detach()
 
