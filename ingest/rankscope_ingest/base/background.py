@@ -99,7 +99,7 @@ class BackgroundFaults:
             self.report(task, error)
 
     def recent(self) -> str | None:
-        """Return the faults of the last `RECENT_SECONDS` as one text, or None if there were none."""
+        """Return the faults that background tasks had in the last `RECENT_SECONDS` as one text; None without faults."""
         now = self._clock()
         recent = [f"{task}: {text}" for task, (at, text) in self._latest.items() if now - at < RECENT_SECONDS]
         return f"background tasks failed, see the service's log: {'; '.join(recent)}" if recent else None
@@ -110,7 +110,7 @@ class Job:
     """A function that `run_jobs` calls repeatedly.
 
     `interval` is the number of seconds from the end of one call to the start of the next call, or a callable that
-    returns this number. The callable is called again whenever a job ends or the loop is woken up. If `function` is a
+    returns this number. `run_jobs` calls the callable again whenever a job ends or `wake_up` is set. If `function` is a
     coroutine function, it runs as a separate task, so that other jobs do not wait for it. Such a task may run until it
     is cancelled; `interval` is then the pause after a fault before the function is called again.
     """
@@ -134,7 +134,7 @@ async def run_jobs(
 ) -> None:
     """Call each job at its interval until this coroutine is cancelled. Report exceptions to `faults`.
 
-    `wake_up` makes the loop evaluate the intervals again before the next job is due.
+    Setting `wake_up` makes this coroutine evaluate the intervals of all jobs again before the next job is due.
     """
     began = clock()
     for job in jobs:
@@ -168,7 +168,8 @@ class ReadBudget:
 
     The time from the start of a read to the start of the next read is at least the duration of the read divided by
     `READ_SHARE`. It is also at least n times `interval_seconds`: n is 1 after the first successful read and increases
-    by 1 with each further one, up to `max_intervals`. After a failed read, n is 1 once.
+    by 1 with each further successful read, up to `max_intervals`. After a failed read, n is 1 until the next read, and
+    then continues from its previous value.
     """
 
     def __init__(self, interval_seconds: float, *, clock: Callable[[], float], max_intervals: int = 1) -> None:
@@ -180,12 +181,15 @@ class ReadBudget:
 
     @property
     def is_due(self) -> bool:
-        """Return whether the time of the next read has come."""
+        """Return whether the time of the next read of the store has come."""
         return self._clock() >= self._next_at
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Return a context manager that measures the duration of the read in its body and schedules the next read."""
+        """Return a context manager for one read of the store.
+
+        The context manager measures the duration of the read in its body, and schedules the next read accordingly.
+        """
         began, intervals = self._clock(), 1
         self._next_at = began + self._interval_seconds
         try:

@@ -2,14 +2,14 @@
 
 Each flush (a write of collected rows to the store) allocates some hundred megabytes and frees them. The kernel clears
 each memory page that it allocates to the process again. Without the settings of this module, the clearing took half of
-the time of decoding bodies and a sixth of the service's CPU time. Therefore the process keeps free memory, up to a
-limit. One heap serves all threads, because memory that one thread frees in a heap is not available to threads with
+the time of decoding poll responses and a sixth of the service's CPU time. Therefore the process keeps free memory, up
+to a limit. One heap serves all threads, because memory that one thread frees in a heap is not available to threads with
 other heaps. `share_allocator` must be called before threads are started and before Arrow is imported.
 
 The limit applies only to free memory at the end of the heap. Free memory between used blocks grows for hours as the
 heap fragments. The service returns this memory to the system every ten minutes, and after each maintenance task that
 used much memory; this costs the next flush 80 ms of CPU time. The garbage collector skips the hundred thousand objects
-that imports create.
+that Python creates when it imports the modules of the service.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ KEPT_BYTES: Final = 256 << 20
 
 TRIM_SECONDS: Final = 600.0
 MUCH_BYTES: Final = 32 << 20
-"""Growth of the memory of the process, in bytes, from which a maintenance task counts as large.
+"""Growth of the memory of the process, in bytes, from which a maintenance task of the store counts as large.
 
-After a large task, the service returns free memory to the system. Merging files exceeds this growth; checking whether
+After a large task, the service returns free memory to the system. A compaction exceeds this growth; a check whether
 maintenance is due never does.
 """
 

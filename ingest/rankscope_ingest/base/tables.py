@@ -24,7 +24,7 @@ TIME: Final = pa.timestamp("us", "UTC")
 
 @functools.cache
 def table_schema(dataset: str) -> pa.Schema:
-    """Return the Arrow schema of `dataset`, with all columns in the order of the table."""
+    """Return the Arrow schema of `dataset`, with all its columns in the order of the dataset's definition."""
     return arrow_schema(pa, DATASETS[dataset])
 
 

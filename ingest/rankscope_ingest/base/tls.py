@@ -28,7 +28,7 @@ RELOAD_SECONDS: Final = 5.0
 
 
 def read_service_web_config(path: Path) -> WebConfig:
-    """Return the parsed web configuration file.
+    """Return the web configuration file at `path`, a YAML file in the format of Prometheus, as an object.
 
     Raises WebConfigError if it contains a setting that the service does not support.
     """
@@ -44,8 +44,8 @@ def read_service_web_config(path: Path) -> WebConfig:
 def server_tls(path: str | None) -> Reloading | None:
     """Return the TLS context of the HTTPS server of the service.
 
-    When certificates are reloaded, they are loaded into the same context object. Raises ConfigError if the files cannot
-    be used.
+    `path` is the web configuration file, which names the certificate and the key. When certificates are reloaded, they
+    are loaded into the same context object. Raises ConfigError if one of these files cannot be used.
     """
     if path is None:
         return None
@@ -58,7 +58,7 @@ def server_tls(path: str | None) -> Reloading | None:
 def client_tls(ca_file: str | None, cert_file: str | None, key_file: str | None) -> Reloading:
     """Return the client TLS contexts with which the service connects to ranks.
 
-    Raises ConfigError if the files cannot be used.
+    Raises ConfigError if the file of the CA, the certificate or the key cannot be used.
     """
     ca, cert, key = (None if name is None else Path(name) for name in (ca_file, cert_file, key_file))
     try:

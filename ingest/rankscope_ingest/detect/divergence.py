@@ -173,7 +173,7 @@ class _Step:
 
 
 def largest_first(groups: Iterable[tuple[int, tuple[int, ...]]]) -> RanksByHash:
-    """Return (hash, ranks) pairs, the largest group of ranks first.
+    """Return the (hash, ranks with this hash) pairs of one tensor, the largest group of ranks first.
 
     Groups of equal size are in ascending order of their ranks.
     """
@@ -187,9 +187,9 @@ class DivergenceTracker:
     """
 
     def __init__(self, reported: Iterable[Diverged] = ()) -> None:
-        """Create the tracker.
+        """Create a tracker of replica divergences.
 
-        `reported` contains divergences that an earlier service reported and that have not ended.
+        `reported` contains the divergences that an earlier service reported and that have not ended.
         """
         self._steps: dict[GroupKey, dict[int, _Step]] = defaultdict(dict)
         self._reported: dict[GroupKey, dict[Name, _Reported]] = defaultdict(dict)
@@ -216,7 +216,7 @@ class DivergenceTracker:
     def check(self, attempts: Iterable[AttemptKey], now: float) -> DivergenceChanges:
         """Return the tensors that diverged or became equal since the last check.
 
-        `attempts` contains the keys of all active attempts. The state of every other attempt is removed.
+        `attempts` contains the keys of all active attempts. The tracker discards its state of all other attempts.
         """
         changes, active = DivergenceChanges(), set(attempts)
         for group in [group for group in (*self._steps, *self._reported) if group[0] not in active]:

@@ -1,7 +1,7 @@
-"""Read the earlier state from the store when the service starts.
+"""Read the state that earlier service processes stored, when the service starts.
 
-The state consists of attempt numbers, active attempts, open incidents and similar facts. The service stores no other
-local state.
+The state consists of attempt numbers, active attempts, open incidents and similar facts. All of it is derived from rows
+of the store; the service stores no other local state.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ _EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """State of earlier services, read from the store.
+    """State of runs and incidents that earlier service processes left in the store.
 
     `run_starts` contains the start of the first attempt of each run in UTC µs. `last_ordinal` is the highest arrival
-    number of any row; new numbers must be higher even if the system clock was set back.
+    number of any row; new arrival numbers must be higher even if the system clock was set back.
     """
 
     attempts: tuple[Attempt, ...] = ()
@@ -127,7 +127,7 @@ class History:
 
 
 def read_history(store: Connection, now: float) -> History:
-    """Return the state of earlier services, as read from the store.
+    """Return the state of runs and incidents that earlier service processes left in the store.
 
     The timeouts of ranks of active attempts start at `now`, because the store does not contain the times of heartbeats.
     """

@@ -12,12 +12,12 @@ after `group_wait_seconds`. It is then announced once. After a restart of the se
 that have not been polled yet, because these ranks may have the first cause. A resolved incident is remembered, so that
 late records which belong to it do not open another incident.
 
-**Each message is sent once.** When an incident settles, a row (`incident`, state `opened`) is committed together with
-the records that caused it. Then the message is sent, and then a row with state `notified` is added. A starting service
-reads these rows. Records up to the watermark are never polled again and cannot open the incident again; later records
-join the restored incident. A message is repeated only if the service was killed between the delivery of the message and
-the commit of `notified` (about 10 ms). The repeated message has the same key and contains a note that it may be a
-repetition.
+**Each message is sent once.** When an incident settles, an event of type `incident` with state `opened` is committed
+together with the records that caused it. Then the message is sent, and then such an event with state `notified` is
+added. A starting service reads these events. Records up to the watermark are never polled again and cannot open the
+incident again; later records join the restored incident. A message is repeated only if the service was killed between
+the delivery of the message and the commit of `notified` (about 10 ms). The repeated message has the same key and
+contains a note that it may be a repetition.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ counted, but not sent. Warnings never mute critical incidents.
 """
 
 _WIDESPREAD_EVENTS: Final = 64
-"""Number of anomalies of a rank at one step from which the subjects can be incomplete: a rank sends at most so many."""
+"""Number of anomalies of a rank at one step from which the list of affected tensors can be incomplete.
+
+A rank sends at most this number of anomalies per step.
+"""
 
 _HOUR_SECONDS: Final = 3600.0
 _REMEMBERED: Final = 256
@@ -113,7 +116,7 @@ class IncidentTracker:
         steps: Mapping[AttemptKey, Mapping[int, int | None]],
         arriving: Collection[AttemptKey] = (),
     ) -> list[Incident]:
-        """Settle and return the incidents that must be announced now.
+        """Return the open incidents that must be announced now, and mark them as settled: their first cause is final.
 
         `now` is in monotonic seconds. `steps` contains, for each attempt, the last step of each live rank. `arriving`
         contains the attempts that have registered ranks which have not been polled yet.
@@ -129,7 +132,7 @@ class IncidentTracker:
         return settled
 
     def resolve(self, steps: Mapping[AttemptKey, Mapping[int, int | None]]) -> list[Incident]:
-        """Remove and return the settled incidents that are resolved.
+        """Remove the resolved incidents from the open ones and return them. Incidents not announced yet are kept.
 
         An incident is resolved when all live ranks are more than `quiet_steps` past the last step of the incident, or
         when no rank is alive. `steps` contains, for each attempt, the last step of each live rank.
@@ -187,7 +190,10 @@ def _is_worse(symptom: Symptom, incident: Incident) -> bool:
 
 
 def _shares_subject(symptom: Symptom, incident: Incident) -> bool:
-    """Return whether a rule fired for a tensor of the incident; before the announcement, whether any rule did."""
+    """Return whether `symptom` concerns a tensor or scalar of `incident`.
+
+    After the announcement of the incident, the same rule must also have fired for that tensor or scalar.
+    """
     if incident.is_settled:
         return not symptom.subjects.isdisjoint(incident.subjects)
     return not {name for _, name in symptom.subjects}.isdisjoint(name for _, name in incident.subjects)
@@ -217,7 +223,8 @@ def _all_passed(live: Mapping[int, int | None], step: int | None) -> bool:
 CLEAR_SECONDS: Final = CLOCKS_DIFFER_MICROSECONDS / 1e6
 """Minimum time in seconds between the detection of a failure and a later sign of life of another rank.
 
-After this time, the sign of life proves that the other rank did not fail together with the first failed rank.
+A sign of life is a heartbeat or a response. After this time, it proves that the other rank did not fail together with
+the first failed rank.
 """
 
 

@@ -96,7 +96,7 @@ class StallHandler:
         *,
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
-        """Set the dependencies.
+        """Create a handler for the stalled attempts of `monitor`, with notifications sent by `announcer`.
 
         `fetch` requests the stacks from the rank at a URL. `spawn` starts a background task.
         """

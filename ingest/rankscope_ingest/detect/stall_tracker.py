@@ -55,7 +55,8 @@ class Report:
     def since(self, start: float) -> Report:
         """Return a copy of the report that contains only current stacks and flight records.
 
-        They are current if they arrived after `start`, or after the start of the hang of this rank if that is earlier.
+        They are current if they arrived after `start` (the start of the stall), or after the start of the hang of this
+        rank if the hang began earlier.
         """
         earliest = min(start, self.hangs_since) if self.hang else start
         stacks = self.stacks if self.stacks_at >= earliest else None
@@ -91,7 +92,7 @@ class StallTracker:
     """The latest stacks, flight records and hang events of all ranks, and the stalls of all attempts."""
 
     def __init__(self, open_stalls: Iterable[Incident] = ()) -> None:
-        """Create the tracker.
+        """Create a tracker of stalled attempts.
 
         `open_stalls` contains the stalls that an earlier service reported and that have not ended.
         """
@@ -120,7 +121,7 @@ class StallTracker:
     def check(self, attempts: Iterable[Attempt], now: float) -> StallActions:
         """Return what must be done at `now`: request stacks, announce incidents, and report stalls that have ended.
 
-        `attempts` contains all active attempts. The state of every other attempt is removed.
+        `attempts` contains all active attempts. The tracker discards its state of all other attempts.
         """
         actions = StallActions()
         known = {attempt.key: attempt for attempt in attempts}

@@ -92,7 +92,10 @@ def firings(events: pa.Table | None) -> dict[tuple[str, str], int]:
 
 
 def _subjects(anomalies: pa.Table) -> dict[int | None, set[Subject]]:
-    """Return the subjects of all anomalies of each step."""
+    """Return the subjects of the anomalies of each step.
+
+    A subject is the rule that fired (NON_FINITE for a NaN or infinite value), and the tensor or scalar concerned.
+    """
     is_count = pc.is_in(anomalies["op"].cast(pa.string()), pa.array(["nans", "infs"]))
     is_non_finite = pc.or_(is_count, pc.invert(pc.is_finite(pc.fill_null(anomalies["value"], 0.0))))
     rule, tensor, op = (pc.fill_null(anomalies[name].cast(pa.string()), "") for name in ("rule", "tensor", "op"))

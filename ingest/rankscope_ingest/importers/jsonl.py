@@ -184,7 +184,7 @@ def _reason(kind: Kind, document: Mapping[str, Any] | None) -> str:
 
 
 class _NotAValueError(ValueError):
-    """Raised when the text is not the `repr` of a supported value."""
+    """Raised for a `repr` other than that of a dictionary, list, tuple, text, number, boolean or None."""
 
 
 def printed_dict(text: str) -> dict[str, Any] | None:

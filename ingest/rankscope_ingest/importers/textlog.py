@@ -195,7 +195,7 @@ def _pairs(text: str, *, any_name: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _with_unit(name: str, value: str, unit: str | None) -> tuple[str, str]:
-    """Return the name and the value with its unit.
+    """Return name and value of a quantity in a log line, with its unit appended to one of them.
 
     The unit follows the value if the name implies a unit; otherwise it follows the name, in parentheses.
     """

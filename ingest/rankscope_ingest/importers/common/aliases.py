@@ -65,7 +65,7 @@ class Alias:
     unit: str | None = None
     factor: float = 1.0
     source_unit: str | None = None
-    """The unit in the log; None if the log contains no unit or the stored unit."""
+    """The unit of the quantity in the log; None if the log contains no unit for it, or the same unit as `unit`."""
 
     def converted(self, value: float) -> float:
         """Return the logged `value` in the stored unit.
@@ -181,7 +181,7 @@ def is_known(name: str) -> bool:
 
 
 def in_unit(alias: Alias, unit: str) -> Alias:
-    """Return a copy of `alias` that converts logged values in `unit` to the stored unit.
+    """Return a copy of `alias` (name and unit of a quantity) that converts logged values in `unit` to the stored unit.
 
     Values in an unknown unit are not converted; the unit is only stored as the unit in the log.
     """
@@ -210,10 +210,10 @@ def _split_unit(name: str) -> tuple[str, str | None]:
 
 
 def _by_path(folded: str) -> Alias | None:
-    """Return the alias for a name that contains a path, derived from the last element of the path.
+    """Return the alias (stored name and unit) of a quantity with a path as its name in the log.
 
-    `train/…/x` has the alias of `x`, and `val/x` or `eval/x` has the alias of `eval_x`. The result is None if `x` or
-    `eval_x` is no known name.
+    It is derived from the last element of the path: `train/…/x` has the alias of `x`, and `val/x` or `eval/x` has the
+    alias of `eval_x`. The result is None if `x` or `eval_x` is no known name.
     """
     if found := _TRAIN.match(folded):
         return _TABLE.get(found["rest"])

@@ -37,8 +37,8 @@ def branch_of(
 ) -> Source:
     """Return the identity of a log that begins like the imported log `source.before`.
 
-    The result is the imported log, or one of its branches, that agrees with all common records. If there is none, the
-    result is a new branch. `imported` are the records of the log.
+    The result is the imported log, or one of its branches, if its stored scalars are equal to those of the log in all
+    records that both have. If there is none, the result is a new branch. `imported` are the records of the log.
     """
     stream, scalars = _scalars(imported)
     by_incarnation = {log.incarnation: log for log in known}
@@ -53,17 +53,17 @@ def branch_of(
             return dataclasses.replace(source, incarnation=incarnation, before=log, begins_at=log.begins_at)
         if difference > agreeing:
             nearest, agreeing = log, difference
-    raise AssertionError("the numbers of branches have no end")
+    raise AssertionError("unreachable: itertools.count() does not end")
 
 
 def without_beginning(tables: Mapping[str, pa.Table], begins_at: int) -> dict[str, pa.Table]:
-    """Return the rows of `tables` whose record has at least the number `begins_at`, without empty tables."""
+    """Return the rows of `tables` that belong to records from the number `begins_at` on, without empty tables."""
     kept = {name: table.filter(pc.field("seq") >= begins_at) for name, table in tables.items()}
     return {name: table for name, table in kept.items() if table.num_rows}
 
 
 def _scalars(imported: Iterable[Imported]) -> tuple[str, pa.Table]:
-    """Return the name of the first stream of a log, and the scalars of this stream."""
+    """Return the name of the first source (a file or a rank) of a log, and the scalars of this source."""
     numbering, stream, tables = Numbering(run="", incarnation=""), "", []
     for item in imported:
         if isinstance(item, ImportedRun):
@@ -80,8 +80,8 @@ def _scalars(imported: Iterable[Imported]) -> tuple[str, pa.Table]:
 def _first_difference(imported: pa.Table, stored: pa.Table) -> int | None:
     """Return the number of the first record in which the scalars of two logs differ; None without a difference.
 
-    Only records up to the end of the shorter log are compared, and only names that both logs have. A stored record may
-    be absent, because its rows have expired.
+    Only records up to the end of the shorter log are compared, and only names that both logs have. A record of
+    the imported log may be absent from the store, because its rows have expired.
     """
     last = pc.min(pa.array([pc.max(table["seq"]).as_py() for table in (imported, stored)], pa.int64())).as_py()
     if not imported.num_rows or not stored.num_rows:

@@ -64,11 +64,12 @@ class ImportedRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedBlock:
-    """Many records of one source as Arrow tables, which are stored faster than single records.
+    """Many records as Arrow tables, which are stored faster than single records.
 
-    Each table has columns of its dataset and the column `record` (int32). For each row, `record` is the number of the
-    record to which the row belongs, from 0 within the block. The columns step, rank, ts, attempt, micro_step, vpp_stage
-    and ts_origin are optional; null means that the row has no such value.
+    All records are from one source, such as a file or a rank of a log folder. Each table has columns of its dataset and
+    the column `record` (int32). For each row, `record` is the number of the record to which the row belongs, from 0
+    within the block. The columns step, rank, ts, attempt, micro_step, vpp_stage and ts_origin are optional; null means
+    that the row has no such value.
     """
 
     records: int
@@ -145,8 +146,9 @@ class Importer(Protocol):
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
         """Yield the records of the log in the order of the log, without holding all of them in memory.
 
-        Unreadable lines are added to `faults`. A record is identified by its number in its source. A log that has grown
-        must therefore yield the previous records first, in the same order.
+        Unreadable lines are added to `faults`. A record is identified by its number within its source, such as a file
+        or a rank of a log folder. A log that has grown must therefore yield the previous records first, in the same
+        order.
         """
 
 
@@ -170,13 +172,17 @@ class DependsOnAge(Protocol):
     """An importer that leaves out the last records of a file while another process may still write the file."""
 
     def is_settled(self, path: Path) -> bool:
-        """Return whether the file at `path` is so old that all its records are imported."""
+        """Return whether the file at `path` has not changed for a long time.
+
+        Only then does the importer yield the last records of the file too.
+        """
 
 
 class BlockBuilder:
-    """Collects the scalars and events of the records of one source, in the order of the log, for a block of columns.
+    """Collects the scalars and events of records, in the order of the log, and returns them as columns.
 
-    Storing records as columns takes a tenth of the time of storing single records.
+    All records are from one source, such as a file or a rank of a log folder. Storing records as columns takes a tenth
+    of the time of storing single records.
     """
 
     def __init__(self, source: str = "") -> None:

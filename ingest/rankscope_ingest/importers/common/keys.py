@@ -126,7 +126,10 @@ _MEMORY_UNITS: Final = {
     "log_history": "GiB", "global_step/max_steps": "GiB", "train_speed(iter/s)": "GiB", "train_speed(s/it)": "GiB",
     "data_time": "MiB",
 }  # fmt: skip
-"""The unit of a number called `memory` in objects with these keys: those of ms-swift, and MMEngine's `data_time`."""
+"""The unit of the number `memory` in a logged object, by another key of the same object.
+
+ms-swift writes the keys with GiB; MMEngine writes `data_time`.
+"""
 
 
 class Names:

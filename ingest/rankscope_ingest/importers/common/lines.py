@@ -1,4 +1,4 @@
-"""Read the lines of text logs in bounded memory, reject files that are not text, and convert lines to blocks.
+"""Read the lines of text logs in bounded memory, reject files that are not text, and convert lines to records.
 
 Each importer parses its own lines and returns the objects on them. The module `objects` converts these objects to
 records.

@@ -3,7 +3,8 @@
 A log whose content was replaced is another log. A log is the same if it still begins with the bytes that the last
 import read. A log that was truncated since then is the same if its whole content is the beginning of these bytes. Each
 import is stored as an event of type `import`, which contains the number and digests of the bytes read. No other state
-is needed. A file with the size, modification time and edges of the last import is not read again.
+is needed. A file is not read again if its size, its modification time, and its first and last 64 KiB are those of the
+last import.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class KnownImport:
     imported_from: str | None = None
     """Value of the label `imported_from` of the log's scalars; None if they do not have this label."""
     fingerprint: str | None = None
-    """Result of `fingerprint_of` before the log was read; None if the log must be read again in any case."""
+    """Text of size, modification time and digest of the log before it was read; None if it must be read again."""
     begins_at: int = 0
     """Number of the first stored record; the records before it are those of another log."""
 

@@ -18,9 +18,9 @@ _CODED: Final = pa.dictionary(pa.int32(), pa.string())
 
 
 class Numbering:
-    """Numbers the records of one source, and adds the columns that are equal in all rows.
+    """Numbers the records of one source, and adds to their rows the columns that are equal in all rows.
 
-    One source is one incarnation in the store.
+    A source is a log file, or a file or a rank of a log folder. Each source is one incarnation in the store.
     """
 
     def __init__(self, *, run: str, incarnation: str) -> None:

@@ -61,7 +61,10 @@ The values of that entry whose keys begin with `train_` are averages over the wh
 """
 
 _AVERAGE: Final = re.compile(r"train_(?!speed)[^(]*")
-"""A regular expression for the keys of these averages. ms-swift's `train_speed(iter/s)` is the speed of a step."""
+"""A regular expression for the keys of the averages over the whole run in the Trainer's last entry.
+
+An example is `train_loss`. ms-swift's `train_speed(iter/s)` is the speed of a step and does not match.
+"""
 
 _HISTORY: Final = "log_history"
 _COUNTS: Final = {"tokens", "samples", "tokens/s", "samples/s"}
@@ -99,7 +102,10 @@ class _Record:
         return found[0] if found else None
 
     def is_row(self) -> bool:
-        """Return whether the object contains a number, as such or in a text, and reports no start, end or failure."""
+        """Return whether the object contains a number, as such or in a text, and reports no event other than a note.
+
+        Examples of other events are the start, the end and a failure of training.
+        """
         if self.event is not None and event_class(self.event).type != EventType.NOTE:
             return False
         return bool(self.numbers) or any(quantity(text) or seconds(text) for text in self.texts.values())
@@ -222,7 +228,10 @@ class ObjectReader:
         )
 
     def report_ambiguous(self, faults: Faults, line: int) -> None:
-        """Record the ambiguous numbers since the last call in `faults`. `line` is the line number of their record."""
+        """Add the texts with ambiguous numbers such as `1,234` since the last call to `faults`.
+
+        `line` is the line number of their record.
+        """
         for text in self.ambiguous:
             faults.add(line, text)
         self.ambiguous.clear()
@@ -252,7 +261,11 @@ class ObjectReader:
                 self._collect_list(key, value, record, depth)
 
     def _collect_list(self, key: str, items: Sequence[Any], record: _Record, depth: int) -> None:
-        """Collect the numbers of a list under one key, or those of the objects and lists in it by their places."""
+        """Add the numbers of the list `items` to `record`.
+
+        A list of numbers is added under `key`. If `items` contains objects or lists, the key of each number in
+        them begins with `key`, a slash and the index of the object or list.
+        """
         numbers = [number(item) for item in items]
         if any(isinstance(item, dict | list | tuple) for item in items):
             places = {str(place): item for place, item in enumerate(items) if not isinstance(item, str)}

@@ -1,6 +1,6 @@
 """Apply anomaly rules to imported rows, so that imported runs have the same anomaly events as monitored runs.
 
-The rules run in the reference evaluator, whose results define what the rules on a rank must report.
+The rules run in the reference evaluator. Its results define which anomalies the rules on a rank must report.
 """
 
 from __future__ import annotations

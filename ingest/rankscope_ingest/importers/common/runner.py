@@ -1,6 +1,6 @@
 """Store the records that an importer yields, in batches and each record exactly once.
 
-A record is identified by its number in its source.
+A record is identified by its number within its source, such as a file or a rank of a log folder.
 """
 
 from __future__ import annotations

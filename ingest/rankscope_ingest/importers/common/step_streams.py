@@ -10,10 +10,10 @@ _ALIVE_RECORDS: Final = 4
 """A stream of ascending steps ends when this number of consecutive records did not belong to it."""
 
 _ALIVE_INTERLEAVED: Final = 100
-"""The same number in a log in which streams are known to alternate."""
+"""A stream ends when this number of consecutive records did not belong to it, in a log with alternating streams."""
 
 _REMEMBERED_RECORDS: Final = 1000
-"""The same number for a stream to which a record belongs because of its value."""
+"""An ended stream may continue with a record of a similar value, unless this number of records came in between."""
 
 _MAX_STREAMS: Final = 16
 _OTHER_WRITER: Final = 0.1
@@ -106,7 +106,10 @@ class _RankStreams:
         return self._new(step)
 
     def _of_equal(self, current: _Stream, expecting: list[_Stream], step: int, value: float | None) -> _Stream:
-        """Return the stream to which `step` belongs if the current stream and those in `expecting` are possible."""
+        """Return the stream to which a record with `step` and `value` belongs: `current` or one of `expecting`.
+
+        `current` is the stream of the previous record; the streams in `expecting` have `step` as their next step.
+        """
         if not expecting:
             return current
         nearest = min(expecting, key=lambda other: other.distance(value))
@@ -117,7 +120,10 @@ class _RankStreams:
 
 
 def _is_by(other: _Stream, current: _Stream | None, value: float | None) -> bool:
-    """Return whether `value` shows that a record is of the writer of `other`, not of the writer of `current`."""
+    """Return whether `value`, the first number of a record, shows that the record belongs to the stream `other`.
+
+    It does if `value` is far from the last value of the stream `current` and much nearer to that of `other`.
+    """
     far = 0.0 if current is None else current.distance(value)
     return far > _OTHER_WRITER and other.distance(value) < far / 5
 

@@ -193,9 +193,9 @@ _SPELLED_NUMBERS: Final = re.compile(
 
 
 def standard_numbers(text: str) -> str:
-    """Return JSON text in which `nan`, `inf`, `-INF` and similar numbers are spelled as `DECODER` requires.
+    """Return JSON text in which `nan`, `inf`, `-INF` and similar numbers are spelled NaN, Infinity and -Infinity.
 
-    Strings are not changed.
+    Python's JSON decoder accepts only these spellings. Strings are not changed.
     """
     return _SPELLED_NUMBERS.sub(_standard_number, text)
 
@@ -277,7 +277,10 @@ class JsonWindow:
             self._more()
 
     def _standardize(self) -> bool:
-        """Spell NaN and Inf in the rest of the window as `DECODER` requires; return whether this changed the text."""
+        """Replace other spellings of NaN and Infinity in the text after the current position.
+
+        Return whether this changed the text.
+        """
         text = standard_numbers(rest := self._text[self._at :])
         self._text = self._text[: self._at] + text
         return text != rest

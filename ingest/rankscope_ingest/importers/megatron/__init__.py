@@ -368,7 +368,11 @@ class _Reading:
     def _before(
         self, wanted: Integers, places: Integers, steps: Integers, attempts: Integers
     ) -> tuple[Integers, Integers]:
-        """For each place of the log in `wanted`, return the step and the attempt of the last row before it."""
+        """Return, for each place in `wanted`, the step and the attempt of the last row before it in the log.
+
+        A place is a sort key: the line number and the index of the record within the line. `places`, `steps` and
+        `attempts` have one value per row.
+        """
         rows = np.searchsorted(places, wanted)
         return np.append(self._step, steps)[rows], np.append(self._attempt, attempts)[rows]
 

@@ -88,8 +88,8 @@ class RowColumns:
     ) -> RowColumns:
         """Return step, time, loss and other common values of all rows, those in `groups` first, then those in `rows`.
 
-        A row in `rows` comes with its place in the log; the place of a row in a group is its line number times
-        `places`.
+        The place of a row is a sort key: its line number times `places`, plus its index within the line. The rows in
+        `rows` come with their places; a row in a group is the only one on its line.
         """
 
         def joined(arrays: Iterable[Integers], more: Iterable[int]) -> Integers:
@@ -136,7 +136,7 @@ class Chunk:
         return cls(steps[order], ranks[order], times[order], attempts[order])
 
     def add_group(self, group: Group, positions: Integers) -> None:
-        """Add the scalars of rows that have equal keys. `positions` has the index of the record of each row."""
+        """Add the scalars of rows with the same keys (value names). `positions` has the record index of each row."""
         found = dict(zip(group.keys, meanings(group.keys), strict=True))
         for column in group.columns:
             of_key = found[column.key].average() if column.is_average else found[column.key]
@@ -158,7 +158,7 @@ class Chunk:
             self.without_loss.append(np.array([position]))
 
     def add_timers(self, alike: Alike, positions: Integers) -> None:
-        """Add the scalars of timer lines with equal keys. `positions` has the index of the record of each line."""
+        """Add the scalars of timer lines with the same timers. `positions` has the index of the record of each line."""
         for column in alike.columns:
             of_timer = timer_meaning(column.key)
             self.series.append(Series(of_timer, positions, column.numbers * of_timer.factor))
@@ -238,7 +238,7 @@ def _coded(texts: Sequence[str | None], sizes: Sequence[int]) -> pa.DictionaryAr
 
 
 def _group_losses(group: Group) -> Numbers:
-    """Return the training loss of each row of the group, as float64; NaN if it is NaN or absent."""
+    """Return the training loss of each row in `group`, as float64; NaN if the loss is NaN or absent."""
     main = main_loss(group.keys)
     absent = np.full(len(group.lines), np.nan)
     return next((column.numbers for column in group.columns if column.key == main and not column.is_average), absent)

@@ -1,8 +1,9 @@
-"""Parse rows of a Megatron log that have equal keys, column by column, without a Python object per number.
+"""Parse rows of a Megatron log column by column, without a Python object per number.
 
-Lines are grouped by their number of bars (`|`). The first line of a group provides the keys. Arrow checks that the
-other lines have the same keys at the same places, and parses the numbers. Lines that differ are left to the parser of
-single rows (`rows`). Both parsers give the same result for the same line.
+A row consists of parts `key: value` between bars. Rows with the same keys are parsed together. Lines are grouped by
+their number of bars (`|`). The first line of a group provides the keys. Arrow checks that the other lines have the same
+keys at the same places, and parses the numbers. Lines that differ are left to the parser of single rows (`rows`). Both
+parsers give the same result for the same line.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ TIMERS_PATTERN: Final = r"time \(ms\) \|"
 
 _TEMPLATES: Final = 3
 _VALUES: Final = r"^[^|]*\||:[^:|]*\|"
-"""A regular expression for the parts in which lines with equal keys may differ.
+"""A regular expression for the parts in which lines with the same keys (`key: value |`) may differ.
 
 These parts are the text before the first bar, and the values.
 """
@@ -86,7 +87,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """Lines with equal keys, as columns.
+    """Lines with the same keys in their `key: value` parts, as columns.
 
     `lines` has their line numbers, `head` the values in the text before the first bar, and `columns` the numbers of
     each key.
@@ -100,7 +101,7 @@ class Alike:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rows with equal keys, as columns.
+    """Rows with the same keys in their `key: value` parts, as columns.
 
     `labels` has the distinct texts before the rows, such as host and rank; `label_codes` has the index in `labels` for
     each row.
@@ -144,16 +145,17 @@ def row_lines(lines: pa.Array) -> Flags:
 
 
 def read_groups(lines: pa.Array, numbers: Integers, *, are_open: bool = False) -> tuple[list[Group], Integers]:
-    """Return the rows in `lines` in groups of equal keys, and the numbers of the lines that could not be parsed.
+    """Return the rows in `lines`, and the line numbers of the lines that could not be parsed.
 
-    `numbers` has the line number of each line. `are_open` is whether the rows have no bar at the end.
+    The rows of one group have the same keys in their `key: value` parts. `numbers` has the line number of each line.
+    `are_open` is whether the rows have no bar at the end.
     """
     found, left = _read_alike(lines, numbers, _OPEN_ROWS if are_open else _ROWS)
     return [_group(alike) for alike in found], left
 
 
 def read_timers(lines: pa.Array, numbers: Integers) -> tuple[list[Alike], Integers]:
-    """Return the timer lines in groups of equal keys, and the numbers of all other lines.
+    """Return the timer lines, grouped by the names of their timers, and the line numbers of all other lines.
 
     A timer line is, for example, `time (ms) | forward-compute: 265.42 | optimizer: 52.20`.
     """
@@ -161,7 +163,7 @@ def read_timers(lines: pa.Array, numbers: Integers) -> tuple[list[Alike], Intege
 
 
 def _read_alike(lines: pa.Array, numbers: Integers, shape: Shape) -> tuple[list[Alike], Integers]:
-    """Return lines of the form `shape` in groups of equal keys, and the numbers of the unparsable lines."""
+    """Return lines of the form `shape`, grouped by the keys of their values, and the line numbers of all others."""
     if len(lines) < _ENOUGH_LINES:
         return [], numbers
     pieces = pc.split_pattern(lines, "|")
@@ -179,10 +181,10 @@ def _read_alike(lines: pa.Array, numbers: Integers, shape: Shape) -> tuple[list[
 
 
 def _take_alike(table: _Pieces, numbers: Integers, shape: Shape, groups: list[Alike]) -> Integers:
-    """Add up to three groups of lines with equal keys, taken from `table`, to `groups`.
+    """Add up to three groups of lines of `table` to `groups`; the lines of a group have the same keys.
 
-    Return the numbers of the lines that are in none of these groups. The keys of a group are those of the first line
-    that is in no earlier group.
+    Return the line numbers of the lines that are in none of these groups. The keys of a group are those of the first
+    line that is in no earlier group.
     """
     left: list[Integers] = []
     for _ in range(_TEMPLATES):
@@ -203,7 +205,7 @@ def _take_alike(table: _Pieces, numbers: Integers, shape: Shape, groups: list[Al
 def _take_by_form(lines: pa.Array, numbers: Integers, shape: Shape, groups: list[Alike]) -> Integers:
     """Group lines by their text without the values, and add the groups to `groups`.
 
-    Return the numbers of the lines that could not be grouped.
+    Return the line numbers of the lines that could not be grouped.
     """
     forms = _numpy(pc.replace_substring_regex(lines, _VALUES, "|").dictionary_encode().indices)
     order = np.argsort(forms, kind="stable")

@@ -228,10 +228,10 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows as columns of equal length.
+    """Rows of an msprobe CSV file as columns of equal length.
 
-    `codes` has the index into `names` for each row; -1 in `vpp` and `micro` means no value. `records` has the number of
-    each row; these numbers do not change when other rows are removed.
+    `codes` has the index into `names` for each row; -1 in `vpp` (virtual pipeline stage) and `micro` (micro-batch)
+    means no value. `records` has the number of each row; these numbers do not change when other rows are removed.
     """
 
     lines: Integers
@@ -270,7 +270,10 @@ class Rows:
 
 
 def read_rows(cells: Cells, passes: Passes, report: Report) -> Rows:
-    """Return the rows of `cells` whose keys and statistics are readable; report the other rows with the reason."""
+    """Return the rows of `cells` with a valid pipeline stage, step, micro-batch and statistics.
+
+    Call `report` with the line number and the reason for each other row.
+    """
     count = len(cells.lines)
     steps, bad_step = _whole_numbers(cells.columns["step"], _STEP_LIMIT)
     vpp, bad_vpp = _whole_numbers(cells.columns["vpp_stage"], _SMALL_LIMIT)

@@ -2,7 +2,7 @@
 
 The key of an anomaly record does not contain the name of the anomalous statistic. If several statistics of a tensor are
 anomalous, the file contains only the last one, which is named in the message. `micro_step` of a record is always 0; the
-actual micro-batch is in the tag of the record.
+actual micro-batch is in the `tag_name` of the record, which also contains the name of the tensor.
 """
 
 from __future__ import annotations
@@ -94,7 +94,10 @@ def _module_record(name: str, row: Mapping[str, Any], *, rank: int | None, attem
 
 
 def _tensors(slots: Any) -> str | None:
-    """Return shape and dtype of each input or output as a JSON list; an element is null if it is not a tensor."""
+    """Return shape and dtype of each input or output of a module as a JSON list.
+
+    An element is null if the input or output is not a tensor.
+    """
     if not isinstance(slots, dict):
         return None
     return json.dumps([_tensor(text) for slot, text in slots.items() if slot != "config"])

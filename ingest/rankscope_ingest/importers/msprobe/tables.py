@@ -184,7 +184,11 @@ class FamilyReader:
         return {"features": pa.table(columns)}
 
     def _scalars(self, rows: Rows, attempt: int) -> Tables:
-        """Return the table `scalars`. The name of a row ends in the labels, which are in a column too."""
+        """Return the table `scalars`, with one row for each row of the file.
+
+        A name in the file ends in the labels of the scalar, if it has any. The labels have a column of their own, so
+        they are removed from the name.
+        """
         none = pa.array([None] * len(rows), pa.string())
         texts = {name: rows.texts.get(name, none).to_pylist() for name in ("unit", "labels")}
         names = [

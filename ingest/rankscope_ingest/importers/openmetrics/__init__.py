@@ -247,7 +247,7 @@ class Pivot:
             yield cls(connection, folder)
 
     def series(self, text: str, meaning: Meaning) -> int:
-        """Store the role and the column values of the series with the text `text`; return the id of the series.
+        """Store the role (such as scalar or step) and the column values of a series; return its id.
 
         The id is derived from the text of the series, so it is the same in every file.
         """

@@ -191,7 +191,10 @@ _INT32: Final = 1 << 31
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
-    """The role of a series, and the column values of its rows in the dataset that the role selects."""
+    """The role of a series, and the values of the columns that are equal in all its rows.
+
+    The role selects the dataset of the rows, or states which fact about other series the values are.
+    """
 
     role: Role
     run: str | None = None
@@ -213,7 +216,10 @@ class Meaning:
 
 
 def meaning(series: Series) -> Meaning:
-    """Return the role and the columns of `series`. A Rankscope series in an unknown form is stored as samples."""
+    """Return the role (dataset, or fact about other series) and the column values of `series`.
+
+    A series of a Rankscope metric in an unknown form is stored in the dataset `samples`.
+    """
     if series.metric.startswith("rankscope_") and "run" in series.labels:
         with contextlib.suppress(ValueError):  # a label that is no number
             if (found := _own_series(series)) is not None:
