@@ -45,7 +45,7 @@ async def test_foreign_host_header_is_rejected_with_the_setting(start_service, m
         status, text = await answer(service, method, path, Host="page.example:9470", **JSON)
 
     assert 421 == status
-    assert all(words in text for words in ("'page.example'", "allowed_hosts", "set a token"))
+    assert all(words in text for words in ("'page.example'", "allowed_hosts", "set the same token"))
 
 
 @pytest.mark.parametrize(
