@@ -174,7 +174,8 @@ class ParameterState:
 class WrappedModel:
     """A model with the wrapper of its framework, and the distribution of its tensors over the ranks.
 
-    The defaults describe a model without a wrapper that one process trains.
+    The methods of this base class describe a model that has no wrapper and is trained by a single process. Subclasses
+    override them.
     """
 
     name: ClassVar[str]
@@ -195,9 +196,9 @@ class WrappedModel:
     def __init__(self, model: nn.Module) -> None:
         self.model = self.root = model
         self.pp_stage: int | None = None
-        """Pipeline stage of the model, used to order anomalies; None without a pipeline."""
+        """Number of the pipeline stage of the model, used to order anomalies; None without a pipeline."""
         self.chunk_numbers: Mapping[int, int] = {}
-        """Number of the model chunk that contains a parameter or module, by id() of the parameter or module.
+        """Mapping from the id() of each parameter and module to the number of the model chunk that contains it.
 
         Empty if this rank has a single chunk.
         """
@@ -243,9 +244,10 @@ class WrappedModel:
         return layout_of(parameter, Layout("replica" if self.traits.replicated else "full"))
 
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
-        """Return how this rank's own gradient of `parameter` is related to the gradients on other ranks.
+        """Return the layout over the ranks of this rank's own gradient of `parameter`, before it is reduced.
 
-        The placement is "partial" if the gradient of the parameter is the sum over several ranks.
+        The layout has the placement "partial" if several ranks compute gradients that are summed. Otherwise, it is the
+        layout of the parameter.
         """
         layout = self.layout(parameter)
         return Layout("partial", layout.shard_group) if self.copies(world_size) > 1 else layout
@@ -303,8 +305,9 @@ class WrappedModel:
 class Framework(WrappedModel):
     """The adapter of one wrapped model.
 
-    To add a framework, add a file with a subclass. The defaults describe a model without a wrapper, whose gradients are
-    complete when the backward pass ends.
+    To support another framework, add a file with a subclass of this class to the folder `adapters`. The methods of this
+    base class describe a model without a wrapper. The gradients of such a model are complete when the backward pass
+    ends.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -333,7 +336,7 @@ class Framework(WrappedModel):
         return TensorHook(parameter, hook, table=ACCUMULATED)
 
     def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
-        """Register a gradient hook, which receives the gradient of one backward pass before it is accumulated."""
+        """Register `hook`, which receives the gradient of `parameter` in one backward pass before it is accumulated."""
         return TensorHook(parameter, hook, table=GRADIENT)
 
     # The tensors that the optimizer updates.
@@ -346,9 +349,9 @@ class Framework(WrappedModel):
         return tuple(unwrapped(item) for item in given)
 
     def updated_tensor(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the tensor that this rank updates for `parameter`; None if the current update does not include it.
+        """Return the tensor that this rank updates for `parameter`. It may be a copy or a part of the parameter.
 
-        The tensor may be a copy or a part of the parameter.
+        Return None if the current update does not include this tensor.
         """
         return parameter
 

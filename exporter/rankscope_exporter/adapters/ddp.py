@@ -16,7 +16,8 @@ from rankscope_exporter.adapters.base import Framework, FrameworkTraits
 class Plain(Framework):
     """Adapter for a model without a wrapper.
 
-    The optimizer gets the gradients of the backward pass, unless the training loop changes them in between.
+    The optimizer gets the gradients of the backward pass, unless the training loop changes them before it calls the
+    optimizer.
     """
 
     name: ClassVar[str] = "plain"
@@ -65,7 +66,7 @@ class DistributedData(Framework):
         return module
 
     def is_same_on(self, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
-        """Return True if DDP itself reduces the gradient of this parameter over all `ranks`.
+        """Return True if DDP itself reduces the gradient of `parameter` over all `ranks`.
 
         Return False for a frozen parameter, for a parameter that DDP ignores, and if a communication hook of the user
         reduces gradients.
@@ -74,11 +75,10 @@ class DistributedData(Framework):
         return parameter.requires_grad and set(ranks) <= set(self.replicas(parameter))
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return the ranks of DDP's process group.
+        """Return the ranks on which `parameter` is equal: all ranks of DDP's process group.
 
-        The parameter is equal on all of them. This includes frozen parameters: DDP has broadcast them, and nothing
-        changes them. The result is empty for a parameter that DDP ignores. It is empty for all parameters if the user
-        registered a communication hook.
+        This includes frozen parameters: DDP has broadcast them, and nothing changes them. The result is empty for a
+        parameter that DDP ignores. It is empty for all parameters if the user registered a communication hook.
         """
         if self.root._comm_hooks or self._is_ignored(parameter):  # noqa: SLF001 - torch has no public list of hooks
             return ()

@@ -27,7 +27,7 @@ _LAST_WHOLE_STAGE = 2
 
 
 class _Engine(Framework):
-    """Base class of both DeepSpeed adapters.
+    """Base class of two adapters: for DeepSpeed optimizers that step the model's own parameters, and for all others.
 
     It has the methods that read only the DeepSpeed engine, not its optimizer.
     """
@@ -151,7 +151,7 @@ class DeepSpeedZero(_Engine, PartitionedOptimizer):
         return sharded_over(groups[id(parameter)], whole) if id(parameter) in groups else whole
 
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
-        """Return how this rank's own gradient of `parameter` is related to the gradients on other ranks.
+        """Return the layout over the ranks of this rank's own gradient of `parameter`, before it is reduced.
 
         With data parallelism, the layout is "partial": each rank computes a gradient of every element from its own
         data.

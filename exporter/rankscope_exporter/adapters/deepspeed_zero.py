@@ -32,7 +32,7 @@ class ZeroStage:
         self.inner: torch.optim.Optimizer = optimizer.optimizer
         self.accumulates_in: torch.dtype | None = getattr(optimizer, "gradient_accumulation_dtype", None)
         self.process_groups: dict[int, dist.ProcessGroup] = {}
-        """The process group whose ranks have the parts of a parameter, by id() of the parameter."""
+        """Mapping from the id() of each divided parameter to the process group of the ranks that have its parts."""
         self._parts: Parts = {}
 
     def parts(self) -> Parts:

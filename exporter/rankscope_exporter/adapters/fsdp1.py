@@ -97,7 +97,7 @@ class FullyShardedData(Framework):
         return () if group is None else dist.get_process_group_ranks(group)
 
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
-        """Return how this rank's own gradient of `parameter` is related to the gradients on other ranks.
+        """Return the layout over the ranks of this rank's own gradient of `parameter`, before it is reduced.
 
         If FSDP manages the parameter, the layout is "partial": each rank computes a gradient of every element from its
         own data.
@@ -119,7 +119,8 @@ class FullyShardedData(Framework):
     def is_in_place(self, named: NamedParameter) -> bool:
         """Return whether the model still uses the parameter that `named` described when the monitor was attached.
 
-        It does if the module contains the parameter or, while the module computes, a view of it.
+        The model uses it if the module in `named` contains the parameter. While this module computes, it contains a
+        view of the parameter instead, which counts as well.
         """
         current = named.current()
         if id(current) == named.identity:
@@ -129,7 +130,7 @@ class FullyShardedData(Framework):
     def parameter(self, named: NamedParameter) -> nn.Parameter | None:
         """Return the parameter that `named` described when the monitor was attached.
 
-        While its module contains a view of the parameter, the flat parameter of FSDP stores the parameter itself.
+        While the module of the parameter contains a view of it, the flat parameter of FSDP stores the parameter itself.
         """
         view = self._views.get(named.identity)
         found = None if view is None else view.parameter

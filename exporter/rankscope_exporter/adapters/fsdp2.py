@@ -1,9 +1,10 @@
-"""Adapter for FSDP2 (`fully_shard`): parameters are DTensors, gathered briefly; gradients are reduce-scattered.
+"""Adapter for FSDP2 (`fully_shard`): parameters are DTensors that FSDP gathers temporarily.
 
-Norms of shards are not combined here: each rank publishes its own norms, and the view `tensor_global` of the store
-combines them. FSDP2 has no public access from a sharded parameter to the gathered parameter, which has this rank's own
-gradient. The adapter uses FSDP's internal state, and a test checks this with the pinned version of torch. A hook on the
-sharded parameter would not need the internal state, but with offloaded gradients it makes FSDP wait for the device.
+Gradients are reduce-scattered. Norms of shards are not combined here: each rank publishes its own norms, and the view
+`tensor_global` of the store combines them. FSDP2 has no public access from a sharded parameter to the gathered
+parameter, which has this rank's own gradient. The adapter therefore reads internal state of FSDP. A test checks
+this access with the pinned version of torch. A hook on the sharded parameter would not need the internal state, but
+with offloaded gradients it makes FSDP wait for the device.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from rankscope_exporter.model.parameter_names import NamedParameter, local_tenso
 class FullyShard(Framework):
     """Adapter for FSDP2. A gathered parameter is made in the first forward pass and is the same tensor in all steps.
 
-    The gradient of a gathered parameter is this rank's own until FSDP reduces the group of its module, inside the
-    backward pass. The gradient must therefore be read in the gradient hook of its parameter. `.grad` of the sharded
-    parameter is complete after FSDP's own callback at the end of the backward pass.
+    The gradient of a gathered parameter is this rank's own until FSDP reduces the gradients of FSDP's parameter group
+    that contains the parameter. This happens inside the backward pass. The gradient must therefore be read in the
+    gradient hook of the gathered parameter. `.grad` of the sharded parameter is complete after FSDP's own callback at
+    the end of the backward pass.
     """
 
     name: ClassVar[str] = "fsdp2"
@@ -66,7 +68,7 @@ class FullyShard(Framework):
         return any(group.reduce_grads and group.all_reduce_grads for group in self._groups())
 
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
-        """Return how this rank's own gradient of `parameter` is related to the gradients on other ranks.
+        """Return the layout over the ranks of this rank's own gradient of `parameter`, before it is reduced.
 
         If FSDP manages the parameter, the layout is "partial": each rank computes a gradient of every element from its
         own data.
@@ -89,14 +91,16 @@ class FullyShard(Framework):
     def is_in_place(self, named: NamedParameter) -> bool:
         """Return whether the model still uses the parameter that `named` described when the monitor was attached.
 
-        It does if the module contains the sharded parameter or, while the module computes, the gathered parameter.
+        The model uses it if the module in `named` contains the sharded parameter. While this module computes, it
+        contains the gathered parameter instead, which counts as well.
         """
         return self.parameter(named) is not None or super().is_in_place(named)
 
     def parameter(self, named: NamedParameter) -> nn.Parameter | None:
         """Return the sharded parameter that `named` described when the monitor was attached.
 
-        While the module contains the gathered parameter, FSDP stores the sharded parameter.
+        While the module in `named` contains the gathered parameter, the sharded parameter is in FSDP's internal state,
+        and is returned from there.
         """
         source = self._source_of(named.identity)
         return super().parameter(named) if source is None else source.sharded_param
@@ -182,9 +186,9 @@ class FullyShard(Framework):
 
 
 def _local_gradient(source: Any) -> torch.Tensor | None:
-    """Return the gradient of a gathered parameter plus the sum of earlier micro-batches.
+    """Return the gradient of a gathered parameter plus the sum of its gradients in earlier micro-batches of the step.
 
-    If there is such a sum, the result has its dtype.
+    If there is a sum of earlier gradients, the result has the dtype of the sum.
     """
     gathered = getattr(source, "_unsharded_param", None)
     if gathered is None:

@@ -34,7 +34,7 @@ _PIPELINE = "get_pipeline_model_parallel_group"
 class Megatron(PartitionedOptimizer):
     """Adapter for Megatron-Core, which sums gradients of micro-batches in the attribute `main_grad` of parameters.
 
-    Gradients are reduced after the last micro-batch and clipped in `step`.
+    Gradients are reduced after the last micro-batch, and clipped in the method `step` of the optimizer.
 
     With the distributed optimizer, only the range of `main_grad` that this rank updates is reduced. A rank of an
     interleaved pipeline has several chunks of the model. Micro-batches are counted per chunk.
@@ -101,7 +101,11 @@ class Megatron(PartitionedOptimizer):
         return self._tensor_layout(parameter) if alone else sharded_over(_group(_TENSOR_AND_DATA), whole)
 
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
-        """Return the layout of this rank's own gradient: "partial" if several ranks compute it from different data."""
+        """Return the layout over the ranks of this rank's own gradient of `parameter`, before it is reduced.
+
+        The layout is "partial" if several ranks compute gradients of the same elements from different data. Otherwise,
+        it is the layout that the parameter has with tensor parallelism.
+        """
         layout = self._tensor_layout(parameter)
         return Layout("partial", layout.shard_group) if self.copies(world_size) > 1 else layout
 

@@ -72,9 +72,9 @@ class MonitoredModel:
     None if `parameters` contains all parameters of the model.
     """
     elsewhere: frozenset[int] = frozenset()
-    """Positions of parameters for which another rank publishes statistics, with equal values.
+    """Positions, in the list of all parameters of the model, of parameters that are equal on another rank.
 
-    A position counts in the list of all parameters of the model.
+    The other rank publishes the statistics of their values, and this rank does not.
     """
 
     def parameter(self, index: int) -> nn.Parameter | None:

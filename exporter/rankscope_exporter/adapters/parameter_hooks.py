@@ -81,9 +81,9 @@ def _registered(hooks: OrderedDict[int, Callable[..., None]], hook: Callable[...
 
 ACCUMULATED: Final = "_post_accumulate_grad_hooks"
 GRADIENT: Final = "_backward_hooks"
-"""Names of the attributes in which a torch tensor stores its hooks.
+"""Names of the two attributes in which a torch tensor stores its hooks.
 
-`register_post_accumulate_grad_hook` adds to the first, and `register_hook` to the second.
+`Tensor.register_post_accumulate_grad_hook` stores hooks in the first attribute, `Tensor.register_hook` in the second.
 """
 
 _own_numbers: set[int] = set()
@@ -162,9 +162,10 @@ def _has_others(table: dict[int, Any]) -> bool:
 
 
 class ParameterHook:
-    """A hook on a parameter. The parameter is found by calling `find` for each use.
+    """A hook on a parameter. The object stores no reference to the parameter, and calls `find` each time it needs it.
 
-    `find` returns None while the parameter is unavailable.
+    The function `find` returns the parameter, or None while the parameter is unavailable. The function `register`
+    registers the hook on the parameter that it receives.
     """
 
     def __init__(self, find: Callable[[], nn.Parameter | None], register: Callable[[nn.Parameter], Removable]) -> None:

@@ -38,7 +38,7 @@ class ParameterPartition:
     group: int
     """Position of the part's parameter group in `optimizer.param_groups`.
 
-    FROZEN if no optimizer steps the parameter.
+    The constant FROZEN if no optimizer steps the parameter.
     """
     start: int = 0
     count: int | None = None
@@ -88,7 +88,8 @@ class PartitionedOptimizer(Framework):
     are in the parameter groups of this inner optimizer at that time. When the method returns, all parameters are
     updated. If no inner optimizer stepped, the step was skipped.
 
-    A subclass must fill `parts` and return the reduced gradients.
+    A subclass must fill the attribute `parts`, which has this rank's part of each parameter, and must implement the
+    method that returns the reduced gradient of a part.
     """
 
     name: ClassVar[str] = "parts"
@@ -141,7 +142,7 @@ class PartitionedOptimizer(Framework):
     def reduces_in_backward(self) -> bool:
         """Return whether an update has begun and no torch optimizer has stepped in it yet.
 
-        The gradients in the framework are reduced then.
+        During this time, the gradients that the framework stores are reduced.
         """
         return self._phase is _REDUCED
 
@@ -200,7 +201,10 @@ class PartitionedOptimizer(Framework):
         parameters: Sequence[nn.Parameter | None],
         optimizers: Sequence[torch.optim.Optimizer],  # noqa: ARG002 - each part refers to its optimizer
     ) -> list[ParameterState | None]:
-        """Return the optimizer state of this rank's part of each parameter; None if this rank has no part of it."""
+        """Return the optimizer state of this rank's part of each parameter.
+
+        The state is None for a parameter of which this rank has no part.
+        """
         parts = (self.parts.get(id(parameter)) for parameter in parameters)
         return [None if part is None else part.optimizer_state(self.groups_of(part.optimizer)) for part in parts]
 

@@ -222,7 +222,7 @@ class Session:
         self.reactions = AnomalyReactions(config, identity, boundary, dependencies, on_anomaly)
 
     def _build_training(self, first_step: int) -> None:
-        """Build the hooks on the model and the recorder of steps, and the observers that receive the events of both."""
+        """Build the hooks on the model, the recorder of steps, and the observers that hooks and recorder notify."""
         monitored, config, boundary = self.monitored, self.config, self._boundary
         clock = HookClock(boundary, on_cpu=monitored.device.type == "cpu")
         gradients = GradientHooks(monitored)
@@ -340,7 +340,10 @@ class Session:
     # Sampling.
 
     def switch(self, document: Mapping[str, Any]) -> None:
-        """Change the sampling at the request of the script. Raises ConfigError if `document` is invalid."""
+        """Change the sampling to the settings in `document`, because the script has called `Monitor.switch`.
+
+        Raises ConfigError if a setting in `document` is invalid.
+        """
         self.change_sources.call(document)
         with self.current_step.lock:
             self.events.on_update_applied()  # registers the hooks of the change before the next forward pass

@@ -94,7 +94,10 @@ DP, TP = "dp_group", "tp_group"
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDedup:
-    """The positions of the parameters that another rank publishes for this rank, and events and notices about them."""
+    """The parameters that another rank publishes for this rank, and events and notices about them.
+
+    `positions` are the positions of these parameters in the list of all monitored parameters.
+    """
 
     positions: frozenset[int] = frozenset()
     events: tuple[Event, ...] = ()

@@ -71,9 +71,9 @@ class Notices:
             self._console.line(f"registered with service {service}")
 
     def uncommitted(self, records: int, kept: Persistence, config: ServeConfig) -> None:
-        """Print the folder with the records that no service has committed, or that they are lost with the process.
+        """Print the folder with the records that no service has committed. Only one rank of a host prints the folder.
 
-        If they are on disk, only one rank of a host prints the folder.
+        If these records are in no file, print that they are lost with the process.
         """
         if kept.folder is None:
             if config.ingest_url or config.spool_dir:

@@ -39,9 +39,10 @@ log = logging.getLogger("rankscope")
 class ErrorBoundary:
     """Calls functions of the monitor during training and catches all their exceptions. Thread-safe.
 
-    `count` is exported as rankscope_exporter_faults_total. The first exception of each type in each named operation is
-    logged, with its traceback except for a spool folder that cannot be used. Further ones are only counted, so that a
-    hook that fails at every step does not flood the console.
+    The attribute `count` is the number of caught exceptions, which is exported as rankscope_exporter_faults_total. The
+    first exception of each type in each named operation is logged. The log contains its traceback, unless the error is
+    that a spool folder cannot be used. Further exceptions are only counted, so that a hook that fails at every step
+    does not flood the console.
     """
 
     def __init__(self) -> None:

@@ -130,11 +130,10 @@ def uncompiled(function: F) -> F:
 
 
 def on_compilation(listener: Callable[[], object]) -> Callable[[], int]:
-    """Return a function for the first line of a hook.
+    """Return a function that a hook must call in its first line. The function notifies `listener` of compilations.
 
-    When Dynamo compiles the hook, it calls this function, which calls `listener`.
-
-    The call happens before the compiled code runs for the first time, and once for each compilation.
+    When Dynamo compiles the hook, it calls the returned function, which calls `listener` without arguments. The call
+    happens before the compiled code runs for the first time, and once for each compilation.
     """
 
     def was_compiled() -> int:
@@ -153,7 +152,8 @@ class Entry(NotCopied):
     It does nothing while a compiler or tracer is active. If the module or tensor with this hook is copied, the copy has
     a function that does nothing instead.
 
-    `was_compiled`, which `on_compilation` returned, is called when Dynamo compiles the hook.
+    The function `was_compiled` reports a compilation of the hook: Dynamo calls it when it compiles the hook. It must be
+    a result of `on_compilation`.
     """
 
     def __init__(self, function: Callable[..., Any], was_compiled: Callable[[], int] | None = None) -> None:

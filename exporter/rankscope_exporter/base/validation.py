@@ -195,9 +195,10 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 def check_keys(
     settings: Iterable[str], known: Collection[str], prefix: str = "", *, also_near: Iterable[str] = ()
 ) -> None:
-    """Raise ConfigError for a key that is not in `known`.
+    """Raise ConfigError if a key in `settings` is not one of the valid keys in `known`.
 
-    The text suggests the most similar key in `known` and `also_near`.
+    The text suggests the most similar key in `known` and `also_near`. The keys in `also_near` are suggested only: they
+    are not valid here.
     """
     for key in settings:
         if key not in known:

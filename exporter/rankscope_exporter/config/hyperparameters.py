@@ -24,7 +24,7 @@ from rankscope_contract.security.redaction import redacted
 from rankscope_exporter.model.parameter_names import encodable
 
 MAX_ITEMS: Final = 100
-"""Maximum number of items of a list. A text in the place of the further items contains their number."""
+"""Maximum number of items of a list. In a longer list, a text replaces the omitted items and contains their count."""
 
 MAX_TEXT: Final = 1_000
 """Maximum length of one text."""

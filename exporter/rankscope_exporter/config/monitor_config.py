@@ -54,7 +54,7 @@ _STOP_VARIABLE: Final = "RANKSCOPE_STOP_SIGNALS"
 _MOST_SECONDS: Final = 1e9
 """Maximum value of each setting that is a number of seconds.
 
-It is longer than any job, and near the maximum timeout of a thread.
+It is longer than any job, and near the maximum timeout with which a Python thread can wait.
 """
 _SECONDS: Final = f"a number of seconds of at least 0 and at most {_MOST_SECONDS:g}"
 Seconds = Annotated[float, number(_SECONDS, 0, _MOST_SECONDS)]
@@ -124,9 +124,9 @@ class MonitorConfig:
     """Capture: additional measurements for some steps after a rule fires. null disables captures."""
     rules: Annotated[tuple[AnomalyRule, ...], _RULES] = DEFAULT_RULES
     zero_below: Annotated[float, number("a number of at least 0", 0)] = 0.0
-    """Threshold of the statistic `zeros`, which counts elements with |x| < zero_below.
+    """Threshold of the statistic `zeros`, which counts the elements x with |x| less than this threshold.
 
-    With 0, exact zeros are counted.
+    With the threshold 0, the elements that are exactly 0 are counted.
     """
     steps: Literal["auto", "explicit"] = "auto"
     """Detection of steps.
@@ -201,7 +201,10 @@ class MonitorConfig:
         object.__setattr__(self, "capture", checked_capture(self.capture, self.rules, self.options, remake))
 
     def without_secrets(self) -> MonitorConfig:
-        """Return a copy of the configuration without the token, for a file or for another process."""
+        """Return a copy of the configuration without the token of the rank's server.
+
+        The copy may be written to a file or sent to another process.
+        """
         found = copy.copy(self)  # not validated again: without a token the serve settings may be invalid
         object.__setattr__(found, "serve", self.serve.without_secrets())
         return found

@@ -61,8 +61,9 @@ class CallbackBase(CopiesDoNothing):
     ) -> Monitor:
         """Create a monitor for a new training, attach it, and return it.
 
-        `hyperparameters` is a function that returns those of the trainer. They are stored with the run. Those of the
-        configuration have precedence. If the function raises an error, only those of the configuration are stored.
+        The function `hyperparameters` returns the hyper-parameters of the trainer. They are stored with the run,
+        together with the hyper-parameters in the configuration of the monitor, which have precedence. If the function
+        raises an error, only the hyper-parameters in the configuration are stored.
 
         If the previous training has not ended, it ends now, with the exit reason `unknown`.
         """

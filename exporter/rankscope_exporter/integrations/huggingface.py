@@ -121,7 +121,7 @@ class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,
 
 
 def _hyperparameters(args: Any, model: nn.Module) -> dict[str, Any]:
-    """Return the arguments of Trainer, and under `model_config` the configuration of the model if it has one."""
+    """Return the arguments of Trainer, and the configuration of the model, if any, under the key `model_config`."""
     config: Any = getattr(model, "config", None)
     found: dict[str, Any] = args.to_dict()
     if config is not None:

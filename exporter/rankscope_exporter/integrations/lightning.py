@@ -142,7 +142,7 @@ _TRAINER_SETTINGS: Final = (
 
 
 def _hyperparameters(trainer: Any, pl_module: Any) -> dict[str, Any]:
-    """Return the values of `save_hyperparameters()`, and under `trainer` settings of the Lightning Trainer."""
+    """Return the values of `save_hyperparameters()`, and settings of the Lightning Trainer under the key `trainer`."""
     settings = {name: getattr(trainer, name) for name in _TRAINER_SETTINGS if hasattr(trainer, name)}
     data = getattr(trainer.datamodule, "hparams", {})
     return {"trainer": settings, **data, **pl_module.hparams}

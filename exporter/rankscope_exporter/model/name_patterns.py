@@ -10,9 +10,9 @@ from typing import Final
 
 REGEX: Final = "re:"
 _SAID: Final = re.compile(r"re:\(\?#([^()]*)\)")
-"""Matches the beginning of a pattern that `regex_pattern` made.
+"""A regular expression that matches the beginning of a name pattern which `regex_pattern` made.
 
-The beginning contains the displayed name as a comment of the regular expression.
+The beginning of the name pattern contains the name that messages display, as a comment of the regular expression.
 """
 
 

@@ -63,8 +63,8 @@ class NamedParameter:
 def found_in_place(parameters: Iterable[NamedParameter]) -> list[nn.Parameter | None]:
     """Return the current parameter of each element of `parameters`; None for a parameter that no longer exists.
 
-    The result is that of the property `NamedParameter.parameter`. One call for all elements takes a third of the time
-    that reading the property of each element takes.
+    Each element of the result is equal to the property `parameter` of the `NamedParameter`. A call of this function
+    takes a third of the time that reading the property of each element takes.
     """
     found: list[Any] = []
     for named in parameters:
@@ -92,7 +92,10 @@ def encodable(text: str) -> str:
 
 
 def plain_name(name: str) -> str:
-    """Return `name` without the levels of wrapping modules. Characters that UTF-8 cannot encode are escaped."""
+    """Return the dotted `name` without the parts that wrapper modules add, such as `_orig_mod`.
+
+    Characters that UTF-8 cannot encode are escaped.
+    """
     return encodable(".".join(level for level in name.split(".") if level not in WRAPPER_LEVELS))
 
 

@@ -1,10 +1,11 @@
 """Finds the tensors in the arguments and results of a module, assigns numbers to them, and selects them by patterns.
 
 No element of a tensor is read. If msprobe assigns a number to a tensor, this module assigns the same number. The
-tensors among the arguments count from 0, positional ones first; the elements of a result keep their position. A single
-tensor has no number. msprobe omits tensors inside of nested containers. Here, they get the numbers after those of the
-top level, in order. The patterns (`tensor`, `tuple[2]:0`, `list[3]:1`, `dict:logits`) are those of msprobe's `targets`
-and of `module_struct.json`, which lists the valid patterns of a model.
+tensors among the arguments of a call are numbered from 0, first those in positional arguments. If an element of a
+result is a tensor, its number is the position of the element. A single tensor has no number. msprobe omits tensors
+inside of nested containers. This module numbers them in order, after the tensors that are not nested. The patterns
+(`tensor`, `tuple[2]:0`, `list[3]:1`, `dict:logits`) are those of msprobe's `targets` and of `module_struct.json`, which
+lists the valid patterns of a model.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def returned(output: Any) -> Found:
 
 
 def children(value: Any) -> list[tuple[str, Any]] | None:
-    """Return the elements of a container, each with its step in a path, such as `[0]` or `.logits`.
+    """Return the elements of a container, each with the text that selects it in a path, such as `[0]` or `.logits`.
 
     Return None if `value` is not a container.
     """
@@ -190,16 +191,16 @@ class ObjectSpec:
 
 
 Specs = Mapping[str, ObjectSpec]
-"""Patterns that select tensors of a module, by `input`, `output`, `input_grad` or `output_grad`.
+"""Patterns that select tensors of a module. The keys are `input`, `output`, `input_grad` and `output_grad`.
 
-Without a pattern for one of these four, all its tensors are selected.
+If a key is missing, all tensors of the kind that the key names are selected.
 """
 
 
 def parse_specs(target: Any, described: Any) -> Specs:
-    """Parse the patterns of one target in the option `parts`, and return them.
+    """Parse `described`, the patterns that select tensors of the modules that `target` selects, and return them.
 
-    Raises ValueError with the name of the target.
+    `target` is a key of the option `parts`. If `described` is invalid, raise a ValueError that names `target`.
     """
     if not isinstance(described, Mapping):
         raise ValueError(f"parts[{target!r}] must be a table of {', '.join(OBJECTS)}, not {described!r}")  # noqa: TRY004 - becomes a ConfigError

@@ -1,9 +1,10 @@
 """Parses the arguments of `TrainerMon` and `set_monitor`, and compares hints of the script with the model.
 
-msprobe's manual prints `(model, grad_acc_steps, optimizer, dp_group, tp_group, start_iteration)`. Its code accepts
-`(model, optimizer, grad_acc_steps, tp_group, dp_group, start_iteration)`, and its constructor has had two orders. The
-types of the arguments decide which order was used. Hints such as `opt_ty` are only compared with the model and the
-optimizer: wrong hints are reported, and no result depends on a hint.
+For `set_monitor`, msprobe's manual prints the arguments in the order `(model, grad_acc_steps, optimizer, dp_group,
+tp_group, start_iteration)`. msprobe's code accepts the order `(model, optimizer, grad_acc_steps, tp_group, dp_group,
+start_iteration)`. The constructor of msprobe's `TrainerMon` has had two orders. This module finds the order in a call
+by the types of the arguments. Hints such as `opt_ty` are only compared with the model and the optimizer: wrong hints
+are reported, and no result depends on a hint.
 """
 
 from __future__ import annotations

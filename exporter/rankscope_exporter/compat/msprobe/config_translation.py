@@ -1,9 +1,10 @@
 """Translates a configuration of msprobe, including its name patterns, into settings of a Rankscope monitor. No I/O.
 
-msprobe counts steps from 0, Rankscope from 1. A setting without an equivalent is reported in `remarks`. A name in the
-configuration may begin with the number of its model chunk (`0:`) and the prefix of DDP (`module.`). With `squash_name`
-the name may be shortened to its last parts. A target matches the module with this name. For parameters, a target
-matches a parameter, or all parameters of a module.
+msprobe counts steps from 0, Rankscope from 1. A setting of msprobe without an equivalent is reported in the Rankscope
+setting `remarks`. The targets in msprobe's configuration are names of modules or parameters. A target may begin with
+the number of a model chunk (`0:`) and the prefix of DDP (`module.`). With msprobe's setting `squash_name`, it may be
+shortened to the last parts of the name. A target for modules matches the module with this name. A target for parameters
+matches the parameter with this name, or all parameters of the module with this name.
 """
 
 from __future__ import annotations
@@ -163,9 +164,10 @@ def _collectives(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _features(tool: MsprobeSettings) -> Options:
-    """Return the quantities that correspond to `l2_targets` of msprobe.
+    """Return the options of the quantities that correspond to msprobe's setting `l2_targets`, by name of the quantity.
 
-    An empty list of targets selects all layers for `linear_hook`, and no module for the other hooks.
+    `l2_targets` has a list of module names for each of msprobe's hooks. An empty list selects all layers for the hook
+    `linear_hook`, and no module for any other hook.
     """
     hooks = {
         hook: [module_pattern(name, squashed=tool.squash_name) for name in names]

@@ -1,8 +1,8 @@
 """Validates msprobe's JSON configuration, and translates the key `alert` into rules. No I/O.
 
-The default values are those of msprobe 26.2.0, except `squash_name`, whose default is that of msprobe's manual. A wrong
-type is rejected, whereas msprobe logs a warning and continues: a configuration with another effect than intended costs
-a training run.
+The default values are those of msprobe 26.2.0. Only the default of `squash_name` is the one in msprobe's manual. A
+value of a wrong type is rejected, whereas msprobe logs a warning and continues. The reason is that a configuration with
+another effect than intended costs a training run.
 """
 
 from __future__ import annotations

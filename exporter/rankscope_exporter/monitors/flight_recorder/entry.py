@@ -32,7 +32,7 @@ LEFT: Final = "left"
 OUR_CODE: Final = f"{Path(__file__).parents[2]}{os.sep}"
 TORCH_CODE: Final = f"{Path(torch.__file__).parent}{os.sep}"  # with a separator: torchvision is not code of torch
 NOT_SCRIPT_CODE: Final = (OUR_CODE, TORCH_CODE, "<frozen ")
-"""Prefixes of the file names of frames that do not belong to the training script."""
+"""Prefixes of the file names of stack frames that do not belong to the training script."""
 
 _DONE: Final = "completed"
 _MOST_FILES: Final = 1024
@@ -204,9 +204,9 @@ def take_flight_record(reason: str, report: Report) -> FlightRecord | None:
 def read_flight_record(
     entries: Sequence[Mapping[str, Any]], reason: str, now: float, ranks: Mapping[str, tuple[int, ...]] | None = None
 ) -> FlightRecord:
-    """Return a summary of torch's `entries`, limited to MAX_DETAILS_BYTES. `now` is in seconds since the epoch.
+    """Return a summary of `entries`, which torch's flight recorder returned, of at most MAX_DETAILS_BYTES.
 
-    `ranks` contains the ranks of each process group by group id.
+    `now` is the current time in seconds since the epoch. `ranks` contains the ranks of each process group by group id.
     """
     collectives = tuple(
         Collective(
@@ -230,7 +230,10 @@ def read_flight_record(
 
 
 def _groups(entries: Sequence[Mapping[str, Any]], ranks: Mapping[str, tuple[int, ...]]) -> tuple[GroupProgress, ...]:
-    """Return the sequence number of this rank's latest collective in each process group, from all entries."""
+    """Return the sequence number of this rank's latest collective in each process group of a flight record.
+
+    `entries` are all entries of the flight record. `ranks` contains the ranks of each process group by group id.
+    """
     latest: dict[str, int] = {}
     for entry in sorted(entries, key=_created_ns):
         if not entry.get("is_p2p"):
@@ -245,7 +248,7 @@ def _groups(entries: Sequence[Mapping[str, Any]], ranks: Mapping[str, tuple[int,
 
 
 def _selected(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return at most KEPT entries for the summary, oldest first.
+    """Return at most KEPT entries of the flight record for the summary of a hang, oldest first.
 
     Converting thousands of entries would hold the GIL for too long.
     """

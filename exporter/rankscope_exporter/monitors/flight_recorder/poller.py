@@ -113,14 +113,14 @@ A thread of torch marks an entry as finished with a delay.
 """
 
 _read_before: Final[dict[str, int]] = {}
-"""Number of the last entry that an earlier monitor of this process has read, by flight recorder.
+"""The `record_id` of the last entry that an earlier monitor of this process read, by name of the flight recorder.
 
-Older entries are not published again.
+This entry and older entries are not published again.
 """
 
 
 def read_before() -> dict[str, int]:
-    """Return the number of the last entry that an earlier monitor of this process has read, by flight recorder."""
+    """Return the `record_id` of the last entry that an earlier monitor of this process read, by recorder name."""
     return dict(_read_before)
 
 

@@ -55,7 +55,7 @@ class StepAssignment:
     """
 
     def __init__(self, after: Mapping[str, int] | None = None) -> None:
-        """`after` contains, for each flight recorder, the number of the last entry that was already read.
+        """`after` maps the name of each flight recorder to the `record_id` of the last entry that was already read.
 
         By default, no entry was read before.
         """
@@ -69,7 +69,7 @@ class StepAssignment:
     def step_ended(self, step: int | None, began_us: int, ended_us: int) -> None:
         """Store the start and the end of a step.
 
-        Call this method in the order of the steps. Call it before `take` receives entries of the step.
+        Call this method in the order of the steps, and before entries of the step are passed to the method `take`.
         """
         self._begins.append((began_us, step))
         self._ended_us = max(self._ended_us, ended_us)

@@ -63,7 +63,8 @@ class Recorder:
 CPU: Final = Recorder(name="cpu", with_stacks="_dump_fr_trace", plain="_dump_fr_trace_json", handler="fr_trace_json")
 """The flight recorder of Gloo.
 
-The handler of this recorder does not read the request, so the request may be a Python object.
+torch's handler that returns the entries of this recorder does not read its request argument. Any Python object can
+therefore be passed as the request.
 """
 
 NCCL: Final = Recorder(
@@ -139,7 +140,7 @@ def read_without_stacks(
 def _recorders() -> list[Recorder]:
     """Return the flight recorders that may have entries.
 
-    The one of NCCL has none in a process that has not used a device.
+    NCCL's flight recorder is left out if this process has not used a GPU: the recorder has no entries then.
     """
     return [CPU, NCCL] if torch.cuda.is_initialized() else [CPU]  # type: ignore[no-untyped-call]  # untyped in torch
 
@@ -164,9 +165,9 @@ def _read(recorders: Sequence[Recorder], read: Callable[[Recorder], Any], report
 
 
 def _complete(entries: Sequence[Raw], where: str, report: Report) -> Sequence[Raw]:
-    """Return the flight record entries that have all needed fields, oldest first.
+    """Return those of the flight record's `entries` that have all fields this package reads, oldest first.
 
-    The number of other entries is reported.
+    The number of entries that lack a field is reported through `report`.
     """
     complete = [entry for entry in entries if all(entry.get(name) is not None for name in _NEEDED)]
     if missing := len(entries) - len(complete):

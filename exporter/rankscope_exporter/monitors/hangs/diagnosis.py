@@ -1,4 +1,6 @@
-"""Reads and publishes the stacks of all threads and the flight record, after a hang, a request, a signal or a capture.
+"""Reads and publishes the stacks of all threads of this process, and the flight record with the latest collectives.
+
+This happens after a hang, at a request of the script or over HTTP, after a signal, and at a capture.
 
 Events are published directly, without the publisher thread: that thread may be waiting for a device that hangs.
 """
@@ -26,7 +28,7 @@ from rankscope_exporter.records.step_record import StepRecord
 MIN_SECONDS: Final = 2.0
 """Minimum seconds between two readings of the stacks.
 
-A request within this time receives the previous result, and nothing new is published.
+A caller that requests stacks within this time receives the result of the previous reading, and nothing is published.
 """
 
 LOCK_SECONDS: Final = 5.0

@@ -26,7 +26,11 @@ from rankscope_exporter.process.threads import OwnThread
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangLimits:
-    """Seconds without activity of the training after which a hang is reported. 0 disables the detection."""
+    """Seconds without activity of the training after which a hang is reported.
+
+    `in_phase` applies in an announced phase and before the end of the first step, if it is longer than `training`.
+    `training` applies at all other times. With `training` 0, no hang is detected.
+    """
 
     training: float
     in_phase: float
@@ -97,7 +101,10 @@ Above the threshold, the hang is attributed to C code that held the GIL, or to a
 
 
 class Watchdog:
-    """Detects hangs of the training on a daemon thread. Training threads call only `beat`."""
+    """Detects hangs of the training on a daemon thread.
+
+    Training threads call only the method `beat`, which stores the time of their activity.
+    """
 
     def __init__(
         self,
@@ -110,7 +117,11 @@ class Watchdog:
         planned_steps: int | None,
         print_line: Callable[[str], None],
     ) -> None:
-        """`progress` returns the last published step and the announced phase; `print_line` writes to the console."""
+        """Store the arguments; `start` starts the thread.
+
+        The function `progress` returns the last published step, or None before the first one, and the name of the
+        announced phase, or None outside of phases. The function `print_line` writes its argument to the console.
+        """
         # At an interactive prompt, minutes without a step are normal.
         self._limits = HangLimits(training=0, in_phase=0) if hasattr(sys, "ps1") else limits
         self._signal_name = stack_signal
@@ -162,7 +173,10 @@ class Watchdog:
             self._signal = None
 
     def signal_note(self) -> str | None:
-        """Return the line of the banner about the signal in the setting `stacks_signal`; None without such a signal."""
+        """Return a line of text about the signal in the setting `stacks_signal`; None if no signal is set.
+
+        The line belongs to the banner that rank 0 prints when the monitor is attached.
+        """
         if self._signal is None:
             return None
         return f"{self._signal.name} writes stacks, also while C code holds the GIL, to {self._signal.path}"

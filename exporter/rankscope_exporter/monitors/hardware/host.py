@@ -47,7 +47,7 @@ _NOT_SHOWN: Final = frozenset({"busy_seconds", "all_seconds"})
 def host_scalars(before: HostState, now: HostState) -> Iterator[Scalar]:
     """Yield a metric for each known value of the state `now`, and one for the CPU utilization of the machine.
 
-    The utilization is that of the time between `before` and `now`.
+    The utilization is that of the time between the earlier state `before` and the state `now`.
     """
     for item in fields(HostState):
         value = getattr(now, item.name)
@@ -96,7 +96,8 @@ def _installed() -> Any:
 def from_psutil(psutil: Any, process: Any, call: Callable[[str, Callable[[], Any]], Any]) -> HostState:
     """Return the state of the process and the machine from psutil. Some operating systems lack some of the values.
 
-    `call(name, function)` returns the result of the function, or None if it raises.
+    The function `call` calls its second argument, a function of psutil, and returns the result, or None after an error.
+    Its first argument is the name of this function for the report of the error.
     """
     usage = resource.getrusage(resource.RUSAGE_SELF)  # for page faults, which psutil has only on Windows
     spent, threads = call("cpu_times", process.cpu_times), call("num_threads", process.num_threads)

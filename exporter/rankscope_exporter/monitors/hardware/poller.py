@@ -18,7 +18,7 @@ from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.records.pending_step import PendingStep, now_microseconds
 
 _STOP_SECONDS: Final = 2.0
-"""Maximum seconds that the end of training waits for a reading in progress."""
+"""Maximum seconds that the end of training waits for a reading of the hardware metrics that is in progress."""
 
 
 class HardwarePoller:
@@ -74,7 +74,7 @@ class HardwarePoller:
     def _publish(self, gpu: Gpu | None, host: Host, before: Any) -> Any:
         """Publish the current hardware metrics, and return the state of the machine.
 
-        The next call takes this state as `before`.
+        The caller passes this state as `before` to the next call, which derives the CPU utilization from it.
 
         GPU and machine are read independently: an error of one does not affect the other.
         """
