@@ -123,7 +123,7 @@ class Job:
     task: asyncio.Future[None] | None = field(default=None, init=False)
 
     def due_at(self) -> float:
-        """Return the time, in monotonic seconds, at which the job must be called next; infinity while the job runs."""
+        """Return the monotonic time in seconds at which this job must be called next; infinity while this job runs."""
         if self.task is not None:
             return math.inf
         return self.ended_at + (self.interval() if callable(self.interval) else self.interval)
@@ -168,8 +168,8 @@ class ReadBudget:
 
     The time from the start of a read to the start of the next read is at least the duration of the read divided by
     `READ_SHARE`. It is also at least n times `interval_seconds`: n is 1 after the first successful read and increases
-    by 1 with each further successful read, up to `max_intervals`. After a failed read, n is 1 until the next read, and
-    then continues from its previous value.
+    by 1 with each further successful read, up to `max_intervals`. For the pause after a failed read, n is 1. A failed
+    read does not change the n of later successful reads.
     """
 
     def __init__(self, interval_seconds: float, *, clock: Callable[[], float], max_intervals: int = 1) -> None:

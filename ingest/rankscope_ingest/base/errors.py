@@ -1,4 +1,4 @@
-"""Exceptions of the ingest service. All texts are written for users and describe the fault."""
+"""Exceptions of the ingest service. The text of each exception is written for users and describes the fault."""
 
 from __future__ import annotations
 

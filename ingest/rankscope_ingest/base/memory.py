@@ -79,7 +79,8 @@ def trim() -> None:
 def resident_bytes() -> int:
     """Return the resident memory of this process in bytes, or 0 on a system without /proc.
 
-    On such a system, no growth is measured, so maintenance tasks do not cause a call of `trim`.
+    On a system without /proc, no growth of the memory is measured. The service then does not return free memory to the
+    system after maintenance tasks.
     """
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]

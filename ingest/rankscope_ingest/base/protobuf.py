@@ -3,8 +3,7 @@
 The schema follows prompb/remote.proto and prompb/types.proto. Fields that a caller only counts, copies or caches are
 declared as `bytes`, which is possible because `bytes` and a nested message have the same wire format. TimeSeries is
 divided for remote write: the message `TimeSeries` contains the samples, and `SeriesHead` contains the other fields,
-which are unknown fields of `TimeSeries`. The meaning of the messages is implemented in `remote_read` and
-`remote_write`.
+which are unknown fields of `TimeSeries`. The packages `remote_read` and `remote_write` interpret the messages.
 """
 
 from __future__ import annotations

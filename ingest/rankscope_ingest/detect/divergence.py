@@ -3,9 +3,9 @@
 The module performs no I/O; the caller passes the time. Replicas that must be equal have equal hashes, so every
 difference between two hashes is reported.
 
-The service can name the wrong rank only when it has the hashes of the other ranks, and ranks can deliver a step late. A
-step is therefore compared when all ranks of its group have delivered it, or WAIT_SECONDS after the first difference.
-The step is compared again when a late rank delivers it.
+The service can identify the rank with the wrong values only when it has the hashes of the other ranks, and ranks can
+deliver a step late. A step is therefore compared when all ranks of its group have delivered it, or WAIT_SECONDS after
+the first difference. The step is compared again when a late rank delivers it.
 
 A tensor that continues to differ is reported once. The tensor can be reported again after it was equal on all ranks.
 """
@@ -41,7 +41,7 @@ If a rank is further behind, the oldest steps are dropped, and the rank is compa
 MAX_EVENTS: Final = 200
 """Maximum number of divergence events that one check stores for an attempt.
 
-Without it, a model that was never synchronised would cause one event for each of its tensors.
+Without this limit, a model that was never synchronised would cause one event for each of its tensors.
 """
 
 _COLUMNS: Final = ("run", "attempt", "rank", "step", "replicas", "kind", "tensor", "vpp_stage", "hash")
@@ -98,7 +98,7 @@ class Diverged(ReplicatedTensor):
 
     @property
     def text(self) -> str:
-        """Return a sentence for users that names the ranks that differ."""
+        """Return a sentence for users that names the ranks on which the tensor differs."""
         groups = [ranks for _, ranks in self.ranks_by_hash]
         return divergence_text(groups, self.ranks if self.has_majority else None)
 

@@ -44,8 +44,8 @@ from rankscope_ingest.runs.text import last_reports
 ANNOUNCED_PER_HOUR: Final = 30
 """Maximum number of incident messages per run, severity and hour.
 
-Without it, a rule with a bad threshold could cause hundreds of messages. Incidents above the limit are stored and
-counted, but not sent. Warnings never mute critical incidents.
+Without this limit, a rule with a bad threshold could cause hundreds of messages. Incidents above the limit are stored
+and counted, but not sent. Warnings never mute critical incidents.
 """
 
 _WIDESPREAD_EVENTS: Final = 64
@@ -223,8 +223,8 @@ def _all_passed(live: Mapping[int, int | None], step: int | None) -> bool:
 CLEAR_SECONDS: Final = CLOCKS_DIFFER_MICROSECONDS / 1e6
 """Minimum time in seconds between the detection of a failure and a later sign of life of another rank.
 
-A sign of life is a heartbeat or a response. After this time, it proves that the other rank did not fail together with
-the first failed rank.
+A sign of life is a heartbeat or a response. A sign of life after this time proves that the other rank did not fail
+together with the first failed rank.
 """
 
 

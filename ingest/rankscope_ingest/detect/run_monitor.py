@@ -234,7 +234,7 @@ class RunMonitor:
         return settled
 
     def resolve_incidents(self) -> None:
-        """Add an event with state `resolved` to the current batch for each incident that is over."""
+        """Add an event with state `resolved` to the current batch for each open incident that is now resolved."""
         for incident in self.incidents.resolve(self._live_steps()):
             self.record_incident(incident, RESOLVED)
 

@@ -62,8 +62,8 @@ async def request_stacks(
 ) -> list[RankAnswer]:
     """Request the stacks of the live targets concurrently; return the responses in ascending order of the ranks.
 
-    `ranks` are the ranks to ask; None means all live ranks. `fetch` sends POST /stacks to the URL of a rank and returns
-    the response. If `fetch` raises FetchError, the error becomes the result of that rank.
+    `ranks` are the ranks from which stacks are requested; None means all live ranks. `fetch` sends POST /stacks to the
+    URL of a rank and returns the response. If `fetch` raises FetchError, the error becomes the result of the rank.
     """
     limit = asyncio.Semaphore(MAX_REQUESTS)
 
@@ -119,7 +119,7 @@ class StallHandler:
     async def request(self, run: str, attempt: int, ranks: Collection[int] | None) -> list[RankAnswer]:
         """Request the stacks of the live ranks of an attempt; return one result per rank.
 
-        `ranks` are the ranks to ask; None means all live ranks.
+        `ranks` are the ranks from which stacks are requested; None means all live ranks.
         """
         targets = [target for target in self._monitor.registry.targets if target.attempt_key == (run, attempt)]
         return await request_stacks(self._fetch, targets, ranks)

@@ -153,7 +153,10 @@ def _causal_columns(events: pa.Table) -> list[npt.NDArray[Any]]:
 
 
 def _by_word(column: pa.ChunkedArray, number: Any) -> npt.NDArray[Any]:
-    """Return an array with `number(text)` for each text in `column`. `number` is called once for each distinct text."""
+    """Return an array with the number that `number` returns for each text in `column`.
+
+    `number` is a function that converts a text to a number. It is called once for each distinct text.
+    """
     encoded = column.combine_chunks().dictionary_encode(null_encoding="encode")
     numbers = np.array([number(word) for word in encoded.dictionary.to_pylist()], dtype=np.float64)
     positions: npt.NDArray[np.int32] = encoded.indices.to_numpy(zero_copy_only=False)

@@ -115,7 +115,7 @@ class Backend(Parts, Protocol):
     async def ask_stacks(self, run: str, attempt: int, ranks: Collection[int] | None) -> list[RankAnswer]:
         """Return the Python stacks of the live ranks of an attempt.
 
-        `ranks` are the ranks to ask; None means all live ranks.
+        `ranks` are the ranks from which stacks are requested; None means all live ranks.
         """
         ...
 

@@ -19,8 +19,8 @@ from rankscope_ingest.importers.trainer_state import find_states, is_checkpoint
 def newer_log(checkpoints: Path) -> Path | None:
     """Return the newest log of JSON lines that has later steps than all `trainer_state.json` files at `checkpoints`.
 
-    `checkpoints` is the folder of a run or of a checkpoint; the log is in it or next to the checkpoint. Return
-    None if there is no such log. Raises IngestError if a file cannot be read.
+    `checkpoints` is the folder of a run or of a checkpoint. The log is in this folder, or next to the checkpoint.
+    Return None if there is no such log. Raises IngestError if a file cannot be read.
     """
     with readable(checkpoints):
         written = max((state.modified or 0.0 for state in find_states(checkpoints)), default=0.0)

@@ -5,10 +5,10 @@ of any size is read in bounded memory. The complete entries of a truncated file 
 reported as a fault. A list of entries without an enclosing object, NaN and Infinity are accepted. The Trainer logs no
 time, so records have none; the end of the run is the modification time of its newest file.
 
-Every checkpoint repeats the history of the earlier ones, so only the entries that earlier checkpoints do not contain
-are imported. The histories of all checkpoints form a tree. Histories of one training agree up to the end of the shorter
-one. A checkpoint of an earlier training in the same folder differs at some entry; from that entry on, its history is
-another branch.
+Every checkpoint repeats the history of the earlier checkpoints, so only the entries that earlier checkpoints do not
+contain are imported. The histories of all checkpoints form a tree. Histories of one training agree up to the end of the
+shorter one. The history of a checkpoint of an earlier training in the same folder differs. From the first entry that
+differs, this history is another branch of the tree.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class _Reading:
         self._window = JsonWindow(iter(()))
 
     def file(self, state: StateFile, *, is_last: bool) -> Iterator[Imported]:
-        """Yield the entries of the file `state` that none of the earlier files contains."""
+        """Yield the entries of the file `state` that none of the previously read files of the run contains."""
         self._files.append(state.label)
         if state.modified is not None:
             self._modified = max(self._modified or 0.0, state.modified)
@@ -231,7 +231,8 @@ def _items(window: JsonWindow, faults: Faults) -> Iterator[Mapping[str, Any]]:
 def _has_history(head: bytes) -> bool:
     """Return whether `head` is the beginning of one JSON object with the key `log_history`.
 
-    Each line of another log may be such an object, like the last line that ms-swift writes.
+    The result is false if another object follows in `head`, as in a log with one object per line. In such a log, an
+    object may have this key too, for example the last object that ms-swift writes.
     """
     window = JsonWindow(iter((head,)))
     found = False
@@ -368,11 +369,11 @@ class _Branch:
 
 
 class _Follower:
-    """Compares the entries of one `trainer_state.json` with the histories (branches) of the run's earlier files."""
+    """Compares the entries of one `trainer_state.json` with the histories (branches) of the files read before it."""
 
     def __init__(self, branches: list[_Branch], *, is_last: bool) -> None:
         self.has_branched = False
-        """True if the file differs from the earlier files at some entry."""
+        """True if the file begins a new branch: one of its entries differs from those of all files read before it."""
         self._branches = branches
         self._is_last = is_last  # no file will be compared with this one
         self._agreeing = list(branches)
@@ -382,7 +383,7 @@ class _Follower:
     def new(self, entry: Any) -> _Branch | None:
         """Return the branch to which `entry`, the next entry of the file, belongs.
 
-        Return None if an earlier file contained the entry, so that it is already imported.
+        Return None if a previously read file of the run contains the entry, so that the entry is already imported.
         """
         if self._own is not None and self._is_last:
             return self._own

@@ -22,8 +22,8 @@ RETRY_SECONDS: Final = (0.5, 2.0, 8.0, 30.0, 60.0, 120.0)
 COMMIT_WAIT_SECONDS: Final = 0.5
 """Maximum time in seconds to wait for the commit of an incident before its message is sent.
 
-Before this, an incident waits 1 s for further events with the same cause. A message is therefore sent within 2 s even
-if the store is slow.
+Before the incident is committed, it waits 1 s for further events with the same cause. A message is therefore sent
+within 2 s even if the store is slow.
 """
 
 

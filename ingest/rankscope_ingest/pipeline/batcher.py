@@ -22,8 +22,8 @@ from rankscope_ingest.scrape.sample_table import Grid, Scrape
 SAMPLES_A_ROW: Final = 3
 """Number of samples of exporters that together count as one row in the decision whether a batch is full.
 
-The number is high because larger flushes are cheaper: each flush stores the names of all series again. If a flush
-contains five scrapes, a sample costs one third less than in a flush of three scrapes.
+The number is high because larger flushes are cheaper: each flush stores the names of all series again. The cost per
+sample of a flush with five scrapes is one third lower than that of a flush with three scrapes.
 """
 
 SOON_SECONDS: Final = 2.0
@@ -69,7 +69,7 @@ class PendingBatch:
 class FlushClock:
     """Counts pending rows and decides when the next flush is due. Rows are pending until their commit.
 
-    A batch becomes due because of its age after the time that `rest_seconds` returns. The flusher is notified of every
+    `rest_seconds` returns the time until the batch becomes due because of its age. The flusher is notified of every
     event that can make a batch due earlier: a batch starts, a batch is full, or a flush is requested.
     """
 
@@ -107,7 +107,7 @@ class FlushClock:
         return self.max_pending_rows - self.pending_rows
 
     def notify(self, flusher: Callable[[], None]) -> None:
-        """Set the function that is called when a batch may be due earlier than `rest_seconds` returned."""
+        """Set the function to call when the batch may be due earlier than the last result of `rest_seconds`."""
         self._notify = flusher
 
     def want_flush(self) -> None:

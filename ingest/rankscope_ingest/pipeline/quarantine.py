@@ -37,7 +37,11 @@ Readers of Delta tables, vacuum and retention ignore names that start with an un
 
 
 class Quarantine:
-    """Quarantine folder of a store. The flush thread calls `keep`, and the event loop calls `report`."""
+    """Quarantine folder of a store.
+
+    The flush thread writes rejected rows to the folder with `keep`. The event loop counts and logs these rows with
+    `report`.
+    """
 
     def __init__(self, store: Path, *, stamp: Callable[[], Stamp], count: Callable[[int], None]) -> None:
         self._store = store

@@ -69,8 +69,8 @@ class PollBudget:
     async def reserved(self, records: int, *, is_failing: bool = False) -> AsyncIterator[int]:
         """Wait for capacity, reserve rows for a rank that has `records` records, and yield the bytes to request.
 
-        With `is_failing`, the rank missed its last poll, and rows for a single record are reserved. The yielded number
-        of bytes is 0 if received rows use all capacity; the caller then waits for a commit.
+        `is_failing` states that the rank missed its last poll; only rows for a single record are then reserved. The
+        yielded number of bytes is 0 if received rows use all capacity; the caller then waits for a commit.
         """
         lane = self._failing if is_failing else self._healthy
         least = self._expected(1 if is_failing else records)

@@ -191,7 +191,8 @@ def _transposed(parts: Sequence[npt.NDArray[Number]], plan: PlanColumns, number:
 def _transposed_counts(parts: Sequence[npt.NDArray[np.int64]], plan: PlanColumns, number: int) -> npt.NDArray[np.int64]:
     """Return one count (such as the number of NaN) as a flat array, ordered by tensor and then by record.
 
-    This is faster than `_transposed` if the count is equal in all records, as most counts are.
+    Most counts are equal in all records. For such a count, this function is faster than the general function
+    `_transposed`.
     """
     first = parts[0][0, number]
     if any((part[:, number] != first).any() for part in parts):
@@ -250,7 +251,7 @@ def _nested(bodies: Sequence[ValidBody], dataset: str, records: _Records) -> pa.
 
 
 def _as_held(field: pa.Field, columns: Mapping[str, pa.Array]) -> pa.Field:
-    """Return `field` with the type of the column in `columns` that has the same name.
+    """Return the Arrow field `field` with the type of the column that has the same name in `columns`.
 
     Text columns with a separate value for each row are plain text in `columns`, not dictionary-encoded.
     """

@@ -120,9 +120,10 @@ class Pace:
     targets: Callable[[], int] = lambda: 1
 
     def offset(self, incarnation: str, interval: float) -> float:
-        """Return when the target is polled within each poll interval, in seconds from the beginning of the interval.
+        """Return the time in seconds from the beginning of each poll interval to the regular poll of the target.
 
-        Targets are polled in groups that are spread evenly over the interval. The result is the same after a restart.
+        `interval` is the length of a poll interval in seconds. Targets are polled in groups that are spread evenly over
+        the interval. The result is the same after a restart of the service.
         """
         groups = max(1, -(-self.targets() // _GROUP_SIZE))
         return int(_place(incarnation) * groups) / groups * interval

@@ -239,7 +239,7 @@ def absent_counts(measured: Measured) -> npt.NDArray[np.bool_]:
 def _nested(of: Mapping[str, pa.ChunkedArray], dataset: str) -> Nested | None:
     """Return the rows of `dataset`, which are nested in the records as lists of structs; None if there are no rows.
 
-    Raises DecodeError if the column has another type.
+    Raises DecodeError if the type of the column of `dataset` is not a list of structs.
     """
     lists = _one(of[dataset])
     if not pa.types.is_list(lists.type) or not pa.types.is_struct(lists.type.value_type):

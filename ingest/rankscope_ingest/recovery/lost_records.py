@@ -1,4 +1,4 @@
-"""Count each lost record once, and subtract it again if the record arrives later.
+"""Count each lost record once, and subtract the record from the count if it arrives later.
 
 This module returns rows; the caller adds them to the batch. `Target.given_up` is the seq of the last record that was
 counted as lost when the process was found dead. Records up to this seq can still arrive: from a process that was only

@@ -47,7 +47,7 @@ Each claimed spool needs an open file and a target, and there can be thousands o
 """
 
 START_SECONDS: Final = 10.0
-"""Maximum time in seconds for which the first scan delays the start of the service."""
+"""Maximum time in seconds for which the first scan of the spool folders delays the start of the service."""
 
 
 class Spools:
@@ -227,7 +227,7 @@ class SpoolScanner:
         self._first: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
-        """Run the first scan.
+        """Run the first scan of the spool folders.
 
         If a disk does not respond, the method returns after START_SECONDS, and the scan continues in the background.
         """

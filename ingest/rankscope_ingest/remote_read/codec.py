@@ -132,7 +132,7 @@ Words = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class _Bits:
-    """For each sample, a number, and how many low bits of this number are written to the chunk (0 to 64)."""
+    """The bits that are written to the chunk for each sample: a number, and how many of its low bits (0 to 64)."""
 
     values: Words
     counts: Integers
@@ -194,9 +194,10 @@ def _times(times: Integers, within: Integers) -> tuple[_Bits, _Bits]:
 
 
 def _varints(numbers: Words) -> tuple[Words, Integers, Words, Integers]:
-    """Return numbers as encoded varints.
+    """Return `numbers`, each encoded as a varint of up to ten bytes.
 
-    The result has the first eight bytes and their number of bits, then the last two bytes and their number of bits.
+    The result has four arrays: the first eight bytes of each varint and the number of bits in these bytes, then the
+    last two bytes of each varint and the number of bits in those bytes.
     """
     sizes = np.maximum(1, (_bit_lengths(numbers) + 6) // 7)
     halves = [(np.zeros(len(numbers), np.uint64), np.zeros(len(numbers), np.int64)) for _ in range(2)]

@@ -101,7 +101,10 @@ class WriteReader:
 
     @property
     def must_sweep(self) -> bool:
-        """Return whether the next `read` removes inactive series from the full cache. This takes up to a second."""
+        """Return whether the next call of `read` will remove inactive series from the full cache.
+
+        The removal takes up to a second.
+        """
         return self._used >= self._max_known and self._generation > self._swept_in
 
     def read(self, data: bytes) -> DecodedRequest:

@@ -1,6 +1,6 @@
 """Times since the latest lost records, firings and incidents of each run, as gauges of the service's metrics page.
 
-Alerts compare these ages with a window. The ages do not depend on the clocks of the ranks.
+Alert rules compare each age with a time window. The ages do not depend on the clocks of the ranks.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from rankscope_contract.metrics.catalogue import MetricSpec
 from rankscope_ingest.runs.incident import Incident
 
 REMEMBER_SECONDS: Final = 3600.0
-"""Time in seconds after its latest firing for which an incident is exported. The window of an alert is shorter."""
+"""Time in seconds for which the age of an incident is exported after the latest firing of the incident.
+
+Alert rules compare the age with a time window that is shorter than this time.
+"""
 
 
 class Ages:
-    """Times of the latest lost records, firings and incidents."""
+    """The times at which records of each run were last lost, rules last fired, and incidents last had a firing."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock` returns monotonic seconds."""
+        """Create an object without any times. `clock` returns the current time in monotonic seconds."""
         self._clock = clock
         self._lost_at: dict[str, float] = {}  # by run
         self._fired_at: defaultdict[str, dict[tuple[str, ...], float]] = defaultdict(dict)  # by run and label values
@@ -34,11 +37,17 @@ class Ages:
         self._lost_at[run] = self._clock()
 
     def fired(self, run: str, labels: tuple[str, ...]) -> None:
-        """Record that the service received a firing now. `labels` are the label values of its counter."""
+        """Record that the service received a firing now.
+
+        `labels` are the label values of the counter that counts the firing: run, rank, rule and kind.
+        """
         self._fired_at[run][labels] = self._clock()
 
     def settled(self, incident: Incident) -> None:
-        """Export `incident` from now on, with its first firing as labels, unless it is muted."""
+        """Export the age of `incident` from now on, unless it is muted.
+
+        The labels describe the first firing of the incident.
+        """
         if incident.is_muted:
             return
         first = incident.first
@@ -48,7 +57,10 @@ class Ages:
         self._incidents[first.run, rank, first.rule or "Anomaly", incident.severity, *tensor, step] = incident
 
     def keep(self, runs: set[str]) -> list[tuple[str, ...]]:
-        """Forget all runs that are not in `runs`; return the label values of the firings that are forgotten."""
+        """Forget the times of all runs that are not in `runs`.
+
+        Return the label values (run, rank, rule and kind) of the forgotten firings.
+        """
         self._lost_at = {run: at for run, at in self._lost_at.items() if run in runs}
         oldest = self._clock() - REMEMBER_SECONDS
         self._incidents = {
@@ -59,7 +71,7 @@ class Ages:
         return [labels for run in self._fired_at.keys() - runs for labels in self._fired_at.pop(run)]
 
     def show(self, cleared: Callable[[MetricSpec], Gauge]) -> None:
-        """Set the gauges. `cleared` returns the gauge of a metric without series."""
+        """Set the gauges of the ages. `cleared` removes all series of the gauge of a metric and returns the gauge."""
         now = self._clock()
         losses, firings = cleared(catalogue.LOST_RECORDS_AGE), cleared(catalogue.ANOMALIES_INGESTED_AGE)
         incidents = cleared(catalogue.INCIDENT_AGE)

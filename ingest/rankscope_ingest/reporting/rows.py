@@ -47,7 +47,10 @@ class Stamp:
 
 
 def event_row(stamp: Stamp, kind: EventType, severity: str, message: str, details: object, /, **columns: Any) -> Row:
-    """Return a row of `events` that the service creates. `details` is stored as JSON; `columns` are further columns."""
+    """Return a row of `events` that the service creates.
+
+    `details` is stored as JSON; `columns` has the values of further columns.
+    """
     event = {"type": kind, "severity": severity, "message": message, "details": compact_json(details)}
     return {**stamp.columns(), **event, **columns}
 

@@ -82,7 +82,7 @@ class ServiceMetrics:
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` returns monotonic seconds."""
+        """Create the metrics of the service. `clock` returns the current time in monotonic seconds."""
         self.ages = Ages(clock)
         self._registry = CollectorRegistry()
         self._families: dict[str, Any] = {}
@@ -120,7 +120,7 @@ class ServiceMetrics:
             self.count(catalogue.ROWS_COMMITTED, count, dataset)
 
     def lost(self, run: str, records: int) -> None:
-        """Count lost `records` of a run."""
+        """Add the number `records` to the counter of the lost records of a run."""
         self.count(catalogue.LOST_RECORDS, records, run)
         self._lost_runs.add(run)
         self.ages.lost(run)

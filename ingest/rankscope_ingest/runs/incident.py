@@ -28,10 +28,16 @@ MUTED: Final = "muted"
 RESOLVED: Final = "resolved"
 
 NON_FINITE: Final = "non-finite"
-"""Stands for the rule in a subject if the value is NaN or infinite, because such values spread to other tensors."""
+"""Text that replaces the rule name in the subject (rule and tensor) of an anomaly with a NaN or infinite value.
+
+The reason is that NaN and infinite values spread to other tensors.
+"""
 
 Subject = tuple[str, str]
-"""The rule that fired, or NON_FINITE, and the tensor or scalar for which it fired."""
+"""The subject of an anomaly: the rule that fired, and the tensor or scalar for which the rule fired.
+
+NON_FINITE replaces the rule if the value is NaN or infinite.
+"""
 
 SEVERITIES: Final = (Severity.INFO, Severity.WARNING, Severity.CRITICAL)
 """Severities in ascending order. An unknown severity of a newer release counts as the lowest one."""
@@ -61,14 +67,20 @@ class Symptom:
 
     @property
     def subjects(self) -> frozenset[Subject]:
-        """Return the subjects of all anomalies of the step."""
+        """Return the subjects of all anomalies of the rank at the step.
+
+        A subject is a rule and the tensor or scalar for which the rule fired.
+        """
         is_non_finite = self.op in {"nans", "infs"} or not math.isfinite(self.value or 0.0)
         own = NON_FINITE if is_non_finite else self.rule or "", self.tensor or self.op or ""
         return self.further_subjects | {own}
 
     @property
     def score(self) -> float:
-        """Return the value divided by the largest allowed value; NaN if the rule has no threshold."""
+        """Return the value of the anomaly divided by the largest value that the rule allows.
+
+        Return NaN if the rule has no threshold.
+        """
         if self.value is None or not self.threshold:
             return math.nan
         allowed = self.threshold if self.baseline is None else self.baseline * (1 + self.threshold)

@@ -181,7 +181,7 @@ class Attempt:
     def note_activity(self, *, of_work: bool = False) -> None:
         """Record that a rank of the attempt was active. If the attempt had ended, its state is evaluated again.
 
-        With `of_work`, the rank continued to train; this can reopen a completed or stopped attempt.
+        `of_work` states that the rank continued to train. Continued training can reopen a completed or stopped attempt.
         """
         if self.has_ended:
             self.has_activity = True

@@ -136,7 +136,7 @@ def _fell_silent_before(one: RankEnd, other: RankEnd) -> bool:
 
     The service finds both ranks dead much later, so the steps and the last signs of life are compared. A difference of
     one step is not sufficient: of two ranks that died together, one may have recorded the end of a long step just
-    before.
+    before it died.
     """
     if one.earliest is None or other.earliest is None:
         return False

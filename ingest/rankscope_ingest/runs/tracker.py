@@ -249,7 +249,10 @@ class RunTracker:
         return self._attempts.get(key)
 
     def _find(self, key: AttemptKey, number: int, incarnation: str | None) -> tuple[Attempt, Rank] | None:
-        """Return (attempt, rank), or None if the rank is unknown or another process has replaced `incarnation`."""
+        """Return the attempt with the key `key` and its rank with the number `number`.
+
+        Return None if the rank is unknown, or if another process of the rank has replaced the process `incarnation`.
+        """
         attempt = self._wake(key)
         rank = None if attempt is None else attempt.ranks.get(number)
         if attempt is None or rank is None or incarnation not in {None, rank.incarnation}:

@@ -199,7 +199,7 @@ class ActiveSeries:
     def update(self, rows: PageRows) -> SeriesNames | None:
         """Replace the series by those of a newer page, which has the samples `rows`.
 
-        Return the series that are no longer on the page, or None if there are none.
+        Return the series of the previous page that are not on the newer page, or None if there are none.
         """
         if rows.metrics is self._page:
             return None

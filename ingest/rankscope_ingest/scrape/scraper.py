@@ -291,7 +291,7 @@ class PageQueue:
         return [] if self._task is None else [self._task]
 
     def keep(self, targets: set[str]) -> None:
-        """Before the next page is parsed, delete the cached pages of all targets that are not in `targets`."""
+        """Request that the cached pages of all targets outside `targets` are deleted before the next page is parsed."""
         self._kept = targets
 
     async def read(self, page: Page) -> PageRows:

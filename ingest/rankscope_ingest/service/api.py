@@ -73,7 +73,7 @@ class Api:
     async def ask_stacks(self, run: str, attempt: int, ranks: Collection[int] | None) -> list[RankAnswer]:
         """Request the stacks of the live ranks of an attempt; return one result per rank.
 
-        `ranks` are the ranks to ask; None means all live ranks.
+        `ranks` are the ranks from which stacks are requested; None means all live ranks.
         """
         return await self.stalls.request(run, attempt, ranks)
 

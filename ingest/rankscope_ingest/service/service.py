@@ -101,7 +101,7 @@ class Service:
         on_progress: Callable[[Progress], None] | None,
         on_ready: Callable[[str], None] | None,
     ) -> None:
-        """Run the service until `stop` is set, then drain."""
+        """Run the service until `stop` is set, then drain the service."""
         # Before ranks can register: older launches must get lower attempt numbers.
         await self._polling.spool_scanner.begin()
         await self._pipeline.remote_write.begin()
@@ -240,10 +240,10 @@ class Service:
 
 
 async def _results(task: str, works: Iterable[Awaitable[T]]) -> list[T]:
-    """Await all `works` concurrently and return their results.
+    """Await all coroutines and futures in `works` concurrently, and return their results.
 
-    If an element of `works` raises an exception, the exception is logged with the text `task`, and the list has no
-    result for the element.
+    `task` is a text that names the work in log messages. If an element of `works` raises an exception, the exception is
+    logged, and the returned list has no result for the element.
     """
     results = await asyncio.gather(*works, return_exceptions=True)
     for error in results:

@@ -51,7 +51,7 @@ class RunStatus:
     note: str | None = None
 
     def document(self) -> dict[str, Any]:
-        """Return the run as a JSON object."""
+        """Return the status of the run as a JSON object."""
         known = asdict(self)
         return {**known.pop("progress"), **known}
 

@@ -17,7 +17,7 @@ from rankscope_storage.runs.tags import parse_tags
 
 REFRESH_SECONDS: Final = 5.0
 TIMEOUT_SECONDS: Final = 1.0
-"""Maximum time in seconds to wait for the store. After this time, the previous values are shown."""
+"""Maximum time in seconds to wait for the store. After this time, the tags and notes of the previous read are shown."""
 
 # The same as in the view `runs`, without the versions that have no tags and no note, which are nearly all.
 _LABELS: Final = """\

@@ -77,7 +77,7 @@ class Pollers:
 
 
 def _log_error(task: asyncio.Task[None]) -> None:
-    """Log the unexpected error of a poll loop that has ended because of it.
+    """Log the unexpected error, if any, that has ended the poll loop of a rank.
 
     The next heartbeat of the rank starts a new loop.
     """

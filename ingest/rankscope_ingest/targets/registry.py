@@ -38,7 +38,8 @@ class AttemptNumbers:
     def number(self, run: str, launch_id: str, is_over: Callable[[int], bool] | None = None) -> tuple[int, bool]:
         """Return the attempt of a launch, and whether the attempt is new.
 
-        The attempt is new if the launch is unknown, or if `is_over` returns true for its known attempt.
+        `is_over` returns whether an attempt number of the run belongs to an attempt that is over. The attempt is new if
+        the launch is unknown, or if the known attempt of the launch is over.
         """
         known = self._numbers[run].get(launch_id)
         if known is not None and not (is_over and is_over(known)):
@@ -134,9 +135,10 @@ class Registry:
     ) -> Accepted:
         """Accept a registration or heartbeat, and return its target.
 
-        `addresses` are the resolved addresses of the rank, and `now` is in seconds. If `is_over` returns true for the
-        known attempt of the launch, this process begins the next attempt. Raises RegistrationError, with an HTTP status
-        and the fix, if the registration is rejected.
+        `addresses` are the resolved addresses of the rank, and `now` is in seconds. `is_over` returns whether an
+        attempt is over. If the known attempt of the launch is over, this process begins the next attempt. Raises
+        RegistrationError if the registration is rejected; the error contains an HTTP status, and its text describes how
+        to fix the fault.
         """
         check_allowed(registration.url, addresses, self._networks)
         known = self._targets.get(registration.incarnation)

@@ -65,7 +65,10 @@ class Alias:
     unit: str | None = None
     factor: float = 1.0
     source_unit: str | None = None
-    """The unit of the quantity in the log; None if the log contains no unit for it, or the same unit as `unit`."""
+    """The unit of the quantity in the log.
+
+    None if the log contains no unit for the quantity, or if the unit in the log is the stored unit.
+    """
 
     def converted(self, value: float) -> float:
         """Return the logged `value` in the stored unit.

@@ -1,7 +1,8 @@
-"""Recognize a log that repeats the beginning of an imported log and then differs from it.
+"""Recognize a new log that repeats the beginning of an earlier imported log and then differs from it.
 
-A training that resumes from an earlier step writes such a log: its file contains the history up to the checkpoint, and
-then other values. The records before the first difference are already stored. The others are those of a later attempt.
+A training that resumes from a checkpoint writes such a log: its file contains the history up to the checkpoint, and
+then values that differ from those of the earlier log. The records of the new log before the first difference are
+already stored. The records from the first difference on are those of a later attempt.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ def stored_scalars(connection: Connection, run: str) -> StoredScalars:
 def branch_of(
     source: Source, known: Sequence[KnownImport], imported: Iterable[Imported], stored: StoredScalars
 ) -> Source:
-    """Return the identity of a log that begins like the imported log `source.before`.
+    """Return the identity of a new log that begins like `source.before`, a log that was imported before.
 
-    The result is the imported log, or one of its branches, if its stored scalars are equal to those of the log in all
-    records that both have. If there is none, the result is a new branch. `imported` are the records of the log.
+    The candidates are `source.before` and the logs in `known` that are stored as branches of `source.before`. The
+    result is the identity of the first candidate of which the stored scalars are equal to those of the new log in all
+    records that both have. If there is no such candidate, the result is the identity of a new branch. `imported` has
+    the records of the new log. `stored` returns the stored scalars of an incarnation.
     """
     stream, scalars = _scalars(imported)
     by_incarnation = {log.incarnation: log for log in known}
@@ -78,10 +81,11 @@ def _scalars(imported: Iterable[Imported]) -> tuple[str, pa.Table]:
 
 
 def _first_difference(imported: pa.Table, stored: pa.Table) -> int | None:
-    """Return the number of the first record in which the scalars of two logs differ; None without a difference.
+    """Return the number of the first record in which `imported` and `stored` differ; None without a difference.
 
-    Only records up to the end of the shorter log are compared, and only names that both logs have. A record of
-    the imported log may be absent from the store, because its rows have expired.
+    `imported` has the scalars of a new log, and `stored` those of a log that was imported before. Only records up to
+    the end of the shorter log are compared, and only names that both logs have. A record of the log that was imported
+    before may be absent from `stored`, because its rows have expired.
     """
     last = pc.min(pa.array([pc.max(table["seq"]).as_py() for table in (imported, stored)], pa.int64())).as_py()
     if not imported.num_rows or not stored.num_rows:

@@ -115,9 +115,12 @@ class Faults:
     count: int = 0
     first: list[Fault] = field(default_factory=list)
     passed_over: int = 0
-    """The number of lines that contain no record but other output of the program. Such lines are not errors."""
+    """The number of lines that contain no record but other output of the training program.
+
+    Such lines are not errors.
+    """
     notes: list[str] = field(default_factory=list)
-    """Sentences about the log as a whole that are shown to the user."""
+    """Messages to the user that concern the whole log and not a single line."""
     read_bytes: int = 0
     """The number of bytes of the log that were read so far, for the progress bar.
 
@@ -200,7 +203,7 @@ class BlockBuilder:
 
     @property
     def is_full(self) -> bool:
-        """True if the block has at least 200,000 scalars or 200,000 records, and should be stored now."""
+        """True if at least 200,000 scalars or 200,000 records are collected, so that they should be stored now."""
         return len(self._values) >= BLOCK_ROWS or len(self._records) >= BLOCK_ROWS
 
     def record(

@@ -126,9 +126,9 @@ _MEMORY_UNITS: Final = {
     "log_history": "GiB", "global_step/max_steps": "GiB", "train_speed(iter/s)": "GiB", "train_speed(s/it)": "GiB",
     "data_time": "MiB",
 }  # fmt: skip
-"""The unit of the number `memory` in a logged object, by another key of the same object.
+"""The unit of the number `memory` in a logged object that also contains the key of this mapping.
 
-ms-swift writes the keys with GiB; MMEngine writes `data_time`.
+ms-swift writes objects with the keys for GiB; MMEngine writes objects with the key `data_time`.
 """
 
 

@@ -110,7 +110,7 @@ def read_lines(path: Path, faults: Faults, *, max_bytes: int = MAX_LINE_BYTES) -
 
 
 def _pieces(file: BinaryIO, size: int, end: bytes) -> Iterator[bytes]:
-    """Return the lines of `file`, which end with `end`; a line of more than `size` bytes in several pieces."""
+    """Return the lines of `file`; each line ends with `end`. A line of more than `size` bytes is returned in pieces."""
     if end == b"\n":
         return iter(functools.partial(file.readline, size), b"")
     text = io.TextIOWrapper(file, encoding="latin-1", newline="")  # ends lines with LF, CR or both
@@ -126,10 +126,11 @@ def line_end(head: bytes) -> bytes:
 
 
 def skip_hole(file: BinaryIO) -> int:
-    """Move `file` behind the NUL bytes at its beginning, and return their number.
+    """Move the read position behind the NUL bytes at the beginning of `file`; return the number of these bytes.
 
-    A program that continues to write at its old position in a truncated log leaves such bytes. Fewer than four of them
-    may be a part of UTF-16 or UTF-32 and are not skipped. A file that contains nothing else is not moved.
+    If a log is truncated and its program continues to write at the old position, the log begins with NUL bytes. Fewer
+    than four NUL bytes may be a part of UTF-16 or UTF-32 and are not skipped. In a file of nothing but NUL bytes, none
+    are skipped.
     """
     skipped = 0
     while block := file.read(_HOLE_BYTES):
@@ -159,7 +160,10 @@ def read_chunks(file: IO[bytes], path: Path, faults: Faults, size: int, *, check
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Return a context manager that converts an OSError in its body to an IngestError with the path and the reason."""
+    """Return a context manager that converts an OSError in its body to an IngestError.
+
+    The text of the IngestError contains `path` and the reason.
+    """
     try:
         yield
     except OSError as error:

@@ -1,7 +1,8 @@
 """Keep the rows of a log apart from the rows that the ranks of the same run reported.
 
-A log never replaces data of ranks. Its scalars get the label `imported_from`, which the ranks' scalars do not have. Its
-rows of other datasets cannot be distinguished in this way and are left out, except events and samples.
+Rows of a log never replace rows of ranks. The scalars of the log get the label `imported_from`, which the scalars of
+the ranks do not have. Rows of the log in other datasets cannot be distinguished by a label and are left out, except
+events and samples.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def label_of(path: Path) -> str:
 
 
 def kept_apart(tables: Mapping[str, pa.Table], imported_from: str) -> tuple[dict[str, pa.Table], int]:
-    """Return the rows of a log that are stored next to live data, and the number of rows that are left out."""
+    """Return the rows of a log that can be stored next to rows of ranks, and the number of the log's other rows."""
     kept = {name: table for name, table in tables.items() if name in _KEPT}
     if "scalars" in kept:
         kept["scalars"] = _labelled(kept["scalars"], imported_from)

@@ -64,7 +64,7 @@ class KnownImport:
     records: int
     malformed: int = 0
     attempt: int = 0
-    """Number of the run's attempt as which attempt 0 of the log is stored."""
+    """The rows of attempt 0 of the log are stored with this attempt number of the run."""
 
     ends: Mapping[int | None, End] = field(default_factory=dict)
     imported_from: str | None = None
@@ -72,7 +72,10 @@ class KnownImport:
     fingerprint: str | None = None
     """Text of size, modification time and digest of the log before it was read; None if it must be read again."""
     begins_at: int = 0
-    """Number of the first stored record; the records before it are those of another log."""
+    """Number of the first record that is stored for this log.
+
+    The log shares the records before it with another log, for which they are stored.
+    """
 
     def to_json(self) -> str:
         """Return these facts as the JSON text that is stored in `details` of the import event."""
@@ -106,9 +109,15 @@ class Source:
     replaced: KnownImport | None = None
     """The facts about another log that was imported from the same path before; None if there is no such log."""
     begins_at: int = 0
-    """Number of the first record to store. The records before it are stored as those of another log."""
+    """Number of the first record to store.
+
+    The log shares the records before it with another log, for which they are already stored.
+    """
     branches_from: KnownImport | None = None
-    """The facts about the imported log from which a new log differs after a common beginning; None without one."""
+    """The facts about an imported log that has the same beginning as this new log, but differs from it later.
+
+    None if there is no such imported log.
+    """
 
 
 def known_imports(connection: Connection, run: str) -> list[KnownImport]:
@@ -278,7 +287,7 @@ class Extents:
 
 
 def first_attempt(tables: Mapping[str, pa.Table], known: Iterable[KnownImport]) -> int:
-    """Return the number of the run's attempt as which attempt 0 of a new log is stored.
+    """Return the attempt number of the run with which the rows of attempt 0 of a new log are stored.
 
     `tables` has the first rows of the new log, `known` the other imported logs of the run. The new log continues the
     last attempt of an earlier log if the steps of the new log are higher, or if both logs were written at the same
@@ -299,9 +308,10 @@ def first_attempt(tables: Mapping[str, pa.Table], known: Iterable[KnownImport]) 
 
 
 def overlapping(tables: Mapping[str, pa.Table], known: Iterable[KnownImport], attempt: int) -> KnownImport | None:
-    """Return a log in `known` that may contain steps of a new log, of the same rank and attempt; None without one.
+    """Return a log in `known` that may contain the same steps of the same rank and attempt as a new log.
 
-    `tables` has the first rows of the new log, whose attempt 0 is stored as `attempt`.
+    Return None if there is no such log. `tables` has the first rows of the new log. The rows of its attempt 0 are
+    stored with the attempt number `attempt`.
     """
     rows = [row for table in tables.values() for row in _summary(table)]
     for log in known:

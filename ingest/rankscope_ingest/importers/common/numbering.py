@@ -31,7 +31,8 @@ class Numbering:
     def rows(self, records: Sequence[ImportedRecord]) -> dict[str, pa.Table]:
         """Return the rows of `records` as tables by dataset.
 
-        Each record gets the next sequence number of the source; the next call continues after the last one.
+        Each record gets the next sequence number of the source. The next call continues after the sequence number of
+        the last record of this call.
         """
         rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
         arrived = time.time_ns() // 1000
@@ -47,7 +48,8 @@ class Numbering:
     def block(self, block: ImportedBlock) -> dict[str, pa.Table]:
         """Return the tables of `block` with all columns of their datasets.
 
-        Each record gets the next sequence number of the source; the next call continues after the last one.
+        Each record gets the next sequence number of the source. The next call continues after the sequence number of
+        the last record of this call.
         """
         arrived = time.time_ns() // 1000
         tables = {name: self._full(name, table, arrived) for name, table in block.tables.items() if table.num_rows}

@@ -111,9 +111,9 @@ class _Record:
         return bool(self.numbers) or any(quantity(text) or seconds(text) for text in self.texts.values())
 
     def take_step(self, key: str, value: Any) -> bool:
-        """Store the step in `value`, which is `12`, `12.0`, `"12"` or `"12/873"` (step and planned steps).
+        """Store the step that `value` contains: `12`, `12.0`, `"12"` or `"12/873"` (step and planned steps).
 
-        Return False for any other value.
+        Return False if `value` has none of these forms.
         """
         step_text, slash, planned = value.partition("/") if isinstance(value, str) else (value, "", None)
         step = whole(step_text)
@@ -134,7 +134,10 @@ class ObjectReader:
         self.omitted: dict[str, int] = {}
         """For each key of a list or an object that was too long or too deep to be stored, the number of its values."""
         self.ambiguous: list[str] = []
-        """Texts about numbers such as `1,234` that were not stored and not yet reported."""
+        """Messages to the user about numbers such as `1,234`, which are ambiguous and therefore not stored.
+
+        A message is removed when `report_ambiguous` has reported it.
+        """
         self.config: Any = None
         self.planned_steps: int | None = None
         self.last_step: int | None = None
@@ -228,9 +231,9 @@ class ObjectReader:
         )
 
     def report_ambiguous(self, faults: Faults, line: int) -> None:
-        """Add the texts with ambiguous numbers such as `1,234` since the last call to `faults`.
+        """Add the collected messages about ambiguous numbers such as `1,234` to `faults`, and forget them.
 
-        `line` is the line number of their record.
+        `line` is the line number of the record that contains these numbers.
         """
         for text in self.ambiguous:
             faults.add(line, text)

@@ -20,31 +20,40 @@ class ImportReport:
     malformed: int
     faults: tuple[Fault, ...]
     notes: tuple[str, ...] = ()
-    """Sentences about the log as a whole."""
+    """Messages to the user that concern the whole log and not a single line."""
     passed_over: int = 0
     anomalies: int = 0
     attempts: int = 0
     state: str | None = None
     is_known: bool = False
-    """True if the log was imported before, even if it has grown since then."""
+    """True if an earlier import has read the log, even if the log has grown since then."""
     imported_from: str | None = None
-    """Label of the scalars of a log that is kept apart from the data of the run's ranks; None without such data."""
+    """Value of the label that distinguishes the scalars of the log from those that ranks of the run reported.
+
+    None if no rank of the run has reported.
+    """
     left_out: int = 0
-    """Number of rows that are not stored, because they could not be kept apart from the data of the run's ranks."""
+    """Number of rows of the log that are not stored, because they could not be distinguished from rows of ranks."""
     attempt: int = 0
-    """Number of the run's attempt as which attempt 0 of the log is stored."""
+    """The rows of attempt 0 of the log are stored with this attempt number of the run."""
     branches_from: str | None = None
-    """Path of the imported log from which this new log differs after a common beginning; None without one."""
+    """Path of an earlier imported log that has the same beginning as this log, but differs from it later.
+
+    None if there is no such earlier log.
+    """
     first_step: int | None = None
-    """Step of the first record that differs, if there is such a log."""
+    """Step of the first record in which this log differs from the log at `branches_from`, if that path is set."""
     is_unchanged: bool = False
-    """True if the file was not read, because it has not changed since its last import."""
+    """True if the log was not read, because it has not changed since its last import."""
     is_replacement: bool = False
-    """True if another log was at this path at the last import, because the log was rotated or truncated since then."""
+    """True if the last import from this path read another log. That log was rotated or truncated since then."""
 
 
 def overlap_notes(overlap: KnownImport | None) -> list[str]:
-    """Return the message about a log that may contain steps of an imported log; no message without one."""
+    """Return a message that a new log may contain the same steps as `overlap`, a log that was imported before.
+
+    Return an empty list if `overlap` is None.
+    """
     if overlap is None:
         return []
     shown = "if both contain a scalar at a step, the value that was imported last is shown"

@@ -337,7 +337,7 @@ def _grouped(imported: Iterator[Imported]) -> Iterator[list[ImportedRecord] | Im
 
 
 def _moved(table: pa.Table, attempt: int) -> pa.Table:
-    """Return a copy of `table` in which `attempt` is added to each attempt number."""
+    """Return a copy of `table` in which the number `attempt` is added to each attempt number."""
     if not attempt:
         return table
     position = table.column_names.index("attempt")

@@ -17,7 +17,10 @@ _REMEMBERED_RECORDS: Final = 1000
 
 _MAX_STREAMS: Final = 16
 _OTHER_WRITER: Final = 0.1
-"""A relative difference of two values that one writer rarely logs in consecutive records."""
+"""Minimum relative difference between the values of two consecutive records that suggests two writers.
+
+The values of two consecutive records of one writer rarely differ by more than this.
+"""
 
 _MAX_WRITERS: Final = 10_000
 

@@ -219,7 +219,8 @@ class JsonWindow:
 
     Streaming JSON libraries reject `NaN` and `Infinity`, which Python prints, and stop at a truncated document (ijson,
     issues 33 and 139). The decoder of the standard library accepts `NaN` and `Infinity`, but decodes only one complete
-    value at a time. This class therefore finds the beginning and the end of each value, and passes it to that decoder.
+    value at a time. This class therefore finds the beginning and the end of each value, and passes the value to the
+    decoder of the standard library.
     """
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
@@ -277,16 +278,16 @@ class JsonWindow:
             self._more()
 
     def _standardize(self) -> bool:
-        """Replace other spellings of NaN and Infinity in the text after the current position.
+        """Replace spellings such as `nan` and `inf` in the text after the current position by NaN and Infinity.
 
-        Return whether this changed the text.
+        Return whether the replacement changed the text.
         """
         text = standard_numbers(rest := self._text[self._at :])
         self._text = self._text[: self._at] + text
         return text != rest
 
     def _is_whole(self, value: Any, end: int) -> bool:
-        """Return whether `value`, which ends at the position `end`, is complete.
+        """Return whether `value`, which was decoded from the text before the position `end`, is complete.
 
         A number is incomplete if more digits may follow it.
         """

@@ -2,8 +2,9 @@
 
     [2025-02-28 16:26:20] iteration 1/ 1000 | consumed samples: 256 | … | lm loss: 1.217489E+01 | grad norm: 5.127 |
 
-Rows with equal keys are parsed column by column (module `columns`), other rows one by one (module `rows`). An
-incomplete row is reported as an unreadable line and not stored, because its last number may lack digits.
+A row consists of parts `key: value`. Rows with the same keys are parsed column by column (module `columns`), other rows
+one by one (module `rows`). An incomplete row is reported as an unreadable line and not stored, because its last number
+may lack digits.
 """
 
 from __future__ import annotations
@@ -252,7 +253,7 @@ class _Reading:
         return found
 
     def _read_one_by_one(self, lines: Lines, left: Integers, timed: Integers, found: _Found) -> int:
-        """Parse one by one the lines with the numbers `left`, which the column parser could not parse.
+        """Parse one by one the lines that the column parser could not parse; `left` has their line numbers.
 
         Return how many further lines were continuations of wrapped rows.
         """
@@ -282,7 +283,7 @@ class _Reading:
         return len(used)
 
     def _read_row(self, lines: Lines, line: int, found: _Found) -> set[int]:
-        """Parse the rows on one line of the log; return the numbers of the lines that continue a wrapped row."""
+        """Parse the rows on one line of the log; return the line numbers of the lines that continue a wrapped row."""
         text = clean(lines.text(line))
         rows = [row for piece in text.rstrip("\r\n").split("\r") for row in parse_rows(piece)]
         used = 0

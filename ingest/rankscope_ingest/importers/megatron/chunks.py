@@ -186,16 +186,19 @@ class Lines:
         return int((~(self.is_row | self.is_companion | self.too_long)).sum())
 
     def raw(self, line: int) -> bytes:
-        """Return the line with the number `line` as bytes, including its line end."""
+        """Return the line with the line number `line`, from 0 in the chunk, as bytes, including its line end."""
         found: bytes = self.lines[line].as_py()
         return found
 
     def text(self, line: int) -> str:
-        """Return the line with the number `line` as text."""
+        """Return the line with the line number `line`, from 0 in the chunk, as text."""
         return self.raw(line).decode(errors="replace")
 
     def continuation(self, line: int) -> str | None:
-        """Return the line with the number `line` as text if it may continue the row before it; otherwise None."""
+        """Return the line with the line number `line`, from 0 in the chunk, as text.
+
+        Return None if the line cannot continue the row before the line.
+        """
         if line >= len(self) or self.is_row[line] or self.is_companion[line] or self.too_long[line]:
             return None
         return self.text(line)

@@ -59,9 +59,9 @@ class Shape:
 
     head: str
     is_closed: bool
-    """True if each line must end with a bar (`|`); if false, the bar at the end is optional."""
+    """True if each line of this form must end with a bar (`|`). If false, the bar at the end is optional."""
     has_pairs: bool
-    """True if a value may consist of two numbers, `current/average`."""
+    """True if a value in a line of this form may consist of two numbers, `current/average`."""
 
 
 _ROW_HEAD: Final = (
@@ -368,11 +368,14 @@ class Printers:
         self._tasks_are_ranks: bool | None = None
 
     def number(self, found: Printer) -> int:
-        """Return the number of the process `found`; a new process gets the next number."""
+        """Return the number that identifies the process `found` in this object.
+
+        A process without a number gets the next free number, from 0.
+        """
         return self._numbers.setdefault(found, len(self._numbers))
 
     def of_labels(self, labels: tuple[str, ...], codes: Integers) -> Integers:
-        """Return the number of the process that printed each row.
+        """Return, for each row, the number that identifies in this object the process that printed the row.
 
         `labels` has the distinct texts before the rows, `codes` the index in `labels` for each row.
         """

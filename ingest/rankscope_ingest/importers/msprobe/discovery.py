@@ -47,7 +47,7 @@ class Folder:
 
     @property
     def rank(self) -> int | None:
-        """The rank in the name of the folder; None if the name contains no rank."""
+        """The rank in the name of the folder of these files; None if the name contains no rank."""
         return None if self.named is None else self.named.rank
 
 

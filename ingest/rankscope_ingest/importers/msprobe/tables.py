@@ -261,7 +261,11 @@ def _dtype(text: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """The tensor shapes of rows. `codes` has an index into `known` for each row, or -1 for a row without a shape."""
+    """The tensor shapes of rows.
+
+    `known` has the distinct shapes. `codes` has, for each row, the index of the shape of the row in `known`, or -1 for
+    a row without a shape.
+    """
 
     codes: Integers
     known: tuple[tuple[int, ...], ...]
@@ -327,7 +331,7 @@ def statistics_of(given: Mapping[str, Floats], shapes: Shapes, *, has_shape: boo
 
 
 def _nans(known: Mapping[str, Floats], values: Sequence[Floats], numel: Integers) -> tuple[Integers, Mask]:
-    """Return a lower bound of the number of NaN in each tensor, and a boolean array that marks the known bounds.
+    """Return a lower bound of the number of NaN in each tensor, and whether each bound is known, as two arrays.
 
     One NaN makes every statistic NaN, so a statistic that is not NaN proves that the number is 0.
     """
@@ -344,7 +348,7 @@ def _nans(known: Mapping[str, Floats], values: Sequence[Floats], numel: Integers
 def _infs(
     known: Mapping[str, Floats], values: Sequence[Floats], nans: Integers, numel: Integers
 ) -> tuple[Integers, Mask]:
-    """Return a lower bound of the number of Inf in each tensor, and a boolean array that marks the known bounds."""
+    """Return a lower bound of the number of Inf in each tensor, and whether each bound is known, as two arrays."""
     finite: Mask = numel == 0  # where the statistics show that every element is finite
     for op in ("norm", "mean"):
         if op in known:

@@ -97,7 +97,7 @@ class Rewinds:
 
 @dataclass(slots=True)
 class _Series:
-    """The meaning of a tag: the dataset of its rows, and the values of the columns that are equal in all its rows."""
+    """The dataset in which the values of a tag are stored, and the columns that are equal in all rows of the tag."""
 
     dataset: str
     columns: Row
@@ -128,7 +128,7 @@ class EventRows:
 
     @property
     def is_full(self) -> bool:
-        """True if there are at least 50,000 rows or 50,000 records, which are then yielded as a block."""
+        """True if at least 50,000 rows or 50,000 records are collected, so that they should be yielded as a block."""
         return self._count >= BLOCK_ROWS or self._records >= BLOCK_ROWS
 
     def take(self, data: bytes) -> str | None:
@@ -159,8 +159,8 @@ class EventRows:
     def finish(self, *, settled: bool) -> Iterator[ImportedBlock]:
         """Yield the remaining rows.
 
-        If the file is not `settled`, it may still grow. The tensor statistics of its last step are then left out,
-        because they may be incomplete.
+        `settled` states that the file does not grow any more. If `settled` is false, the tensor statistics of the last
+        step in the file are left out, because they may be incomplete.
         """
         if settled:
             self._close_step()
@@ -219,8 +219,8 @@ class EventRows:
     def _add_own_statistic(self, begun: dict[tuple[Any, ...], Row], row: Row, series: _Series, number: float) -> None:
         """Add a statistic of a Rankscope export to a row of `tensor_stats`.
 
-        `begun` has the rows that the current event has begun. If the row of the tensor already contains this statistic,
-        a new row is begun.
+        `begun` has the rows of `tensor_stats` that were created for earlier statistics of the same TensorBoard event.
+        If the row of the tensor already contains this statistic, `row` is added as a new row.
         """
         key = tuple(series.columns.values())
         if key not in begun or series.op in begun[key]:
@@ -270,9 +270,10 @@ class EventRows:
         self._count += 1
 
     def _series_of(self, value: Any) -> _Series | None:
-        """Return the meaning of the tag of `value`; None if its values are not numbers.
+        """Return how the values of the tag of `value` are stored; None if the values of this tag are not numbers.
 
-        Only the first value of a tag may contain a description of the tag.
+        The result contains the dataset, and the columns that are equal in all rows of the tag. Only the first value of
+        a tag in a file may contain a description of the tag.
         """
         tag: bytes = value.tag
         if tag in self._series:
@@ -302,7 +303,10 @@ class EventRows:
 
 
 def _described(description: bytes) -> _Series | None:
-    """Return the meaning of a tag from the description in a Rankscope export; None for any other description."""
+    """Return how the values of a tag are stored: their dataset, and the columns that are equal in all rows.
+
+    `description` is the description of the tag in a Rankscope export. Return None for any other description.
+    """
     try:
         columns = json.loads(description)
         dataset = columns.pop("dataset")
