@@ -21,13 +21,16 @@ log = logging.getLogger("rankscope")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anomaly:
-    """All firings of rules at one step of this rank. The properties describe the first firing in causal order."""
+    """All firings of rules at one step of this rank.
+
+    The properties of this object describe the first firing in causal order.
+    """
 
     run: str
     rank: int
     step: int | None
     events: tuple[Event, ...]
-    """One event for each firing, in causal order: the first cause comes first."""
+    """One event for each firing, in causal order: a cause comes before its effects."""
     samples: tuple[Any, ...] = ()
     """The sample ids that the script passed to `Monitor.batch` for this step, one item for each batch."""
 
@@ -48,7 +51,7 @@ class Anomaly:
 
     @property
     def op(self) -> str | None:
-        """The name of the statistic of the first firing, or of the logged number for which the rule fired."""
+        """The name of the statistic of the first firing; for a firing on a logged number, the name of this number."""
         return self.events[0].op
 
     @property

@@ -53,7 +53,7 @@ class Reason:
         )
 
     def event(self, state: str, message: str, **more: Any) -> Event:
-        """Return an event about the capture for which this firing is the reason.
+        """Return an event about the capture that was requested because of the firing in this object.
 
         `state` is `asked` (the capture was requested), `began`, `ended`, or `missed` (it was requested, but did not
         take place).
@@ -75,8 +75,8 @@ class Reason:
 class PlannedCapture(PlannedChange):
     """The beginning of a capture, at a step on which the ranks agreed.
 
-    When the step begins, `begins` decides whether the capture takes place. It returns the events to record, or none if
-    there is no capture.
+    When the step begins, the function `begins` decides whether the capture takes place. It returns the events to
+    record, or no event if the capture does not take place.
     """
 
     reason: Reason
@@ -88,15 +88,17 @@ class PlannedCapture(PlannedChange):
     def prepare(self, active_quantities: ActiveQuantities) -> None:
         """Register the hooks of the captured quantities.
 
-        Called again, it registers new hooks if another change of the sampling has removed some of them.
+        A repeated call registers new hooks if a change of the sampling has removed some of these hooks since the
+        previous call.
         """
         if self.prepared is None or not active_quantities.is_current(self.prepared):
             self.prepared = active_quantities.prepare(self.parts)
 
     def apply(self, active_quantities: ActiveQuantities, step: int) -> list[Event]:
-        """Start the capture at step number `step` if `begins` returns events for it.
+        """Start the capture at step number `step` if the function `begins` returns events about the capture.
 
-        Return these events. Otherwise return no event, and remove the hooks that `prepare` has registered.
+        Return these events. If `begins` returns no event, return no event, and remove the hooks of the captured
+        quantities that `prepare` has registered.
         """
         events = self.begins(self.reason, step, self.step)
         if events:
@@ -115,10 +117,12 @@ class PlannedCapture(PlannedChange):
 class CaptureController(StepObserver):
     """Starts and ends the captures of one rank.
 
-    The publisher thread calls `fired`, the background thread of `ChangeSources` calls `make`, and the training thread
-    calls the methods for the events of steps. `take_flight_record` publishes a flight record, and `record` publishes an
-    event. Both may wait, so the background thread of `worker` calls them. `changed` is called when a capture changes
-    the set of tensor kinds that are measured.
+    The publisher thread calls `fired`, which requests captures. The background thread of `ChangeSources` calls `make`,
+    which returns a capture on which the ranks agreed. The training thread calls the methods for the events of steps.
+
+    The function `take_flight_record` publishes a flight record, and the function `record` publishes an event. Both may
+    wait, so `worker` calls them on its background thread. The function `changed` is called when a capture changes the
+    set of tensor kinds that are measured.
     """
 
     def __init__(
@@ -156,8 +160,9 @@ class CaptureController(StepObserver):
     def fired(self, step: int | None, events: Sequence[Event]) -> None:
         """Request a capture if one of the `events` is a firing of a configured rule.
 
-        The reason of the capture is the first such firing in causal order. No capture is requested during the cooldown
-        after an earlier firing, or if the number of captures has reached the limit.
+        The reason of the capture is the first firing of a configured rule in causal order. No capture is requested
+        during the cooldown after the last firing for which a capture was requested, or if the number of captures has
+        reached the limit.
         """
         config = self._config
         if config is None or step is None or step <= self._quiet_until or self._count >= config.max_captures:

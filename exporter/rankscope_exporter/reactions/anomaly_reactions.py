@@ -56,8 +56,8 @@ class ReactionDependencies:
 class AnomalyReactions(StepObserver):
     """The reactions of one session to overhead and to anomalies.
 
-    The session must register all objects in `observers` as observers of steps and records, in the order of this
-    sequence.
+    The session must register all objects in `observers` as observers of steps and records, in the order of
+    `observers`.
     """
 
     def __init__(
@@ -136,7 +136,8 @@ class AnomalyReactions(StepObserver):
     def finish(self, catch_up: Callable[[float], bool]) -> None:
         """Publish the last events of captures after the last step. Does nothing if captures are not configured.
 
-        `catch_up` waits until the publisher has processed the last step, for at most the given number of seconds.
+        The function `catch_up` is called with a number of seconds. It waits at most this long until the publisher has
+        processed the last step.
         """
         if self._config.capture is not None:
             self._boundary.call("capture", catch_up, FINISH_SECONDS)
@@ -144,7 +145,7 @@ class AnomalyReactions(StepObserver):
             self._boundary.call("capture", self._worker.stop, FINISH_SECONDS)
 
     def stop(self, timeout_seconds: float) -> None:
-        """Wait at most `timeout_seconds` for the queued calls of `on_anomaly`."""
+        """Wait until the queued calls of `on_anomaly` have ended, for at most `timeout_seconds`."""
         self.callbacks.stop(timeout_seconds)
 
     def dropped(self) -> Mapping[str, int]:

@@ -1,9 +1,9 @@
 """Controls the overhead of the monitor: all ranks change the sampling interval together, at the same step.
 
-A rank whose overhead exceeds `max_overhead` requests a longer interval. If several ranks do, the longest interval
-applies. The interval is shortened when the overhead of every rank has been low for several windows. A rank with low
-overhead increments a counter in the store of the process group. The rank that increments it last requests the shorter
-interval.
+A rank with an overhead above `max_overhead` requests a longer interval. If several ranks request one, the longest
+requested interval applies. The interval is shortened when the overhead of every rank has been low for several windows.
+A rank with low overhead increments a counter in the store of the process group. The rank that increments the counter
+last requests the shorter interval.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DecimationRequest:
     stretch: int
     """Factor by which the configured sampling interval is to be multiplied."""
     share: float
-    """Overhead with the previous factor: CPU time of the monitor divided by the time of training."""
+    """Overhead with the previous sampling interval: CPU time of the monitor divided by the time of training."""
     max_overhead: float
     rank: int
     changes: int
@@ -47,7 +47,8 @@ class DecimationRequest:
 class DecimationChange(PlannedChange):
     """A change of the sampling interval of all ranks, at a step on which they agreed.
 
-    `accept` adopts the factor of the request and returns the previous factor. It returns None if the request is void.
+    The function `accept` adopts the sampling interval factor of `request` and returns the previous factor. It returns
+    None if `request` is void, because another sampling change took effect after the overhead was measured.
     """
 
     request: DecimationRequest
@@ -57,7 +58,7 @@ class DecimationChange(PlannedChange):
         """Multiply the sampling intervals by the new factor from step number `step` on.
 
         Return an event about the change. The decision whether this step is sampled already uses the new factor. Return
-        no event if the request is void or if the factor is the same as before.
+        no event if `request` is void or if the factor is the same as before.
         """
         before = self.accept(self.request)
         if before is None or before == self.request.stretch:
@@ -97,10 +98,12 @@ def _reason(request: DecimationRequest, before: int) -> str:
 class OverheadController(StepObserver):
     """Keeps the overhead of this rank below `max_overhead` by changing the sampling interval.
 
-    If `window` is None, this rank requests no change, but applies the changes that other ranks request. `cost` returns
-    the CPU seconds of the monitor so far, `period` the number of steps of one sampling cycle, and `changes` the number
-    of sampling changes that took effect on this rank. All methods run on the training thread, except the functions that
-    this object passes to `ChangeSources`: the background thread of `ChangeSources` calls them.
+    If `window` is None, this rank requests no change, but applies the changes that other ranks request. The function
+    `cost` returns the CPU seconds that the monitor has used so far. The function `period` returns the number of steps
+    of one sampling cycle, and `changes` the number of sampling changes that took effect on this rank.
+
+    All methods run on the training thread, except the functions that this object passes to `ChangeSources`: the
+    background thread of `ChangeSources` calls them.
     """
 
     def __init__(
@@ -152,11 +155,11 @@ class OverheadController(StepObserver):
                 self._act(result)
 
     def sampling_changed(self) -> None:
-        """Reset the factor of the sampling interval to 1. The cost of the new sampling configuration is unknown."""
+        """Reset the factor of the sampling interval to 1, because the cost of the new configuration is unknown."""
         self._hold(1)
 
     def pause(self) -> None:
-        """Discard the present overhead window and start a new one. The cost of a capture is therefore not evaluated."""
+        """Discard the present overhead window and start a new one, so that the cost of a capture is not evaluated."""
         if self._window is not None:
             self._window.restart()
 
@@ -222,7 +225,7 @@ class OverheadController(StepObserver):
             )
 
     def _accept(self, request: DecimationRequest) -> int | None:
-        """Adopt the factor of `request` and return the previous factor.
+        """Adopt the sampling interval factor of `request` and return the previous factor.
 
         Return None, without an effect, if another sampling change took effect after the overhead was measured.
         """

@@ -1,7 +1,8 @@
 """Measures the overhead of the monitor over windows of steps, and computes the factor for the sampling interval.
 
 A window consists of whole sampling cycles, so that consecutive windows are comparable. It is long enough that a few
-scrapes per minute do not change its result. The module is pure: the caller passes the time and the cost.
+scrapes per minute do not change its result. The module is pure: the caller passes the time and the CPU time of the
+monitor.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class OverheadWindow:
     def evaluate(self, now: float, cost: float) -> WindowResult | None:
         """Return the result of the overhead window that ends at time `now`, in seconds.
 
-        The next window begins at the same time. Return None if no window has begun, or if the window is too short.
+        The next window begins at `now` as well. Return None if no window has begun, or if the window is too short.
         `cost` is the CPU time of the monitor so far, in seconds.
         """
         if self._began is None:

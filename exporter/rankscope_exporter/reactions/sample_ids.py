@@ -1,7 +1,7 @@
-"""The sample ids of the last steps, as the script has passed them to `Monitor.batch`. They help to find a bad sample.
+"""The sample ids of the last steps, as the script has passed them to `Monitor.batch`.
 
-The script calls `Monitor.batch` on the training thread, before the forward pass of the batch. Other threads read the
-ids. Only reading the ids waits for a device.
+The ids help to find a training sample with bad data. The script calls `Monitor.batch` on the training thread, before
+the forward pass of the batch. Other threads read the ids. Only reading the ids waits for a device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Batch:
 
     @classmethod
     def of(cls, ids: Any) -> Batch:
-        """Return a batch with a copy of `ids`, because the script may change its object afterwards.
+        """Return a batch with a copy of `ids`, because the script may change `ids` afterwards.
 
         A tensor is copied asynchronously: this method does not wait for the device.
         """
@@ -107,10 +107,10 @@ class SampleIds(StepObserver):
         self._evaluated = len(self._coming)
 
     def on_backward_begin(self) -> None:
-        """Assign the batches of `Monitor.batch` calls to the present step if it has no training forward pass.
+        """Assign the unassigned batches to the present step if this step has no training forward pass.
 
-        These are the batches that no other step has. A step has no training forward pass if the model is trained in
-        evaluation mode.
+        These are the batches of `Monitor.batch` calls that are not yet assigned to a step. A step has no training
+        forward pass if the model is trained in evaluation mode.
         """
         if self._coming and not self._has_forward:
             self._take()
@@ -148,7 +148,8 @@ class SampleIds(StepObserver):
 def read(batches: BatchesByStep, most_bytes: int = MOST_BYTES) -> tuple[dict[str, list[Any]], int]:
     """Return the sample ids by step, and the number of ids that are left out. Waits for copies from a device.
 
-    The ids have at most `most_bytes` bytes of JSON.
+    Ids are left out because a batch keeps a limited number of them, or because the returned ids may have at most
+    `most_bytes` bytes as JSON.
     """
     limit = most_bytes // max(1, sum(map(len, batches.values())))
     ids: dict[str, list[Any]] = {}

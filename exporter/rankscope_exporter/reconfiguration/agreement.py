@@ -7,12 +7,12 @@ acknowledge the change again. The key is changed by compare-and-set only: if two
 them succeeds.
 
 A background thread reads the key. The training thread reads it only if it reaches the step of a change that its rank
-has acknowledged without knowing the outcome. Then either the change is committed, or the rank moves it. Even with a
-late background thread, no rank passes a step at which another rank applies a change. The step is so far in the future
-that the training thread rarely reads the key.
+has acknowledged without knowing whether the ranks have committed it. If the change is not committed then, the rank
+moves it to a later step. Even with a late background thread, no rank passes a step at which another rank applies a
+change. The step of a new change is so far in the future that the training thread rarely reads the key.
 
-If a rank does not acknowledge within `patience_seconds`, the others commit without it. This rank applies the change
-when it reads the key. The store is the key-value store of the process group.
+If a rank does not acknowledge a change within `patience_seconds`, the others commit the change without this rank. The
+late rank applies the change when it reads the key. The store is the key-value store of the process group.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def _proposal(document: dict[str, Any]) -> Proposal:
 class Agreement:
     """The agreement of one rank with the other ranks on changes of sampling.
 
-    `pace` returns the number of the last step that began on this rank, and the seconds per step. `look` and `resolve`
-    are called from two threads. The caller ensures that they never run at the same time.
+    The function `pace` returns the number of the last step that began on this rank, and the seconds per step. The
+    methods `look` and `resolve` are called from two threads. The caller ensures that they never run at the same time.
     """
 
     def __init__(
@@ -187,9 +187,10 @@ class Agreement:
         return False
 
     def look(self) -> list[Proposal]:
-        """Read the key with the state of the agreement, and acknowledge, commit or move the pending change.
+        """Read the key with the state of the agreement, and process the pending change; return committed changes.
 
-        Return the changes that were committed since the last call.
+        The pending change is acknowledged, committed, or moved to a later step. The result contains the changes that
+        were committed since the last call.
         """
         self._acknowledged = tuple(item for item in self._acknowledged if item.number > self._delivered)
         state = self._state()
@@ -236,7 +237,7 @@ class Agreement:
         return self._armed[0] > self._delivered
 
     def claim(self, name: str) -> bool:
-        """Claim `name` for this rank in the key-value store; return True if no other rank has claimed it before."""
+        """Claim the task `name` for this rank in the key-value store; return True if no rank has claimed it before."""
         return self._store.add(f"{self._name}/claim/{name}", 1) == 1
 
     def count(self, name: str, amount: int) -> int:
@@ -244,7 +245,7 @@ class Agreement:
         return self._store.add(f"{self._name}/count/{name}", amount)
 
     def is_claimed(self, name: str) -> bool:
-        """Return whether any rank has claimed `name`."""
+        """Return whether any rank has claimed the task `name`."""
         return self._store.check([f"{self._name}/claim/{name}"])
 
     def _take_part(self, state: _State, pending: Proposal) -> _State:
@@ -315,7 +316,7 @@ def _text(data: bytes | str) -> str:
 log = logging.getLogger("rankscope")
 
 _POLLS_PER_MARGIN = 6
-"""Number of poll intervals between the proposal of a change and its step.
+"""Number of poll intervals from the proposal of a change to the step at which it takes effect.
 
 A rank may read the proposal late by half of this number of intervals.
 """

@@ -22,14 +22,20 @@ from rankscope_exporter.sampling.active_quantities import ActiveQuantities, Prep
 from rankscope_exporter.sampling.sampling_config import Part, SamplingConfig
 
 TIMES: Final = "times"
-"""The source that the queue names in its own change, which ends sampling after `times` sampled steps."""
+"""The source of the change that the queue itself makes to end sampling.
+
+The queue makes this change when all quantities were sampled as often as the setting `times` requires.
+"""
 
 _KEEP: Final = 0.8
 """Weight of the previous average in the moving average of the duration of a step."""
 
 
 class StepPace(StepObserver):
-    """The number of the step that began last, and the average duration of a step. `now` may be called on any thread."""
+    """The number of the step that began last, and the average duration of a step.
+
+    The method `now`, which returns both, may be called on any thread.
+    """
 
     def __init__(self, first_step: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -112,8 +118,8 @@ class SamplingChange(PlannedChange):
 class ChangeQueue(StepObserver):
     """Applies changes of the sampling between two steps, and adds events about them to the record of the next step.
 
-    `changed` is called on the training thread after each change of the sampling configuration, with the change and its
-    step. `record` adds an event to the record of the step that begins.
+    The function `changed` is called on the training thread after each change of the sampling configuration, with the
+    change and its step. The function `record` adds an event to the record of the step that begins.
     """
 
     def __init__(
@@ -160,7 +166,7 @@ class ChangeQueue(StepObserver):
         return {**self.sampling.document(), "since_step": self._since, "source": self._source, "to_come": waiting}
 
     def is_over(self) -> bool:
-        """Return whether all quantities were sampled `times` times.
+        """Return whether all quantities were sampled as often as the setting `times` requires.
 
         Only steps since the last change of the sampling configuration count.
         """
@@ -228,7 +234,7 @@ class ChangeQueue(StepObserver):
 
 
 def _is_replaced(change: PlannedChange, later: Sequence[PlannedChange]) -> bool:
-    """Return whether `change` is a sampling configuration that one of the changes `later` replaces at the same step."""
+    """Return whether `change` is a sampling configuration that a change in `later` replaces at the same step."""
     return isinstance(change, SamplingChange) and any(isinstance(other, SamplingChange) for other in later)
 
 

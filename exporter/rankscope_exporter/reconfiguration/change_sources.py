@@ -33,7 +33,10 @@ CALL: Final = "call"
 REQUEST: Final = "request"
 _OFF: Final = '{"dynamic_on": false}'
 _BUSY_SHARE: Final = 0.25
-"""Factor of the poll interval while a change is pending: the key-value store is then polled more often."""
+"""Factor by which the poll interval is multiplied while a change is pending.
+
+The key-value store is then polled more often.
+"""
 _ARRIVAL_SECONDS: Final = 2.0
 """Longest time in seconds that training waits for the background thread to finish its access to the key-value store.
 
@@ -64,9 +67,9 @@ class ChangeSources(StepObserver):
 
     If `agreement` is None, changes apply immediately and to this rank only.
 
-    `parts` returns the quantities of a sampling configuration, each with the steps at which it is sampled and the
-    statistics to publish. `reaction` returns the change that a reaction of the monitor has requested, such as a
-    capture.
+    The function `parts` returns the quantities of a sampling configuration, each with the steps at which it is sampled
+    and the statistics to publish. The function `reaction` returns the change that a reaction of the monitor has
+    requested, such as a capture.
     """
 
     def __init__(
@@ -136,7 +139,8 @@ class ChangeSources(StepObserver):
     def stop(self) -> None:
         """Stop the background thread that polls the switch file and the changes of other ranks.
 
-        If all quantities were sampled `times` times, set `dynamic_on` to false in the switch file.
+        If all quantities were sampled as often as the setting `times` requires, set `dynamic_on` to false in the switch
+        file.
         """
         self._stopped.set()
         self._wake.set()
@@ -225,7 +229,8 @@ class ChangeSources(StepObserver):
     def on_before_step(self, step: int) -> None:
         """Determine whether a pending change takes effect at step number `step`, which is about to begin.
 
-        The training thread waits for this only if the rank has acknowledged the change without knowing its outcome.
+        The training thread waits for this only if the rank has acknowledged the change, and does not know yet whether
+        the ranks have committed it.
         """
         agreement = self._agreement
         if agreement is None or not agreement.must_resolve(step):
@@ -280,12 +285,12 @@ class ChangeSources(StepObserver):
             self._submit(text, FILE, edit.stamp)
 
     def _ask_ranks(self, question: Callable[[Agreement, str], bool], stamp: int, *, alone: bool) -> bool:
-        """Claim the end of a sampling period for this rank, or return whether a rank has claimed it.
+        """Claim the task of ending a sampling period for this rank, or return whether a rank has claimed this task.
 
-        The rank that claims it sets `dynamic_on` to false in the switch file. `question` is `Agreement.claim` or
-        `Agreement.is_claimed`; its result is returned. `stamp` identifies the edit of the switch file that started the
-        sampling period. If this rank has no agreement with other ranks, or cannot reach the key-value store, return
-        `alone`.
+        The rank that claims the task sets `dynamic_on` to false in the switch file. The function `question` is
+        `Agreement.claim` or `Agreement.is_claimed`; its result is returned. `stamp` identifies the edit of the switch
+        file that started the sampling period. If this rank has no agreement with other ranks, or cannot reach the
+        key-value store, return `alone`.
         """
         try:
             return alone if self._agreement is None else question(self._agreement, f"ended/{stamp}")

@@ -1,7 +1,7 @@
 """The switch file: detects edits of the file, and sets `dynamic_on` to false in it when sampling has ended.
 
-A background thread polls the file. An edit is read once the file is unchanged between two polls, because an editor may
-still be writing it before.
+A background thread polls the file. An edit is read only when two polls in succession find the same content, because an
+editor may still be writing the file at the first poll.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class SwitchFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.stamp = 0
-        """Modification time, in nanoseconds, of the content of the switch file that was returned last. Initially 0."""
+        """Modification time, in nanoseconds, of the file content that `read` or `poll` returned last. Initially 0."""
         self._known: str | None = None  # the text that was returned last
         self._seen: tuple[int, str] | None = None  # the content at the last poll
 
     def read(self) -> Edit | None:
         """Return the present content of the switch file; None if there is no file.
 
-        Raises ConfigError if it is not valid.
+        Raises ConfigError if this content is not valid.
         """
         found = self._seen = self._content()
         if found is None:
@@ -63,7 +63,8 @@ class SwitchFile:
     def switch_off(self) -> bool:
         """Set `dynamic_on` to false in the switch file.
 
-        Return False if the file was edited or deleted meanwhile, or if it does not set `dynamic_on` to true.
+        Return False if the file was edited or deleted since this object last returned its content, or if the file does
+        not set `dynamic_on` to true.
         """
         found = self._content()
         if found is None or found[1] != self._known:
@@ -94,9 +95,10 @@ class SwitchFile:
 
 
 class FollowedFile:
-    """A switch file whose errors are reported to the user instead of raised.
+    """A switch file that reports errors to the user instead of raising them.
 
-    `check` raises ConfigError for a document that is not a valid configuration. `tell` publishes the error.
+    The function `check` raises ConfigError for a document that is not a valid configuration. The function `tell`
+    publishes the text of an error.
     """
 
     def __init__(
@@ -109,17 +111,17 @@ class FollowedFile:
 
     @property
     def stamp(self) -> int:
-        """Modification time, in nanoseconds, of the content of the switch file that was returned last. Initially 0."""
+        """Modification time, in nanoseconds, of the file content that `read` or `poll` returned last. Initially 0."""
         return self._file.stamp
 
     def read(self) -> Edit | None:
-        """Return the present content of the switch file; None if there is no file or if an error was reported."""
+        """Return the present content of the switch file; None if there is no file or after reporting an error."""
         return self._checked(self._file.read)
 
     def poll(self) -> Edit | None:
         """Return a new content of the file that is unchanged since the previous poll.
 
-        Return None if there is no new content, or if an error was reported.
+        Return None if there is no new content, or after reporting an error.
         """
         return self._checked(self._file.poll)
 

@@ -57,9 +57,9 @@ class Transfer:
 
 @dataclass(slots=True)
 class Deferred:
-    """A tensor that is copied to the host, and the function that converts its elements to rows.
+    """A tensor that is copied to the host, and the function `rows`, which converts its elements to rows.
 
-    The function is `rows`. The rows belong to `dataset`, a dataset of the step record such as `features`.
+    These rows belong to `dataset`, a dataset of the step record such as `features`.
     """
 
     dataset: str | None  # None: `rows` uses the numbers itself and returns no rows

@@ -28,7 +28,8 @@ UNITS: Final[dict[str, str]] = {
 LABEL_OF_GROUP: Final[dict[str, str]] = {"loss": "loss", "learning_rate": "group"}
 """Name of the label of the numbers in a logged mapping, by the name under which the script logs the mapping.
 
-A logged mapping gives one number per key, and the key is the value of the label. For other names, the label is `key`.
+A logged mapping gives one number per key, and the key is the value of the label. If a name is
+not a key of LABEL_OF_GROUP, the label is `key`.
 """
 
 
@@ -135,7 +136,10 @@ def skipped_event() -> Event:
 
 
 def amounts_of(pending: Iterable[Pending]) -> dict[str, float]:
-    """Return the sum of each logged amount by name. A tensor is left out, because its value is not known yet."""
+    """Return the sum of each logged amount by name.
+
+    An amount that was logged as a tensor is left out, because its value is not known yet.
+    """
     amounts: dict[str, float] = {}
     for item in pending:
         if item.name in AMOUNTS and not isinstance(item.value, Transfer):

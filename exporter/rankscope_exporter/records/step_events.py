@@ -1,8 +1,8 @@
 """The events of a training step: one interface for all observers, and the object that calls the observers.
 
-An observer derives from `StepObserver` and overrides methods for the events that it needs. The methods are called
-between two lines of the training. They may read a clock or store a reference; they perform no I/O, do not wait, and
-store a limited amount of data.
+An observer derives from `StepObserver` and overrides methods for the events that it needs. The training waits while
+such a method runs. The methods may read a clock or store a reference; they perform no I/O, do not wait, and store a
+limited amount of data.
 
 Quantities (`quantities.base.Quantity`) have methods with the same names for some of the events. These methods are
 called at sampled steps only. A method that may measure gets the table to which it writes the statistics.
@@ -66,7 +66,7 @@ class StepObserver:
         """Called when all gradients of a backward pass are computed. DDP has not yet waited for its reductions."""
 
     def on_backward_end(self) -> None:
-        """Called when the framework has finished its work at the end of a backward pass."""
+        """Called when the framework, such as DDP, has finished its work at the end of a backward pass."""
 
     def on_gradients_reduced(self) -> None:
         """Called when a framework has reduced gradients outside of a backward pass."""
@@ -74,7 +74,7 @@ class StepObserver:
     def on_optimizer_step_begin(self) -> None:
         """Called before an optimizer step.
 
-        With a closure, forward and backward passes may follow inside of the step.
+        If the optimizer has a closure, forward and backward passes may follow inside of the optimizer step.
         """
 
     def on_optimizer_step_end(self) -> None:
@@ -83,13 +83,14 @@ class StepObserver:
     def on_update_applied(self) -> None:
         """Called when an update of the parameters is recorded.
 
-        This is after `on_optimizer_step_end`, or for a compiled update, which calls no hooks.
+        An update with hooks is recorded after the call of `on_optimizer_step_end`. A compiled update calls no hooks: it
+        is recorded without a call of `on_optimizer_step_end`.
         """
 
     def on_measurement_begin(self) -> None:
         """Called before quantities read tensors at an event of a sampled step.
 
-        Hooks of single tensors do not cause this call.
+        This method is not called before hooks of single tensors.
         """
 
     def on_measurement_end(self) -> None:

@@ -67,7 +67,8 @@ class Statistics:
     measured: pa.Int64Array | None = None
     """Counts of all count ops, such as the number of NaN values, including those that are not published.
 
-    None if `ops` is None. Rules need the number of NaN values, because a norm does not show them.
+    None if all statistics are published (`ops` is None). Rules need the number of NaN values, because a norm does not
+    show them.
     """
 
 

@@ -1,1 +1,1 @@
-"""Decide which quantities are measured at which steps, and manage their rows of the statistics table and the plan."""
+"""Decide which quantities are measured at which steps; manage their entries in statistics table and plan."""

@@ -129,7 +129,7 @@ class ActiveQuantities:
         """Measure the quantities of `prepared` at every step until `release`, in addition to the active quantities.
 
         The schedules of the active quantities continue. A quantity may be active and also be in `prepared` with other
-        options. The active one is then suspended, because the table has only one row per tensor and step.
+        options. The active one is then suspended, because the statistics table has only one row per tensor and step.
         """
         for member, sampling in prepared:
             member.is_captured, member.is_kept_for_next = True, False
@@ -226,7 +226,7 @@ class ActiveQuantities:
                     self._boundary.call(where, getattr(member.quantity, name), member.table)
 
     def gradient_ready(self, index: int, holder: GradientSource) -> None:
-        """Call the quantities that read single gradients.
+        """Call the method `on_gradient_ready` of each quantity that reads single gradients.
 
         `holder` provides the gradient of the model's parameter number `index`.
         """

@@ -49,7 +49,7 @@ class TransientHooks:
         self._some_are_removed = False
         self._are_on_parameters = False
         self.may_be_removed = False
-        """True if hooks may be registered that `remove_called` would remove."""
+        """True if hooks were registered after the last call of `remove_called`, so that some may have to be removed."""
 
     def add(self, hook: Hook, register: Callable[[], Removable | None], *, stays: bool = False) -> None:
         """Register a hook now and at each later sampled step.
@@ -121,7 +121,7 @@ class ActiveQuantity:
     is_open: bool = False
     """True if this quantity is measured at the present step.
 
-    A field instead of a property, because hooks read it at each call.
+    This is a field instead of a property, because hooks read it at each call.
     """
     is_captured: bool = False
     """True if a capture measures this quantity at every step, independent of its schedule."""
@@ -291,5 +291,5 @@ class ActiveHookContext:
         return self._hooking.grad_enabled
 
     def guarded(self, where: str, function: Callable[..., None], gate: SamplingGate) -> Hook:
-        """Return a hook that calls `function` while `gate` is open, which means that the quantity is measured."""
+        """Return a hook that calls `function` only at steps at which the quantity of `gate` is measured."""
         return self._hooking.guarded(where, function, gate)

@@ -1,9 +1,9 @@
-"""The plan of a rank, and views of the table whose columns are the plan's entries.
+"""The plan of a rank, and the parts of the statistics table to which single quantities write.
 
-The plan is the ordered list of entries to which the numbers of a record refer. Some entries are unknown at attach: the
-state of an optimizer appears with the first update, and the shapes of activations once a module has run. An entry never
-moves and is never removed. A position therefore means the same tensor in every table, and the length of a plan
-identifies it.
+The plan is the ordered list of entries to which the numbers of a record refer. The statistics table has the same
+entries. Some entries are unknown at attach: the state of an optimizer appears with the first update, and the shapes of
+activations are known after a module has run. An entry never moves and is never removed. A position therefore means the
+same tensor in the statistics table of every step, and the number of entries identifies a plan.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from rankscope_exporter.statistics.selection import EVERY_OP, Ops, carried_ops
 MAX_ENTRIES: Final = 200_000
 """Largest number of entries in a plan. It limits the memory of a script that creates new tensor names without end.
 
-An entry needs 64 bytes in every table.
+An entry needs 64 bytes in every statistics table.
 """
 
 
 class PlanRegistry:
     """All entries of the plan of a rank.
 
-    The training thread adds entries. The publisher thread requests the plans of earlier, smaller numbers of entries.
+    The training thread adds entries. The publisher thread requests the plan of an earlier step, which may have fewer
+    entries.
     """
 
     def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
@@ -60,8 +61,8 @@ class PlanRegistry:
 
         If the plan is full, count the entries as dropped and return None.
 
-        If the same entries exist and were released, return their existing positions. `owners` has the position of the
-        parameter of each entry, -1 for none. The rank publishes the statistics `ops` of the entries.
+        If the same entries exist and `release` was called for them, return their existing positions. `owners` has the
+        position of the parameter of each entry, -1 for none. The rank publishes the statistics `ops` of the entries.
         """
         released = self._released.pop(tuple(entries), None) if self._released else None
         if released is not None:
@@ -117,7 +118,7 @@ class Measurement:
 
 @dataclass(slots=True)
 class StepBuffers:
-    """The buffers of a step to which all quantities write: the plan, its table, and rows of other datasets."""
+    """The buffers of a step to which all quantities write: plan, statistics table, and rows of other datasets."""
 
     plan: PlanRegistry
     table: StatisticsTable
@@ -133,10 +134,13 @@ class StepBuffers:
 
 
 class TableView(Table):
-    """The rows of one quantity in the table that all quantities share. Row 0 is the first entry of the quantity."""
+    """The entries of one quantity in the statistics table, which has the entries of all quantities.
+
+    Row number 0 of this object is the first entry of the quantity.
+    """
 
     def __init__(self, buffers: StepBuffers, entries: Sequence[PlanEntry], owners: Sequence[int], ops: Ops) -> None:
-        """Add `entries` to the plan as the first rows of this view of the table.
+        """Add `entries` to the plan and to the statistics table, as the first entries of this quantity.
 
         The rank publishes the statistics `ops` of these entries.
         """
@@ -150,9 +154,9 @@ class TableView(Table):
             self._first = rows.start
 
     def add(self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None) -> range | None:
-        """Append entries that were not known at attach, and return their row numbers in this view of the table.
+        """Append entries that were not known at attach, and return their row numbers.
 
-        Return None if the plan is full.
+        Row numbers count from the first entry of this quantity. Return None if the plan is full.
         """
         rows = self._add(entries, owners)
         return None if rows is None else range(rows.start - self._first, rows.stop - self._first)
@@ -166,19 +170,19 @@ class TableView(Table):
         return rows
 
     def publish(self, ops: Ops) -> None:
-        """Set the statistics that the rank publishes for all present and future entries of this view of the table."""
+        """Set the statistics that the rank publishes for all present and future entries of this quantity."""
         self._ops = ops
         for rows in self._added:
             self._buffers.plan.publish(rows, ops)
         self._buffers.table.accumulate(ops)
 
     def release(self) -> None:
-        """Allow the view of another quantity to write to the entries of this view, which does not write any more."""
+        """Allow another quantity to write to the entries of this quantity, which does not write any more."""
         for rows in self._added:
             self._buffers.plan.release(rows)
 
     def reclaim(self) -> None:
-        """Cancel `release`: this view of the table writes to its entries again."""
+        """Cancel `release`: this quantity writes to its entries in the statistics table again."""
         for rows in self._added:
             self._buffers.plan.reclaim(rows)
             self._buffers.plan.publish(rows, self._ops)
@@ -196,7 +200,7 @@ class TableView(Table):
         group.measure(tensors, self._buffers.table)
 
     def copy(self, source: range, target: range) -> None:
-        """Copy the statistics of the entries at `source`, which this step has measured, to the entries at `target`."""
+        """Copy the statistics of the entries at `source`, measured at this step, to the entries at `target`."""
         copy_entries(self._buffers.table, self._shifted(source), self._shifted(target))
 
     def forget(self, rows: range) -> None:
@@ -207,32 +211,36 @@ class TableView(Table):
         self._buffers.table.forget(self._shifted(rows))
 
     def forget_equal(self, rows: range, others: range) -> torch.Tensor:
-        """Compare each entry at `rows` with that at the same place in `others`.
+        """Compare the i-th entry of the range `rows` with the i-th entry of the range `others`, for all i.
 
-        If both are equal, make the entry at `rows` absent. Entries are equal if all bits of their statistics are equal.
+        If both are equal, make the entry of `rows` absent. Entries are equal if all bits of their statistics are equal.
 
         Return bool [len(rows)] on the device: True for entries at `rows` that were measured and differ.
         """
         return self._buffers.table.forget_equal(self._shifted(rows), self._shifted(others))
 
     def defer(self, dataset: str, tensor: torch.Tensor, rows: Callable[[Numbers], Iterable[Row]]) -> None:
-        """Copy `tensor` to the host asynchronously, and call `rows` with its elements when the copy is complete.
+        """Copy `tensor` to the host asynchronously; the function `rows` gets its elements when the copy is complete.
 
         Does not wait for the device.
 
-        `rows` runs on the publisher thread and returns rows of `dataset`, which are added to the step's record.
+        The function `rows` runs on the publisher thread and returns rows of `dataset`, which are added to the step's
+        record.
         """
         self._buffers.deferred.append(Deferred(dataset, Transfer.of(tensor), rows))
 
     def withdraw(self, dataset: str) -> None:
-        """Discard the rows of `dataset` that calls of `defer` have requested at this step.
+        """Discard the tensors that were passed to `defer` for `dataset` at this step; they give no rows.
 
         Called if the quantity reads the data again.
         """
         self._buffers.deferred = [item for item in self._buffers.deferred if item.dataset != dataset]
 
     def later(self, tensor: torch.Tensor, use: Callable[[Numbers], None]) -> None:
-        """Copy the values of `tensor` to the host asynchronously, and call `use` with them on the publisher thread."""
+        """Copy the values of `tensor` to the host asynchronously, and pass them to the function `use`.
+
+        The function `use` runs on the publisher thread.
+        """
 
         def no_rows(numbers: Numbers) -> tuple[()]:
             use(numbers)

@@ -139,7 +139,7 @@ def refuse(connection: socket.socket) -> None:
 def send_raw(connection: socket.socket, status: str, text: str, headers: str = "", *, is_clear: bool = False) -> None:
     """Send an answer without a request handler; the caller closes the connection.
 
-    With `is_clear`, the answer is sent unencrypted, for a TLS socket whose handshake has failed.
+    With `is_clear`, the answer is sent unencrypted, for a TLS socket after a failed handshake.
     """
     send, receive = (
         (socket.socket.send, socket.socket.recv) if is_clear else (type(connection).send, type(connection).recv)

@@ -29,7 +29,10 @@ Samples = Iterable[tuple[tuple[str, ...], float]]
 """Samples of one metric family: for each sample, its value and its label values except those of `run` and `rank`."""
 
 _PAGE_OWNED: Final = (catalogue.OVERHEAD_SECONDS, catalogue.SAMPLING_STRETCH)
-"""Metrics with values from `ExporterStats`. The page leaves out logged scalars with the names of these metrics."""
+"""Metrics with values from `ExporterStats`.
+
+The metrics page leaves out logged scalars with the names of these metrics.
+"""
 _NO_LINES: Final = TensorLines((), 0, 0)
 
 
@@ -49,7 +52,7 @@ class ExporterStats:
 class Exposition:
     """Renders the metrics page of one rank from its latest values.
 
-    Any number of threads may call `pieces` at the same time.
+    Any number of threads may call the method `pieces` at the same time.
     """
 
     def __init__(

@@ -102,7 +102,7 @@ class LatestValues:
     """Collects the latest values from published records and returns snapshots of these values. Thread-safe."""
 
     def __init__(self, rules: Sequence[AnomalyRule], *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` returns monotonic seconds."""
+        """The function `clock` returns a monotonic time in seconds."""
         self._clock = clock
         self._fired_at: dict[RuleKind, float] = {}
         self._rules = tuple(rules)

@@ -329,9 +329,9 @@ def joined(pieces: Iterable[Any]) -> bytes:
 
 
 def _families(page: bytes) -> Iterator[tuple[bytes, memoryview, memoryview]]:
-    """Yield the name, the HELP and TYPE lines, and the sample lines of each metric family.
+    """Yield the name, the HELP and TYPE lines, and the sample lines of each metric family on `page`.
 
-    Text before the first HELP line is left out.
+    Text of the page before its first HELP line is left out.
     """
     view = memoryview(page)
     start = 0 if page.startswith(_HELP) else page.find(_NEXT) + 1 or len(page)

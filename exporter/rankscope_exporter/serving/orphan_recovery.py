@@ -82,7 +82,7 @@ class OrphanRecovery:
     def wait_searched(self, timeout_seconds: float) -> None:
         """Wait at most `timeout_seconds` until the spools that the first search found are registered with the service.
 
-        The service must know older launches before this one.
+        Older launches must register with the service before this one.
         """
         self._searched.wait(timeout_seconds)
 
@@ -166,7 +166,8 @@ class OrphanRecovery:
     def _take(self, folder: Path) -> None:
         """Lock and serve the spool in `folder`.
 
-        Does nothing if the process that wrote the spool is alive or its records belong to another service.
+        Does nothing if the process that wrote the spool is alive, or if its records belong to a different service than
+        that of this rank.
         """
         with self._changed:
             if folder.name in self._orphans or self._stopping.is_set():
@@ -223,9 +224,10 @@ class OrphanRecovery:
             self.finished(orphan)
 
     def _give_way(self, orphan: Orphan) -> None:
-        """Release a spool that the service has refused, and append it to the queue of spools.
+        """Release a spool that the service has refused, and append it to the queue of spools that wait to be served.
 
-        A queued spool can then be served instead. If no other spool is queued, the refused spool is not released.
+        Another spool of this queue can then be served instead. If the queue is empty, the refused spool is not
+        released.
         """
         self._refused.add(orphan.incarnation)
         if self._waiting:

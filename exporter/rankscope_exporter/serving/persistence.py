@@ -397,7 +397,7 @@ def persistence_of(
     on_fault: Callable[[str, BaseException], None],
     meter: CpuMeter,
 ) -> Persistence:
-    """Return the storage that `config` selects: a spool in `spool_dir`, or one that writes nothing if it is None.
+    """Return the storage that `config` selects: a spool in `spool_dir`; without it, one that writes nothing to disk.
 
     A relative folder belongs to the present working directory, although the script may change it later.
     """

@@ -33,7 +33,7 @@ class RankState:
 
     incarnation: str
     step: int | None = None
-    """Number of the step whose record was published last."""
+    """Number of the step of the record that was published last."""
     phase: str | None = None
     """Name of the phase that the script announced, such as an evaluation."""
     lease: str | None = None

@@ -363,9 +363,9 @@ class RegistrationLoop:
 
 
 def next_heartbeat(due: float, *, sent_at: float, polled_at: float, interval_seconds: float) -> float:
-    """Return the time of the next heartbeat, planned for `due`.
+    """Return the time of the next heartbeat, which is planned for the time `due`.
 
-    A poll postpones the heartbeat, but not beyond MAX_HEARTBEAT_SECONDS after the last one.
+    A poll by the service postpones the heartbeat, but not beyond MAX_HEARTBEAT_SECONDS after the last heartbeat.
 
     All times are monotonic seconds: `sent_at` is the time of the last heartbeat, `polled_at` the time of the last poll.
     """

@@ -1,7 +1,7 @@
 """Ring buffer of the last records of this rank, limited in number and bytes. It neither encodes nor sends records.
 
 A record that is overwritten before a store has committed it is lost, unless the spool has it. The ring counts lost
-records and reports them to each reader whose cursor is before them.
+records and reports them to each reader with a cursor before them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Window:
 
     @property
     def last(self) -> int:
-        """Return the sequence number of the newest record in this object; `first - 1` if it has no record."""
+        """Return the sequence number of the newest of these records; `first - 1` if there is no record."""
         return self.first + len(self.records) - 1
 
 
@@ -105,7 +105,7 @@ class Ring:
         return Window(first=start, records=tuple(record for record, _ in entries[:count]), lost=lost)
 
     def commit(self, seq: int) -> None:
-        """Mark records up to `seq` as committed; a lower `seq` than before has no effect.
+        """Mark records up to `seq` as committed; a lower `seq` than in an earlier call has no effect.
 
         Raises CursorError if `seq` is above the newest record.
         """

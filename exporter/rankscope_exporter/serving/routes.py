@@ -1,6 +1,6 @@
 """Routes of the rank's HTTP server: record channel, plans, metrics, health, configuration and stacks.
 
-Requests and answers are values here; `http_server` owns the sockets.
+Requests and answers are values in this module; `http_server` owns the sockets.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ class TensorRenderer:
 
 
 def _cached(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
-    """Return `cache[key]`; if it is missing, create it with `make`.
+    """Return `cache[key]`; if this value is missing, call the function `make` and store its result under `key`.
 
     Remove the least recently used entry if the cache is full.
     """
@@ -229,9 +229,9 @@ def _present(statistics: Statistics) -> Any:
 
 
 def _lines(block: _Block, numbers: Any, statistics: Statistics) -> list[Any]:
-    """Return the lines in `block` of the metrics page, with values from `numbers`, in at most one byte buffer.
+    """Return the lines in `block` of the metrics page, with values from the array `numbers`.
 
-    A null value has no line.
+    The result is one byte buffer with all lines, or no buffer. A null value has no line.
     """
     if not len(block.prefixes):
         return []

@@ -58,7 +58,7 @@ _FALSE: Final = pa.scalar(False, pa.bool_())
 
 T = TypeVar("T")
 Naming = Callable[[str, bool], str]
-"""Function that returns the output name of a tensor or a module. The second argument is True for a module."""
+"""Function of a name and a flag. It returns the output name of a tensor, or of a module if the flag is True."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,10 @@ class FamilyRows:
     ops: frozenset[str]  # published statistics of any row
 
     def there(self, numel: pa.Int64Array) -> pa.Int64Array:
-        """Return the indices, within this family, of the rows whose tensors exist at a step, in the order of the plan.
+        """Return the indices, within this family, of the rows with tensors that exist at a step.
 
-        `numel` has the number of elements of every entry of the plan, or null for a tensor that does not exist.
+        The indices are in the order of the plan. `numel` has the number of elements of every entry of the plan, or null
+        for a tensor that does not exist.
         """
         mine = numel.take(pa.array(self.positions, pa.int64()))
         places = pc.indices_nonzero(pc.is_valid(mine)).cast(pa.int64())

@@ -67,9 +67,9 @@ class Api(Sink):
         return tuple(record.step for record in self._kept() if record.step is not None)
 
     def rows(self, *kinds: str, step: int | None = None) -> tuple[Row, ...]:
-        """Return the statistics of `kinds` (default: all) at `step`.
+        """Return the statistics of `kinds` at step number `step`.
 
-        The default is the last step with statistics of these kinds.
+        By default, return all kinds, at the last step with statistics of these kinds.
         """
         return self._latest(step, lambda record: rows_of(record, kinds))
 

@@ -5,11 +5,13 @@ The path of a file and the tag of a value have these forms:
     <folder>/rank<R>[/<family>]/events.out.tfevents.<seconds>.<8 hex>
     <stage>:<name>[.<input|output>][:<micro step>]/rank<R>/<family>_<statistic>
 
-Scalars are in the folder of the rank, statistics in a folder for each family. A process that resumes at an earlier step
-replaces the later steps of one folder, and the families differ in their first step. The numbers of steps are those of
-msprobe, from 0 on. Every step is on disk when `put` returns. A file is a sequence of records, each with a length, a
-checksum, an `Event` message and a checksum. A message consists of the constant bytes of its tags, which are computed
-once per plan, and of four bytes for each value.
+Scalars are in the folder of the rank, statistics in a folder for each family. A file contains the number of its first
+step, and readers discard this step and all later steps of older files in the same folder. Each family needs its own
+folder, because the families differ in their first step. The numbers of steps are those of msprobe, from 0 on. Every
+step is on disk when `put` returns.
+
+A file is a sequence of records, each with a length, a checksum, an `Event` message and a checksum. A message consists
+of the constant bytes of its tags, which are computed once per plan, and of four bytes for each value.
 """
 
 from __future__ import annotations
@@ -95,7 +97,10 @@ def _head(seconds: float, step: int) -> bytes:
 
 
 def number_bytes(number: float) -> bytes:
-    """Return `number` as four bytes, which follow the bytes that `value_head` returned for its tag."""
+    """Return `number` as four bytes.
+
+    In an event file, they follow the bytes that `value_head` returned for the tag of the number.
+    """
     try:
         return _NUMBER.pack(number)
     except OverflowError:  # a count or a double out of the range of float32
@@ -130,7 +135,8 @@ def _masked_sum(data: bytes) -> int:
 def _crc_function() -> Callable[[bytes], int]:
     """Return a function that computes CRC-32C.
 
-    It is that of google-crc32c if the package is installed, which is 50 times faster.
+    It is the function of the package google-crc32c if this package is installed, because that function is 50 times
+    faster than `crc32c` in this module.
     """
     try:
         from google_crc32c import value  # noqa: PLC0415 - only where event files are written
@@ -155,7 +161,10 @@ def crc32c(data: bytes) -> int:
 
 @functools.cache
 def _pair_tables() -> tuple[array[int], array[int]]:
-    """Return two tables of CRC-32C remainders, indexed by a 16-bit value: after two bytes and after four bytes."""
+    """Return two tables of CRC-32C remainders, both indexed by a 16-bit value.
+
+    The first table has the remainder of the value after two bytes, the second table the one after four bytes.
+    """
     table = _table()
     two = [table[table[pair & 0xFF] & 0xFF ^ pair >> 8] ^ table[pair & 0xFF] >> 8 for pair in range(1 << 16)]
     four = (two[crc & 0xFFFF] ^ crc >> 16 for crc in two)
@@ -170,7 +179,7 @@ def _table() -> tuple[int, ...]:
 
 
 SCALARS: Final = ""
-"""Family of the scalars, whose event file is in the folder of the rank."""
+"""Family name of the scalars. It is empty, because their event file is in the folder of the rank."""
 
 EVENT_VALUES: Final = 2_000
 """Maximum number of values in one record of an event file. Readers skip records of many megabytes."""
@@ -272,7 +281,10 @@ class _Tagged:
         }
 
     def values(self, columns: dict[str, Any]) -> Values:
-        """Return the bytes of the values of the tensors that exist at this step. Unknown counts are omitted."""
+        """Return the bytes of the statistics of the tensors that exist at this step.
+
+        A count without a known value is omitted.
+        """
         listed = self.rows.there(columns["numel"]).to_pylist()
         positions = pa.array([self.rows.positions[place] for place in listed], pa.int64())
         return [

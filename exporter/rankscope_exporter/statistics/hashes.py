@@ -2,8 +2,9 @@
 
 The bytes of a tensor in row-major order, padded with zeros, are little-endian words w[0] … w[n-1] of 64 bits. With
 `mix` the finaliser of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014),
+and `size` the number of bytes of the tensor,
 
-    hash = mix(bytes) + sum over i of mix(w[i] + (i + 1) * 0x9E3779B97F4A7C15)      (mod 2^64)
+    hash = mix(size) + sum over i of mix(w[i] + (i + 1) * 0x9E3779B97F4A7C15)      (mod 2^64)
 
 `mix` is a bijection, so a change within one word always changes the hash. Any other change is missed with a probability
 of 2^-64. The order of the sum is irrelevant, and integers wrap in the same way on every device, so equal bits have

@@ -67,7 +67,7 @@ def _compiled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _pointer(target: Any) -> Any:
-    """Return a compiled function that casts an integer to a pointer to `target`."""
+    """Return a compiled function that casts an integer address to a pointer to numbers of the type `target`."""
     pointer = types.CPointer(target)  # type: ignore[no-untyped-call]  # numba leaves it untyped
 
     def cast(_typing: Any, _address: Any) -> Any:
@@ -80,7 +80,7 @@ def _pointer(target: Any) -> Any:
 
 
 def _reinterpret(source: Any, target: Any, llvm: Any) -> Any:
-    """Return a compiled function that reads the bits of a `source` number as a `target` number."""
+    """Return a compiled function that reads the bits of a number of type `source` as a number of type `target`."""
 
     def cast(_typing: Any, _value: Any) -> Any:
         def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -107,13 +107,19 @@ _as_float64 = _reinterpret(types.int64, types.float64, ir.DoubleType())
 
 @_compiled
 def _bits(ordered: Number) -> Number:
-    """Return the bits of a float32, given the integer with the same order; the inverse function is the same."""
+    """Return the bits of a float32, given the integer `ordered` that represents the number in comparisons.
+
+    Two of these integers compare in the same way as their float32 numbers. The function is its own inverse.
+    """
     return int32(ordered ^ int32(int32(ordered >> 31) & int32(_MOST32)))
 
 
 @_compiled
 def _half_bits(ordered: Number) -> Number:
-    """Return the bits of a 16-bit float, given the integer with the same order."""
+    """Return the bits of a 16-bit float, given the integer `ordered` that represents the number in comparisons.
+
+    Two of these integers compare in the same way as their 16-bit floats.
+    """
     return int16(ordered ^ int16(int16(ordered >> 15) & int16(_MOST16)))
 
 
@@ -168,7 +174,7 @@ def _block_float64(address: Number, size: Number, zero64: Number) -> Block:
 
 @_compiled
 def _widened(address: Number, size: Number, code: Number, scratch: Number) -> None:
-    """Convert elements of a smaller dtype to float64 and write them to `scratch`."""
+    """Convert elements of a dtype smaller than float64 to float64 and write them to `scratch`."""
     wide = carray(_float64s(scratch), size)
     if code == _FLOAT32:
         floats = carray(_float32s(address), size)
@@ -244,7 +250,7 @@ def _float16_sums(address: Number, size: Number) -> tuple[Number, Number]:
 def _extremes16(address: Number, size: Number, zero: Number) -> tuple[Number, Number, Number]:
     """Return the bits of the minimum and maximum of 16-bit floats, and the number of zeros.
 
-    A separate loop processes twice as many elements per vector instruction.
+    This loop processes twice as many elements per vector instruction as the loop for float32 elements.
     """
     patterns = carray(_int16s(address), size)
     bound = int16(zero)

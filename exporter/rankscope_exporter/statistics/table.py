@@ -112,9 +112,10 @@ class StatisticsTable:
         self.buffer[NUMEL_ROW, rows.start : rows.stop].fill_(ABSENT)
 
     def forget_equal(self, rows: range, others: range) -> torch.Tensor:
-        """Compare each entry at `rows` with that at the same place in `others`.
+        """Compare the i-th entry of the range `rows` with the i-th entry of the range `others`, for all i.
 
-        If both are equal, make the entry at `rows` absent. The function does not synchronise with the host.
+        If the statistics of both are equal, make the entry of `rows` absent. The function does not synchronise with the
+        host.
 
         Return bool [len(rows)] on the device: True for entries at `rows` that were measured and differ.
         """

@@ -30,7 +30,7 @@ class CurrentStep:
         self.is_sampled = False
         """True if a step is open and sampled.
 
-        A field instead of a property, because gradient hooks read it at each call.
+        This is a field instead of a property, because gradient hooks read it at each call.
         """
         self.is_numbered = False
         """True if the script has set the number of the open step, or that of the next step if none is open."""

@@ -11,7 +11,7 @@ from rankscope_exporter.adapters.parameter_hooks import ParameterHook, remove_al
 from rankscope_exporter.records.step_events import StepObserver
 
 HookFactory = Callable[[int], Callable[[GradientSource], None]]
-"""Returns the gradient hook for the parameter at a given position."""
+"""Function that returns the gradient hook for the parameter at a given position."""
 
 
 class GradientHooks(StepObserver):
@@ -80,7 +80,7 @@ class GradientHooks(StepObserver):
     def pass_begins(self) -> None:
         """Store the witness of the previous backward pass, and the parameters that the previous pass reached.
 
-        A witness is a parameter whose hook is called in every backward pass that reaches it, because this hook is never
+        A witness is a parameter with a hook that is called in every backward pass that reaches it: this hook is never
         removed.
         """
         if not self._pass:

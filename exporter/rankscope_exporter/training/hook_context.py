@@ -23,8 +23,8 @@ from rankscope_exporter.training.recorder import Recorder
 class GatedHook(Entry):
     """A hook that torch calls at every step.
 
-    It calls its function only while its gate is open. A gate is the object of a quantity, and is open at the steps at
-    which the quantity is measured.
+    It calls its function only while its gate is open. The gate belongs to a quantity, and is open at the steps at which
+    this quantity is measured.
     """
 
     def __init__(self, call: Callable[..., None], gate: SamplingGate) -> None:
@@ -36,7 +36,7 @@ class GatedHook(Entry):
 
     @uncompiled
     def __call__(self, *args: Any) -> None:
-        """Call the function of the hook if the gate is open, which means that the quantity of the hook is measured."""
+        """Call the function of the hook if the gate is open: if the quantity of the gate is measured at this step."""
         # The first line, see `Entry`. Otherwise the graph would be compiled again when the gate opens or closes.
         if is_dynamo_compiling():
             if self._was_compiled is not None:
@@ -107,7 +107,7 @@ class HookContext:
         return any(module is chunk for chunk in self._monitored.framework.chunks)
 
     def guarded(self, where: str, function: Callable[..., None], gate: SamplingGate) -> Hook:
-        """Return a hook that calls `function` while `gate` is open, which means that a quantity is measured.
+        """Return a hook that calls `function` only at steps at which the quantity of `gate` is measured.
 
         The function runs without gradients, its errors are caught, and its CPU time is measured. `where` names the
         operation in error messages.

@@ -52,8 +52,8 @@ _COMPILED_BACKWARD: Final = (
 class Hooks(HookContext):
     """All functions of the monitor that the training calls through hooks.
 
-    Each call passes the functions of `base.tracing`, which ignore calls by tracers, and the error boundary, which
-    catches errors.
+    Each call runs inside the functions of `base.tracing`, which ignore calls by tracers, and inside the error boundary,
+    which catches errors.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Hooks(HookContext):
         self._handles += self._monitored.framework.on_update(optimizer, begins, updated)
 
     def _replaced(self, optimizer: torch.optim.Optimizer) -> None:
-        """Register hooks on an optimizer that replaces others and has just made its first step; publish a notice."""
+        """Register hooks on `optimizer` after its first step, and publish a notice; it replaces observed optimizers."""
         self._follow(optimizer)
         self._changes.added()  # the parameters of another optimizer are not additional ones
         self._updated(optimizer, (), {})
@@ -249,6 +249,6 @@ class Hooks(HookContext):
 def _when_backward_ends(callback: Callable[[], None]) -> None:
     """Call `callback` when the present backward pass has computed all gradients.
 
-    Torch has no public hook for this event. DDP and FSDP use the same function.
+    Torch has no public hook for this event. DDP and FSDP use the same private function of torch.
     """
     Variable._execution_engine.queue_callback(callback)  # noqa: SLF001 - see above

@@ -20,7 +20,7 @@ REMEDY: Final = "detach() and attach() again"
 
 
 class ModelChanges(StepObserver):
-    """Compares the model with its state at attach at the beginning of each sampled step.
+    """Compares the model, at the beginning of each sampled step, with its state at attach.
 
     A comparison costs a few dictionary lookups per module.
     """
@@ -82,7 +82,7 @@ class ModelChanges(StepObserver):
         return sum(len(group["params"]) for group in groups)
 
     def _count_unknown(self) -> int:
-        """Return the number of parameters in the optimizers that the model did not have at attach.
+        """Return how many parameters of the optimizers did not belong to the model at attach.
 
         The total number of parameters in the optimizers is not sufficient to detect a change: layers are often unfrozen
         one by one.
@@ -131,15 +131,17 @@ Optimizer = torch.optim.Optimizer
 class ReplacedOptimizers:
     """Detects optimizers that replace observed optimizers, by torch's global hooks on the steps of all optimizers.
 
-    `followed` is the list of observed optimizers. If another optimizer shares parameters with some of them, it replaces
-    these and takes their place in the list. `follow` is called with the new optimizer after its first step.
+    `followed` is the list of observed optimizers. If a new optimizer shares parameters with some of them, it replaces
+    these optimizers and takes their place in the list. The function `follow` is called with the new optimizer after its
+    first step.
 
     An optimizer that shares no parameter with observed optimizers replaces none. Some optimizers contain another one:
     the step of one calls the step of the other. If one of the two is observed, the other replaces none, because both
     step together.
 
-    After `load_state_dict(assign=True)`, for example, the model has other parameters. An optimizer of these parameters
-    replaces the optimizers of the previous parameters. `in_model` returns the id() of each present parameter.
+    The parameters of the model may be replaced, for example by `load_state_dict(assign=True)`. An optimizer of the new
+    parameters replaces the optimizers of the previous parameters. The function `in_model` returns the id() of each
+    present parameter of the model.
     """
 
     def __init__(

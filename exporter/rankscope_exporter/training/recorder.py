@@ -32,7 +32,7 @@ from rankscope_exporter.training.gradient_hooks import GradientHooks
 from rankscope_exporter.training.step_tracker import Ended, StepStage, StepTracker, UnseenUpdates
 
 LOGGING_SECONDS: Final = 10.0
-"""Time in seconds after the update of a step in which calls of `log` keep the step open.
+"""Number of seconds after the update of a step. Calls of `log` during these seconds keep the step open.
 
 The time is limited, because an evaluation may log numbers for hours.
 """
@@ -51,7 +51,7 @@ class Recorder:
     """Opens and closes the steps of one attached model, and calls the observers and quantities of each step.
 
     Hooks and the script call the recorder on the training thread. The publisher thread calls only `flush_idle`. The
-    lock of `current` ensures that a step is not published while it is being measured.
+    lock of the open step, `current`, ensures that a step is not published while it is being measured.
     """
 
     def __init__(

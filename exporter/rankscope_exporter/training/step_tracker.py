@@ -29,10 +29,10 @@ class _Trace(NamedTuple):
 
 
 class UnseenUpdates:
-    """Detects optimizer steps without hook calls, from changes in the state of the optimizers since the last `look`.
+    """Detects optimizer steps without hook calls, from changes in the state of the optimizers.
 
-    No state is compared until an optimizer step is compiled. Used on the training thread only. A call of `look` costs
-    about 0.1 µs per parameter.
+    A call of `look` compares the state with that at the last call of `look`, and costs about 0.1 µs per parameter. No
+    state is compared until an optimizer step is compiled. Used on the training thread only.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -131,7 +131,7 @@ class StepTracker:
     def forward_begins(self, cleared: Cleared) -> Ended | None:
         """Handle the beginning of a training forward pass of the whole model.
 
-        Return the previous step if it ends here, otherwise None.
+        Return the previous step if this forward pass ends it, otherwise None.
         """
         ended = self._end_if_over(cleared)
         if self.stage is StepStage.IDLE:
@@ -141,7 +141,7 @@ class StepTracker:
     def backward_begins(self, cleared: Cleared) -> Ended | None:
         """Handle the first gradient of a backward pass.
 
-        Return the previous step if it ends here, otherwise None.
+        Return the previous step if this backward pass ends it, otherwise None.
         """
         ended = self._end_if_over(cleared)
         self.stage = StepStage.GRADIENTS
@@ -150,7 +150,7 @@ class StepTracker:
     def update_begins(self, *, repeated: bool) -> Ended | None:
         """Handle the beginning of an optimizer step.
 
-        Return the previous training step if it ends here, otherwise None.
+        Return the previous training step if this optimizer step ends it, otherwise None.
 
         `repeated` is true if the same optimizer has already stepped in the present training step. An optimizer with a
         closure may run several backward passes before `updated` is called. They all belong to the same training step.

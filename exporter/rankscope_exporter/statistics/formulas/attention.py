@@ -1,7 +1,8 @@
-"""Entropy and maximum of the attention weights of each head over a whole batch, in bounded memory; and masks.
+"""Entropy and maximum of the attention weights of each head over a whole batch, in bounded memory.
 
-Row i of a head attends with p = softmax_j(scale · q_i·k_j + mask_ij) over the keys j that are not hidden. Masks have
-one common form. A part of a mask is computed when it is needed, so a broadcast mask needs little memory.
+Row i of a head attends with p = softmax_j(scale · q_i·k_j + mask_ij) over the keys j that are not hidden. The module
+converts all masks to one common form. A part of a mask is computed when it is needed, so a broadcast mask needs little
+memory.
 """
 
 from __future__ import annotations
@@ -99,10 +100,10 @@ def broadcast(mask: torch.Tensor, batch: int, heads: int, queries: int, keys: in
 
 
 MAX_BYTES: Final = 64 << 20
-"""Largest number of bytes of temporary memory that the computation from scores allocates."""
+"""Largest number of bytes of temporary memory for the computation of statistics from attention scores."""
 
 _BYTES_PER_SCORE: Final = 5
-"""Number of bytes of temporary memory per score, divided by the size of an element.
+"""Number of bytes of temporary memory per attention score, divided by the size of an element.
 
 For each score, the memory contains the score, its exponential, its share of the converted queries and of the converted
 keys, and the flag that hides its key.
@@ -110,7 +111,7 @@ keys, and the flag that hides its key.
 
 _HIDDEN: Final = -1e30
 _LEAST: Final = -80.0
-"""Smallest score relative to the maximum of its row.
+"""Smallest attention score, minus the maximum of the row of scores.
 
 A smaller score is replaced by this value, because its exponential is at most 2e-35 and changes no sum. Without this
 limit, results of exp() would be 0, and such calls are ten times slower on a CPU.
