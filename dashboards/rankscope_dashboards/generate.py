@@ -43,7 +43,7 @@ EXAMPLE_ALERTMANAGER: Final = AlertmanagerSettings(
 )
 """Receivers with example addresses, which a user must replace.
 
-`rankscope up --notify` writes the same file with real addresses.
+`rankscope up --notify` generates `alertmanager.yml` with real addresses.
 """
 
 ALERTS_BOARD: Final = "run_overview"

@@ -1,4 +1,4 @@
-"""`rankscope demo`: run a real training with injected faults, from hooks to alerts, and check the result."""
+"""`rankscope demo`: run a small training with injected faults, and check the stored rows and the alerts."""
 
 from __future__ import annotations
 

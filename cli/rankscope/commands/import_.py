@@ -106,7 +106,8 @@ def _plan(
 ) -> tuple[list[_Log], list[str]]:
     """Return the logs at `paths`, and a message for each path that is no readable log.
 
-    A log with later steps than the checkpoints next to it is another run, because it repeats their steps.
+    A log that has later steps than the checkpoints next to it is imported as a separate run, because the log repeats
+    the steps of the checkpoints.
     """
     from rankscope_ingest.base.errors import IngestError
     from rankscope_ingest.importers import newer_log, run_name
@@ -286,7 +287,7 @@ def _print_report(path: Path, report: ImportReport, shown: int | None) -> None:
     if report.branches_from is not None:
         print(
             f"{path}: differs from {_other(report.branches_from, path)} from step {report.first_step} on; "
-            f"its further steps are attempt {report.attempt}, which supersedes those of earlier imports",
+            f"its steps from there on are attempt {report.attempt} and supersede these steps of earlier imports",
             file=sys.stderr,
         )
     if report.imported_from is not None:

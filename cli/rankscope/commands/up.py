@@ -43,9 +43,12 @@ def up(
     store: OptionalStore = None,
     listen: Annotated[str | None, typer.Option(help="Listen address of the service, host:port.")] = None,
     notify: NotifyAddresses = None,
-    ports: Annotated[PortChoice, typer.Option(help="Default ports (another port if one is in use), or free ports.")] = (
-        PortChoice.FIXED
-    ),
+    ports: Annotated[
+        PortChoice,
+        typer.Option(
+            help="fixed: default ports (another port if one is in use); free: ports of the last start, or free ports."
+        ),
+    ] = PortChoice.FIXED,
     state: Annotated[
         Path | None,
         typer.Option(help="State folder. Default: rankscope-live next to the store."),
@@ -136,9 +139,9 @@ def _run(plan: StartPlan, *, quiet: bool) -> None:
 
 
 def _ignoring_lost_terminal(print_line: Callable[[str], None]) -> Callable[[str], None]:
-    """Return a function that calls `print_line` and ignores OSError.
+    """Return a function that prints a line with `print_line`, and ignores OSError.
 
-    Even if the terminal is closed, the programs must be stopped.
+    Printing fails if the terminal is closed, but the programs must be stopped even then.
     """
 
     def try_to_print(line: str) -> None:

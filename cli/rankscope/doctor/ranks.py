@@ -100,8 +100,8 @@ def _clocks(asked: Sequence[_RankHealth]) -> CheckResult:
 def _read(asked: Sequence[_RankHealth], page: str, remedy: str) -> CheckResult:
     """Return a result that lists the clients that read `page` (such as `/metrics`) of the ranks.
 
-    For each client, the text has the number of ranks that it reads. It also has the age of its last request to a rank,
-    which is that of the rank with the oldest one.
+    For each client, the text has the number of ranks that it reads, and one age in seconds. For each of these ranks,
+    the age of the last request of the client is known; the text has the highest of these ages.
     """
     ages: dict[str, list[float]] = {}
     for rank in asked:

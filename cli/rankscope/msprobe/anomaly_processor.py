@@ -77,9 +77,10 @@ def analyse_anomalies(
 
 
 def _steps(step_list: str | Iterable[int]) -> Sequence[Sequence[int]]:
-    """Return the steps that `step_list` selects: one list of integers, or one range for each element of a text.
+    """Return the steps that `step_list` selects, as a sequence of lists or ranges of steps.
 
-    An empty sequence selects all steps.
+    If `step_list` has integers, the result has one list. If it is a text, the result has one range for each element of
+    the text. An empty result selects all steps.
     """
     if not isinstance(step_list, str):
         listed = [*step_list]

@@ -107,7 +107,8 @@ def family_rows(folders: Sequence[Files], family: str) -> pa.Table | None:
     """Return the rows of `family` in the folders of a rank, in the order of their steps, or None without files.
 
     The columns are `KEYS` and one float64 column per statistic. A statistic that a file lacks is null in its rows. Of
-    several rows with equal keys, the last one is returned. Unreadable lines are reported on standard error.
+    several rows with equal values in the columns `KEYS`, the last one is returned. Unreadable lines are reported on
+    standard error.
     """
     import numpy as np
     import pyarrow as pa
@@ -139,9 +140,10 @@ def file_columns(paths: Iterable[Path]) -> list[str]:
 
 
 def output_folder(monitor_path: str | Path, output_dirpath: str | Path | None, function: str) -> Path:
-    """Return the output folder of `function`, and create it: `output_dirpath`, or a folder in `monitor_path`.
+    """Create and return the output folder of a converter: `output_dirpath`, or by default a folder in `monitor_path`.
 
-    The name of the default folder is the present time (Shanghai time) and `function`, as in msprobe.
+    The name of the default folder consists of the present time (UTC+8) and `function`, the name of the converter, as in
+    msprobe.
     """
     default = f"{time_text(dt.datetime.now(dt.UTC))}-{function}"
     folder = Path(output_dirpath).expanduser() if output_dirpath else Path(monitor_path).expanduser() / default
@@ -150,10 +152,10 @@ def output_folder(monitor_path: str | Path, output_dirpath: str | Path | None, f
 
 
 def in_parallel(function: Callable[[Job], Result], jobs: Iterable[Job], number: int) -> Iterator[tuple[Job, Result]]:
-    """Yield each job and its result, in the order of `jobs`. Up to `number` jobs run at the same time.
+    """Call `function` with each job; yield each job and the result of the call, in the order of `jobs`.
 
-    Threads are used, because a script may call a converter at its top level. A new process would run such a script
-    again. Arrow reads CSV files outside of Python's interpreter lock.
+    Up to `number` calls run at the same time. Threads are used, because a script may call a converter at its top level.
+    A new process would run such a script again. Arrow reads CSV files outside of Python's interpreter lock.
     """
     with concurrent.futures.ThreadPoolExecutor(number) as pool:
         waiting: deque[tuple[Job, concurrent.futures.Future[Result]]] = deque()

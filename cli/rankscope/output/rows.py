@@ -102,7 +102,10 @@ def as_json(document: object) -> str:
 
 
 def print_table(rows: pa.Table, *, limit: int = TABLE_ROWS, file: io.StringIO | None = None) -> None:
-    """Print the first `limit` rows as a table with right-aligned numbers, then the numbers of all and hidden rows."""
+    """Print the first `limit` rows as a table with right-aligned numbers, then a note about the number of rows.
+
+    The note has the number of all rows and the number of rows that are not shown.
+    """
     console = _console(file)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for field in rows.schema:

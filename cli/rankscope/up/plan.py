@@ -77,7 +77,7 @@ def _severity(address: str) -> tuple[Severity | None, str]:
 
 
 def _integration(url: str, parts: SplitResult) -> Webhook | Slack | Mail | None:
-    """Return the integration for an address; None if Alertmanager does not support its scheme."""
+    """Return the Alertmanager integration for an address; None if Alertmanager does not support the URL scheme."""
     if parts.scheme in _SLACK_SCHEMES or _is_slack(parts):
         return Slack(url=url.removeprefix("slack+"))
     if parts.scheme in ("http", "https"):

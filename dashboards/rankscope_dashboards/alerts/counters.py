@@ -9,10 +9,11 @@ from rankscope_dashboards.deploy.prometheus import seconds
 def increased(counter: MetricSpec, age: MetricSpec, by: tuple[str, ...], window: str, *, matcher: str = "") -> str:
     """Return PromQL with one sample for each group `by` whose `counter` increased within `window`.
 
-    `matcher` selects the series of both metrics. `increase` alone would miss a counter whose first sample is above
-    zero. A second expression therefore covers counters that are new within `window`. To a Prometheus that was down for
-    longer, every counter is new. The gauge `age`, the time since the last increase, excludes the old ones. A rank of an
-    older release does not export the gauge.
+    `matcher` selects the series of `counter` and of `age`. `increase` alone would miss a counter whose first sample is
+    above zero. A second expression therefore covers counters that are new within `window`. To a Prometheus that was
+    down for longer than `window`, every counter is new. The gauge `age` is the time since the last increase of the
+    counter. It excludes counters that last increased before `window`. A rank of an older release does not export this
+    gauge.
     """
     series, groups = f"{counter.name}{matcher}", f"({', '.join(by)})"
     return (

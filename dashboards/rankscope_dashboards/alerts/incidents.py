@@ -1,7 +1,8 @@
 """Alerts that notify about anomalies: one alert for each incident.
 
 One bad step can make rules fire on hundreds of tensors and on all ranks. The service combines these firings into an
-incident and finds the first one in causal order. Without the service, one alert for each run and rule reports them.
+incident and finds the first one in causal order. If no service receives the records of a run, one alert for each run
+and rule reports its firings.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _STEP_TEXT: Final = "{{ if $labels.step }}, step {{ $labels.step }}{{ else }}{{ 
 
 
 def incident_alerts(window: str) -> tuple[Alert, ...]:
-    """Return the alert on incidents, and the alert on anomalies of runs that no service follows.
+    """Return the alert on incidents, and the alert on anomalies of runs from which no service receives records.
 
-    Both are active until `window` after the latest firing.
+    Both alerts are active until `window` after the latest firing of a rule.
     """
     return _incident(window), _without_service(window)
 
@@ -53,7 +54,7 @@ def _without_service(window: str) -> Alert:
     return Alert(
         name="AnomalyWithoutService",
         expression=f"group by (run, rule) ({age} < {seconds(window):g})\n  unless on (run)\n{followed}",
-        summary="{{ $labels.rule }} fired in run {{ $labels.run }}, which no service follows",
+        summary="{{ $labels.rule }} fired in run {{ $labels.run }}; no service receives its records",
         description="The pages of the ranks show the firing. No service has the records of this run, so that the first "
         "tensor and its rank are unknown.",
         severity=Severity.CRITICAL,

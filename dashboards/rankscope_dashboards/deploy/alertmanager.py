@@ -20,16 +20,16 @@ from rankscope_contract.security.escaping import label_value
 from rankscope_dashboards.deploy.prometheus import duration
 
 DETAIL: Final = ("notification", "none")
-"""Label of an alert about one part of an incident. Alertmanager shows it and sends no message about it."""
+"""Label of an alert about one part of an incident. Alertmanager shows such an alert, but sends no message about it."""
 
 GROUP_BY: Final = ("run", "rule", "step")
 """Labels whose values are equal in all alerts of one message. Only the alert on incidents has a step."""
 
 SAME_TENSOR: Final = ("run", "rank", "tensor")
 MAX_ALERTS: Final = 2
-"""Largest number of alerts in one message, so that it has at most 4 kB.
+"""Largest number of alerts in one message, so that the message has at most 4 kB.
 
-Alertmanager adds the number of the alerts that it omitted.
+Alertmanager adds the number of omitted alerts.
 """
 
 SUBJECT: Final = (
@@ -51,7 +51,7 @@ TEXT: Final = (
     "{{ if $at }}{{ .Annotations.summary }}\n{{ end }}{{ .Annotations.description }}\n"
     "{{ with .Annotations.runbook_url }}{{ . }}\n{{ end }}{{ end }}{{ end }}"
 )
-"""Template of the text below the first line."""
+"""Template of the text of a mail or chat message below its first line."""
 
 NO_RECEIVER: Final = "none"
 """Name of the default receiver of Alertmanager, which sends no notifications."""

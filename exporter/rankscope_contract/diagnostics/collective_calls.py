@@ -187,7 +187,7 @@ def _members(records: Records) -> dict[str, set[int]]:
 
 
 def _latest(record: FlightRecord) -> dict[str, int]:
-    """Return the sequence number of the last call of each group that the rank entered, by group id."""
+    """Return the sequence number of the last call that the rank of `record` entered in each group, by group id."""
     latest = {group.id: group.latest_seq for group in record.groups}
     for entry in record.collectives:
         if not entry.is_p2p:

@@ -1,7 +1,7 @@
 """Every metric that a rank or the service exports: name, type, unit, labels and column of the store.
 
 A metric exists if and only if it is defined here or in `hardware`. Exporters, documentation and queries are generated
-from these values; tests check that they agree.
+from these definitions; tests check that they agree with them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ANOMALY_AGE = gauge(
 )
 TENSOR_ANOMALY_EVENTS = counter(
     "rankscope_tensor_anomaly_events_total",
-    'Rule firings by tensor statistic, exported from the first on; above 200 series, they count for tensor="_other".',
+    'Rule firings by tensor statistic, from its first firing on; firings beyond 200 series have tensor="_other".',
     "rule kind tensor op",
 )
 REPLICA_HASH = gauge(

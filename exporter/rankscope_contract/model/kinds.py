@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 
 class Kind(enum.StrEnum):
-    """Quantity, and the stage of the step at which it is measured."""
+    """A quantity of tensors, and the stage of the step at which it is measured."""
 
     PARAM_BEFORE = "param_before"  # just before the optimizer's update
     PARAM_AFTER = "param_after"  # just after it

@@ -80,7 +80,9 @@ HASH_FIELDS: Final = (
     required("kind", "string", "Quantity and stage of the step: see Kind."),
     required("tensor", "string", "Name of the parameter, state or buffer."),
     Field("vpp_stage", "int32", "Virtual pipeline stage (model chunk); null without one."),
-    Field("replicas", "string", "Ranks that must hold the same elements, such as 0-7 or 1,5; null if no other rank."),
+    Field(
+        "replicas", "string", "Ranks that must hold the same elements, such as 0-7 or 1,5; null if no other rank must."
+    ),
     Field("dtype", "string"),
     Field("hash", "int64", "Hash of the exact bits of this rank's elements (docs/desync.md); equal on all replicas."),
     Field("norm", "float32", "Norm of the finite elements; null without a finite element."),
@@ -88,7 +90,11 @@ HASH_FIELDS: Final = (
 )
 
 COLLECTIVE_FIELDS: Final = (
-    Field("call_seq", "int64", "Position among all collectives of the step on this rank; null if some were missed."),
+    Field(
+        "call_seq",
+        "int64",
+        "Position among all collectives of the step on this rank; null if Rankscope missed some of them.",
+    ),
     required("op", "string", "Name of the collective in the backend."),
     Field(
         "group", "string", "Description of the process group, else its name. Several groups may share a description."
@@ -195,9 +201,9 @@ TENSOR_DIMENSION_FIELDS: Final = (
 
 
 def _dataset(*fields: Field) -> tuple[Field, ...]:
-    """Return the fields of a dataset: the fields that all datasets have, then `fields`.
+    """Return the fields of a dataset: the fields in COMMON_FIELDS, which all datasets have, then `fields`.
 
-    An element of `fields` replaces the field of all datasets that has the same name.
+    A field in `fields` replaces the field in COMMON_FIELDS with the same name.
     """
     own = {field.name for field in fields}
     return (*(field for field in COMMON_FIELDS if field.name not in own), *fields)

@@ -59,8 +59,9 @@ class Buckets:
 def buckets(row: Mapping[str, Any]) -> Buckets | None:
     """Return the histogram of a row of the dataset `histograms`; None if its bins are not linear.
 
-    Values outside of the range are in one more bucket on each side, if there are any. Its width is that of a bin,
-    because the values are not known. Values that are not finite are omitted.
+    Values outside of the range of the bins are in one additional bucket on each side, if there are such values. An
+    additional bucket is as wide as a bin, because the values in it are not known. Values that are not finite are
+    omitted.
     """
     scheme = _SCHEME.fullmatch(row["scheme"])
     if scheme is None:

@@ -1,8 +1,8 @@
 """Names and formats of msprobe's files other than statistics: call stacks, module structure, anomaly records.
 
 `csv_layout` describes the files of statistics. An anomaly record has a tag such as `0:layers.0.input_1:0/rank3/actv`.
-Its elements are the model chunk, the name of the tensor, and the micro-batch; then the rank; then the task, which is
-msprobe's term for the kind.
+The elements of the tag are the model chunk, the name of the tensor, and the micro-batch; then the rank; then the task,
+which is msprobe's term for the kind.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class AnomalyRule:
         raise NotImplementedError
 
     def needed_values(self) -> int | None:
-        """Return the number of finite values of a series before its first verdict; None if no baseline is needed."""
+        """Return the number of finite values before the rule can fire on a series; None if it needs no baseline."""
         return None
 
     def check_threshold(self, threshold: Any) -> None:

@@ -13,6 +13,9 @@ DEFAULT_RULES: Final[tuple[AnomalyRule, ...]] = (
     AnomalyNan(),
     AnomalyTurbulence(threshold=25.0, kinds=(Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED), ops=("norm",), after_values=100),
 )
-"""The norms of small tensors reach 20 times their average in healthy training, most often while the learning rate rises
-in the first 100 steps. The mean of a gradient is a small difference of large sums: its ratio to its own average has no
-meaning, so the default rules ignore it."""
+"""The default rules.
+
+In healthy training, the norms of small tensors reach 20 times their moving average, most often while the learning rate
+rises in the first 100 steps. The threshold of 25 is above this ratio. The mean of a gradient is a small difference of
+large sums. The ratio of the mean to its own moving average therefore has no meaning, and the default rules ignore the
+mean."""

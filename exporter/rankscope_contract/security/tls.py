@@ -101,7 +101,11 @@ class Reloading:
     """
 
     def __init__(self, make: MakeFromFiles) -> None:
-        """Create the first TLS context with `make`. Raises WebConfigError if a file of the context cannot be used."""
+        """Create the first TLS context.
+
+        `make` is the function that creates a context and returns it with the files from which it was created. Raises
+        WebConfigError if a file of the context cannot be used.
+        """
         self._make = make
         self._lock = threading.Lock()
         self._context, self._files = make()

@@ -50,7 +50,7 @@ class Store:
         With `mantissa_bits`, tensor statistics and features that are written from now on are rounded to this number of
         mantissa bits: see `rankscope_storage.files.encoding`. Raises StoreError, whose message names the remedy, in
         these cases: there is no store, the folder is not writable or does not support hard links, a newer Rankscope
-        wrote the store, or a log entry is incomplete.
+        wrote the store, or an entry of the Delta log is incomplete.
         """
         if mantissa_bits is not None:
             check_bits(mantissa_bits)

@@ -179,8 +179,8 @@ def runs(connection: Connection) -> pa.Table:
 def _tensor_runs(connection: Connection) -> str:
     """Return a query for the name and the last step of each run in the dataset `tensor_stats`.
 
-    For files with rows of a single run, the text of the query contains the run and its last step, taken from the log.
-    The query reads only the other files.
+    For files with rows of a single run, the text of the query contains the run and its last step, taken from the Delta
+    log. The query reads only files with rows of several runs.
     """
     files = connection.files_table("tensor_stats").to_pylist()
     own, shared = set(), []

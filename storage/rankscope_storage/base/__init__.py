@@ -1,1 +1,1 @@
-"""Schemas, errors and fsync. All other folders use these modules, which import no other folder."""
+"""Modules that the whole package uses: schemas, errors, fsync. They import no other folder of the package."""

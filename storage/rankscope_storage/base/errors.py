@@ -1,4 +1,4 @@
-"""Errors of a store, one class per remedy. Every message names the remedy and hides internals of delta-rs."""
+"""Errors of a store, one class for each remedy. Every message names the remedy and hides internals of delta-rs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SchemaVersionError(StoreError):
 
 
 class TornLogError(StoreError):
-    """An entry of the log is incomplete, for example after a power failure."""
+    """An entry of the Delta log is incomplete, for example after a power failure."""
 
 
 class BatchError(StoreError):

@@ -21,10 +21,10 @@ from rankscope_storage.base.errors import BatchError
 VERSION_KEY: Final = "rankscope_schema"
 DATASET_KEY: Final = "rankscope_dataset"
 _LARGE_DICTIONARY: Final = 1000
-"""Mean number of texts from which on the dictionaries of a column are concatenated without comparing texts.
+"""Smallest mean number of texts per dictionary for which dictionaries are concatenated without comparing texts.
 
-A column has one dictionary per chunk. For dictionaries of this size, the comparison costs more than storing some texts
-twice."""
+A column has one dictionary per chunk. For dictionaries of this size, comparing their texts costs more than storing
+twice the texts that several dictionaries contain."""
 _WIDEST_BITS: Final = 64
 PARTITION_COLUMNS: Final = ("dataset", "part")
 UNWRITTEN: Final[Mapping[str, tuple[str, ...]]] = {
@@ -32,9 +32,9 @@ UNWRITTEN: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Columns, by dataset, that are null in all rows of most files.
 
-A file contains such a column only if one of its rows has a value in it. Writing a null column costs 6 ns per row. For
-these eight columns, that is a fifteenth of the total cost of a row of `samples`. Delta readers, and the views of this
-package, read a column that is absent from a file as null."""
+A file contains such a column only if one of its rows has a value in it. Writing one null column costs 6 ns per row.
+Writing all eight null columns is a fifteenth of the total cost of writing a row of `samples`. Delta readers, and the
+views of this package, read a column that is absent from a file as null."""
 
 
 @functools.cache
@@ -53,8 +53,8 @@ def fingerprint(name: str, *, whole: bool = False) -> str:
     """Return eight hex digits that identify the column names and types of a file of dataset `name`.
 
     By default, the result is for a file without the UNWRITTEN columns, which are null in most files. With `whole`, it
-    is for a file with them. The name of every data file starts with these digits, and the log lists the names. A reader
-    therefore need not open the files to find whether all have the same columns.
+    is for a file with them. The name of every data file starts with these digits, and the Delta log lists the file
+    names. A reader therefore need not open the files to find whether all files have the same columns.
     """
     unwritten = () if whole else UNWRITTEN.get(name, ())
     text = ";".join(f"{field.name}:{field.type}" for field in dataset_schema(name) if field.name not in unwritten)
@@ -75,8 +75,8 @@ def table_schema() -> pa.Schema:
     """Return the schema of the Delta table: the partition columns, then the columns of all datasets. All are nullable.
 
     If two datasets have different types for a column (`value` is float32 in features and float64 in others), the table
-    has the wider type. Files keep the type of their dataset, and readers convert it. Raises TypeError if neither type
-    is wider.
+    has the wider type. A file has the type of its dataset, and readers convert its values to the wider type. Raises
+    TypeError if neither type is wider.
     """
     columns: dict[str, pa.DataType] = {name: pa.string() for name in PARTITION_COLUMNS}
     for dataset in DATASETS:

@@ -1,9 +1,9 @@
 """A DuckDB connection to a store, whose views show the newest version in each query.
 
-Each query first refreshes the handle on the log. If the version has changed, the views get new lists of files. Files
-that a query provably does not need are omitted. A view or macro is created when a query first names it. After a list
-was made, compaction may replace a file in it, and vacuum may delete this file hours later. A query that does not find a
-file is repeated once with a new list. A `Connection` belongs to one thread.
+Each query first refreshes the handle on the Delta log. If the version has changed, the views get new lists of files.
+Files that a query provably does not need are omitted. A view or macro is created when a query first names it. After a
+list was made, compaction may replace a file in it, and vacuum may delete this file hours later. A query that does not
+find a file is repeated once with a new list. A `Connection` belongs to one thread.
 """
 
 from __future__ import annotations

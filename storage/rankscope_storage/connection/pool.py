@@ -37,7 +37,8 @@ DEFINITIONS: Final[Mapping[str, Definition]] = definitions(prefix=RAW)
 WITHOUT_FILES: Final = {name: empty_view(name) for name in ROLLUPS.values()}
 """By rollup dataset: the statement that creates its view as an empty view, for a store without files of the dataset.
 
-DuckDB took 30 ms to plan a query of the general view, although there was no file to read."""
+Without this statement, DuckDB took 30 ms to plan a query of the view of the rollups, although there was no file to
+read."""
 
 IDLE: Final = 4
 """Largest number of unused DuckDB instances that are kept, over all stores.
@@ -82,7 +83,7 @@ class DuckDBInstance:
 
 
 def acquire(root: Path, *, locked: bool, single_threaded: bool = False) -> DuckDBInstance:
-    """Return an unused DuckDB instance for the store at `root` with the same settings, or a new one."""
+    """Return an unused DuckDB instance for the store at `root` with the given settings, or a new instance."""
     for instance in reversed(tuple(_idle)):
         if (instance.root, instance.locked, instance.single_threaded) == (root, locked, single_threaded):
             with contextlib.suppress(ValueError):  # another thread took it
@@ -131,14 +132,14 @@ def replacement(instance: DuckDBInstance) -> DuckDBInstance:
 
 
 def cache_log(instance: DuckDBInstance, log: Log) -> Snapshot:
-    """Cache the log handle `log` in `instance`, and return the list of data files at the version of `log`."""
+    """Cache the Delta log handle `log` in `instance`, and return the list of data files at the version of `log`."""
     if log is not instance.log or instance.snapshot is None or instance.snapshot.version != log.version:
         instance.log, instance.snapshot, instance.stamp = log, log.snapshot(), _stamp(log)
     return instance.snapshot
 
 
 def cached_log(instance: DuckDBInstance) -> Log | None:
-    """Return the log handle that `instance` caches; None if it caches none, or if the table was deleted since."""
+    """Return the Delta log handle that `instance` caches; None if it caches none, or if the table was deleted since."""
     log = instance.log
     return log if log is not None and instance.stamp is not None and _stamp(log) == instance.stamp else None
 
@@ -157,7 +158,7 @@ _VALIDATION: Final = {True: "NO_VALIDATION", False: "VALIDATE_ALL"}
 
 
 _GROUPS_IN_AN_ARRAY_BITS: Final = 17
-"""DuckDB aggregates with an array instead of a hash table if its group numbers have at most this many bits.
+"""Largest number of bits of group numbers with which DuckDB aggregates with an array instead of a hash table.
 
 17 bits are enough for nullable 16-bit numbers, such as the buckets of `scalar_curve`. DuckDB's default is 12."""
 

@@ -119,9 +119,9 @@ class BoundViews:
         return needed
 
     def _find(self, name: str, key: object, find: Callable[[], Any]) -> None:
-        """Call `find` and store its result as the facts of view `name`, unless they are already stored for `key`.
+        """Store the facts of view `name`, unless they are already stored for `key`.
 
-        `key` has the files and runs that the facts describe.
+        The function `find` computes the facts. `key` has the files and runs that the facts describe.
         """
         facts = self.instance.facts
         if name not in facts or facts[name][0] != key:
@@ -163,9 +163,10 @@ class BoundViews:
     def _define(
         self, names: Iterable[str], reading: Mapping[str, Sequence[RowRanges]] | None, snapshot: Snapshot
     ) -> None:
-        """Create the views and macros `names`, in this order, over files that can contain the rows `reading`.
+        """Create the views and macros `names`, in this order.
 
-        If `reading` is None, the views read all files.
+        The views read only files that can contain rows which a statement needs. `reading` has the ranges of these rows
+        by dataset. If `reading` is None, the views read all files.
         """
         for name in names:
             for dataset in DEFINITIONS[name].datasets:

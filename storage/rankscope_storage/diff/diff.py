@@ -20,7 +20,7 @@ from rankscope_storage.diff.sources import EXACT, KEYS, NUMBERS, SCALAR, DiffSel
 
 WINDOW_ROWS: Final = 500_000
 ROUNDING: Final = 1e-5
-"""Usual relative difference of a float32 norm or mean because of rounding: kernels and GPUs add in different orders."""
+"""Usual relative difference of two float32 norms or means of equal elements that are added in different orders."""
 
 _MOST_POINTS: Final = 200_000
 _OPS: Final = (*NUMBERS, *EXACT)
@@ -34,8 +34,8 @@ class Tolerance:
     the tensor's elements, if known. The rounding difference of two sums of the same elements in different orders is
     proportional to that scale, and may be as large as a mean near zero.
 
-    Counts of NaN, of Inf and of all elements are compared exactly. Counts of zeros and hashes are compared only if both
-    tolerances are 0, because they detect differences that any tolerance allows.
+    Counts of NaN, of Inf and of all elements are compared exactly. Hashes and counts of zeros are compared only if both
+    tolerances are 0, because any tolerance allows differences that change a hash or a count of zeros.
     """
 
     relative: float = 0.0

@@ -67,7 +67,7 @@ class DiffSide:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffSelection:
-    """The kinds, ranks and steps that are compared. It applies to both sides of the comparison."""
+    """The kinds, ranks and steps that are compared, on both sides of the comparison."""
 
     kinds: tuple[str, ...] = ()
     """Kinds to compare, including `scalar`. If empty, all kinds that are expected to be equal are compared."""

@@ -1,4 +1,4 @@
-"""Write one sorted Parquet file durably, and compute the statistics that the log stores for it.
+"""Write one sorted Parquet file durably, and compute the statistics that the Delta log stores for it.
 
 A file is written below `_staging/`, fsynced, and then renamed. A file outside of `_staging/` is therefore always
 complete. The module `encoding` defines the content of a file.
@@ -27,7 +27,7 @@ from rankscope_storage.files.sorting import one_chunk
 
 STAGING: Final = "_staging"
 STATISTICS_COLUMNS: Final = ("run", "attempt", "rank", "step", "ts")
-"""Columns whose minimum and maximum the log stores. No float column is one of them, because NaN is in no range."""
+"""Columns for which the Delta log stores minimum and maximum. No float column is listed, because NaN is in no range."""
 
 _EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 _MICROSECOND: Final = dt.timedelta(microseconds=1)

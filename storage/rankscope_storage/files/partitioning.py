@@ -1,7 +1,7 @@
 """Assign rows to partitions and generate the names of data files. This module does no I/O.
 
 The partition `part` is a hint for people and for the selection of files. Only the columns of the rows, and the
-statistics in the log, determine which rows a file contains.
+statistics in the Delta log, determine which rows a file contains.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def data_file(dataset: str, part: str, mantissa_bits: int | None = None, *, whol
     """Return a unique path for a new file, relative to the store.
 
     Set `whole` if the file also has the UNWRITTEN columns, which are null in most files and then absent. The file name
-    contains `mantissa_bits`, so that readers find the number of mantissa bits of rounded statistics in the log.
+    contains `mantissa_bits`, so that readers find the number of mantissa bits of rounded statistics in the Delta log.
     """
     rounded = "" if mantissa_bits is None else f"-m{mantissa_bits}"
     return f"dataset={dataset}/part={part}/{fingerprint(dataset, whole=whole)}-{uuid.uuid4().hex}{rounded}.parquet"

@@ -105,7 +105,7 @@ class _Folder:
         self._repeated: Counter[str] = Counter()
 
     def write(self) -> Written:
-        """Write the files of each family of statistics that has rows, and return the result."""
+        """Write the files of each msprobe family of statistics that has rows, and return the result."""
         self._stream.folder.mkdir(parents=True, exist_ok=True)
         for dataset in HELD:
             present = self._kinds(dataset)

@@ -191,8 +191,8 @@ class _Database:
     def _finish(self, last_rank: int) -> None:
         """Write the content that depends on all rows of the export.
 
-        This is: tags, the ranges of steps and ranks, facts about the export, and the view `trend_data` over the tables
-        with numbers.
+        This content is: tags, the ranges of steps and ranks, facts about the export, and the view `trend_data` over the
+        tables with statistics.
         """
         self._tag()
         trends = {metric: family not in FEATURES for family, metric in self._metrics.items()}

@@ -50,7 +50,7 @@ class Stream:
 
     @property
     def folder(self) -> str:
-        """Return the name of the folder: `rank3`, `rank3-attempt1`, or `run` for rows without a rank."""
+        """Return the name of the folder of this stream: `rank3`, `rank3-attempt1`, or `run` for rows without a rank."""
         name = "run" if self.rank is None else f"rank{self.rank}"
         return f"{name}-attempt{self.attempt}" if self.attempt else name
 
@@ -91,7 +91,7 @@ class TensorBoard:
 
 
 Written = tuple[Counter[str], Counter[str]]
-"""Numbers of rows by dataset, and of omitted rows by reason."""
+"""Numbers of written rows by dataset, and numbers of omitted rows by reason."""
 
 
 def write_stream(selection: Selection, stream: Stream, kept: Thinning, folder: Path) -> Iterator[Written]:
@@ -152,7 +152,8 @@ def _write_in_process(
 def _windows(selection: Selection, only: str, kept: Thinning) -> Iterator[tuple[int, int]]:
     """Yield ranges of steps that have about equal numbers of rows in the largest dataset.
 
-    The ranges together cover the steps of all datasets, and do not divide a range of `kept`.
+    The ranges together cover the steps of all datasets, and do not divide any of the ranges from which `kept` selects
+    points.
     """
     counts = {name: selection.count(name, f"{only} AND step IS NOT NULL") for name in DATASETS}
     ranges = list(selection.windows(max(DATASETS, key=counts.__getitem__), only))

@@ -1,8 +1,8 @@
 """Write a Delta checkpoint every CHECKPOINT_COMMITS commits, in a background thread.
 
-A delta-rs table handle keeps all log entries since the checkpoint it was opened with. It reads them again at each
-refresh and each commit: 0.7 ms of CPU time per entry. Commits of all writers count towards the interval. Appends do not
-wait for a checkpoint. If a checkpoint is missing, the store is still correct, but slower.
+A delta-rs table handle keeps all entries of the Delta log since the checkpoint it was opened with. It reads them again
+at each refresh and each commit: 0.7 ms of CPU time per entry. Commits of all writers count towards the interval.
+Appends do not wait for a checkpoint. If a checkpoint is missing, the store is still correct, but slower.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 LOG_FOLDER: Final = "_delta_log"
 NO_CHECKPOINT: Final = -1
 ACTIONS: Final = "rankscopeActions"
-"""Key in the commit information of a log entry; the value is the number of lines that follow in the entry.
+"""Key in the commit information of a Delta log entry; the value is the number of lines that follow in the entry.
 
 Without this number, an entry that was cut between two lines would look complete."""
 
@@ -27,13 +27,13 @@ _WATERMARK: Final = "w:"
 
 
 def entry(root: Path, version: int) -> Path:
-    """Return the path of the log entry of `version`; the file need not exist."""
+    """Return the path of the Delta log entry of `version`; the file need not exist."""
     return root / LOG_FOLDER / f"{version:020d}.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The content of one log entry: its text, and the transactions whose numbers it changed."""
+    """The content of one entry of the Delta log: its text, and the transactions whose numbers it changed."""
 
     transactions: Mapping[str, int]
     text: bytes
@@ -48,7 +48,7 @@ class Entry:
 
 
 def read_entry(path: Path) -> Entry | None:
-    """Return the log entry at `path`; None if the file does not exist, for example after clean-up."""
+    """Return the Delta log entry at `path`; None if the file does not exist, for example after clean-up."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:
@@ -78,7 +78,7 @@ def is_cut(text: bytes) -> bool:
 
 
 def has_entries(root: Path) -> bool:
-    """Return whether a table exists at `root`: its log has an entry or a checkpoint.
+    """Return whether a Delta table exists at `root`: its log has an entry or a checkpoint.
 
     A log folder without an entry is no table: it remains if a full disk interrupted the creation of the table.
     """
@@ -106,7 +106,7 @@ _STAGED: Final = re.compile(r".+#\d+")
 
 
 def entries(root: Path) -> list[Path]:
-    """Return the paths of all log entries of the store at `root`, oldest first."""
+    """Return the paths of all entries of the Delta log of the store at `root`, oldest first."""
     return sorted(path for path in (root / LOG_FOLDER).glob("*.json") if path.stem.isdecimal())
 
 
@@ -173,5 +173,5 @@ def torn_checkpoint(root: Path) -> Path | None:
 
 
 def staged_entries(root: Path) -> list[Path]:
-    """Return the temporary files in the log that delta-rs left when its process was killed before it renamed them."""
+    """Return the temporary files in the log folder that a process left when it was killed before it renamed them."""
     return [path for path in (root / LOG_FOLDER).iterdir() if _STAGED.fullmatch(path.name)]

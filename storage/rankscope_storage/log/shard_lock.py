@@ -1,4 +1,4 @@
-"""The owner of a shard: a lock that proves that the owner runs on this machine, and the owner's name in the log."""
+"""Owner of a shard: a lock that proves that the owner runs on this machine, and the owner's name in the Delta log."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def owner_info(shard: str, owner: str) -> dict[str, Any]:
 
 
 def current_owner(log: Log, shard: str) -> str:
-    """Return the name of the owner from the newest commit of `shard` that is still in the log."""
+    """Return the name of the owner from the newest commit of `shard` that is still in the Delta log."""
     for commit in log.history(_HISTORY):
         if commit.get(_SHARD) == shard and _OWNER in commit:
             return str(commit[_OWNER])
@@ -71,8 +71,8 @@ class ShardLock:
     """An advisory lock on `_shards/<shard>.lock`, which the kernel releases when the owner exits, even after kill -9.
 
     The lock only proves that an owner is running on this machine. It proves nothing between machines, or on file
-    systems without locks (some network mounts). In these cases, only the transaction numbers in the log decide which
-    owner may write.
+    systems without locks (some network mounts). In these cases, only the transaction numbers in the Delta log decide
+    which owner may write.
     """
 
     def __init__(self, descriptor: int | None) -> None:

@@ -1,6 +1,6 @@
 """The data files of one version of a store, and the selection of files that can contain certain rows.
 
-The selection uses the ranges of columns that the log stores for each file. `FileFilter` selects by arguments of a
+The selection uses the ranges of columns that the Delta log stores for each file. `FileFilter` selects by arguments of a
 caller, and `RowRanges` by predicates of a statement. This module does no I/O.
 """
 
@@ -134,7 +134,7 @@ class Snapshot:
     def of(self, wanted: FileFilter) -> pa.Table:
         """Return the rows of the table `files` for data files that can contain rows which `wanted` selects.
 
-        A file is always returned if the log does not have its minima and maxima.
+        A file is always returned if the Delta log does not have its minima and maxima.
         """
         return self.files.filter(wanted.expression())
 
@@ -159,7 +159,7 @@ class Snapshot:
         return any(ranges.may_hold(row) for row in self._files_of(dataset)[1] for ranges in wanted)
 
     def is_of_attempt_0(self, dataset: str, paths: Sequence[str]) -> bool:
-        """Return whether the log proves that the files at `paths` contain only rows of attempt 0.
+        """Return whether the Delta log proves that the files at `paths` contain only rows of attempt 0.
 
         `paths` are absolute paths that `within` returned.
         """
@@ -186,9 +186,9 @@ class Snapshot:
 
 
 def divided(items: Iterable[T], weight: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Yield `items`, in order, as lists whose total weight is at most `most`.
+    """Yield `items`, in order, as lists with a total weight of at most `most` each.
 
-    An item whose weight is larger than `most` is a list of its own.
+    The function `weight` returns the weight of an item. An item with a weight above `most` is a list of its own.
     """
     batch: list[T] = []
     total = 0

@@ -33,7 +33,7 @@ def check_path(root: Path) -> None:
 
 
 def torn(root: Path, text: str) -> TornLogError:
-    """Return the error for an incomplete log entry; its message names the remedy."""
+    """Return the error for an incomplete entry of the Delta log; its message names the remedy."""
     return TornLogError(
         f"the log of {root} has an incomplete entry ({text}), as after a power failure. If it is the newest file "
         f"in {root / LOG_FOLDER}, move that file away, as `rankscope store repair` does: none of its rows was "

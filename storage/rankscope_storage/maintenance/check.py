@@ -1,4 +1,4 @@
-"""Check a store: compare all files with the log, and search for rows that were stored twice.
+"""Check a store: compare all files with the Delta log, and search for rows that were stored twice.
 
 The check only reads, so that a service may run at the same time.
 """
@@ -59,7 +59,7 @@ FROM ({records}) GROUP BY run, incarnation HAVING missing > 0 ORDER BY missing D
 
 
 def check(root: Path, *, deep: bool = False, progress: Progress | None = None) -> CheckReport:
-    """Compare the store at `root` with its log, and return the findings.
+    """Compare the store at `root` with its Delta log, and return the findings.
 
     With `deep`, the check also decodes every value and searches for rows that were stored twice.
     """
@@ -144,7 +144,7 @@ def _duplicates(connection: Connection) -> Iterator[Finding]:
 
 
 def _contradictions(connection: Connection) -> Iterator[Finding]:
-    """Yield a finding for each dataset with rollup rows whose numbers contradict each other."""
+    """Yield a finding for each dataset that has a rollup row in which the numbers contradict each other."""
     for dataset, rollups in ROLLUPS.items():
         wrong = " OR ".join(
             f"coalesce({name}_count, 0) + coalesce({name}_nans, 0) + coalesce({name}_infs, 0) > rows "

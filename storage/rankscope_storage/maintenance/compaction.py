@@ -5,9 +5,9 @@ They are merged in step order and divided at step boundaries, so that no two fil
 attempt. Rows after the last step of the slowest live rank are written to a separate file. It is merged later with the
 rows that this rank still sends. Rows that arrive late also remain separate until another merge is worthwhile.
 
-The shared parts of past days are merged with each other, and a run that has grown is moved to a separate part. The log
-permits one compaction at a time to commit. A compaction whose commit is refused deletes its files. A compaction that is
-killed leaves only files that no version contains, which vacuum deletes.
+The shared parts of past days are merged with each other, and a run that has grown is moved to a separate part. The
+Delta log permits one compaction at a time to commit. A compaction whose commit is refused deletes its files. A
+compaction that is killed leaves only files that no version contains, which vacuum deletes.
 """
 
 from __future__ import annotations
@@ -176,9 +176,9 @@ def split_by_step(table: pa.Table, target: int) -> Iterator[pa.Table]:
 
 
 def _step_ends(table: pa.Table, order: Indices) -> Indices:
-    """Return the positions in `order` after which another step or attempt begins.
+    """Return the positions at which another step or attempt begins, if the rows of `table` are in the order `order`.
 
-    The last position is the number of rows.
+    `order` has row numbers of `table`. The last position is the number of rows.
     """
     sorted_steps = table.select(_STEP_KEYS).take(pa.array(order))
     changed = np.zeros(table.num_rows - 1, dtype=bool)

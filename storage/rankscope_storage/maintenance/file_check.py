@@ -1,4 +1,4 @@
-"""Compare one data file with its entry in the log; define the findings and the report of a check."""
+"""Compare one data file with its entry in the Delta log; define the findings and the report of a check."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rankscope_storage.base.schema import DATASET_KEY, schema_version
 
 
 class FindingKind(enum.StrEnum):
-    """The kind of a finding. `is_damage` is true for damage, false for information."""
+    """The kind of a finding of a store check. `is_damage` is true for damage, false for information."""
 
     TORN_LOG = "torn log entry"
     MISSING = "missing file"
@@ -57,7 +57,7 @@ class Finding:
 class CheckReport:
     """The result of a check: its findings and the size of the checked store.
 
-    `version` is None if the log is unreadable.
+    `version` is None if the Delta log is unreadable.
     """
 
     version: int | None
@@ -73,7 +73,7 @@ class CheckReport:
 
 
 _RANGES: Final = ("run", "attempt", "step")
-"""Columns whose range in the log selects files: with a wrong range, queries would not find the rows."""
+"""Columns whose range in the Delta log selects files: with a wrong range, queries would not find the rows."""
 
 
 def check_file(root: Path, file: Mapping[str, Any], *, deep: bool) -> Finding | None:

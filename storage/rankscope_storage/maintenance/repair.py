@@ -25,7 +25,7 @@ from rankscope_storage.maintenance.vacuum import delete_orphan_files, find_orpha
 DAMAGED: Final = "_damaged"
 
 _LOST: Final = (FindingKind.MISSING, FindingKind.UNREADABLE, FindingKind.OTHER_SIZE, FindingKind.OUT_OF_REACH)
-"""Kinds of findings for files that no reader can use; a repair removes such files from the log.
+"""Kinds of findings for files that no reader can use; a repair removes such files from the Delta log.
 
 A readable file with other content than the log states remains, because an operator has to decide about it. Two kinds of
 files are removed only with `force`, with which an operator confirms that they are lost: files that the file system
@@ -52,7 +52,7 @@ class RepairReport:
 
 
 def repair(root: Path, sync: Sync, *, dry_run: bool = False, deep: bool = False, force: bool = False) -> RepairReport:
-    """Move an incomplete newest log entry or checkpoint away, and remove unreadable files from the log.
+    """Move an incomplete newest entry or checkpoint of the Delta log away, and remove unreadable files from the log.
 
     Without `force`, files on a disk or mount that may be only temporarily unavailable remain in the log. Raises
     ShardLockError while a service on this machine writes, and StoreError for damage that an operator must decide on.
@@ -92,7 +92,7 @@ def _delete_orphans(root: Path, sync: Sync, *, dry_run: bool) -> RepairReport:
 def _remove_torn_checkpoint(root: Path, sync: Sync, *, dry_run: bool) -> str | None:
     """Move an incomplete newest checkpoint away, and return its name.
 
-    This loses no data: log entries are deleted only after the checkpoint that replaces them is durable.
+    This loses no data: entries of the Delta log are deleted only after the checkpoint that replaces them is durable.
     """
     torn = torn_checkpoint_files(root)
     if not dry_run:

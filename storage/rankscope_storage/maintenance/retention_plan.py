@@ -1,8 +1,9 @@
-"""Select files with rows that are too old, and the action for each file. This module uses only statistics of the log.
+"""Select files with rows that are too old, and the action for each file.
 
-A file is not rolled up before its last bucket (range of steps) is complete, so that few buckets have several rollup
-rows of one series. A file with old and newer rows is divided when its oldest row is too old by more than the `slack` of
-the limit. For these two reasons, rows are kept after the limit, but for at most the `slack` longer.
+This module uses only statistics of the Delta log. A file is not rolled up before its last bucket (range of steps) is
+complete, so that few buckets have several rollup rows of one series. A file with old and newer rows is divided when its
+oldest row is too old by more than the `slack` of the limit. For these two reasons, rows are kept after the limit, but
+for at most the `slack` longer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ File = Mapping[str, Any]
 class RetentionAction(enum.StrEnum):
     """The action of a retention job.
 
-    The value names the content that replaces the rows of a file, or with "in part", only the old rows of a file.
+    The text of the value names the replacement for the rows of a file. If the text has "in part", only the rows that
+    are too old are replaced.
     """
 
     GONE = "nothing"
@@ -98,7 +100,7 @@ def _in_part(action: RetentionAction, files: Sequence[File], limit: Limit) -> It
 
 
 def _is_old(file: File, limit: Limit) -> bool:
-    """Return whether all rows of `file` are too old; False if the log does not contain their times."""
+    """Return whether all rows of `file` are too old; False if the Delta log does not contain their times."""
     return file["ts_max"] is not None and bool(file["ts_max"] < limit.before - LOG_TIME_STEP)
 
 

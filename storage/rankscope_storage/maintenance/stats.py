@@ -1,4 +1,4 @@
-"""Statistics of a store (contents and sizes), computed from the log without opening data files."""
+"""Statistics of a store (contents and sizes), computed from the Delta log without opening data files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vacuum: delete files that no version needs, write a checkpoint, and clean up the log.
+"""Vacuum: delete files that no version needs, write a checkpoint, and clean up the Delta log.
 
 Killed processes, compaction and retention leave such files. A new file may be part of a commit in progress, and a
 replaced file may still be read. Only files above a certain age are therefore deleted.
@@ -25,7 +25,7 @@ from rankscope_storage.query.sql_script import write_sql_script
 _log = logging.getLogger(__name__)
 
 STAGED_SECONDS: Final = 3600.0
-"""Age in seconds above which files below `_staging/`, and temporary files of the log, are from a killed process."""
+"""Age in seconds above which files below `_staging/` and temporary files of the Delta log are from a killed process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class MaintenanceReport:
 
 
 def maintain(root: Path, sync: Sync) -> MaintenanceReport:
-    """Delete unused files of the store at `root`, then write a checkpoint and delete old log entries.
+    """Delete unused files of the store at `root`, then write a checkpoint and delete old entries of the Delta log.
 
     Files that were replaced, or that a killed process never committed, are deleted after REMOVED_FILES_HOURS hours.
     """

@@ -3,9 +3,9 @@
 - The optional keys of tensor series that are null in all rows: queries need not compare these keys.
 - The first and last step of each scalar, which the macro `scalar_curve` needs. Without this fact, finding these steps
   would take a sixth of the time of the macro.
-- The newest step of each rank and kind, which the view `tensor_latest` needs. Neither the log nor the Parquet footers
-  show that a rank is behind or that a kind is sampled rarely. Five columns of each file are therefore read, which takes
-  30 ms of CPU time per million rows.
+- The newest step of each rank and kind, which the view `tensor_latest` needs. Neither the Delta log nor the Parquet
+  footers show that a rank is behind or that a kind is sampled rarely. Five columns of each file are therefore read,
+  which takes 30 ms of CPU time per million rows.
 - Whether a rank logged the loss of a step twice, for example after a script went back without a restart. If no rank
   did, `loss_curve` need not search the rows for repetitions. All other parts of the curve are sums over steps.
 """
@@ -93,7 +93,10 @@ class FileFact:
 
 
 def _weight(path: str) -> int:
-    """Return the size of the file in bytes, but at least a minimum, so that a batch has at most _BATCH_FILES files."""
+    """Return the size of the file in bytes, but at least a minimum.
+
+    The minimum ensures that one statement reads at most _BATCH_FILES files.
+    """
     try:
         size = Path(path).stat().st_size
     except OSError:

@@ -3,7 +3,7 @@
 DuckDB opens the footer of every file of a view before it skips any file. With a thousand files, this is most of the
 time of a query. Files are therefore selected before DuckDB runs the query. The selection uses the conditions on run,
 attempt and step under which the statement reads a view. A condition that this module does not understand selects all
-rows. A statement that reads, or could read, anything except our views is not analysed.
+rows. A statement that reads, or could read, anything except the views of the store is not analysed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class _NotUnderstoodError(Exception):
 def view_references(statements: Sequence[Node], known: Iterable[str]) -> tuple[ViewReference, ...] | None:
     """Return all references of a statement to views of the store; None if this module cannot analyse the statement.
 
-    `statements` is the result of DuckDB's `json_serialize_sql`; `known` has the names of our views and macros.
+    `statements` is the result of DuckDB's `json_serialize_sql`; `known` has the names of the views and macros of the
+    store.
     """
     if len(statements) != 1:
         return None

@@ -69,7 +69,7 @@ QUALIFY row_number() OVER (PARTITION BY path ORDER BY version DESC) = 1 AND adde
 def emit_views(path: str | Path) -> str:
     """Return the text of a DuckDB script that creates the views of the store at `path`.
 
-    The script lists the files in the store's log when it runs.
+    When the script runs, it lists the files in the Delta log of the store.
     """
     root = f"{Path(path).absolute()}/"
     lines = [

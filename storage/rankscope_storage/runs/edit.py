@@ -36,7 +36,7 @@ _RETRIES: Final = 5
 _ROUNDS: Final = 50
 
 RowChange = Callable[[pa.Table], pa.Table | None]
-"""Function that gets some rows of the run, and returns the rows that replace them, or None to remove them."""
+"""Function that gets some rows of an edited run, and returns the rows that replace them, or None to remove them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,10 @@ class Rewrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewriteReport:
-    """Numbers of changed rows and files. `bytes_freed` is the disk space that vacuum will free."""
+    """Report of an edit of a run: numbers of changed rows and files.
+
+    `bytes_freed` is the disk space that vacuum will free.
+    """
 
     rows: int = 0
     files_removed: int = 0
@@ -64,7 +67,7 @@ class RewriteReport:
     bytes_freed: int = 0
 
     def __add__(self, other: RewriteReport) -> RewriteReport:
-        """Return a report with the sums of the numbers in both reports."""
+        """Return a report with the sums of the numbers in this report and in `other`."""
         return RewriteReport(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
 
@@ -250,7 +253,7 @@ def _named(rows: pa.Table, name: str) -> pa.Table:
 
 
 def _shifted(rows: pa.Table, last: Mapping[str, int]) -> pa.Table:
-    """Return `rows` with the columns in `last` increased, so that their values continue after these last values."""
+    """Return `rows` with increased values: `last` maps each column to a number after which its values continue."""
     for column, value in last.items():
         position = rows.schema.get_field_index(column)
         moved = pc.add(rows.column(column), pa.scalar(value + 1, rows.schema.field(column).type))

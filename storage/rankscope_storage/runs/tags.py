@@ -1,9 +1,9 @@
 """Tags and notes of a run, which users set. They are stored as further versions of the run's row in `runs`.
 
-A service may write versions of the same run concurrently. These versions have null tags, and the column `ordinal`
-orders them. A version with tags has a null `ordinal`, so that the run's state and steps never come from it. The view
-`runs` combines both kinds of versions. Concurrent edits are serialised: they conflict with each other and with the
-renaming of runs.
+A service may write versions of the same run's row concurrently. The versions of the service have null tags, and the
+column `ordinal` orders them. A version with tags has a null `ordinal`, so that the run's state and steps never come
+from it. The view `runs` combines both kinds of versions. Concurrent edits are serialised: they conflict with each other
+and with the renaming of runs.
 """
 
 from __future__ import annotations

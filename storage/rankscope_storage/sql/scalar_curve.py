@@ -148,8 +148,8 @@ SELECT origin + number * width AS step, mean, lowest, highest, parts FROM bucket
 def sole_attempt_curve(extents: str) -> str:
     """Return the statement that creates the macro `scalar_curve` for a run that has only raw rows of attempt 0.
 
-    The log proves this for most runs. DuckDB needs about 5 ms to plan each use of `scalars` in a macro; this macro has
-    only one use.
+    The Delta log proves this for most runs. DuckDB needs about 5 ms to plan each use of `scalars` in a macro; this
+    macro has only one use.
     """
     number = "((step - origin) // width)::SMALLINT"
     return f"""\

@@ -23,7 +23,10 @@ _LAST_VALUES: Final = """\
 
 
 def is_main_source(labels: str = "labels") -> str:
-    """Return an SQL condition: a scalar with these labels is not from a log that was imported next to live data."""
+    """Return an SQL condition for rows of scalars that are not from a log which was imported into a run with live data.
+
+    `labels` is an SQL expression for the labels of the row.
+    """
     return f"coalesce(NOT contains({labels}, '\"{IMPORTED_FROM}\":'), true)"
 
 

@@ -114,7 +114,8 @@ class EventFile:
     def _new_tag(self, dataset: str, row: Mapping[str, Any], op: str) -> bytes:
         """Return a tag that no other series of the event file has.
 
-        Keep the description of the tag, which is written into the file with the first value.
+        The method also stores the description of the tag. The description is written into the file with the first
+        value.
         """
         if dataset == "tensor_stats":
             tag, plain = _tensor_tag(row, op, self._rank)

@@ -48,10 +48,10 @@ def is_header(head: bytes) -> bool:
 
 
 def read_frames(file: BinaryIO, size: int, on_fault: OnFault) -> Iterator[tuple[int, bytes]]:
-    """Yield number (from 1) and data of each record with correct checksums; pass other records to `on_fault`.
+    """Yield number (counted from 1) and data of each record of an event file that has correct checksums.
 
-    `size` is the size of the file in bytes. A record that is cut off at the end of the file is also passed to
-    `on_fault`; its writer may not have finished it.
+    `size` is the size of the file in bytes. For a damaged or skipped record, call `on_fault` with its number and a
+    description. This includes a record that is cut off at the end of the file, which its writer may not have finished.
     """
     number = 0
     while header := file.read(_HEADER_BYTES):
@@ -97,7 +97,7 @@ def _data(file: BinaryIO, header: bytes, start: int, size: int) -> bytes | _Faul
 
 
 def _next_header(file: BinaryIO, start: int) -> int | None:
-    """Return the byte position of the first record header at or after `start`, or None if there is no other header."""
+    """Return the byte position of the first record header at or after byte `start`, or None if there is none."""
     while True:
         file.seek(start)
         chunk = file.read(_SCAN_BYTES + _HEADER_BYTES - 1)
@@ -121,9 +121,10 @@ def _next_header(file: BinaryIO, start: int) -> int | None:
 
 @functools.cache
 def _crc_tables() -> tuple[list[npt.NDArray[np.uint32]], int]:
-    """Return tables for the CRC-32C of eight bytes: per position and byte value, the change of the CRC of eight zeros.
+    """Return tables from which the CRC-32C of any eight bytes is computed, and the CRC of eight zero bytes.
 
-    The second result is the CRC of eight zeros.
+    The table of a position has one number per byte value: the XOR of two CRCs, that of eight zero bytes and that of the
+    same bytes with this value at the position.
     """
     zero: int = google_crc32c.value(bytes(8))
     tables = [

@@ -1,8 +1,8 @@
 """Append rows to one shard, exactly once.
 
-Transaction numbers in the log ensure this. `ingest:<shard>` increases by 1 with every claim and every append, so that
-the append of one of two concurrent owners is refused. `w:<incarnation>` is the last stored record number (seq) of an
-exporter process. Rows at or below this seq are dropped, so that a restarted service can read records again. Both
+Transaction numbers in the Delta log ensure this. `ingest:<shard>` increases by 1 with every claim and every append, so
+that the append of one of two concurrent owners is refused. `w:<incarnation>` is the last stored record number (seq) of
+an exporter process. Rows at or below this seq are dropped, so that a restarted service can read records again. Both
 numbers change in the commit that adds the rows.
 """
 
@@ -53,7 +53,7 @@ def _distinct(column: pa.ChunkedArray) -> set[str]:
 
 
 def newer(table: pa.Table, stored: Mapping[str, int]) -> pa.Table:
-    """Return the rows above the watermark of their incarnation, and all rows without incarnation or seq.
+    """Return the rows with a seq above the watermark of their incarnation, and all rows without incarnation or seq.
 
     `stored` has the watermark of each incarnation.
     """
@@ -86,9 +86,10 @@ def check_covered(table: pa.Table, dataset: str, watermarks: Mapping[str, int]) 
 
 
 def _numbered(table: pa.Table, limits: Mapping[str, int], compare: Callable[[Any, Any], Any]) -> pa.BooleanArray:
-    """Return a mask of the rows for which `compare(seq, limit of the incarnation)` is true.
+    """Return a mask of the rows for which `compare` returns true.
 
-    The mask is False for rows without seq or incarnation.
+    `compare` gets the seq of a row and the limit of its incarnation, which is in `limits`. The mask is False for rows
+    without seq or incarnation.
     """
     column = table.column("incarnation")
     if column.null_count == len(column):
@@ -113,7 +114,7 @@ class Batch:
 
     An incarnation is one exporter process; its watermark is the last record number (seq) in the batch. The rows of an
     incarnation must include *all* records up to its watermark that were not appended before. `info` becomes part of the
-    commit information in the log: see `Writer.commit_info`.
+    commit information in the Delta log: see `Writer.commit_info`.
     """
 
     tables: Mapping[str, pa.Table]
@@ -185,7 +186,7 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
 
         Raises ShardLostError if a newer claim exists. The service must stop after this error, because this writer can
         store nothing more. Raises BatchError for rows that do not fit the schema or the watermarks. Raises StoreError
-        if the disk or the log fails; the same batch may then be appended again.
+        if the disk or the Delta log fails; the same batch may then be appended again.
         """
         started = time.monotonic()
         tables = {name: conform(table, name) for name, table in batch.tables.items()}
@@ -217,7 +218,7 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
             return self._known_watermark(incarnation)
 
     def commit_info(self, key: str, commits: int) -> list[str]:
-        """Return the values of `key` in the `info` of batches, from the newest `commits` entries of the log."""
+        """Return the values of `key` in the `info` of batches, from the newest `commits` entries of the Delta log."""
         with self._turn:
             self._refresh()
             return [str(entry[key]) for entry in self._log.history(commits) if key in entry]
@@ -227,7 +228,7 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
         return compact(self._log.root, self._sync)
 
     def maintain(self) -> MaintenanceReport:
-        """Write a checkpoint, and delete old log entries, replaced files, and files that killed processes left."""
+        """Write a checkpoint; delete old Delta log entries, replaced files, and files that killed processes left."""
         return maintain(self._log.root, self._sync)
 
     def close(self) -> None:
@@ -239,7 +240,10 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
         self.close()
 
     def _refresh(self) -> None:
-        """Refresh the log handle and the watermarks. Raises ShardLostError if another service owns the shard."""
+        """Refresh the handle on the Delta log and the watermarks.
+
+        Raises ShardLostError if another service owns the shard.
+        """
         self._log.refresh()
         self._resolve_unknown_commit()
         if self._log.version == self._seen_version:

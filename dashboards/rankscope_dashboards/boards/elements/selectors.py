@@ -2,7 +2,7 @@
 
 With the configuration that `rankscope up` writes, Prometheus queries the store only for selectors that contain the job
 of the ranks (`required_matchers`). Selectors on metrics of ranks contain this job, so that boards also show steps from
-before the start of this Prometheus. Metrics of the service are not in the store.
+before the start of Prometheus. Metrics of the service are not in the store.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Selection:
             yield first, last, held
 
     def within(self, first: int, last: int) -> Selection:
-        """Return a selection of the same rows, restricted to a closed range of steps.
+        """Return a selection of those rows of this selection that are in a closed range of steps.
 
         Files without these steps are not read.
         """

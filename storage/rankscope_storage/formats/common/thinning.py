@@ -38,9 +38,10 @@ _SHARES: Final = {"scalars": 0.5, "features": 0.5, "tensor_stats": 1.0}  # of th
 
 @dataclass(frozen=True, slots=True)
 class Thinning:
-    """The width of the ranges of steps by dataset, and the statistics of tensors. Width 1 keeps all rows.
+    """Selection of the points to export. `widths` has the width of the ranges of steps of each dataset.
 
-    `ends` has the first and the last step. The first range begins at the first step.
+    Width 1 keeps all rows. `ops` are the exported statistics of tensors. `ends` has the first and the last step of the
+    export. The first range begins at the first step.
     """
 
     ops: tuple[str, ...]
@@ -48,7 +49,7 @@ class Thinning:
     ends: tuple[int, int] = (0, 0)
 
     def begin(self, step: int) -> int:
-        """Return the first step of the widest range of any dataset that contains `step`."""
+        """Return the first step of the range that contains `step`, for the dataset with the widest ranges."""
         width = max(self.widths.values(), default=1)
         return self.ends[0] + (step - self.ends[0]) // width * width
 

@@ -1,8 +1,8 @@
 """Lines of OpenMetrics text, created from columns, and the timestamps of samples.
 
-Each (attempt, step, time) of a rank gets a different millisecond, which is the resolution of Prometheus. In a log with
-whole seconds, several steps have the same time. The times of the later steps are moved by one millisecond each, so that
-no step is lost. Only moved timestamps are held in memory.
+Each (attempt, step, time) of a rank gets a different millisecond, which is the resolution of Prometheus. In rows from
+an imported log with times in whole seconds, several steps have the same time. The times of the later steps are moved by
+one millisecond each, so that no step is lost. Only moved timestamps are held in memory.
 """
 
 from __future__ import annotations

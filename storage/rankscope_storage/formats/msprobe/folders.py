@@ -119,7 +119,7 @@ def _window(given: tuple[str, str]) -> Window:
 
 
 def _continued(target: Path, rank: int, begun: Window) -> Path | None:
-    """Return the latest existing folder of `rank` with a time within `begun` in its name, or None.
+    """Return the latest existing folder of `rank` with a time from the closed range `begun` in its name, or None.
 
     The export adds rows to this folder.
     """
@@ -220,7 +220,7 @@ class _OneFile:
         return len(lines)
 
     def close(self) -> bool:
-        """Rename the temporary file to its final name, and return whether the file has new rows."""
+        """Rename the temporary file of this writer to its final name if it has new rows; return whether it has any."""
         self._file.close()
         if not self._new:
             self._partial.unlink()
@@ -229,7 +229,7 @@ class _OneFile:
         return True
 
     def discard(self) -> None:
-        """Remove the temporary file. An earlier file with the final name remains."""
+        """Remove the temporary file of this writer. An earlier file with the final name remains."""
         self._file.close()
         self._partial.unlink(missing_ok=True)
 

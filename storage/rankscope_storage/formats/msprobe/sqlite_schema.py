@@ -61,8 +61,8 @@ CREATE TABLE export_facts (
 """
 """Statements that create the tables of the database.
 
-The table `export_facts` is not one of msprobe's tables. It contains the run, the partition size, and the meaning of the
-numbers.
+The table `export_facts` is not one of msprobe's tables. It contains the name of the run, the number of steps per table,
+and descriptions of the exported numbers.
 """
 
 
@@ -96,7 +96,7 @@ def global_stats_table(metrics: Sequence[str]) -> str:
 def trend_views(partitions: Mapping[str, int]) -> Iterator[str]:
     """Yield the statements that create the view `trend_data`.
 
-    `partitions` maps the names of the tables with numbers to metric ids.
+    `partitions` maps the name of each table `metric_<id>_step_<first>_<last>` to the id of its metric.
     """
     selects = [
         f"SELECT rank, step, target_id, {metric} AS metric_id, {', '.join(OPS)} FROM {name}"
