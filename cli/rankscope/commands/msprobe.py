@@ -107,7 +107,7 @@ def anomaly(
 ) -> None:
     """Write the first anomalies of all ranks, in msprobe's order of execution, to anomaly_analyse.json and print them.
 
-    The order is: step, micro-batch, stage of the step, pipeline stage, call. Step 0 is the first step.
+    The anomalies are sorted by step, micro-batch, stage of the step, pipeline stage and call. Step 0 is the first step.
 
     [bold]Examples[/bold]
 

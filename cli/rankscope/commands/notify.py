@@ -34,10 +34,10 @@ def notify(
         typer.Option("--notify", help="Apprise URL to notify instead of those in the file; may be repeated."),
     ] = None,
 ) -> None:
-    """Send one test notification to every address, without retries; exit with 1 if one fails.
+    """Send one test notification to every receiver, without retries; exit with 1 if a notification fails.
 
-    The addresses are those of `rankscope serve`: [notify] urls in the file, or --notify. The notification is not
-    recorded in a store, and the service need not run.
+    The receivers are those of `rankscope serve`: the addresses in [notify] urls of the configuration file, or in
+    --notify. The notification is not recorded in a store, and the service need not run.
 
     [bold]Examples[/bold]
 

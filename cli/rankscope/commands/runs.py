@@ -68,7 +68,7 @@ def runs(
 ) -> None:
     """List the runs of a store, the latest first; or show, tag, remove, rename or merge runs.
 
-    The table has the columns that fit into the terminal; the other formats have every column.
+    A list of runs as a table has the columns that fit into the terminal; the other output formats have every column.
 
     show prints state, tags, note, commit, command and configuration of a run, with secrets masked. Tags and notes can
     be changed while a service writes the run; an empty note removes the note.

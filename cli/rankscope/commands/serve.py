@@ -41,8 +41,8 @@ def serve(
 ) -> None:
     """Store the records of all ranks that register, until Ctrl-C or SIGTERM; then store pending rows and exit.
 
-    Options override the file. Without a file, the store is $RANKSCOPE_STORE or the folder `history`. If the file
-    contains no token, $RANKSCOPE_TOKEN or the file named by $RANKSCOPE_TOKEN_FILE is used, as on ranks.
+    Options override the configuration file. Without a file, the store is $RANKSCOPE_STORE or the folder `history`. If
+    the file contains no token, $RANKSCOPE_TOKEN or the file named by $RANKSCOPE_TOKEN_FILE is used, as on ranks.
 
     [bold]Examples[/bold]
 

@@ -70,7 +70,8 @@ def up(
     """Run the service, Prometheus and Alertmanager together, configured for each other, until Ctrl-C or SIGTERM.
 
     Prometheus discovers the ranks through the service. Programs that exit are restarted. All programs listen on
-    localhost only, except that the service can be given another address. The data is kept for the next start.
+    localhost only, except that the service can be given another address. The data of all programs is kept for the next
+    start.
 
     [bold]Examples[/bold]
 
