@@ -1,7 +1,7 @@
-"""Observers of memory and of the monitor's CPU time. The values are scalars of a record.
+"""Observers of memory and of the monitor's CPU time. The values are published as scalars in the record of a step.
 
-The publisher thread reads the memory of the process and of the device's allocator for each sampled step. CPU time is
-added every EVERY_SECONDS (10 s).
+The publisher thread reads the memory of the process and of the device's allocator for each sampled step. The CPU time
+is added to the record of a step every EVERY_SECONDS (10 s).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MemoryObserver(StepObserver):
     device: torch.device
 
     def on_step_end(self, pending_step: PendingStep) -> None:
-        """Schedule a reading of the memory on the publisher thread, before it publishes the step."""
+        """Schedule a function that reads the memory on the publisher thread, before this thread publishes the step."""
         if pending_step.sampled:
             pending_step.later += [self.of_process, self.of_allocator]
 
@@ -64,7 +64,10 @@ def allocator_scalars(stats: Mapping[str, int]) -> Iterator[Scalar]:
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process in bytes. On systems without /proc, return the peak so far instead."""
+    """Return the resident memory of this process in bytes.
+
+    On systems without /proc, return the highest resident memory of this process so far.
+    """
     try:
         return int(_STATM.read_bytes().split()[1]) * _PAGE_BYTES
     except OSError:
@@ -79,8 +82,8 @@ EVERY_SECONDS: Final = 10.0
 class OverheadReporter(StepObserver):
     """Adds two overhead measures to a step every 10 s: CPU seconds of each monitor thread, and the sampling stretch.
 
-    The stretch is the factor by which the overhead controller has multiplied the sampling interval. The first and the
-    last step always have these values.
+    The stretch is the factor by which the overhead controller has multiplied the sampling interval. Both measures are
+    always added to the first and to the last step.
     """
 
     seconds: Callable[[], Mapping[str, float]]
@@ -91,7 +94,7 @@ class OverheadReporter(StepObserver):
     due_at: float = field(default=float("-inf"), init=False)
 
     def on_step_end(self, pending_step: PendingStep) -> None:
-        """Schedule a reading of the CPU time on the publisher thread, if the last one was at least 10 s ago."""
+        """Schedule a reading of the CPU time on the publisher thread, if the previous reading was at least 10 s ago."""
         now = self.clock()
         if now >= self.due_at:
             self.due_at = now + EVERY_SECONDS

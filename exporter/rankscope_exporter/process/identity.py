@@ -43,7 +43,7 @@ WAIT_FOR_RANK_0: Final = dt.timedelta(seconds=20)
 def resolve_identity(environment: Mapping[str, str], run: str | None) -> Identity:
     """Return the identity of this process.
 
-    The name of the run is RANKSCOPE_RUN, else `run`, else the scheduler's job id.
+    The name of the run is the environment variable RANKSCOPE_RUN, else the argument `run`, else the scheduler's job id.
 
     In a process group, rank 0 creates run and launch id. The other ranks read them from the group's key-value store,
     without a collective and with a bounded wait. Without a process group, run and launch id are derived from the
@@ -149,7 +149,10 @@ def _generated_run() -> str:
 
 _SHA: Final = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
 _LONGEST_CHAIN: Final = 5
-"""Maximum number of git references in a chain, in which each one names the next. git has the same limit."""
+"""Maximum number of git references in a chain, in which each reference contains the name of the next reference.
+
+git has the same limit.
+"""
 
 
 def git_commit(place: Path) -> str | None:
@@ -170,7 +173,7 @@ def git_commit(place: Path) -> str | None:
 def script_commit(script: str) -> str | None:
     """Return the git commit at the path `script`.
 
-    If there is none, as for an installed launcher, return the commit of the working directory.
+    If no commit is found there, as for an installed launcher, return the commit of the working directory.
     """
     return git_commit(Path(script)) or git_commit(Path())
 

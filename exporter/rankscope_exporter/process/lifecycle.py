@@ -16,7 +16,7 @@ from rankscope_exporter.process import stop_signals
 
 
 class AttachedMonitor(Protocol):
-    """Methods of a monitor that are called when the process forks or exits."""
+    """Interface of a monitor: the methods that are called when the process forks or exits."""
 
     def abandon_after_fork(self) -> None:
         """Stop all work of the monitor in a forked child.
@@ -33,7 +33,10 @@ _STOPPED_BY_CODE: Final = {
     for name in ("SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGXCPU")
     if (number := getattr(signal, name, None)) is not None
 }
-"""Names of signals by the exit code of a script that caught the signal. Shells use this convention: 128 + number."""
+"""Names of signals by the exit code of a script that has caught the signal.
+
+The exit code is 128 + number of the signal, as in shells.
+"""
 
 _attached: set[AttachedMonitor] = set()
 """All attached monitors.
@@ -46,7 +49,7 @@ _earlier_error: BaseException | None = None
 
 
 def watch(monitor: AttachedMonitor) -> None:
-    """Register `monitor`, so that its methods are called at forks and at the end of the process, until `forget`."""
+    """Register `monitor`, so that its methods are called at forks and at process end, until `forget` is called."""
     global _registered, _earlier_error  # noqa: PLW0603 - process-wide hooks can be registered but never removed
     # In a notebook, `last_value` may be the error of an earlier cell.
     _earlier_error = getattr(sys, "last_value", None)
@@ -82,7 +85,7 @@ def _at_exit() -> None:
 
 
 def exit_reason(error: BaseException | None) -> tuple[ExitReason, str | None]:
-    """Return the exit reason and a text for the exception `error`, which ends the process.
+    """Return the exit reason and the text of the exception `error`, which ends the process.
 
     For `sys.exit(0)`, the reason states that the run is complete. The function `weighed_reason` corrects this reason if
     not all planned steps were made.
@@ -103,11 +106,14 @@ def exit_reason(error: BaseException | None) -> tuple[ExitReason, str | None]:
 def weighed_reason(
     reason: ExitReason, error: str | None, last_step: int | None, planned_steps: int | None, asked: str | None = None
 ) -> tuple[ExitReason, str | None]:
-    """Correct `reason` and `error` with the number of planned steps and the stop signal `asked`, and return both.
+    """Return the exit reason and the error text, corrected by the number of planned steps and by a stop signal.
+
+    `reason` and `error` are the uncorrected values. `asked` is the name of the stop signal that arrived, None without
+    one.
 
     A process without an error that made all planned steps is complete. A process that called `sys.exit(0)` before the
-    last planned step is not complete, because scripts exit in this way after a stop request. A loop that ends earlier
-    without a signal does not change the reason.
+    last planned step is not complete, because scripts exit in this way after a stop request. If a training loop ends
+    before the last planned step without a signal and without an error, the reason is not changed.
     """
     is_calm = reason in (ExitReason.COMPLETED, ExitReason.UNKNOWN)
     is_done = planned_steps is not None and last_step is not None and last_step >= planned_steps

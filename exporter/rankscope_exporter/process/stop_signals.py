@@ -35,7 +35,10 @@ The sender of a signal usually kills the process some seconds later.
 """
 
 DEFAULT_SIGNALS: Final = ("SIGTERM",)
-"""Names of the signals that are handled by default, if this is possible: schedulers send SIGTERM to stop a job."""
+"""Names of the signals that are handled by default, if a handler can be installed.
+
+Schedulers send SIGTERM to stop a job.
+"""
 
 STUCK_SECONDS: Final = 1.0
 """Time in seconds after which the main thread counts as stuck in C code if it has not run the handler of a signal."""
@@ -49,7 +52,7 @@ FinalWait = Callable[[], None]
 
 
 class Stoppable(Protocol):
-    """Methods of a monitor that are called when a stop signal arrives."""
+    """Interface of a monitor: the methods that are called when a stop signal arrives."""
 
     def stop_asked(self, name: str) -> None:
         """Store the name of the signal that arrived, for the exit reason. Training may continue."""
@@ -59,9 +62,9 @@ class Stoppable(Protocol):
 
         Return a function that waits until the service has committed the exit record.
 
-        The method `last_records` is called at most once. `is_stuck` is true if the training thread does not return from
-        C code. The method is then called on another thread, and must wait neither for the training thread nor for the
-        device.
+        This method is called at most once. `is_stuck` is true if the training thread does not return from C code. In
+        this case, another thread calls this method, and the method must wait neither for the training thread nor for
+        the device.
         """
 
 
@@ -71,7 +74,7 @@ class _Installed:
     monitors: set[Stoppable] = field(default_factory=set)
     came_at: float | None = None
     ending: threading.Lock = field(default_factory=threading.Lock)
-    """Held by the thread that ends the process."""
+    """Lock that a thread holds while it ends the process, so that no other thread does the same."""
 
 
 _taken: dict[int, _Installed] = {}
@@ -81,10 +84,10 @@ _pipe: tuple[int, int] | None = None  # its read end and its write end
 
 
 def install(monitor: Stoppable, names: Iterable[str]) -> None:
-    """Install handlers that notify `monitor` of the signals `names`, until `uninstall`.
+    """Install handlers that notify `monitor` of the signals `names`, until `uninstall` is called.
 
-    Raises ConfigError, without any change, if a signal has a handler in C code or the caller is not the main thread.
-    With the default signals, no handler is installed in these cases.
+    Raises ConfigError, without any change, if a signal has a handler in C code or the caller is not the main thread. In
+    both cases, if `names` are the default signals, no error is raised and no handler is installed.
     """
     names = tuple(names)
     numbers = [signal.Signals[name] for name in names]
@@ -130,7 +133,7 @@ def uninstall(monitor: Stoppable) -> None:
 
 
 def forget_after_fork() -> None:
-    """Restore the signal handlers from before `install`. Called in a forked child."""
+    """Restore the signal handlers that existed before `install` was called. Called in a forked child."""
     global _work, _worker, _pipe
     _leave_pipe()
     _work, _worker, _pipe = queue.SimpleQueue(), None, None
@@ -176,7 +179,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _is_inside(frame: FrameType | None) -> bool:
-    """Return whether the signal interrupted code of the monitor, which may hold a lock.
+    """Return whether a signal interrupted code of the monitor. This code may hold a lock.
 
     In this case, the signal is handled a little later, because the code of the monitor finishes within microseconds.
     """
@@ -260,7 +263,7 @@ def _run() -> None:
 
 
 def _watch(pipe: int) -> None:
-    """End the process by a signal that the main thread has not handled in time. `pipe` contains signal numbers."""
+    """End the process by a signal that the main thread has not handled in time. Read signal numbers from `pipe`."""
     while True:
         for number in os.read(pipe, 1):
             taken = _taken.get(number)

@@ -86,7 +86,9 @@ def limit_this_thread() -> bool:
 
 @functools.cache
 def _libraries() -> tuple[Any, ...]:
-    """Return the loaded libraries that may contain the OpenMP functions of torch: its own library, then preloaded ones.
+    """Return the loaded libraries that may contain the OpenMP functions of torch.
+
+    The first is the library of torch itself; preloaded libraries follow in the result.
 
     A library handle also finds symbols of linked libraries, so the name of the OpenMP library (libgomp, libomp,
     libiomp5) does not matter.
@@ -115,7 +117,7 @@ def _torch_libraries() -> Iterator[str]:
 
 
 class CpuMeter:
-    """Counters of CPU seconds by name, which several short-lived threads may share."""
+    """Counters of CPU seconds, each with a name. Several short-lived threads may add CPU time to the same counter."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -145,7 +147,7 @@ MOST_WAITING: Final = 64
 class BackgroundWorker:
     """Runs functions on one thread, one after another, in the order in which `put` queued them.
 
-    The thread starts with the first function.
+    The thread starts when the first function is queued.
     """
 
     def __init__(self, name: str, boundary: ErrorBoundary) -> None:
@@ -172,8 +174,8 @@ class BackgroundWorker:
         """Let the thread run all queued functions and end.
 
         Return whether the thread has ended. If the queue is full, wait at most `timeout_seconds` until the stop request
-        can be queued. Then wait at most as long for the end of the thread. If called on the thread itself, return True
-        immediately.
+        can be queued. Then wait at most `timeout_seconds` again for the end of the thread. If this method is called on
+        the thread itself, it returns True immediately.
         """
         thread = self._thread
         if thread is None or thread is threading.current_thread():

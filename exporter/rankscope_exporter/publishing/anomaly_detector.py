@@ -1,7 +1,8 @@
-"""Evaluate the rules for all series of a rank together, on the publisher thread, with numpy.
+"""Evaluates the anomaly rules for all series of a rank together, on the publisher thread, with numpy.
 
 The results are bit-identical to `rankscope_contract.rules.reference`, which evaluates one series at a time. The only
-state of the rules is one float32 baseline per series, and the number of its values.
+state of the rules is, for each series, one float32 baseline and the number of values that the series still needs before
+it is evaluated.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _COUNTS_JUDGED: Final = ("nans", "infs")
 _OPS: Final = (*_COUNTS_JUDGED, *VALUE_OPS)
 """All statistics that a rule can evaluate.
 
-If several statistics of one plan entry have firings, the firings have this order.
+If several statistics of one plan entry have firings, the firings are sorted in the order of this tuple.
 """
 
 _JUDGED_ROWS: Final = [VALUE_OPS.index(op) for op in JUDGED_OPS]
@@ -39,7 +40,10 @@ Bools = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
 
 MAX_SCALARS: Final = 1000
-"""Largest number of scalars that are evaluated. It limits the memory if a script creates new names without end."""
+"""Largest number of combinations of scalar name and labels for which rules are evaluated.
+
+This number limits the memory if a script creates new names without end.
+"""
 
 
 class Firing(NamedTuple):
@@ -69,16 +73,17 @@ class StepVerdict:
     calls: Mapping[int, int] = field(default_factory=dict)
     """Number by which firings with equal micro-batch and kind are sorted, for each plan entry with a firing.
 
-    The keys are positions in the plan. For an entry with a parameter, the number is the place of the parameter's
-    gradient in the order in which gradients arrived, or -1 if it is unknown. For another entry, it is the position in
-    the plan.
+    The keys of this dictionary are the positions of plan entries in the plan. For an entry with a parameter, the number
+    is the place of the parameter's gradient in the order in which gradients arrived, or -1 if it is unknown. For an
+    entry without a parameter, the number is the position of the entry in the plan.
     """
 
     def call_order(self, entry: int) -> int | None:
         """Return the number by which firings with equal micro-batch and kind are sorted, for plan entry number `entry`.
 
         For an entry with a parameter, it is the place of the parameter's gradient in the order in which gradients
-        arrived; None if this is unknown. For another entry, it is the position in the plan.
+        arrived; None if this is unknown. For an entry without a parameter, the number is the position of the entry in
+        the plan.
         """
         order = self.calls.get(entry, -1)
         return None if order < 0 else order
@@ -110,10 +115,11 @@ class AnomalyDetector:
         self.extend(entries)
 
     def extend(self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None) -> None:
-        """Add the new entries of the plan.
+        """Add the entries of the plan that were not added by earlier calls of this method.
 
-        `entries` is the whole plan, which begins with the entries that were added before. `owners` has the position of
-        the parameter of each entry, -1 for an entry without a parameter. If `owners` is None, no entry has a parameter.
+        `entries` is the whole plan; it begins with the entries that were added by earlier calls. For each entry,
+        `owners` has the position of the parameter of the entry, -1 for an entry without a parameter. A position counts
+        in the list of all parameters of the model. If `owners` is None, no entry has a parameter.
         """
         known = len(self._kind_of_entry)
         if len(entries) == known and self._scopes:
@@ -136,9 +142,9 @@ class AnomalyDetector:
     def observe(self, finished: Finished, call_order: Sequence[int] = ()) -> StepVerdict:
         """Evaluate the rules for the statistics of one step, and update the baselines. Return the result.
 
-        Absent entries and null values do not change the baselines. `call_order` has the place of each parameter in the
-        order in which gradients arrived, -1 for a parameter without a gradient. Entries without a parameter have the
-        order of the plan.
+        A plan entry without a value at this step does not change its baseline. `call_order` has the place of each
+        parameter in the order in which gradients arrived, -1 for a parameter without a gradient. Entries without a
+        parameter are sorted by their position in the plan.
         """
         with np.errstate(all="ignore"):  # products with Inf and NaN are intended
             before, against = self._advance(finished)
@@ -152,7 +158,7 @@ class AnomalyDetector:
             return StepVerdict(shown, firings, left_out, self._firing(verdicts), order)
 
     def check_scalar(self, name: str, value: float, labels: str | None = None) -> AnomalyRule | None:
-        """Return the first rule that holds for this value of the scalar `name`; None if no rule holds.
+        """Return the first rule that holds for `value`, a value of the scalar `name`; None if no rule holds.
 
         `labels` is the text of the labels. Each combination of name and labels has its own baseline.
         """
@@ -167,9 +173,9 @@ class AnomalyDetector:
     def _advance(self, finished: Finished) -> tuple[Float32s, Float32s]:
         """Update the baselines with the statistics of a step. Return two arrays [len(JUDGED_OPS), entries].
 
-        The first array has the previous baselines. The second has the values with which the statistics are compared.
-        They differ only at the first observation, which is compared with itself. Both are NaN until the rules have
-        enough values of a series.
+        The first array has the baselines from before this step. The second array has the values with which the rules
+        compare the statistics of this step. The two arrays differ only at the first observation of a series, which is
+        compared with itself. For a series, both arrays contain NaN until the series has enough values for the rules.
         """
         before = self._baselines
         values = finished.values[_JUDGED_ROWS]
@@ -223,9 +229,10 @@ class AnomalyDetector:
         verdicts: dict[tuple[str, int], tuple[_Scope, Bools]],
         calls: Integers,
     ) -> tuple[tuple[Firing, ...], int]:
-        """Return the firings of a step up to the detector's limit, and the number of firings that are left out.
+        """Return at most `limit` firings of a step, and the number of the remaining firings, which are left out.
 
-        For each entry and op, only the first rule that holds is a firing. NaN and Inf of one entry count as one firing.
+        The constructor receives `limit`. For each entry and op, only the first rule that holds gives a firing. NaN and
+        Inf of one entry count as one firing.
         """
         no_rule = len(self._rules)
         winner = np.full((len(finished.present), len(_OPS)), no_rule, np.int64)
@@ -247,7 +254,7 @@ class AnomalyDetector:
         """Return, for each plan entry, the number by which firings with equal micro-batch and kind are sorted.
 
         For an entry with a parameter, it is the element of `call_order` for this parameter, or -1 if `call_order` is
-        empty. For another entry, it is the position in the plan.
+        empty. For an entry without a parameter, the number is the position of the entry in the plan.
         """
         own = np.arange(len(self._owner_of_entry), dtype=np.int64)
         if not call_order:

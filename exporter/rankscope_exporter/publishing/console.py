@@ -41,7 +41,7 @@ class Console(StepObserver):
     def on_record(self, record: StepRecord) -> None:
         """Print a line about the firings in `record`, with the first of them in causal order.
 
-        Lines that the rate limit suppresses are counted.
+        If the rate limit does not allow the line, it is counted and not printed.
         """
         anomalies = [event for event in record.events if event.type == EventType.ANOMALY]
         if not anomalies:

@@ -46,7 +46,7 @@ _OF_CHUNKS: Final = frozenset({"features", "histograms"})
 """Datasets without a column for the model chunk. The tensor name in their rows contains the number of the chunk."""
 
 CUMULATIVE: Final = {"tokens": "tokens_total", "samples": "samples_total"}
-"""Scalars of which a running total is published, with the name of the total."""
+"""Names of scalars of which the sum over all steps so far is also published, each with the name of this sum."""
 
 
 class StepQueue:
@@ -56,7 +56,8 @@ class StepQueue:
         self.items: queue.SimpleQueue[PendingStep | threading.Event | None] = queue.SimpleQueue()
         """The queue of records, of `threading.Event` objects and of None.
 
-        An event is set when all earlier records are published. None ends the thread.
+        The publisher thread sets an event when it has published all records that were queued before the event. When it
+        takes None from the queue, it ends.
         """
         self.dropped = 0  # records that found the queue full
 
@@ -91,10 +92,10 @@ class Publisher:
     ) -> None:
         """Store the functions that the thread calls: `publish`, `on_record`, `flush_idle` and `finished`.
 
-        `publish` stores a record, and `on_record` is called after it. `finished` is called after the last record.
-        `flush_idle` publishes the open step if no hook was called for the number of seconds in its argument. `pp_stage`
-        is the pipeline stage of this rank. If `has_chunks` is true, names of tensors begin with the number of a model
-        chunk.
+        `publish` stores a record. `on_record` is called with each record after `publish` has stored it. `finished` is
+        called without arguments after the last record. `flush_idle` publishes the step that has not ended yet, if no
+        hook was called for the number of seconds in the argument of `flush_idle`. `pp_stage` is the pipeline stage of
+        this rank. If `has_chunks` is true, names of tensors begin with the number of a model chunk.
         """
         self.publish = publish
         self._steps = steps
@@ -280,10 +281,11 @@ def arrow_statistics(
     published: Published | None = None,
     value_ops: Sequence[str] = WIRE_VALUE_OPS,
 ) -> tuple[pa.FloatArray, pa.Int64Array]:
-    """Return the columns `values` (float32) and `counts` (int64) of a record. A null means that a number is absent.
+    """Return the columns `values` (float32) and `counts` (int64) of a record.
 
-    All entries of the first statistic come first, then those of the second, and so on. In the argument `finished`, NaN
-    represents null. This is safe because no statistic over finite elements is NaN.
+    A null means that a plan entry has no value of a statistic at this step. A column begins with the values of the
+    first statistic for all plan entries. The values of the second statistic follow, and so on. In the argument
+    `finished`, NaN represents null. This is safe because no statistic over finite elements is NaN.
     """
     rows = [finished.values[VALUE_OPS.index(op)] for op in value_ops if op in OPS]
     numbers = _arrow(np.concatenate((*rows, *baselines)), pa.float32())

@@ -1,6 +1,7 @@
 """Registry of the quantities.
 
-To add a quantity, add a file with a `Quantity` subclass to this folder. The configuration selects it by its `name`.
+To add a quantity, add a file with a `Quantity` subclass to the folder of this module. The configuration selects the
+quantity by the attribute `name` of this subclass.
 """
 
 from __future__ import annotations

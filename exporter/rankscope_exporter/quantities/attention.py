@@ -34,7 +34,7 @@ _BATCHED: Final = 3
 
 
 def is_multihead(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
-    """Return whether the module is torch's own multi-head attention, or a subclass that runs its forward."""
+    """Return whether the module is torch's own multi-head attention, or a subclass with the same method `forward`."""
     return type(module).forward is nn.MultiheadAttention.forward
 
 
@@ -43,7 +43,7 @@ def projected(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | str:
     """Return query and key as [batch, heads, sequence, width], and the mask of the scores of `nn.MultiheadAttention`.
 
-    If the arguments cannot be used, return the reason as text.
+    If query, key or mask cannot be read from the arguments of the module's call, return the reason as text.
     """
     given = _SIGNATURE.bind(module, *args, **kwargs).arguments
     if module.bias_k is not None or module.add_zero_attn:
@@ -152,7 +152,7 @@ def _found(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | str:
     """Return query and key as [batch, heads, sequence, width], and the mask of the scores.
 
-    If the arguments cannot be used, return the reason as text.
+    If query, key or mask cannot be read from the arguments of the module's call, return the reason as text.
     """
     given = arguments.query_and_key(args, kwargs)
     for label, tensor in zip(("query", "key"), given, strict=True):

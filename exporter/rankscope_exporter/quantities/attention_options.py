@@ -50,7 +50,10 @@ class AttentionOptions(QuantityOptions):
     """
 
     targets: TargetNames = ()
-    """Modules whose `forward` receives query and key with separate heads. Projections are outside of these modules."""
+    """Modules whose `forward` receives query and key with separate heads.
+
+    The modules do not contain the projections of query and key.
+    """
     order: str = "s,b,h,d"
     """Order of the dimensions of query and key, by four letters: s sequence, b batch, h heads, d width of a head."""
     query: Argument = 0
@@ -76,7 +79,10 @@ class AttentionOptions(QuantityOptions):
     Null reads the argument scale or softmax_scale; without them it is 1 / √d.
     """
     rows: Annotated[int, at_least(1)] | None = None
-    """Largest number of queries per sequence that are read, at equal distances. Null reads all queries."""
+    """Largest number of queries that are read per sequence.
+
+    The queries that are read are at equal distances in the sequence. Null reads all queries.
+    """
 
     def __post_init__(self) -> None:
         QuantityOptions.__post_init__(self)
@@ -92,7 +98,7 @@ class AttentionOptions(QuantityOptions):
 
 
 class Arguments:
-    """Access to query, key and mask among the arguments of calls of one module."""
+    """Finds query, key, mask and scale factor among the arguments of a call of one module."""
 
     def __init__(self, module: nn.Module, options: AttentionOptions) -> None:
         self._home = type(module).__module__
@@ -163,7 +169,7 @@ def _parameter_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def _causal_or_none(value: Any) -> bool | None:
-    """Return whether a flag or the name of a mask type means a causal mask; None for other values and tensors."""
+    """Return whether `value`, a bool or the name of a mask type, means a causal mask; None for any other value."""
     if isinstance(value, bool):
         return value
     name = value if isinstance(value, str) else getattr(value, "name", None)

@@ -29,17 +29,24 @@ BACKWARD: Final = "backward"
 
 
 class Table(Protocol):
-    """The table to which one quantity writes its statistics at a sampled step. Row 0 is the quantity's first entry."""
+    """The table to which one quantity writes its statistics at a sampled step.
+
+    Row 0 belongs to the first plan entry of the quantity.
+    """
 
     def add(self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None) -> range | None:
-        """Append new entries to the plan and return their rows; None if the plan is full.
+        """Append new entries to the plan and return the table rows of these entries; None if the plan is full.
 
-        `owners` has the position of the parameter of each entry.
+        For each entry, `owners` has the position of the parameter of the entry in the list of all parameters of the
+        model.
         """
         ...
 
     def measure(self, tensors: Sequence[torch.Tensor | None], rows: range) -> None:
-        """Compute the statistics of `tensors` and write them to `rows`. For a None, the entry remains absent."""
+        """Compute the statistics of `tensors` and write them to the table rows `rows`, in the same order.
+
+        If an element of `tensors` is None, the plan entry of its row remains absent.
+        """
         ...
 
     def copy(self, source: range, target: range) -> None:
@@ -47,31 +54,41 @@ class Table(Protocol):
         ...
 
     def forget(self, rows: range) -> None:
-        """Delete the statistics of `rows`, which were measured at this step. Their entries are then absent."""
+        """Delete the statistics of `rows`, which were measured at this step.
+
+        The plan entries of `rows` become absent.
+        """
         ...
 
     def forget_equal(self, rows: range, others: range) -> torch.Tensor:
-        """Compare each of `rows` with the one at the same position in `others`, and make equal ones in `rows` absent.
+        """Compare each row in `rows` with the row at the same position in `others`, and delete `rows` that are equal.
 
-        Rows are equal if the bits of all their statistics are equal. Return bool [len(rows)] on the device: True for
-        entries that were measured and differ.
+        The plan entry of a deleted row is absent at this step. Two rows are equal if all statistics of both rows are
+        equal bit for bit. Return bool [len(rows)] on the device: True for each row in `rows` that was measured and
+        differs.
         """
         ...
 
     def defer(self, dataset: str, tensor: torch.Tensor, rows: Callable[[Numbers], Iterable[Row]]) -> None:
-        """Copy `tensor` to the host, and add the rows of `dataset` that `rows` makes of the numbers.
+        """Copy `tensor` to the host, and add the rows that the function `rows` computes from the copy to `dataset`.
 
-        The training does not wait for the device. The publisher thread calls `rows` with a numpy array, so the dtype of
-        `tensor` must exist in numpy.
+        The training thread does not wait for the device. The publisher thread calls `rows` with a numpy array, so the
+        dtype of `tensor` must exist in numpy.
         """
         ...
 
     def withdraw(self, dataset: str) -> None:
-        """Discard the rows of `dataset` that `defer` scheduled at this step. The caller reads their tensors again."""
+        """Discard the rows of `dataset` that `defer` scheduled at this step.
+
+        The caller then reads the same tensors again.
+        """
         ...
 
     def later(self, tensor: torch.Tensor, use: Callable[[Numbers], None]) -> None:
-        """Copy the present values of `tensor` to the host, and call `use` with them on the publisher thread."""
+        """Copy the present values of `tensor` to the host.
+
+        The publisher thread calls the function `use` with the copy.
+        """
         ...
 
     def write(self, dataset: str, row: Row) -> None:
@@ -80,7 +97,10 @@ class Table(Protocol):
 
 
 class SamplingGate(Protocol):
-    """The object from which the hooks of one quantity read whether the current step is sampled, and its table."""
+    """The object from which the hooks of one quantity read whether the current step is sampled.
+
+    It also has the table to which the quantity writes the statistics of this step.
+    """
 
     @property
     def is_open(self) -> bool:
@@ -94,7 +114,10 @@ class SamplingGate(Protocol):
 
 
 class Hook(Protocol):
-    """A hook of the monitor whose errors are caught. It also shows whether torch has called it."""
+    """A hook of the monitor. Errors in the hook are caught.
+
+    The attribute `was_called` shows whether torch called the hook.
+    """
 
     was_called: bool
     is_compiled: bool
@@ -145,9 +168,9 @@ class ModelHookContext(Protocol):
 
         Errors of `function` are never raised into training.
 
-        The CPU time of the calls is measured. Gradients are disabled inside, and the result of `function` is dropped.
-        The hook does nothing while a graph is compiled, after detach, in a forked child process, and in a copy of the
-        model. `where` names the operation in error messages.
+        The CPU time of the calls is measured. During a call, gradients are disabled. The result of `function` is
+        dropped. The hook does nothing while a graph is compiled, after detach, in a forked child process, and in a copy
+        of the model. `where` is the description of the operation for error messages.
         """
         ...
 
@@ -156,9 +179,9 @@ class ModelHookContext(Protocol):
         ...
 
     def between(self, function: Callable[[], None]) -> None:
-        """Call `function` under a lock, so that no step begins or ends meanwhile.
+        """Call `function` under a lock, so that no step begins or ends during the call.
 
-        Needed by hooks that may run long after the update of a step.
+        Hooks that may run long after the optimizer update of a step need this.
         """
         ...
 
@@ -167,10 +190,11 @@ class Hooking(ModelHookContext, Protocol):
     """Methods with which a quantity registers its hooks. The hooks exist only at the sampled steps of the quantity."""
 
     def hook(self, hook: Hook, register: Callable[[], Removable | None], *, stays: bool = False) -> None:
-        """Register `hook` by calling `register`, now and again before each sampled step.
+        """Call the function `register`, which registers `hook`, immediately and again before each sampled step.
 
-        The function `register` returns the handle of the hook, or None if it cannot be registered at this step. An
-        error in its first call is raised. If `stays` is true, the hook remains registered between sampled steps.
+        The function `register` returns the handle of the hook, or None if the hook cannot be registered at this step.
+        An error in the first call of `register` is raised. If `stays` is true, the hook remains registered between
+        sampled steps.
         """
         ...
 
@@ -184,9 +208,9 @@ _STATISTICS: Final = list_of(str, "a list of statistics")
 class QuantityOptions:
     """The options that every quantity has. Subclasses add options.
 
-    The constructor validates the values and raises ValueError with the name of the wrong option. A list becomes a
-    tuple. An option of type bool accepts no other type. If a subclass changes the default value of a field, it must
-    also repeat the annotation with the validation rule of the field.
+    The constructor validates the values and raises ValueError with the name of the option if a value is invalid. A list
+    becomes a tuple. An option of type bool accepts no other type. If a subclass changes the default value of a field,
+    it must also repeat the annotation with the validation rule of the field.
     """
 
     targets: TargetNames = ("*",)
@@ -228,7 +252,7 @@ class Quantity:
 
     @staticmethod
     def elsewhere(monitored: MonitoredModel) -> frozenset[int]:  # noqa: ARG004 - for quantities that are the same on ranks
-        """Return the positions of parameters for which another rank publishes all rows of this quantity.
+        """Return the positions of the parameters for which another rank publishes all rows of this quantity.
 
         A position counts in the list of all parameters of the model.
         """
@@ -252,7 +276,10 @@ class Quantity:
         return []
 
     def kinds(self) -> set[str]:
-        """Return the kinds of all entries, including later ones: a counter for each kind exists from the start."""
+        """Return the kinds of all plan entries, including entries that are added later.
+
+        A counter for each kind exists from the start.
+        """
         return {entry.kind for entry in self.entries()}
 
     def owners(self, count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Quantity `direction`: how often gradient and momentum have the same sign."""
+"""Quantity `direction`: share of the elements of a parameter for which gradient and momentum have the same sign."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class GradientAlignment(Quantity):
 
     It is (Σ sign(g)·sign(m) / n + 1) / 2 over its n elements.
 
-    g is the gradient that the optimizer receives, and m the momentum before the step. If g or m is 0, the element
-    counts as half an agreement. A complex number counts as two elements. The feature is absent without a momentum, as
-    before the first step. It is NaN if g or m contains a NaN.
+    g is the gradient that the optimizer receives, and m the momentum before the optimizer step. If g or m is 0, the
+    element counts as half an agreement. A complex number counts as two elements. The feature is absent without a
+    momentum, as before the first optimizer step. It is NaN if g or m contains a NaN.
     """
 
     name: ClassVar[str] = "direction"

@@ -19,12 +19,13 @@ from rankscope_exporter.records.host_transfer import Numbers
 class Gradients(Quantity):
     """Three rows per parameter: `grad_unreduced`, `grad_reduced` and `grad_clipped`.
 
-    The first two are read at the end of the backward pass, before clipping. They are sums over the micro-batches of the
-    step so far. `grad_clipped` is the gradient that the optimizer receives. It is absent if it is bit for bit the
-    reduced gradient. With a gradient scaler, the first two contain the loss scale, and the third the result of scaler
-    and clipping. If the framework reduces each of several micro-batches, `grad_unreduced` is the sum over the
-    micro-batches that the monitor itself computes. A gradient that does not exist is absent, never a stale value: the
-    parameter is unused or frozen, or `zero_grad` ran in between.
+    `grad_unreduced` and `grad_reduced` are read at the end of the backward pass, before clipping. They are sums over
+    the micro-batches of the step so far. `grad_clipped` is the gradient that the optimizer receives. It is absent if it
+    is equal to the reduced gradient bit for bit. With a gradient scaler, `grad_unreduced` and `grad_reduced` are
+    multiplied by the loss scale, and `grad_clipped` is the gradient after the scaler and the clipping. If the framework
+    reduces each of several micro-batches, `grad_unreduced` is the sum over the micro-batches that the monitor itself
+    computes. A gradient that does not exist is absent, never a stale value: the parameter is unused or frozen, or
+    `zero_grad` ran after the backward pass and before the reading of the gradient.
     """
 
     name: ClassVar[str] = "gradients"
@@ -76,7 +77,7 @@ class Gradients(Quantity):
         self._sums.release()
 
     def on_gradient_ready(self, index: int, holder: GradientSource, table: Table) -> None:
-        """Measure one gradient in the hook of its parameter, before the framework reduces it in place or shards it."""
+        """Measure one gradient inside a gradient hook, before the framework reduces it in place or shards it."""
         if self._batched or self._mixed or self._sums.are_kept:
             return
         self._arrived.add(index)
@@ -100,7 +101,7 @@ class Gradients(Quantity):
             table.measure(list(own), self._unreduced)
 
     def on_backward_end(self, table: Table) -> None:
-        """Measure the reduced gradients. If nothing is reduced, these are the rank's own gradients."""
+        """Measure the reduced gradients. Without a reduction, the reduced gradients are the rank's own gradients."""
         if self.monitored.framework.reduces_in_backward():
             self._mixed = True
             if self._reduces_after_last:  # no further micro-batch comes

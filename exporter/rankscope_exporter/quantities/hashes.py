@@ -69,9 +69,9 @@ class _Item:
 
 
 class Hashes(Quantity):
-    """Hashes and norms of tensors after the update of a sampled step.
+    """Computes hashes and norms of tensors after the optimizer update of a sampled step.
 
-    They show at which step a tensor was changed, whether before, during or outside of the update.
+    The hashes show at which step a tensor was changed, whether before, during or outside of the update.
     """
 
     name: ClassVar[str] = "hashes"
@@ -101,7 +101,7 @@ class Hashes(Quantity):
         return found
 
     def on_optimizer_step_end(self, table: Table) -> None:
-        """Hash and measure all tensors.
+        """Compute the hashes and norms of all selected tensors.
 
         If a step has several optimizers, the values after the last update are published.
         """
@@ -185,7 +185,7 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """The columns of a row that are known before the hash has arrived on the host. Contains no tensor."""
+    """The columns of a row that are known before the hash was copied to the host. Contains no tensor."""
 
     columns: Row
     size_bytes: int

@@ -93,7 +93,8 @@ class TensorHooks:
 class MicroGradientHooks:
     """Gradient hooks on all parameters that require gradients. They are called before a gradient is accumulated.
 
-    `hook_of` returns the function to call, given the position of a parameter and the parameter.
+    The function `hook_of` gets the position of a parameter and the parameter. It returns the function that the hook of
+    this parameter calls with the gradient.
     """
 
     def __init__(

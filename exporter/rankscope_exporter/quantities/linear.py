@@ -44,7 +44,7 @@ class LinearOptions(QuantityOptions):
     tolerance: Annotated[float, _TOLERANCE] = 0.01
     """Largest relative error by which the spectral norm may be too low.
 
-    A tenth of the tolerance needs about three times as many steps of the Lanczos method.
+    A tolerance that is one tenth as large needs about three times as many steps of the Lanczos method.
     """
 
 

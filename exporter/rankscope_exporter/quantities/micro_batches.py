@@ -1,8 +1,9 @@
 """Quantity `micro_gradients`; and sums of gradients over micro-batches that the framework reduces separately.
 
-The sums are those of the rank's own gradients. They need as much memory as the gradients of all measured parameters.
-They exist from the first to the last gradient of a sampled step. They are kept only while the training loop accumulates
-gradients, and only if the device has enough memory. Their dtype is that of the framework's own sums.
+The sums are those of the rank's own gradients. The sums need as much memory as the gradients of all measured
+parameters. They exist from the first to the last gradient of a sampled step. Sums are kept only while the training loop
+accumulates gradients, and only if the device has enough memory. The dtype of a sum is that of the sums that the
+framework computes itself.
 """
 
 from __future__ import annotations
@@ -89,13 +90,16 @@ _THREE_VALUES: Final = Allowed("true, false or null", lambda value: isinstance(v
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientsOptions(QuantityOptions):
-    """Options of the quantity `gradients`, for sums over micro-batches that the framework does not keep."""
+    """Options of the quantity `gradients`, for sums of gradients over micro-batches.
+
+    These sums are needed if the framework does not keep them.
+    """
 
     sum_micro_batches: Annotated[bool, _THREE_VALUES] | None = None
     """Keep the sum of this rank's own gradients over micro-batches that are reduced separately.
 
-    True: always; false: never. Null: if the sum fits into a quarter of the free memory, from the step on at which such
-    an accumulation was detected.
+    True: always keep the sum; false: never. Null: keep the sum if it fits into a quarter of the free memory, but only
+    from the step on at which the monitor knows that the loop accumulates micro-batches that are reduced separately.
     """
 
 
@@ -114,7 +118,7 @@ class MicroBatchSums:
         """True if the gradients of the current step are added to the sums of this object."""
 
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
-        """Prepare the gradient hooks. They are registered later, when the sums are needed."""
+        """Prepare the gradient hooks. They are registered at the first step that needs sums of gradients."""
         self._hooking = hooking
         self.hooks = MicroGradientHooks(
             self._monitored, hooking, gate, "adding a gradient to the sum over micro-batches", self._hook_of

@@ -24,7 +24,7 @@ from rankscope_exporter.statistics.tensor_access import is_freed, why_not_measur
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A call of a module that is in progress. It refers to the module, so callers must not keep this object."""
+    """A call of a module while the call runs. This object refers to the module, so users must not store the object."""
 
     named: NamedModule
     module: nn.Module
@@ -40,7 +40,7 @@ class ModuleQuantity(Quantity):
     of_modules: ClassVar[bool] = True
     measures_tensors: ClassVar[bool] = False
     missing_result: ClassVar[str] = "it is not measured"
-    """The consequence for a module that was not called: the end of the notice about this module."""
+    """Text at the end of the notice about a module that was not called: the consequence for this module."""
 
     def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
         super().__init__(monitored, options)
@@ -91,7 +91,10 @@ class ModuleQuantity(Quantity):
         self._notes.add(reason, named.name)
 
     def before(self, named: NamedModule, read: Callable[[Running, Sequence[Any], Mapping[str, Any]], None]) -> None:
-        """Call `read` before the first call of a module in each micro-batch, with the arguments of this call."""
+        """Register a hook that calls the function `read` before the first call of a module in each micro-batch.
+
+        `read` gets this call and its positional and keyword arguments.
+        """
 
         def begins(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             if self._is_first_call(named, module):
@@ -100,7 +103,10 @@ class ModuleQuantity(Quantity):
         self._register(named, hook_before, f"{self.name} of modules", begins)
 
     def after(self, named: NamedModule, read: Callable[[Running, Any], None]) -> None:
-        """Call `read` after the first call of a module in each micro-batch, with the result of the module's call."""
+        """Register a hook that calls the function `read` after the first call of a module in each micro-batch.
+
+        `read` gets this call and the result of the module.
+        """
 
         def ended(module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
             if self._is_first_call(named, module):
@@ -140,9 +146,9 @@ class ModuleQuantity(Quantity):
         where: str,
         function: Callable[..., None],
     ) -> None:
-        """Register a hook that calls `function` and catches its errors.
+        """Register a hook on a module. The hook calls `function` and catches the errors of `function`.
 
-        The function `register` registers it on the module.
+        The function `register` gets the hook and registers it on the module.
 
         If torch raises an error, as for a scripted module, store that the module is not measured.
         """

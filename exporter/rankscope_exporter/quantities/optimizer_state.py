@@ -20,7 +20,10 @@ from rankscope_exporter.statistics.tensor_access import dtype_name
 ADAM_STATE: Final = (("exp_avg", Kind.EXP_AVG), ("exp_avg_sq", Kind.EXP_AVG_SQ))
 MOMENTUM_STATE: Final = (("momentum_buffer", Kind.MOMENTUM),)
 KIND_OF_STATE: Final[dict[str, str]] = dict((*ADAM_STATE, *MOMENTUM_STATE))
-"""The kind of each key in `optimizer.state[parameter]`. A key that is not in this table is used as the kind."""
+"""The kind of each key in `optimizer.state[parameter]`.
+
+For a key that is not in this dictionary, the kind is the key.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +35,10 @@ class OptimizerStateOptions(QuantityOptions):
 
 
 class OptimizerState(Quantity):
-    """One row per parameter for each kind of state.
+    """Measures one row per parameter for each kind of optimizer state.
 
-    The kinds follow from the options of the optimizers, because the state itself appears only in the first step. The
-    state that `names` selects is added at the first sampled step at which it exists.
+    The kinds follow from the options of the optimizers, because the state itself appears only in the first step.
+    Tensors of the state that the option `names` selects are added at the first sampled step at which they exist.
     """
 
     name: ClassVar[str] = "optimizer_state"
@@ -58,7 +61,7 @@ class OptimizerState(Quantity):
         return monitored.state_elsewhere
 
     def entries(self) -> list[PlanEntry]:
-        """Return the plan entries: those of the first kind for all parameters, then those of the next kind."""
+        """Return the plan entries: one per parameter for the first kind of state, then for the next kind."""
         return [entry for _, kind in self._kinds for entry in self.parameter_entries(kind)]
 
     def on_optimizer_step_end(self, table: Table) -> None:

@@ -23,17 +23,19 @@ class ParametersOptions(QuantityOptions):
     """Options of the quantity `parameters`."""
 
     updates: bool = False
-    """True also measures the feature `update_norm`, the norm of the difference that the update makes.
+    """If true, also measure the feature `update_norm`, the norm of the difference that the update makes.
 
     At sampled steps, this needs memory for one more copy of the parameters.
     """
 
 
 class Parameters(Quantity):
-    """Two rows per parameter: `param_before` and `param_after` the update. Optionally a feature `update_norm`.
+    """Measures two rows per parameter, `param_before` and `param_after` the update, and optionally `update_norm`.
 
-    `param_after` of a step is usually equal to `param_before` of the next step. A difference shows a change between two
-    steps, such as a loaded checkpoint, weight averaging or an accidental write.
+    `update_norm` is a feature: the norm of the difference that the update makes.
+
+    `param_after` of a step is usually equal to `param_before` of the next step. A difference between these two rows
+    shows a change between the two steps, such as a loaded checkpoint, weight averaging or an accidental write.
     """
 
     name: ClassVar[str] = "parameters"
@@ -49,7 +51,10 @@ class Parameters(Quantity):
 
     @staticmethod
     def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
-        """Return the positions, in the list of all parameters of the model, of those that another rank publishes."""
+        """Return the positions of the parameters that another rank publishes.
+
+        A position counts in the list of all parameters of the model.
+        """
         return monitored.elsewhere
 
     def entries(self) -> list[PlanEntry]:
@@ -63,7 +68,7 @@ class Parameters(Quantity):
             self._copies = [None if tensor is None else _values(tensor).clone() for tensor in self._updated_tensors()]
 
     def on_optimizer_step_end(self, table: Table) -> None:
-        """Measure the parameters after the update. Of several optimizers, the last one completes the update."""
+        """Measure the parameters after the update. With several optimizers, the values after the last one count."""
         table.measure(self._updated_tensors(), self._after)
         norms = {
             named.name: _distance(before, _values(after))

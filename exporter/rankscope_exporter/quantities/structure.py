@@ -64,7 +64,7 @@ class Described:
 class ModuleRecord:
     """A module, with the inputs and outputs of its first call in the step.
 
-    They are None if the module was not called.
+    `inputs` and `outputs` are None if the module was not called.
     """
 
     name: str
@@ -142,7 +142,7 @@ def structure_text(modules: Iterable[ModuleRecord]) -> str:
 def structure_document(modules: Iterable[ModuleRecord]) -> dict[str, Any]:
     """Return the content of msprobe's file `module_struct.json` for the modules that were called.
 
-    Its keys consist of the number of the model chunk and the name of the module.
+    A key of this content consists of the number of the model chunk and the name of the module.
     """
     return {
         f"{module.vpp_stage or 0}:{module.name}": module.document() for module in modules if module.inputs is not None

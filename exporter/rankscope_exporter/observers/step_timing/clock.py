@@ -1,7 +1,8 @@
-"""Clocks that give the times of events: the clock of the host, or events of a device for which the host queues work.
+"""Clocks that return the time of an event of a training step, either on the host or on a device.
 
-A time on a device is an event in its stream, which the device reaches long after the host has queued it. The publisher
-thread reads the time only after the event reports that it was reached, so no thread blocks in the driver.
+The clock of the host returns seconds. For a device to which the host queues work, the clock returns a device event in
+the current stream of the device. The device reaches this event long after the host has queued it. The publisher thread
+computes durations only after the device event reports that it was reached, so no thread blocks in the driver.
 """
 
 from __future__ import annotations
@@ -25,34 +26,38 @@ _LONGEST_SLEEP_SECONDS: Final = 0.02
 
 
 Time = Any
-"""A time as a clock represents it: seconds of the host's clock, or an event of the device."""
+"""A time that a clock of this module returned: seconds of the host's clock, or an event in the stream of a device."""
 
 
 class HostClock:
     """The monotonic clock of the host, for devices whose work runs on the host.
 
-    Base class of `DeviceClock`. The training thread calls `now` and `at`, which do not block. The publisher thread
-    calls `reached` and `seconds`.
+    Base class of `DeviceClock`. The training thread calls `now` and `at`, which return a time and do not block. The
+    publisher thread calls `reached`, which returns whether the device has reached a time, and `seconds`, which returns
+    the duration between two times.
     """
 
     now: Callable[..., Time] = staticmethod(time.monotonic)
     """Function that returns the current time. It is a C function, because it runs at each event of each step."""
 
     def at(self, seconds: float) -> Time:
-        """Return the time of this clock at `seconds` of the host's monotonic clock, a moment in the recent past."""
+        """Return the time for the moment, in the recent past, at which the host's monotonic clock was at `seconds`."""
         return seconds
 
     def reached(self, time: Time) -> bool:  # noqa: ARG002 - the signature of DeviceClock
-        """Return whether the device has reached `time`. The call may wait for a limited time."""
+        """Return whether the device has reached `time`, a result of `now` or `at`.
+
+        The call may wait for a limited time.
+        """
         return True
 
     def seconds(self, begin: Time, end: Time) -> float:
-        """Return the seconds between two times, which the device must have reached."""
+        """Return the seconds from the time `begin` to the time `end`. The device must have reached both times."""
         seconds: float = end - begin
         return seconds
 
     def release(self, time: Time) -> None:
-        """Release `time`, which the caller no longer needs. The host clock has nothing to release."""
+        """Release the device event `time`, which the caller no longer needs. The host clock has no device events."""
 
 
 @dataclass(eq=False)
@@ -70,9 +75,9 @@ class DeviceClock(HostClock):
     pool: deque[Any] = field(default_factory=deque, init=False)  # the publisher appends, the training thread pops
 
     def now(self) -> Time:
-        """Queue an event and return it.
+        """Queue an event in the current stream of the device, and return the event.
 
-        Return None while a graph is captured, because the event would become part of the graph.
+        Return None while a CUDA graph is captured, because the event would become part of the graph.
         """
         if self.is_capturing():
             return None
@@ -84,7 +89,7 @@ class DeviceClock(HostClock):
         return event
 
     def at(self, seconds: float) -> Time:  # noqa: ARG002 - no event can be queued in the past
-        """Queue an event now and return it. An event cannot be queued for a time in the past."""
+        """Queue an event now and return the event, because no event can be queued for `seconds`, a time in the past."""
         return self.now()
 
     def reached(self, time: Time) -> bool:

@@ -1,10 +1,10 @@
 """Observer that measures the phases of each step of one model.
 
-The training thread stores times; the publisher thread computes the phases.
+The training thread stores the times of the events of a step. The publisher thread computes the phases from these times.
 
-For each phase, a counter has the seconds since the process called `attach()`. The publisher thread reads a counter only
-when it publishes the counter: a value that was read earlier could be published after a higher one, and a counter must
-not decrease.
+For each phase, a counter contains the seconds that training has spent in this phase since the process called
+`attach()`. The publisher thread reads a counter only when it publishes the counter: a value that was read earlier could
+be published after a higher one, and a counter must not decrease.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from rankscope_exporter.records.step_events import Cause, StepObserver
 from rankscope_exporter.records.step_record import Scalar
 
 EVERY_SECONDS: Final = 1.0
-"""Minimum seconds between two publications of the counters.
+"""Minimum seconds between two publications of the counters of seconds by phase.
 
-The phases of single steps are published as separate rows.
+The seconds by phase of each single step are published separately, with the record of the step.
 """
 
 UNIT: Final = "seconds"
 
 
 class PhaseCounters:
-    """Counters of the seconds by phase since the process called `attach()`.
+    """Counters of the seconds that training has spent in each phase since the process called `attach()`.
 
     The training thread and the publisher thread add seconds; the publisher thread reads the counters.
     """
@@ -63,9 +63,10 @@ class PhaseCounters:
         self._published_at = float("-inf")
 
     def add(self, phases: Mapping[str, float], pre_collective: float | None = None) -> None:
-        """Add seconds to the counters of phases.
+        """Add the seconds of each phase in `phases` to the counter of this phase.
 
-        `pre_collective` is added to the counter of computing time before the ranks wait for each other.
+        `pre_collective`, the seconds of computation in one step before the last wait for other ranks, is added to a
+        separate counter.
         """
         with self._lock:
             for phase, seconds in phases.items():
@@ -76,7 +77,7 @@ class PhaseCounters:
     def of(self, phase: str) -> list[Scalar]:
         """Return the counter of one phase as a list with one scalar.
 
-        The list is empty if the phase has not occurred.
+        The list is empty if no seconds were added to this counter.
         """
         with self._lock:
             self._changed.discard(phase)
@@ -85,8 +86,8 @@ class PhaseCounters:
     def due(self, *, is_last: bool = False) -> list[Scalar]:
         """Return the counters that have changed since the last publication.
 
-        The list is empty if the last publication was less than EVERY_SECONDS (1 s) ago. With `is_last`, this limit does
-        not apply.
+        The list is empty if the last publication was less than EVERY_SECONDS (1 s) ago. If `is_last` is true, the time
+        of the last publication has no effect.
         """
         now = self._clock()
         with self._lock:
@@ -104,7 +105,7 @@ class PhaseCounters:
 
 
 MOST_MARKS: Final = 10_000
-"""Maximum number of events of one step with a stored time.
+"""Maximum number of events of one step for which the time is stored.
 
 If a step has more events, for example because of thousands of micro-batches, the time after the last stored event is
 counted as the phase "other".
@@ -121,9 +122,9 @@ class _Announced:
 
 
 def _marking(kind: Kind, *, limited: bool = False) -> Callable[[StepTimingObserver], None]:
-    """Return a method that stores the time of an event of `kind`.
+    """Return a method of `StepTimingObserver` that stores the time of an event of the kind `kind`.
 
-    With `limited`, the method also stops storing times after MOST_MARKS (10,000) events of one step.
+    If `limited` is true, the method also stops storing times after MOST_MARKS (10,000) events of one step.
     """
 
     def note(self: StepTimingObserver) -> None:
@@ -164,7 +165,10 @@ class StepTimingObserver(StepObserver):
         self._is_last = False
         self._published: Mapping[str, float] = {}  # phases of the last step; used only by the publisher thread
         self.left_out = 0
-        """Number of steps without phases, because the device did not reach an event of the step in time."""
+        """Number of steps for which no phases are published.
+
+        In these steps, the device did not reach an event within the time limit.
+        """
         self._open(self._now())
 
     @classmethod
@@ -201,7 +205,7 @@ class StepTimingObserver(StepObserver):
         self._note(("step_begins", self._now(), ""))
 
     def on_evaluation_begin(self) -> None:
-        """Store the time at which an evaluation forward pass begins. Consecutive passes count as one evaluation."""
+        """Store the time at which an evaluation forward pass begins. Consecutive evaluation passes count as one."""
         if self._marks[-1][0] == "evaluation_ended":
             self._clock.release(self._marks.pop()[1])
         else:

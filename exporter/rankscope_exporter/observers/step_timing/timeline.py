@@ -42,7 +42,7 @@ _STRUCTURE: Final = frozenset(
 """Kinds of marks (events of a step with a time) after which an interval without a known phase may begin."""
 
 _COMING: Final = frozenset({"forward_begins", "evaluation_begins", "backward_begins", "update_begins", "closes"})
-"""Kinds of marks (events of a step with a time) that determine the phase of an interval before them."""
+"""Kinds of marks (events of a step with a time) that determine the phase of an interval before the mark."""
 
 
 class Mark(NamedTuple):
@@ -68,12 +68,12 @@ class LoopTraits:
     """Properties of the training loop that determine how the phases of its steps are computed."""
 
     shows_reductions: bool = False
-    """True if the framework waits for its gradient reductions after the backward pass has computed all gradients.
+    """True if the framework waits for reductions of gradients after the backward pass has computed all gradients.
 
     The wait is the time between the marks "backward_ends" and "backward_ended".
     """
     interleaves: bool = False
-    """True if micro-batches overlap, as in a pipeline: a gap between two of them is then not a wait for data."""
+    """True if micro-batches overlap, as in a pipeline: the time between two micro-batches is not a wait for data."""
     has_optimizer: bool = True
 
 
@@ -134,7 +134,8 @@ def segments(marks: Sequence[Mark], traits: LoopTraits) -> Iterator[PhaseInterva
 def _coming(marks: Sequence[Mark]) -> list[tuple[str, str]]:
     """Return, for each mark, the kind and name of the mark that determines the phase of a gap directly before it.
 
-    A mark is an event of the step with its time. The determining mark is the mark after the gap, or a later one.
+    A mark is an event of the step with its time. The gap ends at the given mark. The determining mark is the given mark
+    itself or a later mark of the step.
     """
     found: list[tuple[str, str]] = []
     after = outside = ("closes", "")
@@ -164,7 +165,7 @@ class _State:
         return bool(self._announced) and "reading" not in self._open and not self._has_given_up
 
     def apply(self, mark: Mark) -> None:
-        """Update the activities in progress with `mark`, the next event of the step."""
+        """Update the activities in progress: `mark`, the next event of the step, may begin or end an activity."""
         if mark.kind == "phase_begins":
             self._announced.append(mark.name)
         elif mark.kind == "phase_ended":
@@ -202,8 +203,8 @@ class _State:
     def gap(self, coming: str, cause: str) -> Phase:
         """Return the phase of an interval in which no activity with a known phase was in progress.
 
-        `coming` is the kind of the later event that determines the phase. If it is "closes", the end of the step,
-        `cause` is the reason why the step ended.
+        `coming` is the kind of the event, at the end of the interval or later, that determines the phase. If `coming`
+        is "closes", the end of the step, `cause` is the reason why the step ended.
         """
         if coming == "evaluation_begins":
             return Phase.EVALUATION

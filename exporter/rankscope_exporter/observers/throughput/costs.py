@@ -46,16 +46,16 @@ class Inputs:
     """
 
     shape: tuple[int, ...] = ()
-    """Shape of the token ids or, if there are none, of the first tensor. It is empty if no tensor was passed."""
+    """Shape of the token ids or, if there are none, of the first tensor. It is empty without tensors."""
     is_integer: bool = False
     dtype: torch.dtype | None = None
     """Data type in which autocast computes matrix products; None without autocast."""
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype | None = None) -> Inputs:
-        """Return the shape of the token ids or of the first tensor among the arguments.
+        """Return the shape of the token ids or, if there are none, of the first tensor in `args` and `kwargs`.
 
-        No reference to a tensor is stored.
+        These are the arguments of a forward pass of the model. No reference to a tensor is stored.
         """
         arguments = (kwargs, *args)
         tensor = next((found for value in arguments for found in _named(value)), None)
@@ -68,12 +68,12 @@ class Inputs:
 
     @property
     def samples(self) -> int | None:
-        """Return the batch size; None if no tensor was passed."""
+        """Return the batch size of the forward pass; None if the arguments of the forward pass contain no tensor."""
         return self.shape[0] if self.shape else None
 
     @property
     def tokens(self) -> int | None:
-        """Return the number of token ids; None if there are no token ids among the arguments."""
+        """Return the number of token ids; None if the forward pass has no token ids as an argument."""
         return math.prod(self.shape) if self.is_integer and len(self.shape) in (1, 2) else None
 
     @property
@@ -129,8 +129,8 @@ class Cost:
 def cost_of(framework: Framework, parallel: Parallel, inputs: Inputs | None, method: str) -> Cost:
     """Return the FLOPs of the model, by the formula for its configuration or else by 6 N (six FLOPs per parameter).
 
-    `inputs` is None if no training forward of the whole model was observed. The methods "formula" and "6n" allow only
-    the formula of this name. Raises NoFormulaError, with the reason, if no allowed formula fits the model.
+    `inputs` is None if no training forward of the whole model was observed. If `method` is "formula" or "6n", only the
+    formula with this name is allowed. Raises NoFormulaError, with the reason, if no allowed formula fits the model.
     """
     convolution = convolution_in(framework.module)
     if convolution is not None:

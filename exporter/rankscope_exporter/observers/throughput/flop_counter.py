@@ -167,14 +167,16 @@ class FlopCount(float):
     def per_token(self, tokens: int | None = None) -> float:
         """Return the FLOPs per token, for the setting `throughput.flops_per_token`.
 
-        `tokens` is by default the number of token ids in the arguments. Raises CountError if this number is unknown.
+        `tokens` is by default the number of token ids in the arguments. Raises CountError if `tokens` is not given and
+        the number of token ids is unknown.
         """
         return self._per("tokens", self.tokens if tokens is None else tokens)
 
     def per_sample(self, samples: int | None = None) -> float:
         """Return the FLOPs per sample, for the setting `throughput.flops_per_sample`.
 
-        `samples` is by default the batch size of the arguments. Raises CountError if this number is unknown.
+        `samples` is by default the batch size of the arguments. Raises CountError if `samples` is not given and the
+        batch size is unknown.
         """
         return self._per("samples", self.samples if samples is None else samples)
 

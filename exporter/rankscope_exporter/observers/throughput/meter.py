@@ -1,11 +1,11 @@
-"""TFLOP/s of this rank's device, and the share of the device's peak (MFU), for each step with a known duration.
+"""Computes TFLOP/s of this rank's device, and the share of the device's peak (MFU), for steps with a known duration.
 
-The publisher thread computes both.
+The publisher thread computes both values.
 
-The FLOPs of a step are those of one token, sample or forward pass, multiplied by the number of tokens, samples or
-passes in the step. The FLOPs of one unit come from the settings or from a formula; no code of the user runs. Recomputed
-activations do not count: the result is the model FLOPs utilization (MFU), not the hardware FLOPs utilization. If the
-number of units, the FLOPs of one unit or the peak is unknown, nothing is published.
+A unit of work is a token, a sample or a forward pass. The FLOPs of a step are the FLOPs of one unit, multiplied by the
+number of units in the step. The FLOPs of one unit come from the settings or from a formula. No code of the user runs to
+count them. Recomputed activations do not count: the result is the model FLOPs utilization (MFU), not the hardware FLOPs
+utilization. If the number of units, the FLOPs of one unit or the peak is unknown, nothing is published.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Work:
 class Throughput(StepObserver):
     """Computes TFLOP/s and MFU from the duration and the amount of work of each step.
 
-    A hook on the first training forward reads the shapes of its arguments.
+    A hook on the first training forward reads the shapes of the arguments of this forward pass.
     """
 
     def __init__(
@@ -75,8 +75,9 @@ class Throughput(StepObserver):
         print_line: Callable[[str], None] = lambda _message: None,
         is_first: bool = True,
     ) -> None:
-        """Store the functions for messages: `report` writes an event and a console line, `print_line` only the line.
+        """Store two functions for messages to the user.
 
+        `report` publishes its text as an event and as a console line. `print_line` only writes a console line.
         `is_first` is true on rank 0.
         """
         self._framework = framework
@@ -117,7 +118,7 @@ class Throughput(StepObserver):
         self._forwards += 1
 
     def on_step_end(self, pending_step: PendingStep) -> None:
-        """Store the number of forward passes and the logged scalars of the step. Its duration may not be known yet."""
+        """Store the number of forward passes and the logged scalars of the step. The step's duration may be unknown."""
         self._work, self._forwards = Work(self._forwards, pending_step.pending), 0
 
     def on_step_timed(self, pending_step: PendingStep, cause: Cause) -> None:  # noqa: ARG002 - independent of the cause
@@ -180,8 +181,8 @@ class Throughput(StepObserver):
     def _report_absence(self, *, is_expected: bool) -> None:
         """Report once why TFLOP/s and MFU are not published.
 
-        The report is also an event if the user probably expects values, because of logged scalars, the settings or the
-        device.
+        The report is a console line. It is also an event if the user probably expects TFLOP/s. This is so if the script
+        logs tokens or samples, if a throughput setting is not the default, or if the device is not a CPU.
         """
         if self._has_reported or not self._reports_absence:
             return

@@ -17,7 +17,7 @@ from rankscope_exporter.model.parameter_names import entry
 
 FLOPS_PER_MULTIPLICATION: Final = 2
 TRAINING: Final = 3
-"""Factor from the FLOPs of the forward pass to those of a step.
+"""Ratio of the FLOPs of a training step to the FLOPs of the forward pass of this step.
 
 The forward pass counts once, and the backward pass twice.
 """
@@ -66,7 +66,10 @@ def decoder_flops_per_token(decoder: Decoder, sequence: int, frozen: float = 0) 
 
 
 def parameter_flops(trained: float, frozen: float = 0) -> float:
-    """Return the FLOPs of one token if each parameter is used once: 6 per trained and 4 per frozen parameter."""
+    """Return the FLOPs of one token if each parameter is used once.
+
+    These are 6 FLOPs per trained parameter and 4 FLOPs per frozen parameter.
+    """
     return TRAINING * FLOPS_PER_MULTIPLICATION * trained + 2 * FLOPS_PER_MULTIPLICATION * frozen
 
 
@@ -96,13 +99,13 @@ _GATES: Final = ("gate_proj", "gate_up_proj", "w3")
 _HUGGING_FACE: Final = "model_type"
 """Name of an attribute that every Hugging Face configuration has.
 
-Such a configuration does not show whether the model has an output layer, so the modules of the model are searched for
-one.
+A Hugging Face configuration does not show whether the model has an output layer, so the modules of the model are
+searched for one.
 """
 
 
 def sizes_of(module: nn.Module) -> dict[str, int]:
-    """Return the sizes that the configuration of `module`, or `module` itself, contains.
+    """Return the sizes of the decoder that the configuration of `module`, or `module` itself, contains.
 
     The keys are Rankscope's own names of the sizes, such as "layers". `_NAMES` has the names that
     the frameworks use for each size, such as "n_layer".

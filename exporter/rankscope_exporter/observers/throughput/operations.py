@@ -31,8 +31,9 @@ An operator of these namespaces without a formula counts as 0 FLOPs.
 class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
     """Sums the FLOPs of all operations in a `with` block, including those on the threads of its backward pass.
 
-    Set `in_backward` before the backward pass. Operations that then run with gradients enabled recompute activations
-    and are not counted. An operation that communicates with other ranks raises CountError before it runs.
+    The caller sets `in_backward` to true before the backward pass. Operations that then run with gradients enabled
+    recompute activations and are not counted. An operation that communicates with other ranks raises CountError before
+    it runs.
     """
 
     supports_higher_order_operators = True
@@ -46,12 +47,12 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # u
 
     @property
     def flops(self) -> float:
-        """Return the number of FLOPs of the operations so far."""
+        """Return the number of FLOPs of the operations that have run in the `with` block so far."""
         return float(sum(self._costs))
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Return the names of operations that ran and have no formula."""
+        """Return the names of operations that ran in the `with` block and have no FLOP formula."""
         return tuple(sorted(self._unknown))
 
     def __torch_dispatch__(

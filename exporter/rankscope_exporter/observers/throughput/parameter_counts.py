@@ -1,10 +1,8 @@
-"""Computes three properties of a model for FLOP formulas.
+"""Computes three properties of a model that FLOP formulas need.
 
 They are the number of parameters used per token, the dtype of matrix products, and the number of ranks per copy of the
-model.
-
-Parameters are read from the dictionary `_parameters` of each module. A parametrized weight is a property: reading the
-attribute would run code of the user, which may change buffers.
+model. Parameters are read from the dictionary `_parameters` of each module. A parametrized weight is a property:
+reading the attribute would run code of the user, which may change buffers.
 """
 
 from __future__ import annotations
@@ -96,7 +94,8 @@ def parameters_met(framework: Framework, parallel: Parallel) -> Met:
 def _of_flat_parameters(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
     """Yield each parameter in FSDP1's flat parameters, except embedding tables that no other module shares.
 
-    An item has the name, the number of elements of the unsharded parameter, and whether the parameter is frozen.
+    A yielded tuple contains the parameter's name, the number of elements of the unsharded parameter, and whether the
+    parameter is frozen.
     """
     for child in model.modules():
         flat = getattr(vars(child).get("_handle"), "flat_param", None)
@@ -111,7 +110,8 @@ def _of_flat_parameters(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
 def _multiplied(module: nn.Module) -> Iterator[tuple[str, int, bool]]:
     """Yield each parameter of `module`, except embedding tables that no other module shares.
 
-    An item has the name, the number of elements of the unsharded parameter, and whether the parameter is frozen.
+    A yielded tuple contains the parameter's name, the number of elements of the unsharded parameter, and whether the
+    parameter is frozen.
     """
     tables = {
         id(parameter)
@@ -129,7 +129,7 @@ def _multiplied(module: nn.Module) -> Iterator[tuple[str, int, bool]]:
 def why_not_six_n(module: nn.Module) -> str | None:
     """Return the reason why the formula 6 N is wrong for `module`, for example parameters that a token uses twice.
 
-    Return None if the formula may be right.
+    Return None if no such reason was found.
     """
     sizes = sizes_of(module)
     for name, child in module.named_modules():
@@ -157,9 +157,10 @@ def whole_shape(parameter: torch.Tensor) -> torch.Size:
 
 
 def compute_dtype(framework: Framework, autocast: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of matrix products.
+    """Return the dtype in which the model computes matrix products.
 
-    It is the dtype of autocast, else of FSDP's mixed precision, else of most parameters.
+    It is the dtype of autocast. Without autocast, it is the parameter dtype of FSDP's mixed precision. Without both, it
+    is the floating-point dtype with the most parameter elements.
     """
     if autocast is not None:
         return autocast

@@ -1,13 +1,13 @@
-"""Plan entries of activations, by call, module and tensor; and caches of the tensors that were already read.
+"""Plan entries of activations, by call, module and tensor; caches of tensors that were read.
 
 Calls are numbered within a micro-batch. Checkpointing computes a part of the forward pass a second time, inside the
-backward pass. In the non-reentrant mode, the first pass makes the graph and the second is discarded. In the reentrant
-mode, the first pass runs without gradients, so only tensors of the second pass get gradients. These gradients must get
-the names of the first pass.
+backward pass. In the non-reentrant mode, the first computation makes the autograd graph and the second computation is
+discarded. In the reentrant mode, the first computation runs without gradients, so only tensors of the second
+computation get gradients. The rows of these gradients must get the names of the module calls in the first computation.
 
-If several modules pass on the same tensor, it is measured once. After a tensor was freed, another tensor may get the
-same id(), so the cache entry of a tensor is deleted with the tensor. The caches do not keep a tensor alive for longer
-than the training does. Leaf tensors are an exception: they are kept until the next call of a module.
+If several modules pass on the same tensor, the tensor is measured once. After a tensor was freed, another tensor may
+get the same id(), so the cache entry of a tensor is deleted with the tensor. The caches do not keep a tensor alive for
+longer than the training does. Leaf tensors are an exception: they are kept until the next call of a module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from rankscope_exporter.statistics.tensor_access import dtype_name
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """One call of one module. `seq` counts further calls within a micro-batch from 1; it is None for the first call."""
+    """One call of one module.
+
+    In a micro-batch, `seq` is the number of earlier calls of the module; None for the first call.
+    """
 
     module: str
     micro_step: int
@@ -57,7 +60,7 @@ class Calls:
         return call
 
     def again(self, module: str, pointer: int) -> ModuleCall | None:
-        """Return the original call that checkpointing now computes again; None if gradients were enabled in that call.
+        """Return the original call that checkpointing now computes again; None if the original call ran with gradients.
 
         The calls of a checkpointed part are recomputed in their original order. The address of the first argument
         identifies the part, because checkpointing keeps this tensor. If no address matches, the latest part is assumed,
@@ -79,7 +82,7 @@ class Calls:
     def gradient_arrived(self) -> None:
         """Store that gradients of the last recomputed part have arrived.
 
-        The next recomputation is that of another part.
+        The next call that checkpointing computes again belongs to another part.
         """
         self._next = None
 
@@ -115,10 +118,10 @@ class ActivationEntries:
         self._rows: dict[tuple[Kind, str, int | None, int, int | None], range | None] = {}
 
     def row(self, table: Table, site: TensorSite, tensor: torch.Tensor) -> range | None:
-        """Return the row of `table`, the table of statistics, for `site`. Return None if the plan is full.
+        """Return the row of `site` in `table`, the table of statistics. Return None if the plan is full.
 
-        `site` is an input or output of a module call, or the gradient of one, and `tensor` is the tensor there. The row
-        is a range of length 1. A row that does not exist yet is added to the table.
+        `site` is an input or output of a module call, or the gradient of one, and `tensor` is this input, output or
+        gradient. The row is returned as a range of length 1. A row that does not exist yet is added to `table`.
         """
         call = site.call
         key = (site.kind, call.module, site.index, call.micro_step, call.seq)
@@ -154,7 +157,7 @@ class TensorCache(Generic[T]):
 
     A value becomes invalid when its tensor is freed or changed in place. Weak references detect a freed tensor. Leaf
     tensors, such as parameters, must have no weak references, because torch.utils.swap_tensors rejects a tensor with a
-    weak reference. The class `Leaves` caches their values.
+    weak reference. The class `Leaves` caches the values of leaf tensors.
     """
 
     def __init__(self) -> None:
@@ -163,7 +166,7 @@ class TensorCache(Generic[T]):
     def get(self, tensor: torch.Tensor) -> T | None:
         """Return the value that was stored for `tensor`.
 
-        Return None if there is none, or if the tensor was changed in place after the value was stored.
+        Return None if no value was stored, or if the tensor was changed in place after the value was stored.
         """
         known = self._by_id.get(id(tensor))
         if known is None or known[0]() is not tensor or known[1] != _version(tensor):
@@ -179,7 +182,10 @@ class TensorCache(Generic[T]):
         return None if known is None or known[0]() is not tensor or known[1] == _version(tensor) else known[2]
 
     def keep(self, tensor: torch.Tensor, value: T) -> None:
-        """Store `value` for `tensor`. Parameters, and tensors that do not count in-place changes, are not cached."""
+        """Store `value` for `tensor`.
+
+        Nothing is stored for parameters, and for tensors of which torch does not count the in-place changes.
+        """
         version = _version(tensor)
         if version is not None and not isinstance(tensor, nn.Parameter):
             self._by_id[id(tensor)] = weakref.ref(tensor), version, value
@@ -203,7 +209,7 @@ class Leaves(Generic[T]):
         self._last: dict[int, tuple[torch.Tensor, int, T]] = {}
 
     def call_begins(self) -> None:
-        """Start the cache of a module call that begins. The arguments of the call are read next."""
+        """Start the cache of a module call that begins. Called before the arguments of the call are read."""
         self._running.append({})
 
     def arguments_read(self) -> None:
@@ -226,7 +232,7 @@ class Leaves(Generic[T]):
     def get(self, tensor: torch.Tensor) -> T | None:
         """Return the value that was stored for `tensor`.
 
-        Return None if there is none, or if the tensor was changed in place after the value was stored.
+        Return None if no value was stored, or if the tensor was changed in place after the value was stored.
         """
         for known in (*reversed(self._running), self._last):
             found = known.get(id(tensor))  # the tensor is alive, so no other one has its id()
@@ -237,7 +243,7 @@ class Leaves(Generic[T]):
     def keep(self, tensor: torch.Tensor, value: T) -> None:
         """Store `value` for `tensor` in the cache of the innermost call.
 
-        Tensors that do not count in-place changes are left out.
+        Nothing is stored for tensors of which torch does not count the in-place changes.
         """
         version = _version(tensor)
         if version is not None and self._running:

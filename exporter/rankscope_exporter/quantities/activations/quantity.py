@@ -42,7 +42,8 @@ _TABLES: Final = table("a table of tables, one for each target")
 class ActivationOptions(QuantityOptions):
     """Options of the quantity `activations`: the modules and the tensors to measure.
 
-    `targets` may also be a table. Its keys are then the targets, and its values are those of `parts`.
+    `targets` may also be a table. In this case, the keys of this table are the targets, and the table is added to
+    `parts`.
     """
 
     inputs: bool = True
@@ -56,13 +57,13 @@ class ActivationOptions(QuantityOptions):
     all_modules: bool = False
     """True: also measure all tensors of modules that no target selects.
 
-    A target then has an effect only by its entry in `parts`.
+    If `all_modules` is true, a target has an effect only if `parts` has an entry for the target.
     """
     parts: Annotated[Mapping[str, Mapping[str, str]], _TABLES] = field(default_factory=dict)
     """Tensors to measure, by target: {"head": {"input": "tuple[2]:0", "output": "tensor"}}.
 
-    "tuple[2]:0" is the first of two elements. Tensors that an entry does not name are not measured. For a target
-    without an entry, or with an empty one, all tensors are measured.
+    "tuple[2]:0" is the first of two elements. For a target with an entry here, only the tensors that the entry names
+    are measured. For a target without an entry, or with an empty entry, all tensors are measured.
     """
 
     def __post_init__(self) -> None:
@@ -93,8 +94,8 @@ class ActivationOptions(QuantityOptions):
     def specs_of(self, *names: str) -> Specs:
         """Return the tensors to measure for the module with these `names`, its first name and its aliases.
 
-        The result is the entry in `parts` of the first target that selects one of the names. An empty result means all
-        tensors.
+        The result is the entry in `parts` of the first target that selects one of the names. An empty result means that
+        all tensors of the module are measured.
         """
         for target, described in self.parts.items():
             if Targets((target,)).selects(*names):
@@ -155,7 +156,7 @@ class Activations(ModuleQuantity):
         self._rows = ActivationEntries()
 
     def kinds(self) -> set[str]:
-        """Return the kinds of tensors that are measured, such as `act_in`, by the options."""
+        """Return the kinds of tensors that the options select to be measured, such as `act_in`."""
         return {kind for kind, name in _OBJECT.items() if name in self.options.objects}
 
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
@@ -186,7 +187,7 @@ class Activations(ModuleQuantity):
         self._release()
 
     def on_backward_end(self, table: Table) -> None:  # noqa: ARG002 - see above
-        """Clear the cache of gradients, because the next backward pass has other gradients."""
+        """Clear the cache of gradients, because the next backward pass computes new gradients."""
         self._step.gradients.clear()
 
     def on_step_end(self) -> None:
@@ -286,8 +287,8 @@ class Activations(ModuleQuantity):
     def _watch(self, site: TensorSite, tensor: torch.Tensor) -> None:
         """Measure the gradient of `tensor` for `site`, the input or output of a module call to which it belongs.
 
-        If the tensor has no gradient hook of the monitor yet, register one. Otherwise add `site` to the sites that the
-        hook measures.
+        If the tensor has no gradient hook of the monitor yet, register one. Otherwise add `site` to the sites for which
+        the existing hook measures the gradient.
         """
         sites = self._watched_leaf(tensor) if tensor.is_leaf else self._step.watched.get(tensor)
         if sites is not None:

@@ -32,7 +32,7 @@ _FRAMES_SHOWN: Final = 8
 
 
 class CallLog:
-    """The collective calls since the last report.
+    """Stores the collective calls since the last report, for notices to the user.
 
     Calls are equal if function, line, dtypes, shapes, group and the innermost 8 lines of the call stack are equal.
     Equal calls are reported in one notice with the number of calls, in the order of the first calls. Every call is
@@ -59,7 +59,7 @@ class CallLog:
         self._new[text] += 1
 
     def report(self, notice: Callable[[str], None]) -> None:
-        """Call the function `notice` with one text for all calls since the last report that have the same text."""
+        """Call the function `notice` once with a text for each group of equal calls since the last report."""
         new, self._new = self._new, Counter()
         self.has_reported = self.has_reported or bool(new)
         for text, count in new.items():
@@ -101,7 +101,8 @@ class InternalCalls:
     def note(self, log: CallLog, report: Report) -> None:
         """Add the calls of torch in the flight record to `log`. Calls that the quantity intercepted are skipped.
 
-        If a flight recorder cannot be read, this is reported and the recorder is skipped.
+        If a flight recorder of torch cannot be read, the function `report` receives a message and the recorder is
+        skipped.
         """
         if not has_groups():
             return

@@ -43,7 +43,8 @@ class CallSites:
     """The call sites of a script, and the selection of call sites by regular expressions.
 
     A call site is chosen if one of `expressions` is found in its stack. If there are no expressions, all call sites are
-    chosen. An expression is searched in lines of the form `/whole/path/loss.py[23] function`, outermost first.
+    chosen. An expression is searched in a text with one line per frame of the call stack, outermost first. A line has
+    the form `/whole/path/loss.py[23] function`.
     """
 
     def __init__(self, expressions: Sequence[str] = ()) -> None:
@@ -64,7 +65,10 @@ class CallSites:
         return site
 
     def of_record(self, frames: Iterable[Mapping[str, Any]], label: str) -> CallSite:
-        """Return the call site of a call in torch's flight record, given its `label` and `frames`, innermost first."""
+        """Return the call site with the label `label` for a collective call in torch's flight record.
+
+        `frames` are the frames of the call stack in the flight record, innermost first.
+        """
         own = [frame for frame in frames if not str(frame["filename"]).startswith(NOT_SCRIPT_CODE)][::-1]
         return CallSite(
             label=label,

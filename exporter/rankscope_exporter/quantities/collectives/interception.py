@@ -28,7 +28,10 @@ from rankscope_exporter.quantities.base import SamplingGate
 
 
 class CollectiveCall:
-    """One call of an intercepted function while it runs. A receiver of the call may keep any object in `note`."""
+    """One call of an intercepted function while it runs.
+
+    A receiver of the call may store any object in the attribute `note`.
+    """
 
     __slots__ = ("args", "caller", "kwargs", "note", "op")
 
@@ -176,9 +179,9 @@ def _interception_of(owner: Any, name: str, make: type[_Interception]) -> _Inter
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """An output tensor of the call `name` with its row.
+    """An output tensor of the call `name`, with the row of this tensor in the table of statistics.
 
-    `index` is its position if the output is a list, otherwise None.
+    `index` is the position of the tensor if the output is a list, otherwise None.
     """
 
     name: str
@@ -189,9 +192,10 @@ class Output:
 
 @dataclass(slots=True)
 class _Awaited:
-    """Outputs of an asynchronous call. They are complete when the script has waited for their work objects.
+    """Outputs of an asynchronous call that belong to the same work objects.
 
-    `works` is the number of these work objects that the script has not waited for yet.
+    The outputs are complete when the script has waited for all these work objects. `works` is the number of these work
+    objects that the script has not waited for yet.
     """
 
     name: str

@@ -67,7 +67,8 @@ class CollectiveOptions(QuantityOptions):
     call_sites: Annotated[tuple[str, ...], list_of(str, "a list of regular expressions"), Checked(_check_all)] = ()
     """Regular expressions.
 
-    A call is measured if one of them is found in its call stack; without any, all calls are measured.
+    A collective call is measured if one of the expressions is found in the call stack of the call. Without expressions,
+    all calls are measured.
     """
     most_calls: Annotated[int, at_least(1)] = 64
     """Largest number of measured calls per step, for one function at one line of the script."""
@@ -93,7 +94,7 @@ _NOT_SEEN: Final = (
 class _MeasuredCall:
     """A measured call and its outputs.
 
-    `seq` counts further calls of the same name within the step; None for the first.
+    `seq` is the number of earlier calls with the same name in this step; None for the first call.
     """
 
     name: str
@@ -141,7 +142,7 @@ class Collectives(Quantity):
         self._gate: SamplingGate
 
     def kinds(self) -> set[str]:
-        """Return the kinds of tensors that are measured, such as `comm_out`, by the options."""
+        """Return the kinds of tensors that the options select to be measured, such as `comm_out`."""
         if self.options.log_only:
             return set()
         return {Kind.COMM_IN, Kind.COMM_OUT} if self.options.inputs else {Kind.COMM_OUT}
@@ -258,7 +259,10 @@ class Collectives(Quantity):
                 self._gate.table.measure([output.tensor], output.row)
 
     def _placed(self, kind: Kind, measured: _MeasuredCall, parts: Sequence[TensorPart]) -> list[Output]:
-        """Return the tensors of `parts` that can be measured, each with its row in the table of statistics."""
+        """Return those tensors of `parts`, inputs or outputs of a collective call, that can be measured.
+
+        Each tensor is returned with its row in the table of statistics.
+        """
         side = "input" if kind is Kind.COMM_IN else "output"
         if len(parts) > MAX_TENSORS:
             self._notes.add(f"{side} has {len(parts)} tensors; only the first {MAX_TENSORS} have rows", measured.name)

@@ -23,8 +23,9 @@ _SENDS: Final = "isend"
 class _Form:
     """Names of the parameters of a collective function.
 
-    `inputs` and `outputs` name the tensors. `sent_on` and `received_on` name the parameter with the only rank that
-    sends or receives; None if all ranks do.
+    `inputs` and `outputs` name the tensors. `sent_on` is the name of the parameter that contains the only sending rank;
+    None if all ranks send. `received_on` is the name of the parameter that contains the only receiving rank; None if
+    all ranks receive.
     """
 
     inputs: str | None = None
@@ -104,7 +105,7 @@ def call_tensors_of(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def is_coalescing(group: Any) -> bool:
-    """Return whether torch at present only collects the calls for `group`, to execute them together later."""
+    """Return whether torch now collects the calls for the process group `group`, to execute them together later."""
     world = getattr(dist.distributed_c10d, "_world", None)  # it has no public name
     pending = getattr(world, "pg_coalesce_state", None) or {}
     return (dist.group.WORLD if group is None else group) in pending
