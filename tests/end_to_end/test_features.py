@@ -94,6 +94,8 @@ def test_features_of_a_run_are_in_the_msprobe_files(
         loads = connection.sql("select distinct micro_step, index from features where kind = 'router_load'").fetchall()
     found = {}
     for path in report.files:
+        if path.name.startswith("scalars_"):
+            continue
         with path.open(newline="") as file:
             rows = [{**row} for row in csv.DictReader(file)]
         assert {"0"} == {row.pop("step") for row in rows}

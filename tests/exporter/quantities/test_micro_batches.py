@@ -163,7 +163,7 @@ def test_automatic_sum_takes_at_most_a_quarter_of_free_memory(free, kept, monkey
     norms = run.ends()
 
     assert kept == (norms[3] is not None)
-    assert kept or "sum_micro_batches = true keeps it" in run.notices[0]
+    assert kept or "set sum_micro_batches = true to keep the sum" in run.notices[0]
     assert 1 == len(run.notices)
 
 

@@ -208,7 +208,7 @@ def test_hostile_names_are_accepted_unchanged():
 def test_process_with_a_changed_identity_is_rejected(change):
     book = registry()
     book.register(registration(), HOME, 0.0)
-    with pytest.raises(RegistrationError, match="'i0' is rank 0 of run 'r', process 11 on h") as caught:
+    with pytest.raises(RegistrationError, match="'i0' is registered as rank 0 of run 'r', process 11 on h") as caught:
         book.register(registration(url="http://127.0.0.1:9999", **change), HOME, 1.0)
 
     assert 409 == caught.value.status
