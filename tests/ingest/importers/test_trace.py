@@ -16,7 +16,7 @@ READING = {
 }
 """The numbers of behaviours of reading that a command, a page or a documented call provides.
 
-The others are about command lines, figures, alerts and screens, or (S0-10 to S0-13, S0-16, S1-06, S1-11 to S1-13) can be
+The others are about command lines, figures, alerts and screens. S0-10 to S0-13, S0-16, S1-06 and S1-11 to S1-13 can be
 computed from the store, but no command computes them yet.
 """
 
