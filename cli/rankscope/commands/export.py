@@ -42,14 +42,13 @@ TimeZone = Annotated[
     str, typer.Option(help="csv: time zone of the folder names: UTC+8, as in msprobe, Europe/Berlin or local.")
 ]
 AllPoints = Annotated[bool, typer.Option("--all-points", help="tensorboard: write every point, in files of any size.")]
+Form = Annotated[str, typer.Option("--format", "-f", help="csv, tensorboard, sqlite, openmetrics or parquet.")]
 
 
 def export(
     run: Run = None,
     store: Store = Path("history"),
-    form: Annotated[
-        str, typer.Option("--format", "-f", help="csv, tensorboard, sqlite, openmetrics or parquet.")
-    ] = "csv",
+    form: Form = "csv",
     output: Target = None,
     time_start: TimeStart = None,
     time_end: Annotated[str | None, typer.Option(help="Only rows up to this time.")] = None,

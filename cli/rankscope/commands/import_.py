@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 SHOWN_FAULTS = 3
 AUTOMATIC = "auto"
 
+Shard = Annotated[str, typer.Option(help="Shard of the store to write to; not the shard of a running service.")]
+TimeZone = Annotated[str, typer.Option(help="msprobe: time zone of the folder names: UTC+8, Europe/Berlin or local.")]
+
 
 def import_(
     files: Annotated[list[Path], typer.Argument(help="Log files or folders to import.", metavar="PATH...")],
@@ -45,12 +48,8 @@ def import_(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Print the first 20 malformed lines of each log instead of 3.")
     ] = False,
-    shard: Annotated[
-        str, typer.Option(help="Shard of the store to write to; not the shard of a running service.")
-    ] = "0/1",
-    time_zone: Annotated[
-        str, typer.Option(help="msprobe: time zone of the folder names: UTC+8, Europe/Berlin or local.")
-    ] = "UTC+8",
+    shard: Shard = "0/1",
+    time_zone: TimeZone = "UTC+8",
 ) -> None:
     """Import logs of other tools, or records of ranks without a service. A repeated import stores only new rows.
 

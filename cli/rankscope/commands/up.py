@@ -49,18 +49,14 @@ def up(
             help="fixed: default ports (another port if one is in use); free: ports of the last start, or free ports."
         ),
     ] = PortChoice.FIXED,
-    state: Annotated[
-        Path | None,
-        typer.Option(help="State folder. Default: rankscope-live next to the store."),
-    ] = None,
+    state: Annotated[Path | None, typer.Option(help="State folder. Default: rankscope-live next to the store.")] = None,
     scrape: Annotated[float, typer.Option(min=0.5, max=60, help="Scrape interval of Prometheus in seconds.")] = 5.0,
     retention: Annotated[str, typer.Option(help="Retention time of Prometheus.")] = "15d",
     without_prometheus: Annotated[
         bool, typer.Option("--without-prometheus", help="Run only the service, which can send notifications itself.")
     ] = False,
     without_alertmanager: Annotated[
-        bool,
-        typer.Option("--without-alertmanager", help="Run Prometheus without Alertmanager."),
+        bool, typer.Option("--without-alertmanager", help="Run Prometheus without Alertmanager.")
     ] = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", "--dry-run", help="Print files and commands; start nothing.")
