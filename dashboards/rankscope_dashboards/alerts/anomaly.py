@@ -32,7 +32,7 @@ WINDOW: Final = "2m"
 """Time for which the alert that counts firings of a rule is active after a firing."""
 
 KEEP_FIRING_FOR: Final = "1m"
-"""Time for which the alert that compares scraped values remains active after the comparison became false."""
+"""Time for which the alert `AnomalyTurbulence` remains active after the scraped value fell below the threshold."""
 
 MAX_TENSORS: Final = 5
 """Largest number of tensors that the text of an alert names."""

@@ -231,7 +231,7 @@ class AnomalyDetector:
     ) -> tuple[tuple[Firing, ...], int]:
         """Return at most `limit` firings of a step, and the number of the remaining firings, which are left out.
 
-        The constructor receives `limit`. For each entry and op, only the first rule that holds gives a firing. NaN and
+        The constructor receives `limit`. For each tensor and op, only the first rule that holds gives a firing. NaN and
         Inf of one entry count as one firing.
         """
         no_rule = len(self._rules)

@@ -93,7 +93,10 @@ class GradientHooks(StepObserver):
         self._pass.clear()
 
     def called(self, index: int) -> bool:
-        """Store that the hook of parameter `index` was called; return True if this hook remains at all steps."""
+        """Store that the gradient hook of parameter `index` was called.
+
+        Return True if this hook stays registered at steps that are not sampled too.
+        """
         self._pass.append(index)
         self._last = index
         return index in self._witnesses

@@ -51,7 +51,7 @@ class LostRecords:
         self._accounts: dict[str, RunMeter] = {}  # meters that already include the lost records, by incarnation
 
     def recall(self, target: Target) -> None:
-        """Copy to a new target the number and the last seq of those of its records that were counted as lost earlier.
+        """Set on a new target how many of its records were counted as lost earlier, and the last seq of these records.
 
         Records are counted as lost when the service finds their process dead.
         """

@@ -195,7 +195,11 @@ def _json(recorder: Recorder, *, is_urgent: bool, seconds: float) -> Any:
         except Exception as error:
             if function is None:
                 raise
-            log.debug("torch's handler %s failed, calling its function instead: %r", recorder.handler, error)
+            log.debug(
+                "torch's handler %s failed, calling the function behind this handler instead: %r",
+                recorder.handler,
+                error,
+            )
     if function is None:
         return None
     with _while_others_capture(is_urgent=is_urgent) if recorder.asks_device else contextlib.nullcontext():

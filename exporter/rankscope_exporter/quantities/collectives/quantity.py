@@ -73,7 +73,7 @@ class CollectiveOptions(QuantityOptions):
     most_calls: Annotated[int, at_least(1)] = 64
     """Largest number of measured calls per step, for one function at one line of the script."""
     log_only: bool = False
-    """True: measure nothing, but log the calls and their call sites.
+    """True: measure no tensors, but log the calls of collectives and the lines of code that made them.
 
     The log contains the calls of the first sampled step, or of `times` sampled steps.
     """

@@ -147,7 +147,9 @@ def _is_member(group: Any) -> bool:
 
 
 def _is_here(name: str | None, inputs: Mapping[str, Any], group: Any) -> bool:
-    """Return whether the rank that a call names in its argument `name` is this rank; True if `name` is None.
+    """Return whether a call of a collective concerns this rank.
+
+    `name` is the name of the argument with the rank, such as "dst". If it is None, the call concerns every rank.
 
     The argument is a rank of the world. With the prefix `group_`, it is a rank of the group.
     """
