@@ -95,7 +95,7 @@ class GradientHooks(StepObserver):
     def called(self, index: int) -> bool:
         """Store that the gradient hook of parameter `index` was called.
 
-        Return True if this hook stays registered at steps that are not sampled too.
+        Return True if this hook remains registered at steps that are not sampled too.
         """
         self._pass.append(index)
         self._last = index
