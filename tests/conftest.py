@@ -32,6 +32,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # A monitor would write its records to the working directory, which for most tests is the root of the repository.
 os.environ["RANKSCOPE_SPOOL_DIR"] = "off"
 
+# A test must not send its records to a service of the user.
+for name in ("INGEST_URL", "RUN", "TOKEN", "TOKEN_FILE", "STORE", "LISTEN", "STOP_SIGNALS", "SWITCH_FILE"):
+    os.environ.pop(f"RANKSCOPE_{name}", None)
+
 # The threads of two ranks would compete on a machine with two cores. torch reads this variable when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

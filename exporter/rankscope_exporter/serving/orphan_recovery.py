@@ -157,6 +157,8 @@ class OrphanRecovery:
     def _search(self) -> None:
         try:
             found = folders(self._root)
+        except FileNotFoundError:  # no process has written records yet
+            return
         except OSError as error:
             self._log_once(f"the spool folder {self._root} cannot be read: {error.strerror or error}")
             return

@@ -97,7 +97,7 @@ class ShardLock:
             os.close(descriptor)
             raise ShardLockError(
                 f"shard {shard} of {root} is locked by {holder}, which is running: "
-                "stop it, or give this service another shard"
+                "stop it, or write to another shard, such as 1/2 (import: --shard 1/2; service: [store] shard)"
             ) from error
         with contextlib.suppress(OSError):  # on a full disk, the lock has no name but is valid
             os.ftruncate(descriptor, 0)

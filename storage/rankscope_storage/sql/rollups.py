@@ -154,7 +154,7 @@ def _input_columns(dataset: str, facts: RowFacts) -> Iterator[str]:
 def _is_nonfinite(dataset: str, comparison: str = ">") -> str:
     """Return an SQL condition: a number of the row is not finite, or the row counts NaN or infinite elements.
 
-    The condition is false or null for a finite row. `comparison` is the SQL operator between a count and 0, for example >.
+    The condition is false or null for a finite row. `comparison` is the SQL operator between a count and 0.
     """
     odd = [f"NOT isfinite({sql_identifier(number)})" for number in NUMBERS[dataset]]
     odd += [f"{total} {comparison} 0" for total in TOTALS[dataset] if total in _NONFINITE]

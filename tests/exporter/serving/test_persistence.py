@@ -606,3 +606,12 @@ def test_error_while_closing_leaves_nothing_open(part, new_rank, service, tmp_pa
         rank.channel.close()
 
     assert ["_orphans", "_writer"] == closed
+
+
+def test_folder_that_does_not_exist_yet_is_no_warning(new_rank, service, until, caplog, tmp_path):
+    """Without a record, no process has created the folder."""
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path / "absent"))
+    until(lambda: service.registrations)
+    rank.channel.close()
+
+    assert [] == [record.message for record in caplog.records if "spool folder" in record.message]
