@@ -37,7 +37,10 @@ _ATTEMPTS: Final = 8  # attempts of compare-and-set until the next poll
 
 
 class Store(Protocol):
-    """The functions of torch's key-value store that the agreement uses. None of them waits for another rank."""
+    """The functions of torch's key-value store with which ranks agree on a change of the sampling.
+
+    None of them waits for another rank.
+    """
 
     def get(self, key: str) -> bytes:
         """Return the value of a key, which must exist."""
@@ -48,7 +51,7 @@ class Store(Protocol):
         ...
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all of `keys` exist."""
+        """Return whether the key-value store contains all of `keys`."""
         ...
 
     def add(self, key: str, amount: int) -> int:

@@ -86,7 +86,7 @@ class PlanRegistry:
             self._released[tuple(self.entries[rows.start : rows.stop])] = rows
 
     def reclaim(self, rows: range) -> None:
-        """Cancel the `release` of the entries at `rows`, which one call of `add` returned."""
+        """Keep the entries at `rows`, although `release` was called for them. One call of `add` has returned `rows`."""
         if rows:
             self._released.pop(tuple(self.entries[rows.start : rows.stop]), None)
 

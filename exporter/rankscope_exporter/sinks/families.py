@@ -163,9 +163,9 @@ class PlannedRows(Generic[T]):
         self._prepared: Sequence[T] = ()
 
     def of(self, statistics: Statistics) -> Sequence[T]:
-        """Return the result of `prepare` for the rows of each msprobe family for the plan of `statistics`.
+        """Call `prepare` for each msprobe family, with the rows of the family in the plan of `statistics`.
 
-        The results are computed once per plan.
+        Return the results, which are computed once per plan.
         """
         if statistics.plan.hash != self._plan or statistics.ops is not self._published:
             families = family_rows(statistics.plan.plan.entries, self._naming, statistics.ops)

@@ -1,4 +1,4 @@
-"""HTTP client of the service for ranks and exporters.
+"""HTTP client with which the service sends requests to ranks and exporters.
 
 The client connects only to allowed networks and does not use redirects, proxies or cookies. `record_channel.client` and
 `scrape.http` send the requests and check the responses.

@@ -96,8 +96,8 @@ class RunMeter:
     def _observe_losses(self, rank: int, scalars: Mapping[str, pa.Array] | pa.Table) -> None:
         """Update the loss: a NaN or infinite one if there is any, or else the latest value of the scalar `loss`.
 
-        A finite loss of another rank, or of another part of the loss, must not hide one that is NaN. Parts are values
-        with labels, and scalars with names such as `train_loss`.
+        A run can log parts of its loss: values with labels, and scalars with names such as `train_loss`. A finite part,
+        or the finite loss of another rank, must not hide one that is NaN.
         """
         for position, name in enumerate(scalars["name"].to_pylist()):
             if name == LOSS or name.endswith(_LOSS_ENDINGS):

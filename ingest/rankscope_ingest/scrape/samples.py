@@ -190,7 +190,7 @@ class SeriesNames:
 
 
 class ActiveSeries:
-    """The series on the last page of one exporter, without series whose samples have times on the page."""
+    """The series on the latest page of one exporter, without those of which the samples have timestamps on the page."""
 
     def __init__(self) -> None:
         self._page: pa.Array | None = None  # its metrics: the same object for all pages with the same series

@@ -95,7 +95,7 @@ class FileFact:
 def _weight(path: str) -> int:
     """Return the size of the file in bytes, but at least a minimum.
 
-    The minimum ensures that one statement reads at most _BATCH_FILES files.
+    One statement reads files up to a total size. With the minimum, these are at most _BATCH_FILES files.
     """
     try:
         size = Path(path).stat().st_size

@@ -203,7 +203,7 @@ class Passes:
         self._first: dict[int, tuple[str, int, int]] = {}  # step: name, virtual stage and micro step of its first row
 
     def of(self, steps: Integers, names: Integers, texts: list[str], vpp: Integers, micro: Integers) -> Integers:
-        """Return the number of the pass of each row, from 0, in ascending order.
+        """Return for each row how often its step was written again before this row; the numbers never decrease.
 
         `steps`, `names`, `vpp` and `micro` have one value per row; `names` has indices into `texts`.
         """
