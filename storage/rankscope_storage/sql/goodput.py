@@ -79,7 +79,9 @@ WITH rank_scalars AS (
   LEFT JOIN skipped USING (run, incarnation, seq)
   WHERE name = 'step_seconds' AND incarnation IS NOT NULL AND ts IS NOT NULL AND isfinite(seconds)
 ), hang AS (
-  SELECT run, attempt, incarnation, epoch(ts) AS ts, details->>'$.state' AS state, value AS seconds
+  SELECT run, attempt, incarnation, epoch(ts) AS ts, details->>'$.state' AS state, value AS seconds,
+    coalesce(lead(details->>'$.state') OVER (PARTITION BY run, attempt, incarnation ORDER BY ts) = 'ended', false)
+      AS is_ended
   FROM events JOIN reporter USING (run, attempt, rank)
   WHERE type = 'hang' AND ts IS NOT NULL AND json_valid(details)
 ), launch AS (
@@ -101,9 +103,9 @@ WITH rank_scalars AS (
   SELECT *, least(greatest(step_ended - seconds, before), stop) AS start FROM placed
 ), parts AS (
   SELECT cut.*, stop - start AS length, start - before AS gap, coalesce((
-    SELECT sum(hang.seconds) FROM hang
+    SELECT sum(hang.seconds + CASE hang.state WHEN 'began' THEN cut.stop - hang.ts ELSE 0 END) FROM hang
     WHERE hang.run = cut.run AND hang.attempt = cut.attempt AND hang.incarnation = cut.incarnation
-      AND hang.state = 'ended' AND hang.ts > cut.start AND hang.ts <= cut.stop), 0) AS hang
+      AND NOT (hang.state = 'began' AND hang.is_ended) AND hang.ts > cut.start AND hang.ts <= cut.stop), 0) AS hang
   FROM cut
 ), shared AS (
   SELECT *, CASE WHEN wanted > length THEN length / wanted ELSE 1 END AS fits

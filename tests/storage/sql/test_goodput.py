@@ -120,6 +120,19 @@ def test_ended_hang_is_subtracted_from_its_step_and_open_one_is_the_rest(writer,
     assert {"first_step": 10, "useful": 10, "hang": 25 + 55} == parts(row)
 
 
+def test_hang_in_a_step_that_was_interrupted_is_no_useful_time(writer, connection):
+    """Ctrl-C ends the step, but not the hang. The event at 30 s reports 15 s without a sign of training."""
+    history = History()
+    history.launch(0, 0, 50)
+    history.step(0, 1, 10, 10)
+    history.event(0, 30, "hang", seconds=15.0, state="began")
+    history.step(0, 2, 50, 40)
+    history.put(writer)
+    (row,) = connection.query("FROM goodput").to_pylist()
+
+    assert {"first_step": 10, "useful": 5, "hang": 15 + 20} == parts(row)
+
+
 def test_skipped_steps_and_steps_repeated_by_the_script_are_lost(writer, connection):
     history = History()
     history.launch(0, 0, 60)
