@@ -71,9 +71,9 @@ def scrape(process: subprocess.Popen[str], address: str) -> None:
 
 
 CASES = [
-    ("default", "environment", scrape),
-    ("everything", "call", None),
-    ("everything, on_anomaly with torch", "call", None),
+    ("everything", "environment", scrape),
+    pytest.param("default", "call", None, marks=pytest.mark.thorough),
+    pytest.param("everything, on_anomaly with torch", "call", None, marks=pytest.mark.thorough),
 ]
 
 EVERYTHING = {

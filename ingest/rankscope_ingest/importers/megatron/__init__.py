@@ -116,9 +116,12 @@ def _chunks(path: Path, faults: Faults) -> Iterator[bytes]:
     """
     with path.open("rb") as file:
         faults.read_bytes += skip_hole(file)
+        start = file.tell()
+        head = file.read(_HEAD_BYTES)
+        file.seek(start)
+        refuse_no_text(path, head[:_PROBE_BYTES])
+        has_cr = line_end(head) == b"\r"
         data = file.read(CHUNK_BYTES)
-        refuse_no_text(path, data[:_PROBE_BYTES])
-        has_cr = line_end(data[:_HEAD_BYTES]) == b"\r"
         faults.read_bytes += len(data)
         length = 0  # of the current line so far
         begin = data.removeprefix(codecs.BOM_UTF8)
