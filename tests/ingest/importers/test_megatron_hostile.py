@@ -12,7 +12,7 @@ import resource
 from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tests.properties import examples
 
@@ -103,6 +103,12 @@ def said(path):
     return found, (faults.count, faults.passed_over, [(fault.line, fault.text) for fault in faults.first]), run
 
 
+ROW_AFTER_BAR = (
+    b"[2025-02-28 16:26:20] iteration 0/ 1000 | consumed samples: 0 | elapsed time per iteration (ms): 4647.8 | "
+    b"learning rate: 3.0E-06 | loss: 2.0E+00 | number of nan iterations:   0 |"
+)
+
+
 @slow
 @given(any_logs)
 def test_column_and_row_parsers_agree(tmp_path, log):
@@ -118,6 +124,7 @@ def test_column_and_row_parsers_agree(tmp_path, log):
 
 @slow
 @given(any_logs, st.integers(50, 3000))
+@example(b"45%|##  | 9/20\r[2025-02-28 16:26:20] iteration 0/ \n" + ROW_AFTER_BAR, 50)
 def test_result_does_not_depend_on_the_chunk_size(tmp_path, log, size):
     path = tmp_path / "train.log"
     path.write_bytes(log)
