@@ -71,8 +71,8 @@ def scrape(process: subprocess.Popen[str], address: str) -> None:
 
 
 CASES = [
-    ("everything", "environment", scrape),
-    pytest.param("default", "call", None, marks=pytest.mark.thorough),
+    ("everything", "call", None),
+    pytest.param("default", "environment", scrape, marks=pytest.mark.thorough),
     pytest.param("everything, on_anomaly with torch", "call", None, marks=pytest.mark.thorough),
 ]
 
