@@ -113,8 +113,9 @@ def _multiplied(module: nn.Module) -> Iterator[tuple[str, int, bool]]:
     A yielded tuple contains the parameter's name, the number of elements of the unsharded parameter, and whether the
     parameter is frozen.
     """
+    # The values keep the parameters alive: FSDP2 replaces parameters, and a new one could get the id of a freed one.
     tables = {
-        id(parameter)
+        id(parameter): parameter
         for child in module.modules()
         if isinstance(child, nn.Embedding)
         for parameter in child.parameters()
