@@ -65,8 +65,8 @@ def import_(
 
     rankscope import outputs/ --explain
     """
+    from rankscope_contract.spool.layout import spool_folders
     from rankscope_ingest.base.errors import IngestError
-    from rankscope_ingest.service.offline import spool_folders
     from rankscope_storage.base.errors import StoreError
 
     chosen = None if kind == AUTOMATIC else _importer(kind)

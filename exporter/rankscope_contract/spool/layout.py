@@ -94,6 +94,27 @@ def is_spool(path: Path) -> bool:
         return True  # not readable: the caller that opens the spool reports the error
 
 
+def spool_folders(path: Path) -> list[Path]:
+    """Return the spool folders at `path`, which is a spool folder or contains spool folders; the oldest first.
+
+    The list is empty if `path` is another kind of folder, a file, or missing.
+    """
+    if not path.is_dir():
+        return []
+    try:
+        found = [path] if is_spool(path) else folders(path)
+    except OSError:
+        return []
+    return [folder for folder in found if _may_have_identity(folder)]
+
+
+def _may_have_identity(folder: Path) -> bool:
+    try:
+        return (folder / IDENTITY_NAME).exists()
+    except OSError:
+        return True  # not readable: the caller that opens the spool reports the error
+
+
 def write_whole(path: Path, text: str, *, sync: bool = False) -> None:
     """Write `text` to `path` atomically: after a crash, `path` contains the whole text or does not exist.
 

@@ -18,13 +18,11 @@ from typing import Final
 
 from rankscope_contract.spool import FolderLock, SpoolError, SpoolReader
 from rankscope_contract.spool.layout import (
-    IDENTITY_NAME,
     LOCK_NAME,
-    folders,
     is_ours,
-    is_spool,
     read_identity,
     segments,
+    spool_folders,
 )
 from rankscope_ingest.base.config import (
     IngestSection,
@@ -62,27 +60,6 @@ class OfflineFolder:
 
     spools: tuple[OfflineSpool, ...]
     unreadable: tuple[str, ...]
-
-
-def spool_folders(path: Path) -> list[Path]:
-    """Return the spool folders at `path`, which is a spool folder or contains spool folders; the oldest first.
-
-    The list is empty if `path` is another kind of folder, a file, or missing.
-    """
-    if not path.is_dir():
-        return []
-    try:
-        found = [path] if is_spool(path) else folders(path)
-    except OSError:
-        return []
-    return [folder for folder in found if _may_have_identity(folder)]
-
-
-def _may_have_identity(folder: Path) -> bool:
-    try:
-        return (folder / IDENTITY_NAME).exists()
-    except OSError:
-        return True  # not readable: `inspect` names the reason
 
 
 def inspect(path: Path) -> OfflineFolder:
