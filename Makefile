@@ -18,10 +18,10 @@ INDEX = $(BIN)/python -m pip config list | sed -n "s/^[^=]*[.]index-url='\(.*\)'
 UV = UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$($(INDEX))}" $(BIN)/python -m uv pip install --python $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-thorough test-crashes soak test-examples test-frameworks test-frameworks-heavy lint bench generate clean
+.PHONY: help env demo test test-thorough test-all test-crashes soak test-examples test-frameworks test-frameworks-heavy lint bench generate clean
 
 help: ## show this list
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
 
 env: $(VENV)/.installed-dev ## create .venv with everything: package, tests, linters
 
@@ -33,6 +33,8 @@ test: $(VENV)/.installed-dev ## run the tests (PYTEST="-k name" for some of them
 
 test-thorough: $(VENV)/.installed-dev ## the same with four times the examples of each property, and cases that take long
 	RANKSCOPE_THOROUGH=1 $(BIN)/python -m pytest $(SPREAD) $(PYTEST)
+
+test-all: test-thorough test-crashes soak test-examples test-frameworks ## every suite, one after the other (hours)
 
 test-crashes: $(VENV)/.installed-dev ## kill store and service at every call that changes the disk, let rivals race; needs gcc
 	RANKSCOPE_CRASHES=1 RANKSCOPE_REQUIRE_SERVERS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/storage/crashes \

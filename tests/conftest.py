@@ -20,9 +20,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 from tests.properties import THOROUGH, USUAL, examples
 
-# Tests have no time limits, because a machine can be busy for seconds.
+# Tests have no time limits, because a machine can be busy for seconds. Each usual run has the same examples, so that a
+# failure depends on the change under test; `make test-thorough` has other examples in each run.
 settings.register_profile(
-    "rankscope", max_examples=examples(USUAL), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "rankscope",
+    max_examples=examples(USUAL),
+    deadline=None,
+    derandomize=not THOROUGH,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("rankscope")
 

@@ -25,6 +25,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+import rankscope.__main__
+
 SERVER = """
 import gc, json, os, sys, types
 import IMPORTED
@@ -211,15 +213,34 @@ sys.exit(main())
 """
 
 
+COMMAND = """
+import gc, sys
+gc.unfreeze()  # DuckDB reports objects that remain at the exit of a process
+sys.argv[:] = [{path!r}, *{arguments!r}]
+from rankscope.__main__ import main
+main()
+"""
+
+
 @cache
 def server_of(*imported: str) -> Server:
     """Return the process that has imported these modules. There is one for each test process."""
     return Server(*imported)
 
 
-def run_program(code: str, *, seconds: float = 90.0, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_program(
+    code: str, *, folder: Path | None = None, seconds: float = 90.0, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run `code` like `python -c`, in this environment updated by `environment`."""
-    return server_of(*OF_TRAINING).run(code, {**os.environ, "OMP_NUM_THREADS": "1", **environment}, seconds)
+    return server_of(*OF_TRAINING).run(code, {**os.environ, "OMP_NUM_THREADS": "1", **environment}, seconds, folder)
+
+
+def run_command(
+    *arguments: object, folder: Path | None = None, seconds: float = 60.0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `rankscope ARGUMENTS`, in this environment updated by `environment`. It has no standard input."""
+    code = COMMAND.format(path=rankscope.__main__.__file__, arguments=list(map(str, arguments)))
+    return server_of(*OF_COMMANDS).run(code, {**os.environ, **environment}, seconds, folder)
 
 
 def start_script(script: Path, *arguments: object, log: Path, **environment: str) -> Started:

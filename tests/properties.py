@@ -1,6 +1,6 @@
 """Number of examples of property tests: a few by default, all of them with RANKSCOPE_THOROUGH=1.
 
-Examples are random in each run, so that repeated runs try further ones.
+A usual run has the same examples each time; a thorough run has random ones, so that repeated runs try further ones.
 """
 
 from __future__ import annotations

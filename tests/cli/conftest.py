@@ -14,9 +14,8 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from tests.programs import OF_COMMANDS, server_of
+from tests.programs import run_command
 
-from rankscope import __main__
 from rankscope_contract.model.schema import DATASETS
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
@@ -131,29 +130,17 @@ def sample_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-COMMAND = """
-import gc, sys
-gc.unfreeze()  # objects frozen in the parent must be freed, or DuckDB warns at exit
-sys.argv[:] = [{path!r}, *{arguments!r}]
-from rankscope.__main__ import main
-main()
-"""
-
-
 @pytest.fixture(scope="session")
 def rankscope(sample_store: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Return a function that runs `rankscope ARGUMENTS` on the sample store."""
-    server = server_of(*OF_COMMANDS)
 
     def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {"RANKSCOPE_STORE": str(sample_store), "COLUMNS": "100", "TERM": "dumb"}
-        environment |= options.pop("env", {})
+        environment = {"RANKSCOPE_STORE": str(sample_store), "COLUMNS": "100", "TERM": "dumb"} | options.pop("env", {})
         if "input" in options:  # programs of the fork server have no standard input
-            command = [sys.executable, "-m", "rankscope", *arguments]
+            command, environment = [sys.executable, "-m", "rankscope", *arguments], os.environ | environment
             return subprocess.run(
                 command, env=environment, text=True, capture_output=True, check=False, timeout=60, **options
             )
-        code = COMMAND.format(path=__main__.__file__, arguments=list(map(str, arguments)))
-        return server.run(code, environment, 60.0, options.pop("cwd", None))
+        return run_command(*arguments, folder=options.pop("cwd", None), **environment)
 
     return run

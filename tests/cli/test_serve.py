@@ -28,10 +28,16 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "rankscope", "serve", *map(str, arguments)]
 
 
-def refused(*arguments: object) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, check=False, timeout=60)
-    assert "Traceback" not in done.stderr
-    return done
+@pytest.fixture
+def refused(rankscope):
+    """Return a function that runs `rankscope serve ARGUMENTS` until it exits with an error."""
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        done = rankscope("serve", *arguments, env={"RANKSCOPE_STORE": ""})
+        assert "Traceback" not in done.stderr
+        return done
+
+    return run
 
 
 @contextmanager
@@ -74,7 +80,7 @@ def test_service_prints_its_address_and_stops_cleanly(tmp_path, ending):
     assert log.read_text().endswith("stopped; 0 rows stored, 0 rows not stored\n")
 
 
-def test_second_service_on_one_store_names_the_lock_holder(tmp_path):
+def test_second_service_on_one_store_names_the_lock_holder(tmp_path, refused):
     store = tmp_path / "history"
     with serving(tmp_path / "log", "--store", store, "--listen", "127.0.0.1:0") as (process, _):
         done = refused("--store", store, "--listen", "127.0.0.1:0")
@@ -100,7 +106,7 @@ def test_service_whose_shard_was_taken_over_exits_with_code_3(tmp_path, monkeypa
         assert f"RestartPreventExitStatus={USAGE} {TAKEN_OVER}\n" in unit.read_text()
 
 
-def test_port_in_use_is_named(tmp_path):
+def test_port_in_use_is_named(tmp_path, refused):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = refused("--store", tmp_path / "history", "--listen", f"127.0.0.1:{port}")
@@ -130,7 +136,7 @@ def test_options_override_the_file(tmp_path):
         ("not toml", "not valid TOML"),
     ],
 )
-def test_configuration_errors_name_the_remedy(tmp_path, toml, message):
+def test_configuration_errors_name_the_remedy(tmp_path, refused, toml, message):
     (tmp_path / "service.toml").write_text(toml, encoding="utf-8")
     done = refused(tmp_path / "service.toml")
 
@@ -139,7 +145,7 @@ def test_configuration_errors_name_the_remedy(tmp_path, toml, message):
     assert "service.toml" in done.stderr or "notify" in done.stderr
 
 
-def test_unsupported_notify_url_fails_before_files_are_created(tmp_path):
+def test_unsupported_notify_url_fails_before_files_are_created(tmp_path, refused):
     done = refused("--store", tmp_path / "history", "--listen", "127.0.0.1:0", "--notify", "bad://secret@nowhere")
 
     assert 2 == done.returncode
@@ -148,7 +154,7 @@ def test_unsupported_notify_url_fails_before_files_are_created(tmp_path):
     assert [] == list(tmp_path.iterdir())
 
 
-def test_store_path_that_is_a_file_is_named(tmp_path):
+def test_store_path_that_is_a_file_is_named(tmp_path, refused):
     (tmp_path / "file").write_text("not a folder", encoding="utf-8")
     done = refused("--store", tmp_path / "file", "--listen", "127.0.0.1:0")
 

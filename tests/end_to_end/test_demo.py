@@ -20,7 +20,7 @@ def test_demo_passes_all_its_checks(tmp_path, require_server):
     """The demo checks itself: exact rows, two incidents reported by both senders, a completed run."""
     require_server("prometheus")
     require_server("prometheus-alertmanager")
-    command = demo(tmp_path / "demo", "--steps", "130")
+    command = demo(tmp_path / "demo", "--steps", "130", "--batch", "1")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
 
     assert 0 == done.returncode, done.stdout + done.stderr
@@ -39,7 +39,7 @@ def test_interrupted_demo_leaves_no_process_behind(tmp_path):
     process = subprocess.Popen(demo(tmp_path / "demo"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     family = psutil.Process(process.pid)
     log = tmp_path / "demo" / "training.log"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not (log.exists() and "step 1/" in log.read_text()):
         assert time.monotonic() < deadline
         time.sleep(0.2)

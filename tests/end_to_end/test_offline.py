@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from tests.end_to_end.conftest import Service
-from tests.programs import server_of
+from tests.programs import run_command, run_program
 
 from rankscope_contract.spool.layout import folders
 
@@ -44,20 +44,12 @@ def trained(
     folder: Path, after: str = "pass", *, spool_dir: str = "", service_url: str = "", **settings: object
 ) -> Answer:
     """Return the result of a training in `folder`. Without `spool_dir`, the records are in the default folder."""
-    environment = os.environ | {"RANKSCOPE_SPOOL_DIR": spool_dir, "RANKSCOPE_INGEST_URL": service_url}
-    server = server_of("torch._dynamo", "rankscope_exporter")
-    return server.run(program(after, **settings), environment, 120.0, folder)
+    environment = {"RANKSCOPE_SPOOL_DIR": spool_dir, "RANKSCOPE_INGEST_URL": service_url}
+    return run_program(program(after, **settings), folder=folder, **environment)
 
 
 def command(*arguments: object) -> Answer:
-    done = subprocess.run(
-        [sys.executable, "-m", "rankscope", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=os.environ | {"COLUMNS": "160"},
-    )
+    done = run_command(*arguments, COLUMNS="160")
     assert 0 == done.returncode, done.stderr
     return done
 

@@ -53,6 +53,7 @@ def demo(
         "demo-data"
     ),
     steps: Annotated[int, typer.Option(min=130, help="Training steps. Faults are injected at steps 60 and 120.")] = 200,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and step. With fewer, a step is faster.")] = 8,
     seed: Annotated[int, typer.Option(help="Seed of the model and the data.")] = 1,
     no_faults: Annotated[bool, typer.Option("--no-faults", help="Inject no faults and expect no alert.")] = False,
 ) -> None:
@@ -67,7 +68,7 @@ def demo(
     _create_folder(folder)
     faults = () if no_faults else FAULTS
     with interrupted_by_termination(), AlertReceiver() as receiver:
-        tensors, senders = _collect(console, folder, receiver, faults, _training_command(steps, seed, no_faults))
+        tensors, senders = _collect(console, folder, receiver, faults, _training_command(steps, batch, seed, no_faults))
     from rankscope.demo.report import report
 
     expected = ExpectedRun(run=RUN, ranks=RANKS, steps=steps, tensors=tensors, faults=faults, senders=senders)
@@ -91,6 +92,7 @@ def _collect(
         console.print(f"{'service':<14}{url}  (log: {folder / 'service.log'})")
         with _run_prometheus(console, folder, url, receiver) as senders:
             environment = {"RANKSCOPE_INGEST_URL": url, "RANKSCOPE_RUN": RUN, "OMP_NUM_THREADS": "1"}
+            environment["RANKSCOPE_SPOOL_DIR"] = str((folder / "rankscope-records").absolute())
             with child(command, folder / "training.log", environment) as training, view_for(console) as view:
                 view.print_line(f"{'training':<14}{RANKS} ranks  (log: {folder / 'training.log'})")
                 _watch(training, url, receiver, view)
@@ -117,13 +119,13 @@ def _run_prometheus(console: Console, folder: Path, url: str, receiver: AlertRec
         yield (Sender.EMBEDDED, Sender.ALERTMANAGER)
 
 
-def _training_command(steps: int, seed: int, no_faults: bool) -> list[str]:
+def _training_command(steps: int, batch: int, seed: int, no_faults: bool) -> list[str]:
     first, second = FAULTS
     faults = ["--nan-step", first.step, "--nan-rank", first.rank, "--scale-step", second.step]
     faults += ["--scale-rank", second.rank]
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)),
-        *(str(SCRIPT), "--steps", str(steps), "--seed", str(seed)),
+        *(str(SCRIPT), "--steps", str(steps), "--batch", str(batch), "--seed", str(seed)),
         *(["--no-faults"] if no_faults else [str(part) for part in faults]),
     ]
 

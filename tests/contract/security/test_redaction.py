@@ -8,6 +8,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
 
 from rankscope_contract.security.redaction import (
     is_secret_name,
@@ -165,7 +166,7 @@ NAMES = st.sampled_from(["password", "hf_token", "api_key", "clientSecret", "DB_
 PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=5))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.recursive(
         PLAIN | NAMES.map(lambda name: {name: SECRET}),

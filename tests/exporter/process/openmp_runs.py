@@ -1,9 +1,10 @@
 """Run one training and report its OpenMP threads, and how often they and the training thread slept.
 
-    python -m tests.exporter.process.openmp_runs CASE THREADS environment|call
+    python -m tests.exporter.process.openmp_runs CASE THREADS environment|call STEPS
 
-With `environment`, only OMP_NUM_THREADS sets the number of threads. With `call`, torch.set_num_threads() sets it too.
-Each case has the same model, the same steps and a gloo group of one rank, with or without a monitor.
+STEPS are measured, after a warm-up. With `environment`, only OMP_NUM_THREADS sets the number of threads. With `call`,
+torch.set_num_threads() sets it too. Each case has the same model, the same steps and a gloo group of one rank, with or
+without a monitor.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from rankscope_exporter.process import threads as own_threads
 from rankscope_exporter.publishing import publisher
 from rankscope_exporter.statistics import warm_up
 
-STEPS = 200
 WARM_UP_STEPS = 45
 """Steps before the measurement: the kernel is imported from the third sampled step on, and the rules fire."""
 
@@ -181,7 +181,7 @@ def on_a_new_thread(function: Callable[[], list[int]]) -> list[int]:
     return found[0]
 
 
-def run(case: Case, threads: int, how: str) -> dict[str, Any]:
+def run(case: Case, threads: int, how: str, steps: int) -> dict[str, Any]:
     """Run the training of `case` and return the report."""
     if how == "call":
         torch.set_num_threads(threads)
@@ -191,12 +191,12 @@ def run(case: Case, threads: int, how: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        found = train(case, Path(folder))
+        found = train(case, Path(folder), steps)
         dist.destroy_process_group()
     return found
 
 
-def train(case: Case, folder: Path) -> dict[str, Any]:
+def train(case: Case, folder: Path, steps: int) -> dict[str, Any]:
     """Train with or without a monitor, and return the report."""
     torch.manual_seed(0)
     model = nn.Sequential(Block(64, 4), Shifts(64), nn.Linear(64, 8))
@@ -229,7 +229,7 @@ def train(case: Case, folder: Path) -> dict[str, Any]:
     time.sleep(QUIET_SECONDS)
     known |= lasting_threads(known)
     by_step = []
-    for number in range(WARM_UP_STEPS, WARM_UP_STEPS + STEPS):
+    for number in range(WARM_UP_STEPS, WARM_UP_STEPS + steps):
         before = switches(known)
         step(number)
         by_step.append(switches(known) - before)
@@ -237,7 +237,7 @@ def train(case: Case, folder: Path) -> dict[str, Any]:
         "threads": len(known),
         # Bursts of other processes also make OpenMP threads sleep, but only at some steps. A second team makes them
         # sleep at every step, so the lower quartile over the steps detects it and ignores the bursts.
-        "switches": STEPS * statistics.quantiles(by_step, n=4)[0],
+        "switches": statistics.quantiles(by_step, n=4)[0],
         "numbers": [*numbers_of_threads(), *on_a_new_thread(numbers_of_threads)],
         "own": sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread()),
     }
@@ -252,4 +252,4 @@ def train(case: Case, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(run(CASES[sys.argv[1]], int(sys.argv[2]), sys.argv[3])))
+    print(json.dumps(run(CASES[sys.argv[1]], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))))

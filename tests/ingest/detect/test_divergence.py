@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
 
 from rankscope_contract.model.events import REPLICA_DESYNC
 from rankscope_ingest.detect.divergence import WAIT_SECONDS, DivergenceTracker, diverged_row, divergence_symptom
@@ -175,7 +176,7 @@ def test_hashes_of_an_inactive_attempt_are_removed():
 
 
 @given(st.permutations([(rank, step) for rank in range(3) for step in (1, 2, 3)]), st.integers(1, 3), st.integers(0, 2))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_first_step_and_rank_do_not_depend_on_the_order_of_arrival(order, first, wrong):
     tracker = DivergenceTracker()
     reported = []

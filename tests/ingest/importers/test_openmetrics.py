@@ -15,6 +15,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.parser import text_string_to_metric_families
 from tests.properties import examples
 
+from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers import Faults, ImportedBlock, find_importer
 from rankscope_ingest.importers.openmetrics import OpenMetrics
@@ -86,6 +87,23 @@ def test_bad_lines_are_counted_with_their_numbers(logs):
 
     assert [3, 5, 7] == [fault.line for fault in report.faults]
     assert ["a", "c", "d"] == [row["metric"] for row in logs.query(SAMPLES)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 40])
+def test_nul_bytes_within_a_label_are_kept_and_a_hole_between_lines_is_skipped(logs, count):
+    nuls = "\0" * count
+    text = (
+        f'up{{a="x{nuls}y"}} 1 1700000000\nup{{a="z{nuls}"}} 2 1700000001\n{nuls}low{{a="torn{nuls}low 3 1700000002\n'
+    )
+    report = logs.import_log(logs.write("metrics.txt", text))
+
+    found = [(row["metric"], row["labels"], row["value"]) for row in logs.query(SAMPLES)]
+    assert [
+        ("up", canonical_labels({"a": f"x{nuls}y"}), 1.0),
+        ("up", canonical_labels({"a": f"z{nuls}"}), 2.0),
+        *[("low", None, 3.0)] * (count > 1),
+    ] == found
+    assert 1 == report.malformed
 
 
 def test_prometheus_client_pages_are_read_in_both_formats(logs):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ingest.remote_read.streams import MESSAGES
+from tests.properties import examples
 
 from rankscope_ingest.base.errors import DecodeError
 from rankscope_ingest.base.protobuf import packed, unpacked
@@ -21,7 +22,7 @@ HINTED = st.sampled_from(["", "rate", "series"])
 TIMES = st.one_of(st.integers(-(1 << 62), 1 << 62), st.integers(1_500_000_000_000, 1_900_000_000_000))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.lists(st.tuples(TIMES, TIMES, HINTED, st.lists(st.tuples(st.integers(0, 3), st.text(), st.just("a|b"))))))
 def test_request_is_decoded_like_the_reference_messages(queries):
     request = MESSAGES["ReadRequest"](accepted_response_types=[1, 0])
@@ -48,7 +49,7 @@ def test_request_is_decoded_like_the_reference_messages(queries):
 SERIES = st.tuples(st.dictionaries(st.text(), st.text()), st.lists(st.tuples(TIMES, st.floats(allow_nan=False))))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.lists(st.lists(SERIES, max_size=3), max_size=3))
 def test_response_is_decoded_by_the_reference_messages(answers):
     given_series = [

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ingest.remote_read.streams import MESSAGES, decoded, frames_of
+from tests.properties import examples
 
 from rankscope_ingest.remote_read import codec
 from rankscope_ingest.remote_read.codec import read_response
@@ -58,7 +59,7 @@ def arrays(start, samples):
     return times, np.array([bits for _, bits in samples], np.uint64).view(np.float64)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.lists(SAMPLES, min_size=1, max_size=4))
 def test_decoded_chunks_are_bit_identical_to_the_encoded_samples(series):
     """Includes irregular times, all kinds of NaN, and chunks of different lengths encoded together."""

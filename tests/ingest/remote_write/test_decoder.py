@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ingest.remote_write.messages import CLASSES, write_request
+from tests.properties import examples
 
 from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.base.errors import DecodeError
@@ -64,7 +65,7 @@ SERIES = st.tuples(
 REQUESTS = st.lists(SERIES, max_size=6, unique_by=lambda one: canonical_labels({k: v for k, v in one[0].items() if v}))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.lists(st.tuples(REQUESTS, st.sampled_from([(), ("up",)]), STARTS), min_size=1, max_size=3))
 def test_decoded_samples_equal_those_of_the_reference_messages(requests):
     """Includes known and new labels, empty label values, exemplars, histograms, metadata and staleness markers."""
@@ -231,7 +232,7 @@ def test_duplicate_label_is_rejected():
         WriteReader().read(request.SerializeToString())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.one_of(
         st.binary(max_size=60),

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
+from tests.properties import examples
 
 from rankscope_ingest.scrape.reference_parser import parse_plain
 
@@ -45,7 +46,7 @@ def shown(value: float) -> str:
     return repr(float(value) + 0.0)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(LINE, max_size=4))
 @example(['m{a="x y",b="z"} 1.5', "# TYPE m gauge", "m 2"])
 @example(["m -0"])

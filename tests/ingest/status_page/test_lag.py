@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
 
 from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.runs.models import Liveness
@@ -59,7 +60,7 @@ def test_observations_are_bounded_and_keep_the_oldest_one():
     assert len(clock._observations["i"]) <= MAX_OBSERVATIONS
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=100))
 def test_lag_differs_from_the_exact_one_only_by_dropped_observations(moves):
     """Compared with a list of all observations."""

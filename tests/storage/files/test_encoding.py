@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
 
 from rankscope_storage.base.schema import conform, dataset_schema
 from rankscope_storage.files.encoding import ROW_GROUP_ROWS, write_sorted
@@ -51,7 +52,7 @@ def rows_of(columns: dict[str, list[object]], *, coded: bool) -> pa.Table:
     return conform(pa.table(arrays), "tensor_stats")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(ROW, min_size=1, max_size=6), st.booleans())
 def test_constant_null_and_mixed_columns_are_read_back_unchanged(rows, coded):
     table = rows_of({name: [row[name] for row in rows] for name in NAMES}, coded=coded)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from tests.properties import examples
 
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.fsync import sync_to_disk
@@ -32,7 +33,7 @@ def floats(bits: np.ndarray) -> list[float]:
     return bits.view(np.float32).tolist()
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(FLOATS, BITS)
 @example(np.array([LARGEST, 0x0080_0000, 0x007F_FFFF, 0x3F7F_FFFF], np.uint32), 12)
 def test_rounding_error_is_at_most_half_of_the_last_kept_bit(values, kept):
@@ -45,7 +46,7 @@ def test_rounding_error_is_at_most_half_of_the_last_kept_bit(values, kept):
     )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(FLOATS, BITS)
 @example(np.array([LARGEST, 0x7FFF_FFFF, 0x7F80_0000, 0xFF80_0001, 0x8000_0000, 1], np.uint32), 4)
 def test_rounding_keeps_nan_infinity_zero_and_subnormals_bit_for_bit(values, kept):
@@ -61,7 +62,7 @@ def test_rounding_keeps_nan_infinity_zero_and_subnormals_bit_for_bit(values, kep
     assert (values >> 31).tolist() == (result >> 31).tolist()
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(FLOATS, BITS)
 def test_rounding_preserves_order_and_is_idempotent(values, kept):
     ordered = np.sort(values.view(np.float32)[~np.isnan(values.view(np.float32))])

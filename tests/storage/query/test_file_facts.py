@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
 
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.query import file_facts
@@ -46,7 +47,7 @@ def facts_of(tmp_path, connection):
     return read
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.lists(ROWS, min_size=1, max_size=12), max_size=3), st.sampled_from([None, {"r"}, {"r", "s"}, {"t"}]))
 def test_losses_are_logged_once_without_repeated_rows_and_overlaps(facts_of, files, runs):
     said, ranges, attempts = Counter(), defaultdict(list), set()

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
 
 from rankscope_contract.model.schema import DATASETS
 from rankscope_storage.api.store import Batch, Store
@@ -180,7 +181,7 @@ SHAPES = (
 )
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(SHAPES), WHERE, WHERE)
 def test_result_from_selected_files_equals_result_from_all(scattered, shape, first, second):
     query = shape.format(first, second)

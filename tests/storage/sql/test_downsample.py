@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
 
 from rankscope_storage.sql.smoothing import DOWNSAMPLE
 
@@ -48,7 +49,7 @@ def bits(points: Sequence[Point]) -> set[tuple[float, str]]:
     return {(x, str(y)) for x, y in points}
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(POINTS, min_size=1, max_size=3), st.integers(5, 60))
 def test_points_are_stored_ordered_and_include_ends_and_extremes(database, curves, limit):
     rows = [(number, x, y) for number, curve in enumerate(curves) for x, y in curve.items()]

@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
+from tests.properties import examples
 from tests.storage.sql.test_rollups import SCALAR_ROWS, TENSOR_ROWS, comparable
 
 from rankscope_storage.base.schema import dataset_schema
@@ -37,7 +38,7 @@ def summed(dataset: str, rows: pa.Table, facts: RowFacts | None = None) -> pa.Ta
 
 
 @pytest.mark.parametrize(("dataset", "shapes"), [("tensor_stats", TENSOR_ROWS), ("scalars", SCALAR_ROWS)])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.data())
 def test_rollups_are_equal_with_and_without_facts(dataset, shapes, data):
     """Some columns are finite, without nulls, or absent in all rows, as in usual data."""

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
 
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
@@ -40,7 +41,7 @@ def curve(connection, columns: str = "attempt, step, cumulative_step, loss") -> 
 ATTEMPTS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20)), min_size=1, max_size=4)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ATTEMPTS)
 def test_last_attempt_of_a_step_is_valid_and_cumulative_steps_repeat(tmp_path_factory, attempts):
     """Each attempt is (first step, number of steps); the reference simulates the training."""
@@ -69,7 +70,7 @@ def drawn(connection, name: str) -> list[tuple]:
     return connection.sql(f"SELECT step, mean FROM scalar_curve('r', of_name := '{name}') ORDER BY step").fetchall()
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(FAR_ATTEMPTS, st.integers(1, 9), st.integers(0, 8), st.booleans())
 def test_rarely_logged_scalar_follows_the_attempts_of_the_loss(tmp_path_factory, attempts, every, offset, before):
     """An attempt may end before its first value; an evaluation before the first step has the last step's number."""

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
 
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
@@ -63,7 +64,7 @@ NUMBERS = st.lists(
 )
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(10), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(NUMBERS, min_size=1, max_size=4), st.integers(1, 2))
 def test_shards_combine_to_the_statistics_of_the_whole_tensor(tmp_path_factory, shards, copies):
     """With hybrid sharding, several groups each contain all shards."""

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
 
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.errors import BatchError, ConflictError, StoreError
@@ -359,7 +360,7 @@ def test_append_fsyncs_files_folders_entry_and_log_in_this_order(folder, batch):
     ] == seen
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(deliveries=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6), st.booleans()), max_size=8))
 def test_every_record_is_stored_once_for_any_repeated_deliveries(tmp_path_factory, batch, deliveries):
     """A rank sends from the watermark or below; the service can be killed between any two deliveries."""

@@ -76,11 +76,18 @@ def read_log(
         yield objects.run({"lines": number, **counts})
 
 
-def read_lines(path: Path, faults: Faults, *, max_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes]]:
+def read_lines(
+    path: Path,
+    faults: Faults,
+    *,
+    max_bytes: int = MAX_LINE_BYTES,
+    is_valid: Callable[[bytes], bool] | None = None,
+) -> Iterator[tuple[int, bytes]]:
     """Yield the number (from 1) and the bytes of each line, without the line end and without a UTF-8 byte order mark.
 
     A line of more than `max_bytes` bytes is skipped and recorded in `faults`; `faults.read_bytes` is updated after each
-    line. The parts of a line between NUL bytes, which a crash or a truncation leaves in a file, are yielded one by one.
+    line. The parts of a line between NUL bytes, which a crash or a truncation leaves in a file, are yielded one by one,
+    unless `is_valid` returns true for the whole line: then the NUL bytes are a part of its text.
     Raises IngestError if the file is UTF-16, compressed or binary.
     """
     with path.open("rb") as file:
@@ -104,6 +111,9 @@ def read_lines(path: Path, faults: Faults, *, max_bytes: int = MAX_LINE_BYTES) -
             is_skipped = (is_rest and is_skipped) or (is_long and not line.endswith(b"\0"))
             is_rest = is_long
             if is_skipped:
+                continue
+            if is_valid and not is_rest and is_valid(line.rstrip(b"\r\n")):
+                yield number, line.rstrip(b"\r\n")
                 continue
             for part in filter(bytes.strip, _NULS.split(line.strip(b"\0"))):
                 yield number, part.replace(b"\0", b"").rstrip(b"\r\n")
