@@ -21,7 +21,7 @@ def rule_classes() -> dict[str, type[AnomalyRule]]:
     """Return every rule class that is defined in the modules of this package, by name."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
-    return {cls.__name__: cls for cls in AnomalyRule.__subclasses__()}
+    return {cls.__name__: cls for cls in AnomalyRule.__subclasses__() if cls.__module__.startswith(f"{__name__}.")}
 
 
 def rule_from_config(entry: dict[str, Any]) -> AnomalyRule:

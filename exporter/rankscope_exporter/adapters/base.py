@@ -402,11 +402,11 @@ class Framework(WrappedModel):
     def on_forward(self, hook: Callable[..., None]) -> Removable:
         """Register `hook` before each forward pass of the model or of a chunk.
 
-        The hook gets the module and its arguments.
+        The hook gets the module, its positional and its keyword arguments.
         """
         if self.announced is not None:
             return self.announced.before(hook)
-        handles = [chunk.register_forward_pre_hook(hook) for chunk in self.chunks]
+        handles = [chunk.register_forward_pre_hook(hook, with_kwargs=True) for chunk in self.chunks]
         return CallbackHandle(functools.partial(remove_all, handles))
 
     def on_forward_end(self, hook: Callable[..., None]) -> Removable:

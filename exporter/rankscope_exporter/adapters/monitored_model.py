@@ -5,7 +5,9 @@ The model may consist of several chunks.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -13,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from rankscope_exporter.adapters.base import Framework, is_temporarily_replaced
+from rankscope_exporter.adapters.base import Framework, ParameterState, is_temporarily_replaced
 from rankscope_exporter.adapters.placement import loaded
 from rankscope_exporter.model.name_patterns import Targets
 from rankscope_exporter.model.parameter_names import NamedParameter, found_in_place
@@ -47,6 +49,61 @@ class Borrowed(Sequence[T]):
         self._references = [weakref.ref(item) for item in items]
 
 
+class UpdateScope:
+    """The parameters that belong to the optimizer step which begins now, by their position in the model.
+
+    Each of several optimizers has parameters of its own. Their gradients are complete when their own optimizer steps,
+    and a later backward pass of the same step may change them for another purpose, as in adversarial training.
+    """
+
+    def __init__(self, parameters: Sequence[NamedParameter] = ()) -> None:
+        self._positions = {named.identity: position for position, named in enumerate(parameters)}
+        self.positions: set[int] | None = None
+        """Positions of the parameters to read now; None for all parameters."""
+        self.stepped: set[int] = set()
+        """Positions of the parameters whose optimizer has stepped in the present step. Known at sampled steps only."""
+        self.latest = 0
+        """The id() of the optimizer that has stepped last, or that steps now."""
+        self.is_inside_backward = False
+        """True during an optimizer step inside a backward pass, when gradients of other parameters are incomplete."""
+
+    def positions_of(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        """Return the positions of the parameters of `optimizer`; empty if it updates copies of the parameters."""
+        known = self._positions
+        groups = (group["params"] for group in optimizer.param_groups)
+        return {known[id(item)] for parameters in groups for item in parameters if id(item) in known}
+
+    @contextlib.contextmanager
+    def by(
+        self, optimizer: torch.optim.Optimizer, optimizers: Iterable[torch.optim.Optimizer], *, is_first: bool
+    ) -> Iterator[bool]:
+        """Set the attributes for a step of `optimizer`, one of `optimizers`, inside the `with` block.
+
+        `is_first` is true for the first optimizer in the present step: its step also includes the parameters that
+        belong to no optimizer. Yield whether the step includes parameters.
+        """
+        others = [item for item in optimizers if item is not optimizer]
+        own = self.positions_of(optimizer)
+        if others and own:
+            self.positions = set(own)
+            if is_first:
+                self.positions |= set(self._positions.values()).difference(*map(self.positions_of, others))
+        try:
+            yield bool(own) or is_first
+        finally:
+            self.positions = None
+            self.stepped |= own
+
+    @contextlib.contextmanager
+    def inside_backward(self) -> Iterator[None]:
+        """Set `is_inside_backward` inside the `with` block."""
+        self.is_inside_backward = True
+        try:
+            yield
+        finally:
+            self.is_inside_backward = False
+
+
 @dataclass(frozen=True, slots=True)
 class MonitoredModel:
     """The monitored model as its framework wraps it, its parameters, and their optimizers."""
@@ -66,6 +123,8 @@ class MonitoredModel:
     """
     compiled: set[str] = field(default_factory=set)
     """Names of the parts of a step, such as `backward`, that were detected to run inside compiled code."""
+    update: UpdateScope = field(default_factory=UpdateScope)
+    """The parameters that belong to the optimizer step which begins now."""
     positions: tuple[int, ...] | None = None
     """Position of each element of `parameters` in the list of all parameters of the model.
 
@@ -103,16 +162,39 @@ class MonitoredModel:
             return [self._from_optimizers(named) if item is None else item for named, item in pairs]
         return found
 
-    def tensors(self) -> list[nn.Parameter | None]:
+    def tensors(self, *, of_update: bool = False) -> list[nn.Parameter | None]:
         """Return the current parameter for each element of the attribute `parameters`.
 
-        An element is None if the model has replaced the parameter, or if the parameter was freed. The caller must not
-        keep the list, because it keeps the parameters alive.
+        An element is None if the model has replaced the parameter, or if the parameter was freed. If `of_update` is
+        true, it is also None if the parameter does not belong to the optimizer step that begins now. The caller must
+        not keep the list, because it keeps the parameters alive.
         """
-        found = self.found()
-        if not self.retired:
+        found, read = self.found(), self.update.positions if of_update else None
+        if not self.retired and read is None:
             return found
-        return [None if owner in self.retired else item for owner, item in zip(self.owners(), found, strict=True)]
+        pairs = zip(self.owners(), found, strict=True)
+        return [
+            None if owner in self.retired or (read is not None and owner not in read) else item for owner, item in pairs
+        ]
+
+    def states(self, parameters: Sequence[nn.Parameter | None]) -> list[ParameterState | None]:
+        """Return the optimizer state of each of `parameters`; None for a parameter without an optimizer.
+
+        If several optimizers have a parameter, its state is that of the optimizer which has stepped last.
+        """
+        optimizers = sorted(self.optimizers, key=lambda optimizer: id(optimizer) != self.update.latest)
+        return self.framework.optimizer_states(parameters, optimizers)
+
+    def missing(self) -> set[int]:
+        """Return the positions, in the attribute `parameters`, of parameters that the model no longer uses.
+
+        Parameters that are retired are left out. A parameter to which its module has given another name is not missing,
+        and is found under this name from now on.
+        """
+        named = enumerate(self.parameters)
+        gone = {i for i, item in named if i not in self.retired and not self.framework.is_in_place(item)}
+        places = {(id(item.owner()), item.key) for item in self.parameters} if gone else set()
+        return {i for i in gone if not self.parameters[i].follow(places)}
 
     def _from_optimizers(self, named: NamedParameter) -> nn.Parameter | None:
         """Search the optimizers for a parameter that `torch.func.functional_call` replaces in the model at present.
@@ -131,9 +213,9 @@ class MonitoredModel:
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the first parameter; the CPU if the model has no parameters."""
-        first = self.parameter(0) if self.parameters else None
-        return torch.device("cpu") if first is None else first.device
+        """Return the device with the most parameters. Return the CPU if all parameters are on the meta device."""
+        counts = Counter(item.device for item in self.found() if item is not None and not item.is_meta)
+        return max(counts, key=counts.__getitem__) if counts else torch.device("cpu")
 
     def owners(self) -> Sequence[int]:
         """Return the position of each element of `parameters` in the list of all parameters of the model."""

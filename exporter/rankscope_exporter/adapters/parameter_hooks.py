@@ -57,7 +57,7 @@ class Announced:
     def begins(self) -> None:
         """Call the hooks that are registered for the beginning of a training forward pass."""
         for hook in tuple(self._before.values()):
-            hook(self._model(), ())
+            hook(self._model(), (), {})
 
     def ends(self) -> None:
         """Call the hooks that are registered for the end of a training forward pass."""

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import json
 import os
-import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -22,17 +22,19 @@ from rankscope_contract.diagnostics.stacks import stacks_text
 from rankscope_contract.model.events import Event, EventType, ExitReason
 from rankscope_contract.model.phases import WITHIN_A_STEP
 from rankscope_exporter.adapters import Framework, Stage
+from rankscope_exporter.api.attachment import Attachment, note_other_monitors
+from rankscope_exporter.api.owner import Owner
 from rankscope_exporter.api.phase import OpenPhases, Phase, opaque
-from rankscope_exporter.api.session import Ending, Session
+from rankscope_exporter.api.session import Session
 from rankscope_exporter.api.session_factory import Optimizers, attached
-from rankscope_exporter.base.copies import CopiesDoNothing, NotCopied
+from rankscope_exporter.base.copies import CopiesDoNothing
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.base.tracing import is_dynamo_compiling, on_compilation
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.config.resolve import Given, callable_or_none, config_of, steps_from
 from rankscope_exporter.model.parameter_names import encodable
 from rankscope_exporter.monitors.hangs.diagnosis import CapturedStacks
-from rankscope_exporter.process import lifecycle, stop_signals
+from rankscope_exporter.process import lifecycle
 from rankscope_exporter.quantities.structure import Structure
 from rankscope_exporter.reactions.anomaly_callback import OnAnomaly
 from rankscope_exporter.sampling.sampling_config import SWITCH, sampling_config_from
@@ -50,6 +52,9 @@ class Monitor(CopiesDoNothing):
     Construction checks the configuration and raises ConfigError, and so does `switch`; no other method raises into
     training. Before `attach`, no socket is opened and no thread is started. All methods are cheap and have no effect on
     a monitor that is not attached, that is disabled, or that runs in a forked child process.
+
+    If neither the script nor the model of the monitor exists any more, the run ends as at the end of the process. A
+    monitor without references continues while its model exists.
 
     A model may have its monitor as an attribute, and may be copied or saved with it. The copy of a monitor does
     nothing, cannot be attached, and its `is_copy` is True. The copy has the configuration, without the token of the
@@ -78,12 +83,15 @@ class Monitor(CopiesDoNothing):
         self._first_step = steps_from("first_step", first_step, at_least=0)
         self._on_anomaly = callable_or_none("on_anomaly", on_anomaly)
         self._boundary = ErrorBoundary()
-        self._session: Session | None = None
+        self._attachment: Attachment | None = None
+        self._owner: Owner | None = None
         self._sinks: Mapping[str, Sink] = {}
-        self._ending: Session | None = None  # while its last records are published
-        self._stop_signal: str | None = None  # the signal that requested an end
-        self._phases = OpenPhases(self._phase_begins, self._phase_ended)
-        self._was_compiled = on_compilation(self._call_compiles)
+        self._phases = OpenPhases(_weak(self._phase_begins), _weak(self._phase_ended))
+        self._was_compiled = on_compilation(_weak(self._call_compiles))
+
+    @property
+    def _session(self) -> Session | None:
+        return None if self._attachment is None else self._attachment.session
 
     def _call_compiles(self) -> None:
         session = self._session
@@ -94,9 +102,8 @@ class Monitor(CopiesDoNothing):
         return {
             "_on_anomaly": None,
             "_boundary": ErrorBoundary(),
-            "_session": None,
-            "_ending": None,
-            "_stop_signal": None,
+            "_attachment": None,
+            "_owner": None,
             "_phases": OpenPhases(),
             "_was_compiled": on_compilation(lambda: None),
         }
@@ -137,7 +144,8 @@ class Monitor(CopiesDoNothing):
     def _attach(
         self, model: torch.nn.Module | Stage | Framework, optimizer: Optimizers, groups: Mapping[str, Any]
     ) -> None:
-        self._session = session = attached(
+        self._owner = owner = Owner(self._on_anomaly)
+        session = attached(
             model,
             optimizer,
             self._config,
@@ -145,18 +153,18 @@ class Monitor(CopiesDoNothing):
             groups=groups,
             first_step=self._first_step,
             total_steps=self._total_steps,
-            on_anomaly=self._on_anomaly,
+            owner=owner,
         )
+        self._attachment = Attachment(session, owner, self._boundary, self._total_steps)
         self._sinks = session.sinks.by_name
         for name in self._phases.names:
             session.events.on_phase_begin(name)
-        lifecycle.watch(self)
-        self._stop_signal = None
-        self._boundary.call("stop_signals", stop_signals.install, self, self._config.stop_signals)
+        self._attachment.watch(self._config.stop_signals)
+        self._boundary.call("looking for other monitors", note_other_monitors, session)
 
     def detach(self) -> None:
         """Remove all hooks, publish the remaining records and the exit event, and stop the server."""
-        self._end(ExitReason.COMPLETED, None)
+        self.end_of_process(ExitReason.COMPLETED, None)
 
     def __enter__(self) -> Self:
         return self
@@ -164,68 +172,12 @@ class Monitor(CopiesDoNothing):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._end(*lifecycle.exit_reason(error))
+        self.end_of_process(*lifecycle.exit_reason(error))
 
     def end_of_process(self, reason: ExitReason, error: str | None) -> None:
-        """Publish the exit record and wait until the service has committed it. Called when the interpreter exits."""
-        self._end(reason, error)
-
-    def abandon_after_fork(self) -> None:
-        """Make the monitor inert in a forked process.
-
-        A data-loader worker, for example, must not serve records or send events for its parent process.
-        """
-        sessions, self._session, self._ending = (self._session, self._ending), None, None
-        for session in filter(None, sessions):
-            session.hooks.active = False
-            self._boundary.call("fork", session.watchdog.abandon_after_fork)
-            self._boundary.call("fork", session.channel.abandon_after_fork)
-
-    def stop_asked(self, name: str) -> None:
-        """Store that the signal `name` requested the end of training, and that the script handles this signal."""
-        self._stop_signal = name
-
-    def last_records(self, name: str, *, is_stuck: bool = False) -> Callable[[], None]:
-        """Record that the signal `name` ends this process.
-
-        Return a function that waits until the service has committed the record.
-        """
-        wait_seconds = min(self._config.exit_wait_seconds, stop_signals.STOP_WAIT_SECONDS)
-        session = self._session
-        if is_stuck and session is not None:
-            session.diagnosis.publish_exit(name)
-            return NotCopied(lambda: session.channel.drain(wait_seconds))
-        return self._leave(ExitReason.SIGNAL, name, wait_seconds)
-
-    def _end(self, reason: ExitReason, error: str | None) -> None:
-        self._leave(reason, error, self._config.exit_wait_seconds)()
-
-    def _leave(self, reason: ExitReason, error: str | None, wait_seconds: float) -> Callable[[], None]:
-        """Remove the hooks and record the end of training.
-
-        Return a function that waits until the service has committed the records, and then stops the server.
-        """
-        session, self._session = self._session, None
-        if session is None:
-            return NotCopied(lambda: None)
-        self._ending = session
-        deadline = time.monotonic() + wait_seconds
-        self._boundary.call("detach()", session.hooks.remove)
-        self._boundary.call("detach()", session.watchdog.stop)
-        self._boundary.call("detach()", session.step_observers.hardware.stop)
-        ending = Ending(reason=reason, error=error, total_steps=self._total_steps, signal=self._stop_signal)
-        self._boundary.call("end of training", session.record_end, ending)
-        return NotCopied(lambda: self._finish_serving(session, deadline, wait_seconds))
-
-    def _finish_serving(self, session: Session, deadline: float, wait_seconds: float) -> None:
-        self._boundary.call("end of training", session.drain, deadline, wait_seconds)
-        self._boundary.call("detach()", session.change_sources.stop)
-        self._boundary.call("closing", session.channel.close)
-        # Not earlier: a process that another thread forks meanwhile must release sockets and locks.
-        self._ending = None
-        self._boundary.call("detach()", stop_signals.uninstall, self)
-        lifecycle.forget(self)
-        self._boundary.on_first = None
+        """Publish the exit record and wait until the service has committed it."""
+        if self._attachment is not None:
+            self._attachment.end_of_process(reason, error)
 
     # Calls of the training script.
 
@@ -422,3 +374,15 @@ class Monitor(CopiesDoNothing):
     def faults(self) -> int:
         """The number of errors inside the monitor that were caught so far."""
         return self._boundary.count
+
+
+def _weak(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls the bound `method`, and does nothing after the object of the method was freed."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        found = reference()
+        if found is not None:
+            found(*args)
+
+    return call

@@ -34,7 +34,8 @@ from rankscope_exporter.process.identity import resolve_identity
 from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector
 from rankscope_exporter.publishing.console import Console, banner
 from rankscope_exporter.publishing.publisher import Publisher, StepQueue
-from rankscope_exporter.reactions.anomaly_callback import OnAnomaly
+from rankscope_exporter.publishing.silent_kinds import SilentKinds
+from rankscope_exporter.reactions.anomaly_callback import FindCallback
 from rankscope_exporter.reactions.anomaly_reactions import AnomalyReactions, ReactionDependencies
 from rankscope_exporter.reconfiguration.agreement import agreement_of
 from rankscope_exporter.reconfiguration.change_queue import TIMES, ChangeQueue, SamplingChange, StepPace
@@ -106,7 +107,7 @@ class Session:
         *,
         first_step: int,
         total_steps: int | None,
-        on_anomaly: OnAnomaly | None = None,
+        on_anomaly: FindCallback = lambda: None,
         parallel: Parallel = ALONE,
     ) -> None:
         self.monitored = monitored
@@ -136,7 +137,6 @@ class Session:
         self.sinks = build_sinks(config, identity, boundary)
         self.publisher = Publisher(
             self.steps,
-            self.active_quantities.plan,
             self.active_quantities.backlog,
             AnomalyDetector(config.rules),
             boundary=boundary,
@@ -144,6 +144,7 @@ class Session:
             on_record=self.events.on_record,
             flush_idle=self.recorder.flush_idle,
             finished=self.sinks.close,
+            silent_kinds=SilentKinds(self.notices.tell),
             pp_stage=monitored.framework.pp_stage,
             has_chunks=len(monitored.framework.chunks) > 1,
         )
@@ -185,7 +186,7 @@ class Session:
             print_line=self.console.line,
         )
 
-    def _build_changes(self, first_step: int, on_anomaly: OnAnomaly | None) -> None:
+    def _build_changes(self, first_step: int, on_anomaly: FindCallback) -> None:
         """Build the objects that change which quantities are measured, and how often, during training."""
         config, identity, boundary = self.config, self.identity, self._boundary
         self._pace = StepPace(first_step)
@@ -237,8 +238,8 @@ class Session:
             *self.reactions.observers,
             self.change_queue,  # after the observers that request changes for the same step
             *([KernelWarmUp()] if config.statistics == "auto" else []),
+            changes,  # finds parameters under new names before their hooks are registered
             gradients,
-            changes,
             OverheadReporter(self.overhead, lambda: controller.stretch),
         )
         self.events = StepEvents(boundary, observers)
@@ -251,6 +252,7 @@ class Session:
             tracker=tracker,
             gradients=gradients,
             boundary=boundary,
+            tell=self.notices.tell,
         )
         self.hooks = Hooks(
             monitored,
@@ -265,8 +267,10 @@ class Session:
             beat=self.watchdog.beat,
         )
 
-    def start(self) -> str:
+    def start(self, owner: object = None) -> str:
         """Start the server and the publisher, install the hooks, and return the address of the server.
+
+        The hooks of the model hold `owner`. Nothing else in the session does.
 
         These three parts are required: if one fails, the others are stopped and the error is raised. All other parts
         are optional: if an optional part cannot start, this is reported, and the session runs without it.
@@ -277,7 +281,7 @@ class Session:
             undo.append(lambda: self.publisher.stop(1.0))
             self.publisher.start()
             undo.append(self.hooks.remove)
-            self.hooks.install(self.active_quantities)
+            self.hooks.install(self.active_quantities, owner)
         except BaseException:
             for step in reversed(undo):
                 self._boundary.call("undoing attach()", step)

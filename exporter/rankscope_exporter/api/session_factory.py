@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_exporter.adapters import Framework, Stage, framework_of
-from rankscope_exporter.adapters.monitored_model import Borrowed, MonitoredModel
+from rankscope_exporter.adapters.monitored_model import Borrowed, MonitoredModel, UpdateScope
+from rankscope_exporter.api.owner import Owner
 from rankscope_exporter.api.session import Session
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.config.monitor_config import MonitorConfig
@@ -26,7 +27,6 @@ from rankscope_exporter.model.name_patterns import Targets, target_notices
 from rankscope_exporter.model.parameter_names import NamedParameter, named_parameters
 from rankscope_exporter.observers.throughput.parameter_counts import ALONE, parallel_of
 from rankscope_exporter.process.identity import place_in
-from rankscope_exporter.reactions.anomaly_callback import OnAnomaly
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -40,11 +40,12 @@ def attached(
     groups: Mapping[str, Any],
     first_step: int,
     total_steps: int | None,
-    on_anomaly: OnAnomaly | None = None,
+    owner: Owner,
 ) -> Session:
     """Return the session of `model`, with hooks installed and the server started, and publish notices for the user.
 
-    `groups` has the process groups of `Monitor.attach` by name; the value is None for a group that was not given.
+    `groups` has the process groups of `Monitor.attach` by name; the value is None for a group that was not given. The
+    hooks of the model hold `owner`.
     """
     began = time.thread_time()
     framework = framework_of(model)
@@ -62,7 +63,9 @@ def attached(
     given = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     optimizers = Borrowed(framework.optimizers(given))
-    monitored = MonitoredModel(framework, chosen, optimizers, world_size, elsewhere=replica_dedup.positions)
+    monitored = MonitoredModel(
+        framework, chosen, optimizers, world_size, elsewhere=replica_dedup.positions, update=UpdateScope(chosen)
+    )
     names = [name for item in parameters for name in (item.name, *item.aliases)]
     notices = [f"tensors: {sentence}" for sentence in target_notices(targets, names, "parameter")]
     if lazy:
@@ -76,10 +79,10 @@ def attached(
         boundary,
         first_step=first_step,
         total_steps=total_steps,
-        on_anomaly=on_anomaly,
+        on_anomaly=owner.callback,
         parallel=boundary.call("finding how the model is divided", parallel_of, framework, world_size, groups) or ALONE,
     )
-    address = session.start()
+    address = session.start(owner)
     session.attach_seconds = time.thread_time() - began
     for sentence in (*notices, *replica_dedup.notices):
         boundary.call("publishing a notice of attach()", session.notices.tell, sentence)

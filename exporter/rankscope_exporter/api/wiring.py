@@ -27,8 +27,8 @@ from rankscope_exporter.records.pending_step import PendingStep
 from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
-from rankscope_exporter.sampling.plan import Measurement
 from rankscope_exporter.sampling.sampling_config import selected_parts
+from rankscope_exporter.sampling.table_view import Measurement
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.persistence import Persistence
 from rankscope_exporter.serving.ring import Ring

@@ -80,7 +80,11 @@ class ErrorBoundary:
 
 def fault_text(where: str, error: BaseException) -> str:
     """Return the message that describes an error: the failed operation, and the type and text of the exception."""
+    return f"{where} failed, training continues: {error_text(error)}"
+
+
+def error_text(error: BaseException) -> str:
+    """Return the type and the text of an exception, cut to MOST_CHARACTERS characters."""
     has_path = isinstance(error, OSError) and error.filename is not None  # repr omits the path
     text = f"{type(error).__name__}: {error}" if has_path else repr(error)
-    cut = text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
-    return f"{where} failed, training continues: {cut}"
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"

@@ -1,12 +1,15 @@
 """Decides whether code of the monitor may run. It must not run while a compiler or tracer records the training.
 
 Every function of the monitor that training calls is an `Entry`, or calls `is_plain` and `is_traced` itself. There are
-three cases:
+four cases:
 
-- No mode, compiler or tracer is active. The function runs. `is_plain` detects this in about 0.2 µs.
+- No mode, transform, compiler or tracer is active. The function runs. `is_plain` detects this in about 0.2 µs.
 - A compiler or tracer records the code (Dynamo, `torch.jit.trace`, `torch.fx`, `make_fx`, AOTAutograd, export, a fake
   tensor mode). The function does nothing: its operations would become part of the user's graph, and no training step
   runs.
+- A transform of `torch.func` runs (grad, vmap, jvp, functionalize, and all that consist of these). A hook does nothing:
+  each operation would be transformed, and the forward pass is no training forward pass. A call of the script, such as
+  `Monitor.log`, runs outside of all transforms.
 - Another dispatch or function mode is active (FlopCounterMode, selective activation checkpointing, CommDebugMode,
   `torch.set_default_device`, a mode of the user). The function runs with all modes switched off, so that no mode
   records an operation of the monitor.
@@ -23,11 +26,14 @@ own. The decorator `uncompiled` prevents this, and the hook runs.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
+from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
 from torch.utils import _python_dispatch
 
@@ -37,6 +43,7 @@ from rankscope_exporter.base.copies import NotCopied
 _dispatch_modes: Final = torch._C._len_torch_dispatch_stack  # noqa: SLF001 - see above
 _function_modes: Final = torch._C._len_torch_function_stack  # noqa: SLF001 - see above
 _jit_state: Final = torch._C._get_tracing_state  # noqa: SLF001 - see above
+_transform: Final = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001 - see above
 _infra_mode: Final = torch._C._get_dispatch_mode  # noqa: SLF001 - see above
 _INFRA_KEYS: Final = tuple(
     getattr(torch._C._TorchDispatchModeKey, name)  # noqa: SLF001 - see above
@@ -64,9 +71,10 @@ The classes are compared by name, because an import of the classes would load th
 
 
 def is_plain() -> bool:
-    """Return whether this thread has no active dispatch or function mode, compiler or tracer. Takes about 0.2 µs."""
+    """Return whether this thread has no active mode, transform, compiler or tracer. Takes about 0.2 µs."""
     return not (
         _dispatch_modes()
+        or _transform() is not None
         or _function_modes()
         or _symbolic_trace._is_fx_tracing_flag  # noqa: SLF001 - the function of torch.fx for it warns
         or _compiler._is_compiling_flag  # noqa: SLF001 - without the question for TorchScript
@@ -86,6 +94,18 @@ def is_traced() -> bool:
     return bool(_dispatch_modes()) and any(_infra_mode(key) is not None for key in _INFRA_KEYS)
 
 
+def is_transformed() -> bool:
+    """Return whether a transform of `torch.func`, or forward-mode differentiation, runs on this thread."""
+    return _transform() is not None or forward_ad._current_level >= 0  # noqa: SLF001 - see above
+
+
+def untransformed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor inside of the wrappers that transforms of `torch.func` put around `tensor`."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001 - see above
+        tensor = torch._C._functorch.get_unwrapped(tensor)  # noqa: SLF001 - see above
+    return tensor
+
+
 def is_stand_in(value: Any) -> bool:
     """Return whether `value` is an object that a tracer passes instead of a tensor.
 
@@ -95,12 +115,15 @@ def is_stand_in(value: Any) -> bool:
 
 
 def call_outside_of_modes(function: Callable[..., Any], *args: Any) -> Any:
-    """Call `function(*args)` with all dispatch and function modes of this thread disabled, and return the result."""
+    """Call `function(*args)` with all modes and transforms of this thread disabled, and return the result."""
     functions = [_pop_function_mode() for _ in range(_function_modes())]
     try:
-        if not _dispatch_modes():
-            return function(*args)
-        with _python_dispatch._disable_current_modes():  # noqa: SLF001 - torch's own way to do it
+        with contextlib.ExitStack() as stack:
+            if _dispatch_modes():
+                stack.enter_context(_python_dispatch._disable_current_modes())  # noqa: SLF001 - torch's own way to do it
+            if _transform() is not None:
+                pyfunctorch = importlib.import_module("torch._functorch.pyfunctorch")  # a transform has loaded it
+                stack.enter_context(pyfunctorch.temporarily_clear_interpreter_stack())
             return function(*args)
     finally:
         for mode in reversed(functions):
@@ -108,13 +131,20 @@ def call_outside_of_modes(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def call_untraced(function: Callable[..., Any], *args: Any) -> Any:
-    """Call `function(*args)` with all dispatch and function modes of this thread disabled, and return the result.
+    """Call `function(*args)` with all modes and transforms of this thread disabled, and return the result.
 
     If a compiler or tracer is active, return None without a call.
     """
     if is_plain():
         return function(*args)
     return None if is_traced() else call_outside_of_modes(function, *args)
+
+
+def call_untransformed(function: Callable[..., Any], *args: Any) -> Any:
+    """Call `function(*args)` as `call_untraced` does; return None without a call also if a transform runs."""
+    if is_plain():
+        return function(*args)
+    return None if _transform() is not None else call_untraced(function, *args)
 
 
 def uncompiled(function: F) -> F:
@@ -153,19 +183,32 @@ class Entry(NotCopied):
     a function that does nothing instead.
 
     The function `was_compiled` reports a compilation of the hook: Dynamo calls it when it compiles the hook. It must be
-    a result of `on_compilation`.
+    a result of `on_compilation`. The function `transformed` is called instead of the hook, without arguments, while a
+    transform of `torch.func` runs. It may not call torch operations. The object `owner` is kept alive by the hook, and
+    so by the module that has the hook.
     """
 
-    def __init__(self, function: Callable[..., Any], was_compiled: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        was_compiled: Callable[[], int] | None = None,
+        *,
+        transformed: Callable[[], None] | None = None,
+        owner: object = None,
+    ) -> None:
         super().__init__(function)
         self._was_compiled = was_compiled
+        self._transformed = transformed
+        self._owner = owner
 
     @uncompiled
     def __call__(self, *args: Any) -> Any:
-        """Call the wrapped function. Return None without a call if a compiler or tracer is active."""
+        """Call the wrapped function. Return None without a call if a compiler, tracer or transform is active."""
         # First, and a constant to the compiler: nothing below it becomes part of a graph.
         if is_dynamo_compiling():
             if self._was_compiled is not None:
                 self._was_compiled()
             return None
-        return call_untraced(self._call, *args)
+        if self._transformed is not None and _transform() is not None and not is_traced():
+            self._transformed()
+        return call_untransformed(self._call, *args)

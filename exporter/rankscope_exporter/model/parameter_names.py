@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 WRAPPER_LEVELS: Final = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class NamedParameter:
     """The displayed name of a parameter, other names of the same tensor (tied weights), and the module that holds it.
 
@@ -26,7 +26,10 @@ class NamedParameter:
 
     name: str
     owner: weakref.ref[nn.Module]
-    """Weak reference to the module that has the parameter in its dictionary `_parameters`."""
+    """Weak reference to the module that has the parameter in its dictionary `_parameters`.
+
+    Only `owner`, `key` and `home` change, when the module gives the parameter another name.
+    """
     key: str
     """Key of the parameter in the dictionary `_parameters` of its module."""
     identity: int
@@ -37,6 +40,8 @@ class NamedParameter:
     aliases: tuple[str, ...] = ()
     is_lazy: bool = False
     """True if the parameter had no shape yet when the parameters were listed."""
+    home: weakref.ref[nn.Module] | None = None
+    """Weak reference to the module that had the parameter when the parameters were listed; None if it still has it."""
 
     @property
     def parameter(self) -> nn.Parameter | None:
@@ -53,6 +58,21 @@ class NamedParameter:
         """Return the tensor that the module currently has under the name of the parameter; None if there is none."""
         owner = self.owner()
         return None if owner is None else entry(owner._parameters, self.key)  # noqa: SLF001 - see named_parameters
+
+    def follow(self, claimed: Container[tuple[int, str]]) -> bool:
+        """Find the parameter under a new name below its module, as after pruning or a parametrization.
+
+        Return whether it was found. `claimed` are the places of other parameters: the id() of a module and a key. A
+        parameter with the same id() at such a place is a new object, because the other parameter was there before.
+        """
+        self.home = self.home or self.owner
+        home = self.home()
+        for module in () if home is None else home.modules():
+            for key, parameter in module._parameters.items():  # noqa: SLF001 - see named_parameters
+                if id(parameter) == self.identity and (id(module), key) not in claimed:
+                    self.owner, self.key = weakref.ref(module), key
+                    return True
+        return False
 
     @property
     def module(self) -> str:

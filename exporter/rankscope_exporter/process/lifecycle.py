@@ -16,7 +16,7 @@ from rankscope_exporter.process import stop_signals
 
 
 class AttachedMonitor(Protocol):
-    """Interface of a monitor: the methods that are called when the process forks or exits."""
+    """Interface of an attached monitor: the methods that are called when the process forks or exits."""
 
     def abandon_after_fork(self) -> None:
         """Stop all work of the monitor in a forked child.
@@ -41,7 +41,8 @@ The exit code is 128 + number of the signal, as in shells.
 _attached: set[AttachedMonitor] = set()
 """All attached monitors.
 
-The references are strong, because a monitor without other references still has hooks, threads and a socket.
+The references are strong, because a monitor without other references still has hooks, threads and a socket. The objects
+hold no reference to a model.
 """
 
 _registered = False
@@ -60,6 +61,11 @@ def watch(monitor: AttachedMonitor) -> None:
     _attached.add(monitor)
 
 
+def watched() -> list[AttachedMonitor]:
+    """Return the monitors of this process that have not been forgotten."""
+    return list(_attached)
+
+
 def forget(monitor: AttachedMonitor) -> None:
     """Remove `monitor` from the monitors that are called at forks and at the end of the process."""
     _attached.discard(monitor)
@@ -68,7 +74,7 @@ def forget(monitor: AttachedMonitor) -> None:
 def _after_fork() -> None:
     with contextlib.ExitStack() as stack:  # if one call raises, the others still run; Python prints the error
         stack.callback(_attached.clear)
-        for monitor in list(_attached):
+        for monitor in watched():
             stack.callback(monitor.abandon_after_fork)
         stack.callback(stop_signals.forget_after_fork)
 
@@ -80,7 +86,7 @@ def _at_exit() -> None:
     known = error is not None and error is not _earlier_error
     reason, text = exit_reason(error) if known else (ExitReason.UNKNOWN, None)
     with contextlib.ExitStack() as stack:  # see above
-        for monitor in list(_attached):
+        for monitor in watched():
             stack.callback(monitor.end_of_process, reason, text)
 
 

@@ -55,6 +55,7 @@ class Firing(NamedTuple):
     value: float
     baseline: float | None  # before this observation; None at the first one, and for statistics without a baseline
     threshold: float | None
+    numel: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ class _Scope:
 
 
 class AnomalyDetector:
-    """Stores the baselines of all plan entries, and evaluates the rules for one step at a time. The plan may grow."""
+    """Stores the baselines of all plan entries, and evaluates the rules for one step at a time. The plan may change."""
 
     def __init__(self, rules: Sequence[AnomalyRule], entries: Sequence[PlanEntry] = (), *, limit: int = 64) -> None:
         self._rules = tuple(rules)
@@ -112,31 +113,32 @@ class AnomalyDetector:
         self._baselines = np.empty((len(JUDGED_OPS), 0), np.float32)
         self._missing_values = np.empty((len(JUDGED_OPS), 0), np.int64)
         self._scalars: dict[tuple[str, str | None], SeriesEvaluator] = {}
-        self.extend(entries)
+        self.entries: Sequence[PlanEntry] = ()
+        """The entries of the plan of the latest step."""
+        self.follow(entries)
 
-    def extend(self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None) -> None:
-        """Add the entries of the plan that were not added by earlier calls of this method.
+    def follow(self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None) -> None:
+        """Use the plan with `entries` from now on. Series that the new plan does not contain lose their baselines.
 
-        `entries` is the whole plan; it begins with the entries that were added by earlier calls. For each entry,
-        `owners` has the position of the parameter of the entry, -1 for an entry without a parameter. A position counts
-        in the list of all parameters of the model. If `owners` is None, no entry has a parameter.
+        For each entry, `owners` has the position of the parameter of the entry, -1 for an entry without a parameter. A
+        position counts in the list of all parameters of the model. If `owners` is None, no entry has a parameter.
         """
-        known = len(self._kind_of_entry)
-        if len(entries) == known and self._scopes:
+        if entries is self.entries and self._scopes:
             return
-        added = entries[known:]
-        self._kinds += sorted({entry.kind for entry in added} - set(self._kinds))
+        column = {entry.series: place for place, entry in enumerate(self.entries)}
+        before = np.array([column.get(entry.series, -1) for entry in entries], np.int64)
+        self.entries = entries
+        self._kinds += sorted({entry.kind for entry in entries} - set(self._kinds))
         place = {kind: index for index, kind in enumerate(self._kinds)}
-        kinds = np.array([place[entry.kind] for entry in added], np.int64)
-        positions = np.array([_position(entry) for entry in added], np.float64)
-        own = np.array([-1] * len(added) if owners is None else owners[known:], np.int64)
-        self._kind_of_entry = np.concatenate([self._kind_of_entry, kinds])
-        self._position_of_entry = np.concatenate([self._position_of_entry, positions])
-        self._owner_of_entry = np.concatenate([self._owner_of_entry, own])
-        fresh = np.full((len(JUDGED_OPS), len(added)), math.nan, np.float32)
-        self._baselines = np.concatenate([self._baselines, fresh], axis=1)
-        needed = [[needed_values(self._rules, entry.kind, op) for entry in added] for op in JUDGED_OPS]
-        self._missing_values = np.concatenate([self._missing_values, np.array(needed, np.int64)], axis=1)
+        self._kind_of_entry = np.array([place[entry.kind] for entry in entries], np.int64)
+        self._position_of_entry = np.array([_position(entry) for entry in entries], np.float64)
+        self._owner_of_entry = np.array([-1] * len(entries) if owners is None else owners, np.int64)
+        needed = {kind: [needed_values(self._rules, kind, op) for op in JUDGED_OPS] for kind in self._kinds}
+        fresh = np.array([needed[entry.kind] for entry in entries], np.int64).reshape(-1, len(JUDGED_OPS)).T
+        self._missing_values = _carried(self._missing_values, before, fresh)
+        self._baselines = _carried(
+            self._baselines, before, np.full((len(JUDGED_OPS), len(entries)), math.nan, np.float32)
+        )
         self._scopes = {op: self._scopes_of(op) for op in _OPS}
 
     def observe(self, finished: Finished, call_order: Sequence[int] = ()) -> StepVerdict:
@@ -273,7 +275,8 @@ class AnomalyDetector:
         else:
             value = float(finished.values[VALUE_OPS.index(op), entry])
         baseline = float(before[JUDGED_OPS.index(op), entry]) if op in JUDGED_OPS else math.nan
-        return Firing(entry, op, rule, value, None if math.isnan(baseline) else baseline, rule.limit())
+        numel = finished.counts[COUNT_OPS.index("numel"), entry]
+        return Firing(entry, op, rule, value, None if math.isnan(baseline) else baseline, rule.limit(), int(numel))
 
     def _firing(self, verdicts: dict[tuple[str, int], tuple[_Scope, Bools]]) -> frozenset[tuple[str, str]]:
         return frozenset(
@@ -281,6 +284,16 @@ class AnomalyDetector:
             for scope, fires in verdicts.values()
             for kind in np.unique(self._kind_of_entry[fires]).tolist()
         )
+
+
+def _carried(old: npt.NDArray[Any], before: Integers, fresh: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return `old` with the columns of the new plan.
+
+    `before` has the column of each entry in `old`, -1 for a new entry, which gets its column of `fresh`.
+    """
+    if not old.shape[1]:
+        return fresh
+    return np.where(before >= 0, old[:, before.clip(min=0)], fresh)
 
 
 def _position(entry: PlanEntry) -> float:

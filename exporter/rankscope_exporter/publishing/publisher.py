@@ -21,14 +21,14 @@ from rankscope_exporter.adapters.monitored_model import with_chunk_number
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector, Firing, StepVerdict
+from rankscope_exporter.publishing.silent_kinds import SilentKinds
 from rankscope_exporter.records.host_transfer import Deferred, Row
 from rankscope_exporter.records.pending_step import PendingStep, skipped_event
 from rankscope_exporter.records.step_record import Scalar, Statistics, StepRecord
 from rankscope_exporter.sampling.active_quantities import StepBacklog
-from rankscope_exporter.sampling.plan import PlanRegistry
 from rankscope_exporter.serving.latest_values import NO_KIND
 from rankscope_exporter.statistics import Finished, finish
-from rankscope_exporter.statistics.selection import Published, SelectionMasks
+from rankscope_exporter.statistics.selection import Published
 
 IDLE_FLUSH_SECONDS: Final = 2.0
 """Longest time in seconds that a finished step waits for the next step to begin, before it is published.
@@ -53,11 +53,11 @@ class StepQueue:
     """The queue of records from the training thread to the publisher thread."""
 
     def __init__(self) -> None:
-        self.items: queue.SimpleQueue[PendingStep | threading.Event | None] = queue.SimpleQueue()
-        """The queue of records, of `threading.Event` objects and of None.
+        self.items: queue.SimpleQueue[PendingStep | Callable[[], object] | None] = queue.SimpleQueue()
+        """The queue of records, of functions and of None.
 
-        The publisher thread sets an event when it has published all records that were queued before the event. When it
-        takes None from the queue, it ends.
+        The publisher thread calls a function when it has published all records that were queued before the function.
+        When it takes None from the queue, it ends. Queuing takes no lock, and is allowed in a destructor.
         """
         self.dropped = 0  # records that found the queue full
 
@@ -78,7 +78,6 @@ class Publisher:
     def __init__(
         self,
         steps: StepQueue,
-        plan: PlanRegistry,
         backlog: StepBacklog,
         detector: AnomalyDetector,
         *,
@@ -87,6 +86,7 @@ class Publisher:
         on_record: Callable[[StepRecord], None],
         flush_idle: Callable[[float], None],
         finished: Callable[[], None],
+        silent_kinds: SilentKinds,
         pp_stage: int | None,
         has_chunks: bool,
     ) -> None:
@@ -99,14 +99,13 @@ class Publisher:
         """
         self.publish = publish
         self._steps = steps
-        self._plan = plan
         self._backlog = backlog
         self._detector = detector
-        self._choices = SelectionMasks()
         self._boundary = boundary
         self._on_record = on_record
         self._flush_idle = flush_idle
         self._finished = finished
+        self._silent_kinds = silent_kinds
         self._pp_stage = pp_stage
         self._has_chunks = has_chunks
         self._thread = OwnThread(target=self._run, name="rankscope-publisher")
@@ -127,7 +126,7 @@ class Publisher:
         if threading.current_thread() is self._thread:
             return False
         reached = threading.Event()
-        self._steps.items.put(reached)
+        self._steps.items.put(reached.set)
         return reached.wait(timeout_seconds)
 
     def stop(self, timeout_seconds: float) -> bool:
@@ -152,10 +151,10 @@ class Publisher:
             if item is None:
                 self._finished()
                 return
-            if isinstance(item, threading.Event):
-                item.set()
-            else:
+            if isinstance(item, PendingStep):
                 self._boundary.call("publishing a step", self._publish, item)
+            else:
+                self._boundary.call("a function after the records before it", item)
 
     def _publish(self, pending_step: PendingStep) -> None:
         statistics, verdict = self._boundary.call(
@@ -172,7 +171,7 @@ class Publisher:
             events.append(skipped_event())
         firing: set[tuple[str, str]] = set()
         if verdict is not None:
-            events += [self._anomaly(item, verdict.call_order(item.entry)) for item in verdict.firings]
+            events += [self._anomaly(item, verdict) for item in verdict.firings]
             firing |= verdict.firing
             self.events_left_out += verdict.left_out
         for event in self._scalar_anomalies(scalars):
@@ -181,6 +180,10 @@ class Publisher:
         scalars += self._running_totals(scalars)
         for later in pending_step.later:  # no rule evaluates these: bytes and seconds of the monitor itself
             scalars += self._boundary.call(f"reading {getattr(later, '__qualname__', 'a number')}", later) or ()
+        rows = self._other_rows(pending_step)
+        if pending_step.expected:
+            where = "looking for kinds without rows"
+            self._boundary.call(where, self._silent_kinds.judge, pending_step.expected, rows)
         record = StepRecord(
             ts=pending_step.ts,
             step=pending_step.step,
@@ -188,44 +191,44 @@ class Publisher:
             scalars=tuple(scalars),
             events=tuple(events),
             firing=frozenset(firing),
-            **self._other_rows(pending_step),
+            **rows,
         )
         self._boundary.call("publishing a step", self.publish, record)
         self._on_record(record)
 
     def _statistics(self, pending_step: PendingStep) -> tuple[Statistics | None, StepVerdict | None]:
-        if pending_step.copy is None:
+        version = pending_step.plan
+        if pending_step.copy is None or version is None:
             return None, None
-        known = pending_step.copy.used
-        plan = self._plan.plan(known, pending_step.ops)
+        plan, published = version.named, version.published
         try:
-            finished = finish(pending_step.copy, plan.plan.value_ops)
+            finished = finish(pending_step.copy, plan.plan.value_ops).of(version.rows)
         finally:
             self._backlog.published += 1
-        published = self._choices.of(pending_step.ops, known)
+        if pending_step.expected:
+            self._silent_kinds.see(plan.plan, finished.present)
         finished = published.only(finished) if published is not None else finished
-        self._detector.extend(self._plan.entries[:known], self._plan.owners[:known])
+        self._detector.follow(version.entries, version.owners)
         verdict = self._detector.observe(finished, pending_step.call_order)
         values, counts = arrow_statistics(finished, verdict.baselines, published, plan.plan.value_ops)
         if published is None:
             return Statistics(plan, values, counts), verdict
         measured = arrow_counts(finished.counts, np.broadcast_to(finished.present, finished.counts.shape))
-        return Statistics(plan, values, counts, pending_step.ops, measured), verdict
+        return Statistics(plan, values, counts, version.ops, measured), verdict
 
     def _other_rows(self, pending_step: PendingStep) -> dict[str, Any]:
         rows = {name: list(known) for name, known in pending_step.rows.items()}
         for deferred in pending_step.deferred:
             read = self._boundary.call(f"rows of {deferred.dataset}", self._rows_of, deferred)
-            if deferred.dataset is not None:
-                rows.setdefault(deferred.dataset, []).extend(read or ())
+            rows.setdefault(deferred.dataset, []).extend(read or ())
         return {name: tuple(items) for name, items in rows.items()}
 
     def _rows_of(self, deferred: Deferred) -> Sequence[Row]:
         read = deferred.read()
         return [with_chunk_number(row) for row in read] if self._has_chunks and deferred.dataset in _OF_CHUNKS else read
 
-    def _anomaly(self, firing: Firing, order: int | None) -> Event:
-        entry = self._plan.entries[firing.entry]
+    def _anomaly(self, firing: Firing, verdict: StepVerdict) -> Event:
+        entry = self._detector.entries[firing.entry]
         return Event(
             type=EventType.ANOMALY,
             severity=firing.rule.severity,
@@ -239,7 +242,7 @@ class Publisher:
             pp_stage=self._pp_stage,
             vpp_stage=entry.vpp_stage,
             micro_step=entry.micro_step,
-            call_id=order,
+            call_id=verdict.call_order(firing.entry),
             message=_message(firing, entry),
         )
 
@@ -272,7 +275,7 @@ def _message(firing: Firing, entry: PlanEntry) -> str:
     where = f"{firing.rule.name} on {entry.kind} of {entry.label}: {firing.op} is {firing.value:g}"
     if firing.baseline:
         return f"{where}, {firing.value / firing.baseline:.3g} times its average"
-    return f"{where} of {math.prod(entry.shape)} elements" if firing.op in ("nans", "infs") else where
+    return f"{where} of {firing.numel} elements" if firing.op in ("nans", "infs") else where
 
 
 def arrow_statistics(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final
 
@@ -13,7 +14,9 @@ from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.base.validation import at_least
 from rankscope_exporter.model.parameter_names import local_tensor, real_parts
 from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Table
+from rankscope_exporter.quantities.optimizer_state import ADAM_STATE, in_use, state_tensor
 from rankscope_exporter.records.host_transfer import Numbers, Row
+from rankscope_exporter.records.pending_step import ExpectedRows
 
 UPDATE, RATIO = KINDS = ("adam_update", "adam_ratio")
 
@@ -54,6 +57,7 @@ class AdamUpdates(Quantity):
     measures_tensors: ClassVar[bool] = False
     options_class: ClassVar[type[QuantityOptions]] = AdamUpdatesOptions
     options: AdamUpdatesOptions
+    _is_expected = False
 
     @staticmethod
     def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
@@ -66,14 +70,25 @@ class AdamUpdates(Quantity):
 
     def on_optimizer_step_end(self, table: Table) -> None:
         """Compute the histograms of all parameters with Adam state."""
-        states = self.monitored.framework.optimizer_states(self.monitored.tensors(), self.monitored.optimizers)
-        names, counted = [], []
-        for named, own in zip(self.monitored.parameters, states, strict=True):
-            if own is not None and _is_adam(own):
-                names.append(named.name)
-                counted.append(_histograms(own.state, own.group, self.options))
-        if counted:
-            table.defer("histograms", torch.stack(counted), lambda numbers: self._rows(names, numbers))
+        tensors, optimizers = self.monitored.tensors(), self.monitored.optimizers
+        states = self.monitored.states(tensors)
+        self._is_expected = any(map(_has_options_of_adam, in_use(tensors, states, len(optimizers))))
+        pairs = zip(self.monitored.parameters, states, strict=True)
+        found = {named.name: own for named, own in pairs if own is not None and _is_adam(own)}
+        names, kept = list(found), list(found.values())
+
+        def count(positions: Sequence[int]) -> None:
+            counted = [_histograms(kept[i].state, kept[i].group, self.options) for i in positions]
+            rows = functools.partial(self._rows, [names[i] for i in positions])
+            table.defer("histograms", torch.stack(counted), rows)
+
+        table.isolate("histograms", names, [own.state["exp_avg"] for own in kept], count)
+
+    def expected(self) -> ExpectedRows:
+        """Return both histograms, unless no optimizer has the options of Adam."""
+        return ExpectedRows(
+            self.name, frozenset(KINDS if self._is_expected else ()), "the state has no moments of Adam"
+        )
 
     def _rows(self, names: list[str], numbers: Numbers) -> Iterable[Row]:
         for name, of_kinds in zip(names, numbers.tolist(), strict=True):
@@ -89,9 +104,13 @@ class AdamUpdates(Quantity):
                 }
 
 
+def _has_options_of_adam(own: ParameterState) -> bool:
+    return {"betas", "eps"} <= own.group.keys() and not isinstance(own.optimizer, _OTHER_FORMULAS)
+
+
 def _is_adam(own: ParameterState) -> bool:
-    known = {"betas", "eps"} <= own.group.keys() and not isinstance(own.optimizer, _OTHER_FORMULAS)
-    return known and {"exp_avg", "exp_avg_sq", "step"} <= own.state.keys()
+    moments = (state_tensor(own.state, key) for key, _ in ADAM_STATE)
+    return _has_options_of_adam(own) and "step" in own.state and all(moment is not None for moment in moments)
 
 
 def _histograms(state: Mapping[str, Any], group: Mapping[str, Any], bins: AdamUpdatesOptions) -> torch.Tensor:

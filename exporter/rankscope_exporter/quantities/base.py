@@ -6,7 +6,8 @@ that opens at sampled steps, and the registration of hooks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, Protocol
 
@@ -20,12 +21,20 @@ from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.adapters.placement import Layout
 from rankscope_exporter.base.validation import RANKS, Checked, at_least, list_of, validate
 from rankscope_exporter.model.name_patterns import Targets, target_notices
+from rankscope_exporter.model.parameter_names import NamedParameter
 from rankscope_exporter.records.host_transfer import Numbers, Row
+from rankscope_exporter.records.pending_step import ExpectedRows
 from rankscope_exporter.statistics.selection import chosen_ops
 from rankscope_exporter.statistics.tensor_access import dtype_name
 
 BACKWARD: Final = "backward"
-"""Name of the part of training that hooks do not detect if it runs inside compiled code: the backward pass."""
+"""Name of a part of training that hooks do not detect if it runs inside compiled code: the backward pass."""
+
+REMEDY: Final = "detach() and attach() again"
+"""The advice at the end of notices about tensors and hooks that were replaced or removed after attach()."""
+
+UPDATE: Final = "update"
+"""Name of a part of training that hooks do not detect if it runs inside compiled code: the step of the optimizer."""
 
 
 class Table(Protocol):
@@ -34,18 +43,38 @@ class Table(Protocol):
     Row 0 belongs to the first plan entry of the quantity.
     """
 
-    def add(self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None) -> range | None:
-        """Append new entries to the plan and return the table rows of these entries; None if the plan is full.
+    def add(
+        self, key: Hashable, entries: Callable[[], Sequence[PlanEntry]], owners: Sequence[int] | None = None
+    ) -> range | None:
+        """Return the table rows of the entries with the key `key`; None if the plan is full.
 
-        For each entry, `owners` has the position of the parameter of the entry in the list of all parameters of the
-        model.
+        The function `entries` returns the entries. It is called if they are not in the plan, or not any more: entries
+        that are not requested for many sampled steps may be dropped. For each entry, `owners` has the position of the
+        parameter of the entry in the list of all parameters of the model.
         """
         ...
 
-    def measure(self, tensors: Sequence[torch.Tensor | None], rows: range) -> None:
+    def measure(self, tensors: Sequence[torch.Tensor | None], rows: range, *, are_derived: bool = False) -> None:
         """Compute the statistics of `tensors` and write them to the table rows `rows`, in the same order.
 
-        If an element of `tensors` is None, the plan entry of its row remains absent.
+        If an element of `tensors` is None, the plan entry of its row remains absent. So does the entry of a tensor
+        whose statistics cannot be computed. The plan entries get the shapes and dtypes of `tensors`, unless
+        `are_derived` is true: then the entries describe other tensors, from which `tensors` were computed.
+        """
+        ...
+
+    def isolate(
+        self,
+        scope: str,
+        names: Sequence[str],
+        tensors: Sequence[torch.Tensor | None],
+        compute: Callable[[Sequence[int]], None],
+    ) -> None:
+        """Call `compute` with the positions of all `tensors`.
+
+        If `compute` raises, call it with each half of the positions, down to the single tensors for which it raises.
+        They are reported with their `names`. A tensor that raises at several sampled steps in a row is left out for
+        some time. `scope` is the name of the computation, the same at each step.
         """
         ...
 
@@ -60,13 +89,20 @@ class Table(Protocol):
         """
         ...
 
-    def forget_equal(self, rows: range, others: range) -> torch.Tensor:
+    def forget_equal(self, rows: range, others: range) -> None:
         """Compare each row in `rows` with the row at the same position in `others`, and delete `rows` that are equal.
 
         The plan entry of a deleted row is absent at this step. Two rows are equal if all statistics of both rows are
-        equal bit for bit. Return bool [len(rows)] on the device: True for each row in `rows` that was measured and
-        differs.
+        equal bit for bit.
         """
+        ...
+
+    def save(self, rows: range) -> torch.Tensor:
+        """Return a copy of the statistics of `rows`, which begin with row 0."""
+        ...
+
+    def restore(self, saved: torch.Tensor, rows: Sequence[int]) -> None:
+        """Write the statistics of `rows` in `saved`, a result of `save`, to the table again."""
         ...
 
     def defer(self, dataset: str, tensor: torch.Tensor, rows: Callable[[Numbers], Iterable[Row]]) -> None:
@@ -81,13 +117,6 @@ class Table(Protocol):
         """Discard the rows of `dataset` that `defer` scheduled at this step.
 
         The caller then reads the same tensors again.
-        """
-        ...
-
-    def later(self, tensor: torch.Tensor, use: Callable[[Numbers], None]) -> None:
-        """Copy the present values of `tensor` to the host.
-
-        The publisher thread calls the function `use` with the copy.
         """
         ...
 
@@ -234,7 +263,8 @@ class Quantity:
     """A family of measurements that reads tensors at fixed events of a sampled step.
 
     All methods of a quantity run on the training thread with gradients disabled. To add a quantity, add a file with a
-    subclass that sets `name`. A subclass without a name is a base class of quantities.
+    subclass that sets `name`. A subclass without a name is a base class of quantities. The class has many methods,
+    because each event has its own.
     """
 
     name: ClassVar[str]
@@ -275,12 +305,32 @@ class Quantity:
         """
         return []
 
+    @functools.cached_property
+    def first_entries(self) -> list[PlanEntry]:
+        """The entries that the quantity has before training starts. They are built once."""
+        return self.entries()
+
     def kinds(self) -> set[str]:
         """Return the kinds of all plan entries, including entries that are added later.
 
         A counter for each kind exists from the start.
         """
-        return {entry.kind for entry in self.entries()}
+        return {entry.kind for entry in self.first_entries}
+
+    def expected(self) -> ExpectedRows:
+        """Return the kinds of rows that the present step must have, because it has had an update.
+
+        Kinds without rows at several such steps are reported. A subclass leaves out kinds that are absent by
+        definition, such as gradients of frozen parameters.
+        """
+        return ExpectedRows(self.name)
+
+    def is_trained(self) -> bool:
+        """Return whether some measured parameter requires a gradient, and its optimizer has stepped in this step."""
+        stepped = self.monitored.update.stepped  # empty if optimizers update copies
+        updated = (i for i, owner in enumerate(self.monitored.owners()) if not stepped or owner in stepped)
+        found = map(self.monitored.parameter, updated)
+        return any(parameter is not None and parameter.requires_grad for parameter in found)
 
     def owners(self, count: int) -> list[int]:
         """Return, for each of the first `count` plan entries, the position of its parameter.
@@ -296,6 +346,12 @@ class Quantity:
 
     def on_step_begin(self, table: Table) -> None:
         """Handle the beginning of a sampled step. `table`, the table for the statistics of this step, is empty then."""
+
+    def on_forward_failed(self, table: Table) -> None:
+        """Handle a training forward pass that raised an error: delete all data of the present micro-batch.
+
+        A further attempt has the same number as the failed micro-batch.
+        """
 
     def on_gradient_ready(self, index: int, holder: GradientSource, table: Table) -> None:
         """Handle a gradient that was accumulated just now, inside the backward pass.
@@ -322,21 +378,27 @@ class Quantity:
     def on_step_end(self) -> None:
         """Handle the end of a sampled step, whether or not an optimizer has stepped."""
 
-    def parameter_entries(self, kind: str, *, local: bool = False, reduced: bool = False) -> list[PlanEntry]:
-        """Return one plan entry of `kind` per parameter.
+    def parameter_entries(self, *kinds: str, local: bool = False, reduced: bool = False) -> list[PlanEntry]:
+        """Return one plan entry per parameter for the first of `kinds`, then for the next kind.
 
         The shape, dtype and placement of an entry are those of this rank's own gradient if `local` is true, those of
         the reduced gradient if `reduced` is true, and otherwise those of the parameter.
         """
-        count = len(self.monitored.parameters)
-        return [self.parameter_entry(kind, index, local=local, reduced=reduced) for index in range(count)]
+        found = zip(self.monitored.parameters, self.monitored.found(), strict=True)
+        described = [self._described(*item, local=local, reduced=reduced) for item in found]
+        return [PlanEntry(kind=kind, **fields) for kind in kinds for fields in described]
 
     def parameter_entry(
-        self, kind: str, index: int, *, local: bool = False, reduced: bool = False, micro_step: int | None = None
+        self, kind: str, index: int, *, local: bool = False, micro_step: int | None = None
     ) -> PlanEntry:
         """Return the plan entry of `kind` for parameter `index`."""
-        framework = self.monitored.framework
         named, parameter = self.monitored.parameters[index], self.monitored.parameter(index)
+        return PlanEntry(kind=kind, micro_step=micro_step, **self._described(named, parameter, local=local))
+
+    def _described(
+        self, named: NamedParameter, parameter: torch.nn.Parameter | None, *, local: bool, reduced: bool = False
+    ) -> dict[str, Any]:
+        framework = self.monitored.framework
         layout, spec = Layout("full"), TensorSpec(named.shape, named.dtype)  # for a freed parameter, which has no rows
         if parameter is not None and local:
             layout = framework.local_layout(parameter, self.monitored.world_size)
@@ -344,18 +406,16 @@ class Quantity:
         elif parameter is not None:
             layout = framework.layout(parameter)
             spec = (framework.reduced_spec if reduced else framework.spec)(parameter)
-        return PlanEntry(
-            kind=kind,
-            tensor=named.name,
-            vpp_stage=None if parameter is None else framework.vpp_stage(parameter),
-            micro_step=micro_step,
-            placement=layout.placement,
-            shard_group=layout.shard_group,
-            dtype=dtype_name(spec.dtype),
-            shape=spec.shape,
-            module=named.module,
-            aliases=named.aliases,
-        )
+        return {
+            "tensor": named.name,
+            "vpp_stage": None if parameter is None else framework.vpp_stage(parameter),
+            "placement": layout.placement,
+            "shard_group": layout.shard_group,
+            "dtype": dtype_name(spec.dtype),
+            "shape": spec.shape,
+            "module": named.module,
+            "aliases": named.aliases,
+        }
 
     @property
     def placement(self) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import torch
@@ -10,7 +11,9 @@ import torch
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.parameter_names import local_tensor, real_parts
 from rankscope_exporter.quantities.base import Quantity, Table
+from rankscope_exporter.quantities.optimizer_state import in_use, kinds_of, state_tensor
 from rankscope_exporter.records.host_transfer import Numbers
+from rankscope_exporter.records.pending_step import ExpectedRows
 
 KIND: Final = "direction_agreement"
 _MOMENTA: Final = ("exp_avg", "momentum_buffer")
@@ -28,6 +31,7 @@ class GradientAlignment(Quantity):
 
     name: ClassVar[str] = "direction"
     measures_tensors: ClassVar[bool] = False
+    _is_expected = False
 
     @staticmethod
     def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
@@ -40,22 +44,37 @@ class GradientAlignment(Quantity):
 
     def on_optimizer_step_begin(self, table: Table) -> None:
         """Compare the signs of gradients and momenta; copy the results of all parameters to the host together."""
-        names, agreements = [], []
-        framework, parameters = self.monitored.framework, self.monitored.tensors()
-        states = framework.optimizer_states(parameters, self.monitored.optimizers)
-        for named, parameter, own in zip(self.monitored.parameters, parameters, states, strict=True):
-            gradient = None if parameter is None else framework.gradient(parameter)
+        if self.monitored.update.is_inside_backward:  # the other gradients are incomplete
+            return
+        names: list[str] = []
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        framework, parameters = self.monitored.framework, self.monitored.tensors(of_update=True)
+        stepped = self.monitored.update.stepped
+        states = self.monitored.states(parameters)
+        found = in_use(parameters, states, len(self.monitored.optimizers))
+        self._is_expected = bool(kinds_of([own.optimizer for own in found]))
+        listed = zip(self.monitored.parameters, self.monitored.owners(), parameters, states, strict=True)
+        for named, owner, parameter, own in listed:
+            gradient = None if parameter is None or owner in stepped else framework.gradient(parameter)
             momentum = None if own is None else _momentum(own.state)
             if gradient is not None and momentum is not None and not gradient.is_sparse:
                 names.append(named.name)
-                agreements.append(_agreement(real_parts(local_tensor(gradient)), real_parts(local_tensor(momentum))))
-        if agreements:
-            table.defer("features", torch.stack(agreements), lambda numbers: _rows(names, numbers))
+                pairs.append((gradient, momentum))
+
+        def compare(positions: Sequence[int]) -> None:
+            agreements = [_agreement(*(real_parts(local_tensor(item)) for item in pairs[i])) for i in positions]
+            table.defer("features", torch.stack(agreements), functools.partial(_rows, [names[i] for i in positions]))
+
+        table.isolate(KIND, names, [momentum for _, momentum in pairs], compare)
+
+    def expected(self) -> ExpectedRows:
+        """Return the feature if an optimizer has the options of one with a momentum."""
+        return ExpectedRows(self.name, frozenset({KIND} if self._is_expected else ()), "the state has no momentum")
 
 
 def _momentum(state: Mapping[str, Any]) -> torch.Tensor | None:
-    found = (state.get(key) for key in _MOMENTA)
-    return next((momentum for momentum in found if isinstance(momentum, torch.Tensor)), None)
+    found = (state_tensor(state, key) for key in _MOMENTA)
+    return next((momentum for momentum in found if momentum is not None), None)
 
 
 def _agreement(gradient: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:

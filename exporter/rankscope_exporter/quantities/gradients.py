@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.parameter_names import local_tensor
 from rankscope_exporter.quantities.base import BACKWARD, Hooking, Quantity, QuantityOptions, SamplingGate, Table
 from rankscope_exporter.quantities.micro_batches import GradientsOptions, MicroBatchSums
-from rankscope_exporter.records.host_transfer import Numbers
+from rankscope_exporter.records.pending_step import ExpectedRows
 
 
 class Gradients(Quantity):
@@ -26,6 +27,9 @@ class Gradients(Quantity):
     reduces each of several micro-batches, `grad_unreduced` is the sum over the micro-batches that the monitor itself
     computes. A gradient that does not exist is absent, never a stale value: the parameter is unused or frozen, or
     `zero_grad` ran after the backward pass and before the reading of the gradient.
+
+    The rows of a parameter do not change after its optimizer has stepped, unless this optimizer steps again in the same
+    step. A later backward pass, for the loss of another optimizer, may leave another gradient in the parameter.
     """
 
     name: ClassVar[str] = "gradients"
@@ -48,10 +52,9 @@ class Gradients(Quantity):
         self._elsewhere = frozenset(i for i, owner in enumerate(owners) if owner in self.monitored.elsewhere)
         self._mixed = False
         self._arrived: set[int] = set()  # positions of parameters with a gradient from a hook
-        self._left: list[tuple[int, int] | None] = []  # id() and version of each gradient after backward
-        # A gradient scaler changes gradients without a change of their version. The first update, at which all are
-        # measured, shows whether one does; None before.
-        self._changed_unseen: bool | None = None
+        self._has_reduced = False  # whether the reduced gradients of this step were measured after a backward pass
+        self._frozen = FrozenRows((self._unreduced, self._reduced, self._clipped))
+        self._table: Table | None = None  # of the present step
 
     def entries(self) -> list[PlanEntry]:
         """Return the plan entries: `grad_unreduced` of all parameters, then `grad_reduced`, then `grad_clipped`."""
@@ -61,26 +64,51 @@ class Gradients(Quantity):
             *self.parameter_entries(Kind.GRAD_CLIPPED),
         ]
 
+    def expected(self) -> ExpectedRows:
+        """Return the kinds of gradients that exist whenever some parameter is trained.
+
+        `grad_clipped` is absent if it is equal to `grad_reduced`. Without other ranks, `grad_unreduced` repeats
+        `grad_reduced`.
+        """
+        kinds = set()
+        if self.is_trained():
+            kinds = {Kind.GRAD_REDUCED} if len(self._elsewhere) < len(self.monitored.parameters) else set()
+            if self.monitored.copies > 1 and not self._sums.are_reported:
+                kinds.add(Kind.GRAD_UNREDUCED)
+        return ExpectedRows(self.name, frozenset(kinds))
+
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
         """Prepare the sums of gradients over micro-batches, which are needed for frameworks that keep no such sums."""
         self._sums.install(hooking, gate)
 
-    def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
+    def on_step_begin(self, table: Table) -> None:
         """Reset the state at the beginning of a step, when no gradient is reduced yet."""
+        self._table = table
+        self._frozen = FrozenRows((self._unreduced, self._reduced, self._clipped))
         self._mixed = False
-        self._left = []
+        self._has_reduced = False
         self._arrived.clear()
         self._sums.on_step_begin()
 
     def on_step_end(self) -> None:
-        """Release the sums of gradients over micro-batches."""
+        """Release the sums of gradients over micro-batches, and restore the rows of parameters that have stepped."""
         self._sums.release()
+        if self._table is not None:
+            self._frozen.restore(self._table)
+            self._table = None
 
     def on_gradient_ready(self, index: int, holder: GradientSource, table: Table) -> None:
-        """Measure one gradient inside a gradient hook, before the framework reduces it in place or shards it."""
-        if self._batched or self._mixed or self._sums.are_kept:
+        """Measure one gradient inside a gradient hook, before the framework reduces it in place or shards it.
+
+        Gradients that are complete until the backward pass ends are measured together then, except the gradients that
+        an optimizer step inside the backward pass uses.
+        """
+        if self._mixed or self._sums.are_kept:
             return
         self._arrived.add(index)
+        if self._batched != self.monitored.update.is_inside_backward:
+            return
+        self._frozen.protect(table)
         gradient, row = holder.grad, self._unreduced[index : index + 1]
         if gradient is None:  # this framework keeps no sum of several micro-batches
             self._sums.learn()
@@ -89,7 +117,11 @@ class Gradients(Quantity):
             table.measure([gradient], row)
 
     def on_gradients_ready(self, table: Table) -> None:
-        """Measure the rank's own gradients of all parameters at the same time, before they are reduced."""
+        """Measure the rank's own gradients of all parameters at the same time, before they are reduced.
+
+        A gradient that no backward pass of this step has reached is left over from an earlier step.
+        """
+        self._frozen.protect(table)
         if self._sums.are_kept:
             self._read_sums(table)
         elif self._mixed:
@@ -97,7 +129,8 @@ class Gradients(Quantity):
             self._sums.learn()
             table.forget(self._unreduced)
         elif self._batched:
-            own = (None if parameter is None else parameter.grad for parameter in self.monitored.tensors())
+            tensors = enumerate(self.monitored.tensors())
+            own = (None if item is None or i not in self._arrived else item.grad for i, item in tensors)
             table.measure(list(own), self._unreduced)
 
     def on_backward_end(self, table: Table) -> None:
@@ -113,10 +146,10 @@ class Gradients(Quantity):
             table.measure(self._own(self._gradients()), self._reduced)
         else:
             table.copy(self._unreduced, self._reduced)
-        self._left = [_fingerprint(gradient) for gradient in self._gradients()]
+        self._has_reduced = True
 
     def _read_sums(self, table: Table) -> None:
-        table.measure(self._sums.tensors(), self._unreduced)
+        table.measure(self._sums.tensors(), self._unreduced, are_derived=True)
 
     def _finish_sums(self, table: Table) -> None:
         if self._sums.are_kept:  # the last pass may have called no hook
@@ -127,12 +160,18 @@ class Gradients(Quantity):
 
     def on_optimizer_step_begin(self, table: Table) -> None:
         """Measure gradients that the training loop has reduced, and gradients that changed since the backward pass."""
+        if self.monitored.update.is_inside_backward:
+            return
         self._sums.release()
         gradients = self._gradients()
+        read = self.monitored.update.positions
+        self._frozen.add(i for i, owner in enumerate(self.monitored.owners()) if read is None or owner in read)
         if self._reduced_by_loop:
             table.measure(self._own(gradients), self._reduced)
-        elif self._left:
-            self._read_clipped(gradients, table)
+        elif self._has_reduced:
+            # All gradients: neither a gradient scaler nor clipping through `.data` changes their version.
+            table.measure(self._own(gradients), self._clipped)
+            table.forget_equal(self._clipped, self._reduced)
         elif self._assigned_by_loop:
             whole = gradients
             if BACKWARD in self.monitored.compiled:  # a gradient that changed since backward was clipped
@@ -141,28 +180,6 @@ class Gradients(Quantity):
                 table.measure(self._own(changed), self._clipped)
             table.measure(whole, self._unreduced)
             table.measure(self._own(whole), self._reduced)
-
-    def _read_clipped(self, gradients: list[torch.Tensor | None], table: Table) -> None:
-        pairs = zip(gradients, self._left, strict=True)
-        changed = [gradient if _fingerprint(gradient) != left else None for gradient, left in pairs]
-        copies = self.monitored.framework.traits.optimizer_takes_copies
-        changed = self._own(gradients if copies or self._changed_unseen is not False else changed)
-        if all(gradient is None for gradient in changed):
-            return
-        table.measure(changed, self._clipped)
-        # Clipping may multiply by 1, which changes the version and not the numbers.
-        differs = table.forget_equal(self._clipped, self._reduced)
-        if self._changed_unseen is None and not copies:
-            unseen = [
-                place
-                for place, (gradient, left) in enumerate(zip(gradients, self._left, strict=True))
-                if gradient is not None and _fingerprint(gradient) == left
-            ]
-            table.later(differs[unseen].any(), self._learn)
-            self._changed_unseen = True  # until the comparison has arrived on the host
-
-    def _learn(self, unseen: Numbers) -> None:
-        self._changed_unseen = bool(unseen)
 
     def _own(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return the reduced gradients that this rank publishes, and None for each one that another rank publishes."""
@@ -175,7 +192,41 @@ class Gradients(Quantity):
 
     def _gradients(self) -> list[torch.Tensor | None]:
         gradient = self.monitored.framework.gradient
-        return [None if parameter is None else gradient(parameter) for parameter in self.monitored.tensors()]
+        return [
+            None if parameter is None else gradient(parameter) for parameter in self.monitored.tensors(of_update=True)
+        ]
+
+
+class FrozenRows:
+    """The rows of parameters whose optimizer has stepped in the present step. Later passes do not change them.
+
+    `groups` are the rows of all parameters for each kind. The rows are saved only if another backward pass begins in
+    the same step.
+    """
+
+    def __init__(self, groups: Sequence[range]) -> None:
+        self._groups = groups
+        self._stepped: set[int] = set()  # positions of parameters whose rows are not saved yet
+        self._kept: set[int] = set()  # positions of parameters whose rows are saved
+        self._saved: torch.Tensor | None = None
+
+    def add(self, positions: Iterable[int]) -> None:
+        """Freeze the present rows of the parameters at `positions`."""
+        self._stepped.update(positions)
+        self._kept -= self._stepped
+
+    def protect(self, table: Table) -> None:
+        """Save the frozen rows before a backward pass changes rows."""
+        if self._stepped:
+            self.restore(table)
+            self._kept |= self._stepped
+            self._stepped.clear()
+            self._saved = table.save(range(self._groups[0].start, self._groups[-1].stop))
+
+    def restore(self, table: Table) -> None:
+        """Write the saved rows to `table`."""
+        if self._kept and self._saved is not None:
+            table.restore(self._saved, [rows[position] for rows in self._groups for position in sorted(self._kept)])
 
 
 def _is_partial(gradient: torch.Tensor | None) -> bool:
@@ -185,14 +236,4 @@ def _is_partial(gradient: torch.Tensor | None) -> bool:
 
 def _is_fresh(gradient: torch.Tensor | None) -> bool:
     """Return whether a gradient was not changed in place since the first backward pass that computed it."""
-    return gradient is not None and local_tensor(gradient)._version == 0  # noqa: SLF001 - torch has no public name
-
-
-def _fingerprint(gradient: torch.Tensor | None) -> tuple[int, int] | None:
-    """Return the id() and the version of a gradient; None if there is none.
-
-    The result differs after the gradient was replaced or changed in place.
-    """
-    if gradient is None:
-        return None
-    return id(gradient), local_tensor(gradient)._version  # noqa: SLF001 - torch has no public name
+    return gradient is not None and not gradient.is_inference() and local_tensor(gradient)._version == 0  # noqa: SLF001 - torch has no public name

@@ -28,7 +28,7 @@ from rankscope_exporter.records.host_transfer import Numbers, Row
 from rankscope_exporter.statistics import MeasureGroup, StatisticsTable
 from rankscope_exporter.statistics.hashes import Hasher, finished, hashable
 from rankscope_exporter.statistics.table import SUMS
-from rankscope_exporter.statistics.tensor_access import dtype_name
+from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, dtype_name, is_code
 
 DATASET: Final = "hashes"
 BUFFER: Final = "buffer"
@@ -66,6 +66,8 @@ class _Item:
     vpp_stage: int | None
     replicas: str | None
     elements: torch.Tensor
+    is_code: bool = False
+    """True if the elements are codes of a quantised state, which have a hash and no norm."""
 
 
 class Hashes(Quantity):
@@ -113,8 +115,15 @@ class Hashes(Quantity):
         for device, items in by_device.items():
             if device not in self._measures:
                 self._measures[device] = Measure(device)
-            numbers = self._measures[device].of([item.elements for item in items])
-            table.defer(DATASET, numbers, functools.partial(_rows, [_Described.of(item) for item in items]))
+            compute = functools.partial(self._compute, self._measures[device], items, table)
+            names = [item.tensor for item in items]
+            table.isolate(f"hashes on {device}", names, [item.elements for item in items], compute)
+
+    @staticmethod
+    def _compute(measure: Measure, items: Sequence[_Item], table: Table, positions: Sequence[int]) -> None:
+        part = [items[position] for position in positions]
+        numbers = measure.of([item.elements for item in part])
+        table.defer(DATASET, numbers, functools.partial(_rows, [_Described.of(item) for item in part]))
 
     def _items(self) -> Iterator[_Item]:
         framework, tensors = self.monitored.framework, self.monitored.tensors()
@@ -122,7 +131,7 @@ class Hashes(Quantity):
             parameter = tensors[index]
             if parameter is not None:
                 name, stage = self.monitored.parameters[index].name, framework.vpp_stage(parameter)
-                yield _Item(Kind.PARAM_AFTER, name, stage, replicas, local_tensor(parameter.detach()))
+                yield _Item(Kind.PARAM_AFTER, name, stage, replicas, _elements(parameter))
         if self.options.state and self._groups and not self._has_partial_state():
             yield from self._state(tensors)
         if self._buffers.patterns:
@@ -130,7 +139,7 @@ class Hashes(Quantity):
 
     def _state(self, tensors: Sequence[torch.nn.Parameter | None]) -> Iterator[_Item]:
         framework = self.monitored.framework
-        kept = framework.optimizer_states(tensors, self.monitored.optimizers)
+        kept = self.monitored.states(tensors)
         for index, replicas in self._groups.items():
             own, parameter = kept[index], tensors[index]
             if own is None or parameter is None:
@@ -138,14 +147,15 @@ class Hashes(Quantity):
             for key, value in own.state.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     kind, name = KIND_OF_STATE.get(key, key), self.monitored.parameters[index].name
-                    yield _Item(kind, name, framework.vpp_stage(parameter), replicas, local_tensor(value.detach()))
+                    stage = framework.vpp_stage(parameter)
+                    yield _Item(kind, name, stage, replicas, _elements(value), is_code(value))
 
     def _kept_buffers(self) -> Iterator[_Item]:
         for name, buffer in self.monitored.framework.module.named_buffers():
             ranks = self._ranks_of(buffer) or self._world()
             if self._buffers.selects(plain_name(name)) and (len(ranks) > 1 or self.options.of == "all"):
                 replicas = ranks_text(ranks) if len(ranks) > 1 else None
-                yield _Item(BUFFER, plain_name(name), None, replicas, local_tensor(buffer.detach()))
+                yield _Item(BUFFER, plain_name(name), None, replicas, _elements(buffer))
 
     def _has_partial_state(self) -> bool:
         return self.monitored.framework.traits.optimizer_takes_copies or self.monitored.has_divided_state
@@ -158,6 +168,12 @@ class Hashes(Quantity):
 
     def _world(self) -> Sequence[int]:
         return range(self.monitored.world_size)
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor. Call no operation of a tensor subclass that may lack it."""
+    local = local_tensor(tensor)
+    return local.detach() if type(local) in PLAIN_TYPES else local
 
 
 class Measure:
@@ -189,6 +205,7 @@ class _Described:
 
     columns: Row
     size_bytes: int
+    is_code: bool
 
     @classmethod
     def of(cls, item: _Item) -> _Described:
@@ -201,7 +218,7 @@ class _Described:
             "dtype": dtype_name(elements.dtype),
             "numel": elements.numel(),
         }
-        return cls(columns, elements.numel() * elements.element_size())
+        return cls(columns, elements.numel() * elements.element_size(), item.is_code)
 
 
 def _rows(items: Sequence[_Described], numbers: Numbers) -> Iterator[Row]:
@@ -210,7 +227,8 @@ def _rows(items: Sequence[_Described], numbers: Numbers) -> Iterator[Row]:
     for position, described in enumerate(items):
         own = {op: values[position] for op, values in counts.items()}
         hash_ = finished(hashes[position], described.size_bytes)
-        yield {**described.columns, "hash": hash_, "norm": _norm(squares[position], own)}
+        norm = None if described.is_code else _norm(squares[position], own)
+        yield {**described.columns, "hash": hash_, "norm": norm}
 
 
 def _norm(bits: int, counts: Mapping[str, int]) -> float | None:

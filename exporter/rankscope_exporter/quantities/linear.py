@@ -118,9 +118,16 @@ class Linear(ModuleQuantity):
                 if len(of_weight) == 1:  # a tied weight is computed once
                     weights.append(whole)
         listed = list(names.values())
+
+        def compute(batch: Sequence[int], positions: Sequence[int]) -> None:
+            places = [batch[position] for position in positions]
+            numbers = spectral_numbers([weights[place] for place in places], self.options.tolerance)
+            table.defer("features", numbers, functools.partial(_rows, [listed[place] for place in places]))
+
         for batch in batches(weights):
-            numbers = spectral_numbers([weights[place] for place in batch], self.options.tolerance)
-            table.defer("features", numbers, functools.partial(_rows, [listed[place] for place in batch]))
+            labels = [f"the weight of {listed[place][0]}" for place in batch]
+            part = functools.partial(compute, batch)
+            table.isolate(" ".join(labels), labels, [weights[place] for place in batch], part)
 
 
 def _rows(names: Sequence[Sequence[str]], numbers: Numbers) -> Iterable[Row]:

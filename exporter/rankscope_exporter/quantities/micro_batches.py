@@ -23,8 +23,9 @@ from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
 from rankscope_exporter.base.validation import Allowed
 from rankscope_exporter.model.parameter_names import local_tensor
-from rankscope_exporter.quantities.base import Hooking, Quantity, QuantityOptions, SamplingGate, Table
+from rankscope_exporter.quantities.base import BACKWARD, Hooking, Quantity, QuantityOptions, SamplingGate, Table
 from rankscope_exporter.quantities.hook_handles import MicroGradientHooks
+from rankscope_exporter.records.pending_step import OF_MICRO_BATCHES, ExpectedRows
 
 _PROC: Final = Path("/proc")
 _GROUPS: Final = Path("/sys/fs/cgroup")
@@ -136,6 +137,11 @@ class MicroBatchSums:
         """Store that the loop accumulates micro-batches that are reduced separately: later steps need sums."""
         self._is_known = True
 
+    @property
+    def are_reported(self) -> bool:
+        """True if a notice about these sums was published, which may state that `grad_unreduced` is absent."""
+        return bool(self._reported)
+
     def release(self) -> None:
         """Release all sums of gradients."""
         self.are_kept = False
@@ -155,7 +161,7 @@ class MicroBatchSums:
         parameters = [item for item in self._monitored.tensors() if item is not None and item.requires_grad]
         if not parameters:
             return False
-        size, free = sum(map(self._bytes_of, parameters)), free_bytes(parameters[0].device)
+        size, free = sum(map(self._bytes_of, parameters)), free_bytes(self._monitored.device)
         if self._wanted or size * _SHARE <= free:
             self._report_once(
                 "kept", f"the sum of this rank's own gradients takes {_text(size)} of memory at sampled steps"
@@ -221,7 +227,6 @@ class MicroGradients(Quantity):
     def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
         super().__init__(monitored, options)
         self._interleaved = monitored.framework.traits.interleaves_micro_batches
-        self._rows: dict[tuple[int, int], range | None] = {}
         self._passes = [0] * len(self.monitored.parameters)
         self._hooking: Hooking
         self._gate: SamplingGate
@@ -241,17 +246,22 @@ class MicroGradients(Quantity):
         self._passes = [0] * len(self.monitored.parameters)
         self._hooks.register()
 
+    def expected(self) -> ExpectedRows:
+        """Return the gradients of micro-batches if some parameter is trained and hooks run in the backward pass."""
+        is_read = BACKWARD not in self.monitored.compiled and self.is_trained()
+        return ExpectedRows(self.name, frozenset({OF_MICRO_BATCHES} if is_read else ()))
+
     def _read(self, index: int, gradient: torch.Tensor) -> None:
         self._hooking.gradient_arrives()
-        if not self._gate.is_open:
+        if not self._gate.is_open or self.monitored.owners()[index] in self.monitored.update.stepped:
             return
         micro_step = self._passes[index] if self._interleaved else self._hooking.micro_step
         self._passes[index] += 1
         table = self._gate.table
-        key = index, micro_step
-        if key not in self._rows:
-            entry = self.parameter_entry(Kind.GRAD_UNREDUCED, index, local=True, micro_step=micro_step)
-            self._rows[key] = table.add([entry], [self.monitored.owners()[index]])
-        rows = self._rows[key]
+        rows = table.add(
+            (index, micro_step),
+            lambda: [self.parameter_entry(Kind.GRAD_UNREDUCED, index, local=True, micro_step=micro_step)],
+            [self.monitored.owners()[index]],
+        )
         if rows is not None:
             table.measure([gradient], rows)

@@ -17,8 +17,18 @@ from torch import nn
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
 from rankscope_exporter.model.module_names import NamedModule, named_modules, selected, unmatched
-from rankscope_exporter.quantities.base import Hook, Hooking, Quantity, QuantityOptions, SamplingGate, Table
+from rankscope_exporter.quantities.base import (
+    BACKWARD,
+    REMEDY,
+    Hook,
+    Hooking,
+    Quantity,
+    QuantityOptions,
+    SamplingGate,
+    Table,
+)
 from rankscope_exporter.quantities.hook_handles import CoverageNotes, hook_after, hook_before, in_backward
+from rankscope_exporter.records.pending_step import ExpectedRows
 from rankscope_exporter.statistics.tensor_access import is_freed, why_not_measurable
 
 
@@ -49,6 +59,7 @@ class ModuleQuantity(Quantity):
         self._called: set[str] = set()
         self._seen: set[tuple[str, int]] = set()  # module and micro-batch
         self._has_noted_uncalled = False
+        self._lost: set[str] = set()  # modules whose hooks were removed by other code
         self._hooking: Hooking
         self._gate: SamplingGate
 
@@ -116,9 +127,15 @@ class ModuleQuantity(Quantity):
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
         """Delete the stored module calls of the last sampled step."""
+        self._note_lost_hooks()
         self._release()
         self._seen.clear()
         self._called.clear()
+
+    def on_forward_failed(self, table: Table) -> None:  # noqa: ARG002 - see above
+        """Delete the stored module calls of the micro-batch."""
+        micro_step = self._hooking.micro_step
+        self._seen = {key for key in self._seen if key[1] != micro_step}
 
     def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
         """Publish notices about the modules that were not measured in this step."""
@@ -159,6 +176,25 @@ class ModuleQuantity(Quantity):
         except (RuntimeError, AttributeError) as error:  # scripted modules and other objects that are no real modules
             self.missing(f"no hook can be registered ({type(error).__name__})", named)
 
+    def expected_of(self, kinds: AbstractSet[str]) -> ExpectedRows:
+        """Return `kinds` as expected rows; none if hooks were lost, or do not run in the backward pass.
+
+        Both have notices of their own.
+        """
+        is_explained = self._lost or BACKWARD in self.monitored.compiled
+        return ExpectedRows(self.name, frozenset() if is_explained else frozenset(kinds), names_unmeasured=True)
+
+    def _note_lost_hooks(self) -> None:
+        """Store which modules have lost their hooks, so that they are reported.
+
+        Called when a sampled step begins: the hooks of this step are registered then.
+        """
+        for named, hook in self._hooked.values():
+            module = named.module
+            if module is not None and named.name not in self._lost and not _is_registered(module, hook):
+                self._lost.add(named.name)
+                self.missing(f"other code has removed the hooks, so {self.missing_result}: {REMEDY}", named)
+
     def _note_uncalled(self, called: AbstractSet[str]) -> None:
         """Store which modules were not called in the first sampled step, so that they are reported.
 
@@ -172,6 +208,12 @@ class ModuleQuantity(Quantity):
                 compiled = named.compiled or self.monitored.framework.traits.is_compiled or hook.is_compiled
                 reason = "is part of compiled code" if compiled else "was not called in a forward of the model"
                 self.missing(f"{reason}, so {self.missing_result}", named)
+
+
+def _is_registered(module: nn.Module, hook: Hook) -> bool:
+    # The tables themselves: other code also replaces them by new ones, and the handle of a hook does not show this.
+    tables = module._forward_pre_hooks, module._forward_hooks  # noqa: SLF001 - torch has no public name for it
+    return any(hook is known for table in tables for known in table.values())
 
 
 _NAMES: Final = ("weight", "wg")

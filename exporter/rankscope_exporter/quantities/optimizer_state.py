@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
@@ -10,11 +11,13 @@ import torch
 
 from rankscope_contract.model.kinds import Kind
 from rankscope_contract.model.schema import PlanEntry
+from rankscope_exporter.adapters.base import ParameterState
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.name_patterns import Targets
 from rankscope_exporter.model.parameter_names import local_tensor
 from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Table, TargetNames
-from rankscope_exporter.statistics.tensor_access import dtype_name
+from rankscope_exporter.records.pending_step import ExpectedRows
+from rankscope_exporter.statistics.tensor_access import dtype_name, is_code
 
 # Key in `optimizer.state[parameter]` and kind, for optimizers with `betas` and for those with `momentum`.
 ADAM_STATE: Final = (("exp_avg", Kind.EXP_AVG), ("exp_avg_sq", Kind.EXP_AVG_SQ))
@@ -37,7 +40,8 @@ class OptimizerStateOptions(QuantityOptions):
 class OptimizerState(Quantity):
     """Measures one row per parameter for each kind of optimizer state.
 
-    The kinds follow from the options of the optimizers, because the state itself appears only in the first step.
+    The kinds follow from the options of the optimizers, because the state itself appears only in the first step. Kinds
+    of an optimizer that the training creates after attach are added at the first sampled step of this optimizer.
     Tensors of the state that the option `names` selects are added at the first sampled step at which they exist.
     """
 
@@ -47,9 +51,14 @@ class OptimizerState(Quantity):
 
     def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
         super().__init__(monitored, options)
-        self._kinds = _kinds_of(monitored.optimizers)
+        count = len(self.monitored.parameters)
+        self._kinds: dict[str, range | None] = {  # key -> rows; None for a key that was not known at attach
+            key: range(position * count, (position + 1) * count)
+            for position, (key, _) in enumerate(kinds_of(monitored.optimizers))
+        }
         self._named = Targets(self.options.names)
-        self._found: dict[str, tuple[list[int], range | None]] = {}  # additional key -> its parameters and rows
+        self._found: dict[str, list[int]] = {}  # additional key -> its parameters
+        self._in_use: list[ParameterState] = []  # at the last measured update
 
     @staticmethod
     def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
@@ -62,36 +71,54 @@ class OptimizerState(Quantity):
 
     def entries(self) -> list[PlanEntry]:
         """Return the plan entries: one per parameter for the first kind of state, then for the next kind."""
-        return [entry for _, kind in self._kinds for entry in self.parameter_entries(kind)]
+        return self.parameter_entries(*(KIND_OF_STATE[key] for key, rows in self._kinds.items() if rows is not None))
 
     def on_optimizer_step_end(self, table: Table) -> None:
         """Measure the optimizer state after the update."""
-        known = self.monitored.framework.optimizer_states(self.monitored.tensors(), self.monitored.optimizers)
+        tensors = self.monitored.tensors()
+        known = self.monitored.states(tensors)
+        self._in_use = in_use(tensors, known, len(self.monitored.optimizers))
         states: list[Mapping[str, Any]] = [{} if own is None else own.state for own in known]
-        count = len(states)
-        for position, (key, _) in enumerate(self._kinds):
-            rows = range(position * count, (position + 1) * count)
-            table.measure([_tensor(state, key) for state in states], rows)
+        for key, _ in kinds_of(self.monitored.optimizers):
+            if key not in self._found:
+                self._kinds.setdefault(key, None)
+        for key, first in self._kinds.items():
+            entries = functools.partial(self.parameter_entries, KIND_OF_STATE[key])
+            rows = table.add(key, entries, list(self.monitored.owners())) if first is None else first
+            if rows is not None:
+                table.measure([state_tensor(state, key) for state in states], rows)
         if self._named.patterns:
-            self._add_named(states, table)
-        for key, (owners, found) in self._found.items():
+            self._find_named(states)
+        for key, owners in self._found.items():
+            entries = functools.partial(self._named_entries, key, states)
+            found = table.add(key, entries, [self.monitored.owners()[index] for index in owners])
             if found is not None:
-                table.measure([_tensor(states[owner], key) for owner in owners], found)
+                table.measure([state_tensor(states[owner], key) for owner in owners], found)
 
-    def _add_named(self, states: list[Mapping[str, Any]], table: Table) -> None:
-        known = {*self._found, *(key for key, _ in self._kinds)}
+    def expected(self) -> ExpectedRows:
+        """Return the kinds of the optimizers that have stepped, and the tensors that their state has instead."""
+        kinds: set[str] = {kind for _, kind in kinds_of([own.optimizer for own in self._in_use])}
+        kinds.update(
+            KIND_OF_STATE.get(name, name) for name in self._named.patterns if self._in_use and name.isidentifier()
+        )
+        remarks = [_described(own) for own in self._in_use]
+        self._in_use = []  # holds optimizers
+        return ExpectedRows(self.name, frozenset(kinds), "; ".join(dict.fromkeys(remarks)))
+
+    def _find_named(self, states: list[Mapping[str, Any]]) -> None:
+        known = {*self._found, *self._kinds}
         for key in dict.fromkeys(key for state in states for key in self._selected(state) if key not in known):
-            owners = [index for index, state in enumerate(states) if _tensor(state, key) is not None]
-            entries = [self._entry(key, index, states[index][key]) for index in owners]
-            positions = self.monitored.owners()
-            self._found[key] = owners, table.add(entries, [positions[index] for index in owners])
+            self._found[key] = [index for index, state in enumerate(states) if state_tensor(state, key) is not None]
+
+    def _named_entries(self, key: str, states: list[Mapping[str, Any]]) -> list[PlanEntry]:
+        return [self._entry(key, index, states[index][key]) for index in self._found[key]]
 
     def _selected(self, state: Mapping[str, Any]) -> Iterator[str]:
         # Adam keeps `step`, a number, as a tensor. It is read only if it is named explicitly.
         return (
             key
-            for key, value in state.items()
-            if isinstance(value, torch.Tensor)
+            for key in state
+            if (value := state_tensor(state, key)) is not None
             and self._named.selects(key)
             and (value.numel() > 1 or key in self._named.patterns)
         )
@@ -104,12 +131,37 @@ class OptimizerState(Quantity):
         return replace(entry, dtype=dtype_name(value.dtype))
 
 
-def _tensor(state: Mapping[str, Any], key: str) -> torch.Tensor | None:
+def state_tensor(state: Mapping[str, Any], key: str) -> torch.Tensor | None:
+    """Return the tensor that `state` has for `key`; None without one, and if its elements are codes, not values."""
     value = state.get(key)
-    return value if isinstance(value, torch.Tensor) else None
+    return value if isinstance(value, torch.Tensor) and not is_code(value) else None
 
 
-def _kinds_of(optimizers: Sequence[torch.optim.Optimizer]) -> tuple[tuple[str, Kind], ...]:
+def in_use(
+    parameters: Sequence[torch.nn.Parameter | None], states: Sequence[ParameterState | None], optimizers: int
+) -> list[ParameterState]:
+    """Return, for each optimizer, the state of its first parameter that requires a gradient.
+
+    `optimizers` is the number of optimizers, at which the search ends.
+    """
+    found: dict[int, ParameterState] = {}
+    for parameter, own in zip(parameters, states, strict=True):
+        if own is not None and parameter is not None and parameter.requires_grad:
+            found.setdefault(id(own.optimizer), own)
+            if len(found) >= optimizers:
+                break
+    return list(found.values())
+
+
+def _described(own: ParameterState) -> str:
+    found = [
+        f"{key} ({dtype_name(value.dtype)})" for key, value in own.state.items() if isinstance(value, torch.Tensor)
+    ]
+    return f"the state of {type(own.optimizer).__name__} has {', '.join(found) or 'no tensors'}"
+
+
+def kinds_of(optimizers: Sequence[torch.optim.Optimizer]) -> tuple[tuple[str, Kind], ...]:
+    """Return the keys and kinds of the state that optimizers with these options usually have."""
     kinds: list[tuple[str, Kind]] = []
     if any("betas" in optimizer.defaults for optimizer in optimizers):
         kinds += ADAM_STATE

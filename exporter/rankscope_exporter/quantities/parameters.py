@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
@@ -12,8 +13,9 @@ from rankscope_contract.model.kinds import Kind
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.parameter_names import local_tensor, real_parts
-from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Table
+from rankscope_exporter.quantities.base import UPDATE, Quantity, QuantityOptions, Table
 from rankscope_exporter.records.host_transfer import Numbers, Row
+from rankscope_exporter.records.pending_step import ExpectedRows
 
 UPDATE_NORM: Final = "update_norm"
 
@@ -45,7 +47,8 @@ class Parameters(Quantity):
     def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
         super().__init__(monitored, options)
         self._copies: list[torch.Tensor | None] = []  # of the parameters before the first update of the step
-        self._moved: tuple[Table, list[str], torch.Tensor] | None = None
+        self._moved: list[tuple[Table, list[str], torch.Tensor]] = []
+        self._names = [named.name for named in self.monitored.parameters]
         count = len(self.monitored.parameters)
         self._before, self._after = range(count), range(count, 2 * count)
 
@@ -59,33 +62,54 @@ class Parameters(Quantity):
 
     def entries(self) -> list[PlanEntry]:
         """Return the plan entries: `param_before` of all parameters, then `param_after` of all parameters."""
-        return [*self.parameter_entries(Kind.PARAM_BEFORE), *self.parameter_entries(Kind.PARAM_AFTER)]
+        return self.parameter_entries(Kind.PARAM_BEFORE, Kind.PARAM_AFTER)
 
     def on_optimizer_step_begin(self, table: Table) -> None:
         """Measure the parameters before the update, and copy them if the norm of the update is measured."""
-        table.measure(self._updated_tensors(), self._before)
+        if self.monitored.update.stepped:  # an optimizer has already updated parameters in this step
+            return
+        tensors = self._updated_tensors()
+        table.measure(tensors, self._before)
         if self.options.updates and not self._copies:
-            self._copies = [None if tensor is None else _values(tensor).clone() for tensor in self._updated_tensors()]
+            copies = self._copies = [None] * len(tensors)
+
+            def keep(positions: Sequence[int]) -> None:
+                for position in positions:
+                    tensor = tensors[position]
+                    copies[position] = None if tensor is None else _values(tensor).clone()
+
+            table.isolate("copies", self._names, tensors, keep)
 
     def on_optimizer_step_end(self, table: Table) -> None:
         """Measure the parameters after the update. With several optimizers, the values after the last one count."""
-        table.measure(self._updated_tensors(), self._after)
-        norms = {
-            named.name: _distance(before, _values(after))
-            for named, before, after in zip(
-                self.monitored.parameters, self._copies, self._updated_tensors(), strict=False
-            )
-            if before is not None and after is not None and before.shape == _values(after).shape
-        }
-        if norms:
-            self._moved = table, list(norms), torch.stack(list(norms.values()))
+        tensors = self._updated_tensors()
+        table.measure(tensors, self._after)
+        moved = self._moved = []
+
+        def compare(positions: Sequence[int]) -> None:
+            norms = {}
+            for position in positions:
+                before, after = self._copies[position], tensors[position]
+                if before is not None and after is not None and before.shape == _values(after).shape:
+                    norms[self._names[position]] = _distance(before, _values(after))
+            if norms:
+                moved.append((table, list(norms), torch.stack(list(norms.values()))))
+
+        if self._copies:
+            table.isolate(UPDATE_NORM, self._names, tensors, compare)
+
+    def expected(self) -> ExpectedRows:
+        """Return both kinds, and the norm of the update; no hook runs before an update in compiled code."""
+        kinds: set[str] = {Kind.PARAM_AFTER} if self.is_trained() else set()
+        if kinds and UPDATE not in self.monitored.compiled:
+            kinds |= {Kind.PARAM_BEFORE, *([UPDATE_NORM] if self.options.updates else [])}
+        return ExpectedRows(self.name, frozenset(kinds))
 
     def on_step_end(self) -> None:
         """Copy the norms of the update of the step to the host, and free the copies of the parameters."""
-        if self._moved is not None:
-            table, names, norms = self._moved
-            table.defer("features", norms, lambda numbers: _rows(names, numbers))
-        self._copies, self._moved = [], None
+        for table, names, norms in self._moved:
+            table.defer("features", norms, functools.partial(_rows, names))
+        self._copies, self._moved = [], []
 
     def _updated_tensors(self) -> list[torch.Tensor | None]:
         updated = self.monitored.framework.updated_tensor

@@ -237,6 +237,13 @@ class Structure(ModuleQuantity):
         records = self._records = dict(self._new_records())
         table.defer("modules", torch.empty(0), lambda _nothing: self._rows(list(records.values())))
 
+    def on_forward_failed(self, table: Table) -> None:
+        """Create new records if the first forward pass of the step failed."""
+        self._open.clear()
+        if self._hooking.micro_step == 0:
+            table.withdraw("modules")
+            self.on_step_begin(table)
+
     def _new_records(self) -> Iterator[tuple[str, ModuleRecord]]:
         for named in self._modules:
             module = named.module

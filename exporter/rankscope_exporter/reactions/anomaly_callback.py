@@ -66,18 +66,23 @@ class Anomaly:
 
 
 OnAnomaly = Callable[[Anomaly], object]
+FindCallback = Callable[[], OnAnomaly | None]
+"""Function that returns `on_anomaly`, or None without one.
+
+Only the script and its model keep `on_anomaly` alive, because it may refer to the model.
+"""
 
 
 class AnomalyCallback:
-    """Calls the function `on_anomaly` for one anomaly after the other, on a background thread.
+    """Calls the function `on_anomaly`, which `find` returns, for one anomaly after the other, on a background thread.
 
     The function `samples` returns the sample ids of a step. `samples` may wait for a copy from the device.
     """
 
     def __init__(
-        self, function: OnAnomaly | None, boundary: ErrorBoundary, samples: Callable[[int | None], Sequence[Any]]
+        self, find: FindCallback, boundary: ErrorBoundary, samples: Callable[[int | None], Sequence[Any]]
     ) -> None:
-        self._function = function
+        self._find = find
         self._boundary = boundary
         self._samples = samples
         self._worker = BackgroundWorker("on_anomaly", boundary)
@@ -89,7 +94,7 @@ class AnomalyCallback:
 
     def put(self, run: str, rank: int, step: int | None, events: Sequence[Event]) -> None:
         """Queue a call of `on_anomaly` for the firings at `step`; never waits."""
-        function = self._function
+        function = self._find()
         if function is not None:
             ordered = in_causal_order(step, events)
 

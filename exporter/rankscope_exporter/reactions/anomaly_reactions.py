@@ -17,7 +17,7 @@ from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.base.validation import share_of
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.process.threads import BackgroundWorker
-from rankscope_exporter.reactions.anomaly_callback import AnomalyCallback, OnAnomaly
+from rankscope_exporter.reactions.anomaly_callback import AnomalyCallback, FindCallback
 from rankscope_exporter.reactions.anomaly_capture import CAPTURE, CaptureController
 from rankscope_exporter.reactions.overhead_controller import BUDGET, OverheadController
 from rankscope_exporter.reactions.overhead_window import OverheadWindow
@@ -66,7 +66,7 @@ class AnomalyReactions(StepObserver):
         identity: Identity,
         boundary: ErrorBoundary,
         parts: ReactionDependencies,
-        on_anomaly: OnAnomaly | None,
+        on_anomaly: FindCallback,
     ) -> None:
         self._config = config
         self._identity = identity

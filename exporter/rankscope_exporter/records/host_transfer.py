@@ -62,7 +62,7 @@ class Deferred:
     These rows belong to `dataset`, a dataset of the step record such as `features`.
     """
 
-    dataset: str | None  # None: `rows` uses the numbers itself and returns no rows
+    dataset: str
     transfer: Transfer
     rows: Callable[[Numbers], Iterable[Row]]
 

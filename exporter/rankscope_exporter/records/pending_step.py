@@ -13,10 +13,11 @@ from typing import Any, Final
 import torch
 
 from rankscope_contract.model.events import Event, EventType, Severity
+from rankscope_exporter.base.tracing import untransformed
 from rankscope_exporter.records.host_transfer import Deferred, Row, Transfer
+from rankscope_exporter.records.plan_version import PlanVersion
 from rankscope_exporter.records.step_record import Scalar
 from rankscope_exporter.statistics import HostCopy
-from rankscope_exporter.statistics.selection import Ops
 
 UNITS: Final[dict[str, str]] = {
     "tokens": "tokens",
@@ -70,7 +71,7 @@ def take(name: str, value: Any) -> Iterator[Pending]:
 
 
 def _take_tensor(name: str, value: torch.Tensor) -> Pending:
-    value = _without_mesh(name, value.detach())
+    value = _without_mesh(name, untransformed(value).detach())
     if value.numel() != 1:
         raise ValueError(f"log({name}=…) takes one number, not a tensor of shape {tuple(value.shape)}")
     if value.is_complex() or value.is_meta:
@@ -102,6 +103,25 @@ Their rate per second and their running total are published as well.
 """
 
 
+OF_MICRO_BATCHES: Final = "grad_unreduced of micro-batches"
+"""Name of the rows of `grad_unreduced` with a number of a micro-batch, as a kind of expected rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedRows:
+    """The kinds of rows of a quantity that a step with an update has, unless something is wrong.
+
+    Kinds that are absent by definition are left out.
+    """
+
+    quantity: str
+    kinds: frozenset[str] = frozenset()
+    remark: str = ""
+    """The likely reason if rows are absent, as text."""
+    names_unmeasured: bool = False
+    """True if the quantity itself names the tensors that it has never measured."""
+
+
 @dataclass(slots=True)
 class PendingStep:
     """Data of one step, or of a point in time between steps, before its publication."""
@@ -111,7 +131,7 @@ class PendingStep:
     ended_at: float | None = None  # monotonic clock; None if not known yet
     sampled: bool = False
     copy: HostCopy | None = None
-    ops: Sequence[Ops] = ()  # by entry of the plan: the statistics to publish
+    plan: PlanVersion | None = None  # the plan of `copy`
     pending: list[Pending] = field(default_factory=list)
     learning_rates: list[Pending] = field(default_factory=list)
     found_inf: list[Pending] = field(default_factory=list)
@@ -121,6 +141,7 @@ class PendingStep:
     events: list[Event] = field(default_factory=list)
     deferred: list[Deferred] = field(default_factory=list)
     rows: dict[str, list[Row]] = field(default_factory=dict)  # rows of other datasets, by name
+    expected: Sequence[ExpectedRows] = ()  # empty for a step without an update
     call_order: list[int] = field(
         default_factory=list
     )  # by parameter: position of its gradient in the order of arrival, -1 if it did not arrive

@@ -53,6 +53,9 @@ class StepObserver:
     def on_forward_end(self) -> None:
         """Called when the training forward pass has returned or raised."""
 
+    def on_forward_failed(self) -> None:
+        """Called after `on_forward_end` if the forward pass has raised. The micro-batch does not count."""
+
     def on_evaluation_begin(self) -> None:
         """Called when a forward pass of the whole model begins in evaluation mode or without gradients."""
 
@@ -149,6 +152,7 @@ class StepEvents:
         self.on_sampling_decided = event(StepObserver.on_sampling_decided)
         self.on_forward_begin = event(StepObserver.on_forward_begin)
         self.on_forward_end = event(StepObserver.on_forward_end)
+        self.on_forward_failed = event(StepObserver.on_forward_failed)
         self.on_evaluation_begin = event(StepObserver.on_evaluation_begin)
         self.on_evaluation_end = event(StepObserver.on_evaluation_end)
         self.on_backward_begin = event(StepObserver.on_backward_begin)

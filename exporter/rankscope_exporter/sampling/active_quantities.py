@@ -15,10 +15,11 @@ from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.quantities.base import ModelHookContext, Quantity, Table
-from rankscope_exporter.records.pending_step import PendingStep
+from rankscope_exporter.records.pending_step import ExpectedRows, PendingStep
 from rankscope_exporter.sampling.active_quantity import ActiveQuantity
-from rankscope_exporter.sampling.plan import Measurement, PlanRegistry, StepBuffers
+from rankscope_exporter.sampling.plan import PlanRegistry
 from rankscope_exporter.sampling.sampling_config import Part, QuantitySampling
+from rankscope_exporter.sampling.table_view import Measurement, StepBuffers, drop_absent
 from rankscope_exporter.statistics import Finished, HostCopy, StatisticsTable
 from rankscope_exporter.statistics.selection import NO_OP, Ops, carried_ops
 
@@ -62,8 +63,13 @@ class ActiveQuantities:
         self._members: list[ActiveQuantity] = []
         self._per_gradient: list[ActiveQuantity] = []  # open members that read gradients one by one
         self._hooking: ModelHookContext | None = None
-        first = sum(len(quantity.entries()) for quantity, _ in quantities)
-        self._buffers = StepBuffers(self.plan, StatisticsTable(first, device), measurement or Measurement())
+        first = sum(len(quantity.first_entries) for quantity, _ in quantities)
+        table = StatisticsTable(first, device)
+        tell = lambda message: None if self._hooking is None else self._hooking.tell(message)  # noqa: E731 - short
+        self._buffers = StepBuffers(self.plan, table, measurement or Measurement(), tell)
+        self._is_clear = True  # the table has no rows of a step that could not be ended
+        self._deferred_before = 0  # rows of other datasets before the present forward pass
+        self._expected: dict[str, ExpectedRows | None] = {}  # of the present step, by quantity
         self.backlog = StepBacklog()
         self.unsampled = 0  # steps that were not measured because of the backlog
         self.replace(self.prepare(quantities))
@@ -112,7 +118,9 @@ class ActiveQuantities:
         _end_capture(members)
         for member in members:
             member.is_kept_for_next = False
-        self._members = [member for member, sampling in prepared if self._activate(member, sampling)]
+        self._members = [
+            member for member, sampling in prepared if _has_rows(self._boundary, self._buffers, member, sampling)
+        ]
 
     def discard(self, prepared: PreparedQuantities) -> None:
         """Remove the hooks that `prepare` registered. Called if the prepared change does not take place."""
@@ -138,7 +146,7 @@ class ActiveQuantities:
                     if type(known.quantity) is type(member.quantity):
                         known.suspend()
                 member.is_temporary = True
-                if self._activate(member, sampling):
+                if _has_rows(self._boundary, self._buffers, member, sampling):
                     self._members.append(member)
 
     def release(self) -> None:
@@ -156,10 +164,6 @@ class ActiveQuantities:
         its schedule has ended.
         """
         return not any(m.is_retired or (m.view is not None and m not in self._members) for m, _ in prepared)
-
-    def _activate(self, member: ActiveQuantity, sampling: QuantitySampling) -> bool:
-        where = f"rows of {member.quantity.name}"
-        return self._boundary.call(where, member.activate, self._buffers, sampling) is not None
 
     # State.
 
@@ -203,6 +207,9 @@ class ActiveQuantities:
             is_sampled = False
             for member in self._members:
                 member.is_open = False
+        if is_sampled and not self._is_clear:
+            self._buffers.table.clear()
+        self._is_clear = not is_sampled
         for member in self._members:
             if member.is_open or member.transient.may_be_removed:
                 self._boundary.call(member.where, member.adjust_hooks)
@@ -219,11 +226,24 @@ class ActiveQuantities:
         If the method of a quantity raises, only the rows of this quantity are missing at this step.
         """
         name = event.__name__
+        is_update = event is Quantity.on_optimizer_step_end
         with torch.no_grad():
             for member in self._members:
                 if member.is_open:
                     where = f"{member.quantity.name} ({name})"
                     self._boundary.call(where, getattr(member.quantity, name), member.table)
+                    if is_update:
+                        self._expected[member.quantity.name] = self._boundary.call(where, member.quantity.expected)
+
+    def forward(self, *, failed: bool = False) -> None:
+        """Handle the beginning of a training forward pass of a sampled step.
+
+        If `failed` is true, the pass has raised an error instead: delete its data.
+        """
+        if failed:
+            del self._buffers.deferred[self._deferred_before :]
+            self.notify(Quantity.on_forward_failed)
+        self._deferred_before = len(self._buffers.deferred)
 
     def gradient_ready(self, index: int, holder: GradientSource) -> None:
         """Call the method `on_gradient_ready` of each quantity that reads single gradients.
@@ -240,20 +260,34 @@ class ActiveQuantities:
 
     def peek(self) -> tuple[Sequence[PlanEntry], Finished]:
         """Return the plan entries and the statistics that the present step has so far. Waits for the device."""
-        return self.plan.entries, self._buffers.table.look(len(self.plan), carried_ops(self.plan.ops))
+        plan = self.plan.version()
+        return plan.entries, self._buffers.table.look(plan.used, carried_ops(plan.ops)).of(plan.rows)
 
     def end(self, pending_step: PendingStep) -> None:
         """End the sampled step, and start to copy its statistics to the host.
 
         Add this copy and the rows for other datasets to the record of the step.
         """
-        for member in self._members:
-            if member.is_open:
-                self._boundary.call(member.where, member.quantity.on_step_end)
-                member.closes()
-        pending_step.copy, pending_step.ops = HostCopy(self._buffers.table, len(self.plan)), self.plan.ops
+        opened = [member for member in self._members if member.is_open]
+        for member in opened:
+            self._boundary.call(member.where, member.quantity.on_step_end)
+        for member in opened:
+            member.closes()
         pending_step.deferred, pending_step.rows = self._buffers.take_rows()
+        pending_step.expected, self._expected = tuple(filter(None, self._expected.values())), {}
+        drop_absent([member.table for member in opened], self.plan)
+        plan = self.plan.version()
+        pending_step.plan = plan
+        pending_step.copy = HostCopy(self._buffers.table, plan.used)
+        self._is_clear = True
         self.backlog.measured += 1
+
+
+def _has_rows(
+    boundary: ErrorBoundary, buffers: StepBuffers, member: ActiveQuantity, sampling: QuantitySampling
+) -> bool:
+    """Add the rows of `member` to the table, and return whether this succeeded."""
+    return boundary.call(f"rows of {member.quantity.name}", member.activate, buffers, sampling) is not None
 
 
 def _end_capture(members: Sequence[ActiveQuantity]) -> None:

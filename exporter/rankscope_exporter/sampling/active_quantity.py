@@ -16,9 +16,9 @@ from torch import nn
 from rankscope_exporter.adapters.parameter_hooks import ParameterHook, Removable, remove_all
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.quantities.base import Hook, ModelHookContext, Quantity, QuantityOptions, SamplingGate
-from rankscope_exporter.sampling.plan import StepBuffers, TableView
 from rankscope_exporter.sampling.sampling_config import QuantitySampling
 from rankscope_exporter.sampling.schedule import Schedule, Timing
+from rankscope_exporter.sampling.table_view import StepBuffers, TableView
 from rankscope_exporter.statistics.selection import EVERY_OP, Ops
 
 
@@ -177,7 +177,7 @@ class ActiveQuantity:
         """
         self.schedule, self.ops = Schedule(sampling.timing), sampling.ops
         if self.view is None:
-            entries = self.quantity.entries()
+            entries = self.quantity.first_entries
             self.view = TableView(buffers, entries, self.quantity.owners(len(entries)), sampling.ops)
         else:
             self.view.publish(sampling.ops)
@@ -187,11 +187,14 @@ class ActiveQuantity:
         """Count the step number `step`, which begins; return whether the quantity is measured at this step."""
         self.is_due = self.schedule.begins(step)
         self.is_open = self.is_captured or (self.is_due and not self.is_suspended)
+        if self.is_open:
+            self.table.begin(step)
         return self.is_open
 
     def closes(self) -> None:
         """End the measurement of the present step. If the schedule had selected the step, count it as sampled."""
         self.is_open = False
+        self.table.end()
         if self.is_due:
             self.schedule.sampled()
 

@@ -94,7 +94,7 @@ class Api(Sink):
         return ()
 
 
-def rows_of(record: StepRecord, kinds: tuple[str, ...]) -> Iterator[Row]:
+def rows_of(record: StepRecord, kinds: tuple[str, ...] = ()) -> Iterator[Row]:
     """Yield the statistics of the given kinds in a record, one row per tensor. By default all kinds are returned."""
     statistics = record.statistics
     if statistics is None or record.step is None:

@@ -61,6 +61,8 @@ class KernelArguments:
         self._permuted: list[tuple[int, torch.Size, tuple[int, ...]]] = []
         self._jobs = array.array("q")
         self._others: list[int] = []
+        self.have_moved = False
+        """True if a tensor of the last call of `run` had another address, size or dtype than in the call before."""
 
     def run(
         self, kernel: Callable[..., None], tensors: Sequence[torch.Tensor | None], table: StatisticsTable
@@ -70,7 +72,8 @@ class KernelArguments:
         Return the positions of the tensors that it cannot read.
         """
         seen = _fingerprints(tensors)
-        if seen != self._seen or not self._permuted_as_before(tensors):
+        self.have_moved = seen != self._seen or not self._permuted_as_before(tensors)
+        if self.have_moved:
             self._plan(tensors, seen)
         if self._jobs:
             sums = table.buffer.data_ptr()

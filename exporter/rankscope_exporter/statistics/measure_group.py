@@ -24,7 +24,7 @@ from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.statistics import torch_backend
 from rankscope_exporter.statistics.kernel_arguments import COMPILED_EXTRA_SUMS, KernelArguments
 from rankscope_exporter.statistics.table import Rows, StatisticsTable, contiguous_rows
-from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, held, is_dense
+from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, held, is_dense, is_freed
 
 log = logging.getLogger(__name__)
 
@@ -102,14 +102,25 @@ class MeasureGroup:
 
     Their tensors may differ, move or be absent at each step.
 
-    If `compiled` is false, torch operations are used even if the compiled kernel is ready.
+    If `compiled` is false, torch operations are used even if the compiled kernel is ready. The function `described` is
+    called with the entry, the dtype and the shape of a tensor when the tensor is measured for the first time, and when
+    its dtype or shape has changed.
     """
 
-    def __init__(self, rows: Sequence[int], *, zero_below: float = 0.0, compiled: bool = True) -> None:
+    def __init__(
+        self,
+        rows: Sequence[int],
+        *,
+        zero_below: float = 0.0,
+        compiled: bool = True,
+        described: Callable[[int, torch.dtype, tuple[int, ...]], None] | None = None,
+    ) -> None:
         self.rows: Rows = contiguous_rows(rows)
         self._zero_below = zero_below
         self._compiled = compiled
         self._jobs = KernelArguments(self.rows, zero_below)
+        self._described = described
+        self._known: list[tuple[torch.dtype, torch.Size] | None] = [None] * len(self.rows)
 
     def measure(self, tensors: Sequence[torch.Tensor | None], table: StatisticsTable) -> None:
         """Compute the raw statistics of `tensors` and write them to the entries of the group in `table`.
@@ -124,11 +135,25 @@ class MeasureGroup:
             compiled = table.kernel(kernel) if can_compile else None
             if compiled is None:
                 self._with_torch(local, range(len(local)), table)
+                self._describe(local)
                 return
             local = [_gathered(tensor) for tensor in local]
             others = self._jobs.run(compiled, local, table)
             if others:
                 self._with_torch(local, others, table)
+            # An activation, which has a group of its own, may have another shape at the same address.
+            if self._jobs.have_moved or len(local) == 1:
+                self._describe(local)
+
+    def _describe(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        if self._described is None:
+            return
+        for position, (known, tensor) in enumerate(zip(self._known, tensors, strict=True)):
+            if tensor is None or (known is not None and known[0] is tensor.dtype and known[1] == tensor.shape):
+                continue
+            if not tensor.is_meta and not (tensor.layout is torch.strided and is_freed(tensor)):
+                self._known[position] = tensor.dtype, tensor.shape
+                self._described(self.rows[position], tensor.dtype, tuple(tensor.shape))
 
     def _with_torch(
         self, tensors: Sequence[torch.Tensor | None], positions: Sequence[int], table: StatisticsTable

@@ -120,26 +120,8 @@ def carried_ops(choices: Iterable[Ops]) -> tuple[str, ...]:
     return (*(op for op in VALUE_OPS if op in wanted), *BASELINE_OPS)
 
 
-class SelectionMasks:
-    """The masks that show which numbers of the entries of a plan are published.
-
-    They are computed once for each selection of ops and length of the plan.
-    """
-
-    def __init__(self) -> None:
-        self._of: Sequence[Ops] = ()
-        self._known = -1
-        self._made: Published | None = None
-
-    def of(self, ops: Sequence[Ops], known: int) -> Published | None:
-        """Return the masks of the first `known` entries of the plan; None if all have the default selection of ops."""
-        if ops is not self._of or known != self._known:
-            self._of, self._known = ops, known
-            self._made = _masks(ops[:known])
-        return self._made
-
-
-def _masks(ops: Sequence[Ops]) -> Published | None:
+def masks(ops: Sequence[Ops]) -> Published | None:
+    """Return the masks of plan entries with the selections `ops`; None if all have the default selection."""
     distinct = list(dict.fromkeys(ops))
     if distinct in ([], [EVERY_OP]):
         return None

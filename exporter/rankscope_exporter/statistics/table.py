@@ -44,6 +44,13 @@ class Finished:
     counts: npt.NDArray[np.int64]  # [len(COUNT_OPS), T], 0 where absent
     present: npt.NDArray[np.bool_]  # [T]
 
+    def of(self, rows: Sequence[int]) -> Finished:
+        """Return the statistics of the table rows `rows`. A range means all rows."""
+        if isinstance(rows, range):
+            return self
+        index = np.array(rows, np.intp)
+        return Finished(self.values[:, index], self.counts[:, index], self.present[index])
+
 
 class StatisticsTable:
     """The raw sums of `size` entries on one device, in memory that is allocated in advance.
@@ -111,18 +118,15 @@ class StatisticsTable:
         """Make the entries at `rows` absent."""
         self.buffer[NUMEL_ROW, rows.start : rows.stop].fill_(ABSENT)
 
-    def forget_equal(self, rows: range, others: range) -> torch.Tensor:
+    def forget_equal(self, rows: range, others: range) -> None:
         """Compare the i-th entry of the range `rows` with the i-th entry of the range `others`, for all i.
 
         If the statistics of both are equal, make the entry of `rows` absent. The function does not synchronise with the
         host.
-
-        Return bool [len(rows)] on the device: True for entries at `rows` that were measured and differ.
         """
         own, other = self.buffer[:, rows.start : rows.stop], self.buffer[:, others.start : others.stop]
         same = (own == other).all(dim=0)
         own[NUMEL_ROW].masked_fill_(same, ABSENT)
-        return own[NUMEL_ROW] != ABSENT
 
     @property
     def sums(self) -> torch.Tensor:

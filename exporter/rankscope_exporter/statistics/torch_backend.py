@@ -31,6 +31,11 @@ _LEAN_ROW: Final = 4096
 # Outside of these magnitudes float32 squares overflow, or lose precision that float64 keeps.
 _LEAN_SMALLEST, _LEAN_LARGEST = 1e-12, 1e15
 _CPU_CHUNK: Final = 1 << 15  # elements: their float64 copy fits into the cache
+SMALL: Final = 64
+"""Largest number of elements of a tensor that is measured together with all others of its size.
+
+One call of a torch operation takes longer than the operation on so few elements.
+"""
 _DEVICE_CHUNK: Final = 1 << 22  # elements: 32 MiB of temporary device memory
 
 
@@ -81,18 +86,56 @@ Each is a function from a flat tensor to a float64 scalar on its device.
 
 
 def _on_cpu(flats: Sequence[torch.Tensor], zero_below: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return sums and counts of each flat tensor in `flats`: fast sums if they are accurate, otherwise exact sums."""
+    """Return sums and counts of each flat tensor in `flats`.
+
+    Small tensors are measured together by `small_sums`. Others have fast sums if they are accurate, otherwise exact
+    sums. The choice depends on the tensor alone, so that equal tensors have equal sums.
+    """
     sums = torch.zeros(len(SUMS), len(flats), dtype=torch.float64, device=_CPU)
     counts = torch.zeros(3, len(flats), dtype=torch.int64, device=_CPU)
-    exact = set(range(len(flats)))
-    lean = [i for i, flat in enumerate(flats) if flat.is_cpu and flat.dtype in _LEAN_TYPES and flat.numel()]
+    small: dict[tuple[torch.dtype, int], list[int]] = {}
+    lean: list[int] = []
+    exact: list[int] = []
+    for place, flat in enumerate(flats):
+        numel = flat.numel()
+        if 0 < numel <= SMALL and flat.is_cpu and not flat.is_complex():
+            small.setdefault((flat.dtype, numel), []).append(place)
+        elif numel and flat.dtype in _LEAN_TYPES and flat.is_cpu:
+            lean.append(place)
+        else:
+            exact.append(place)
+    for places in small.values():
+        sums[:, places], counts[:, places] = small_sums(torch.stack([flats[i] for i in places]), zero_below)
     if lean:
         sums[:, lean], counts[:, lean], trusted = fast_sums([flats[i] for i in lean], zero_below)
-        exact.difference_update(itertools.compress(lean, trusted.tolist()))
+        exact += itertools.compress(lean, (~trusted).tolist())
     if exact:
-        rest = sorted(exact)
-        sums[:, rest], counts[:, rest] = _exactly([flats[i] for i in rest], zero_below, _CPU)
+        sums[:, exact], counts[:, exact] = _exactly([flats[i] for i in exact], zero_below, _CPU)
     return sums, counts
+
+
+def small_sums(rows: torch.Tensor, zero_below: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the float64 sums and int64 counts of tensors of equal size and dtype, which are the rows of `rows`.
+
+    The result for a row does not depend on the other rows.
+    """
+    values = rows.to(torch.float64)
+    nan, infinite = values.isnan(), values.isinf()
+    odd = nan | infinite
+    finite = values.masked_fill(odd, 0.0)
+    zeros = values.abs() < zero_below if zero_below > 0 else values == 0
+    least = values.masked_fill(odd, math.inf).amin(1)
+    most = values.masked_fill(odd, -math.inf).amax(1)
+    sums = torch.stack([_row_sums(finite.square()), least, most, _row_sums(finite)])
+    return sums, torch.stack([nan.sum(1), infinite.sum(1), zeros.sum(1)])
+
+
+def _row_sums(rows: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each row, in an order that does not depend on the number of rows."""
+    while rows.shape[1] > 1:
+        half = rows.shape[1] // 2
+        rows = torch.cat([rows[:, :half] + rows[:, half : 2 * half], rows[:, 2 * half :]], 1)
+    return rows[:, 0]
 
 
 def _exactly(

@@ -102,11 +102,19 @@ class GradientHooks(StepObserver):
         return index in self._witnesses
 
     def are_cleared(self) -> bool:
-        """Return whether the gradient of the parameter that received a gradient last has been deleted since."""
+        """Return whether the gradient of the parameter that received a gradient last has been deleted since.
+
+        Also return True if the model has replaced this parameter.
+        """
         if self._last is None:
             return False
-        parameter = self._monitored.parameter(self._last)
-        return parameter is None or not self._monitored.framework.holds_gradient(parameter)
+        is_found = self._monitored.parameter(self._last) is not None or self._last not in self._monitored.missing()
+        return self.are_deleted() or not is_found
+
+    def are_deleted(self) -> bool:
+        """Return whether the parameter that received a gradient last is in the model and has no gradient."""
+        parameter = None if self._last is None else self._monitored.parameter(self._last)
+        return parameter is not None and not self._monitored.framework.holds_gradient(parameter)
 
     def remove(self) -> None:
         """Remove the gradient hooks of all parameters."""

@@ -14,7 +14,16 @@ import torch
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.base.errors import ErrorBoundary
-from rankscope_exporter.base.tracing import Entry, call_untraced, is_dynamo_compiling, on_compilation, uncompiled
+from rankscope_exporter.base.tracing import (
+    Entry,
+    call_untraced,
+    call_untransformed,
+    is_dynamo_compiling,
+    is_traced,
+    is_transformed,
+    on_compilation,
+    uncompiled,
+)
 from rankscope_exporter.quantities.base import Hook, SamplingGate
 from rankscope_exporter.training.cpu_time import HookClock
 from rankscope_exporter.training.recorder import Recorder
@@ -27,9 +36,10 @@ class GatedHook(Entry):
     this quantity is measured.
     """
 
-    def __init__(self, call: Callable[..., None], gate: SamplingGate) -> None:
+    def __init__(self, call: Callable[..., None], gate: SamplingGate, in_forward: Callable[[], bool]) -> None:
         super().__init__(call, on_compilation(self._compiles))
         self._gate = gate
+        self._in_forward = in_forward
         self.was_called = False
         self.is_compiled = False
         self.on_inactive_call: Callable[[], None] = lambda: None
@@ -44,7 +54,10 @@ class GatedHook(Entry):
             return
         self.was_called = True
         if self._gate.is_open:
-            call_untraced(self._call, *args)
+            if is_transformed() and self._in_forward() and not is_traced():
+                self._call(*args)  # a part of a training forward pass: the quantity reports transformed tensors
+            else:
+                call_untransformed(self._call, *args)
         else:
             self.on_inactive_call()
 
@@ -119,7 +132,7 @@ class HookContext:
                 with torch.no_grad():
                     self.clock.timed_reading(where, function, *args)
 
-        return GatedHook(call, gate)
+        return GatedHook(call, gate, lambda: self.in_forward)
 
     def always(self, where: str, function: Callable[..., None]) -> Callable[..., None]:
         """Return a hook that calls `function` at every step, sampled or not. Errors of the function are caught."""

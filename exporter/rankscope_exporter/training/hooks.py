@@ -6,7 +6,8 @@ They detect the beginning, the phases and the end of a step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -17,20 +18,22 @@ from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.base.tracing import (
     Entry,
-    call_untraced,
+    call_untransformed,
     is_dynamo_compiling,
     is_stand_in,
+    is_transformed,
     on_compilation,
     uncompiled,
 )
-from rankscope_exporter.quantities.base import BACKWARD, Quantity
+from rankscope_exporter.quantities.base import BACKWARD, REMEDY, UPDATE, Quantity
+from rankscope_exporter.quantities.hook_handles import in_backward
 from rankscope_exporter.records.step_events import StepEvents
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 from rankscope_exporter.training.cpu_time import HookClock
 from rankscope_exporter.training.current_step import CurrentStep
 from rankscope_exporter.training.gradient_hooks import GradientHooks
 from rankscope_exporter.training.hook_context import HookContext
-from rankscope_exporter.training.model_changes import REMEDY, ModelChanges, ReplacedOptimizers
+from rankscope_exporter.training.model_changes import ModelChanges, NewOptimizers
 from rankscope_exporter.training.recorder import Recorder
 
 _NO_BACKWARD: Final = -1
@@ -46,6 +49,18 @@ _COMPILED_BACKWARD: Final = (
     "gradients that were changed since the backward pass are available as grad_clipped only. Gradients of activations, "
     "micro_gradients and the time of the backward pass are absent; call end_step(skipped=True) if the optimizer is not "
     "run"
+)
+_LOST_HOOKS: Final = (
+    "other code has removed the forward hooks of the model: steps begin with their first gradient, and activations and "
+    f"the time of the forward pass are absent: {REMEDY}"
+)
+_TRANSFORMED: Final = (
+    "the forward passes of this training run under transforms of torch.func, where no hook can read a tensor: a step "
+    "ends when its optimizer steps again, and all values that are read in forward passes are absent"
+)
+_CONSUMED: Final = (
+    "gradients are deleted before their backward pass ends, as an optimizer does that updates parameters inside the "
+    "pass: each such pass counts as an update, and these gradients are absent"
 )
 
 
@@ -80,25 +95,32 @@ class Hooks(HookContext):
 
         It shows the watchdog that the training makes progress.
         """
-        self._replaced_optimizers = ReplacedOptimizers(monitored.optimizers, self._replaced, monitored.in_model)
+        self._new_optimizers = NewOptimizers(monitored.optimizers, self._new_optimizer, monitored.in_model)
         self._backward = self._idle = _NO_BACKWARD
+        self._passes = 0  # backward passes that have begun and not ended: reentrant checkpointing nests them
+        self._updated_in_pass = False
+        self._handled = id(None)  # the exception that the training handled when the forward pass began, by identity
         self._reads_in_hooks = not monitored.framework.traits.local_until_backward_ends
         self._in_evaluation = False
         self._update_was_compiled = on_compilation(self._update_compiles)
         self._backward_was_compiled = on_compilation(self._backward_compiles)
 
-    def install(self, active_quantities: ActiveQuantities) -> None:
-        """Register hooks on the forward pass of the model, on parameters with gradients, and on optimizers."""
+    def install(self, active_quantities: ActiveQuantities, owner: object = None) -> None:
+        """Register hooks on the forward pass of the model, on parameters with gradients, and on optimizers.
+
+        The model holds `owner` through the hooks on its forward pass; this object does not.
+        """
         self.clock.start()
-        self.keep(self._monitored.framework.on_forward(Entry(self._forward_begins)))
-        self.keep(self._monitored.framework.on_forward_end(Entry(self._forward_ended)))
+        forward = Entry(self._forward_begins, transformed=self._forward_is_transformed, owner=owner)
+        self.keep(self._monitored.framework.on_forward(forward))
+        self.keep(self._monitored.framework.on_forward_end(Entry(self._forward_ended, owner=owner)))
         self._boundary.call("registering hooks of the framework", self._monitored.framework.install, self)
         active_quantities.install(self)
         self.keep(self._gradients)
         self._gradients.install(self._gradient_hook)
         for optimizer in self._monitored.optimizers:
             self._follow(optimizer)
-        self._replaced_optimizers.install(self.keep, self.always)
+        self._new_optimizers.install(self.keep, self.always)
 
     # Reports of quantities and adapters.
 
@@ -117,23 +139,37 @@ class Hooks(HookContext):
 
     # Forward passes.
 
-    def _forward_begins(self, module: torch.nn.Module, inputs: Any) -> None:
-        if not self.active or any(map(is_stand_in, inputs)):
+    def _forward_begins(self, module: torch.nn.Module, inputs: Any, named: Mapping[str, Any]) -> None:
+        if not self.active or any(map(is_stand_in, (*inputs, *named.values()))):
+            return
+        if is_transformed():  # forward-mode differentiation without torch.func
+            self._forward_is_transformed()
             return
         self._beat()
+        self._handled = id(sys.exc_info()[1])
         # The user's own module: Lightning leaves a wrapper in evaluation mode after the first validation.
         if self._monitored.framework.module.training and torch.is_grad_enabled():
             self.in_forward = True
+            self._passes = 0  # a backward pass that raised has not ended
             self.clock.timed("a forward hook", self._recorder.forward_begins, self._monitored.framework.chunk(module))
         else:
             self._in_evaluation = True
             self.clock.timed("a forward hook", self._recorder.evaluation_begins)
 
-    def _forward_ended(self, *_: Any) -> None:
+    def _forward_is_transformed(self) -> None:
+        if self.active:
+            self._beat()
+            self._boundary.call("a forward hook", self._recorder.transformed_forward)
+
+    def _forward_ended(self, module: torch.nn.Module, *_: Any) -> None:
         was_training, self.in_forward = self.in_forward, False
         was_evaluation, self._in_evaluation = self._in_evaluation, False
         if self.active and was_training:
             self._events.on_forward_end()
+            if id(sys.exc_info()[1]) != self._handled:
+                self._boundary.call(
+                    "a forward hook", self._recorder.forward_failed, self._monitored.framework.chunk(module)
+                )
         elif self.active and was_evaluation:
             self._events.on_evaluation_end()
 
@@ -150,7 +186,7 @@ class Hooks(HookContext):
                 was_compiled()
             # At a step that is not sampled, the call for a witness is sufficient: skip the others of the same pass.
             elif current_pass() != self._idle:
-                call_untraced(self._gradient_ready, index, holder, current_pass())
+                call_untransformed(self._gradient_ready, index, holder, current_pass())
 
         return ready
 
@@ -169,12 +205,20 @@ class Hooks(HookContext):
 
     def _pass_begins(self, backward: int) -> None:
         self._backward = backward
+        self._passes += 1
         self._gradients.pass_begins()
         self._beat()
         if self._recorder.backward_begins():
             self._gradients.keep_all()
+            self._note_lost_hooks()
         self._events.on_backward_begin()
         _when_backward_ends(Entry(self._gradients_ready))
+
+    def _note_lost_hooks(self) -> None:
+        """Publish a notice if a step begins with a gradient because other code has removed the forward hooks."""
+        framework = self._monitored.framework
+        if framework.announced is None and not any(map(_has_own_hook, framework.chunks)):
+            self.tell_once(_LOST_HOOKS)
 
     def _gradients_ready(self) -> None:
         # Callbacks run in the order in which they were queued. DDP queues its own with its last gradient. This first
@@ -190,6 +234,15 @@ class Hooks(HookContext):
         self._events.on_backward_end()
         if self._current.is_sampled:
             self.clock.timed("reading reduced gradients", self._recorder.measure, Quantity.on_backward_end)
+        self._passes -= 1
+        if self._passes > 0:
+            return
+        is_consumed = not self._reads_in_hooks and self._gradients.are_deleted()
+        if self._updated_in_pass or is_consumed:
+            if not self._updated_in_pass:
+                self.tell_once(_CONSUMED)
+            self._updated_in_pass = False
+            self.clock.timed("an optimizer hook", self._recorder.updated)
 
     def _backward_compiles(self) -> None:
         if self.active:
@@ -202,48 +255,72 @@ class Hooks(HookContext):
         begins, updated = Entry(self._update_begins, self._update_was_compiled), Entry(self._updated)
         self._handles += self._monitored.framework.on_update(optimizer, begins, updated)
 
-    def _replaced(self, optimizer: torch.optim.Optimizer) -> None:
-        """Register hooks on `optimizer` after its first step, and publish a notice; it replaces observed optimizers."""
+    def _new_optimizer(self, optimizer: torch.optim.Optimizer, *, replaces: bool) -> None:
+        """Register hooks on `optimizer` after its first step, and publish a notice."""
         self._follow(optimizer)
         self._changes.added()  # the parameters of another optimizer are not additional ones
-        self._updated(optimizer, (), {})
-        self.tell(
-            f"the optimizer was replaced after attach(): the monitor now observes {type(optimizer).__name__}; "
-            f"optimizer state of kinds that the previous optimizer did not have is not measured: {REMEDY}"
-        )
+        if in_backward():
+            self._updates_in_backward(optimizer, has_stepped=True)
+        else:
+            begins = functools.partial(self._recorder.new_optimizer, replaces=replaces)
+            self._boundary.call("an optimizer hook", begins, optimizer)
+            self._updated(optimizer, (), {})
+        event = "the optimizer was replaced after attach()" if replaces else "an optimizer unknown to attach() stepped"
+        self.tell_once(f"{event}: the monitor now observes {type(optimizer).__name__}")
 
     def _update_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if not self.active:
             return None
         self._beat()
-        self._replaced_optimizers.followed_begins(optimizer)
+        self._new_optimizers.followed_begins(optimizer)
+        if in_backward():
+            self._updates_in_backward(optimizer)
+            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         begins = functools.partial(self._recorder.update_begins, computes_gradients=callable(closure))
         self.clock.timed("an optimizer hook", begins, optimizer)
+        if self._recorder.forwards_are_transformed:
+            self.tell_once(_TRANSFORMED)
         if not callable(closure) or not self._current.is_sampled:
             return None
+
         # Forward, backward and clipping may all run inside the closure: read the gradients when it returns.
-        observed = functools.partial(self._observed, closure)
+        def observed() -> Any:
+            result = closure()
+            if self.active:
+                self.call("an optimizer hook", self._recorder.gradients_computed)
+            return result
+
         return (
             (args, {**kwargs, "closure": observed}) if "closure" in kwargs else ((args[0], observed, *args[2:]), kwargs)
         )
 
-    def _observed(self, closure: Callable[[], Any]) -> Any:
-        result = closure()
-        if self.active:
-            self.call("an optimizer hook", self._recorder.gradients_computed)
-        return result
+    def _updates_in_backward(self, optimizer: torch.optim.Optimizer, *, has_stepped: bool = False) -> None:
+        """Handle a step of `optimizer` inside a backward pass. The update ends with the pass to which it belongs."""
+        backward = torch._C._current_graph_task_id()  # noqa: SLF001 - as in _gradient_hook
+        if backward != self._backward:
+            self.clock.timed("a backward hook", self._pass_begins, backward)
+        self._updated_in_pass = True
+        updates = functools.partial(self._recorder.update_in_backward, has_stepped=has_stepped)
+        self.clock.timed("an optimizer hook", updates, optimizer)
 
     def _updated(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if self.active:
             self._beat()
-            self._replaced_optimizers.followed_ended(optimizer)
+            self._new_optimizers.followed_ended(optimizer)
+            if in_backward():
+                return
             self.clock.timed("an optimizer hook", self._recorder.updated, optimizer)
 
     def _update_compiles(self) -> None:
         if self.active:
+            self._monitored.compiled.add(UPDATE)
             self._boundary.call("a compiled update", self._recorder.update_compiles)
             self.tell_once(_COMPILED_UPDATE)
+
+
+def _has_own_hook(module: torch.nn.Module) -> bool:
+    return any(isinstance(hook, Entry) for hook in module._forward_pre_hooks.values())  # noqa: SLF001 - torch has no public name for it
 
 
 def _when_backward_ends(callback: Callable[[], None]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -14,9 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from rankscope_exporter.adapters.monitored_model import Borrowed, MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.model.parameter_names import entry
+from rankscope_exporter.quantities.base import REMEDY
 from rankscope_exporter.records.step_events import StepObserver
-
-REMEDY: Final = "detach() and attach() again"
 
 
 class ModelChanges(StepObserver):
@@ -62,8 +61,7 @@ class ModelChanges(StepObserver):
 
         Return their positions, each of them only once.
         """
-        retired, is_in_place = self._monitored.retired, self._monitored.framework.is_in_place
-        found = {i for i, named in enumerate(self._monitored.parameters) if not is_in_place(named)}
+        retired, found = self._monitored.retired, self._monitored.missing()
         if any(branch.has_changed for branch in self._tree):
             self._tree = _tree(self._monitored.framework.module)
             found |= self._left_behind()
@@ -128,32 +126,39 @@ def _tree(root: nn.Module) -> list[_Branch]:
 Optimizer = torch.optim.Optimizer
 
 
-class ReplacedOptimizers:
-    """Detects optimizers that replace observed optimizers, by torch's global hooks on the steps of all optimizers.
+class Follow(Protocol):
+    """A function that registers the hooks on a new optimizer."""
 
-    `followed` is the list of observed optimizers. If a new optimizer shares parameters with some of them, it replaces
-    these optimizers and takes their place in the list. The function `follow` is called with the new optimizer after its
-    first step.
+    def __call__(self, optimizer: Optimizer, *, replaces: bool) -> None:
+        """Register hooks on `optimizer`. `replaces` is true if it replaces observed optimizers."""
+        ...
 
-    An optimizer that shares no parameter with observed optimizers replaces none. Some optimizers contain another one:
-    the step of one calls the step of the other. If one of the two is observed, the other replaces none, because both
-    step together.
 
-    The parameters of the model may be replaced, for example by `load_state_dict(assign=True)`. An optimizer of the new
-    parameters replaces the optimizers of the previous parameters. The function `in_model` returns the id() of each
-    present parameter of the model.
+class NewOptimizers:
+    """Detects further optimizers of the model's parameters, by torch's global hooks on the steps of all optimizers.
+
+    `followed` is the list of observed optimizers. A new optimizer that shares parameters with the model, or with some
+    observed optimizers, is appended to the list. The function `follow` is called with the new optimizer after its first
+    step. The new optimizer replaces the observed optimizers with which it shares parameters, and those without any
+    parameter of the model, as after `load_state_dict(assign=True)`. They leave the list until they step again. The
+    argument `replaces` of `follow` is true if there are such optimizers. The function `in_model` returns the id() of
+    each present parameter of the model.
+
+    Some optimizers contain another one: the step of one calls the step of the other. If one of the two is observed, the
+    other is ignored, because both step together.
     """
 
     def __init__(
         self,
         followed: list[Optimizer] | Borrowed[Optimizer],
-        follow: Callable[[Optimizer], None],
+        follow: Follow,
         in_model: Callable[[], set[int]] = set,
     ) -> None:
         self._followed = followed
         self._follow = follow
         self._in_model = in_model
         self._known = [_Known(optimizer) for optimizer in followed]
+        self._left: list[_Known] = []  # optimizers that were replaced
         self._stepping: set[int] = set()  # observed optimizers in their step, by identity
         self._steps = 0  # of observed optimizers
         self._before: dict[int, int] = {}  # other optimizers in their step: `_steps` at its begin
@@ -167,6 +172,10 @@ class ReplacedOptimizers:
         """Store that an observed optimizer begins a step. The optimizer need not be a subclass of torch's optimizer."""
         self._stepping.add(id(optimizer))
         self._steps += 1
+        for known in [known for known in self._left if known.optimizer() is optimizer]:
+            self._left.remove(known)
+            self._known.append(known)
+            self._followed[:] = [*self._followed, optimizer]
         for known in self._known:
             known.note()
 
@@ -180,19 +189,20 @@ class ReplacedOptimizers:
             self._before[id(optimizer)] = self._steps
 
     def _ended(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._before.pop(id(optimizer), -1) == self._steps and (gone := self._replaced_by(optimizer)):
-            replaced = [known.optimizer() for known in gone]
-            kept = [item for item in self._followed if not any(item is other for other in replaced)]
-            self._followed[:] = [*kept, optimizer]
-            self._known = [known for known in self._known if known not in gone] + [_Known(optimizer)]
-            self._follow(optimizer)
-
-    def _replaced_by(self, optimizer: Optimizer) -> list[_Known]:
-        own = _parameters(optimizer)
-        replaced = [known for known in self._known if own & known.parameters]
-        if replaced or not own & (in_model := self._in_model()):
-            return replaced
-        return [known for known in self._known if not in_model & known.parameters]
+        if self._before.pop(id(optimizer), -1) != self._steps:
+            return
+        own, in_model = _parameters(optimizer), self._in_model()
+        gone = [known for known in self._known if own & known.parameters]
+        if own & in_model:
+            gone += [known for known in self._known if known not in gone and not in_model & known.parameters]
+        elif not gone:
+            return
+        replaced = [known.optimizer() for known in gone]
+        kept = [item for item in self._followed if not any(item is other for other in replaced)]
+        self._followed[:] = [*kept, optimizer]
+        self._known = [known for known in self._known if known not in gone] + [_Known(optimizer)]
+        self._left = [known for known in (*self._left, *gone) if known.optimizer() is not None]
+        self._follow(optimizer, replaces=bool(gone))
 
 
 class _Known:

@@ -29,7 +29,7 @@ from rankscope_exporter.records.step_events import Cause, StepEvents
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 from rankscope_exporter.training.current_step import CurrentStep
 from rankscope_exporter.training.gradient_hooks import GradientHooks
-from rankscope_exporter.training.step_tracker import Ended, StepStage, StepTracker, UnseenUpdates
+from rankscope_exporter.training.step_tracker import Ended, SkipRhythm, StepStage, StepTracker, UnseenUpdates
 
 LOGGING_SECONDS: Final = 10.0
 """Number of seconds after the update of a step. Calls of `log` during these seconds keep the step open.
@@ -52,6 +52,8 @@ class Recorder:
 
     Hooks and the script call the recorder on the training thread. The publisher thread calls only `flush_idle`. The
     lock of the open step, `current`, ensures that a step is not published while it is being measured.
+
+    The class has many methods, because each call of a hook or of the script has its own, and all change one open step.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Recorder:
         tracker: StepTracker,
         gradients: GradientHooks,
         boundary: ErrorBoundary,
+        tell: Callable[[str], None],
     ) -> None:
         self._monitored = monitored
         self._active_quantities = active_quantities
@@ -73,13 +76,18 @@ class Recorder:
         self._tracker = tracker
         self._gradients = gradients
         self._boundary = boundary
+        self._skips = SkipRhythm(tell)
         self._began = self._last_seen = self._updated_at = 0.0
         self._late: _Timing | None = None
         self._updated_by: set[int] = set()  # optimizers that have stepped in the open step, by identity
+        self._additional: set[int] = set()  # optimizers that `attach` did not get, next to those that it got
         self._unseen = UnseenUpdates(monitored.optimizers)
         self._kept: tuple[object, ...] = ()  # model and optimizers of a sampled step with a compiled update
-        self._awaits_gradients = False
+        self._awaiting: tuple[torch.optim.Optimizer, bool] | None = None  # arguments of `_measure_update`, see there
         self._gradients_seen = 0
+        self._is_transformed = False  # a forward pass under a transform begins the step, or the next one
+        self.forwards_are_transformed = False
+        """True if the forward passes of the latest update ran under transforms of `torch.func`, and no others did."""
         self.micro_step = -1
         """Number of the latest training forward pass within the step, from 0 on. Each model chunk has its own count."""
         self._forwards: dict[int, int] = {}  # the same, for each chunk
@@ -90,10 +98,36 @@ class Recorder:
         """Handle the beginning of a training forward pass of the whole model, or of one of its chunks on this rank."""
         with self._lock:
             self._notice_updates()
+            self._is_transformed = False
             self._after(self._tracker.forward_begins(self._gradients.are_cleared), "forward")
             self.micro_step = self._forwards.get(chunk, -1) + 1
             self._forwards[chunk] = self.micro_step
+            if self._current.is_sampled:
+                self._active_quantities.forward()
             self._events.on_forward_begin()
+
+    def forward_failed(self, chunk: int) -> None:
+        """Handle the end of a training forward pass that raised an error. The micro-batch does not count."""
+        with self._lock:
+            if self._current.is_sampled:
+                self._active_quantities.forward(failed=True)
+            self._events.on_forward_failed()
+            self._forwards[chunk] -= 1
+            self.micro_step = self._forwards[chunk]
+
+    def transformed_forward(self) -> None:
+        """Handle a training forward pass under a transform of `torch.func`. No operation of torch may run now.
+
+        It begins a step, outside of the transform, if the training has no other forward passes.
+        """
+        is_between = self._tracker.stage in (StepStage.IDLE, StepStage.UPDATED)
+        if (is_between or not self._forwards) and torch.is_grad_enabled() and self._monitored.framework.module.training:
+            self._is_transformed = True
+
+    def _begin_transformed(self) -> None:
+        is_first = self._current.pending is None and self._current.last_step is None
+        if self._is_transformed and (is_first or self.forwards_are_transformed):
+            self._after(self._tracker.forward_begins(self._gradients.are_cleared), "forward")
 
     def evaluation_begins(self) -> None:
         """Handle the beginning of a forward pass of the whole model in evaluation mode or without gradients."""
@@ -142,29 +176,63 @@ class Recorder:
         """
         with self._lock:
             self._notice_updates()
-            self._after(self._tracker.update_begins(repeated=id(optimizer) in self._updated_by), "update")
+            self._begin_transformed()
+            if self._is_transformed or self._forwards:
+                self.forwards_are_transformed = self._is_transformed and not self._forwards
+                self._is_transformed = False
+            is_repeated = id(optimizer) in self._updated_by - self._additional
+            self._after(self._tracker.update_begins(repeated=is_repeated), "update")
             self._events.on_optimizer_step_begin()
-            is_first = not self._updated_by
-            self._updated_by.add(id(optimizer))
-            if is_first:  # later optimizers of the same step would see the changes of the earlier ones
-                self._boundary.call("the learning rate", self._current.note_learning_rates, self._monitored)
-                self._awaits_gradients = computes_gradients
-            if not computes_gradients and (is_first or self._monitored.framework.traits.updates_in_parts):
-                self.measure(Quantity.on_optimizer_step_begin)
+            update = optimizer, self._note_update(optimizer)
+            if computes_gradients and self._current.is_sampled:
+                self._awaiting = update
+            else:
+                self._measure_update(*update)
+
+    def update_in_backward(self, optimizer: torch.optim.Optimizer, *, has_stepped: bool) -> None:
+        """Handle a step of `optimizer` inside a backward pass, which begins or, if `has_stepped` is true, has ended.
+
+        The update of the training step ends, with a call of `updated`, when the backward pass ends.
+        """
+        with self._lock:
+            is_first = self._note_update(optimizer)
+            if self._current.is_sampled:
+                update = self._monitored.update
+                with update.inside_backward():
+                    if is_first and not has_stepped:
+                        self.measure(Quantity.on_optimizer_step_begin)
+                    for index in update.positions_of(optimizer):
+                        parameter = self._monitored.parameter(index)
+                        if parameter is not None and index not in self._monitored.retired:
+                            self._active_quantities.gradient_ready(index, parameter)
+
+    def new_optimizer(self, optimizer: torch.optim.Optimizer, *, replaces: bool) -> None:
+        """Handle the first step of an optimizer that `attach` did not get. The step has just ended.
+
+        If it does not replace an observed optimizer, a repeated step of it does not end the training step.
+        """
+        with self._lock:
+            if not replaces and len(self._monitored.optimizers) > 1:
+                self._additional.add(id(optimizer))
+            self._after(self._tracker.update_begins(repeated=False), "update")
+            self._note_update(optimizer)
 
     def gradients_computed(self) -> None:
         """Handle the return of an optimizer's closure, after which the gradients are complete.
 
-        Only the first call in a step has an effect, because an optimizer may update parameters between two calls of its
-        closure.
+        Only the first call in a step of the optimizer has an effect, because the optimizer may update parameters
+        between two calls of its closure.
         """
         with self._lock:
-            if self._awaits_gradients:
-                self._awaits_gradients = False
-                self.measure(Quantity.on_optimizer_step_begin)
+            update, self._awaiting = self._awaiting, None
+            if update is not None:
+                self._measure_update(*update)
 
-    def updated(self, optimizer: torch.optim.Optimizer) -> None:
-        """Handle the end of an optimizer step. The gradient scaler may have skipped the step."""
+    def updated(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Handle the end of an optimizer step. The gradient scaler may have skipped the step.
+
+        `optimizer` is None for the updates inside a backward pass, which ends now.
+        """
         with self._lock:
             self._events.on_optimizer_step_end()
             self.measure(Quantity.on_optimizer_step_end)
@@ -199,6 +267,7 @@ class Recorder:
             pending += self._boundary.call(f"log({name}=…)", list, take(name, value)) or ()
         with self._lock:
             self._notice_updates()
+            self._begin_transformed()
             now, current = time.monotonic(), self._current
             if now - self._updated_at < LOGGING_SECONDS:
                 self._last_seen = now
@@ -217,6 +286,7 @@ class Recorder:
         with self._lock:
             self._notice_updates()
             self._after(self._tracker.end(skipped=skipped), "script")
+            self._time_late(time.monotonic(), "script")
 
     def finish(self) -> int | None:
         """Publish the remaining records; return the number of the last step with gradients, None if there was none."""
@@ -258,6 +328,8 @@ class Recorder:
         sampled = self._active_quantities.begin(step)
         pending = self._current.open(step, sampled=sampled)
         self._updated_by.clear()
+        self._monitored.update.stepped.clear()
+        self._awaiting = None
         self._gradients_seen = 0
         self.micro_step = -1
         self._forwards.clear()
@@ -275,6 +347,7 @@ class Recorder:
         """
         pending = self._current.close()
         self._kept = ()
+        self._awaiting = None
         pending.ts = now_microseconds()
         if not any(item.name == "learning_rate" for item in pending.pending):
             pending.pending += pending.learning_rates
@@ -284,8 +357,10 @@ class Recorder:
         self._events.on_step_end(pending)
         if timed is not None:
             self._events.on_step_timed(pending, timed[1])
-        if ended is not None and ended.skipped and not self._unseen.may_leave_no_trace:
+        skipped = ended is not None and ended.skipped and not self._unseen.may_leave_no_trace
+        if skipped:
             pending.events.append(skipped_event())
+        self._skips.ended(skipped=skipped)
         if pending.sampled:
             self._boundary.call("copying statistics", self._active_quantities.end, pending)
         self._current.hand_over(pending)
@@ -299,6 +374,27 @@ class Recorder:
             self._current.hand_over(timed)
 
     # Updates.
+
+    def _note_update(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Store that `optimizer` steps, and return whether it is the first optimizer step of the training step."""
+        is_first = not self._updated_by
+        if is_first:
+            self._boundary.call("the learning rate", self._current.note_learning_rates, self._monitored)
+        self._updated_by.add(id(optimizer))
+        self._monitored.update.latest = id(optimizer)
+        return is_first
+
+    def _measure_update(self, optimizer: torch.optim.Optimizer, is_first: bool) -> None:  # noqa: FBT001 - private
+        """Measure the parameters that `optimizer` is about to update. Each of several optimizers has its own.
+
+        `is_first` is true for the first optimizer step of the training step.
+        """
+        if not self._current.is_sampled:
+            return
+        update = self._monitored.update
+        with update.by(optimizer, self._monitored.optimizers, is_first=is_first) as has_parameters:
+            if has_parameters or self._monitored.framework.traits.updates_in_parts:
+                self.measure(Quantity.on_optimizer_step_begin)
 
     def _await_update(self) -> None:
         """Store the data that no hook can read during a compiled optimizer step.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -106,6 +106,33 @@ class Ended:
     skipped: bool
 
 
+_SEVERAL_PASSES: Final = (
+    "every step with an update follows the same number of steps whose gradients were deleted without an update: if an "
+    'update needs several passes, as with gradient surgery or SAM, set steps="explicit" and call end_step() after it'
+)
+
+
+class SkipRhythm:
+    """Detects training loops with a fixed number of skipped steps before each update.
+
+    Such a loop probably uses several backward passes for one update. `tell` is called once, with a notice.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell: Callable[[str], None] | None = tell
+        self._skips = self._before = 0  # skipped steps since the last update, and before it
+
+    def ended(self, *, skipped: bool) -> None:
+        """Add a step that has ended."""
+        if skipped:
+            self._skips += 1
+            return
+        if self._skips and self._skips == self._before and self._tell is not None:
+            self._tell(_SEVERAL_PASSES)
+            self._tell = None
+        self._skips, self._before = 0, self._skips
+
+
 Cleared = Callable[[], bool]
 """Function that returns whether the gradients of the last backward pass were deleted.
 
@@ -116,14 +143,16 @@ It is called only if the result is needed.
 class StepTracker:
     """Numbers the steps from `first_step` on, including skipped steps, and detects the end of each step.
 
-    If `has_optimizer` is false, no step counts as skipped. If `explicit` is true, only a call of `end` ends a step.
-    This is needed for training loops that use a model in several ways per step, such as adversarial training.
+    If `has_optimizer` is false, no step counts as skipped until an optimizer steps. If `explicit` is true, only a call
+    of `end` ends a step. This is needed for training loops that use a model in several ways per step, such as
+    adversarial training.
     """
 
     def __init__(self, first_step: int = 1, *, has_optimizer: bool = True, explicit: bool = False) -> None:
         self._has_optimizer = has_optimizer
         self._explicit = explicit
         self._updating = False
+        self._has_forward = False  # a forward pass has begun in the present step
         self.stage = StepStage.IDLE
         self.step = first_step
         """Number of the present step; between two steps (stage IDLE), the number of the next step."""
@@ -136,14 +165,19 @@ class StepTracker:
         ended = self._end_if_over(cleared)
         if self.stage is StepStage.IDLE:
             self.stage = StepStage.OPEN
+        self._has_forward = True
         return ended
 
     def backward_begins(self, cleared: Cleared) -> Ended | None:
         """Handle the first gradient of a backward pass.
 
         Return the previous step if this backward pass ends it, otherwise None.
+
+        Several backward passes may follow one forward pass, and the gradients may be deleted between them, as by
+        gradient surgery. They belong to the same step.
         """
-        ended = self._end_if_over(cleared)
+        is_same = self._has_forward and self.stage is StepStage.GRADIENTS
+        ended = None if is_same else self._end_if_over(cleared)
         self.stage = StepStage.GRADIENTS
         return ended
 
@@ -164,6 +198,7 @@ class StepTracker:
 
     def updated(self) -> None:
         """Handle the end of an optimizer step."""
+        self._has_optimizer = True  # it may have been created after attach
         self.stage = StepStage.UPDATED
         self._updating = False
 
@@ -179,7 +214,7 @@ class StepTracker:
         ended = Ended(self.step, skipped)
         self.step += 1
         self.stage = StepStage.IDLE
-        self._updating = False
+        self._updating = self._has_forward = False
         return ended
 
     def _end_if_over(self, cleared: Cleared) -> Ended | None:

@@ -70,14 +70,15 @@ def _column(values: list[Any], arrow_type: pa.DataType) -> pa.Array:
 
 
 def _dimension(entry: PlanEntry) -> dict[str, Any]:
+    has_shape = bool(entry.dtype) and not entry.shape_varies  # without a dtype, a plan has no shape either
     return {
         "kind": entry.kind,
         "tensor": entry.tensor,
         "index": entry.index,
         "vpp_stage": entry.vpp_stage,
-        "shape": list(entry.shape),
+        "shape": None if entry.shape_varies else list(entry.shape),
         "dtype": entry.dtype or None,
-        "numel": math.prod(entry.shape) if entry.dtype else None,  # without a dtype, a plan has no shape either
+        "numel": math.prod(entry.shape) if has_shape else None,
         "module": entry.module,
         "aliases": list(entry.aliases),
     }

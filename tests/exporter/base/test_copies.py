@@ -264,8 +264,6 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "log": ((), {"loss": 1.0, "step": 3}),
     "phase": (("evaluation",), {}),
     "end_of_process": (("completed", None), {}),
-    "stop_asked": (("SIGTERM",), {}),
-    "last_records": (("SIGTERM",), {}),
     "sink": (("api",), {}),
     "remark": (("text",), {}),
     "switch": (({"quantities": ["parameters"]},), {"on": False}),
@@ -274,7 +272,6 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 
 
 NOTHING: Mapping[str, Any] = {
-    "abandon_after_fork": None,
     "address": None,
     "batch": None,
     "current": (),
@@ -290,7 +287,6 @@ NOTHING: Mapping[str, Any] = {
     "overhead_seconds": {},
     "remark": None,
     "run": None,
-    "stop_asked": None,
     "structure": "",
     "switch": None,
 }
@@ -308,8 +304,7 @@ def test_every_method_of_a_copied_monitor_has_no_effect(way, request):
         member = getattr(copied, name)
         arguments, named = ARGUMENTS.get(name, ((), {}))
         answers[name] = member(*arguments, **named) if callable(member) else member
-    objects = {name: answers.pop(name) for name in ("attach", "config", "last_records", "phase", "sink")}
-    objects["last_records"]()
+    objects = {name: answers.pop(name) for name in ("attach", "config", "phase", "sink")}
     with objects["phase"], copied:
         copied.log(loss=2.0)
 

@@ -73,8 +73,9 @@ def scrape(process: subprocess.Popen[str], address: str) -> None:
 
 
 CASES = [
-    ("everything", "call", None),
+    ("default", "call", None),
     pytest.param("default", "environment", scrape, marks=pytest.mark.thorough),
+    pytest.param("everything", "call", None, marks=pytest.mark.thorough),
     pytest.param("everything, on_anomaly with torch", "call", None, marks=pytest.mark.thorough),
 ]
 
@@ -97,7 +98,7 @@ def test_training_has_only_its_own_openmp_threads(case, how, during, threads):
 
     The thread counts of torch and of its OpenMP library are those of the script, on the training thread and on a
     thread that starts later. In a thorough run, these threads and the training thread sleep at most twice as often per
-    step plus once; beside other tests, this takes minutes to find out.
+    step plus once; while other tests run, this takes minutes to find out.
     """
     for attempt in range(TRIES):
         alone = trained("unmonitored", threads, how) if attempt else without_monitor(threads, how)

@@ -27,7 +27,6 @@ class Outputs(Parameters):
         return []
 
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
-        self._rows: dict[tuple[str, int], range | None] = {}
         for name, module in self.monitored.framework.module.named_modules():
             if name and self.targets.selects(name):
 
@@ -38,10 +37,8 @@ class Outputs(Parameters):
                 hooking.keep(module.register_forward_hook(hooking.guarded("outputs", read, gate)))
 
     def _read(self, name: str, micro_step: int, output: torch.Tensor, table: Table) -> None:
-        key = (name, micro_step)
-        if key not in self._rows:
-            self._rows[key] = table.add([PlanEntry(kind="act_out", tensor=name, micro_step=micro_step)])
-        rows = self._rows[key]
+        entries = [PlanEntry(kind="act_out", tensor=name, micro_step=micro_step)]
+        rows = table.add((name, micro_step), lambda: entries)
         if rows is not None:
             table.measure([output], rows)
         table.defer("features", output.amax(), lambda most: [feature(name, micro_step, float(most))])
@@ -178,10 +175,27 @@ def test_growing_table_keeps_its_statistics():
 def test_full_plan_counts_rejected_entries():
     book = PlanRegistry(max_entries=2)
 
-    assert range(2) == book.add([PlanEntry(kind="act_out", tensor=name) for name in "ab"])
+    assert range(1) == book.add([PlanEntry(kind="act_out", tensor="a")])
+    first = book.version()
+    assert range(1, 2) == book.add([PlanEntry(kind="act_out", tensor="b")])
     assert book.add([PlanEntry(kind="act_out", tensor="c")]) is None
     assert 1 == book.left_out
-    assert book.plan(1).hash != book.plan(2).hash
+    assert first.named.hash != book.version().named.hash
+
+
+def test_rows_that_two_quantities_have_are_not_dropped_by_one_of_them():
+    """A capture writes to the rows of the suspended quantity, which gets them back."""
+    book = PlanRegistry(max_entries=8)
+    rows = book.add([PlanEntry(kind="act_out", tensor="a")])
+    book.release(rows)
+    assert rows == book.add([PlanEntry(kind="act_out", tensor="a")])
+    book.drop(rows)
+
+    assert ["a"] == [entry.tensor for entry in book.version().entries]
+    book.release(rows)
+    book.reclaim(rows)
+    book.drop(rows)
+    assert [] == list(book.version().entries)
 
 
 class TiedNet(nn.Module):

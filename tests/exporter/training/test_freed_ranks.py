@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from tests.exporter.training.freed_models import assign, convert, delete, detach_and_delete, left_after
 from tests.programs import warm_processes
+from tests.properties import THOROUGH
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -58,6 +59,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "fsdp2": fsdp2,
 }
 WAYS = {way.__name__: way for way in (assign, convert, delete, detach_and_delete)}
+if not THOROUGH:
+    del MODELS["fsdp1, flat"], WAYS["detach_and_delete"]
 
 
 def work(rank: int, store: str, results: Any) -> None:

@@ -22,7 +22,7 @@ from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.quantities.activations.quantity import Activations
 from rankscope_exporter.quantities.gradients import Gradients
 from rankscope_exporter.quantities.optimizer_state import OptimizerState
-from rankscope_exporter.training.model_changes import ReplacedOptimizers
+from rankscope_exporter.training.model_changes import NewOptimizers
 
 STEPS = 5
 FAULTY = 3
@@ -357,7 +357,7 @@ def test_inner_optimizer_does_not_replace_a_foreign_outer_one():
 
     outer: Any = Outer()
     followed = [outer]
-    replacing = ReplacedOptimizers(followed, lambda _: None)
+    replacing = NewOptimizers(followed, lambda _optimizer, *, replaces: None)
     handles: list[Any] = []
     replacing.install(handles.append, lambda _where, function: function)
     try:

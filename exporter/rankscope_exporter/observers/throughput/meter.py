@@ -117,6 +117,10 @@ class Throughput(StepObserver):
         """Add a forward pass to the count of the current step."""
         self._forwards += 1
 
+    def on_forward_failed(self) -> None:
+        """Subtract a forward pass that raised an error from the count of the current step."""
+        self._forwards -= 1
+
     def on_step_end(self, pending_step: PendingStep) -> None:
         """Store the number of forward passes and the logged scalars of the step. The step's duration may be unknown."""
         self._work, self._forwards = Work(self._forwards, pending_step.pending), 0

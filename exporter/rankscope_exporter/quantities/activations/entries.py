@@ -23,7 +23,6 @@ from rankscope_contract.model.kinds import Kind
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.placement import placement_of
 from rankscope_exporter.model.parameter_names import local_tensor
-from rankscope_exporter.quantities.base import Table
 from rankscope_exporter.statistics.tensor_access import dtype_name
 
 
@@ -79,6 +78,11 @@ class Calls:
         self._next = place + 1
         return call
 
+    def forget(self, micro_step: int) -> None:
+        """Delete the calls of a micro-batch whose forward pass has raised an error."""
+        self._counts = {key: count for key, count in self._counts.items() if key[1] != micro_step}
+        self._waiting = [call for call in self._waiting if call is None or call.micro_step != micro_step]
+
     def gradient_arrived(self) -> None:
         """Store that gradients of the last recomputed part have arrived.
 
@@ -109,30 +113,8 @@ class TensorSite:
     path: str
 
 
-class ActivationEntries:
-    """The plan entries of activations. An entry is added when it is first needed, and used again at all later steps."""
-
-    def __init__(self) -> None:
-        self.vpp_stages: dict[str, int | None] = {}
-        """Number of the model chunk, by name of the module."""
-        self._rows: dict[tuple[Kind, str, int | None, int, int | None], range | None] = {}
-
-    def row(self, table: Table, site: TensorSite, tensor: torch.Tensor) -> range | None:
-        """Return the row of `site` in `table`, the table of statistics. Return None if the plan is full.
-
-        `site` is an input or output of a module call, or the gradient of one, and `tensor` is this input, output or
-        gradient. The row is returned as a range of length 1. A row that does not exist yet is added to `table`.
-        """
-        call = site.call
-        key = (site.kind, call.module, site.index, call.micro_step, call.seq)
-        try:
-            return self._rows[key]
-        except KeyError:
-            row = self._rows[key] = table.add([_entry(site, tensor, self.vpp_stages.get(call.module))])
-            return row
-
-
-def _entry(site: TensorSite, tensor: torch.Tensor, vpp_stage: int | None) -> PlanEntry:
+def activation_entry(site: TensorSite, tensor: torch.Tensor, vpp_stage: int | None) -> PlanEntry:
+    """Return the plan entry of `tensor`, which is the input or output at `site`, or its gradient."""
     call = site.call
     return PlanEntry(
         kind=site.kind,

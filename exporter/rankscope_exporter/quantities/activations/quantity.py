@@ -23,16 +23,17 @@ from rankscope_exporter.model.name_patterns import Targets
 from rankscope_exporter.model.pytree import Found, Slot, Specs, parse_specs, received, returned
 from rankscope_exporter.quantities.activations.entries import (
     SIDES,
-    ActivationEntries,
     Calls,
     Leaves,
     ModuleCall,
     TensorCache,
     TensorSite,
+    activation_entry,
 )
 from rankscope_exporter.quantities.base import Hooking, QuantityOptions, SamplingGate, Table
 from rankscope_exporter.quantities.hook_handles import TensorHooks, hook_after, hook_before, in_backward
 from rankscope_exporter.quantities.module_quantity import ModuleQuantity
+from rankscope_exporter.records.pending_step import ExpectedRows
 from rankscope_exporter.statistics.tensor_access import is_integer, why_not_measurable
 
 _TABLES: Final = table("a table of tables, one for each target")
@@ -115,6 +116,7 @@ class _Step:
 
     calls: Calls = field(default_factory=Calls)
     micro_step: int = -1
+    rows: dict[int, set[range]] = field(default_factory=dict)  # by micro-batch
     open: dict[str, list[ModuleCall | None]] = field(default_factory=dict)  # running calls; None: not measured
     measured: TensorCache[range] = field(default_factory=TensorCache)
     leaves: Leaves[range] = field(default_factory=Leaves)
@@ -153,7 +155,7 @@ class Activations(ModuleQuantity):
         super().__init__(monitored, options)
         self._step = _Step()
         self._handles = TensorHooks(monitored)
-        self._rows = ActivationEntries()
+        self._vpp_stages: dict[str, int | None] = {}  # by name of the module
 
     def kinds(self) -> set[str]:
         """Return the kinds of tensors that the options select to be measured, such as `act_in`."""
@@ -172,14 +174,29 @@ class Activations(ModuleQuantity):
     def _follow(self, named: NamedModule) -> None:
         specs, objects, module = self.options.specs_of(named.name, *named.aliases), self.options.objects, named.module
         hooked = _HookedModule(named, objects & specs.keys() if specs else objects, specs)
-        self._rows.vpp_stages[named.name] = None if module is None else self.monitored.framework.vpp_stage(module)
+        self._vpp_stages[named.name] = None if module is None else self.monitored.framework.vpp_stage(module)
         self._register(named, hook_before, "inputs of modules", functools.partial(self._begins, hooked))
         self._register(named, hook_after, "outputs of modules", functools.partial(self._ended, hooked))
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
         """Delete the stored module calls of the last sampled step."""
+        self._note_lost_hooks()
         self._release()
         self._step = _Step()
+
+    def expected(self) -> ExpectedRows:
+        """Return the kinds that the options select. Modules that were never measured have notices of their own."""
+        return self.expected_of(self.kinds())
+
+    def on_forward_failed(self, table: Table) -> None:
+        """Delete the module calls of the micro-batch and their rows, and keep none of their tensors alive."""
+        micro_step, step = self._hooking.micro_step, self._step
+        for row in step.rows.pop(micro_step, ()):
+            table.forget(row)
+        step.calls.forget(micro_step)
+        step.open.clear()
+        for memory in (step.measured, step.leaves, step.watched):
+            memory.clear()
 
     def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
         """Publish notices about modules that were not measured; remove gradient hooks on tensors; clear the caches."""
@@ -274,9 +291,14 @@ class Activations(ModuleQuantity):
             self._notes.add(f"{SIDES[site.kind]}{site.path} is {reason}", site.call.module)
             return
         table = self._gate.table
-        row = self._rows.row(table, site, tensor)
+        call = site.call
+        row = table.add(
+            (site.kind, call.module, site.index, call.micro_step, call.seq),
+            lambda: [activation_entry(site, tensor, self._vpp_stages.get(call.module))],
+        )
         if row is None:
             return
+        self._step.rows.setdefault(call.micro_step, set()).add(row)
         known = memory.get(tensor)
         if known is None:
             table.measure([tensor], row)
@@ -290,7 +312,7 @@ class Activations(ModuleQuantity):
         If the tensor has no gradient hook of the monitor yet, register one. Otherwise add `site` to the sites for which
         the existing hook measures the gradient.
         """
-        sites = self._watched_leaf(tensor) if tensor.is_leaf else self._step.watched.get(tensor)
+        sites = _watched_leaf(self._step.watched_leaves, tensor) if tensor.is_leaf else self._step.watched.get(tensor)
         if sites is not None:
             sites.append(site)
             return
@@ -308,15 +330,6 @@ class Activations(ModuleQuantity):
             self._step.watched_leaves[number] = sites
         else:
             self._step.watched.keep(tensor, sites)
-
-    def _watched_leaf(self, tensor: torch.Tensor) -> list[TensorSite] | None:
-        """Return the inputs and outputs of module calls that share the monitor's gradient hook on the leaf `tensor`.
-
-        Return None if the tensor has no such hook.
-        """
-        hooks: Mapping[int, Any] = tensor._backward_hooks or {}  # noqa: SLF001 - torch has no public name for it
-        watched = self._step.watched_leaves
-        return next((watched[number] for number in hooks if number in watched), None)
 
     def _arrived(self, sites: Sequence[TensorSite], gradient: torch.Tensor | None) -> None:
         if gradient is None:
@@ -341,3 +354,12 @@ def _pointer(tensor: torch.Tensor) -> int:
         return tensor.data_ptr()
     except RuntimeError:  # the tensor has no memory
         return 0
+
+
+def _watched_leaf(watched: Mapping[int, list[TensorSite]], tensor: torch.Tensor) -> list[TensorSite] | None:
+    """Return the inputs and outputs of module calls that share the monitor's gradient hook on the leaf `tensor`.
+
+    `watched` has the sites of each hook by its number. Return None if the tensor has no such hook.
+    """
+    hooks: Mapping[int, Any] = tensor._backward_hooks or {}  # noqa: SLF001 - torch has no public name for it
+    return next((watched[number] for number in hooks if number in watched), None)

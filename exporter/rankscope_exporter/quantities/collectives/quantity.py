@@ -129,7 +129,6 @@ class Collectives(Quantity):
         self._device = monitored.device
         self._sites = CallSites(self.options.call_sites)
         self._step = _Step()
-        self._rows: dict[tuple[Kind, str, int | None, int | None], range | None] = {}
         self._notes = CoverageNotes()
         self._seen: dict[str, str] = {}  # name of a call -> its function
         self._on_other_threads: set[str] = set()  # functions that were called on other threads
@@ -278,10 +277,7 @@ class Collectives(Quantity):
         return placed
 
     def _row(self, kind: Kind, measured: _MeasuredCall, part: TensorPart) -> range | None:
-        key = (kind, measured.name, measured.seq, part.index)
-        try:
-            return self._rows[key]
-        except KeyError:
+        def entries() -> list[PlanEntry]:
             entry = PlanEntry(
                 kind=kind,
                 tensor=measured.name,
@@ -290,8 +286,9 @@ class Collectives(Quantity):
                 dtype=dtype_name(part.tensor.dtype),
                 shape=tuple(part.tensor.shape),
             )
-            row = self._rows[key] = self._gate.table.add([entry])
-            return row
+            return [entry]
+
+        return self._gate.table.add((kind, measured.name, measured.seq, part.index), entries)
 
     def _release(self) -> None:
         """Release the state of the last sampled step, and publish notices about calls that were not measured."""

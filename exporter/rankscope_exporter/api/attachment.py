@@ -1,0 +1,163 @@
+"""The end of a session: by a call, at the end of the process, by a signal, or when its monitor and model are dropped.
+
+A monitor is dropped when the script holds neither the monitor nor its model. Until then, the hooks of the model keep
+the session in use, also without any reference to the monitor.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from torch import nn
+
+from rankscope_contract.model.events import ExitReason
+from rankscope_exporter.api.owner import Owner
+from rankscope_exporter.api.session import PUBLISH_SECONDS, Ending, Session
+from rankscope_exporter.base.copies import NotCopied
+from rankscope_exporter.base.errors import ErrorBoundary
+from rankscope_exporter.process import lifecycle, stop_signals
+from rankscope_exporter.process.threads import OwnThread
+from rankscope_exporter.reactions.anomaly_callback import OnAnomaly
+
+_SECOND_MONITOR: Final = (
+    "another Monitor is attached to the same model: both measure each step, and each writes a run of its own; call "
+    "detach() of the one that is not needed"
+)
+
+
+class Attachment:
+    """Ends the session of one attached monitor exactly once.
+
+    The process-wide lists of monitors hold this object. It holds neither the monitor nor the model.
+    """
+
+    def __init__(self, session: Session, owner: Owner, boundary: ErrorBoundary, total_steps: int | None) -> None:
+        self.session: Session | None = session
+        """The session; None after its end has begun, and in a forked child."""
+        self._exit_wait_seconds = session.config.exit_wait_seconds
+        self._boundary = boundary
+        self._total_steps = total_steps
+        self._callback = owner.callback
+        self._ending: Session | None = None  # while its last records are published
+        self._may_end = threading.Lock()  # taken, without waiting, by the first caller that ends the session
+        self._stop_signal: str | None = None  # the signal that requested an end
+        self._thread: OwnThread | None = None  # ends a session that was dropped
+        owner.dropped = self._dropped
+
+    def watch(self, signals: Iterable[str]) -> None:
+        """End the session when the process ends, or when one of `signals` ends the process."""
+        lifecycle.watch(self)
+        self._boundary.call("stop_signals", stop_signals.install, self, signals)
+
+    def end_of_process(self, reason: ExitReason, error: str | None) -> None:
+        """Publish the exit record and wait until the service has committed it. Called when the interpreter exits."""
+        self._leave(reason, error, self._exit_wait_seconds)()
+
+    def abandon_after_fork(self) -> None:
+        """Make the session inert in a forked process.
+
+        A data-loader worker, for example, must not serve records or send events for its parent process.
+        """
+        sessions, self.session, self._ending = (self.session, self._ending), None, None
+        for session in filter(None, sessions):
+            session.hooks.active = False
+            self._boundary.call("fork", session.watchdog.abandon_after_fork)
+            self._boundary.call("fork", session.channel.abandon_after_fork)
+
+    def stop_asked(self, name: str) -> None:
+        """Store that the signal `name` requested the end of training, and that the script handles this signal."""
+        self._stop_signal = name
+
+    def last_records(self, name: str, *, is_stuck: bool = False) -> Callable[[], None]:
+        """Record that the signal `name` ends this process.
+
+        Return a function that waits until the service has committed the record.
+        """
+        wait_seconds = min(self._exit_wait_seconds, stop_signals.STOP_WAIT_SECONDS)
+        session = self.session
+        if is_stuck and session is not None:
+            session.diagnosis.publish_exit(name)
+            return NotCopied(lambda: session.channel.drain(wait_seconds))
+        return self._leave(ExitReason.SIGNAL, name, wait_seconds)
+
+    def _leave(self, reason: ExitReason, error: str | None, wait_seconds: float) -> Callable[[], None]:
+        """Remove the hooks and record the end of training.
+
+        Return a function that waits until the service has committed the records, and then stops the server. If another
+        thread ends the session because it was dropped, the function waits for this thread.
+        """
+        session = self.session
+        if session is None or not self._may_end.acquire(blocking=False):
+            return NotCopied(lambda: self._await_end(wait_seconds))
+        self.session, self._ending = None, session
+        deadline = time.monotonic() + wait_seconds
+        self._boundary.call("detach()", session.hooks.remove)
+        self._boundary.call("detach()", session.watchdog.stop)
+        self._boundary.call("detach()", session.step_observers.hardware.stop)
+        ending = Ending(reason=reason, error=error, total_steps=self._total_steps, signal=self._stop_signal)
+        self._boundary.call("end of training", session.record_end, ending)
+        return NotCopied(lambda: self._finish_serving(session, deadline, wait_seconds))
+
+    def _finish_serving(self, session: Session, deadline: float, wait_seconds: float) -> None:
+        self._boundary.call("end of training", session.drain, deadline, wait_seconds)
+        self._callback.last = None
+        self._boundary.call("detach()", session.change_sources.stop)
+        self._boundary.call("closing", session.channel.close)
+        # Not earlier: a process that another thread forks meanwhile must release sockets and locks.
+        self._ending = None
+        self._boundary.call("detach()", stop_signals.uninstall, self)
+        lifecycle.forget(self)
+        self._boundary.on_first = None
+
+    def _await_end(self, wait_seconds: float) -> None:
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(wait_seconds + PUBLISH_SECONDS)
+
+    # The end of a session whose monitor and model were freed.
+
+    def _dropped(self, on_anomaly: OnAnomaly | None) -> None:
+        """Request the end of the session.
+
+        Any thread may call this method at any point, because the garbage collector does. It therefore only queues a
+        function, which takes no lock.
+        """
+        session = self.session
+        if session is not None:
+            self._callback.last = on_anomaly
+            session.steps.items.put(self._end_dropped)
+
+    def _end_dropped(self) -> None:
+        """End the session on a new thread. Called on the publisher thread, which cannot wait for its own end."""
+        session = self.session
+        if session is None or self._thread is not None:
+            return
+        chunks = {id(chunk): chunk for chunk in _chunks_of(session)}
+        if chunks:  # they live without the hooks that held the owner: other code has removed these hooks
+            self._callback.last = None  # it may refer to the model
+            for chunk in chunks.values():
+                weakref.finalize(chunk, self._dropped, None).atexit = False
+        else:
+            self._thread = OwnThread(target=self.end_of_process, args=(ExitReason.UNKNOWN, None), name="rankscope-end")
+            self._thread.start()
+
+
+def note_other_monitors(session: Session) -> None:
+    """Publish a notice if another monitor of this process is attached to the model of `session`."""
+    own = {id(chunk) for chunk in _chunks_of(session)}
+    attached = (item.session for item in lifecycle.watched() if isinstance(item, Attachment))
+    others = (other for other in attached if other is not None and other is not session)
+    if any(id(chunk) in own for other in others for chunk in _chunks_of(other)):
+        session.notices.tell(_SECOND_MONITOR)
+
+
+def _chunks_of(session: Session) -> list[nn.Module]:
+    """Return the user's modules that the session measures and the wrappers that training calls; none if freed."""
+    try:
+        return [session.monitored.framework.module, *session.monitored.framework.chunks]
+    except ReferenceError:
+        return []

@@ -1,0 +1,155 @@
+"""Isolation of tensors whose statistics cannot be computed, so that one such tensor costs only its own rows.
+
+Tensors are measured in batches. If a batch raises, its halves are measured separately, down to the single tensors that
+raise. A tensor that raises at each sampled step is left out of the batches for some time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from rankscope_exporter.base.errors import error_text
+
+FAILURES_IN_A_ROW: Final = 3
+"""Number of sampled steps in a row at which a tensor must raise the same error, before it is left out."""
+
+LEFT_OUT_STEPS: Final = 1000
+"""Number of steps for which a tensor is left out, unless its class, dtype or device changes."""
+
+_NAMES_SHOWN: Final = 3
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether `error` reports a lack of memory on a device or on the host."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+    )
+
+
+_OUT_OF_MEMORY: Final = ("out of memory", "can't allocate memory", "not enough memory")
+
+
+@dataclass(slots=True)
+class _Failure:
+    """The latest error of one tensor, and the number of sampled steps in a row with this error."""
+
+    of: tuple[object, ...]  # class, dtype and device of the tensor, and the type of the error
+    sample: int
+    step: int
+    in_a_row: int = 1
+
+    @property
+    def is_left_out(self) -> bool:
+        return self.in_a_row >= FAILURES_IN_A_ROW
+
+
+class Isolation:
+    """Measures batches of tensors, and finds the tensors of a batch that raise.
+
+    The function `tell` publishes a notice. Each tensor is named once.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._named: set[str] = set()
+        self._failures: dict[Hashable, dict[int, _Failure]] = {}
+        self._sample = self._step = 0
+
+    def begin(self, step: int) -> None:
+        """Begin a sampled step with the number `step`."""
+        self._sample += 1
+        self._step = step
+
+    def forget(self, scope: Hashable) -> None:
+        """Forget the failures of the batch `scope`, because other tensors will have its rows."""
+        self._failures.pop(scope, None)
+
+    def run(
+        self,
+        scope: Hashable,
+        tensors: Sequence[torch.Tensor | None],
+        compute: Callable[[Sequence[int]], None],
+        *,
+        what: str,
+        name: Callable[[int], str],
+        undo: Callable[[Sequence[int]], None] = lambda _: None,
+    ) -> None:
+        """Call `compute` with the positions of all elements of `tensors` that are measured.
+
+        If `compute` raises, call `undo` with the same positions, and then `compute` with each half of the positions.
+        Report the single tensors for which it raises. `scope` identifies the batch at later steps. `what` describes the
+        result of `compute`, and `name` returns the name of the tensor at a position.
+        """
+        positions: Sequence[int] = range(len(tensors))
+        if failures := self._failures.get(scope):
+            left_out = {position for position in tuple(failures) if self._is_left_out(failures, position, tensors)}
+            positions = [position for position in positions if position not in left_out] if left_out else positions
+        failed = dict(_failing(positions, compute, undo)) if positions else {}
+        if failed:
+            self._note(scope, tensors, failed)
+            self._report(what, {name(position): error for position, error in failed.items()})
+
+    def _is_left_out(
+        self, failures: dict[int, _Failure], position: int, tensors: Sequence[torch.Tensor | None]
+    ) -> bool:
+        failure, tensor = failures[position], tensors[position] if position < len(tensors) else None
+        if tensor is None or not failure.is_left_out:
+            return False
+        if _description(tensor) == failure.of[:-1] and self._step - failure.step < LEFT_OUT_STEPS:
+            return True
+        del failures[position]
+        return False
+
+    def _note(self, scope: Hashable, tensors: Sequence[torch.Tensor | None], failed: dict[int, Exception]) -> None:
+        failures = self._failures.setdefault(scope, {})
+        for position, error in failed.items():
+            tensor, known = tensors[position], failures.get(position)
+            if tensor is None or is_out_of_memory(error):
+                continue
+            of = (*_description(tensor), type(error))
+            if known is None or known.of != of or known.sample < self._sample - 1:
+                failures[position] = _Failure(of, self._sample, self._step)
+            elif known.sample < self._sample:
+                known.sample, known.step, known.in_a_row = self._sample, self._step, known.in_a_row + 1
+
+    def _report(self, what: str, failed: dict[str, Exception]) -> None:
+        new = [name for name in failed if name not in self._named]
+        self._named.update(new)
+        if new:
+            names = ", ".join(new[:_NAMES_SHOWN]) + (
+                f" and {len(new) - _NAMES_SHOWN} more" if new[_NAMES_SHOWN:] else ""
+            )
+            self._tell(f"{what} of {names} cannot be measured and is absent: {error_text(failed[new[0]])}")
+
+
+def _description(tensor: torch.Tensor) -> tuple[object, ...]:
+    return type(tensor), tensor.dtype, tensor.device
+
+
+def _failing(
+    positions: Sequence[int], compute: Callable[[Sequence[int]], None], undo: Callable[[Sequence[int]], None]
+) -> Iterable[tuple[int, Exception]]:
+    error = _error_of(positions, compute)
+    if error is None:
+        return ()
+    undo(positions)
+    if len(positions) == 1:
+        return [(positions[0], error)]
+    half = len(positions) // 2
+    parts = (_failing(part, compute, undo) for part in (positions[:half], positions[half:]))
+    return list(itertools.chain.from_iterable(parts))
+
+
+def _error_of(positions: Sequence[int], compute: Callable[[Sequence[int]], None]) -> Exception | None:
+    """Call `compute` and return its error, without the frames that keep tensors alive; None without an error."""
+    try:
+        compute(positions)
+    except Exception as error:  # noqa: BLE001 - any operation of a tensor subclass may raise any error
+        error.__cause__ = error.__context__ = None
+        return error.with_traceback(None)
+    return None

@@ -1,0 +1,508 @@
+"""Training loops of users: the steps, and each number against the tensor that the loop itself has kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.exporter.parts import records_of, session_of
+from torch import nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, functionalize, grad, grad_and_value, hessian, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils import parametrize, prune
+
+from rankscope_exporter import Monitor, MonitorConfig
+
+STEPS = 4
+PLAIN = ("parameters", "gradients", "optimizer_state")
+Key = tuple[int, str, str]
+
+
+class Loop:
+    """A training with a monitor, and the tensors that its rows must describe."""
+
+    def __init__(self, *more: str, explicit: bool = False) -> None:
+        torch.manual_seed(0)
+        self.net: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        self.right: dict[Key, torch.Tensor | None] = {}
+        self.losses: dict[int, float] = {}
+        self.config = MonitorConfig(
+            quantities=(*PLAIN, *more), steps="explicit" if explicit else "auto", console=False, exit_wait_seconds=0
+        )
+        self.monitor = Monitor(self.config)
+
+    def adam(self, *modules: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for module in modules or (self.net,) for p in module.parameters()], lr=0.01)
+
+    def attach(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.session = session_of(self.monitor.attach(self.net, optimizers))
+
+    def note(self, step: int, kind: str, tensors: dict[str, torch.Tensor | None] | None = None) -> None:
+        """Keep the tensors of the model that `kind` names, or `tensors`."""
+        for name, parameter in self.net.named_parameters():
+            own = parameter.grad if kind.startswith("grad") else parameter
+            if tensors is None and own is not None:
+                self.right[step, kind, name] = own.detach().clone()
+        for name, tensor in (tensors or {}).items():
+            self.right[step, kind, name] = None if tensor is None else tensor.detach().clone()
+
+    def backward(self) -> float:
+        loss = self.net(torch.randn(3, 4)).square().sum()
+        loss.backward()
+        return loss.item()
+
+    def step(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+        """Perform a plain training step."""
+        optimizer.zero_grad()
+        self.losses[step] = self.backward()
+        self.note(step, "grad_reduced")
+        optimizer.step()
+        self.note(step, "param_after")
+        self.monitor.log(loss=self.losses[step])
+
+    def end(self) -> None:
+        """End the training, read its records, and compare them with the tensors of the loop."""
+        self.monitor.end_step()
+        assert self.session.publisher.stop(60)
+        self.monitor.detach()
+        records = records_of(self.session)
+        self.events = [event for record in records for event in record.events]
+        self.steps = list(dict.fromkeys(record.step for record in records if record.step is not None))
+        self.indices: set[tuple[int | None, str, int | None]] = set()
+        rows: dict[Any, tuple[float, int]] = {}
+        for record in (record for record in records if record.statistics is not None):
+            entries = record.statistics.plan.plan.entries
+            values, counts = record.statistics.values.to_pylist(), record.statistics.counts.to_pylist()
+            for place, entry in enumerate(entries):
+                if counts[place - len(entries)] is not None:
+                    self.indices.add((record.step, str(entry.kind), entry.micro_step))
+                    rows[record.step, str(entry.kind), entry.tensor] = values[place], counts[place - len(entries)]
+        self.rows = rows
+        logged = [(r.step, s.value) for r in records for s in r.scalars if s.name == "loss"]
+        assert self.losses == pytest.approx(dict(logged), rel=1e-5)
+        for key, tensor in self.right.items():
+            if tensor is None:
+                assert key not in rows
+            else:
+                norm = float(tensor.double().norm())
+                assert pytest.approx((norm, tensor.numel()), rel=1e-5, abs=1e-6) == rows.get(key), key
+
+    def messages(self, type_: str) -> list[str]:
+        return [str(event.message) for event in self.events if event.type == type_]
+
+
+ONES = torch.ones(3, 4)
+
+
+def detached(net: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in net.named_parameters()}
+
+
+def with_duals(net: nn.Module) -> None:
+    with forward_ad.dual_level():
+        duals = {name: forward_ad.make_dual(item, torch.ones_like(item)) for name, item in detached(net).items()}
+        functional_call(net, duals, (ONES,))
+
+
+def with_fakes(net: nn.Module) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = {name: mode.from_tensor(item) for name, item in detached(net).items()}
+    functional_call(net, fakes, (), {"input": mode.from_tensor(ONES)})
+    with mode:
+        net(mode.from_tensor(ONES))
+
+
+FOREIGN: dict[str, Callable[[nn.Module], object]] = {
+    "grad": lambda net: grad(lambda own: functional_call(net, own, (ONES,)).sum())(detached(net)),
+    "per_sample": lambda net: vmap(grad(lambda x: net(x).sum()))(ONES),
+    "jvp": lambda net: jvp(net, (ONES,), (ONES,)),
+    "hessian": lambda net: hessian(lambda x: net(x).sum())(ONES),
+    "functionalize": lambda net: functionalize(net)(ONES),
+    "make_fx": lambda net: make_fx(grad(lambda x: net(x).sum()))(ONES),
+    "export": lambda net: torch.export.export(net, (ONES,)),
+    "jit": lambda net: torch.jit.trace(net, ONES),
+    "duals": with_duals,
+    "fakes": with_fakes,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+@pytest.mark.parametrize("name", FOREIGN)
+def test_foreign_forward_passes_between_steps_change_no_step(name):
+    loop = Loop("activations")
+    optimizer = loop.adam()
+    loop.attach(optimizer)
+    for step in range(1, STEPS + 1):
+        if step == STEPS - 1:
+            FOREIGN[name](loop.net)
+        loop.step(step, optimizer)
+    FOREIGN[name](loop.net)
+    loop.end()
+
+    assert list(range(1, STEPS + 1)) == loop.steps
+    assert {None, 0} == {micro_step for _, _, micro_step in loop.indices}
+    assert 0 == loop.monitor.faults
+    assert [] == loop.messages("step_skipped") + loop.messages("note")
+
+
+@pytest.mark.parametrize("logs_first", [True, False])
+def test_loop_under_transforms_has_steps_by_its_updates(logs_first):
+    loop = Loop("activations")
+    optimizer = loop.adam()
+    loop.attach(optimizer)
+    per_sample = vmap(
+        grad_and_value(lambda own, x: functional_call(loop.net, own, (x[None],)).square().sum()), in_dims=(None, 0)
+    )
+    for step in range(1, STEPS + 1):
+        gradients, losses = per_sample(detached(loop.net), torch.randn(3, 4))
+        loop.losses[step] = float(losses.mean())
+        if logs_first:
+            loop.monitor.log(loss=losses.mean())
+        for name, parameter in loop.net.named_parameters():
+            parameter.grad = gradients[name].mean(0)
+        loop.note(step, "grad_reduced")
+        optimizer.step()
+        loop.note(step, "param_after")
+        loop.note(step, "exp_avg", {n: optimizer.state[p]["exp_avg"] for n, p in loop.net.named_parameters()})
+        if not logs_first:
+            loop.monitor.log(loss=losses.mean())
+    loop.end()
+
+    assert list(range(1, STEPS + 1)) == loop.steps
+    assert not {kind for _, kind, _ in loop.indices if kind.startswith("act_")}
+    assert 1 == len([text for text in loop.messages("note") if "torch.func" in text])
+    assert 0 == loop.monitor.faults
+
+
+def test_number_logged_inside_a_transform_is_published():
+    loop = Loop()
+    optimizer = loop.adam()
+    loop.attach(optimizer)
+
+    def objective(own: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        loss = functional_call(loop.net, own, (x,)).square().sum()
+        loop.monitor.log(loss=loss)
+        return loss
+
+    for step in range(1, STEPS + 1):
+        gradients, loss = grad_and_value(objective)(detached(loop.net), torch.randn(3, 4))
+        loop.losses[step] = float(loss)
+        for name, parameter in loop.net.named_parameters():
+            parameter.grad = gradients[name]
+        optimizer.step()
+    loop.end()
+
+    assert 0 == loop.monitor.faults
+
+
+def halves(net: nn.Module) -> None:
+    """Train with the whole batch, and with its halves if it is too large."""
+    batch = torch.randn(4, 4)
+    try:
+        net(batch).square().sum().backward()
+    except torch.OutOfMemoryError:
+        for half in batch.split(2):
+            net(half).square().sum().backward()
+
+
+def test_forward_pass_that_ran_out_of_memory_is_no_micro_batch():
+    loop = Loop("activations", "structure")
+    optimizer = loop.adam()
+    loop.attach(optimizer)
+    limit = [2]
+
+    def too_large(_module: nn.Module, args: Any) -> None:
+        if len(args[0]) > limit[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    loop.net[2].register_forward_pre_hook(too_large)
+    for step in range(1, STEPS + 1):
+        limit[0] = 2 if step % 2 else 4
+        optimizer.zero_grad()
+        halves(loop.net)
+        loop.note(step, "grad_reduced")
+        optimizer.step()
+    loop.end()
+
+    expected = {(step, index) for step in range(1, STEPS + 1) for index in range(1 + step % 2)}
+    assert expected == {(step, index) for step, kind, index in loop.indices if kind == "act_out"}
+    modules = [row for record in records_of(loop.session) for row in record.modules if record.step == 1]
+    assert {(2, 4), (2, 8), (2, 2)} >= {tuple(item["shape"]) for row in modules for item in json.loads(row["inputs"])}
+    assert list(range(1, STEPS + 1)) == loop.steps
+    assert 0 == loop.monitor.faults
+
+
+# Optimizers and parameters.
+
+
+def test_optimizer_made_after_attach_is_observed():
+    loop = Loop()
+    loop.attach()
+    optimizer = loop.adam()
+    for step in range(1, STEPS + 1):
+        loop.step(step, optimizer)
+        loop.note(step, "exp_avg_sq", {n: optimizer.state[p]["exp_avg_sq"] for n, p in loop.net.named_parameters()})
+    loop.end()
+
+    assert ["an optimizer unknown to attach() stepped: the monitor now observes AdamW"] == loop.messages("note")
+    assert list(range(1, STEPS + 1)) == loop.steps
+
+
+@pytest.mark.parametrize("case", ["new", "two", "old", "one_layer"])
+def test_steps_continue_after_an_assigned_state_dict(case):
+    loop = Loop()
+    parts = (loop.net[0], loop.net[2])
+    optimizers = [loop.adam()] if case in ("new", "old") else [loop.adam(part) for part in parts]
+    loop.attach(*optimizers)
+    state = {name: tensor.clone() for name, tensor in loop.net.state_dict().items()}
+    for step in range(1, 2 * STEPS):
+        if step in (STEPS, STEPS + 2):
+            names = ("2.weight", "2.bias") if case == "one_layer" else tuple(state)
+            loop.net.load_state_dict({name: state[name].clone() for name in names}, strict=False, assign=True)
+            if case != "old":
+                kept = optimizers[:1] if case == "one_layer" else []
+                made = {"new": (loop.net,), "two": parts, "one_layer": parts[1:]}[case]
+                optimizers = [*kept, *(loop.adam(part) for part in made)]
+        loop.net.zero_grad()
+        loop.losses[step] = loop.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        loop.monitor.log(loss=loop.losses[step])
+    loop.end()
+
+    assert list(range(1, 2 * STEPS)) == loop.steps
+    assert [] == loop.messages("step_skipped")
+
+
+def test_optimizer_that_steps_again_after_its_replacement_is_measured():
+    loop = Loop()
+    optimizers = [torch.optim.SGD(loop.net.parameters(), lr=0.01, momentum=0.9), loop.adam()]
+    loop.attach(optimizers[0])
+    for step in range(1, 2 * STEPS):
+        loop.step(step, optimizers[step % 2 == 0])
+        state = optimizers[step % 2 == 0].state
+        kind, key = ("exp_avg", "exp_avg") if step % 2 == 0 else ("momentum", "momentum_buffer")
+        loop.note(step, kind, {name: state[item][key] for name, item in loop.net.named_parameters()})
+    loop.end()
+
+    assert list(range(1, 2 * STEPS)) == loop.steps
+    assert 1 == len(loop.messages("note"))
+
+
+class Twice(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+    def right_inverse(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 2
+
+
+RENAMED: dict[str, tuple[Callable[[nn.Module], object], Callable[[nn.Module], object]]] = {
+    "pruning": (
+        lambda layer: prune.l1_unstructured(layer, "weight", amount=0.3),
+        lambda layer: prune.remove(layer, "weight"),
+    ),
+    "parametrization": (
+        lambda layer: parametrize.register_parametrization(layer, "weight", Twice()),
+        lambda layer: parametrize.remove_parametrizations(layer, "weight"),
+    ),
+}
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("name", RENAMED)
+def test_parameter_under_another_name_is_measured_further(name, every):
+    loop = Loop("micro_gradients")
+    loop.monitor = Monitor(MonitorConfig(quantities=PLAIN, every=every, console=False, exit_wait_seconds=0))
+    optimizer = loop.adam()
+    loop.attach(optimizer)
+    own = dict(loop.net.named_parameters())
+    for step in range(1, 8):
+        for change in RENAMED[name][step == 6 :][: step in (3, 6)]:
+            change(loop.net[2])
+        optimizer.zero_grad()
+        for _ in range(2):
+            loop.net(torch.randn(3, 4)).square().sum().backward()
+        if step % every == 1 % every:
+            loop.note(step, "grad_reduced", {key: item.grad for key, item in own.items()})
+        optimizer.step()
+        if step % every == 1 % every:
+            loop.note(step, "param_after", dict(own))
+    loop.end()
+
+    assert list(range(1, 8)) == loop.steps
+    assert 0 == loop.monitor.faults
+    assert [] == loop.messages("step_skipped")
+
+
+# Gradients and the optimizers to which they belong.
+
+
+@pytest.mark.parametrize(("order", "critic_steps"), [("DG", 1), ("GD", 1), ("DG", 5)])
+def test_rows_of_a_gan_have_the_gradients_that_the_optimizers_received(order, critic_steps):
+    loop = Loop("micro_gradients", explicit=True)
+    generator, critic = nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1))
+    loop.net = nn.ModuleDict({"G": generator, "D": critic})
+    of_generator, of_critic = loop.adam(generator), loop.adam(critic)
+    loop.attach(of_generator, of_critic)
+
+    def update(step: int, name: str, optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
+        optimizer.zero_grad()
+        loss().backward()
+        own = {f"{name}.{key}": item for key, item in loop.net[name].named_parameters()}
+        loop.note(step, "grad_reduced", {key: item.grad for key, item in own.items()})
+        torch.nn.utils.clip_grad_norm_(own.values(), 0.01)
+        loop.note(step, "grad_clipped", {key: item.grad for key, item in own.items()})
+        optimizer.step()
+
+    noise = torch.randn(5, 4)
+    for step in range(1, STEPS + 1):
+        loop.note(step, "param_before")
+        for name in order:
+            for _ in range(critic_steps if name == "D" else 1):
+                if name == "D":
+                    fake = generator(noise).detach()
+                    update(step, "D", of_critic, lambda fake=fake: critic(fake).square().mean() - critic(fake).mean())
+                elif step % 3:
+                    update(step, "G", of_generator, lambda: (critic(generator(noise)) - 1).square().mean())
+                else:  # gradients of the step before, and of no loss of this step
+                    loop.note(step, "grad_reduced", dict.fromkeys(("G.weight", "G.bias")))
+        loop.note(step, "param_after")
+        loop.monitor.end_step()
+    loop.end()
+
+    assert list(range(1, STEPS + 1)) == loop.steps
+    assert [] == loop.messages("note")
+
+
+@pytest.mark.parametrize(("is_known", "is_registered_first"), [(True, True), (True, False), (False, True)])
+def test_update_inside_the_backward_pass_belongs_to_this_pass(is_known, is_registered_first):
+    loop = Loop("activations", "direction")
+    names = {parameter: name for name, parameter in loop.net.named_parameters()}
+    optimizers = {parameter: torch.optim.AdamW([parameter], lr=0.01) for parameter in names}
+    step = 1
+
+    def update(parameter: torch.Tensor) -> None:
+        loop.note(step, "grad_reduced", {names[parameter]: parameter.grad})
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+        loop.note(step, "param_after", {names[parameter]: parameter})
+
+    def register() -> None:
+        for parameter in names:
+            parameter.register_post_accumulate_grad_hook(update)
+
+    for task in (register, lambda: loop.attach(*optimizers.values() if is_known else ()))[
+        :: 1 - 2 * (not is_registered_first)
+    ]:
+        task()
+    for step in range(1, STEPS + 1):
+        if step > 1 or is_known:
+            loop.note(step, "param_before")
+        loop.losses[step] = loop.backward()
+        loop.monitor.log(loss=loop.losses[step])
+    loop.end()
+
+    assert list(range(1, STEPS + 1)) == loop.steps
+    assert (0 if is_known else 1) == len(loop.messages("note"))
+    assert [] == loop.messages("step_skipped")
+
+
+def test_gradients_deleted_inside_the_backward_pass_are_an_update():
+    loop = Loop()
+
+    def update(parameter: torch.Tensor) -> None:
+        parameter.data.add_(parameter.grad, alpha=-0.01)
+        parameter.grad = None
+
+    for parameter in loop.net.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    loop.attach(loop.adam())
+    for step in range(1, STEPS + 1):
+        loop.losses[step] = loop.backward()
+        loop.note(step, "param_after")
+        loop.monitor.log(loss=loop.losses[step])
+    loop.end()
+
+    assert list(range(1, STEPS + 1)) == loop.steps
+    assert [] == loop.messages("step_skipped")
+    assert 1 == len([text for text in loop.messages("note") if "gradients are deleted before" in text])
+
+
+@pytest.mark.parametrize("tasks", [2, 3])
+def test_gradient_surgery_is_one_step(tasks):
+    loop = Loop()
+    optimizer = loop.adam()
+    loop.attach(optimizer)
+    for step in range(1, STEPS + 1):
+        output, found = loop.net(torch.randn(3, 4)), []
+        for task in range(tasks):
+            optimizer.zero_grad()
+            (output - task).square().sum().backward(retain_graph=True)
+            found.append([parameter.grad.clone() for parameter in loop.net.parameters()])
+        for parameter, *gradients in zip(loop.net.parameters(), *found, strict=True):
+            parameter.grad = sum(gradients) - 0.1 * gradients[0] * gradients[-1].sign()
+        loop.note(step, "grad_clipped")
+        optimizer.step()
+        loop.note(step, "param_after")
+    loop.end()
+
+    assert list(range(1, STEPS + 1)) == loop.steps
+    assert [] == loop.messages("step_skipped") + loop.messages("note")
+
+
+@pytest.mark.parametrize(("passes", "is_named"), [(2, True), (3, True), (1, False)])
+def test_fixed_number_of_skipped_steps_before_each_update_is_named_once(passes, is_named):
+    loop = Loop()
+    optimizer = loop.adam()
+    loop.attach(optimizer)
+    for _ in range(2 * STEPS):
+        for _ in range(passes):
+            optimizer.zero_grad()
+            loop.backward()
+        optimizer.step()
+    loop.end()
+
+    assert is_named == len([text for text in loop.messages("note") if 'steps="explicit"' in text])
+
+
+def test_steps_that_the_scaler_skips_are_reported_as_skipped():
+    loop = Loop()
+    optimizer = torch.optim.SGD(loop.net.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    loop.attach(optimizer)
+    skipped = {2, 5, 6}
+    for step in range(1, 9):
+        for _ in range(2):
+            inputs = torch.randn(3, 4) * (float("inf") if step in skipped else 1)
+            scaler.scale(loop.net(inputs).square().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    loop.end()
+
+    found = {record.step for record in records_of(loop.session) for e in record.events if e.type == "step_skipped"}
+    assert skipped == found
+    assert [] == loop.messages("note")
+
+
+def test_rows_of_a_step_that_could_not_be_ended_are_absent():
+    loop = Loop()
+    optimizer = loop.adam()
+    loop.attach(optimizer)
+    loop.step(1, optimizer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rankscope_exporter.sampling.active_quantities.HostCopy", None)
+        loop.monitor.end_step()
+    loop.net(ONES)  # step 2 has no gradients, and no gradients of step 1
+    loop.right.clear()
+    loop.end()
+
+    assert {} == loop.rows
+    assert 1 == loop.monitor.faults
