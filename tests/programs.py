@@ -202,7 +202,12 @@ class Server:
 
 
 OF_TRAINING = ("torch", "torch._dynamo", "torch.distributed", "rankscope_exporter")
-OF_COMMANDS = ("rankscope.commands", "rankscope_ingest.__main__", "duckdb", "deltalake")
+OF_COMMANDS = (
+    *("numpy", "pyarrow.compute", "pyarrow.parquet", "duckdb", "deltalake", "rich.table"),
+    *("rankscope.commands", "rankscope.commands.sql", "rankscope.commands.summary", "rankscope.output.rows"),
+    *("rankscope_ingest.__main__", "rankscope_ingest.importers", "rankscope_ingest.service.main"),
+    *("rankscope_storage.connection", "rankscope_storage.api.store", "rankscope_storage.formats"),
+)
 """Modules that most commands import, mainly those of the service. The import takes longer than the commands."""
 
 SERVICE = """
@@ -214,12 +219,22 @@ sys.exit(main())
 
 
 COMMAND = """
-import gc, sys
-gc.unfreeze()  # DuckDB reports objects that remain at the exit of a process
+import os, sys, traceback
 sys.argv[:] = [{path!r}, *{arguments!r}]
 from rankscope.__main__ import main
-main()
+code = 0
+try:
+    main()
+except SystemExit as end:
+    code = end.code or 0
+except BaseException:
+    code = 1
+    traceback.print_exc()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(code)
 """
+"""A command that ends without the destruction of all modules, which takes as long as many commands."""
 
 
 @cache

@@ -103,6 +103,12 @@ def test_rotated_logs_are_not_stored_twice(rankscope, tmp_path):
     assert second.endswith("; 80 new rows in train")
 
 
+def test_default_rules_can_be_turned_off(rankscope, log, tmp_path):
+    done = rankscope("import", str(log), "--no-default-rules", "--store", str(tmp_path / "history"))
+
+    assert f"{log}: jsonl, 2 records, up to step 2; 2 new rows in metrics\n" == done.stdout
+
+
 def test_anomaly_rules_can_come_from_a_file(rankscope, tmp_path):
     (tmp_path / "train.log").write_text(ROWS)
     (tmp_path / "rules.json").write_text('[{"rule_name": "AnomalyNan", "args": {"threshold": 2.0}}]')
@@ -185,3 +191,118 @@ def test_newer_log_next_to_checkpoints_is_a_run_of_its_own(rankscope, tmp_path, 
         line.rpartition("; ")[2] for line in done.stdout.splitlines()
     ]
     assert f"{log} has later steps than {tmp_path}/v0: imported as the run {name}-logging\n" == done.stderr
+
+
+def test_unknown_file_is_explained_and_the_others_of_a_folder_are_imported(rankscope, log, tmp_path):
+    notes = tmp_path / "notes.txt"
+    notes.write_text("final\nloss: 2.5\n")
+    done = rankscope("import", str(tmp_path), "--store", str(tmp_path.parent / "history"))
+    explained = rankscope("import", str(notes), "--explain")
+
+    assert 0 == done.returncode, done.stderr
+    assert done.stdout.startswith(f"{log}: jsonl, 2 records")
+    assert f"not imported: {notes} has an unknown format" in done.stderr
+    assert 1 == explained.returncode
+    assert explained.stdout.startswith(f"{notes}: unknown format\n")
+    assert "line 2 has a loss and no step" in explained.stderr
+
+
+def test_names_of_numbers_that_are_not_stored_are_printed(rankscope, tmp_path):
+    path = tmp_path / "train.log"
+    path.write_text("".join(f"step {step} | loss 2.5 | took 3.5x of Train 1792 in\n" for step in (1, 2)))
+    done = rankscope("import", str(path), "--store", str(tmp_path / "history"))
+
+    assert f"{path}: not kept: took (2), Train (2)\n" == done.stderr
+
+
+def test_reimport_replaces_the_rows_of_one_log(rankscope, tmp_path):
+    """The first import had to choose the step from one epoch. The other log of the run keeps its rows."""
+    store, path, other = str(tmp_path / "history"), tmp_path / "train.log", tmp_path / "other.log"
+    other.write_text("step 500 loss 1.5\n" * 2)
+    rows = [f"epoch {g // 3} step {g % 3} iter {g} total_loss=2.5 avr_loss=3.5\n" for g in range(6)]
+    path.write_text("".join(rows[:3]))
+    first = rankscope("import", str(path), str(other), "--run", "r", "--store", store)
+    path.write_text("".join(rows))
+    second = rankscope("import", str(path), "--run", "r", "--store", store)
+    third = rankscope("import", str(path), "--run", "r", "--store", store, "--reimport", "--loss", "avr_loss")
+    query = "select step, value from scalars where name = 'loss' order by value, step"
+    rows_after = rankscope("sql", query, "--format", "csv", "--store", store).stdout
+
+    assert [0, 0, 0] == [done.returncode for done in (first, second, third)], third.stderr
+    assert "no loss was chosen among avr_loss, total_loss: name one with --reimport --loss NAME" in first.stderr
+    assert "iter rises where it falls (1 records): --reimport decides again" in second.stderr
+    assert f"{path}: loss is avr_loss\n" == third.stderr
+    assert "step,value\n500,1.5\n500,1.5\n" + "".join(f"{step},3.5\n" for step in range(6)) == rows_after
+
+
+STORED = "select step, value, attempt from scalars order by attempt, step, value"
+
+
+def _scalars(rankscope, store):
+    return rankscope("sql", STORED, "--format", "csv", "--store", store).stdout.splitlines()[1:]
+
+
+def test_reimport_keeps_the_log_that_was_at_the_path_before(rankscope, tmp_path):
+    store, path = str(tmp_path / "history"), tmp_path / "train.jsonl"
+    for losses in ((5.0, 4.0), (3.0, 2.0)):
+        path.write_text("".join(f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in enumerate(losses)))
+        rankscope("import", str(path), "--run", "r", "--store", store)
+    before = _scalars(rankscope, store)
+    path.rename(tmp_path / "moved.jsonl")
+    done = rankscope("import", str(tmp_path / "moved.jsonl"), "--run", "r", "--store", store, "--reimport")
+
+    assert 0 == done.returncode, done.stderr
+    assert 4 == len(before)
+    assert before == _scalars(rankscope, store)
+
+
+@pytest.mark.parametrize("content", ['{"step": 7, "loss": 9.0}\n', '{"step": 1, "loss": 2.5}\n', ""])
+def test_reimport_of_an_unknown_or_shorter_log_removes_nothing(rankscope, log, tmp_path, content):
+    store = str(tmp_path / "history")
+    rankscope("import", str(log), "--store", store)
+    before = _scalars(rankscope, store)
+    log.write_text(content)
+    done = rankscope("import", str(log), "--store", store, "--reimport", "--format", "jsonl")
+
+    assert 1 == done.returncode
+    assert "without --reimport" in done.stderr or "--reimport would lose them" in done.stderr
+    assert before == _scalars(rankscope, store)
+
+
+def test_reimport_replaces_the_streams_of_one_openmetrics_file(rankscope, tmp_path):
+    store, path = str(tmp_path / "history"), tmp_path / "scrape.txt"
+    path.write_text('# TYPE train_loss gauge\ntrain_loss{rank="0"} 2.5 1700000000\n# EOF\n')
+    query = ["sql", "select count(*) as n from samples", "--format", "csv", "--store", store]
+    first = rankscope("import", str(path), "--run", "r", "--store", store, "--format", "openmetrics")
+    counts = [rankscope(*query).stdout]
+    second = rankscope("import", str(path), "--run", "r", "--store", store, "--format", "openmetrics", "--reimport")
+    counts.append(rankscope(*query).stdout)
+
+    assert [0, 0] == [first.returncode, second.returncode], second.stderr
+    assert counts[0] == counts[1]
+    assert first.stdout == second.stdout
+
+
+def test_unknown_name_of_the_loss_is_refused_with_the_names(rankscope, log, tmp_path):
+    store = str(tmp_path / "history")
+    typo = rankscope("import", str(log), "--store", store, "--loss", "typo")
+    right = rankscope("import", str(log), "--store", store, "--loss", "loss")
+
+    assert (1, 0) == (typo.returncode, right.returncode)
+    assert f"{log}: no quantity in the first 2 records is named typo; names: loss" in typo.stderr
+    assert ["1,2.5,0", "2,NaN,0"] == _scalars(rankscope, store)
+
+
+@pytest.mark.parametrize("growth", ["", "step 3 a_loss=1.0 total_loss=2.5 avr_loss=3.5\n"])
+def test_other_loss_of_an_imported_log_needs_reimport(rankscope, tmp_path, growth):
+    store, path = str(tmp_path / "history"), tmp_path / "train.log"
+    path.write_text("".join(f"step {step} total_loss=2.5 avr_loss=3.5\n" for step in (1, 2)))
+    rankscope("import", str(path), "--store", store)
+    with path.open("a") as file:
+        file.write(growth)
+    other = rankscope("import", str(path), "--store", store, "--loss", "avr_loss")
+    again = rankscope("import", str(path), "--store", store, "--loss", "avr_loss", "--reimport")
+    same = rankscope("import", str(path), "--store", store, "--loss", "avr_loss")
+
+    assert [1, 0, 0] == [done.returncode for done in (other, again, same)], again.stderr
+    assert "`--reimport --loss avr_loss` imports it again" in other.stderr

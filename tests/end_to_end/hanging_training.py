@@ -20,7 +20,7 @@ HANG_STEP, LAST_STEP = 6, 9
 
 def stand_still(until: Path) -> None:
     while not until.exists():
-        time.sleep(0.05)  # rank 1 hangs here
+        time.sleep(0.5)  # rank 1 hangs here
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ def test_demo_passes_all_its_checks(tmp_path, require_server):
     assert 3 == done.stdout.count("\nselect ")
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_interrupted_demo_leaves_no_process_behind(tmp_path):
     process = subprocess.Popen(demo(tmp_path / "demo"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

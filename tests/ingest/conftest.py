@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -233,6 +233,15 @@ async def running_service(store: Path, **changes: Any) -> AsyncIterator[RunningS
     finally:
         if not service.task.done():
             await service.end()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def untuned_test_process() -> Iterator[None]:
+    """Keep allocator and garbage collector of the test process: to tune them takes a second at each start."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("tune_allocator", "unfreeze_gc"):
+            patch.setattr(f"rankscope_ingest.service.main.{name}", lambda: None)
+        yield
 
 
 @pytest.fixture

@@ -116,6 +116,7 @@ def test_every_exception_has_a_reason(check):
     assert [] == [one for one in exceptions if {"path", "match", "reason"} != set(one) or not one["reason"]]
 
 
+@pytest.mark.thorough
 def test_language_sample_of_a_seed_is_reproducible(language_sample):
     sample = language_sample.draw("0123abc")
 

@@ -27,27 +27,43 @@ AUTOMATIC = "auto"
 
 Shard = Annotated[str, typer.Option(help="Shard of the store to write to; not the shard of a running service.")]
 TimeZone = Annotated[str, typer.Option(help="msprobe: time zone of the folder names: UTC+8, Europe/Berlin or local.")]
+Run = Annotated[str | None, typer.Option(help="Name of the run. Default: the name of each log.", show_default=False)]
+Kind = Annotated[
+    str, typer.Option("--kind", "--format", help="Format of the logs. Default: detected from the content.")
+]
+Rules = Annotated[
+    Path | None,
+    typer.Option(help='JSON file with anomaly rules, such as [{"rule_name": "AnomalyNan"}].', show_default=False),
+]
+NoDefaultRules = Annotated[
+    bool, typer.Option("--no-default-rules", help="Apply no anomaly rules, or only those of --rules.")
+]
+Explain = Annotated[
+    bool, typer.Option("--explain", help="Print the detected format of each log and the reason; import nothing.")
+]
+Loss = Annotated[
+    str | None,
+    typer.Option(help="Name of the quantity in the logs that is the loss. Default: chosen.", show_default=False),
+]
+Reimport = Annotated[
+    bool, typer.Option("--reimport", help="Remove the rows of earlier imports of the logs, and import them again.")
+]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Print the first 20 malformed lines of each log instead of 3.")
+]
 
 
 def import_(
     files: Annotated[list[Path], typer.Argument(help="Log files or folders to import.", metavar="PATH...")],
     store: Store = Path("history"),
-    run: Annotated[
-        str | None, typer.Option(help="Name of the run. Default: the name of each log.", show_default=False)
-    ] = None,
-    kind: Annotated[
-        str, typer.Option("--kind", "--format", help="Format of the logs. Default: detected from the content.")
-    ] = AUTOMATIC,
-    rules: Annotated[
-        Path | None,
-        typer.Option(help='JSON file with anomaly rules, such as [{"rule_name": "AnomalyNan"}].', show_default=False),
-    ] = None,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Print the detected format of each log and the reason; import nothing.")
-    ] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Print the first 20 malformed lines of each log instead of 3.")
-    ] = False,
+    run: Run = None,
+    kind: Kind = AUTOMATIC,
+    rules: Rules = None,
+    no_default_rules: NoDefaultRules = False,
+    explain: Explain = False,
+    loss: Loss = None,
+    reimport: Reimport = False,
+    verbose: Verbose = False,
     shard: Shard = "0/1",
     time_zone: TimeZone = "UTC+8",
 ) -> None:
@@ -75,16 +91,16 @@ def import_(
         # Detect all formats first: nothing is written if no path is a log.
         plan, failures = _plan([path for path in files if path not in spools], chosen, run, time_zone)
         if explain:
-            for path in spools:
-                print(f"{path}: records that ranks wrote without a service")
-            for log in plan:
-                _explain(log.path, log.importer)
+            _explain_all(files, spools, plan)
         else:
             for path in spools:
                 _import_spools(path, store, shard)
             if plan:
                 shown = None if verbose else SHOWN_FAULTS
-                failures += _import_logs(plan, store, shard, rules=_rules(rules), shown=shown)
+                if reimport:
+                    _forget(plan, store, loss)
+                chosen_rules = _rules(rules, with_default=not no_default_rules)
+                failures += _import_logs(plan, store, shard, rules=chosen_rules, shown=shown, loss=loss)
     except (IngestError, StoreError) as error:
         raise CommandError(str(error)) from error
     if failures:
@@ -98,6 +114,16 @@ class _Log:
     path: Path
     importer: Importer
     run: str
+
+
+def _explain_all(files: Sequence[Path], spools: Sequence[Path], plan: Sequence[_Log]) -> None:
+    for path in spools:
+        print(f"{path}: records that ranks wrote without a service")
+    for log in plan:
+        _explain(log.path, log.importer.name)
+    for path in files:
+        if path.is_file() and path not in spools and all(log.path != path for log in plan):
+            _explain(path, "unknown format")
 
 
 def _plan(
@@ -136,7 +162,13 @@ def _import_spools(folder: Path, store: Path, shard: str) -> None:
 
 
 def _import_logs(
-    plan: Sequence[_Log], store: Path, shard: str, *, rules: Sequence[AnomalyRule], shown: int | None
+    plan: Sequence[_Log],
+    store: Path,
+    shard: str,
+    *,
+    rules: Sequence[AnomalyRule],
+    shown: int | None,
+    loss: str | None = None,
 ) -> list[str]:
     """Import the logs in `plan`, and return a message for each that cannot be read or contains no record."""
     from rankscope_ingest.base.errors import IngestError
@@ -161,6 +193,7 @@ def _import_logs(
                         rules=rules,
                         is_live=is_live(connection, log.run),
                         stored=stored_scalars(connection, log.run),
+                        loss=loss,
                     )
             except IngestError as error:
                 failures.append(str(error))
@@ -172,6 +205,35 @@ def _import_logs(
                     "--explain` prints the detected formats, `--format` selects another one"
                 )
     return failures
+
+
+def _forget(plan: Sequence[_Log], store: Path, loss: str | None) -> None:
+    """Remove the rows of earlier imports of the logs in `plan`, so that they can be imported again.
+
+    Raises IngestError, before any row is removed, if one of the logs cannot be imported again.
+    """
+    from rankscope_ingest.importers import is_live, known_imports, replaceable, stored_scalars
+    from rankscope_storage.base.fsync import sync_to_disk
+    from rankscope_storage.connection import connect
+    from rankscope_storage.runs.edit import remove_source
+
+    if not store.is_dir():
+        raise CommandError(f"{store} is no store: there is nothing to import again, omit --reimport")
+    with connect(store) as connection:
+        found = [
+            replaceable(
+                log.path,
+                log.run,
+                log.importer,
+                known_imports(connection, log.run),
+                stored_scalars(connection, log.run),
+                is_live=is_live(connection, log.run),
+                loss=loss,
+            )
+            for log in plan
+        ]
+    for log, rows in zip(plan, found, strict=True):
+        remove_source(store, log.run, sync_to_disk, rows.incarnations, kind=rows.kind, attempts=rows.attempts)
 
 
 def _importer(name: str) -> Importer:
@@ -211,22 +273,26 @@ def _logs(path: Path, chosen: Importer | None) -> Iterator[tuple[Path, Importer]
     except IngestError:
         if not path.is_dir():
             raise
-        found = []
+        found, others = [], []
         for file in sorted(file for file in path.iterdir() if file.is_file()):
-            with contextlib.suppress(IngestError):  # the folder may contain other files
+            try:
                 found.append((file, find_importer(file)))
+            except IngestError as error:  # the folder may contain other files
+                others.append(str(error))
         if not found:
             raise
+        for other in others:
+            print(f"not imported: {other}", file=sys.stderr)
         yield from found
 
 
-def _rules(path: Path | None) -> Sequence[AnomalyRule]:
-    """Return the anomaly rules in a JSON file, or without a file the default rules."""
+def _rules(path: Path | None, *, with_default: bool) -> Sequence[AnomalyRule]:
+    """Return the anomaly rules in a JSON file, or without a file the default rules; none without `with_default`."""
     from rankscope_contract.rules import rule_from_config
-    from rankscope_contract.rules.defaults import DEFAULT_RULES
+    from rankscope_ingest.importers import IMPORT_RULES
 
     if path is None:
-        return DEFAULT_RULES
+        return IMPORT_RULES if with_default else ()
     try:
         entries: Any = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries):
@@ -236,10 +302,10 @@ def _rules(path: Path | None) -> Sequence[AnomalyRule]:
     raise CommandError(f'{path}: expected a list such as [{{"rule_name": "AnomalyNan"}}]', code=USAGE)
 
 
-def _explain(path: Path, chosen: Importer) -> None:
+def _explain(path: Path, chosen: str) -> None:
     from rankscope_ingest.importers import detections
 
-    print(f"{path}: {chosen.name}")
+    print(f"{path}: {chosen}")
     for importer, detection in detections(path):
         print(f"  {detection.confidence:4.0%}  {importer.name}: {detection.because}")
 

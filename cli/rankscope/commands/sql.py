@@ -31,7 +31,7 @@ def sql(
 
     [bold]Examples[/bold]
 
-    rankscope sql "select step, avg(value) loss from scalars where name = 'loss' group by step order by step"
+    rankscope sql "select step, loss from loss_curve order by cumulative_step"
 
     rankscope sql --format csv -f query.sql > answer.csv
 

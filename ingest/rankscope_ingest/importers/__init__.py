@@ -26,14 +26,18 @@ from rankscope_ingest.importers.common.importer import (
     ImportedRun,
     Importer,
 )
-from rankscope_ingest.importers.common.lines import readable, refuse_no_text, skip_hole
+from rankscope_ingest.importers.common.lines import readable, refuse_binary, skip_hole
 from rankscope_ingest.importers.common.live_run import is_live
 from rankscope_ingest.importers.common.log_identity import KnownImport, known_imports
+from rankscope_ingest.importers.common.reimport import replaceable
 from rankscope_ingest.importers.common.report import ImportReport
+from rankscope_ingest.importers.common.rules import IMPORT_RULES
 from rankscope_ingest.importers.common.runner import import_records
 from rankscope_ingest.importers.newer_log import newer_log
+from rankscope_ingest.importers.textlog import nearest_miss
 
 __all__ = [
+    "IMPORT_RULES",
     "NOT_MINE",
     "Detection",
     "Fault",
@@ -52,6 +56,7 @@ __all__ = [
     "is_live",
     "known_imports",
     "newer_log",
+    "replaceable",
     "run_name",
     "stored_scalars",
 ]
@@ -85,9 +90,20 @@ def find_importer(path: Path) -> Importer:
         if path.is_file():
             if not path.stat().st_size:
                 raise IngestError(f"{path} is empty: check the path")
-            refuse_no_text(path, _head(path))
-        raise IngestError(f"{path} has an unknown format; known formats: {', '.join(sorted(importers()))}")
+            refuse_binary(path, _head(path))
+        raise IngestError(f"{path} has an unknown format; known formats: {', '.join(sorted(importers()))}{_hint(path)}")
     return found[0][0]
+
+
+def _hint(path: Path) -> str:
+    """Return the requirements of a record, and the missing part of the most similar line of a file."""
+    if not path.is_file():
+        return ""
+    miss = nearest_miss(_head(path))
+    return (
+        ". A record is a line with a step or an epoch and a number, such as `step 10 loss 2.5`, or a JSON object on a "
+        f"line{f'; {miss}' if miss else ''}: see docs/importing-training-logs.md"
+    )
 
 
 def run_name(path: Path) -> str:

@@ -17,16 +17,16 @@ from typing import Any, Final
 
 from rankscope_ingest.importers.common.aliases import canonical
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
-from rankscope_ingest.importers.common.keys import Role, role_of
+from rankscope_ingest.importers.common.keys import EPOCH, Role, role_of
 from rankscope_ingest.importers.common.lines import read_log, sample_lines, shown, torn_size
-from rankscope_ingest.importers.common.values import quantity, whole
+from rankscope_ingest.importers.common.values import plain, quantity, whole
 
 _TYPICAL: Final = {"loss", "eval_loss", "learning_rate", "accuracy", "eval_accuracy"}
 _TWO_COLUMNS: Final = ("step", "loss")
 _FEWEST_ROWS: Final = 3
 _DECIMAL_COMMA: Final = re.compile(r"[-+]?\d+,\d+(?:[eE][-+]?\d+)?")
 _BLANKS: Final = re.compile(r"\s+")
-_HEADING_CELL: Final = re.compile(r"[A-Za-z_][\w ./()-]{0,80}")
+_HEADING_CELL: Final = re.compile(r"[A-Za-z_][\w ./()@:%+-]{0,80}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +104,19 @@ def layout_of(line: str) -> Layout | None:
             continue
         if len(cells) == len(_TWO_COLUMNS) and whole(cells[0]) is not None and quantity(cells[1]) is not None:
             return Layout(_TWO_COLUMNS, separator, has_heading=False)
-        is_heading = all(_HEADING_CELL.fullmatch(cell) for cell in cells) and len(set(cells)) == len(cells)
-        has_step = any(role_of(cell) is Role.STEP for cell in cells)
-        if is_heading and has_step and any(canonical(cell).name in _TYPICAL for cell in cells):
-            return Layout(tuple(cells), separator, has_heading=True)
+        names = tuple(cell or f"column {place}" for place, cell in enumerate(cells, 1))
+        is_heading = all(map(_HEADING_CELL.fullmatch, names)) and len(set(names)) == len(names)
+        if is_heading and any(map(_is_counter, names)) and any(map(_is_typical, names)):
+            return Layout(names, separator, has_heading=True)
     return None
+
+
+def _is_counter(name: str) -> bool:
+    return role_of(name) is Role.STEP or name.lower() == EPOCH
+
+
+def _is_typical(name: str) -> bool:
+    return canonical(name).name in _TYPICAL or "loss" in name.lower()
 
 
 def row_of(line: str, layout: Layout) -> dict[str, Any] | None:
@@ -118,10 +126,12 @@ def row_of(line: str, layout: Layout) -> dict[str, Any] | None:
         return None
     if layout.separator == ";":  # the separator of programs that write decimal commas
         cells = [cell.replace(",", ".") if _DECIMAL_COMMA.fullmatch(cell) else cell for cell in cells]
-    row = {name: cell for name, cell in zip(layout.names, cells, strict=True) if cell}
-    steps = [cell for name, cell in row.items() if role_of(name) is Role.STEP]
-    others = [cell for name, cell in row.items() if role_of(name) is not Role.STEP]
-    is_row = any(whole(step) is not None for step in steps) and any(quantity(cell) for cell in others)
+    row = {name: plain(cell) for name, cell in zip(layout.names, cells, strict=True) if cell}
+    steps = [value for name, value in row.items() if _is_counter(name)]
+    others = [value for name, value in row.items() if not _is_counter(name)]
+    is_row = any(whole(step) is not None for step in steps) and any(
+        not isinstance(value, str) or quantity(value) for value in others
+    )
     return row if is_row else None
 
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope_ingest.importers.common.aliases import canonical
+from rankscope_ingest.importers.common.bars import Bars
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.common.keys import Role, role_of
 from rankscope_ingest.importers.common.lines import prefix_fields, read_log, sample_lines, shown
-from rankscope_ingest.importers.common.objects import has_step
 from rankscope_ingest.importers.common.values import DECODER, number, standard_numbers
 
 MAX_CHARACTERS: Final = 65_536
@@ -93,28 +93,37 @@ class JsonLines:
         """
         counts = {str(kind): 0 for kind in (Kind.BLANK, Kind.OTHER_JSON, Kind.NONE)}
         first: Kind | None = None
+        earliest: Kind | None = None
+        bars = Bars()
 
         def documents(line_number: int, text: bytes) -> Sequence[Mapping[str, Any]]:
-            nonlocal first
+            nonlocal first, earliest
             if b"\r" in text and len(rows := rows_on(text)) > 1:
                 return [document for row in rows for document in documents(line_number, row)]
             kind, document = parse_line(text)
+            is_bar = kind in {Kind.NONE, Kind.PRINTED} and bars.see(text.decode(errors="replace"))
             if kind is Kind.BLANK:
                 counts[Kind.BLANK] += 1
                 return ()
             if document is None or (first is Kind.JSON and kind is not Kind.JSON):
                 counts[Kind.OTHER_JSON if kind is Kind.OTHER_JSON else Kind.NONE] += 1
-                faults.add(line_number, f"{_reason(kind, document)}: {shown(text)}")
+                if not is_bar:
+                    faults.add(line_number, f"{_reason(kind, document)}: {shown(text)}")
                 return ()
+            earliest = earliest or kind
             if first is None and _is_record(document):
                 first = kind
-            return (document,)
+            return (bars.with_step(document) if kind is Kind.PRINTED else document,)
 
-        objects = [(kind, document) for kind, document in sampled_objects(path) if document]
         # The Trainer prints dictionaries only at some steps, so their number is no step.
-        is_json = bool(objects) and objects[0][0] is not Kind.PRINTED
-        numbers_rows = is_json and not any(has_step(document) for _, document in objects)
-        yield from read_log(path, faults, documents, counts, max_bytes=MAX_LINE_BYTES, numbers_rows=numbers_rows)
+        yield from read_log(
+            path,
+            faults,
+            documents,
+            counts,
+            max_bytes=MAX_LINE_BYTES,
+            numbers_rows=lambda: earliest is not Kind.PRINTED,
+        )
 
 
 def sampled_objects(path: Path, head: bytes | None = None) -> list[Line]:

@@ -6,9 +6,12 @@
     step 1/18865 | loss 11.0 | 12.3 ms | 42 tok/s                   llm.c, console
     step:  1  loss:  8.05  memory:  1.9GiB(2.0%)  tps: 1,234        torchtitan
     [Rank 0] step=10, skipped=0, lr=[1e-05], mom=[…]                DeepSpeed
+    Epoch: [0]  [ 260/400]  eta: 0:04:26  loss: 2.04 (2.24)         torchvision
+    Epoch 1, Loss: 0.68, Val Loss: 0.69                             a script that prints a line per epoch
 
-A name that is followed by a space must be the name of a known quantity. After the step, any name is accepted that is
-followed by a colon or an equals sign. Lines without a step or without numbers are counted, but not stored.
+The module `common.pairs` splits a line into counters and pairs of a name and a value. `common.choices` decides which
+counter is the step. A line without a counter is read after the first record, if it contains nothing but pairs, such as
+the loss of an evaluation. Other lines are counted, but not stored.
 """
 
 from __future__ import annotations
@@ -19,58 +22,33 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope_contract.model.events import EventType
-from rankscope_ingest.importers.common.aliases import UNITS, canonical, is_known
+from rankscope_ingest.importers.common.aliases import canonical
+from rankscope_ingest.importers.common.bars import bar_lines
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
-from rankscope_ingest.importers.common.lines import (
-    prefix_fields,
-    read_log,
-    sample_lines,
-    shown,
-    torn_size,
-    without_colours,
-)
+from rankscope_ingest.importers.common.keys import EPOCH
+from rankscope_ingest.importers.common.lines import read_log, sample_lines, shown, torn_size, without_colours
+from rankscope_ingest.importers.common.pairs import Line, parse
 from rankscope_ingest.importers.common.values import NUMBER
 
 MAX_LINE_CHARACTERS: Final = 8192
 
-_BAR: Final = re.compile(
-    r"\|\s*(?P<step>\d{1,15})/(?P<planned>\d{1,15}) "
-    r"\[[^\[\],]{1,40},\s*[\d.?]{1,20}(?:it/s|s/it)(?:, (?P<numbers>[^\r\n]*))?\]"
-)
-_EPOCH: Final = re.compile(r"\bepoch:?[ =]{0,2}(?P<epoch>\d{1,9})\b", re.IGNORECASE)
-
-_COUNT: Final = r"(?P<step>\d{1,3}(?:,\d{3})+|\d{1,15})"
-_OF: Final = r"(?:\s*/\s*(?P<planned>\d{1,15}))?"
-_STEPS: Final = (
-    re.compile(rf"^s:{_COUNT}\b"),
-    re.compile(rf"(?<![\w.-])(?:global[_ ]|training )?steps?\s*[:=#]?\s*\[?\s*{_COUNT}{_OF}", re.IGNORECASE),
-    re.compile(rf"(?<![\w.-])(?!micro)[A-Za-z]+_steps?\s*[:=]\s*{_COUNT}{_OF}", re.IGNORECASE),
-    re.compile(rf"(?<![\w.-])(?:iter(?:ation)?s?|updates?)\s*[:=#]?\s*\[?\s*{_COUNT}{_OF}", re.IGNORECASE),
-)
+_COUNTED: Final = re.compile(r"step|iter|update|epoch|batch|\[\s*\d+\s*/|^s:", re.IGNORECASE)
+_ALONE: Final = re.compile(r"loss|perplexity|ppl|acc|per.step", re.IGNORECASE)
+"""A regular expression that occurs in a line without a counter which may be read."""
 _BARE: Final = re.compile(rf"^(?P<step>\d{{1,15}}) (?P<name>[A-Za-z_]{{2,20}}) (?P<value>{NUMBER})$")
 _BARE_NAMES: Final = {"train": "loss", "val": "val_loss"}
-_WORD: Final = r"[A-Za-z][\w./%-]{0,40}"
-_UNIT: Final = r"(?P<unit>[mun]?s|sec|%|[KMGT]i?B|it/s|tok(?:ens)?/s(?:ec)?|samples/s(?:ec)?)"
-_PAIR: Final = re.compile(
-    rf"(?<![\w.])(?P<name>{_WORD}(?: (?:{_WORD}|\([\w/]{{1,16}}\))){{0,4}}?)(?P<mark>\s*[:=]\s*|\s+)"
-    rf"(?:\[(?P<list>[-+.,eE\d ]{{1,400}})\]|(?P<clock>\d+:\d\d(?::\d\d)?)"
-    rf"|(?P<value>{NUMBER})(?:\s?{_UNIT}(?!\s*[=:]))?)(?![\w:]|\.\w)",
-    re.IGNORECASE,
-)
-_VALUE_FIRST: Final = re.compile(rf"(?:^|\|)\s*(?P<value>{NUMBER})\s*{_UNIT}\s*(?P<name>(?:\w+ )?MFU)?\s*(?=\||$)")
-_NAME_OF_UNIT: Final = {"seconds": "step_time", "tokens/s": "tokens/s", "samples/s": "samples/s", "steps/s": "it/s"}
 _CHECKPOINT: Final = re.compile(r"\b(?:checkpoint|ckpt)", re.IGNORECASE)
-_EVALUATION: Final = re.compile(r"(?:^|[\[|(\s])(?:eval|valid|validation|val)(?:[\])|:\s]|$)", re.IGNORECASE)
-_SHORT_NAMES: Final = {"train": "train_loss", "val": "val_loss"}  # "train=3.2, val=3.3"
+_HEADING: Final = re.compile(r"\bepoch\b", re.IGNORECASE)
+_HEADING_CHARACTERS: Final = 80
+_KERAS: Final = re.compile(r"^(\d+)/\1 (?:\[=*\]|━+)[\s-]*(?:\d+m?s\s+)?(?:\d+[mun]?s/(?:step|epoch))?[\s-]*")
+"""A regular expression for a complete progress bar of Keras before the numbers of an epoch."""
 _MEGATRON: Final = re.compile(r"consumed samples:|elapsed time per iteration")
 _TYPICAL: Final = {"loss", "eval_loss", "step_seconds", "grad_norm", "learning_rate", "samples_per_second"}
+_WITHOUT_COUNTER: Final = {"loss", "step_seconds"}
+_EVALUATION: Final = "eval_"
 _MANY: Final = 5
-_WRAPPED: Final = re.compile(r"\b(?:(?:np|numpy|jnp|torch)\.\w{1,16}|tensor)\(([^(),]{1,40})(?:, [^()]{0,80})?\)")
-"""A regular expression for a number as the `repr` of a type prints it.
-
-Examples: np.float64(2.5), tensor(2.5, device='cuda:0').
-"""
 _FEWEST: Final = 2
+_MOST_LINES: Final = 2_000
 
 
 class TextLog:
@@ -88,10 +66,9 @@ class TextLog:
             return NOT_MINE
         sample = [line.decode(errors="replace") for line in sample_lines(path, head) if line.strip()]
         lines = [part for line in sample for part in bar_lines(line)]
-        found = [record for line in lines if (record := numbers_of(line))]
-        records = [
-            record for record in found if len(record) > _MANY or any(canonical(key).name in _TYPICAL for key in record)
-        ]
+        log = Lines(Faults())
+        found = [record for line in lines if (record := log.record(without_colours(line)))]
+        records = [record for record in found if len(record) > _MANY or any(map(_is_typical, record))]
         if len(records) < min(_FEWEST, len(lines)) or not records:
             return NOT_MINE
         because = f"{len(records)} of {len(lines)} sampled lines contain a step and its loss"
@@ -108,18 +85,21 @@ class TextLog:
         counts = {"other_lines": 0}
         torn = torn_size(path)
         previous: tuple[tuple[str, ...], int] | None = None
+        log = Lines(faults)
 
         def documents(number: int, line: bytes) -> Sequence[dict[str, Any]]:
             nonlocal previous
             found = []
-            for part in bar_lines(line.decode(errors="replace")):
+            is_torn = torn is not None and faults.read_bytes >= torn
+            parts = bar_lines(line.decode(errors="replace"))
+            for place, part in enumerate(parts, 1):
                 text = without_colours(part)
-                record = numbers_of(text) or _checkpoint(text)
+                record = log.record(text) or _checkpoint(text)
                 if record is None:
                     counts["other_lines"] += 1
                     continue
                 shape = tuple(record), len(text.rstrip().rpartition(".")[2])
-                if torn is not None and faults.read_bytes >= torn and shape != previous:
+                if is_torn and place == len(parts) and shape != previous:
                     faults.add(number, f"the last line has no line end and may be incomplete: {shown(line)}")
                 else:
                     found.append(record)
@@ -129,106 +109,94 @@ class TextLog:
         yield from read_log(path, faults, documents, counts)
 
 
-def bar_lines(text: str) -> list[str]:
-    """Return the successive states of a progress bar as lines such as `step 10/100 loss=2.1`.
+class Lines:
+    """The lines of one text log, in order.
 
-    Text that is not a progress bar with numbers is returned unchanged.
+    A line of an epoch, such as `Epoch 2/10`, gives its epoch to the records after it that contain none. A line of
+    nothing but counters gives them and its time to the indented lines of pairs below it. Another line without a counter
+    is a record if it contains nothing but pairs, such as the loss of an evaluation; it then has the counters of the
+    record before it. Numbers of records that are not stored are counted in `faults`.
     """
-    if "|" not in text or ("it/s" not in text and "s/it" not in text):
-        return [text]
-    found = [line for part in text.split("\r") if (line := _bar_line(part)) is not None]
-    return list(dict.fromkeys(found)) or [text]
+
+    def __init__(self, faults: Faults) -> None:
+        self._faults = faults
+        self._counters: dict[str, Any] = {}
+        self._epoch: float | None = None
+        self._heading: Line | None = None
+        self._has_point = False
+
+    def record(self, line: str) -> dict[str, Any] | None:
+        """Return the counters and the numbers on `line` by name; None if the line is no record."""
+        text = line.strip()
+        if not text or len(text) > MAX_LINE_CHARACTERS:
+            return None
+        if bare := _BARE.match(text):
+            return {"step": int(bare["step"]), _BARE_NAMES.get(bare["name"].lower(), bare["name"]): bare["value"]}
+        text = _KERAS.sub("", text)
+        is_below = self._heading is not None and line[0].isspace()
+        self._heading = self._heading if is_below else None
+        if not is_below and not _COUNTED.search(text) and not (self._counters and _ALONE.search(text)):
+            return None
+        found = parse(text)
+        if not found.pairs and found.counters and not found.has_words:
+            self._heading = found
+        if not found.pairs:
+            if EPOCH in found.counters and len(text) <= _HEADING_CHARACTERS and _HEADING.search(text):
+                self._epoch = found.counters[EPOCH]
+                self._counters[EPOCH] = self._epoch
+            return None
+        if self._heading is not None and not found.counters and not found.has_words:
+            found.counters, found.prefix = self._heading.counters, self._heading.prefix
+        if found.counters:
+            self._counters = found.counters
+        elif self._counters and _stands_alone(found):
+            found.counters = self._counters
+        else:
+            return None
+        self._has_point = self._has_point or found.has_point
+        if self._has_point:  # it is the decimal mark of the log
+            found.ungroup()
+        if self._epoch is not None:
+            found.counters.setdefault(EPOCH, self._epoch)
+        if "val loss" in found.pairs and "train loss" in found.pairs:
+            # nanoGPT's estimate over both sets is another quantity than the loss of each step.
+            found.pairs["train_loss_estimate"] = found.pairs.pop("train loss")
+        self._faults.unkept.update(found.rest)
+        return found.document()
 
 
-def _bar_line(part: str) -> str | None:
-    bar = _BAR.search(part)
-    if bar is None or not bar["numbers"]:
-        return None
-    epoch = _EPOCH.search(part, 0, bar.start())
-    before = f"epoch {epoch['epoch']} " if epoch else ""
-    planned = "" if epoch else f"/{bar['planned']}"  # with an epoch, the plan is that of the epoch
-    return f"{before}step {bar['step']}{planned} {bar['numbers']}"
+def nearest_miss(head: bytes) -> str | None:
+    """Return the first line of a file that is nearly a record, and its missing part. Return None without one."""
+    for number, line in enumerate(head.splitlines()[:_MOST_LINES], 1):
+        found = parse(without_colours(line.decode(errors="replace"))[:MAX_LINE_CHARACTERS])
+        typical = next((name for name in found.pairs if _is_typical(name)), None)
+        if typical and not found.counters:
+            return f"line {number:,} has {_with_article(canonical(typical).name)} and no step"
+        if found.counters and not found.pairs:
+            return f"line {number:,} has {_with_article(next(iter(found.counters)))} and no number"
+    return None
 
 
-def numbers_of(line: str) -> dict[str, Any] | None:
-    """Return the step and the numbers on `line` by name; None if the line lacks a step or a number."""
-    text = without_colours(line).strip()
-    if not text or len(text) > MAX_LINE_CHARACTERS:
-        return None
-    text = _WRAPPED.sub(r"\1", text) if "(" in text else text
-    if bare := _BARE.match(text):
-        return {"step": bare["step"], _BARE_NAMES.get(bare["name"].lower(), bare["name"]): bare["value"]}
-    step = _step(text)
-    if step is None:
-        return None
-    before, after = text[: step.start()], text[step.end() :]
-    pairs = dict(_pairs(before, any_name=False)) | dict(_pairs(after, any_name=True)) | dict(_values_first(after))
-    if not pairs:
-        return None
-    if "val loss" in pairs and "train loss" in pairs:
-        # nanoGPT's estimate over both sets is another quantity than the loss of each step.
-        pairs["train_loss_estimate"] = pairs.pop("train loss")
-    planned = step.groupdict().get("planned")
-    count = step["step"].replace(",", "")
-    split = {"split": "val"} if _EVALUATION.search(before) else {}
-    return {**prefix_fields(before), **split, "step": f"{count}/{planned}" if planned else count, **pairs}
+def _with_article(name: str) -> str:
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
-def _step(text: str) -> re.Match[str] | None:
-    return next((found for pattern in _STEPS if (found := pattern.search(text))), None)
+def _stands_alone(line: Line) -> bool:
+    names = {canonical(name).name for name in line.pairs}
+    is_known = any(name in _WITHOUT_COUNTER or name.startswith(_EVALUATION) for name in names)
+    return is_known and not line.has_words and not line.rest
 
 
-def _pairs(text: str, *, any_name: bool) -> Iterator[tuple[str, Any]]:
-    for found in _PAIR.finditer(text):
-        name = _SHORT_NAMES.get(found["name"].lower(), found["name"])
-        if not is_known(name) and not (found["name"] == "time" and found["unit"] is not None):
-            marked = any_name and not found["mark"].isspace()
-            if not marked or " " in name:
-                continue
-        if found["list"]:
-            yield name, _floats(found["list"])
-        elif found["clock"]:
-            yield name, found["clock"]
-        elif not (found["unit"] and found["value"].lower() == "nan"):
-            # "nanms" is the average of no measurement yet: absent.
-            yield _with_unit(name, found["value"], found["unit"])
-
-
-def _with_unit(name: str, value: str, unit: str | None) -> tuple[str, str]:
-    """Return name and value of a quantity in a log line, with its unit appended to one of them.
-
-    The unit follows the value if the name implies a unit; otherwise it follows the name, in parentheses.
-    """
-    if unit is None or unit.lower() not in UNITS:
-        return name, value
-    return (name, f"{value}{unit}") if canonical(name).unit else (f"{name} ({unit})", value)
-
-
-def _values_first(text: str) -> Iterator[tuple[str, str]]:
-    """Yield name and value for each value with a unit but without a name, such as `| 42 tok/s`.
-
-    The unit implies the name.
-    """
-    for found in _VALUE_FIRST.finditer(text):
-        unit = UNITS[found["unit"].lower()]
-        name = "mfu" if found["name"] else _NAME_OF_UNIT.get(unit.name or "")
-        if name:
-            yield name, f"{found['value']}{found['unit']}"
-
-
-def _floats(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        return []
+def _is_typical(key: str) -> bool:
+    return canonical(key).name in _TYPICAL or "loss" in key.lower()
 
 
 def _checkpoint(text: str) -> dict[str, Any] | None:
     """Return an object with a checkpoint event for a line that mentions a checkpoint and a step; otherwise None."""
     if len(text) > MAX_LINE_CHARACTERS or not _CHECKPOINT.search(text):
         return None
-    step = _step(text)
-    return None if step is None else {"event": EventType.CHECKPOINT, "step": step["step"], "line": text.strip()[:1000]}
+    counters = parse(text).counters
+    return {"event": EventType.CHECKPOINT, **counters, "line": text.strip()[:1000]} if counters else None
 
 
 IMPORTER = TextLog()

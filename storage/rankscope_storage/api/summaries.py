@@ -18,6 +18,7 @@ from rankscope_contract.model.schema import DATASETS, IMPORT_PREFIX
 from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.sql.scalar_history import is_main_source
+from rankscope_storage.sql.scalar_positions import IS_IMPORTED, POSITIONS
 from rankscope_storage.sql.views import files_select
 
 INCIDENT_GAP_STEPS: Final = 20
@@ -53,17 +54,27 @@ FROM (SELECT attempt, rank, step FROM {{scalars}} WHERE run = $run AND {is_main_
       UNION ALL SELECT attempt, rank, step FROM {{tensor_stats}} WHERE run = $run)
 """
 
-# Every rank logs each step: their mean is the loss. The loss without labels is the main one of the training.
+# Every rank logs each step: their mean is the loss. The loss without labels is the main one of the training. If a log
+# contains a step twice, `repeat` distinguishes its records.
 _LOSS: Final = f"""\
-WITH loss AS (
-  SELECT attempt, step, avg(value) AS value FROM {{scalars}}
+WITH logged AS (
+  SELECT *, coalesce({IS_IMPORTED}, false) AS is_imported FROM {POSITIONS}
   WHERE run = $run AND name = 'loss' AND {is_main_source()} AND labels IS NOT DISTINCT FROM (
-    SELECT labels FROM {{scalars}} WHERE run = $run AND name = 'loss' AND {is_main_source()}
+    SELECT labels FROM scalars WHERE run = $run AND name = 'loss' AND {is_main_source()}
     ORDER BY labels NULLS FIRST LIMIT 1)
-  GROUP BY attempt, step
+),
+loss AS (
+  SELECT attempt, position, repeat, avg(value) AS value
+  FROM (
+    SELECT attempt, position, NULL AS repeat, value FROM logged WHERE NOT is_imported
+    UNION ALL
+    SELECT attempt, position, row_number() OVER (PARTITION BY attempt, position, rank ORDER BY ordinal), value
+    FROM logged WHERE is_imported
+  )
+  GROUP BY attempt, position, repeat
 )
-SELECT first(value ORDER BY attempt, step) AS loss_first, last(value ORDER BY attempt, step) AS loss_last,
-  min(value) FILTER (isfinite(value)) AS loss_min
+SELECT first(value ORDER BY attempt, position, repeat) AS loss_first,
+  last(value ORDER BY attempt, position, repeat) AS loss_last, min(value) FILTER (isfinite(value)) AS loss_min
 FROM loss
 """
 
@@ -81,7 +92,7 @@ SELECT coalesce(
 ) AS tokens_per_second
 """
 
-_GOODPUT: Final = "SELECT goodput, wall_seconds FROM goodput WHERE run = $run"
+_GOODPUT: Final = "SELECT goodput, wall_seconds FROM goodput WHERE run = $run AND steps > 0"
 
 _CODE: Final = """\
 SELECT max_by(git_commit, ordinal) AS git_commit, max_by(command, ordinal) AS command
@@ -222,7 +233,7 @@ def _summary(connection: Connection, run: str) -> RunSummary:
         bytes_on_disk=_bytes_on_disk(connection, rows, run),
         goodput=spent.get("goodput"),
         wall_seconds=spent.get("wall_seconds"),
-        **_first_row(connection, _LOSS.format_map(sources), run=run),
+        **_first_row(connection, _LOSS, run=run),
         **_first_row(connection, _TOKENS.format_map(sources), run=run),
         **_first_row(connection, _CODE.format_map(sources), run=run),
         **_first_row(connection, _EVENTS.format_map(sources), run=run, gap=INCIDENT_GAP_STEPS),

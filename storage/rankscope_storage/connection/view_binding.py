@@ -22,6 +22,7 @@ from rankscope_storage.query.pruning import ViewReference, row_ranges, view_refe
 from rankscope_storage.query.statements import needed_definitions
 from rankscope_storage.sql.scalar_curve import raw_curve, scalar_curve, sole_attempt_curve
 from rankscope_storage.sql.scalar_history import LOSS_LOGGED_ONCE, LOSS_OF_SOLE_ATTEMPT
+from rankscope_storage.sql.scalar_positions import POSITIONS, STEPS_ARE_POSITIONS
 from rankscope_storage.sql.tensor_macros import bucket_deviations, tensor_latest
 from rankscope_storage.sql.views import common_columns, raw_select
 
@@ -101,7 +102,7 @@ class BoundViews:
         definitions of these views rely, are computed and stored.
         """
         needed: dict[str, list[RowRanges]] = {}
-        rewritten: dict[str, list[RowRanges]] = {LATEST: [], CURVE: [], LOSS: []}
+        rewritten: dict[str, list[RowRanges]] = {LATEST: [], CURVE: [], LOSS: [], POSITIONS: []}
         for reference in references:
             ranges = row_ranges(reference, parameters)
             for name in rewritten.keys() & _closure(reference.name):
@@ -111,6 +112,9 @@ class BoundViews:
                     needed.setdefault(dataset, []).append(ranges)
         if rewritten[LATEST]:
             needed.setdefault("tensor_stats", []).extend(self._find_newest_steps(rewritten[LATEST], snapshot))
+        if rewritten[POSITIONS]:
+            files, runs = self._files("scalars", rewritten[POSITIONS], snapshot), _runs(rewritten[POSITIONS])
+            self._find(POSITIONS, (files, runs), lambda: file_facts.steps_are_positions(files, runs, self._table))
         if rewritten[CURVE]:
             files, runs = self._files("scalars", rewritten[CURVE], snapshot), _runs(rewritten[CURVE])
             self._find(CURVE, (files, runs), lambda: self._fill_extents(files, runs))
@@ -188,6 +192,10 @@ class BoundViews:
             return general
         if name == LATEST:
             return LATEST_MEASURED_ONCE if self._fact(LATEST) else LATEST_OF_KNOWN
+        if name == POSITIONS and self._fact(POSITIONS):
+            return STEPS_ARE_POSITIONS
+        if name in {CURVE, LOSS} and not self._fact(POSITIONS):
+            return general
         if name == CURVE and self.files["scalar_rollups"]:
             return CURVE_OF_KNOWN
         if name == CURVE:

@@ -1,6 +1,7 @@
 """SQL for the two sides of a comparison of runs, attempts or ranks.
 
-Each side has one row per series (rank, kind, name and so on) and step, from the last attempt that ran the step.
+Each side has one row per series (rank, kind, name and so on) and step, from the last attempt that ran the step. The
+steps of scalars are positions of the view `scalar_positions`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Final
 from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.connection import Connection
+from rankscope_storage.sql.scalar_positions import POSITIONS
 
 SCALAR: Final = "scalar"
 """Name that represents all scalars where a kind is expected, for example in `DiffSelection.kinds`."""
@@ -173,7 +175,15 @@ class DiffSource:
             f"FROM {self._relation(dataset, steps)} WHERE {self._where(dataset, steps)}"
         )
 
+    @functools.cached_property
+    def _has_positions(self) -> bool:
+        """Return whether the position of any scalar of the run is not its step."""
+        query = f"SELECT 1 FROM {POSITIONS} WHERE run = $run AND position IS DISTINCT FROM step LIMIT 1"
+        return bool(self._connection.query(query, {"run": self.side.run}).num_rows)
+
     def _relation(self, dataset: str, steps: tuple[int, int] | None) -> str:
+        if dataset == "scalars" and self._has_positions:
+            return f"(SELECT * REPLACE (position AS step) FROM {POSITIONS})"
         return self._connection.relation(dataset, run=self.side.run, steps=steps)
 
     def _datasets(self) -> list[str]:

@@ -36,7 +36,10 @@ _RETRIES: Final = 5
 _ROUNDS: Final = 50
 
 RowChange = Callable[[pa.Table], pa.Table | None]
-"""Function that gets some rows of an edited run, and returns the rows that replace them, or None to remove them."""
+"""Function that gets some rows of an edited run, and returns the rows that replace them, or None to remove them.
+
+It returns the same object if no row changes.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +48,7 @@ class Rewrite:
 
     `rows` is a function that gets the number of a version of the store. It returns the function that changes rows, or
     raises StoreError. `part` is the new part (partition) of files that contain only this run. With `forgets`, the
-    watermarks of the run's processes are reset, so that the same rows can be stored again.
+    watermarks of processes of which rows are removed are reset, so that the same rows can be stored again.
     """
 
     run: str
@@ -119,11 +122,12 @@ def _try_rewrite(log: Log, rewrite: Rewrite, change: RowChange | None, sync: Syn
             for dataset in DATASETS:
                 for file in log.snapshot().of(FileFilter(dataset, run=rewrite.run)).to_pylist():
                     own, others = _divided(log.root, file, rewrite.run)
-                    if own.num_rows:
+                    kept = changed(own)
+                    if own.num_rows and kept is not own:
                         rows += own.num_rows
-                        incarnations.update(own.column("incarnation").unique().drop_null().to_pylist())
+                        incarnations |= _processes(own) - _processes(kept)
                         removed.append(DataFile.from_snapshot(file))
-                        added.extend(_rewritten(log.root, file, rewrite, sync, changed=changed(own), others=others))
+                        added.extend(_rewritten(log.root, file, rewrite, sync, changed=kept, others=others))
         except (OSError, pa.ArrowException) as error:
             discard(log.root, added)
             raise StoreError(f"cannot rewrite files of {log.root}: {error}") from error
@@ -137,6 +141,10 @@ def _try_rewrite(log: Log, rewrite: Rewrite, change: RowChange | None, sync: Syn
     freed = sum(file.size_bytes for file in removed) - sum(file.size_bytes for file in added)
     report = RewriteReport(rows=rows, files_removed=len(removed), files_added=len(added), bytes_freed=freed)
     return report, changed
+
+
+def _processes(rows: pa.Table | None) -> set[str]:
+    return set() if rows is None else set(rows.column("incarnation").unique().drop_null().to_pylist())
 
 
 def _divided(root: Path, file: Mapping[str, Any], run: str) -> tuple[pa.Table, pa.Table]:
@@ -177,6 +185,29 @@ def remove(root: Path, run: str, sync: Sync) -> RewriteReport:
         with connect(root) as connection:
             was_imported = connection.query(_IMPORTED, {"run": run}).num_rows > 0
         return apply_rewrite(root, Rewrite(run=run, rows=lambda _: lambda _: None, forgets=was_imported), sync)
+
+
+def remove_source(
+    root: Path, run: str, sync: Sync, incarnations: frozenset[str], *, kind: str, attempts: frozenset[int]
+) -> RewriteReport:
+    """Remove the rows of one imported log from `run`, so that the log can be imported again.
+
+    `incarnations` are those of the log and its streams. Of the rows without an incarnation, only those in `runs` and
+    `attempts` that an import of the format `kind` has stored about one of `attempts` are removed.
+    """
+
+    def remaining(rows: pa.Table) -> pa.Table | None:
+        is_of_log = pc.is_in(rows.column("incarnation"), pa.array(incarnations, pa.string()))
+        if "source_kind" in rows.column_names:
+            is_about = pc.is_in(rows.column("attempt"), pa.array(attempts, pa.int32()))
+            is_of_kind = pc.fill_null(pc.equal(rows.column("source_kind"), kind), False)
+            is_imported = pc.and_(pc.is_null(rows.column("incarnation")), pc.and_(is_about, is_of_kind))
+            is_of_log = pc.or_(is_of_log, is_imported)
+        kept = rows.filter(pc.invert(is_of_log))
+        return rows if kept.num_rows == rows.num_rows else kept
+
+    with _without_services(root, run):
+        return apply_rewrite(root, Rewrite(run=run, rows=lambda _: remaining, forgets=True), sync)
 
 
 def rename(root: Path, run: str, name: str, sync: Sync) -> RewriteReport:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from rankscope_storage.sql.scalar_history import FOLLOWS, is_main_source
+from rankscope_storage.sql.scalar_positions import POSITIONS
 
 MOST_POINTS: Final = 32_767
 """Largest number of buckets in the result of `scalar_curve`.
@@ -18,9 +19,10 @@ _HEAD: Final = (
     "CREATE OR REPLACE MACRO scalar_curve(of_run, of_name := 'loss', of_labels := NULL, points := 4000) AS TABLE"
 )
 _READ: Final = "run = of_run AND name IN (of_name, 'loss')"
+_BY_POSITION: Final = f"(SELECT * REPLACE (position AS step) FROM {POSITIONS})"
 _SCANNED_EXTENTS: Final = f"""\
 SELECT name, labels, coalesce(attempt, 0) AS of_attempt, min(step) AS first_step, max(step) AS last_step
-    FROM scalars WHERE {_READ} AND step IS NOT NULL AND value IS NOT NULL GROUP BY name, labels, of_attempt"""
+    FROM {_BY_POSITION} WHERE {_READ} AND step IS NOT NULL AND value IS NOT NULL GROUP BY name, labels, of_attempt"""
 _ROLLED_EXTENTS: Final = f"""\
     SELECT name, labels, coalesce(attempt, 0), first_step, last_step
     FROM scalar_rollups WHERE {_READ} AND step IS NOT NULL"""
@@ -61,9 +63,9 @@ _BUCKETS: Final = """\
   SELECT {number} AS number, avg(value) AS mean, min(value) AS lowest, max(value) AS highest, count(*) AS parts
   FROM {rows}
   WHERE {chosen} GROUP BY number"""
-_ONE_ATTEMPT: Final = "scalars, span"
+_ONE_ATTEMPT: Final = ", span"
 _SEVERAL_ATTEMPTS: Final = """\
-scalars JOIN (FROM valid, span WHERE attempts > 1) ON coalesce(attempt, 0) = of_attempt AND step <= until"""
+ JOIN (FROM valid, span WHERE attempts > 1) ON coalesce(attempt, 0) = of_attempt AND step <= until"""
 
 _ROLLED_BUCKETS: Final = f"""\
   SELECT (first_step - origin) // width, CASE WHEN value_count > 0 THEN value_avg
@@ -73,15 +75,15 @@ _ROLLED_BUCKETS: Final = f"""\
   WHERE {_NAMED} AND step IS NOT NULL"""
 
 
-def _raw_buckets(number: str) -> str:
-    """Return the query that aggregates raw rows to buckets.
+def _raw_buckets(number: str, source: str = "scalars") -> str:
+    """Return the query that aggregates raw rows of the relation `source` to buckets.
 
     The query has two halves. The first half reads the run if it has one attempt. The second half reads the run if it
     has several attempts, and its join removes superseded steps (steps that a later attempt repeated). DuckDB reads no
     rows for the half that does not apply to the run.
     """
-    one = _BUCKETS.format(number=number, rows=_ONE_ATTEMPT, chosen=f"{_CHOSEN} AND attempts = 1")
-    return f"{one}\n  UNION ALL\n{_BUCKETS.format(number=number, rows=_SEVERAL_ATTEMPTS, chosen=_CHOSEN)}"
+    one = _BUCKETS.format(number=number, rows=source + _ONE_ATTEMPT, chosen=f"{_CHOSEN} AND attempts = 1")
+    return f"{one}\n  UNION ALL\n{_BUCKETS.format(number=number, rows=source + _SEVERAL_ATTEMPTS, chosen=_CHOSEN)}"
 
 
 def _known(extents: str) -> str:
@@ -91,8 +93,8 @@ def _known(extents: str) -> str:
 def scalar_curve(extents: str | None = None) -> str:
     """Return the statement that creates the macro `scalar_curve` over raw rows and rollups.
 
-    `extents` is a table with the first and last step of each scalar, which `query.file_facts` fills. Without this
-    table, the macro finds these steps by a scan of the rows, for readers that do not use a `Connection`.
+    `extents` is a table with the first and last step of each scalar, which `query.file_facts` fills, for scalars whose
+    positions are their steps. Without this table, the macro finds the positions by a scan of the rows.
     """
     # First extents, then buckets: both are aggregates by integer groups, which DuckDB computes while it reads.
     return f"""\
@@ -108,7 +110,7 @@ WITH extent AS MATERIALIZED (
 ),
 {_SPAN},
 bucket AS (
-{_raw_buckets("(step - origin) // width")}
+{_raw_buckets("(step - origin) // width", _BY_POSITION if extents is None else "scalars")}
   UNION ALL
 {_ROLLED_BUCKETS}
 )
@@ -123,7 +125,8 @@ SCALAR_CURVE: Final = scalar_curve()
 """Macro that divides the steps of a scalar into buckets of equal length, beginning at the first step.
 
 A bucket has the mean and the range over all steps, ranks and micro-batches of all attempts, without superseded steps. A
-value that one rank logged several times for a step counts each time. NaN in a bucket appears in `mean` and `highest`. A
+value that one rank logged several times for a step counts each time. Steps are positions of the view
+`scalar_positions`. NaN in a bucket appears in `mean` and `highest`. A
 rollup row belongs to the bucket of its first step, and counts only if none of its steps is superseded."""
 
 
@@ -160,6 +163,6 @@ WITH span AS MATERIALIZED (
 )
 SELECT origin + number * width AS step, mean, lowest, highest, parts
 FROM (
-{_BUCKETS.format(number=number, rows=_ONE_ATTEMPT, chosen=_CHOSEN)}
+{_BUCKETS.format(number=number, rows="scalars" + _ONE_ATTEMPT, chosen=_CHOSEN)}
 ), span ORDER BY step
 """

@@ -11,15 +11,16 @@ from typing import Final
 from rankscope_contract.model.events import RunState
 from rankscope_contract.model.schema import IMPORTED_FROM
 from rankscope_storage.sql.rollups import ROLLED_STEPS
+from rankscope_storage.sql.scalar_positions import POSITIONS
 
 _ENDED: Final = ", ".join(f"'{state}'" for state in (RunState.COMPLETED, RunState.STOPPED, RunState.FAILED))
 
 # A rank that logs a step again within an attempt has gone back: only its last value counts.
-_LAST_VALUES: Final = """\
-  SELECT run, name, labels, coalesce(attempt, 0) AS attempt, step, rank, micro_step, max(ts) AS ts,
-    arg_max(value, coalesce(ordinal, seq, 0)) AS value
-  FROM scalars WHERE step IS NOT NULL AND value IS NOT NULL
-  GROUP BY run, name, labels, coalesce(attempt, 0), step, rank, micro_step"""
+_LAST_VALUES: Final = f"""\
+  SELECT run, name, labels, coalesce(attempt, 0) AS attempt, position, min(step) AS step, rank, micro_step,
+    max(ts) AS ts, arg_max(value, coalesce(ordinal, seq, 0)) AS value
+  FROM {POSITIONS} WHERE position IS NOT NULL AND value IS NOT NULL
+  GROUP BY run, name, labels, coalesce(attempt, 0), position, rank, micro_step"""
 
 
 def is_main_source(labels: str = "labels") -> str:
@@ -30,22 +31,25 @@ def is_main_source(labels: str = "labels") -> str:
     return f"coalesce(NOT contains({labels}, '\"{IMPORTED_FROM}\":'), true)"
 
 
-LOSSES: Final = f"name = 'loss' AND step IS NOT NULL AND value IS NOT NULL AND {is_main_source()}"
-"""SQL condition that selects the rows of `scalars` which are part of `loss_curve`."""
+_LOGGED_LOSSES: Final = f"name = 'loss' AND value IS NOT NULL AND {is_main_source()}"
+LOSSES: Final = f"{_LOGGED_LOSSES} AND step IS NOT NULL"
+"""SQL condition that selects the rows of `scalars` which are part of `loss_curve`, if their positions are steps."""
 
 _LOSSES_LOGGED_ONCE: Final = f"""\
-  SELECT run, name, labels, coalesce(attempt, 0) AS attempt, step, ts, value FROM scalars WHERE {LOSSES}"""
+  SELECT run, name, labels, coalesce(attempt, 0) AS attempt, step AS position, step, ts, value
+  FROM scalars WHERE {LOSSES}"""
 
 _PLUS_ROLLUPS: Final = f"""
-  UNION ALL
-  {ROLLED_STEPS}"""
+  UNION ALL BY NAME
+  SELECT *, step AS position, first_step AS first_position FROM (
+  {ROLLED_STEPS})"""
 
 
 FOLLOWS: Final = """\
 max_by({own}.last_step BETWEEN {training}.last_step / 2 AND 2 * {training}.last_step, {own}.last_step)"""
 """SQL condition: true if the steps of a scalar are the steps of the training.
 
-`own` and `training` are relations with the first and last step of the scalar and of the loss, per attempt. The
+`own` and `training` are relations with the first and last position of the scalar and of the loss, per attempt. The
 condition compares the last steps in the longest attempt of the scalar. A scalar that counts epochs or samples has less
 than half or more than twice the last step of the loss."""
 
@@ -53,13 +57,14 @@ than half or more than twice the last step of the loss."""
 # that are logged seldom. Scalars that count epochs or samples use their own steps: see FOLLOWS.
 _SPANS_OF_SCALARS: Final = f"""\
 extent AS NOT MATERIALIZED (  -- otherwise a condition on the name would not reach the rows
-  SELECT run, name, labels, attempt, min(first_step) AS first_step, max(step) AS last_step
+  SELECT run, name, labels, attempt, min(first_position) AS first_step, max(position) AS last_step
   FROM per_step GROUP BY run, name, labels, attempt
 ),
 training AS (
   SELECT run, attempt, min(first_step) AS first_step, max(last_step) AS last_step
   FROM (
-    SELECT run, coalesce(attempt, 0) AS attempt, step AS first_step, step AS last_step FROM scalars WHERE {LOSSES}
+    SELECT run, coalesce(attempt, 0) AS attempt, position AS first_step, position AS last_step
+    FROM {POSITIONS} WHERE {_LOGGED_LOSSES} AND position IS NOT NULL
     UNION ALL
     SELECT run, coalesce(attempt, 0), first_step, last_step FROM scalar_rollups
     WHERE name = 'loss' AND step IS NOT NULL AND {is_main_source()}
@@ -85,7 +90,8 @@ span AS (
 
 _SPANS_OF_LOSSES: Final = """\
 span AS (
-  SELECT run, attempt, min(first_step) AS goes_back_to, min(first_step) AS first_step, max(step) AS last_step
+  SELECT run, attempt, min(first_position) AS goes_back_to, min(first_position) AS first_step,
+    max(position) AS last_step
   FROM per_step GROUP BY run, attempt
 )"""
 
@@ -104,9 +110,10 @@ WITH logged AS (
 {logged}
 ),
 per_step AS (
-  SELECT run, name, labels, attempt, step, step AS first_step, min(ts) AS ts, count(*) AS parts,
+  SELECT run, name, labels, attempt, position, position AS first_position, min(step) AS step,
+    min(step) AS first_step, min(ts) AS ts, count(*) AS parts,
     avg(value) AS value, min(value) AS lowest, max(value) AS highest
-  FROM logged GROUP BY run, name, labels, attempt, step{rollups}
+  FROM logged GROUP BY run, name, labels, attempt, position{rollups}
 ),
 {spans},
 repeated AS (
@@ -121,8 +128,9 @@ counted AS (
       ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING), 0)::BIGINT AS steps_before
   FROM repeated
 )
-SELECT run, name, labels, attempt, step, step + steps_before AS cumulative_step, ts, parts, value, lowest, highest,
-  coalesce(step < overwritten_from, true) AS stands, first_step
+SELECT run, name, labels, attempt, step,
+  position + CASE WHEN step IS NULL THEN 0 ELSE steps_before END AS cumulative_step, ts, parts, value, lowest, highest,
+  coalesce(step IS NULL OR position < overwritten_from, true) AS stands, first_step
 FROM per_step JOIN counted ON attempt = of_attempt AND {" AND ".join(map(_same, keys))}
 """
 
@@ -140,9 +148,10 @@ CREATE OR REPLACE VIEW scalar_history AS
 {_history(_LAST_VALUES, _PLUS_ROLLUPS, _SPANS_OF_SCALARS, ("run", "name", "labels"))}"""
 """View with one row per scalar, attempt and step: the mean of `parts` numbers, one per rank and micro-batch.
 
-`cumulative_step` continues over all attempts and counts repeated steps again. `stands` is false for superseded steps,
-which a later attempt repeated. A row from rollups covers a hundred steps, from `first_step` to `step`. It is
-superseded if any of these steps is superseded. In all other rows, `first_step` equals `step`."""
+`cumulative_step` continues over all attempts and counts repeated steps again. It begins with the position of the view
+`scalar_positions`, so it also continues over epochs, and counts the records of logs without steps. `stands` is false
+for superseded steps, which a later attempt repeated. A row from rollups covers a hundred steps, from `first_step` to
+`step`. It is superseded if any of these steps is superseded. In all other rows, `first_step` equals `step`."""
 
 _LOSS_CURVE_OF: Final = """\
 CREATE OR REPLACE VIEW loss_curve AS
@@ -183,8 +192,8 @@ CREATE OR REPLACE VIEW run_eta AS
 WITH pace AS (
   SELECT run, attempt, step, max(ts) AS ts
   FROM (
-    SELECT run, coalesce(attempt, 0) AS attempt, step, ts
-    FROM scalars WHERE step IS NOT NULL AND ts_origin IS DISTINCT FROM 'ingest' AND {is_main_source()}
+    SELECT run, coalesce(attempt, 0) AS attempt, position AS step, ts
+    FROM {POSITIONS} WHERE step IS NOT NULL AND ts_origin IS DISTINCT FROM 'ingest' AND {is_main_source()}
   )
   GROUP BY run, attempt, step
   QUALIFY attempt = max(attempt) OVER (PARTITION BY run) AND step > max(step) OVER (PARTITION BY run, attempt) - 100
@@ -205,6 +214,6 @@ FROM speed LEFT JOIN runs USING (run)
 """
 """View of the expected end of each run, computed from the time per step of its last 100 steps.
 
-The end is null for a run without a planned number of steps."""
+The end is null for a run without a planned number of steps. Steps are positions of the view `scalar_positions`."""
 
 HISTORY_VIEWS: Final = (_SCALAR_HISTORY, _LOSS_CURVE, _RUN_ETA)

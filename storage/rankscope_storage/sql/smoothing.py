@@ -25,11 +25,11 @@ WITH numbered AS (
   FROM query_table(source)
 ),
 placed AS (
-  SELECT *, count(ema_y) OVER (PARTITION BY ema_series ORDER BY ema_row ROWS UNBOUNDED PRECEDING) - 1 AS position,
-    greatest(position, 0) // block_length AS block, greatest(position, 0) % block_length AS place FROM numbered
+  SELECT *, count(ema_y) OVER (PARTITION BY ema_series ORDER BY ema_row ROWS UNBOUNDED PRECEDING) - 1 AS ema_position,
+    greatest(ema_position, 0) // block_length AS block, greatest(ema_position, 0) % block_length AS place FROM numbered
 ),
 summed AS (
-  SELECT *, pow(decay, place) * sum(CASE WHEN position = 0 THEN 1 ELSE alpha END * ema_y / pow(decay, place)) OVER (
+  SELECT *, pow(decay, place) * sum(CASE WHEN ema_position = 0 THEN 1 ELSE alpha END * ema_y / pow(decay, place)) OVER (
     PARTITION BY ema_series, block ORDER BY ema_row ROWS UNBOUNDED PRECEDING) AS own
   FROM placed
 ),
@@ -37,7 +37,7 @@ block_end AS (
   SELECT ema_series AS of_series, block + 1 AS next_block, arg_max(own, ema_row) AS inherited
   FROM summed GROUP BY ema_series, block
 )
-SELECT summed.* EXCLUDE (ema_row, ema_series, ema_y, decay, block_length, position, block, place, own),
+SELECT summed.* EXCLUDE (ema_row, ema_series, ema_y, decay, block_length, ema_position, block, place, own),
   own + coalesce(inherited * pow(decay, place + 1), 0) AS ema
 FROM summed LEFT JOIN block_end ON ema_series IS NOT DISTINCT FROM of_series AND block = next_block
 ORDER BY ema_series, ema_row

@@ -140,7 +140,10 @@ def test_ms_swift_log_is_read(logs):
 
 
 def test_dictionaries_printed_by_the_trainer_are_read(logs):
-    """S3-01: after progress bars and logger prefixes, with nan, tensors, and numbers as text (newer releases)."""
+    """S3-01: after progress bars and logger prefixes, with nan, tensors, and numbers as text (newer releases).
+
+    The bar gives the step of the dictionary after it.
+    """
     text = """Loading model
 {'loss': 2.5, 'grad_norm': nan, 'learning_rate': 1e-05, 'epoch': 0.1}
 \r 10%|#         | 1/10 [00:01<00:09,  1.0it/s]\r{'loss': '1.5', 'epoch': '0.2'}
@@ -154,8 +157,8 @@ def test_dictionaries_printed_by_the_trainer_are_read(logs):
         (None, "grad_norm", "nan"),
         (None, "learning_rate", "1e-05"),
         (None, "loss", "2.5"),
-        (None, "epoch", "0.2"),
-        (None, "loss", "1.5"),
+        (1, "epoch", "0.2"),
+        (1, "loss", "1.5"),
         (None, "epoch", "0.3"),
         (None, "loss", "1.25"),
         (None, "epoch", "1.0"),

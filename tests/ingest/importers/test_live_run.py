@@ -20,6 +20,7 @@ from rankscope_ingest.importers import (
     import_records,
     is_live,
     known_imports,
+    replaceable,
 )
 from rankscope_ingest.importers.common.importer import Detection
 from rankscope_ingest.targets.registry import AttemptNumbers
@@ -185,3 +186,19 @@ def test_run_of_logs_only_is_not_live(store: LiveStore) -> None:
 
     assert report.imported_from is None
     assert [{"state": "stopped", "last_step": 25}] == store.query("SELECT state, last_step FROM runs")
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_new_import_of_a_log_replaces_no_row_of_a_live_run(store: LiveStore, is_first: bool) -> None:
+    """Also if the log was imported before the ranks reported."""
+    path = store.log(1, 20)
+    if is_first:
+        store.import_log(path)
+    store.report()
+    if not is_first:
+        store.import_log(path)
+    known = known_imports(store.connection, "r")
+    rows = replaceable(path, "r", find_importer(path), known, None, is_live=is_live(store.connection, "r"))
+
+    assert frozenset({known[0].incarnation}) == rows.incarnations
+    assert frozenset() == rows.attempts

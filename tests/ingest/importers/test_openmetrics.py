@@ -90,7 +90,7 @@ def test_bad_lines_are_counted_with_their_numbers(logs):
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 40])
-def test_nul_bytes_within_a_label_are_kept_and_a_hole_between_lines_is_skipped(logs, count):
+def test_nul_bytes_within_a_label_are_kept_and_holes_are_skipped(logs, count):
     nuls = "\0" * count
     text = (
         f'up{{a="x{nuls}y"}} 1 1700000000\nup{{a="z{nuls}"}} 2 1700000001\n{nuls}low{{a="torn{nuls}low 3 1700000002\n'

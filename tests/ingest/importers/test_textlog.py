@@ -13,6 +13,8 @@ from tests.properties import examples
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers import Faults, find_importer
 from rankscope_ingest.importers.columns import Columns
+from rankscope_ingest.importers.common.bars import Bars, bar_lines
+from rankscope_ingest.importers.common.failures import FailureLines
 from rankscope_ingest.importers.textlog import TextLog
 
 
@@ -73,6 +75,7 @@ DIALECTS = {
             (1, "device_memory_bytes", 2.0 * 2**30),
             (1, "grad_norm", 1.2),
             (1, "loss", 8.049),
+            (1, "memory_percent", 2.01),
             (1, "mfu", 3.4),
             (1, "tflops_per_gpu", 12.3),
             (1, "tokens_per_second_per_gpu", 1234.0),
@@ -95,6 +98,7 @@ DIALECTS = {
             (30, "MemAllocated", 1.2e9),
             (30, "RunningAvgSamplesPerSec", 12.3),
             (30, "epoch", 0.0),
+            (30, "micro_step", 30.0),
             (30, "samples_per_second", 12.5),
         ],
     ),
@@ -126,7 +130,13 @@ DIALECTS = {
     ),
     "litgpt": (
         "Epoch 1 | iter 10 step 10 | loss train: 2.3, val: n/a | iter time: 345.67 ms (step) remaining time: 0:01:02",
-        [(10, "epoch", 1.0), (10, "loss", 2.3), (10, "remaining_seconds", 62.0), (10, "step_seconds", 345.67 / 1000)],
+        [
+            (10, "epoch", 1.0),
+            (10, "iter", 10.0),
+            (10, "loss", 2.3),
+            (10, "remaining_seconds", 62.0),
+            (10, "step_seconds", 345.67 / 1000),
+        ],
     ),
     "epochs_and_end_of_sentence": (
         "epoch 2 | step 100 | loss: 49.43 ~ mse: 49.06. kl: 0.75 lr=1e-5 tok/s=12.0",
@@ -173,7 +183,9 @@ def test_each_state_of_a_progress_bar_is_a_record(logs):
 
     assert "textlog" == find_importer(path).name
     assert [
-        (k, name, value) for k in (1, 2, 3) for name, value in (("learning_rate", 1e-5), ("step_loss", k + 0.5))
+        (k, name, value)
+        for k in (1, 2, 3)
+        for name, value in (("learning_rate", 1e-5), ("loss", k + 0.5), ("step_loss", k + 0.5))
     ] == (scalars(logs))
     assert 20 == logs.value("SELECT planned_steps FROM runs")
 
@@ -365,3 +377,27 @@ def test_long_lines_are_parsed_without_backtracking(tmp_path, text):
     path = tmp_path / "train.log"
     path.write_text(f"{text}\n" * 200)
     list(TextLog().read(path, Faults()))
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "text",
+    ["x" + " " * 200_000 + "| it/s", "|[it/s" * 33_000, "1%||" + " " * 200_000 + "it/s", "1%|| 1/2 [0,1it/s, " * 10_000,
+     "ProcessGroupNCCL error " * 9_000, ("\r" + " " * 240) * 800 + "| it/s"],
+)  # fmt: skip
+def test_long_lines_with_bars_are_read_without_backtracking(text):
+    """These lines have 200,000 characters. A pattern that matches them in two ways needs hours."""
+    bars = Bars()
+
+    assert not bars.see(text)
+    assert [text] == bar_lines(text)
+    FailureLines.found_in(text, {})
+
+
+def test_bar_behind_blanks_or_another_bar_is_read():
+    bars = Bars()
+    text = "\r" + " " * 240 + "\rEval:  50%|█ | 1/2 [0,1it/s]Epoch 3:   5%|▌ | 7/20 [00:10<01:30,  1.00s/it, loss=2.5]"
+
+    assert bars.see(text)
+    assert {"loss": 1.0, "bar_step": "7/20"} == bars.with_step({"loss": 1.0})
+    assert ["epoch 3 bar_step 7 loss=2.5"] == bar_lines(text.replace("Eval:  50%|█ | 1/2 [0,1it/s]", ""))

@@ -246,3 +246,24 @@ def test_unprintable_or_empty_run_names_are_refused(root, name):
         edit.rename(root, "a", name, sync_to_disk)
 
     assert before == told(root)
+
+
+def test_removed_source_leaves_the_rows_of_ranks_and_of_other_formats(store, writer, batch):
+    for incarnation in ("log", "rank"):
+        writer.append(batch(range(3), run="r", incarnation=incarnation))
+    rows = [
+        {"run": "r", "state": "completed", "ordinal": 1, "attempt": attempt, "source_kind": kind}
+        for attempt, kind in ((0, "jsonl"), (0, "live"), (1, "jsonl"), (1, "live"))
+    ]
+    tables = {name: pa.Table.from_pylist(rows, schema=dataset_schema(name)) for name in ("runs", "attempts")}
+    writer.append(Batch(tables=tables, watermarks={}))
+    writer.close()
+    edit.remove_source(store.root, "r", sync_to_disk, frozenset({"log"}), kind="jsonl", attempts=frozenset({1}))
+    with connect(store.root) as connection:
+        kept = [
+            connection.sql(f"SELECT attempt, source_kind FROM {name}_history ORDER BY ALL").fetchall()
+            for name in ("runs", "attempts")
+        ]
+
+    assert {"r": expected(0, "rank", 3)} == told(store.root)
+    assert [[(0, "jsonl"), (0, "live"), (1, "live")]] * 2 == kept

@@ -43,7 +43,7 @@ UNITS: Final[Mapping[str, Unit]] = {
             "seconds": "s sec secs second seconds s/it s/iter s/step sec/step",
             "bytes": "b bytes",
             "percent": "% percent pct",
-            "samples/s": "samples/s samples/sec sequences/s seq/s",
+            "samples/s": "samples/s samples/sec sequences/s seq/s records/s records/second",
             "tokens/s": "tokens/s tokens/sec tok/s tok/sec tokens/s/gpu",
             "steps/s": "iter/s it/s steps/s iters/s",
             "TFLOP/s": "tflop/s/gpu tflops/gpu tflop/s tflops",
@@ -94,8 +94,9 @@ class Alias:
 _NAMES: Final = """
 loss                       -         train_loss train/loss training_loss lm~loss trl loss/train loss~train
 loss                       -         train/total_loss
-learning_rate              -         lr optim/lr train/lr current_lr
+learning_rate              -         lr optim/lr train/lr current_lr current_learning_rate
 grad_norm                  -         gnorm norm gradient_norm global_grad_norm optim/grad_norm optim/total_grad_norm
+grad_norm                  -         global_norm total_grad_norm
 loss_scale                 -         grad_scale
 epoch                      -         epochs train/epoch
 eval_loss                  -         val_loss valid_loss validation_loss dev_loss tel lm~loss~value
@@ -106,22 +107,26 @@ accuracy                   -         acc train_acc train_accuracy
 step_seconds               seconds   step_time step_time_s step_time_sec time/total time/step dt iter_time
 step_seconds               seconds   iteration_time time_per_step time_per_iter elapsed~time~per~iteration
 step_seconds               seconds   seconds_per_step sec_per_step s/it step_duration
-step_seconds               ms        step_time_ms dt_ms iter_time_ms iteration_time_ms
+step_seconds               seconds   per_step_time train_step_timing~in~s
+step_seconds               ms        step_time_ms dt_ms iter_time_ms iteration_time_ms elapsed_time_per_iteration_ms
 elapsed_seconds            seconds   elapsed elapsed_time train_time time/elapsed
 elapsed_seconds            ms        elapsed_ms
 remaining_seconds          seconds   remaining_time remaining eta
 samples_per_second         samples/s samples/s samples/sec samples_per_sec throughput train_samples_per_second
-samples_per_second         samples/s train_throughput currsamplespersec samplespersec
+samples_per_second         samples/s train_throughput currsamplespersec samplespersec interval_samples_per_second
 tokens_per_second          tokens/s  tokens/s tokens/sec tokens_per_sec tok/s tok/sec tokens_per_second_total
-tokens_per_second_per_gpu  tokens/s  tokens_per_gpu_per_second tgs tokens_per_gpu tps
+tokens_per_second_per_gpu  tokens/s  tokens_per_gpu_per_second tgs tokens_per_gpu tps tokens_per_sec_per_gpu
+tokens_per_second_per_gpu  tokens/s  tokens/s/device tokens/s/gpu interval_tokens_per_second_per_device
 steps_per_second           steps/s   train_speed steps/s it/s iter/s iterations_per_second
-tflops_per_gpu             TFLOP/s   throughput~per~gpu tflops tflop/s tflops/gpu
+tflops_per_gpu             TFLOP/s   throughput~per~gpu tflops tflop/s tflops/gpu tflop/s/device
+tflops_per_gpu             TFLOP/s   model_tflops_per_gpu train_throughput_per_npu
 tokens_total               tokens    consumed_tokens num_tokens total_tokens num_input_tokens_seen tokens_seen
 samples_total              samples   consumed_samples samples_seen
 device_memory_bytes        bytes     memory
 device_memory_bytes        GB        memory_gb gpu_memory_gb gpu_mem_gb
 device_memory_bytes        MB        memory_mb gpu_mem_mb gpu_memory_mb
 device_memory_bytes        GiB       memory_gib
+device_memory_peak_bytes   MiB       max_mem
 gpu_util                   percent   gpu_utilization gpu_utilisation
 mfu                        percent
 percentage                 percent
@@ -150,7 +155,7 @@ def _table() -> dict[str, Alias]:
 
 
 def _folded(name: str) -> str:
-    return re.sub(r"[\s_-]+", "_", name.strip().lower())
+    return re.sub(r"\.?[\s_-]+", "_", name.strip().lower())
 
 
 _TABLE: Final = _table()
@@ -177,6 +182,7 @@ def canonical(name: str) -> Alias:
     return in_unit(known or Alias(printable(bare)), unit)
 
 
+@functools.lru_cache(maxsize=4096)
 def is_known(name: str) -> bool:
     """Return whether `name` is a known name of a quantity, for which a stored name is defined."""
     folded = _folded(_split_unit(name)[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,8 @@ import pyarrow as pa
 from rankscope_ingest.base.tables import table_schema
 
 KEPT_FAULTS: Final = 20
+MAX_NAMES: Final = 1_000
+OTHER_NAMES: Final = "other names"
 FROM_LOG: Final = "log"
 FROM_FILE: Final = "file"
 BLOCK_ROWS: Final = 200_000
@@ -25,7 +28,7 @@ For each row, the column contains the number of the record to which the row belo
 
 _RECORD_COLUMNS: Final = ("step", "rank", "ts", "ts_origin", "attempt")
 _SCALAR_COLUMNS: Final = ("name", "unit", "labels")
-_EVENT_COLUMNS: Final = ("type", "severity", "message", "details")
+_EVENT_COLUMNS: Final = ("type", "severity", "message", "details", "op")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,16 @@ class ImportedRun:
 Imported = ImportedRecord | ImportedBlock | ImportedRun
 
 
+class NameCounts(Counter[str]):
+    """Counts by name of at most 1,000 names. Further names are counted as `other names`."""
+
+    def __setitem__(self, name: str, count: int) -> None:
+        """Set the count of `name`; for a further name, add `count` to the count of `other names`."""
+        if len(self) >= MAX_NAMES and name not in self:
+            name, count = OTHER_NAMES, self[OTHER_NAMES] + count
+        super().__setitem__(name, count)
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """A line of a log that could not be read: its number, from 1, and the reason."""
@@ -121,6 +134,19 @@ class Faults:
     """
     notes: list[str] = field(default_factory=list)
     """Messages to the user that concern the whole log and not a single line."""
+    unkept: Counter[str] = field(default_factory=NameCounts)
+    """For each name in lines that are read, the number of its values that are not stored.
+
+    The values of further names than 1,000 are counted together as `other names`.
+    """
+    choices: Mapping[str, Any] | None = None
+    """The decision about step and loss of the log, for the import event.
+
+    The caller sets the decision of an earlier import of the same log; without one, the function that reads the log sets
+    it.
+    """
+    loss: str | None = None
+    """The name of the quantity that the user has chosen as the loss."""
     read_bytes: int = 0
     """The number of bytes of the log that were read so far, for the progress bar.
 
@@ -190,6 +216,7 @@ class BlockBuilder:
 
     def __init__(self, source: str = "") -> None:
         self._source = source
+        self._last: tuple[Any, ...] = (None, None, None, None, 0)  # the last record of the previous block
         self._begin()
 
     def _begin(self) -> None:
@@ -198,7 +225,7 @@ class BlockBuilder:
         self._value_records = array("i")
         self._value_names = array("i")
         self._names: dict[tuple[str, str | None, str | None], int] = {}
-        self._events: list[tuple[str, str, str, str | None]] = []
+        self._events: list[tuple[str | None, ...]] = []
         self._event_records = array("i")
 
     @property
@@ -212,6 +239,11 @@ class BlockBuilder:
         """Begin the next record. Scalars and events that are added later belong to this record."""
         self._records.append((step, rank, ts, None if ts is None else origin, attempt))
 
+    def record_of_event(self, *, rank: int | None, ts: int | None, origin: str) -> None:
+        """Begin a record for events of a line without a step; it has the step and the attempt of the last record."""
+        step, *_, attempt = self._records[-1] if self._records else self._last
+        self.record(step=step, rank=rank, ts=ts, origin=origin, attempt=attempt)
+
     def scalar(self, name: str, value: float, unit: str | None = None, labels: str | None = None) -> None:
         """Add a scalar with this name, value, unit and labels (JSON) to the current record."""
         self._values.append(value)
@@ -219,9 +251,16 @@ class BlockBuilder:
         # A log repeats few names for many numbers: each combination is stored once.
         self._value_names.append(self._names.setdefault((name, unit, labels), len(self._names)))
 
-    def event(self, type: str, severity: str, message: str, details: str | None = None) -> None:  # noqa: A002 - column
-        """Add an event to the current record. `details` is JSON."""
-        self._events.append((type, severity, message, details))
+    def event(
+        self,
+        type: str,  # noqa: A002 - column
+        severity: str,
+        message: str,
+        details: str | None = None,
+        op: str | None = None,
+    ) -> None:
+        """Add an event to the current record. `details` is JSON, and `op` the class of an error."""
+        self._events.append((type, severity, message, details, op))
         self._event_records.append(len(self._records) - 1)
 
     def take(self) -> ImportedBlock | None:
@@ -240,6 +279,7 @@ class BlockBuilder:
             columns = _columns("events", _EVENT_COLUMNS, self._events)
             tables["events"] = self._table(self._event_records, _EVENT_COLUMNS, columns)
         block = ImportedBlock(records=len(self._records), tables=tables, source=self._source)
+        self._last = self._records[-1]
         self._begin()
         return block
 

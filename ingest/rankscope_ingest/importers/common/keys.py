@@ -36,15 +36,41 @@ class Role(enum.Enum):
 
 
 STEP_KEYS: Final = (
-    "step", "global_step", "current_steps", "current_step", "train/global_step", "trainer/global_step", "iteration",
+    "step", "global_step", "current_steps", "current_step", "train/global_step", "trainer/global_step",
+    "global_iteration", "global_iter", "iteration",
     "iter", "num_updates", "train_num_updates", "optimizer_step", "steps", "s", "train/step", "n_iter", "_step",
+    "training/global_step", "valid_num_updates",
 )  # fmt: skip
 """Keys that may contain the step, in descending priority.
 
 The first key with a whole number gives the step; the values of the others are stored as scalars.
 """
 
-STEP_RANK: Final = {key: place for place, key in enumerate(STEP_KEYS)}
+EPOCH: Final = "epoch"
+
+BAR: Final = "bar_step"
+"""Key of the position of a progress bar, such as `10/1752`."""
+BATCH: Final = "batch_in_epoch"
+"""Key of a position without a name, such as `[50/400]`."""
+
+COUNTER_NAME: Final = (
+    r"(?:(?:train(?:ing|er)?|optim)/)?(?:(?:global|train(?:ing|er)?|current|completed|optim(?:izer)?|opt|local|env|total"
+    r"|num|grad(?:ient)?|update|micro|inner|outer|mini|bar)[_ -])*(?:steps?|iter(?:ation)?s?|updates?)"
+)
+"""A regular expression for the name of a counter of steps: `step`, `global_step`, `total_iterations` and others."""
+
+_STEP_RANK: Final = {key: place for place, key in enumerate(STEP_KEYS)}
+_LAST_RANKS: Final = ("micro", "mini", "inner", BAR, BATCH, EPOCH)
+_COUNTER: Final = re.compile(COUNTER_NAME, re.IGNORECASE)
+
+
+@functools.lru_cache(maxsize=4096)
+def step_rank(key: str) -> int:
+    """Return the priority of `key`, the name of a counter, as the step. A lower number is a higher priority."""
+    folded = re.sub(r"[\s-]", "_", key.lower())
+    last = (place for place, word in enumerate(_LAST_RANKS, 1) if folded.startswith(word))
+    return _STEP_RANK.get(folded, len(STEP_KEYS) + next(last, 0))
+
 
 _ROLES: Final = {
     key: role
@@ -69,7 +95,10 @@ def role_of(key: str) -> Role:
 
     Upper and lower case count as equal.
     """
-    return _ROLES.get(key.lower(), Role.VALUE)
+    known = _ROLES.get(key.lower())
+    if known is None and (key == BATCH or _COUNTER.fullmatch(key)):
+        return Role.STEP
+    return known or Role.VALUE
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +139,9 @@ def event_class(name: str) -> EventClass:
 SET_LABEL: Final = "dataset"
 """Name of the label that contains the evaluation set of a scalar, for runs with several evaluation sets."""
 
-_EVALUATION_SPLITS: Final = {"val", "valid", "validation", "eval", "evaluation", "dev"}
-_SAME_IN_EVALUATION: Final = {"epoch", "learning_rate"}
+EVALUATION_SPLITS: Final = {"val", "valid", "validation", "eval", "evaluation", "dev", "test"}
+"""Values of a split, such as `"split": "val"`, of a record that is about an evaluation."""
+_SAME_IN_EVALUATION: Final = {EPOCH, "learning_rate"}
 _RUNTIME: Final = "_runtime"
 
 Named = tuple[Alias, str | None]
@@ -225,7 +255,7 @@ def name_in_split(key: str, split: str) -> Named | None:
     For validation data, for example, `loss` becomes `eval_loss`. Return None if the split does not change the name.
     """
     alias = canonical(key)
-    prefix = "eval" if split in _EVALUATION_SPLITS else "test" if split == "test" else None
+    prefix = "test" if split == "test" else "eval" if split in EVALUATION_SPLITS else None
     if prefix is None or alias.name in _SAME_IN_EVALUATION or alias.name.startswith(("eval_", "test_")):
         return None
     known = canonical(f"{prefix}_{alias.name}")
@@ -234,7 +264,6 @@ def name_in_split(key: str, split: str) -> Named | None:
 
 
 MAX_SHAPES: Final = 256
-EPOCH: Final = "epoch"
 _NUMBERS: Final = {int, float}
 _LARGEST: Final = 1 << 53
 

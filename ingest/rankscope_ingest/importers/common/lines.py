@@ -7,6 +7,7 @@ records.
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import functools
 import io
 import re
@@ -16,30 +17,39 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, Final
 
 from rankscope_ingest.base.errors import IngestError
-from rankscope_ingest.importers.common.importer import BlockBuilder, Faults, Imported
+from rankscope_ingest.importers.common.choices import MAX_BYTES, MAX_RECORDS, Choices
+from rankscope_ingest.importers.common.failures import FailureLine, FailureLines
+from rankscope_ingest.importers.common.importer import FROM_LOG, BlockBuilder, Faults, Imported
 from rankscope_ingest.importers.common.objects import ObjectReader
+from rankscope_ingest.importers.common.records import Record
+from rankscope_ingest.importers.common.values import micros
 
 MAX_LINE_BYTES: Final = 1 << 20
 SHOWN_CHARACTERS: Final = 60
+MAX_WAITING: Final = 10_000
 
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;?]{0,16}[A-Za-z]")
 _RANK: Final = re.compile(
     r"\[\s*(?:rank[ _]?|default)(\d{1,9})\s*\]|\brank(?:[ _=]|: ?)(\d{1,9})\b|^\s*(\d{1,9}):(?=\s)", re.IGNORECASE
 )
 """A regular expression for the rank before a log message, as torchrun, srun and common training scripts print it."""
-_TIME: Final = re.compile(r"\b(\d{4}-\d{2}-\d{2}[ T]\d{2}:\d{2}:\d{2}(?:[.,]\d{1,9})?(?:Z|[-+]\d{2}:?\d{2})?)")
+_TIME: Final = re.compile(r"\b(\d{4}[-/]\d{2}[-/]\d{2}[ T]\d{2}:\d{2}:\d{2}(?:[.,]\d{1,9})?(?:Z|[-+]\d{2}:?\d{2})?)")
 
 _WINDOW_BYTES: Final = 65_536
 _HOLE_BYTES: Final = 1 << 20
 _FEWEST_NULS: Final = 4
 _LONGEST_SAMPLE: Final = 1 << 24
 _DRAWN_BAR: Final = re.compile(rb"(?:it/s|s/it)[,\]]")
+_NUL_RUNS: Final = re.compile(rb"\0+")
+_MOST_HOLES: Final = 8  # crashes leave few holes; a binary file has NUL bytes everywhere
 _HOLES: Final = re.compile(rb"\0{16,}")
 _NULS: Final = re.compile(rb"\0{2,}")
 _MAX_LINES: Final = 2_000
 _UTF16: Final = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _PROBE_BYTES: Final = 4096
 _BINARY_SHARE: Final = 0.3
+_CONTROLS: Final = bytes({*range(1, 32)} - set(b"\b\t\n\v\f\r\x1a\x1b"))
+_CONTROL_SHARE: Final = 0.02  # text has none of these characters
 
 
 def read_log(
@@ -49,31 +59,118 @@ def read_log(
     counts: Mapping[str, int],
     *,
     max_bytes: int = MAX_LINE_BYTES,
-    numbers_rows: bool = False,
+    numbers_rows: Callable[[], bool] = lambda: False,
 ) -> Iterator[Imported]:
     """Yield blocks of the records in a text log, then the facts about the run.
 
     `documents` is called with the number (from 1) and the bytes of each line; it returns the objects on the line and
     records unreadable lines in `faults`. `counts` are numbers of lines by kind; they are stored with the run. A line of
-    more than `max_bytes` bytes is skipped. With `numbers_rows`, the number of a record is its step.
+    more than `max_bytes` bytes is skipped. If `numbers_rows` returns true and the records have no counter, the number
+    of a record is its step. The step and the loss are decided over the first records; `faults.choices` contains the
+    decision of an earlier import, if there is one, and later the decision about this log.
     """
-    builder, objects = BlockBuilder(), ObjectReader(numbers_rows=numbers_rows)
+    builder = BlockBuilder()
+    records = _LogRecords(builder, faults, numbers_rows, torn_size(path))
+    objects, failures = records.objects, records.failures
     number = 0
     for number, line in read_lines(path, faults, max_bytes=max_bytes):
-        for document in documents(number, line):
-            objects.add(document, builder)
-            if objects.ambiguous:
-                objects.report_ambiguous(faults, number)
+        records.line(number, line, documents(number, line))
         if builder.is_full and (block := builder.take()):
             yield block
+    records.add_waiting()
     if block := builder.take():
         yield block
+    faults.notes += filter(None, [objects.choices.note()])
+    faults.notes += (
+        f"{contradiction} ({count:,} records): --reimport decides again"
+        for contradiction, count in objects.contradictions.items()
+    )
     if objects.are_writers_interleaved:
         faults.notes.append(
             "records of several writers alternate: each writer is an attempt; the last is shown by default"
         )
     if objects.keys:
-        yield objects.run({"lines": number, **counts})
+        run = objects.run({"lines": number, **counts})
+        state, reason = (run.state, run.reason) if run.state or not failures.ending else failures.ending
+        yield dataclasses.replace(run, state=state, reason=reason)
+
+
+class _LogRecords:
+    """Adds the records and the failures of a log to blocks, in the order of their lines.
+
+    The first ones wait until the step and the loss are decided over 2,000 objects or the first megabyte from the first
+    object on. Text before the first object has no influence on the decision.
+    """
+
+    def __init__(
+        self, builder: BlockBuilder, faults: Faults, numbers_rows: Callable[[], bool], torn: int | None
+    ) -> None:
+        self.objects = ObjectReader(Choices.from_json(faults.choices or {}), faults.unkept)
+        self.failures = FailureLines()
+        self._builder = builder
+        self._faults = faults
+        self._numbers_rows = numbers_rows
+        self._waiting: list[tuple[int, Mapping[str, Any] | FailureLine]] = []
+        self._waiting_failures: set[tuple[str, int | None]] = set()  # keys, since the last object
+        self._objects = 0  # number of objects that wait or were added
+        self._first_byte = 0  # position behind the line of the first object
+        self._is_decided = False
+        self._torn = torn
+        self._held: list[tuple[int, FailureLine]] = []  # of the last line, which may be incomplete
+
+    def line(self, number: int, line: bytes, documents: Iterable[Mapping[str, Any]]) -> None:
+        """Add line `number` with the objects `documents`."""
+        self._waiting += self._held  # another line follows, so the line before is complete
+        self._held = []
+        before = len(self._waiting)
+        self._waiting += ((number, document) for document in documents)
+        if added := len(self._waiting) - before:
+            self._first_byte = self._first_byte if self._objects else self._faults.read_bytes
+            self._objects += added
+            self._waiting_failures.clear()
+        # The text of a failure may follow a progress bar on its line.
+        if (not added or b"it/s" in line or b"s/it" in line) and self.failures.is_possible(line):
+            is_torn = self._torn is not None and self._faults.read_bytes >= self._torn
+            (self._held if is_torn else self._waiting).extend((number, failure) for failure in self._failures_on(line))
+        is_enough = self._objects >= MAX_RECORDS or self._faults.read_bytes - self._first_byte >= MAX_BYTES
+        if self._is_decided or (self._objects and is_enough):
+            self.add_waiting()
+
+    def add_waiting(self) -> None:
+        """Decide the step and the loss if they are not decided yet, and add all records that wait."""
+        known: dict[int, Record] = {}
+        if not self._is_decided:
+            documents = [(at, item) for at, (_, item) in enumerate(self._waiting) if not isinstance(item, FailureLine)]
+            known = {at: self.objects.record(document) for at, document in documents}
+            self.objects.choose(list(known.values()), numbers_rows=self._numbers_rows(), loss=self._faults.loss)
+            self._faults.choices = self.objects.choices.to_json()
+            self._is_decided = True
+        for at, (number, item) in enumerate(self._waiting):
+            if isinstance(item, FailureLine):
+                self._add_failure(item)
+                continue
+            self.objects.add(item, self._builder, record=known.get(at))
+            if self.objects.ambiguous:
+                self.objects.report_ambiguous(self._faults, number)
+            if self.failures.ending and self.objects.has_advanced:
+                self.failures.record_seen()
+        self._waiting.clear()
+        self._waiting_failures.clear()
+
+    def _failures_on(self, line: bytes) -> Iterator[FailureLine]:
+        """Yield the failures on `line`, without those that wait already: they may be many before the first object."""
+        for part in filter(self.failures.is_possible, line.split(b"\r")):
+            text = without_colours(part.decode(errors="replace")).strip()
+            failure = self.failures.found_in(text, prefix_fields(text))
+            if failure and failure.key not in self._waiting_failures and len(self._waiting_failures) < MAX_WAITING:
+                self._waiting_failures.add(failure.key)
+                yield failure
+
+    def _add_failure(self, failure: FailureLine) -> None:
+        """Add an event for `failure`, at the step of the last record, unless it has one."""
+        if event := self.failures.event(failure):
+            self._builder.record_of_event(rank=failure.rank, ts=micros(failure.timestamp), origin=FROM_LOG)
+            self._builder.event(**event)
 
 
 def read_lines(
@@ -94,7 +191,7 @@ def read_lines(
         faults.read_bytes += skip_hole(file)
         begin = file.tell()
         head = file.read(_WINDOW_BYTES)
-        refuse_no_text(path, head[:_PROBE_BYTES])
+        refuse_binary(path, head)
         file.seek(begin)
         number = 0
         is_rest = is_skipped = False  # the rest of a long line: it is skipped, except behind many NUL bytes
@@ -195,6 +292,19 @@ def refuse_no_text(path: Path, head: bytes) -> None:
         raise IngestError(f"{path} is a binary file, not a text log")
 
 
+def refuse_binary(path: Path, head: bytes) -> None:
+    """Raise IngestError if the file at `path`, which begins with `head`, has many control characters or NUL bytes.
+
+    Text has neither. The importer of Megatron logs does not call this function: it finds rows behind any bytes.
+    """
+    refuse_no_text(path, head)
+    if head.startswith(b":W&B"):
+        raise IngestError(f"{path} is a binary file of W&B: export the history of the run as CSV or JSON lines")
+    controls = len(head) - len(head.translate(None, _CONTROLS))
+    if controls > _CONTROL_SHARE * len(head) or len(_NUL_RUNS.findall(head)) > max(_MOST_HOLES, len(head) >> 10):
+        raise IngestError(f"{path} is a binary file, not a text log")
+
+
 def _looks_utf16(head: bytes) -> bool:
     """Return whether `head` looks like Latin text in UTF-16 without a byte order mark.
 
@@ -278,7 +388,7 @@ def prefix_fields(prefix: str) -> dict[str, Any]:
     if rank := _RANK.search(prefix):
         found["rank"] = int(rank[1] or rank[2] or rank[3])
     if moment := _TIME.search(prefix):
-        found["timestamp"] = moment[1]
+        found["timestamp"] = moment[1].replace("/", "-")
     return found
 
 

@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pyarrow as pa
 
@@ -34,6 +34,7 @@ _ADDED: Final = (
     "imported_from",
     "fingerprint",
     "begins_at",
+    "choices",
 )  # import events of earlier releases do not have these fields
 
 KNOWN: Final = "SELECT details FROM events WHERE run = $run AND type = $type ORDER BY ordinal"
@@ -76,6 +77,8 @@ class KnownImport:
 
     The log shares the records before it with another log, for which they are stored.
     """
+    choices: Mapping[str, Any] | None = None
+    """The decision about the step and the loss of the log; `choices.Choices` describes it."""
 
     def to_json(self) -> str:
         """Return these facts as the JSON text that is stored in `details` of the import event."""

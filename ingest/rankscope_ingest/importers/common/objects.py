@@ -8,18 +8,21 @@ number.
 
 from __future__ import annotations
 
+import functools
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from rankscope_contract.model.events import EventType, ExitReason, RunState, Severity
 from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.importers.common.aliases import SOURCE_NAME, UNITS, Alias, in_unit
+from rankscope_ingest.importers.common.choices import LOSS, Choices, decide, is_training
 from rankscope_ingest.importers.common.importer import FROM_LOG, BlockBuilder, Faults, ImportedRun
 from rankscope_ingest.importers.common.keys import (
+    BATCH,
     EPOCH,
-    STEP_RANK,
+    EVALUATION_SPLITS,
     Named,
     Names,
     Role,
@@ -32,10 +35,13 @@ from rankscope_ingest.importers.common.keys import (
     name_in_split,
     own_name,
     role_of,
+    step_rank,
 )
+from rankscope_ingest.importers.common.records import Record
 from rankscope_ingest.importers.common.step_streams import StepStreams
 from rankscope_ingest.importers.common.values import (
     MAX_JSON,
+    MULTIPLES,
     clean_text,
     is_ambiguous,
     json_text,
@@ -50,6 +56,8 @@ MAX_DEPTH: Final = 8
 MAX_NUMBERS: Final = 4096
 MAX_LIST: Final = 256
 MAX_KEYS: Final = 1000
+MAX_NAMES: Final = 1000
+"""Number of different names of scalars that are stored of one log. Values of further names are counted."""
 
 _LIST_LABEL: Final = {"learning_rate": "group", "gpu_util": "gpu"}
 _UTILISATION: Final = "gpu_util"
@@ -70,65 +78,14 @@ _HISTORY: Final = "log_history"
 _COUNTS: Final = {"tokens", "samples", "tokens/s", "samples/s"}
 
 
-@dataclass(slots=True)
-class _Record:
-    """The values of one logged object, divided by use (step, rank, time, numbers, text).
-
-    The numbers do not have stored names yet.
-    """
-
-    document: Mapping[str, Any]
-    sets: tuple[str, ...]
-    numbers: dict[str, float | list[float | None]] = field(default_factory=dict)
-    omitted: list[str] = field(default_factory=list)  # keys of lists and objects whose numbers are not stored
-    texts: dict[str, str] = field(default_factory=dict)
-    steps: list[tuple[int, str, int]] = field(default_factory=list)  # place in STEP_KEYS, key, step
-    planned: int | None = None
-    rank: int | None = None
-    ts: int | None = None
-    event: str | None = None
-    split: str | None = None
-    writer: str | None = None  # id of the process or host
-
-    def epoch(self) -> float | None:
-        """Return the epoch in the object as a number, or None if the object has no epoch.
-
-        The value in the log may be a text.
-        """
-        for key, value in self.numbers.items():
-            if key.lower() == EPOCH:
-                return value if isinstance(value, float) else None
-        found = quantity(next((text for key, text in self.texts.items() if key.lower() == EPOCH), ""))
-        return found[0] if found else None
-
-    def is_row(self) -> bool:
-        """Return whether the object contains a number, as such or in a text, and reports no event other than a note.
-
-        Examples of other events are the start, the end and a failure of training.
-        """
-        if self.event is not None and event_class(self.event).type != EventType.NOTE:
-            return False
-        return bool(self.numbers) or any(quantity(text) or seconds(text) for text in self.texts.values())
-
-    def take_step(self, key: str, value: Any) -> bool:
-        """Store the step that `value` contains: `12`, `12.0`, `"12"` or `"12/873"` (step and planned steps).
-
-        Return False if `value` has none of these forms.
-        """
-        step_text, slash, planned = value.partition("/") if isinstance(value, str) else (value, "", None)
-        step = whole(step_text)
-        if step is None:
-            return False
-        if slash:
-            self.planned = whole(planned) or self.planned
-        self.steps.append((STEP_RANK[key.lower()], key, step))
-        return True
-
-
 class ObjectReader:
     """Converts the objects of one log, in order, to records, and collects the facts about the run that they contain."""
 
-    def __init__(self, *, numbers_rows: bool = False) -> None:
+    def __init__(self, choices: Choices = Choices(), unkept: Counter[str] | None = None) -> None:  # noqa: B008 - frozen
+        self.choices = choices
+        """The decision about the log: which counter is the step, and which quantity is the loss."""
+        self.contradictions: Counter[str] = Counter()
+        """For each contradiction of later records with the decision, the number of these records."""
         self.keys: dict[str, int] = {}
         """For each key of the log, the number of null values. A null value is an absent value."""
         self.omitted: dict[str, int] = {}
@@ -142,27 +99,44 @@ class ObjectReader:
         self.planned_steps: int | None = None
         self.last_step: int | None = None
         self.finished = False
+        self.has_advanced = False
+        """True if the last object is a row of training, and its step is not that of the row of its rank before it.
+
+        A row of training without a step is one, too. Checkpoints, evaluations and summaries are none.
+        """
+        self._steps: dict[int | None, int | None] = {}  # per rank, the step of the last row of training
         self._names = Names()
         self._streams = StepStreams()
         self._shapes = Shapes()
-        self._numbers_rows = numbers_rows
+        self._unkept: Counter[str] = Counter() if unkept is None else unkept
+        self._stored: set[str] = set()
+        self._last: dict[tuple[Any, ...], dict[str, int]] = {}  # per rank and writer, the last counters
         self._rows: dict[int | None, int] = {}  # per rank, the number of records that contain a number
 
-    def add(self, document: Mapping[str, Any], builder: BlockBuilder, *, attempt: int | None = None) -> None:
+    def add(
+        self,
+        document: Mapping[str, Any],
+        builder: BlockBuilder,
+        *,
+        attempt: int | None = None,
+        record: Record | None = None,
+    ) -> None:
         """Add the logged object `document` as one record to `builder`.
 
-        If `attempt` is None, the attempt is derived from the steps of the log. If the log has no steps, the step is the
-        number of the record among the records of its rank that contain a number.
+        `record` has the values of `document`, if the caller knows them. If `attempt` is None, the attempt is derived
+        from the steps of the log. If the log has no steps, the step is the number of the record among the records of
+        its rank that contain a number.
         """
         shape = self._shapes.of(document, self._names.version)
         if shape is not None and all(map(is_plain_number, document.values())):
             self._add_plain(shape, tuple(document.values()), builder, attempt)
         else:
-            self._add_any(document, builder, attempt)
+            self._add_any(record or self.record(document), builder, attempt)
 
     def _add_plain(self, shape: Shape, values: Sequence[float], builder: BlockBuilder, attempt: int | None) -> None:
         step = int(values[shape.step])
         self._update_last_step(step)
+        self._see_row(None, step)
         if attempt is None:
             epoch = None if shape.epoch is None else values[shape.epoch]
             value = values[shape.numbers[0][0]] if shape.numbers else None
@@ -172,19 +146,25 @@ class ObjectReader:
             value = values[place]
             builder.scalar(alias.name, value if alias.factor == 1.0 else alias.converted(value), alias.unit, labels)
 
-    def _add_any(self, document: Mapping[str, Any], builder: BlockBuilder, attempt: int | None) -> None:
+    def _add_any(self, record: Record, builder: BlockBuilder, attempt: int | None) -> None:
+        document = record.document
         for key, value in document.items():
             if key in self.keys or len(self.keys) < MAX_KEYS:
                 self.keys[key] = self.keys.get(key, 0) + (value is None)
-        record = _Record(document, evaluation_sets(document))
-        self._collect(document, "", record, 0)
-        step = self._step(record)
-        if step is None and self._numbers_rows and record.is_row():
+        step_key = self._step_key(record)
+        is_aside = self.choices.has_training and not is_training(record)
+        step = self._take_step(record, step_key)
+        if step is None and self.choices.numbers_rows and record.is_row():
             self.last_step = step = self._rows[record.rank] = self._rows.get(record.rank, 0) + 1
         if attempt is None:
             value = next((value for value in record.numbers.values() if isinstance(value, float)), None)
-            attempt = self._streams.attempt(record.rank, step, record.epoch(), record.writer, value)
+            # A row of an evaluation begins no attempt: its step may be that of a checkpoint, or an epoch.
+            counted = None if is_aside else step
+            attempt = self._streams.attempt(record.rank, counted, record.epoch(), record.writer, value)
         builder.record(step=step, rank=record.rank, ts=record.ts, origin=FROM_LOG, attempt=attempt)
+        self.has_advanced = False
+        if not is_aside and record.split not in EVALUATION_SPLITS and _LAST_ENTRY not in document and record.is_row():
+            self._see_row(record.rank, step)
         self.finished = self.finished or _LAST_ENTRY in document
         if record.event is not None:
             self._add_event(record.event, document, builder)
@@ -200,12 +180,28 @@ class ObjectReader:
                 json_text(document),
             )
         is_special = (
-            record.writer is not None
+            is_aside
+            or record.writer is not None
             or _UTILISATION in {named[0].name for _, named in added}
             or _LAST_ENTRY in document
+            or self.choices.loss in document
         )
-        if len(record.steps) == 1 and not is_special:
-            self._shapes.learn(document, record.steps[0][1], added)
+        if step_key is not None and len(record.counters) == 1 and not is_special:
+            self._shapes.learn(document, step_key, added)
+
+    def record(self, document: Mapping[str, Any]) -> Record:
+        """Return the values of the logged object `document`, divided by use."""
+        record = Record(document, evaluation_sets(document))
+        self._collect(document, "", record, 0)
+        return record
+
+    def choose(self, records: Sequence[Record], *, numbers_rows: bool, loss: str | None) -> None:
+        """Decide about the log, which begins with `records`; `choices.decide` describes the other arguments.
+
+        What an earlier import has decided remains.
+        """
+        found = decide([record for record in records if record.is_row()], numbers_rows=numbers_rows, loss=loss)
+        self.choices = found.after(self.choices)
 
     @property
     def are_writers_interleaved(self) -> bool:
@@ -239,7 +235,7 @@ class ObjectReader:
             faults.add(line, text)
         self.ambiguous.clear()
 
-    def _collect(self, document: Mapping[str, Any], path: str, record: _Record, depth: int) -> None:
+    def _collect(self, document: Mapping[str, Any], path: str, record: Record, depth: int) -> None:
         for name, value in document.items():
             key = f"{path}{name}"
             if value is None or len(record.numbers) >= MAX_NUMBERS:
@@ -249,7 +245,7 @@ class ObjectReader:
             if role is Role.VALUE or not self._take_role(role, key, value, record):
                 self._collect_value(key, value, record, depth)
 
-    def _collect_value(self, key: str, value: Any, record: _Record, depth: int) -> None:
+    def _collect_value(self, key: str, value: Any, record: Record, depth: int) -> None:
         found = number(value)
         if found is not None:
             record.numbers[key] = found
@@ -263,7 +259,7 @@ class ObjectReader:
             else:
                 self._collect_list(key, value, record, depth)
 
-    def _collect_list(self, key: str, items: Sequence[Any], record: _Record, depth: int) -> None:
+    def _collect_list(self, key: str, items: Sequence[Any], record: Record, depth: int) -> None:
         """Add the numbers of the list `items` to `record`.
 
         A list of numbers is added under `key`. If `items` contains objects or lists, the key of each number in
@@ -280,7 +276,7 @@ class ObjectReader:
         elif any(found is not None for found in numbers):
             record.omitted.append(key)
 
-    def _take_role(self, role: Role, key: str, value: Any, record: _Record) -> bool:
+    def _take_role(self, role: Role, key: str, value: Any, record: Record) -> bool:
         """Store `value` as the step, rank, time or other property that `role` selects.
 
         Return False if the value is not valid for that property. The caller then treats the value as an ordinary one.
@@ -291,8 +287,8 @@ class ObjectReader:
             case Role.STEP_OF_PLAN:
                 return isinstance(value, str) and record.take_step("step", value)
             case Role.PLAN:
-                record.planned = whole(value)
-                return record.planned is not None
+                record.plans[key] = whole(value)
+                return record.plans[key] is not None
             case Role.RANK:
                 rank = whole(value)
                 record.rank = rank if rank is not None and 0 <= rank < _LARGEST_RANK else record.rank
@@ -313,49 +309,110 @@ class ObjectReader:
                 return True
         return False
 
-    def _step(self, record: _Record) -> int | None:
-        """Return the step of `record`, or None if it has no step.
+    def _step_key(self, record: Record) -> str | None:
+        """Return the name of the counter that is the step of `record`, or None if the record has no step.
 
-        If several keys contain a step, only the first of them in the order of STEP_KEYS is used; the values of the
-        others are added to the numbers of the record. The planned number of steps is stored as a fact about the run.
+        The decision about the log gives the order of the counters; a counter that it does not contain is the last.
         """
-        record.steps.sort()
-        for _, key, value in record.steps[1:]:
-            record.numbers[key] = float(value)
-        if record.planned:
-            self.planned_steps = record.planned
-        if not record.steps:
+        choices = self.choices
+        if len(record.counters) == 1 and not record.plans and not choices.refused:
+            return next(iter(record.counters))
+        if EPOCH in choices.steps and (epoch := record.epoch()) is not None and epoch.is_integer():
+            record.counters.setdefault(EPOCH, int(epoch))
+        for key, value in record.plans.items():
+            if key in choices.steps and value is not None:
+                record.counters.setdefault(key, value)
+        allowed = [key for key in record.counters if key not in choices.refused]
+        if not allowed:
             return None
-        step = record.steps[0][2]
+        preferred = [key for key in choices.steps if key in allowed]
+        chosen = preferred[0] if preferred else min(allowed, key=step_rank)
+        if len(record.counters) > 1:
+            self._check(record, chosen)
+        return chosen
+
+    def _check(self, record: Record, chosen: str) -> None:
+        """Count a record that contradicts the choice of the step: the step falls and another counter rises."""
+        before = self._last.get(record.stream, {})
+        if record.counters[chosen] < before.get(chosen, 0):
+            rising = [key for key, value in record.counters.items() if value > before.get(key, value)]
+            self.contradictions.update(f"the step is {chosen}, but {key} rises where it falls" for key in rising[:1])
+        self._last[record.stream] = record.counters
+
+    def _take_step(self, record: Record, chosen: str | None) -> int | None:
+        """Return the value of the counter `chosen`, and add the other counters to the numbers of the record.
+
+        The planned number of steps is stored as a fact about the run.
+        """
+        for key, value in record.counters.items():
+            if key not in {chosen, EPOCH}:
+                record.numbers[key] = float(value)
+        is_plan = chosen is not None and chosen not in {BATCH, EPOCH} and not self.choices.is_within_epoch
+        own = record.plans.get(chosen or "") if is_plan else None
+        planned = own or next((total for key, total in record.plans.items() if key not in record.counters), None)
+        self.planned_steps = planned or self.planned_steps
+        if chosen is None:
+            return None
+        step = record.counters[chosen]
         self._update_last_step(step)
         return step
+
+    def _see_row(self, rank: int | None, step: int | None) -> None:
+        """Set `has_advanced` for a row of training."""
+        self.has_advanced = step is None or self._steps.get(rank) != step
+        self._steps[rank] = step
 
     def _update_last_step(self, step: int) -> None:
         self.last_step = step if self.last_step is None else max(step, self.last_step)
         if self.planned_steps and step >= self.planned_steps:
             self.finished = True
 
-    def _add_numbers(self, record: _Record, builder: BlockBuilder) -> list[tuple[str, Named]]:
+    def _add_numbers(self, record: Record, builder: BlockBuilder) -> list[tuple[str, Named]]:
         """Add all numbers of `record`, including numbers in text, as scalars. Return their keys and stored names."""
         taken: set[str] = set()
         added = []
-        for key, value in record.numbers.items():
+        self._unkept.update(record.omitted)
+        values: dict[str, Any] = {**record.numbers, **record.texts}
+        is_evaluation = record.split in EVALUATION_SPLITS or bool(record.sets)
+        for key, value in values.items():
             named = self._named(key, record, taken)
-            _add_scalars(key, value, named, builder)
+            found = self._from_text(key, value, named) if isinstance(value, str) else (named, value)
+            if found is None:
+                continue
+            named, numbers = found
+            if self._refuses(named[0].name):
+                self._unkept[key] += 1
+                continue
+            _add_scalars(key, numbers, named, builder)
+            if key == self.choices.loss and not isinstance(numbers, list) and not is_evaluation:
+                builder.scalar(LOSS, named[0].converted(numbers), None, canonical_labels({SOURCE_NAME: key}))
             taken.add(named[0].name)
             added.append((key, named))
-        for key, text in record.texts.items():
-            named = self._named(key, record, taken)
-            if named[0].unit not in _COUNTS and is_ambiguous(text):
-                self.ambiguous.append(f"{key}: {clean_text(text)} may have a decimal comma and is not stored")
-            elif (read := _number_in_text(text, named[0])) is not None:
-                alias, found = read
-                builder.scalar(alias.name, alias.converted(found), alias.unit, alias.labels(key))
-                taken.add(alias.name)
-                added.append((key, named))
         return added
 
-    def _named(self, key: str, record: _Record, taken: set[str]) -> Named:
+    def _from_text(self, key: str, text: str, named: Named) -> tuple[Named, float] | None:
+        """Return the stored name of `key` and the number in `text`; None if the text is no number or does not fit."""
+        if named[0].unit not in _COUNTS and is_ambiguous(text):
+            self.ambiguous.append(f"{key}: {clean_text(text)} may have a decimal comma and is not stored")
+            return None
+        read = _number_in_text(text, named[0])
+        if read is None:
+            self._unkept.update([key] if quantity(text) or seconds(text) is not None else [])
+            return None
+        return (read[0], _labels(read[0], key)), read[1]
+
+    def _refuses(self, name: str) -> bool:
+        """Return whether a scalar with the stored name `name` is counted and not stored."""
+        if name == LOSS and self.choices.loss is not None:
+            self.contradictions[f"the loss is {self.choices.loss}, but later records have another loss"] += 1
+            return True
+        if name not in self._stored:
+            if len(self._stored) >= MAX_NAMES:
+                return True
+            self._stored.add(name)
+        return False
+
+    def _named(self, key: str, record: Record, taken: set[str]) -> Named:
         if _LAST_ENTRY in record.document and _AVERAGE.fullmatch(key):
             return own_name(key)
         if record.sets and (named := name_in_set(key, record.sets)):
@@ -373,11 +430,9 @@ class ObjectReader:
         builder.event(found.type, found.severity, clean_text(name), json_text(details))
 
 
-def has_step(document: Mapping[str, Any]) -> bool:
-    """Return whether the logged object `document` contains a step."""
-    record = _Record(document, ())
-    ObjectReader()._collect(document, "", record, 0)  # noqa: SLF001 - a function of this module
-    return bool(record.steps)
+@functools.lru_cache(maxsize=4096)
+def _labels(alias: Alias, key: str) -> str | None:
+    return alias.labels(key)
 
 
 def _add_scalars(key: str, value: float | list[float | None], named: Named, builder: BlockBuilder) -> None:
@@ -401,6 +456,7 @@ def _add_scalars(key: str, value: float | list[float | None], named: Named, buil
 
 
 def _number_in_text(text: str, alias: Alias) -> tuple[Alias, float] | None:
+    """Return the number in `text` and the quantity `alias` in the unit of the text; None if the text does not fit."""
     if alias.unit == "seconds" and alias.factor == 1.0 and (duration := seconds(text)) is not None:
         return alias, duration
     found = quantity(text)
@@ -409,8 +465,22 @@ def _number_in_text(text: str, alias: Alias) -> tuple[Alias, float] | None:
     value, unit = found
     if unit is None:
         return alias, value
+    if unit in MULTIPLES and (unit != "B" or alias.unit in _COUNTS):
+        return _multiplied(value, MULTIPLES[unit], alias)
     # A unit after the number of an unknown key may mean anything: "7b" is the size of a model.
     known = UNITS.get(unit.lower())
     if known is None or alias.unit is None or known.name != alias.unit:
         return None
     return in_unit(alias, unit), value
+
+
+def _multiplied(value: float, power: int, alias: Alias) -> tuple[Alias, float]:
+    """Return `value` times a power of 1000, or of 1024 for memory in MiB or GiB, as a value of the quantity `alias`.
+
+    The letter alone is the unit of bytes and of TFLOP/s: `8.86G` is 8.86 GB, and `131.7T` is 131.7 TFLOP/s.
+    """
+    is_binary = (alias.source_unit or "").endswith("iB")
+    factor = 1024.0**power if is_binary else 1000.0**power
+    if alias.unit == "bytes":
+        return in_unit(Alias(alias.name), "bytes"), value * factor
+    return alias, value * (1000.0 ** (power - 4) if alias.unit == "TFLOP/s" else factor)

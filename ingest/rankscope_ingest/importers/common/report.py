@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from typing import Final
 
 from rankscope_ingest.importers.common.importer import Fault
 from rankscope_ingest.importers.common.log_identity import KnownImport
+
+_SHOWN_NAMES: Final = 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,16 @@ class ImportReport:
     """True if the log was not read, because it has not changed since its last import."""
     is_replacement: bool = False
     """True if the last import from this path read another log. That log was rotated or truncated since then."""
+
+
+def unkept_notes(unkept: Counter[str]) -> list[str]:
+    """Return a message with the names of the numbers that are not stored, and how many each name has.
+
+    Return an empty list if all numbers are stored. The names are sorted by their numbers of values.
+    """
+    shown = [f"{name} ({count:,})" for name, count in unkept.most_common(_SHOWN_NAMES)]
+    more = len(unkept) - len(shown)
+    return [f"not kept: {', '.join(shown)}{f' and {more:,} more' if more else ''}"] if shown else []
 
 
 def overlap_notes(overlap: KnownImport | None) -> list[str]:

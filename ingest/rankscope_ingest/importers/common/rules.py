@@ -18,13 +18,19 @@ import pyarrow.compute as pc
 from rankscope_contract.model.events import EventType
 from rankscope_contract.model.kinds import JUDGED_OPS, VALUE_OPS
 from rankscope_contract.rules import AnomalyRule
+from rankscope_contract.rules.defaults import DEFAULT_RULES
 from rankscope_contract.rules.reference import SeriesEvaluator
 from rankscope_ingest.base.tables import table_schema
+from rankscope_ingest.importers.common.curve_rules import CURVE_RULES, CurveEvaluator, CurveRule
 
 _SERIES: Final = ("rank", "attempt", "vpp_stage", "micro_step", "kind", "tensor", "index", "call_seq")
 _SCALAR_SERIES: Final = ("rank", "attempt", "name", "labels")
 _PLACE: Final = ("run", "attempt", "rank", "incarnation", "seq", "ordinal", "step", "micro_step", "ts", "ts_origin")
 _COUNTS: Final = ("nans", "infs")
+
+
+IMPORT_RULES: Final = (*DEFAULT_RULES, *CURVE_RULES)
+"""The rules that apply to imported logs if the user configures none."""
 
 
 class RuleEvaluator:
@@ -34,9 +40,15 @@ class RuleEvaluator:
     """
 
     def __init__(self, rules: Sequence[AnomalyRule]) -> None:
-        self._rules = tuple(rules)
+        self._rules = tuple(rule for rule in rules if not isinstance(rule, CurveRule))
+        self._curve_rules = tuple(rule for rule in rules if isinstance(rule, CurveRule))
+        self._curves = CurveEvaluator(self._curve_rules)
         self._series: dict[tuple[Any, ...], tuple[SeriesEvaluator, ...]] = {}
         self._scalar_series: dict[tuple[Any, ...], SeriesEvaluator] = {}
+
+    def learns_from(self, tables: Mapping[str, pa.Table]) -> bool:
+        """Return whether later firings depend on the rows of `tables`, also if these rows are already stored."""
+        return "tensor_stats" in tables or ("scalars" in tables and bool(self._curve_rules))
 
     def evaluate(self, tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
         """Return `tables` with baselines in `tensor_stats`, and with one additional anomaly event per firing.
@@ -47,6 +59,7 @@ class RuleEvaluator:
         events = []
         if "scalars" in tables:
             events += self._scalars(tables["scalars"])
+            events += self._curve_events(tables)
         if "tensor_stats" in tables:
             evaluated["tensor_stats"], found = self._tensors(tables["tensor_stats"])
             events += found
@@ -54,6 +67,19 @@ class RuleEvaluator:
             events = [evaluated["events"], *events] if "events" in evaluated else events
             evaluated["events"] = pa.concat_tables([table.cast(table_schema("events")) for table in events])
         return evaluated
+
+    def _curve_events(self, tables: Mapping[str, pa.Table]) -> list[pa.Table]:
+        found = []
+        for firing in self._curves.evaluate(tables):
+            rows = tables["scalars"].take(pa.array(firing.rows))
+            names, values = (rows.column(name).to_pylist() for name in ("name", "value"))
+            message = [
+                f"{firing.rule.name}: {name} is {value:.6g}, the median before it is {median:.6g}"
+                for name, value, median in zip(names, values, firing.medians.tolist(), strict=True)
+            ]
+            columns = {"op": pa.array(names), "value": pa.array(values), "baseline": pa.array(firing.medians)}
+            found.append(_events(rows, firing.rule, columns | {"message": pa.array(message)}))
+        return found
 
     def _scalars(self, table: pa.Table) -> list[pa.Table]:
         names = table.column("name").cast(pa.string())

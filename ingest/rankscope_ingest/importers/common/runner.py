@@ -5,6 +5,7 @@ A record is identified by its number within its source, such as a file or a rank
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections import defaultdict
@@ -17,10 +18,11 @@ import pyarrow.compute as pc
 
 from rankscope_contract.model.events import EventType, RunState, Severity
 from rankscope_contract.rules import AnomalyRule
-from rankscope_contract.rules.defaults import DEFAULT_RULES
 from rankscope_contract.security.redaction import redacted_json
+from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.base.tables import FROM_INGEST, rows_table, table_schema
 from rankscope_ingest.importers.common.branches import StoredScalars, branch_of, without_beginning
+from rankscope_ingest.importers.common.choices import Choices
 from rankscope_ingest.importers.common.importer import (
     DependsOnAge,
     Faults,
@@ -45,8 +47,8 @@ from rankscope_ingest.importers.common.log_identity import (
     stream_of,
 )
 from rankscope_ingest.importers.common.numbering import Numbering
-from rankscope_ingest.importers.common.report import ImportReport, overlap_notes, unchanged_report
-from rankscope_ingest.importers.common.rules import RuleEvaluator
+from rankscope_ingest.importers.common.report import ImportReport, overlap_notes, unchanged_report, unkept_notes
+from rankscope_ingest.importers.common.rules import IMPORT_RULES, RuleEvaluator
 from rankscope_storage.api.store import Batch, Commit
 
 BATCH_RECORDS: Final = 20_000
@@ -74,9 +76,10 @@ def import_records(
     run: str,
     progress: Progress | None = None,
     known: Sequence[KnownImport] | None = None,
-    rules: Sequence[AnomalyRule] = DEFAULT_RULES,
+    rules: Sequence[AnomalyRule] = IMPORT_RULES,
     is_live: bool = False,
     stored: StoredScalars | None = None,
+    loss: str | None = None,
 ) -> ImportReport:
     """Import the log at `path` into the store as the run `run`. Raises IngestError if the log cannot be read.
 
@@ -84,18 +87,21 @@ def import_records(
     restart in another file becomes another attempt, and the import is stored as an event. `progress` is called with the
     number of bytes read. `rules` are applied to the new rows. With `is_live`, ranks of the run have reported data: the
     log is kept apart from these data, and changes neither the run nor its attempts. With `stored`, a log that differs
-    from an imported log after a common beginning is recognized.
+    from an imported log after a common beginning is recognized. `loss` is the name of the quantity in the log that is
+    stored as the loss, too.
     """
     fingerprint = None if known is None else _fingerprint(path, importer)
     unchanged = (log for log in known or () if _is_unchanged(path, importer, fingerprint, log))
     if (last := next(unchanged, None)) is not None:
+        _check_loss(path, last, loss)
         return unchanged_report(run, last)
-    faults = Faults()
-    source = _source(path, run, importer, known or (), stored)
+    source = source_of(path, run, importer, known or (), stored)
+    _check_loss(path, source.before, loss)
+    faults = Faults(choices=None if source.before is None else source.before.choices, loss=loss)
     others = tuple(log for log in known or () if log.kind == importer.name and log.incarnation != source.incarnation)
     intake = _Intake(path, run, importer.name, source, others, appender, RuleEvaluator(rules), is_live)
     rows_stored = 0
-    with readable(path):
+    with errors_about(path), readable(path):
         for batch in intake.batches(importer.read(path, faults), faults, progress):
             rows_stored += sum(appender.append(batch).rows.values())
         if progress:
@@ -104,6 +110,31 @@ def import_records(
     if (intake.records or intake.facts) and (rows_stored or note is None or note != source.before):
         appender.append(intake.dimensions(note))
     return _report(intake, faults, rows_stored)
+
+
+def _check_loss(path: Path, before: KnownImport | None, loss: str | None) -> None:
+    """Raise IngestError if the user has chosen `loss` for a log that is stored with another loss."""
+    if before is None or before.choices is None or loss is None:
+        return
+    with errors_about(path):
+        Choices.from_json(before.choices).check_loss(loss)
+
+
+@contextlib.contextmanager
+def errors_about(path: Path) -> Iterator[None]:
+    """Add the path of the log to an IngestError that does not contain it."""
+    try:
+        yield
+    except IngestError as error:
+        if str(path) in str(error):
+            raise
+        raise IngestError(f"{path}: {error}") from error
+
+
+def _step_notes(before: KnownImport | None, faults: Faults) -> list[str]:
+    if before is None or before.choices is None or faults.choices is None:
+        return []
+    return Choices.from_json(faults.choices).step_notes(Choices.from_json(before.choices))
 
 
 def _report(intake: _Intake, faults: Faults, rows_stored: int) -> ImportReport:
@@ -116,7 +147,12 @@ def _report(intake: _Intake, faults: Faults, rows_stored: int) -> ImportReport:
         last_step=intake.extents.last_step,
         malformed=faults.count,
         faults=tuple(faults.first),
-        notes=(*faults.notes, *overlap_notes(intake.overlap)),
+        notes=(
+            *faults.notes,
+            *_step_notes(source.before, faults),
+            *unkept_notes(faults.unkept),
+            *overlap_notes(intake.overlap),
+        ),
         passed_over=faults.passed_over,
         anomalies=intake.anomalies,
         attempts=len(intake.extents.by_attempt),
@@ -131,9 +167,10 @@ def _report(intake: _Intake, faults: Faults, rows_stored: int) -> ImportReport:
     )
 
 
-def _source(
+def source_of(
     path: Path, run: str, importer: Importer, known: Sequence[KnownImport], stored: StoredScalars | None
 ) -> Source:
+    """Return the identity of the log at `path`; `import_records` describes the arguments."""
     with readable(path):
         identity = importer.identity(path) if isinstance(importer, KnownByContent) else None
     source = identify(path, run, known, identity)
@@ -223,6 +260,7 @@ class _Intake:
             imported_from=self.imported_from,
             fingerprint=fingerprint,
             begins_at=self.source.begins_at,
+            choices=faults.choices,
         )
 
     def dimensions(self, note: KnownImport | None) -> Batch:
@@ -295,8 +333,8 @@ class _Intake:
             self.overlap = overlapping(tables, self.others, self.attempt)
         tables = {name: _moved(table, self.attempt or 0) for name, table in tables.items()}
         self.extents.add(tables)
-        if is_stored and "tensor_stats" not in tables:
-            return {}  # these rows contribute to no baseline
+        if is_stored and not self.evaluator.learns_from(tables):
+            return {}
         evaluated = self.evaluator.evaluate(tables)
         if is_stored:
             return {}

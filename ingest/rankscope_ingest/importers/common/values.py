@@ -53,6 +53,9 @@ NUMBER: Final = (
 )
 """A regular expression for a number in text, with or without thousands separators. NaN and Inf match in any case."""
 
+MULTIPLES: Final = {"k": 1, "K": 1, "M": 2, "G": 3, "B": 3, "T": 4}
+"""Suffixes of a number that multiply it by a power of 1000. The value is the exponent. `B` is also the unit byte."""
+
 _MAX_CHARACTERS: Final = 64
 _UNIT: Final = r"\s*(?P<unit>%|[a-zµ][a-z/]*)?"
 _QUANTITY: Final = re.compile(rf"(?P<number>{NUMBER}|[-+]?\d+,\d+(?:e[-+]?\d+)?){_UNIT}", re.IGNORECASE)
@@ -108,6 +111,16 @@ def quantity(text: str) -> tuple[float, str | None] | None:
         else:
             return None
     return float(digits), found["unit"]
+
+
+def plain(text: str) -> int | float | str:
+    """Return text that is a number without unit and separators as a number, and any other text unchanged."""
+    if len(text) > _MAX_CHARACTERS or "_" in text:
+        return text
+    try:
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        return text
 
 
 def is_ambiguous(text: str) -> bool:

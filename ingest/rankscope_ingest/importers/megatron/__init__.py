@@ -56,6 +56,8 @@ from rankscope_ingest.importers.megatron.rows import (
 CHUNK_BYTES: Final = 8 << 20
 
 _HEAD: Final = re.compile(HEAD_PATTERN.encode())
+_OF_EPOCH: Final = re.compile(HEAD_PATTERN.encode() + rb"[^\n]*\bglobal_step\b")
+"""A regular expression for a row whose iteration is the one within an epoch, as NeMo 2 prints it."""
 _ARGUMENTS: Final = re.compile(rb"^ +\w+ \.{3,} \S", re.MULTILINE)
 _SEARCHED_BYTES: Final = 16 << 20
 _PROBE_BYTES: Final = 4096
@@ -82,8 +84,10 @@ class MegatronText:
 
         A long list of arguments may precede the first row, so up to 16 MiB are searched.
         """
-        rows = len(_HEAD.findall(clean_bytes(head)))
-        if rows:
+        cleaned = clean_bytes(head)
+        if _OF_EPOCH.search(cleaned):
+            return NOT_MINE
+        if rows := len(_HEAD.findall(cleaned)):
             return Detection(0.95, f"{rows} of its first lines are rows `iteration N/ M | …`")
         if path.is_dir() or not (_ARGUMENTS.search(head) or b"megatron" in head.lower()):
             return NOT_MINE

@@ -16,6 +16,7 @@ from typing import Any, Final
 from rankscope_contract.model.events import EventType, ExitReason, RunState, Severity
 from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.importers.common.aliases import canonical, printable
+from rankscope_ingest.importers.common.failures import LABELS, failure_event
 from rankscope_ingest.importers.common.importer import ImportedRun
 from rankscope_ingest.importers.megatron.rows import TIME_PATTERN, Meaning, micros, number, printer, split_part
 
@@ -60,33 +61,7 @@ _DONE: Final = re.compile(rf"\[(?P<phase>[^\[\]]{{1,80}})\] datetime: (?P<time>{
 _WORLD: Final = re.compile(r"world size: (?P<size>\d{1,9})")
 _ARGUMENT: Final = re.compile(r"^(?P<name>[A-Za-z]\w{0,80}) \.{3,} (?P<value>.*)$")
 _EXITING: Final = re.compile(r"exiting program (?:at|after) ?(?:iteration +(?P<step>\d{1,18}))?")
-_LABELS: Final = re.compile(
-    r"^(?:\[[^\[\]|]{1,120}\]:[ \t]*"  # torch prints no space: `[rank3]:[E501 …`
-    r"|(?:[\w.-]{1,80}:(?=[ \t]+(?:\(|time|\[|val|sav|succ|load))|\d{1,9}:)[ \t]+)+"
-)
 _SECRET: Final = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
-
-_ERRORS: Final[tuple[tuple[str, re.Pattern[str]], ...]] = (
-    ("cancelled", re.compile(r"CANCELLED AT|DUE TO TIME LIMIT|Job step aborted|scancel")),
-    ("out_of_memory", re.compile(r"CUDA out of memory|OutOfMemoryError|oom-kill|Out of memory:")),
-    ("rendezvous", re.compile(r"[Rr]endezvous\w*(?:Error|Timeout| failed| timed out)")),
-    ("nccl", re.compile(r"NCCL (?:WARN|ERROR|error)|DistBackendError|ProcessGroupNCCL.*(?:timeout|Watchdog|abort)"
-                        r"|[Ww]atchdog caught|NCCL communicator was aborted"
-                        r"|ncclSystemError|ncclRemoteError|ncclInternalError")),
-    ("cudnn", re.compile(r"cuDNN error|CUDNN_STATUS_(?!SUCCESS)")),
-    ("cuda", re.compile(r"CUDA error|CUBLAS_STATUS_(?!SUCCESS)|device-side assert|Xid \(")),
-    ("signal", re.compile(r"SIGTERM|SIGINT|SIGKILL|SIGABRT|SIGSEGV|Killing subprocess|[Kk]illed by signal|got signal"
-                          r"|task \d+: Killed|^Killed$")),
-    ("segmentation_fault", re.compile(r"[Ss]egmentation fault|core dumped")),
-    ("no_space", re.compile(r"No space left on device")),
-    ("permission", re.compile(r"PermissionError|Permission denied")),
-    ("file_not_found", re.compile(r"FileNotFoundError|No such file or directory")),
-    ("connection", re.compile(r"Connection(?:Refused|Reset)Error|Connection (?:refused|reset)")),
-    ("timed_out", re.compile(r"TimeoutError|[Tt]imed out")),
-    ("exception", re.compile(r"Traceback \(most recent call last\)|^[A-Za-z_][\w.]*(?:Error|Exception)(?::|$)")),
-)  # fmt: skip
-_STOPPING: Final = frozenset({"cancelled", "signal"})
-"""Names of exception classes which mean that a user or the scheduler stopped the run, so that the run did not fail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +107,7 @@ class Companions:
         A line is known if it has the form of a line that Megatron prints, or if it reports an error.
         """
         text = line.strip()
-        label = _LABELS.match(text)
+        label = LABELS.match(text)
         bare = text[label.end() :] if label and "[Rank" not in label[0] else text
         if self._across and (found := self._timer_line(bare, line)) is not None:
             return found, True
@@ -275,16 +250,13 @@ class Companions:
         return [Companion(events=(event,), step=_whole(found["step"]), once=("exit",))]
 
     def _error(self, text: str, rank: int | None) -> list[Companion]:
-        error = next((name for name, pattern in _ERRORS if pattern.search(text)), None)
-        if error is None:
+        found = failure_event(text, is_certain=False)
+        if found is None:
             return []
-        is_stop = error in _STOPPING
+        event, ending = found
         # A failure makes the scheduler cancel other ranks, and cancelled ranks print failures: the first is the cause.
-        if self.ending is None:
-            self.ending = (RunState.STOPPED if is_stop else RunState.FAILED, f"{error}: {printable(text)}")
-        severity = Severity.WARNING if is_stop else Severity.CRITICAL
-        event = _event(EventType.ERROR, text, op=error, severity=severity)
-        return [Companion(events=(event,), rank=rank, once=("error", error, rank))]
+        self.ending = self.ending or ending
+        return [Companion(events=(event,), rank=rank, once=("error", event["op"], rank))]
 
 
 def _event(type: str, text: str, *, severity: str = Severity.INFO, **columns: Any) -> dict[str, Any]:  # noqa: A002 - column

@@ -1,0 +1,229 @@
+"""Decide over the first records of a log which counter is the step, and which quantity is the loss.
+
+The decision is stored with the import and is kept when the log grows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final, Protocol
+
+from rankscope_ingest.base.errors import IngestError
+from rankscope_ingest.importers.common.aliases import canonical
+from rankscope_ingest.importers.common.keys import BATCH, EPOCH, EVALUATION_SPLITS, Role, role_of, step_rank
+
+MAX_RECORDS: Final = 2_000
+MAX_BYTES: Final = 1 << 20
+
+LOSS: Final = "loss"
+AVERAGE: Final = "_average"
+"""The end of the name of an average that a line shows behind a value, as in `2.04 (2.24)`."""
+_SHOWN_NAMES: Final = 20
+_FEWEST: Final = 3  # a counter that has the same value in so many records does not count steps
+_TRAINING: Final = {
+    LOSS, "learning_rate", "grad_norm", "loss_scale", "step_seconds", "samples_per_second", "tokens_per_second",
+    "tokens_per_second_per_gpu", "tflops_per_gpu",
+}  # fmt: skip
+"""Stored names of quantities that a row of training has. A row without any of them is an evaluation or a summary."""
+
+_LOSS_WORDS: Final = {
+    "batch": "", "iter": "",
+    "step": "Lightning train_loss_step, diffusers step_loss",
+    "total": "detectron2 total_loss", "tot": "icefall tot_loss", "sum": "", "overall": "",
+    "avr": "sd-scripts avr_loss", "avg": "", "average": "", "mean": "", "running": "", "smooth": "", "smoothed": "",
+    "train": "torchrec loss/train/total", "training": "", "reduced": "NeMo reduced_train_loss",
+    "cross": "OLMo train/CrossEntropyLoss", "entropy": "", "ce": "", "xent": "", "nll": "", "lm": "", "language": "",
+    "model": "", "mlm": "", "clm": "", "sft": "",
+}  # fmt: skip
+"""The words that may occur with `loss` in the name of the training loss, each with a tool that prints it.
+
+Any other word, such as `bbox`, `balance` or `val`, names a part of a sum or an evaluation.
+"""
+
+_WORDS: Final = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """The decision about one log."""
+
+    steps: tuple[str, ...] = ()
+    """The counters that may be the step, in descending priority."""
+    refused: tuple[str, ...] = ()
+    """The counters that are not the step, because they begin again while another counter rises."""
+    is_within_epoch: bool = False
+    """True if the step begins again with each epoch."""
+    numbers_rows: bool = False
+    """True if the number of a record is its step."""
+    has_training: bool = False
+    """True if the log has rows of training. Rows of an evaluation then begin no attempt."""
+    loss: str | None = None
+    """Name of the quantity that is stored as the loss, too. None if the log has a loss or no suitable quantity."""
+    losses: tuple[str, ...] = ()
+    """The quantities among which no loss could be chosen."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the decision as an object for the details of the import event."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(document: Mapping[str, Any]) -> Choices:
+        """Return the decision that `to_json` has written. Fields of a later release are ignored."""
+        known: dict[str, Any] = {name: document[name] for name in Choices.__dataclass_fields__ if name in document}
+        for name in known.keys() & {"steps", "refused", "losses"}:
+            known[name] = tuple(known[name])
+        return Choices(**known)
+
+    def after(self, before: Choices) -> Choices:
+        """Return the decision `before` of an earlier import of the log, and its missing parts from this decision.
+
+        The number of a record is no longer its step if the log has grown and its first records now have a counter.
+        """
+        kept = before if before.steps or (before.numbers_rows and self.numbers_rows) else self
+        loss = before.loss or self.loss
+        has_training = before.has_training or self.has_training
+        return dataclasses.replace(kept, has_training=has_training, loss=loss, losses=() if loss else self.losses)
+
+    def check_loss(self, name: str) -> None:
+        """Raise IngestError if the user has chosen `name` as the loss and this stored decision has another loss."""
+        is_decided = self.has_training or self.loss is not None or bool(self.losses)
+        if is_decided and self.loss != (None if _is_stored_as_loss(name) else name):
+            current = f"its loss is {self.loss}" if self.loss else f"without {name} as its loss"
+            raise IngestError(f"the log was imported before, {current}: `--reimport --loss {name}` imports it again")
+
+    def step_notes(self, before: Choices) -> list[str]:
+        """Return a message if the stored decision `before` used the number of a record as its step, and this does not.
+
+        Return an empty list otherwise.
+        """
+        if not before.numbers_rows or self.numbers_rows:
+            return []
+        return [
+            "the stored step was the number of a record, but later records have a counter: --reimport decides again"
+        ]
+
+    def note(self) -> str | None:
+        """Return a message to the user about the choice of the loss; None if there was nothing to choose."""
+        if self.loss is not None:
+            return f"{LOSS} is {self.loss}"
+        names = ", ".join(self.losses)
+        return f"no loss was chosen among {names}: name one with --reimport --loss NAME" if names else None
+
+
+class Sampled(Protocol):
+    """A record of the log, as the decision needs it."""
+
+    split: str | None
+
+    @property
+    def stream(self) -> tuple[Any, ...]:
+        """The rank and the writer of the record."""
+
+    def candidates(self) -> Mapping[str, int]:
+        """Return the values of the counters, and of plans that may be counters, by name."""
+
+    def epoch(self) -> float | None:
+        """Return the epoch of the record, or None if it has none."""
+
+    def quantities(self) -> Iterable[str]:
+        """Return the names of the numbers of the record."""
+
+
+def decide(records: Sequence[Sampled], *, numbers_rows: bool, loss: str | None = None) -> Choices:
+    """Return the decision for a log that begins with `records`.
+
+    With `numbers_rows`, the number of a record is its step if the records have no counter. `loss` is the name that the
+    user has chosen as the loss. Raises IngestError if the records have no quantity with this name.
+    """
+    if loss is not None:
+        _check_name(loss, records)
+    training = [record for record in records if is_training(record)]
+    rows = training or records
+    steps, refused, is_within_epoch = _steps(rows)
+    found = {name for record in rows for name in record.quantities()}
+    losses = (name for name in found if is_loss_name(name))
+    candidates = tuple(sorted(name for name in losses if name.removesuffix(AVERAGE) not in found - {name}))
+    has_loss = any(canonical(name).name == LOSS for name in found) if loss is None else _is_stored_as_loss(loss)
+    chosen = None if has_loss or not records else loss or (candidates[0] if len(candidates) == 1 else None)
+    return Choices(
+        steps=steps,
+        refused=refused,
+        is_within_epoch=is_within_epoch,
+        numbers_rows=numbers_rows and not steps and not any(record.candidates() for record in records),
+        has_training=bool(training),
+        loss=chosen,
+        losses=() if has_loss or chosen else candidates,
+    )
+
+
+def _is_stored_as_loss(name: str) -> bool:
+    return canonical(name).name == LOSS
+
+
+def _check_name(loss: str, records: Sequence[Sampled]) -> None:
+    names = {name for record in records for name in record.quantities()}
+    if records and loss not in names:
+        shown = ", ".join(sorted(names)[:_SHOWN_NAMES]) or "none"
+        more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+        raise IngestError(f"no quantity in the first {len(records):,} records is named {loss}; names: {shown}{more}")
+
+
+def is_training(record: Sampled) -> bool:
+    """Return whether `record` is a row of training, and not of an evaluation."""
+    return record.split not in EVALUATION_SPLITS and any(map(_is_of_training, record.quantities()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_of_training(name: str) -> bool:
+    return canonical(name).name in _TRAINING or is_loss_name(name)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_loss_name(name: str) -> bool:
+    """Return whether `name`, which is not stored as `loss`, is a name of the training loss: `total_loss` and others."""
+    words = [word.lower() for word in _WORDS.findall(name)]
+    is_loss = LOSS in words and all(word in _LOSS_WORDS for word in words if word != LOSS)
+    return is_loss and canonical(name).name != LOSS and len(name) <= 64
+
+
+def _steps(records: Sequence[Sampled]) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
+    """Return the counters that may be the step, those that are not, and whether the steps begin again with each epoch.
+
+    A counter that falls while another one rises is not the step, and neither is one that begins again with each epoch
+    if another one does not. If all counters fall together, it is a restart.
+    """
+    values: dict[str, list[int]] = defaultdict(list)
+    falls: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # while another counter rises; in a later epoch
+    last: dict[tuple[Any, ...], tuple[Mapping[str, int], float | None]] = {}
+    for record in records:
+        counters, epoch = record.candidates(), record.epoch()
+        for key, value in counters.items():
+            before, epoch_before = last.get((*record.stream, key), ({}, None))
+            values[key].append(value)
+            if value < before.get(key, value):
+                rises = any(other > before.get(name, other) for name, other in counters.items())
+                is_later = epoch is not None and epoch_before is not None and epoch > epoch_before
+                falls[key][0 if rises else 1] += rises or is_later
+            last[(*record.stream, key)] = (counters, epoch)
+    told = {key for key in values if role_of(key) is Role.STEP}
+    moving = {key for key, found in values.items() if len(set(found)) > 1 or (key in told and len(found) < _FEWEST)}
+    moving = moving or told - {BATCH}
+    if not moving:
+        return ((EPOCH,) if _are_epochs_steps(records) else ()), (), False
+    best = min(tuple(falls[key]) for key in moving)
+    ordered = sorted(moving, key=lambda key: (step_rank(key), key))
+    steps = tuple(key for key in ordered if tuple(falls[key]) == best)
+    return steps, tuple(sorted(set(values) - set(steps))), best != (0, 0)
+
+
+def _are_epochs_steps(records: Sequence[Sampled]) -> bool:
+    """Return whether most records have another epoch than the record before, so that the epoch counts the records."""
+    epochs = [epoch for record in records if (epoch := record.epoch()) is not None]
+    changes = sum(later != earlier for earlier, later in pairwise(epochs))
+    return bool(epochs) and all(epoch.is_integer() for epoch in epochs) and 2 * changes >= len(epochs) - 1

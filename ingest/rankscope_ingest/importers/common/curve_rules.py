@@ -1,0 +1,212 @@
+"""Rules for the curves of a log: spikes of the loss and of the gradient norm, and steps that become slow.
+
+A rule compares each value with the running median of the values before it, for all rows of a table together. Rules that
+ranks evaluate too are in `rankscope_contract`; rules with a median would need a history of each series on the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope_contract.model.events import EventType
+from rankscope_contract.rules import AnomalyRule
+
+Numbers = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+Integers = npt.NDArray[np.int64]
+
+_SERIES: Final = ("rank", "attempt", "name", "labels")
+_PAUSES: Final = (EventType.EVALUATION.value, EventType.CHECKPOINT.value)
+_BATCH_ROWS: Final = 10_000
+_LOGARITHMIC_SHARE: Final = 0.75
+_TINY: Final = float(np.finfo(np.float64).tiny)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveRule(AnomalyRule):
+    """Fires for a value above `ratio` times the median of the last `rows` values, if nine tenths of them are positive.
+
+    The value must also exceed the median by `deviations` median absolute deviations, and in a logarithmic scale by
+    three quarters of that number: where values often reach multiples of the median, a multiple is not an anomaly. The
+    rule fires once, at the row that completes `in_a_row` such rows. Values of `names` are judged as they are, values
+    of `rates`, such as tokens per second, by their reciprocal. With `skips_pauses`, rows next to an evaluation or a
+    checkpoint do not count.
+    """
+
+    ratio: float
+    rows: int
+    names: tuple[str, ...]
+    rates: tuple[str, ...] = ()
+    deviations: float = 0.0
+    in_a_row: int = 1
+    skips_pauses: bool = False
+
+    def judges(self, kind: str | None, op: str) -> bool:  # noqa: ARG002 - the signature of every rule
+        """Return False: the rule needs the history of a series, which evaluators of single values do not have."""
+        return False
+
+    def limit(self) -> float | None:
+        """Return the ratio."""
+        return self.ratio
+
+
+CURVE_RULES: Final = (
+    CurveRule(name="LossSpike", ratio=4.0, rows=50, deviations=8.0, names=("loss",)),
+    CurveRule(name="GradNormSpike", ratio=30.0, rows=50, deviations=8.0, names=("grad_norm",)),
+    CurveRule(
+        name="SlowSteps",
+        ratio=2.7,
+        rows=10,
+        in_a_row=3,
+        deviations=3.0,
+        skips_pauses=True,
+        names=("step_seconds",),
+        rates=("tokens_per_second", "tokens_per_second_per_gpu", "samples_per_second"),
+    ),
+)
+"""The rules that apply to the curves of imported logs, in addition to those of ranks, if the user configures none."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurveFiring:
+    """Firings of one rule: row numbers of the table, and the median before each of these rows."""
+
+    rule: CurveRule
+    rows: Integers
+    medians: Numbers
+
+
+@dataclass(slots=True)
+class _Curve:
+    """The last finite values of one series, and how its last rows compared with the rule."""
+
+    values: Numbers = field(default_factory=lambda: np.empty(0))
+    above: int = 0  # number of rows above the limit, up to the last row
+    seq: int = -1
+
+    def firings(self, rule: CurveRule, values: Numbers, seqs: Integers, pauses: Integers) -> tuple[Integers, Numbers]:
+        """Return the positions in `values` at which `rule` fires, and the medians before them; then add the values."""
+        missing = max(0, rule.rows - len(self.values))
+        history = np.concatenate([self.values, values])
+        previous = np.append(self.seq, seqs[:-1])
+        is_above, medians = np.zeros(len(values), np.bool_), np.full(len(values), np.nan)
+        if len(history) > rule.rows:
+            windows = np.lib.stride_tricks.sliding_window_view(history[:-1], rule.rows)
+            judged = values[missing:]
+            # The median is not below the lowest value: few rows need a median.
+            for rows in _batches(np.flatnonzero(judged >= rule.ratio * _lowest(history[:-1], rule.rows))):
+                is_above[missing + rows], medians[missing + rows] = _compared(rule, judged[rows], windows[rows])
+        if rule.skips_pauses:
+            is_above &= np.searchsorted(pauses, previous, "right") == np.searchsorted(pauses, seqs, "right")
+        runs = _run_lengths(is_above, self.above)
+        self.values, self.above, self.seq = history[-rule.rows :], int(runs[-1]), int(seqs[-1])
+        fired = np.flatnonzero(runs == rule.in_a_row)
+        return fired, medians[fired]
+
+
+class CurveEvaluator:
+    """Applies the curve rules to the scalars of one import. Tables must be evaluated in the order of the log."""
+
+    def __init__(self, rules: tuple[CurveRule, ...]) -> None:
+        self._rules = rules
+        self._curves: dict[tuple[Any, ...], _Curve] = {}
+        self._last_pauses: dict[str, Integers] = {}
+
+    def evaluate(self, tables: Mapping[str, pa.Table]) -> list[CurveFiring]:
+        """Return the firings for the rows of the table `scalars`."""
+        scalars = tables["scalars"]
+        names = scalars.column("name").cast(pa.string())
+        pauses, is_finite = self._pauses(tables, names), pc.is_finite(scalars.column("value"))
+        found = []
+        for rule in self._rules:
+            is_judged = pc.is_in(names, pa.array([*rule.names, *rule.rates]))
+            rows = np.flatnonzero(pc.and_(is_judged, pc.fill_null(is_finite, fill_value=False)).to_numpy())
+            fired, medians = [np.empty(0, np.int64)], [np.empty(0)]
+            for key, positions in _series(scalars.select([*_SERIES]).take(rows)):
+                own = rows[positions]
+                is_rate = key[_SERIES.index("name")] in rule.rates
+                values = scalars.column("value").take(own).to_numpy()
+                if is_rate:
+                    own, values = own[values > 0], 1 / values[values > 0]
+                if not len(own):
+                    continue
+                curve = self._curves.setdefault((rule.name, *key), _Curve())
+                at, middle = curve.firings(rule, values, scalars.column("seq").take(own).to_numpy(), pauses)
+                fired.append(own[at])
+                medians.append(1 / middle if is_rate else middle)
+            found.append(CurveFiring(rule, np.concatenate(fired), np.concatenate(medians)))
+        return [firing for firing in found if len(firing.rows)]
+
+    def _pauses(self, tables: Mapping[str, pa.Table], names: pa.ChunkedArray) -> Integers:
+        """Return the sorted record numbers of evaluations and checkpoints in `tables` and in the previous tables."""
+        scalars = tables["scalars"]
+        incarnation = str(scalars.column("incarnation")[0])
+        found = [scalars.column("seq").filter(pc.starts_with(names, "eval_")).to_numpy()]
+        if "events" in tables:
+            events = tables["events"]
+            is_pause = pc.is_in(events.column("type").cast(pa.string()), pa.array(_PAUSES))
+            found.append(events.column("seq").filter(is_pause).to_numpy())
+        before = self._last_pauses.get(incarnation, np.empty(0, np.int64))
+        pauses = np.unique(np.concatenate([before, *found]))
+        self._last_pauses[incarnation] = pauses[-1:]
+        return pauses
+
+
+def _compared(rule: CurveRule, values: Numbers, windows: Numbers) -> tuple[Flags, Numbers]:
+    """Return whether each value is above the limit of `rule`, and the medians of the windows before the values."""
+    low, middle = np.quantile(windows, (0.1, 0.5), axis=1)
+    is_above = (low > 0) & (values >= rule.ratio * middle)
+    is_above &= values - middle >= rule.deviations * _spread(windows, middle)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logarithms, center = np.log(np.maximum(windows, _TINY)), np.log(middle)
+        is_above &= np.log(values) - center >= _LOGARITHMIC_SHARE * rule.deviations * _spread(logarithms, center)
+    return is_above, middle
+
+
+def _spread(windows: Numbers, middle: Numbers) -> Numbers:
+    return np.asarray(np.median(np.abs(windows - middle[:, None]), axis=1))
+
+
+def _batches(rows: Integers) -> list[Integers]:
+    return np.split(rows, range(_BATCH_ROWS, len(rows), _BATCH_ROWS)) if len(rows) else []
+
+
+def _lowest(values: Numbers, width: int) -> Numbers:
+    """Return the lowest of each `width` consecutive values."""
+    covered = 1
+    while covered < width:
+        shift = min(covered, width - covered)
+        values = np.minimum(values[:-shift], values[shift:])
+        covered += shift
+    return values
+
+
+def _run_lengths(flags: Flags, before: int) -> Integers:
+    """Return, for each flag, the number of consecutive true flags that end with it; `before` of them come first."""
+    places = np.arange(1, len(flags) + 1)
+    last_false = np.maximum.accumulate(np.where(flags, 0, places))
+    return np.where(flags, places - last_false + np.where(last_false == 0, before, 0), 0)
+
+
+def _series(keys: pa.Table) -> list[tuple[tuple[Any, ...], Integers]]:
+    """Return each different row of `keys` with the positions of this row, ascending."""
+    if not keys.num_rows:
+        return []
+    numbered = np.zeros(keys.num_rows, np.int64)
+    for column in keys.columns:
+        text = column.cast(pa.string()) if pa.types.is_dictionary(column.type) else column
+        codes = text.combine_chunks().dictionary_encode(null_encoding="encode")
+        if len(codes.dictionary) > 1:
+            _, numbered = np.unique(numbered * len(codes.dictionary) + codes.indices.to_numpy(), return_inverse=True)
+    _, firsts, inverse = np.unique(numbered, return_index=True, return_inverse=True)
+    return [
+        (tuple(keys.slice(int(first), 1).to_pylist()[0].values()), np.flatnonzero(inverse == place))
+        for place, first in enumerate(firsts)
+    ]

@@ -1,0 +1,138 @@
+"""Find the lines of a log that report a failure: errors of CUDA and NCCL, signals, cancelled jobs, tracebacks.
+
+The module performs no I/O. The importer of Megatron logs and all importers of lines use the same patterns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from rankscope_contract.model.events import EventType, RunState, Severity
+from rankscope_ingest.importers.common.aliases import printable
+
+_MESSAGE_CHARACTERS: Final = 500
+_MAX_SEEN: Final = 10_000
+_EXAMINED_CHARACTERS: Final = 4096  # a pattern such as `a.*b` needs the square of this number of steps
+
+LABELS: Final = re.compile(
+    r"^(?:\[[^\[\]|]{1,120}\]:[ \t]*"  # torch prints no space: `[rank3]:[E501 …`
+    r"|(?:[\w.-]{1,80}:(?=[ \t]+(?:\(|time|\[|val|sav|succ|load))|\d{1,9}:)[ \t]+)+"
+)
+"""A regular expression for the labels that a launcher prints before the lines of each rank."""
+
+_CERTAIN: Final[tuple[tuple[str, re.Pattern[str]], ...]] = (
+    ("cancelled", re.compile(r"CANCELLED AT|DUE TO TIME LIMIT|Job step aborted|scancel")),
+    ("out_of_memory", re.compile(r"CUDA out of memory|OutOfMemoryError|oom-kill|Out of memory:")),
+    ("rendezvous", re.compile(r"[Rr]endezvous\w*(?:Error|Timeout| failed| timed out)")),
+    ("nccl", re.compile(r"NCCL (?:ERROR|error)|DistBackendError|ProcessGroupNCCL.*(?:operation timeout|by watchdog)"
+                        r"|[Ww]atchdog caught|NCCL communicator was aborted"
+                        r"|ncclSystemError|ncclRemoteError|ncclInternalError")),
+    ("cudnn", re.compile(r"cuDNN error|CUDNN_STATUS_(?!SUCCESS)")),
+    ("cuda", re.compile(r"CUDA error|CUBLAS_STATUS_(?!SUCCESS)|device-side assert|Xid \(")),
+    ("signal", re.compile(r"(?:[Rr]eceived|[Gg]ot|[Cc]aught|[Cc]losing) (?:\d+ )?(?:death )?signal\b(?!s)"
+                          r"|(?:[Rr]eceived|[Gg]ot|[Cc]aught|by) (?:signal )?SIG(?:TERM|INT|KILL|ABRT|SEGV)\b"
+                          r"|Killing subprocess|[Kk]illed by signal|task \d+: Killed|^Killed$")),
+    ("segmentation_fault", re.compile(r"[Ss]egmentation fault|core dumped")),
+    ("no_space", re.compile(r"No space left on device")),
+    ("exception", re.compile(r"Traceback \(most recent call last\)|^[A-Za-z_][\w.]*(?:Error|Exception)(?::|$)")),
+)  # fmt: skip
+_POSSIBLE: Final[tuple[tuple[str, re.Pattern[str]], ...]] = (
+    ("nccl", re.compile(r"NCCL WARN|ProcessGroupNCCL.*(?:timeout|Watchdog|abort)")),
+    ("signal", re.compile(r"SIGTERM|SIGINT|SIGKILL|SIGABRT|SIGSEGV|got signal")),
+    ("permission", re.compile(r"PermissionError|Permission denied")),
+    ("file_not_found", re.compile(r"FileNotFoundError|No such file or directory")),
+    ("connection", re.compile(r"Connection(?:Refused|Reset)Error|Connection (?:refused|reset)")),
+    ("timed_out", re.compile(r"TimeoutError|[Tt]imed out")),
+)
+"""Names of failures and patterns of lines, which healthy programs of other tools than Megatron print as well."""
+
+_STOPPING: Final = frozenset({"cancelled", "signal"})
+"""Names of failures which mean that a user or the scheduler stopped the run, so that the run did not fail."""
+
+_PARTS: Final = (
+    b"rror", b"xception", b"Traceback", b"atchdog", b"NCCL", b"ut of memory", b"oom-kill", b"CANCELLED", b"TIME LIMIT",
+    b"step aborted", b"scancel", b"endezvous", b"CUDNN_", b"CUBLAS_", b"-side assert", b"Xid", b" SIG", b"signal",
+    b"Kill", b"egmentation", b"core dumped", b"No space",
+)  # fmt: skip
+"""Texts of which every certain failure contains at least one. To find them takes less time than to match patterns."""
+
+
+def failure_event(text: str, *, is_certain: bool = True) -> tuple[dict[str, Any], tuple[str, str]] | None:
+    """Return the event of a line that reports a failure, and the state and reason of a run that ends with the line.
+
+    `text` is the line without labels and colours. With `is_certain`, only patterns apply that no healthy program
+    prints. Return None for any other line. Only the first 4,096 characters are examined.
+    """
+    text = text[:_EXAMINED_CHARACTERS]
+    patterns = _CERTAIN if is_certain else (*_CERTAIN[:-1], *_POSSIBLE, _CERTAIN[-1])
+    name = next((name for name, pattern in patterns if pattern.search(text)), None)
+    if name is None:
+        return None
+    is_stop = name in _STOPPING
+    severity = Severity.WARNING if is_stop else Severity.CRITICAL
+    event = {"type": EventType.ERROR, "severity": severity, "message": text[:_MESSAGE_CHARACTERS], "op": name}
+    return event, (RunState.STOPPED if is_stop else RunState.FAILED, f"{name}: {printable(text)}")
+
+
+class FailureLine(NamedTuple):
+    """A line that reports a failure."""
+
+    event: dict[str, Any]
+    """The columns of its event."""
+    ending: tuple[str, str]
+    """State and reason of a run that ends with the line."""
+    rank: int | None
+    timestamp: str | None
+
+    @property
+    def key(self) -> tuple[str, int | None]:
+        """The failure and the rank. Only the first of the lines with the same key is stored."""
+        return self.event["op"], self.rank
+
+
+class FailureLines:
+    """Finds failures in the lines of one log, each failure of a rank once until training continues."""
+
+    def __init__(self) -> None:
+        self.ending: tuple[str, str] | None = None
+        """State and reason of the end of the run, according to the first failure after the last record."""
+        self._seen: set[tuple[str, int | None]] = set()
+
+    @staticmethod
+    def is_possible(line: bytes) -> bool:
+        """Return whether `line` may report a failure; false for most lines."""
+        return any(part in line for part in _PARTS)
+
+    def record_seen(self) -> None:
+        """Discard the end of the run, because a record follows: training continued."""
+        self.ending = None
+        self._seen.clear()
+
+    @staticmethod
+    def found_in(text: str, prefix: Mapping[str, Any]) -> FailureLine | None:
+        """Return the failure that `text`, a line without colours, reports; None if it reports none.
+
+        `prefix` contains the rank and the time of the line, if the line has them.
+        """
+        found = failure_event(LABELS.sub("", _after_bar(text)))
+        return FailureLine(*found, prefix.get("rank"), prefix.get("timestamp")) if found else None
+
+    def event(self, failure: FailureLine) -> dict[str, Any] | None:
+        """Return the columns of the event of a line; None if it reports no new failure."""
+        event, ending, *_ = failure
+        if failure.key in self._seen or len(self._seen) >= _MAX_SEEN:
+            return None
+        self._seen.add(failure.key)
+        # A failure makes the scheduler cancel other ranks, and cancelled ranks print failures: the first is the cause.
+        self.ending = self.ending or ending
+        return event
+
+
+def _after_bar(text: str) -> str:
+    """Return the part of `text` behind the last progress bar, where another process printed on the same line."""
+    at = max(text.rfind("it/s"), text.rfind("s/it"))
+    begin, end = text.rfind("[", 0, max(at, 0)), text.find("]", max(at, 0))
+    is_bar = at >= 0 and end >= 0 and begin >= 0 and text.rfind("]", begin, at) < 0 and "|" in text[:begin]
+    return text[end + 1 :].lstrip() if is_bar else text

@@ -1,0 +1,289 @@
+"""Split a line of a text log into its prefix, its counters, and its pairs of a name and a value.
+
+A line is split by its own separators. A name is followed by a colon, an equals sign, the word `is`, or a space. If a
+space follows the name, it must be the name of a known quantity, or name and value must be alone between two separators.
+Numbers of a line that belong to no pair are returned by the words before them, so that they can be counted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from rankscope_ingest.importers.common.aliases import UNITS, canonical, is_known
+from rankscope_ingest.importers.common.choices import AVERAGE
+from rankscope_ingest.importers.common.keys import BATCH, COUNTER_NAME, EPOCH, Role, role_of
+from rankscope_ingest.importers.common.lines import prefix_fields
+from rankscope_ingest.importers.common.values import MULTIPLES, NUMBER, plain
+
+_COUNT: Final = r"(?:\d{1,3}(?:,\d{3})+|\d{1,15})"
+
+
+def _of(group: str) -> str:
+    return rf"\s*(?:/|of)\s*(?P<{group}>{_COUNT})"
+
+
+_COUNTER: Final = re.compile(
+    rf"(?<![\w.%-])(?<![A-Za-z_)]/)(?P<name>\As(?=:)|epochs?|{COUNTER_NAME})(?:\((?P<split>[a-z]{{1,10}})\))?"
+    rf"\s*(?:(?:[:=#：]|\.\.\.)\s*)?[\[(]?\s*(?P<count>{_COUNT})(?:\.0+)?(?:{_of('total')})?\s*[\])]?(?![\w%]|\.\d|:\d\d|,\d\d\d)"
+    rf"(?:[:,\s]*\[?\s*(?P<batch>{_COUNT}){_of('batches')}(?:\s*\([^()]{{1,8}}%\))?\s*\]?)?"
+    rf"|\[\s*(?P<bare>{_COUNT}){_of('bares')}\s*\](?:\[\s*(?P<inner>{_COUNT}){_of('inners')}\s*\])?"
+    rf"|\bbatch\s*[:=]?\s*(?P<after>{_COUNT})(?=[,\]|]|\s\|)",
+    re.IGNORECASE,
+)
+"""A regular expression for a counter such as `step 5/100`, `Epoch: [1] [ 50/400]` or `[50/400]`.
+
+A number before `%` is no counter.
+"""
+
+_LEVEL: Final = r"(?-i:\b(?:INFO|WARN(?:ING)?|ERROR|DEBUG|CRITICAL)\b)"  # `error: 0.3` is a pair
+_CLOCK: Final = r"\d\d:\d\d:\d\d(?:[.,]\d{1,9})?"
+_PREFIX: Final = re.compile(
+    rf"\[[^\[\]]{{0,80}}(?:{_LEVEL}|{_CLOCK})[^\[\]]{{0,80}}\]:?|{_LEVEL}"
+    r"|\[(?:info|warn(?:ing)?|error|debug|critical)\]:?"
+    rf"|\d{{1,4}}[-/]\d{{1,2}}[-/]\d{{1,4}}[ T]{_CLOCK}(?:Z|[-+]\d\d:?\d\d)?|^[IWEF]\d{{4}} {_CLOCK}\s+\d+|^{_CLOCK}"
+    r"|(?<![\w./$-])[\w./$-]{1,80}(?:\$|\.(?:py|cc|cpp|scala|java|rs|go|jl)):\d+(?::\w{1,40})?(?:\]|\)|\s-|\s|:)"
+    r"|\(\w{1,40} pid=\d+[^()]{0,40}\)|\[[\w.-]{0,40}(?:\d|:\d{1,6})\]:|\[rank \d+\]|^\s*\d+:\s",
+    re.IGNORECASE,
+)
+"""A regular expression for a part of the prefix of a line: time, level, rank, process, or file and line."""
+_PREFIX_CHARACTERS: Final = 300
+_ASIDE: Final = re.compile(
+    rf"\d{{4}}[-/]\d{{1,2}}[-/]\d{{1,2}}[ T]{_CLOCK}|[\w./$-]{{1,80}}\.(?:py|cc|cpp|scala|java|rs|go|jl):\d+\b"
+)
+"""A regular expression for a time, or for file and line, which may also follow pairs."""
+
+_WORD: Final = r"(?:(?:val|valid|eval|avg|tr)\.|[A-Za-z](?:[\w/%@+-]|\.(?=\w)){0,60})"
+_UNITS: Final = "|".join(sorted(map(re.escape, UNITS.keys() - {"b"}), key=len, reverse=True))
+_PAIR: Final = re.compile(
+    rf"(?<![\w.])(?P<name>{_WORD}(?: (?:{_WORD}|\([\w/%]{{1,16}}\))){{0,4}}?)"
+    r"(?P<mark>\s*[:=：]\s*|\s+is\s+|\s+)"
+    rf"(?:(?P<list>\[[-+.,eE\d \[\]]{{1,400}}\])|(?P<clock>(?:\d{{1,6}} days?,? )?\d+:\d\d(?::\d\d)?(?:\.\d{{1,6}})?)"
+    rf"|(?P<value>{NUMBER})(?:(?P<unit>(?-i:[kKMGTB]))(?![\w/])|\s?(?P<unit_>{_UNITS})(?![\w/]|\s*[=:]))?"
+    r"|(?P<absent>n/a|none|null|--?(?=[\s,;|]|$)))"
+    r"(?:\s?\((?P<paren>[^()]{1,40})\))?(?=$|[\s,;|~)\]}>'\"]|\.(?:\s|$))",
+    re.IGNORECASE,
+)
+_VALUE: Final = re.compile(r"\d|nan|inf", re.IGNORECASE)  # a line without any of these has no pair
+_VALUE_FIRST: Final = re.compile(
+    rf"(?:^|\|)\s*(?P<value>{NUMBER})\s*(?P<unit>{_UNITS})\s*(?P<name>(?:\w+ )?MFU)?\s*(?=\||$)", re.IGNORECASE
+)
+_NAME_OF_UNIT: Final = {"seconds": "step_time", "tokens/s": "tokens/s", "samples/s": "samples/s", "steps/s": "it/s"}
+_OPENS: Final = re.compile(r"(?:^|[|,;:\[\]({\t]|\s-|\s\s|\.)\s*$")
+_CLOSES: Final = re.compile(r"\s*(?:$|[|,;\[\])}\t]|-\s|\.(?:\s|$))|\s\s")
+_SEPARATORS: Final = "|,;- \t"
+_REST: Final = re.compile(r"(?<![\w.])[-+]?(?:\d[\w.,]*|\.\d\w*|(?:nan|inf(?:inity)?)\b)", re.IGNORECASE)
+_NAME_BEFORE: Final = re.compile(r"[A-Za-z][\w/@+-]{0,60}(?= ?[\s:=(\[]*$)")
+_BEFORE_CHARACTERS: Final = 80
+_BLANKS: Final = re.compile(r"[\s-]+")
+_POINT: Final = re.compile(r"\d\.\d")
+_THOUSANDS: Final = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
+_LETTERS: Final = re.compile(r"[^\W\d_]{2,}")
+_SHORT_NAMES: Final = {"train": "train_loss", "val": "val_loss"}  # "train=3.2, val=3.3"
+_EVALUATION: Final = re.compile(r"(?:^|[\[|(\s])(eval|valid|validation|val)(?:[\])|:\s]|$)", re.IGNORECASE)
+_TEST: Final = re.compile(r"(?::?[\s|-]+)?(test)\s?:", re.IGNORECASE)  # `[test]` may be the name of a logger
+_PER_GPU: Final = re.compile(rf"({NUMBER})\s?/\s?(?:gpu|device|npu)", re.IGNORECASE)
+_AVERAGE: Final = re.compile(rf"{NUMBER}%?", re.IGNORECASE)
+_WRAPPED: Final = re.compile(
+    r"\b(?:(?:np|numpy|jnp|torch)\.\w{1,16}|D?Tensor|tensor|array|Parameter|Decimal)\("
+    rf"(?:local_tensor=)?(?:tensor\()?\s*((?i:{NUMBER}))(?=[,)])"
+)
+"""A regular expression for the beginning of a number as the `repr` of a type prints it.
+
+Examples: np.float64(2.5), tensor(2.5, device='cuda:0'), DTensor(local_tensor=2.5, device_mesh=…).
+"""
+
+
+@dataclass(slots=True)
+class Line:
+    """The content of a line: its prefix, its counters and pairs by name, and the names of its other numbers."""
+
+    prefix: dict[str, Any] = field(default_factory=dict)
+    counters: dict[str, Any] = field(default_factory=dict)
+    pairs: dict[str, Any] = field(default_factory=dict)
+    rest: list[str] = field(default_factory=list)
+    has_words: bool = False
+    """True if the line contains words that are neither prefix nor names of pairs."""
+
+    has_point: bool = False
+    """True if a number on the line has a decimal point."""
+
+    def ungroup(self) -> None:
+        """Read commas in the numbers of the line as separators of thousands, as in `tps: 7,000`."""
+        for name, value in self.pairs.items():
+            if isinstance(value, str) and "," in value and _THOUSANDS.fullmatch(value):
+                self.pairs[name] = plain(value.replace(",", ""))
+
+    def document(self) -> dict[str, Any]:
+        """Return the fields of the line as one object."""
+        return {**self.prefix, **self.counters, **self.pairs}
+
+
+def parse(text: str) -> Line:
+    """Return the content of a line of a text log."""
+    line = Line()
+    text = unwrapped(text) if "(" in text else text
+    first: list[int] = []
+
+    def counter(found: re.Match[str]) -> str:
+        first.append(found.start())
+        _add_counter(found, line)
+        return "|"
+
+    body = _COUNTER.sub(counter, text)
+    start = min(first, default=len(text))
+    begin = _prefix_end(text, min(start, _PREFIX_CHARACTERS))
+    ends = [begin]
+
+    def pair(found: re.Match[str]) -> str:
+        if not _is_pair(found):
+            return found[0]
+        ends.append(found.start())
+        _add_pair(found, line)
+        return "|"
+
+    left = body[begin:]
+    if begin < start < len(text):
+        left = _ASIDE.sub(lambda found: "|" + " " * (len(found[0]) - 1), left[: start - begin]) + left[start - begin :]
+    if _VALUE.search(left):
+        left = _PAIR.sub(pair, left)
+    before = text[: min(start, begin + ends[1] if len(ends) > 1 else len(text))]
+    line.prefix |= prefix_fields(before)
+    if evaluation := _EVALUATION.search(before) or _TEST.match(before, begin):
+        line.prefix["split"] = evaluation[1].lower()
+    line.has_point = _POINT.search(body, begin) is not None
+    if left.strip(_SEPARATORS):
+        left = _VALUE_FIRST.sub(lambda found: _add_value(found, line), left)
+        line.rest += [_name_before(left, found.start()) for found in _REST.finditer(left)]
+        line.has_words = _LETTERS.search(left) is not None
+    return line
+
+
+def _prefix_end(text: str, end: int) -> int:
+    """Return the end of the prefix of a line, which has no pair; the prefix is searched in the first `end` characters.
+
+    A level, a time or a file that follows a pair is no part of the prefix.
+    """
+    begin = 0
+    for found in _PREFIX.finditer(text, 0, end):
+        if _has_pair(text, begin, found.start()):
+            break
+        begin = found.end()
+    return begin
+
+
+def _has_pair(text: str, begin: int, end: int) -> bool:
+    if not _VALUE.search(text, begin, end):
+        return False
+    found = (pair for pair in _PAIR.finditer(text, begin, end) if _is_pair(pair))
+    return any(role_of(pair["name"]) is Role.VALUE and not _is_place(pair) for pair in found)
+
+
+def _is_place(found: re.Match[str]) -> bool:
+    """Return whether a pair in a prefix may be a host and rank or a module and line, as in `olmo.train:908  INFO`."""
+    return found["mark"] == ":" and (found["value"] or "").isdigit() and not is_known(found["name"])
+
+
+def _add_counter(found: re.Match[str], line: Line) -> None:
+    name, split, *texts = found.groups()
+    if "," in found[0]:
+        texts = [text and text.replace(",", "") for text in texts]
+    count, total, batch, batches, bare, bares, inner, inners, after = texts
+    counters = line.counters
+    if name is None:
+        place, planned = (inner, inners) if inner else (bare, bares)
+        counters.setdefault(BATCH, f"{place}/{planned}" if place else int(after))
+        if inner:
+            counters.setdefault(EPOCH, float(bare))
+    elif name.lower() in {EPOCH, "epochs"}:
+        counters.setdefault(EPOCH, float(count))
+    else:
+        counters.setdefault(_BLANKS.sub("_", name), f"{count}/{total}" if total else int(count))
+    if batch:
+        counters.setdefault(BATCH, f"{batch}/{batches}")
+    if split:
+        line.prefix["split"] = split.lower()
+
+
+def _is_pair(found: re.Match[str]) -> bool:
+    if not found["mark"].isspace():
+        return True
+    unit = found["unit"] or found["unit_"]
+    if is_known(found["name"]) or (found["name"].lower() == "time" and unit is not None):
+        return True
+    text = found.string
+    return _OPENS.search(text, 0, found.start()) is not None and _CLOSES.match(text, found.end()) is not None
+
+
+def _add_pair(found: re.Match[str], line: Line) -> None:
+    name, _, numbers, clock, number, multiple, unit, absent, paren = found.groups()
+    unit = multiple or unit
+    bare = name = _SHORT_NAMES.get(name.lower(), name)
+    if absent or (unit and number.lower() == "nan"):
+        return  # "nanms" is the average of no measurement yet: absent
+    value: Any = clock or number
+    if numbers:
+        value = _list(numbers)
+    elif unit:
+        name, value = _with_unit(name, value, unit)
+    if paren and (each := _PER_GPU.fullmatch(paren)):
+        alias = canonical(name).name
+        _put(line, name if alias.endswith("_per_gpu") else f"{name}_per_gpu", each[1])
+        name = alias.removesuffix("_per_gpu")
+    elif paren and _AVERAGE.fullmatch(paren):
+        _put(line, f"{bare}_percent" if paren[-1] == "%" else f"{bare}{AVERAGE}", paren.rstrip("%"))
+    _put(line, name, value)
+
+
+def _put(line: Line, name: str, value: Any) -> None:
+    if name in line.pairs or value is None:
+        line.rest.append(name)
+    else:
+        line.pairs[name] = plain(value) if isinstance(value, str) else value
+
+
+def _with_unit(name: str, value: str, unit: str) -> tuple[str, str]:
+    """Return name and value of a quantity in a log line, with its unit appended to one of them.
+
+    The unit follows the value if the name implies a unit or if the unit is a multiple such as `K`; otherwise it follows
+    the name, in parentheses.
+    """
+    return (name, f"{value}{unit}") if unit in MULTIPLES or canonical(name).unit else (f"{name} ({unit})", value)
+
+
+def _add_value(found: re.Match[str], line: Line) -> str:
+    """Add a value with a unit but without a name, such as `| 42 tok/s`. The unit implies the name."""
+    name = "mfu" if found["name"] else _NAME_OF_UNIT.get(UNITS[found["unit"].lower()].name or "")
+    if name is None or name in line.pairs:
+        return found[0]
+    line.pairs[name] = f"{found['value']}{found['unit']}"
+    return "|"
+
+
+def _list(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _name_before(text: str, end: int) -> str:
+    found = _NAME_BEFORE.search(text[max(0, end - _BEFORE_CHARACTERS) : end])
+    return found[0] if found else "numbers without a name"
+
+
+def unwrapped(text: str) -> str:
+    """Return `text` with numbers instead of their `repr` as tensors or numpy numbers."""
+    parts, at = [], 0
+    for found in _WRAPPED.finditer(text):
+        if found.start() < at:
+            continue
+        depth, end = 1, text.index("(", found.start()) + 1
+        while end < len(text) and depth:
+            depth += {"(": 1, ")": -1}.get(text[end], 0)
+            end += 1
+        parts += [text[at : found.start()], found[1]]
+        at = end
+    return "".join([*parts, text[at:]])

@@ -1,0 +1,149 @@
+"""Rules for curves of logs: spikes and slow steps fire once, healthy curves do not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from rankscope_ingest.importers.common.curve_rules import CURVE_RULES, CurveEvaluator
+
+ROWS = 20_000
+HEALTHY_RECORDED = (
+    "field_logs/automodel_tps.log",
+    "field_logs/litgpt_console.log",
+    "field_logs/metaseq_opt.log",
+    "field_logs/seed003_without_steps.jsonl",
+    "jsonl/nsllm_llamafactory_trainer_log.jsonl",
+    "jsonl/synthetic_seed003_demo.jsonl",
+    "megatron/synthetic_moe_default7_clean.log",
+    "megatron/synthetic_current-slash-average.log",
+    "megatron/bigscience_tr8-104B_chronicle.log",
+    "trainer_state/nsllm_finished.json",
+    "trainer_state/stanford-alpaca_oldformat_finished.json",
+)
+TIMES = np.arange(ROWS)
+
+
+def noise(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=ROWS)
+
+
+HEALTHY: Mapping[str, tuple[str, np.ndarray]] = {
+    "falling": ("loss", 2 + 8 * np.exp(-TIMES / 3000) + 0.1 * noise(1)),
+    "crosses 0": ("loss", 3 - 6 * TIMES / ROWS + 0.3 * noise(2)),
+    "around 0": ("loss", 0.3 * noise(3)),
+    "near 0": ("loss", 0.05 + 0.05 * noise(4)),
+    "cyclic learning rate": ("loss", 2 + np.sin(TIMES / 200) + 0.2 * noise(5)),
+    "warm restarts": ("loss", 2 + 1.5 * (TIMES % 1000) / 1000 + 0.1 * noise(6)),
+    "skewed norm": ("grad_norm", np.exp(0.6 * noise(7))),
+    "jitter of speed": ("step_seconds", np.exp(0.3 * noise(8))),
+    "jitter of throughput": ("tokens_per_second", 1000 * np.exp(0.3 * noise(9))),
+}
+
+
+def tables(curves: Mapping[str, np.ndarray], first: int = 0, pauses: tuple[int, ...] = ()) -> dict[str, pa.Table]:
+    """Return the tables of records; record n has a value of each curve."""
+    count = len(next(iter(curves.values())))
+    rows = count * len(curves)
+    scalars = pa.table(
+        {
+            "name": np.repeat(list(curves), count),
+            "value": np.concatenate(list(curves.values())),
+            "seq": np.tile(np.arange(first, first + count), len(curves)),
+            "incarnation": ["import-a"] * rows,
+            "attempt": np.zeros(rows, np.int32),
+            "rank": pa.nulls(rows, pa.int32()),
+            "labels": pa.nulls(rows, pa.string()),
+        }
+    )
+    events = pa.table({"type": ["evaluation"] * len(pauses), "seq": pa.array(pauses, pa.int64())})
+    return {"scalars": scalars, "events": events}
+
+
+def firings(curves: Mapping[str, np.ndarray], pauses: tuple[int, ...] = ()) -> list[tuple[str, int]]:
+    """Return the names of the rules that fire, with the numbers of the records."""
+    given = tables(curves, pauses=pauses)
+    found = CurveEvaluator(CURVE_RULES).evaluate(given)
+    return [
+        (firing.rule.name, seq) for firing in found for seq in given["scalars"]["seq"].take(firing.rows).to_pylist()
+    ]
+
+
+def test_healthy_curves_have_at_most_one_event_in_20_000_rows():
+    found = {about: len(firings({name: values})) for about, (name, values) in HEALTHY.items()}
+
+    assert all(count <= 1 for count in found.values()), found
+
+
+@pytest.mark.parametrize("log", HEALTHY_RECORDED)
+def test_healthy_recorded_log_has_no_event(logs, data, log):
+    logs.import_log(data / log)
+    names = ", ".join(f"'{rule.name}'" for rule in CURVE_RULES)
+
+    assert [] == logs.query(f"SELECT rule, op, step FROM events WHERE type = 'error' OR rule IN ({names})")
+
+
+def test_spikes_fire_once_where_they_begin():
+    loss = 2 + 2 * np.exp(-np.arange(300) / 60) + 0.02 * noise(1)[:300]
+    loss[[40, 120, 121, 250]] *= 6
+    norm = np.exp(0.1 * noise(2)[:300])
+    norm[[119, 200]] *= 45
+
+    assert [("LossSpike", 120), ("LossSpike", 250), ("GradNormSpike", 119), ("GradNormSpike", 200)] == firings(
+        {"loss": loss, "grad_norm": norm}
+    )
+
+
+def test_nonfinite_values_do_not_count_as_history():
+    loss = np.r_[np.full(30, 2.0), np.full(30, np.nan), np.full(15, 2.0), 12.0, np.full(5, 2.0), 12.0]
+
+    assert [("LossSpike", 81)] == firings({"loss": loss})
+
+
+@pytest.mark.parametrize("name", ["step_seconds", "tokens_per_second"])
+def test_third_slow_row_fires(name):
+    seconds = np.r_[np.full(5, 9.0), 1 + 0.1 * np.sin(np.arange(45)), np.full(20, 3.0)]
+    values = seconds if name == "step_seconds" else 1 / seconds
+
+    assert [("SlowSteps", 52)] == firings({name: values})
+
+
+def test_slow_rows_next_to_evaluations_and_few_slow_rows_do_not_fire():
+    seconds = np.ones(100)
+    seconds[[30, 31, 60, 61, 62]] = 4.0
+
+    assert [("SlowSteps", 62)] == firings({"step_seconds": seconds})
+    assert [] == firings({"step_seconds": seconds}, pauses=(61,))
+
+
+def test_firings_do_not_depend_on_the_division_of_the_log():
+    curves = {
+        "loss": np.exp(0.4 * noise(1)[:600]) * np.where(np.arange(600) % 97 == 96, 40, 1),
+        "step_seconds": np.where(np.arange(600) % 100 > 95, 4.0, 1.0),
+    }
+    whole = [name for name, _ in firings(curves)]
+    for size in (7, 128):
+        evaluator = CurveEvaluator(CURVE_RULES)
+        parts = [
+            firing.rule.name
+            for first in range(0, 600, size)
+            for firing in evaluator.evaluate(tables({k: v[first : first + size] for k, v in curves.items()}, first))
+            for _ in firing.rows
+        ]
+        assert len(whole) > 8
+        assert sorted(whole) == sorted(parts)
+
+
+def test_growing_log_has_the_events_of_one_import(logs, tmp_path):
+    loss = np.where(np.arange(200) % 60 == 59, 15.0, 2.0)
+    lines = [json.dumps({"step": step, "loss": value}) + "\n" for step, value in enumerate(loss.tolist())]
+    path = tmp_path / "growing.jsonl"
+    for end in (30, 62, 100, 150, 200):
+        path.write_text("".join(lines[:end]), encoding="utf-8")
+        logs.import_again(path)
+
+    assert [59, 119, 179] == logs.value("SELECT list(step ORDER BY step) FROM events WHERE rule = 'LossSpike'")

@@ -1,0 +1,122 @@
+"""Lines of logs that report a failure become error events, and end the run if no record follows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rankscope_contract.model.events import RunState
+
+BAR = "  7%|█         | 124/1752 [04:08<1:10:01,  2.83s/it]"
+WATCHDOG = (
+    "[rank5]:[E602 11:17:52.185 ProcessGroupNCCL.cpp:632] [Rank 5] Watchdog caught collective operation timeout: …"
+)
+CANCELLED = "slurmstepd: error: *** STEP 18.0 ON n3 CANCELLED AT 2026-05-24T09:50:34 DUE TO TIME LIMIT ***"
+ROWS = {
+    "textlog": [f"step {step} loss: {5 - step / 10:.2f}" for step in range(1, 9)],
+    "jsonl": [json.dumps({"step": step, "loss": 5 - step / 10}) for step in range(1, 9)],
+    "columns": ["step,loss", *(f"{step},{5 - step / 10}" for step in range(1, 9))],
+}
+FAILURES = {
+    WATCHDOG: ("nccl", 5, RunState.FAILED),
+    BAR + WATCHDOG: ("nccl", 5, RunState.FAILED),
+    BAR + "Traceback (most recent call last):": ("exception", None, RunState.FAILED),
+    "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate": ("out_of_memory", 0, RunState.FAILED),
+    "RuntimeError: CUDA error: an illegal memory access": ("cuda", None, RunState.FAILED),
+    CANCELLED: ("cancelled", None, RunState.STOPPED),
+    "srun: error: n3: task 3: Killed": ("signal", None, RunState.STOPPED),
+    "W0811 api.py:1 Sending process 44 closing signal SIGTERM": ("signal", None, RunState.STOPPED),
+    "bash: line 1: 7 Segmentation fault (core dumped) python": ("segmentation_fault", None, RunState.FAILED),
+}
+FAILED = "RuntimeError: CUDA error: an illegal memory access"
+HARMLESS = (
+    "NCCL INFO Bootstrap : Using eth0:10.0.0.1<0>",
+    "n3:1:2 [0] NCCL WARN Call to ibv_reg failed",
+    "[Rank 0] ProcessGroupNCCL initialized with options: NCCL_ASYNC_ERROR_HANDLING: 1, TIMEOUT(ms): 600000",
+    "[Rank 0] NCCL watchdog thread terminated normally",
+    "ProcessGroupNCCL aborts successfully.",
+    "Installed handlers for the signals SIGTERM and SIGINT",
+    "urllib3 retrying (ConnectionResetError, Connection reset by peer): Read timed out",
+    "cat: /etc/hostname: No such file or directory",
+    "the test error rate is 0.1; training without error",
+)
+
+
+def write(tmp_path, kind: str, *lines: str):
+    path = tmp_path / f"{kind}.log"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def errors(logs) -> list[tuple]:
+    rows = logs.query("SELECT op, rank, step, attempt FROM events WHERE type = 'error' ORDER BY seq")
+    return [tuple(row.values()) for row in rows]
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize(
+    "line", FAILURES, ids=[f"{name} {place}" for place, (name, *_) in enumerate(FAILURES.values())]
+)
+def test_failure_is_an_event_and_the_state_of_the_run(logs, tmp_path, kind, line):
+    report = logs.import_log(write(tmp_path, kind, *ROWS[kind], line, line), kind=kind)
+    name, rank, state = FAILURES[line]
+
+    assert [(name, rank, 8, 0)] == errors(logs)
+    assert state == report.state
+    assert state == logs.value("SELECT state FROM runs")
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_failure_before_later_records_does_not_end_the_run(logs, tmp_path, kind):
+    rows = ROWS[kind]
+    report = logs.import_log(write(tmp_path, kind, *rows[:5], CANCELLED, *rows[5:]), kind=kind)
+
+    assert ["cancelled"] == [row[0] for row in errors(logs)]
+    assert report.state is None
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_harmless_lines_are_no_failures(logs, tmp_path, kind):
+    report = logs.import_log(write(tmp_path, kind, *ROWS[kind], *HARMLESS), kind=kind)
+
+    assert [] == errors(logs)
+    assert report.state is None
+
+
+def test_object_with_the_text_of_an_error_is_no_failure(logs, tmp_path):
+    logs.import_log(
+        write(tmp_path, "jsonl", '{"step": 9, "loss": 1.0, "prompt": "Traceback (most recent call last):"}')
+    )
+
+    assert [] == errors(logs)
+
+
+@pytest.mark.parametrize("kind", ["textlog", "jsonl"])
+def test_torn_last_line_is_no_failure_yet(logs, tmp_path, kind):
+    path = write(tmp_path, kind, *ROWS[kind], CANCELLED)
+    complete = path.read_bytes()
+    path.write_bytes(complete.rstrip(b"\n"))
+    first = logs.import_log(path, kind=kind)
+    path.write_bytes(complete)
+    second = logs.import_log(path, kind=kind)
+
+    assert (None, RunState.STOPPED) == (first.state, second.state)
+    assert ["cancelled"] == [row[0] for row in errors(logs)]
+
+
+@pytest.mark.parametrize(
+    "line", ["saving checkpoint at step 9 to out/", "val loss: 3.5", "step 8 | val_loss 3.5", ROWS["textlog"][-1]]
+)
+def test_failure_remains_the_end_until_training_continues(logs, tmp_path, line):
+    report = logs.import_log(write(tmp_path, "textlog", *ROWS["textlog"], FAILED, line), kind="textlog")
+
+    assert RunState.FAILED == report.state
+
+
+def test_restart_from_an_earlier_step_ends_no_run(logs, tmp_path):
+    report = logs.import_log(
+        write(tmp_path, "textlog", *ROWS["textlog"], FAILED, *ROWS["textlog"][4:6]), kind="textlog"
+    )
+
+    assert report.state is None

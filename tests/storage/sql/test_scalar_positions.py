@@ -1,0 +1,196 @@
+"""Curves of imported logs: steps that restart with each epoch, records without steps, and live runs as before."""
+
+from __future__ import annotations
+
+import datetime as dt
+import itertools
+import random
+from collections.abc import Iterable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from rankscope_storage.api import summaries
+from rankscope_storage.api.store import Batch
+from rankscope_storage.base.schema import dataset_schema
+from rankscope_storage.diff.diff import divergence
+from rankscope_storage.diff.sources import DiffSide
+from rankscope_storage.sql.scalar_positions import STEPS_ARE_POSITIONS
+
+START = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
+HISTORY = (
+    "SELECT attempt, step, cumulative_step, value FROM scalar_history WHERE run = 'r' AND name = '{}'{} ORDER BY 3"
+)
+BEFORE = Path(__file__).parents[2] / "golden/history_of_live_runs.sql"
+
+
+def append(writer, rows: Iterable[dict]) -> None:
+    """Append scalars; rows with a seq are covered by a watermark."""
+    listed = [{"run": "r", "attempt": 0, "ts": START, "ts_origin": "log", **row} for row in rows]
+    watermarks: dict[str, int] = {}
+    for row in listed:
+        if "seq" in row:
+            watermarks[row["incarnation"]] = max(row["seq"], watermarks.get(row["incarnation"], -1))
+    table = pa.Table.from_pylist(listed, schema=dataset_schema("scalars"))
+    writer.append(Batch(tables={"scalars": table}, watermarks=watermarks))
+
+
+def log(records: Iterable[dict[str, float | None]], *, incarnation: str = "import-a", ordinal: int = 0, **columns):
+    """Yield the rows of imported records; `step` and `attempt` of a record are no scalars."""
+    for seq, record in enumerate(records):
+        own = {key: record[key] for key in ("step", "attempt") if key in record}
+        for name in record.keys() - own.keys():
+            place = {"incarnation": incarnation, "seq": seq, "ordinal": ordinal + seq}
+            yield {**place, **columns, **own, "name": name, "value": record[name]}
+
+
+def epoch(number: int, steps: Iterable[int], **columns) -> list[dict]:
+    return [{"epoch": float(number), "step": step, "loss": 10.0 * number + step, **columns} for step in steps]
+
+
+def both(connection, query: str) -> list[tuple]:
+    """Return the rows of `query`, after a check that a statement without pruning returns the same rows."""
+    text = query.replace("'", "''")
+    rows = connection.sql(query).fetchall()
+    assert rows == connection.sql(f"FROM query('{text}')").fetchall()
+    return rows
+
+
+def test_cumulative_step_continues_over_epochs_and_step_does_not(writer, connection):
+    """One evaluation has no epoch, and its own counter of batches does not decide."""
+    evaluation = [{"step": 30, "eval_loss": 5.0}, {"epoch": 2.0, "step": 1, "accuracy": 0.5}]
+    append(writer, log([*epoch(1, (10, 20, 30)), *evaluation, *epoch(2, (5, 15, 25)), *epoch(3, (10, 20))]))
+    logged = [(1, 10), (1, 20), (1, 30), (2, 5), (2, 15), (2, 25), (3, 10), (3, 20)]
+    expected = [
+        (0, step, at, 10.0 * number + step)
+        for (number, step), at in zip(logged, (10, 20, 30, 35, 45, 55, 65, 75), strict=True)
+    ]
+
+    assert expected == both(connection, HISTORY.format("loss", " AND stands"))
+    assert [(0, 30, 30, 5.0)] == both(connection, HISTORY.format("eval_loss", ""))
+    assert [(10, 10), (5, 35)] == both(
+        connection,
+        "SELECT step, cumulative_step FROM loss_curve WHERE run = 'r' AND cumulative_step IN (10, 35) ORDER BY 2",
+    )
+    assert [(at, value) for _, _, at, value in expected] == both(
+        connection, "SELECT step, mean FROM scalar_curve('r') ORDER BY step"
+    )
+
+
+def test_steps_from_0_continue_behind_the_last_step(writer, connection):
+    append(writer, log([*epoch(0, (0, 1)), *epoch(1, (0, 1))]))
+
+    assert [0, 1, 2, 3] == [row[2] for row in both(connection, HISTORY.format("loss", ""))]
+
+
+def test_restart_in_mid_epoch_supersedes_later_steps_only(writer, connection):
+    """The second attempt begins at step 20 of epoch 2: step 20 of epoch 1 is not superseded."""
+    first = [*epoch(1, (10, 20, 30)), *epoch(2, (10, 20, 30))]
+    again = [*epoch(2, (20, 30), attempt=1), *epoch(3, (10,), attempt=1)]
+    append(writer, log([*first, *again]))
+    standing = both(connection, HISTORY.format("loss", " AND stands"))
+
+    assert [(0, 10, 10), (0, 20, 20), (0, 30, 30), (0, 10, 40), (1, 20, 61), (1, 30, 71), (1, 10, 81)] == [
+        row[:3] for row in standing
+    ]
+    assert [(20, 50), (30, 60)] == both(
+        connection, "SELECT step, cumulative_step FROM scalar_history WHERE name = 'loss' AND NOT stands ORDER BY 2"
+    )
+
+
+def test_global_steps_are_positions_also_with_fractions_of_epochs(writer, connection):
+    records = [{"epoch": step / 40, "step": step, "loss": 1.0} for step in range(10, 130, 10)]
+    append(writer, log(records))
+    again = [{"epoch": step / 40, "step": step, "loss": 2.0, "attempt": 1} for step in (50, 60)]
+    append(writer, log(again, incarnation="import-b", ordinal=100))
+
+    assert [(1, 50, 121), (1, 60, 131)] == [row[:3] for row in both(connection, HISTORY.format("loss", ""))][-2:]
+    connection.sql("SELECT count(*) FROM scalar_history WHERE run = 'r'").fetchall()
+    assert STEPS_ARE_POSITIONS == connection._views.instance.defined["scalar_positions"]
+
+
+def test_records_without_steps_are_rows_in_the_order_of_their_logs(writer, connection):
+    """Record 1 of the first log is an evaluation; the second log is a rotated one, which was imported later."""
+    append(writer, log([{"loss": 5.0}, {"eval_loss": 4.0}, {"loss": 3.0}], ordinal=10))
+    append(writer, log([{"loss": 2.0}, {"loss": 1.0}], incarnation="import-0", ordinal=20))
+
+    assert [(0, None, 1, 5.0), (0, None, 3, 3.0), (0, None, 4, 2.0), (0, None, 5, 1.0)] == both(
+        connection, HISTORY.format("loss", " AND stands")
+    )
+    assert [(1, 5.0), (3, 3.0), (4, 2.0), (5, 1.0)] == both(
+        connection, "SELECT step, mean FROM scalar_curve('r') ORDER BY step"
+    )
+    assert [(None, 5.0), (None, 3.0), (None, 2.0), (None, 1.0)] == both(
+        connection, "SELECT step, loss FROM loss_curve WHERE run = 'r' ORDER BY cumulative_step"
+    )
+
+
+def test_only_ranks_are_averaged(writer, connection):
+    for rank in range(2):
+        records = [*epoch(1, (1, 2)), *epoch(2, (1, 2))]
+        append(
+            writer,
+            log(({**each, "loss": each["loss"] + rank} for each in records), incarnation=f"import-{rank}", rank=rank),
+        )
+
+    assert [(2, 11.5), (2, 12.5), (2, 21.5), (2, 22.5)] == both(
+        connection, "SELECT parts, loss FROM loss_curve WHERE run = 'r' ORDER BY cumulative_step"
+    )
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        ([{"loss": 2.345}, {"loss": 1.0}, {"loss": 1.365}], (2.345, 1.365, 1.0)),
+        ([*epoch(1, (1, 2)), *epoch(2, (1, 2))], (11.0, 22.0, 11.0)),
+        ([{"step": 1, "loss": 5.0}, {"step": 1, "loss": 1.0}, {"step": 2, "loss": 4.0}], (5.0, 4.0, 1.0)),
+    ],
+    ids=["no steps", "epochs", "repeated step"],
+)
+def test_summary_takes_first_last_and_lowest_of_records(writer, connection, records, expected):
+    append(writer, log(records))
+    found = summaries.summary(connection, "r")
+
+    assert expected == (found.loss_first, found.loss_last, found.loss_min)
+
+
+@pytest.mark.parametrize("steps", [(None, None, None, None), (1, 2, 1, 2)])
+def test_diff_compares_each_record(writer, connection, steps):
+    for run, third in (("a", 3.0), ("b", 3.5)):
+        values = (1.0, 2.0, third, 4.0)
+        records = [
+            {"step": step, "epoch": float(place // 2), "loss": value}
+            for place, (step, value) in enumerate(zip(steps, values, strict=True))
+        ]
+        append(writer, log(records, incarnation=f"import-{run}", run=run))
+    found = divergence(connection, DiffSide(run="a"), DiffSide(run="b"))
+
+    assert (4, [(3, 3.0, 3.5)]) == (
+        found.steps_compared,
+        [(point.step, point.a, point.b) for point in found.points],
+    )
+
+
+def test_live_runs_have_the_rows_of_the_previous_release(writer, connection):
+    """Ranks report epochs, repeat steps, restart, and log scalars without steps; a log was imported next to them."""
+    draw, ordinals = random.Random(7), itertools.count()
+    rows = []
+    for attempt, first in enumerate((0, 25, 20)):
+        for seq, (step, rank, micro) in enumerate(itertools.product(range(first, first + 20), range(2), (None, 1))):
+            own = {"attempt": attempt, "rank": rank, "incarnation": f"{attempt}{rank}", "seq": seq, "micro_step": micro}
+            place = own | {"step": draw.choice([step, step, step - 1]), "ordinal": next(ordinals)}
+            rows += [
+                place | {"name": "loss", "value": float(draw.randrange(64))},
+                place | {"name": "epoch", "value": float(step // 5)},
+                place | {"name": "lr", "value": float(draw.randrange(64)), "step": draw.choice([None, step])},
+            ]
+    append(writer, rows)
+    label = '{"imported_from":"a.log"}'
+    append(writer, log([*epoch(1, (1, 2)), *epoch(2, (1, 2)), {"loss": 1.0}], labels=label, ordinal=10**6))
+    columns = "run, name, labels, attempt, step, cumulative_step, ts, parts, value, lowest, highest, stands, first_step"
+    query = f"SELECT {columns} FROM {{}} WHERE labels IS NULL ORDER BY ALL"
+    now = both(connection, query.format("scalar_history"))
+    connection.execute(BEFORE.read_text(encoding="utf-8"))
+
+    assert connection.sql(query.format("old_history")).fetchall() == now
