@@ -61,7 +61,7 @@ class UpdateScope:
         self.positions: set[int] | None = None
         """Positions of the parameters to read now; None for all parameters."""
         self.stepped: set[int] = set()
-        """Positions of the parameters whose optimizer has stepped in the present step. Known at sampled steps only."""
+        """Positions of the parameters of optimizers that have stepped in this step. Known at sampled steps only."""
         self.latest = 0
         """The id() of the optimizer that has stepped last, or that steps now."""
         self.is_inside_backward = False

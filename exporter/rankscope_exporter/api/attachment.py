@@ -118,7 +118,7 @@ class Attachment:
         if thread is not None and thread is not threading.current_thread():
             thread.join(wait_seconds + PUBLISH_SECONDS)
 
-    # The end of a session whose monitor and model were freed.
+    # The end of a session after its monitor and model were freed.
 
     def _dropped(self, on_anomaly: OnAnomaly | None) -> None:
         """Request the end of the session.

@@ -1,4 +1,4 @@
-"""The object by whose end the monitor detects that the script has dropped both the monitor and its model."""
+"""The object that is freed when the script has dropped both the monitor and its model."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ PATIENCE: Final = 3
 
 
 _OF_KINDS: Final = ("features", "histograms")
-"""Datasets in which each row has a kind of its own."""
+"""Datasets with a column for the kind of each row."""
 
 
 @dataclass(slots=True)

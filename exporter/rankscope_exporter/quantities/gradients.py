@@ -198,7 +198,7 @@ class Gradients(Quantity):
 
 
 class FrozenRows:
-    """The rows of parameters whose optimizer has stepped in the present step. Later passes do not change them.
+    """The rows of parameters after the step of their optimizer. Later passes of the training step do not change them.
 
     `groups` are the rows of all parameters for each kind. The rows are saved only if another backward pass begins in
     the same step.

@@ -41,7 +41,7 @@ class SpecChanges:
         self._describe(row, dtype_name(dtype), shape)
 
     def copy(self, source: range, target: range) -> None:
-        """Correct the entries at `target`, whose statistics were copied from the rows `source`."""
+        """Correct the entries at `target`. Their statistics were copied from the rows `source`."""
         if len(target) > 1 and not self._has_changed:
             return
         entries = self._plan.entries

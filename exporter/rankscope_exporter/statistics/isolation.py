@@ -1,4 +1,4 @@
-"""Isolation of tensors whose statistics cannot be computed, so that one such tensor costs only its own rows.
+"""Isolation of tensors without computable statistics, so that one such tensor costs only its own rows.
 
 Tensors are measured in batches. If a batch raises, its halves are measured separately, down to the single tensors that
 raise. A tensor that raises at each sampled step is left out of the batches for some time.

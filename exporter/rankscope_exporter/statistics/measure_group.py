@@ -141,7 +141,7 @@ class MeasureGroup:
             others = self._jobs.run(compiled, local, table)
             if others:
                 self._with_torch(local, others, table)
-            # An activation, which has a group of its own, may have another shape at the same address.
+            # An activation is measured alone. It may have another shape at the same address.
             if self._jobs.have_moved or len(local) == 1:
                 self._describe(local)
 

@@ -1,4 +1,4 @@
-"""The end of a monitor whose model and references are gone, and the life of a monitor without references."""
+"""The end of a monitor without model and references, and the life of a monitor that only its model keeps alive."""
 
 from __future__ import annotations
 

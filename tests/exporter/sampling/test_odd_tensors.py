@@ -1,4 +1,4 @@
-"""A tensor whose statistics cannot be computed costs its own rows only, and is named once."""
+"""A tensor without computable statistics costs its own rows only, and is named once."""
 
 from __future__ import annotations
 

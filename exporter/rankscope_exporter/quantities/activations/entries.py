@@ -79,7 +79,7 @@ class Calls:
         return call
 
     def forget(self, micro_step: int) -> None:
-        """Delete the calls of a micro-batch whose forward pass has raised an error."""
+        """Delete the calls of a micro-batch, because its forward pass has raised an error."""
         self._counts = {key: count for key, count in self._counts.items() if key[1] != micro_step}
         self._waiting = [call for call in self._waiting if call is None or call.micro_step != micro_step]
 

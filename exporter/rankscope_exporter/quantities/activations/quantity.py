@@ -185,7 +185,7 @@ class Activations(ModuleQuantity):
         self._step = _Step()
 
     def expected(self) -> ExpectedRows:
-        """Return the kinds that the options select. Modules that were never measured have notices of their own."""
+        """Return the kinds that the options select. Modules that were never measured are reported separately."""
         return self.expected_of(self.kinds())
 
     def on_forward_failed(self, table: Table) -> None:
