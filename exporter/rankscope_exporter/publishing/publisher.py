@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import queue
 import threading
@@ -57,7 +58,8 @@ class StepQueue:
         """The queue of records, of functions and of None.
 
         The publisher thread calls a function when it has published all records that were queued before the function.
-        When it takes None from the queue, it ends. Queuing takes no lock, and is allowed in a destructor.
+        When it takes None from the queue, it publishes the records that are still queued, and ends. Queuing takes no
+        lock, and is allowed in a destructor.
         """
         self.dropped = 0  # records that found the queue full
 
@@ -149,12 +151,21 @@ class Publisher:
             except queue.Empty:
                 continue
             if item is None:
-                self._finished()
-                return
-            if isinstance(item, PendingStep):
-                self._boundary.call("publishing a step", self._publish, item)
-            else:
-                self._boundary.call("a function after the records before it", item)
+                break
+            self._process(item)
+        # The last records can report a fault, whose record is behind the None.
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self._steps.items.get_nowait()
+                if item is not None:
+                    self._process(item)
+        self._finished()
+
+    def _process(self, item: PendingStep | Callable[[], object]) -> None:
+        if isinstance(item, PendingStep):
+            self._boundary.call("publishing a step", self._publish, item)
+        else:
+            self._boundary.call("a function after the records before it", item)
 
     def _publish(self, pending_step: PendingStep) -> None:
         statistics, verdict = self._boundary.call(

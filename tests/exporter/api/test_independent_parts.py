@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import threading
 import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
@@ -358,6 +359,30 @@ def test_unreadable_statistics_keep_numbers_and_events_of_the_step(monkeypatch, 
     assert [1.0] == training.scalars("loss")[:1]
     assert {EventType.ANOMALY, EventType.FAULT} <= training.types()
     assert ["computing the statistics of a step"] == named(caplog)
+
+
+def test_fault_in_the_last_record_is_published(monkeypatch):
+    """Its event is queued behind the request to end."""
+    is_ending = threading.Event()
+
+    def fail_late(*_: Any) -> None:
+        is_ending.wait(10)
+        raise OSError(WHY)
+
+    monkeypatch.setattr(publisher_module, "finish", fail_late)
+    stop = Publisher.stop
+
+    def request_end(publisher: Publisher, seconds: float) -> bool:
+        publisher._steps.items.put(None)
+        is_ending.set()
+        return stop(publisher, seconds)
+
+    monkeypatch.setattr(Publisher, "stop", request_end)
+    training = Training()
+    training.train(1)
+    training.finish()
+
+    assert {EventType.FAULT, EventType.EXIT} <= training.types()
 
 
 def test_failed_copy_of_statistics_keeps_the_numbers_of_the_step(monkeypatch, caplog):
