@@ -201,9 +201,12 @@ class Server:
         return line
 
 
-OF_TRAINING = ("torch", "torch._dynamo", "torch.distributed", "rankscope_exporter")
+OF_TRAINING = (
+    *("torch", "torch._dynamo", "torch.distributed", "torch.profiler", "numba", "psutil", "rankscope"),
+    *("rankscope_exporter", "tests.compiled_kernel"),
+)
 OF_COMMANDS = (
-    *("numpy", "pyarrow.compute", "pyarrow.parquet", "duckdb", "deltalake", "rich.table"),
+    *("numpy", "pyarrow.compute", "pyarrow.dataset", "pyarrow.parquet", "duckdb", "deltalake", "rich.table"),
     *("rankscope.commands", "rankscope.commands.sql", "rankscope.commands.summary", "rankscope.output.rows"),
     *("rankscope_ingest.__main__", "rankscope_ingest.importers", "rankscope_ingest.service.main"),
     *("rankscope_storage.connection", "rankscope_storage.api.store", "rankscope_storage.formats"),
@@ -293,6 +296,5 @@ IMPORTED = (
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
-    "numba",
-    "rankscope_exporter",
+    "tests.compiled_kernel",
 )
