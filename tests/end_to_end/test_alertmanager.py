@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.programs import run_command
 
 from rankscope.demo.receiver import Sender
 from rankscope.up.ports import free_port
@@ -79,7 +80,7 @@ def test_doctor_lists_readers_of_ranks_and_alert_receivers(running, ranks):
     running.wait_for(lambda: len(asked(running, 'up{job="rankscope"} == 1')) == len(ranks.bad))
     given = [f"--{name}={running.urls[name]}" for name in ("prometheus", "alertmanager")]
     store = f"--store={running.folder / 'history'}"
-    command = [sys.executable, "-m", "rankscope", "doctor", f"--url={running.urls['service']}", store, *given]
+    command = ["doctor", f"--url={running.urls['service']}", store, *given]
     expected = (
         r"OK    /records is read by Rankscope/\S+ \(\d of \d ranks, \d+ s ago\)",
         r"OK    /metrics is read by Prometheus/2\.\S+ \(\d of \d ranks, \d+ s ago\)",
@@ -93,7 +94,7 @@ def test_doctor_lists_readers_of_ranks_and_alert_receivers(running, ranks):
 
     def all_lines_match() -> bool:
         nonlocal report  # a busy machine sometimes misses a scrape, which the doctor reports
-        report = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
+        report = run_command(*command).stdout
         return all(re.search(line, report) for line in expected)
 
     assert running.wait_for(all_lines_match), report

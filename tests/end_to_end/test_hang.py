@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.programs import Started
+from tests.programs import Started, run_command
 
 from rankscope.demo.receiver import AlertReceiver
 from rankscope_storage.connection import connect
@@ -48,15 +46,8 @@ def hanging(start_job: Start, tmp_path: Path, another_port: int) -> Start:
 
 
 def ask(service: Any, *arguments: str, token: str | None = TOKEN) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "RANKSCOPE_TOKEN"}
-    return subprocess.run(
-        [sys.executable, "-m", "rankscope", "stacks", *arguments, "--service", service.url],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**environment, **({"RANKSCOPE_TOKEN": token} if token else {})},
-        check=False,
-    )
+    environment = {"RANKSCOPE_TOKEN": token} if token else {}
+    return run_command("stacks", *arguments, "--service", service.url, **environment)
 
 
 def assert_message_names_both_places(text: str) -> None:

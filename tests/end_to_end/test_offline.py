@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 from tests.end_to_end.conftest import Service
-from tests.programs import run_command, run_program
+from tests.exporter.conftest import wait_until
+from tests.programs import run_command, run_program, start_script
 
 from rankscope_contract.spool.layout import folders
 
@@ -125,19 +124,18 @@ def test_folder_that_cannot_be_created_is_reported_and_training_continues(tmp_pa
 
 
 def test_running_training_can_be_read_but_is_not_imported(tmp_path: Path) -> None:
-    environment = os.environ | {"RANKSCOPE_SPOOL_DIR": "", "RANKSCOPE_INGEST_URL": ""}
     records, store = tmp_path / "rankscope-records", tmp_path / "history"
+    environment = {"RANKSCOPE_SPOOL_DIR": str(records), "RANKSCOPE_INGEST_URL": ""}
     waiting = program("monitor.current(); print('ready', flush=True); time.sleep(600)")
-    with subprocess.Popen(
-        [sys.executable, "-c", waiting], cwd=tmp_path, env=environment, stdout=subprocess.PIPE
-    ) as training:
-        assert training.stdout is not None
-        try:
-            assert b"ready\n" == training.stdout.readline()
-            read = command("sql", LOSSES, "--store", records)
-            imported = command("import", records, "--store", store)
-        finally:
-            training.kill()
+    script, log = tmp_path / "waiting.py", tmp_path / "log"
+    script.write_text(waiting)
+    training = start_script(script, log=log, **environment)
+    try:
+        wait_until(lambda: "ready\n" in log.read_text())
+        read = command("sql", LOSSES, "--store", records)
+        imported = command("import", records, "--store", store)
+    finally:
+        training.kill()
 
     assert "1 process still running; the records are read up to now" in read.stderr
     assert f"{STEPS - 1} rows" in read.stdout or f"{STEPS} rows" in read.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.end_to_end import past
+from tests.programs import run_command
 
 
 class Up:
@@ -79,8 +79,7 @@ def fetch(url: str) -> Any:
 
 
 def run_doctor(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rankscope", "doctor", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=60)
+    return run_command("doctor", *arguments, folder=folder)
 
 
 LOCKED = """
@@ -221,9 +220,7 @@ def test_failed_start_prints_the_end_of_the_log(start_up, tmp_path):
 
 
 def test_missing_prometheus_error_names_the_package(tmp_path):
-    command = [sys.executable, "-m", "rankscope", "up"]
-    environment = os.environ | {"PATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = run_command("up", folder=tmp_path, PATH=str(tmp_path))
 
     assert 1 == done.returncode
     assert 1 == done.stderr.count("\n")
