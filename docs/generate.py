@@ -96,7 +96,7 @@ def service_settings() -> str:
     parts = []
     for section, description in ServiceConfig.model_fields.items():
         model = _model_in(description.annotation)
-        heading = f"[[{section}]]" if section == "targets" else f"[{section}]"
+        heading = f"[[{section}]]" if section in {"targets", "watch"} else f"[{section}]"
         rows = [
             (f"`{key}`", _written(_pydantic_default(field)), meanings.pop(f"{section}.{key}"))
             for key, field in model.model_fields.items()

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, fi
 from rankscope_contract.protocol.channel import DEFAULT_MAX_BYTES
 from rankscope_contract.security.web_config import WebConfig, WebConfigError
 from rankscope_ingest.base.tls import read_service_web_config
+from rankscope_ingest.base.watch_config import WatchSection
 from rankscope_storage.base.errors import is_url
 from rankscope_storage.maintenance.retention_policy import Retention
 
@@ -370,6 +371,7 @@ class ServiceConfig(_Section):
     targets: tuple[StaticTarget, ...] = ()
     exporters: tuple[ExporterSection, ...] = ()
     exporter_lists: tuple[ExporterListSection, ...] = ()
+    watch: tuple[WatchSection, ...] = ()
 
     @property
     def token(self) -> str | None:

@@ -23,6 +23,7 @@ _PATH_KEYS: Final = {
     "service": ("token_file", "web_config", "ca_file", "cert_file", "key_file"),
     "spool": ("folders",),
     "exporter_lists": ("file",),
+    "watch": ("log", "known_hosts"),
 }
 """Keys whose values are file names, by section.
 

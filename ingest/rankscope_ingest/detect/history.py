@@ -27,6 +27,7 @@ from rankscope_ingest.runs.incident import (
     RUN_FAILED,
     RUN_STALLED,
     Incident,
+    LogReport,
     Symptom,
     failure_key,
 )
@@ -140,7 +141,7 @@ def read_history(store: Connection, now: float) -> History:
     starts: dict[str, int] = {}
     for attempt in attempts.values():
         starts[attempt.run] = min(starts.get(attempt.run, attempt.started_at), attempt.started_at)
-    incidents = _incidents(store, now)
+    incidents = stored_incidents(store, now)
     active = [(incident, state == RESOLVED) for incident, state in incidents if incident.attempt_key in unfinished]
     anomalies = [(one, is_over) for one, is_over in active if one.first.rule not in {RUN_FAILED, RUN_STALLED}]
     return History(
@@ -226,11 +227,15 @@ def _add_rank(attempt: Attempt, event: Mapping[str, Any], now: float) -> None:
         known.exited_at = _micros(event["ts"]) or None
 
 
-def _incidents(store: Connection, now: float) -> list[tuple[Incident, str]]:
-    """Return each incident that is stored, with the latest state that is stored for it."""
+def stored_incidents(store: Connection, now: float) -> list[tuple[Incident, str]]:
+    """Return each incident that is stored, with the latest state that is stored for it.
+
+    `now` is the time at which the incidents count as opened, in monotonic seconds.
+    """
     latest: dict[str, tuple[Incident, str]] = {}
     for row in store.query(_INCIDENTS).to_pylist():
         details = parse_details(row["details"])
+        log = _log_report(details.get("log"))
         first = Symptom(
             run=row["run"],
             attempt=row["attempt"],
@@ -238,6 +243,7 @@ def _incidents(store: Connection, now: float) -> list[tuple[Incident, str]]:
             step=row["step"],
             severity=row["severity"],
             causal=(),  # smaller than any other, so that a restored incident keeps its name
+            ranks=None if log is None else log.address,
             **{name: row[name] for name in SYMPTOM_COLUMNS},
         )
         incident = Incident(
@@ -251,11 +257,19 @@ def _incidents(store: Connection, now: float) -> list[tuple[Incident, str]]:
             cause=None if details.get("cause") is None else str(details["cause"]),
             reports=tuple(map(str, details.get("reports", ()))),
             places=tuple(map(str, details.get("where", ()))),
+            log=log,
             is_settled=True,
             fixed_key=str(details.get("key")),
         )
         latest[incident.key] = (incident, str(details.get("state")))
     return list(latest.values())
+
+
+def _log_report(details: object) -> LogReport | None:
+    if not isinstance(details, dict):
+        return None
+    rows, guide = (tuple(map(str, details.get(name, ()))) for name in ("rows", "guide"))
+    return LogReport(address=str(details.get("address")), rows=rows, guide=guide)
 
 
 def _micros(moment: dt.datetime | None) -> int:

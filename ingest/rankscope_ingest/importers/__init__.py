@@ -32,13 +32,14 @@ from rankscope_ingest.importers.common.log_identity import KnownImport, known_im
 from rankscope_ingest.importers.common.reimport import replaceable
 from rankscope_ingest.importers.common.report import ImportReport
 from rankscope_ingest.importers.common.rules import IMPORT_RULES
-from rankscope_ingest.importers.common.runner import import_records
+from rankscope_ingest.importers.common.runner import NO_END, import_records
 from rankscope_ingest.importers.newer_log import newer_log
 from rankscope_ingest.importers.textlog import nearest_miss
 
 __all__ = [
     "IMPORT_RULES",
     "NOT_MINE",
+    "NO_END",
     "Detection",
     "Fault",
     "Faults",

@@ -37,7 +37,7 @@ def message(incident: Incident, *, is_repeated: bool = False) -> Message:
 
 
 def resolved_message(incident: Incident, *, has_continued: bool) -> Message:
-    """Return the notification that a stall is over.
+    """Return the notification that an incident is over.
 
     `has_continued` is true if training continues, and false if the run ended.
     """

@@ -8,6 +8,7 @@ no seq. A repeated version of a run does not change any query result.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -96,7 +97,8 @@ def incident_row(incident: Incident, state: str, stamp: Stamp) -> Row:
     single rank.
     """
     first = incident.first
-    evidence = {"cause": incident.cause, "reports": incident.reports, "where": incident.places}
+    log = None if incident.log is None else dataclasses.asdict(incident.log)
+    evidence = {"cause": incident.cause, "reports": incident.reports, "where": incident.places, "log": log}
     details = {
         "key": incident.key,
         "state": state,

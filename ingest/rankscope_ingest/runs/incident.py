@@ -21,6 +21,18 @@ RUN_FAILED: Final = "RunFailed"
 RUN_STALLED: Final = "RunStalled"
 """Rule name of the incident that reports a stalled run."""
 
+RUN_SLOW: Final = "RunSlow"
+"""Rule name of the incident that reports slow steps in a log."""
+
+RUN_FINISHED: Final = "RunFinished"
+"""Rule name of the incident that reports the planned end of a run according to its log."""
+
+RUN_STOPPED: Final = "RunStopped"
+"""Rule name of the incident that reports that a user or the scheduler stopped a run, according to its log."""
+
+LOG_UNREADABLE: Final = "LogUnreadable"
+"""Rule name of the incident that reports that a log cannot be read."""
+
 OPENED: Final = "opened"
 NOTIFIED: Final = "notified"
 UNDELIVERED: Final = "undelivered"
@@ -102,6 +114,15 @@ def urgency(severity: str | None) -> int:
     return SEVERITIES.index(Severity(severity)) if severity in SEVERITIES else 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogReport:
+    """The part of an incident that was found in a log: its address, its last rows, and hints for reading the rows."""
+
+    address: str
+    rows: tuple[str, ...] = ()
+    guide: tuple[str, ...] = ()
+
+
 @dataclass(slots=True, kw_only=True)
 class Incident:
     """A group of anomalies with one cause, or the failure or stall of one attempt."""
@@ -120,6 +141,7 @@ class Incident:
     cause: str | None = None  # the evidence against the rank, or why none is singled out
     reports: tuple[str, ...] = ()  # last step and report of each rank, if no rank is singled out
     places: tuple[str, ...] = ()  # the collectives and source lines in which ranks wait
+    log: LogReport | None = None  # if it was found in a log that is followed
     fixed_key: str | None = None  # set when the incident settles, so that an earlier cause does not change the key
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from typing import Final
 from rankscope_contract.diagnostics.collective_calls import sentences, sites_of
 from rankscope_contract.diagnostics.rank_groups import Standing, grouped, ranks_text
 from rankscope_contract.diagnostics.stacks import FlightRecord
-from rankscope_ingest.runs.incident import RUN_FAILED, RUN_STALLED, Incident, Symptom
+from rankscope_ingest.runs.incident import LOG_UNREADABLE, RUN_FAILED, RUN_SLOW, RUN_STALLED, Incident, Symptom
 from rankscope_ingest.runs.models import Attempt, Rank
 from rankscope_ingest.runs.root_cause import CLOCKS_DIFFER_MICROSECONDS, Cause, EndKind
 
@@ -228,7 +228,7 @@ def body(incident: Incident, *, is_repeated: bool = False) -> str:
     first = incident.first
     values = {
         "run": f"{first.run} (attempt {first.attempt})",
-        "rank": first.ranks_named.removeprefix("rank "),
+        "rank" if incident.log is None else "log monitor": first.ranks_named.removeprefix("rank "),
         "step": first.step,
         "tensor": first.tensor,
         "kind": first.kind,
@@ -244,9 +244,13 @@ def body(incident: Incident, *, is_repeated: bool = False) -> str:
         for label, value in values.items()
         if value not in {None, ""}
     ]
-    for label, section in (("last reports", incident.reports), ("where", incident.places)):
+    sections: dict[str, tuple[str, ...]] = {"last reports": incident.reports, "where": incident.places}
+    if incident.log is not None:
+        sections |= {"last rows": incident.log.rows, "how to read the rows": incident.log.guide}
+    for label, section in sections.items():
         lines += [f"{label}:", *(f"  {line}" for line in section)] if section else []
     command = {RUN_STALLED: "stacks", RUN_FAILED: "summary"}.get(first.rule or "", "anomalies")
+    command = command if incident.log is None else "summary"
     if command == "anomalies":
         ranks = f" on {ranks_text(sorted(incident.ranks))}" if incident.ranks else ""
         lines.append(f"anomaly events so far: {incident.events}{ranks}")
@@ -256,15 +260,27 @@ def body(incident: Incident, *, is_repeated: bool = False) -> str:
 
 
 def resolved_title(incident: Incident, *, has_continued: bool) -> str:
-    """Return the title of the notification that a stall is over: training continues, or the run ended."""
-    outcome = "training continues" if has_continued else "the run ended"
-    return f"[resolved] {incident.first.run}: {RUN_STALLED}, {outcome}"
+    """Return the title of the notification that an incident is over: training continues, or the run ended."""
+    return f"[resolved] {incident.first.run}: {incident.first.rule}, {_outcome(incident, has_continued=has_continued)}"
 
 
 def resolved_body(incident: Incident, *, has_continued: bool) -> str:
-    """Return the body of the notification that a stall is over: training continues, or the run ended."""
+    """Return the body of the notification that an incident is over: training continues, or the run ended."""
     first = incident.first
-    outcome = "Training continues." if has_continued else "The run ended."
-    last = "" if first.step is None else f" The last step before the stall was {first.step}."
+    outcome = _outcome(incident, has_continued=has_continued)
+    before = "the stall" if first.rule == RUN_STALLED else "it"
+    last = "" if first.step is None else f" The last step before {before} was {first.step}."
     details = "" if has_continued else f"details: rankscope summary {first.run}\n"
-    return f"run: {first.run} (attempt {first.attempt})\n{outcome}{last}\n{details}incident: {incident.key}"
+    log = "" if incident.log is None else f"log monitor: {incident.log.address}\n"
+    return (
+        f"run: {first.run} (attempt {first.attempt})\n{log}{outcome[0].upper()}{outcome[1:]}.{last}\n"
+        f"{details}incident: {incident.key}"
+    )
+
+
+def _outcome(incident: Incident, *, has_continued: bool) -> str:
+    if incident.first.rule == LOG_UNREADABLE:
+        return "the log can be read again"
+    if incident.first.rule == RUN_SLOW and has_continued:
+        return "the step time is normal again"
+    return "training continues" if has_continued else "the run ended"

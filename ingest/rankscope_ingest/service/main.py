@@ -18,6 +18,7 @@ from rankscope_ingest.notify.notifiers import Notifier, make_notifiers
 from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.reporting.progress import Progress
 from rankscope_ingest.service.service import Service
+from rankscope_ingest.watch.session import check_logs
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
 from rankscope_storage.writer.writer import Writer
@@ -42,6 +43,7 @@ async def run(
     try:
         # Parts that can reject the configuration come first: an invalid file must not create a store.
         notifiers = _notifiers(config)
+        check_logs(config.watch)
         own_tls = server_tls(config.service.web_config)
         ranks_tls = client_tls(config.service.ca_file, config.service.cert_file, config.service.key_file)
         with _signals(stop), contextlib.closing(await asyncio.to_thread(_claim, config)) as writer:

@@ -33,6 +33,7 @@ from rankscope_ingest.runs.incident import Incident
 from rankscope_ingest.service.api import Api
 from rankscope_ingest.service.pipeline import Pipeline, make_batcher
 from rankscope_ingest.service.polling import ExternalExporters, Polling
+from rankscope_ingest.service.watching import WatchedLogs
 from rankscope_storage.api.store import Commit, Writer
 
 log = logging.getLogger(__name__)
@@ -75,12 +76,17 @@ class Service:
             config, writer, batcher, metrics, stamp=self._monitor.stamp, on_commit=self._on_commit
         )
         self._polling = Polling(config, fetcher, self._monitor, self._pipeline.watermark)
+
+        def count(outcome: str) -> None:
+            metrics.count(NOTIFICATIONS, 1, outcome)
+
         self._announcer = Announcer(
             notifiers,
             record=self._monitor.record_incident,
             commit=self._pipeline.flusher.commit_now,
-            count=lambda outcome: metrics.count(NOTIFICATIONS, 1, outcome),
+            count=count,
         )
+        self._watched = WatchedLogs(config, writer, notifiers, self._faults, count=count)
         self._stalls = StallHandler(self._monitor, self._announcer, fetcher.stacks, spawn=self._spawn)
         self._exporters = ExternalExporters(config, batcher, metrics)
         self._api = Api(
@@ -119,7 +125,7 @@ class Service:
                 self._spawn(self._announcer.announce(incident, is_repeated=True))
             try:
                 # Without `stop`, only a flusher ends, with the error that prevents further commits.
-                async with self._exporters.scraping():
+                async with self._exporters.scraping(), self._watched.following():
                     await asyncio.wait([*work, stopping], return_when=asyncio.FIRST_COMPLETED)
                 for task in work:
                     if task.done():

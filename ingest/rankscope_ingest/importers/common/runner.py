@@ -53,6 +53,8 @@ from rankscope_storage.api.store import Batch, Commit
 
 BATCH_RECORDS: Final = 20_000
 BATCH_ROWS: Final = 500_000
+NO_END: Final = "imported from a log"
+"""Reason of the state of a run whose log contains no end of the run."""
 
 Progress = Callable[[int], None]
 """A function that an import calls with the number of bytes of the log that were read so far."""
@@ -304,7 +306,7 @@ class _Intake:
             "attempt": attempt,
             "state": RunState.STOPPED,
             "source_kind": self.kind,
-            "reason": "imported from a log" if is_last else "the log returns to an earlier step",
+            "reason": NO_END if is_last else "the log returns to an earlier step",
         }
         if extent is not None:
             row |= {"started_at": extent.first_ts, "ended_at": extent.last_ts, "last_step": extent.last_step}

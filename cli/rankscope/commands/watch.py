@@ -1,0 +1,224 @@
+"""`rankscope watch`: follow logs on this machine and over SSH, and report slow, stalled and failed trainings."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from rich.console import Console
+
+from rankscope.base.errors import FAILED, TAKEN_OVER, USAGE, CommandError
+from rankscope.base.options import OptionalStore
+from rankscope.base.service_settings import load_settings
+from rankscope.output.watch_text import WatchView
+
+if TYPE_CHECKING:
+    from rankscope_ingest.base.config import ServiceConfig
+    from rankscope_ingest.base.watch_config import WatchSection
+    from rankscope_ingest.notify.notifiers import Notifier
+    from rankscope_ingest.watch.watcher import LogStatus
+
+NOT_NORMAL: Final = 4
+"""Exit code: at least one training is slow, stalled, stopped or failed."""
+
+Logs = Annotated[
+    list[str] | None,
+    typer.Argument(help="Logs to follow: a path, or ssh://user@host:port/path.", metavar="LOG...", show_default=False),
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(help="TOML file of the service; its sections \\[\\[watch]], \\[notify] and \\[store] apply."),
+]
+Runs = Annotated[
+    list[str] | None,
+    typer.Option("--run", help="Name of the run: once for all logs, or once for each. Default: the name of each log."),
+]
+Notify = Annotated[list[str] | None, typer.Option(help="Apprise URL to notify; may be repeated.")]
+PollSeconds = Annotated[float | None, typer.Option(help="Time between two reads of a log.", show_default="10")]
+StalledFactor = Annotated[
+    float | None, typer.Option(help="Stalled: no row for this multiple of the usual time.", show_default="3")
+]
+SlowFactor = Annotated[
+    float | None, typer.Option(help="Slow: a step takes this multiple of the median.", show_default="2")
+]
+KnownHosts = Annotated[
+    Path | None, typer.Option(help="File with the keys of hosts. Default: as in the SSH configuration.")
+]
+Shard = Annotated[
+    str | None, typer.Option(help="Shard of the store to write to; not the shard of a running service. Default: 0/1.")
+]
+Once = Annotated[bool, typer.Option("--once", help="Read each log once, print the states, and exit.")]
+UntilFinished = Annotated[
+    bool, typer.Option("--until-finished", help="Exit when each training has finished, failed or was stopped.")
+]
+
+
+def watch(
+    logs: Logs = None,
+    store: OptionalStore = None,
+    config: Config = None,
+    run: Runs = None,
+    notify: Notify = None,
+    poll_seconds: PollSeconds = None,
+    stalled_factor: StalledFactor = None,
+    slow_factor: SlowFactor = None,
+    known_hosts: KnownHosts = None,
+    once: Once = False,
+    until_finished: UntilFinished = False,
+    shard: Shard = None,
+) -> None:
+    """Follow logs of trainings, store their rows, and report trainings that are slow, stalled, finished or failed.
+
+    Nothing is installed on the machine of the training. Keys, agent, jump hosts and host aliases are those of
+    ~/.ssh/config; the key of the host must be known. If the server accepts no key, the password is asked for.
+
+    A log that cannot be read is reported, and the command connects again. The position is in the store: after a
+    restart, no row is stored twice and no message is sent twice. Ctrl-C ends the command.
+
+    Exit codes of --once and --until-finished: 0 normal or finished; 1 a log cannot be read; 2 wrong usage; 4 a training
+    is slow, stalled, stopped or failed. A service that takes over the shard ends the command with 3.
+
+    [bold]Examples[/bold]
+
+    rankscope watch train.log
+
+    rankscope watch ssh://me@node7/data/run7/train.log --run pretraining --notify mailto://user:password@mail.host
+
+    rankscope watch ssh://node7/data/a.log ssh://node8/data/b.log --run a --run b --notify feishu://TOKEN
+
+    rankscope watch --config service.toml --until-finished
+
+    rankscope watch ssh://node7/~/train.log --once
+    """
+    settings = load_settings(config, store, None, notify)
+    changes = {
+        "poll_seconds": poll_seconds,
+        "stalled_factor": stalled_factor,
+        "slow_factor": slow_factor,
+        "known_hosts": None if known_hosts is None else str(known_hosts),
+        "settle_seconds": 0.0 if once else None,
+    }
+    sections = _sections(
+        settings, logs or [], run or [], {key: value for key, value in changes.items() if value is not None}
+    )
+    with WatchView(Console(highlight=False)) as view:
+        statuses = _watch(settings, sections, view, shard=shard, once=once, until_finished=until_finished)
+    if (once or until_finished) and (problems := [status for status in statuses if not status.is_normal]):
+        unreadable = any(status.unreadable for status in problems)
+        names = ", ".join(sorted({status.run for status in problems}))
+        raise CommandError(
+            f"{names}: {'a log cannot be read' if unreadable else 'not normal'}, see above",
+            code=FAILED if unreadable else NOT_NORMAL,
+        )
+
+
+def _sections(
+    settings: ServiceConfig, logs: Sequence[str], runs: Sequence[str], changes: dict[str, Any]
+) -> list[WatchSection]:
+    """Return the logs of the configuration file and of the command line, with the thresholds of the command line."""
+    from pydantic import ValidationError
+
+    from rankscope_ingest.base.watch_config import WatchSection
+
+    if len(runs) > 1 and len(runs) != len(logs):
+        raise CommandError(f"{len(runs)} runs for {len(logs)} logs: give --run once, or once for each log", code=USAGE)
+    names: list[str | None] = [runs[0]] * len(logs) if len(runs) == 1 else [*runs] or [None] * len(logs)
+    given = [section.model_dump() for section in settings.watch]
+    given += [{"log": log, "run": name} for log, name in zip(logs, names, strict=True)]
+    if not given:
+        raise CommandError(
+            "no log: give a path, an address such as ssh://user@host/data/train.log, or --config FILE with [[watch]]",
+            code=USAGE,
+        )
+    try:
+        return [WatchSection(**(section | changes)) for section in given]
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        option = str(fault["loc"][-1]).replace("_", "-")
+        raise CommandError(f"--{option}: {fault['msg']} (given: {fault['input']!r})", code=USAGE) from error
+
+
+def _watch(
+    settings: ServiceConfig,
+    sections: Sequence[WatchSection],
+    view: WatchView,
+    *,
+    shard: str | None,
+    once: bool,
+    until_finished: bool,
+) -> list[LogStatus]:
+    """Follow the logs until the command ends, and return their last statuses."""
+    from rankscope_ingest.base.errors import ConfigError, IngestError
+    from rankscope_ingest.notify.notifiers import make_notifiers
+    from rankscope_storage.base.errors import ShardLostError, StoreError
+
+    section = settings.notify
+    urls = [url.get_secret_value() for url in section.urls] if section.mode == "embedded" else []
+    try:
+        notifiers = make_notifiers(urls, timeout_seconds=section.timeout_seconds)
+        follow = _follow(settings, sections, notifiers, view, shard=shard, once=once, until_finished=until_finished)
+        return asyncio.run(follow)
+    except ConfigError as error:
+        raise CommandError(str(error), code=USAGE) from error
+    except ShardLostError as error:
+        raise CommandError(str(error), code=TAKEN_OVER) from error
+    except (IngestError, StoreError) as error:
+        raise CommandError(str(error)) from error
+
+
+async def _follow(
+    settings: ServiceConfig,
+    sections: Sequence[WatchSection],
+    notifiers: Sequence[Notifier],
+    view: WatchView,
+    *,
+    shard: str | None,
+    once: bool,
+    until_finished: bool,
+) -> list[LogStatus]:
+    from rankscope_ingest.watch.session import Hooks, check_logs, watching
+    from rankscope_storage.api.store import Store as StoreFolder
+
+    check_logs(sections)  # a wrong address must not create a store
+    hooks = Hooks(on_change=view.change, on_note=view.note, ask=view.ask if sys.stdin.isatty() else None)
+    owner = f"watch, process {os.getpid()} on {socket.gethostname()}"
+    path = Path(settings.store.path)
+    store = StoreFolder.open(path, create=True, mantissa_bits=settings.store.mantissa_bits)
+    with store.claim(shard or settings.store.shard, owner=owner) as writer, _stop_signals() as stop:
+        async with watching(sections, writer, path, notifiers, hooks=hooks) as session:
+            if once:
+                await session.poll()
+            else:
+                await session.run(stop, until_ended=until_finished)
+        return session.statuses
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[asyncio.Event]:
+    """Yield an event that the first SIGINT or SIGTERM sets. A second signal ends the process."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    caught = (signal.SIGINT, signal.SIGTERM)
+
+    def release() -> None:
+        for number in caught:
+            loop.remove_signal_handler(number)
+
+    def on_signal() -> None:
+        release()
+        stop.set()
+
+    with contextlib.suppress(ValueError, RuntimeError):  # outside the main thread, the caller handles signals
+        for number in caught:
+            loop.add_signal_handler(number, on_signal)
+    try:
+        yield stop
+    finally:
+        release()

@@ -1,0 +1,101 @@
+"""The file of a log: its size and times, its bytes, and the names of rotated files next to it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+from rankscope_ingest.base.errors import IngestError
+from rankscope_ingest.importers.common.lines import readable
+from rankscope_ingest.watch.address import LogAddress
+from rankscope_ingest.watch.clock import Clock
+
+MAX_ROTATED: Final = 8
+"""Maximum number of files next to the log that are compared with the log after a rotation."""
+
+
+class LogUnreadableError(IngestError):
+    """The log cannot be read at present. The reader tries again."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """Size in bytes and time of the last change of a file, in seconds of the clock of its machine."""
+
+    size: int
+    modified: float
+
+
+class LogFile(Protocol):
+    """A log on this or another machine. All methods raise LogUnreadableError if the log cannot be read."""
+
+    address: LogAddress
+
+    async def state(self, name: str | None = None) -> FileState:
+        """Return the state of the log, or of the file `name` in the same folder."""
+        ...
+
+    async def read(self, offset: int, size: int, name: str | None = None) -> bytes:
+        """Return `size` bytes from `offset` of the log or of the file `name`; fewer bytes at the end of the file."""
+        ...
+
+    async def rotated(self) -> list[str]:
+        """Return the names of files in the same folder that may be older parts of the log, the newest first."""
+        ...
+
+    async def clock(self) -> Clock | None:
+        """Return the clock of the machine of the log, or None if it cannot be read."""
+        ...
+
+
+class LocalFile:
+    """A log on this machine."""
+
+    def __init__(self, address: LogAddress) -> None:
+        self.address = address
+        self.path = Path(address.path)
+
+    async def state(self, name: str | None = None) -> FileState:
+        """Return the state of the log, or of the file `name` in the same folder."""
+        try:
+            found = (self.path if name is None else self.path.with_name(name)).stat()
+        except OSError as error:
+            raise LogUnreadableError(f"{self.path}: {error.strerror or error}") from error
+        return FileState(found.st_size, found.st_mtime)
+
+    async def read(self, offset: int, size: int, name: str | None = None) -> bytes:
+        """Return `size` bytes from `offset` of the log or of the file `name`."""
+        return await asyncio.to_thread(self._read, offset, size, name)
+
+    def _read(self, offset: int, size: int, name: str | None) -> bytes:
+        path = self.path if name is None else self.path.with_name(name)
+        with readable(path), path.open("rb") as file:
+            file.seek(offset)
+            return file.read(size)
+
+    async def rotated(self) -> list[str]:
+        """Return the names of files in the same folder that may be older parts of the log, the newest first."""
+        try:
+            return rotated_names(self.path.name, ((entry.name, entry.stat().st_mtime) for entry in self._folder()))
+        except OSError:
+            return []
+
+    def _folder(self) -> list[Path]:
+        return [entry for entry in self.path.parent.iterdir() if entry.name.startswith(self.path.name)]
+
+    async def clock(self) -> Clock | None:
+        """Return the clock of this machine."""
+        return Clock(offset_seconds=0.0, source="clock of this machine", zone_seconds=time.localtime().tm_gmtoff)
+
+
+def rotated_names(name: str, entries: Iterable[tuple[str, float]]) -> list[str]:
+    """Return those names in `entries` that begin with the name of the log, the last changed first.
+
+    `entries` has the names of the files in the folder, and the times of their last change. The log itself is omitted.
+    """
+    others = [entry for entry in entries if entry[0].startswith(name) and entry[0] != name]
+    return [other for other, _ in sorted(others, key=lambda entry: -entry[1])][:MAX_ROTATED]

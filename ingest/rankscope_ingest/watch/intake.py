@@ -1,0 +1,266 @@
+"""Import the file of a followed log into the store, and keep the state of its run in the store up to date.
+
+The rows are those of a single import of the complete log: the importers read the file from its beginning, and the store
+drops the records that it has. The row about the state of the run and the event about the import are stored when the
+state changes, and otherwise every few minutes, because a followed log is imported many thousand times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+
+from rankscope_contract.model.events import RunState
+from rankscope_ingest.base.tables import FROM_INGEST, rows_table, table_schema
+from rankscope_ingest.detect.history import stored_incidents
+from rankscope_ingest.importers import (
+    NO_END,
+    Importer,
+    ImportReport,
+    KnownImport,
+    find_importer,
+    import_records,
+    importers,
+    is_live,
+    known_imports,
+    stored_scalars,
+)
+from rankscope_ingest.pipeline.maintenance_schedule import COMPACT_EVERY_COMMITS
+from rankscope_ingest.runs.incident import Incident
+from rankscope_ingest.watch.rows import EVENTS, KEPT_ROWS, SCALARS
+from rankscope_storage.api.store import Batch, Commit, Writer
+from rankscope_storage.connection import Connection, connect
+
+FOLLOWED: Final = "the log is followed"
+UNFOLLOWED: Final = "the log is no longer followed"
+_OPEN: Final = frozenset({NO_END, FOLLOWED, UNFOLLOWED})
+"""Reasons of a state which is not an end of the run that the log contains."""
+
+MAINTAIN_EVERY_COMMITS: Final = 20 * COMPACT_EVERY_COMMITS
+
+_ENDED: Final = frozenset({RunState.COMPLETED, RunState.FAILED, RunState.STOPPED})
+_LATEST: Final = "SELECT * FROM {} WHERE run = $run AND source_kind <> 'live' ORDER BY attempt DESC LIMIT 1"
+_RECENT: Final = """\
+SELECT {columns} FROM {dataset} WHERE run = $run AND incarnation = $incarnation AND seq > (
+  SELECT max(seq) - $kept FROM scalars WHERE run = $run AND incarnation = $incarnation) ORDER BY seq"""
+
+Row = dict[str, Any]
+
+
+class WatchStore:
+    """The store as the followed logs use it. All methods except `run` and `close` run in its one thread.
+
+    `known` has the imported logs of each run, which all logs of the run share.
+    """
+
+    def __init__(self, folder: Path, writer: Writer, *, compacts: bool) -> None:
+        """With `compacts`, small files are merged after every 50 commits. In the service, the service does this."""
+        self.folder = folder
+        self._writer = writer
+        self._compacts = compacts
+        self._commits = 0
+        self.known: dict[str, list[KnownImport]] = {}
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rankscope-watch")
+        self._connection: Connection | None = None
+        self._last_ordinal = 0
+
+    async def run(self, function: Callable[[], Any]) -> Any:
+        """Call `function` in the thread of the store, and return its result."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+    def append(self, batch: Batch) -> Commit:
+        """Store the rows of `batch`."""
+        commit = self._writer.append(batch)
+        self._commits += 1
+        if self._compacts and self._commits % COMPACT_EVERY_COMMITS == 0:
+            self._writer.compact()
+            if self._commits % MAINTAIN_EVERY_COMMITS == 0:
+                self._writer.maintain()
+        return commit
+
+    def watermark(self, incarnation: str) -> int:
+        """Return the last stored sequence number of `incarnation`."""
+        return self._writer.watermark(incarnation)
+
+    @property
+    def connection(self) -> Connection:
+        """Return the connection for queries."""
+        if self._connection is None:
+            self._connection = connect(self.folder, single_threaded=True)
+        return self._connection
+
+    def known_of(self, run: str) -> list[KnownImport]:
+        """Return the imported logs of `run`."""
+        if run not in self.known:
+            self.known[run] = known_imports(self.connection, run)
+        return self.known[run]
+
+    def incidents_of(self, run: str) -> list[tuple[Incident, str]]:
+        """Return the incidents of `run` that were found in logs, each with its latest state."""
+        found = stored_incidents(self.connection, time.monotonic())
+        return [(incident, state) for incident, state in found if incident.first.run == run and incident.log]
+
+    def recent(self, run: str, incarnation: str) -> dict[str, pa.Table]:
+        """Return the scalars and events of the last records of an imported log."""
+        values = {"run": run, "incarnation": incarnation, "kept": KEPT_ROWS}
+        columns = {"scalars": SCALARS, "events": EVENTS}
+        return {
+            dataset: self.connection.query(_RECENT.format(dataset=dataset, columns=", ".join(names)), values)
+            for dataset, names in columns.items()
+        }
+
+    def latest(self, dataset: str, run: str) -> Row | None:
+        """Return the latest row of `runs` or `attempts` that an import has stored for `run`."""
+        rows = self.connection.query(_LATEST.format(dataset), {"run": run}).to_pylist()
+        names = table_schema(dataset).names
+        return {name: value for name, value in rows[0].items() if name in names} if rows else None
+
+    def stamp(self) -> Row:
+        """Return the columns of a new row that have its time and arrival number."""
+        self._last_ordinal = max(time.time_ns() // 1000, self._last_ordinal + 1)
+        return {"ts": self._last_ordinal, "ordinal": self._last_ordinal, "ts_origin": FROM_INGEST}
+
+    async def close(self) -> None:
+        """Close the connection and end the thread."""
+        if self._connection is not None:
+            await self.run(self._connection.close)
+        self._thread.shutdown()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The result of one import: the report, and the tables of new records."""
+
+    report: ImportReport
+    tables: Sequence[Mapping[str, pa.Table]]
+    is_first: bool
+    """True if the log was imported for the first time by this process: `tables` may lack stored records."""
+
+
+class LogIntake:
+    """Imports one log repeatedly, and stores the state of its run. All methods run in the thread of the store."""
+
+    def __init__(self, store: WatchStore, run: str, kind: str, *, store_seconds: float) -> None:
+        self._store = store
+        self.run = run
+        self._kind = kind
+        self._store_seconds = store_seconds
+        self._importer: Importer | None = None
+        self._seen: list[Mapping[str, pa.Table]] = []
+        self._events: list[Row] = []  # the last import event, if it is not stored yet
+        self._rows: dict[str, list[Row]] = {}  # the latest rows of `attempts` and `runs`
+        self._written_at: float | None = None
+        self._is_live: tuple[float, bool] | None = None  # the time at which the store was read, and the result
+        self._state: tuple[str, str] = (RunState.RUNNING, FOLLOWED)
+        self.ending: tuple[str, str] | None = None
+        """State and reason of the end of the run, according to the log; None if the log contains no end."""
+        self.planned_steps: int | None = None
+        self.incarnation: str | None = None
+
+    def restore(self) -> None:
+        """Read the state of the run that an earlier process has stored."""
+        self._store.known_of(self.run)
+        for dataset in ("attempts", "runs"):
+            if row := self._store.latest(dataset, self.run):
+                self._rows[dataset] = [row]
+        self._learn()
+
+    def import_file(self, path: Path) -> Outcome:
+        """Import the log at `path`. Raises IngestError if it has an unknown format or cannot be read."""
+        if self._importer is None:
+            self._importer = find_importer(path) if self._kind == "auto" else importers()[self._kind]
+        self._seen = []
+        is_first = self.incarnation is None
+        report = import_records(
+            path,
+            self,
+            self._importer,
+            run=self.run,
+            known=self._store.known_of(self.run),
+            is_live=self._has_ranks(),
+            stored=stored_scalars(self._store.connection, self.run),
+        )
+        if self.incarnation is None:  # nothing is new: the log is the one that was imported from this path
+            known = [log for log in self._store.known_of(self.run) if log.path == str(path.absolute())]
+            self.incarnation = known[-1].incarnation if known else None
+        if report.state in _ENDED and self.ending is None and report.imported_from is not None:
+            self.ending = (report.state, "according to the log")
+        return Outcome(report=report, tables=self._seen, is_first=is_first)
+
+    def _has_ranks(self) -> bool:
+        """Return whether ranks of the run have reported data. The store is read at most every `store_seconds`."""
+        now = time.monotonic()
+        if self._is_live is None or now - self._is_live[0] >= self._store_seconds:
+            self._is_live = now, is_live(self._store.connection, self.run)
+        return self._is_live[1]
+
+    def append(self, batch: Batch) -> Commit:
+        """Store the rows of an import. Rows about the run and the import are held until `write_state`."""
+        if batch.watermarks:
+            self._seen.append(batch.tables)
+            return self._store.append(batch)
+        for dataset in ("attempts", "runs"):
+            if dataset in batch.tables:
+                self._rows[dataset] = batch.tables[dataset].to_pylist()
+        self._learn()
+        self._events = batch.tables["events"].to_pylist() if "events" in batch.tables else []
+        for event in self._events:
+            self._note(KnownImport.from_json(event["details"]))
+        return Commit(version=0, rows={}, files=0, seconds=0.0)
+
+    def watermark(self, incarnation: str) -> int:
+        """Return the last stored sequence number of `incarnation`."""
+        return self._store.watermark(incarnation)
+
+    def _note(self, log: KnownImport) -> None:
+        known = self._store.known_of(self.run)
+        is_new = log.incarnation != self.incarnation
+        self.incarnation = log.incarnation
+        known[:] = [other for other in known if other.incarnation != log.incarnation] + [log]
+        if is_new:
+            self._written_at = None
+
+    def _learn(self) -> None:
+        if not self._rows.get("attempts"):
+            return
+        row = self._rows["attempts"][-1]
+        self.planned_steps = row["planned_steps"]
+        is_end = row["state"] in _ENDED and row["reason"] not in _OPEN
+        self.ending = (row["state"], row["reason"] or "") if is_end else None
+
+    def write_state(self, state: str, reason: str, *, at_once: bool = False) -> None:
+        """Store the state of the run if it has changed or if the last stored state is old, and the import event.
+
+        If the log contains the end of the run, that end is stored instead. With `at_once`, pending rows are stored now.
+        """
+        wanted = self.ending or (state, reason)
+        now = time.monotonic()
+        is_due = self._written_at is None or now - self._written_at >= self._store_seconds
+        if wanted[0] == self._state[0] and not (is_due or at_once):
+            return
+        if not (self._rows or self._events) or (wanted == self._state and self._written_at and not self._events):
+            return
+        tables = {name: rows_table(name, self._stamped(rows, *wanted)) for name, rows in self._rows.items() if rows}
+        if self._events:
+            tables["events"] = rows_table("events", self._events)
+        self._store.append(Batch(tables=tables, watermarks={}))
+        self._events, self._written_at, self._state = [], now, wanted
+
+    def _stamped(self, rows: Sequence[Row], state: str, reason: str) -> list[Row]:
+        stamp = self._store.stamp()
+        *earlier, last = rows
+        ended_at = last["ended_at"] if state in _ENDED else None
+        changed = last | {"state": state, "reason": reason, "ended_at": ended_at}
+        return [row | stamp for row in (*earlier, changed)]
+
+
+def event_batch(rows: Sequence[Row]) -> Batch:
+    """Return a batch of events without sequence numbers."""
+    return Batch(tables={"events": rows_table("events", rows)}, watermarks={})

@@ -1,0 +1,169 @@
+"""Follow several logs with one store, until all have ended or the caller stops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rankscope_ingest.base.background import cancel
+from rankscope_ingest.base.errors import ConfigError
+from rankscope_ingest.base.watch_config import WatchSection
+from rankscope_ingest.importers import run_name
+from rankscope_ingest.notify.notifiers import Notifier
+from rankscope_ingest.watch.address import LogAddress
+from rankscope_ingest.watch.files import LocalFile, LogFile, LogUnreadableError
+from rankscope_ingest.watch.follower import Follower, LocalFollower, RemoteFollower
+from rankscope_ingest.watch.intake import WatchStore
+from rankscope_ingest.watch.reports import Reporter
+from rankscope_ingest.watch.ssh import Ask, SshHosts, load_asyncssh
+from rankscope_ingest.watch.watcher import LogStatus, LogWatcher, OnChange, OnNote
+from rankscope_storage.api.store import Writer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """Functions that a session calls, and its sources of time."""
+
+    on_change: OnChange = lambda _: None
+    on_note: OnNote = lambda _run, _text: None
+    count: Callable[[str], None] = lambda _: None
+    ask: Ask | None = None
+    now: Callable[[], float] = time.time
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+
+
+def run_names(sections: Sequence[WatchSection]) -> list[str]:
+    """Return the name of the run of each log.
+
+    Raises ConfigError if two logs have no name and would get the same one from the names of their files.
+    """
+    addresses = [LogAddress.parse(section.log) for section in sections]
+    names = [section.run or run_name(Path(address.path)) for section, address in zip(sections, addresses, strict=True)]
+    derived = [name for name, section in zip(names, sections, strict=True) if section.run is None]
+    for name in derived:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"several logs would be stored as the run {name!r}: give each log the name of its run, or all logs of "
+                "one training the same name"
+            )
+    if len(set(map(str, addresses))) < len(addresses):
+        raise ConfigError("a log is listed twice: remove one of the entries")
+    return names
+
+
+def check_logs(sections: Sequence[WatchSection]) -> None:
+    """Raise ConfigError if the addresses or names of the logs are wrong, or if asyncssh is needed and not installed."""
+    run_names(sections)
+    if any(LogAddress.parse(section.log).host is not None for section in sections):
+        load_asyncssh()
+
+
+class WatchSession:
+    """Several followed logs. Use it with `watching`."""
+
+    def __init__(self, reporter: Reporter, on_change: OnChange) -> None:
+        self._reporter = reporter
+        self.watchers: list[LogWatcher] = []
+        self._on_change = on_change
+        self._have_ended = asyncio.Event()
+
+    def changed(self, status: LogStatus) -> None:
+        """Pass the changed status of a log on, and note whether all trainings have ended."""
+        self._on_change(status)
+        if all(status.has_ended for status in self.statuses):
+            self._have_ended.set()
+
+    @property
+    def statuses(self) -> list[LogStatus]:
+        """Return the present status of each log."""
+        return [watcher.status for watcher in self.watchers]
+
+    async def poll(self) -> None:
+        """Read each log once, and wait until the messages about it are sent.
+
+        A log that cannot be read is reported and does not stop the others.
+        """
+        await asyncio.gather(*(self._poll(watcher) for watcher in self.watchers))
+        await self._reporter.sent()
+
+    async def _poll(self, watcher: LogWatcher) -> None:
+        with contextlib.suppress(LogUnreadableError):  # its status has the reason
+            await watcher.poll()
+
+    async def run(self, stop: asyncio.Event, *, until_ended: bool = False) -> None:
+        """Follow all logs until `stop` is set; with `until_ended`, also until each training has ended."""
+        tasks: list[asyncio.Future[object]] = [asyncio.ensure_future(watcher.run()) for watcher in self.watchers]
+        tasks.append(asyncio.ensure_future(stop.wait()))
+        if until_ended:
+            tasks.append(asyncio.ensure_future(self._have_ended.wait()))
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            await cancel(tasks)
+
+
+@contextlib.asynccontextmanager
+async def watching(
+    sections: Sequence[WatchSection],
+    writer: Writer,
+    folder: Path,
+    notifiers: Sequence[Notifier] = (),
+    *,
+    hooks: Hooks | None = None,
+    is_alone: bool = True,
+    finish_seconds: float = 10.0,
+) -> AsyncIterator[WatchSession]:
+    """Yield a session that follows the logs in `sections` and writes to the store in `folder` with `writer`.
+
+    At the end, pending rows are stored, and pending messages are sent for at most `finish_seconds`. With `is_alone`,
+    no service runs with this store: messages that an earlier process may not have sent are sent at the start, and small
+    files of the store are merged. Raises ConfigError for a wrong address.
+    """
+    hooks = hooks or Hooks()
+    check_logs(sections)
+    names = run_names(sections)
+    hosts = SshHosts(ask=hooks.ask, now=hooks.now)
+    store = WatchStore(folder, writer, compacts=is_alone)
+    reporter = Reporter(store, notifiers, count=hooks.count)
+    try:
+        session = WatchSession(reporter, hooks.on_change)
+        for section, name in zip(sections, names, strict=True):
+            file, follower = _source(section, folder, hosts)
+            session.watchers.append(
+                LogWatcher(
+                    section,
+                    run=name,
+                    file=file,
+                    follower=follower,
+                    store=store,
+                    reporter=reporter,
+                    on_change=session.changed,
+                    on_note=hooks.on_note,
+                    now=hooks.now,
+                    sleep=hooks.sleep,
+                )
+            )
+        for watcher in session.watchers:
+            await watcher.begin(sends_again=is_alone)
+        yield session
+        for watcher in session.watchers:
+            await watcher.end()
+        await reporter.finish(finish_seconds)
+    finally:
+        await hosts.close()
+        await store.close()
+
+
+def _source(section: WatchSection, folder: Path, hosts: SshHosts) -> tuple[LogFile, Follower]:
+    address = LogAddress.parse(section.log)
+    if address.host is None:
+        local = LocalFile(address)
+        return local, LocalFollower(local)
+    remote = hosts.file(address, known_hosts=section.known_hosts, timeout_seconds=section.timeout_seconds)
+    return remote, RemoteFollower(remote, address.copy_in(folder))

@@ -1,0 +1,312 @@
+"""Read logs of other machines over SSH and SFTP with asyncssh.
+
+Keys, agent, jump hosts and further settings are those of `~/.ssh/config`. The key of the host is always checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path, PurePosixPath
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+from rankscope_ingest.base.errors import ConfigError
+from rankscope_ingest.watch.address import LogAddress
+from rankscope_ingest.watch.clock import Clock
+from rankscope_ingest.watch.files import FileState, LogUnreadableError, rotated_names
+
+if TYPE_CHECKING:
+    import asyncssh
+
+KEEPALIVE_SECONDS: Final = 15.0
+LOGIN_SECONDS: Final = 120.0
+DATE_SECONDS: Final = 5.0
+CLOCK_SECONDS: Final = 600.0
+"""Interval in seconds at which the clock of another machine is read again."""
+_DATE: Final = "date '+%s %z'"
+
+Ask = Callable[[str], str | None]
+"""A function that asks the user for a secret without echo; it returns None if no secret was entered."""
+
+
+class UntrustedHostError(LogUnreadableError):
+    """The key of the host is not the one in the file of known hosts, or is missing there."""
+
+
+def load_asyncssh() -> ModuleType:
+    """Return the module asyncssh. Raises ConfigError, which names the extra, if it is not installed."""
+    try:
+        import asyncssh  # noqa: PLC0415 - of an extra
+    except ImportError as error:
+        raise ConfigError(
+            "following a log over SSH needs asyncssh: run pip install '.[ssh]' in a checkout of Rankscope"
+        ) from error
+    return asyncssh
+
+
+class SshHost:
+    """The SSH connection to one machine, which all logs of this machine share. It is opened when it is needed."""
+
+    def __init__(
+        self,
+        address: LogAddress,
+        *,
+        known_hosts: str | None,
+        timeout_seconds: float,
+        ask: Ask | None,
+        now: Callable[[], float],
+    ) -> None:
+        """Raises ConfigError if asyncssh is not installed.
+
+        `ask` is called if the server accepts no key. `now` returns the time of this machine in seconds since 1970.
+        """
+        self._now = now
+        self._ssh = load_asyncssh()
+        self._address = address
+        self._known_hosts = known_hosts
+        self._timeout_seconds = timeout_seconds
+        self._ask = ask
+        self._password: str | None = None
+        self._turn = asyncio.Lock()
+        self._connection: asyncssh.SSHClientConnection | None = None
+        self._sftp: asyncssh.SFTPClient | None = None
+        self._clock: Clock | None = None
+        self._clock_read_at: float | None = None
+
+    @contextlib.asynccontextmanager
+    async def sftp(self) -> AsyncIterator[asyncssh.SFTPClient]:
+        """Yield an SFTP client. Errors of SSH become LogUnreadableError, and the next call connects again."""
+        try:
+            # A user needs time to enter a password.
+            async with asyncio.timeout(self._timeout_seconds if self._ask is None else LOGIN_SECONDS):
+                client = await self._client()
+            async with asyncio.timeout(self._timeout_seconds):
+                yield client
+        except (self._ssh.SFTPNoSuchFile, self._ssh.SFTPPermissionDenied, self._ssh.SFTPFailure) as error:
+            raise LogUnreadableError(f"{self._address.machine}: {error.reason}") from error
+        except self._ssh.HostKeyNotVerifiable as error:
+            await self.close()
+            raise UntrustedHostError(await self._untrusted()) from error
+        except self._ssh.PermissionDenied as error:
+            await self.close()
+            self._password = None
+            raise LogUnreadableError(
+                f"{self._address.machine}: the server accepted neither a key nor a password: check that "
+                f"`ssh {self._address.machine}` connects, and the keys in ~/.ssh/config"
+            ) from error
+        except TimeoutError as error:
+            await self.close()
+            raise LogUnreadableError(f"{self._address.machine}: timed out after {self._timeout_seconds:g} s") from error
+        except (self._ssh.Error, OSError, ValueError) as error:
+            await self.close()
+            text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise LogUnreadableError(f"{self._address.machine}: {text}") from error
+
+    async def _client(self) -> asyncssh.SFTPClient:
+        async with self._turn:
+            if self._connection is None or self._connection.is_closed():
+                self._sftp = self._clock_read_at = None
+                self._connection = await self._connect()
+            if self._sftp is None:
+                self._sftp = await self._connection.start_sftp_client()
+            return self._sftp
+
+    async def _connect(self) -> asyncssh.SSHClientConnection:
+        options = await self._options()
+        if options.known_hosts is None:  # `UserKnownHostsFile none`: asyncssh would accept every key
+            options = await self._options(known_hosts=_own_known_hosts())
+        connection: asyncssh.SSHClientConnection = await self._ssh.connect(**self._target(), options=options)
+        return connection
+
+    async def _options(self, **more: Any) -> Any:
+        own: dict[str, Any] = {} if self._known_hosts is None else {"known_hosts": self._known_hosts}
+        client = _client_class(self._ssh, self._secret, can_ask=self._ask is not None)
+        return await self._ssh.SSHClientConnectionOptions.construct(
+            config=(), client_factory=client, keepalive_interval=KEEPALIVE_SECONDS, **self._target(), **(own | more)
+        )
+
+    def _target(self) -> dict[str, Any]:
+        given = {"host": self._address.host, "port": self._address.port, "username": self._address.user}
+        return {name: value for name, value in given.items() if value is not None}
+
+    async def _secret(self) -> str | None:
+        """Return the password of the user: the last accepted one, or a new one that the user enters."""
+        if self._password is None and self._ask is not None:
+            self._password = await asyncio.to_thread(self._ask, f"Password for {self._address.machine}: ")
+        return self._password
+
+    async def _untrusted(self) -> str:
+        """Return a message that states whether the key of the host is unknown or has changed."""
+        machine = self._address.machine
+        with contextlib.suppress(Exception):  # the message without this detail is correct, too
+            options = await self._options()
+            files = options.known_hosts or _own_known_hosts()
+            port = options.port if options.port != self._ssh.connection.DEFAULT_PORT else None
+            if any(self._ssh.match_known_hosts(files, options.host, "", port)[:3]):
+                return (
+                    f"{machine}: the key of the host has CHANGED. Another machine may be answering: nothing was read. "
+                    f"If the change is intended, run `ssh-keygen -R {_known_name(options.host, port)}`, then connect "
+                    "once with ssh and compare the fingerprint"
+                )
+        return (
+            f"{machine}: the key of the host is unknown: connect once with `ssh {machine}` and compare the fingerprint"
+        )
+
+    async def clock(self) -> Clock | None:
+        """Return the clock of the machine, read by `date` at most every 10 minutes.
+
+        Return None if the server executes no commands.
+        """
+        now = time.monotonic()
+        if self._clock_read_at is None or now - self._clock_read_at >= CLOCK_SECONDS:
+            self._clock_read_at = now
+            self._clock = await self._date()
+        return self._clock
+
+    async def _date(self) -> Clock | None:
+        if self._connection is None:
+            return None
+        before = self._now()
+        try:
+            async with asyncio.timeout(DATE_SECONDS):
+                done = await self._connection.run(_DATE, stdin=self._ssh.DEVNULL)
+            seconds, zone = str(done.stdout).split()
+            # `date` cuts the fraction off: on average, half a second.
+            offset = int(seconds) + 0.5 - (before + self._now()) / 2
+            return Clock(offset_seconds=offset, source="date over SSH", zone_seconds=_zone(zone))
+        except (self._ssh.Error, OSError, ValueError, TimeoutError):
+            return None
+
+    async def close(self) -> None:
+        """Close the connection."""
+        connection, self._connection, self._sftp = self._connection, None, None
+        if connection is not None:
+            connection.abort()
+            with contextlib.suppress(Exception):  # the connection may be broken
+                await connection.wait_closed()
+
+
+def _client_class(ssh: ModuleType, secret: Callable[[], Any], *, can_ask: bool) -> type[Any]:
+    """Return the class of the client, which asks for a password at most once for each connection."""
+
+    class Client(ssh.SSHClient):  # type: ignore[misc,name-defined] # asyncssh is loaded when it is needed
+        def __init__(self) -> None:
+            self._asked = False
+
+        async def password_auth_requested(self) -> str | None:
+            return await self._once()
+
+        async def kbdint_auth_requested(self) -> str | None:
+            return None if self._asked or not can_ask else ""
+
+        async def kbdint_challenge_received(
+            self, _name: str, _instructions: str, _lang: str, prompts: Any
+        ) -> list[str] | None:
+            if not prompts:
+                return []
+            answer = await self._once()
+            return None if answer is None else [answer] * len(prompts)
+
+        async def _once(self) -> str | None:
+            if self._asked:
+                return None
+            self._asked = True
+            return await secret()  # type: ignore[no-any-return]
+
+    return Client
+
+
+def _own_known_hosts() -> str | bytes:
+    """Return the path of the user's file of known hosts, or an empty content if there is no such file."""
+    path = Path("~/.ssh/known_hosts").expanduser()
+    return str(path) if path.is_file() else b""
+
+
+def _known_name(host: str, port: int | None) -> str:
+    return host if port is None else f"'[{host}]:{port}'"
+
+
+def _zone(text: str) -> int:
+    """Return the seconds of a time zone such as `+0530`. Raises ValueError for another text."""
+    sign = {"+": 1, "-": -1}.get(text[:1])
+    if sign is None or len(text) != 5:
+        raise ValueError(f"{text!r} is not a time zone")
+    return sign * (int(text[1:3]) * 3600 + int(text[3:]) * 60)
+
+
+class RemoteFile:
+    """A log on another machine, which is read over SFTP."""
+
+    def __init__(self, address: LogAddress, host: SshHost) -> None:
+        self.address = address
+        self._host = host
+
+    def _path(self, name: str | None) -> str:
+        path = PurePosixPath(self.address.path)
+        return str(path if name is None else path.with_name(name))
+
+    async def state(self, name: str | None = None) -> FileState:
+        """Return the state of the log, or of the file `name` in the same folder."""
+        async with self._reading(name) as sftp:
+            found = await sftp.stat(self._path(name))
+        return FileState(found.size or 0, float(found.mtime or 0))
+
+    async def read(self, offset: int, size: int, name: str | None = None) -> bytes:
+        """Return `size` bytes from `offset` of the log or of the file `name`."""
+        async with self._reading(name) as sftp, sftp.open(self._path(name), "rb") as file:
+            data: bytes = await file.read(size, offset)
+            return data
+
+    async def rotated(self) -> list[str]:
+        """Return the names of files in the same folder that may be older parts of the log, the newest first."""
+        folder = str(PurePosixPath(self.address.path).parent)
+        async with self._reading(None) as sftp:
+            entries = await sftp.readdir(folder)
+        return rotated_names(
+            self.address.name, ((str(entry.filename), float(entry.attrs.mtime or 0)) for entry in entries)
+        )
+
+    async def clock(self) -> Clock | None:
+        """Return the clock of the machine, or None if the server executes no commands."""
+        return await self._host.clock()
+
+    @contextlib.asynccontextmanager
+    async def _reading(self, name: str | None) -> AsyncIterator[asyncssh.SFTPClient]:
+        try:
+            async with self._host.sftp() as sftp:
+                yield sftp
+        except UntrustedHostError:
+            raise
+        except LogUnreadableError as error:
+            raise LogUnreadableError(f"{self._path(name)} on {error}") from error
+
+
+class SshHosts:
+    """The connections to all machines of the logs of one process."""
+
+    def __init__(self, *, ask: Ask | None, now: Callable[[], float]) -> None:
+        """`ask` is called for the password of a machine that accepts no key."""
+        self._ask = ask
+        self._now = now
+        self._hosts: dict[tuple[str, str | None], SshHost] = {}
+
+    def file(self, address: LogAddress, *, known_hosts: str | None, timeout_seconds: float) -> RemoteFile:
+        """Return the log at `address`. Raises ConfigError if asyncssh is not installed."""
+        key = address.machine, known_hosts
+        if key not in self._hosts:
+            self._hosts[key] = SshHost(
+                address,
+                known_hosts=known_hosts,
+                timeout_seconds=timeout_seconds,
+                ask=self._ask,
+                now=self._now,
+            )
+        return RemoteFile(address, self._hosts[key])
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for host in self._hosts.values():
+            await host.close()

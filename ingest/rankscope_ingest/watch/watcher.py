@@ -1,0 +1,306 @@
+"""Follow one log: read it, import it, and report the changes of its condition."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final
+
+import tenacity
+
+from rankscope_contract.model.events import RunState, Severity
+from rankscope_ingest.base.errors import IngestError
+from rankscope_ingest.base.watch_config import WatchSection
+from rankscope_ingest.runs.incident import LOG_UNREADABLE, MUTED, OPENED, RESOLVED, RUN_FINISHED, Incident
+from rankscope_ingest.watch.clock import RemoteClock
+from rankscope_ingest.watch.files import FileState, LogFile, LogUnreadableError
+from rankscope_ingest.watch.follower import Follower, Part
+from rankscope_ingest.watch.intake import FOLLOWED, UNFOLLOWED, LogIntake, WatchStore
+from rankscope_ingest.watch.judge import Condition, Facts, Verdict, judge
+from rankscope_ingest.watch.reports import RULES, Reporter, condition_incident, unreadable_incident
+from rankscope_ingest.watch.rows import LogRows
+from rankscope_ingest.watch.ssh import UntrustedHostError
+
+log = logging.getLogger(__name__)
+
+SETTLED_BYTES: Final = 1 << 16
+"""Size of a log from which its format and its step do not change when the log grows."""
+IMPORT_SHARE: Final = 0.1
+LONG_IMPORT_SECONDS: Final = 1.0
+"""Duration from which imports of a large log are so far apart that they take at most IMPORT_SHARE of the time."""
+
+_ENDED: Final = frozenset({Condition.FINISHED, Condition.FAILED, Condition.STOPPED})
+_STATES: Final = {Condition.STALLED: RunState.STALLED}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogStatus:
+    """The condition of a followed log, for the display."""
+
+    address: str
+    run: str
+    condition: Condition
+    reason: str
+    step: int | None = None
+    planned_steps: int | None = None
+    silence: float | None = None
+    """Seconds since the last row."""
+    rows: int = 0
+    """Number of rows that this process has added to the store."""
+    clock: str = ""
+    unreadable: str | None = None
+    """Reason why the log cannot be read; None if it can be read."""
+
+    @property
+    def is_normal(self) -> bool:
+        """Return whether the log can be read and the training is not slow, stalled, failed or stopped."""
+        normal = {Condition.WAITING, Condition.TRAINING, Condition.FINISHED}
+        return self.unreadable is None and self.condition in normal
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the training has ended according to the log."""
+        return self.condition in _ENDED
+
+
+OnChange = Callable[[LogStatus], None]
+OnNote = Callable[[str, str], None]
+
+
+class LogWatcher:
+    """Follows one log. `poll` reads it once, `run` polls it until it is cancelled."""
+
+    def __init__(
+        self,
+        section: WatchSection,
+        *,
+        run: str,
+        file: LogFile,
+        follower: Follower,
+        store: WatchStore,
+        reporter: Reporter,
+        on_change: OnChange = lambda _: None,
+        on_note: OnNote = lambda _run, _text: None,
+        now: Callable[[], float] = time.time,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """`now` returns the time of this machine in seconds since 1970."""
+        self._section = section
+        self.run_name = run
+        self._file = file
+        self._address = str(file.address)
+        self._follower = follower
+        self._store = store
+        self._reporter = reporter
+        self._intake = LogIntake(store, run, section.format, store_seconds=section.store_seconds)
+        self._on_change = on_change
+        self._on_note = on_note
+        self._now = now
+        self._sleep = sleep
+        self._rows = LogRows()
+        self._clock = RemoteClock()
+        self._open: dict[str, Incident] = {}
+        self._unreadable: str | None = None
+        self._unreadable_since: float | None = None
+        self._began_at = now()
+        self._seen_at: float | None = None  # time at which the log was first seen with content
+        self._imported: FileState | None = None
+        self._import_due_at = 0.0  # monotonic
+        self._rows_stored = 0
+        self.status = LogStatus(
+            address=self._address, run=run, condition=Condition.WAITING, reason="the log was not read yet"
+        )
+
+    async def begin(self, *, sends_again: bool) -> None:
+        """Read the incidents and the state that an earlier process has stored.
+
+        With `sends_again`, messages that the earlier process may not have sent are sent now.
+        """
+        await self._store.run(self._intake.restore)
+        for incident, state in await self._store.run(lambda: self._store.incidents_of(self.run_name)):
+            self._reporter.remember(incident)
+            if incident.log is None or incident.log.address != self._address:
+                continue
+            incident.is_muted = state == MUTED
+            if sends_again and state == OPENED:
+                self._reporter.send_again(incident)
+            if state != RESOLVED and incident.first.rule:
+                self._open[incident.first.rule] = incident
+
+    async def run(self) -> None:
+        """Poll the log until this coroutine is cancelled. After an error, the pauses become longer."""
+        wait = tenacity.wait_random_exponential(multiplier=1.0, max=self._section.max_backoff_seconds)
+        while True:
+            retrying = tenacity.AsyncRetrying(
+                retry=tenacity.retry_if_exception_type(LogUnreadableError), wait=wait, sleep=self._sleep
+            )
+            await retrying(self.poll)
+            await self._sleep(self._section.poll_seconds)
+
+    async def poll(self) -> None:
+        """Read and import the new part of the log, and report a change of its condition.
+
+        Raises LogUnreadableError if the log cannot be read; this is reported, too.
+        """
+        now = self._now()
+        part: Part | None = None
+        try:
+            async for part in self._follower.parts(self._store.known.get(self.run_name, [])):
+                await self._take(part, now)
+            self._clock.set(await self._file.clock())
+        except LogUnreadableError as error:
+            self._cannot_read(error, now)
+            raise
+        self._can_read()
+        if part is not None and self._imported == part.state:
+            await self._judge(part.state, now)
+        self._reporter.announce_due(now)
+
+    async def end(self) -> None:
+        """Store that the log is no longer followed, unless the log contains the end of the run."""
+        await self._store.run(lambda: self._intake.write_state(RunState.STOPPED, UNFOLLOWED, at_once=True))
+
+    async def _take(self, part: Part, now: float) -> None:
+        """Import a part of the log if it has new bytes, and add its rows."""
+        if part.note is not None:
+            log.warning("%s: %s", self._address, part.note)
+            self._on_note(self.run_name, f"{self._address}: {part.note}")
+        if part.has_grown and self._imported is not None:
+            self._clock.observe_change(part.state.modified, now)
+        if not part.is_old and (self._imported == part.state or not self._is_due(part.state, now)):
+            return
+        began = time.monotonic()
+        try:
+            outcome = await self._store.run(lambda: self._intake.import_file(part.path))
+        except IngestError as error:
+            self._set(Condition.WAITING, f"the log contains no record yet: {error}")
+            return
+        seconds = time.monotonic() - began
+        is_long = seconds > LONG_IMPORT_SECONDS and not outcome.is_first  # the first import stores the complete log
+        self._import_due_at = began + (seconds / IMPORT_SHARE if is_long else 0.0)
+        self._rows_stored += outcome.report.rows_stored
+        if outcome.is_first and (incarnation := self._intake.incarnation) is not None:
+            self._rows.add(await self._store.run(lambda: self._store.recent(self.run_name, incarnation)), None)
+        is_live = self._imported is not None
+        added = sum(self._rows.add(tables, part.state.modified) for tables in outcome.tables)
+        last = self._rows.last
+        if is_live and added and last is not None and last.written is not None and not part.is_old:
+            self._clock.observe_row(last.written, part.state.modified)
+        if not part.is_old:
+            self._imported = part.state
+
+    def _is_due(self, state: FileState, now: float) -> bool:
+        """Return whether the log must be imported now.
+
+        A log that has just begun waits: the format and the step are decided with its first import.
+        """
+        if not state.size:
+            return False
+        self._seen_at = now if self._seen_at is None else self._seen_at
+        is_settled = (
+            self._imported is not None
+            or self._intake.incarnation is not None
+            or state.size >= SETTLED_BYTES
+            or now - self._seen_at >= self._section.settle_seconds
+            or self._clock.now(now) - state.modified >= self._section.settle_seconds
+        )
+        return is_settled and time.monotonic() >= self._import_due_at
+
+    async def _judge(self, state: FileState, now: float) -> None:
+        last, remote = self._rows.last, self._clock.now(now)
+        modified = self._rows.arrived_at or state.modified
+        if last is None:
+            silence = now - self._began_at
+        else:
+            moment = modified if last.written is None else self._clock.moment(last.written, modified)
+            silence = max(0.0, remote - moment)
+        slow = self._open.get(RULES[Condition.SLOW][0])
+        facts = Facts(
+            silence=silence,
+            quiet=remote - state.modified,
+            clock=self._clock.source,
+            ending=self._intake.ending,
+            slow_since=None if slow is None else slow.first.baseline,
+        )
+        verdict = judge(self._rows, facts, self._section)
+        self._report(verdict, now)
+        run_state = _STATES.get(verdict.condition, RunState.RUNNING)
+        reason = verdict.reason if run_state is RunState.STALLED else FOLLOWED
+        await self._store.run(lambda: self._intake.write_state(run_state, reason))
+        self._set(verdict.condition, verdict.reason, silence=None if last is None else silence)
+
+    def _report(self, verdict: Verdict, now: float) -> None:
+        """Announce the incident of a new condition, and resolve the incidents of conditions that are over."""
+        rule = RULES[verdict.condition][0] if verdict.condition in RULES else None
+        for known, incident in list(self._open.items()):
+            # A stall does not end slow steps: no further step shows that they are over.
+            is_kept = known in {rule, LOG_UNREADABLE} or (
+                verdict.condition is Condition.STALLED and known == RULES[Condition.SLOW][0]
+            )
+            if not is_kept:
+                del self._open[known]
+                if known != RUN_FINISHED:
+                    self._reporter.resolve(incident, has_continued=verdict.condition not in _ENDED)
+        if rule is None or rule in self._open:
+            return
+        found = condition_incident(
+            verdict,
+            self._rows,
+            run=self.run_name,
+            address=self._address,
+            message_rows=self._section.message_rows,
+            planned_steps=self._intake.planned_steps,
+        )
+        if found is not None:
+            self._open[rule] = found
+            self._announce(found, now)
+
+    def _announce(self, incident: Incident, now: float) -> None:
+        machine = self._file.address.machine
+        self._reporter.announce(incident, machine, now, wait_seconds=self._section.poll_seconds)
+
+    def _cannot_read(self, error: LogUnreadableError, now: float) -> None:
+        self._unreadable_since = now if self._unreadable_since is None else self._unreadable_since
+        self._unreadable = str(error)
+        is_untrusted = isinstance(error, UntrustedHostError)
+        is_due = is_untrusted or now - self._unreadable_since >= self._section.unreadable_after_seconds
+        if is_due and LOG_UNREADABLE not in self._open:
+            incident = unreadable_incident(
+                self._unreadable,
+                run=self.run_name,
+                attempt=self._rows.attempt,
+                address=self._address,
+                since=self._unreadable_since,
+                severity=Severity.CRITICAL if is_untrusted else Severity.WARNING,
+            )
+            self._open[LOG_UNREADABLE] = incident
+            self._announce(incident, now)
+        self._reporter.announce_due(now)
+        self._set(self.status.condition, self.status.reason, silence=self.status.silence)
+
+    def _can_read(self) -> None:
+        if self._unreadable is None and LOG_UNREADABLE not in self._open:
+            return
+        self._unreadable = self._unreadable_since = None
+        self._set(self.status.condition, self.status.reason, silence=self.status.silence)
+        if incident := self._open.pop(LOG_UNREADABLE, None):
+            self._reporter.resolve(incident, has_continued=True)
+
+    def _set(self, condition: Condition, reason: str, *, silence: float | None = None) -> None:
+        last = self._rows.last
+        self.status = LogStatus(
+            address=self._address,
+            run=self.run_name,
+            condition=condition,
+            reason=reason,
+            step=None if last is None else last.step,
+            planned_steps=self._intake.planned_steps,
+            silence=silence,
+            rows=self._rows_stored,
+            clock=self._clock.source,
+            unreadable=self._unreadable,
+        )
+        self._on_change(self.status)

@@ -1,0 +1,241 @@
+"""Logs of this machine that are followed: the conditions of a training, restarts, and the rows in the store."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from tests.ingest.watch.conftest import imported_rows, later
+
+from rankscope_ingest.base.errors import ConfigError
+from rankscope_ingest.base.watch_config import WatchSection
+from rankscope_ingest.watch.session import run_names
+
+PLANNED = "/   20000 |"
+TRACEBACK = ["Traceback (most recent call last):", "RuntimeError: CUDA error: device-side assert triggered"]
+
+
+async def test_recovered_training_is_reported_and_armed_again(watch, replay, slow_lines):
+    """S0-18: a second stall after the recovery is reported, too."""
+    async with watch.session() as session:
+        await watch.follow(session, slow_lines[:40], step=40)
+        for begin, shift in ((40, 300.0), (60, 600.0)):
+            replay.advance(250.0)
+            await session.poll()
+            replay.write([later(line, shift) for line in slow_lines[begin : begin + 20]])
+            await session.poll()
+
+    assert ["[critical] r: RunStalled", "[resolved] r: RunStalled"] * 2 == [
+        title.split(",")[0] for title in watch.receiver.titles
+    ]
+
+
+async def test_slow_training_that_recovers_is_reported(watch, replay, slow_lines):
+    fast = [later(line, 5000.0) for line in slow_lines[212:220]]
+    fast = [re.sub(r"\(ms\): [\d.]+", "(ms): 2310.0", line) for line in fast]
+    async with watch.session() as session:
+        await watch.follow(session, slow_lines[:208], step=208)
+        await watch.follow(session, fast, step=8)
+
+    assert ["[warning] r: RunSlow", "[resolved] r: RunSlow"] == [title.split(",")[0] for title in watch.receiver.titles]
+    assert "the step time is normal again" in watch.receiver.titles[1]
+
+
+async def test_finished_training_is_reported_once(watch, replay, slow_lines, tmp_path):
+    """S0-15: the last iteration is the planned one."""
+    lines = [line.replace(PLANNED, "/     930 |") for line in slow_lines[:30]]
+    for _ in range(2):
+        async with watch.session() as session:
+            replay.write(lines)
+            await session.poll()
+            replay.advance(5000.0)
+            await session.poll()
+            lines = []
+
+            assert session.statuses[0].has_ended
+    assert [f"[info] r: RunFinished, {replay.path}, step 930"] == watch.receiver.titles
+    assert [{"state": "completed"}] == watch.query("SELECT state FROM runs")
+
+
+async def test_failures_of_one_machine_are_one_report(watch, replay, slow_lines, tmp_path):
+    """S0-17: one report per host, with the classes of the errors in each log."""
+    other = tmp_path / "host/other.log"
+    replay.write(slow_lines[:30])
+    other.write_text("".join(f"{line}\n" for line in slow_lines[:20] + TRACEBACK))
+    os.utime(other, (replay.now, replay.now))
+    async with watch.session((str(replay.path), "a"), (str(other), "b")) as session:
+        replay.write(TRACEBACK)
+        for _ in range(3):
+            await session.poll()
+            replay.advance(40.0)
+    (report,) = watch.receiver.messages
+    states = watch.query("SELECT run, state, reason FROM runs ORDER BY run")
+
+    assert f"[critical] a: RunFailed, {replay.path}, step 930" == report.title
+    assert "cuda: RuntimeError: CUDA error: device-side assert triggered" in report.body
+    assert f"b, {other}: " in report.body
+    assert ["failed", "failed"] == [row["state"] for row in states]
+    assert [("a", "opened"), ("a", "notified"), ("b", "muted")] == [
+        (row["run"], json.loads(row["details"])["state"])
+        for row in watch.query("SELECT run, details FROM events WHERE type = 'incident' ORDER BY run, ordinal")
+    ]
+
+
+async def test_error_that_training_survives_is_no_failure(watch, replay, slow_lines):
+    async with watch.session() as session:
+        await watch.follow(session, [*slow_lines[:30], *TRACEBACK], step=32)
+        await watch.follow(session, slow_lines[30:60], step=30)
+        replay.advance(40.0)
+        await session.poll()
+
+        assert "training" == session.statuses[0].condition
+    assert [] == watch.receiver.titles
+
+
+async def test_checkpoint_in_progress_is_no_stall(watch, replay, slow_lines):
+    saving = next(number for number, line in enumerate(slow_lines) if line.startswith("saving"))
+    async with watch.session() as session:
+        await watch.follow(session, slow_lines[: saving + 1], step=saving + 1)
+        replay.advance(600.0)
+        await session.poll()
+        during = session.statuses[0].condition
+        replay.advance(1300.0)
+        await session.poll()
+
+        assert "training" == during
+        assert "stalled" == session.statuses[0].condition
+    assert "checkpoint may be in progress" in watch.receiver.messages[0].body
+
+
+async def test_rotated_local_log_loses_no_row(watch, replay, slow_lines):
+    async with watch.session() as session:
+        await watch.follow(session, slow_lines[:60], step=30)
+        replay.write(slow_lines[60:80])
+        replay.path.rename(replay.path.with_name("train.log.1"))
+        replay.write(slow_lines[80:120])
+        await session.poll()
+    steps = [row["step"] for row in watch.query("SELECT step FROM scalars WHERE name = 'loss' ORDER BY step")]
+
+    assert list(range(901, 901 + sum("] iteration" in line for line in slow_lines[:120]))) == steps
+    assert [f"{replay.path}: the log was truncated; its older part is {replay.path}.1"] == watch.notes
+
+
+async def test_state_of_the_run_follows_the_log(watch, replay, slow_lines):
+    def state() -> tuple[str, str]:
+        (row,) = watch.query("SELECT state, reason FROM runs")
+        return row["state"], row["reason"]
+
+    async with watch.session() as session:
+        await watch.follow(session, slow_lines[:40], step=40)
+        running = state()
+        replay.advance(300.0)
+        await session.poll()
+        stalled = state()
+
+    assert ("running", "the log is followed") == running
+    assert ("stalled", "no row for 300 s") == (stalled[0], stalled[1][:16])
+    assert ("stopped", "the log is no longer followed") == state()
+
+
+async def test_message_of_a_killed_watch_is_sent_by_the_next_one(watch, replay, slow_lines):
+    """An incident that is stored but not sent is sent once, with a note that it may be repeated."""
+    watch.receiver.is_broken, watch.finish_seconds = True, 0.1
+    replay.write(slow_lines[:40])
+    async with watch.session() as session:
+        replay.advance(300.0)
+        await session.watchers[0].poll()  # as the command does: messages are sent in the background
+    watch.receiver.is_broken = False
+    for _ in range(2):
+        async with watch.session() as session:
+            await session.poll()
+    (message,) = watch.receiver.messages
+
+    assert "RunStalled" in message.title
+    assert "Sent again" in message.body
+    assert "how to read the rows:" in message.body
+
+
+async def test_young_log_is_imported_when_its_format_is_certain(watch, replay):
+    """The first import decides the step of a log; a log of two lines would decide it for all later ones."""
+    watch.settings = {"settle_seconds": 60.0}
+    lines = [f"epoch 0 iter {number} loss {3 - number / 100:.4f}" for number in range(60)]
+    async with watch.session() as session:
+        replay.write(lines[:2])
+        await session.poll()
+        early = session.statuses[0].rows
+        replay.write(lines[2:50], seconds=61.0)
+        await session.poll()
+        replay.write(lines[50:], seconds=10.0)
+        await session.poll()
+    once = watch.folder.parent / "once"
+
+    assert 0 == early
+    assert watch.rows() == imported_rows(once, replay.path)
+
+
+@pytest.mark.parametrize("step", [7, 60])
+async def test_rows_of_a_followed_jsonl_are_those_of_one_import(watch, replay, tmp_path, step):
+    lines = [json.dumps({"step": 10 * n, "loss": 3.0 - n / 50, "lr": 1e-4, "step_time_s": 0.5}) for n in range(60)]
+    async with watch.session() as session:
+        for begin in range(0, 60, step):
+            replay.write(lines[begin : begin + step], seconds=30.0)
+            await session.poll()
+
+    assert watch.rows() == imported_rows(tmp_path / "once", replay.path)
+
+
+async def test_log_that_appears_later_is_waited_for(watch, replay, slow_lines):
+    async with watch.session() as session:
+        await session.poll()
+        missing = session.statuses[0].unreadable
+        await watch.follow(session, slow_lines[:20], step=20)
+
+        assert missing is not None
+        assert "No such file" in missing
+        assert 920 == session.statuses[0].step
+
+
+def test_equal_names_of_logs_need_names_of_runs(tmp_path: Path):
+    sections = [WatchSection(log="ssh://a/x/train.log"), WatchSection(log="ssh://b/x/train.log")]
+
+    with pytest.raises(ConfigError, match="several logs would be stored as the run 'train'"):
+        run_names(sections)
+    assert ["r", "r"] == run_names([section.model_copy(update={"run": "r"}) for section in sections])
+
+
+async def test_failing_reads_are_retried_with_growing_pauses(watch, replay):
+    """The pause after a failure is random, below a limit that doubles up to max_backoff_seconds."""
+    pauses: list[float] = []
+
+    class StopError(Exception):
+        pass
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 12:
+            raise StopError
+
+    async with watch.session() as session:
+        watcher = session.watchers[0]
+        watcher._sleep = sleep
+        with pytest.raises(StopError):
+            await watcher.run()
+
+    assert all(pause <= min(2.0**number, 60.0) for number, pause in enumerate(pauses))
+    assert max(pauses) > 1.0
+
+
+def test_wrong_addresses_name_the_expected_form():
+    for log in ("ssh://user:secret@host/x.log", "ssh://host", "ssh://host/dir/", "http://host/x.log", "ssh://h:x/y"):
+        with pytest.raises(ConfigError, match="ssh://") as error:
+            run_names([WatchSection(log=log)])
+
+        assert "secret" not in str(error.value)
+
+
+def test_log_that_is_listed_twice_is_refused():
+    with pytest.raises(ConfigError, match="listed twice"):
+        run_names([WatchSection(log="/x/train.log", run="a"), WatchSection(log="/x/train.log", run="b")])
