@@ -184,7 +184,7 @@ async def _follow(
     once: bool,
     until_finished: bool,
 ) -> list[LogStatus]:
-    from rankscope_ingest.watch.session import Hooks, check_logs, watching
+    from rankscope_ingest.watch.session import Hooks, check_logs, run_names, watching
     from rankscope_storage.api.store import Store as StoreFolder
 
     check_logs(sections)  # a wrong address must not create a store
@@ -193,6 +193,11 @@ async def _follow(
     path = Path(settings.store.path)
     store = StoreFolder.open(path, create=True, mantissa_bits=settings.store.mantissa_bits)
     with store.claim(shard or settings.store.shard, owner=owner) as writer, _stop_signals() as stop:
+        view.print_line(f"store: {path}")
+        for section, name in zip(sections, run_names(sections), strict=True):
+            view.print_line(f"following {section.log} as the run {name}, every {section.poll_seconds:g} s")
+        for notifier in notifiers:
+            view.print_line(f"notifications: {notifier.label}")
         async with watching(sections, writer, path, notifiers, hooks=hooks) as session:
             if once:
                 await session.poll()

@@ -70,6 +70,10 @@ class WatchView:
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
 
+    def print_line(self, line: str) -> None:
+        """Print a line above the table."""
+        self._console.print(Text(printable(line)), soft_wrap=True)
+
     def note(self, run: str, text: str) -> None:
         """Print a message about the file of a log, such as a rotation."""
         self._print(printable(f"{run}  {text}"), "")

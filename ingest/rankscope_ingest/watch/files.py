@@ -62,7 +62,7 @@ class LocalFile:
     async def state(self, name: str | None = None) -> FileState:
         """Return the state of the log, or of the file `name` in the same folder."""
         try:
-            found = (self.path if name is None else self.path.with_name(name)).stat()
+            found = await asyncio.to_thread((self.path if name is None else self.path.with_name(name)).stat)
         except OSError as error:
             raise LogUnreadableError(f"{self.path}: {error.strerror or error}") from error
         return FileState(found.st_size, found.st_mtime)

@@ -245,9 +245,10 @@ class LogIntake:
         is_due = self._written_at is None or now - self._written_at >= self._store_seconds
         if wanted[0] == self._state[0] and not (is_due or at_once):
             return
-        if not (self._rows or self._events) or (wanted == self._state and self._written_at and not self._events):
+        run_rows = {} if self._is_live is not None and self._is_live[1] else self._rows
+        if not (run_rows or self._events) or (wanted == self._state and self._written_at and not self._events):
             return
-        tables = {name: rows_table(name, self._stamped(rows, *wanted)) for name, rows in self._rows.items() if rows}
+        tables = {name: rows_table(name, self._stamped(rows, *wanted)) for name, rows in run_rows.items() if rows}
         if self._events:
             tables["events"] = rows_table("events", self._events)
         self._store.append(Batch(tables=tables, watermarks={}))

@@ -22,6 +22,7 @@ from rankscope_ingest.watch.reports import Reporter
 from rankscope_ingest.watch.ssh import Ask, SshHosts, load_asyncssh
 from rankscope_ingest.watch.watcher import LogStatus, LogWatcher, OnChange, OnNote
 from rankscope_storage.api.store import Writer
+from rankscope_storage.base.errors import StoreError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,7 @@ class WatchSession:
         await self._reporter.sent()
 
     async def _poll(self, watcher: LogWatcher) -> None:
-        with contextlib.suppress(LogUnreadableError):  # its status has the reason
+        with contextlib.suppress(LogUnreadableError, StoreError):  # its status has the reason
             await watcher.poll()
 
     async def run(self, stop: asyncio.Event, *, until_ended: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -23,6 +24,7 @@ from rankscope_ingest.watch.judge import Condition, Facts, Verdict, judge
 from rankscope_ingest.watch.reports import RULES, Reporter, condition_incident, unreadable_incident
 from rankscope_ingest.watch.rows import LogRows
 from rankscope_ingest.watch.ssh import UntrustedHostError
+from rankscope_storage.base.errors import ShardLostError, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +110,7 @@ class LogWatcher:
         self._began_at = now()
         self._seen_at: float | None = None  # time at which the log was first seen with content
         self._imported: FileState | None = None
+        self._refusal: str | None = None  # reason why the present content of the log cannot be imported
         self._import_due_at = 0.0  # monotonic
         self._rows_stored = 0
         self.status = LogStatus(
@@ -134,16 +137,15 @@ class LogWatcher:
         """Poll the log until this coroutine is cancelled. After an error, the pauses become longer."""
         wait = tenacity.wait_random_exponential(multiplier=1.0, max=self._section.max_backoff_seconds)
         while True:
-            retrying = tenacity.AsyncRetrying(
-                retry=tenacity.retry_if_exception_type(LogUnreadableError), wait=wait, sleep=self._sleep
-            )
-            await retrying(self.poll)
+            retry = tenacity.retry_if_exception_type(Exception) & tenacity.retry_if_not_exception_type(ShardLostError)
+            await tenacity.AsyncRetrying(retry=retry, wait=wait, sleep=self._sleep)(self.poll)
             await self._sleep(self._section.poll_seconds)
 
     async def poll(self) -> None:
         """Read and import the new part of the log, and report a change of its condition.
 
-        Raises LogUnreadableError if the log cannot be read; this is reported, too.
+        Raises LogUnreadableError if the log cannot be read; this is reported, too. Raises StoreError if the rows cannot
+        be stored; the next call stores them.
         """
         now = self._now()
         part: Part | None = None
@@ -151,12 +153,17 @@ class LogWatcher:
             async for part in self._follower.parts(self._store.known.get(self.run_name, [])):
                 await self._take(part, now)
             self._clock.set(await self._file.clock())
+            self._can_read()
+            if part is not None and (self._imported == part.state or not part.state.size):
+                await self._judge(part.state, now)
         except LogUnreadableError as error:
             self._cannot_read(error, now)
             raise
-        self._can_read()
-        if part is not None and self._imported == part.state:
-            await self._judge(part.state, now)
+        except ShardLostError:
+            raise
+        except Exception as error:
+            self._cannot_import(error)
+            raise
         self._reporter.announce_due(now)
 
     async def end(self) -> None:
@@ -176,8 +183,10 @@ class LogWatcher:
         try:
             outcome = await self._store.run(lambda: self._intake.import_file(part.path))
         except IngestError as error:
-            self._set(Condition.WAITING, f"the log contains no record yet: {error}")
+            self._refusal = str(error)
+            self._imported = self._imported if part.is_old else part.state
             return
+        self._refusal = None
         seconds = time.monotonic() - began
         is_long = seconds > LONG_IMPORT_SECONDS and not outcome.is_first  # the first import stores the complete log
         self._import_due_at = began + (seconds / IMPORT_SHARE if is_long else 0.0)
@@ -226,6 +235,8 @@ class LogWatcher:
             slow_since=None if slow is None else slow.first.baseline,
         )
         verdict = judge(self._rows, facts, self._section)
+        if verdict.condition is Condition.WAITING and self._refusal is not None:
+            verdict = dataclasses.replace(verdict, reason=self._refusal)
         self._report(verdict, now)
         run_state = _STATES.get(verdict.condition, RunState.RUNNING)
         reason = verdict.reason if run_state is RunState.STALLED else FOLLOWED
@@ -279,6 +290,14 @@ class LogWatcher:
             self._open[LOG_UNREADABLE] = incident
             self._announce(incident, now)
         self._reporter.announce_due(now)
+        self._set(self.status.condition, self.status.reason, silence=self.status.silence)
+
+    def _cannot_import(self, error: Exception) -> None:
+        """Display an error of the store or an unexpected error. The next import reads the complete log again."""
+        if not isinstance(error, StoreError):
+            log.error("unexpected error in following %s, retrying", self._address, exc_info=error)
+        self._intake.incarnation = self._imported = None
+        self._unreadable = f"{'the store' if isinstance(error, StoreError) else 'unexpected error'}: {error}"
         self._set(self.status.condition, self.status.reason, silence=self.status.silence)
 
     def _can_read(self) -> None:

@@ -13,6 +13,8 @@ from tests.ingest.watch.conftest import imported_rows, later
 from rankscope_ingest.base.errors import ConfigError
 from rankscope_ingest.base.watch_config import WatchSection
 from rankscope_ingest.watch.session import run_names
+from rankscope_storage.api.store import Writer
+from rankscope_storage.base.errors import StoreError
 
 PLANNED = "/   20000 |"
 TRACEBACK = ["Traceback (most recent call last):", "RuntimeError: CUDA error: device-side assert triggered"]
@@ -239,3 +241,37 @@ def test_wrong_addresses_name_the_expected_form():
 def test_log_that_is_listed_twice_is_refused():
     with pytest.raises(ConfigError, match="listed twice"):
         run_names([WatchSection(log="/x/train.log", run="a"), WatchSection(log="/x/train.log", run="b")])
+
+
+async def test_full_disk_is_displayed_and_no_row_is_lost(watch, replay, slow_lines, tmp_path, monkeypatch):
+    async with watch.session() as session:
+        await watch.follow(session, slow_lines[:30], step=30)
+        with monkeypatch.context() as patch:
+            patch.setattr(Writer, "append", failing)
+            await watch.follow(session, slow_lines[30:50], step=20)
+            during = session.statuses[0].unreadable
+        await watch.follow(session, slow_lines[50:70], step=20)
+
+        assert "training" == session.statuses[0].condition
+        assert session.statuses[0].unreadable is None
+    assert "the store: no space left on device" == during
+    assert watch.rows() == imported_rows(tmp_path / "once", replay.path)
+
+
+def failing(*_: object) -> None:
+    raise StoreError("no space left on device")
+
+
+async def test_log_without_rows_is_reported_after_the_first_step(watch, replay):
+    """A log whose format is unknown states the reason, and a first step that never ends is a stall."""
+    async with watch.session() as session:
+        replay.write(["loading the data"], seconds=1.0)
+        await session.poll()
+        waiting = session.statuses[0]
+        replay.write(["compiling the model"], seconds=1900.0)
+        await session.poll()
+
+        assert "stalled" == session.statuses[0].condition
+    assert "waiting" == waiting.condition
+    assert "has an unknown format" in waiting.reason
+    assert "no first row for 1901 s, first step may be in progress" in watch.receiver.messages[0].body
