@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from rankscope.base.errors import CommandError
-from rankscope.commands.watch import watch
+from rankscope.commands.watch import watch, with_password
 from rankscope.output.watch_text import WatchView
 from rankscope_ingest.watch.judge import Condition
 from rankscope_ingest.watch.watcher import LogStatus
@@ -43,6 +43,7 @@ def test_once_prints_the_state_and_stores_the_rows(log, tmp_path):
     with connect(tmp_path / "history") as connection:
         rows = connection.query("SELECT count(*) AS n FROM scalars WHERE run = 'train' AND name = 'loss'").to_pylist()
 
+    assert f"following {log} as the run train, every 10 s" in printed
     assert "train  training  step 39, a row every 1 s; clock of this machine" in printed
     assert [{"n": 40}] == rows
 
@@ -118,3 +119,17 @@ def test_terminal_shows_a_line_per_change_and_a_table():
     assert 0 == text.count("r  training  step 2; date over SSH")
     assert 1 == text.count("r  unreadable  cannot read the log: connection refused")
     assert "step 2 / 100  last row 2 s ago" in text
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("mailto://me@mail.example?to=ops@x.org", "mailto://me:p%40ss@mail.example?to=ops@x.org"),
+        ("mailto://me:known@mail.example", "mailto://me:known@mail.example"),
+        ("mailto://mail.example", "mailto://mail.example"),
+        ("feishu://token", "feishu://token"),
+    ],
+)
+def test_password_of_mail_is_asked_for_if_the_url_has_none(url, expected):
+    """S0-04: the password is in no file and on no command line."""
+    assert expected == with_password(url, lambda _: "p@ss")

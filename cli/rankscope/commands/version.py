@@ -7,7 +7,7 @@ import platform
 
 from rankscope_contract import SCHEMA_VERSION, __version__
 
-LIBRARIES = ("torch", "pyarrow", "prometheus_client", "numba", "deltalake", "duckdb", "aiohttp", "apprise")
+LIBRARIES = ("torch", "pyarrow", "prometheus_client", "numba", "deltalake", "duckdb", "aiohttp", "apprise", "asyncssh")
 
 
 def version() -> None:

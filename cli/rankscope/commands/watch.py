@@ -8,9 +8,10 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
+from urllib.parse import quote, urlsplit
 
 import typer
 from rich.console import Console
@@ -78,7 +79,8 @@ def watch(
     """Follow logs of trainings, store their rows, and report trainings that are slow, stalled, finished or failed.
 
     Nothing is installed on the machine of the training. Keys, agent, jump hosts and host aliases are those of
-    ~/.ssh/config; the key of the host must be known. If the server accepts no key, the password is asked for.
+    ~/.ssh/config; the key of the host must be known. If the server accepts no key, the password is asked for. So is the
+    password of mail, if the mailto URL has a user and no password.
 
     A log that cannot be read is reported, and the command connects again. The position is in the store: after a
     restart, no row is stored twice and no message is sent twice. Ctrl-C ends the command.
@@ -90,7 +92,7 @@ def watch(
 
     rankscope watch train.log
 
-    rankscope watch ssh://me@node7/data/run7/train.log --run pretraining --notify mailto://user:password@mail.host
+    rankscope watch ssh://me@node7/data/run7/train.log --run pretraining --notify mailto://user@mail.host
 
     rankscope watch ssh://node7/data/a.log ssh://node8/data/b.log --run a --run b --notify feishu://TOKEN
 
@@ -162,6 +164,8 @@ def _watch(
 
     section = settings.notify
     urls = [url.get_secret_value() for url in section.urls] if section.mode == "embedded" else []
+    if sys.stdin.isatty():
+        urls = [with_password(url, view.ask) for url in urls]
     try:
         notifiers = make_notifiers(urls, timeout_seconds=section.timeout_seconds)
         follow = _follow(settings, sections, notifiers, view, shard=shard, once=once, until_finished=until_finished)
@@ -172,6 +176,15 @@ def _watch(
         raise CommandError(str(error), code=TAKEN_OVER) from error
     except (IngestError, StoreError) as error:
         raise CommandError(str(error)) from error
+
+
+def with_password(url: str, ask: Callable[[str], str | None]) -> str:
+    """Return a mail URL with the password that the user enters; any other URL, or one with a password, unchanged."""
+    parts = urlsplit(url)
+    if parts.scheme not in {"mailto", "mailtos"} or not parts.username or parts.password is not None:
+        return url
+    password = ask(f"Password of {parts.username} for mail to {parts.hostname}: ")
+    return url if password is None else url.replace("@", f":{quote(password, safe='')}@", 1)
 
 
 async def _follow(

@@ -36,8 +36,9 @@ def state_of(status: LogStatus) -> str:
 
 def status_line(status: LogStatus) -> str:
     """Return the state of a log, the reason and the source of the clock as one line."""
-    reason = status.reason if status.unreadable is None else f"cannot read the log: {status.unreadable}"
-    parts = [reason, *([] if not status.clock or status.clock in reason else [status.clock])]
+    if status.unreadable is not None:
+        return printable(f"{status.run}  {UNREADABLE}  cannot read the log: {status.unreadable}")
+    parts = [status.reason, *([] if not status.clock or status.clock in status.reason else [status.clock])]
     return printable(f"{status.run}  {state_of(status)}  {'; '.join(parts)}")
 
 

@@ -275,3 +275,17 @@ async def test_log_without_rows_is_reported_after_the_first_step(watch, replay):
     assert "waiting" == waiting.condition
     assert "has an unknown format" in waiting.reason
     assert "no first row for 1901 s, first step may be in progress" in watch.receiver.messages[0].body
+
+
+@pytest.mark.parametrize("rotated", ["train.log.1", "train.log-20250228"])
+async def test_log_that_was_rotated_between_two_watches_is_complete(watch, replay, slow_lines, rotated):
+    async with watch.session() as session:
+        await watch.follow(session, slow_lines[:30], step=30)
+    replay.write(slow_lines[30:60])
+    replay.path.rename(replay.path.with_name(rotated))
+    replay.write(slow_lines[60:80])
+    async with watch.session() as session:
+        await session.poll()
+    steps = [row["step"] for row in watch.query("SELECT step FROM scalars WHERE name = 'loss' ORDER BY step")]
+
+    assert list(range(901, 901 + sum("] iteration" in line for line in slow_lines[:80]))) == steps

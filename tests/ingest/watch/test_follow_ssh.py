@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+
 import pytest
 from tests.ingest.watch.conftest import Replay, Sshd, Watch, imported_rows, keygen, later, trust
 
+from rankscope_ingest.watch.address import FOLDER
 from rankscope_ingest.watch.files import LogUnreadableError
 
 
@@ -187,14 +191,20 @@ def steps_of(watch: Watch) -> list[int]:
     return [row["step"] for row in watch.query("SELECT step FROM scalars WHERE name = 'loss' ORDER BY step")]
 
 
+class KilledError(Exception):
+    """A process was killed: nothing runs at its end."""
+
+
 async def test_restart_of_watch_repeats_no_row_and_no_message(remote, replay, watch, slow_lines, tmp_path):
-    """Position and state are in the store: each session continues where the last one ended."""
+    """Position and state are in the store. The copy of the log can be deleted: it is read again."""
     for begin in range(0, len(slow_lines), 70):
-        async with watch.session(remote) as session:
-            replay.write(slow_lines[begin : begin + 70])
-            await session.poll()
-            replay.advance(5.0)
-            await session.poll()
+        with contextlib.suppress(KilledError):
+            async with watch.session(remote) as session:
+                replay.write(slow_lines[begin : begin + 70])
+                await session.poll()
+                raise KilledError
+        if begin == 70:
+            shutil.rmtree(watch.folder / FOLDER)
     for _ in range(2):
         async with watch.session(remote) as session:
             replay.advance(100.0)
