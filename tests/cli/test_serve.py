@@ -17,7 +17,8 @@ from types import SimpleNamespace
 import pytest
 
 from rankscope.base.errors import TAKEN_OVER, USAGE, CommandError
-from rankscope.commands.serve import _run, _ViewHandler, load_settings
+from rankscope.commands.serve import _run, load_settings
+from rankscope.output.log_lines import LineHandler
 from rankscope.output.progress import fetch_runs
 from rankscope_storage.base.errors import ShardLostError
 
@@ -63,7 +64,7 @@ def test_log_lines_contain_the_known_context():
         {"levelname": "INFO", "msg": "state of the run changed to %s", "args": ("running",), "run": "r"}
     )
     record.reason = None
-    _ViewHandler(SimpleNamespace(print_line=said.append)).emit(record)
+    LineHandler(said.append).emit(record)
 
     assert ["info: state of the run changed to running, run r"] == said
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rankscope.base.errors import TAKEN_OVER, USAGE, CommandError
 from rankscope.base.options import OptionalStore
 from rankscope.base.service_settings import load_settings
-from rankscope.output.rows import printable
+from rankscope.output.log_lines import log_to
 
 if TYPE_CHECKING:
     from rankscope.output.progress import View
@@ -54,8 +54,7 @@ def serve(
     from rankscope.output.progress import view_for
 
     console = Console(highlight=False)
-    with view_for(console) as view:
-        _log_to(view)
+    with view_for(console) as view, log_to(view.print_line):
         _run(settings, view, show=not quiet)
 
 
@@ -100,30 +99,6 @@ class _ProgressPrinter:
             self._view.print_line(f"degraded: {self._degraded}" if self._degraded else "recovered")
         if self._show:
             self._view.show(progress.runs, time.monotonic())
-
-
-class _ViewHandler(logging.Handler):
-    """A log handler that prints log records above the progress bars, so that they do not disturb the bars."""
-
-    def __init__(self, view: View) -> None:
-        super().__init__(logging.INFO)
-        self._view = view
-
-    def emit(self, record: logging.LogRecord) -> None:
-        fields = ((key, value) for key, value in vars(record).items() if key not in _RECORD_FIELDS)
-        about = "".join(f", {key} {value}" for key, value in fields if value is not None)
-        self._view.print_line(printable(f"{record.levelname.lower()}: {record.getMessage()}{about}"))
-
-
-_RECORD_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}
-"""Attributes that every log record has. All other attributes of a record are its context and are printed."""
-
-
-def _log_to(view: View) -> None:
-    logger = logging.getLogger("rankscope_ingest")
-    logger.addHandler(_ViewHandler(view))
-    logger.setLevel(logging.INFO)
-    logging.getLogger("rankscope_storage").addHandler(_ViewHandler(view))
 
 
 def notify_systemd(state: str, environment: Mapping[str, str] = os.environ) -> None:

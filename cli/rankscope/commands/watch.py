@@ -19,6 +19,7 @@ from rich.console import Console
 from rankscope.base.errors import FAILED, TAKEN_OVER, USAGE, CommandError
 from rankscope.base.options import OptionalStore
 from rankscope.base.service_settings import load_settings
+from rankscope.output.log_lines import log_to
 from rankscope.output.watch_text import WatchView
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def watch(
     sections = _sections(
         settings, logs or [], run or [], {key: value for key, value in changes.items() if value is not None}
     )
-    with WatchView(Console(highlight=False)) as view:
+    with WatchView(Console(highlight=False)) as view, log_to(view.print_line):
         statuses = _watch(settings, sections, view, shard=shard, once=once, until_finished=until_finished)
     if (once or until_finished) and (problems := [status for status in statuses if not status.is_normal]):
         unreadable = any(status.unreadable for status in problems)
@@ -201,7 +202,7 @@ async def _follow(
     from rankscope_storage.api.store import Store as StoreFolder
 
     check_logs(sections)  # a wrong address must not create a store
-    hooks = Hooks(on_change=view.change, on_note=view.note, ask=view.ask if sys.stdin.isatty() else None)
+    hooks = Hooks(on_change=view.change, ask=view.ask if sys.stdin.isatty() else None)
     owner = f"watch, process {os.getpid()} on {socket.gethostname()}"
     path = Path(settings.store.path)
     store = StoreFolder.open(path, create=True, mantissa_bits=settings.store.mantissa_bits)

@@ -75,10 +75,6 @@ class WatchView:
         """Print a line above the table."""
         self._console.print(Text(printable(line)), soft_wrap=True)
 
-    def note(self, run: str, text: str) -> None:
-        """Print a message about the file of a log, such as a rotation."""
-        self._print(printable(f"{run}  {text}"), "")
-
     def ask(self, prompt: str) -> str | None:
         """Ask for a password without echo. Return None if no password was entered."""
         if self._live is not None:

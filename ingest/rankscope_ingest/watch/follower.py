@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 from rankscope_ingest.importers import KnownImport
 from rankscope_ingest.importers.common.log_identity import has_equal_beginning
-from rankscope_ingest.watch.files import FileState, LocalFile, LogFile
+from rankscope_ingest.watch.files import FileState, LocalFile, LogFile, LogUnreadableError
 
 CHUNK_BYTES: Final = 1 << 20
 COMPARED_BYTES: Final = 512
@@ -142,7 +142,11 @@ class RemoteFollower:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as copy:
             while begin < end:
-                data = await self._file.read(begin, min(CHUNK_BYTES, end - begin), name)
+                overlap = min(COMPARED_BYTES, begin)
+                data = await self._file.read(begin - overlap, overlap + min(CHUNK_BYTES, end - begin), name)
+                if data[:overlap] != _read(self.path, begin - overlap, overlap):
+                    raise LogUnreadableError(f"{self._file.address} was replaced while it was read")
+                data = data[overlap:]
                 if not data:
                     return
                 copy.write(data)

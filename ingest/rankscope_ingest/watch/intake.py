@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from rankscope_ingest.importers import (
 )
 from rankscope_ingest.pipeline.maintenance_schedule import COMPACT_EVERY_COMMITS
 from rankscope_ingest.runs.incident import Incident
-from rankscope_ingest.watch.rows import EVENTS, KEPT_ROWS, SCALARS
+from rankscope_ingest.watch.rows import EVENTS, KEPT_ROWS, SCALARS, recent
 from rankscope_storage.api.store import Batch, Commit, Writer
 from rankscope_storage.connection import Connection, connect
 
@@ -44,6 +45,9 @@ _OPEN: Final = frozenset({NO_END, FOLLOWED, UNFOLLOWED})
 """Reasons of a state which is not an end of the run that the log contains."""
 
 MAINTAIN_EVERY_COMMITS: Final = 20 * COMPACT_EVERY_COMMITS
+
+_KEPT_BATCHES: Final = 4
+"""Number of batches of one import of which the last rows are kept. A batch has about 500,000 scalars."""
 
 _ENDED: Final = frozenset({RunState.COMPLETED, RunState.FAILED, RunState.STOPPED})
 _LATEST: Final = "SELECT * FROM {} WHERE run = $run AND source_kind <> 'live' ORDER BY attempt DESC LIMIT 1"
@@ -153,7 +157,7 @@ class LogIntake:
         self._kind = kind
         self._store_seconds = store_seconds
         self._importer: Importer | None = None
-        self._seen: list[Mapping[str, pa.Table]] = []
+        self._seen: deque[Mapping[str, pa.Table]] = deque(maxlen=_KEPT_BATCHES)
         self._events: list[Row] = []  # the last import event, if it is not stored yet
         self._rows: dict[str, list[Row]] = {}  # the latest rows of `attempts` and `runs`
         self._written_at: float | None = None
@@ -176,7 +180,7 @@ class LogIntake:
         """Import the log at `path`. Raises IngestError if it has an unknown format or cannot be read."""
         if self._importer is None:
             self._importer = find_importer(path) if self._kind == "auto" else importers()[self._kind]
-        self._seen = []
+        self._seen.clear()
         is_first = self.incarnation is None
         report = import_records(
             path,
@@ -192,7 +196,7 @@ class LogIntake:
             self.incarnation = known[-1].incarnation if known else None
         if report.state in _ENDED and self.ending is None and report.imported_from is not None:
             self.ending = (report.state, "according to the log")
-        return Outcome(report=report, tables=self._seen, is_first=is_first)
+        return Outcome(report=report, tables=tuple(self._seen), is_first=is_first)
 
     def _has_ranks(self) -> bool:
         """Return whether ranks of the run have reported data. The store is read at most every `store_seconds`."""
@@ -204,7 +208,7 @@ class LogIntake:
     def append(self, batch: Batch) -> Commit:
         """Store the rows of an import. Rows about the run and the import are held until `write_state`."""
         if batch.watermarks:
-            self._seen.append(batch.tables)
+            self._seen.append(recent(batch.tables))
             return self._store.append(batch)
         for dataset in ("attempts", "runs"):
             if dataset in batch.tables:

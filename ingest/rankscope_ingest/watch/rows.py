@@ -98,10 +98,10 @@ class LogRows:
     def add(self, tables: Mapping[str, pa.Table], modified: float | None) -> int:
         """Add the records in `tables` that are newer than the last one, and return the number of new rows.
 
-        `tables` has the datasets `scalars` and `events`. `modified` is the time of the last change of the log; it is
-        None for records that were stored earlier.
+        `tables` is a result of `recent`. `modified` is the time of the last change of the log; it is None for records
+        that were stored earlier.
         """
-        scalars, events = (_recent(tables.get(name), columns) for name, columns in _COLUMNS.items())
+        scalars, events = (tables[name].to_pylist() if name in tables else [] for name in _COLUMNS)
         items: dict[int, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {}
         incarnation = next((row["incarnation"] for row in (*scalars, *events)), self._incarnation)
         if incarnation != self._incarnation:
@@ -206,12 +206,10 @@ class LogRows:
 _COLUMNS: Final = {"scalars": SCALARS, "events": EVENTS}
 
 
-def _recent(table: pa.Table | None, columns: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the rows of the last KEPT_ROWS records in `table`."""
-    if table is None or not table.num_rows:
-        return []
-    names = [name for name in columns if name in table.column_names]
-    last = pc.max(table.column("seq")).as_py()
-    rows = table.select(names) if last is None else table.select(names).filter(pc.field("seq") > last - KEPT_ROWS)
-    missing = dict.fromkeys(set(columns) - set(names))
-    return [missing | row for row in rows.to_pylist()]
+def recent(tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
+    """Return the scalars and events of the last KEPT_ROWS records in `tables`."""
+    found = {}
+    for name, columns in _COLUMNS.items():
+        if name in tables and (table := tables[name].select(columns)).num_rows:
+            found[name] = table.filter(pc.field("seq") > pc.max(table.column("seq")).as_py() - KEPT_ROWS)
+    return found

@@ -20,7 +20,7 @@ from rankscope_ingest.watch.follower import Follower, LocalFollower, RemoteFollo
 from rankscope_ingest.watch.intake import WatchStore
 from rankscope_ingest.watch.reports import Reporter
 from rankscope_ingest.watch.ssh import Ask, SshHosts, load_asyncssh
-from rankscope_ingest.watch.watcher import LogStatus, LogWatcher, OnChange, OnNote
+from rankscope_ingest.watch.watcher import LogStatus, LogWatcher, OnChange
 from rankscope_storage.api.store import Writer
 from rankscope_storage.base.errors import StoreError
 
@@ -30,7 +30,6 @@ class Hooks:
     """Functions that a session calls, and its sources of time."""
 
     on_change: OnChange = lambda _: None
-    on_note: OnNote = lambda _run, _text: None
     count: Callable[[str], None] = lambda _: None
     ask: Ask | None = None
     now: Callable[[], float] = time.time
@@ -145,7 +144,6 @@ async def watching(
                     store=store,
                     reporter=reporter,
                     on_change=session.changed,
-                    on_note=hooks.on_note,
                     now=hooks.now,
                     sleep=hooks.sleep,
                 )

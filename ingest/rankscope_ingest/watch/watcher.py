@@ -69,7 +69,6 @@ class LogStatus:
 
 
 OnChange = Callable[[LogStatus], None]
-OnNote = Callable[[str, str], None]
 
 
 class LogWatcher:
@@ -85,7 +84,6 @@ class LogWatcher:
         store: WatchStore,
         reporter: Reporter,
         on_change: OnChange = lambda _: None,
-        on_note: OnNote = lambda _run, _text: None,
         now: Callable[[], float] = time.time,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -99,7 +97,6 @@ class LogWatcher:
         self._reporter = reporter
         self._intake = LogIntake(store, run, section.format, store_seconds=section.store_seconds)
         self._on_change = on_change
-        self._on_note = on_note
         self._now = now
         self._sleep = sleep
         self._rows = LogRows()
@@ -174,7 +171,6 @@ class LogWatcher:
         """Import a part of the log if it has new bytes, and add its rows."""
         if part.note is not None:
             log.warning("%s: %s", self._address, part.note)
-            self._on_note(self.run_name, f"{self._address}: {part.note}")
         if part.has_grown and self._imported is not None:
             self._clock.observe_change(part.state.modified, now)
         if not part.is_old and (self._imported == part.state or not self._is_due(part.state, now)):

@@ -239,7 +239,6 @@ class Watch:
     replay: Replay
     receiver: Receiver = field(default_factory=Receiver)
     changes: list[LogStatus] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     finish_seconds: float = 10.0
 
@@ -248,9 +247,7 @@ class Watch:
         pairs = [log if isinstance(log, tuple) else (log, "r") for log in logs or [str(self.replay.path)]]
         settings = {"settle_seconds": 0.0, "store_seconds": 1e6} | self.settings
         sections = [WatchSection(log=log, run=run, **settings) for log, run in pairs]
-        hooks = Hooks(
-            on_change=self.changes.append, on_note=lambda _, text: self.notes.append(text), now=self.replay.clock
-        )
+        hooks = Hooks(on_change=self.changes.append, now=self.replay.clock)
         store = Store.open(self.folder, create=True)
         listed = [self.receiver] if notifiers is None else notifiers
         with store.claim(owner="test") as writer:

@@ -112,7 +112,7 @@ async def test_checkpoint_in_progress_is_no_stall(watch, replay, slow_lines):
     assert "checkpoint may be in progress" in watch.receiver.messages[0].body
 
 
-async def test_rotated_local_log_loses_no_row(watch, replay, slow_lines):
+async def test_rotated_local_log_loses_no_row(watch, replay, slow_lines, caplog):
     async with watch.session() as session:
         await watch.follow(session, slow_lines[:60], step=30)
         replay.write(slow_lines[60:80])
@@ -122,7 +122,7 @@ async def test_rotated_local_log_loses_no_row(watch, replay, slow_lines):
     steps = [row["step"] for row in watch.query("SELECT step FROM scalars WHERE name = 'loss' ORDER BY step")]
 
     assert list(range(901, 901 + sum("] iteration" in line for line in slow_lines[:120]))) == steps
-    assert [f"{replay.path}: the log was truncated; its older part is {replay.path}.1"] == watch.notes
+    assert [f"{replay.path}: the log was truncated; its older part is {replay.path}.1"] == caplog.messages
 
 
 async def test_state_of_the_run_follows_the_log(watch, replay, slow_lines):

@@ -162,7 +162,7 @@ async def test_clock_without_commands_is_that_of_the_growing_log(sshd, remote, r
     assert "time of the last change of the growing log" in watch.receiver.messages[0].body
 
 
-async def test_rotated_log_loses_no_row(remote, replay, watch, slow_lines, tmp_path):
+async def test_rotated_log_loses_no_row(remote, replay, watch, slow_lines, tmp_path, caplog):
     """The rest of the rotated part is read before the new log."""
     async with watch.session(remote) as session:
         await watch.follow(session, slow_lines[:60], step=30)
@@ -172,10 +172,10 @@ async def test_rotated_log_loses_no_row(remote, replay, watch, slow_lines, tmp_p
         await session.poll()
 
     assert list(range(901, 901 + sum("] iteration" in line for line in slow_lines[:120]))) == steps_of(watch)
-    assert "its older part is train.log.1" in watch.notes[0]
+    assert "its older part is train.log.1" in caplog.messages[0]
 
 
-async def test_restart_in_a_truncated_log_is_another_attempt(remote, replay, watch, slow_lines):
+async def test_restart_in_a_truncated_log_is_another_attempt(remote, replay, watch, slow_lines, caplog):
     async with watch.session(remote) as session:
         await watch.follow(session, slow_lines[:60], step=30)
         replay.path.write_text("")
@@ -183,7 +183,7 @@ async def test_restart_in_a_truncated_log_is_another_attempt(remote, replay, wat
         await session.poll()
 
         assert 920 == session.statuses[0].step
-    assert "truncated" in watch.notes[0]
+    assert "truncated" in caplog.messages[0]
     assert [0, 1] == [row["attempt"] for row in watch.query("SELECT DISTINCT attempt FROM scalars ORDER BY 1")]
 
 
