@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from rankscope_exporter.statistics.table import SUMS, Rows, StatisticsTable
+from rankscope_exporter.statistics.table import SUMS, Rows, StatisticsTable, on_device
 from rankscope_exporter.statistics.tensor_access import Held
 
 Sums = tuple[torch.Tensor, ...]
@@ -52,8 +52,7 @@ def measure(items: Sequence[Held], rows: Rows, table: StatisticsTable, *, zero_b
     else:
         sums, counts = _exactly(flats, zero_below, table.device)
     implicit = [item.implicit_zeros for item in items]
-    sizes = torch.tensor([[flat.numel() for flat in flats], implicit], dtype=torch.int64, device=_CPU)
-    stored, left_out = sizes.to(table.device, non_blocking=True)
+    stored, left_out = on_device([[flat.numel() for flat in flats], implicit], table.device)
     if any(implicit):
         sums[1] = torch.where(left_out > 0, sums[1].clamp(max=0.0), sums[1])
         sums[2] = torch.where(left_out > 0, sums[2].clamp(min=0.0), sums[2])
