@@ -32,15 +32,15 @@ suite() { # name, limit in seconds, arguments of pytest
 print(torch.__version__, torch.version.cuda, torch.cuda.get_device_properties(0), torch.cuda.nccl.version())'
 
 # The test of most value first: no test here may change a training or let it wait.
-suite tests "${TESTS_SECONDS:-170}" -n 1 tests/gpu/test_bits.py tests/gpu/test_waits.py tests/gpu/test_measurements.py \
+suite tests "${TESTS_SECONDS:-150}" -n 1 tests/gpu/test_bits.py tests/gpu/test_waits.py tests/gpu/test_measurements.py \
 	tests/gpu/test_device_equals_cpu.py tests/gpu/test_definitions.py
 
-timeout -k 5 "${BENCHMARK_SECONDS:-180}" "$python" benchmarks/gpu.py "$out" >"$out/benchmark.log" 2>&1 || failed=1
+timeout -k 5 "${BENCHMARK_SECONDS:-160}" "$python" benchmarks/gpu.py "$out" >"$out/benchmark.log" 2>&1 || failed=1
 cat "$out/benchmark.log" | cut -c 1-200
 echo "benchmark: $(($(date +%s) - began)) s since the start"
 
 # Tests of the CPU again, with tensors on the GPU.
-RANKSCOPE_TEST_DEVICE=cuda suite loops "${LOOPS_SECONDS:-60}" -n 4 tests/exporter/training/test_whole_loops.py \
+RANKSCOPE_TEST_DEVICE=cuda suite loops "${LOOPS_SECONDS:-50}" -n 4 tests/exporter/training/test_whole_loops.py \
 	tests/exporter/training/test_misfortunes.py tests/exporter/quantities/test_micro_batches.py \
 	tests/exporter/quantities/test_activations.py tests/exporter/quantities/test_parameter_quantities.py
 exit $failed
