@@ -20,6 +20,7 @@ from rankscope_contract.model.kinds import OPS, VALUE_OPS
 from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
 from rankscope_exporter.adapters.monitored_model import with_chunk_number
 from rankscope_exporter.base.errors import ErrorBoundary
+from rankscope_exporter.base.graph_capture import others_may_capture
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector, Firing, StepVerdict
 from rankscope_exporter.publishing.silent_kinds import SilentKinds
@@ -142,9 +143,7 @@ class Publisher:
         while True:
             # Also while other records arrive: an evaluation that announces phases must not delay the step before it.
             if time.monotonic() - checked_at >= IDLE_FLUSH_SECONDS / 2:
-                self._boundary.call(
-                    "publishing the last step of an idle training loop", self._flush_idle, IDLE_FLUSH_SECONDS
-                )
+                self._call("publishing the last step of an idle training loop", self._flush_idle, IDLE_FLUSH_SECONDS)
                 checked_at = time.monotonic()
             try:
                 item = self._steps.items.get(timeout=IDLE_FLUSH_SECONDS / 2)
@@ -163,9 +162,14 @@ class Publisher:
 
     def _process(self, item: PendingStep | Callable[[], object]) -> None:
         if isinstance(item, PendingStep):
-            self._boundary.call("publishing a step", self._publish, item)
+            self._call("publishing a step", self._publish, item)
         else:
-            self._boundary.call("a function after the records before it", item)
+            self._call("a function after the records before it", item)
+
+    def _call(self, where: str, function: Callable[..., object], *args: Any) -> None:
+        """Call `function(*args)`, which may query the device while the training captures a CUDA graph."""
+        with others_may_capture():
+            self._boundary.call(where, function, *args)
 
     def _publish(self, pending_step: PendingStep) -> None:
         statistics, verdict = self._boundary.call(

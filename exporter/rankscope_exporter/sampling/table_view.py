@@ -16,6 +16,7 @@ from rankscope_exporter.sampling.spec_changes import SpecChanges
 from rankscope_exporter.statistics import MeasureGroup, StatisticsTable, copy_entries
 from rankscope_exporter.statistics.isolation import Isolation
 from rankscope_exporter.statistics.selection import Ops
+from rankscope_exporter.statistics.table import on_device
 
 DROP_AFTER: Final = 8
 """Entries that were added after attach are dropped when they are absent, and their numbers of sampled steps since they
@@ -238,7 +239,7 @@ class TableView(Table):
     def restore(self, saved: torch.Tensor, rows: Sequence[int]) -> None:
         """Write the statistics of the entries at `rows` in `saved`, a result of `save`, to the table again."""
         buffer = self._buffers.table.buffer
-        index = torch.tensor(rows, device=buffer.device)
+        index = on_device(rows, buffer.device)
         buffer[: len(saved)].index_copy_(1, index + self._first, saved.index_select(1, index))
 
     def defer(self, dataset: str, tensor: torch.Tensor, rows: Callable[[Numbers], Iterable[Row]]) -> None:

@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from rankscope_exporter.statistics.table import SUMS, Rows, StatisticsTable
+from rankscope_exporter.statistics.table import SUMS, Rows, StatisticsTable, on_device
 from rankscope_exporter.statistics.tensor_access import Held
 
 Sums = tuple[torch.Tensor, ...]
@@ -52,8 +52,7 @@ def measure(items: Sequence[Held], rows: Rows, table: StatisticsTable, *, zero_b
     else:
         sums, counts = _exactly(flats, zero_below, table.device)
     implicit = [item.implicit_zeros for item in items]
-    sizes = torch.tensor([[flat.numel() for flat in flats], implicit], dtype=torch.int64, device=_CPU)
-    stored, left_out = sizes.to(table.device, non_blocking=True)
+    stored, left_out = on_device([[flat.numel() for flat in flats], implicit], table.device)
     if any(implicit):
         sums[1] = torch.where(left_out > 0, sums[1].clamp(max=0.0), sums[1])
         sums[2] = torch.where(left_out > 0, sums[2].clamp(min=0.0), sums[2])
@@ -199,6 +198,8 @@ def exact_sums(flat: torch.Tensor, zero_below: float) -> Sums:
     """
     chunks = torch.split(flat, _CPU_CHUNK if flat.is_cpu else _DEVICE_CHUNK)
     parts = [_exact_chunk(chunk, zero_below) for chunk in chunks]
+    if len(parts) == 1:  # on a device, each operation that is left out saves the start of a kernel
+        return parts[0]
     squares, least, most, total, nans, infs, zeros = (torch.stack(part) for part in zip(*parts, strict=True))
     return squares.sum(), least.amin(), most.amax(), total.sum(), nans.sum(), infs.sum(), zeros.sum()
 
@@ -222,11 +223,13 @@ def masked_sums(values: torch.Tensor, zeros: torch.Tensor) -> Sums:
     nan, infinite = values.isnan(), values.isinf()
     odd = nan | infinite
     finite = values.masked_fill(odd, 0.0)
-    edge = torch.full((1,), math.inf, dtype=torch.float64, device=values.device)  # an empty tensor has no extremes
+    least, most = values.masked_fill(odd, math.inf), values.masked_fill(odd, -math.inf)
+    if not values.numel():  # an empty tensor has no extremes
+        least, most = values.new_full((1,), math.inf), values.new_full((1,), -math.inf)
     return (
         finite.square().sum(),
-        torch.cat([values.masked_fill(odd, math.inf), edge]).amin(),
-        torch.cat([values.masked_fill(odd, -math.inf), -edge]).amax(),
+        least.amin(),
+        most.amax(),
         finite.sum(),
         nan.sum(),
         infinite.sum(),
