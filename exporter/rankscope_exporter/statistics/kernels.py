@@ -136,11 +136,17 @@ def check_kernel(kernel: DeviceKernel, device: torch.device, *, fourths: bool) -
         raise RuntimeError("the compiled kernel has wrong results on this device")
 
 
-@functools.cache
 def kernel_of(device: torch.device, *, fourths: bool = False) -> LazyKernel:
     """Return the kernel for tensors on `device`, with or without sums of fourth powers. That for CPUs has both."""
     if device.type == "cpu":
         return _CPU_KERNEL
+    if device.index is None:
+        device = torch.device(device.type, torch.cuda.current_device())
+    return _kernel_of_device(device, fourths)
+
+
+@functools.cache
+def _kernel_of_device(device: torch.device, fourths: bool) -> LazyKernel:
     return LazyKernel("triton", functools.partial(_load_for_device, device, fourths=fourths))
 
 

@@ -61,12 +61,12 @@ class StatisticsTable:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
-        self.device = torch.device(device)
         self.extra_sums: tuple[str, ...] = ()
         self._free_host_buffers: collections.deque[torch.Tensor] = collections.deque()
         self._indices: dict[Rows, torch.Tensor] = {}
         self._kernel: Kernel | object | None = _UNKNOWN
-        self.buffer = self._new_buffer(self.device)
+        self.buffer = self._new_buffer(device)
+        self.device = self.buffer.device  # with an index, like the devices of tensors
         self.clear()
 
     def clear(self) -> None:
