@@ -58,6 +58,8 @@ class Gradients(Quantity):
 
     def entries(self) -> list[PlanEntry]:
         """Return the plan entries: `grad_unreduced` of all parameters, then `grad_reduced`, then `grad_clipped`."""
+        if self.monitored.framework.has_plain_gradients(self.monitored.world_size):  # takes a third of the time
+            return self.parameter_entries(Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED, Kind.GRAD_CLIPPED)
         return [
             *self.parameter_entries(Kind.GRAD_UNREDUCED, local=True),
             *self.parameter_entries(Kind.GRAD_REDUCED, reduced=True),

@@ -67,8 +67,8 @@ class PlanRegistry:
         If the same series exist and `release` was called for them, return their existing rows. `owners` has the
         position of the parameter of each entry, -1 for none. The rank publishes the statistics `ops` of the entries.
         """
-        series = tuple(entry.series for entry in entries)
-        if (released := self._released.pop(series, None)) is not None:
+        released = self._released.pop(tuple(entry.series for entry in entries), None) if self._released else None
+        if released is not None:
             self._shared.update(released)
             self.publish(released, ops)
             return released

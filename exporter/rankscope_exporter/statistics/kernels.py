@@ -25,7 +25,6 @@ from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.statistics import torch_backend
 from rankscope_exporter.statistics.device_arguments import DeviceArguments, DeviceKernel
 from rankscope_exporter.statistics.table import StatisticsTable
-from rankscope_exporter.statistics.tensor_access import Held
 
 log = logging.getLogger("rankscope_exporter.statistics")
 
@@ -126,7 +125,8 @@ def check_kernel(kernel: DeviceKernel, device: torch.device, *, fourths: bool) -
             table.accumulate(["kurtosis"] if fourths else [])
         rows = range(len(tensors))
         DeviceArguments(rows, 0.5).run(kernel, tensors, tables[0])
-        torch_backend.measure([Held(tensor) for tensor in tensors], rows, tables[1], zero_below=0.5)
+        sizes = [tensor.numel() for tensor in tensors]
+        torch_backend.measure(tensors, sizes, rows, tables[1], zero_below=0.5)
         found, expected = (table.buffer.cpu() for table in tables)
     counts = slice(len(tables[0].sums), len(tables[0].sums) + len(tables[0].counts))
     own, other = (

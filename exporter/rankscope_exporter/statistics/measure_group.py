@@ -12,7 +12,9 @@ from rankscope_exporter.statistics.device_arguments import DeviceArguments
 from rankscope_exporter.statistics.kernel_arguments import COMPILED_EXTRA_SUMS, KernelArguments
 from rankscope_exporter.statistics.kernels import COMPILED_DEVICES, ready_kernel
 from rankscope_exporter.statistics.table import Kernel, Rows, StatisticsTable, contiguous_rows
-from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, held, is_dense, is_freed
+from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, elements_of, is_dense
+
+_Spec = tuple[torch.dtype, torch.Size]
 
 
 class MeasureGroup:
@@ -21,8 +23,8 @@ class MeasureGroup:
     Their tensors may differ, move or be absent at each step.
 
     If `compiled` is false, torch operations are used even if the compiled kernel is ready. The function `described` is
-    called with the entry, the dtype and the shape of a tensor when the tensor is measured for the first time, and when
-    its dtype or shape has changed.
+    called with the entry and the tensor when a tensor is measured for the first time, and when its dtype or shape has
+    changed. If it returns False, it is called again for the next tensor of this entry.
     """
 
     def __init__(
@@ -31,14 +33,14 @@ class MeasureGroup:
         *,
         zero_below: float = 0.0,
         compiled: bool = True,
-        described: Callable[[int, torch.dtype, tuple[int, ...]], None] | None = None,
+        described: Callable[[int, torch.Tensor], bool] | None = None,
     ) -> None:
         self.rows: Rows = contiguous_rows(rows)
         self._zero_below = zero_below
         self._compiled = compiled
         self._arguments: KernelArguments | DeviceArguments | None = None
         self._described = described
-        self._known: list[tuple[torch.dtype, torch.Size] | None] = [None] * len(self.rows)
+        self._known: list[_Spec | None] = [None] * len(self.rows)
 
     def measure(self, tensors: Sequence[torch.Tensor | None], table: StatisticsTable) -> None:
         """Compute the raw statistics of `tensors` and write them to the entries of the group in `table`.
@@ -75,19 +77,25 @@ class MeasureGroup:
     def _describe(self, tensors: Sequence[torch.Tensor | None]) -> None:
         if self._described is None:
             return
+        specs: dict[_Spec, _Spec] = {}  # one object for all tensors with the same dtype and shape
         for position, (known, tensor) in enumerate(zip(self._known, tensors, strict=True)):
-            if tensor is None or (known is not None and known[0] is tensor.dtype and known[1] == tensor.shape):
+            if tensor is None:
                 continue
-            if not tensor.is_meta and not (tensor.layout is torch.strided and is_freed(tensor)):
-                self._known[position] = tensor.dtype, tensor.shape
-                self._described(self.rows[position], tensor.dtype, tuple(tensor.shape))
+            spec = tensor.dtype, tensor.shape
+            if known != spec and self._described(self.rows[position], tensor):
+                self._known[position] = specs.setdefault(spec, spec)
 
     def _with_torch(
         self, tensors: Sequence[torch.Tensor | None], positions: Sequence[int], table: StatisticsTable
     ) -> None:
-        found = [(self.rows[position], item) for position in positions if (item := held(tensors[position])) is not None]
-        rows = self.rows if len(found) == len(self.rows) else contiguous_rows([row for row, _ in found])
-        torch_backend.measure([item for _, item in found], rows, table, zero_below=self._zero_below)
+        elements = [elements_of(tensors[position]) for position in positions]
+        found = [position for position, flat in zip(positions, elements, strict=True) if flat is not None]
+        rows = (
+            self.rows if len(found) == len(self.rows) else contiguous_rows([self.rows[position] for position in found])
+        )
+        flats = [flat for flat in elements if flat is not None]
+        sizes = [tensor.numel() for position in found if (tensor := tensors[position]) is not None]
+        torch_backend.measure(flats, sizes, rows, table, zero_below=self._zero_below)
 
 
 def measure(

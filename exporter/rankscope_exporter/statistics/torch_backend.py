@@ -16,7 +16,6 @@ from typing import Final
 import torch
 
 from rankscope_exporter.statistics.table import SUMS, Rows, StatisticsTable, on_device
-from rankscope_exporter.statistics.tensor_access import Held
 
 Sums = tuple[torch.Tensor, ...]
 """Raw statistics of one tensor as scalars on its device.
@@ -39,25 +38,27 @@ One call of a torch operation takes longer than the operation on so few elements
 _DEVICE_CHUNK: Final = 1 << 22  # elements: 32 MiB of temporary device memory
 
 
-def measure(items: Sequence[Held], rows: Rows, table: StatisticsTable, *, zero_below: float) -> None:
-    """Compute the raw statistics of the tensors `items` and write them to the entries `rows` of `table`.
+def measure(
+    flats: Sequence[torch.Tensor], sizes: Sequence[int], rows: Rows, table: StatisticsTable, *, zero_below: float
+) -> None:
+    """Compute the raw statistics of tensors and write them to the entries `rows` of `table`.
 
-    On an accelerator, the function does not synchronise with the host.
+    `flats` has the elements of each tensor in one dimension, and `sizes` has its number of elements. A sparse tensor
+    has more elements, and the others are zero. On an accelerator, the function does not synchronise with the host.
     """
-    if not items:
+    if not flats:
         return
-    flats = [item.elements for item in items]
     if table.device.type == "cpu":
         sums, counts = _on_cpu(flats, zero_below)
     else:
         sums, counts = _exactly(flats, zero_below, table.device)
-    implicit = [item.implicit_zeros for item in items]
-    stored, left_out = on_device([[flat.numel() for flat in flats], implicit], table.device)
+    implicit = [size - flat.numel() for size, flat in zip(sizes, flats, strict=True)]
+    numel, left_out = on_device([sizes, implicit], table.device)
     if any(implicit):
         sums[1] = torch.where(left_out > 0, sums[1].clamp(max=0.0), sums[1])
         sums[2] = torch.where(left_out > 0, sums[2].clamp(min=0.0), sums[2])
     counts[2] += left_out
-    table.write(rows, sums, torch.cat([counts, (stored + left_out).unsqueeze(0)]))
+    table.write(rows, sums, torch.cat([counts, numel.unsqueeze(0)]))
     if table.extra_sums:
         extras = [torch.stack([EXTRA_SUMS[name](flat).to(table.device) for flat in flats]) for name in table.extra_sums]
         index = (
