@@ -270,7 +270,7 @@ class WrappedModel:
         return self.spec(parameter)
 
     def has_plain_gradients(self, world_size: int) -> bool:
-        """Return whether the layout and spec of each gradient are those of its parameter, before and after reduction."""
+        """Return whether each gradient has the layout and spec of its parameter, before and after the reduction."""
         own, base = type(self), WrappedModel
         return (
             self.copies(world_size) == 1

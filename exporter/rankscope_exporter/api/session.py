@@ -252,7 +252,6 @@ class Session:
             tracker=tracker,
             gradients=gradients,
             boundary=boundary,
-            tell=self.notices.tell,
         )
         self.hooks = Hooks(
             monitored,
@@ -320,6 +319,7 @@ class Session:
     def record_end(self, ending: Ending) -> None:
         """Finish the last step and record the exit event."""
         last_step = self._boundary.call("end of training", self.recorder.finish)
+        self.steps.items.put(self.publisher.report_skipped)
         self._boundary.call("end of training", self.reactions.finish, self.publisher.catch_up)
         reason, error = lifecycle.weighed_reason(
             ending.reason, ending.error, last_step, ending.total_steps, ending.signal

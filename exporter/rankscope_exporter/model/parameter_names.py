@@ -152,7 +152,7 @@ def _named(names: list[str], owner: nn.Module, key: str, parameter: nn.Parameter
 
 @functools.lru_cache(maxsize=1024)
 def plain_shape(shape: torch.Size) -> tuple[int, ...]:
-    """Return `shape` as a tuple. Equal shapes usually have the same tuple, because many parameters have equal shapes."""
+    """Return `shape` as a tuple. Parameters with equal shapes usually share one tuple."""
     return tuple(shape)
 
 

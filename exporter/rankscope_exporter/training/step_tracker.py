@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -104,33 +104,6 @@ class Ended:
 
     step: int
     skipped: bool
-
-
-_SEVERAL_PASSES: Final = (
-    "every step with an update follows the same number of steps whose gradients were deleted without an update: if an "
-    'update needs several passes, as with gradient surgery or SAM, set steps="explicit" and call end_step() after it'
-)
-
-
-class SkipRhythm:
-    """Detects training loops with a fixed number of skipped steps before each update.
-
-    Such a loop probably uses several backward passes for one update. `tell` is called once, with a notice.
-    """
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell: Callable[[str], None] | None = tell
-        self._skips = self._before = 0  # skipped steps since the last update, and before it
-
-    def ended(self, *, skipped: bool) -> None:
-        """Add a step that has ended."""
-        if skipped:
-            self._skips += 1
-            return
-        if self._skips and self._skips == self._before and self._tell is not None:
-            self._tell(_SEVERAL_PASSES)
-            self._tell = None
-        self._skips, self._before = 0, self._skips
 
 
 Cleared = Callable[[], bool]
