@@ -224,14 +224,14 @@ class Publisher:
         self._skipped.finish()
 
     def _is_reported(self, pending_step: PendingStep, statistics: Statistics | None) -> bool:
-        """Return whether a step has skipped its update for certain, because its gradients are not finite.
+        """Return whether a step has skipped its update for certain: the script has ended it, or gradients are not finite.
 
         Otherwise, add the step to the skipped steps that are held back, or add its update.
         """
         if not pending_step.is_skipped:
             self._skipped.updated()
             return False
-        if statistics is not None and _is_overflow(statistics):
+        if pending_step.skip_is_certain or (statistics is not None and _is_overflow(statistics)):
             return True
         self._skipped.skipped(pending_step.step, pending_step.ts)
         return False

@@ -355,6 +355,7 @@ class Recorder:
         if timed is not None:
             self._events.on_step_timed(pending, timed[1])
         pending.is_skipped = ended is not None and ended.skipped and not self._unseen.may_leave_no_trace
+        pending.skip_is_certain = ended is not None and ended.is_certain
         if pending.sampled:
             self._boundary.call("copying statistics", self._active_quantities.end, pending)
         self._current.hand_over(pending)

@@ -104,6 +104,8 @@ class Ended:
 
     step: int
     skipped: bool
+    is_certain: bool = False
+    """True if the script has ended the step, so that the step is no single pass of an update with several passes."""
 
 
 Cleared = Callable[[], bool]
@@ -182,9 +184,10 @@ class StepTracker:
         """
         if self.stage is StepStage.IDLE:
             return None
+        is_certain = self._explicit or bool(skipped)
         if skipped is None:
             skipped = self.stage is StepStage.GRADIENTS and self._has_optimizer
-        ended = Ended(self.step, skipped)
+        ended = Ended(self.step, skipped, skipped and is_certain)
         self.step += 1
         self.stage = StepStage.IDLE
         self._updating = self._has_forward = False

@@ -162,7 +162,7 @@ def test_skipped_step_has_its_gradients_and_a_skip_event(
     monitor = Monitor(quiet)
     with monitor.attach(net, optimizer):
         read = reader(monitor)
-        for step in range(1, 5):
+        for step in range(1, 6):
             inputs, targets = batch(step)
             nn.functional.mse_loss(net(inputs), targets).backward()
             if step == 3:
@@ -174,7 +174,7 @@ def test_skipped_step_has_its_gradients_and_a_skip_event(
             optimizer.zero_grad()
             monitor.log(grad_norm=norm)
         monitor.end_step()
-        eventually(lambda: (found := read.rows()) and found[-1].step == 4)
+        eventually(lambda: (found := read.rows()) and found[-1].step == 5)
         kinds = {step: {row.kind for row in read.rows() if row.step == step} for step in (3, 4)}
 
         assert {"grad_unreduced", "grad_reduced"} == kinds[3]
