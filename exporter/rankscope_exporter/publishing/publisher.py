@@ -224,7 +224,7 @@ class Publisher:
         self._skipped.finish()
 
     def _is_reported(self, pending_step: PendingStep, statistics: Statistics | None) -> bool:
-        """Return whether a step has skipped its update for certain: the script has ended it, or gradients are not finite.
+        """Return whether a step has certainly skipped its update: the script ended it, or a gradient is not finite.
 
         Otherwise, add the step to the skipped steps that are held back, or add its update.
         """

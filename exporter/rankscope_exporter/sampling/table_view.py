@@ -156,6 +156,11 @@ class TableView(Table):
         for rows in self._all_rows():
             self._buffers.plan.release(rows)
 
+    def abandon(self) -> None:
+        """Allow the plan to drop the entries of this quantity, which was removed, unless another quantity has them."""
+        for rows in self._all_rows():
+            self._buffers.plan.abandon(rows)
+
     def reclaim(self) -> None:
         """Cancel `release`: this quantity writes to its entries in the statistics table again."""
         for rows in self._all_rows():
@@ -271,8 +276,12 @@ class TableView(Table):
 
 
 def drop_absent(views: Sequence[TableView], plan: PlanRegistry) -> None:
-    """Drop the absent entries of `views`, which were sampled at this step, if they cost more than a new plan."""
-    counts, ages = zip(*(view.absent() for view in views), strict=True)
+    """Drop the absent entries of `views`, which were sampled at this step, if they cost more than a new plan.
+
+    The entries of quantities that were removed are absent too.
+    """
+    counts, ages = zip(plan.abandoned(), *(view.absent() for view in views), strict=True)
     if sum(ages) > DROP_AFTER * (len(plan) - sum(counts)):
+        plan.drop_abandoned()
         for view in views:
             view.drop_absent()
