@@ -121,7 +121,7 @@ class PlanRegistry:
             self._shared.difference_update(rows)
 
     def abandon(self, rows: range) -> None:
-        """Count the age of the entries at `rows`, for which `release` was called, because their quantity was removed."""
+        """Begin to count the age of the released entries at `rows`, because their quantity was removed."""
         if rows and self._released.get(self._series(rows)) == rows:
             self._abandoned[rows] = 0
 
