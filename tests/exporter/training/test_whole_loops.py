@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 from tests.exporter.parts import records_of, session_of
+from torch import distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call, functionalize, grad, grad_and_value, hessian, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize, prune
@@ -417,6 +420,33 @@ def test_update_inside_the_backward_pass_belongs_to_this_pass(is_known, is_regis
     assert list(range(1, STEPS + 1)) == loop.steps
     assert (0 if is_known else 1) == len(loop.messages("note"))
     assert [] == loop.messages("step_skipped")
+
+
+def test_update_inside_the_backward_pass_of_fsdp2_has_reduced_gradients(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        loop = Loop()
+        fully_shard(loop.net, mesh=init_device_mesh("cpu", (1,)))
+        optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in loop.net.parameters()}
+        names = {parameter: name for name, parameter in loop.net.named_parameters()}
+
+        def update(parameter: torch.Tensor) -> None:
+            loop.note(step, "grad_reduced", {names[parameter]: parameter.grad.to_local()})
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+            loop.note(step, "param_after", {names[parameter]: parameter.to_local()})
+
+        for parameter in loop.net.parameters():
+            parameter.register_post_accumulate_grad_hook(update)
+        loop.attach(*optimizers.values())
+        for step in range(1, STEPS + 1):  # noqa: B007 - read by the hook
+            loop.backward()
+        loop.end()
+    finally:
+        dist.destroy_process_group()
+
+    assert list(range(1, STEPS + 1)) == loop.steps
+    assert [] == loop.messages("note")
 
 
 def test_gradients_deleted_inside_the_backward_pass_are_an_update():
