@@ -102,7 +102,9 @@ def run() -> list[Row]:
 
 
 def _row(name: str, values: list[float], unit: str) -> Row:
-    return Row(name, statistics.median(values), unit, f"{min(values):.2f} to {max(values):.2f} in {len(values)} round(s)")
+    return Row(
+        name, statistics.median(values), unit, f"{min(values):.2f} to {max(values):.2f} in {len(values)} round(s)"
+    )
 
 
 def _clipping() -> list[Row]:

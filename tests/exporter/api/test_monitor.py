@@ -155,6 +155,19 @@ def test_fifty_steps_with_dropout_are_bit_identical_with_the_monitor(quiet: Moni
     assert all(torch.equal(without, with_it) for without, with_it in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_attach_leaves_the_garbage_collector_as_it_was(quiet: MonitorConfig, is_enabled: bool) -> None:
+    was_enabled = gc.isenabled()
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        with Monitor(quiet).attach(*make()):
+            found = gc.isenabled()
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+
+    assert is_enabled == found
+
+
 def test_skipped_step_has_its_gradients_and_a_skip_event(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
