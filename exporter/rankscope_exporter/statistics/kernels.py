@@ -142,11 +142,11 @@ def kernel_of(device: torch.device, *, fourths: bool = False) -> LazyKernel:
         return _CPU_KERNEL
     if device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())
-    return _kernel_of_device(device, fourths)
+    return _kernel_of_device(device, fourths=fourths)
 
 
 @functools.cache
-def _kernel_of_device(device: torch.device, fourths: bool) -> LazyKernel:
+def _kernel_of_device(device: torch.device, *, fourths: bool) -> LazyKernel:
     return LazyKernel("triton", functools.partial(_load_for_device, device, fourths=fourths))
 
 
