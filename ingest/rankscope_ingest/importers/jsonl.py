@@ -21,7 +21,8 @@ from rankscope_ingest.importers.common.aliases import canonical
 from rankscope_ingest.importers.common.bars import Bars
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.common.keys import Role, role_of
-from rankscope_ingest.importers.common.lines import prefix_fields, read_log, sample_lines, shown
+from rankscope_ingest.importers.common.lines import is_settled, prefix_fields, sample_lines, shown
+from rankscope_ingest.importers.common.log_records import read_log
 from rankscope_ingest.importers.common.values import DECODER, number, standard_numbers
 
 MAX_CHARACTERS: Final = 65_536
@@ -64,6 +65,7 @@ class JsonLines:
     """The importer of logs that have one object per line."""
 
     name = "jsonl"
+    chooses_loss = True
 
     def detect(self, path: Path, head: bytes) -> Detection:
         """Return the confidence that each line of the file contains an object.
@@ -84,6 +86,10 @@ class JsonLines:
             return Detection(0.3 * share, because)
         usual = 0.05 if path.suffix in _SUFFIXES else 0.0
         return Detection(0.4 + 0.5 * share + usual, because)
+
+    def is_settled(self, path: Path) -> bool:
+        """Return whether the last line of the log is complete or has not changed for 600 seconds."""
+        return is_settled(path)
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
         """Yield one record per line with an object, then the facts about the run.

@@ -26,7 +26,15 @@ from rankscope_ingest.importers.common.aliases import canonical
 from rankscope_ingest.importers.common.bars import bar_lines
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.common.keys import EPOCH
-from rankscope_ingest.importers.common.lines import read_log, sample_lines, shown, torn_size, without_colours
+from rankscope_ingest.importers.common.lines import (
+    is_binary,
+    is_settled,
+    sample_lines,
+    shown,
+    torn_size,
+    without_colours,
+)
+from rankscope_ingest.importers.common.log_records import read_log
 from rankscope_ingest.importers.common.pairs import Line, parse
 from rankscope_ingest.importers.common.values import NUMBER
 
@@ -55,6 +63,7 @@ class TextLog:
     """The importer of text lines that contain a step and numbers."""
 
     name = "textlog"
+    chooses_loss = True
 
     def detect(self, path: Path, head: bytes) -> Detection:
         """Return the confidence that the file is a text log whose lines contain a step and numbers.
@@ -62,7 +71,7 @@ class TextLog:
         The confidence depends on the share of lines with a step and a typical quantity, such as the loss. The lines are
         sampled from the beginning, the middle and the end of the file.
         """
-        if path.is_dir() or b"\0" in head[:4096]:
+        if path.is_dir() or is_binary(head):
             return NOT_MINE
         sample = [line.decode(errors="replace") for line in sample_lines(path, head) if line.strip()]
         lines = [part for line in sample for part in bar_lines(line)]
@@ -75,6 +84,10 @@ class TextLog:
         if any(_MEGATRON.search(line) for line in lines):
             return Detection(0.1, because)
         return Detection(0.35 + 0.5 * len(records) / len(lines), because)
+
+    def is_settled(self, path: Path) -> bool:
+        """Return whether the last line of the log is complete or has not changed for 600 seconds."""
+        return is_settled(path)
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
         """Yield one record per line with a step and numbers, then the facts about the run.

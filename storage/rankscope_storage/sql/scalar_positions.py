@@ -110,8 +110,9 @@ place AS (
   SELECT run, incarnation, seq, position FROM behind_epochs
   WHERE run NOT IN (SELECT run FROM between_steps)
   UNION ALL
-  SELECT between_steps.run, between_steps.incarnation, seq, CASE WHEN between_steps.run IN (SELECT run FROM crowded) OR position IS NULL
-    THEN coalesce(records_before, 0) + seq + 1 ELSE position END
+  SELECT between_steps.run, between_steps.incarnation, seq,
+    CASE WHEN position IS NULL OR between_steps.run IN (SELECT run FROM crowded)
+      THEN coalesce(records_before, 0) + seq + 1 ELSE position END
   FROM between_steps LEFT JOIN source
     ON between_steps.run = source.run AND between_steps.incarnation = source.incarnation
       AND between_steps.rank IS NOT DISTINCT FROM source.rank
@@ -124,10 +125,10 @@ FROM scalars LEFT JOIN place USING (run, incarnation, seq) WHERE {IS_IMPORTED}
 """View of the scalars with the column `position`, by which the records of an attempt follow each other.
 
 Usually, the position is the step. If the steps of a log restart with each epoch, the steps of the previous epochs are
-added. A record without a step has the position of the record with a step before it, plus the number of records without a
-step in between, so that the positions of a scalar have the order of its log. If they do not fit between two steps, or if
-the log has no steps, the position of each record is its number, from 1, in its log; earlier logs of the run count too.
-The position of scalars without a step that ranks sent is null."""
+added. A record without a step has the position of the record with a step before it, plus the number of records without
+a step in between, so that the positions of a scalar have the order of its log. If they do not fit between two steps, or
+if the log has no steps, the position of each record is its number, from 1, in its log; earlier logs of the run count
+too. The position of scalars without a step that ranks sent is null."""
 
 STEPS_ARE_POSITIONS: Final = f"""\
 CREATE OR REPLACE VIEW {POSITIONS} AS SELECT *, step AS position FROM scalars

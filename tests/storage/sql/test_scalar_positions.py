@@ -134,7 +134,7 @@ MIXED = {
 
 
 @pytest.mark.parametrize("case", MIXED)
-def test_records_without_steps_stay_between_those_with_steps(writer, connection, case):
+def test_records_without_steps_remain_between_steps(writer, connection, case):
     steps, positions = MIXED[case]
     append(writer, log([{"step": step, "loss": float(place)} for place, step in enumerate(steps)]))
     query = "SELECT step, {} FROM {} WHERE run = 'r' ORDER BY 3"

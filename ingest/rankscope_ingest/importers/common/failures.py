@@ -24,11 +24,13 @@ LABELS: Final = re.compile(
 
 _CERTAIN: Final[tuple[tuple[str, re.Pattern[str]], ...]] = (
     ("cancelled", re.compile(r"CANCELLED AT|DUE TO TIME LIMIT|Job step aborted|scancel")),
-    ("out_of_memory", re.compile(r"CUDA out of memory|OutOfMemoryError|oom-kill|Out of memory:")),
+    ("out_of_memory", re.compile(r"(?:CUDA|NPU|HIP|XPU) out of memory|OutOfMemoryError|oom-kill|Out of memory:")),
     ("rendezvous", re.compile(r"[Rr]endezvous\w*(?:Error|Timeout| failed| timed out)")),
     ("nccl", re.compile(r"NCCL (?:ERROR|error)|DistBackendError|ProcessGroupNCCL.*(?:operation timeout|by watchdog)"
                         r"|[Ww]atchdog caught|NCCL communicator was aborted"
                         r"|ncclSystemError|ncclRemoteError|ncclInternalError")),
+    ("hccl", re.compile(r"ProcessGroupHCCL.*(?:operation timeout|by watchdog)|HcclError|\bEI000[26]\b.*time")),
+    ("gloo", re.compile(r"gloo.*(?:Timed out waiting|Connection closed by peer)")),
     ("cudnn", re.compile(r"cuDNN error|CUDNN_STATUS_(?!SUCCESS)")),
     ("cuda", re.compile(r"CUDA error|CUBLAS_STATUS_(?!SUCCESS)|device-side assert|Xid \(")),
     ("signal", re.compile(r"(?:[Rr]eceived|[Gg]ot|[Cc]aught|[Cc]losing) (?:\d+ )?(?:death )?signal\b(?!s)"
@@ -52,7 +54,7 @@ _STOPPING: Final = frozenset({"cancelled", "signal"})
 """Names of failures which mean that a user or the scheduler stopped the run, so that the run did not fail."""
 
 _PARTS: Final = (
-    b"rror", b"xception", b"Traceback", b"atchdog", b"NCCL", b"ut of memory", b"oom-kill", b"CANCELLED", b"TIME LIMIT",
+    b"rror", b"xception", b"Traceback", b"atchdog", b"NCCL", b"HCCL", b"EI000", b"gloo", b"ut of memory", b"oom-kill", b"CANCELLED", b"TIME LIMIT",
     b"step aborted", b"scancel", b"endezvous", b"CUDNN_", b"CUBLAS_", b"-side assert", b"Xid", b" SIG", b"signal",
     b"Kill", b"egmentation", b"core dumped", b"No space",
 )  # fmt: skip

@@ -19,6 +19,8 @@ OTHER_NAMES: Final = "other names"
 FROM_LOG: Final = "log"
 FROM_FILE: Final = "file"
 BLOCK_ROWS: Final = 200_000
+SETTLED_SECONDS: Final = 600.0
+"""Time after the last change of a file, after which it is assumed that no process writes it."""
 
 RECORD_COLUMN: Final = "record"
 """Name of a column in the tables of a block of records.
@@ -205,6 +207,13 @@ class DependsOnAge(Protocol):
 
         Only then does the importer yield the last records of the file too.
         """
+
+
+@runtime_checkable
+class ChoosesLoss(Protocol):
+    """An importer that can store another quantity of a log as its loss."""
+
+    chooses_loss: bool
 
 
 class BlockBuilder:

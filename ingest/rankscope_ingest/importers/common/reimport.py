@@ -11,7 +11,7 @@ from rankscope_ingest.importers.common.branches import StoredScalars
 from rankscope_ingest.importers.common.importer import Faults, ImportedBlock, ImportedRun, Importer
 from rankscope_ingest.importers.common.lines import readable
 from rankscope_ingest.importers.common.log_identity import KnownImport, stream_of
-from rankscope_ingest.importers.common.runner import errors_about, source_of
+from rankscope_ingest.importers.common.runner import errors_about, refuse_loss, source_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,7 @@ def replaceable(
     `import_records` describes the arguments. Raises IngestError if the log is not among the imported logs, if it cannot
     be read, or if it lacks records that are stored.
     """
+    refuse_loss(path, importer, loss)
     before = source_of(path, run, importer, known, stored).before
     if before is None or before.kind != importer.name or (path.is_dir() and before.path != str(path.absolute())):
         raise IngestError(

@@ -24,6 +24,7 @@ from rankscope_ingest.base.tables import FROM_INGEST, rows_table, table_schema
 from rankscope_ingest.importers.common.branches import StoredScalars, branch_of, without_beginning
 from rankscope_ingest.importers.common.choices import Choices
 from rankscope_ingest.importers.common.importer import (
+    ChoosesLoss,
     DependsOnAge,
     Faults,
     Imported,
@@ -90,6 +91,7 @@ def import_records(
     from an imported log after a common beginning is recognized. `loss` is the name of the quantity in the log that is
     stored as the loss, too.
     """
+    refuse_loss(path, importer, loss)
     fingerprint = None if known is None else _fingerprint(path, importer)
     unchanged = (log for log in known or () if _is_unchanged(path, importer, fingerprint, log))
     if (last := next(unchanged, None)) is not None:
@@ -110,6 +112,15 @@ def import_records(
     if (intake.records or intake.facts) and (rows_stored or note is None or note != source.before):
         appender.append(intake.dimensions(note))
     return _report(intake, faults, rows_stored)
+
+
+def refuse_loss(path: Path, importer: Importer, loss: str | None) -> None:
+    """Raise IngestError if the user has chosen `loss` for a format in which no loss can be chosen."""
+    if loss is not None and not isinstance(importer, ChoosesLoss):
+        raise IngestError(
+            f"{path} has the format {importer.name}, whose loss cannot be chosen: omit --loss, or select a format of "
+            "lines with --format"
+        )
 
 
 def _check_loss(path: Path, before: KnownImport | None, loss: str | None) -> None:
