@@ -43,7 +43,7 @@ class Columns:
     """The importer of tables of numbers with one row per step."""
 
     name = "columns"
-    chooses_loss = True
+    has_options = True
 
     def detect(self, path: Path, head: bytes) -> Detection:
         """Return the confidence that the file is a table of numbers with one row per step.

@@ -63,7 +63,7 @@ class TextLog:
     """The importer of text lines that contain a step and numbers."""
 
     name = "textlog"
-    chooses_loss = True
+    has_options = True
 
     def detect(self, path: Path, head: bytes) -> Detection:
         """Return the confidence that the file is a text log whose lines contain a step and numbers.

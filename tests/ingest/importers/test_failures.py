@@ -27,7 +27,7 @@ FAILURES = {
     BAR + "Traceback (most recent call last):": ("exception", None, RunState.FAILED),
     "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate": ("out_of_memory", 0, RunState.FAILED),
     "RuntimeError: CUDA error: an illegal memory access": ("cuda", None, RunState.FAILED),
-    "[E] ProcessGroupHCCL.cpp:71 [Rank 2] operation timeout: SeqNum=7": ("hccl", None, RunState.FAILED),
+    "[E] ProcessGroupHCCL.cpp:71 [Rank 2] operation timeout: SeqNum=7": ("hccl", 2, RunState.FAILED),
     "EI0002: The wait execution of the Notify register times out.": ("hccl", None, RunState.FAILED),
     "[rank1]: RuntimeError: [gloo/transport/tcp/pair.cc:5] Timed out waiting 1800000ms": ("gloo", 1, RunState.FAILED),
     CANCELLED: ("cancelled", None, RunState.STOPPED),

@@ -20,9 +20,6 @@ FOLDER = DATA / "field_logs"
 INPUTS = sorted(path.name.removesuffix(".expected.json") for path in FOLDER.glob("*.expected.json"))
 REFUSED = {"no_log_at_all.txt", "run-demo.wandb"}
 
-NOT_YET = {
-    "nanotron.log": "times such as 10/17/2025 16:31:56 are not read yet",
-}
 UNKEPT = {
     "bigdl_console.log": {"Train": 40, "in": 40},  # "Train 1792 in 4.3878seconds"
     "metriclogger_console.log": {"Total time": 2},  # "Total time: 0:03:45 (0.5645 s / it)"
@@ -33,8 +30,7 @@ needs_inputs = pytest.mark.skipif(not INPUTS, reason=f"the recorded logs are not
 
 
 def _cases(names):
-    marks = {name: [pytest.mark.xfail(reason=reason, strict=True)] for name, reason in NOT_YET.items()}
-    return [pytest.param(name, marks=marks.get(name, [])) for name in names] or [pytest.param("", marks=needs_inputs)]
+    return list(names) or [pytest.param("", marks=needs_inputs)]
 
 
 def read(path, choices=None):

@@ -54,9 +54,9 @@ _STOPPING: Final = frozenset({"cancelled", "signal"})
 """Names of failures which mean that a user or the scheduler stopped the run, so that the run did not fail."""
 
 _PARTS: Final = (
-    b"rror", b"xception", b"Traceback", b"atchdog", b"NCCL", b"HCCL", b"EI000", b"gloo", b"ut of memory", b"oom-kill", b"CANCELLED", b"TIME LIMIT",
-    b"step aborted", b"scancel", b"endezvous", b"CUDNN_", b"CUBLAS_", b"-side assert", b"Xid", b" SIG", b"signal",
-    b"Kill", b"egmentation", b"core dumped", b"No space",
+    b"rror", b"xception", b"Traceback", b"atchdog", b"NCCL", b"HCCL", b"EI000", b"gloo", b"ut of memory", b"oom-kill",
+    b"CANCELLED", b"TIME LIMIT", b"step aborted", b"scancel", b"endezvous", b"CUDNN_", b"CUBLAS_", b"-side assert",
+    b"Xid", b" SIG", b"signal", b"Kill", b"egmentation", b"core dumped", b"No space",
 )  # fmt: skip
 """Texts of which every certain failure contains at least one. To find them takes less time than to match patterns."""
 

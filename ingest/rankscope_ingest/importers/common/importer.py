@@ -119,6 +119,20 @@ class Fault:
     text: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options of the user for a log of lines."""
+
+    loss: str | None = None
+    """The name of the quantity that is stored as the loss, too."""
+    year: int | None = None
+    """The year of times without a year, if the log contains no complete date."""
+
+    def given(self) -> list[str]:
+        """Return the names of the options that the user has given."""
+        return [name for name in self.__dataclass_fields__ if getattr(self, name)]
+
+
 @dataclass(slots=True)
 class Faults:
     """The unreadable lines of a log, and the progress of reading.
@@ -147,8 +161,8 @@ class Faults:
     The caller sets the decision of an earlier import of the same log; without one, the function that reads the log sets
     it.
     """
-    loss: str | None = None
-    """The name of the quantity that the user has chosen as the loss."""
+    options: Options = Options()
+    """The options of the user."""
     read_bytes: int = 0
     """The number of bytes of the log that were read so far, for the progress bar.
 
@@ -210,10 +224,10 @@ class DependsOnAge(Protocol):
 
 
 @runtime_checkable
-class ChoosesLoss(Protocol):
-    """An importer that can store another quantity of a log as its loss."""
+class HasOptions(Protocol):
+    """An importer of lines, which applies the options of the user."""
 
-    chooses_loss: bool
+    has_options: bool
 
 
 class BlockBuilder:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, Final
 
 from rankscope_ingest.base.errors import IngestError
+from rankscope_ingest.importers.common.dates import FORM
 from rankscope_ingest.importers.common.importer import SETTLED_SECONDS, Faults
 
 MAX_LINE_BYTES: Final = 1 << 20
@@ -294,6 +295,8 @@ def prefix_fields(prefix: str) -> dict[str, Any]:
         found["rank"] = int(rank[1] or rank[2] or rank[3])
     if moment := _TIME.search(prefix):
         found["timestamp"] = moment[1].replace("/", "-")
+    elif moment := FORM.search(prefix):
+        found["timestamp"] = moment[0]
     return found
 
 

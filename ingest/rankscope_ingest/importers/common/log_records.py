@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope_ingest.importers.common.choices import MAX_BYTES, MAX_RECORDS, Choices
+from rankscope_ingest.importers.common.dates import FORM, Dates, decide_dates
 from rankscope_ingest.importers.common.failures import FailureLine, FailureLines
 from rankscope_ingest.importers.common.importer import FROM_LOG, BlockBuilder, Faults, Imported
 from rankscope_ingest.importers.common.lines import (
@@ -19,6 +20,7 @@ from rankscope_ingest.importers.common.lines import (
     is_settled,
     prefix_fields,
     read_lines,
+    sample_lines,
     torn_size,
     without_colours,
 )
@@ -48,7 +50,7 @@ def read_log(
     decision of an earlier import, if there is one, and later the decision about this log.
     """
     builder = BlockBuilder()
-    records = _LogRecords(builder, faults, numbers_rows, None if is_settled(path) else torn_size(path))
+    records = _LogRecords(path, builder, faults, numbers_rows)
     objects, failures = records.objects, records.failures
     number = 0
     for number, line in read_lines(path, faults, max_bytes=max_bytes):
@@ -58,7 +60,7 @@ def read_log(
     records.decide()
     if block := builder.take():
         yield block
-    faults.notes += filter(None, [objects.choices.note()])
+    faults.notes += objects.choices.notes()
     faults.notes += (
         f"{contradiction} ({count:,} records): --reimport decides again"
         for contradiction, count in objects.contradictions.items()
@@ -80,9 +82,8 @@ class _LogRecords:
     on. A row is an object with a number. Text and events before the first row have no influence on the decision.
     """
 
-    def __init__(
-        self, builder: BlockBuilder, faults: Faults, numbers_rows: Callable[[], bool], torn: int | None
-    ) -> None:
+    def __init__(self, path: Path, builder: BlockBuilder, faults: Faults, numbers_rows: Callable[[], bool]) -> None:
+        self._path = path
         self.objects = ObjectReader(Choices.from_json(faults.choices or {}), faults.unkept)
         self.failures = FailureLines()
         self._builder = builder
@@ -93,7 +94,7 @@ class _LogRecords:
         self._rows = 0  # number of rows that wait
         self._first_byte = 0  # position behind the line of the first row, or of an object before it
         self._is_decided = False
-        self._torn = torn
+        self._torn = None if is_settled(path) else torn_size(path)
         self._held: list[tuple[int, FailureLine]] = []  # of the last line, which may be incomplete
 
     def line(self, number: int, line: bytes, documents: Iterable[Mapping[str, Any]]) -> None:
@@ -141,10 +142,20 @@ class _LogRecords:
         """Decide the step and the loss if they are not decided yet, and add all records that wait."""
         if not self._is_decided:
             rows = [record for _, record in self._waiting if isinstance(record, Record)]
-            self.objects.choose(rows, numbers_rows=self._numbers_rows(), loss=self._faults.loss)
+            loss, dates = self._faults.options.loss, self._dates()
+            self.objects.choose(rows, numbers_rows=self._numbers_rows(), loss=loss, dates=dates)
             self._faults.choices = self.objects.choices.to_json()
             self._is_decided = True
             self._add_waiting()
+
+    def _dates(self) -> Dates | None:
+        """Return the decision about times without a complete date, or None if the waiting lines have none."""
+        times = [item.undated if isinstance(item, Record) else item.timestamp for _, item in self._waiting]
+        undated = [text for text in times if text and FORM.search(text)]
+        if not undated:
+            return None
+        lines = (line.decode(errors="replace") for line in sample_lines(self._path))
+        return decide_dates(undated, lines, changed=self._path.stat().st_mtime, year=self._faults.options.year)
 
     def _add_waiting(self) -> None:
         for number, item in self._waiting:
@@ -181,5 +192,8 @@ class _LogRecords:
     def _add_failure(self, failure: FailureLine) -> None:
         """Add an event for `failure`, at the step of the last record, unless it has one."""
         if event := self.failures.event(failure):
-            self._builder.record_of_event(rank=failure.rank, ts=micros(failure.timestamp), origin=FROM_LOG)
+            ts = micros(failure.timestamp)
+            if ts is None and failure.timestamp:
+                ts, _ = self.objects.clock.moment(failure.timestamp)
+            self._builder.record_of_event(rank=failure.rank, ts=ts, origin=FROM_LOG)
             self._builder.event(**event)

@@ -8,6 +8,7 @@ number.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections import Counter
@@ -16,8 +17,9 @@ from typing import Any, Final
 
 from rankscope_contract.model.events import EventType, ExitReason, RunState, Severity
 from rankscope_contract.model.schema import canonical_labels
-from rankscope_ingest.importers.common.aliases import SOURCE_NAME, UNITS, Alias, in_unit
+from rankscope_ingest.importers.common.aliases import SOURCE_NAME, UNITS, Alias, canonical, in_unit
 from rankscope_ingest.importers.common.choices import LOSS, Choices, decide, is_training
+from rankscope_ingest.importers.common.dates import FORM, Clock, Dates
 from rankscope_ingest.importers.common.importer import FROM_LOG, BlockBuilder, Faults, ImportedRun
 from rankscope_ingest.importers.common.keys import (
     BATCH,
@@ -75,6 +77,7 @@ An example is `train_loss`. ms-swift's `train_speed(iter/s)` is the speed of a s
 """
 
 _HISTORY: Final = "log_history"
+_ELAPSED: Final = "elapsed_seconds"
 _COUNTS: Final = {"tokens", "samples", "tokens/s", "samples/s"}
 
 
@@ -84,6 +87,8 @@ class ObjectReader:
     def __init__(self, choices: Choices = Choices(), unkept: Counter[str] | None = None) -> None:  # noqa: B008 - frozen
         self.choices = choices
         """The decision about the log: which counter is the step, and which quantity is the loss."""
+        self.clock = Clock(Dates())
+        """Converts the times of the log whose date is not complete."""
         self.contradictions: Counter[str] = Counter()
         """For each contradiction of later records with the decision, the number of these records."""
         self.keys: dict[str, int] = {}
@@ -148,6 +153,8 @@ class ObjectReader:
 
     def _add_any(self, record: Record, builder: BlockBuilder, attempt: int | None) -> None:
         document = record.document
+        if record.undated and record.ts is None:
+            self._take_time(record, record.undated)
         for key, value in document.items():
             if key in self.keys or len(self.keys) < MAX_KEYS:
                 self.keys[key] = self.keys.get(key, 0) + (value is None)
@@ -189,19 +196,30 @@ class ObjectReader:
         if step_key is not None and len(record.counters) == 1 and not is_special:
             self._shapes.learn(document, step_key, added)
 
+    def _take_time(self, record: Record, text: str) -> None:
+        """Store the time that `text` contains, or without a year the time since the first record."""
+        record.ts, elapsed = self.clock.moment(text)
+        is_told = any(canonical(key).name == _ELAPSED for key in record.quantities())
+        if record.ts is None and elapsed is not None and not is_told:
+            record.numbers[_ELAPSED] = elapsed
+
     def record(self, document: Mapping[str, Any]) -> Record:
         """Return the values of the logged object `document`, divided by use."""
         record = Record(document, evaluation_sets(document))
         self._collect(document, "", record, 0)
         return record
 
-    def choose(self, records: Sequence[Record], *, numbers_rows: bool, loss: str | None) -> None:
-        """Decide about the log, which begins with `records`; `choices.decide` describes the other arguments.
+    def choose(
+        self, records: Sequence[Record], *, numbers_rows: bool, loss: str | None, dates: Dates | None = None
+    ) -> None:
+        """Decide about the log, which begins with `records`. What an earlier import has decided remains.
 
-        What an earlier import has decided remains.
+        `choices.decide` describes `numbers_rows` and `loss`. `dates` is the decision about times without a complete
+        date; None if the log has none.
         """
         found = decide([record for record in records if record.is_row()], numbers_rows=numbers_rows, loss=loss)
-        self.choices = found.after(self.choices)
+        self.choices = dataclasses.replace(found, dates=dates).after(self.choices)
+        self.clock = Clock(self.choices.dates or Dates())
 
     @property
     def are_writers_interleaved(self) -> bool:
@@ -298,6 +316,9 @@ class ObjectReader:
             case Role.TIME:
                 moment = micros(value)
                 record.ts = moment if record.ts is None else record.ts
+                if moment is None and isinstance(value, str) and FORM.search(value):
+                    record.undated = record.undated or value
+                    return True
                 return moment is not None
             case Role.EVENT if isinstance(value, str):
                 record.event = value

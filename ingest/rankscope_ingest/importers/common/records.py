@@ -27,6 +27,7 @@ class Record:
     plans: dict[str, int | None] = field(default_factory=dict)  # planned value of a counter, or planned steps
     rank: int | None = None
     ts: int | None = None
+    undated: str | None = None  # a time without a complete date
     event: str | None = None
     split: str | None = None
     writer: str | None = None  # id of the process or host

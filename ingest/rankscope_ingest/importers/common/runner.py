@@ -24,15 +24,16 @@ from rankscope_ingest.base.tables import FROM_INGEST, rows_table, table_schema
 from rankscope_ingest.importers.common.branches import StoredScalars, branch_of, without_beginning
 from rankscope_ingest.importers.common.choices import Choices
 from rankscope_ingest.importers.common.importer import (
-    ChoosesLoss,
     DependsOnAge,
     Faults,
+    HasOptions,
     Imported,
     ImportedBlock,
     ImportedRecord,
     ImportedRun,
     Importer,
     KnownByContent,
+    Options,
 )
 from rankscope_ingest.importers.common.lines import readable
 from rankscope_ingest.importers.common.live_run import kept_apart, label_of
@@ -80,7 +81,7 @@ def import_records(
     rules: Sequence[AnomalyRule] = IMPORT_RULES,
     is_live: bool = False,
     stored: StoredScalars | None = None,
-    loss: str | None = None,
+    options: Options = Options(),  # noqa: B008 - frozen
 ) -> ImportReport:
     """Import the log at `path` into the store as the run `run`. Raises IngestError if the log cannot be read.
 
@@ -88,18 +89,17 @@ def import_records(
     restart in another file becomes another attempt, and the import is stored as an event. `progress` is called with the
     number of bytes read. `rules` are applied to the new rows. With `is_live`, ranks of the run have reported data: the
     log is kept apart from these data, and changes neither the run nor its attempts. With `stored`, a log that differs
-    from an imported log after a common beginning is recognized. `loss` is the name of the quantity in the log that is
-    stored as the loss, too.
+    from an imported log after a common beginning is recognized. `options` are those of the user for logs of lines.
     """
-    refuse_loss(path, importer, loss)
+    refuse_options(path, importer, options)
     fingerprint = None if known is None else _fingerprint(path, importer)
     unchanged = (log for log in known or () if _is_unchanged(path, importer, fingerprint, log))
     if (last := next(unchanged, None)) is not None:
-        _check_loss(path, last, loss)
+        _check_choices(path, last, options)
         return unchanged_report(run, last)
     source = source_of(path, run, importer, known or (), stored)
-    _check_loss(path, source.before, loss)
-    faults = Faults(choices=None if source.before is None else source.before.choices, loss=loss)
+    _check_choices(path, source.before, options)
+    faults = Faults(choices=None if source.before is None else source.before.choices, options=options)
     others = tuple(log for log in known or () if log.kind == importer.name and log.incarnation != source.incarnation)
     intake = _Intake(path, run, importer.name, source, others, appender, RuleEvaluator(rules), is_live)
     rows_stored = 0
@@ -114,21 +114,23 @@ def import_records(
     return _report(intake, faults, rows_stored)
 
 
-def refuse_loss(path: Path, importer: Importer, loss: str | None) -> None:
-    """Raise IngestError if the user has chosen `loss` for a format in which no loss can be chosen."""
-    if loss is not None and not isinstance(importer, ChoosesLoss):
-        raise IngestError(
-            f"{path} has the format {importer.name}, whose loss cannot be chosen: omit --loss, or select a format of "
-            "lines with --format"
-        )
+def refuse_options(path: Path, importer: Importer, options: Options) -> None:
+    """Raise IngestError if the user has given options that the format of the log does not have."""
+    given = " and ".join(f"--{name}" for name in options.given())
+    if given and not isinstance(importer, HasOptions):
+        raise IngestError(f"{path} has the format {importer.name}, to which {given} does not apply: omit the option")
 
 
-def _check_loss(path: Path, before: KnownImport | None, loss: str | None) -> None:
-    """Raise IngestError if the user has chosen `loss` for a log that is stored with another loss."""
-    if before is None or before.choices is None or loss is None:
+def _check_choices(path: Path, before: KnownImport | None, options: Options) -> None:
+    """Raise IngestError if the user has chosen a loss or a year for a log that is stored with another one."""
+    if before is None or before.choices is None:
         return
+    choices = Choices.from_json(before.choices)
     with errors_about(path):
-        Choices.from_json(before.choices).check_loss(loss)
+        if options.loss is not None:
+            choices.check_loss(options.loss)
+        if options.year is not None:
+            choices.check_year(options.year)
 
 
 @contextlib.contextmanager
