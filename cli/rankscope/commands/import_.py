@@ -54,6 +54,15 @@ Year = Annotated[
         show_default=False,
     ),
 ]
+Pattern = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="REGEX",
+        help="Regular expression for lines of a text log, with a group for each counter and quantity, such as "
+        "(?P<step>[0-9]+) and (?P<loss>[0-9.]+). Implies --format textlog. Repeatable.",
+        show_default=False,
+    ),
+]
 Reimport = Annotated[
     bool, typer.Option("--reimport", help="Remove the rows of earlier imports of the logs, and import them again.")
 ]
@@ -72,6 +81,7 @@ def import_(
     explain: Explain = False,
     loss: Loss = None,
     year: Year = None,
+    pattern: Pattern = None,
     reimport: Reimport = False,
     verbose: Verbose = False,
     shard: Shard = "0/1",
@@ -96,6 +106,7 @@ def import_(
     from rankscope_ingest.importers import Options
     from rankscope_storage.base.errors import StoreError
 
+    kind = "textlog" if pattern and kind == AUTOMATIC else kind
     chosen = None if kind == AUTOMATIC else _importer(kind)
     try:
         spools = [path for path in files if chosen is None and spool_folders(path)]
@@ -108,7 +119,7 @@ def import_(
                 _import_spools(path, store, shard)
             if plan:
                 shown = None if verbose else SHOWN_FAULTS
-                options = Options(loss=loss, year=year)
+                options = Options(loss=loss, year=year, pattern=tuple(pattern or ()))
                 if reimport:
                     _forget(plan, store, options)
                 chosen_rules = _rules(rules, with_default=not no_default_rules)

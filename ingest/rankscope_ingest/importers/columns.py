@@ -43,7 +43,7 @@ class Columns:
     """The importer of tables of numbers with one row per step."""
 
     name = "columns"
-    has_options = True
+    options = ("loss", "year")
 
     def detect(self, path: Path, head: bytes) -> Detection:
         """Return the confidence that the file is a table of numbers with one row per step.

@@ -65,7 +65,7 @@ class JsonLines:
     """The importer of logs that have one object per line."""
 
     name = "jsonl"
-    has_options = True
+    options = ("loss", "year")
 
     def detect(self, path: Path, head: bytes) -> Detection:
         """Return the confidence that each line of the file contains an object.

@@ -36,20 +36,19 @@ from rankscope_ingest.importers.common.lines import (
 )
 from rankscope_ingest.importers.common.log_records import read_log
 from rankscope_ingest.importers.common.pairs import Line, parse
-from rankscope_ingest.importers.common.values import NUMBER
+from rankscope_ingest.importers.common.shapes import EVALUATION_MARK, Tables, in_english, pattern_of, rewritten
+from rankscope_ingest.importers.common.tools import PATTERNS
 
 MAX_LINE_CHARACTERS: Final = 8192
 
 _COUNTED: Final = re.compile(r"step|iter|update|epoch|batch|\[\s*\d+\s*/|^s:", re.IGNORECASE)
 _ALONE: Final = re.compile(r"loss|perplexity|ppl|acc|per.step", re.IGNORECASE)
 """A regular expression that occurs in a line without a counter which may be read."""
-_BARE: Final = re.compile(rf"^(?P<step>\d{{1,15}}) (?P<name>[A-Za-z_]{{2,20}}) (?P<value>{NUMBER})$")
-_BARE_NAMES: Final = {"train": "loss", "val": "val_loss"}
 _CHECKPOINT: Final = re.compile(r"\b(?:checkpoint|ckpt)", re.IGNORECASE)
 _HEADING: Final = re.compile(r"\bepoch\b", re.IGNORECASE)
 _HEADING_CHARACTERS: Final = 80
-_KERAS: Final = re.compile(r"^(\d+)/\1 (?:\[=*\]|━+)[\s-]*(?:\d+m?s\s+)?(?:\d+[mun]?s/(?:step|epoch))?[\s-]*")
-"""A regular expression for a complete progress bar of Keras before the numbers of an epoch."""
+_SET: Final = re.compile(r"^(?:Train|Eval) (?=\w+/)")
+"""A regular expression for the word before a name that begins with a path, as in `Train loss/train/total`."""
 _MEGATRON: Final = re.compile(r"consumed samples:|elapsed time per iteration")
 _TYPICAL: Final = {"loss", "eval_loss", "step_seconds", "grad_norm", "learning_rate", "samples_per_second"}
 _WITHOUT_COUNTER: Final = {"loss", "step_seconds"}
@@ -63,7 +62,7 @@ class TextLog:
     """The importer of text lines that contain a step and numbers."""
 
     name = "textlog"
-    has_options = True
+    options = ("loss", "year", "pattern")
 
     def detect(self, path: Path, head: bytes) -> Detection:
         """Return the confidence that the file is a text log whose lines contain a step and numbers.
@@ -133,6 +132,8 @@ class Lines:
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
+        self._patterns = [pattern_of(text) for text in faults.options.pattern]
+        self._tables = Tables()
         self._counters: dict[str, Any] = {}
         self._epoch: float | None = None
         self._heading: Line | None = None
@@ -140,18 +141,33 @@ class Lines:
 
     def record(self, line: str) -> dict[str, Any] | None:
         """Return the counters and the numbers on `line` by name; None if the line is no record."""
-        text = line.strip()
-        if not text or len(text) > MAX_LINE_CHARACTERS:
+        if len(line) > MAX_LINE_CHARACTERS or not line.strip():
             return None
-        if bare := _BARE.match(text):
-            return {"step": int(bare["step"]), _BARE_NAMES.get(bare["name"].lower(), bare["name"]): bare["value"]}
-        text = _KERAS.sub("", text)
+        line = line if line.isascii() else in_english(line)
+        for pattern in self._patterns:
+            if found := pattern.search(line):
+                return self._read(rewritten(found, self._counters), is_certain=True)
+        if (record := self._read(line)) is None and (row := self._tables.row(line, self._counters)) is not None:
+            return self._read(row)
+        return record or self._of_tool(line.strip())
+
+    def _of_tool(self, text: str) -> dict[str, Any] | None:
+        """Return the record on a line that has the pattern of a tool, or None."""
+        for pattern in PATTERNS:
+            if found := pattern.search(text):
+                return self._read(rewritten(found, self._counters))
+        return None
+
+    def _read(self, line: str, *, is_certain: bool = False) -> dict[str, Any] | None:
+        """Return the record on a line of counters and pairs; with `is_certain`, also if it has no counter."""
+        text = line.strip()
         is_below = self._heading is not None and line[0].isspace()
         self._heading = self._heading if is_below else None
-        if not is_below and not _COUNTED.search(text) and not (self._counters and _ALONE.search(text)):
+        text = _SET.sub("", text) if is_below else text
+        if not (is_below or is_certain) and not _COUNTED.search(text) and not (self._counters and _ALONE.search(text)):
             return None
         found = parse(text)
-        if not found.pairs and found.counters and not found.has_words:
+        if not found.pairs and found.counters and (not found.has_words or text.startswith(EVALUATION_MARK)):
             self._heading = found
         if not found.pairs:
             if EPOCH in found.counters and len(text) <= _HEADING_CHARACTERS and _HEADING.search(text):
@@ -164,7 +180,7 @@ class Lines:
             self._counters = found.counters
         elif self._counters and _stands_alone(found):
             found.counters = self._counters
-        else:
+        elif not is_certain:
             return None
         self._has_point = self._has_point or found.has_point
         if self._has_point:  # it is the decimal mark of the log

@@ -162,7 +162,7 @@ def decide(records: Sequence[Sampled], *, numbers_rows: bool, loss: str | None =
     if loss is not None:
         _check_name(loss, records)
     training = [record for record in records if is_training(record)]
-    rows = training or records
+    rows = training or [record for record in records if record.split not in EVALUATION_SPLITS] or records
     steps, refused, is_within_epoch = _steps(rows)
     found = {name for record in rows for name in record.quantities()}
     losses = (name for name in found if is_loss_name(name))

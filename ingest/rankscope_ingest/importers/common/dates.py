@@ -189,7 +189,8 @@ def _moment(text: str, order: str | None, year: int) -> dt.datetime | None:
     own = parts.get("Y", year)
     microseconds = int((found["fraction"] or "0")[:6].ljust(6, "0"))
     try:
-        clock = dt.time(*map(int, found["clock"].split(":")), microseconds)
+        hour, minute, second = map(int, found["clock"].split(":"))
+        clock = dt.time(hour, minute, second, microseconds)
         return dt.datetime.combine(dt.date(own + 2000 * (own < 100), parts["M"], parts["D"]), clock)
     except (KeyError, ValueError):
         return None

@@ -127,6 +127,8 @@ class Options:
     """The name of the quantity that is stored as the loss, too."""
     year: int | None = None
     """The year of times without a year, if the log contains no complete date."""
+    pattern: tuple[str, ...] = ()
+    """Regular expressions for lines of a text log; `shapes` describes the names of their groups."""
 
     def given(self) -> list[str]:
         """Return the names of the options that the user has given."""
@@ -227,7 +229,8 @@ class DependsOnAge(Protocol):
 class HasOptions(Protocol):
     """An importer of lines, which applies the options of the user."""
 
-    has_options: bool
+    options: tuple[str, ...]
+    """Names of the fields of `Options` that apply to the format."""
 
 
 class BlockBuilder:

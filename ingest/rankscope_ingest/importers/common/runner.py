@@ -116,9 +116,9 @@ def import_records(
 
 def refuse_options(path: Path, importer: Importer, options: Options) -> None:
     """Raise IngestError if the user has given options that the format of the log does not have."""
-    given = " and ".join(f"--{name}" for name in options.given())
-    if given and not isinstance(importer, HasOptions):
-        raise IngestError(f"{path} has the format {importer.name}, to which {given} does not apply: omit the option")
+    known = importer.options if isinstance(importer, HasOptions) else ()
+    if unknown := " and ".join(f"--{name}" for name in options.given() if name not in known):
+        raise IngestError(f"{path} has the format {importer.name}, to which {unknown} does not apply: omit the option")
 
 
 def _check_choices(path: Path, before: KnownImport | None, options: Options) -> None:
