@@ -17,6 +17,9 @@ from rankscope_ingest.importers.common.keys import EPOCH
 EVALUATION: Final = "evaluation"
 """Name of a group that begins an evaluation, which has the counters of the record before it."""
 
+EVALUATION_MARK: Final = "[eval] "
+"""The beginning of a rewritten line of an evaluation."""
+
 _COUNTERS: Final = {
     "epoch": ("epoch {}/{} ", "epoch {} "),
     "step": ("step {}/{} ", "step {} "),
@@ -118,12 +121,13 @@ def _listed(names: Iterable[str], values: Iterable[str]) -> str:
 
 
 _CHINESE: Final = {
-    "训练损失": "train_loss", "验证损失": "val_loss", "测试损失": "test_loss", "平均损失": "avg_loss", "损失值": "loss",
-    "损失": "loss", "学习率": "lr", "梯度范数": "grad_norm", "全局步数": "global_step", "训练步数": "step", "步数": "step",
-    "步骤": "step", "迭代次数": "iter", "迭代": "iter", "训练轮次": "epoch", "训练轮数": "epoch", "轮次": "epoch",
-    "轮数": "epoch", "周期": "epoch", "验证准确率": "val_accuracy", "准确率": "accuracy", "困惑度": "perplexity",
-    "吞吐量": "throughput", "吞吐": "throughput", "剩余时间": "eta", "耗时": "step_time", "用时": "step_time",
-    "显存": "memory", "样本/秒": "samples/s", "毫秒": "ms", "秒": "s",
+    "训练损失": "train_loss", "验证损失": "val_loss", "测试损失": "test_loss", "平均损失": "avg_loss",
+    "损失值": "loss", "损失": "loss", "学习率": "lr", "梯度范数": "grad_norm",
+    "全局步数": "global_step", "训练步数": "step", "步数": "step", "步骤": "step", "迭代次数": "iter",
+    "迭代": "iter", "训练轮次": "epoch", "训练轮数": "epoch", "轮次": "epoch", "轮数": "epoch",
+    "周期": "epoch", "验证准确率": "val_accuracy", "准确率": "accuracy", "困惑度": "perplexity",
+    "吞吐量": "throughput", "吞吐": "throughput", "剩余时间": "eta", "耗时": "step_time",
+    "用时": "step_time", "显存": "memory", "样本/秒": "samples/s", "毫秒": "ms", "秒": "s",
 }  # fmt: skip
 _IS_CHINESE: Final = re.compile(r"[\u4e00-\u9fff，；（）]")
 _WORDS: Final = re.compile("|".join(sorted(_CHINESE, key=len, reverse=True)))
