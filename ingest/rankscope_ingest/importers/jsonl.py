@@ -8,6 +8,7 @@ the same log are assumed to repeat the same steps. They are counted as unreadabl
 from __future__ import annotations
 
 import ast
+import contextlib
 import enum
 import json
 import math
@@ -40,6 +41,7 @@ Examples: tensor(2.3, device='cuda:0'), np.float64(2.3), array([1, 2]).
 """
 
 _TEXT_CHARACTERS: Final = 200
+_PRINTED: Final = "{'"  # no JSON object begins with it
 
 
 class Kind(enum.StrEnum):
@@ -143,6 +145,8 @@ def parse_line(line: bytes) -> Line:
     if not text:
         return Kind.BLANK, None
     decoded = text.decode(errors="replace")
+    if decoded.startswith(_PRINTED):
+        return _object_in_text(decoded)
     try:
         document = DECODER.decode(decoded)
     except (json.JSONDecodeError, RecursionError):
@@ -171,11 +175,14 @@ def _object_in_text(text: str) -> Line:
         return Kind.NONE, None
     inner = text[begin:end]
     kind = Kind.FOUND
-    try:
-        standard = standard_numbers(inner)
-        document, stop = DECODER.raw_decode(standard)
-        inner = standard
-    except (json.JSONDecodeError, RecursionError):
+    document: Any = None
+    stop = -1
+    if not inner.startswith(_PRINTED):
+        with contextlib.suppress(json.JSONDecodeError, RecursionError):
+            standard = standard_numbers(inner)
+            document, stop = DECODER.raw_decode(standard)
+            inner = standard
+    if stop < 0:
         document, stop, kind = printed_dict(inner), len(inner), Kind.PRINTED
     # Two objects on a line come from two writers that interrupted each other; their parts cannot be separated.
     if stop != len(inner) or not isinstance(document, dict):

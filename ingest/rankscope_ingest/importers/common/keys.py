@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from rankscope_contract.model.events import EventType, Severity
 from rankscope_ingest.importers.common.aliases import Alias, canonical, in_unit, under_own_name
-from rankscope_ingest.importers.common.values import quantity
+from rankscope_ingest.importers.common.values import micros, quantity
 
 
 class Role(enum.Enum):
@@ -266,19 +266,47 @@ def name_in_split(key: str, split: str) -> Named | None:
 MAX_SHAPES: Final = 256
 _NUMBERS: Final = {int, float}
 _LARGEST: Final = 1 << 53
+_LARGEST_RANK: Final = 1 << 31
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The shape of a logged object whose values are only a step and numbers.
+    """The shape of a logged object whose values are only a step, a rank, a time and numbers.
 
-    The shape consists of the positions of step and epoch among the values, and of the position and the stored name of
-    each number.
+    The shape consists of the positions of step, epoch, rank and time among the values, and of the position and the
+    stored name of each number.
     """
 
-    step: int
+    step: int | None
+    has_plan: bool  # the total of the step is the planned number of steps of the run
     epoch: int | None
+    rank: int | None
+    time: int | None
     numbers: tuple[tuple[int, Named], ...]
+
+    def place(self, values: Sequence[Any]) -> tuple[int | None, int | None, int | None, int | None] | None:
+        """Return step, planned steps, rank and time (UTC µs) of an object with these values, or None for another form.
+
+        The form of step, rank and time is that of the object from which the shape was learned. A step may be a text
+        such as `12/873`.
+        """
+        step = planned = rank = ts = None
+        if self.step is not None:
+            step = values[self.step]
+            if type(step) is str:
+                count, slash, total = step.partition("/")
+                if not (count.isdecimal() and slash and total.isdecimal()):
+                    return None
+                step, planned = int(count), int(total) if self.has_plan else None
+            if not is_plain_number(step):
+                return None
+        if self.rank is not None:
+            rank = values[self.rank]
+            if not 0 <= rank < _LARGEST_RANK:
+                return None
+        if self.time is not None and (ts := micros(values[self.time])) is None:
+            return None
+        return (step, planned, rank, ts) if all(is_plain_number(values[at]) for at, _ in self.numbers) else None
 
 
 class Shapes:
@@ -301,17 +329,41 @@ class Shapes:
             self._version = version
         return self._known.get((tuple(document), tuple(map(type, document.values()))))
 
-    def learn(self, document: Mapping[str, Any], step_key: str, named: Sequence[tuple[str, Named]]) -> None:
-        """Add the shape of `document` to the cache if all its values are the step and the numbers in `named`.
+    def learn(
+        self,
+        document: Mapping[str, Any],
+        step_key: str | None,
+        named: Sequence[tuple[str, Named]],
+        copies: Sequence[tuple[str, Named]] = (),
+        *,
+        has_plan: bool = False,
+    ) -> None:
+        """Add the shape of `document` to the cache if all its values are step, rank, time and the numbers in `named`.
 
-        `named` has the key and the stored name of each number.
+        `named` has the key and the stored name of each number, and `copies` those of numbers that are stored twice.
+        `has_plan` states whether the total of the step is the planned number of steps.
         """
-        types = tuple(map(type, document.values()))
+        values = tuple(document.values())
         places = {key: place for place, key in enumerate(document)}
-        is_plain = set(types) <= _NUMBERS and len(named) + 1 == len(places) and all(key in places for key, _ in named)
-        if is_plain and type(document.get(step_key)) is int and len(self._known) < MAX_SHAPES:
-            numbers = tuple((places[key], name) for key, name in named)
-            self._known[tuple(document), types] = Shape(places[step_key], places.get(EPOCH), numbers)
+        ranks = [place for key, place in places.items() if role_of(key) is Role.RANK and type(values[place]) is int]
+        times = [place for key, place in places.items() if role_of(key) is Role.TIME and type(values[place]) is str]
+        others = {*ranks, *times, *([places[step_key]] if step_key in places else [])}
+        numbers = tuple((places[key], name) for key, name in (*named, *copies) if key in places)
+        if (
+            len(self._known) >= MAX_SHAPES
+            or len(ranks) > 1
+            or len(times) > 1
+            or (step_key is not None and type(document.get(step_key)) not in {int, str})
+            or len(numbers) != len(named) + len(copies)
+            or {place for place, _ in numbers} | others != set(range(len(values)))
+            or len(others) + len(named) != len(values)
+            or any(type(values[place]) not in _NUMBERS for place, _ in numbers)
+        ):
+            return
+        step = None if step_key is None else places[step_key]
+        epoch, rank, time = places.get(EPOCH), next(iter(ranks), None), next(iter(times), None)
+        shape = Shape(step=step, has_plan=has_plan, epoch=epoch, rank=rank, time=time, numbers=numbers)
+        self._known[tuple(document), tuple(map(type, values))] = shape
 
 
 def is_plain_number(value: float) -> bool:

@@ -19,7 +19,7 @@ from rankscope_contract.model.events import EventType, ExitReason, RunState, Sev
 from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.importers.common.aliases import SOURCE_NAME, UNITS, Alias, canonical, in_unit
 from rankscope_ingest.importers.common.choices import LOSS, Choices, decide, is_training
-from rankscope_ingest.importers.common.dates import FORM, Clock, Dates
+from rankscope_ingest.importers.common.dates import Clock, Dates
 from rankscope_ingest.importers.common.importer import FROM_LOG, BlockBuilder, Faults, ImportedRun
 from rankscope_ingest.importers.common.keys import (
     BATCH,
@@ -27,19 +27,15 @@ from rankscope_ingest.importers.common.keys import (
     EVALUATION_SPLITS,
     Named,
     Names,
-    Role,
     Shape,
     Shapes,
-    evaluation_sets,
     event_class,
-    is_plain_number,
     name_in_set,
     name_in_split,
     own_name,
-    role_of,
     step_rank,
 )
-from rankscope_ingest.importers.common.records import Record
+from rankscope_ingest.importers.common.records import Record, record_of
 from rankscope_ingest.importers.common.step_streams import StepStreams
 from rankscope_ingest.importers.common.values import (
     MAX_JSON,
@@ -47,23 +43,17 @@ from rankscope_ingest.importers.common.values import (
     clean_text,
     is_ambiguous,
     json_text,
-    micros,
     number,
     quantity,
     seconds,
-    whole,
 )
 
-MAX_DEPTH: Final = 8
-MAX_NUMBERS: Final = 4096
-MAX_LIST: Final = 256
 MAX_KEYS: Final = 1000
 MAX_NAMES: Final = 1000
 """Number of different names of scalars that are stored of one log. Values of further names are counted."""
 
 _LIST_LABEL: Final = {"learning_rate": "group", "gpu_util": "gpu"}
 _UTILISATION: Final = "gpu_util"
-_LARGEST_RANK: Final = 1 << 31
 _LAST_ENTRY: Final = "train_runtime"
 """A key that occurs only in the last entry that the Hugging Face Trainer logs.
 
@@ -76,7 +66,6 @@ _AVERAGE: Final = re.compile(r"train_(?!speed)[^(]*")
 An example is `train_loss`. ms-swift's `train_speed(iter/s)` is the speed of a step and does not match.
 """
 
-_HISTORY: Final = "log_history"
 _ELAPSED: Final = "elapsed_seconds"
 _COUNTS: Final = {"tokens", "samples", "tokens/s", "samples/s"}
 
@@ -133,23 +122,28 @@ class ObjectReader:
         its rank that contain a number.
         """
         shape = self._shapes.of(document, self._names.version)
-        if shape is not None and all(map(is_plain_number, document.values())):
-            self._add_plain(shape, tuple(document.values()), builder, attempt)
-        else:
+        if shape is None or not self._add_plain(shape, tuple(document.values()), builder, attempt):
             self._add_any(record or self.record(document), builder, attempt)
 
-    def _add_plain(self, shape: Shape, values: Sequence[float], builder: BlockBuilder, attempt: int | None) -> None:
-        step = int(values[shape.step])
-        self._update_last_step(step)
-        self._see_row(None, step)
+    def _add_plain(self, shape: Shape, values: Sequence[Any], builder: BlockBuilder, attempt: int | None) -> bool:
+        """Add a record of a known shape. Return False, and add nothing, if one of its values has another form."""
+        found = shape.place(values)
+        if found is None:
+            return False
+        step, planned, rank, ts = found
+        self.planned_steps = planned or self.planned_steps
+        if step is not None:
+            self._update_last_step(step)
+        self._see_row(rank, step)
         if attempt is None:
             epoch = None if shape.epoch is None else values[shape.epoch]
             value = values[shape.numbers[0][0]] if shape.numbers else None
-            attempt = self._streams.attempt(None, step, epoch, value=value)
-        builder.record(step=step, origin=FROM_LOG, attempt=attempt)
+            attempt = self._streams.attempt(rank, step, epoch, value=value)
+        builder.record(step=step, rank=rank, ts=ts, origin=FROM_LOG, attempt=attempt)
         for place, (alias, labels) in shape.numbers:
             value = values[place]
             builder.scalar(alias.name, value if alias.factor == 1.0 else alias.converted(value), alias.unit, labels)
+        return True
 
     def _add_any(self, record: Record, builder: BlockBuilder, attempt: int | None) -> None:
         document = record.document
@@ -189,12 +183,21 @@ class ObjectReader:
         is_special = (
             is_aside
             or record.writer is not None
+            or record.undated is not None
             or _UTILISATION in {named[0].name for _, named in added}
             or _LAST_ENTRY in document
-            or self.choices.loss in document
+            or (self.choices.loss in document and bool(record.sets))
+            or (step_key is None and (self.choices.numbers_rows or EPOCH in self.choices.steps))
         )
-        if step_key is not None and len(record.counters) == 1 and not is_special:
-            self._shapes.learn(document, step_key, added)
+        if not is_special and record.event is None and record.split is None and len(record.counters) <= 1:
+            self._learn(record, step_key, added)
+
+    def _learn(self, record: Record, step_key: str | None, added: list[tuple[str, Named]]) -> None:
+        """Store the shape of a record of training, so that further records of this shape are added faster."""
+        if not record.plans.keys() - {step_key}:
+            loss = next(((key, named) for key, named in added if key == self.choices.loss), None)
+            copies = [] if loss is None else [(loss[0], _as_loss(*loss))]
+            self._shapes.learn(record.document, step_key, added, copies, has_plan=self._is_plan(step_key))
 
     def _take_time(self, record: Record, text: str) -> None:
         """Store the time that `text` contains, or without a year the time since the first record."""
@@ -205,8 +208,8 @@ class ObjectReader:
 
     def record(self, document: Mapping[str, Any]) -> Record:
         """Return the values of the logged object `document`, divided by use."""
-        record = Record(document, evaluation_sets(document))
-        self._collect(document, "", record, 0)
+        record = record_of(document)
+        self.config = self.config if record.config is None else record.config
         return record
 
     def choose(
@@ -253,83 +256,6 @@ class ObjectReader:
             faults.add(line, text)
         self.ambiguous.clear()
 
-    def _collect(self, document: Mapping[str, Any], path: str, record: Record, depth: int) -> None:
-        for name, value in document.items():
-            key = f"{path}{name}"
-            if value is None or len(record.numbers) >= MAX_NUMBERS:
-                record.omitted += [] if value is None else [key]
-                continue
-            role = role_of(key)
-            if role is Role.VALUE or not self._take_role(role, key, value, record):
-                self._collect_value(key, value, record, depth)
-
-    def _collect_value(self, key: str, value: Any, record: Record, depth: int) -> None:
-        found = number(value)
-        if found is not None:
-            record.numbers[key] = found
-        elif isinstance(value, str):
-            record.texts[key] = value
-        elif isinstance(value, dict | list | tuple) and value:
-            if depth >= MAX_DEPTH or key == _HISTORY or (not isinstance(value, dict) and len(value) > MAX_LIST):
-                record.omitted.append(key)  # ms-swift's last row repeats the history
-            elif isinstance(value, dict):
-                self._collect(value, f"{key}/", record, depth + 1)
-            else:
-                self._collect_list(key, value, record, depth)
-
-    def _collect_list(self, key: str, items: Sequence[Any], record: Record, depth: int) -> None:
-        """Add the numbers of the list `items` to `record`.
-
-        A list of numbers is added under `key`. If `items` contains objects or lists, the key of each number in
-        them begins with `key`, a slash and the index of the object or list.
-        """
-        numbers = [number(item) for item in items]
-        if any(isinstance(item, dict | list | tuple) for item in items):
-            places = {str(place): item for place, item in enumerate(items) if not isinstance(item, str)}
-            self._collect(places, f"{key}/", record, depth + 1)
-        elif all(item is None or found is not None for item, found in zip(items, numbers, strict=True)) and any(
-            found is not None for found in numbers
-        ):
-            record.numbers[key] = numbers
-        elif any(found is not None for found in numbers):
-            record.omitted.append(key)
-
-    def _take_role(self, role: Role, key: str, value: Any, record: Record) -> bool:
-        """Store `value` as the step, rank, time or other property that `role` selects.
-
-        Return False if the value is not valid for that property. The caller then treats the value as an ordinary one.
-        """
-        match role:
-            case Role.STEP:
-                return record.take_step(key, value)
-            case Role.STEP_OF_PLAN:
-                return isinstance(value, str) and record.take_step("step", value)
-            case Role.PLAN:
-                record.plans[key] = whole(value)
-                return record.plans[key] is not None
-            case Role.RANK:
-                rank = whole(value)
-                record.rank = rank if rank is not None and 0 <= rank < _LARGEST_RANK else record.rank
-                return True
-            case Role.WRITER if isinstance(value, str | int):
-                record.writer = record.writer or str(value)
-            case Role.TIME:
-                moment = micros(value)
-                record.ts = moment if record.ts is None else record.ts
-                if moment is None and isinstance(value, str) and FORM.search(value):
-                    record.undated = record.undated or value
-                    return True
-                return moment is not None
-            case Role.EVENT if isinstance(value, str):
-                record.event = value
-                return True
-            case Role.SPLIT if isinstance(value, str):
-                record.split = value.lower()
-            case Role.CONFIG if isinstance(value, dict):
-                self.config = value
-                return True
-        return False
-
     def _step_key(self, record: Record) -> str | None:
         """Return the name of the counter that is the step of `record`, or None if the record has no step.
 
@@ -368,8 +294,7 @@ class ObjectReader:
         for key, value in record.counters.items():
             if key not in {chosen, EPOCH}:
                 record.numbers[key] = float(value)
-        is_plan = chosen is not None and chosen not in {BATCH, EPOCH} and not self.choices.is_within_epoch
-        own = record.plans.get(chosen or "") if is_plan else None
+        own = record.plans.get(chosen or "") if self._is_plan(chosen) else None
         planned = own or next((total for key, total in record.plans.items() if key not in record.counters), None)
         self.planned_steps = planned or self.planned_steps
         if chosen is None:
@@ -377,6 +302,10 @@ class ObjectReader:
         step = record.counters[chosen]
         self._update_last_step(step)
         return step
+
+    def _is_plan(self, chosen: str | None) -> bool:
+        """Return whether the total of the counter `chosen` is the planned number of steps of the run."""
+        return chosen is not None and chosen not in {BATCH, EPOCH} and not self.choices.is_within_epoch
 
     def _see_row(self, rank: int | None, step: int | None) -> None:
         """Set `has_advanced` for a row of training."""
@@ -449,6 +378,12 @@ class ObjectReader:
         if found.type == EventType.EXIT:
             details = {"reason": ExitReason.COMPLETED, "last_step": self.last_step, **details}
         builder.event(found.type, found.severity, clean_text(name), json_text(details))
+
+
+def _as_loss(key: str, named: Named) -> Named:
+    """Return the name of the copy that is stored as the loss for the quantity `key`, whose stored name is `named`."""
+    alias = dataclasses.replace(named[0], name=LOSS, unit=None, source_unit=None)
+    return alias, canonical_labels({SOURCE_NAME: key})
 
 
 @functools.lru_cache(maxsize=4096)
