@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from rankscope_contract.model.events import EventType, Severity
 from rankscope_ingest.importers.common.aliases import Alias, canonical, in_unit, under_own_name
-from rankscope_ingest.importers.common.values import micros, quantity
+from rankscope_ingest.importers.common.values import micros, plain, quantity, seconds
 
 
 class Role(enum.Enum):
@@ -267,14 +267,16 @@ MAX_SHAPES: Final = 256
 _NUMBERS: Final = {int, float}
 _LARGEST: Final = 1 << 53
 _LARGEST_RANK: Final = 1 << 31
+DURATION: Final = "duration"
+_UNIT_BEHIND: Final = re.compile(r"\s*[a-zA-Zµ%][a-zA-Z/%]*$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """The shape of a logged object whose values are only a step, a rank, a time and numbers.
 
-    The shape consists of the positions of step, epoch, rank and time among the values, and of the position and the
-    stored name of each number.
+    The shape consists of the positions of step, epoch, rank and time among the values, and of the position, the unit in
+    the text and the stored name of each number.
     """
 
     step: int | None
@@ -282,7 +284,9 @@ class Shape:
     epoch: int | None
     rank: int | None
     time: int | None
-    numbers: tuple[tuple[int, Named], ...]
+    numbers: tuple[tuple[int, str | None], ...]
+    """Position of each number; the text behind it, DURATION for a duration such as `0:10:00`, or None for a number."""
+    names: tuple[Named, ...]
 
     def place(self, values: Sequence[Any]) -> tuple[int | None, int | None, int | None, int | None] | None:
         """Return step, planned steps, rank and time (UTC µs) of an object with these values, or None for another form.
@@ -306,7 +310,36 @@ class Shape:
                 return None
         if self.time is not None and (ts := micros(values[self.time])) is None:
             return None
-        return (step, planned, rank, ts) if all(is_plain_number(values[at]) for at, _ in self.numbers) else None
+        return step, planned, rank, ts
+
+    def numbers_in(self, values: Sequence[Any]) -> list[float] | None:
+        """Return the numbers of an object with these values, or None if one of them has another form."""
+        found: list[float] = []
+        for at, behind in self.numbers:
+            value = values[at]
+            if behind is not None:
+                value = _number_before(value, behind)
+            if value is None or not (type(value) is float or -_LARGEST < value < _LARGEST):
+                return None
+            found.append(value)
+        return found
+
+
+def _number_before(text: str, behind: str) -> float | None:
+    """Return the number in `text`, which is followed by `behind`; None if `text` has another form."""
+    if behind == DURATION:
+        return seconds(text)
+    found = plain(text[: -len(behind)]) if text.endswith(behind) else text
+    return None if isinstance(found, str) else found
+
+
+def _form_of(value: Any, number: float) -> str | None:
+    """Return the text behind `number` in `value`, or DURATION; None if `value` is another text or a number."""
+    if type(value) is not str:
+        return None
+    unit = _UNIT_BEHIND.search(value)
+    behind = DURATION if ":" in value else unit[0] if unit else ""
+    return behind if behind and _number_before(value, behind) == number else None
 
 
 class Shapes:
@@ -316,7 +349,7 @@ class Shapes:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[tuple[str, ...], tuple[type, ...]], Shape] = {}
+        self._known: dict[tuple[tuple[str, ...], tuple[type, ...]], Shape | None] = {}
         self._version = 0
 
     def of(self, document: Mapping[str, Any], version: int) -> Shape | None:
@@ -333,37 +366,47 @@ class Shapes:
         self,
         document: Mapping[str, Any],
         step_key: str | None,
-        named: Sequence[tuple[str, Named]],
-        copies: Sequence[tuple[str, Named]] = (),
+        named: Sequence[tuple[str, Named, float | list[float | None]]],
         *,
         has_plan: bool = False,
     ) -> None:
         """Add the shape of `document` to the cache if all its values are step, rank, time and the numbers in `named`.
 
-        `named` has the key and the stored name of each number, and `copies` those of numbers that are stored twice.
+        `named` has the key, the stored name and the value of each number; a number may be stored under two names.
         `has_plan` states whether the total of the step is the planned number of steps.
         """
         values = tuple(document.values())
+        form = tuple(document), tuple(map(type, values))
+        if form in self._known or len(self._known) >= MAX_SHAPES:
+            return
+        self._known[form] = None  # no further object of this form is examined
         places = {key: place for place, key in enumerate(document)}
         ranks = [place for key, place in places.items() if role_of(key) is Role.RANK and type(values[place]) is int]
         times = [place for key, place in places.items() if role_of(key) is Role.TIME and type(values[place]) is str]
-        others = {*ranks, *times, *([places[step_key]] if step_key in places else [])}
-        numbers = tuple((places[key], name) for key, name in (*named, *copies) if key in places)
-        if (
-            len(self._known) >= MAX_SHAPES
-            or len(ranks) > 1
-            or len(times) > 1
-            or (step_key is not None and type(document.get(step_key)) not in {int, str})
-            or len(numbers) != len(named) + len(copies)
-            or {place for place, _ in numbers} | others != set(range(len(values)))
-            or len(others) + len(named) != len(values)
-            or any(type(values[place]) not in _NUMBERS for place, _ in numbers)
-        ):
+        steps = [] if step_key is None else [places.get(step_key)]
+        numbers = []
+        for key, _, value in named:
+            place = places.get(key)
+            if place is None or isinstance(value, list):
+                return
+            behind = _form_of(values[place], value)
+            if behind is None and type(values[place]) not in _NUMBERS:
+                return
+            numbers.append((place, behind))
+        if len(ranks) > 1 or len(times) > 1 or any(at is None or type(values[at]) not in {int, str} for at in steps):
             return
-        step = None if step_key is None else places[step_key]
-        epoch, rank, time = places.get(EPOCH), next(iter(ranks), None), next(iter(times), None)
-        shape = Shape(step=step, has_plan=has_plan, epoch=epoch, rank=rank, time=time, numbers=numbers)
-        self._known[tuple(document), tuple(map(type, values))] = shape
+        used = [*ranks, *times, *(at for at in steps if at is not None), *{at for at, _ in numbers}]
+        if sorted(used) != list(range(len(values))):
+            return
+        self._known[form] = Shape(
+            step=next(iter(steps), None),
+            has_plan=has_plan,
+            epoch=places.get(EPOCH),
+            rank=next(iter(ranks), None),
+            time=next(iter(times), None),
+            numbers=tuple(numbers),
+            names=tuple(name for _, name, _ in named),
+        )
 
 
 def is_plain_number(value: float) -> bool:

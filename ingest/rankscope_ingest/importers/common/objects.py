@@ -70,6 +70,10 @@ _ELAPSED: Final = "elapsed_seconds"
 _COUNTS: Final = {"tokens", "samples", "tokens/s", "samples/s"}
 
 
+_Added = tuple[str, Named, float | list[float | None]]
+"""Key, stored name and value of a number in an object."""
+
+
 class ObjectReader:
     """Converts the objects of one log, in order, to records, and collects the facts about the run that they contain."""
 
@@ -127,8 +131,8 @@ class ObjectReader:
 
     def _add_plain(self, shape: Shape, values: Sequence[Any], builder: BlockBuilder, attempt: int | None) -> bool:
         """Add a record of a known shape. Return False, and add nothing, if one of its values has another form."""
-        found = shape.place(values)
-        if found is None:
+        found, numbers = shape.place(values), shape.numbers_in(values)
+        if found is None or numbers is None:
             return False
         step, planned, rank, ts = found
         self.planned_steps = planned or self.planned_steps
@@ -137,11 +141,10 @@ class ObjectReader:
         self._see_row(rank, step)
         if attempt is None:
             epoch = None if shape.epoch is None else values[shape.epoch]
-            value = values[shape.numbers[0][0]] if shape.numbers else None
+            value = numbers[0] if numbers and shape.numbers[0][1] is None else None  # as in `_add_any`
             attempt = self._streams.attempt(rank, step, epoch, value=value)
         builder.record(step=step, rank=rank, ts=ts, origin=FROM_LOG, attempt=attempt)
-        for place, (alias, labels) in shape.numbers:
-            value = values[place]
+        for value, (alias, labels) in zip(numbers, shape.names, strict=True):
             builder.scalar(alias.name, value if alias.factor == 1.0 else alias.converted(value), alias.unit, labels)
         return True
 
@@ -184,7 +187,7 @@ class ObjectReader:
             is_aside
             or record.writer is not None
             or record.undated is not None
-            or _UTILISATION in {named[0].name for _, named in added}
+            or _UTILISATION in {named[0].name for _, named, _ in added}
             or _LAST_ENTRY in document
             or (self.choices.loss in document and bool(record.sets))
             or (step_key is None and (self.choices.numbers_rows or EPOCH in self.choices.steps))
@@ -192,12 +195,14 @@ class ObjectReader:
         if not is_special and record.event is None and record.split is None and len(record.counters) <= 1:
             self._learn(record, step_key, added)
 
-    def _learn(self, record: Record, step_key: str | None, added: list[tuple[str, Named]]) -> None:
+    def _learn(self, record: Record, step_key: str | None, added: list[_Added]) -> None:
         """Store the shape of a record of training, so that further records of this shape are added faster."""
         if not record.plans.keys() - {step_key}:
-            loss = next(((key, named) for key, named in added if key == self.choices.loss), None)
-            copies = [] if loss is None else [(loss[0], _as_loss(*loss))]
-            self._shapes.learn(record.document, step_key, added, copies, has_plan=self._is_plan(step_key))
+            stored = []
+            for key, named, value in added:
+                copy = [(key, _as_loss(key, named), value)] if key == self.choices.loss else []
+                stored += [(key, named, value), *copy]
+            self._shapes.learn(record.document, step_key, stored, has_plan=self._is_plan(step_key))
 
     def _take_time(self, record: Record, text: str) -> None:
         """Store the time that `text` contains, or without a year the time since the first record."""
@@ -317,8 +322,8 @@ class ObjectReader:
         if self.planned_steps and step >= self.planned_steps:
             self.finished = True
 
-    def _add_numbers(self, record: Record, builder: BlockBuilder) -> list[tuple[str, Named]]:
-        """Add all numbers of `record`, including numbers in text, as scalars. Return their keys and stored names."""
+    def _add_numbers(self, record: Record, builder: BlockBuilder) -> list[_Added]:
+        """Add all numbers of `record`, including numbers in text, as scalars. Return them."""
         taken: set[str] = set()
         added = []
         self._unkept.update(record.omitted)
@@ -337,7 +342,7 @@ class ObjectReader:
             if key == self.choices.loss and not isinstance(numbers, list) and not is_evaluation:
                 builder.scalar(LOSS, named[0].converted(numbers), None, canonical_labels({SOURCE_NAME: key}))
             taken.add(named[0].name)
-            added.append((key, named))
+            added.append((key, named, numbers))
         return added
 
     def _from_text(self, key: str, text: str, named: Named) -> tuple[Named, float] | None:
