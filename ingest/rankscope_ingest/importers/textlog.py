@@ -37,7 +37,7 @@ from rankscope_ingest.importers.common.lines import (
 from rankscope_ingest.importers.common.log_records import read_log
 from rankscope_ingest.importers.common.pairs import Line, parse
 from rankscope_ingest.importers.common.shapes import EVALUATION_MARK, Tables, in_english, pattern_of, rewritten
-from rankscope_ingest.importers.common.tools import PATTERNS
+from rankscope_ingest.importers.common.tools import match_of
 
 MAX_LINE_CHARACTERS: Final = 8192
 
@@ -153,10 +153,8 @@ class Lines:
 
     def _of_tool(self, text: str) -> dict[str, Any] | None:
         """Return the record on a line that has the pattern of a tool, or None."""
-        for pattern in PATTERNS:
-            if found := pattern.search(text):
-                return self._read(rewritten(found, self._counters))
-        return None
+        found = match_of(text)
+        return None if found is None else self._read(rewritten(found, self._counters))
 
     def _read(self, line: str, *, is_certain: bool = False) -> dict[str, Any] | None:
         """Return the record on a line of counters and pairs; with `is_certain`, also if it has no counter."""

@@ -105,7 +105,10 @@ class FailureLines:
     @staticmethod
     def is_possible(line: bytes) -> bool:
         """Return whether `line` may report a failure; false for most lines."""
-        return any(part in line for part in _PARTS)
+        for part in _PARTS:  # noqa: SIM110 - `any` takes twice the time, and this runs for each line
+            if part in line:
+                return True
+        return False
 
     def record_seen(self) -> None:
         """Discard the end of the run, because a record follows: training continued."""

@@ -287,6 +287,8 @@ class Shape:
     numbers: tuple[tuple[int, str | None], ...]
     """Position of each number; the text behind it, DURATION for a duration such as `0:10:00`, or None for a number."""
     names: tuple[Named, ...]
+    is_simple: bool
+    """True if all values are numbers, one of them is the step, and none is the rank."""
 
     def place(self, values: Sequence[Any]) -> tuple[int | None, int | None, int | None, int | None] | None:
         """Return step, planned steps, rank and time (UTC µs) of an object with these values, or None for another form.
@@ -294,6 +296,8 @@ class Shape:
         The form of step, rank and time is that of the object from which the shape was learned. A step may be a text
         such as `12/873`.
         """
+        if self.is_simple:
+            return values[self.step or 0], None, None, None
         step = planned = rank = ts = None
         if self.step is not None:
             step = values[self.step]
@@ -314,6 +318,8 @@ class Shape:
 
     def numbers_in(self, values: Sequence[Any]) -> list[float] | None:
         """Return the numbers of an object with these values, or None if one of them has another form."""
+        if self.is_simple:
+            return [values[at] for at, _ in self.numbers] if all(map(is_plain_number, values)) else None
         found: list[float] = []
         for at, behind in self.numbers:
             value = values[at]
@@ -406,6 +412,7 @@ class Shapes:
             time=next(iter(times), None),
             numbers=tuple(numbers),
             names=tuple(name for _, name, _ in named),
+            is_simple=step_key is not None and not ranks and set(form[1]) <= _NUMBERS,
         )
 
 

@@ -96,14 +96,14 @@ TOOLS: Final = (
         name="timm",
         example="Train: 0 [  50/1251 (  4%)]  Loss: 2.5 (2.75)  LR: 1.0e-06  Data: 0.01 (0.02)",
         axis=IN_EPOCH,
-        pattern=r"\bTrain: (?P<epoch>\d{1,9}) \[\s*(?P<batch>\d{1,15})/(?P<batches>\d{1,15}) \(\s*\d+%\)\]",
+        pattern=r"Train: (?P<epoch>\d{1,9}) \[\s*(?P<batch>\d{1,15})/(?P<batches>\d{1,15}) \(\s*\d+%\)\]",
         is_seen=False,
     ),
     Tool(
         name="ESPnet",
         example="[gpu1] 2026-01-17 10:00:00,123 (trainer:720) INFO: 1epoch:train:1-100batch: loss_ctc=3.5, loss=2.5",
         axis=IN_EPOCH,
-        pattern=r"\b(?P<epoch>\d{1,9})epoch:train:\d{1,15}-(?P<batch>\d{1,15})batch: ",
+        pattern=r": (?P<epoch>\d{1,9})epoch:train:\d{1,15}-(?P<batch>\d{1,15})batch: ",
         is_seen=False,
     ),
     Tool(
@@ -353,5 +353,17 @@ TOOLS: Final = (
     Tool(name="W&B, history as CSV", example='"Step","run-a - loss"\n"0","2.5"\n"1","2.25"', loss=None),
 )
 
-PATTERNS: Final = tuple(re.compile(tool.pattern) for tool in TOOLS if tool.pattern)
-"""The patterns of all tools."""
+_COMPILED: Final = [re.compile(tool.pattern) for tool in TOOLS if tool.pattern]
+_AT_BEGINNING: Final = [pattern for pattern in _COMPILED if pattern.pattern.startswith("^")]
+_ANYWHERE: Final = [pattern for pattern in _COMPILED if not pattern.pattern.startswith("^")]
+
+
+def match_of(text: str) -> re.Match[str] | None:
+    """Return the match of the pattern of a tool in `text`, or None."""
+    for pattern in _AT_BEGINNING:
+        if found := pattern.match(text):  # `search` would try each position of the text
+            return found
+    for pattern in _ANYWHERE:
+        if found := pattern.search(text):
+            return found
+    return None
