@@ -103,7 +103,7 @@ TOOLS: Final = (
         name="ESPnet",
         example="[gpu1] 2026-01-17 10:00:00,123 (trainer:720) INFO: 1epoch:train:1-100batch: loss_ctc=3.5, loss=2.5",
         axis=IN_EPOCH,
-        pattern=r": (?P<epoch>\d{1,9})epoch:train:\d{1,15}-(?P<batch>\d{1,15})batch: ",
+        pattern=r"(?<=: )(?P<epoch>\d{1,9})epoch:train:\d{1,15}-(?P<batch>\d{1,15})batch: ",
         is_seen=False,
     ),
     Tool(
