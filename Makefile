@@ -18,7 +18,7 @@ INDEX = $(BIN)/python -m pip config list | sed -n "s/^[^=]*[.]index-url='\(.*\)'
 UV = UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$($(INDEX))}" $(BIN)/python -m uv pip install --python $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-thorough test-all test-crashes soak test-examples test-frameworks test-frameworks-heavy lint bench generate clean
+.PHONY: help env demo test test-thorough test-all test-crashes soak test-examples test-frameworks test-frameworks-heavy test-gpu lint bench generate clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -34,7 +34,7 @@ test: $(VENV)/.installed-dev ## run the tests (PYTEST="-k name" for some of them
 test-thorough: $(VENV)/.installed-dev ## the same with four times the examples of each property, and cases that take long
 	RANKSCOPE_THOROUGH=1 $(BIN)/python -m pytest $(SPREAD) $(PYTEST)
 
-test-all: test-thorough test-crashes soak test-examples test-frameworks ## every suite, one after the other (hours)
+test-all: test-thorough test-crashes soak test-examples test-frameworks $(if $(wildcard /dev/nvidia0),test-gpu) ## every suite, one after the other (hours)
 
 test-crashes: $(VENV)/.installed-dev ## kill store and service at every call that changes the disk, let rivals race; needs gcc
 	RANKSCOPE_CRASHES=1 RANKSCOPE_REQUIRE_SERVERS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/storage/crashes \
@@ -56,6 +56,9 @@ test-frameworks-heavy: $(VENV)/.installed-heavy
 	rm -f $(VENV)/extensions/*/lock
 	PATH="$(CURDIR)/$(BIN):$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VENV)/extensions" OMP_NUM_THREADS=1 \
 		RANKSCOPE_REQUIRE_FRAMEWORKS=1 $(BIN)/python -m pytest tests/frameworks_heavy
+
+test-gpu: $(VENV)/.installed-dev ## run the tests that need an NVIDIA GPU, then benchmarks/gpu.py; results in gpu-results (6 min)
+	PYTHON=$(BIN)/python tests/gpu/check.sh gpu-results
 
 lint: $(VENV)/.installed-dev ## formatting, lint rules, plain English, commit subjects, types
 	$(BIN)/ruff format --check .

@@ -1,7 +1,8 @@
 """12,000 parameters of 3 elements: seconds of attach, of the first sampled step and of later steps.
 
-Each configuration runs in a process of its own, and the processes run one after the other in each round. The last rows
-are one pass over the gradients, and the pass that looks for clipping without a new tensor version.
+Each configuration runs in a process of its own, and the processes run one after the other in each round. CPU time
+includes all threads of the process, so that it depends less on other processes than wall time. The last rows are one
+pass over the gradients, and the pass that looks for clipping without a new tensor version.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 from _rows import Row, print_rows
@@ -21,8 +23,9 @@ from rankscope_exporter.statistics import MeasureGroup, StatisticsTable, warm_up
 
 PARAMETERS = 12_000
 ROUNDS = 3
-STEPS = 12
-WARM_UP_STEPS = 8  # the compiled kernel is ready after them
+LAST_ROUND_BEGINS_BEFORE = 90.0  # seconds: a machine with other load finishes fewer rounds
+WARM_UP_STEPS = 2  # the publisher encodes the plan during the first of them
+STEPS = 3
 
 
 class Small(nn.Module):
@@ -35,45 +38,73 @@ class Small(nn.Module):
 
 
 def train(*, monitored: bool) -> dict[str, float]:
-    """Return the seconds of attach, of the first step, and the median of the steps after the warm-up."""
+    """Return wall and CPU seconds of attach, of the first step, and of the later steps (their median)."""
     torch.set_num_threads(1)
     model = Small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    began = time.perf_counter()
-    if monitored:
+
+    def attach() -> None:
         from rankscope_exporter import Monitor
 
         Monitor({"console": False, "exit_wait_seconds": 0.0}).attach(model, optimizer)
-    attach, steps = time.perf_counter() - began, []
-    for _ in range(STEPS):
-        began = time.perf_counter()
+
+    def step() -> None:
         optimizer.zero_grad()
         model(torch.randn(3)).backward()
         optimizer.step()
-        steps.append(time.perf_counter() - began)
-        time.sleep(1.0)  # the publisher and the compilation of the kernel have the time of a larger model
-    return {"attach": attach, "first": steps[0], "later": statistics.median(steps[WARM_UP_STEPS:])}
+
+    found = dict.fromkeys(("attach", "attach CPU"), 0.0)
+    if monitored:
+        found["attach"], found["attach CPU"] = _seconds(attach)
+    found["first"], found["first CPU"] = _seconds(step)
+    thread = warm_up() if monitored else None
+    if thread is not None:
+        thread.join()
+    for _ in range(WARM_UP_STEPS):
+        step()
+    later = [_seconds(step) for _ in range(STEPS)]
+    found["later"], found["later CPU"] = (statistics.median(column) for column in zip(*later, strict=True))
+    return found
+
+
+def _seconds(function: Callable[[], None]) -> tuple[float, float]:
+    """Call `function`, and return its wall time and the CPU time of the process during the call."""
+    wall, processor = time.perf_counter(), time.process_time()
+    function()
+    return time.perf_counter() - wall, time.process_time() - processor
 
 
 def run() -> list[Row]:
     found: dict[str, list[dict[str, float]]] = {"off": [], "on": []}
-    for _ in range(ROUNDS):
+    began = time.monotonic()
+    for round_number in range(ROUNDS):
+        if round_number and time.monotonic() - began > LAST_ROUND_BEGINS_BEFORE:
+            break
         for name, results in found.items():
             command = [sys.executable, __file__, name]
             results.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
-    median = {name: {key: statistics.median(r[key] for r in of) for key in of[0]} for name, of in found.items()}
-    begun = [on["attach"] + on["first"] - off["first"] for on, off in zip(found["on"], found["off"], strict=True)]
-    ratios = [on["later"] / off["later"] for on, off in zip(found["on"], found["off"], strict=True)]
-    return [
-        Row("first step without the monitor", median["off"]["first"], "s", ""),
-        Row("attach", median["on"]["attach"], "s", ""),
-        Row("first sampled step", median["on"]["first"], "s", ""),
-        Row("attach and first step, more than without", statistics.median(begun), "s", f"{ROUNDS} rounds"),
-        Row("later step without the monitor", median["off"]["later"] * 1e3, "ms", ""),
-        Row("later step, default configuration", median["on"]["later"] * 1e3, "ms", "every step is sampled"),
-        Row("paired ratio of later steps", statistics.median(ratios), "x", f"{ROUNDS} rounds"),
-        *_clipping(),
-    ]
+            print(f"round {round_number + 1} of {ROUNDS}, monitor {name}: {results[-1]}", file=sys.stderr, flush=True)
+    rows: list[Row] = []
+    for clock, suffix in (("wall", ""), ("CPU", " CPU")):
+        keys = [f"{name}{suffix}" for name in ("attach", "first", "later")]
+        attach, first, later = ([(off[key], on[key]) for off, on in zip(*found.values(), strict=True)] for key in keys)
+        more = [on + begun[1] - off for (off, on), begun in zip(first, attach, strict=True)]
+        rows += [
+            _row(f"first step without the monitor, {clock}", [off for off, _ in first], "s"),
+            _row(f"attach, {clock}", [on for _, on in attach], "s"),
+            _row(f"first sampled step, {clock}", [on for _, on in first], "s"),
+            _row(f"attach and first step, more than without, {clock}", more, "s"),
+            _row(f"later step without the monitor, {clock}", [off for off, _ in later], "s"),
+            _row(f"later step, default configuration, {clock}", [on for _, on in later], "s"),
+            _row(f"paired ratio of later steps, {clock}", [on / off for off, on in later], "x"),
+        ]
+    return [*rows, *_clipping()]
+
+
+def _row(name: str, values: list[float], unit: str) -> Row:
+    return Row(
+        name, statistics.median(values), unit, f"{min(values):.2f} to {max(values):.2f} in {len(values)} round(s)"
+    )
 
 
 def _clipping() -> list[Row]:

@@ -12,6 +12,7 @@ import enum
 import inspect
 import re
 import sys
+import tempfile
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, fields
@@ -30,6 +31,8 @@ from rankscope_contract.rules import rule_classes
 from rankscope_exporter import CaptureConfig, MonitorConfig
 from rankscope_exporter.config.sections import TABLES
 from rankscope_ingest.base.config import ServiceConfig
+from rankscope_ingest.importers import Faults, ImportedBlock, find_importer
+from rankscope_ingest.importers.common.tools import TOOLS
 
 DOCS = Path(__file__).parent
 BLOCK = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -128,6 +131,24 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def tool_table() -> str:
+    """Return the table of the tools whose logs are read, with the names that an import of their examples stores."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "train.log"
+        for tool in TOOLS:
+            path.write_text(f"{tool.example}\n", encoding="utf-8")
+            importer = find_importer(path)
+            blocks = [item for item in importer.read(path, Faults()) if isinstance(item, ImportedBlock)]
+            stored = {name for block in blocks for name in block.tables["scalars"]["name"].to_pylist()}
+            names = [f"`{name}`" for name in sorted(stored - {"epoch", "loss", tool.loss})]
+            if tool.loss:
+                names.insert(0, "`loss`" if tool.loss == "loss" else f"`loss` from `{tool.loss}`")
+            source = "a real log" if tool.is_seen else "its documentation"
+            rows.append((tool.name, f"`{importer.name}`", tool.axis, ", ".join(names), source))
+    return table(("tool", "format", "axis", "names in the store", "known from"), rows)
+
+
 def command_reference() -> str:
     """Return a section for each subcommand with its help text, arguments and options."""
     parts = []
@@ -152,6 +173,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "service-settings": service_settings,
     "monitor-settings": monitor_settings,
     "commands": command_reference,
+    "tools": tool_table,
 }
 
 

@@ -42,6 +42,10 @@ os.environ["RANKSCOPE_SPOOL_DIR"] = "off"
 for name in ("INGEST_URL", "RUN", "TOKEN", "TOKEN_FILE", "STORE", "LISTEN", "STOP_SIGNALS", "SWITCH_FILE"):
     os.environ.pop(f"RANKSCOPE_{name}", None)
 
+# An interpreter executes the kernels for CUDA devices on CPU tensors. Triton reads this variable when it is imported.
+if not os.environ.get("RANKSCOPE_GPU"):
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # The threads of two ranks would compete on a machine with two cores. torch reads this variable when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

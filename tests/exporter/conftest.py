@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -10,10 +11,14 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import torch
 
 from rankscope_contract.model.schema import NESTED, Plan
 from rankscope_contract.protocol.channel import PLAN_PATH, RECORDS_PATH, SCHEMA_HEADER
 from rankscope_exporter import Monitor, MonitorConfig
+
+if device := os.environ.get("RANKSCOPE_TEST_DEVICE"):  # `make test-gpu` repeats some tests with tensors on a GPU
+    torch.set_default_device(device)
 
 
 @dataclass(frozen=True, slots=True)

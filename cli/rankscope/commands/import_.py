@@ -20,7 +20,7 @@ from rankscope.base.spools import processes, store_spools
 
 if TYPE_CHECKING:
     from rankscope_contract.rules import AnomalyRule
-    from rankscope_ingest.importers import Importer, ImportReport
+    from rankscope_ingest.importers import Importer, ImportReport, Options
 
 SHOWN_FAULTS = 3
 AUTOMATIC = "auto"
@@ -45,6 +45,24 @@ Loss = Annotated[
     str | None,
     typer.Option(help="Name of the quantity in the logs that is the loss. Default: chosen.", show_default=False),
 ]
+Year = Annotated[
+    int | None,
+    typer.Option(
+        min=1970,
+        max=9999,
+        help="Year of the last time in the logs, if the times have no year. Default: derived.",
+        show_default=False,
+    ),
+]
+Pattern = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="REGEX",
+        help="Regular expression for lines of a text log, with a group for each counter and quantity, such as "
+        "(?P<step>[0-9]+) and (?P<loss>[0-9.]+). Implies --format textlog. Repeatable.",
+        show_default=False,
+    ),
+]
 Reimport = Annotated[
     bool, typer.Option("--reimport", help="Remove the rows of earlier imports of the logs, and import them again.")
 ]
@@ -62,6 +80,8 @@ def import_(
     no_default_rules: NoDefaultRules = False,
     explain: Explain = False,
     loss: Loss = None,
+    year: Year = None,
+    pattern: Pattern = None,
     reimport: Reimport = False,
     verbose: Verbose = False,
     shard: Shard = "0/1",
@@ -83,8 +103,10 @@ def import_(
     """
     from rankscope_contract.spool.layout import spool_folders
     from rankscope_ingest.base.errors import IngestError
+    from rankscope_ingest.importers import Options
     from rankscope_storage.base.errors import StoreError
 
+    kind = "textlog" if pattern and kind == AUTOMATIC else kind
     chosen = None if kind == AUTOMATIC else _importer(kind)
     try:
         spools = [path for path in files if chosen is None and spool_folders(path)]
@@ -97,10 +119,11 @@ def import_(
                 _import_spools(path, store, shard)
             if plan:
                 shown = None if verbose else SHOWN_FAULTS
+                options = Options(loss=loss, year=year, pattern=tuple(pattern or ()))
                 if reimport:
-                    _forget(plan, store, loss)
+                    _forget(plan, store, options)
                 chosen_rules = _rules(rules, with_default=not no_default_rules)
-                failures += _import_logs(plan, store, shard, rules=chosen_rules, shown=shown, loss=loss)
+                failures += _import_logs(plan, store, shard, rules=chosen_rules, shown=shown, options=options)
     except (IngestError, StoreError) as error:
         raise CommandError(str(error)) from error
     if failures:
@@ -168,7 +191,7 @@ def _import_logs(
     *,
     rules: Sequence[AnomalyRule],
     shown: int | None,
-    loss: str | None = None,
+    options: Options,
 ) -> list[str]:
     """Import the logs in `plan`, and return a message for each that cannot be read or contains no record."""
     from rankscope_ingest.base.errors import IngestError
@@ -193,7 +216,7 @@ def _import_logs(
                         rules=rules,
                         is_live=is_live(connection, log.run),
                         stored=stored_scalars(connection, log.run),
-                        loss=loss,
+                        options=options,
                     )
             except IngestError as error:
                 failures.append(str(error))
@@ -207,7 +230,7 @@ def _import_logs(
     return failures
 
 
-def _forget(plan: Sequence[_Log], store: Path, loss: str | None) -> None:
+def _forget(plan: Sequence[_Log], store: Path, options: Options) -> None:
     """Remove the rows of earlier imports of the logs in `plan`, so that they can be imported again.
 
     Raises IngestError, before any row is removed, if one of the logs cannot be imported again.
@@ -228,7 +251,7 @@ def _forget(plan: Sequence[_Log], store: Path, loss: str | None) -> None:
                 known_imports(connection, log.run),
                 stored_scalars(connection, log.run),
                 is_live=is_live(connection, log.run),
-                loss=loss,
+                options=options,
             )
             for log in plan
         ]

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeGuard, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -26,8 +26,8 @@ from rankscope_exporter.adapters.parameter_hooks import (
     TensorHook,
     remove_all,
 )
-from rankscope_exporter.adapters.placement import Layout, is_replicated_over, layout_of, replicas_of
-from rankscope_exporter.model.parameter_names import NamedParameter, local_tensor
+from rankscope_exporter.adapters.placement import FULL, REPLICA, Layout, is_replicated_over, layout_of, replicas_of
+from rankscope_exporter.model.parameter_names import NamedParameter, local_tensor, plain_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +67,7 @@ class FrameworkTraits:
     """True: `torch.compile` was called with the whole model, including the wrapper of the framework."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """The shape and the dtype of a tensor on this rank."""
 
     shape: tuple[int, ...]
@@ -78,7 +77,7 @@ class TensorSpec:
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
         """Return the shape and dtype of the part of `tensor` that is on this rank."""
         local = local_tensor(tensor)
-        return cls(tuple(local.shape), local.dtype)
+        return cls(plain_shape(local.shape), local.dtype)
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -241,7 +240,7 @@ class WrappedModel:
 
         Its reduced gradient and optimizer state have the same layout.
         """
-        return layout_of(parameter, Layout("replica" if self.traits.replicated else "full"))
+        return layout_of(parameter, REPLICA if self.traits.replicated else FULL)
 
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
         """Return the layout over the ranks of this rank's own gradient of `parameter`, before it is reduced.
@@ -269,6 +268,16 @@ class WrappedModel:
         The shape may be that of the whole parameter, which some frameworks gather to compute the gradient.
         """
         return self.spec(parameter)
+
+    def has_plain_gradients(self, world_size: int) -> bool:
+        """Return whether each gradient has the layout and spec of its parameter, before and after the reduction."""
+        own, base = type(self), WrappedModel
+        return (
+            self.copies(world_size) == 1
+            and own.local_layout is base.local_layout
+            and own.local_spec is base.local_spec
+            and own.reduced_spec is base.reduced_spec
+        )
 
     def is_same_on(self, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
         """Return whether a parameter is known to be equal on all `ranks` by construction.
@@ -368,10 +377,10 @@ class Framework(WrappedModel):
     ) -> list[ParameterState | None]:
         """Return the state that `optimizers` store for each parameter; None for a parameter without an optimizer."""
         groups = {
-            id(item): (optimizer, group)
+            id(item): own
             for optimizer in reversed(optimizers)
-            for group in optimizer.param_groups
-            for item in group["params"]
+            for own in [(optimizer, group) for group in optimizer.param_groups]
+            for item in own[1]["params"]
         }
         states: list[ParameterState | None] = []
         for parameter in parameters:

@@ -93,6 +93,8 @@ _own_numbers: set[int] = set()
 class TensorHook:
     """One hook in a table of hooks of a tensor. The tensor is passed to each method and never stored."""
 
+    __slots__ = ("_content", "_handle", "_hook", "_is_shared", "_table")
+
     def __init__(self, tensor: torch.Tensor, hook: Callable[..., Any], *, table: str) -> None:
         self._hook = unserializable_hook(hook)  # type: ignore[no-untyped-call]  # else torch warns when the tensor is saved
         self._table = table
@@ -161,12 +163,27 @@ def _has_others(table: dict[int, Any]) -> bool:
     return any(number not in _own_numbers for number in table)
 
 
+def renew_hook(handle: Removable, parameter: nn.Parameter) -> None:
+    """Register the hook with the handle `handle` again if `parameter` does not have it any more."""
+    if isinstance(handle, TensorHook):
+        handle.renew(parameter)
+
+
+def remove_hook(handle: Removable, parameter: nn.Parameter | None) -> None:
+    """Remove the hook with the handle `handle` from `parameter`; None if the parameter is unavailable."""
+    handle.remove()
+    if isinstance(handle, TensorHook) and parameter is not None:
+        handle.tidy(parameter)
+
+
 class ParameterHook:
     """A hook on a parameter. The object stores no reference to the parameter, and calls `find` each time it needs it.
 
     The function `find` returns the parameter, or None while the parameter is unavailable. The function `register`
     registers the hook on the parameter that it receives.
     """
+
+    __slots__ = ("_find", "_handle", "_register")
 
     def __init__(self, find: Callable[[], nn.Parameter | None], register: Callable[[nn.Parameter], Removable]) -> None:
         self._find = find
@@ -191,14 +208,11 @@ class ParameterHook:
         """
         if self._handle is None:
             self._handle = self._register(parameter)
-        elif isinstance(self._handle, TensorHook):
-            self._handle.renew(parameter)
+        else:
+            renew_hook(self._handle, parameter)
 
     def remove(self) -> None:
         """Remove the hook from the parameter."""
         handle, self._handle = self._handle, None
-        if handle is None:
-            return
-        handle.remove()
-        if isinstance(handle, TensorHook) and (parameter := self._find()) is not None:
-            handle.tidy(parameter)
+        if handle is not None:
+            remove_hook(handle, self._find())

@@ -37,6 +37,10 @@ class Layout:
     """
 
 
+FULL: Final = Layout("full")
+REPLICA: Final = Layout("replica")
+
+
 def layout_of(tensor: torch.Tensor, otherwise: Layout) -> Layout:
     """Return the layout of a DTensor on its device mesh; return `otherwise` for a tensor that is no DTensor."""
     mesh: Any = getattr(tensor, "device_mesh", None)

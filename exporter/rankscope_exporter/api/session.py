@@ -237,7 +237,7 @@ class Session:
             self.console,
             *self.reactions.observers,
             self.change_queue,  # after the observers that request changes for the same step
-            *([KernelWarmUp()] if config.statistics == "auto" else []),
+            *([KernelWarmUp(monitored.device)] if config.statistics == "auto" else []),
             changes,  # finds parameters under new names before their hooks are registered
             gradients,
             OverheadReporter(self.overhead, lambda: controller.stretch),
@@ -252,7 +252,6 @@ class Session:
             tracker=tracker,
             gradients=gradients,
             boundary=boundary,
-            tell=self.notices.tell,
         )
         self.hooks = Hooks(
             monitored,
@@ -309,7 +308,7 @@ class Session:
             series=entries * 2,
             bytes_per_step=entries * BYTES_PER_ENTRY,
             every=self.config.every,
-            backend=backend_name(coming=self.config.statistics == "auto"),
+            backend=backend_name(self.monitored.device, coming=self.config.statistics == "auto"),
             address=address,
             service=self.channel.service_url,
             spool_dir=self.config.serve.spool_dir,
@@ -320,6 +319,7 @@ class Session:
     def record_end(self, ending: Ending) -> None:
         """Finish the last step and record the exit event."""
         last_step = self._boundary.call("end of training", self.recorder.finish)
+        self.steps.items.put(self.publisher.report_skipped)
         self._boundary.call("end of training", self.reactions.finish, self.publisher.catch_up)
         reason, error = lifecycle.weighed_reason(
             ending.reason, ending.error, last_step, ending.total_steps, ending.signal
@@ -401,7 +401,7 @@ class Session:
             "attach": self.attach_seconds,
             "hooks": self.hooks.clock.cpu_seconds,
             "intra_op": self.hooks.clock.team.seconds,
-            "warm_up": warm_up_seconds(),
+            "warm_up": warm_up_seconds(self.monitored.device),
             "publisher": self.publisher.cpu_seconds,
             "watchdog": self.watchdog.cpu_seconds,
             "switch": self.change_sources.cpu_seconds,

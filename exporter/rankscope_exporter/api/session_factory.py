@@ -7,9 +7,11 @@ group have equal values.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +33,22 @@ from rankscope_exporter.process.identity import place_in
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
+@contextlib.contextmanager
+def _collection_paused() -> Iterator[None]:
+    """Run no garbage collection inside the `with` block.
+
+    The entries of a large plan would cause many full collections, which would take most of the time of attach().
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_collection_paused()
 def attached(
     model: torch.nn.Module | Stage | Framework,
     optimizer: Optimizers,

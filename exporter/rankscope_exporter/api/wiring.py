@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
+import torch
+
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
@@ -107,21 +109,22 @@ class Notices:
 
 
 class KernelWarmUp(StepObserver):
-    """Builds the compiled CPU kernel for statistics at the first sampled step, but not before the third step."""
+    """Builds the compiled kernel for statistics at the first sampled step, but not before the third step."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._steps = 0
         self._is_started = False
 
     def on_sampling_decided(self, sampled: bool) -> None:  # noqa: FBT001 - an event has positional arguments
         """Count the step.
 
-        If the compiled CPU kernel for statistics must be built now, start the build on a separate thread.
+        If the compiled kernel for statistics must be built now, start the build on a separate thread.
         """
         self._steps += 1
         if sampled and self._steps >= WARM_UP_AT_STEP and not self._is_started:
             self._is_started = True
-            warm_up()
+            warm_up(self._device)
 
 
 class StepObservers:

@@ -1,7 +1,7 @@
 """Decides whether code of the monitor may run. It must not run while a compiler or tracer records the training.
 
 Every function of the monitor that training calls is an `Entry`, or calls `is_plain` and `is_traced` itself. There are
-four cases:
+five cases:
 
 - No mode, transform, compiler or tracer is active. The function runs. `is_plain` detects this in about 0.2 µs.
 - A compiler or tracer records the code (Dynamo, `torch.jit.trace`, `torch.fx`, `make_fx`, AOTAutograd, export, a fake
@@ -10,6 +10,8 @@ four cases:
 - A transform of `torch.func` runs (grad, vmap, jvp, functionalize, and all that consist of these). A hook does nothing:
   each operation would be transformed, and the forward pass is no training forward pass. A call of the script, such as
   `Monitor.log`, runs outside of all transforms.
+- The current CUDA stream is captured into a graph. The function does nothing, as for a tracer: its operations would
+  become part of the user's graph (`base.graph_capture`).
 - Another dispatch or function mode is active (FlopCounterMode, selective activation checkpointing, CommDebugMode,
   `torch.set_default_device`, a mode of the user). The function runs with all modes switched off, so that no mode
   records an operation of the monitor.
@@ -38,6 +40,7 @@ from torch.fx import _symbolic_trace
 from torch.utils import _python_dispatch
 
 from rankscope_exporter.base.copies import NotCopied
+from rankscope_exporter.base.graph_capture import is_capturing
 
 # None of these has a public name. Missing ones fail at import, which the tests of a new release of torch show.
 _dispatch_modes: Final = torch._C._len_torch_dispatch_stack  # noqa: SLF001 - see above
@@ -71,7 +74,10 @@ The classes are compared by name, because an import of the classes would load th
 
 
 def is_plain() -> bool:
-    """Return whether this thread has no active mode, transform, compiler or tracer. Takes about 0.2 µs."""
+    """Return whether this thread has no active mode, transform, compiler, tracer or graph capture.
+
+    Takes about 0.2 µs.
+    """
     return not (
         _dispatch_modes()
         or _transform() is not None
@@ -79,17 +85,18 @@ def is_plain() -> bool:
         or _symbolic_trace._is_fx_tracing_flag  # noqa: SLF001 - the function of torch.fx for it warns
         or _compiler._is_compiling_flag  # noqa: SLF001 - without the question for TorchScript
         or _jit_state() is not None
+        or is_capturing()
     )
 
 
 def is_traced() -> bool:
-    """Return whether a compiler or tracer records the operations of this thread.
+    """Return whether a compiler, a tracer or the capture of a CUDA graph records the operations of this thread.
 
     Call it only if `is_plain` returned False.
     """
     if _symbolic_trace._is_fx_tracing_flag or _compiler._is_compiling_flag or _jit_state() is not None:  # noqa: SLF001
         return True
-    if _pre_dispatch_modes():
+    if _pre_dispatch_modes() or is_capturing():
         return True
     return bool(_dispatch_modes()) and any(_infra_mode(key) is not None for key in _INFRA_KEYS)
 

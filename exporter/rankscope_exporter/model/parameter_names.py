@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Container, Iterable
@@ -142,11 +143,17 @@ def _named(names: list[str], owner: nn.Module, key: str, parameter: nn.Parameter
         weakref.ref(owner),
         key,
         id(parameter),
-        shape=() if lazy else tuple(local_tensor(parameter).shape),
+        shape=() if lazy else plain_shape(local_tensor(parameter).shape),
         dtype=parameter.dtype,
         aliases=tuple(names[1:]),
         is_lazy=lazy,
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def plain_shape(shape: torch.Size) -> tuple[int, ...]:
+    """Return `shape` as a tuple. Parameters with equal shapes usually share one tuple."""
+    return tuple(shape)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

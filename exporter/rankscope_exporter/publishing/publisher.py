@@ -16,13 +16,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.events import Event, EventType
-from rankscope_contract.model.kinds import OPS, VALUE_OPS
+from rankscope_contract.model.kinds import COUNT_OPS, GRADIENT_KINDS, OPS, VALUE_OPS
 from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
 from rankscope_exporter.adapters.monitored_model import with_chunk_number
 from rankscope_exporter.base.errors import ErrorBoundary
+from rankscope_exporter.base.graph_capture import others_may_capture
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector, Firing, StepVerdict
 from rankscope_exporter.publishing.silent_kinds import SilentKinds
+from rankscope_exporter.publishing.skipped_steps import SkippedSteps
 from rankscope_exporter.records.host_transfer import Deferred, Row
 from rankscope_exporter.records.pending_step import PendingStep, skipped_event
 from rankscope_exporter.records.step_record import Scalar, Statistics, StepRecord
@@ -108,6 +110,7 @@ class Publisher:
         self._flush_idle = flush_idle
         self._finished = finished
         self._silent_kinds = silent_kinds
+        self._skipped = SkippedSteps(self._publish_record, silent_kinds.tell)
         self._pp_stage = pp_stage
         self._has_chunks = has_chunks
         self._thread = OwnThread(target=self._run, name="rankscope-publisher")
@@ -142,9 +145,7 @@ class Publisher:
         while True:
             # Also while other records arrive: an evaluation that announces phases must not delay the step before it.
             if time.monotonic() - checked_at >= IDLE_FLUSH_SECONDS / 2:
-                self._boundary.call(
-                    "publishing the last step of an idle training loop", self._flush_idle, IDLE_FLUSH_SECONDS
-                )
+                self._call("publishing the last step of an idle training loop", self._flush_idle, IDLE_FLUSH_SECONDS)
                 checked_at = time.monotonic()
             try:
                 item = self._steps.items.get(timeout=IDLE_FLUSH_SECONDS / 2)
@@ -159,13 +160,19 @@ class Publisher:
                 item = self._steps.items.get_nowait()
                 if item is not None:
                     self._process(item)
+        self._process(self.report_skipped)
         self._finished()
 
     def _process(self, item: PendingStep | Callable[[], object]) -> None:
         if isinstance(item, PendingStep):
-            self._boundary.call("publishing a step", self._publish, item)
+            self._call("publishing a step", self._publish, item)
         else:
-            self._boundary.call("a function after the records before it", item)
+            self._call("a function after the records before it", item)
+
+    def _call(self, where: str, function: Callable[..., object], *args: Any) -> None:
+        """Call `function(*args)`, which may query the device while the training captures a CUDA graph."""
+        with others_may_capture():
+            self._boundary.call(where, function, *args)
 
     def _publish(self, pending_step: PendingStep) -> None:
         statistics, verdict = self._boundary.call(
@@ -179,6 +186,8 @@ class Publisher:
         events = list(pending_step.events)
         found_inf = [self._boundary.call("found_inf", pending.scalar) for pending in pending_step.found_inf]
         if any(scalar is not None and scalar.value for scalar in found_inf):
+            events.append(skipped_event())
+        if pending_step.is_skipped is not None and self._is_reported(pending_step, statistics):
             events.append(skipped_event())
         firing: set[tuple[str, str]] = set()
         if verdict is not None:
@@ -204,8 +213,28 @@ class Publisher:
             firing=frozenset(firing),
             **rows,
         )
+        self._publish_record(record)
+
+    def _publish_record(self, record: StepRecord) -> None:
         self._boundary.call("publishing a step", self.publish, record)
         self._on_record(record)
+
+    def report_skipped(self) -> None:
+        """Publish the events of skipped steps that were held back, at the end of training."""
+        self._skipped.finish()
+
+    def _is_reported(self, pending_step: PendingStep, statistics: Statistics | None) -> bool:
+        """Return whether a step has certainly skipped its update: the script ended it, or a gradient is not finite.
+
+        Otherwise, add the step to the skipped steps that are held back, or add its update.
+        """
+        if not pending_step.is_skipped:
+            self._skipped.updated()
+            return False
+        if pending_step.skip_is_certain or (statistics is not None and _is_overflow(statistics)):
+            return True
+        self._skipped.skipped(pending_step.step, pending_step.ts)
+        return False
 
     def _statistics(self, pending_step: PendingStep) -> tuple[Statistics | None, StepVerdict | None]:
         version = pending_step.plan
@@ -280,6 +309,15 @@ class Publisher:
                 self._totals[total] = self._totals.get(total, 0.0) + item.value
                 totals.append(Scalar(total, self._totals[total], item.name))
         return totals
+
+
+def _is_overflow(statistics: Statistics) -> bool:
+    """Return whether a gradient of a step has a NaN or an Inf."""
+    entries = statistics.plan.plan.entries
+    counts = statistics.counts if statistics.measured is None else statistics.measured
+    rows = counts.to_numpy(zero_copy_only=False).reshape(-1, len(entries))
+    odd = rows[[COUNT_OPS.index("nans"), COUNT_OPS.index("infs")]]
+    return any(entries[position].kind in GRADIENT_KINDS for position in np.flatnonzero((odd > 0).any(axis=0)))
 
 
 def _message(firing: Firing, entry: PlanEntry) -> str:

@@ -37,7 +37,7 @@ class SilentKinds:
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+        self.tell = tell
         self._seen: dict[str, _Seen] = {}
         self._present: set[str] = set()
         self._plan: Plan | None = None
@@ -70,9 +70,9 @@ class SilentKinds:
                     lost.append(kind)
             why = f" ({item.remark})" if item.remark else ""
             if never:
-                self._tell(f"{item.quantity}: {', '.join(never)} had no rows in {PATIENCE} measured updates{why}")
+                self.tell(f"{item.quantity}: {', '.join(never)} had no rows in {PATIENCE} measured updates{why}")
             if lost:
-                self._tell(f"{item.quantity}: {', '.join(lost)} had rows, and none in {PATIENCE} measured updates{why}")
+                self.tell(f"{item.quantity}: {', '.join(lost)} had rows, and none in {PATIENCE} measured updates{why}")
 
 
 def _name(kind: str, micro_step: int | None) -> str:

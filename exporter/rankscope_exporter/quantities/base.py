@@ -18,7 +18,7 @@ from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.base import GradientSource, TensorSpec
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import Removable
-from rankscope_exporter.adapters.placement import Layout
+from rankscope_exporter.adapters.placement import FULL
 from rankscope_exporter.base.validation import RANKS, Checked, at_least, list_of, validate
 from rankscope_exporter.model.name_patterns import Targets, target_notices
 from rankscope_exporter.model.parameter_names import NamedParameter
@@ -399,11 +399,12 @@ class Quantity:
         self, named: NamedParameter, parameter: torch.nn.Parameter | None, *, local: bool, reduced: bool = False
     ) -> dict[str, Any]:
         framework = self.monitored.framework
-        layout, spec = Layout("full"), TensorSpec(named.shape, named.dtype)  # for a freed parameter, which has no rows
-        if parameter is not None and local:
+        if parameter is None:  # freed: it has no rows
+            layout, spec = FULL, TensorSpec(named.shape, named.dtype)
+        elif local:
             layout = framework.local_layout(parameter, self.monitored.world_size)
             spec = framework.local_spec(parameter)
-        elif parameter is not None:
+        else:
             layout = framework.layout(parameter)
             spec = (framework.reduced_spec if reduced else framework.spec)(parameter)
         return {

@@ -13,6 +13,8 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
+from rankscope_exporter.statistics.table import queued_event
+
 Row = Mapping[str, Any]
 """One row of a dataset of the step record, such as `scalars`: a mapping from field names to values.
 
@@ -39,11 +41,9 @@ class Transfer:
         tensor = tensor.detach()
         if tensor.device.type != "cuda":
             return cls(tensor.clone())
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         host.copy_(tensor, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
-        copied.record()
-        return cls(host, copied)
+        return cls(host, queued_event(tensor.device))
 
     def wait(self) -> torch.Tensor:
         """Return the copied tensor on the host.

@@ -138,6 +138,8 @@ class PendingStep:
     later: list[Callable[[], Iterable[Scalar]]] = field(
         default_factory=list
     )  # scalars computed on the publisher thread
+    is_skipped: bool | None = None  # whether the step has gradients and no update; None without the end of a step
+    skip_is_certain: bool = False  # the script has ended the step
     events: list[Event] = field(default_factory=list)
     deferred: list[Deferred] = field(default_factory=list)
     rows: dict[str, list[Row]] = field(default_factory=dict)  # rows of other datasets, by name

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from rankscope_contract.model.events import Event
-from rankscope_contract.model.schema import Plan, canonical_labels
+from rankscope_contract.model.schema import Plan, canonical_labels, plan_hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,8 @@ class NamedPlan:
     @classmethod
     def of(cls, plan: Plan) -> NamedPlan:
         """Create an object for `plan`, and compute the hash and the canonical JSON text of the plan."""
-        return cls(plan, plan.hash, plan.to_json())
+        text = plan.to_json()
+        return cls(plan, plan_hash(text), text)
 
 
 @dataclass(frozen=True, slots=True)

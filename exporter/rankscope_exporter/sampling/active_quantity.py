@@ -247,8 +247,10 @@ class ActiveQuantity:
         """Stop measuring this quantity: remove its hooks, and allow other quantities to write to its table rows."""
         self.is_open = False
         self.unhook()
-        if self.view is not None and not self.is_suspended:  # otherwise a temporary quantity may fill them
-            self.view.release()
+        if self.view is not None:
+            if not self.is_suspended:  # otherwise a temporary quantity may fill them
+                self.view.release()
+            self.view.abandon()
 
     def measures_as(self, other: Quantity) -> bool:
         """Return whether `other` has the same class and the same options.

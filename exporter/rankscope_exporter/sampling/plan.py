@@ -36,6 +36,7 @@ class PlanRegistry:
         self.left_out = 0  # entries that did not fit
         self._max_entries = max_entries
         self._released: dict[tuple[tuple[Any, ...], ...], range] = {}
+        self._abandoned: dict[range, int] = {}  # sampled steps since the quantity of these rows was removed
         self._dropped: set[int] = set()
         self._shared: set[int] = set()  # rows that a suspended quantity and the one in its place both have
         self._version: PlanVersion | None = None
@@ -67,8 +68,9 @@ class PlanRegistry:
         If the same series exist and `release` was called for them, return their existing rows. `owners` has the
         position of the parameter of each entry, -1 for none. The rank publishes the statistics `ops` of the entries.
         """
-        series = tuple(entry.series for entry in entries)
-        if (released := self._released.pop(series, None)) is not None:
+        released = self._released.pop(tuple(entry.series for entry in entries), None) if self._released else None
+        if released is not None:
+            self._abandoned.pop(released, None)
             self._shared.update(released)
             self.publish(released, ops)
             return released
@@ -115,7 +117,27 @@ class PlanRegistry:
         """Keep the entries at `rows`, although `release` was called for them. One call of `add` has returned `rows`."""
         if rows:
             self._released.pop(self._series(rows), None)
+            self._abandoned.pop(rows, None)
             self._shared.difference_update(rows)
+
+    def abandon(self, rows: range) -> None:
+        """Begin to count the age of the released entries at `rows`, because their quantity was removed."""
+        if rows and self._released.get(self._series(rows)) == rows:
+            self._abandoned[rows] = 0
+
+    def abandoned(self) -> tuple[int, int]:
+        """Add a sampled step to the ages of abandoned entries. Return their number, and the sum of their ages."""
+        self._abandoned = {rows: age + 1 for rows, age in self._abandoned.items()}
+        ages = [(len(rows), age) for rows, age in self._abandoned.items()]
+        return sum(count for count, _ in ages), sum(count * age for count, age in ages)
+
+    def drop_abandoned(self) -> None:
+        """Remove the abandoned entries from the plan."""
+        abandoned, self._abandoned = self._abandoned, {}
+        self._released = {series: rows for series, rows in self._released.items() if rows not in abandoned}
+        for rows in abandoned:
+            self._shared.difference_update(rows)
+            self.drop(rows)
 
     def publish(self, rows: range, ops: Ops) -> None:
         """Set the statistics `ops` that the rank publishes for the entries at `rows`, from now on."""

@@ -15,7 +15,7 @@ import torch
 
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.sampling.plan import PlanRegistry
-from rankscope_exporter.statistics.tensor_access import dtype_name
+from rankscope_exporter.statistics.tensor_access import dtype_name, is_freed
 
 MOST_CHANGES: Final = 8
 """Number of steps at which parameters of one quantity may change.
@@ -36,9 +36,18 @@ class SpecChanges:
         self._has_changed = False
         self._all_vary = False
 
-    def describe(self, row: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """Correct the entry at table row `row`, of which a tensor with this dtype and shape was measured."""
-        self._describe(row, dtype_name(dtype), shape)
+    def describe(self, row: int, tensor: torch.Tensor) -> bool:
+        """Correct the entry at table row `row` if `tensor`, which was measured, has another dtype or shape.
+
+        Return False for a tensor without memory, whose shape may be temporary.
+        """
+        entry, dtype = self._plan.entries[row], dtype_name(tensor.dtype)
+        if entry.shape == tensor.shape and entry.dtype == dtype and not self._all_vary:
+            return True
+        if tensor.is_meta or (tensor.layout is torch.strided and is_freed(tensor)):
+            return False
+        self._describe(row, dtype, tuple(tensor.shape))
+        return True
 
     def copy(self, source: range, target: range) -> None:
         """Correct the entries at `target`. Their statistics were copied from the rows `source`."""

@@ -16,6 +16,7 @@ from rankscope_exporter.sampling.spec_changes import SpecChanges
 from rankscope_exporter.statistics import MeasureGroup, StatisticsTable, copy_entries
 from rankscope_exporter.statistics.isolation import Isolation
 from rankscope_exporter.statistics.selection import Ops
+from rankscope_exporter.statistics.table import on_device
 
 DROP_AFTER: Final = 8
 """Entries that were added after attach are dropped when they are absent, and their numbers of sampled steps since they
@@ -155,6 +156,11 @@ class TableView(Table):
         for rows in self._all_rows():
             self._buffers.plan.release(rows)
 
+    def abandon(self) -> None:
+        """Allow the plan to drop the entries of this quantity, which was removed, unless another quantity has them."""
+        for rows in self._all_rows():
+            self._buffers.plan.abandon(rows)
+
     def reclaim(self) -> None:
         """Cancel `release`: this quantity writes to its entries in the statistics table again."""
         for rows in self._all_rows():
@@ -238,7 +244,7 @@ class TableView(Table):
     def restore(self, saved: torch.Tensor, rows: Sequence[int]) -> None:
         """Write the statistics of the entries at `rows` in `saved`, a result of `save`, to the table again."""
         buffer = self._buffers.table.buffer
-        index = torch.tensor(rows, device=buffer.device)
+        index = on_device(rows, buffer.device)
         buffer[: len(saved)].index_copy_(1, index + self._first, saved.index_select(1, index))
 
     def defer(self, dataset: str, tensor: torch.Tensor, rows: Callable[[Numbers], Iterable[Row]]) -> None:
@@ -270,8 +276,12 @@ class TableView(Table):
 
 
 def drop_absent(views: Sequence[TableView], plan: PlanRegistry) -> None:
-    """Drop the absent entries of `views`, which were sampled at this step, if they cost more than a new plan."""
-    counts, ages = zip(*(view.absent() for view in views), strict=True)
+    """Drop the absent entries of `views`, which were sampled at this step, if they cost more than a new plan.
+
+    The entries of quantities that were removed are absent too.
+    """
+    counts, ages = zip(plan.abandoned(), *(view.absent() for view in views), strict=True)
     if sum(ages) > DROP_AFTER * (len(plan) - sum(counts)):
+        plan.drop_abandoned()
         for view in views:
             view.drop_absent()

@@ -18,7 +18,8 @@ A DTensor is measured as its local shard. Norms and other statistics of shards a
 communication: the view `tensor_global` of the store combines them.
 """
 
-from rankscope_exporter.statistics.measure_group import MeasureGroup, backend_name, measure, warm_up, warm_up_seconds
+from rankscope_exporter.statistics.kernels import backend_name, warm_up, warm_up_seconds
+from rankscope_exporter.statistics.measure_group import MeasureGroup, measure
 from rankscope_exporter.statistics.table import Finished, HostCopy, StatisticsTable, copy_entries, finish
 
 __all__ = [

@@ -61,12 +61,12 @@ class StatisticsTable:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
-        self.device = torch.device(device)
         self.extra_sums: tuple[str, ...] = ()
         self._free_host_buffers: collections.deque[torch.Tensor] = collections.deque()
         self._indices: dict[Rows, torch.Tensor] = {}
         self._kernel: Kernel | object | None = _UNKNOWN
-        self.buffer = self._new_buffer(self.device)
+        self.buffer = self._new_buffer(device)
+        self.device = self.buffer.device  # with an index, like the devices of tensors
         self.clear()
 
     def clear(self) -> None:
@@ -162,8 +162,7 @@ class StatisticsTable:
         if index is None:
             if len(self._indices) >= _INDICES_KEPT:
                 self._indices.clear()
-            index = torch.tensor(rows, dtype=torch.int64, device=self.device)
-            self._indices[rows] = index
+            index = self._indices[rows] = on_device(rows, self.device)
         return index
 
     def look(self, used: int, ops: Sequence[str] = VALUE_OPS) -> Finished:
@@ -221,6 +220,25 @@ def copy_entries(table: StatisticsTable, source_rows: Sequence[int], target_rows
             table.buffer.index_copy_(1, table.index(target), columns)
 
 
+def on_device(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Return `numbers` as an int64 tensor on `device`, without waiting for the device.
+
+    A copy from pageable memory would wait until the device has done all work that was queued before.
+    """
+    host = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever default device a script has set
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def queued_event(device: torch.device) -> torch.cuda.Event:
+    """Queue an event in the current stream of the CUDA device `device`, and return the event.
+
+    A thread that waits for the event sleeps. The default of CUDA is a loop that occupies a core.
+    """
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 class HostCopy:
     """An asynchronous copy of the table of one step to the host. Creating it clears the table for the next step.
 
@@ -240,8 +258,7 @@ class HostCopy:
                 self.buffer, table.buffer = table.buffer, self.buffer  # exchanged, not copied
             elif table.device.type == "cuda":
                 self.buffer.copy_(table.buffer, non_blocking=True)
-                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-                self._event.record(torch.cuda.current_stream(table.device))
+                self._event = queued_event(table.device)
             else:
                 self.buffer.copy_(table.buffer)  # other accelerators: blocking, since their events are not tested
             table.clear()  # behind the copy on the same stream

@@ -5,7 +5,7 @@ The module computes no statistics.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
 from typing import Final
 
 import torch
@@ -33,34 +33,23 @@ def is_code(tensor: torch.Tensor) -> bool:
     return tensor.dtype.itemsize == 1 or not (is_number or tensor.numel() == 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """The elements of a tensor in memory, in any order, and the number of implicit zeros of a sparse tensor."""
+def elements_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the elements of `tensor` in the memory of this rank, in any order, as a tensor of one dimension.
 
-    elements: torch.Tensor  # one dimension
-    implicit_zeros: int = 0
-
-
-def held(tensor: torch.Tensor | None) -> Held | None:
-    """Return the elements of `tensor` on this rank. Call it with gradients disabled.
-
-    Return None if `tensor` is None, freed, nested, packed or on the meta device.
+    All elements that the result lacks are implicit zeros of a sparse tensor. Return None if `tensor` is None, freed,
+    nested, packed or on the meta device. Call this function with gradients disabled.
     """
-    if tensor is None:
-        return None
-    if tensor.is_meta or tensor.is_nested or tensor.dtype not in MEASURABLE or is_lazy(tensor):
+    if tensor is None or tensor.is_meta or tensor.is_nested or tensor.dtype not in MEASURABLE:
         return None
     if type(tensor) not in PLAIN_TYPES:  # else it takes a third of the time of this function
+        if is_lazy(tensor):
+            return None
         tensor = tensor.detach()
     if tensor.layout is torch.strided:
-        return None if is_freed(tensor) else Held(_flat(tensor))
+        return None if is_freed(tensor) else _flat(tensor)
     if tensor.layout is torch.sparse_coo:
-        values = tensor.coalesce().values()  # without it, rows that occur twice would count twice
-    elif tensor.layout in _COMPRESSED:
-        values = tensor.values()
-    else:
-        return Held(_flat(tensor.to_dense()))
-    return Held(_flat(values), tensor.numel() - values.numel())
+        return _flat(tensor.coalesce().values())  # without `coalesce`, rows that occur twice would count twice
+    return _flat(tensor.values() if tensor.layout in _COMPRESSED else tensor.to_dense())
 
 
 def why_not_measurable(tensor: torch.Tensor) -> str | None:
@@ -99,7 +88,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_contiguous() or not is_dense(tensor):
-        return tensor.reshape(-1)
+        return tensor if tensor.dim() == 1 else tensor.reshape(-1)
     return tensor.as_strided((tensor.numel(),), (1,))  # a transposed tensor need not be copied to be summed
 
 
@@ -109,6 +98,7 @@ _is_transformed = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", la
 _COMPRESSED: Final = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the short name of a dtype, such as "float32"."""
     return str(dtype).removeprefix("torch.")

@@ -15,8 +15,7 @@ from typing import Final
 
 import torch
 
-from rankscope_exporter.statistics.table import SUMS, Rows, StatisticsTable
-from rankscope_exporter.statistics.tensor_access import Held
+from rankscope_exporter.statistics.table import SUMS, Rows, StatisticsTable, on_device
 
 Sums = tuple[torch.Tensor, ...]
 """Raw statistics of one tensor as scalars on its device.
@@ -39,26 +38,27 @@ One call of a torch operation takes longer than the operation on so few elements
 _DEVICE_CHUNK: Final = 1 << 22  # elements: 32 MiB of temporary device memory
 
 
-def measure(items: Sequence[Held], rows: Rows, table: StatisticsTable, *, zero_below: float) -> None:
-    """Compute the raw statistics of the tensors `items` and write them to the entries `rows` of `table`.
+def measure(
+    flats: Sequence[torch.Tensor], sizes: Sequence[int], rows: Rows, table: StatisticsTable, *, zero_below: float
+) -> None:
+    """Compute the raw statistics of tensors and write them to the entries `rows` of `table`.
 
-    On an accelerator, the function does not synchronise with the host.
+    `flats` has the elements of each tensor in one dimension, and `sizes` has its number of elements. A sparse tensor
+    has more elements, and the others are zero. On an accelerator, the function does not synchronise with the host.
     """
-    if not items:
+    if not flats:
         return
-    flats = [item.elements for item in items]
     if table.device.type == "cpu":
         sums, counts = _on_cpu(flats, zero_below)
     else:
         sums, counts = _exactly(flats, zero_below, table.device)
-    implicit = [item.implicit_zeros for item in items]
-    sizes = torch.tensor([[flat.numel() for flat in flats], implicit], dtype=torch.int64, device=_CPU)
-    stored, left_out = sizes.to(table.device, non_blocking=True)
+    implicit = [size - flat.numel() for size, flat in zip(sizes, flats, strict=True)]
+    numel, left_out = on_device([sizes, implicit], table.device)
     if any(implicit):
         sums[1] = torch.where(left_out > 0, sums[1].clamp(max=0.0), sums[1])
         sums[2] = torch.where(left_out > 0, sums[2].clamp(min=0.0), sums[2])
     counts[2] += left_out
-    table.write(rows, sums, torch.cat([counts, (stored + left_out).unsqueeze(0)]))
+    table.write(rows, sums, torch.cat([counts, numel.unsqueeze(0)]))
     if table.extra_sums:
         extras = [torch.stack([EXTRA_SUMS[name](flat).to(table.device) for flat in flats]) for name in table.extra_sums]
         index = (
@@ -199,6 +199,8 @@ def exact_sums(flat: torch.Tensor, zero_below: float) -> Sums:
     """
     chunks = torch.split(flat, _CPU_CHUNK if flat.is_cpu else _DEVICE_CHUNK)
     parts = [_exact_chunk(chunk, zero_below) for chunk in chunks]
+    if len(parts) == 1:  # on a device, each operation that is left out saves the start of a kernel
+        return parts[0]
     squares, least, most, total, nans, infs, zeros = (torch.stack(part) for part in zip(*parts, strict=True))
     return squares.sum(), least.amin(), most.amax(), total.sum(), nans.sum(), infs.sum(), zeros.sum()
 
@@ -222,11 +224,13 @@ def masked_sums(values: torch.Tensor, zeros: torch.Tensor) -> Sums:
     nan, infinite = values.isnan(), values.isinf()
     odd = nan | infinite
     finite = values.masked_fill(odd, 0.0)
-    edge = torch.full((1,), math.inf, dtype=torch.float64, device=values.device)  # an empty tensor has no extremes
+    least, most = values.masked_fill(odd, math.inf), values.masked_fill(odd, -math.inf)
+    if not values.numel():  # an empty tensor has no extremes
+        least, most = values.new_full((1,), math.inf), values.new_full((1,), -math.inf)
     return (
         finite.square().sum(),
-        torch.cat([values.masked_fill(odd, math.inf), edge]).amin(),
-        torch.cat([values.masked_fill(odd, -math.inf), -edge]).amax(),
+        least.amin(),
+        most.amax(),
         finite.sum(),
         nan.sum(),
         infinite.sum(),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.adapters.parameter_hooks import ParameterHook, remove_all
+from rankscope_exporter.adapters.parameter_hooks import CallbackHandle, Removable, remove_all, remove_hook, renew_hook
 from rankscope_exporter.records.step_events import StepObserver
 
 HookFactory = Callable[[int], Callable[[GradientSource], None]]
@@ -27,7 +27,7 @@ class GradientHooks(StepObserver):
     def __init__(self, monitored: MonitoredModel) -> None:
         self._monitored = monitored
         self._hook_of: HookFactory | None = None
-        self._handles: dict[int, ParameterHook] = {}
+        self._handles: dict[int, Removable] = {}  # one object per hook: a model may have many thousands of parameters
         self._pass: list[int] = []  # parameters with gradients in this backward pass, in order
         self._last: int | None = None  # the parameter with the latest gradient
         self._seen: set[int] = set()  # parameters with gradients in any pass
@@ -50,25 +50,28 @@ class GradientHooks(StepObserver):
 
     def _hook_all(self) -> None:
         self._are_few = False
+        register = self._monitored.framework.on_accumulated
         for index, parameter in enumerate(self._monitored.found()):
             if parameter is not None and parameter.requires_grad and self._hook_of is not None:
-                if index not in self._handles:
-                    self._handles[index] = self._handle_of(index, self._hook_of(index))
-                self._handles[index].renew(parameter)
-
-    def _handle_of(self, index: int, hook: Callable[[GradientSource], None]) -> ParameterHook:
-        framework = self._monitored.framework
-        find = functools.partial(self._monitored.parameter, index)
-        return ParameterHook(find, lambda parameter: framework.on_accumulated(parameter, hook))
+                handle = self._handles.get(index)
+                if handle is None:
+                    self._handles[index] = register(parameter, self._hook_of(index))
+                else:
+                    renew_hook(handle, parameter)
 
     def _keep_few(self) -> None:
         self.pass_begins()
         if not (self._are_few or self.begin_steps):
             self._are_few = True
             for index in (self._seen - self._witnesses) & self._handles.keys():
-                self._handles.pop(index).remove()
-        for handle in self._handles.values():
-            handle.renew_found()
+                self._remove(index)
+        for index, handle in self._handles.items():
+            parameter = self._monitored.parameter(index)
+            if parameter is not None and parameter.requires_grad:
+                renew_hook(handle, parameter)
+
+    def _remove(self, index: int) -> None:
+        remove_hook(self._handles.pop(index), self._monitored.parameter(index))
 
     def keep_all(self) -> None:
         """Keep all hooks at all steps from now on.
@@ -118,7 +121,5 @@ class GradientHooks(StepObserver):
 
     def remove(self) -> None:
         """Remove the gradient hooks of all parameters."""
-        handles = list(self._handles.values())
-        self._handles.clear()
         self._hook_of = None
-        remove_all(handles)
+        remove_all([CallbackHandle(functools.partial(self._remove, index)) for index in self._handles])

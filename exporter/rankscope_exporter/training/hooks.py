@@ -31,7 +31,7 @@ from rankscope_exporter.records.step_events import StepEvents
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 from rankscope_exporter.training.cpu_time import HookClock
 from rankscope_exporter.training.current_step import CurrentStep
-from rankscope_exporter.training.gradient_hooks import GradientHooks
+from rankscope_exporter.training.gradient_hooks import GradientHooks, HookFactory
 from rankscope_exporter.training.hook_context import HookContext
 from rankscope_exporter.training.model_changes import ModelChanges, NewOptimizers
 from rankscope_exporter.training.recorder import Recorder
@@ -117,7 +117,7 @@ class Hooks(HookContext):
         self._boundary.call("registering hooks of the framework", self._monitored.framework.install, self)
         active_quantities.install(self)
         self.keep(self._gradients)
-        self._gradients.install(self._gradient_hook)
+        self._gradients.install(self._gradient_hooks())
         for optimizer in self._monitored.optimizers:
             self._follow(optimizer)
         self._new_optimizers.install(self.keep, self.always)
@@ -127,7 +127,7 @@ class Hooks(HookContext):
     def gradient_arrives(self) -> None:
         """Handle a gradient that is about to be added to a parameter. A step may begin with this gradient."""
         if self._gradients.begin_steps:
-            backward = torch._C._current_graph_task_id()  # noqa: SLF001 - as in _gradient_hook
+            backward = torch._C._current_graph_task_id()  # noqa: SLF001 - as in _gradient_hooks
             if backward != self._backward:
                 self._boundary.call("a backward hook", self._pass_begins, backward)
 
@@ -175,20 +175,23 @@ class Hooks(HookContext):
 
     # Backward passes.
 
-    def _gradient_hook(self, index: int) -> Callable[[GradientSource], None]:
+    def _gradient_hooks(self) -> HookFactory:
         # A number for each backward pass, nested passes included. Torch has no public name for it.
         current_pass = torch._C._current_graph_task_id  # noqa: SLF001 - see above
         was_compiled = self._backward_was_compiled
 
-        @uncompiled
-        def ready(holder: GradientSource) -> None:
-            if is_dynamo_compiling():  # the first line, see `Entry`
-                was_compiled()
-            # At a step that is not sampled, the call for a witness is sufficient: skip the others of the same pass.
-            elif current_pass() != self._idle:
-                call_untransformed(self._gradient_ready, index, holder, current_pass())
+        def hook_of(index: int) -> Callable[[GradientSource], None]:
+            @uncompiled
+            def ready(holder: GradientSource) -> None:
+                if is_dynamo_compiling():  # the first line, see `Entry`
+                    was_compiled()
+                # At a step that is not sampled, the call for a witness is sufficient: skip the others of the same pass.
+                elif current_pass() != self._idle:
+                    call_untransformed(self._gradient_ready, index, holder, current_pass())
 
-        return ready
+            return ready
+
+        return hook_of
 
     def _gradient_ready(self, index: int, holder: GradientSource, backward: int) -> None:
         if not self.active:
@@ -297,7 +300,7 @@ class Hooks(HookContext):
 
     def _updates_in_backward(self, optimizer: torch.optim.Optimizer, *, has_stepped: bool = False) -> None:
         """Handle a step of `optimizer` inside a backward pass. The update ends with the pass to which it belongs."""
-        backward = torch._C._current_graph_task_id()  # noqa: SLF001 - as in _gradient_hook
+        backward = torch._C._current_graph_task_id()  # noqa: SLF001 - as in _gradient_hooks
         if backward != self._backward:
             self.clock.timed("a backward hook", self._pass_begins, backward)
         self._updated_in_pass = True

@@ -21,7 +21,6 @@ from rankscope_exporter.records.pending_step import (
     PendingStep,
     amounts_of,
     now_microseconds,
-    skipped_event,
     take,
     timing,
 )
@@ -29,7 +28,7 @@ from rankscope_exporter.records.step_events import Cause, StepEvents
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 from rankscope_exporter.training.current_step import CurrentStep
 from rankscope_exporter.training.gradient_hooks import GradientHooks
-from rankscope_exporter.training.step_tracker import Ended, SkipRhythm, StepStage, StepTracker, UnseenUpdates
+from rankscope_exporter.training.step_tracker import Ended, StepStage, StepTracker, UnseenUpdates
 
 LOGGING_SECONDS: Final = 10.0
 """Number of seconds after the update of a step. Calls of `log` during these seconds keep the step open.
@@ -66,7 +65,6 @@ class Recorder:
         tracker: StepTracker,
         gradients: GradientHooks,
         boundary: ErrorBoundary,
-        tell: Callable[[str], None],
     ) -> None:
         self._monitored = monitored
         self._active_quantities = active_quantities
@@ -76,7 +74,6 @@ class Recorder:
         self._tracker = tracker
         self._gradients = gradients
         self._boundary = boundary
-        self._skips = SkipRhythm(tell)
         self._began = self._last_seen = self._updated_at = 0.0
         self._late: _Timing | None = None
         self._updated_by: set[int] = set()  # optimizers that have stepped in the open step, by identity
@@ -357,10 +354,8 @@ class Recorder:
         self._events.on_step_end(pending)
         if timed is not None:
             self._events.on_step_timed(pending, timed[1])
-        skipped = ended is not None and ended.skipped and not self._unseen.may_leave_no_trace
-        if skipped:
-            pending.events.append(skipped_event())
-        self._skips.ended(skipped=skipped)
+        pending.is_skipped = ended is not None and ended.skipped and not self._unseen.may_leave_no_trace
+        pending.skip_is_certain = ended is not None and ended.is_certain
         if pending.sampled:
             self._boundary.call("copying statistics", self._active_quantities.end, pending)
         self._current.hand_over(pending)

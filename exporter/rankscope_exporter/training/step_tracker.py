@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -104,33 +104,8 @@ class Ended:
 
     step: int
     skipped: bool
-
-
-_SEVERAL_PASSES: Final = (
-    "every step with an update follows the same number of steps whose gradients were deleted without an update: if an "
-    'update needs several passes, as with gradient surgery or SAM, set steps="explicit" and call end_step() after it'
-)
-
-
-class SkipRhythm:
-    """Detects training loops with a fixed number of skipped steps before each update.
-
-    Such a loop probably uses several backward passes for one update. `tell` is called once, with a notice.
-    """
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell: Callable[[str], None] | None = tell
-        self._skips = self._before = 0  # skipped steps since the last update, and before it
-
-    def ended(self, *, skipped: bool) -> None:
-        """Add a step that has ended."""
-        if skipped:
-            self._skips += 1
-            return
-        if self._skips and self._skips == self._before and self._tell is not None:
-            self._tell(_SEVERAL_PASSES)
-            self._tell = None
-        self._skips, self._before = 0, self._skips
+    is_certain: bool = False
+    """True if the script has ended the step, so that the step is no single pass of an update with several passes."""
 
 
 Cleared = Callable[[], bool]
@@ -209,9 +184,10 @@ class StepTracker:
         """
         if self.stage is StepStage.IDLE:
             return None
+        is_certain = self._explicit or bool(skipped)
         if skipped is None:
             skipped = self.stage is StepStage.GRADIENTS and self._has_optimizer
-        ended = Ended(self.step, skipped)
+        ended = Ended(self.step, skipped, skipped and is_certain)
         self.step += 1
         self.stage = StepStage.IDLE
         self._updating = self._has_forward = False

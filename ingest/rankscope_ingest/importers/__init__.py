@@ -25,6 +25,7 @@ from rankscope_ingest.importers.common.importer import (
     ImportedRecord,
     ImportedRun,
     Importer,
+    Options,
 )
 from rankscope_ingest.importers.common.lines import readable, refuse_binary, skip_hole
 from rankscope_ingest.importers.common.live_run import is_live
@@ -50,6 +51,7 @@ __all__ = [
     "ImportedRun",
     "Importer",
     "KnownImport",
+    "Options",
     "detections",
     "find_importer",
     "import_records",

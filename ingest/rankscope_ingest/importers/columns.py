@@ -18,7 +18,8 @@ from typing import Any, Final
 from rankscope_ingest.importers.common.aliases import canonical
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.common.keys import EPOCH, Role, role_of
-from rankscope_ingest.importers.common.lines import read_log, sample_lines, shown, torn_size
+from rankscope_ingest.importers.common.lines import is_binary, is_settled, sample_lines, shown, torn_size
+from rankscope_ingest.importers.common.log_records import read_log
 from rankscope_ingest.importers.common.values import plain, quantity, whole
 
 _TYPICAL: Final = {"loss", "eval_loss", "learning_rate", "accuracy", "eval_accuracy"}
@@ -42,6 +43,7 @@ class Columns:
     """The importer of tables of numbers with one row per step."""
 
     name = "columns"
+    options = ("loss", "year")
 
     def detect(self, path: Path, head: bytes) -> Detection:
         """Return the confidence that the file is a table of numbers with one row per step.
@@ -49,7 +51,7 @@ class Columns:
         The confidence is above 0 if the first line is a heading with a step, or if the rows consist of an increasing
         integer and another number.
         """
-        if path.is_dir() or b"\0" in head[:4096]:
+        if path.is_dir() or is_binary(head):
             return NOT_MINE
         lines = [text for line in sample_lines(path, head)[:200] if _is_content(text := line.decode(errors="replace"))]
         layout = layout_of(lines[0]) if lines else None
@@ -64,6 +66,10 @@ class Columns:
         if len(rows) < _FEWEST_ROWS or any(later <= earlier for earlier, later in pairwise(counts)):
             return NOT_MINE
         return Detection(0.7 * share, f"{len(rows)} sampled rows consist of an increasing integer and another number")
+
+    def is_settled(self, path: Path) -> bool:
+        """Return whether the last line of the log is complete or has not changed for 600 seconds."""
+        return is_settled(path)
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
         """Yield one record per row of the table, then an object with facts about the run."""

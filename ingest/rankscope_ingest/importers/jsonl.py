@@ -8,6 +8,7 @@ the same log are assumed to repeat the same steps. They are counted as unreadabl
 from __future__ import annotations
 
 import ast
+import contextlib
 import enum
 import json
 import math
@@ -21,7 +22,8 @@ from rankscope_ingest.importers.common.aliases import canonical
 from rankscope_ingest.importers.common.bars import Bars
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.common.keys import Role, role_of
-from rankscope_ingest.importers.common.lines import prefix_fields, read_log, sample_lines, shown
+from rankscope_ingest.importers.common.lines import is_settled, prefix_fields, sample_lines, shown
+from rankscope_ingest.importers.common.log_records import read_log
 from rankscope_ingest.importers.common.values import DECODER, number, standard_numbers
 
 MAX_CHARACTERS: Final = 65_536
@@ -39,6 +41,7 @@ Examples: tensor(2.3, device='cuda:0'), np.float64(2.3), array([1, 2]).
 """
 
 _TEXT_CHARACTERS: Final = 200
+_PRINTED: Final = "{'"  # no JSON object begins with it
 
 
 class Kind(enum.StrEnum):
@@ -64,6 +67,7 @@ class JsonLines:
     """The importer of logs that have one object per line."""
 
     name = "jsonl"
+    options = ("loss", "year")
 
     def detect(self, path: Path, head: bytes) -> Detection:
         """Return the confidence that each line of the file contains an object.
@@ -84,6 +88,10 @@ class JsonLines:
             return Detection(0.3 * share, because)
         usual = 0.05 if path.suffix in _SUFFIXES else 0.0
         return Detection(0.4 + 0.5 * share + usual, because)
+
+    def is_settled(self, path: Path) -> bool:
+        """Return whether the last line of the log is complete or has not changed for 600 seconds."""
+        return is_settled(path)
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
         """Yield one record per line with an object, then the facts about the run.
@@ -137,6 +145,8 @@ def parse_line(line: bytes) -> Line:
     if not text:
         return Kind.BLANK, None
     decoded = text.decode(errors="replace")
+    if decoded.startswith(_PRINTED):
+        return _object_in_text(decoded)
     try:
         document = DECODER.decode(decoded)
     except (json.JSONDecodeError, RecursionError):
@@ -165,11 +175,14 @@ def _object_in_text(text: str) -> Line:
         return Kind.NONE, None
     inner = text[begin:end]
     kind = Kind.FOUND
-    try:
-        standard = standard_numbers(inner)
-        document, stop = DECODER.raw_decode(standard)
-        inner = standard
-    except (json.JSONDecodeError, RecursionError):
+    document: Any = None
+    stop = -1
+    if not inner.startswith(_PRINTED):
+        with contextlib.suppress(json.JSONDecodeError, RecursionError):
+            standard = standard_numbers(inner)
+            document, stop = DECODER.raw_decode(standard)
+            inner = standard
+    if stop < 0:
         document, stop, kind = printed_dict(inner), len(inner), Kind.PRINTED
     # Two objects on a line come from two writers that interrupted each other; their parts cannot be separated.
     if stop != len(inner) or not isinstance(document, dict):

@@ -26,22 +26,29 @@ from rankscope_ingest.importers.common.aliases import canonical
 from rankscope_ingest.importers.common.bars import bar_lines
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.common.keys import EPOCH
-from rankscope_ingest.importers.common.lines import read_log, sample_lines, shown, torn_size, without_colours
+from rankscope_ingest.importers.common.lines import (
+    is_binary,
+    is_settled,
+    sample_lines,
+    shown,
+    torn_size,
+    without_colours,
+)
+from rankscope_ingest.importers.common.log_records import read_log
 from rankscope_ingest.importers.common.pairs import Line, parse
-from rankscope_ingest.importers.common.values import NUMBER
+from rankscope_ingest.importers.common.shapes import EVALUATION_MARK, Tables, in_english, pattern_of, rewritten
+from rankscope_ingest.importers.common.tools import match_of
 
 MAX_LINE_CHARACTERS: Final = 8192
 
 _COUNTED: Final = re.compile(r"step|iter|update|epoch|batch|\[\s*\d+\s*/|^s:", re.IGNORECASE)
 _ALONE: Final = re.compile(r"loss|perplexity|ppl|acc|per.step", re.IGNORECASE)
 """A regular expression that occurs in a line without a counter which may be read."""
-_BARE: Final = re.compile(rf"^(?P<step>\d{{1,15}}) (?P<name>[A-Za-z_]{{2,20}}) (?P<value>{NUMBER})$")
-_BARE_NAMES: Final = {"train": "loss", "val": "val_loss"}
 _CHECKPOINT: Final = re.compile(r"\b(?:checkpoint|ckpt)", re.IGNORECASE)
 _HEADING: Final = re.compile(r"\bepoch\b", re.IGNORECASE)
 _HEADING_CHARACTERS: Final = 80
-_KERAS: Final = re.compile(r"^(\d+)/\1 (?:\[=*\]|━+)[\s-]*(?:\d+m?s\s+)?(?:\d+[mun]?s/(?:step|epoch))?[\s-]*")
-"""A regular expression for a complete progress bar of Keras before the numbers of an epoch."""
+_SET: Final = re.compile(r"^(?:Train|Eval) (?=\w+/)")
+"""A regular expression for the word before a name that begins with a path, as in `Train loss/train/total`."""
 _MEGATRON: Final = re.compile(r"consumed samples:|elapsed time per iteration")
 _TYPICAL: Final = {"loss", "eval_loss", "step_seconds", "grad_norm", "learning_rate", "samples_per_second"}
 _WITHOUT_COUNTER: Final = {"loss", "step_seconds"}
@@ -55,6 +62,7 @@ class TextLog:
     """The importer of text lines that contain a step and numbers."""
 
     name = "textlog"
+    options = ("loss", "year", "pattern")
 
     def detect(self, path: Path, head: bytes) -> Detection:
         """Return the confidence that the file is a text log whose lines contain a step and numbers.
@@ -62,7 +70,7 @@ class TextLog:
         The confidence depends on the share of lines with a step and a typical quantity, such as the loss. The lines are
         sampled from the beginning, the middle and the end of the file.
         """
-        if path.is_dir() or b"\0" in head[:4096]:
+        if path.is_dir() or is_binary(head):
             return NOT_MINE
         sample = [line.decode(errors="replace") for line in sample_lines(path, head) if line.strip()]
         lines = [part for line in sample for part in bar_lines(line)]
@@ -75,6 +83,10 @@ class TextLog:
         if any(_MEGATRON.search(line) for line in lines):
             return Detection(0.1, because)
         return Detection(0.35 + 0.5 * len(records) / len(lines), because)
+
+    def is_settled(self, path: Path) -> bool:
+        """Return whether the last line of the log is complete or has not changed for 600 seconds."""
+        return is_settled(path)
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
         """Yield one record per line with a step and numbers, then the facts about the run.
@@ -120,6 +132,8 @@ class Lines:
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
+        self._patterns = [pattern_of(text) for text in faults.options.pattern]
+        self._tables = Tables()
         self._counters: dict[str, Any] = {}
         self._epoch: float | None = None
         self._heading: Line | None = None
@@ -127,18 +141,31 @@ class Lines:
 
     def record(self, line: str) -> dict[str, Any] | None:
         """Return the counters and the numbers on `line` by name; None if the line is no record."""
-        text = line.strip()
-        if not text or len(text) > MAX_LINE_CHARACTERS:
+        if len(line) > MAX_LINE_CHARACTERS or not line.strip():
             return None
-        if bare := _BARE.match(text):
-            return {"step": int(bare["step"]), _BARE_NAMES.get(bare["name"].lower(), bare["name"]): bare["value"]}
-        text = _KERAS.sub("", text)
+        line = line if line.isascii() else in_english(line)
+        for pattern in self._patterns:
+            if found := pattern.search(line):
+                return self._read(rewritten(found, self._counters), is_certain=True)
+        if (record := self._read(line)) is None and (row := self._tables.row(line, self._counters)) is not None:
+            return self._read(row)
+        return record or self._of_tool(line.strip())
+
+    def _of_tool(self, text: str) -> dict[str, Any] | None:
+        """Return the record on a line that has the pattern of a tool, or None."""
+        found = match_of(text)
+        return None if found is None else self._read(rewritten(found, self._counters))
+
+    def _read(self, line: str, *, is_certain: bool = False) -> dict[str, Any] | None:
+        """Return the record on a line of counters and pairs; with `is_certain`, also if it has no counter."""
+        text = line.strip()
         is_below = self._heading is not None and line[0].isspace()
         self._heading = self._heading if is_below else None
-        if not is_below and not _COUNTED.search(text) and not (self._counters and _ALONE.search(text)):
+        text = _SET.sub("", text) if is_below else text
+        if not (is_below or is_certain) and not _COUNTED.search(text) and not (self._counters and _ALONE.search(text)):
             return None
         found = parse(text)
-        if not found.pairs and found.counters and not found.has_words:
+        if not found.pairs and found.counters and (not found.has_words or text.startswith(EVALUATION_MARK)):
             self._heading = found
         if not found.pairs:
             if EPOCH in found.counters and len(text) <= _HEADING_CHARACTERS and _HEADING.search(text):
@@ -151,7 +178,7 @@ class Lines:
             self._counters = found.counters
         elif self._counters and _stands_alone(found):
             found.counters = self._counters
-        else:
+        elif not is_certain:
             return None
         self._has_point = self._has_point or found.has_point
         if self._has_point:  # it is the decimal mark of the log

@@ -129,8 +129,8 @@ counted AS (
   FROM repeated
 )
 SELECT run, name, labels, attempt, step,
-  position + CASE WHEN step IS NULL THEN 0 ELSE steps_before END AS cumulative_step, ts, parts, value, lowest, highest,
-  coalesce(step IS NULL OR position < overwritten_from, true) AS stands, first_step
+  position + steps_before AS cumulative_step, ts, parts, value, lowest, highest,
+  coalesce(position < overwritten_from, true) AS stands, first_step
 FROM per_step JOIN counted ON attempt = of_attempt AND {" AND ".join(map(_same, keys))}
 """
 

@@ -56,30 +56,66 @@ epochs AS (
   )
   WHERE restart
 ),
-stepless AS (
-  SELECT run, rank, incarnation, (sum(records) OVER earlier)::BIGINT AS records_before
-  FROM (
-    SELECT run, rank, incarnation, max(seq) + 1 AS records, min(attempt) AS attempt, min(ordinal) AS arrived
-    FROM scalars WHERE {STEPLESS} GROUP BY run, rank, incarnation
-  )
-  WINDOW earlier AS (PARTITION BY run, rank ORDER BY attempt, arrived, incarnation
-    ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING)
-),
 within_epochs AS (
   SELECT DISTINCT run, incarnation, seq, step FROM scalars
   WHERE step IS NOT NULL AND {IS_IMPORTED} AND run IN (SELECT run FROM epochs)
 ),
-place AS (
+behind_epochs AS (
   SELECT run, incarnation, seq, step + steps_before AS position
   FROM (
     SELECT within_epochs.*, with_epoch.epoch FROM within_epochs
     ASOF JOIN with_epoch ON within_epochs.run = with_epoch.run AND within_epochs.incarnation = with_epoch.incarnation
       AND within_epochs.seq >= with_epoch.seq
   ) JOIN epochs USING (run, epoch)
+),
+-- The records of runs with records without a step, in groups of a record with a step and those behind it without one.
+record AS (
+  SELECT *, count(position) OVER (PARTITION BY run, rank, attempt, incarnation ORDER BY seq) AS part_number
+  FROM (
+    SELECT DISTINCT run, rank, coalesce(attempt, 0) AS attempt, incarnation, seq, coalesce(position, step) AS position
+    FROM scalars LEFT JOIN behind_epochs USING (run, incarnation, seq)
+    WHERE {IS_IMPORTED} AND run IN (SELECT run FROM scalars WHERE {STEPLESS})
+  )
+),
+between_steps AS (
+  SELECT run, rank, attempt, incarnation, seq, coalesce(
+      first_value(position) OVER in_part + row_number() OVER in_part - 1,
+      min(position) FILTER (part_number = 1) OVER (PARTITION BY run, rank, attempt, incarnation)
+        - count(*) OVER (PARTITION BY run, rank, attempt, incarnation, part_number) + row_number() OVER in_part - 1
+    ) AS position
+  FROM record WINDOW in_part AS (PARTITION BY run, rank, attempt, incarnation, part_number ORDER BY seq)
+),
+crowded AS (  -- runs in which more records are without a step than fit between two steps of a scalar
+  SELECT DISTINCT run
+  FROM (
+    SELECT run, seq > lag(seq) OVER earlier AND position <= lag(position) OVER earlier
+      AND (step IS NULL OR lag(step) OVER earlier IS NULL) AS is_behind
+    FROM scalars JOIN between_steps USING (run, incarnation, seq) WHERE {IS_IMPORTED}
+    WINDOW earlier AS (
+      PARTITION BY run, scalars.rank, between_steps.attempt, incarnation, name, labels ORDER BY seq)
+  )
+  WHERE is_behind
+),
+source AS (
+  SELECT run, rank, incarnation, (sum(records) OVER earlier)::BIGINT AS records_before
+  FROM (
+    SELECT run, rank, incarnation, max(seq) + 1 AS records, min(attempt) AS attempt, min(ordinal) AS arrived
+    FROM scalars WHERE {IS_IMPORTED} AND (step IS NULL OR run IN (SELECT run FROM crowded))
+    GROUP BY run, rank, incarnation
+  )
+  WINDOW earlier AS (PARTITION BY run, rank ORDER BY attempt, arrived, incarnation
+    ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING)
+),
+place AS (
+  SELECT run, incarnation, seq, position FROM behind_epochs
+  WHERE run NOT IN (SELECT run FROM between_steps)
   UNION ALL
-  SELECT DISTINCT run, incarnation, seq, coalesce(records_before, 0) + seq + 1
-  FROM scalars JOIN stepless USING (run, incarnation)
-  WHERE {STEPLESS} AND scalars.rank IS NOT DISTINCT FROM stepless.rank
+  SELECT between_steps.run, between_steps.incarnation, seq,
+    CASE WHEN position IS NULL OR between_steps.run IN (SELECT run FROM crowded)
+      THEN coalesce(records_before, 0) + seq + 1 ELSE position END
+  FROM between_steps LEFT JOIN source
+    ON between_steps.run = source.run AND between_steps.incarnation = source.incarnation
+      AND between_steps.rank IS NOT DISTINCT FROM source.rank
 )
 SELECT *, step AS position FROM scalars WHERE NOT coalesce({IS_IMPORTED}, false)
 UNION ALL
@@ -89,8 +125,10 @@ FROM scalars LEFT JOIN place USING (run, incarnation, seq) WHERE {IS_IMPORTED}
 """View of the scalars with the column `position`, by which the records of an attempt follow each other.
 
 Usually, the position is the step. If the steps of a log restart with each epoch, the steps of the previous epochs are
-added. The position of a record without a step is its number, from 1, in its log; earlier logs of the run count too. The
-position of scalars without a step that ranks sent is null."""
+added. A record without a step has the position of the record with a step before it, plus the number of records without
+a step in between, so that the positions of a scalar have the order of its log. If they do not fit between two steps, or
+if the log has no steps, the position of each record is its number, from 1, in its log; earlier logs of the run count
+too. The position of scalars without a step that ranks sent is null."""
 
 STEPS_ARE_POSITIONS: Final = f"""\
 CREATE OR REPLACE VIEW {POSITIONS} AS SELECT *, step AS position FROM scalars

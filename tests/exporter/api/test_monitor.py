@@ -155,6 +155,19 @@ def test_fifty_steps_with_dropout_are_bit_identical_with_the_monitor(quiet: Moni
     assert all(torch.equal(without, with_it) for without, with_it in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_attach_leaves_the_garbage_collector_as_it_was(quiet: MonitorConfig, is_enabled: bool) -> None:
+    was_enabled = gc.isenabled()
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        with Monitor(quiet).attach(*make()):
+            found = gc.isenabled()
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+
+    assert is_enabled == found
+
+
 def test_skipped_step_has_its_gradients_and_a_skip_event(
     quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:
@@ -162,7 +175,7 @@ def test_skipped_step_has_its_gradients_and_a_skip_event(
     monitor = Monitor(quiet)
     with monitor.attach(net, optimizer):
         read = reader(monitor)
-        for step in range(1, 5):
+        for step in range(1, 6):
             inputs, targets = batch(step)
             nn.functional.mse_loss(net(inputs), targets).backward()
             if step == 3:
@@ -174,7 +187,7 @@ def test_skipped_step_has_its_gradients_and_a_skip_event(
             optimizer.zero_grad()
             monitor.log(grad_norm=norm)
         monitor.end_step()
-        eventually(lambda: (found := read.rows()) and found[-1].step == 4)
+        eventually(lambda: (found := read.rows()) and found[-1].step == 5)
         kinds = {step: {row.kind for row in read.rows() if row.step == step} for step in (3, 4)}
 
         assert {"grad_unreduced", "grad_reduced"} == kinds[3]

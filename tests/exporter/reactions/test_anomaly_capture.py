@@ -131,6 +131,23 @@ def test_quantity_can_be_captured_with_other_options():
     assert {1: usual, 3: usual, 5: captured, 6: captured, 7: captured, 9: usual} == found
 
 
+@pytest.mark.parametrize(("options", "count"), [({}, 6), ({"targets": ["0.*"]}, 0)])
+def test_entries_of_a_capture_leave_the_plan_and_return_with_the_next_one(options, count):
+    quantity = "parameters" if options else "activations"
+    capture = {**CAPTURE, "quantities": [quantity], "options": {quantity: options}, "cooldown_steps": 1}
+    training = Training(capture=capture, every=1)
+    training.train(1)
+    training.fire()
+    training.train(30)
+    training.fire()
+    training.train(6)
+    training.finish()
+    plans = [len(r.statistics.plan.plan.entries) for r in training.records if r.statistics is not None]
+
+    assert plans[0] == plans[1] == plans[31] < plans[2] == plans[33]
+    assert count == len(training.steps_with("act_out"))
+
+
 def test_firings_in_the_cooldown_or_above_the_limit_start_no_capture():
     training = Training(capture={**CAPTURE, "max_captures": 2})
     for _ in range(20):

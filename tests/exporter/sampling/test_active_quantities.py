@@ -198,6 +198,22 @@ def test_rows_that_two_quantities_have_are_not_dropped_by_one_of_them():
     assert [] == list(book.version().entries)
 
 
+def test_abandoned_rows_are_dropped_unless_another_quantity_gets_them():
+    book = PlanRegistry(max_entries=8)
+    rows = [book.add([PlanEntry(kind="act_out", tensor=name)]) for name in "abc"]
+    for own in rows[1:]:
+        book.release(own)
+        book.abandon(own)
+    book.abandon(rows[0])  # still in use
+    assert rows[1] == book.add([PlanEntry(kind="act_out", tensor="b")])
+    assert (1, 1) == book.abandoned()
+    assert (1, 2) == book.abandoned()
+    book.drop_abandoned()
+
+    assert ["a", "b"] == [entry.tensor for entry in book.version().entries]
+    assert rows[2] == book.add([PlanEntry(kind="act_out", tensor="c")])
+
+
 class TiedNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()

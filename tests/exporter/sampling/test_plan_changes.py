@@ -81,13 +81,15 @@ def test_converted_or_resized_parameter_has_its_new_dtype_and_shape():
     assert 3 == len({record.statistics.plan.hash for record in records if record.statistics is not None})
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_sequences_of_random_lengths_make_few_plans(micro_batches):
+@pytest.mark.parametrize(
+    ("micro_batches", "steps"), [(1, 100), (3, 100), pytest.param(3, 1000, marks=pytest.mark.thorough)]
+)
+def test_sequences_of_random_lengths_make_few_plans(micro_batches, steps):
     random.seed(0)
     net = nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 3), nn.Tanh())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     with attached(net, optimizer, "activations") as monitor:
-        for _ in range(100):
+        for _ in range(steps):
             update(net, optimizer, *(tokens(2, random.randint(1, 6)) for _ in range(micro_batches)))
         records = published(monitor)
 

@@ -19,7 +19,6 @@ from rankscope_exporter.statistics import (
     torch_backend,
 )
 from rankscope_exporter.statistics.table import NUMEL_ROW
-from rankscope_exporter.statistics.tensor_access import Held
 
 CPU = torch.device("cpu")
 MAX, NUMEL = VALUE_OPS.index("max"), COUNT_OPS.index("numel")
@@ -191,15 +190,16 @@ def test_accelerator_formula_reads_no_result():
     """Meta tensors have no values: reading one, such as with `.item()`, would raise."""
     meta = torch.device("meta")
     table = StatisticsTable(4, meta)
-    items = [
-        Held(torch.empty(10, device=meta)),
-        Held(torch.empty(5_000_000, dtype=torch.bfloat16, device=meta)),
-        Held(torch.empty(0, dtype=torch.complex64, device=meta), implicit_zeros=3),
-        Held(torch.empty(7, dtype=torch.int64, device=meta)),
+    flats = [
+        torch.empty(10, device=meta),
+        torch.empty(5_000_000, dtype=torch.bfloat16, device=meta),
+        torch.empty(0, dtype=torch.complex64, device=meta),
+        torch.empty(7, dtype=torch.int64, device=meta),
     ]
+    sizes = [10, 5_000_000, 3, 7]
     for zero_below in (0.0, 0.1):
-        torch_backend.measure(items, range(4), table, zero_below=zero_below)
-        torch_backend.measure(items, (3, 1, 0, 2), table, zero_below=zero_below)
+        torch_backend.measure(flats, sizes, range(4), table, zero_below=zero_below)
+        torch_backend.measure(flats, sizes, (3, 1, 0, 2), table, zero_below=zero_below)
 
     assert "meta" == table.buffer[NUMEL_ROW].device.type
 

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 from tests.exporter.parts import records_of, session_of
+from torch import distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call, functionalize, grad, grad_and_value, hessian, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize, prune
@@ -25,13 +28,17 @@ Key = tuple[int, str, str]
 class Loop:
     """A training with a monitor, and the tensors that its rows must describe."""
 
-    def __init__(self, *more: str, explicit: bool = False) -> None:
+    def __init__(self, *more: str, explicit: bool = False, every: int = 1) -> None:
         torch.manual_seed(0)
         self.net: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         self.right: dict[Key, torch.Tensor | None] = {}
         self.losses: dict[int, float] = {}
         self.config = MonitorConfig(
-            quantities=(*PLAIN, *more), steps="explicit" if explicit else "auto", console=False, exit_wait_seconds=0
+            quantities=(*PLAIN, *more),
+            every=every,
+            steps="explicit" if explicit else "auto",
+            console=False,
+            exit_wait_seconds=0,
         )
         self.monitor = Monitor(self.config)
 
@@ -70,6 +77,7 @@ class Loop:
         assert self.session.publisher.stop(60)
         self.monitor.detach()
         records = records_of(self.session)
+        self.skipped = {r.step for r in records for event in r.events if event.type == "step_skipped"}
         self.events = [event for record in records for event in record.events]
         self.steps = list(dict.fromkeys(record.step for record in records if record.step is not None))
         self.indices: set[tuple[int | None, str, int | None]] = set()
@@ -414,6 +422,33 @@ def test_update_inside_the_backward_pass_belongs_to_this_pass(is_known, is_regis
     assert [] == loop.messages("step_skipped")
 
 
+def test_update_inside_the_backward_pass_of_fsdp2_has_reduced_gradients(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        loop = Loop()
+        fully_shard(loop.net, mesh=init_device_mesh("cpu", (1,)))
+        optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in loop.net.parameters()}
+        names = {parameter: name for name, parameter in loop.net.named_parameters()}
+
+        def update(parameter: torch.Tensor) -> None:
+            loop.note(step, "grad_reduced", {names[parameter]: parameter.grad.to_local()})
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+            loop.note(step, "param_after", {names[parameter]: parameter.to_local()})
+
+        for parameter in loop.net.parameters():
+            parameter.register_post_accumulate_grad_hook(update)
+        loop.attach(*optimizers.values())
+        for step in range(1, STEPS + 1):  # noqa: B007 - read by the hook
+            loop.backward()
+        loop.end()
+    finally:
+        dist.destroy_process_group()
+
+    assert list(range(1, STEPS + 1)) == loop.steps
+    assert [] == loop.messages("note")
+
+
 def test_gradients_deleted_inside_the_backward_pass_are_an_update():
     loop = Loop()
 
@@ -457,19 +492,70 @@ def test_gradient_surgery_is_one_step(tasks):
     assert [] == loop.messages("step_skipped") + loop.messages("note")
 
 
-@pytest.mark.parametrize(("passes", "is_named"), [(2, True), (3, True), (1, False)])
-def test_fixed_number_of_skipped_steps_before_each_update_is_named_once(passes, is_named):
+def sam(loop: Loop, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    loop.backward()
+    moved = [0.01 * parameter.grad for parameter in loop.net.parameters()]
+    with torch.no_grad():
+        torch._foreach_add_(list(loop.net.parameters()), moved)
+    optimizer.zero_grad()
+    loop.backward()
+    with torch.no_grad():
+        torch._foreach_sub_(list(loop.net.parameters()), moved)
+    optimizer.step()
+
+
+def surgery(loop: Loop, optimizer: torch.optim.Optimizer) -> None:
+    found = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loop.backward()
+        found.append([parameter.grad.clone() for parameter in loop.net.parameters()])
+    for parameter, *gradients in zip(loop.net.parameters(), *found, strict=True):
+        parameter.grad = sum(gradients)
+    optimizer.step()
+
+
+def lookahead(loop: Loop, optimizer: torch.optim.Optimizer) -> None:
+    slow = detached(loop.net)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loop.backward()
+        optimizer.step()
+    with torch.no_grad():
+        for name, parameter in loop.net.named_parameters():
+            parameter.lerp_(slow[name], 0.5)
+
+
+@pytest.mark.parametrize(("update", "is_named"), [(sam, True), (surgery, True), (lookahead, False)])
+def test_passes_of_one_update_are_no_skipped_steps_and_are_named_once(update, is_named):
     loop = Loop()
     optimizer = loop.adam()
     loop.attach(optimizer)
     for _ in range(2 * STEPS):
-        for _ in range(passes):
-            optimizer.zero_grad()
-            loop.backward()
-        optimizer.step()
+        update(loop, optimizer)
     loop.end()
 
     assert is_named == len([text for text in loop.messages("note") if 'steps="explicit"' in text])
+    assert [] == loop.messages("step_skipped")
+
+
+@pytest.mark.parametrize("every", [1, 100])
+def test_updates_that_the_loop_leaves_out_are_reported_as_skipped(every):
+    loop = Loop(every=every)
+    optimizer = loop.adam()
+    loop.attach(optimizer)
+    skipped = {1, 4, 5, 8}
+    for step in range(1, 9):
+        optimizer.zero_grad()
+        loop.backward()
+        if step not in skipped:
+            optimizer.step()
+    optimizer.zero_grad()
+    loop.monitor.end_step(skipped=True)
+    loop.end()
+
+    assert skipped == loop.skipped
 
 
 def test_steps_that_the_scaler_skips_are_reported_as_skipped():
@@ -487,8 +573,7 @@ def test_steps_that_the_scaler_skips_are_reported_as_skipped():
         optimizer.zero_grad()
     loop.end()
 
-    found = {record.step for record in records_of(loop.session) for e in record.events if e.type == "step_skipped"}
-    assert skipped == found
+    assert skipped == loop.skipped
     assert [] == loop.messages("note")
 
 

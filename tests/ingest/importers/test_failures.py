@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 
 import pytest
 
 from rankscope_contract.model.events import RunState
+from rankscope_ingest.importers.common.importer import SETTLED_SECONDS
 
 BAR = "  7%|█         | 124/1752 [04:08<1:10:01,  2.83s/it]"
 WATCHDOG = (
@@ -24,6 +27,9 @@ FAILURES = {
     BAR + "Traceback (most recent call last):": ("exception", None, RunState.FAILED),
     "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate": ("out_of_memory", 0, RunState.FAILED),
     "RuntimeError: CUDA error: an illegal memory access": ("cuda", None, RunState.FAILED),
+    "[E] ProcessGroupHCCL.cpp:71 [Rank 2] operation timeout: SeqNum=7": ("hccl", 2, RunState.FAILED),
+    "EI0002: The wait execution of the Notify register times out.": ("hccl", None, RunState.FAILED),
+    "[rank1]: RuntimeError: [gloo/transport/tcp/pair.cc:5] Timed out waiting 1800000ms": ("gloo", 1, RunState.FAILED),
     CANCELLED: ("cancelled", None, RunState.STOPPED),
     "srun: error: n3: task 3: Killed": ("signal", None, RunState.STOPPED),
     "W0811 api.py:1 Sending process 44 closing signal SIGTERM": ("signal", None, RunState.STOPPED),
@@ -34,6 +40,7 @@ HARMLESS = (
     "NCCL INFO Bootstrap : Using eth0:10.0.0.1<0>",
     "n3:1:2 [0] NCCL WARN Call to ibv_reg failed",
     "[Rank 0] ProcessGroupNCCL initialized with options: NCCL_ASYNC_ERROR_HANDLING: 1, TIMEOUT(ms): 600000",
+    "[Gloo] Rank 0 is connected to 3 peer ranks; gloo timeout is 1800 s",
     "[Rank 0] NCCL watchdog thread terminated normally",
     "ProcessGroupNCCL aborts successfully.",
     "Installed handlers for the signals SIGTERM and SIGINT",
@@ -102,6 +109,17 @@ def test_torn_last_line_is_no_failure_yet(logs, tmp_path, kind):
     second = logs.import_log(path, kind=kind)
 
     assert (None, RunState.STOPPED) == (first.state, second.state)
+    assert ["cancelled"] == [row[0] for row in errors(logs)]
+
+
+def test_torn_last_line_of_a_finished_log_is_a_failure(logs, tmp_path):
+    path = write(tmp_path, "textlog", *ROWS["textlog"], CANCELLED)
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    logs.import_again(path)
+    os.utime(path, (0, time.time() - 2 * SETTLED_SECONDS))
+    report = logs.import_again(path)
+
+    assert RunState.STOPPED == report.state
     assert ["cancelled"] == [row[0] for row in errors(logs)]
 
 

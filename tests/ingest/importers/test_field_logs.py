@@ -20,9 +20,6 @@ FOLDER = DATA / "field_logs"
 INPUTS = sorted(path.name.removesuffix(".expected.json") for path in FOLDER.glob("*.expected.json"))
 REFUSED = {"no_log_at_all.txt", "run-demo.wandb"}
 
-NOT_YET = {
-    "nanotron.log": "times such as 10/17/2025 16:31:56 are not read yet",
-}
 UNKEPT = {
     "bigdl_console.log": {"Train": 40, "in": 40},  # "Train 1792 in 4.3878seconds"
     "metriclogger_console.log": {"Total time": 2},  # "Total time: 0:03:45 (0.5645 s / it)"
@@ -33,8 +30,7 @@ needs_inputs = pytest.mark.skipif(not INPUTS, reason=f"the recorded logs are not
 
 
 def _cases(names):
-    marks = {name: [pytest.mark.xfail(reason=reason, strict=True)] for name, reason in NOT_YET.items()}
-    return [pytest.param(name, marks=marks.get(name, [])) for name in names] or [pytest.param("", marks=needs_inputs)]
+    return list(names) or [pytest.param("", marks=needs_inputs)]
 
 
 def read(path, choices=None):
@@ -346,10 +342,26 @@ def test_numbers_on_lines_below_an_epoch_are_read(tmp_path, line):
     assert not faults.unkept
 
 
-@pytest.mark.parametrize("content", [b"step 1 loss 2.5\0\n" * 100, b"step 1 loss 2.5 \x01\x02\x03\n" * 9])
+TEXT = b"step 1 loss 2.5\n" * 5_000
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"step 1 loss 2.5\0\n" * 100, b"step 1 loss 2.5 \x01\x02\x03\n" * 9, TEXT + b"\0a\n" * 20, TEXT + b"\0a" * 99],
+)
 def test_binary_file_is_refused_wherever_its_bytes_are(logs, content):
     with pytest.raises(IngestError, match="binary file"):
         logs.import_log(logs.write("train.log", content), kind="textlog")
+
+
+def test_holes_that_a_crash_left_hide_no_line(logs):
+    """The file system fills the blocks that it lost with NUL bytes."""
+    rows = [b"step %d loss 2.5\n" % step for step in range(8_000)]
+    hole = b"\0" * 5_000
+    content = b"".join([rows[0], hole, *rows[1:6_000], rows[6_000][:-4], hole, *rows[6_001:], hole])
+    report = logs.import_log(logs.write("train.log", content))
+
+    assert (7_999, 7_999) == (report.last_step, report.records)
 
 
 def test_numbers_on_indented_lines_below_a_step_are_its_record(tmp_path):
@@ -431,6 +443,19 @@ def test_text_before_the_first_record_does_not_decide(tmp_path, text):
     found, faults = series(tmp_path, [text] * 2_500 + lines)
 
     assert RISING == [step for _, step, _ in found["loss"]]
+    assert ["loss is total_loss"] == faults.notes
+
+
+def test_events_before_the_first_number_do_not_decide(tmp_path):
+    path = tmp_path / "train.jsonl"
+    events = ['{"event": "data_loaded", "step": 0}\n'] * 21_000
+    rows = [
+        json.dumps({"epoch": e, "iter": i, "step": g, "total_loss": 2.5}) + "\n" for g, (e, i) in enumerate(EPOCHS, 1)
+    ]
+    path.write_text("".join([*events, *rows]))
+    found, faults = read(path)
+
+    assert RISING == [row["step"] for row in found if row["name"] == "loss"]
     assert ["loss is total_loss"] == faults.notes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rankscope_ingest.base.errors import IngestError
-from rankscope_ingest.importers import find_importer, import_records, importers
+from rankscope_ingest.importers import Options, find_importer, import_records, importers, replaceable
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
 
@@ -41,6 +41,17 @@ def test_grown_jsonl_file_adds_only_new_rows(tmp_path, import_log):
 
     assert [1, 2, 0] == [first.rows_stored, second.rows_stored, third.rows_stored]
     assert [1, 2, 3] == [row["step"] for row in query("SELECT step FROM scalars ORDER BY seq")]
+
+
+@pytest.mark.parametrize("name", ["megatron", "msprobe", "openmetrics", "tensorboard", "trainer_state"])
+def test_choice_of_the_loss_in_another_format_is_an_error(tmp_path, name):
+    path = write(tmp_path, '{"step": 1, "loss": 1}\n')
+    importer = importers()[name]
+
+    with pytest.raises(IngestError, match="--loss does not apply"):
+        import_records(path, None, importer, run="r", options=Options(loss="avr_loss"))
+    with pytest.raises(IngestError, match="--loss does not apply"):
+        replaceable(path, "r", importer, [], None, is_live=False, options=Options(loss="avr_loss"))
 
 
 def test_same_file_may_be_imported_as_two_runs(tmp_path, import_log):

@@ -18,7 +18,8 @@ from torch.utils.tensorboard import SummaryWriter, summary
 
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers import Faults, ImportedBlock, find_importer
-from rankscope_ingest.importers.tensorboard import SETTLED_SECONDS, TensorBoard
+from rankscope_ingest.importers.common.importer import SETTLED_SECONDS
+from rankscope_ingest.importers.tensorboard import TensorBoard
 
 NAME = "events.out.tfevents.1700000000.host.1.0"
 

@@ -126,6 +126,39 @@ def test_records_without_steps_are_rows_in_the_order_of_their_logs(writer, conne
     )
 
 
+MIXED = {
+    "space between steps": ([10, None, None, 20, None], [10, 11, 12, 20, 21]),
+    "before the first step": ([None, None, 10], [8, 9, 10]),
+    "no space between steps": ([1, None, 2, None, None, 3], [1, 2, 3, 4, 5, 6]),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_records_without_steps_remain_between_steps(writer, connection, case):
+    steps, positions = MIXED[case]
+    append(writer, log([{"step": step, "loss": float(place)} for place, step in enumerate(steps)]))
+    query = "SELECT step, {} FROM {} WHERE run = 'r' ORDER BY 3"
+
+    assert list(zip(steps, map(float, range(len(steps))), positions, strict=True)) == both(
+        connection, query.format("value, position", "scalar_positions")
+    )
+    assert positions == [row[2] for row in both(connection, query.format("value, cumulative_step", "scalar_history"))]
+    found = summaries.summary(connection, "r")
+    assert (0.0, len(steps) - 1.0, 0.0) == (found.loss_first, found.loss_last, found.loss_min)
+
+
+def test_stepless_evaluations_do_not_move_the_steps(writer, connection):
+    """Evaluations and a summary without a step are behind the step before them; a restart supersedes them, too."""
+    records = [{"step": 1, "loss": 5.0}, {"eval_loss": 4.0}, {"step": 2, "loss": 3.0}, {"eval_loss": 2.0}]
+    again = [{"step": 2, "loss": 2.5, "attempt": 1}, {"eval_loss": 1.5, "attempt": 1}]
+    append(writer, log([*records, *again]))
+
+    assert [(0, 1, 1, 5.0), (1, 2, 3, 2.5)] == both(connection, HISTORY.format("loss", " AND stands"))
+    assert [(0, None, 2, 4.0), (0, None, 3, 2.0), (1, None, 4, 1.5)] == both(
+        connection, HISTORY.format("eval_loss", "")
+    )
+
+
 def test_only_ranks_are_averaged(writer, connection):
     for rank in range(2):
         records = [*epoch(1, (1, 2)), *epoch(2, (1, 2))]

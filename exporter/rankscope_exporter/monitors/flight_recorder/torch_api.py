@@ -10,7 +10,6 @@ of the other recorders are returned.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import importlib
 import io
@@ -25,6 +24,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from rankscope_exporter.base.graph_capture import others_may_capture
 from rankscope_exporter.monitors.flight_recorder.worker_server import register_handler, worker_server
 
 Raw = Mapping[str, Any]
@@ -81,9 +81,6 @@ _URGENT: Final = "urgent"
 
 _COMPILER: Final = "torch._dynamo"
 _KNOWS_STACKS: Final = "torch._inductor.codecache"
-
-_RELAXED: Final = 2
-"""cudaStreamCaptureModeRelaxed."""
 
 _NEEDED: Final = ("record_id", "time_created_ns", "profiling_name", "process_group", "collective_seq_id", "p2p_seq_id")
 """Names of the fields that an entry of a flight record must have; entries without one of them are skipped."""
@@ -270,29 +267,10 @@ def _while_others_capture(*, is_urgent: bool = False) -> Iterator[None]:
     Raises RuntimeError if the runtime of the device has no mode for this. With `is_urgent` it does not raise, because a
     rank that hangs captures no graph.
     """
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # untyped in torch
+    with others_may_capture() as is_relaxed:
+        if not is_relaxed and not is_urgent:
+            raise RuntimeError("the runtime of the device cannot read the flight record during graph captures")
         yield
-        return
-    mode = ctypes.c_int(_RELAXED)
-    exchange = _exchange_of_modes()
-    is_relaxed = exchange is not None and exchange(ctypes.byref(mode)) == 0
-    if not is_relaxed and not is_urgent:
-        raise RuntimeError("the runtime of the device cannot read the flight record during graph captures")
-    try:
-        yield
-    finally:
-        if is_relaxed:
-            exchange(ctypes.byref(mode))
-
-
-def _exchange_of_modes() -> Any:
-    library, prefix = f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}", "cuda"
-    if getattr(torch.version, "hip", None):
-        library, prefix = "libamdhip64.so", "hip"
-    try:
-        return getattr(ctypes.CDLL(library), f"{prefix}ThreadExchangeStreamCaptureMode")
-    except (OSError, AttributeError):
-        return None
 
 
 def ranks_by_group(report: Report) -> dict[str, tuple[int, ...]]:

@@ -15,6 +15,8 @@ from typing import Any, Final
 
 import torch
 
+from rankscope_exporter.base.graph_capture import is_capturing
+
 TIMEOUT_SECONDS: Final = 30.0
 """Maximum seconds that the publisher thread waits until a slow device has reached an event of a step.
 
@@ -69,8 +71,10 @@ class DeviceClock(HostClock):
 
     make: Callable[[], Any]
     """Function that creates a device event with timing enabled."""
+    record: Callable[[Any], None] = lambda event: event.record()
+    """Function that queues an event in the current stream of the device."""
     is_capturing: Callable[[], bool] = lambda: False
-    """Function that returns whether the current stream of the device captures a CUDA graph."""
+    """Function that returns whether the current stream captures a CUDA graph."""
     sleep: Callable[[float], None] = time.sleep
     pool: deque[Any] = field(default_factory=deque, init=False)  # the publisher appends, the training thread pops
 
@@ -85,7 +89,7 @@ class DeviceClock(HostClock):
             event = self.pool.pop()
         except IndexError:
             event = self.make()
-        event.record()
+        self.record(event)
         return event
 
     def at(self, seconds: float) -> Time:  # noqa: ARG002 - no event can be queued in the past
@@ -124,5 +128,6 @@ def clock_of(device: torch.device) -> HostClock:
         return HostClock()
     return DeviceClock(
         lambda: torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]  # untyped in torch
-        is_capturing=torch.cuda.is_current_stream_capturing,
+        record=lambda event: event.record(torch.cuda.current_stream(device)),  # not of the thread's current device
+        is_capturing=is_capturing,
     )

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from rankscope_ingest.importers.common.aliases import canonical
 from rankscope_ingest.importers.common.keys import BAR, Role, role_of
+from rankscope_ingest.importers.common.tools import match_of
 
 _BAR: Final = re.compile(
     r"\d{1,3}%\|[^\r|]{0,400}\|\s{0,20}(?P<step>\d{1,15})/(?P<planned>\d{1,15}) "
@@ -30,8 +31,13 @@ def bar_lines(text: str) -> list[str]:
     """
     if not has_bar(text):
         return [text]
-    found = [line for part in text.split("\r") if (line := _bar_line(part)) is not None]
+    found = [line for part in text.split("\r") if (line := _bar_line(part) or _named_bar(part)) is not None]
     return list(dict.fromkeys(found)) or [text]
+
+
+def _named_bar(part: str) -> str | None:
+    """Return a state of a bar whose name contains numbers, as the pattern of a tool describes it; otherwise None."""
+    return part if match_of(part.strip()) else None
 
 
 def has_bar(text: str) -> bool:

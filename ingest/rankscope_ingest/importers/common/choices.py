@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.aliases import canonical
+from rankscope_ingest.importers.common.dates import Dates
 from rankscope_ingest.importers.common.keys import BATCH, EPOCH, EVALUATION_SPLITS, Role, role_of, step_rank
 
 MAX_RECORDS: Final = 2_000
@@ -65,6 +66,8 @@ class Choices:
     """True if the log has rows of training. Rows of an evaluation then begin no attempt."""
     loss: str | None = None
     """Name of the quantity that is stored as the loss, too. None if the log has a loss or no suitable quantity."""
+    dates: Dates | None = None
+    """The decision about times without a complete date. None if the log has no such times."""
     losses: tuple[str, ...] = ()
     """The quantities among which no loss could be chosen."""
 
@@ -78,6 +81,8 @@ class Choices:
         known: dict[str, Any] = {name: document[name] for name in Choices.__dataclass_fields__ if name in document}
         for name in known.keys() & {"steps", "refused", "losses"}:
             known[name] = tuple(known[name])
+        if known.get("dates") is not None:
+            known["dates"] = Dates.from_json(known["dates"])
         return Choices(**known)
 
     def after(self, before: Choices) -> Choices:
@@ -88,7 +93,20 @@ class Choices:
         kept = before if before.steps or (before.numbers_rows and self.numbers_rows) else self
         loss = before.loss or self.loss
         has_training = before.has_training or self.has_training
-        return dataclasses.replace(kept, has_training=has_training, loss=loss, losses=() if loss else self.losses)
+        return dataclasses.replace(
+            kept,
+            has_training=has_training,
+            loss=loss,
+            losses=() if loss else self.losses,
+            dates=before.dates or self.dates,
+        )
+
+    def check_year(self, year: int) -> None:
+        """Raise IngestError if the user has given `year` and the stored decision has times of another year."""
+        dates = self.dates
+        if dates is not None and "Y" not in (dates.order or "") and dates.year not in {year, year - 1}:
+            current = "without a year" if dates.year is None else f"with the year {dates.year}"
+            raise IngestError(f"the log was imported before, {current}: `--reimport --year {year}` imports it again")
 
     def check_loss(self, name: str) -> None:
         """Raise IngestError if the user has chosen `name` as the loss and this stored decision has another loss."""
@@ -108,12 +126,12 @@ class Choices:
             "the stored step was the number of a record, but later records have a counter: --reimport decides again"
         ]
 
-    def note(self) -> str | None:
-        """Return a message to the user about the choice of the loss; None if there was nothing to choose."""
-        if self.loss is not None:
-            return f"{LOSS} is {self.loss}"
+    def notes(self) -> list[str]:
+        """Return messages to the user about the choice of the loss and the dates, if there was something to choose."""
         names = ", ".join(self.losses)
-        return f"no loss was chosen among {names}: name one with --reimport --loss NAME" if names else None
+        open_loss = f"no loss was chosen among {names}: name one with --reimport --loss NAME" if names else ""
+        loss = open_loss if self.loss is None else f"{LOSS} is {self.loss}"
+        return [note for note in (loss, self.dates.why if self.dates else "") if note]
 
 
 class Sampled(Protocol):
@@ -144,7 +162,7 @@ def decide(records: Sequence[Sampled], *, numbers_rows: bool, loss: str | None =
     if loss is not None:
         _check_name(loss, records)
     training = [record for record in records if is_training(record)]
-    rows = training or records
+    rows = training or [record for record in records if record.split not in EVALUATION_SPLITS] or records
     steps, refused, is_within_epoch = _steps(rows)
     found = {name for record in rows for name in record.quantities()}
     losses = (name for name in found if is_loss_name(name))

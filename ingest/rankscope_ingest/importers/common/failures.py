@@ -24,11 +24,13 @@ LABELS: Final = re.compile(
 
 _CERTAIN: Final[tuple[tuple[str, re.Pattern[str]], ...]] = (
     ("cancelled", re.compile(r"CANCELLED AT|DUE TO TIME LIMIT|Job step aborted|scancel")),
-    ("out_of_memory", re.compile(r"CUDA out of memory|OutOfMemoryError|oom-kill|Out of memory:")),
+    ("out_of_memory", re.compile(r"(?:CUDA|NPU|HIP|XPU) out of memory|OutOfMemoryError|oom-kill|Out of memory:")),
     ("rendezvous", re.compile(r"[Rr]endezvous\w*(?:Error|Timeout| failed| timed out)")),
     ("nccl", re.compile(r"NCCL (?:ERROR|error)|DistBackendError|ProcessGroupNCCL.*(?:operation timeout|by watchdog)"
                         r"|[Ww]atchdog caught|NCCL communicator was aborted"
                         r"|ncclSystemError|ncclRemoteError|ncclInternalError")),
+    ("hccl", re.compile(r"ProcessGroupHCCL.*(?:operation timeout|by watchdog)|HcclError|\bEI000[26]\b.*time")),
+    ("gloo", re.compile(r"gloo.*(?:Timed out waiting|Connection closed by peer)")),
     ("cudnn", re.compile(r"cuDNN error|CUDNN_STATUS_(?!SUCCESS)")),
     ("cuda", re.compile(r"CUDA error|CUBLAS_STATUS_(?!SUCCESS)|device-side assert|Xid \(")),
     ("signal", re.compile(r"(?:[Rr]eceived|[Gg]ot|[Cc]aught|[Cc]losing) (?:\d+ )?(?:death )?signal\b(?!s)"
@@ -52,9 +54,9 @@ _STOPPING: Final = frozenset({"cancelled", "signal"})
 """Names of failures which mean that a user or the scheduler stopped the run, so that the run did not fail."""
 
 _PARTS: Final = (
-    b"rror", b"xception", b"Traceback", b"atchdog", b"NCCL", b"ut of memory", b"oom-kill", b"CANCELLED", b"TIME LIMIT",
-    b"step aborted", b"scancel", b"endezvous", b"CUDNN_", b"CUBLAS_", b"-side assert", b"Xid", b" SIG", b"signal",
-    b"Kill", b"egmentation", b"core dumped", b"No space",
+    b"rror", b"xception", b"Traceback", b"atchdog", b"NCCL", b"HCCL", b"EI000", b"gloo", b"ut of memory", b"oom-kill",
+    b"CANCELLED", b"TIME LIMIT", b"step aborted", b"scancel", b"endezvous", b"CUDNN_", b"CUBLAS_", b"-side assert",
+    b"Xid", b" SIG", b"signal", b"Kill", b"egmentation", b"core dumped", b"No space",
 )  # fmt: skip
 """Texts of which every certain failure contains at least one. To find them takes less time than to match patterns."""
 
@@ -103,7 +105,10 @@ class FailureLines:
     @staticmethod
     def is_possible(line: bytes) -> bool:
         """Return whether `line` may report a failure; false for most lines."""
-        return any(part in line for part in _PARTS)
+        for part in _PARTS:  # noqa: SIM110 - `any` takes twice the time, and this runs for each line
+            if part in line:
+                return True
+        return False
 
     def record_seen(self) -> None:
         """Discard the end of the run, because a record follows: training continued."""

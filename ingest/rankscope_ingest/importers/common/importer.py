@@ -19,6 +19,8 @@ OTHER_NAMES: Final = "other names"
 FROM_LOG: Final = "log"
 FROM_FILE: Final = "file"
 BLOCK_ROWS: Final = 200_000
+SETTLED_SECONDS: Final = 600.0
+"""Time after the last change of a file, after which it is assumed that no process writes it."""
 
 RECORD_COLUMN: Final = "record"
 """Name of a column in the tables of a block of records.
@@ -117,6 +119,22 @@ class Fault:
     text: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options of the user for a log of lines."""
+
+    loss: str | None = None
+    """The name of the quantity that is stored as the loss, too."""
+    year: int | None = None
+    """The year of times without a year, if the log contains no complete date."""
+    pattern: tuple[str, ...] = ()
+    """Regular expressions for lines of a text log; `shapes` describes the names of their groups."""
+
+    def given(self) -> list[str]:
+        """Return the names of the options that the user has given."""
+        return [name for name in self.__dataclass_fields__ if getattr(self, name)]
+
+
 @dataclass(slots=True)
 class Faults:
     """The unreadable lines of a log, and the progress of reading.
@@ -145,8 +163,8 @@ class Faults:
     The caller sets the decision of an earlier import of the same log; without one, the function that reads the log sets
     it.
     """
-    loss: str | None = None
-    """The name of the quantity that the user has chosen as the loss."""
+    options: Options = Options()
+    """The options of the user."""
     read_bytes: int = 0
     """The number of bytes of the log that were read so far, for the progress bar.
 
@@ -205,6 +223,14 @@ class DependsOnAge(Protocol):
 
         Only then does the importer yield the last records of the file too.
         """
+
+
+@runtime_checkable
+class HasOptions(Protocol):
+    """An importer of lines, which applies the options of the user."""
+
+    options: tuple[str, ...]
+    """Names of the fields of `Options` that apply to the format."""
 
 
 class BlockBuilder:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from rankscope_contract.model.events import EventType, Severity
 from rankscope_ingest.importers.common.aliases import Alias, canonical, in_unit, under_own_name
-from rankscope_ingest.importers.common.values import quantity
+from rankscope_ingest.importers.common.values import micros, plain, quantity, seconds
 
 
 class Role(enum.Enum):
@@ -266,19 +266,86 @@ def name_in_split(key: str, split: str) -> Named | None:
 MAX_SHAPES: Final = 256
 _NUMBERS: Final = {int, float}
 _LARGEST: Final = 1 << 53
+_LARGEST_RANK: Final = 1 << 31
+DURATION: Final = "duration"
+_UNIT_BEHIND: Final = re.compile(r"\s*[a-zA-Zµ%][a-zA-Z/%]*$")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The shape of a logged object whose values are only a step and numbers.
+    """The shape of a logged object whose values are only a step, a rank, a time and numbers.
 
-    The shape consists of the positions of step and epoch among the values, and of the position and the stored name of
-    each number.
+    The shape consists of the positions of step, epoch, rank and time among the values, and of the position, the unit in
+    the text and the stored name of each number.
     """
 
-    step: int
+    step: int | None
+    has_plan: bool  # the total of the step is the planned number of steps of the run
     epoch: int | None
-    numbers: tuple[tuple[int, Named], ...]
+    rank: int | None
+    time: int | None
+    numbers: tuple[tuple[int, str | None], ...]
+    """Position of each number; the text behind it, DURATION for a duration such as `0:10:00`, or None for a number."""
+    names: tuple[Named, ...]
+    is_simple: bool
+    """True if all values are numbers, one of them is the step, and none is the rank."""
+
+    def place(self, values: Sequence[Any]) -> tuple[int | None, int | None, int | None, int | None] | None:
+        """Return step, planned steps, rank and time (UTC µs) of an object with these values, or None for another form.
+
+        The form of step, rank and time is that of the object from which the shape was learned. A step may be a text
+        such as `12/873`.
+        """
+        if self.is_simple:
+            return values[self.step or 0], None, None, None
+        step = planned = rank = ts = None
+        if self.step is not None:
+            step = values[self.step]
+            if type(step) is str:
+                count, slash, total = step.partition("/")
+                if not (count.isdecimal() and slash and total.isdecimal()):
+                    return None
+                step, planned = int(count), int(total) if self.has_plan else None
+            if not is_plain_number(step):
+                return None
+        if self.rank is not None:
+            rank = values[self.rank]
+            if not 0 <= rank < _LARGEST_RANK:
+                return None
+        if self.time is not None and (ts := micros(values[self.time])) is None:
+            return None
+        return step, planned, rank, ts
+
+    def numbers_in(self, values: Sequence[Any]) -> list[float] | None:
+        """Return the numbers of an object with these values, or None if one of them has another form."""
+        if self.is_simple:
+            return [values[at] for at, _ in self.numbers] if all(map(is_plain_number, values)) else None
+        found: list[float] = []
+        for at, behind in self.numbers:
+            value = values[at]
+            if behind is not None:
+                value = _number_before(value, behind)
+            if value is None or not (type(value) is float or -_LARGEST < value < _LARGEST):
+                return None
+            found.append(value)
+        return found
+
+
+def _number_before(text: str, behind: str) -> float | None:
+    """Return the number in `text`, which is followed by `behind`; None if `text` has another form."""
+    if behind == DURATION:
+        return seconds(text)
+    found = plain(text[: -len(behind)]) if text.endswith(behind) else text
+    return None if isinstance(found, str) else found
+
+
+def _form_of(value: Any, number: float) -> str | None:
+    """Return the text behind `number` in `value`, or DURATION; None if `value` is another text or a number."""
+    if type(value) is not str:
+        return None
+    unit = _UNIT_BEHIND.search(value)
+    behind = DURATION if ":" in value else unit[0] if unit else ""
+    return behind if behind and _number_before(value, behind) == number else None
 
 
 class Shapes:
@@ -288,7 +355,7 @@ class Shapes:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[tuple[str, ...], tuple[type, ...]], Shape] = {}
+        self._known: dict[tuple[tuple[str, ...], tuple[type, ...]], Shape | None] = {}
         self._version = 0
 
     def of(self, document: Mapping[str, Any], version: int) -> Shape | None:
@@ -301,17 +368,52 @@ class Shapes:
             self._version = version
         return self._known.get((tuple(document), tuple(map(type, document.values()))))
 
-    def learn(self, document: Mapping[str, Any], step_key: str, named: Sequence[tuple[str, Named]]) -> None:
-        """Add the shape of `document` to the cache if all its values are the step and the numbers in `named`.
+    def learn(
+        self,
+        document: Mapping[str, Any],
+        step_key: str | None,
+        named: Sequence[tuple[str, Named, float | list[float | None]]],
+        *,
+        has_plan: bool = False,
+    ) -> None:
+        """Add the shape of `document` to the cache if all its values are step, rank, time and the numbers in `named`.
 
-        `named` has the key and the stored name of each number.
+        `named` has the key, the stored name and the value of each number; a number may be stored under two names.
+        `has_plan` states whether the total of the step is the planned number of steps.
         """
-        types = tuple(map(type, document.values()))
+        values = tuple(document.values())
+        form = tuple(document), tuple(map(type, values))
+        if form in self._known or len(self._known) >= MAX_SHAPES:
+            return
+        self._known[form] = None  # no further object of this form is examined
         places = {key: place for place, key in enumerate(document)}
-        is_plain = set(types) <= _NUMBERS and len(named) + 1 == len(places) and all(key in places for key, _ in named)
-        if is_plain and type(document.get(step_key)) is int and len(self._known) < MAX_SHAPES:
-            numbers = tuple((places[key], name) for key, name in named)
-            self._known[tuple(document), types] = Shape(places[step_key], places.get(EPOCH), numbers)
+        ranks = [place for key, place in places.items() if role_of(key) is Role.RANK and type(values[place]) is int]
+        times = [place for key, place in places.items() if role_of(key) is Role.TIME and type(values[place]) is str]
+        steps = [] if step_key is None else [places.get(step_key)]
+        numbers = []
+        for key, _, value in named:
+            place = places.get(key)
+            if place is None or isinstance(value, list):
+                return
+            behind = _form_of(values[place], value)
+            if behind is None and type(values[place]) not in _NUMBERS:
+                return
+            numbers.append((place, behind))
+        if len(ranks) > 1 or len(times) > 1 or any(at is None or type(values[at]) not in {int, str} for at in steps):
+            return
+        used = [*ranks, *times, *(at for at in steps if at is not None), *{at for at, _ in numbers}]
+        if sorted(used) != list(range(len(values))):
+            return
+        self._known[form] = Shape(
+            step=next(iter(steps), None),
+            has_plan=has_plan,
+            epoch=places.get(EPOCH),
+            rank=next(iter(ranks), None),
+            time=next(iter(times), None),
+            numbers=tuple(numbers),
+            names=tuple(name for _, name, _ in named),
+            is_simple=step_key is not None and not ranks and set(form[1]) <= _NUMBERS,
+        )
 
 
 def is_plain_number(value: float) -> bool:

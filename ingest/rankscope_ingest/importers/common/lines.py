@@ -1,32 +1,23 @@
-"""Read the lines of text logs in bounded memory, reject files that are not text, and convert lines to records.
-
-Each importer parses its own lines and returns the objects on them. The module `objects` converts these objects to
-records.
-"""
+"""Read the lines of text logs in bounded memory, and reject files that are not text."""
 
 from __future__ import annotations
 
 import codecs
-import dataclasses
 import functools
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Final
 
 from rankscope_ingest.base.errors import IngestError
-from rankscope_ingest.importers.common.choices import MAX_BYTES, MAX_RECORDS, Choices
-from rankscope_ingest.importers.common.failures import FailureLine, FailureLines
-from rankscope_ingest.importers.common.importer import FROM_LOG, BlockBuilder, Faults, Imported
-from rankscope_ingest.importers.common.objects import ObjectReader
-from rankscope_ingest.importers.common.records import Record
-from rankscope_ingest.importers.common.values import micros
+from rankscope_ingest.importers.common.dates import FORM
+from rankscope_ingest.importers.common.importer import SETTLED_SECONDS, Faults
 
 MAX_LINE_BYTES: Final = 1 << 20
 SHOWN_CHARACTERS: Final = 60
-MAX_WAITING: Final = 10_000
 
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;?]{0,16}[A-Za-z]")
 _RANK: Final = re.compile(
@@ -52,127 +43,6 @@ _CONTROLS: Final = bytes({*range(1, 32)} - set(b"\b\t\n\v\f\r\x1a\x1b"))
 _CONTROL_SHARE: Final = 0.02  # text has none of these characters
 
 
-def read_log(
-    path: Path,
-    faults: Faults,
-    documents: Callable[[int, bytes], Iterable[Mapping[str, Any]]],
-    counts: Mapping[str, int],
-    *,
-    max_bytes: int = MAX_LINE_BYTES,
-    numbers_rows: Callable[[], bool] = lambda: False,
-) -> Iterator[Imported]:
-    """Yield blocks of the records in a text log, then the facts about the run.
-
-    `documents` is called with the number (from 1) and the bytes of each line; it returns the objects on the line and
-    records unreadable lines in `faults`. `counts` are numbers of lines by kind; they are stored with the run. A line of
-    more than `max_bytes` bytes is skipped. If `numbers_rows` returns true and the records have no counter, the number
-    of a record is its step. The step and the loss are decided over the first records; `faults.choices` contains the
-    decision of an earlier import, if there is one, and later the decision about this log.
-    """
-    builder = BlockBuilder()
-    records = _LogRecords(builder, faults, numbers_rows, torn_size(path))
-    objects, failures = records.objects, records.failures
-    number = 0
-    for number, line in read_lines(path, faults, max_bytes=max_bytes):
-        records.line(number, line, documents(number, line))
-        if builder.is_full and (block := builder.take()):
-            yield block
-    records.add_waiting()
-    if block := builder.take():
-        yield block
-    faults.notes += filter(None, [objects.choices.note()])
-    faults.notes += (
-        f"{contradiction} ({count:,} records): --reimport decides again"
-        for contradiction, count in objects.contradictions.items()
-    )
-    if objects.are_writers_interleaved:
-        faults.notes.append(
-            "records of several writers alternate: each writer is an attempt; the last is shown by default"
-        )
-    if objects.keys:
-        run = objects.run({"lines": number, **counts})
-        state, reason = (run.state, run.reason) if run.state or not failures.ending else failures.ending
-        yield dataclasses.replace(run, state=state, reason=reason)
-
-
-class _LogRecords:
-    """Adds the records and the failures of a log to blocks, in the order of their lines.
-
-    The first ones wait until the step and the loss are decided over 2,000 objects or the first megabyte from the first
-    object on. Text before the first object has no influence on the decision.
-    """
-
-    def __init__(
-        self, builder: BlockBuilder, faults: Faults, numbers_rows: Callable[[], bool], torn: int | None
-    ) -> None:
-        self.objects = ObjectReader(Choices.from_json(faults.choices or {}), faults.unkept)
-        self.failures = FailureLines()
-        self._builder = builder
-        self._faults = faults
-        self._numbers_rows = numbers_rows
-        self._waiting: list[tuple[int, Mapping[str, Any] | FailureLine]] = []
-        self._waiting_failures: set[tuple[str, int | None]] = set()  # keys, since the last object
-        self._objects = 0  # number of objects that wait or were added
-        self._first_byte = 0  # position behind the line of the first object
-        self._is_decided = False
-        self._torn = torn
-        self._held: list[tuple[int, FailureLine]] = []  # of the last line, which may be incomplete
-
-    def line(self, number: int, line: bytes, documents: Iterable[Mapping[str, Any]]) -> None:
-        """Add line `number` with the objects `documents`."""
-        self._waiting += self._held  # another line follows, so the line before is complete
-        self._held = []
-        before = len(self._waiting)
-        self._waiting += ((number, document) for document in documents)
-        if added := len(self._waiting) - before:
-            self._first_byte = self._first_byte if self._objects else self._faults.read_bytes
-            self._objects += added
-            self._waiting_failures.clear()
-        # The text of a failure may follow a progress bar on its line.
-        if (not added or b"it/s" in line or b"s/it" in line) and self.failures.is_possible(line):
-            is_torn = self._torn is not None and self._faults.read_bytes >= self._torn
-            (self._held if is_torn else self._waiting).extend((number, failure) for failure in self._failures_on(line))
-        is_enough = self._objects >= MAX_RECORDS or self._faults.read_bytes - self._first_byte >= MAX_BYTES
-        if self._is_decided or (self._objects and is_enough):
-            self.add_waiting()
-
-    def add_waiting(self) -> None:
-        """Decide the step and the loss if they are not decided yet, and add all records that wait."""
-        known: dict[int, Record] = {}
-        if not self._is_decided:
-            documents = [(at, item) for at, (_, item) in enumerate(self._waiting) if not isinstance(item, FailureLine)]
-            known = {at: self.objects.record(document) for at, document in documents}
-            self.objects.choose(list(known.values()), numbers_rows=self._numbers_rows(), loss=self._faults.loss)
-            self._faults.choices = self.objects.choices.to_json()
-            self._is_decided = True
-        for at, (number, item) in enumerate(self._waiting):
-            if isinstance(item, FailureLine):
-                self._add_failure(item)
-                continue
-            self.objects.add(item, self._builder, record=known.get(at))
-            if self.objects.ambiguous:
-                self.objects.report_ambiguous(self._faults, number)
-            if self.failures.ending and self.objects.has_advanced:
-                self.failures.record_seen()
-        self._waiting.clear()
-        self._waiting_failures.clear()
-
-    def _failures_on(self, line: bytes) -> Iterator[FailureLine]:
-        """Yield the failures on `line`, without those that wait already: they may be many before the first object."""
-        for part in filter(self.failures.is_possible, line.split(b"\r")):
-            text = without_colours(part.decode(errors="replace")).strip()
-            failure = self.failures.found_in(text, prefix_fields(text))
-            if failure and failure.key not in self._waiting_failures and len(self._waiting_failures) < MAX_WAITING:
-                self._waiting_failures.add(failure.key)
-                yield failure
-
-    def _add_failure(self, failure: FailureLine) -> None:
-        """Add an event for `failure`, at the step of the last record, unless it has one."""
-        if event := self.failures.event(failure):
-            self._builder.record_of_event(rank=failure.rank, ts=micros(failure.timestamp), origin=FROM_LOG)
-            self._builder.event(**event)
-
-
 def read_lines(
     path: Path,
     faults: Faults,
@@ -185,7 +55,8 @@ def read_lines(
     A line of more than `max_bytes` bytes is skipped and recorded in `faults`; `faults.read_bytes` is updated after each
     line. The parts of a line between NUL bytes, which a crash or a truncation leaves in a file, are yielded one by one,
     unless `is_valid` returns true for the whole line: then the NUL bytes are a part of its text.
-    Raises IngestError if the file is UTF-16, compressed or binary.
+    Raises IngestError if the file is UTF-16, compressed or binary. A file is binary if any 64 KiB of it contain more
+    runs of NUL bytes than crashes leave.
     """
     with path.open("rb") as file:
         faults.read_bytes += skip_hole(file)
@@ -194,6 +65,7 @@ def read_lines(
         refuse_binary(path, head)
         file.seek(begin)
         number = 0
+        holes = _Holes(path, faults.read_bytes + len(head))
         is_rest = is_skipped = False  # the rest of a long line: it is skipped, except behind many NUL bytes
         for line in _pieces(file, max_bytes + 1, line_end(head)):
             size = len(line)
@@ -203,17 +75,37 @@ def read_lines(
                 yield number, line.rstrip(b"\r\n") if number > 1 else line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n")
                 continue
             is_long = size > max_bytes and not line.endswith((b"\n", b"\r"))
+            if is_valid and not (is_rest or is_long) and is_valid(line.rstrip(b"\r\n")):
+                yield number, line.rstrip(b"\r\n")
+                continue
+            holes.see(line, faults.read_bytes)
             if is_long and not is_rest:
                 faults.add(number, f"longer than {max_bytes:,} bytes: {shown(line)}…")
             is_skipped = (is_rest and is_skipped) or (is_long and not line.endswith(b"\0"))
             is_rest = is_long
             if is_skipped:
                 continue
-            if is_valid and not is_rest and is_valid(line.rstrip(b"\r\n")):
-                yield number, line.rstrip(b"\r\n")
-                continue
             for part in filter(bytes.strip, _NULS.split(line.strip(b"\0"))):
                 yield number, part.replace(b"\0", b"").rstrip(b"\r\n")
+
+
+class _Holes:
+    """Counts the runs of NUL bytes in each 64 KiB of a file that contain any, behind the byte `begin`."""
+
+    def __init__(self, path: Path, begin: int) -> None:
+        self._path = path
+        self._begin = begin
+        self._runs = 0
+
+    def see(self, line: bytes, end: int) -> None:
+        """Raise IngestError if the part of the file before `end`, the end of `line`, is binary."""
+        if end <= self._begin:
+            return
+        if end - self._begin > _WINDOW_BYTES:
+            self._begin, self._runs = end - len(line), 0
+        self._runs += len(_NUL_RUNS.findall(line))
+        if self._runs > max(_MOST_HOLES, (end - self._begin) >> 10):
+            raise IngestError(f"{self._path} is a binary file, not a text log: it has NUL bytes before byte {end:,}")
 
 
 def _pieces(file: BinaryIO, size: int, end: bytes) -> Iterator[bytes]:
@@ -305,6 +197,15 @@ def refuse_binary(path: Path, head: bytes) -> None:
         raise IngestError(f"{path} is a binary file, not a text log")
 
 
+def is_binary(head: bytes) -> bool:
+    """Return whether a file that begins with `head` is UTF-16, compressed or binary."""
+    try:
+        refuse_binary(Path(), head)
+    except IngestError:
+        return True
+    return False
+
+
 def _looks_utf16(head: bytes) -> bool:
     """Return whether `head` looks like Latin text in UTF-16 without a byte order mark.
 
@@ -371,6 +272,11 @@ def torn_size(path: Path) -> int | None:
         return None if file.read(1) in {b"\n", b"\r", b""} else size
 
 
+def is_settled(path: Path) -> bool:
+    """Return whether the last line of a log is complete: it has a line end, or no process has written for 600 s."""
+    return torn_size(path) is None or time.time() - path.stat().st_mtime > SETTLED_SECONDS
+
+
 def without_colours(text: str) -> str:
     """Return `text` as a terminal shows it: without colour codes, and only the text after the last carriage return."""
     if "\x1b" in text:
@@ -389,6 +295,8 @@ def prefix_fields(prefix: str) -> dict[str, Any]:
         found["rank"] = int(rank[1] or rank[2] or rank[3])
     if moment := _TIME.search(prefix):
         found["timestamp"] = moment[1].replace("/", "-")
+    elif moment := FORM.search(prefix):
+        found["timestamp"] = moment[0]
     return found
 
 

@@ -8,6 +8,7 @@ number.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections import Counter
@@ -16,8 +17,9 @@ from typing import Any, Final
 
 from rankscope_contract.model.events import EventType, ExitReason, RunState, Severity
 from rankscope_contract.model.schema import canonical_labels
-from rankscope_ingest.importers.common.aliases import SOURCE_NAME, UNITS, Alias, in_unit
+from rankscope_ingest.importers.common.aliases import SOURCE_NAME, UNITS, Alias, canonical, in_unit
 from rankscope_ingest.importers.common.choices import LOSS, Choices, decide, is_training
+from rankscope_ingest.importers.common.dates import Clock, Dates
 from rankscope_ingest.importers.common.importer import FROM_LOG, BlockBuilder, Faults, ImportedRun
 from rankscope_ingest.importers.common.keys import (
     BATCH,
@@ -25,19 +27,15 @@ from rankscope_ingest.importers.common.keys import (
     EVALUATION_SPLITS,
     Named,
     Names,
-    Role,
     Shape,
     Shapes,
-    evaluation_sets,
     event_class,
-    is_plain_number,
     name_in_set,
     name_in_split,
     own_name,
-    role_of,
     step_rank,
 )
-from rankscope_ingest.importers.common.records import Record
+from rankscope_ingest.importers.common.records import Record, record_of
 from rankscope_ingest.importers.common.step_streams import StepStreams
 from rankscope_ingest.importers.common.values import (
     MAX_JSON,
@@ -45,23 +43,17 @@ from rankscope_ingest.importers.common.values import (
     clean_text,
     is_ambiguous,
     json_text,
-    micros,
     number,
     quantity,
     seconds,
-    whole,
 )
 
-MAX_DEPTH: Final = 8
-MAX_NUMBERS: Final = 4096
-MAX_LIST: Final = 256
 MAX_KEYS: Final = 1000
 MAX_NAMES: Final = 1000
 """Number of different names of scalars that are stored of one log. Values of further names are counted."""
 
 _LIST_LABEL: Final = {"learning_rate": "group", "gpu_util": "gpu"}
 _UTILISATION: Final = "gpu_util"
-_LARGEST_RANK: Final = 1 << 31
 _LAST_ENTRY: Final = "train_runtime"
 """A key that occurs only in the last entry that the Hugging Face Trainer logs.
 
@@ -74,8 +66,12 @@ _AVERAGE: Final = re.compile(r"train_(?!speed)[^(]*")
 An example is `train_loss`. ms-swift's `train_speed(iter/s)` is the speed of a step and does not match.
 """
 
-_HISTORY: Final = "log_history"
+_ELAPSED: Final = "elapsed_seconds"
 _COUNTS: Final = {"tokens", "samples", "tokens/s", "samples/s"}
+
+
+_Added = tuple[str, Named, float | list[float | None]]
+"""Key, stored name and value of a number in an object."""
 
 
 class ObjectReader:
@@ -84,6 +80,8 @@ class ObjectReader:
     def __init__(self, choices: Choices = Choices(), unkept: Counter[str] | None = None) -> None:  # noqa: B008 - frozen
         self.choices = choices
         """The decision about the log: which counter is the step, and which quantity is the loss."""
+        self.clock = Clock(Dates())
+        """Converts the times of the log whose date is not complete."""
         self.contradictions: Counter[str] = Counter()
         """For each contradiction of later records with the decision, the number of these records."""
         self.keys: dict[str, int] = {}
@@ -128,26 +126,32 @@ class ObjectReader:
         its rank that contain a number.
         """
         shape = self._shapes.of(document, self._names.version)
-        if shape is not None and all(map(is_plain_number, document.values())):
-            self._add_plain(shape, tuple(document.values()), builder, attempt)
-        else:
+        if shape is None or not self._add_plain(shape, tuple(document.values()), builder, attempt):
             self._add_any(record or self.record(document), builder, attempt)
 
-    def _add_plain(self, shape: Shape, values: Sequence[float], builder: BlockBuilder, attempt: int | None) -> None:
-        step = int(values[shape.step])
-        self._update_last_step(step)
-        self._see_row(None, step)
+    def _add_plain(self, shape: Shape, values: Sequence[Any], builder: BlockBuilder, attempt: int | None) -> bool:
+        """Add a record of a known shape. Return False, and add nothing, if one of its values has another form."""
+        found, numbers = shape.place(values), shape.numbers_in(values)
+        if found is None or numbers is None:
+            return False
+        step, planned, rank, ts = found
+        self.planned_steps = planned or self.planned_steps
+        if step is not None:
+            self._update_last_step(step)
+        self._see_row(rank, step)
         if attempt is None:
             epoch = None if shape.epoch is None else values[shape.epoch]
-            value = values[shape.numbers[0][0]] if shape.numbers else None
-            attempt = self._streams.attempt(None, step, epoch, value=value)
-        builder.record(step=step, origin=FROM_LOG, attempt=attempt)
-        for place, (alias, labels) in shape.numbers:
-            value = values[place]
+            value = numbers[0] if numbers and shape.numbers[0][1] is None else None  # as in `_add_any`
+            attempt = self._streams.attempt(rank, step, epoch, value=value)
+        builder.record(step=step, rank=rank, ts=ts, origin=FROM_LOG, attempt=attempt)
+        for value, (alias, labels) in zip(numbers, shape.names, strict=True):
             builder.scalar(alias.name, value if alias.factor == 1.0 else alias.converted(value), alias.unit, labels)
+        return True
 
     def _add_any(self, record: Record, builder: BlockBuilder, attempt: int | None) -> None:
         document = record.document
+        if record.undated and record.ts is None:
+            self._take_time(record, record.undated)
         for key, value in document.items():
             if key in self.keys or len(self.keys) < MAX_KEYS:
                 self.keys[key] = self.keys.get(key, 0) + (value is None)
@@ -182,26 +186,48 @@ class ObjectReader:
         is_special = (
             is_aside
             or record.writer is not None
-            or _UTILISATION in {named[0].name for _, named in added}
+            or record.undated is not None
+            or _UTILISATION in {named[0].name for _, named, _ in added}
             or _LAST_ENTRY in document
-            or self.choices.loss in document
+            or (self.choices.loss in document and bool(record.sets))
+            or (step_key is None and (self.choices.numbers_rows or EPOCH in self.choices.steps))
         )
-        if step_key is not None and len(record.counters) == 1 and not is_special:
-            self._shapes.learn(document, step_key, added)
+        if not is_special and record.event is None and record.split is None and len(record.counters) <= 1:
+            self._learn(record, step_key, added)
+
+    def _learn(self, record: Record, step_key: str | None, added: list[_Added]) -> None:
+        """Store the shape of a record of training, so that further records of this shape are added faster."""
+        if not record.plans.keys() - {step_key}:
+            stored = []
+            for key, named, value in added:
+                copy = [(key, _as_loss(key, named), value)] if key == self.choices.loss else []
+                stored += [(key, named, value), *copy]
+            self._shapes.learn(record.document, step_key, stored, has_plan=self._is_plan(step_key))
+
+    def _take_time(self, record: Record, text: str) -> None:
+        """Store the time that `text` contains, or without a year the time since the first record."""
+        record.ts, elapsed = self.clock.moment(text)
+        is_told = any(canonical(key).name == _ELAPSED for key in record.quantities())
+        if record.ts is None and elapsed is not None and not is_told:
+            record.numbers[_ELAPSED] = elapsed
 
     def record(self, document: Mapping[str, Any]) -> Record:
         """Return the values of the logged object `document`, divided by use."""
-        record = Record(document, evaluation_sets(document))
-        self._collect(document, "", record, 0)
+        record = record_of(document)
+        self.config = self.config if record.config is None else record.config
         return record
 
-    def choose(self, records: Sequence[Record], *, numbers_rows: bool, loss: str | None) -> None:
-        """Decide about the log, which begins with `records`; `choices.decide` describes the other arguments.
+    def choose(
+        self, records: Sequence[Record], *, numbers_rows: bool, loss: str | None, dates: Dates | None = None
+    ) -> None:
+        """Decide about the log, which begins with `records`. What an earlier import has decided remains.
 
-        What an earlier import has decided remains.
+        `choices.decide` describes `numbers_rows` and `loss`. `dates` is the decision about times without a complete
+        date; None if the log has none.
         """
         found = decide([record for record in records if record.is_row()], numbers_rows=numbers_rows, loss=loss)
-        self.choices = found.after(self.choices)
+        self.choices = dataclasses.replace(found, dates=dates).after(self.choices)
+        self.clock = Clock(self.choices.dates or Dates())
 
     @property
     def are_writers_interleaved(self) -> bool:
@@ -234,80 +260,6 @@ class ObjectReader:
         for text in self.ambiguous:
             faults.add(line, text)
         self.ambiguous.clear()
-
-    def _collect(self, document: Mapping[str, Any], path: str, record: Record, depth: int) -> None:
-        for name, value in document.items():
-            key = f"{path}{name}"
-            if value is None or len(record.numbers) >= MAX_NUMBERS:
-                record.omitted += [] if value is None else [key]
-                continue
-            role = role_of(key)
-            if role is Role.VALUE or not self._take_role(role, key, value, record):
-                self._collect_value(key, value, record, depth)
-
-    def _collect_value(self, key: str, value: Any, record: Record, depth: int) -> None:
-        found = number(value)
-        if found is not None:
-            record.numbers[key] = found
-        elif isinstance(value, str):
-            record.texts[key] = value
-        elif isinstance(value, dict | list | tuple) and value:
-            if depth >= MAX_DEPTH or key == _HISTORY or (not isinstance(value, dict) and len(value) > MAX_LIST):
-                record.omitted.append(key)  # ms-swift's last row repeats the history
-            elif isinstance(value, dict):
-                self._collect(value, f"{key}/", record, depth + 1)
-            else:
-                self._collect_list(key, value, record, depth)
-
-    def _collect_list(self, key: str, items: Sequence[Any], record: Record, depth: int) -> None:
-        """Add the numbers of the list `items` to `record`.
-
-        A list of numbers is added under `key`. If `items` contains objects or lists, the key of each number in
-        them begins with `key`, a slash and the index of the object or list.
-        """
-        numbers = [number(item) for item in items]
-        if any(isinstance(item, dict | list | tuple) for item in items):
-            places = {str(place): item for place, item in enumerate(items) if not isinstance(item, str)}
-            self._collect(places, f"{key}/", record, depth + 1)
-        elif all(item is None or found is not None for item, found in zip(items, numbers, strict=True)) and any(
-            found is not None for found in numbers
-        ):
-            record.numbers[key] = numbers
-        elif any(found is not None for found in numbers):
-            record.omitted.append(key)
-
-    def _take_role(self, role: Role, key: str, value: Any, record: Record) -> bool:
-        """Store `value` as the step, rank, time or other property that `role` selects.
-
-        Return False if the value is not valid for that property. The caller then treats the value as an ordinary one.
-        """
-        match role:
-            case Role.STEP:
-                return record.take_step(key, value)
-            case Role.STEP_OF_PLAN:
-                return isinstance(value, str) and record.take_step("step", value)
-            case Role.PLAN:
-                record.plans[key] = whole(value)
-                return record.plans[key] is not None
-            case Role.RANK:
-                rank = whole(value)
-                record.rank = rank if rank is not None and 0 <= rank < _LARGEST_RANK else record.rank
-                return True
-            case Role.WRITER if isinstance(value, str | int):
-                record.writer = record.writer or str(value)
-            case Role.TIME:
-                moment = micros(value)
-                record.ts = moment if record.ts is None else record.ts
-                return moment is not None
-            case Role.EVENT if isinstance(value, str):
-                record.event = value
-                return True
-            case Role.SPLIT if isinstance(value, str):
-                record.split = value.lower()
-            case Role.CONFIG if isinstance(value, dict):
-                self.config = value
-                return True
-        return False
 
     def _step_key(self, record: Record) -> str | None:
         """Return the name of the counter that is the step of `record`, or None if the record has no step.
@@ -347,8 +299,7 @@ class ObjectReader:
         for key, value in record.counters.items():
             if key not in {chosen, EPOCH}:
                 record.numbers[key] = float(value)
-        is_plan = chosen is not None and chosen not in {BATCH, EPOCH} and not self.choices.is_within_epoch
-        own = record.plans.get(chosen or "") if is_plan else None
+        own = record.plans.get(chosen or "") if self._is_plan(chosen) else None
         planned = own or next((total for key, total in record.plans.items() if key not in record.counters), None)
         self.planned_steps = planned or self.planned_steps
         if chosen is None:
@@ -356,6 +307,10 @@ class ObjectReader:
         step = record.counters[chosen]
         self._update_last_step(step)
         return step
+
+    def _is_plan(self, chosen: str | None) -> bool:
+        """Return whether the total of the counter `chosen` is the planned number of steps of the run."""
+        return chosen is not None and chosen not in {BATCH, EPOCH} and not self.choices.is_within_epoch
 
     def _see_row(self, rank: int | None, step: int | None) -> None:
         """Set `has_advanced` for a row of training."""
@@ -367,8 +322,8 @@ class ObjectReader:
         if self.planned_steps and step >= self.planned_steps:
             self.finished = True
 
-    def _add_numbers(self, record: Record, builder: BlockBuilder) -> list[tuple[str, Named]]:
-        """Add all numbers of `record`, including numbers in text, as scalars. Return their keys and stored names."""
+    def _add_numbers(self, record: Record, builder: BlockBuilder) -> list[_Added]:
+        """Add all numbers of `record`, including numbers in text, as scalars. Return them."""
         taken: set[str] = set()
         added = []
         self._unkept.update(record.omitted)
@@ -387,7 +342,7 @@ class ObjectReader:
             if key == self.choices.loss and not isinstance(numbers, list) and not is_evaluation:
                 builder.scalar(LOSS, named[0].converted(numbers), None, canonical_labels({SOURCE_NAME: key}))
             taken.add(named[0].name)
-            added.append((key, named))
+            added.append((key, named, numbers))
         return added
 
     def _from_text(self, key: str, text: str, named: Named) -> tuple[Named, float] | None:
@@ -428,6 +383,12 @@ class ObjectReader:
         if found.type == EventType.EXIT:
             details = {"reason": ExitReason.COMPLETED, "last_step": self.last_step, **details}
         builder.event(found.type, found.severity, clean_text(name), json_text(details))
+
+
+def _as_loss(key: str, named: Named) -> Named:
+    """Return the name of the copy that is stored as the loss for the quantity `key`, whose stored name is `named`."""
+    alias = dataclasses.replace(named[0], name=LOSS, unit=None, source_unit=None)
+    return alias, canonical_labels({SOURCE_NAME: key})
 
 
 @functools.lru_cache(maxsize=4096)

@@ -43,7 +43,8 @@ _CLOCK: Final = r"\d\d:\d\d:\d\d(?:[.,]\d{1,9})?"
 _PREFIX: Final = re.compile(
     rf"\[[^\[\]]{{0,80}}(?:{_LEVEL}|{_CLOCK})[^\[\]]{{0,80}}\]:?|{_LEVEL}"
     r"|\[(?:info|warn(?:ing)?|error|debug|critical)\]:?"
-    rf"|\d{{1,4}}[-/]\d{{1,2}}[-/]\d{{1,4}}[ T]{_CLOCK}(?:Z|[-+]\d\d:?\d\d)?|^[IWEF]\d{{4}} {_CLOCK}\s+\d+|^{_CLOCK}"
+    rf"|(?:\d{{1,4}}[-/])?\d{{1,2}}[-/]\d{{1,4}}[ T]{_CLOCK}(?:Z|[-+]\d\d:?\d\d)?"
+    rf"|^[IWEF]\d{{4}} {_CLOCK}\s+\d+|^{_CLOCK}"
     r"|(?<![\w./$-])[\w./$-]{1,80}(?:\$|\.(?:py|cc|cpp|scala|java|rs|go|jl)):\d+(?::\w{1,40})?(?:\]|\)|\s-|\s|:)"
     r"|\(\w{1,40} pid=\d+[^()]{0,40}\)|\[[\w.-]{0,40}(?:\d|:\d{1,6})\]:|\[rank \d+\]|^\s*\d+:\s",
     re.IGNORECASE,

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from rankscope_contract.model.events import EventType
-from rankscope_ingest.importers.common.keys import EPOCH, event_class
-from rankscope_ingest.importers.common.values import quantity, seconds, whole
+from rankscope_ingest.importers.common.dates import FORM
+from rankscope_ingest.importers.common.keys import EPOCH, Role, evaluation_sets, event_class, role_of
+from rankscope_ingest.importers.common.values import micros, number, quantity, seconds, whole
+
+MAX_DEPTH: Final = 8
+MAX_NUMBERS: Final = 4096
+MAX_LIST: Final = 256
+
+_LARGEST_RANK: Final = 1 << 31
+_HISTORY: Final = "log_history"
 
 
 @dataclass(slots=True)
@@ -27,9 +35,11 @@ class Record:
     plans: dict[str, int | None] = field(default_factory=dict)  # planned value of a counter, or planned steps
     rank: int | None = None
     ts: int | None = None
+    undated: str | None = None  # a time without a complete date
     event: str | None = None
     split: str | None = None
     writer: str | None = None  # id of the process or host
+    config: Any = None  # the settings of the training
 
     def epoch(self) -> float | None:
         """Return the epoch in the object as a number, or None if the object has no epoch.
@@ -77,3 +87,91 @@ class Record:
             self.plans[key] = total
         self.counters[key] = step
         return True
+
+
+def record_of(document: Mapping[str, Any]) -> Record:
+    """Return the values of the logged object `document`, divided by use."""
+    record = Record(document, evaluation_sets(document))
+    _collect(document, "", record, 0)
+    return record
+
+
+def _collect(document: Mapping[str, Any], path: str, record: Record, depth: int) -> None:
+    for name, value in document.items():
+        key = f"{path}{name}"
+        if value is None or len(record.numbers) >= MAX_NUMBERS:
+            record.omitted += [] if value is None else [key]
+            continue
+        role = role_of(key)
+        if role is Role.VALUE or not _take_role(role, key, value, record):
+            _collect_value(key, value, record, depth)
+
+
+def _collect_value(key: str, value: Any, record: Record, depth: int) -> None:
+    found = number(value)
+    if found is not None:
+        record.numbers[key] = found
+    elif isinstance(value, str):
+        record.texts[key] = value
+    elif isinstance(value, dict | list | tuple) and value:
+        if depth >= MAX_DEPTH or key == _HISTORY or (not isinstance(value, dict) and len(value) > MAX_LIST):
+            record.omitted.append(key)  # ms-swift's last row repeats the history
+        elif isinstance(value, dict):
+            _collect(value, f"{key}/", record, depth + 1)
+        else:
+            _collect_list(key, value, record, depth)
+
+
+def _collect_list(key: str, items: Sequence[Any], record: Record, depth: int) -> None:
+    """Add the numbers of the list `items` to `record`.
+
+    A list of numbers is added under `key`. If `items` contains objects or lists, the key of each number in them begins
+    with `key`, a slash and the index of the object or list.
+    """
+    numbers = [number(item) for item in items]
+    if any(isinstance(item, dict | list | tuple) for item in items):
+        places = {str(place): item for place, item in enumerate(items) if not isinstance(item, str)}
+        _collect(places, f"{key}/", record, depth + 1)
+    elif all(item is None or found is not None for item, found in zip(items, numbers, strict=True)) and any(
+        found is not None for found in numbers
+    ):
+        record.numbers[key] = numbers
+    elif any(found is not None for found in numbers):
+        record.omitted.append(key)
+
+
+def _take_role(role: Role, key: str, value: Any, record: Record) -> bool:
+    """Store `value` as the step, rank, time or other property that `role` selects.
+
+    Return False if the value is not valid for that property. The caller then treats the value as an ordinary one.
+    """
+    match role:
+        case Role.STEP:
+            return record.take_step(key, value)
+        case Role.STEP_OF_PLAN:
+            return isinstance(value, str) and record.take_step("step", value)
+        case Role.PLAN:
+            record.plans[key] = whole(value)
+            return record.plans[key] is not None
+        case Role.RANK:
+            rank = whole(value)
+            record.rank = rank if rank is not None and 0 <= rank < _LARGEST_RANK else record.rank
+            return True
+        case Role.WRITER if isinstance(value, str | int):
+            record.writer = record.writer or str(value)
+        case Role.TIME:
+            moment = micros(value)
+            record.ts = moment if record.ts is None else record.ts
+            if moment is None and isinstance(value, str) and FORM.search(value):
+                record.undated = record.undated or value
+                return True
+            return moment is not None
+        case Role.EVENT if isinstance(value, str):
+            record.event = value
+            return True
+        case Role.SPLIT if isinstance(value, str):
+            record.split = value.lower()
+        case Role.CONFIG if isinstance(value, dict):
+            record.config = value
+            return True
+    return False

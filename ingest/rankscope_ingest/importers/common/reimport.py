@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.branches import StoredScalars
-from rankscope_ingest.importers.common.importer import Faults, ImportedBlock, ImportedRun, Importer
+from rankscope_ingest.importers.common.importer import Faults, ImportedBlock, ImportedRun, Importer, Options
 from rankscope_ingest.importers.common.lines import readable
 from rankscope_ingest.importers.common.log_identity import KnownImport, stream_of
-from rankscope_ingest.importers.common.runner import errors_about, source_of
+from rankscope_ingest.importers.common.runner import errors_about, refuse_options, source_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,19 +33,20 @@ def replaceable(
     stored: StoredScalars | None,
     *,
     is_live: bool,
-    loss: str | None = None,
+    options: Options = Options(),  # noqa: B008 - frozen
 ) -> Replaceable:
     """Read the log at `path` without storing it, and return the rows that its earlier import has stored.
 
     `import_records` describes the arguments. Raises IngestError if the log is not among the imported logs, if it cannot
     be read, or if it lacks records that are stored.
     """
+    refuse_options(path, importer, options)
     before = source_of(path, run, importer, known, stored).before
     if before is None or before.kind != importer.name or (path.is_dir() and before.path != str(path.absolute())):
         raise IngestError(
             f"{path} with its current content is not imported into the run {run!r}: import it without --reimport"
         )
-    sources, records = _content(path, importer, loss)
+    sources, records = _content(path, importer, options)
     if not records or _is_shorter(path, before, records):
         raise IngestError(
             f"{path} has fewer records than its last import into the run {run!r} has read: --reimport would lose them"
@@ -60,12 +61,12 @@ def replaceable(
     )
 
 
-def _content(path: Path, importer: Importer, loss: str | None) -> tuple[set[str], int]:
+def _content(path: Path, importer: Importer, options: Options) -> tuple[set[str], int]:
     """Return the names of the sources in the log and its number of records."""
     sources: set[str] = set()
     records = 0
     with errors_about(path), readable(path):
-        for item in importer.read(path, Faults(loss=loss)):
+        for item in importer.read(path, Faults(options=options)):
             if not isinstance(item, ImportedRun):
                 sources.add(item.source)
                 records += item.records if isinstance(item, ImportedBlock) else 1

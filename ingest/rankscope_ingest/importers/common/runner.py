@@ -26,12 +26,14 @@ from rankscope_ingest.importers.common.choices import Choices
 from rankscope_ingest.importers.common.importer import (
     DependsOnAge,
     Faults,
+    HasOptions,
     Imported,
     ImportedBlock,
     ImportedRecord,
     ImportedRun,
     Importer,
     KnownByContent,
+    Options,
 )
 from rankscope_ingest.importers.common.lines import readable
 from rankscope_ingest.importers.common.live_run import kept_apart, label_of
@@ -81,7 +83,7 @@ def import_records(
     rules: Sequence[AnomalyRule] = IMPORT_RULES,
     is_live: bool = False,
     stored: StoredScalars | None = None,
-    loss: str | None = None,
+    options: Options = Options(),  # noqa: B008 - frozen
 ) -> ImportReport:
     """Import the log at `path` into the store as the run `run`. Raises IngestError if the log cannot be read.
 
@@ -89,17 +91,17 @@ def import_records(
     restart in another file becomes another attempt, and the import is stored as an event. `progress` is called with the
     number of bytes read. `rules` are applied to the new rows. With `is_live`, ranks of the run have reported data: the
     log is kept apart from these data, and changes neither the run nor its attempts. With `stored`, a log that differs
-    from an imported log after a common beginning is recognized. `loss` is the name of the quantity in the log that is
-    stored as the loss, too.
+    from an imported log after a common beginning is recognized. `options` are those of the user for logs of lines.
     """
+    refuse_options(path, importer, options)
     fingerprint = None if known is None else _fingerprint(path, importer)
     unchanged = (log for log in known or () if _is_unchanged(path, importer, fingerprint, log))
     if (last := next(unchanged, None)) is not None:
-        _check_loss(path, last, loss)
+        _check_choices(path, last, options)
         return unchanged_report(run, last)
     source = source_of(path, run, importer, known or (), stored)
-    _check_loss(path, source.before, loss)
-    faults = Faults(choices=None if source.before is None else source.before.choices, loss=loss)
+    _check_choices(path, source.before, options)
+    faults = Faults(choices=None if source.before is None else source.before.choices, options=options)
     others = tuple(log for log in known or () if log.kind == importer.name and log.incarnation != source.incarnation)
     intake = _Intake(path, run, importer.name, source, others, appender, RuleEvaluator(rules), is_live)
     rows_stored = 0
@@ -114,12 +116,23 @@ def import_records(
     return _report(intake, faults, rows_stored)
 
 
-def _check_loss(path: Path, before: KnownImport | None, loss: str | None) -> None:
-    """Raise IngestError if the user has chosen `loss` for a log that is stored with another loss."""
-    if before is None or before.choices is None or loss is None:
+def refuse_options(path: Path, importer: Importer, options: Options) -> None:
+    """Raise IngestError if the user has given options that the format of the log does not have."""
+    known = importer.options if isinstance(importer, HasOptions) else ()
+    if unknown := " and ".join(f"--{name}" for name in options.given() if name not in known):
+        raise IngestError(f"{path} has the format {importer.name}, to which {unknown} does not apply: omit the option")
+
+
+def _check_choices(path: Path, before: KnownImport | None, options: Options) -> None:
+    """Raise IngestError if the user has chosen a loss or a year for a log that is stored with another one."""
+    if before is None or before.choices is None:
         return
+    choices = Choices.from_json(before.choices)
     with errors_about(path):
-        Choices.from_json(before.choices).check_loss(loss)
+        if options.loss is not None:
+            choices.check_loss(options.loss)
+        if options.year is not None:
+            choices.check_year(options.year)
 
 
 @contextlib.contextmanager

@@ -17,15 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from rankscope_ingest.base.errors import IngestError
-from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
+from rankscope_ingest.importers.common.importer import NOT_MINE, SETTLED_SECONDS, Detection, Faults, Imported
 
 if TYPE_CHECKING:
     from rankscope_ingest.importers.tensorboard.rows import EventRows, Place
 
 MARK: Final = "tfevents"
-SETTLED_SECONDS: Final = 600.0
-"""Time in seconds for which a file must be unchanged, so that its last step is considered complete."""
-
 _VERSION_MARK: Final = b"brain.Event:"
 _SAMPLED_FILES: Final = 2_000
 _FOLDER_RANK: Final = re.compile(r"(?:.*-)?rank[_-]?(\d{1,9})(?:-attempt(\d{1,9})|-[0-9a-f]{8})?")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.programs import run_program
 
+from rankscope_exporter.base import graph_capture
 from rankscope_exporter.monitors.flight_recorder import torch_api
 from rankscope_exporter.monitors.flight_recorder.entry import Entry, read_flight_record
 from rankscope_exporter.monitors.flight_recorder.torch_api import (
@@ -161,7 +162,7 @@ def on_a_device(monkeypatch):
 def test_device_is_queried_in_the_relaxed_capture_mode(on_a_device, failures, monkeypatch):
     """The previous mode of the thread is restored."""
     runtime, seen = Runtime(), []
-    monkeypatch.setattr(torch_api, "_exchange_of_modes", lambda: runtime.exchange)
+    monkeypatch.setattr(graph_capture, "exchange_of_modes", lambda: runtime.exchange)
     monkeypatch.setattr(C10D, DEVICE.plain, lambda *_: seen.append(runtime.mode) or "{}", raising=False)
     read_without_stacks(failures.report, recorders=[DEVICE])
 
@@ -173,7 +174,7 @@ def test_device_without_that_mode_is_queried_only_for_a_hang(
     is_urgent, names, on_a_device, functions, failures, monkeypatch
 ):
     """The other recorder is always read."""
-    monkeypatch.setattr(torch_api, "_exchange_of_modes", lambda: None)
+    monkeypatch.setattr(graph_capture, "exchange_of_modes", lambda: None)
     monkeypatch.setattr(C10D, DEVICE.plain, getattr(C10D, GOOD.plain), raising=False)
 
     assert names == set(read_without_stacks(failures.report, is_urgent=is_urgent, recorders=[DEVICE, GOOD]))

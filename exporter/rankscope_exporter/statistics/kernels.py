@@ -1,0 +1,188 @@
+"""Compiled kernels for the statistics, each of which a background thread loads once per process.
+
+Numba, for CPUs, and Triton, for CUDA devices, are optional. Importing them and compiling a kernel takes seconds. Until
+the kernel is ready, or if the library is missing, torch operations compute the same statistics.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+
+from rankscope_exporter.base.graph_capture import others_may_capture
+from rankscope_exporter.process.threads import OwnThread
+from rankscope_exporter.statistics import torch_backend
+from rankscope_exporter.statistics.device_arguments import DeviceArguments, DeviceKernel
+from rankscope_exporter.statistics.table import StatisticsTable
+
+log = logging.getLogger("rankscope_exporter.statistics")
+
+_FORK_WAITS_SECONDS: Final = 10.0
+_CPU: Final = torch.device("cpu")
+
+Kernel = Callable[..., None]
+
+
+class LazyKernel:
+    """A kernel that `load` compiles on a background thread. `package` is the library that compiles it."""
+
+    def __init__(self, package: str, load: Callable[[], Kernel]) -> None:
+        self.package = package
+        self.kernel: Kernel | None = None
+        """The compiled kernel; None until it is compiled."""
+        self.seconds = 0.0
+        """CPU seconds of the import and the compilation."""
+        self._load = load
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_possible(self) -> bool:
+        """Return whether the kernel is ready, or its library is installed."""
+        return self.kernel is not None or importlib.util.find_spec(self.package) is not None
+
+    @property
+    def is_started(self) -> bool:
+        """Return whether `warm_up` has started the compilation."""
+        return self._thread is not None
+
+    def warm_up(self) -> threading.Thread | None:
+        """Start the import and the compilation on a background thread, once per process, and return the thread.
+
+        Return None if the kernel is ready or cannot be compiled.
+        """
+        with self._lock:
+            if self.kernel is not None or not self.is_possible:
+                return None
+            if self._thread is None:
+                self._thread = OwnThread(target=self._run, name="rankscope-warm-up")
+                # In a child that is forked during an import, the import lock would be held for ever. An exit during a
+                # compilation would free memory that the compiler uses.
+                os.register_at_fork(before=self._wait)
+                atexit.register(self._wait)
+                self._thread.start()
+            return self._thread
+
+    def _wait(self) -> None:
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_FORK_WAITS_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            self.kernel = self._load()
+        except Exception as error:  # noqa: BLE001 - a compiler raises errors of any type
+            text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            log.warning(
+                "%s cannot be used (%s): tensor statistics are computed with torch operations",
+                self.package,
+                text.splitlines()[0],
+            )
+        finally:
+            self.seconds = time.thread_time()
+
+
+def _load_for_cpu() -> Kernel:
+    numba_log = logging.getLogger("numba")
+    if numba_log.level == logging.NOTSET:  # with the root at DEBUG, every compiled line would be logged
+        numba_log.setLevel(logging.WARNING)
+    kernels = importlib.import_module("rankscope_exporter.statistics.numba_kernels")
+    with contextlib.suppress(RuntimeError, OSError, EOFError):  # no writable folder, or a broken file in it
+        return kernels.compile_measure(cache=True)  # type: ignore[no-any-return]
+    return kernels.compile_measure(cache=False)  # type: ignore[no-any-return]
+
+
+def _load_for_device(device: torch.device, *, fourths: bool) -> Kernel:
+    kernels = importlib.import_module("rankscope_exporter.statistics.triton_kernels")
+    # A stream of its own: work of this thread must neither wait for the training nor become part of a captured graph.
+    with others_may_capture(), torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        check_kernel(kernels.measure_jobs, device, fourths=fourths)
+    return kernels.measure_jobs  # type: ignore[no-any-return]
+
+
+def check_kernel(kernel: DeviceKernel, device: torch.device, *, fourths: bool) -> None:
+    """Compile the kernel for `device` by a first call. Waits for the current stream.
+
+    Raises RuntimeError if its results differ from those of torch operations.
+    """
+    with torch.no_grad():
+        odd = torch.linspace(-3.0, 5.0, 40_000, dtype=torch.float64, device=device)
+        odd[:3] = torch.tensor([torch.nan, torch.inf, 0.0], dtype=torch.float64, device="cpu")
+        tensors = [odd.to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)]
+        tensors += [tensor[1:101] for tensor in tensors]
+        tables = [StatisticsTable(len(tensors), device) for _ in range(2)]
+        for table in tables:
+            table.accumulate(["kurtosis"] if fourths else [])
+        rows = range(len(tensors))
+        DeviceArguments(rows, 0.5).run(kernel, tensors, tables[0])
+        sizes = [tensor.numel() for tensor in tensors]
+        torch_backend.measure(tensors, sizes, rows, tables[1], zero_below=0.5)
+        found, expected = (table.buffer.cpu() for table in tables)
+    counts = slice(len(tables[0].sums), len(tables[0].sums) + len(tables[0].counts))
+    own, other = (
+        torch.cat([part[: counts.start], part[counts.stop :]]).view(torch.float64) for part in (found, expected)
+    )
+    if not (torch.equal(found[counts], expected[counts]) and torch.allclose(own, other, rtol=1e-9, atol=1e-9)):
+        raise RuntimeError("the compiled kernel has wrong results on this device")
+
+
+def kernel_of(device: torch.device, *, fourths: bool = False) -> LazyKernel:
+    """Return the kernel for tensors on `device`, with or without sums of fourth powers. That for CPUs has both."""
+    if device.type == "cpu":
+        return _CPU_KERNEL
+    if device.index is None:
+        device = torch.device(device.type, torch.cuda.current_device())
+    return _kernel_of_device(device, fourths=fourths)
+
+
+@functools.cache
+def _kernel_of_device(device: torch.device, *, fourths: bool) -> LazyKernel:
+    return LazyKernel("triton", functools.partial(_load_for_device, device, fourths=fourths))
+
+
+_CPU_KERNEL: Final = LazyKernel("numba", _load_for_cpu)
+
+
+def ready_kernel(device: torch.device, extra_sums: Sequence[str]) -> Kernel | None:
+    """Return the compiled kernel for tensors on `device`; None until it is ready.
+
+    A kernel with sums of fourth powers is requested by its first use, after the kernel without them.
+    """
+    found = kernel_of(device, fourths=bool(extra_sums) and device.type != "cpu")
+    if found.kernel is None and not found.is_started and kernel_of(device).is_started:
+        found.warm_up()
+    return found.kernel
+
+
+def warm_up(device: torch.device = _CPU) -> threading.Thread | None:
+    """Start the compilation of the kernel for `device`: see `LazyKernel.warm_up`. Other devices than CUDA have none."""
+    return kernel_of(device).warm_up() if device.type in COMPILED_DEVICES else None
+
+
+COMPILED_DEVICES: Final = frozenset({"cpu", "cuda"})
+
+
+def warm_up_seconds(device: torch.device = _CPU) -> float:
+    """Return the CPU seconds that importing the compiler and compiling the kernel for `device` took."""
+    return kernel_of(device).seconds + (kernel_of(device, fourths=True).seconds if device.type != "cpu" else 0.0)
+
+
+def backend_name(device: torch.device = _CPU, *, coming: bool = False) -> str:
+    """Return the name of the present backend for tensors on `device`: "numba", "triton" or "torch".
+
+    If `coming` is true, return the name of the backend that is used once the kernel is compiled.
+    """
+    if device.type not in COMPILED_DEVICES:
+        return "torch"
+    found = kernel_of(device)
+    return found.package if found.kernel is not None or (coming and found.is_possible) else "torch"

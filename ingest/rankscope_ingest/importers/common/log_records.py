@@ -1,0 +1,199 @@
+"""Convert the lines of a log to records, and decide over the first records which counter is the step.
+
+Each importer parses its own lines and returns the objects on them. The module `objects` converts these objects to
+records. Lines that report a failure become events.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from rankscope_ingest.importers.common.choices import MAX_BYTES, MAX_RECORDS, Choices
+from rankscope_ingest.importers.common.dates import FORM, Dates, decide_dates
+from rankscope_ingest.importers.common.failures import FailureLine, FailureLines
+from rankscope_ingest.importers.common.importer import FROM_LOG, BlockBuilder, Faults, Imported
+from rankscope_ingest.importers.common.lines import (
+    MAX_LINE_BYTES,
+    is_settled,
+    prefix_fields,
+    read_lines,
+    sample_lines,
+    torn_size,
+    without_colours,
+)
+from rankscope_ingest.importers.common.objects import ObjectReader
+from rankscope_ingest.importers.common.records import Record
+from rankscope_ingest.importers.common.values import micros
+
+MAX_WAITING: Final = 10_000
+"""Maximum number of failures that wait for the decision. Twice this number is the maximum of objects and failures."""
+
+
+def read_log(
+    path: Path,
+    faults: Faults,
+    documents: Callable[[int, bytes], Iterable[Mapping[str, Any]]],
+    counts: Mapping[str, int],
+    *,
+    max_bytes: int = MAX_LINE_BYTES,
+    numbers_rows: Callable[[], bool] = lambda: False,
+) -> Iterator[Imported]:
+    """Yield blocks of the records in a text log, then the facts about the run.
+
+    `documents` is called with the number (from 1) and the bytes of each line; it returns the objects on the line and
+    records unreadable lines in `faults`. `counts` are numbers of lines by kind; they are stored with the run. A line of
+    more than `max_bytes` bytes is skipped. If `numbers_rows` returns true and the records have no counter, the number
+    of a record is its step. The step and the loss are decided over the first records; `faults.choices` contains the
+    decision of an earlier import, if there is one, and later the decision about this log.
+    """
+    builder = BlockBuilder()
+    records = _LogRecords(path, builder, faults, numbers_rows)
+    objects, failures = records.objects, records.failures
+    number = 0
+    for number, line in read_lines(path, faults, max_bytes=max_bytes):
+        records.line(number, line, documents(number, line))
+        if builder.is_full and (block := builder.take()):
+            yield block
+    records.decide()
+    if block := builder.take():
+        yield block
+    faults.notes += objects.choices.notes()
+    faults.notes += (
+        f"{contradiction} ({count:,} records): --reimport decides again"
+        for contradiction, count in objects.contradictions.items()
+    )
+    if objects.are_writers_interleaved:
+        faults.notes.append(
+            "records of several writers alternate: each writer is an attempt; the last is shown by default"
+        )
+    if objects.keys:
+        run = objects.run({"lines": number, **counts})
+        state, reason = (run.state, run.reason) if run.state or not failures.ending else failures.ending
+        yield dataclasses.replace(run, state=state, reason=reason)
+
+
+class _LogRecords:
+    """Adds the records and the failures of a log to blocks, in the order of their lines.
+
+    The first ones wait until the step and the loss are decided over 2,000 rows or the first megabyte from the first row
+    on. A row is an object with a number. Text and events before the first row have no influence on the decision.
+    """
+
+    def __init__(self, path: Path, builder: BlockBuilder, faults: Faults, numbers_rows: Callable[[], bool]) -> None:
+        self._path = path
+        self.objects = ObjectReader(Choices.from_json(faults.choices or {}), faults.unkept)
+        self.failures = FailureLines()
+        self._builder = builder
+        self._faults = faults
+        self._numbers_rows = numbers_rows
+        self._waiting: list[tuple[int, Record | FailureLine]] = []
+        self._waiting_failures: set[tuple[str, int | None]] = set()  # keys, since the last object
+        self._rows = 0  # number of rows that wait
+        self._first_byte = 0  # position behind the line of the first row, or of an object before it
+        self._is_decided = False
+        self._torn = None if is_settled(path) else torn_size(path)
+        self._held: list[tuple[int, FailureLine]] = []  # of the last line, which may be incomplete
+
+    def line(self, number: int, line: bytes, documents: Iterable[Mapping[str, Any]]) -> None:
+        """Add line `number` with the objects `documents`."""
+        if self._held:
+            self._add_failures(self._held)  # another line follows, so the line before is complete
+            self._held = []
+        has_objects = False
+        for document in documents:
+            has_objects = True
+            if self._is_decided:
+                self._add(number, document, None)
+            else:
+                self._wait(number, document)
+        # The text of a failure may follow a progress bar on its line.
+        if (not has_objects or b"it/s" in line or b"s/it" in line) and self.failures.is_possible(line):
+            is_torn = self._torn is not None and self._faults.read_bytes >= self._torn
+            found = [(number, failure) for failure in self._failures_on(line)]
+            if is_torn:
+                self._held = found
+            else:
+                self._add_failures(found)
+        if self._waiting and self._first_byte and self._faults.read_bytes - self._first_byte >= MAX_BYTES:
+            self._end_waiting()
+
+    def _wait(self, number: int, document: Mapping[str, Any]) -> None:
+        record = self.objects.record(document)
+        is_first_row = record.is_row() and not self._rows
+        self._first_byte = self._faults.read_bytes if is_first_row or not self._first_byte else self._first_byte
+        self._rows += record.is_row()
+        self._waiting.append((number, record))
+        self._waiting_failures.clear()
+        if self._rows >= MAX_RECORDS or len(self._waiting) >= 2 * MAX_WAITING:
+            self._end_waiting()
+
+    def _end_waiting(self) -> None:
+        """Decide if a row waits. Otherwise, add the objects that wait, and wait for the first row."""
+        if self._rows:
+            self.decide()
+        else:
+            self._first_byte = 0
+            self._add_waiting()
+
+    def decide(self) -> None:
+        """Decide the step and the loss if they are not decided yet, and add all records that wait."""
+        if not self._is_decided:
+            rows = [record for _, record in self._waiting if isinstance(record, Record)]
+            loss, dates = self._faults.options.loss, self._dates()
+            self.objects.choose(rows, numbers_rows=self._numbers_rows(), loss=loss, dates=dates)
+            self._faults.choices = self.objects.choices.to_json()
+            self._is_decided = True
+            self._add_waiting()
+
+    def _dates(self) -> Dates | None:
+        """Return the decision about times without a complete date, or None if the waiting lines have none."""
+        times = [item.undated if isinstance(item, Record) else item.timestamp for _, item in self._waiting]
+        undated = [text for text in times if text and FORM.search(text)]
+        if not undated:
+            return None
+        lines = (line.decode(errors="replace") for line in sample_lines(self._path))
+        return decide_dates(undated, lines, changed=self._path.stat().st_mtime, year=self._faults.options.year)
+
+    def _add_waiting(self) -> None:
+        for number, item in self._waiting:
+            if isinstance(item, FailureLine):
+                self._add_failure(item)
+            else:
+                self._add(number, item.document, item)
+        self._waiting.clear()
+        self._waiting_failures.clear()
+
+    def _add(self, number: int, document: Mapping[str, Any], record: Record | None) -> None:
+        self.objects.add(document, self._builder, record=record)
+        if self.objects.ambiguous:
+            self.objects.report_ambiguous(self._faults, number)
+        if self.failures.ending and self.objects.has_advanced:
+            self.failures.record_seen()
+
+    def _failures_on(self, line: bytes) -> Iterator[FailureLine]:
+        """Yield the failures on `line`, without those that wait already: they may be many before the first object."""
+        for part in filter(self.failures.is_possible, line.split(b"\r")):
+            text = without_colours(part.decode(errors="replace")).strip()
+            failure = self.failures.found_in(text, prefix_fields(text))
+            if failure and failure.key not in self._waiting_failures:
+                yield failure
+
+    def _add_failures(self, found: Iterable[tuple[int, FailureLine]]) -> None:
+        for number, failure in found:
+            if self._is_decided:
+                self._add_failure(failure)
+            elif len(self._waiting_failures) < MAX_WAITING:
+                self._waiting_failures.add(failure.key)
+                self._waiting.append((number, failure))
+
+    def _add_failure(self, failure: FailureLine) -> None:
+        """Add an event for `failure`, at the step of the last record, unless it has one."""
+        if event := self.failures.event(failure):
+            ts = micros(failure.timestamp)
+            if ts is None and failure.timestamp:
+                ts, _ = self.objects.clock.moment(failure.timestamp)
+            self._builder.record_of_event(rank=failure.rank, ts=ts, origin=FROM_LOG)
+            self._builder.event(**event)

@@ -1,0 +1,153 @@
+"""Rewrite lines that name their numbers by position, so that the grammar of names and values can read them.
+
+A shape is one value of `TOOLS`, in the module `tools`, or one `--pattern` of the user: a regular expression whose named
+groups are the counters `epoch`, `step` (of `total`) and `batch` (of `batches`), and the quantities on a line. Tables
+within a text, and Chinese words, are rewritten in the same way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from rankscope_ingest.base.errors import IngestError
+from rankscope_ingest.importers.common.keys import EPOCH
+
+EVALUATION: Final = "evaluation"
+"""Name of a group that begins an evaluation, which has the counters of the record before it."""
+
+EVALUATION_MARK: Final = "[eval] "
+"""The beginning of a rewritten line of an evaluation."""
+
+_COUNTERS: Final = {
+    "epoch": ("epoch {}/{} ", "epoch {} "),
+    "step": ("step {}/{} ", "step {} "),
+    "batch": ("[{}/{}] ", "batch {} | "),
+}
+_PLANS: Final = {"step": "total", "batch": "batches", "epoch": "epochs"}
+
+
+def pattern_of(text: str) -> re.Pattern[str]:
+    """Return the compiled `--pattern` of a user. Raises IngestError if it is invalid or names no quantity."""
+    try:
+        pattern = re.compile(text)
+    except re.error as error:
+        raise IngestError(f"--pattern {text!r} is no regular expression: {error}") from error
+    if not pattern.groupindex.keys() - _COUNTERS.keys() - set(_PLANS.values()):
+        raise IngestError(f"--pattern {text!r} names no quantity: add a group such as `(?P<loss>[0-9.]+)`")
+    return pattern
+
+
+def rewritten(found: re.Match[str], counters: Mapping[str, Any]) -> str:
+    """Return a line with the names of the groups of `found`; `counters` are those of the record before it.
+
+    Two underscores in the name of a group become a slash.
+    """
+    groups = {name: value for name, value in found.groupdict().items() if value is not None}
+    text = ""
+    if EVALUATION in groups:
+        del groups[EVALUATION]
+        text = EVALUATION_MARK + "".join(f"{name} {int(v) if name == EPOCH else v} " for name, v in counters.items())
+    for name, (form, form_without_plan) in _COUNTERS.items():
+        if (count := groups.pop(name, None)) is not None:
+            total = groups.pop(_PLANS[name], None)
+            text += form.format(count, total) if total else form_without_plan.format(count)
+    text += "".join(f"| {name.replace('__', '/')}: {value} " for name, value in groups.items())
+    before, after = found.string[: found.start()], found.string[found.end() :]
+    return f"{before}{text}| {after}" if after.strip() else f"{before}{text}"
+
+
+_HEADING: Final = re.compile(r"^\s*#?\s*(?:epoch|step|iter(?:ation)?|class)\s{2,}[A-Za-z]", re.IGNORECASE)
+_HEADING_CELL: Final = re.compile(r"[A-Za-z_][\w./()@:%+-]{0,80}:?")
+_BAR_BEHIND: Final = re.compile(r":\s+(?P<percent>\d{1,3})%.*$")
+_CELL: Final = re.compile(
+    r"(?:[-+]?[\d.]+(?:[eE][-+]?\d+)?[KMGTB%]?|\d+/\d+|nan|inf|\d+:\d\d(?::\d\d)?)", re.IGNORECASE
+)
+_OF_ALL: Final = "all"
+_FEWEST_CELLS: Final = 3
+
+
+class Tables:
+    """The tables within one text log, such as those of Ultralytics and fastai.
+
+    The heading of a table begins with `epoch`, `step` or `class`, and its cells are separated by several blanks. A row
+    has as many cells as the heading.
+    """
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+
+    def row(self, line: str, counters: Mapping[str, Any]) -> str | None:
+        """Return a row of the current table with the names of its cells; None if `line` is no row.
+
+        `counters` are those of the record before it, which a row without a counter has.
+        """
+        if _HEADING.match(line):
+            self._begin(_BAR_BEHIND.sub("", line))
+            return None
+        if not self._names:
+            return None
+        bar = _BAR_BEHIND.search(line)
+        if bar and bar["percent"] != "100":
+            return None
+        cells = _BAR_BEHIND.sub("", line).split()
+        if len(cells) != len(self._names):
+            return None
+        is_summary = self._names[0].lower() == "class"
+        values = cells[1:] if is_summary else cells
+        if (is_summary and cells[0] != _OF_ALL) or not all(map(_CELL.fullmatch, values)):
+            return None
+        if is_summary:
+            known = "".join(f"{name} {int(v) if name == EPOCH else v} " for name, v in counters.items())
+            return f"{EVALUATION_MARK}{known}| " + _listed(self._names[1:], values)
+        return f"{self._names[0]} {values[0]} | " + _listed(self._names[1:], values[1:])
+
+    def _begin(self, heading: str) -> None:
+        """Begin the table with this heading. In `Box(P  R  mAP50)`, the cells are named Box/P, Box/R and Box/mAP50."""
+        cells = heading.lstrip("# ").split()
+        self._names = []
+        group = ""
+        if len(cells) < _FEWEST_CELLS or not all(map(_HEADING_CELL.fullmatch, cells)):
+            return
+        for cell in cells:
+            before, bracket, name = cell.partition("(")
+            group = f"{before}/" if bracket else group
+            self._names.append(f"{group}{(name if bracket else cell).rstrip('):')}")
+
+
+def _listed(names: Iterable[str], values: Iterable[str]) -> str:
+    return " | ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
+
+
+_CHINESE: Final = {
+    "训练损失": "train_loss", "验证损失": "val_loss", "测试损失": "test_loss", "平均损失": "avg_loss",
+    "损失值": "loss", "损失": "loss", "学习率": "lr", "梯度范数": "grad_norm",
+    "全局步数": "global_step", "训练步数": "step", "步数": "step", "步骤": "step", "迭代次数": "iter",
+    "迭代": "iter", "训练轮次": "epoch", "训练轮数": "epoch", "轮次": "epoch", "轮数": "epoch",
+    "周期": "epoch", "验证准确率": "val_accuracy", "准确率": "accuracy", "困惑度": "perplexity",
+    "吞吐量": "throughput", "吞吐": "throughput", "剩余时间": "eta", "耗时": "step_time",
+    "用时": "step_time", "显存": "memory", "样本/秒": "samples/s", "毫秒": "ms", "秒": "s",
+}  # fmt: skip
+_IS_CHINESE: Final = re.compile(r"[\u4e00-\u9fff，；（）]")
+_WORDS: Final = re.compile("|".join(sorted(_CHINESE, key=len, reverse=True)))
+_ORDINAL: Final = re.compile(
+    r"第\s*(\d{1,15})\s*(?:/\s*(\d{1,15})\s*)?(?:个\s*)?"
+    r"(步|轮|周期|迭代|epoch|step)",
+    re.IGNORECASE,
+)
+_ORDINALS: Final = {"步": "step", "step": "step", "迭代": "iter"}
+_MARKS: Final = str.maketrans("，；（）", ",;()")
+
+
+def in_english(text: str) -> str:
+    """Return `text` with the English names of Chinese counters and quantities, such as `第 10 步，损失：2.3`."""
+    if not _IS_CHINESE.search(text):
+        return text
+    text = _ORDINAL.sub(_ordinal, text.translate(_MARKS))
+    return _WORDS.sub(lambda found: f" {_CHINESE[found[0]]} ", text)
+
+
+def _ordinal(found: re.Match[str]) -> str:
+    name = _ORDINALS.get(found[3].lower(), EPOCH)
+    return f" {name} {found[1]}{f'/{found[2]}' if found[2] else ''} "

@@ -1,0 +1,148 @@
+"""The kernel for CUDA devices, executed by Triton's interpreter on CPU tensors. `make test-gpu` runs it compiled."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.exporter.statistics.conftest import CPU
+
+from rankscope_contract.model.kinds import VALUE_OPS
+from rankscope_exporter.statistics import Finished, HostCopy, MeasureGroup, StatisticsTable, device_arguments, finish
+from rankscope_exporter.statistics import kernels as loading
+from rankscope_exporter.statistics.device_arguments import DeviceArguments
+
+CHUNK = 64
+FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+SIZES = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[Any]:
+    """Yield the module of the kernel with small chunks."""
+    pytest.importorskip("triton", reason="triton is not installed: it belongs to torch for CUDA")
+    with pytest.MonkeyPatch.context() as patch:
+        module = importlib.import_module("rankscope_exporter.statistics.triton_kernels")
+        for owner, name, value in ((device_arguments, "CHUNK", CHUNK), (module, "CHUNK", CHUNK)):
+            patch.setattr(owner, name, value)
+        patch.setattr(module, "_BLOCK", 32)
+        patch.setattr(module, "_COMBINED", 2)
+        yield module
+
+
+@pytest.fixture
+def measured(kernels: Any) -> Callable[..., Finished]:
+    """Return a function that measures tensors with the kernel, which must be able to read all of them."""
+
+    def run(tensors: Sequence[torch.Tensor | None], zero_below: float = 0.0) -> Finished:
+        table = StatisticsTable(len(tensors), CPU)
+        table.accumulate(VALUE_OPS)
+        assert [] == DeviceArguments(range(len(tensors)), zero_below).run(kernels.measure_jobs, tensors, table)
+        return finish(HostCopy(table))
+
+    return run
+
+
+def numbers(size: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(size)
+    return (torch.randn(size, generator=generator, dtype=torch.float64) * 50).to(dtype)
+
+
+@pytest.mark.parametrize("zero_below", [0.0, 20.0])
+def test_all_dtypes_and_sizes_have_the_defined_statistics(measured, check, zero_below):
+    tensors = [numbers(size, dtype) for size in SIZES for dtype in FLOATS]
+    for tensor in tensors[4:]:
+        tensor[len(tensor) // 2 :: 7] = 0.0
+    finished = measured(tensors, zero_below)
+    for entry, tensor in enumerate(tensors):
+        check(finished, entry, tensor, zero_below)
+
+
+def test_elements_that_are_not_finite_are_counted_and_left_out(measured, check):
+    tensors = []
+    for dtype in FLOATS:
+        tensor = numbers(2 * CHUNK + 1, dtype)
+        tensor[::3], tensor[1::5], tensor[2::7] = torch.nan, -torch.inf, torch.inf
+        tensors += [tensor, torch.full((CHUNK + 3,), torch.nan).to(dtype)]
+    finished = measured(tensors)
+    for entry, tensor in enumerate(tensors):
+        check(finished, entry, tensor)
+
+
+def test_denormal_numbers_are_no_zeros(measured, check):
+    tensors = [torch.tensor([1e-45, -1e-40, 0.0]), torch.tensor([5e-324, 0.0], dtype=torch.float64)]
+    finished = measured(tensors)
+    for entry, tensor in enumerate(tensors):
+        check(finished, entry, tensor)
+
+
+def test_unaligned_and_transposed_tensors_are_read_in_place(measured, check):
+    tensors = [numbers(2 * CHUNK + 1, torch.float32)[1:], numbers(6 * CHUNK, torch.bfloat16).view(6, CHUNK).t()]
+    finished = measured(tensors)
+    for entry, tensor in enumerate(tensors):
+        check(finished, entry, tensor)
+
+
+def test_tensors_that_move_keep_their_entries(kernels, check):
+    """Also those that are absent for a while, grow, or change their dtype."""
+    arguments = DeviceArguments(range(3), 0.0)
+    first = [numbers(CHUNK + 1, torch.float32), numbers(5, torch.float16), None]
+    second = [numbers(CHUNK + 1, torch.float32) + 1, None, numbers(3 * CHUNK, torch.float32)]
+    third = [numbers(CHUNK + 1, torch.float32), numbers(7, torch.float16), numbers(3 * CHUNK, torch.float64)]
+    for tensors in (first, first, second, third, first):
+        table = StatisticsTable(3, CPU)
+        arguments.run(kernels.measure_jobs, tensors, table)
+        finished = finish(HostCopy(table))
+        for entry, tensor in enumerate(tensors):
+            assert (tensor is not None) == finished.present[entry]
+            if tensor is not None:
+                check(finished, entry, tensor, ops=("norm", "min", "max", "mean"))
+
+
+def test_equal_tensors_have_equal_bits_wherever_they_are(measured):
+    tensor = numbers(3 * CHUNK + 5, torch.float32)
+    finished = measured([tensor, numbers(CHUNK, torch.float64), torch.cat([tensor, tensor[:1]])[:-1], tensor.clone()])
+
+    assert np.array_equal(finished.values[:, 0], finished.values[:, 2])
+    assert np.array_equal(finished.values[:, 0], finished.values[:, 3])
+
+
+def test_tensors_that_the_kernel_cannot_read_are_left_to_torch(kernels):
+    tensors = [
+        numbers(5, torch.float32),
+        torch.arange(5),
+        torch.randn(3, dtype=torch.complex64),
+        torch.ones(4, 4).to_sparse(),
+        torch.empty(3, device="meta"),
+        None,
+    ]
+    table = StatisticsTable(len(tensors), CPU)
+
+    assert [1, 2, 3, 4] == DeviceArguments(range(6), 0.0).run(kernels.measure_jobs, tensors, table)
+
+
+def test_kernel_with_wrong_results_is_not_used(kernels, monkeypatch):
+    monkeypatch.setattr(kernels, "CHUNK", 16_384)
+    monkeypatch.setattr(device_arguments, "CHUNK", 16_384)
+    monkeypatch.setattr(kernels, "_BLOCK", 16_384)
+
+    loading.check_kernel(kernels.measure_jobs, CPU, fourths=True)
+    with pytest.raises(RuntimeError, match="wrong results on this device"):
+        loading.check_kernel(lambda jobs, table, *, fourths: table.zero_(), CPU, fourths=False)
+
+
+def test_group_uses_the_kernel_of_its_device(kernels, monkeypatch, check):
+    """The table is one of a CPU here, and only its type is another one."""
+    monkeypatch.setattr("rankscope_exporter.statistics.measure_group.KernelArguments", DeviceArguments)
+    monkeypatch.setattr("rankscope_exporter.statistics.measure_group.ready_kernel", lambda *_: kernels.measure_jobs)
+    tensors = [numbers(CHUNK + 9, torch.bfloat16), numbers(40, torch.float32)[::2], torch.arange(9)]
+    table = StatisticsTable(3, CPU)
+    MeasureGroup(range(3)).measure(tensors, table)
+    finished = finish(HostCopy(table))
+
+    for entry, tensor in enumerate(tensors):
+        check(finished, entry, tensor, ops=("norm", "min", "max", "mean"))
