@@ -74,6 +74,7 @@ def test_unreadable_log_fails_and_does_not_stop_the_others(log, tmp_path):
         (["ssh://host"], {}, "has no path of a file"),
         (["a/train.log", "b/train.log"], {}, "several logs would be stored as the run 'train'"),
         (["a.log", "b.log", "c.log"], {"run": ["x", "y"]}, "2 runs for 3 logs"),
+        (["a.log"], {"format_": "megatronn"}, "unknown format 'megatronn'; known formats: "),
         (["a.log"], {"slow_factor": 0.5}, "--slow-factor: Input should be greater than 1"),
     ],
 )

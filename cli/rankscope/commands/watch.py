@@ -54,6 +54,11 @@ SlowFactor = Annotated[
 KnownHosts = Annotated[
     Path | None, typer.Option(help="File with the keys of hosts. Default: as in the SSH configuration.")
 ]
+Format = Annotated[str | None, typer.Option("--format", help="Format of the logs. Default: detected from the content.")]
+Loss = Annotated[str | None, typer.Option(help="Name of the quantity in the logs that is the loss. Default: chosen.")]
+Pattern = Annotated[
+    list[str] | None, typer.Option(metavar="REGEX", help="Regular expression for lines, as in `rankscope import`.")
+]
 Shard = Annotated[
     str | None, typer.Option(help="Shard of the store to write to; not the shard of a running service. Default: 0/1.")
 ]
@@ -73,6 +78,9 @@ def watch(
     stalled_factor: StalledFactor = None,
     slow_factor: SlowFactor = None,
     known_hosts: KnownHosts = None,
+    format_: Format = None,
+    loss: Loss = None,
+    pattern: Pattern = None,
     once: Once = False,
     until_finished: UntilFinished = False,
     shard: Shard = None,
@@ -107,6 +115,9 @@ def watch(
         "stalled_factor": stalled_factor,
         "slow_factor": slow_factor,
         "known_hosts": None if known_hosts is None else str(known_hosts),
+        "format": format_,
+        "loss": loss,
+        "pattern": tuple(pattern) if pattern else None,
         "settle_seconds": 0.0 if once else None,
     }
     sections = _sections(

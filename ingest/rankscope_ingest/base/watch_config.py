@@ -22,6 +22,8 @@ class WatchSection(BaseModel):
     log: Annotated[str, Field(min_length=1)]
     run: str | None = None
     format: str = "auto"
+    loss: str | None = None
+    pattern: tuple[str, ...] = ()
     known_hosts: str | None = None
     poll_seconds: Seconds = 10.0
     timeout_seconds: Seconds = 20.0

@@ -20,12 +20,14 @@ import pyarrow as pa
 
 from rankscope_contract.model.events import RunState
 from rankscope_ingest.base.tables import FROM_INGEST, rows_table, table_schema
+from rankscope_ingest.base.watch_config import WatchSection
 from rankscope_ingest.detect.history import stored_incidents
 from rankscope_ingest.importers import (
     NO_END,
     Importer,
     ImportReport,
     KnownImport,
+    Options,
     find_importer,
     import_records,
     importers,
@@ -151,11 +153,12 @@ class Outcome:
 class LogIntake:
     """Imports one log repeatedly, and stores the state of its run. All methods run in the thread of the store."""
 
-    def __init__(self, store: WatchStore, run: str, kind: str, *, store_seconds: float) -> None:
+    def __init__(self, store: WatchStore, run: str, section: WatchSection) -> None:
         self._store = store
         self.run = run
-        self._kind = kind
-        self._store_seconds = store_seconds
+        self._kind = "textlog" if section.pattern and section.format == "auto" else section.format
+        self._options = Options(loss=section.loss, pattern=section.pattern)
+        self._store_seconds = section.store_seconds
         self._importer: Importer | None = None
         self._seen: deque[Mapping[str, pa.Table]] = deque(maxlen=_KEPT_BATCHES)
         self._events: list[Row] = []  # the last import event, if it is not stored yet
@@ -190,6 +193,7 @@ class LogIntake:
             known=self._store.known_of(self.run),
             is_live=self._has_ranks(),
             stored=stored_scalars(self._store.connection, self.run),
+            options=self._options,
         )
         if self.incarnation is None:  # nothing is new: the log is the one that was imported from this path
             known = [log for log in self._store.known_of(self.run) if log.path == str(path.absolute())]

@@ -12,7 +12,7 @@ from pathlib import Path
 from rankscope_ingest.base.background import cancel
 from rankscope_ingest.base.errors import ConfigError
 from rankscope_ingest.base.watch_config import WatchSection
-from rankscope_ingest.importers import run_name
+from rankscope_ingest.importers import importers, run_name
 from rankscope_ingest.notify.notifiers import Notifier
 from rankscope_ingest.watch.address import LogAddress
 from rankscope_ingest.watch.files import LocalFile, LogFile, LogUnreadableError
@@ -58,6 +58,10 @@ def run_names(sections: Sequence[WatchSection]) -> list[str]:
 def check_logs(sections: Sequence[WatchSection]) -> None:
     """Raise ConfigError if the addresses or names of the logs are wrong, or if asyncssh is needed and not installed."""
     run_names(sections)
+    known = importers()
+    for section in sections:
+        if section.format != "auto" and section.format not in known:
+            raise ConfigError(f"unknown format {section.format!r}; known formats: {', '.join(sorted(known))}")
     if any(LogAddress.parse(section.log).host is not None for section in sections):
         load_asyncssh()
 

@@ -95,7 +95,7 @@ class LogWatcher:
         self._follower = follower
         self._store = store
         self._reporter = reporter
-        self._intake = LogIntake(store, run, section.format, store_seconds=section.store_seconds)
+        self._intake = LogIntake(store, run, section)
         self._on_change = on_change
         self._now = now
         self._sleep = sleep

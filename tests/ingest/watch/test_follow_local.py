@@ -289,3 +289,12 @@ async def test_log_that_was_rotated_between_two_watches_is_complete(watch, repla
     steps = [row["step"] for row in watch.query("SELECT step FROM scalars WHERE name = 'loss' ORDER BY step")]
 
     assert list(range(901, 901 + sum("] iteration" in line for line in slow_lines[:80]))) == steps
+
+
+async def test_pattern_and_loss_of_the_user_apply(watch, replay):
+    watch.settings = {"pattern": (r"(?P<step>\d+) of \d+ >> (?P<first>[\d.]+)",), "loss": "first"}
+    async with watch.session() as session:
+        replay.write([f"{step} of 90 >> {3 - step / 100}" for step in range(10)])
+        await session.poll()
+
+    assert [{"n": 10}] == watch.query("SELECT count(*) AS n FROM scalars WHERE name = 'loss'")
