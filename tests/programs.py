@@ -203,7 +203,7 @@ class Server:
 
 OF_TRAINING = (
     *("torch", "torch._dynamo", "torch.distributed", "torch.profiler", "numba", "psutil", "rankscope"),
-    *("rankscope_exporter", "tests.compiled_kernel"),
+    *("rankscope_exporter", "tests.preloaded"),
 )
 OF_COMMANDS = (
     *("numpy", "pyarrow.compute", "pyarrow.dataset", "pyarrow.parquet", "duckdb", "deltalake", "rich.table"),
@@ -296,5 +296,5 @@ IMPORTED = (
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
-    "tests.compiled_kernel",
+    "tests.preloaded",
 )
