@@ -207,8 +207,8 @@ OF_TRAINING = (
 )
 OF_COMMANDS = (
     *("numpy", "pyarrow.compute", "pyarrow.dataset", "pyarrow.parquet", "duckdb", "deltalake", "rich.table"),
-    *("rankscope.commands", "rankscope.commands.sql", "rankscope.commands.summary", "rankscope.output.rows"),
-    *("rankscope_ingest.__main__", "rankscope_ingest.importers", "rankscope_ingest.service.main"),
+    "tests.preloaded_commands",
+    *("rankscope_ingest.__main__", "rankscope_ingest.service.main"),
     *("rankscope_storage.connection", "rankscope_storage.api.store", "rankscope_storage.formats"),
 )
 """Modules that most commands import, mainly those of the service. The import takes longer than the commands."""
