@@ -247,10 +247,18 @@ def server_of(*imported: str) -> Server:
 
 
 def run_program(
-    code: str, *, folder: Path | None = None, seconds: float = 90.0, **environment: str
+    code: str,
+    *,
+    folder: Path | None = None,
+    seconds: float = 90.0,
+    imported: Sequence[str] = OF_TRAINING,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `code` like `python -c`, in this environment updated by `environment`."""
-    return server_of(*OF_TRAINING).run(code, {**os.environ, "OMP_NUM_THREADS": "1", **environment}, seconds, folder)
+    """Run `code` like `python -c`, in this environment updated by `environment`.
+
+    The modules `imported` are imported already.
+    """
+    return server_of(*imported).run(code, {**os.environ, "OMP_NUM_THREADS": "1", **environment}, seconds, folder)
 
 
 def run_command(
