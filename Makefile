@@ -47,7 +47,7 @@ test-examples: $(VENV)/.installed-dev ## run every example for a few steps
 	RANKSCOPE_EXAMPLES=1 $(BIN)/python -m pytest tests/examples
 
 test-frameworks: $(VENV)/.installed-dev ## Trainer, Accelerate, Lightning; DeepSpeed and Megatron-Core, which need g++, in .venv-frameworks
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/frameworks
+	RANKSCOPE_THOROUGH=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/frameworks
 	$(MAKE) VENV=.venv-frameworks test-frameworks-heavy
 
 # DeepSpeed compiles an operator when it is first used, and it is kept in the environment. A lock that an interrupted run

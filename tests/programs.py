@@ -203,12 +203,12 @@ class Server:
 
 OF_TRAINING = (
     *("torch", "torch._dynamo", "torch.distributed", "torch.profiler", "numba", "psutil", "rankscope"),
-    *("rankscope_exporter", "tests.compiled_kernel"),
+    *("rankscope_exporter", "tests.preloaded"),
 )
 OF_COMMANDS = (
     *("numpy", "pyarrow.compute", "pyarrow.dataset", "pyarrow.parquet", "duckdb", "deltalake", "rich.table"),
-    *("rankscope.commands", "rankscope.commands.sql", "rankscope.commands.summary", "rankscope.output.rows"),
-    *("rankscope_ingest.__main__", "rankscope_ingest.importers", "rankscope_ingest.service.main"),
+    "tests.preloaded_commands",
+    *("rankscope_ingest.__main__", "rankscope_ingest.service.main"),
     *("rankscope_storage.connection", "rankscope_storage.api.store", "rankscope_storage.formats"),
 )
 """Modules that most commands import, mainly those of the service. The import takes longer than the commands."""
@@ -247,10 +247,18 @@ def server_of(*imported: str) -> Server:
 
 
 def run_program(
-    code: str, *, folder: Path | None = None, seconds: float = 90.0, **environment: str
+    code: str,
+    *,
+    folder: Path | None = None,
+    seconds: float = 90.0,
+    imported: Sequence[str] = OF_TRAINING,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `code` like `python -c`, in this environment updated by `environment`."""
-    return server_of(*OF_TRAINING).run(code, {**os.environ, "OMP_NUM_THREADS": "1", **environment}, seconds, folder)
+    """Run `code` like `python -c`, in this environment updated by `environment`.
+
+    The modules `imported` are imported already.
+    """
+    return server_of(*imported).run(code, {**os.environ, "OMP_NUM_THREADS": "1", **environment}, seconds, folder)
 
 
 def run_command(
@@ -296,5 +304,5 @@ IMPORTED = (
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
-    "tests.compiled_kernel",
+    "tests.preloaded",
 )

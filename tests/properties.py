@@ -1,4 +1,4 @@
-"""Number of examples of property tests: a few by default, all of them with RANKSCOPE_THOROUGH=1.
+"""Number of examples and cases of tests: a few by default, all of them with RANKSCOPE_THOROUGH=1.
 
 A usual run has the same examples each time; a thorough run has random ones, so that repeated runs try further ones.
 """
@@ -6,6 +6,10 @@ A usual run has the same examples each time; a thorough run has random ones, so 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
 
 THOROUGH = os.environ.get("RANKSCOPE_THOROUGH", "") not in ("", "0")
 USUAL = 100  # the default of hypothesis
@@ -14,3 +18,10 @@ USUAL = 100  # the default of hypothesis
 def examples(thorough: int, *, at_least: int = 5) -> int:
     """Return the number of examples for a property whose thorough test has `thorough` examples."""
     return thorough if THOROUGH else max(thorough // 4, at_least)
+
+
+def few(count: int, cases: Iterable[Any]) -> list[Any]:
+    """Return cases for `parametrize`, of which all but the first `count` are for thorough runs."""
+    found = list(cases)
+    others = (case if isinstance(case, tuple) else (case,) for case in found[count:])
+    return [*found[:count], *(pytest.param(*case, marks=pytest.mark.thorough) for case in others)]

@@ -174,6 +174,7 @@ def node(tmp_path, certificates, free_port):
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.thorough
 def test_ipv6_mutual_tls_token_and_node_page_that_survives_a_rank(node, require_server, certificates):
     program = require_server("prometheus")
     node.start_service()

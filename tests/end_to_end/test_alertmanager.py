@@ -128,6 +128,7 @@ def test_alert_fires_resolves_and_fires_again_by_webhook_and_by_mail(running, ra
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.thorough
 def test_prometheus_that_was_down_does_not_fire_old_events_again(running, ranks, require_server, tmp_path):
     """A Prometheus without data is in the same position as one that was down for longer than the window."""
     break_it(running, ranks, "comes-again", "nan")

@@ -74,6 +74,7 @@ def incident_of(service: Any) -> tuple[str, int | None]:
             "unknown: no rank sent stacks or a flight record",
             rf"last reports:\n  ranks 0-2: step {STEP}, \d(-\d)? s ago\nwhere:\n  ranks 0-2 sent no stacks: ",
             id="without any source no rank is named",
+            marks=pytest.mark.thorough,
         ),
         pytest.param(
             "barrier",
@@ -82,6 +83,7 @@ def incident_of(service: Any) -> tuple[str, int | None]:
             "unknown: the stacks of ranks 0-2 do not identify a single rank",
             rf"last reports:\n  ranks 0-2: step {STEP}, \d(-\d)? s ago\nwhere:\n  rank 1 in barrier ",
             id="stacks do not show which of two collectives is the right one",
+            marks=pytest.mark.thorough,
         ),
     ],
 )

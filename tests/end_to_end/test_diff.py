@@ -145,6 +145,7 @@ def told_in_order(found: Divergence) -> list[tuple[int, str, str]]:
     return [(point.step, point.kind, point.tensor) for point in found.points]
 
 
+@pytest.mark.thorough
 def test_later_differences_are_listed_in_causal_order(stored: tuple[Path, dict[str, Seen]]) -> None:
     """The forward pass layer by layer, the backward pass in reverse, then optimizer state and update."""
     found = compared(stored[0], "first", "scaled")

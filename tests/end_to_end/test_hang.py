@@ -152,6 +152,7 @@ def test_interrupted_hang_is_resolved_because_the_run_ended(service: Any, hangin
     assert "The run ended. The last step before the stall was 5." in alert.text.splitlines()
 
 
+@pytest.mark.thorough
 def test_without_a_token_ranks_report_hangs_and_send_stacks_on_loopback(
     service: Any, hanging: Start, tmp_path: Path
 ) -> None:

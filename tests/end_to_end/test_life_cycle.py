@@ -87,11 +87,8 @@ def assert_goodput_is_that_of_its_steps(service: Any, launches: list[dict[str, A
     assert spent["goodput"] == pytest.approx(spent["useful_seconds"] / wall, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    "endings",
-    [("kill:17",), pytest.param(("exception:8", "kill:17"), marks=pytest.mark.thorough)],
-    ids=["one restart", "two"],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("endings", [("kill:17",), ("exception:8", "kill:17")], ids=["one restart", "two"])
 def test_run_continues_from_its_checkpoint_after_restarts_by_torchrun(
     service: Any, launch: Launch, tmp_path: Path, endings: tuple[str, ...]
 ) -> None:

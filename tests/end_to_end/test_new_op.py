@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import rankscope_contract
 
 NEW_OP = """\
@@ -54,6 +56,7 @@ print(json.dumps({"rows": [list(row.values()) for row in rows], "rollups": rollu
 """
 
 
+@pytest.mark.thorough
 def test_op_added_by_one_value_is_recorded_and_stored(tmp_path):
     contract = Path(rankscope_contract.__file__).parent
     shutil.copytree(contract, tmp_path / "rankscope_contract", ignore=shutil.ignore_patterns("__pycache__"))

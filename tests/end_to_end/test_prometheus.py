@@ -195,6 +195,7 @@ def kill_with_something_published(service, processes):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.thorough
 def test_every_panel_variable_and_alert_has_a_result(service, ranks, prometheus, require_server):
     service.poll_seconds, service.stalled_after_seconds = 2.0, STALLED_AFTER_SECONDS
     service.start()

@@ -139,6 +139,7 @@ def test_programs_reach_each_other_with_tls_and_token(start_up, tmp_path, certif
     assert "open-sesame" not in up.output() + doctor.stdout
 
 
+@pytest.mark.thorough
 def test_programs_are_configured_for_each_other_and_restarted(start_up, tmp_path):
     up = start_up("--ports", "free", "--notify", "http://127.0.0.1:9/hook")
     urls = up.ready()
@@ -186,6 +187,7 @@ def test_programs_are_configured_for_each_other_and_restarted(start_up, tmp_path
     assert 0 == again.process.wait(60), again.output()
 
 
+@pytest.mark.thorough
 def test_sigkill_leaves_no_process_behind(start_up):
     up = start_up("--ports", "free")
     up.ready()
@@ -196,6 +198,7 @@ def test_sigkill_leaves_no_process_behind(start_up):
     assert [] == psutil.wait_procs(children.values(), timeout=30)[1]
 
 
+@pytest.mark.thorough
 def test_second_interrupt_kills_all_programs(start_up):
     up = start_up("--ports", "free")
     up.ready()

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # programs of tests begin el
 from tests.exporter.adapters.observation import Found
 from tests.exporter.adapters.training import ADAM, loss_of
 
-pytestmark = pytest.mark.timeout(500)  # the first test waits for all the training
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(500)]  # the first test waits for all the training
 
 KINDS = {"grad_unreduced", "grad_reduced", "grad_clipped", "param_before", "param_after", "exp_avg", "exp_avg_sq"}
 OF_SKIPPED = {"grad_unreduced", "grad_reduced"}

@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 import yaml
+from tests.properties import few
 
 from rankscope_dashboards.alerts.groups import alert_groups, rule_file
 
@@ -211,7 +212,7 @@ def test_every_alert_has_scenarios_that_fire_and_scenarios_that_do_not(scenarios
         assert not all(moments), name
 
 
-@pytest.mark.parametrize("alert", MUTANTS)
+@pytest.mark.parametrize("alert", few(4, MUTANTS))
 def test_scenarios_detect_every_mutation_of_an_alert(judge, promtool, scenarios, tmp_path, alert):
     cases, names = [], []
     for mutant in MUTANTS[alert]:

@@ -74,9 +74,9 @@ def scrape(process: subprocess.Popen[str], address: str) -> None:
 
 CASES = [
     ("default", "call", None),
-    pytest.param("default", "environment", scrape, marks=pytest.mark.thorough),
-    pytest.param("everything", "call", None, marks=pytest.mark.thorough),
-    pytest.param("everything, on_anomaly with torch", "call", None, marks=pytest.mark.thorough),
+    ("default", "environment", scrape),
+    ("everything", "call", None),
+    ("everything, on_anomaly with torch", "call", None),
 ]
 
 EVERYTHING = {
@@ -90,6 +90,7 @@ EVERYTHING = {
 REQUIRED = {"everything": EVERYTHING, "everything, on_anomaly with torch": EVERYTHING | {"rankscope-on-anomaly"}}
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize(("case", "how", "during"), CASES)
@@ -97,8 +98,7 @@ def test_training_has_only_its_own_openmp_threads(case, how, during, threads):
     """The number of threads equals that without a monitor.
 
     The thread counts of torch and of its OpenMP library are those of the script, on the training thread and on a
-    thread that starts later. In a thorough run, these threads and the training thread sleep at most twice as often per
-    step plus once; while other tests run, this takes minutes to find out.
+    thread that starts later. These threads and the training thread sleep at most twice as often per step plus once.
     """
     for attempt in range(TRIES):
         alone = trained("unmonitored", threads, how) if attempt else without_monitor(threads, how)
@@ -106,9 +106,9 @@ def test_training_has_only_its_own_openmp_threads(case, how, during, threads):
 
         assert alone["threads"] == found["threads"]
         assert [threads] * 4 == alone["numbers"] == found["numbers"]
-        if not THOROUGH or found["switches"] <= 2 * alone["switches"] + 1:
+        if found["switches"] <= 2 * alone["switches"] + 1:
             break
-    assert not THOROUGH or found["switches"] <= 2 * alone["switches"] + 1
+    assert found["switches"] <= 2 * alone["switches"] + 1
     if case in REQUIRED:
         assert REQUIRED[case] <= {*found["rows"], *found["features"], *found["events"], *found["own"]}
 

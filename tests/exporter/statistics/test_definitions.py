@@ -153,7 +153,8 @@ def test_statistics_of_arbitrary_float32_numbers(values, repeats, zero_below, me
     check(measured([tensor], zero_below=zero_below), 0, tensor, zero_below)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)], ids=str)
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_statistics_of_fifty_million_elements(dtype, measured, check):
     """More than 2^24 elements, which float32 counters cannot count."""
     tensor = torch.randn(50_000_000, generator=torch.Generator().manual_seed(1)).to(dtype)

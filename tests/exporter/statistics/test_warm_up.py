@@ -27,7 +27,7 @@ def measure():
 
 def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Return the output of a process with torch and without numba."""
-    return run_program(MEASURE + script, seconds=120, **environment)
+    return run_program(MEASURE + script, seconds=120, imported=("torch", "rankscope_exporter"), **environment)
 
 
 @pytest.fixture(scope="module")

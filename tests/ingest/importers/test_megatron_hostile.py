@@ -179,6 +179,7 @@ def test_random_bytes_are_read_to_the_end(tmp_path, seed):
     assert 1 == len(found)
 
 
+@pytest.mark.thorough
 def test_line_of_a_gigabyte_needs_little_memory(tmp_path):
     """The line is between rows: it is counted, and the rows are read."""
     path = tmp_path / "train.log"

@@ -191,6 +191,7 @@ def test_result_from_selected_files_equals_result_from_all(scattered, shape, fir
         assert every.sql(query).fetchall() == few.sql(query).fetchall()
 
 
+@pytest.mark.thorough
 def test_statement_deeper_than_the_recursion_limit_is_executed(scattered):
     with connect(scattered) as store:
         for terms in (300, 900):
