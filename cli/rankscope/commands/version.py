@@ -7,7 +7,18 @@ import platform
 
 from rankscope_contract import SCHEMA_VERSION, __version__
 
-LIBRARIES = ("torch", "pyarrow", "prometheus_client", "numba", "deltalake", "duckdb", "aiohttp", "apprise", "asyncssh")
+LIBRARIES = (
+    "torch",
+    "pyarrow",
+    "prometheus_client",
+    "numba",
+    "triton",
+    "deltalake",
+    "duckdb",
+    "aiohttp",
+    "apprise",
+    "asyncssh",
+)
 
 
 def version() -> None:

@@ -149,9 +149,10 @@ class MonitorConfig:
     Secrets are masked, and values that have no JSON form are stored as text.
     """
     statistics: Literal["auto", "torch"] = "auto"
-    """Implementation of statistics on a CPU.
+    """Implementation of statistics.
 
-    "auto" uses the compiled kernel if numba is installed; "torch" never uses it.
+    "auto" uses compiled kernels: by numba on a CPU and by Triton on a CUDA device, if they are installed. "torch" uses
+    neither.
     """
     exit_wait_seconds: Seconds = 5.0
     """Maximum seconds at the end of training that the rank waits until the service has committed the last records."""
