@@ -104,6 +104,8 @@ def _load_for_cpu() -> Kernel:
 
 def _load_for_device(device: torch.device, *, fourths: bool) -> Kernel:
     kernels = importlib.import_module("rankscope_exporter.statistics.triton_kernels")
+    if not kernels.IS_COMPILED:
+        raise RuntimeError("TRITON_INTERPRET is set")
     # A stream of its own: work of this thread must neither wait for the training nor become part of a captured graph.
     with others_may_capture(), torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
         check_kernel(kernels.measure_jobs, device, fourths=fourths)
