@@ -308,7 +308,7 @@ def measure_jobs(jobs: DeviceJobs, table: torch.Tensor, *, fourths: bool) -> Non
     stride = table.shape[1]
     partials = table.new_empty((max(1, jobs.partials), PARTIAL_FIELDS), dtype=torch.float64)
     # Triton uses the current device of the thread, which a script with tensors on another device need not set.
-    with torch.cuda.device_of(table):
+    with torch.cuda.device_of(table):  # type: ignore[no-untyped-call]  # untyped in torch
         if jobs.chunk_count:
             _measure_chunks[(jobs.chunk_count,)](
                 jobs.fields,
