@@ -110,3 +110,15 @@ def test_denormal_numbers_are_not_zeros(device, compiled):
     finished = finish_of(tensor.to(device.name), device, compiled=compiled)
 
     assert_is_true(finished, 0, truth(exact(tensor)), ("norm", "min", "max", "mean"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_equal_tensors_have_equal_bits_wherever_they_are(dtype, device, compiled):
+    """A tensor that begins at 16 bytes is read in vectors, and another one element by element."""
+    tensor = torch.randn(100_003, dtype=dtype, device=device.name)
+    shifted = torch.cat([tensor[:1], tensor])[1:]
+    table = StatisticsTable(2, device.name)
+    table.accumulate(VALUE_OPS)
+    MeasureGroup(range(2), compiled=compiled).measure([tensor, shifted], table)
+
+    assert torch.equal(table.buffer[:, 0], table.buffer[:, 1])
