@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -128,12 +130,12 @@ def test_tensors_that_the_kernel_cannot_read_are_left_to_torch(kernels):
 
 
 def test_arguments_are_not_used_in_another_stream_than_their_own(monkeypatch):
-    """Else the allocator could reuse their memory before a kernel in the other stream has read it."""
+    """The allocator could reuse their memory before a kernel in another stream has read it."""
     arguments, tensors, table = DeviceArguments(range(1), 0.0), [torch.ones(3)], StatisticsTable(1, CPU)
     used = []
     for stream in (7, 7, 8):
         monkeypatch.setattr(device_arguments, "stream_of", lambda _device, stream=stream: stream)
-        arguments.run(lambda jobs, _table, fourths: used.append(jobs), tensors, table)  # noqa: ARG005 - a kernel's arguments
+        arguments.run(lambda jobs, _table, fourths: used.append(jobs), tensors, table)
 
     assert used[0] is used[1]
     assert {id(used[0].fields), id(used[0].chunks)}.isdisjoint({id(used[2].fields), id(used[2].chunks)})
@@ -164,6 +166,14 @@ def test_kernels_start_on_the_device_of_the_table(kernels, monkeypatch):
     DeviceArguments(range(1), 0.0).run(kernels.measure_jobs, [torch.ones(CHUNK + 1)], table)
 
     assert [(name, (table.buffer,)) for name in ("_measure_chunks", "_combine_chunks")] == started
+
+
+def test_library_that_a_script_has_replaced_is_not_used(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
+    kernel = loading.LazyKernel("triton", lambda: print)
+
+    assert not kernel.is_possible
+    assert kernel.warm_up() is None
 
 
 def test_interpreted_kernel_is_not_used_on_a_device(kernels, caplog):
