@@ -63,7 +63,7 @@ def device_in_use() -> int | None:
     """
     if not _cuda.is_initialized():  # type: ignore[no-untyped-call]  # untyped in torch
         return None
-    has_context = torch._C._cuda_hasPrimaryContext  # noqa: SLF001 - torch has no public name for it
+    has_context = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]  # noqa: SLF001 - torch has no public name
     devices = (torch._C._cuda_getDevice(), *range(_cuda.device_count()))  # noqa: SLF001 - see above
     return next((device for device in devices if has_context(device)), None)
 

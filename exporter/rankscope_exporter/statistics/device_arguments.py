@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -78,11 +79,11 @@ class DeviceArguments:
         return self._others
 
     def _plan(self, tensors: Sequence[torch.Tensor | None], seen: list[Sight | None], device: torch.device) -> None:
-        self._seen = seen
+        self._seen = None  # if memory for the arguments is missing, the next call plans again
         self._others = [place for place, tensor in enumerate(tensors) if tensor is not None and seen[place] is None]
         found = [(sight, row) for sight, row in zip(seen, self._rows, strict=True) if sight is not None]
         if not found:
-            self._jobs = None
+            self._jobs, self._seen = None, seen
             return
         fields = [
             (address, numel, row, CODES[dtype], _zero_bits(self._zero_below, dtype))
@@ -90,13 +91,14 @@ class DeviceArguments:
         ]
         sizes = [sight[1] for sight, _ in found]
         if self._jobs is None or sizes != self._sizes:
-            self._sizes = sizes
             self._jobs = _with_chunks(on_device(fields, device), sizes, device)
+            self._sizes = sizes
         else:
             old = self._jobs
             self._jobs = DeviceJobs(
                 on_device(fields, device), old.chunks, old.large, old.chunk_count, old.large_count, old.partials
             )
+        self._seen = seen
 
 
 def _with_chunks(fields: torch.Tensor, sizes: Sequence[int], device: torch.device) -> DeviceJobs:
@@ -136,6 +138,7 @@ def _sight(tensor: torch.Tensor | None, device: torch.device) -> Sight | None:
     return (address, numel, tensor.dtype) if tensor.is_contiguous() or is_dense(tensor) else None
 
 
+@functools.cache
 def _zero_bits(zero_below: float, dtype: torch.dtype) -> int:
     """Return the bits of the smallest magnitude that does not count as zero, in float64 or float32.
 

@@ -141,6 +141,20 @@ def test_arguments_are_not_used_in_another_stream_than_their_own(monkeypatch):
     assert {id(used[0].fields), id(used[0].chunks)}.isdisjoint({id(used[2].fields), id(used[2].chunks)})
 
 
+def test_tensors_are_measured_after_an_error_in_the_step_before(kernels, monkeypatch, check):
+    """The arguments of the step before the error are not used: their addresses may be freed."""
+    arguments = DeviceArguments(range(1), 0.0)
+    arguments.run(kernels.measure_jobs, [numbers(5, torch.float32)], StatisticsTable(1, CPU))
+    tensors, table = [numbers(CHUNK + 7, torch.float32)], StatisticsTable(1, CPU)
+    with monkeypatch.context() as patch:
+        patch.setattr(device_arguments, "on_device", lambda *_: torch.empty(-1))
+        with pytest.raises(RuntimeError):
+            arguments.run(kernels.measure_jobs, tensors, table)
+    arguments.run(kernels.measure_jobs, tensors, table)
+
+    check(finish(HostCopy(table)), 0, tensors[0], ops=("norm", "min", "max", "mean"))
+
+
 def test_kernels_start_on_the_device_of_the_table(kernels, monkeypatch):
     """Triton uses the current device of the thread, which may be another one."""
     current: list[torch.Tensor] = []
