@@ -31,7 +31,8 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.quantities import quantity_classes
-from rankscope_exporter.statistics import MeasureGroup, StatisticsTable, backend_name, warm_up
+from rankscope_exporter.statistics import MeasureGroup, StatisticsTable, backend_name
+from rankscope_exporter.statistics.kernels import kernel_of
 
 STAND_IN: Final = os.environ.get("RANKSCOPE_GPU_STAND_IN")
 DEVICE: Final = torch.device(STAND_IN or "cuda")
@@ -159,8 +160,9 @@ def run(folder: Path | None = None) -> list[Row]:
         lambda: memory(SHAPES[0]),
     ]
     rows: list[Row] = []
-    if (compiling := warm_up(DEVICE)) is not None:
-        compiling.join()
+    for fourths in (False, True):
+        if (compiling := kernel_of(DEVICE, fourths=fourths).warm_up()) is not None:
+            compiling.join()
     print(f"statistics by {backend_name(DEVICE)}", file=sys.stderr)
     for part in parts:
         try:

@@ -14,11 +14,28 @@ from tests.gpu.device import Device
 
 from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_exporter.statistics import Finished, HostCopy, MeasureGroup, StatisticsTable, finish
+from rankscope_exporter.statistics.kernels import kernel_of
 from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, is_freed
 
 
+@pytest.fixture(scope="module")
+def _kernels(device: Device) -> None:
+    """Compile the kernels of the device, with and without sums of fourth powers."""
+    for fourths in (False, True):
+        thread = kernel_of(device.name, fourths=fourths).warm_up()
+        if thread is not None:
+            thread.join(50)
+        assert kernel_of(device.name, fourths=fourths).kernel is not None, "the kernel of the device cannot be used"
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def compiled(request: pytest.FixtureRequest, _kernels: None) -> bool:
+    """Run the test with the compiled kernel, then with torch operations alone."""
+    return bool(request.param == "compiled")
+
+
 @pytest.fixture
-def measured(device: Device) -> Callable[..., Finished]:
+def measured(device: Device, compiled: bool) -> Callable[..., Finished]:
     """Return a function that measures tensors on the device, with group, table and host copy."""
 
     def run(tensors: Sequence[torch.Tensor | None], zero_below: float = 0.0) -> Finished:
@@ -26,7 +43,7 @@ def measured(device: Device) -> Callable[..., Finished]:
         table.accumulate(VALUE_OPS)
         own = [moved(tensor, device.name) for tensor in tensors]
         with device.no_waits():
-            MeasureGroup(range(len(tensors)), zero_below=zero_below).measure(own, table)
+            MeasureGroup(range(len(tensors)), zero_below=zero_below, compiled=compiled).measure(own, table)
             copy = HostCopy(table)
         return finish(copy)
 
@@ -69,8 +86,8 @@ def large(device: torch.device) -> torch.Tensor:
     return tensor
 
 
-def test_norm_of_a_hundred_million_elements_does_not_overflow(device):
-    finished = finish_of(large(device.name), device)
+def test_norm_of_a_hundred_million_elements_does_not_overflow(device, compiled):
+    finished = finish_of(large(device.name), device, compiled=compiled)
     value = float(torch.tensor(3e17, dtype=torch.bfloat16))
     least = float(torch.tensor(-1e-3, dtype=torch.bfloat16))
 
@@ -81,15 +98,27 @@ def test_norm_of_a_hundred_million_elements_does_not_overflow(device):
     )
 
 
-def finish_of(tensor: torch.Tensor, device: Device) -> Finished:
+def finish_of(tensor: torch.Tensor, device: Device, *, compiled: bool) -> Finished:
     table = StatisticsTable(1, device.name)
-    MeasureGroup(range(1)).measure([tensor], table)
+    MeasureGroup(range(1), compiled=compiled).measure([tensor], table)
     return finish(HostCopy(table))
 
 
-def test_denormal_numbers_are_not_zeros(device):
+def test_denormal_numbers_are_not_zeros(device, compiled):
     """A device may flush them to zero; statistics are computed in float64, where they are normal."""
     tensor = torch.tensor([1e-45, -1e-40, 1e-39, 0.0])
-    finished = finish_of(tensor.to(device.name), device)
+    finished = finish_of(tensor.to(device.name), device, compiled=compiled)
 
     assert_is_true(finished, 0, truth(exact(tensor)), ("norm", "min", "max", "mean"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_equal_tensors_have_equal_bits_wherever_they_are(dtype, device, compiled):
+    """A tensor that begins at 16 bytes is read in vectors, and another one element by element."""
+    tensor = torch.randn(100_003, dtype=dtype, device=device.name)
+    shifted = torch.cat([tensor[:1], tensor])[1:]
+    table = StatisticsTable(2, device.name)
+    table.accumulate(VALUE_OPS)
+    MeasureGroup(range(2), compiled=compiled).measure([tensor, shifted], table)
+
+    assert torch.equal(table.buffer[:, 0], table.buffer[:, 1])

@@ -6,6 +6,10 @@ A capture records the work that a thread queues to a stream. Two kinds of calls 
   memory of the monitor that was freed. Hooks therefore do nothing while their stream is captured (`base.tracing`).
 - Queries of the device on another thread, such as the thread that publishes records. The device's runtime refuses them
   during a capture and invalidates the capture, unless the thread is in the relaxed capture mode (`others_may_capture`).
+
+A query also creates a context of about 500 MB on the current device of the thread, if the process has none there. A new
+thread has device 0 as its current device, whichever device the training uses. `others_may_capture` therefore selects a
+device that the process uses already.
 """
 
 from __future__ import annotations
@@ -34,19 +38,34 @@ def is_capturing() -> bool:
 def others_may_capture() -> Iterator[bool]:
     """Permit this thread to query the device without invalidating a graph capture of another thread.
 
-    The value is False if the runtime of the device has no mode for this.
+    The current device of this thread is one that the process uses already. The value is False if the runtime of the
+    device has no mode for this.
     """
-    if not _cuda.is_initialized():  # type: ignore[no-untyped-call]  # untyped in torch
+    device = device_in_use()
+    if device is None:
         yield True
         return
-    mode = ctypes.c_int(_RELAXED)
-    exchange = exchange_of_modes()
-    is_relaxed = exchange is not None and exchange(ctypes.byref(mode)) == 0
-    try:
-        yield is_relaxed
-    finally:
-        if is_relaxed:
-            exchange(ctypes.byref(mode))
+    with _cuda.device(device):
+        mode = ctypes.c_int(_RELAXED)
+        exchange = exchange_of_modes()
+        is_relaxed = exchange is not None and exchange(ctypes.byref(mode)) == 0
+        try:
+            yield is_relaxed
+        finally:
+            if is_relaxed:
+                exchange(ctypes.byref(mode))
+
+
+def device_in_use() -> int | None:
+    """Return the number of a CUDA device on which this process has a context; None if there is none.
+
+    The result is the current device of this thread, if it has a context. The function creates no context.
+    """
+    if not _cuda.is_initialized():  # type: ignore[no-untyped-call]  # untyped in torch
+        return None
+    has_context = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]  # noqa: SLF001 - torch has no public name
+    devices = (torch._C._cuda_getDevice(), *range(_cuda.device_count()))  # noqa: SLF001 - see above
+    return next((device for device in devices if has_context(device)), None)
 
 
 @functools.cache

@@ -109,7 +109,8 @@ class Gradients(Quantity):
         if self.monitored.update.is_inside_backward and not self._batched:
             parameter = self.monitored.parameter(index)
             gradient = None if parameter is None else self.monitored.framework.gradient(parameter)
-            table.measure([gradient], self._reduced[index : index + 1])
+            if index not in self._elsewhere or _is_partial(gradient):
+                table.measure([gradient], self._reduced[index : index + 1])
             return
         if self._mixed or self._sums.are_kept:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -44,6 +45,8 @@ class DeviceArguments:
     """The kernel arguments of one group of tensors. They are kept as long as the tensors have the same addresses.
 
     The chunks are kept as long as the tensors have the same sizes: gradients move at each step and keep their sizes.
+    Both are made again in another stream. The allocator of torch reuses freed memory in the order of the stream in
+    which it was allocated, so memory of one stream could be overwritten before a kernel in another one has read it.
     """
 
     def __init__(self, rows: Rows, zero_below: float) -> None:
@@ -52,6 +55,7 @@ class DeviceArguments:
         self._seen: list[Sight | None] | None = None
         self._sizes: list[int] | None = None
         self._jobs: DeviceJobs | None = None
+        self._stream = 0
         self._others: list[int] = []
         self.have_moved = False
         """True if a tensor of the last call of `run` had another address, size or dtype than in the call before."""
@@ -64,6 +68,9 @@ class DeviceArguments:
         Does not wait for the device.
         """
         seen = [_sight(tensor, table.device) for tensor in tensors]
+        stream = stream_of(table.device)
+        if stream != self._stream:
+            self._stream, self._seen, self._jobs = stream, None, None
         self.have_moved = seen != self._seen
         if self.have_moved:
             self._plan(tensors, seen, table.device)
@@ -72,11 +79,11 @@ class DeviceArguments:
         return self._others
 
     def _plan(self, tensors: Sequence[torch.Tensor | None], seen: list[Sight | None], device: torch.device) -> None:
-        self._seen = seen
+        self._seen = None  # if memory for the arguments is missing, the next call plans again
         self._others = [place for place, tensor in enumerate(tensors) if tensor is not None and seen[place] is None]
         found = [(sight, row) for sight, row in zip(seen, self._rows, strict=True) if sight is not None]
         if not found:
-            self._jobs = None
+            self._jobs, self._seen = None, seen
             return
         fields = [
             (address, numel, row, CODES[dtype], _zero_bits(self._zero_below, dtype))
@@ -84,13 +91,14 @@ class DeviceArguments:
         ]
         sizes = [sight[1] for sight, _ in found]
         if self._jobs is None or sizes != self._sizes:
-            self._sizes = sizes
             self._jobs = _with_chunks(on_device(fields, device), sizes, device)
+            self._sizes = sizes
         else:
             old = self._jobs
             self._jobs = DeviceJobs(
                 on_device(fields, device), old.chunks, old.large, old.chunk_count, old.large_count, old.partials
             )
+        self._seen = seen
 
 
 def _with_chunks(fields: torch.Tensor, sizes: Sequence[int], device: torch.device) -> DeviceJobs:
@@ -113,15 +121,24 @@ def _with_chunks(fields: torch.Tensor, sizes: Sequence[int], device: torch.devic
     )
 
 
+def stream_of(device: torch.device) -> int:
+    """Return the number of the current stream of `device`; 0 for a device other than CUDA."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+
+
 def _sight(tensor: torch.Tensor | None, device: torch.device) -> Sight | None:
     """Return address, number of elements and dtype of a tensor that the kernel can read; None for any other."""
     if type(tensor) not in PLAIN_TYPES or tensor is None or tensor.dtype not in CODES or tensor.device != device:
         return None
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_neg() or is_freed(tensor):
         return None
-    return (tensor.data_ptr(), tensor.numel(), tensor.dtype) if tensor.is_contiguous() or is_dense(tensor) else None
+    address, numel = tensor.data_ptr(), tensor.numel()
+    if numel and not address:  # zeros without memory, which autograd makes in some formulas
+        return None
+    return (address, numel, tensor.dtype) if tensor.is_contiguous() or is_dense(tensor) else None
 
 
+@functools.cache
 def _zero_bits(zero_below: float, dtype: torch.dtype) -> int:
     """Return the bits of the smallest magnitude that does not count as zero, in float64 or float32.
 

@@ -50,7 +50,12 @@ class LazyKernel:
     @property
     def is_possible(self) -> bool:
         """Return whether the kernel is ready, or its library is installed."""
-        return self.kernel is not None or importlib.util.find_spec(self.package) is not None
+        if self.kernel is not None:
+            return True
+        try:
+            return importlib.util.find_spec(self.package) is not None
+        except ValueError:  # a script has replaced the library by a module of its own
+            return False
 
     @property
     def is_started(self) -> bool:
@@ -104,8 +109,10 @@ def _load_for_cpu() -> Kernel:
 
 def _load_for_device(device: torch.device, *, fourths: bool) -> Kernel:
     kernels = importlib.import_module("rankscope_exporter.statistics.triton_kernels")
+    if not kernels.IS_COMPILED:
+        raise RuntimeError("TRITON_INTERPRET is set")
     # A stream of its own: work of this thread must neither wait for the training nor become part of a captured graph.
-    with others_may_capture(), torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device), others_may_capture(), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
         check_kernel(kernels.measure_jobs, device, fourths=fourths)
     return kernels.measure_jobs  # type: ignore[no-any-return]
 

@@ -12,7 +12,7 @@ from rankscope_exporter.statistics.device_arguments import DeviceArguments
 from rankscope_exporter.statistics.kernel_arguments import COMPILED_EXTRA_SUMS, KernelArguments
 from rankscope_exporter.statistics.kernels import COMPILED_DEVICES, ready_kernel
 from rankscope_exporter.statistics.table import Kernel, Rows, StatisticsTable, contiguous_rows
-from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, elements_of, is_dense
+from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, elements_of, is_dense, is_freed
 
 _Spec = tuple[torch.dtype, torch.Size]
 
@@ -105,7 +105,7 @@ def measure(
 
     The group of entries is cached for the next call with equal `rows`.
     """
-    _group(rows if isinstance(rows, range) else tuple(rows), zero_below).measure(tensors, table)
+    _group(rows if isinstance(rows, range) else tuple(rows), zero_below, table.device).measure(tensors, table)
 
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -123,9 +123,10 @@ def _gathered(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """
     if type(tensor) not in PLAIN_TYPES or tensor is None or tensor.layout is not torch.strided or tensor.is_nested:
         return tensor
-    return tensor if tensor.is_contiguous() or is_dense(tensor) else tensor.contiguous()
+    # A copy of freed memory would end the process.
+    return tensor if tensor.is_contiguous() or is_dense(tensor) or is_freed(tensor) else tensor.contiguous()
 
 
 @functools.lru_cache(maxsize=256)
-def _group(rows: Rows, zero_below: float) -> MeasureGroup:
+def _group(rows: Rows, zero_below: float, _device: torch.device) -> MeasureGroup:
     return MeasureGroup(rows, zero_below=zero_below)

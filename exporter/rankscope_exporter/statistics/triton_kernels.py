@@ -299,23 +299,29 @@ def _combine_chunks(
     )
 
 
+IS_COMPILED: Final = isinstance(_measure_chunks, triton.JITFunction)
+"""False if TRITON_INTERPRET is set: the interpreter runs on the host, which cannot read the memory of a device."""
+
+
 def measure_jobs(jobs: DeviceJobs, table: torch.Tensor, *, fourths: bool) -> None:
     """Measure the tensors of `jobs`, and write their statistics to `table`, int64 [rows, entries] on the device."""
     stride = table.shape[1]
     partials = table.new_empty((max(1, jobs.partials), PARTIAL_FIELDS), dtype=torch.float64)
-    if jobs.chunk_count:
-        _measure_chunks[(jobs.chunk_count,)](
-            jobs.fields,
-            jobs.chunks,
-            table,
-            partials,
-            stride,
-            FOURTHS=fourths,
-            BLOCK=_BLOCK,
-            SIZE=CHUNK,
-            num_warps=_WARPS,
-        )
-    if jobs.large_count:
-        _combine_chunks[(jobs.large_count,)](
-            jobs.fields, jobs.large, table, partials, stride, FOURTHS=fourths, BLOCK=_COMBINED
-        )
+    # Triton uses the current device of the thread, which a script with tensors on another device need not set.
+    with torch.cuda.device_of(table):  # type: ignore[no-untyped-call]  # untyped in torch
+        if jobs.chunk_count:
+            _measure_chunks[(jobs.chunk_count,)](
+                jobs.fields,
+                jobs.chunks,
+                table,
+                partials,
+                stride,
+                FOURTHS=fourths,
+                BLOCK=_BLOCK,
+                SIZE=CHUNK,
+                num_warps=_WARPS,
+            )
+        if jobs.large_count:
+            _combine_chunks[(jobs.large_count,)](
+                jobs.fields, jobs.large, table, partials, stride, FOURTHS=fourths, BLOCK=_COMBINED
+            )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from tests.exporter.parts import records_of, session_of
 from torch import nn
@@ -52,7 +55,7 @@ def test_captured_step_is_not_a_step(quiet: MonitorConfig, monkeypatch):
 def test_publisher_thread_is_in_the_relaxed_capture_mode(quiet: MonitorConfig, monkeypatch):
     net, runtime, modes = nn.Linear(4, 4), Runtime(), []
     with Monitor(quiet).attach(net) as monitor:
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(graph_capture, "device_in_use", lambda: -1)
         monkeypatch.setattr(graph_capture, "exchange_of_modes", lambda: runtime.exchange)
         session_of(monitor).steps.items.put(lambda: modes.append(runtime.mode))
         session_of(monitor).publisher.catch_up(30)
@@ -60,3 +63,29 @@ def test_publisher_thread_is_in_the_relaxed_capture_mode(quiet: MonitorConfig, m
 
     assert [2] == modes
     assert 0 == runtime.mode
+
+
+@pytest.mark.parametrize(("in_use", "expected"), [({5, 6}, [5, 5]), ({0, 6}, [0, 0]), (set(), [])])
+def test_thread_calls_the_runtime_on_a_device_in_use_only(in_use, expected, monkeypatch):
+    """Elsewhere, such as on device 0 in a new thread, a call would create a context of about 500 MB."""
+    current, calls = [0], []
+
+    @contextlib.contextmanager
+    def device(number: int) -> Iterator[None]:
+        current.append(number)
+        yield
+        current.pop()
+
+    def exchange(_mode: Any) -> int:
+        calls.append(current[-1])
+        return 0
+
+    monkeypatch.setattr(graph_capture, "exchange_of_modes", lambda: exchange)
+    for name, double in {"is_initialized": lambda: True, "device_count": lambda: 8, "device": device}.items():
+        monkeypatch.setattr(torch.cuda, name, double)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", in_use.__contains__, raising=False)
+    with graph_capture.others_may_capture() as is_relaxed:
+        assert is_relaxed
+
+    assert expected == calls

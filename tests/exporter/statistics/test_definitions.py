@@ -253,9 +253,9 @@ class Shard:
         return self.local
 
 
-def freed(*, offset: int = 0) -> torch.Tensor:
+def freed(*, offset: int = 0, step: int = 1) -> torch.Tensor:
     """Return a tensor whose memory was released, such as a parameter of FSDP between its uses."""
-    tensor = torch.ones(100)[offset:]
+    tensor = torch.ones(100)[offset::step]
     tensor.untyped_storage().resize_(0)
     return tensor
 
@@ -267,6 +267,7 @@ def test_nothing_to_measure_leaves_the_entry_absent(measured):
         torch.nn.UninitializedParameter(),
         freed(),
         freed(offset=60),
+        freed(step=2),
         torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
         torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
         Shard(torch.empty(5, device="meta")),

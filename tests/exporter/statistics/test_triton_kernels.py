@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -118,11 +121,85 @@ def test_tensors_that_the_kernel_cannot_read_are_left_to_torch(kernels):
         torch.randn(3, dtype=torch.complex64),
         torch.ones(4, 4).to_sparse(),
         torch.empty(3, device="meta"),
+        torch._efficientzerotensor((3,)),  # zeros without memory
         None,
     ]
     table = StatisticsTable(len(tensors), CPU)
 
-    assert [1, 2, 3, 4] == DeviceArguments(range(6), 0.0).run(kernels.measure_jobs, tensors, table)
+    assert [1, 2, 3, 4, 5] == DeviceArguments(range(7), 0.0).run(kernels.measure_jobs, tensors, table)
+
+
+def test_arguments_are_not_used_in_another_stream_than_their_own(monkeypatch):
+    """The allocator could reuse their memory before a kernel in another stream has read it."""
+    arguments, tensors, table = DeviceArguments(range(1), 0.0), [torch.ones(3)], StatisticsTable(1, CPU)
+    used = []
+    for stream in (7, 7, 8):
+        monkeypatch.setattr(device_arguments, "stream_of", lambda _device, stream=stream: stream)
+        arguments.run(lambda jobs, _table, fourths: used.append(jobs), tensors, table)
+
+    assert used[0] is used[1]
+    assert {id(used[0].fields), id(used[0].chunks)}.isdisjoint({id(used[2].fields), id(used[2].chunks)})
+
+
+def test_tensors_are_measured_after_an_error_in_the_step_before(kernels, monkeypatch, check):
+    """The arguments of the step before the error are not used: their addresses may be freed."""
+    arguments = DeviceArguments(range(1), 0.0)
+    arguments.run(kernels.measure_jobs, [numbers(5, torch.float32)], StatisticsTable(1, CPU))
+    tensors, table = [numbers(CHUNK + 7, torch.float32)], StatisticsTable(1, CPU)
+    with monkeypatch.context() as patch:
+        patch.setattr(device_arguments, "on_device", lambda *_: torch.empty(-1))
+        with pytest.raises(RuntimeError):
+            arguments.run(kernels.measure_jobs, tensors, table)
+    arguments.run(kernels.measure_jobs, tensors, table)
+
+    check(finish(HostCopy(table)), 0, tensors[0], ops=("norm", "min", "max", "mean"))
+
+
+def test_kernels_start_on_the_device_of_the_table(kernels, monkeypatch):
+    """Triton uses the current device of the thread, which may be another one."""
+    current: list[torch.Tensor] = []
+    started = []
+
+    class Kernel:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, _grid: Any) -> Callable[..., None]:
+            return lambda *_args, **_constants: started.append((self.name, tuple(current)))
+
+    @contextlib.contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        current.append(tensor)
+        yield
+        current.clear()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for name in ("_measure_chunks", "_combine_chunks"):
+        monkeypatch.setattr(kernels, name, Kernel(name))
+    table = StatisticsTable(1, CPU)
+    DeviceArguments(range(1), 0.0).run(kernels.measure_jobs, [torch.ones(CHUNK + 1)], table)
+
+    assert [(name, (table.buffer,)) for name in ("_measure_chunks", "_combine_chunks")] == started
+
+
+def test_library_that_a_script_has_replaced_is_not_used(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
+    kernel = loading.LazyKernel("triton", lambda: print)
+
+    assert not kernel.is_possible
+    assert kernel.warm_up() is None
+
+
+def test_interpreted_kernel_is_not_used_on_a_device(kernels, caplog):
+    """Triton's interpreter runs on the host and would read addresses of the device there, which ends the process."""
+    assert not kernels.IS_COMPILED
+    device = torch.device("cuda", 15)
+    thread = loading.warm_up(device)
+    assert thread is not None
+    thread.join()
+
+    assert "triton cannot be used (RuntimeError: TRITON_INTERPRET is set)" in caplog.text
+    assert "torch" == loading.backend_name(device)
 
 
 def test_kernel_with_wrong_results_is_not_used(kernels, monkeypatch):

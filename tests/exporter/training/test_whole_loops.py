@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize, prune
 
 from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter.api.session_factory import ReplicaDedup
 
 STEPS = 4
 PLAIN = ("parameters", "gradients", "optimizer_state")
@@ -422,7 +423,11 @@ def test_update_inside_the_backward_pass_belongs_to_this_pass(is_known, is_regis
     assert [] == loop.messages("step_skipped")
 
 
-def test_update_inside_the_backward_pass_of_fsdp2_has_reduced_gradients(tmp_path):
+@pytest.mark.parametrize("elsewhere", [[], ["0.weight"]])
+def test_update_inside_the_backward_pass_of_fsdp2_has_reduced_gradients(elsewhere, tmp_path, monkeypatch):
+    """The parameters `elsewhere`, of which another rank publishes the rows, have no rows."""
+    dedup = ReplicaDedup(frozenset(range(len(elsewhere))))
+    monkeypatch.setattr("rankscope_exporter.api.session_factory.find_replica_dedup", lambda *_: dedup)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:
         loop = Loop()
@@ -430,11 +435,15 @@ def test_update_inside_the_backward_pass_of_fsdp2_has_reduced_gradients(tmp_path
         optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in loop.net.parameters()}
         names = {parameter: name for name, parameter in loop.net.named_parameters()}
 
+        def note(kind: str, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
+            own = None if names[parameter] in elsewhere else tensor.to_local()
+            loop.note(step, kind, {names[parameter]: own})
+
         def update(parameter: torch.Tensor) -> None:
-            loop.note(step, "grad_reduced", {names[parameter]: parameter.grad.to_local()})
+            note("grad_reduced", parameter, parameter.grad)
             optimizers[parameter].step()
             optimizers[parameter].zero_grad()
-            loop.note(step, "param_after", {names[parameter]: parameter.to_local()})
+            note("param_after", parameter, parameter)
 
         for parameter in loop.net.parameters():
             parameter.register_post_accumulate_grad_hook(update)

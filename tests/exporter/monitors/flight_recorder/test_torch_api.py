@@ -156,7 +156,7 @@ DEVICE = Recorder(
 
 @pytest.fixture
 def on_a_device(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(graph_capture, "device_in_use", lambda: -1)
 
 
 def test_device_is_queried_in_the_relaxed_capture_mode(on_a_device, failures, monkeypatch):
