@@ -136,6 +136,7 @@ class Lines:
         self._tables = Tables()
         self._counters: dict[str, Any] = {}
         self._epoch: float | None = None
+        self._shown_epoch: float | None = None
         self._heading: Line | None = None
         self._has_point = False
 
@@ -154,7 +155,16 @@ class Lines:
     def _of_tool(self, text: str) -> dict[str, Any] | None:
         """Return the record on a line that has the pattern of a tool, or None."""
         found = match_of(text)
-        return None if found is None else self._read(rewritten(found, self._counters))
+        if found is None:
+            return None
+        line = rewritten(found, self._counters)
+        if found.groupdict() or self._epoch is None:
+            return self._read(line)
+        # Keras prints a line below the heading of each epoch; a further line is `Model.evaluate`.
+        if self._shown_epoch == self._epoch and "val_" not in line:
+            return self._read(f"{EVALUATION_MARK}epoch {int(self._epoch)} {line}")
+        self._shown_epoch = self._epoch
+        return self._read(line)
 
     def _read(self, line: str, *, is_certain: bool = False) -> dict[str, Any] | None:
         """Return the record on a line of counters and pairs; with `is_certain`, also if it has no counter."""
@@ -185,7 +195,7 @@ class Lines:
             found.ungroup()
         if self._epoch is not None:
             found.counters.setdefault(EPOCH, self._epoch)
-        if "val loss" in found.pairs and "train loss" in found.pairs:
+        if {"val loss", "train loss"} <= found.pairs.keys() and found.counters.keys() != {EPOCH}:
             # nanoGPT's estimate over both sets is another quantity than the loss of each step.
             found.pairs["train_loss_estimate"] = found.pairs.pop("train loss")
         self._faults.unkept.update(found.rest)

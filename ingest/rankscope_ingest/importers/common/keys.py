@@ -141,7 +141,8 @@ SET_LABEL: Final = "dataset"
 
 EVALUATION_SPLITS: Final = {"val", "valid", "validation", "eval", "evaluation", "dev", "test"}
 """Values of a split, such as `"split": "val"`, of a record that is about an evaluation."""
-_SAME_IN_EVALUATION: Final = {EPOCH, "learning_rate"}
+_SAME_IN_EVALUATION: Final = {EPOCH, "learning_rate", "elapsed_seconds"}
+_EVALUATED: Final = ("eval_", "test_", "eval ", "test ")
 _RUNTIME: Final = "_runtime"
 
 Named = tuple[Alias, str | None]
@@ -256,7 +257,7 @@ def name_in_split(key: str, split: str) -> Named | None:
     """
     alias = canonical(key)
     prefix = "test" if split == "test" else "eval" if split in EVALUATION_SPLITS else None
-    if prefix is None or alias.name in _SAME_IN_EVALUATION or alias.name.startswith(("eval_", "test_")):
+    if prefix is None or alias.name in _SAME_IN_EVALUATION or alias.name.startswith(_EVALUATED):
         return None
     known = canonical(f"{prefix}_{alias.name}")
     renamed = replace(alias, name=known.name, unit=known.unit or alias.unit)

@@ -66,6 +66,8 @@ _AVERAGE: Final = re.compile(r"train_(?!speed)[^(]*")
 An example is `train_loss`. ms-swift's `train_speed(iter/s)` is the speed of a step and does not match.
 """
 
+_SPELLED: Final = re.compile(r"\d ?[a-z]+[\s,]*\d")
+"""A regular expression that occurs in a duration with several units, such as `1m 20s`, which no other value has."""
 _ELAPSED: Final = "elapsed_seconds"
 _COUNTS: Final = {"tokens", "samples", "tokens/s", "samples/s"}
 
@@ -299,6 +301,8 @@ class ObjectReader:
         for key, value in record.counters.items():
             if key not in {chosen, EPOCH}:
                 record.numbers[key] = float(value)
+        if record.split in EVALUATION_SPLITS:  # its total is that of the evaluation
+            return None if chosen is None else record.counters[chosen]
         own = record.plans.get(chosen or "") if self._is_plan(chosen) else None
         planned = own or next((total for key, total in record.plans.items() if key not in record.counters), None)
         self.planned_steps = planned or self.planned_steps
@@ -420,6 +424,8 @@ def _number_in_text(text: str, alias: Alias) -> tuple[Alias, float] | None:
     """Return the number in `text` and the quantity `alias` in the unit of the text; None if the text does not fit."""
     if alias.unit == "seconds" and alias.factor == 1.0 and (duration := seconds(text)) is not None:
         return alias, duration
+    if alias.unit is None and _SPELLED.search(text) and (duration := seconds(text)) is not None:
+        return in_unit(alias, "s"), duration
     found = quantity(text)
     if found is None:
         return None

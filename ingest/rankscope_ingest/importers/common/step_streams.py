@@ -30,7 +30,7 @@ class _Stream:
     attempt: int
     last: int
     interval: int | None
-    written: int  # number of its latest record
+    written: int  # number of its latest record among the records with a step
     epoch: float | None = None
     value: float | None = None  # first number of its latest record
 
@@ -54,11 +54,11 @@ class _RankStreams:
     are_interleaved: bool = False
 
     def attempt(self, step: int | None, epoch: float | None, writer: str | None, value: float | None) -> int:
-        self.records += 1
         current = self.alive[-1] if self.alive else None
         if step is None:
             own = current if writer is None else self.writers.get(writer, current)
             return own.attempt if own else 0
+        self.records += 1
         if writer is None:
             stream = self._in_later_epoch(current, step, epoch) or self._stream_of(step, value)
         else:

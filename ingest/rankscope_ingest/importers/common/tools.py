@@ -54,7 +54,7 @@ TOOLS: Final = (
         example="Epoch 1/2\n10/10 [==============================] - 2s 20ms/step - loss: 2.5 - val_loss: 2.25\n"
         "Epoch 2/2\n10/10 [==============================] - 2s 20ms/step - loss: 2.25 - val_loss: 2.0",
         axis=EPOCH_AXIS,
-        pattern=r"^(\d+)/\1 (?:\[=*\]|━+)[\s-]*(?:\d+m?s\s+)?(?:\d+[mun]?s/(?:step|epoch))?[\s-]*",
+        pattern=r"^(\d+)/\1 (?:\[=*\]|━+|- \d+m?s)[\s-]*(?:\d+m?s\s+)?(?:\d+[mun]?s/(?:step|epoch))?[\s-]*",
     ),
     Tool(
         name="torchtune, bar",
