@@ -53,6 +53,8 @@ _MEGATRON: Final = re.compile(r"consumed samples:|elapsed time per iteration")
 _TYPICAL: Final = {"loss", "eval_loss", "step_seconds", "grad_norm", "learning_rate", "samples_per_second"}
 _WITHOUT_COUNTER: Final = {"loss", "step_seconds"}
 _EVALUATION: Final = "eval_"
+_JSON: Final = '{"'
+"""The beginning of an object in JSON, which has no pair of a name and a value in the grammar of text lines."""
 _MANY: Final = 5
 _FEWEST: Final = 2
 _MOST_LINES: Final = 2_000
@@ -75,7 +77,8 @@ class TextLog:
         sample = [line.decode(errors="replace") for line in sample_lines(path, head) if line.strip()]
         lines = [part for line in sample for part in bar_lines(line)]
         log = Lines(Faults())
-        found = [record for line in lines if (record := log.record(without_colours(line)))]
+        texts = (line for line in lines if not line.startswith(_JSON))
+        found = [record for line in texts if (record := log.record(without_colours(line)))]
         records = [record for record in found if len(record) > _MANY or any(map(_is_typical, record))]
         if len(records) < min(_FEWEST, len(lines)) or not records:
             return NOT_MINE
