@@ -109,6 +109,8 @@ class JsonLines:
             if b"\r" in text and len(rows := rows_on(text)) > 1:
                 return [document for row in rows for document in documents(line_number, row)]
             kind, document = parse_line(text)
+            if first is Kind.JSON is kind and document is not None:
+                return (document,)
             is_bar = kind in {Kind.NONE, Kind.PRINTED} and bars.see(text.decode(errors="replace"))
             if kind is Kind.BLANK:
                 counts[Kind.BLANK] += 1

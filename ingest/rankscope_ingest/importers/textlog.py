@@ -53,6 +53,8 @@ _MEGATRON: Final = re.compile(r"consumed samples:|elapsed time per iteration")
 _TYPICAL: Final = {"loss", "eval_loss", "step_seconds", "grad_norm", "learning_rate", "samples_per_second"}
 _WITHOUT_COUNTER: Final = {"loss", "step_seconds"}
 _EVALUATION: Final = "eval_"
+_JSON: Final = '{"'
+"""The beginning of an object in JSON, which has no pair of a name and a value in the grammar of text lines."""
 _MANY: Final = 5
 _FEWEST: Final = 2
 _MOST_LINES: Final = 2_000
@@ -75,7 +77,8 @@ class TextLog:
         sample = [line.decode(errors="replace") for line in sample_lines(path, head) if line.strip()]
         lines = [part for line in sample for part in bar_lines(line)]
         log = Lines(Faults())
-        found = [record for line in lines if (record := log.record(without_colours(line)))]
+        texts = (line for line in lines if not line.startswith(_JSON))
+        found = [record for line in texts if (record := log.record(without_colours(line)))]
         records = [record for record in found if len(record) > _MANY or any(map(_is_typical, record))]
         if len(records) < min(_FEWEST, len(lines)) or not records:
             return NOT_MINE
@@ -136,6 +139,7 @@ class Lines:
         self._tables = Tables()
         self._counters: dict[str, Any] = {}
         self._epoch: float | None = None
+        self._shown_epoch: float | None = None
         self._heading: Line | None = None
         self._has_point = False
 
@@ -154,7 +158,16 @@ class Lines:
     def _of_tool(self, text: str) -> dict[str, Any] | None:
         """Return the record on a line that has the pattern of a tool, or None."""
         found = match_of(text)
-        return None if found is None else self._read(rewritten(found, self._counters))
+        if found is None:
+            return None
+        line = rewritten(found, self._counters)
+        if found.groupdict() or self._epoch is None:
+            return self._read(line)
+        # Keras prints a line below the heading of each epoch; a further line is `Model.evaluate`.
+        if self._shown_epoch == self._epoch and "val_" not in line:
+            return self._read(f"{EVALUATION_MARK}epoch {int(self._epoch)} {line}")
+        self._shown_epoch = self._epoch
+        return self._read(line)
 
     def _read(self, line: str, *, is_certain: bool = False) -> dict[str, Any] | None:
         """Return the record on a line of counters and pairs; with `is_certain`, also if it has no counter."""
@@ -185,7 +198,7 @@ class Lines:
             found.ungroup()
         if self._epoch is not None:
             found.counters.setdefault(EPOCH, self._epoch)
-        if "val loss" in found.pairs and "train loss" in found.pairs:
+        if {"val loss", "train loss"} <= found.pairs.keys() and found.counters.keys() != {EPOCH}:
             # nanoGPT's estimate over both sets is another quantity than the loss of each step.
             found.pairs["train_loss_estimate"] = found.pairs.pop("train loss")
         self._faults.unkept.update(found.rest)

@@ -1,13 +1,16 @@
 """Compare the rows of an imported log with the facts about it, which `INPUT.expected.json` contains.
 
-The file is a copy of the checker of the field logs with changed names; it reads rows instead of calling commands.
+The comparison is a copy of the checker of the field logs with changed names; it reads rows instead of calling commands.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from rankscope_ingest.importers import Faults, ImportedBlock, find_importer
 
 WORDS = {
     "file", "format", "about", "rows", "losses", "first_step", "last_step", "attempts", "ranks", "planned_steps",
@@ -89,3 +92,23 @@ def differences(
     if strange := [name for name in want.get("forbid_names", []) if name in named]:
         wrong.append(f"series that are none: {strange}")
     return wrong
+
+
+def read(path: Path, choices: Mapping[str, Any] | None = None) -> tuple[list[dict[str, Any]], Faults]:
+    """Return the scalars of a log in its order, and the object that describes how it was read."""
+    faults = Faults(choices=choices)
+    blocks = [item for item in find_importer(path).read(path, faults) if isinstance(item, ImportedBlock)]
+    return [row for block in blocks if "scalars" in block.tables for row in block.tables["scalars"].to_pylist()], faults
+
+
+def series(
+    tmp_path: Path, lines: Sequence[str], choices: Mapping[str, Any] | None = None
+) -> tuple[dict[str, list[tuple[int, int | None, float]]], Faults]:
+    """Return the values of a text log by name, each with its attempt and step, and the object of the reader."""
+    path = tmp_path / "train.log"
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    rows, faults = read(path, choices)
+    found: dict[str, list[tuple[int, int | None, float]]] = {}
+    for row in rows:
+        found.setdefault(row["name"], []).append((row["attempt"], row["step"], row["value"]))
+    return found, faults

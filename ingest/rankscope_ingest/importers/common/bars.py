@@ -8,11 +8,12 @@ from typing import Any, Final
 
 from rankscope_ingest.importers.common.aliases import canonical
 from rankscope_ingest.importers.common.keys import BAR, Role, role_of
+from rankscope_ingest.importers.common.shapes import EVALUATION_MARK
 from rankscope_ingest.importers.common.tools import match_of
 
 _BAR: Final = re.compile(
     r"\d{1,3}%\|[^\r|]{0,400}\|\s{0,20}(?P<step>\d{1,15})/(?P<planned>\d{1,15}) "
-    r"\[[^\[\],\r]{1,40},\s{0,20}[\d.?]{1,20}(?:it/s|s/it)(?P<mark>\]|, )"
+    r"\[[^\[\],\r]{1,40}(?:,\s{0,20}[\d.?]{1,20}(?:[A-Za-z]{1,16}/s|s/[A-Za-z]{1,16}))?(?P<mark>\]|, )"
 )
 """A regular expression for a bar without its name, which is before it, and its numbers, which are after `mark`.
 
@@ -20,7 +21,9 @@ A name in this expression would be searched from each blank before a bar: tqdm c
 """
 _NAME_CHARACTERS: Final = 80
 _EPOCH: Final = re.compile(r"\bepoch:?[ =]{0,2}\[?\s*(?P<epoch>\d{1,9})\b", re.IGNORECASE)
-_MARKS: Final = ("it/s", "s/it")
+_EVALUATION: Final = re.compile(r"\b(?:eval|valid|val\b|test|predict)", re.IGNORECASE)
+_TRAINING: Final = re.compile(r"train", re.IGNORECASE)
+_MARKS: Final = ("%|", "it/s", "s/it")
 _OF_TRAINING: Final = {"loss", "learning_rate"}
 
 
@@ -50,7 +53,10 @@ def _bar_line(part: str) -> str | None:
     numbers = part[bar.end() : part.rfind("]")].strip() if bar and bar["mark"] != "]" else ""
     if bar is None or not numbers:
         return None
-    epoch = _EPOCH.search(_name(part, 0, bar))
+    name = _name(part, 0, bar)
+    if _EVALUATION.search(name) and not _TRAINING.search(name):
+        return f"{EVALUATION_MARK}[{bar['step']}/{bar['planned']}] {numbers}"
+    epoch = _EPOCH.search(name)
     before = f"epoch {epoch['epoch']} " if epoch else ""
     planned = "" if epoch else f"/{bar['planned']}"  # with an epoch, the plan is that of the epoch
     return f"{before}{BAR} {bar['step']}{planned} {numbers}"

@@ -277,6 +277,13 @@ class BlockBuilder:
         # A log repeats few names for many numbers: each combination is stored once.
         self._value_names.append(self._names.setdefault((name, unit, labels), len(self._names)))
 
+    def scalars(self, values: Sequence[float], series: Sequence[tuple[str, str | None, str | None]]) -> None:
+        """Add `values` to the current record. `series` has the name, the unit and the labels (JSON) of each value."""
+        names, record = self._names, len(self._records) - 1
+        self._values.extend(values)
+        self._value_records.extend([record] * len(values))
+        self._value_names.extend([names.setdefault(each, len(names)) for each in series])
+
     def event(
         self,
         type: str,  # noqa: A002 - column

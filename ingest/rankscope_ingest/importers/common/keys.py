@@ -141,7 +141,8 @@ SET_LABEL: Final = "dataset"
 
 EVALUATION_SPLITS: Final = {"val", "valid", "validation", "eval", "evaluation", "dev", "test"}
 """Values of a split, such as `"split": "val"`, of a record that is about an evaluation."""
-_SAME_IN_EVALUATION: Final = {EPOCH, "learning_rate"}
+_SAME_IN_EVALUATION: Final = {EPOCH, "learning_rate", "elapsed_seconds"}
+_EVALUATED: Final = ("eval_", "test_", "eval ", "test ")
 _RUNTIME: Final = "_runtime"
 
 Named = tuple[Alias, str | None]
@@ -256,12 +257,15 @@ def name_in_split(key: str, split: str) -> Named | None:
     """
     alias = canonical(key)
     prefix = "test" if split == "test" else "eval" if split in EVALUATION_SPLITS else None
-    if prefix is None or alias.name in _SAME_IN_EVALUATION or alias.name.startswith(("eval_", "test_")):
+    if prefix is None or alias.name in _SAME_IN_EVALUATION or alias.name.startswith(_EVALUATED):
         return None
     known = canonical(f"{prefix}_{alias.name}")
     renamed = replace(alias, name=known.name, unit=known.unit or alias.unit)
     return renamed, renamed.labels(key)
 
+
+Series = tuple[str, str | None, str | None]
+"""The stored name, the unit and the labels (JSON) of a scalar."""
 
 MAX_SHAPES: Final = 256
 _NUMBERS: Final = {int, float}
@@ -287,6 +291,8 @@ class Shape:
     numbers: tuple[tuple[int, str | None], ...]
     """Position of each number; the text behind it, DURATION for a duration such as `0:10:00`, or None for a number."""
     names: tuple[Named, ...]
+    series: tuple[Series, ...]
+    is_converted: bool  # a number is not in the stored unit
     is_simple: bool
     """True if all values are numbers, one of them is the step, and none is the rank."""
 
@@ -319,7 +325,11 @@ class Shape:
     def numbers_in(self, values: Sequence[Any]) -> list[float] | None:
         """Return the numbers of an object with these values, or None if one of them has another form."""
         if self.is_simple:
-            return [values[at] for at, _ in self.numbers] if all(map(is_plain_number, values)) else None
+            # Most values are floats, which are stored without loss: the call is for integers.
+            for value in values:
+                if type(value) is not float and not is_plain_number(value):
+                    return None
+            return [values[at] for at, _ in self.numbers]
         found: list[float] = []
         for at, behind in self.numbers:
             value = values[at]
@@ -412,6 +422,8 @@ class Shapes:
             time=next(iter(times), None),
             numbers=tuple(numbers),
             names=tuple(name for _, name, _ in named),
+            series=tuple((alias.name, alias.unit, labels) for _, (alias, labels), _ in named),
+            is_converted=any(alias.factor != 1.0 for _, (alias, _), _ in named),
             is_simple=step_key is not None and not ranks and set(form[1]) <= _NUMBERS,
         )
 

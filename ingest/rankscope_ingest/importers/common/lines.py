@@ -24,7 +24,11 @@ _RANK: Final = re.compile(
     r"\[\s*(?:rank[ _]?|default)(\d{1,9})\s*\]|\brank(?:[ _=]|: ?)(\d{1,9})\b|^\s*(\d{1,9}):(?=\s)", re.IGNORECASE
 )
 """A regular expression for the rank before a log message, as torchrun, srun and common training scripts print it."""
-_TIME: Final = re.compile(r"\b(\d{4}[-/]\d{2}[-/]\d{2}[ T]\d{2}:\d{2}:\d{2}(?:[.,]\d{1,9})?(?:Z|[-+]\d{2}:?\d{2})?)")
+_TIME: Final = re.compile(
+    r"(?:\b|\b[IWEF](?=\d{8} ))(\d{4}(?:([-/])\d{2}\2|\d{2})\d{2}"
+    r"[ T,]\d{2}:\d{2}:\d{2}(?:[.,]\d{1,9})?(?:Z|[-+]\d{2}:?\d{2})?)"
+)
+"""A regular expression for a time with a complete date, such as `2026-01-17 10:00:00` or `I20260117 10:00:00`."""
 
 _WINDOW_BYTES: Final = 65_536
 _HOLE_BYTES: Final = 1 << 20

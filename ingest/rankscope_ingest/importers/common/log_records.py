@@ -105,10 +105,12 @@ class _LogRecords:
         has_objects = False
         for document in documents:
             has_objects = True
-            if self._is_decided:
-                self._add(number, document, None)
-            else:
+            if not self._is_decided:
                 self._wait(number, document)
+                continue
+            self.objects.add(document, self._builder)
+            if self.objects.ambiguous or self.failures.ending:
+                self._added(number)
         # The text of a failure may follow a progress bar on its line.
         if (not has_objects or b"it/s" in line or b"s/it" in line) and self.failures.is_possible(line):
             is_torn = self._torn is not None and self._faults.read_bytes >= self._torn
@@ -166,8 +168,11 @@ class _LogRecords:
         self._waiting.clear()
         self._waiting_failures.clear()
 
-    def _add(self, number: int, document: Mapping[str, Any], record: Record | None) -> None:
+    def _add(self, number: int, document: Mapping[str, Any], record: Record) -> None:
         self.objects.add(document, self._builder, record=record)
+        self._added(number)
+
+    def _added(self, number: int) -> None:
         if self.objects.ambiguous:
             self.objects.report_ambiguous(self._faults, number)
         if self.failures.ending and self.objects.has_advanced:

@@ -22,7 +22,6 @@ from rankscope_ingest.importers.common.choices import LOSS, Choices, decide, is_
 from rankscope_ingest.importers.common.dates import Clock, Dates
 from rankscope_ingest.importers.common.importer import FROM_LOG, BlockBuilder, Faults, ImportedRun
 from rankscope_ingest.importers.common.keys import (
-    BATCH,
     EPOCH,
     EVALUATION_SPLITS,
     Named,
@@ -33,9 +32,9 @@ from rankscope_ingest.importers.common.keys import (
     name_in_set,
     name_in_split,
     own_name,
-    step_rank,
 )
 from rankscope_ingest.importers.common.records import Record, record_of
+from rankscope_ingest.importers.common.step_counter import StepCounter
 from rankscope_ingest.importers.common.step_streams import StepStreams
 from rankscope_ingest.importers.common.values import (
     MAX_JSON,
@@ -66,6 +65,8 @@ _AVERAGE: Final = re.compile(r"train_(?!speed)[^(]*")
 An example is `train_loss`. ms-swift's `train_speed(iter/s)` is the speed of a step and does not match.
 """
 
+_SPELLED: Final = re.compile(r"\d ?[a-z]+[\s,]*\d")
+"""A regular expression that occurs in a duration with several units, such as `1m 20s`, which no other value has."""
 _ELAPSED: Final = "elapsed_seconds"
 _COUNTS: Final = {"tokens", "samples", "tokens/s", "samples/s"}
 
@@ -102,13 +103,13 @@ class ObjectReader:
 
         A row of training without a step is one, too. Checkpoints, evaluations and summaries are none.
         """
-        self._steps: dict[int | None, int | None] = {}  # per rank, the step of the last row of training
+        self._steps = StepCounter(choices, self.contradictions)
+        self._last_steps: dict[int | None, int | None] = {}  # per rank, the step of the last row of training
         self._names = Names()
         self._streams = StepStreams()
         self._shapes = Shapes()
         self._unkept: Counter[str] = Counter() if unkept is None else unkept
         self._stored: set[str] = set()
-        self._last: dict[tuple[Any, ...], dict[str, int]] = {}  # per rank and writer, the last counters
         self._rows: dict[int | None, int] = {}  # per rank, the number of records that contain a number
 
     def add(
@@ -144,8 +145,9 @@ class ObjectReader:
             value = numbers[0] if numbers and shape.numbers[0][1] is None else None  # as in `_add_any`
             attempt = self._streams.attempt(rank, step, epoch, value=value)
         builder.record(step=step, rank=rank, ts=ts, origin=FROM_LOG, attempt=attempt)
-        for value, (alias, labels) in zip(numbers, shape.names, strict=True):
-            builder.scalar(alias.name, value if alias.factor == 1.0 else alias.converted(value), alias.unit, labels)
+        if shape.is_converted:
+            numbers = [alias.converted(value) for value, (alias, _) in zip(numbers, shape.names, strict=True)]
+        builder.scalars(numbers, shape.series)
         return True
 
     def _add_any(self, record: Record, builder: BlockBuilder, attempt: int | None) -> None:
@@ -155,7 +157,7 @@ class ObjectReader:
         for key, value in document.items():
             if key in self.keys or len(self.keys) < MAX_KEYS:
                 self.keys[key] = self.keys.get(key, 0) + (value is None)
-        step_key = self._step_key(record)
+        step_key = self._steps.key_of(record)
         is_aside = self.choices.has_training and not is_training(record)
         step = self._take_step(record, step_key)
         if step is None and self.choices.numbers_rows and record.is_row():
@@ -202,7 +204,7 @@ class ObjectReader:
             for key, named, value in added:
                 copy = [(key, _as_loss(key, named), value)] if key == self.choices.loss else []
                 stored += [(key, named, value), *copy]
-            self._shapes.learn(record.document, step_key, stored, has_plan=self._is_plan(step_key))
+            self._shapes.learn(record.document, step_key, stored, has_plan=self._steps.is_plan(step_key))
 
     def _take_time(self, record: Record, text: str) -> None:
         """Store the time that `text` contains, or without a year the time since the first record."""
@@ -228,6 +230,7 @@ class ObjectReader:
         found = decide([record for record in records if record.is_row()], numbers_rows=numbers_rows, loss=loss)
         self.choices = dataclasses.replace(found, dates=dates).after(self.choices)
         self.clock = Clock(self.choices.dates or Dates())
+        self._steps = StepCounter(self.choices, self.contradictions)
 
     @property
     def are_writers_interleaved(self) -> bool:
@@ -261,36 +264,6 @@ class ObjectReader:
             faults.add(line, text)
         self.ambiguous.clear()
 
-    def _step_key(self, record: Record) -> str | None:
-        """Return the name of the counter that is the step of `record`, or None if the record has no step.
-
-        The decision about the log gives the order of the counters; a counter that it does not contain is the last.
-        """
-        choices = self.choices
-        if len(record.counters) == 1 and not record.plans and not choices.refused:
-            return next(iter(record.counters))
-        if EPOCH in choices.steps and (epoch := record.epoch()) is not None and epoch.is_integer():
-            record.counters.setdefault(EPOCH, int(epoch))
-        for key, value in record.plans.items():
-            if key in choices.steps and value is not None:
-                record.counters.setdefault(key, value)
-        allowed = [key for key in record.counters if key not in choices.refused]
-        if not allowed:
-            return None
-        preferred = [key for key in choices.steps if key in allowed]
-        chosen = preferred[0] if preferred else min(allowed, key=step_rank)
-        if len(record.counters) > 1:
-            self._check(record, chosen)
-        return chosen
-
-    def _check(self, record: Record, chosen: str) -> None:
-        """Count a record that contradicts the choice of the step: the step falls and another counter rises."""
-        before = self._last.get(record.stream, {})
-        if record.counters[chosen] < before.get(chosen, 0):
-            rising = [key for key, value in record.counters.items() if value > before.get(key, value)]
-            self.contradictions.update(f"the step is {chosen}, but {key} rises where it falls" for key in rising[:1])
-        self._last[record.stream] = record.counters
-
     def _take_step(self, record: Record, chosen: str | None) -> int | None:
         """Return the value of the counter `chosen`, and add the other counters to the numbers of the record.
 
@@ -299,7 +272,9 @@ class ObjectReader:
         for key, value in record.counters.items():
             if key not in {chosen, EPOCH}:
                 record.numbers[key] = float(value)
-        own = record.plans.get(chosen or "") if self._is_plan(chosen) else None
+        if record.split in EVALUATION_SPLITS:  # its total is that of the evaluation
+            return None if chosen is None else record.counters[chosen]
+        own = record.plans.get(chosen or "") if self._steps.is_plan(chosen) else None
         planned = own or next((total for key, total in record.plans.items() if key not in record.counters), None)
         self.planned_steps = planned or self.planned_steps
         if chosen is None:
@@ -308,14 +283,10 @@ class ObjectReader:
         self._update_last_step(step)
         return step
 
-    def _is_plan(self, chosen: str | None) -> bool:
-        """Return whether the total of the counter `chosen` is the planned number of steps of the run."""
-        return chosen is not None and chosen not in {BATCH, EPOCH} and not self.choices.is_within_epoch
-
     def _see_row(self, rank: int | None, step: int | None) -> None:
         """Set `has_advanced` for a row of training."""
-        self.has_advanced = step is None or self._steps.get(rank) != step
-        self._steps[rank] = step
+        self.has_advanced = step is None or self._last_steps.get(rank) != step
+        self._last_steps[rank] = step
 
     def _update_last_step(self, step: int) -> None:
         self.last_step = step if self.last_step is None else max(step, self.last_step)
@@ -420,6 +391,8 @@ def _number_in_text(text: str, alias: Alias) -> tuple[Alias, float] | None:
     """Return the number in `text` and the quantity `alias` in the unit of the text; None if the text does not fit."""
     if alias.unit == "seconds" and alias.factor == 1.0 and (duration := seconds(text)) is not None:
         return alias, duration
+    if alias.unit is None and _SPELLED.search(text) and (duration := seconds(text)) is not None:
+        return in_unit(alias, "s"), duration
     found = quantity(text)
     if found is None:
         return None

@@ -43,8 +43,8 @@ _CLOCK: Final = r"\d\d:\d\d:\d\d(?:[.,]\d{1,9})?"
 _PREFIX: Final = re.compile(
     rf"\[[^\[\]]{{0,80}}(?:{_LEVEL}|{_CLOCK})[^\[\]]{{0,80}}\]:?|{_LEVEL}"
     r"|\[(?:info|warn(?:ing)?|error|debug|critical)\]:?"
-    rf"|(?:\d{{1,4}}[-/])?\d{{1,2}}[-/]\d{{1,4}}[ T]{_CLOCK}(?:Z|[-+]\d\d:?\d\d)?"
-    rf"|^[IWEF]\d{{4}} {_CLOCK}\s+\d+|^{_CLOCK}"
+    rf"|(?:\d{{1,4}}[-/])?\d{{1,2}}[-/]\d{{1,4}}[ T,]{_CLOCK}(?:Z|[-+]\d\d:?\d\d)?"
+    rf"|^[IWEF](?:\d{{4}})?\d{{4}} {_CLOCK}\s+\d+|^{_CLOCK}"
     r"|(?<![\w./$-])[\w./$-]{1,80}(?:\$|\.(?:py|cc|cpp|scala|java|rs|go|jl)):\d+(?::\w{1,40})?(?:\]|\)|\s-|\s|:)"
     r"|\(\w{1,40} pid=\d+[^()]{0,40}\)|\[[\w.-]{0,40}(?:\d|:\d{1,6})\]:|\[rank \d+\]|^\s*\d+:\s",
     re.IGNORECASE,
@@ -58,10 +58,15 @@ _ASIDE: Final = re.compile(
 
 _WORD: Final = r"(?:(?:val|valid|eval|avg|tr)\.|[A-Za-z](?:[\w/%@+-]|\.(?=\w)){0,60})"
 _UNITS: Final = "|".join(sorted(map(re.escape, UNITS.keys() - {"b"}), key=len, reverse=True))
+_DURATION: Final = (
+    r"(?:\d{1,6} ?(?:d|days?),? )?\d+:\d\d(?::\d\d)?(?:\.\d{1,6})?"
+    r"|\d{1,6} ?[dhm](?:in)?(?: ?\d{1,2} ?[hm](?:in)?){0,2} ?\d{1,2}(?:\.\d{1,6})? ?(?:h|m(?:in)?|s(?:ec)?)\b"
+)
+"""A regular expression for a duration: `0:10:00`, `2 days, 0:10:00`, `1d 00:10:00`, `49m 19s` or `1h2m3s`."""
 _PAIR: Final = re.compile(
-    rf"(?<![\w.])(?P<name>{_WORD}(?: (?:{_WORD}|\([\w/%]{{1,16}}\))){{0,4}}?)"
+    rf"(?<![\w./])(?P<name>{_WORD}(?: (?:{_WORD}|\([\w/%]{{1,16}}\))){{0,4}}?)"
     r"(?P<mark>\s*[:=：]\s*|\s+is\s+|\s+)"
-    rf"(?:(?P<list>\[[-+.,eE\d \[\]]{{1,400}}\])|(?P<clock>(?:\d{{1,6}} days?,? )?\d+:\d\d(?::\d\d)?(?:\.\d{{1,6}})?)"
+    rf"(?:(?P<list>\[[-+.,eE\d \[\]]{{1,400}}\])|(?P<clock>{_DURATION})"
     rf"|(?P<value>{NUMBER})(?:(?P<unit>(?-i:[kKMGTB]))(?![\w/])|\s?(?P<unit_>{_UNITS})(?![\w/]|\s*[=:]))?"
     r"|(?P<absent>n/a|none|null|--?(?=[\s,;|]|$)))"
     r"(?:\s?\((?P<paren>[^()]{1,40})\))?(?=$|[\s,;|~)\]}>'\"]|\.(?:\s|$))",
@@ -78,12 +83,17 @@ _SEPARATORS: Final = "|,;- \t"
 _REST: Final = re.compile(r"(?<![\w.])[-+]?(?:\d[\w.,]*|\.\d\w*|(?:nan|inf(?:inity)?)\b)", re.IGNORECASE)
 _NAME_BEFORE: Final = re.compile(r"[A-Za-z][\w/@+-]{0,60}(?= ?[\s:=(\[]*$)")
 _BEFORE_CHARACTERS: Final = 80
+_GROUP: Final = re.compile(r"([A-Za-z]\w{0,60})\[[^\[\]]*$")
+_GROUP_CHARACTERS: Final = 200
 _BLANKS: Final = re.compile(r"[\s-]+")
 _POINT: Final = re.compile(r"\d\.\d")
 _THOUSANDS: Final = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
 _LETTERS: Final = re.compile(r"[^\W\d_]{2,}")
 _SHORT_NAMES: Final = {"train": "train_loss", "val": "val_loss"}  # "train=3.2, val=3.3"
-_EVALUATION: Final = re.compile(r"(?:^|[\[|(\s])(eval|valid|validation|val)(?:[\])|:\s]|$)", re.IGNORECASE)
+_SPLIT: Final = r"(eval|valid|val)(?:(?:(?<=eval)u|(?<=valid))at(?:e|ion|ing))?"
+_EVALUATION: Final = re.compile(rf"(?:^|[\[|(\s]){_SPLIT}(?:[\])|:\s]|$)", re.IGNORECASE)
+_EVALUATED: Final = re.compile(rf"[\[|(,\s-](?:{_SPLIT}|(test))\s?[\])|:]", re.IGNORECASE)
+"""A regular expression for the name of an evaluation between the counters and the first pair of a line."""
 _TEST: Final = re.compile(r"(?::?[\s|-]+)?(test)\s?:", re.IGNORECASE)  # `[test]` may be the name of a logger
 _PER_GPU: Final = re.compile(rf"({NUMBER})\s?/\s?(?:gpu|device|npu)", re.IGNORECASE)
 _AVERAGE: Final = re.compile(rf"{NUMBER}%?", re.IGNORECASE)
@@ -148,12 +158,18 @@ def parse(text: str) -> Line:
     left = body[begin:]
     if begin < start < len(text):
         left = _ASIDE.sub(lambda found: "|" + " " * (len(found[0]) - 1), left[: start - begin]) + left[start - begin :]
+    whole = left
     if _VALUE.search(left):
         left = _PAIR.sub(pair, left)
     before = text[: min(start, begin + ends[1] if len(ends) > 1 else len(text))]
     line.prefix |= prefix_fields(before)
-    if evaluation := _EVALUATION.search(before) or _TEST.match(before, begin):
-        line.prefix["split"] = evaluation[1].lower()
+    evaluation = _EVALUATION.search(before) or _TEST.match(before, begin)
+    if not evaluation and len(ends) > 1:
+        evaluation = _EVALUATED.search(whole, 0, ends[1])
+    if evaluation:
+        word = evaluation[evaluation.lastindex or 0]
+        line.prefix["split"] = word.lower()
+        left = left.replace(evaluation[0], "|", 1)
     line.has_point = _POINT.search(body, begin) is not None
     if left.strip(_SEPARATORS):
         left = _VALUE_FIRST.sub(lambda found: _add_value(found, line), left)
@@ -220,6 +236,7 @@ def _is_pair(found: re.Match[str]) -> bool:
 
 def _add_pair(found: re.Match[str], line: Line) -> None:
     name, _, numbers, clock, number, multiple, unit, absent, paren = found.groups()
+    paren = paren and paren.strip()
     unit = multiple or unit
     bare = name = _SHORT_NAMES.get(name.lower(), name)
     if absent or (unit and number.lower() == "nan"):
@@ -235,7 +252,18 @@ def _add_pair(found: re.Match[str], line: Line) -> None:
         name = alias.removesuffix("_per_gpu")
     elif paren and _AVERAGE.fullmatch(paren):
         _put(line, f"{bare}_percent" if paren[-1] == "%" else f"{bare}{AVERAGE}", paren.rstrip("%"))
+    elif paren and _VALUE.search(paren):
+        line.rest.append(bare)
+    if name in line.pairs and (group := _group_of(found)):
+        name = f"{group}/{name}"
     _put(line, name, value)
+
+
+def _group_of(found: re.Match[str]) -> str | None:
+    """Return the word before the bracket around a pair, as in `loss[loss=0.2], tot_loss[loss=0.3]`; otherwise None."""
+    before = found.string[max(0, found.start() - _GROUP_CHARACTERS) : found.start()]
+    word = _GROUP.search(before)
+    return word[1] if word else None
 
 
 def _put(line: Line, name: str, value: Any) -> None:

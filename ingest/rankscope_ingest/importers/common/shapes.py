@@ -129,7 +129,7 @@ _CHINESE: Final = {
     "吞吐量": "throughput", "吞吐": "throughput", "剩余时间": "eta", "耗时": "step_time",
     "用时": "step_time", "显存": "memory", "样本/秒": "samples/s", "毫秒": "ms", "秒": "s",
 }  # fmt: skip
-_IS_CHINESE: Final = re.compile(r"[\u4e00-\u9fff，；（）]")
+_IS_CHINESE: Final = re.compile(r"[\u4e00-\u9fff，；（）＝]")
 _WORDS: Final = re.compile("|".join(sorted(_CHINESE, key=len, reverse=True)))
 _ORDINAL: Final = re.compile(
     r"第\s*(\d{1,15})\s*(?:/\s*(\d{1,15})\s*)?(?:个\s*)?"
@@ -137,7 +137,7 @@ _ORDINAL: Final = re.compile(
     re.IGNORECASE,
 )
 _ORDINALS: Final = {"步": "step", "step": "step", "迭代": "iter"}
-_MARKS: Final = str.maketrans("，；（）", ",;()")
+_MARKS: Final = str.maketrans("，；（）＝", ",;()=")
 
 
 def in_english(text: str) -> str:

@@ -30,7 +30,7 @@ class _Stream:
     attempt: int
     last: int
     interval: int | None
-    written: int  # number of its latest record
+    written: int  # number of its latest record among the records with a step
     epoch: float | None = None
     value: float | None = None  # first number of its latest record
 
@@ -54,12 +54,14 @@ class _RankStreams:
     are_interleaved: bool = False
 
     def attempt(self, step: int | None, epoch: float | None, writer: str | None, value: float | None) -> int:
-        self.records += 1
         current = self.alive[-1] if self.alive else None
         if step is None:
             own = current if writer is None else self.writers.get(writer, current)
             return own.attempt if own else 0
-        if writer is None:
+        self.records += 1
+        if current and len(self.alive) == 1 and writer is None and step == current.expects(None):
+            stream = current  # most records: the only stream continues
+        elif writer is None:
             stream = self._in_later_epoch(current, step, epoch) or self._stream_of(step, value)
         else:
             stream = self._stream_of_writer(writer, step, epoch)
@@ -68,6 +70,8 @@ class _RankStreams:
         if step > stream.last:
             self.interval = stream.interval = step - stream.last
         stream.last, stream.written, stream.value = step, self.records, value
+        if len(self.alive) == 1 and stream is current:
+            return stream.attempt
         oldest = self.records - _REMEMBERED_RECORDS
         others = [other for other in self.alive if other is not stream and other.written >= oldest]
         self.alive = [*others[1 - _MAX_STREAMS :], stream]

@@ -54,7 +54,13 @@ TOOLS: Final = (
         example="Epoch 1/2\n10/10 [==============================] - 2s 20ms/step - loss: 2.5 - val_loss: 2.25\n"
         "Epoch 2/2\n10/10 [==============================] - 2s 20ms/step - loss: 2.25 - val_loss: 2.0",
         axis=EPOCH_AXIS,
-        pattern=r"^(\d+)/\1 (?:\[=*\]|━+)[\s-]*(?:\d+m?s\s+)?(?:\d+[mun]?s/(?:step|epoch))?[\s-]*",
+        pattern=r"^(\d+)/\1 (?:\[=*\]|━+|- \d+m?s)[\s-]*(?:\d+m?s\s+)?(?:\d+[mun]?s/(?:step|epoch))?[\s-]*",
+    ),
+    Tool(
+        name="Keras, a line per epoch",
+        example="Epoch 1/2\n10/10 - 2s - 20ms/step - loss: 2.5 - val_loss: 2.25\n"
+        "Epoch 2/2\n10/10 - 2s - 20ms/step - loss: 2.25 - val_loss: 2.0",
+        axis=EPOCH_AXIS,
     ),
     Tool(
         name="torchtune, bar",
@@ -165,6 +171,12 @@ TOOLS: Final = (
         loss="reduced_train_loss",
     ),
     Tool(
+        name="NeMo 1, bar",
+        example="Epoch 0: :  10%|█         | 10/100 [00:10<01:30, v_num=0, reduced_train_loss=2.5, global_step=9.0]",
+        loss="reduced_train_loss",
+        is_seen=False,
+    ),
+    Tool(
         name="NeMo Automodel",
         example="step 1 | epoch 0 | loss 2.5000 | grad_norm 1.25 | lr 1e-05 | tps 31354.32(3919.29/gpu)",
     ),
@@ -268,10 +280,9 @@ TOOLS: Final = (
     Tool(name="MindSpore", example="epoch: 1 step: 10, loss is 2.5", axis=IN_EPOCH),
     Tool(
         name="icefall",
-        example="2026-01-17 10:00:00,123 INFO [train.py:1015] (0/4) Epoch 1, batch 50, tot_loss=2.5, batch "
-        "size: 100, lr: 4.50e-02",
+        example="2026-01-17 10:00:00,123 INFO [train.py:1015] (0/4) Epoch 1, batch 50, loss[loss=2.5, simple_loss=0.4, "
+        "over 100.00 frames. ], tot_loss[loss=2.25, simple_loss=0.5, over 1000.00 frames. ], batch size: 10, lr: 1e-02",
         axis=IN_EPOCH,
-        loss="tot_loss",
         is_seen=False,
     ),
     Tool(

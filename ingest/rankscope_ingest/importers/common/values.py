@@ -62,7 +62,7 @@ _QUANTITY: Final = re.compile(rf"(?P<number>{NUMBER}|[-+]?\d+,\d+(?:e[-+]?\d+)?)
 _GROUPED: Final = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?")
 _AMBIGUOUS: Final = re.compile(rf"[-+]?[1-9]\d{{0,2}},\d{{3}}{_UNIT}", re.IGNORECASE)
 _CLOCK: Final = re.compile(
-    r"(?:(?P<days>\d{1,6}) days?,? )?(?:(?P<h>\d{1,6}):)?(?P<m>\d{1,6}):(?P<s>\d{1,2}(?:\.\d*)?)"
+    r"(?:(?P<days>\d{1,6}) ?(?:d|days?),? )?(?:(?P<h>\d{1,6}):)?(?P<m>\d{1,6}):(?P<s>\d{1,2}(?:\.\d*)?)"
 )
 _SPELLED: Final = re.compile(
     r"(\d{1,9}(?:\.\d*)?)\s*(?:(d)(?:ays?)?|(h)(?:(?:ou)?rs?)?|(m)(?:in(?:ute)?s?)?|(s)(?:ec(?:ond)?s?)?)(?![a-z])[\s,:]*"
