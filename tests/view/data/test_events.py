@@ -18,7 +18,7 @@ def test_log_merges_steps_and_events_the_newest_first(connection):
 
     assert 3 == found.counts[Group.RESTART]
     assert 138 == found.counts[Group.STEP]
-    assert "loss 2.809, grad norm 0.5963" == found.lines[0].text
+    assert "loss 2.809, grad 0.5963" == found.lines[0].text
     times = [line.at for line in found.lines]
     assert sorted(times, reverse=True) == times
 

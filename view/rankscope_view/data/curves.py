@@ -29,6 +29,9 @@ _PAUSE_FACTOR: Final = 10.0
 _BULK: Final = (0.005, 0.975)
 """Quantiles of the values that the default range of a chart contains. Values outside are marked at the edge."""
 
+_FENCE: Final = 3.0
+"""The default range ends at most this many interquartile ranges above the upper quartile or below the lower one."""
+
 _BULK_SHARE: Final = 0.6
 """The default range is the range of all values if the bulk takes at least this share of it."""
 
@@ -341,5 +344,7 @@ def _bulk(values: Floats) -> tuple[float, float] | None:
     low, high = (float(value) for value in (finite.min(), finite.max()))
     if len(finite) < 40:
         return low, high
-    near = [float(value) for value in np.quantile(finite, _BULK)]
-    return (low, high) if near[1] - near[0] >= _BULK_SHARE * (high - low) else (near[0], near[1])
+    least, lower, upper, most = (float(value) for value in np.quantile(finite, (_BULK[0], 0.25, 0.75, _BULK[1])))
+    fence = _FENCE * (upper - lower)
+    near = (max(least, lower - fence), min(most, upper + fence))
+    return (low, high) if near[1] - near[0] >= _BULK_SHARE * (high - low) else near

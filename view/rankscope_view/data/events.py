@@ -138,7 +138,7 @@ def step_lines(loss: History, others: Collection[History], newest: int) -> list[
     ):
         parts = [f"loss {number_text(value)}"]
         parts += [
-            f"{name.replace('_', ' ')} {number_text(known[attempt, step])}"
+            f"{name.removesuffix('_norm')} {number_text(known[attempt, step])}"
             for name, known in values
             if (attempt, step) in known
         ]
@@ -217,6 +217,8 @@ def markers(lines: Sequence[EventLine], evaluations: History, history: History, 
         for row in starts.tolist():
             text = f"attempt {rows.attempt[row]} begins at step {rows.step[row]:,}"
             found.append(Marker(group=Group.RESTART, x=float(x[row]), step=int(rows.step[row]), text=text))
+    is_grouped = any(line.type == EventType.INCIDENT for line in lines)  # then single anomalies need no mark
+    lines = [line for line in lines if not (is_grouped and line.type == EventType.ANOMALY)]
     seen = [(line.group, line.attempt or 0, line.step, line.text, line.severity == "critical") for line in lines]
     seen += [
         (Group.EVALUATION, attempt, step, f"evaluation {number_text(value)}", False)
