@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import struct
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 from tests.view.training import HOSTILE, MAIN, START
 
@@ -15,7 +17,7 @@ from rankscope_view.data.runs import RunQuery, run_list
 from rankscope_view.format import count, measure
 from rankscope_view.site import Site
 
-VOID = {"meta", "link", "input", "br", "path", "rect"}
+VOID = {"meta", "link", "input", "br", "path", "rect", "th"}  # the end of th need not be written
 NOW = START / 1e6 + 6000
 
 
@@ -62,7 +64,7 @@ RUNS = [MAIN, "only-nan", "one-row", "no-loss", "no-times", "mamba2-370m-32k-ctx
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("page", [(), ("events",)])
+@pytest.mark.parametrize("page", [(), ("events",), ("tensors",), ("ranks",), ("incidents",)])
 def test_run_of_any_shape_has_its_pages(site, run, page):
     found = read(site, "runs", run, *page)
 
@@ -87,7 +89,8 @@ def test_list_shows_the_numbers_of_its_rows(site, connection):
 
 
 def test_pages_request_nothing_from_elsewhere_and_have_no_inline_style(site):
-    for segments in ((), ("runs", MAIN), ("runs", MAIN, "events")):
+    pages = ("events", "tensors", "ranks", "incidents", "incidents/a1")
+    for segments in ((), ("runs", MAIN), *(("runs", MAIN, *page.split("/")) for page in pages)):
         found = read(site, *segments)
         for _, attributes in found.elements:
             assert "style" not in attributes
@@ -111,6 +114,95 @@ def test_curve_is_json_without_nan(site):
     assert "application/json" == found.type
     assert [[47.0, 49.0, "NaN 47–49"]] == curve["nonfinite"]
     assert {"restart", "checkpoint", "evaluation", "incident"} == {marker[0] for marker in curve["markers"]}
+
+
+def test_incident_page_has_its_first_cause_and_the_sql_behind_it(site, connection):
+    found = read(site, "runs", MAIN, "incidents", "a1")
+    (statement,) = re.findall(r"SELECT step, rank.*?, rank(?= )", f"{found.text} ".replace(chr(10), " "))
+    rows = connection.query(statement).to_pylist()
+
+    assert "became NaN" in found.text
+    assert "layers.1.mlp.down_proj.weight" in {row["tensor"] for row in rows}
+    assert f"of {len(rows)} shown" in found.text
+
+
+def test_anomalies_without_a_step_or_rank_have_a_page(site):
+    assert 404 == site.respond(("runs", MAIN, "incidents", "unknown"), {}).status
+
+
+def test_rank_page_states_which_rank_is_slow_and_which_is_silent(site):
+    found = read(site, "runs", MAIN, "ranks")
+
+    assert "Rank 1 is silent" in found.text
+
+
+@pytest.mark.parametrize("others", ["llama-1b-muon-sweep-02", "only-nan", "one-row", "no-loss", HOSTILE, MAIN])
+def test_any_two_runs_can_be_compared(site, others):
+    found = read(site, "compare", a=MAIN, b=others)
+
+    assert "Summary" in found.text
+    assert ("The runs are equal" in found.text) is (others == MAIN)
+
+
+def test_comparison_without_a_second_run_offers_the_others(site):
+    found = read(site, "compare", run=MAIN)
+
+    assert "no-loss" in found.text
+    assert 404 == site.respond(("compare",), {"a": MAIN, "b": "no such run"}).status
+
+
+def grid(site, **query):
+    body = site.respond(("data", "grid"), {"run": MAIN, "kind": "grad_unreduced"} | query).body
+    (length,) = struct.unpack("<I", body[:4])
+    header = json.loads(body[4 : 4 + length])
+    return header, np.frombuffer(body[4 + length :], np.uint8).reshape(len(header["rows"]), len(header["steps"]))
+
+
+def test_grid_marks_the_first_nan_and_its_tensor(site, course):
+    header, cells = grid(site)
+    row, column = header["firstBad"]
+
+    assert (14, 138) == cells.shape
+    assert "layers.1.mlp.down_proj.weight" == header["rows"][row][0]
+    assert course.nan_from == header["steps"][column]
+    assert 255 == cells[row, column]
+
+
+def test_cell_value_equals_sql(site, connection):
+    query = {"run": MAIN, "kind": "grad_unreduced", "op": "norm", "tensor": "lm_head.weight"}
+    found = json.loads(site.respond(("data", "cell"), query | {"attempt": "2", "first": "100", "last": "101"}).body)
+    expected = connection.query(
+        "SELECT max(norm) AS value FROM tensor_stats "
+        f"WHERE run = '{MAIN}' AND tensor = 'lm_head.weight' AND attempt = 2 AND step IN (100, 101)"
+    )
+
+    assert expected["value"].to_pylist()[0] == pytest.approx(found["value"])
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"q": "down"},
+        {"order": "worst"},
+        {"absolute": "1"},
+        {"columns": "5-40"},
+        {"rows": "2-9"},
+        {"op": "nans"},
+        {"q": "x"},
+    ],
+)
+def test_grid_follows_the_choices_of_the_reader(site, query):
+    header, cells = grid(site, **query)
+
+    assert len(header["rows"]) == len(cells)
+    assert {"q": 2, "rows": 7}.get(next(iter(query)), len(cells)) == len(cells) or query == {"q": "x"}
+
+
+def test_ranks_are_a_grid_of_the_same_form(site):
+    body = site.respond(("data", "ranks"), {"run": MAIN}).body
+
+    assert b'"rank 0"' in body
+    assert 200 == site.respond(("data", "ranks"), {"run": "no-times", "whole": "1"}).status
 
 
 def test_curve_as_csv_has_every_stored_row(site):

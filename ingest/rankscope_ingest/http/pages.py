@@ -59,11 +59,12 @@ class Pages:
         path = request.rel_url.raw_path
         path = path.removeprefix(self.base) if path.startswith(f"{self.base}/") else path
         segments = [unquote(part) for part in path.split("/") if part]
+        query = dict(request.query)
+        if len(chosen := request.query.getall("run", [])) > 1:  # the list of runs selects two to compare
+            query |= {"a": chosen[0], "b": chosen[1]}
         loop = asyncio.get_running_loop()
         try:
-            found = await loop.run_in_executor(
-                self._threads, self._site.respond, segments, dict(request.query), self._alarms()
-            )
+            found = await loop.run_in_executor(self._threads, self._site.respond, segments, query, self._alarms())
         except (StoreError, duckdb.Error, OSError) as error:
             log.warning("a page cannot be shown: %s", error)
             found = self._site.failure(str(error).partition("\n")[0])

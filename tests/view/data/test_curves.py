@@ -40,7 +40,7 @@ def test_no_line_crosses_a_restart(connection, axis):
     found = curve(read_history(connection, MAIN, "loss"), CurveRequest(axis=axis))
 
     if axis is Axis.ATTEMPT:
-        assert [0, 1, 2] == [line.attempt for line in found.lines]
+        assert ["attempt 0", "attempt 1", "attempt 2"] == [line.label for line in found.lines]
     else:
         (line,) = found.lines
         for at in found.restarts:

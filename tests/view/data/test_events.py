@@ -13,19 +13,19 @@ from rankscope_view.data.incidents import happening, incidents
 
 
 def test_log_merges_steps_and_events_the_newest_first(connection):
-    loss = read_history(connection, MAIN, "loss")
-    found = event_log(event_lines(connection, MAIN), loss, [read_history(connection, MAIN, "grad_norm")], (), 200)
+    loss, evaluations = read_history(connection, MAIN, "loss"), read_history(connection, MAIN, "eval_loss")
+    found = event_log(event_lines(connection, MAIN), loss, [read_history(connection, MAIN, "grad_norm")], evaluations)
 
     assert 3 == found.counts[Group.RESTART]
-    assert 138 == found.counts[Group.STEP]
+    assert (138, len(evaluations)) == (found.counts[Group.STEP], found.counts[Group.EVALUATION])
     assert "loss 2.809, grad 0.5963" == found.lines[0].text
     times = [line.at for line in found.lines]
     assert sorted(times, reverse=True) == times
 
 
 def test_log_of_one_group_has_only_this_group(connection):
-    loss = read_history(connection, MAIN, "loss")
-    found = event_log(event_lines(connection, MAIN), loss, (), {Group.CHECKPOINT}, 5)
+    loss, evaluations = read_history(connection, MAIN, "loss"), read_history(connection, MAIN, "eval_loss")
+    found = event_log(event_lines(connection, MAIN), loss, (), evaluations, groups={Group.CHECKPOINT}, newest=5)
 
     assert {Group.CHECKPOINT} == {line.group for line in found.lines}
     assert 5 == len(found.lines)

@@ -4,7 +4,7 @@ import { test } from "node:test";
 
 import { keptOrder, nearest, placeLabel, readState, shown, stepSplits, tickLabel, valueRange, viridis, writeState } from "../../../view/rankscope_view/assets/logic.js";
 
-const line = { attempt: null, x: [0, 1, 2, 3], step: [30, 10, 20, 30], value: [4, null, 2, 1], smoothed: [4, null, 3, 2], low: [], high: [] };
+const line = { label: null, x: [0, 1, 2, 3], step: [30, 10, 20, 30], value: [4, null, 2, 1], smoothed: [4, null, 3, 2], low: [], high: [] };
 const curve = { name: "loss", axis: "arrival", lines: [line], nonfinite: [], restarts: [1], rows: 4, buckets: 0, extent: [0, 3], bulk: [1, 2], notice: "" };
 
 test("an address restores all choices", () => {

@@ -72,8 +72,29 @@ document.addEventListener("keydown", (event) => {
 });
 
 if (page === "list") list();
-if (byId("run")) charts();
+if (document.querySelector(".plot[data-chart]")) charts();
+if (byId("heat")) void import("./heat.js").then((heat) => heat.start(bind, updates, redraws));
+for (const button of document.querySelectorAll(".copy")) button.addEventListener("click", () => void copy(/** @type {HTMLElement} */ (button)));
 if (document.body.dataset.live) follow(async () => void (await Promise.all(updates.map((update) => update()))));
+
+/**
+ * Copy the text of a button or of the element that it names.
+ * @param {HTMLElement} button
+ */
+async function copy(button) {
+  const text = button.dataset.text ?? byId(button.dataset.copy ?? "")?.textContent ?? "";
+  const toast = document.createElement("div");
+  toast.className = "toast";
+  toast.setAttribute("role", "status");
+  try {
+    await navigator.clipboard.writeText(text);
+    toast.textContent = "copied";
+  } catch {
+    toast.textContent = "The browser does not permit copying here: select the text.";
+  }
+  document.body.append(toast);
+  setTimeout(() => toast.remove(), 1600);
+}
 
 /** The list of runs: search, cursor, selection. */
 function list() {
@@ -128,7 +149,7 @@ function list() {
 /** The charts of a run, and the choices above them. */
 function charts() {
   if (typeof uPlot === "undefined") return; // the charts of the server remain
-  const holder = /** @type {HTMLElement} */ (byId("run"));
+  const holder = /** @type {HTMLElement} */ (byId("run") ?? byId("heat"));
   const run = holder.dataset.run ?? "";
   let state = readState(location.search);
   /** @type {Chart[]} */ const all = [];
@@ -136,14 +157,16 @@ function charts() {
 
   const draw = async (/** @type {Chart} */ chart) => {
     if (!chart.box.offsetParent) return;
-    const query = new URLSearchParams(writeState(state));
-    query.set("run", run);
+    const own = windowOf(chart, state);
+    const query = new URLSearchParams(writeState(own));
     query.set("name", chart.options.name);
     query.set("markers", "1");
-    const answer = await fetch(`${base}/data/curve?${query}`);
+    const { tensor, kind } = chart.box.dataset;
+    for (const [name, value] of Object.entries({ run, a: holder.dataset.a, b: holder.dataset.b, tensor, kind })) if (value) query.set(name, value);
+    const answer = await fetch(`${base}/data/${chart.options.compare ? "compare" : "curve"}?${query}`);
     if (!answer.ok) throw new Error(String(answer.status));
     const curve = await answer.json();
-    requestAnimationFrame(() => chart.show(curve, state));
+    requestAnimationFrame(() => chart.show(curve, own));
     const notice = chart.box.parentElement?.querySelector(".notice");
     if (notice?.firstChild) notice.firstChild.textContent = `${curve.notice} · `;
   };
@@ -167,7 +190,8 @@ function charts() {
     for (const [id, isOn] of /** @type {[string, boolean][]} */ ([["fit", state.fit], ["tail", Boolean(state.tail)]])) {
       isOn ? byId(id)?.setAttribute("aria-current", "true") : byId(id)?.removeAttribute("aria-current");
     }
-    const [slider, word] = [/** @type {HTMLInputElement} */ (byId("strength")), byId("strength-word")];
+    const [slider, word] = [/** @type {HTMLInputElement | null} */ (byId("strength")), byId("strength-word")];
+    if (!slider) return;
     const isAverage = state.smooth === "average";
     Object.assign(slider, { min: isAverage ? "2" : "0", max: isAverage ? "200" : "0.99", step: isAverage ? "1" : "0.01", disabled: state.smooth === "none" });
     slider.value = String(state.strength);
@@ -216,6 +240,17 @@ function charts() {
   updates.push(update);
   marks();
   void update();
+}
+
+/**
+ * Return the choices of a chart: charts of an incident begin with a window and an axis of their own.
+ * @param {Chart} chart
+ * @param {import("./logic.js").State} state
+ */
+function windowOf(chart, state) {
+  const { from, to, axis } = chart.box.dataset;
+  if (!from || !to || state.from !== null) return axis ? { ...state, axis } : state;
+  return { ...state, axis: axis ?? state.axis, from: Number(from), to: Number(to), smooth: "none", strength: 0 };
 }
 
 /**

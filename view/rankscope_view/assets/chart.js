@@ -2,7 +2,7 @@
 import { nearest, placeLabel, shown, stepSplits, tickLabel, valueRange } from "./logic.js";
 
 /** @typedef {import("./logic.js").Curve} Curve */
-/** @typedef {{name: string, log: boolean, fixed: boolean, zero: boolean}} Options */
+/** @typedef {{name: string, log: boolean, fixed: boolean, zero: boolean, tensor?: boolean, compare?: boolean}} Options */
 
 const COLOURS = ["s1", "s2", "s3", "s4", "s5", "s6"];
 const LANE = 30;
@@ -66,6 +66,11 @@ export class Chart {
     new ResizeObserver(() => this.plot?.setSize(this.size())).observe(box);
   }
 
+  /** Return whether the chart is below a heat map, with which it shares its horizontal axis. */
+  isBelowMap() {
+    return Boolean(this.options.tensor && document.getElementById("heat"));
+  }
+
   size() {
     return { width: Math.max(120, this.box.clientWidth - 12), height: this.box.clientHeight };
   }
@@ -126,12 +131,12 @@ export class Chart {
     const smooth = curve.lines.some((line) => line.smoothed.some((one) => one !== null));
     const series = isSole
       ? [{}, edge, edge, ...pair(colour("s1"), colour(smooth ? "raw" : "s1"))]
-      : [{}, ...curve.lines.flatMap((_, at) => pair(colour(COLOURS[at % 6]), colour(smooth ? "raw" : COLOURS[at % 6])))];
+      : [{}, ...curve.lines.flatMap((_, at) => pair(colour(COLOURS[at % 6]), smooth ? faded(COLOURS[at % 6]) : colour(COLOURS[at % 6])))];
     const axis = { stroke: text, font, grid: { stroke: grid, width: 1 }, ticks: { show: false } };
-    const lane = this.options.name === "loss" ? LANE : 8;
+    const lane = this.options.name === "loss" && !this.options.compare ? LANE : 8;
     return {
       ...this.size(),
-      padding: [lane, 8, 0, 0],
+      padding: [lane, this.isBelowMap() ? 80 : 8, 0, 0],
       series,
       bands: isSole ? [{ series: [2, 1], fill: colour("band") }] : [],
       scales: {
@@ -140,7 +145,7 @@ export class Chart {
       },
       axes: [
         { ...axis, space: 70, size: 26, splits: curve.axis === "arrival" ? () => stepSplits(this.curve, this.window ?? [0, 1], this.box.clientWidth / 90) : undefined, values: (/** @type {any} */ u, /** @type {number[]} */ ticks) => this.places(u, ticks) },
-        { ...axis, size: 52, values: (/** @type {any} */ _, /** @type {(number | null)[]} */ ticks) => ticks.map((one) => (one === null || (log && !isDecade(one)) ? "" : tickLabel(one))) },
+        { ...axis, size: this.isBelowMap() ? 102 : 52, values: (/** @type {any} */ _, /** @type {(number | null)[]} */ ticks) => ticks.map((one) => (one === null || (log && !isLabelled(one, this.range ?? [1, 10])) ? "" : tickLabel(one))) },
       ],
       cursor: {
         sync: { key: "run" },
@@ -207,7 +212,7 @@ export class Chart {
     for (const [group, x, , , isCritical] of curve.markers ?? []) {
       if (!visible(x)) continue;
       if (group === "incident" && isCritical) line(context, u, x, colour("failed"), [], 0.3);
-      if (this.options.name === "loss") glyph(context, group, u.valToPos(x, "x", true), u.bbox.top, ratio);
+      if (this.options.name === "loss" && !this.options.compare) glyph(context, group, u.valToPos(x, "x", true), u.bbox.top, ratio);
     }
     this.edges(u);
     context.font = `${11 * ratio}px ${getComputedStyle(document.body).fontFamily}`;
@@ -263,7 +268,7 @@ export class Chart {
       found.push([smooth ? "raw" : "s1", smooth ? "raw" : "value", data[3]?.[at]]);
       if (smooth) found.push(["s1", "smoothed", data[4]?.[at]]);
     } else {
-      curve.lines.forEach((one, row) => found.push([COLOURS[row % 6], `attempt ${one.attempt}`, one.value[nearest(one.x, data[0][at])]]));
+      curve.lines.forEach((one, row) => found.push([COLOURS[row % 6], one.label ?? "", one.value[nearest(one.x, data[0][at])]]));
     }
     const isBad = index !== null && index !== undefined && curve.nonfinite.some(([first, last]) => data[0][at] >= first && data[0][at] <= last);
     const parts = found.slice(0, 6).map(([name, word, value]) => {
@@ -316,10 +321,24 @@ export class Chart {
   }
 }
 
-/** @param {number} value */
-function isDecade(value) {
+/**
+ * Return whether a tick of a logarithmic axis has a label: decades, and within two decades also 2 and 5.
+ * @param {number} value
+ * @param {number[]} range
+ */
+function isLabelled(value, range) {
   const power = Math.log10(value);
-  return Math.abs(power - Math.round(power)) < 1e-9;
+  const mantissa = value / 10 ** Math.floor(power + 1e-9);
+  const isFine = range[1] / range[0] < 100;
+  return [1, ...(isFine ? [2, 5] : [])].some((one) => Math.abs(mantissa - one) < 1e-6);
+}
+
+/**
+ * Return a colour with a third of its weight.
+ * @param {string} name
+ */
+function faded(name) {
+  return colour(name).replace(/^rgb\((.*)\)$/, "rgba($1, 0.4)");
 }
 
 /**

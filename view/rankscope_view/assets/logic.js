@@ -3,7 +3,7 @@
 /**
  * @typedef {{axis: string, smooth: string, strength: number, from: number | null, to: number | null,
  *   log: boolean, fit: boolean, tail: number}} State
- * @typedef {{attempt: number | null, x: number[], step: number[], value: (number | null)[], smoothed: (number | null)[],
+ * @typedef {{label: string | null, x: number[], step: number[], value: (number | null)[], smoothed: (number | null)[],
  *   low: (number | null)[], high: (number | null)[]}} Line
  * @typedef {{name: string, axis: string, lines: Line[], nonfinite: [number, number, string][], restarts: number[],
  *   rows: number, buckets: number, extent: [number, number] | null, bulk: [number, number] | null, notice: string,
@@ -102,6 +102,25 @@ export function placeLabel(curve, x, span) {
   const line = curve.lines[0];
   if (!line || !line.x.length) return "";
   return line.step[nearest(line.x, x)].toLocaleString("en");
+}
+
+/**
+ * Return the columns with round steps, about `wanted` of them. Steps may go back at a restart.
+ * @param {number[]} steps
+ * @param {number} wanted
+ * @returns {number[]}
+ */
+export function roundSteps(steps, wanted) {
+  const span = Math.max(steps[steps.length - 1] - steps[0], 1);
+  const power = 10 ** Math.floor(Math.log10(Math.max(span / wanted, 1)));
+  const width = [1, 2, 5, 10].map((factor) => factor * power).find((one) => span / one <= wanted) ?? power * 10;
+  /** @type {number[]} */ const found = [];
+  const distance = steps.length / wanted / 2;
+  steps.forEach((step, at) => {
+    const isRound = Math.floor(step / width) !== Math.floor((at ? steps[at - 1] : step - 1) / width) || step % width === 0;
+    if (isRound && (!found.length || at - found[found.length - 1] >= distance)) found.push(at);
+  });
+  return found;
 }
 
 /**

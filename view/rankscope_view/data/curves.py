@@ -87,7 +87,7 @@ class Line:
     `low` and `high` are the range over ranks; of a reduced curve, the range of the bucket.
     """
 
-    attempt: int | None  # None: of all attempts
+    label: str | None  # None: the only line
     x: Floats
     step: Integers
     value: Floats
@@ -154,7 +154,7 @@ def _range_label(one: NonfiniteRange) -> str:
 def _line_document(line: Line) -> dict[str, Any]:
     names = ("x", "value", "smoothed", "low", "high")
     arrays: dict[str, Any] = {name: _nulls(getattr(line, name)) for name in names}
-    return {"attempt": line.attempt, "step": line.step.tolist(), **arrays}
+    return {"label": line.label, "step": line.step.tolist(), **arrays}
 
 
 def _nulls(values: Floats) -> list[float | None]:
@@ -265,7 +265,7 @@ def _line(history: History, x: Floats, smoothed: Floats, width: float | None, re
     place = broken + 1
     nothing = np.nan
     return Line(
-        attempt=int(history.attempt[0]) if request.axis is Axis.ATTEMPT else None,
+        label=f"attempt {history.attempt[0]}" if request.axis is Axis.ATTEMPT else None,
         x=np.insert(x[kept], place, gap),
         step=np.insert(history.step[kept], place, history.step[behind + 1]),
         value=np.insert(history.value[kept], place, nothing),

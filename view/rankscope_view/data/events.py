@@ -99,13 +99,19 @@ def event_lines(connection: Connection, run: str) -> list[EventLine]:
 
 
 def event_log(
-    lines: Iterable[EventLine], loss: History, others: Collection[History], groups: Collection[Group], newest: int
+    lines: Iterable[EventLine],
+    loss: History,
+    others: Collection[History],
+    evaluations: History,
+    *,
+    groups: Collection[Group] = (),
+    newest: int = NEWEST,
 ) -> EventLog:
-    """Return the `newest` lines of the `groups`, merged with one line for each step of `loss`.
+    """Return the `newest` lines of the `groups`, merged with one line for each step of `loss` and each evaluation.
 
     The line of a step also has the values of `others`, such as the gradient norm. Without groups, all are selected.
     """
-    known = list(lines)
+    known = [*lines, *_value_lines(evaluations, Group.EVALUATION, "evaluation loss", ())]
     counts = dict.fromkeys(Group, 0)
     for line in known:
         counts[line.group] += 1
@@ -125,27 +131,24 @@ def _newest_first(line: EventLine) -> tuple[float, ...]:
 def step_lines(loss: History, others: Collection[History], newest: int) -> list[EventLine]:
     """Return a line for each of the `newest` steps of the loss."""
     tail = loss.select(np.arange(max(0, len(loss) - newest), len(loss)))
-    values = [
-        (
-            other.name,
-            dict(zip(zip(other.attempt.tolist(), other.step.tolist(), strict=True), other.value.tolist(), strict=True)),
-        )
-        for other in (each.select(each.step >= (tail.step.min() if len(tail) else 0)) for each in others)
-    ]
+    first = int(tail.step.min()) if len(tail) else 0
+    return _value_lines(tail, Group.STEP, "loss", [other.select(other.step >= first) for other in others])
+
+
+def _value_lines(history: History, group: Group, word: str, others: Collection[History]) -> list[EventLine]:
+    """Return a line with each value of `history`, and with the values of `others` at the same step."""
+    values = [(other.name.removesuffix("_norm").replace("_", " "), _by_step(other)) for other in others]
     found = []
-    for attempt, step, at, value in zip(
-        tail.attempt.tolist(), tail.step.tolist(), tail.time.tolist(), tail.value.tolist(), strict=True
-    ):
-        parts = [f"loss {number_text(value)}"]
-        parts += [
-            f"{name.removesuffix('_norm')} {number_text(known[attempt, step])}"
-            for name, known in values
-            if (attempt, step) in known
-        ]
+    rows = zip(
+        *(column.tolist() for column in (history.attempt, history.step, history.time, history.value)), strict=True
+    )
+    for attempt, step, at, value in rows:
+        parts = [f"{word} {number_text(value)}"]
+        parts += [f"{name} {number_text(known[attempt, step])}" for name, known in values if (attempt, step) in known]
         found.append(
             EventLine(
-                group=Group.STEP,
-                type="step",
+                group=group,
+                type=group.value,
                 at=None if math.isnan(at) else at,
                 attempt=attempt,
                 step=step,
@@ -156,6 +159,12 @@ def step_lines(loss: History, others: Collection[History], newest: int) -> list[
             )
         )
     return found
+
+
+def _by_step(history: History) -> dict[tuple[int, int], float]:
+    """Return the values by attempt and step."""
+    keys = zip(history.attempt.tolist(), history.step.tolist(), strict=True)
+    return dict(zip(keys, history.value.tolist(), strict=True))
 
 
 def number_text(value: float) -> str:

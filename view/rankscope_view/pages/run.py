@@ -33,13 +33,27 @@ _HINTS: Final = {
     EVAL_LOSS: "Training falls while evaluation rises: overfitting.",
 }
 _SPEED_HINT: Final = "Dips at checkpoints are normal. A level that remains lower is not."
-_TITLES: Final = {LOSS: "Loss", PERPLEXITY: "Perplexity", GRAD_NORM: "Gradient norm", LEARNING_RATE: "Learning rate"}
+_TITLES: Final = {
+    LOSS: "Loss",
+    PERPLEXITY: "Perplexity",
+    GRAD_NORM: "Gradient norm",
+    LEARNING_RATE: "Learning rate",
+} | {
+    EVAL_LOSS: "Evaluation loss",
+    "tokens_per_second": "Throughput",
+    STEP_SECONDS: "Step time",
+}
 _GROUP_WORDS: Final = {
     Group.STEP: "Step",
     Group.EVALUATION: "Eval",
     Group.CHECKPOINT: "Checkpoint",
     Group.RESTART: "Restart",
 }
+
+
+_MARKS: Final = "".join(
+    f"{icon(group)} {group}" for group in (Group.INCIDENT, Group.RESTART, Group.CHECKPOINT, Group.EVALUATION)
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +225,7 @@ def _chart(found: RunDetail, name: str, curve: Curve, choice: ChartChoice, *, is
     is_log = choice.is_log or name == GRAD_NORM
     legend = '<span class="legend"></span><button class="save" title="Save as CSV or PNG" aria-label="Save">⤓</button>'
     text_below = (
-        f'<p class="notice">{notice(curve)} · <span class="axisword">{axis}</span></p>'
+        f'<p class="notice">{notice(curve)} · <span class="axisword">{axis}</span>{_MARKS}</p>'
         if is_main and name == LOSS
         else ""
     )
