@@ -40,7 +40,8 @@ def sparkline(line: Sparkline) -> str:
             parts.append([])
     marks = "".join(f'<rect class="nan" x="{x - 1.5:.1f}" y="{_HEIGHT - 4}" width="3.5" height="3"/>' for x in bars)
     return (
-        f'<svg class="spark" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" aria-hidden="true">'
+        f'<svg class="spark" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
+        'preserveAspectRatio="none" aria-hidden="true">'
         f'<path d="{path(parts)}"/>{marks}</svg>'
     )
 

@@ -75,7 +75,7 @@ class Pages:
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         stream = web.StreamResponse(headers=headers)
         await stream.prepare(request)
-        with self._watching():
+        with self._watching(), contextlib.suppress(ConnectionResetError):  # the reader closed the page
             seen = -1
             while not self._is_stopping:
                 with contextlib.suppress(TimeoutError):

@@ -249,6 +249,7 @@ function charts() {
  */
 function windowOf(chart, state) {
   const { from, to, axis } = chart.box.dataset;
+  if (chart.options.name === "eval_loss") state = { ...state, smooth: "none", strength: 0 }; // each value is a mean already
   if (!from || !to || state.from !== null) return axis ? { ...state, axis } : state;
   return { ...state, axis: axis ?? state.axis, from: Number(from), to: Number(to), smooth: "none", strength: 0 };
 }

@@ -244,7 +244,8 @@ def markers(lines: Sequence[EventLine], evaluations: History, history: History, 
             own = np.flatnonzero(rows.attempt == attempt)
             places[attempt] = (rows.step[own], x[own])
         steps, own_x = places[attempt]
-        if not len(steps) or step < steps[0] or step > steps[-1] + (steps[-1] - steps[0]):
+        reach = 2 * float(np.median(np.diff(steps))) if len(steps) > 1 else 0.0  # events between two logged steps
+        if not len(steps) or not steps[0] <= step <= steps[-1] + reach:
             continue
         at = float(own_x[min(int(np.searchsorted(steps, step)), len(steps) - 1)])
         if (group, at) not in once:

@@ -117,7 +117,7 @@ def incident_line(one: Incident, more: int = 0) -> str:
     further = f' <span class="count">+{more}</span>' if more else ""
     severity = "critical" if one.is_critical else "warning"
     return (
-        f'<span class="incident">{icon(severity)}<span><span class="first">{first}{further}</span>'
+        f'<span class="trouble">{icon(severity)}<span><span class="first">{first}{further}</span>'
         f'<span class="second">{text(happening(one))}{step}</span></span></span>'
     )
 

@@ -112,7 +112,7 @@ def _row(place: Place, row: RunRow, now: float) -> str:
     lead = incident_line(row.incidents[0], len(row.incidents) - 1) if row.incidents else _reason(row)
     seen = NOTHING if row.seen_at is None else age(max(0.0, now - row.seen_at))
     return (
-        f'<tr><td class="pick"><input type="checkbox" name="run" value="{text(row.run)}" aria-label="Select {text(row.run)}">'
+        f'<tr class="{"" if row.is_live else "ended"}"><td class="pick"><input type="checkbox" name="run" value="{text(row.run)}" aria-label="Select {text(row.run)}">'
         f'</td><td class="name"><a href="{url}"><bdi>{text(row.run)}</bdi></a><span class="tags">'
         f'{tag_list(sorted(row.tags.items()))}</span></td><td class="state">{pill(row.state)}</td>'
         f'<td class="progress">{progress(row)}</td><td class="n loss"><span class="value{bad}">{measure(row.loss)}</span>'
