@@ -90,7 +90,7 @@ def line_chart(curve: Curve, *, label: str, width: int = 760, height: int = 220)
 
     def place(x: float, y: float) -> Point:
         across = _LEFT + (x - x_low) / (x_high - x_low) * (width - _LEFT - 8)
-        return across, _TOP + (high - min(max(y, low), high)) / (high - low) * (height - _TOP - _BOTTOM)
+        return across, _TOP + (high - y) / (high - low) * (height - _TOP - _BOTTOM)
 
     found = [f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{text(label)}">']
     for tick in ticks(low, high, 5):
@@ -107,13 +107,17 @@ def line_chart(curve: Curve, *, label: str, width: int = 760, height: int = 220)
     found += [
         f'<path class="restart" d="M{place(at, low)[0]:.1f} {_TOP}V{height - _BOTTOM}"/>' for at in curve.restarts
     ]
+    # An inner element clips the lines at the range: values outside of it are not drawn at its edge.
+    wide, tall = width - _LEFT - 8, height - _TOP - _BOTTOM
+    area = f'x="{_LEFT}" y="{_TOP}" width="{wide}" height="{tall}" viewBox="{_LEFT} {_TOP} {wide} {tall}"'
+    found.append(f"<svg {area}>")
     for line in curve.lines:
         for kind, values in (("raw", line.value), ("smooth", line.smoothed)):
             points = [
                 place(x, y) if math.isfinite(y) else None for x, y in zip(line.x.tolist(), values.tolist(), strict=True)
             ]
             found.append(f'<path class="{kind}" d="{path(_parts(points))}"/>')
-    return "".join(found) + "</svg>"
+    return "".join(found) + "</svg></svg>"
 
 
 def _parts(points: Iterable[Point | None]) -> Iterator[list[Point]]:

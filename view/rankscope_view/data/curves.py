@@ -8,6 +8,7 @@ the axis, so that the points of old buckets do not change while a run continues.
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -173,11 +174,12 @@ def curve(history: History, request: CurveRequest) -> Curve:
         history, x = history.select(newest), x[newest]
     left_out, extent = stored - len(history), (float(x.min()), float(x.max())) if len(x) else None
     smoothed = _smoothed(history, request)
-    visible = _window(x, request)
-    history, x, smoothed = history.select(visible), x[visible], smoothed[visible]
+    if request.first is not None or request.last is not None:
+        visible = _window(x, request)
+        history, x, smoothed = history.select(visible), x[visible], smoothed[visible]
     starts = np.flatnonzero(np.diff(history.attempt, prepend=history.attempt[:1]))
-    parts = np.split(np.arange(len(x)), starts) if request.axis is Axis.ATTEMPT else [np.arange(len(x))]
-    parts = [rows for rows in parts if len(rows)]
+    bounds = [0, *(starts.tolist() if request.axis is Axis.ATTEMPT else ()), len(x)]
+    parts = [slice(first, last) for first, last in itertools.pairwise(bounds) if last > first]
     width = _bucket_width(x, parts, request)
     return Curve(
         name=history.name,
@@ -200,7 +202,7 @@ def on_axis(history: History, axis: Axis) -> tuple[History, Floats]:
     Steps that restart with each epoch are no place; the cumulative position, or the number of the row, is used instead.
     """
     if axis is Axis.STEP:
-        history = history.select(history.stands)
+        history = history if history.stands.all() else history.select(history.stands)
         is_rising = bool((np.diff(history.step) > 0).all())
         return history, (history.step if is_rising else history.cumulative).astype(np.float64)
     if axis is Axis.CUMULATIVE:
@@ -235,14 +237,16 @@ def _window(x: Floats, request: CurveRequest) -> Integers:
     return np.arange(first, min(last, len(x)))
 
 
-def _bucket_width(x: Floats, parts: Sequence[Integers], request: CurveRequest) -> float | None:
+def _bucket_width(x: Floats, parts: Sequence[slice], request: CurveRequest) -> float | None:
     """Return the smallest power of two with which the buckets have at most `points` points; None to draw every row."""
     if request.newest is not None or len(x) <= request.points:
         return None
-    buckets = max(1, request.points // _POINTS_PER_BUCKET)
-    width = 2.0**-10 if request.axis is Axis.TIME else 1.0
-    while sum(_bucket_count(x[rows], width) for rows in parts) > max(buckets, len(parts)):
-        width *= 2
+    buckets = max(1, request.points // _POINTS_PER_BUCKET, len(parts))
+    least = 2.0**-10 if request.axis is Axis.TIME else 1.0
+    width = max(least, 2.0 ** math.ceil(math.log2(max(float(x.max() - x.min()), least) / buckets) + 1))
+    # Rows can be far apart: then half of the width still has few enough buckets.
+    while width > least and sum(_bucket_count(x[rows], width / 2) for rows in parts) <= buckets:
+        width /= 2
     return width
 
 

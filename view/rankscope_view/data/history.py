@@ -59,8 +59,8 @@ class History:
         """Return the number of attempts and steps with a value."""
         return len(self.value)
 
-    def select(self, chosen: npt.NDArray[Any]) -> History:
-        """Return the elements that `chosen`, a mask or an array of indices, selects."""
+    def select(self, chosen: npt.NDArray[Any] | slice) -> History:
+        """Return the elements that `chosen`, a mask, an array of indices or a slice, selects."""
         arrays = {name: getattr(self, name)[chosen] for name in _ARRAYS}
         return replace(self, **arrays)
 
@@ -87,12 +87,12 @@ FROM {POSITIONS} WHERE {_OF_SCALAR}"""
 _ROWS: Final = f"""\
 SELECT coalesce(attempt, 0)::BIGINT AS attempt, position, coalesce(step, position) AS step,
   epoch(ts) AS time, value, value AS lowest, value AS highest, 1::BIGINT AS parts
-FROM {POSITIONS} WHERE {_OF_SCALAR} ORDER BY attempt, position"""
+FROM {POSITIONS} WHERE {_OF_SCALAR}"""
 
 _STEPS: Final = f"""\
 SELECT coalesce(attempt, 0)::BIGINT AS attempt, position, coalesce(min(step), position) AS step,
   epoch(max(ts)) AS time, avg(value) AS value, min(value) AS lowest, max(value) AS highest, count(*) AS parts
-FROM {POSITIONS} WHERE {_OF_SCALAR} GROUP BY coalesce(attempt, 0), position ORDER BY attempt, position"""
+FROM {POSITIONS} WHERE {_OF_SCALAR} GROUP BY coalesce(attempt, 0), position"""
 
 _VIEW: Final = """\
 SELECT attempt::BIGINT AS attempt, cumulative_step AS position, coalesce(step, cumulative_step) AS step,
@@ -122,7 +122,7 @@ def read_history(connection: Connection, run: str, name: str, labels: str | None
         of_run = {"run": run, "name": name}
         if connection.files("scalar_rollups", run=run) and connection.query(_HAS_ROLLUPS, of_run).num_rows:
             return _from_view(connection, parameters)
-        rows = connection.query(_ROWS if facts["is_single"] else _STEPS, parameters)
+        rows = _sorted(connection.query(_ROWS if facts["is_single"] else _STEPS, parameters))
         parts = rows["parts"].to_numpy()
         table = _columns(rows)
         if (parts > facts["parts"]).any() or _repeats(table):
@@ -131,6 +131,13 @@ def read_history(connection: Connection, run: str, name: str, labels: str | None
             connection.query(_TRAINING, {"run": run}) if table["attempt"].size and table["attempt"].any() else None
         )
     return _numbered(name, table, labels, training)
+
+
+def _sorted(rows: pa.Table) -> pa.Table:
+    """Return `rows` by attempt and position. Rows of one rank usually have this order, and a check is cheaper."""
+    attempt, position = (rows[name].to_numpy() for name in ("attempt", "position"))
+    later = (np.diff(attempt) > 0) | ((np.diff(attempt) == 0) & (np.diff(position) >= 0))
+    return rows if later.all() else rows.take(np.lexsort((position, attempt)))
 
 
 def _from_view(connection: Connection, parameters: Mapping[str, Any]) -> History:

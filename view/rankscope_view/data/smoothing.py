@@ -63,9 +63,10 @@ def _ema(values: Floats, decay: float) -> Floats:
     block = max(1, int(_LARGEST_EXPONENT / max(-math.log(decay), 1e-13)))
     result = np.empty(len(values))
     previous = values[0] if len(values) else 0.0
+    all_powers = decay ** np.arange(1, min(block, len(values)) + 1)
     for start in range(0, len(values), block):
         part = values[start : start + block]
-        powers = decay ** np.arange(1, len(part) + 1)
+        powers = all_powers[: len(part)]
         result[start : start + block] = powers * (previous + np.cumsum((1 - decay) * part / powers))
         previous = result[start + len(part) - 1]
     return result
