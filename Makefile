@@ -66,6 +66,7 @@ lint: $(VENV)/.installed-dev ## formatting, lint rules, plain English, commit su
 	$(BIN)/python docs/check_language.py
 	$(BIN)/python docs/check_commits.py
 	$(BIN)/mypy
+	PATH="$(abspath $(BIN)):$$PATH" npm exec --yes --package=typescript@5.9.3 -- tsc -p view/tsconfig.json
 
 bench: $(VENV)/.installed-dev ## print the table of costs, measured in one run
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py $(BENCH)

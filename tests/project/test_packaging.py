@@ -1,4 +1,4 @@
-"""The wheel contains all six packages. On a rank it needs only torch, numpy, pyarrow and prometheus_client."""
+"""The wheel contains all seven packages. On a rank it needs only torch, numpy, pyarrow and prometheus_client."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_wheel_contains_all_packages_and_their_type_markers(wheel):
         names = set(archive.namelist())
 
     packages = {"rankscope_contract", "rankscope_exporter", "rankscope_ingest", "rankscope_storage"}
-    packages |= {"rankscope_dashboards", "rankscope"}
+    packages |= {"rankscope_view", "rankscope_dashboards", "rankscope"}
     assert {f"{package}/py.typed" for package in packages} <= names
 
 

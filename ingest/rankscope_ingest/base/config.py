@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
@@ -18,6 +19,8 @@ from rankscope_ingest.base.tls import read_service_web_config
 from rankscope_ingest.base.watch_config import WatchSection
 from rankscope_storage.base.errors import is_url
 from rankscope_storage.maintenance.retention_policy import Retention
+
+_BASE_PATH: Final = re.compile(r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+")
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Days = Annotated[float, Field(gt=0, le=36_500, allow_inf_nan=False)]
@@ -110,7 +113,15 @@ class ServiceSection(_Section):
         ipaddress.ip_network("::1/128"),
     )
     allowed_hosts: tuple[str, ...] = ()  # further host names for which requests without a token are accepted
+    base_path: str = ""
     insecure: bool = False
+
+    @field_validator("base_path")
+    @classmethod
+    def _check_base_path(cls, base_path: str) -> str:
+        if base_path and not _BASE_PATH.fullmatch(base_path):
+            raise ValueError(f'"{base_path}" is not a path prefix: write it as /rankscope, without a slash at the end')
+        return base_path
 
     @field_validator("listen")
     @classmethod

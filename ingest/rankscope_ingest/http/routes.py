@@ -1,7 +1,7 @@
 """HTTP routes of the service.
 
-They serve the registration of ranks, requests to poll a rank immediately, Python stacks of ranks, remote read and
-remote write, service discovery for Prometheus, the status page, the JSON API, the health page and the metrics page.
+They serve the pages, the registration of ranks, requests to poll a rank immediately, Python stacks of ranks, remote
+read and remote write, service discovery for Prometheus, the JSON API, the health page and the metrics page.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rankscope_contract.protocol import channel
 from rankscope_contract.protocol.channel import NODE_METRICS_PATH, Registration, RegistrationReply
 from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.detect.stall_handler import RankAnswer, parse_stacks_request
+from rankscope_ingest.http.pages import Pages
 from rankscope_ingest.network.auth import OwnName, challenge, refuse_web_pages, token_guard
 from rankscope_ingest.runs.target import Health, Target
 from rankscope_ingest.status_page.assets import PAGE_HEADERS
@@ -137,7 +138,7 @@ class Backend(Parts, Protocol):
 
 
 def make_application(
-    backend: Backend, token: str | None, is_own_name: OwnName | None, *, is_guarded: bool
+    backend: Backend, pages: Pages, token: str | None, is_own_name: OwnName | None, *, is_guarded: bool
 ) -> web.Application:
     """Return the aiohttp application of the service.
 
@@ -146,7 +147,7 @@ def make_application(
     other machines can send requests without a token or certificate; such a service sends no stacks.
     """
     routes = _Routes(backend, is_guarded=is_guarded)
-    guards = [_errors_as_text, token_guard(token), refuse_web_pages(is_own_name)]
+    guards = [errors_as_text, token_guard(token), refuse_web_pages(is_own_name)]
     application = web.Application(middlewares=guards, client_max_size=MAX_REQUEST_BYTES)
     application.add_routes(
         [
@@ -156,7 +157,7 @@ def make_application(
             web.post(channel.REMOTE_READ_PATH, backend.remote_read),
             web.post(channel.REMOTE_WRITE_PATH, backend.remote_write),
             web.get(channel.SERVICE_DISCOVERY_PATH, routes.discovery),
-            web.get(channel.PAGE_PATH, routes.page),
+            *(web.get(base + channel.SERVICE_PAGE_PATH, routes.page) for base in dict.fromkeys(("", pages.base))),
             web.get(channel.STATUS_PATH, routes.status),
             web.get(channel.TARGETS_PATH, routes.targets),
             web.get(channel.RUNS_PATH, routes.runs),
@@ -165,7 +166,21 @@ def make_application(
             web.get(channel.METRICS_PATH, routes.metrics),
         ]
     )
+    pages.add_to(application)
     return application
+
+
+def alarms(backend: Backend) -> list[str]:
+    """Return the problems of the service that the list of runs shows at its top."""
+    found = []
+    if reason := backend.degraded():
+        found.append(f"The service is degraded: {reason}")
+    if failing := [target for target in backend.targets() if target.health is Health.FAILING]:
+        names = ", ".join(target.name for target in failing[:3])
+        found.append(f"{len(failing):,} rank{'' if len(failing) == 1 else 's'} cannot be polled: {names}")
+    if lost := sum(progress.records_lost for progress in backend.runs()):
+        found.append(f"{lost:,} records were lost")
+    return found
 
 
 class _Routes:
@@ -256,7 +271,7 @@ def _without_nonfinite(value: Any) -> Any:
 
 
 @web.middleware
-async def _errors_as_text(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def errors_as_text(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Convert errors of request handlers to responses that state the reason and how the sender can correct it.
 
     The response to a POST is text, because ranks print it. Other responses are JSON.

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from aiohttp import web
@@ -19,7 +20,8 @@ from rankscope_ingest.base.errors import ServiceError
 from rankscope_ingest.detect.history import History
 from rankscope_ingest.detect.run_monitor import RunMonitor
 from rankscope_ingest.detect.stall_handler import StallHandler
-from rankscope_ingest.http.routes import make_application
+from rankscope_ingest.http.pages import Pages
+from rankscope_ingest.http.routes import alarms, make_application
 from rankscope_ingest.network.auth import own_names
 from rankscope_ingest.network.sockets import bind
 from rankscope_ingest.notify.announcer import Announcer
@@ -35,6 +37,7 @@ from rankscope_ingest.service.pipeline import Pipeline, make_batcher
 from rankscope_ingest.service.polling import ExternalExporters, Polling
 from rankscope_ingest.service.watching import WatchedLogs
 from rankscope_storage.api.store import Commit, Writer
+from rankscope_view.site import Site
 
 log = logging.getLogger(__name__)
 
@@ -235,7 +238,10 @@ class Service:
     @contextlib.asynccontextmanager
     async def _listening(self) -> AsyncIterator[None]:
         section = self._config.service
-        application = make_application(self._api, self._config.token, own_names(section), is_guarded=section.is_guarded)
+        site = Site(Path(self._config.store.path), base=section.base_path, has_service=True)
+        pages = Pages(site, section.base_path, alarms=lambda: alarms(self._api))
+        names = own_names(section)
+        application = make_application(self._api, pages, self._config.token, names, is_guarded=section.is_guarded)
         runner = web.AppRunner(application, access_log=None, handle_signals=False)
         await runner.setup()
         try:

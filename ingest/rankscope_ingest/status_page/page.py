@@ -1,4 +1,4 @@
-"""Generate the HTML of the status page, which the service serves at `/`.
+"""Generate the HTML of the status page, which the service serves at `/service`.
 
 The page shows the state of the service, then the runs, newest first, each with its ranks. It works without scripts. The
 number of rows is limited; the page shows how many rows are left out, and the JSON API contains all of them.
@@ -18,15 +18,10 @@ from rankscope_ingest.status_page.assets import REFRESH_SECONDS, SCRIPT, STYLE
 from rankscope_ingest.status_page.model import RunStatus, ServiceStatus, Status, TargetStatus
 from rankscope_ingest.status_page.target_html import (
     Budget,
-    ago,
-    count,
-    duration,
     exporter_table,
-    number,
-    percent,
     target_tables,
-    text,
 )
+from rankscope_view.format import ago, count, duration, number, percent, text
 
 MAX_RUNS: Final = 100
 MAX_ROWS: Final = 2000
@@ -77,7 +72,7 @@ def _title(status: Status) -> str:
 def _header(service: ServiceStatus) -> Iterator[str]:
     colour = "green" if service.reason is None else "red"
     yield "<header>"
-    yield f'<h1>Rankscope</h1><span class="badge {colour}">{text(service.status)}</span>'
+    yield f'<h1><a href="./">Rankscope</a></h1><span class="badge {colour}">{text(service.status)}</span>'
     yield f'<span class="dim">{text(service.version)}, up {duration(service.uptime_seconds)}</span>'
     yield '<span id="stale" class="badge red">connection lost: the values below are stale</span>'
     yield "</header>"

@@ -16,6 +16,12 @@ async def test_response_to_an_unknown_path_lists_all_paths(start_service):
     assert error.startswith("/unknown does not exist; the paths are ")
     paths = (
         channel.PAGE_PATH,
+        channel.SERVICE_PAGE_PATH,
+        "/assets/{tail}",
+        "/compare",
+        "/data/live",
+        "/data/{tail}",
+        "/runs/{tail}",
         channel.STATUS_PATH,
         channel.REGISTER_PATH,
         channel.POKE_PATH,

@@ -15,8 +15,9 @@ from tests.ingest.status_page.statuses import HOSTILE, STARTED, empty, large, ru
 
 from rankscope_contract.model.events import RunState
 from rankscope_ingest.runs.target import Health
-from rankscope_ingest.status_page import assets, target_html
+from rankscope_ingest.status_page import assets
 from rankscope_ingest.status_page.page import COLOURS, MAX_ROWS, MAX_RUNS, page
+from rankscope_view.format import duration, number, percent
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "status"
 VOID = {"meta", "link", "br"}
@@ -106,7 +107,7 @@ def test_content_security_policy_allows_only_the_own_style_and_script():
         assert f"{directive} 'sha256-{digest}'" in policy
     assert policy.startswith("default-src 'none'; ")
     assert "unsafe" not in policy
-    assert all(attrs.get("href", "/").startswith(("/", "data:")) for _, attrs in Reader(text).elements)
+    assert all(attrs.get("href", "/").startswith(("/", "./", "data:")) for _, attrs in Reader(text).elements)
 
 
 def test_page_reloads_without_scripts():
@@ -163,7 +164,7 @@ NONFINITE = [float("nan"), float("inf"), float("-inf")]
 
 @pytest.mark.parametrize("loss", NONFINITE)
 def test_nan_or_infinite_loss_is_shown(loss):
-    assert f'<dd><span class="red">{target_html.number(loss)}</span></dd>' in page(standing_of(run(loss=loss)))
+    assert f'<dd><span class="red">{number(loss)}</span></dd>' in page(standing_of(run(loss=loss)))
 
 
 @pytest.mark.parametrize("loss", NONFINITE)
@@ -175,7 +176,7 @@ def test_running_run_with_nan_or_infinite_loss_is_not_green(loss):
     for part, state, colour in ((bad, "running", "red"), (ended, "completed", "blue"), (healthy, "running", "green")):
         assert f'<span class="badge {colour}">{state}</span>' in part
         assert f'<progress class="{colour}"' in part
-    badge = f'<span class="badge red">loss {target_html.number(loss)}</span>'
+    badge = f'<span class="badge red">loss {number(loss)}</span>'
     assert [True, True, False] == [badge in part for part in (bad, ended, healthy)]
 
 
@@ -199,10 +200,8 @@ def test_every_health_has_a_row():
     ],
 )
 def test_durations_have_their_two_largest_units(seconds, shown):
-    assert shown == target_html.duration(seconds)
+    assert shown == duration(seconds)
 
 
 def test_ratio_below_one_is_never_shown_as_100_percent():
-    assert ["99.9 %", "100 %", "0 %", "12.5 %"] == [
-        target_html.percent(share) for share in (0.99999, 1.0, 0.0001, 0.125)
-    ]
+    assert ["99.9 %", "100 %", "0 %", "12.5 %"] == [percent(share) for share in (0.99999, 1.0, 0.0001, 0.125)]

@@ -43,7 +43,7 @@ async def test_page_and_api_show_the_same_status(start_service, fake_rank, event
 
         await eventually(labelled)
         told = {name: await document(service, f"/api/v1/{name}") for name in ("status", "runs", "targets")}
-        async with aiohttp.ClientSession() as session, session.get(service.url + "/") as answer:
+        async with aiohttp.ClientSession() as session, session.get(service.url + "/service") as answer:
             page, headers = await answer.text(), answer.headers
     (run,), (target,), whole = told["runs"], told["targets"], told["status"]
     text = "".join(
@@ -134,7 +134,7 @@ async def test_expired_registration_is_gone_and_can_return(start_service, fake_r
                 return (await health())["inc-r-0"] == "gone"
 
             await eventually(lapsed)
-            page = (await service.get("/"))[1]
+            page = (await service.get("/service"))[1]
             discovered = await document(service, "/sd")
             (failed,) = await document(service, "/api/v1/runs")
             await rank.__aenter__()  # the network is back, and with it the process

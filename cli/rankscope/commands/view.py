@@ -1,0 +1,49 @@
+"""`rankscope view`: show the pages of a store or of an offline folder, without a running service."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.options import store_folder
+from rankscope.base.spools import readable_store
+
+
+def view(
+    store: Annotated[
+        Path,
+        typer.Argument(envvar="RANKSCOPE_STORE", help="Store, or folder with records of ranks.", parser=store_folder),
+    ] = Path("history"),
+    listen: Annotated[
+        str,
+        typer.Option(help="Listen address, host:port; port 0 selects a free port. It needs no token."),
+    ] = "127.0.0.1:0",
+) -> None:
+    """Show the runs of a store as web pages, until Ctrl-C. The pages follow a store that a service writes.
+
+    [bold]Example[/bold]: rankscope view history
+    """
+    from rankscope_ingest.base.config import split_address
+
+    try:
+        split_address(listen)
+    except ValueError as error:
+        raise CommandError(str(error), code=USAGE) from error
+    from rankscope_ingest.base.errors import IngestError
+    from rankscope_ingest.service.viewer import serve_pages
+    from rankscope_storage.base.errors import StoreError
+    from rankscope_storage.connection import connect
+
+    with readable_store(store) as folder:
+        try:
+            connect(folder).close()
+        except StoreError as error:
+            raise CommandError(str(error)) from error
+        try:
+            asyncio.run(serve_pages(folder, listen, on_ready=lambda url: print(f"pages of {store}: {url}", flush=True)))
+        except IngestError as error:
+            raise CommandError(str(error)) from error

@@ -1,0 +1,156 @@
+"""Curves: axes, zoom windows, reduction that keeps extremes, breaks, and smoothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.view.training import MAIN
+
+from rankscope_view.data.curves import Axis, CurveRequest, Smoothing, curve, notice
+from rankscope_view.data.history import History, read_history
+
+
+def history(values, *, attempt=None, step=None, time=None) -> History:
+    value = np.asarray(values, float)
+    rows = np.arange(len(value))
+    attempts = np.zeros(len(value), np.int64) if attempt is None else np.asarray(attempt)
+    steps = rows if step is None else np.asarray(step)
+    return History(
+        name="loss",
+        attempt=attempts,
+        step=steps,
+        cumulative=rows,
+        time=rows.astype(float) if time is None else np.asarray(time, float),
+        value=value,
+        lowest=value,
+        highest=value,
+        stands=np.ones(len(value), bool),
+    )
+
+
+def test_arrival_axis_has_raw_steps_as_labels():
+    found = curve(history([3, 1, 2, 4], step=[30, 10, 20, 30], attempt=[0, 1, 1, 1]), CurveRequest(axis=Axis.ARRIVAL))
+
+    assert [30, 10, 10, 20, 30] == found.lines[0].step.tolist()
+    assert (1.0,) == found.restarts
+
+
+@pytest.mark.parametrize("axis", list(Axis))
+def test_no_line_crosses_a_restart(connection, axis):
+    found = curve(read_history(connection, MAIN, "loss"), CurveRequest(axis=axis))
+
+    if axis is Axis.ATTEMPT:
+        assert ["attempt 0", "attempt 1", "attempt 2"] == [line.label for line in found.lines]
+    else:
+        (line,) = found.lines
+        for at in found.restarts:
+            before = np.flatnonzero(line.x < at)[-1]
+            assert np.isnan(line.value[before])
+    for line in found.lines:
+        assert (np.diff(line.x) > 0).all()
+
+
+def test_nan_breaks_the_line_and_is_a_range():
+    found = curve(history([1, np.nan, np.inf, 2, 3]), CurveRequest())
+
+    (line,) = found.lines
+    assert [1.0, None, 2.0, 3.0] == found.document()["lines"][0]["value"]
+    assert [0.0, 1.0, 3.0, 4.0] == line.x.tolist()
+    assert [[1.0, 2.0, "NaN, Inf 1–2"]] == found.document()["nonfinite"]
+
+
+def test_only_nan_has_a_range_and_an_extent_but_no_point():
+    found = curve(history([np.nan] * 6), CurveRequest())
+
+    assert 0 == len(found.lines[0].x)
+    assert (0.0, 5.0) == found.extent
+    assert 6 == found.nonfinite[0].rows
+
+
+@pytest.mark.parametrize("axis", [Axis.STEP, Axis.TIME, Axis.ARRIVAL])
+def test_reduction_keeps_extremes_at_their_places(axis):
+    values = np.sin(np.arange(100_000) / 900)
+    values[61_234], values[77_777] = 90.0, -90.0
+    found = curve(history(values), CurveRequest(axis=axis))
+
+    (line,) = found.lines
+    assert len(line.x) <= 4000
+    assert 90.0 == line.value[line.x == 61_234]
+    assert -90.0 == line.value[line.x == 77_777]
+    assert (values[0], values[-1]) == (line.value[0], line.value[-1])
+    np.testing.assert_array_equal(values[line.x.astype(int)], line.value)
+    assert f"{found.buckets:,} stretches of 128" in notice(found)
+
+
+def test_old_buckets_do_not_change_when_rows_arrive():
+    values = np.random.default_rng(1).normal(size=70_000)
+    before, after = (curve(history(values[:count]), CurveRequest()).lines[0] for count in (60_000, 63_000))
+
+    done = before.x < 60_000 - 64
+    np.testing.assert_array_equal(before.x[done], after.x[: done.sum()])
+
+
+def test_zoom_is_queried_with_a_smaller_width():
+    values = np.random.default_rng(1).normal(size=70_000)
+    found = curve(history(values), CurveRequest(first=1000, last=2000))
+
+    assert found.bucket_width is None
+    assert [999.0, 2001.0] == [found.lines[0].x[0], found.lines[0].x[-1]]
+
+
+def test_newest_rows_are_drawn_exactly():
+    values = np.random.default_rng(1).normal(size=70_000)
+    found = curve(history(values), CurveRequest(newest=4000))
+
+    np.testing.assert_array_equal(values[-4000:], found.lines[0].value)
+    assert "66,000 older rows are left out" in notice(found)
+
+
+def test_pause_is_a_gap_on_the_axis_of_time():
+    found = curve(history([1, 2, 3, 4], time=[0, 1, 2, 500]), CurveRequest(axis=Axis.TIME))
+
+    assert [1.0, 2.0, 3.0, None, 4.0] == found.document()["lines"][0]["value"]
+
+
+def test_axis_of_time_without_times_is_empty():
+    found = curve(history([1, 2], time=[np.nan, np.nan]), CurveRequest(axis=Axis.TIME))
+
+    assert 0 == found.rows
+    assert found.extent is None
+
+
+def test_ema_equals_the_macro_of_the_store(connection):
+    found = curve(read_history(connection, "no-times", "loss"), CurveRequest(decay=0.9))
+    expected = connection.query(
+        "WITH points AS (SELECT step, loss FROM loss_curve WHERE run = 'no-times') FROM ema(points, step, loss, 0.1)"
+    )
+
+    np.testing.assert_allclose(found.lines[0].smoothed, expected["ema"].to_numpy())
+
+
+def test_moving_average_equals_the_macro_of_the_store(connection):
+    request = CurveRequest(smoothing=Smoothing.AVERAGE, width=7)
+    found = curve(read_history(connection, "no-times", "loss"), request)
+    expected = connection.query(
+        "WITH p AS (SELECT step, loss FROM loss_curve WHERE run = 'no-times') FROM moving_average(p, step, loss, 7)"
+    )
+
+    np.testing.assert_allclose(found.lines[0].smoothed, expected["moving_average"].to_numpy())
+
+
+@pytest.mark.parametrize("smoothing", [Smoothing.EMA, Smoothing.AVERAGE])
+def test_smoothing_starts_again_at_a_restart_and_skips_nan(smoothing):
+    values = [8.0, 8.0, np.nan, 8.0, 2.0, 2.0]
+    request = CurveRequest(axis=Axis.ARRIVAL, smoothing=smoothing)
+    found = curve(history(values, attempt=[0, 0, 0, 0, 1, 1]), request)
+
+    drawn = np.isfinite(found.lines[0].value)
+    assert [8.0, 8.0, 8.0, 2.0, 2.0] == pytest.approx(found.lines[0].smoothed[drawn].tolist())
+
+
+def test_spike_does_not_disturb_a_later_moving_average():
+    values = np.ones(100)
+    values[10] = 1e30
+    found = curve(history(values), CurveRequest(smoothing=Smoothing.AVERAGE, width=5))
+
+    assert 1.0 == found.lines[0].smoothed[20]

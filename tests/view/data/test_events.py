@@ -1,0 +1,73 @@
+"""The event log, markers and incidents of a run."""
+
+from __future__ import annotations
+
+from tests.view.training import MAIN, append, event, events
+
+from rankscope_storage.api.store import Store
+from rankscope_storage.connection import connect
+from rankscope_view.data.curves import Axis
+from rankscope_view.data.events import Group, event_lines, event_log, markers
+from rankscope_view.data.history import read_history
+from rankscope_view.data.incidents import happening, incidents
+
+
+def test_log_merges_steps_and_events_the_newest_first(connection):
+    loss, evaluations = read_history(connection, MAIN, "loss"), read_history(connection, MAIN, "eval_loss")
+    found = event_log(event_lines(connection, MAIN), loss, [read_history(connection, MAIN, "grad_norm")], evaluations)
+
+    assert 3 == found.counts[Group.RESTART]
+    assert (138, len(evaluations)) == (found.counts[Group.STEP], found.counts[Group.EVALUATION])
+    assert "loss 2.809, grad 0.5963" == found.lines[0].text
+    times = [line.at for line in found.lines]
+    assert sorted(times, reverse=True) == times
+
+
+def test_log_of_one_group_has_only_this_group(connection):
+    loss, evaluations = read_history(connection, MAIN, "loss"), read_history(connection, MAIN, "eval_loss")
+    found = event_log(event_lines(connection, MAIN), loss, (), evaluations, groups={Group.CHECKPOINT}, newest=5)
+
+    assert {Group.CHECKPOINT} == {line.group for line in found.lines}
+    assert 5 == len(found.lines)
+
+
+def test_anomalies_of_a_step_are_one_line(connection):
+    nan = [line for line in event_lines(connection, MAIN) if line.type == "anomaly" and line.events > 1]
+
+    assert nan
+    assert all("more" in line.text for line in nan)
+
+
+def test_markers_lie_on_the_axis_of_the_attempt(connection, course):
+    loss = read_history(connection, MAIN, "loss")
+    found = markers(event_lines(connection, MAIN), read_history(connection, MAIN, "eval_loss"), loss, Axis.ARRIVAL)
+
+    assert [50.0, 94.0] == [marker.x for marker in found if marker.group is Group.RESTART]
+    (first, *_) = (marker for marker in found if marker.group is Group.INCIDENT and marker.is_critical)
+    assert float(course.nan_from) == first.x
+
+
+def test_run_with_one_row_has_no_marker(connection):
+    loss = read_history(connection, "one-row", "loss")
+
+    assert [] == markers([], read_history(connection, "one-row", "eval_loss"), loss, Axis.STEP)
+
+
+def test_incident_of_the_service_has_its_states(connection):
+    first, second = incidents(connection, [MAIN])[MAIN]
+
+    assert ("a1", ["opened", "notified"]) == (first.key, [state for _, state in first.states])
+    assert "gradient became NaN" == happening(first)
+    assert (first.is_open, first.is_critical, second.rule) == (True, True, "SlowRank")
+
+
+def test_anomalies_without_a_service_are_grouped_by_steps(tmp_path):
+    columns = {"rule": "AnomalyTurbulence", "op": "norm", "value": 9.0, "baseline": 1.0, "kind": "grad_reduced"}
+    listed = [event("r", "anomaly", step, step, tensor=f"t{step}", rank=0, **columns) for step in (5, 7, 90)]
+    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
+        append(writer, events=events(listed))
+    with connect(tmp_path / "store") as opened:
+        found = incidents(opened, ["r"])["r"]
+
+    assert [("t5", 2, 7), ("t90", 1, 90)] == [(one.tensor, one.events, one.last_step) for one in found]
+    assert "gradient norm 9× its baseline" == happening(found[0])

@@ -1,0 +1,49 @@
+// Pure functions of the pages. `node --test` runs this file; tests/view/test_scripts.py starts it.
+import assert from "node:assert/strict";
+import { test } from "node:test";
+
+import { keptOrder, nearest, placeLabel, readState, shown, stepSplits, tickLabel, valueRange, viridis, writeState } from "../../../view/rankscope_view/assets/logic.js";
+
+const line = { label: null, x: [0, 1, 2, 3], step: [30, 10, 20, 30], value: [4, null, 2, 1], smoothed: [4, null, 3, 2], low: [], high: [] };
+const curve = { name: "loss", axis: "arrival", lines: [line], nonfinite: [], restarts: [1], rows: 4, buckets: 0, extent: [0, 3], bulk: [1, 2], notice: "" };
+
+test("an address restores all choices", () => {
+  const search = "axis=arrival&smooth=average&strength=7&from=1.5&to=9&log=1&fit=1&tail=4000";
+  assert.deepEqual({ axis: "arrival", smooth: "average", strength: 7, from: 1.5, to: 9, log: true, fit: true, tail: 4000 }, readState(search));
+  assert.equal(search, writeState(readState(search)));
+  assert.equal("", writeState(readState("")));
+});
+
+test("unknown choices are the default", () => {
+  assert.deepEqual(readState(""), readState("axis=x&smooth=y&from=z&strength=NaN&tail=q"));
+});
+
+test("numbers keep four digits, and NaN and absence are words", () => {
+  assert.deepEqual(["2.870", "1.03e-4", "12,480", "NaN", "∞", "–", "0"], [2.87, 1.03e-4, 12480, NaN, Infinity, null, 0].map(shown));
+});
+
+test("labels of ticks are not rounded", () => {
+  assert.deepEqual(["1.75e-4", "0.005", "625 k", "2.5", "0"], [1.75e-4, 0.005, 625000, 2.5, 0].map(tickLabel));
+});
+
+test("labels on the axis of arrival are raw steps", () => {
+  assert.deepEqual(["30", "10", "20", "30"], line.x.map((x) => placeLabel(curve, x, 3)));
+  assert.deepEqual([0, 2, 3], stepSplits(curve, [0, 3], 4));
+});
+
+test("the range is the bulk, or everything on request", () => {
+  assert.deepEqual([0.94, 2.06], valueRange(curve, { log: false, fit: false, zero: false }));
+  assert.deepEqual(["0.82", "4.18"], valueRange(curve, { log: false, fit: true, zero: false }).map((one) => one.toFixed(2)));
+  assert.equal(0, valueRange(curve, { log: false, fit: false, zero: true })[0]);
+  assert.deepEqual([0.1 / 1.3, 13], valueRange({ ...curve, lines: [] }, { log: true, fit: false, zero: false }));
+});
+
+test("the nearest value is found", () => assert.deepEqual([0, 1, 3], [-5, 1.4, 9].map((x) => nearest([0, 1, 2, 3], x))));
+
+test("live rows remain in their places and new ones come last", () => {
+  assert.deepEqual(["b", "a", "c"], keptOrder(["b", "gone", "a"], ["a", "c", "b"]));
+});
+
+test("the scale has the colours of viridis at its ends", () => {
+  assert.deepEqual([[68, 1, 84], [253, 231, 37]], [viridis(-1), viridis(2)]);
+});

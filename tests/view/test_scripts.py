@@ -1,0 +1,15 @@
+"""The scripts of the pages: their pure functions are tested by node."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+
+def test_pure_functions_of_the_scripts(require_server):
+    file = Path(__file__).parent / "scripts" / "logic.test.mjs"
+    done = subprocess.run(
+        [require_server("node", "nodejs"), "--test", file], capture_output=True, text=True, check=False
+    )
+
+    assert 0 == done.returncode, done.stdout

@@ -1,0 +1,258 @@
+"""Pages of runs of any shape: a page for each, numbers as in SQL, hostile names as text, and no request elsewhere."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import struct
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from tests.view.training import HOSTILE, MAIN, START
+
+from rankscope_view.assets import ASSETS, UPLOT
+from rankscope_view.data.runs import RunQuery, run_list
+from rankscope_view.format import count, measure
+from rankscope_view.site import Site
+
+VOID = {"meta", "link", "input", "br", "path", "rect", "th"}  # the end of th need not be written
+NOW = START / 1e6 + 6000
+
+
+class Reader(HTMLParser):
+    """Elements and visible text of a page; fails if elements are not nested properly."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(page)
+        assert [] == self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert tag == self.open.pop()
+
+    def handle_data(self, data):
+        self.words.append(data.strip())
+
+    @property
+    def text(self) -> str:
+        return " ".join(word for word in self.words if word)
+
+
+@pytest.fixture(scope="module")
+def site(store_path):
+    return Site(store_path, clock=lambda: NOW)
+
+
+def read(site, *segments, **query) -> Reader:
+    found = site.respond(segments, query)
+    assert 200 == found.status
+    return Reader(found.body.decode())
+
+
+RUNS = [MAIN, "only-nan", "one-row", "no-loss", "no-times", "mamba2-370m-32k-ctx", HOSTILE]
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("page", [(), ("events",), ("tensors",), ("ranks",), ("incidents",)])
+def test_run_of_any_shape_has_its_pages(site, run, page):
+    found = read(site, "runs", run, *page)
+
+    assert any(tag == "h1" for tag, _ in found.elements) or page
+    assert "<script>alert" not in site.respond(("runs", run, *page), {}).body.decode()
+
+
+@pytest.mark.parametrize("axis", ["attempt", "arrival", "time", "unknown"])
+def test_run_page_has_charts_on_each_axis_without_scripts(site, axis):
+    found = read(site, "runs", MAIN, axis=axis, smooth="average", strength="7", log="1")
+
+    assert len([one for tag, one in found.elements if tag == "svg" and one.get("class") == "chart"]) >= 2
+    assert not any(tag == "script" and not one.get("src") for tag, one in found.elements)
+
+
+def test_list_shows_the_numbers_of_its_rows(site, connection):
+    found = read(site)
+
+    for row in run_list(connection, RunQuery()).rows:
+        assert measure(row.loss) in found.text
+        assert ("–" if row.step is None else count(row.step)) in found.text
+
+
+def test_pages_request_nothing_from_elsewhere_and_have_no_inline_style(site):
+    pages = ("events", "tensors", "ranks", "incidents", "incidents/a1")
+    for segments in ((), ("runs", MAIN), *(("runs", MAIN, *page.split("/")) for page in pages)):
+        found = read(site, *segments)
+        for _, attributes in found.elements:
+            assert "style" not in attributes
+            assert not any(name.startswith("on") for name in attributes)
+            for name in ("src", "href"):
+                assert (attributes.get(name) or "/").startswith(("/", "#"))
+
+
+def test_prefix_is_in_every_address(store_path):
+    found = read(Site(store_path, base="/prefix"), "runs", MAIN)
+
+    addresses = [one["href"] for _, one in found.elements if one.get("href")]
+    assert addresses
+    assert all(address.startswith("/prefix/") for address in addresses)
+
+
+def test_curve_is_json_without_nan(site):
+    found = site.respond(("data", "curve"), {"run": MAIN, "name": "loss", "axis": "arrival", "markers": "1"})
+    curve = json.loads(found.body, parse_constant=pytest.fail)
+
+    assert "application/json" == found.type
+    assert [[47.0, 49.0, "NaN 47–49"]] == curve["nonfinite"]
+    assert {"restart", "checkpoint", "evaluation", "incident"} == {marker[0] for marker in curve["markers"]}
+
+
+def test_incident_page_has_its_first_cause_and_the_sql_behind_it(site, connection):
+    found = read(site, "runs", MAIN, "incidents", "a1")
+    (statement,) = re.findall(r"SELECT step, rank.*?, rank(?= )", f"{found.text} ".replace(chr(10), " "))
+    rows = connection.query(statement).to_pylist()
+
+    assert "became NaN" in found.text
+    assert "layers.1.mlp.down_proj.weight" in {row["tensor"] for row in rows}
+    assert f"of {len(rows)} shown" in found.text
+
+
+def test_anomalies_without_a_step_or_rank_have_a_page(site):
+    assert 404 == site.respond(("runs", MAIN, "incidents", "unknown"), {}).status
+
+
+def test_rank_page_states_which_rank_is_slow_and_which_is_silent(site):
+    found = read(site, "runs", MAIN, "ranks")
+
+    assert "Rank 1 is silent" in found.text
+
+
+@pytest.mark.parametrize("others", ["no-loss", HOSTILE, MAIN])
+def test_any_two_runs_can_be_compared(site, others):
+    found = read(site, "compare", a=MAIN, b=others)
+
+    assert "Summary" in found.text
+    assert ("The runs are equal" in found.text) is (others == MAIN)
+
+
+def test_comparison_without_a_second_run_offers_the_others(site):
+    found = read(site, "compare", run=MAIN)
+
+    assert "no-loss" in found.text
+    assert 404 == site.respond(("compare",), {"a": MAIN, "b": "no such run"}).status
+
+
+def grid(site, **query):
+    body = site.respond(("data", "grid"), {"run": MAIN, "kind": "grad_unreduced"} | query).body
+    (length,) = struct.unpack("<I", body[:4])
+    header = json.loads(body[4 : 4 + length])
+    return header, np.frombuffer(body[4 + length :], np.uint8).reshape(len(header["rows"]), len(header["steps"]))
+
+
+def test_grid_marks_the_first_nan_and_its_tensor(site, course):
+    header, cells = grid(site)
+    row, column = header["firstBad"]
+
+    assert (14, 138) == cells.shape
+    assert "layers.1.mlp.down_proj.weight" == header["rows"][row][0]
+    assert course.nan_from == header["steps"][column]
+    assert 255 == cells[row, column]
+
+
+def test_cell_value_equals_sql(site, connection):
+    query = {"run": MAIN, "kind": "grad_unreduced", "op": "norm", "tensor": "lm_head.weight"}
+    found = json.loads(site.respond(("data", "cell"), query | {"attempt": "2", "first": "100", "last": "101"}).body)
+    expected = connection.query(
+        "SELECT max(norm) AS value FROM tensor_stats "
+        f"WHERE run = '{MAIN}' AND tensor = 'lm_head.weight' AND attempt = 2 AND step IN (100, 101)"
+    )
+
+    assert expected["value"].to_pylist()[0] == pytest.approx(found["value"])
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"q": "down"},
+        {"order": "worst"},
+        {"absolute": "1"},
+        {"columns": "5-40"},
+        {"rows": "2-9"},
+        {"op": "nans"},
+        {"q": "x"},
+    ],
+)
+def test_grid_follows_the_choices_of_the_reader(site, query):
+    header, cells = grid(site, **query)
+
+    assert len(header["rows"]) == len(cells)
+    assert {"q": 2, "rows": 7}.get(next(iter(query)), len(cells)) == len(cells) or query == {"q": "x"}
+
+
+def test_ranks_are_a_grid_of_the_same_form(site):
+    body = site.respond(("data", "ranks"), {"run": MAIN}).body
+
+    assert b'"rank 0"' in body
+    assert 200 == site.respond(("data", "ranks"), {"run": "no-times", "whole": "1"}).status
+
+
+def test_curve_as_csv_has_every_stored_row(site):
+    lines = site.respond(("data", "curve.csv"), {"run": MAIN, "name": "loss"}).body.decode().splitlines()
+
+    assert 139 == len(lines)
+    assert lines[0].startswith("attempt,step,cumulative_step,time,loss")
+
+
+@pytest.mark.parametrize("segments", [("runs", "no such run"), ("unknown",), ("runs", MAIN, "unknown")])
+def test_unknown_page_is_not_found(site, segments):
+    assert 404 == site.respond(segments, {}).status
+
+
+@pytest.mark.parametrize(
+    "query", [{"from": "x", "to": "nan", "points": "-1"}, {"tail": "1e99"}, {"from": "9", "to": "3"}]
+)
+def test_query_with_bad_numbers_is_answered(site, query):
+    assert 200 == site.respond(("data", "curve"), {"run": MAIN, "name": "loss"} | query).status
+
+
+def test_answer_is_kept_until_the_store_changes(site):
+    assert site.respond(("runs", MAIN), {}) is site.respond(("runs", MAIN), {})
+
+
+def test_run_named_like_a_folder_is_in_the_query_of_its_address(site):
+    from rankscope_view.pages.parts import Place
+
+    assert "/runs/-/ranks?run=.." == Place().url("runs", "..", "ranks")
+    assert 404 == site.respond(("runs", "-"), {"run": ".."}).status
+
+
+def test_policy_permits_only_files_of_the_page():
+    from rankscope_view.site import HEADERS
+
+    policy = HEADERS["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert not re.search("unsafe|https?:", policy)
+
+
+def test_uplot_is_the_file_that_was_checked():
+    found = {name: hashlib.sha256(ASSETS[name].read()).hexdigest() for name in UPLOT}
+
+    assert UPLOT == found
+    assert b"MIT Licensed" in ASSETS["uPlot.iife.js"].read()[:300]
+
+
+def test_asset_is_served_by_any_digest_and_may_be_kept(site):
+    found = site.respond(("assets", "0", "app.js"), {})
+
+    assert (200, "text/javascript; charset=utf-8") == (found.status, found.type)
+    assert "immutable" in found.headers["Cache-Control"]
+    assert 404 == site.respond(("assets", "0", "../style.css"), {}).status

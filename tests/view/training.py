@@ -1,0 +1,383 @@
+"""Write synthetic runs with the API of the store: small ones for tests of pages, a large one for pictures.
+
+The main run restarts twice, its gradient becomes NaN on rank 1, and one rank becomes slow. All numbers are seeded.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from rankscope_storage.api.store import Batch, Store, Writer
+from rankscope_storage.base.schema import conform, dataset_schema
+
+START = 1_760_000_000_000_000
+"""Time of the first step in UTC µs."""
+
+HOSTILE = '<script>alert("x")</script>\u202e/../a=b&c'
+PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """Extent of the main run."""
+
+    ranks: int = 2
+    layers: int = 2
+    steps: int = 120
+    seconds: float = 6.0
+
+    @property
+    def tensors(self) -> list[str]:
+        layers = [f"layers.{layer}.{part}.weight" for layer in range(self.layers) for part in PARTS]
+        return ["embed_tokens.weight", *layers, "lm_head.weight"]
+
+
+def rows(dataset: str, **columns: Any) -> pa.Table:
+    """Return a table of `dataset`; a single value of a column is that of every row."""
+    length = max(
+        (len(values) for values in columns.values() if isinstance(values, np.ndarray | list | pa.Array)), default=1
+    )
+    schema = dataset_schema(dataset)
+    arrays = {}
+    for name, values in columns.items():
+        type_ = schema.field(name).type
+        if isinstance(values, np.ndarray | list | pa.Array):
+            arrays[name] = pa.array(values).cast(type_)
+        else:
+            arrays[name] = pa.repeat(pa.scalar(values, type_), length)
+    return conform(pa.table(arrays), dataset)
+
+
+def scalars(run: str, name: str, step: Any, value: Any, **columns: Any) -> pa.Table:
+    known = {"attempt": 0, "rank": 0, "incarnation": f"{run}-0", "seq": step, "ordinal": step, "ts_origin": "rank"}
+    return rows("scalars", **(known | {"run": run, "name": name, "step": step, "value": value} | columns))
+
+
+def run_row(run: str, state: str, **columns: Any) -> pa.Table:
+    known = {"attempt": 0, "ordinal": 1, "ts": START, "ts_origin": "ingest", "source_kind": "live", "started_at": START}
+    return rows("runs", **(known | {"run": run, "state": state} | columns))
+
+
+def event(run: str, type_: str, step: int | None, ts: int, **columns: Any) -> dict[str, Any]:
+    details = columns.pop("details", None)
+    known = {"run": run, "type": type_, "step": step, "ts": ts, "attempt": 0, "severity": "info", "ts_origin": "rank"}
+    return known | columns | ({"details": json.dumps(details)} if details is not None else {})
+
+
+def events(listed: list[dict[str, Any]]) -> pa.Table:
+    schema = dataset_schema("events")
+    return pa.table(
+        [pa.array([row.get(name) for row in listed], schema.field(name).type) for name in schema.names], schema.names
+    )
+
+
+def append(writer: Writer, **tables: pa.Table) -> None:
+    """Append the tables, with the watermark of each process in them."""
+    newest: dict[str, int] = {}
+    for table in tables.values():
+        last = table.select(["incarnation", "seq"]).drop_null().group_by("incarnation").aggregate([("seq", "max")])
+        for row in last.to_pylist():
+            newest[row["incarnation"]] = max(newest.get(row["incarnation"], 0), row["seq_max"])
+    writer.append(Batch(tables=tables, watermarks=newest))
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """Order of the rows of the main run: attempts, steps, times, and the means of loss and gradient norm."""
+
+    attempt: Any
+    step: Any
+    ts: Any
+    loss: Any
+    grad_norm: Any
+    nan_from: int  # step of the first NaN, in attempt 0
+    slow_from: int  # step from which the last rank but two is slow
+
+
+def trajectory(size: Size) -> Trajectory:
+    """Return a run of three attempts; the second goes back after NaN, the third after a restart."""
+    unit = size.steps / 12
+    ends = [round(5 * unit), round(8 * unit), size.steps]
+    begins = [0, round(3.6 * unit), round(7.6 * unit)]
+    attempt = np.concatenate([np.full(end - begin, n) for n, (begin, end) in enumerate(zip(begins, ends, strict=True))])
+    step = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
+    random = np.random.default_rng(7)
+    x = step / size.steps
+    loss = 2.7 + 5.5 * np.exp(-14 * x) + 1.1 * np.exp(-3 * x) + random.normal(0, 0.035, len(step))
+    grad = 0.55 + 2.5 * np.exp(-12 * x) + np.abs(random.normal(0, 0.06, len(step)))
+    nan_from = round(4.6 * unit)
+    rising = (attempt == 0) & (step >= round(4.1 * unit))
+    growth = np.clip((step - 4.1 * unit) / (0.5 * unit), 0, 1)
+    loss = np.where(rising, loss + 2.4 * growth**2, loss)
+    grad = np.where(rising, grad * np.exp(6.0 * growth), grad)
+    loss[(attempt == 0) & (step > nan_from)] = np.nan
+    grad[(attempt == 0) & (step >= nan_from)] = np.nan
+    spike = (attempt == 0) & (step == round(2.5 * unit))
+    loss[spike] += 1.6
+    grad[spike] *= 9
+    pause = np.where(attempt == 0, 0, np.where(attempt == 1, 700, 1000))
+    ts = START + ((np.arange(len(step)) * size.seconds + pause) * 1e6).astype(np.int64)
+    return Trajectory(attempt, step, ts, loss, grad, nan_from, round(11.2 * unit))
+
+
+def rank_scalars(run: str, size: Size, course: Trajectory) -> pa.Table:
+    """Return all scalars of all ranks of the main run."""
+    tables = []
+    slow = max(size.ranks - 2, 0)
+    for rank in range(size.ranks):
+        random = np.random.default_rng(100 + rank)
+        seq = np.arange(len(course.step))
+        common = {
+            "rank": rank,
+            "attempt": course.attempt,
+            "incarnation": [f"{run}-{a}-{rank}" for a in course.attempt.tolist()],
+            "seq": seq,
+            "ordinal": seq * size.ranks + rank,
+            "ts": course.ts,
+        }
+        noise = random.normal(0, 0.05, len(seq))
+        is_slow = (rank == slow) & (course.step >= course.slow_from)
+        compute = (4.5 + random.normal(0, 0.03, len(seq))) * np.where(is_slow, 1.31, 1.0)
+        step_seconds = np.where(course.step >= course.slow_from, 6.5, 5.4) + 0 * compute
+        values = {
+            "loss": course.loss + noise,
+            "grad_norm": course.grad_norm,
+            "learning_rate": 3e-4
+            * np.minimum(1, (course.step + 1) / (size.steps / 12))
+            * (1 - 0.7 * course.step / size.steps),
+            "step_seconds": step_seconds,
+            "tokens_per_second": 4.2e6 / step_seconds / size.ranks,
+            "pre_collective_seconds": compute,
+            "device_memory_allocated_bytes": 62e9 + random.normal(0, 2e8, len(seq)),
+            "gpu_memory_total_bytes": np.full(len(seq), 141e9),
+            "gpu_utilization": np.clip(0.73 + random.normal(0, 0.01, len(seq)) + 0.2 * is_slow, 0, 1),
+            "gpu_clock_hertz": np.where(is_slow, 1.305e9, 1.965e9),
+            "gpu_temperature_celsius": np.where(is_slow, 83.0, 62.0),
+        }
+        labels = {"learning_rate": '{"group":"0"}', "gpu_clock_hertz": '{"clock":"sm","gpu":"0"}'}
+        labels |= {"gpu_temperature_celsius": '{"gpu":"0","sensor":"gpu"}', "gpu_utilization": '{"gpu":"0"}'}
+        labels |= {"gpu_memory_total_bytes": '{"gpu":"0"}'}
+        kept = np.ones(len(seq), bool) if rank != size.ranks - 1 else course.step < round(course.slow_from * 1.02)
+        for name, value in values.items():
+            chosen = {key: _kept(column, kept) for key, column in common.items()}
+            tables.append(scalars(run, name, course.step[kept], value[kept], **chosen, labels=labels.get(name)))
+        forward = compute * 0.33
+        parts = {"data_wait": 0.08 + 0 * compute, "forward": forward, "backward": compute - forward - 0.08}
+        parts |= {
+            "collective": step_seconds - compute - 0.2,
+            "optimizer": 0.15 + 0 * compute,
+            "other": 0.05 + 0 * compute,
+        }
+        for phase, seconds in parts.items():
+            chosen = {key: _kept(column, kept) for key, column in common.items()}
+            text = json.dumps({"phase": phase})
+            tables.append(scalars(run, "step_phase_seconds", course.step[kept], seconds[kept], **chosen, labels=text))
+    return pa.concat_tables(tables)
+
+
+def _kept(column: Any, chosen: Any) -> Any:
+    if isinstance(column, np.ndarray):
+        return column[chosen]
+    return [value for value, keep in zip(column, chosen, strict=True) if keep] if isinstance(column, list) else column
+
+
+def tensor_rows(run: str, size: Size, course: Trajectory) -> pa.Table:
+    """Return the gradient statistics of all tensors; a blow-up begins in the last third of the layers on rank 1."""
+    names = size.tensors
+    source = 1 + (size.layers // 2) * len(PARTS) + PARTS.index("mlp.down_proj")
+    tables = []
+    seq = np.arange(len(course.step))
+    unit = size.steps / 12
+    for number, name in enumerate(names):
+        random = np.random.default_rng(1000 + number)
+        level = 0.05 * 10 ** random.uniform(0, 1.2)
+        distance = abs(number - source) / len(names)
+        begin = 3.9 * unit + 0.6 * unit * distance * 1.6
+        growth = np.clip((course.step - begin) / (0.6 * unit), 0, 1) * (course.attempt == 0)
+        for rank in range(size.ranks):
+            strength = 9.3 if rank == 1 and number == source else 6.5 if rank == 1 else 4.0
+            norm = level * (1 + 3 * np.exp(-10 * course.step / size.steps)) * np.exp(random.normal(0, 0.08, len(seq)))
+            norm = norm * np.exp(strength * growth)
+            is_first = rank == 1 and number == source
+            bad = (course.attempt == 0) & (course.step >= course.nan_from + (0 if is_first else 1))
+            norm = np.where(course.step == round(2.5 * unit), norm * 8, norm)
+            tables.append(
+                rows(
+                    "tensor_stats",
+                    run=run,
+                    attempt=course.attempt,
+                    rank=rank,
+                    incarnation=[f"{run}-{a}-{rank}" for a in course.attempt.tolist()],
+                    seq=seq,
+                    ordinal=seq * size.ranks + rank,
+                    step=course.step,
+                    ts=course.ts,
+                    ts_origin="rank",
+                    kind="grad_unreduced",
+                    tensor=name,
+                    placement="full",
+                    norm=pa.array(norm, mask=bad),
+                    max=norm / 3,
+                    nans=np.where(bad, 112, 0),
+                    infs=np.zeros(len(seq), np.int64),
+                    numel=np.full(len(seq), 4096),
+                    norm_baseline=np.full(len(seq), level),
+                )
+            )
+    return pa.concat_tables(tables)
+
+
+def main_events(run: str, size: Size, course: Trajectory) -> pa.Table:
+    """Return launches, checkpoints, evaluations, anomalies and incidents of the main run."""
+    unit = size.steps / 12
+    found = []
+    time_of = {(int(a), int(s)): int(t) for a, s, t in zip(course.attempt, course.step, course.ts, strict=True)}
+    for attempt in range(3):
+        begins = int(course.ts[course.attempt == attempt][0]) - 9_000_000
+        for rank in range(size.ranks):
+            host = f"gpu-{'ab'[rank * 2 // size.ranks]}07"
+            details = {"host": host, "pid": 4000 + rank, "world_size": size.ranks, "versions": {"torch": "2.13.0"}}
+            text = f"rank {rank} of {size.ranks} registered from {host}"
+            found.append(event(run, "launch", None, begins, attempt=attempt, rank=rank, message=text, details=details))
+    every = max(2, round(unit))
+    for (attempt, step), at in time_of.items():
+        if step and step % every == 0 and not (attempt == 0 and step > course.nan_from):
+            text = f"saved checkpoint-{step}"
+            found.append(event(run, "checkpoint", step, at, attempt=attempt, rank=0, message=text))
+    tensor = size.tensors[1 + (size.layers // 2) * len(PARTS) + PARTS.index("mlp.down_proj")]
+    subject = {"kind": "grad_unreduced", "tensor": tensor, "rank": 1}
+    for step in range(round(4.2 * unit), course.nan_from):
+        at, value = time_of[0, step], 0.284 * float(np.exp(9.3 * (step - 3.9 * unit) / (0.6 * unit)))
+        found.append(
+            event(run, "anomaly", step, at, **subject, severity="warning", rule="AnomalyTurbulence", op="norm",
+                  value=value, baseline=0.284, threshold=3.0)
+        )  # fmt: skip
+    nan = {"rule": "AnomalyNan", "op": "nans", "value": 112.0, "severity": "critical"}
+    message = f"{tensor} has 112 NaN"
+    found.append(event(run, "anomaly", course.nan_from, time_of[0, course.nan_from], **subject, **nan, message=message))
+    for number, other in enumerate(size.tensors):
+        step = course.nan_from + 1 + number % 3
+        if (0, step) in time_of and other != tensor:
+            own = {"kind": "grad_unreduced", "tensor": other, "rank": number % size.ranks}
+            found.append(event(run, "anomaly", step, time_of[0, step], **own, **nan))
+    first = {"run": run, "step": course.nan_from, "ts": time_of[0, course.nan_from], "ordinal": 10_000_001}
+    details = {"key": "a1", "events": 41, "ranks": [0, 1], "last_step": course.nan_from + 9, "subjects": []}
+    found.extend(
+        event(run, "incident", first["step"], first["ts"] + number * 2_000_000, **subject, **nan,
+              message=f"AnomalyNan on rank 1: {tensor}", ordinal=first["ordinal"] + number,
+              details=details | {"state": state})
+        for number, state in enumerate(("opened", "notified"))
+    )  # fmt: skip
+    slow_at = time_of[2, course.slow_from]
+    slow = max(size.ranks - 2, 0)
+    details = {
+        "key": "b2",
+        "state": "opened",
+        "events": 57,
+        "ranks": [slow],
+        "last_step": size.steps - 1,
+        "subjects": [],
+    }
+    found.append(
+        event(run, "incident", course.slow_from, slow_at, attempt=2, rank=slow, rule="SlowRank", severity="warning",
+              message=f"rank {slow} is slow before the collective", ordinal=10_000_009, details=details)
+    )  # fmt: skip
+    return events(found)
+
+
+def evaluations(run: str, size: Size, course: Trajectory) -> pa.Table:
+    every = max(2, round(size.steps / 24))
+    chosen = (course.step > 0) & (course.step % every == 0) & np.isfinite(course.loss)
+    x = course.step[chosen] / size.steps
+    columns = {"attempt": course.attempt[chosen], "ts": course.ts[chosen], "ordinal": np.flatnonzero(chosen)}
+    columns["incarnation"] = [f"{run}-{a}-0" for a in course.attempt[chosen].tolist()]
+    return scalars(
+        run, "eval_loss", course.step[chosen], 2.75 + 5.5 * np.exp(-14 * x) + 1.1 * np.exp(-3 * x), **columns
+    )
+
+
+def write_main(writer: Writer, run: str, size: Size) -> Trajectory:
+    """Write the main run, and return its course."""
+    course = trajectory(size)
+    tags = json.dumps({"team": "pretrain", "size": "1b", "ddp": str(size.ranks)})
+    columns = {
+        "planned_steps": round(size.steps * 1.6),
+        "last_step": size.steps - 1,
+        "world_size": size.ranks,
+        "attempt": 2,
+    }
+    config = json.dumps({"optimizer": {"lr": 3e-4, "name": "adamw"}, "batch_size": 512, "checkpoint_every": 100})
+    labelled = run_row(run, "running", tags=tags, ts=int(course.ts[-1]), ordinal=None)
+    state = run_row(run, "running", config=config, ts=int(course.ts[-1]), **columns)
+    append(
+        writer,
+        runs=pa.concat_tables([state, labelled]),
+        scalars=pa.concat_tables([rank_scalars(run, size, course), evaluations(run, size, course)]),
+        events=main_events(run, size, course),
+        tensor_stats=tensor_rows(run, size, course),
+    )
+    return course
+
+
+def write_other(
+    writer: Writer, run: str, state: str, steps: int, *, planned: int | None = None, **options: Any
+) -> None:
+    """Write a run of one rank with a loss. `loss` replaces its values, and `age` is in hours before START."""
+    at = START + 6_000_000_000 - round(options.get("age", 0) * 3.6e9)
+    step = np.arange(steps)
+    ts = None if options.get("timeless") else at - (steps - step) * 900_000
+    loss = options.get("loss", 2.5 + 6 * np.exp(-5 * step / max(steps, 1)) + 0.02 * np.sin(step))
+    tables = []
+    if steps:
+        tables.append(scalars(run, options.get("name", "loss"), step, loss, ts=ts))
+        tables.append(scalars(run, "learning_rate", step, 3e-4 * (1 - step / max(steps, 1)), ts=ts))
+        tables.append(scalars(run, "tokens_per_second", step, 8e5 + 1e3 * np.sin(step), ts=ts))
+    ended = {"ended_at": at} if state in {"completed", "failed", "stopped"} else {}
+    tags = {"tags": json.dumps(options["tags"])} if "tags" in options else {}
+    first = at - steps * 900_000
+    row = run_row(run, state, ts=at, started_at=first, planned_steps=planned, last_step=steps - 1 if steps else None,
+                  reason=options.get("reason"), **ended, **tags)  # fmt: skip
+    batch = {"runs": row} | ({"scalars": pa.concat_tables(tables)} if tables else {})
+    if options.get("events"):
+        batch["events"] = events([event(run, **one) for one in options["events"]])
+    append(writer, **batch)
+
+
+MAIN = "llama-1b-d16"
+
+
+def write_store(path: Path, size: Size) -> Trajectory:
+    """Create a store with the main run and runs of all states and odd shapes. Return the course of the main run."""
+    with Store.open(path, create=True).claim(owner="a test") as writer:
+        course = write_main(writer, MAIN, size)
+        incident = [
+            {"type_": "incident", "step": 150, "ts": START, "rank": 1, "severity": "critical", "rule": "AnomalyNan",
+             "kind": "grad_unreduced", "tensor": "layers.7.mlp.down_proj.weight", "op": "nans", "value": 3.0,
+             "message": "AnomalyNan on rank 1", "details": {"key": "c3", "state": "notified", "events": 3}}
+        ]  # fmt: skip
+        late = np.where(np.arange(187) > 150, np.nan, 2.4 + 3 * np.exp(-np.arange(187) / 40))
+        write_other(writer, "qwen-7b-sft-tulu", "failed", 187, planned=4200, age=0.5, loss=late, events=incident,
+                    reason="rank 1: ValueError: loss is not finite", tags={"team": "post"})  # fmt: skip
+        write_other(writer, "llama-1b-muon-sweep-04", "completed", 400, planned=400, age=2, tags={"sweep": "muon"})
+        write_other(writer, "llama-1b-muon-sweep-02", "stopped", 150, planned=400, age=3, tags={"sweep": "muon"})
+        stopping = [{"type_": "exit", "step": 220, "ts": START, "details": {"reason": "signal"}}]
+        write_other(
+            writer, "llama-8b-dpo-b0.1", "running", 221, planned=300, age=0, tags={"team": "post"}, events=stopping
+        )
+        write_other(
+            writer, "qwen-moe-a2.7b-ep8", "stalled", 300, planned=6000, age=0.1, reason="alive, but no step for 432 s"
+        )
+        write_other(writer, "mamba2-370m-32k-ctx", "pending", 0, planned=24_000, age=0.2)
+        write_other(writer, "only-nan", "failed", 12, loss=np.full(12, np.nan), age=90)
+        write_other(writer, "one-row", "stopped", 1, age=91)
+        write_other(writer, "no-loss", "completed", 20, name="accuracy", age=92)
+        write_other(writer, "no-times", "completed", 30, timeless=True, age=93)
+        write_other(writer, HOSTILE, "stopped", 5, age=94, reason=HOSTILE, tags={HOSTILE: HOSTILE},
+                    events=[{"type_": "note", "step": 1, "ts": START, "message": HOSTILE}])  # fmt: skip
+    return course

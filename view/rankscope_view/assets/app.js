@@ -1,0 +1,280 @@
+// Behaviour of all pages: theme, keys, live updates; each page adds its own.
+import { Chart } from "./chart.js";
+import { follow, refresh } from "./live.js";
+import { readState, STRENGTH, writeState } from "./logic.js";
+
+const base = document.body.dataset.base ?? "";
+const page = document.body.dataset.page ?? "";
+/** @type {Record<string, () => void>} */ const keys = {};
+/** @type {Record<string, string>} */ const words = { T: "change the theme", "?": "show the keys" };
+/** @type {(() => Promise<void>)[]} */ const updates = [() => refresh(location.href, true)];
+/** @type {(() => void)[]} */ const redraws = [];
+
+/** @param {string} id */
+const byId = (id) => document.getElementById(id);
+
+/**
+ * @param {string} key
+ * @param {string} word
+ * @param {() => void} action
+ */
+function bind(key, word, action) {
+  keys[key] = action;
+  if (word) words[key] = word;
+}
+
+function changeTheme() {
+  const root = document.documentElement;
+  const isDark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = isDark ? "light" : "dark";
+  localStorage.setItem("rankscope-theme", root.dataset.theme);
+  redraws.forEach((redraw) => redraw());
+}
+
+function showKeys() {
+  const dialog = document.createElement("dialog");
+  const table = document.createElement("table");
+  for (const [key, word] of Object.entries(words)) {
+    const row = table.insertRow();
+    const name = document.createElement("kbd");
+    name.textContent = key;
+    row.insertCell().append(name);
+    row.insertCell().textContent = word;
+  }
+  const note = document.createElement("p");
+  note.className = "dim";
+  note.textContent = "Charts: uPlot, © 2021 Leon Sorokin, MIT licence.";
+  dialog.append(table, note);
+  dialog.addEventListener("click", () => dialog.close());
+  dialog.addEventListener("close", () => dialog.remove());
+  document.body.append(dialog);
+  dialog.showModal();
+}
+
+bind("T", "", changeTheme);
+bind("t", "", changeTheme);
+bind("?", "", showKeys);
+byId("theme")?.addEventListener("click", changeTheme);
+byId("help")?.addEventListener("click", showKeys);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraws.forEach((redraw) => redraw()));
+
+document.addEventListener("keydown", (event) => {
+  const target = /** @type {HTMLElement} */ (event.target);
+  if (event.ctrlKey || event.metaKey || event.altKey || target.matches("input:not([type=checkbox]), select, textarea")) {
+    if (event.key === "Escape") target.blur();
+    return;
+  }
+  const action = keys[event.key];
+  if (action && !document.querySelector("dialog")) {
+    action();
+    event.preventDefault();
+  }
+});
+
+if (page === "list") list();
+if (document.querySelector(".plot[data-chart]")) charts();
+if (byId("heat")) void import("./heat.js").then((heat) => heat.start(bind, updates, redraws));
+for (const button of document.querySelectorAll(".copy")) button.addEventListener("click", () => void copy(/** @type {HTMLElement} */ (button)));
+if (document.body.dataset.live) follow(async () => void (await Promise.all(updates.map((update) => update()))));
+
+/**
+ * Copy the text of a button or of the element that it names.
+ * @param {HTMLElement} button
+ */
+async function copy(button) {
+  const text = button.dataset.text ?? byId(button.dataset.copy ?? "")?.textContent ?? "";
+  const toast = document.createElement("div");
+  toast.className = "toast";
+  toast.setAttribute("role", "status");
+  try {
+    await navigator.clipboard.writeText(text);
+    toast.textContent = "copied";
+  } catch {
+    toast.textContent = "The browser does not permit copying here: select the text.";
+  }
+  document.body.append(toast);
+  setTimeout(() => toast.remove(), 1600);
+}
+
+/** The list of runs: search, cursor, selection. */
+function list() {
+  const search = /** @type {HTMLInputElement} */ (byId("search"));
+  const rows = () => /** @type {HTMLTableRowElement[]} */ ([...document.querySelectorAll("#runs tbody tr")]);
+  const chosen = () => /** @type {HTMLInputElement[]} */ ([...document.querySelectorAll("#runs input:checked")]);
+  let timer = 0;
+  search?.addEventListener("input", () => {
+    clearTimeout(timer);
+    timer = setTimeout(() => {
+      const url = new URL(location.href);
+      url.searchParams.set("q", search.value);
+      history.replaceState(null, "", url);
+      void refresh(url.href, false);
+    }, 200);
+  });
+  const move = (/** @type {number} */ by) => {
+    const all = rows();
+    const at = all.findIndex((row) => row.classList.contains("cursor"));
+    all[at]?.classList.remove("cursor");
+    const next = all[Math.min(Math.max(at + by, 0), all.length - 1)];
+    next?.classList.add("cursor");
+    next?.scrollIntoView({ block: "nearest" });
+  };
+  const current = () => document.querySelector("#runs tr.cursor");
+  const changed = () => {
+    const names = chosen().map((box) => box.value);
+    const [count, words, button] = [byId("selected"), byId("names"), byId("compare")];
+    if (count) count.textContent = `${names.length} run${names.length === 1 ? "" : "s"} selected`;
+    if (words) words.textContent = names.join(" · ");
+    button?.setAttribute("aria-disabled", String(names.length < 2));
+  };
+  document.addEventListener("change", changed);
+  document.addEventListener("reset", () => setTimeout(changed));
+  document.addEventListener("submit", (event) => {
+    if (chosen().length < 2 && /** @type {HTMLElement} */ (event.target).querySelector("#compare")) event.preventDefault();
+  });
+  bind("/", "search", () => search?.focus());
+  bind("j", "next run", () => move(1));
+  bind("k", "previous run", () => move(-1));
+  bind("x", "select the run", () => {
+    /** @type {HTMLElement | null} */ (current()?.querySelector("input") ?? null)?.click();
+  });
+  bind("Enter", "open the run", () => {
+    /** @type {HTMLElement | null} */ (current()?.querySelector("a") ?? null)?.click();
+  });
+  bind("c", "compare the selected runs", () => byId("compare")?.click());
+  bind("Escape", "clear the selection", () => byId("clear")?.click());
+  changed();
+}
+
+/** The charts of a run, and the choices above them. */
+function charts() {
+  if (typeof uPlot === "undefined") return; // the charts of the server remain
+  const holder = /** @type {HTMLElement} */ (byId("run") ?? byId("heat"));
+  const run = holder.dataset.run ?? "";
+  let state = readState(location.search);
+  /** @type {Chart[]} */ const all = [];
+  const zoom = (/** @type {number | null} */ from, /** @type {number | null} */ to) => set({ from, to });
+
+  const draw = async (/** @type {Chart} */ chart) => {
+    if (!chart.box.offsetParent) return;
+    const own = windowOf(chart, state);
+    const query = new URLSearchParams(writeState(own));
+    query.set("name", chart.options.name);
+    query.set("markers", "1");
+    const { tensor, kind } = chart.box.dataset;
+    for (const [name, value] of Object.entries({ run, a: holder.dataset.a, b: holder.dataset.b, tensor, kind })) if (value) query.set(name, value);
+    const answer = await fetch(`${base}/data/${chart.options.compare ? "compare" : "curve"}?${query}`);
+    if (!answer.ok) throw new Error(String(answer.status));
+    const curve = await answer.json();
+    requestAnimationFrame(() => chart.show(curve, own));
+    const notice = chart.box.parentElement?.querySelector(".notice");
+    if (notice?.firstChild) notice.firstChild.textContent = `${curve.notice} · `;
+  };
+  const update = async () => void (await Promise.all(all.map(draw)));
+
+  /** @param {Partial<import("./logic.js").State>} changes */
+  function set(changes) {
+    state = { ...state, ...changes };
+    const search = writeState(state);
+    history.replaceState(null, "", search ? `?${search}` : location.pathname);
+    marks();
+    void update();
+  }
+  const marks = () => {
+    for (const link of /** @type {NodeListOf<HTMLAnchorElement>} */ (document.querySelectorAll("#toolbar .segmented a"))) {
+      const { axis, smooth, log } = link.dataset;
+      const isChosen = axis ? axis === state.axis : smooth ? smooth === state.smooth : Boolean(log) === state.log;
+      isChosen ? link.setAttribute("aria-current", "true") : link.removeAttribute("aria-current");
+    }
+    byId("whole")?.classList.toggle("off", state.from === null && state.to === null);
+    for (const [id, isOn] of /** @type {[string, boolean][]} */ ([["fit", state.fit], ["tail", Boolean(state.tail)]])) {
+      isOn ? byId(id)?.setAttribute("aria-current", "true") : byId(id)?.removeAttribute("aria-current");
+    }
+    const [slider, word] = [/** @type {HTMLInputElement | null} */ (byId("strength")), byId("strength-word")];
+    if (!slider) return;
+    const isAverage = state.smooth === "average";
+    Object.assign(slider, { min: isAverage ? "2" : "0", max: isAverage ? "200" : "0.99", step: isAverage ? "1" : "0.01", disabled: state.smooth === "none" });
+    slider.value = String(state.strength);
+    if (word) word.textContent = state.smooth === "none" ? "" : isAverage ? `${state.strength} rows` : `α ${state.strength}`;
+  };
+
+  for (const box of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll(".plot[data-chart]"))) {
+    const chart = new Chart(box, JSON.parse(box.dataset.chart ?? "{}"), zoom, () => zoom(null, null));
+    all.push(chart);
+    box.parentElement?.querySelector(".save")?.addEventListener("click", (event) => menu(/** @type {HTMLElement} */ (event.currentTarget), chart, run));
+  }
+  const more = /** @type {HTMLDetailsElement | null} */ (byId("more"));
+  more?.addEventListener("toggle", () => {
+    localStorage.setItem("rankscope-more", more.open ? "1" : "");
+    void update();
+  });
+  if (more && localStorage.getItem("rankscope-more")) more.open = true;
+  byId("toolbar")?.addEventListener("click", (event) => {
+    const link = /** @type {HTMLElement} */ (event.target).closest("a");
+    if (!link) return;
+    event.preventDefault();
+    const { axis, smooth, log } = link.dataset;
+    if (axis) set({ axis, from: null, to: null });
+    else if (smooth) set({ smooth, strength: STRENGTH[smooth] });
+    else if (log !== undefined) set({ log: Boolean(log) });
+    else if (link.id === "fit") set({ fit: !state.fit });
+    else if (link.id === "tail") set({ tail: state.tail ? 0 : 4000, from: null, to: null });
+    else zoom(null, null);
+  });
+  byId("strength")?.addEventListener("change", (event) => set({ strength: Number(/** @type {HTMLInputElement} */ (event.target).value) }));
+  ["step", "cumulative", "attempt", "arrival", "time"].forEach((axis, at) => bind(String(at + 1), `axis: ${axis}`, () => set({ axis, from: null, to: null })));
+  bind("s", "smoothing", () => {
+    const smooth = { ema: "average", average: "none" }[state.smooth] ?? "ema";
+    set({ smooth, strength: STRENGTH[smooth] });
+  });
+  bind("l", "logarithmic scale", () => set({ log: !state.log }));
+  bind("f", "fit all values", () => set({ fit: !state.fit }));
+  bind("0", "whole range", () => zoom(null, null));
+  bind("m", "more charts", () => more && (more.open = !more.open));
+  addEventListener("popstate", () => {
+    state = readState(location.search);
+    marks();
+    void update();
+  });
+  redraws.push(() => void update());
+  updates.push(update);
+  marks();
+  void update();
+}
+
+/**
+ * Return the choices of a chart: charts of an incident begin with a window and an axis of their own.
+ * @param {Chart} chart
+ * @param {import("./logic.js").State} state
+ */
+function windowOf(chart, state) {
+  const { from, to, axis } = chart.box.dataset;
+  if (chart.options.name === "eval_loss") state = { ...state, smooth: "none", strength: 0 }; // each value is a mean already
+  if (!from || !to || state.from !== null) return axis ? { ...state, axis } : state;
+  return { ...state, axis: axis ?? state.axis, from: Number(from), to: Number(to), smooth: "none", strength: 0 };
+}
+
+/**
+ * Offer the data of a chart as CSV and its picture as PNG.
+ * @param {HTMLElement} button
+ * @param {Chart} chart
+ * @param {string} run
+ */
+function menu(button, chart, run) {
+  document.querySelector(".menu")?.remove();
+  const box = document.createElement("div");
+  box.className = "menu";
+  const sheet = document.createElement("a");
+  sheet.textContent = "CSV, all stored rows";
+  sheet.href = `${base}/data/curve.csv?${new URLSearchParams({ run, name: chart.options.name })}`;
+  const picture = document.createElement("a");
+  picture.textContent = "PNG, as drawn";
+  picture.href = "#";
+  picture.addEventListener("click", (event) => {
+    event.preventDefault();
+    chart.picture();
+  });
+  box.append(sheet, picture);
+  button.parentElement?.append(box);
+  setTimeout(() => document.addEventListener("click", () => box.remove(), { once: true }));
+}

@@ -1,0 +1,2 @@
+/** uPlot, which its own script defines. */
+declare const uPlot: any;

@@ -1,0 +1,99 @@
+// Follow the store: when a version is committed, the parts of the page that changed are replaced.
+import { keptOrder } from "./logic.js";
+
+const base = document.body.dataset.base ?? "";
+
+/**
+ * Return the document at `url`. An XMLHttpRequest parses it without a script that writes HTML.
+ * @param {string} url
+ * @returns {Promise<Document>}
+ */
+export function load(url) {
+  return new Promise((resolve, reject) => {
+    const request = new XMLHttpRequest();
+    request.open("GET", url);
+    request.responseType = "document";
+    request.onload = () => (request.response ? resolve(request.response) : reject(new Error(String(request.status))));
+    request.onerror = () => reject(new Error("connection refused"));
+    request.send();
+  });
+}
+
+/**
+ * Replace each part of the page that has another content at `url`.
+ * @param {string} url
+ * @param {boolean} keepsOrder rows of the list remain in their places
+ */
+export async function refresh(url, keepsOrder) {
+  const next = await load(url);
+  for (const part of document.querySelectorAll("[data-live][id]")) {
+    const other = next.getElementById(part.id);
+    if (!other || part.isEqualNode(other)) continue;
+    const fresh = /** @type {HTMLElement} */ (document.importNode(other, true));
+    if (part.id === "runs") merge(/** @type {HTMLElement} */ (part), fresh, keepsOrder);
+    const scroll = part.querySelector(".scroll")?.scrollTop ?? 0;
+    part.replaceWith(fresh);
+    const box = fresh.querySelector(".scroll");
+    if (box) box.scrollTop = scroll;
+  }
+  document.title = next.title;
+}
+
+/**
+ * Carry selection and order of the rows over to the new table.
+ * @param {HTMLElement} before
+ * @param {HTMLElement} after
+ * @param {boolean} keepsOrder
+ */
+function merge(before, after, keepsOrder) {
+  const boxes = (/** @type {HTMLElement} */ table) => /** @type {HTMLInputElement[]} */ ([...table.querySelectorAll("input[name=run]")]);
+  const selected = new Set(boxes(before).filter((box) => box.checked).map((box) => box.value));
+  const rows = new Map(boxes(after).map((box) => [box.value, box]));
+  for (const [value, box] of rows) box.checked = selected.has(value);
+  if (!keepsOrder) return;
+  const order = keptOrder(boxes(before).map((box) => box.value), [...rows.keys()]);
+  const cursor = before.querySelector("tr.cursor input");
+  for (const value of order) {
+    const row = rows.get(value)?.closest("tr");
+    if (row) after.querySelector("tbody")?.append(row);
+    if (cursor instanceof HTMLInputElement && cursor.value === value) row?.classList.add("cursor");
+  }
+}
+
+/**
+ * Call `update` once per committed version while the page is visible, and mark the page if the connection is lost.
+ * @param {() => Promise<void>} update
+ */
+export function follow(update) {
+  const source = new EventSource(`${base}/data/live`);
+  let isBusy = false;
+  let isWaiting = false;
+  const run = async () => {
+    if (document.hidden || isBusy) {
+      isWaiting = true;
+      return;
+    }
+    isBusy = true;
+    isWaiting = false;
+    try {
+      await update();
+    } catch {
+      late(true);
+    }
+    isBusy = false;
+    if (isWaiting) setTimeout(run, 100); // the newest version is never left out
+  };
+  source.onmessage = () => {
+    late(false);
+    void run();
+  };
+  source.onerror = () => late(true);
+  document.addEventListener("visibilitychange", () => isWaiting && !document.hidden && run());
+}
+
+/** @param {boolean} isLate */
+function late(isLate) {
+  document.body.classList.toggle("late", isLate);
+  const word = document.querySelector(".live span");
+  if (word) word.textContent = isLate ? `Late since ${word.textContent?.startsWith("Late") ? word.textContent.slice(11) : new Date().toISOString().slice(11, 19)}` : "Live";
+}

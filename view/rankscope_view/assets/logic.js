@@ -1,0 +1,211 @@
+// Pure functions of the pages: the address, labels of axes, data of charts, colours. No function touches the document.
+
+/**
+ * @typedef {{axis: string, smooth: string, strength: number, from: number | null, to: number | null,
+ *   log: boolean, fit: boolean, tail: number}} State
+ * @typedef {{label: string | null, x: number[], step: number[], value: (number | null)[], smoothed: (number | null)[],
+ *   low: (number | null)[], high: (number | null)[]}} Line
+ * @typedef {{name: string, axis: string, lines: Line[], nonfinite: [number, number, string][], restarts: number[],
+ *   rows: number, buckets: number, extent: [number, number] | null, bulk: [number, number] | null, notice: string,
+ *   markers?: [string, number, number, string, boolean][]}} Curve
+ */
+
+/** @type {Record<string, number>} Default strength by kind of smoothing. */
+export const STRENGTH = { ema: 0.9, average: 20, none: 0 };
+
+/**
+ * Return the choices that an address contains.
+ * @param {string} search
+ * @returns {State}
+ */
+export function readState(search) {
+  const query = new URLSearchParams(search);
+  const smooth = ["none", "ema", "average"].find((one) => one === query.get("smooth")) ?? "ema";
+  const strength = Number(query.get("strength") ?? NaN);
+  return {
+    axis: ["step", "cumulative", "attempt", "arrival", "time"].find((one) => one === query.get("axis")) ?? "step",
+    smooth,
+    strength: Number.isFinite(strength) ? strength : STRENGTH[smooth],
+    from: finite(query.get("from")),
+    to: finite(query.get("to")),
+    log: Boolean(query.get("log")),
+    fit: Boolean(query.get("fit")),
+    tail: Number(query.get("tail")) || 0,
+  };
+}
+
+/**
+ * @param {string | null} word
+ * @returns {number | null}
+ */
+function finite(word) {
+  const value = Number(word ?? NaN);
+  return Number.isFinite(value) ? value : null;
+}
+
+/**
+ * Return the query of an address with the choices that are not the default.
+ * @param {State} state
+ * @returns {string}
+ */
+export function writeState(state) {
+  const query = new URLSearchParams();
+  if (state.axis !== "step") query.set("axis", state.axis);
+  if (state.smooth !== "ema") query.set("smooth", state.smooth);
+  if (state.strength !== STRENGTH[state.smooth]) query.set("strength", String(state.strength));
+  if (state.from !== null) query.set("from", String(state.from));
+  if (state.to !== null) query.set("to", String(state.to));
+  for (const name of /** @type {("log" | "fit")[]} */ (["log", "fit"])) if (state[name]) query.set(name, "1");
+  if (state.tail) query.set("tail", String(state.tail));
+  return query.toString();
+}
+
+/**
+ * Return a measured value with four digits, NaN and absent values as words.
+ * @param {number | null | undefined} value
+ * @returns {string}
+ */
+export function shown(value) {
+  if (value === null || value === undefined) return "–";
+  if (!Number.isFinite(value)) return Number.isNaN(value) ? "NaN" : value > 0 ? "∞" : "-∞";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace("e+", "e");
+  return size >= 1000 ? Math.round(value).toLocaleString("en") : value.toPrecision(4);
+}
+
+/**
+ * Return the label of a tick. Labels are never rounded to fewer digits than the tick has.
+ * @param {number} value
+ * @returns {string}
+ */
+export function tickLabel(value) {
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return String(Number(value.toPrecision(6)).toExponential()).replace("e+", "e");
+  if (size >= 10_000) return `${Number((value / 1000).toPrecision(6)).toLocaleString("en")} k`;
+  return Number(value.toPrecision(8)).toLocaleString("en", { maximumFractionDigits: 8 });
+}
+
+/**
+ * Return the label of a place on the axis: a raw step, a count, or a time in UTC.
+ * @param {Curve} curve
+ * @param {number} x
+ * @param {number} span length of the visible part of the axis
+ * @returns {string}
+ */
+export function placeLabel(curve, x, span) {
+  if (curve.axis === "time") {
+    const text = new Date(x * 1000).toISOString();
+    return span > 172_800 ? text.slice(5, 10) : text.slice(11, span < 600 ? 19 : 16);
+  }
+  if (curve.axis !== "arrival") return Math.round(x).toLocaleString("en");
+  const line = curve.lines[0];
+  if (!line || !line.x.length) return "";
+  return line.step[nearest(line.x, x)].toLocaleString("en");
+}
+
+/**
+ * Return the columns with round steps, about `wanted` of them. Steps may go back at a restart.
+ * @param {number[]} steps
+ * @param {number} wanted
+ * @returns {number[]}
+ */
+export function roundSteps(steps, wanted) {
+  const span = Math.max(steps[steps.length - 1] - steps[0], 1);
+  const power = 10 ** Math.floor(Math.log10(Math.max(span / wanted, 1)));
+  const width = [1, 2, 5, 10].map((factor) => factor * power).find((one) => span / one <= wanted) ?? power * 10;
+  /** @type {number[]} */ const found = [];
+  const distance = steps.length / wanted / 2;
+  steps.forEach((step, at) => {
+    const isRound = Math.floor(step / width) !== Math.floor((at ? steps[at - 1] : step - 1) / width) || step % width === 0;
+    if (isRound && (!found.length || at - found[found.length - 1] >= distance)) found.push(at);
+  });
+  return found;
+}
+
+/**
+ * Return the places of round steps on an axis of arrival, about `wanted` of them.
+ * @param {Curve | null} curve
+ * @param {number[]} window
+ * @param {number} wanted
+ * @returns {number[]}
+ */
+export function stepSplits(curve, window, wanted) {
+  const line = curve?.lines[0];
+  if (!line) return [];
+  const span = window[1] - window[0];
+  const power = 10 ** Math.floor(Math.log10(Math.max(span / wanted, 1)));
+  const width = [1, 2, 5, 10].map((factor) => factor * power).find((one) => span / one <= wanted) ?? power;
+  /** @type {number[]} */ const found = [];
+  line.x.forEach((x, at) => {
+    const isFar = !found.length || x - found[found.length - 1] >= width / 3;
+    if (isFar && line.step[at] % width === 0 && x >= window[0] && x <= window[1] && line.value[at] !== null) found.push(x);
+  });
+  return found;
+}
+
+/**
+ * Return the index of the value that is nearest to `x` in sorted `values`.
+ * @param {number[]} values
+ * @param {number} x
+ * @returns {number}
+ */
+export function nearest(values, x) {
+  let low = 0;
+  let high = values.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (values[middle] < x) low = middle;
+    else high = middle;
+  }
+  return x - values[low] <= values[high] - x ? low : high;
+}
+
+/**
+ * Return the range of the y axis: most values, or all of them, with a margin.
+ * @param {Curve} curve
+ * @param {{log: boolean, fit: boolean, zero: boolean}} choice
+ * @returns {[number, number]}
+ */
+export function valueRange(curve, choice) {
+  let [low, high] = curve.bulk ?? [0, 1];
+  if (choice.fit || choice.log) {
+    [low, high] = [Infinity, -Infinity];
+    for (const one of curve.lines.flatMap((line) => line.value)) {
+      if (one === null || (choice.log && one <= 0)) continue;
+      [low, high] = [Math.min(low, one), Math.max(high, one)];
+    }
+    if (!Number.isFinite(low)) [low, high] = choice.log ? [0.1, 10] : [0, 1];
+  }
+  if (choice.log) return low === high ? [low / 10, high * 10] : [low / 1.3, high * 1.3];
+  if (choice.zero && low >= 0) return [0, high * 1.08 || 1];
+  const margin = (high - low) * 0.06 || Math.abs(high) * 0.5 || 1;
+  return [low - margin, high + margin];
+}
+
+/**
+ * Return the rows of a table in the order of `before`, with new rows at the end, so that rows do not move.
+ * @param {string[]} before
+ * @param {string[]} after
+ * @returns {string[]}
+ */
+export function keptOrder(before, after) {
+  const present = new Set(after);
+  const known = new Set(before);
+  return [...before.filter((one) => present.has(one)), ...after.filter((one) => !known.has(one))];
+}
+
+const VIRIDIS = ["440154", "482878", "3e4a89", "31688e", "26828e", "1f9e89", "35b779", "6dcd59", "b4de2c", "fde725"];
+
+/**
+ * Return the colour of a share from 0 to 1 of the scale viridis.
+ * @param {number} share
+ * @returns {[number, number, number]}
+ */
+export function viridis(share) {
+  const place = Math.min(Math.max(share, 0), 1) * (VIRIDIS.length - 1);
+  const low = Math.min(Math.floor(place), VIRIDIS.length - 2);
+  const part = (/** @type {number} */ index, /** @type {number} */ at) => parseInt(VIRIDIS[index].slice(at, at + 2), 16);
+  const mix = (/** @type {number} */ at) => Math.round(part(low, at) + (part(low + 1, at) - part(low, at)) * (place - low));
+  return [mix(0), mix(2), mix(4)];
+}

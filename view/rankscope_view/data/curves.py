@@ -1,0 +1,354 @@
+"""Prepare the curve of a scalar for a chart: axis, zoom window, reduction to few points, smoothing and gaps.
+
+All points of a curve are stored values; nothing is interpolated. A reduced curve has at most four points per bucket:
+the first, the lowest, the highest and the last finite value. The width of a bucket is a power of two, counted from 0 of
+the axis, so that the points of old buckets do not change while a run continues.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from rankscope_view.data.history import Floats, History, Integers
+from rankscope_view.data.smoothing import ema, moving_average
+
+POINTS: Final = 4000
+"""Default limit of the number of points of a curve."""
+
+_POINTS_PER_BUCKET: Final = 4
+_MOST_RANGES: Final = 200
+_PAUSE_FACTOR: Final = 10.0
+"""On an axis of time, the line is broken if no value came for this many times the median distance of two values."""
+
+_BULK: Final = (0.005, 0.975)
+"""Quantiles of the values that the default range of a chart contains. Values outside are marked at the edge."""
+
+_FENCE: Final = 3.0
+"""The default range ends at most this many interquartile ranges above the upper quartile or below the lower one."""
+
+_BULK_SHARE: Final = 0.6
+"""The default range is the range of all values if the bulk takes at least this share of it."""
+
+
+class Axis(enum.StrEnum):
+    """Meaning of the horizontal axis of a chart."""
+
+    STEP = "step"  # last value of each step; superseded steps are left out
+    CUMULATIVE = "cumulative"  # steps of all attempts, repeated ones again
+    ATTEMPT = "attempt"  # one line per attempt
+    ARRIVAL = "arrival"  # the number of the row; labels are the raw steps
+    TIME = "time"  # UTC seconds
+
+
+class Smoothing(enum.StrEnum):
+    """Kind of average that is drawn over the raw values."""
+
+    NONE = "none"
+    EMA = "ema"
+    AVERAGE = "average"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveRequest:
+    """Choices of a reader for a chart. `first` and `last` are the zoom window in units of the axis."""
+
+    axis: Axis = Axis.STEP
+    smoothing: Smoothing = Smoothing.EMA
+    decay: float = 0.9  # weight of the previous average
+    width: int = 20  # rows of a moving average
+    first: float | None = None
+    last: float | None = None
+    points: int = POINTS
+    newest: int | None = None  # only this many of the newest rows, without reduction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NonfiniteRange:
+    """Consecutive rows with a value that is not finite, from the first to the last one on the axis."""
+
+    first: float
+    last: float
+    first_step: int
+    last_step: int
+    rows: int
+    word: str  # NaN, Inf, or both
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line of a chart: arrays of equal length. NaN in `value` breaks the line.
+
+    `low` and `high` are the range over ranks; of a reduced curve, the range of the bucket.
+    """
+
+    label: str | None  # None: the only line
+    x: Floats
+    step: Integers
+    value: Floats
+    smoothed: Floats
+    low: Floats
+    high: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A scalar as one or several lines, with the facts that a chart must state."""
+
+    name: str
+    request: CurveRequest
+    lines: tuple[Line, ...]
+    nonfinite: tuple[NonfiniteRange, ...]
+    restarts: tuple[float, ...]  # on the axis: the first row of each later attempt
+    rows: int  # in the window
+    rows_left_out: int  # superseded, without a time, or older than the newest ones
+    bucket_width: float | None  # None: every row is drawn
+    buckets: int
+    extent: tuple[float, float] | None  # of the axis, over all rows
+    bulk: tuple[float, float] | None  # range of most values
+
+    def document(self) -> dict[str, Any]:
+        """Return the curve for JSON, with null in place of NaN."""
+        return {
+            "name": self.name,
+            "axis": self.request.axis,
+            "lines": [_line_document(line) for line in self.lines],
+            "nonfinite": [[one.first, one.last, _range_label(one)] for one in self.nonfinite],
+            "restarts": list(self.restarts),
+            "rows": self.rows,
+            "buckets": self.buckets,
+            "width": self.bucket_width,
+            "extent": self.extent,
+            "bulk": self.bulk,
+            "notice": notice(self),
+        }
+
+
+def notice(curve: Curve) -> str:
+    """Return a sentence that states which of the stored rows the chart contains."""
+    if curve.rows == 0:
+        return "no rows in this window"
+    if curve.bucket_width is None:
+        text = f"{curve.rows:,} rows stored, all drawn"
+    else:
+        text = (
+            f"{curve.rows:,} rows drawn as {curve.buckets:,} stretches of {curve.bucket_width:,g}; "
+            "the lowest and highest of each are kept"
+        )
+    if curve.rows_left_out:
+        reason = {Axis.STEP: "superseded", Axis.TIME: "without a time"}.get(curve.request.axis, "older")
+        text += f"; {curve.rows_left_out:,} {'older' if curve.request.newest else reason} rows are left out"
+    return text
+
+
+def _range_label(one: NonfiniteRange) -> str:
+    steps = f"{one.first_step:,}" if one.first_step == one.last_step else f"{one.first_step:,}–{one.last_step:,}"
+    return f"{one.word} {steps}"
+
+
+def _line_document(line: Line) -> dict[str, Any]:
+    names = ("x", "value", "smoothed", "low", "high")
+    arrays: dict[str, Any] = {name: _nulls(getattr(line, name)) for name in names}
+    return {"label": line.label, "step": line.step.tolist(), **arrays}
+
+
+def _nulls(values: Floats) -> list[float | None]:
+    listed: list[float | None] = values.tolist()
+    if np.isfinite(values).all():
+        return listed
+    return [None if one is None or not math.isfinite(one) else one for one in listed]
+
+
+def curve(history: History, request: CurveRequest) -> Curve:
+    """Return the curve of `history` for a chart."""
+    stored = len(history)
+    history, x = on_axis(history, request.axis)
+    if request.newest is not None and len(history) > request.newest:
+        newest = np.arange(len(history) - request.newest, len(history))
+        history, x = history.select(newest), x[newest]
+    left_out, extent = stored - len(history), (float(x.min()), float(x.max())) if len(x) else None
+    smoothed = _smoothed(history, request)
+    if request.first is not None or request.last is not None:
+        visible = _window(x, request)
+        history, x, smoothed = history.select(visible), x[visible], smoothed[visible]
+    starts = np.flatnonzero(np.diff(history.attempt, prepend=history.attempt[:1]))
+    bounds = [0, *(starts.tolist() if request.axis is Axis.ATTEMPT else ()), len(x)]
+    parts = [slice(first, last) for first, last in itertools.pairwise(bounds) if last > first]
+    width = _bucket_width(x, parts, request)
+    return Curve(
+        name=history.name,
+        request=request,
+        lines=tuple(_line(history.select(rows), x[rows], smoothed[rows], width, request) for rows in parts),
+        nonfinite=_nonfinite(history, x),
+        restarts=() if request.axis is Axis.ATTEMPT else tuple(x[starts].tolist()),
+        rows=len(history),
+        rows_left_out=left_out,
+        bucket_width=width,
+        buckets=0 if width is None else sum(_bucket_count(x[rows], width) for rows in parts),
+        extent=extent,
+        bulk=_bulk(history.value),
+    )
+
+
+def on_axis(history: History, axis: Axis) -> tuple[History, Floats]:
+    """Return the rows of `history` that have a place on `axis`, in the order of the axis, and their places.
+
+    Steps that restart with each epoch are no place; the cumulative position, or the number of the row, is used instead.
+    """
+    if axis is Axis.STEP:
+        history = history if history.stands.all() else history.select(history.stands)
+        is_rising = bool((np.diff(history.step) > 0).all())
+        return history, (history.step if is_rising else history.cumulative).astype(np.float64)
+    if axis is Axis.CUMULATIVE:
+        return history, history.cumulative.astype(np.float64)
+    if axis is Axis.TIME:
+        timed = np.flatnonzero(np.isfinite(history.time))
+        history = history.select(timed[np.argsort(history.time[timed], kind="stable")])
+        return history, history.time
+    if axis is Axis.ATTEMPT:
+        rising = (np.diff(history.step) > 0) | (np.diff(history.attempt) > 0)
+        if rising.all():
+            return history, history.step.astype(np.float64)
+    return history, np.arange(len(history), dtype=np.float64)
+
+
+def _smoothed(history: History, request: CurveRequest) -> Floats:
+    if request.smoothing is Smoothing.EMA:
+        return ema(history.value, history.attempt, min(max(request.decay, 0.0), 0.9999))
+    if request.smoothing is Smoothing.AVERAGE:
+        return moving_average(history.value, history.attempt, request.width)
+    return np.full(len(history), np.nan)
+
+
+def _window(x: Floats, request: CurveRequest) -> Integers:
+    """Return the rows in the zoom window, and one row on each side of it, so that lines reach the edges."""
+    if request.axis is Axis.ATTEMPT:  # x is not sorted over several attempts
+        low = -math.inf if request.first is None else request.first
+        high = math.inf if request.last is None else request.last
+        return np.flatnonzero((x >= low) & (x <= high))
+    first = 0 if request.first is None else max(0, int(np.searchsorted(x, request.first, "left")) - 1)
+    last = len(x) if request.last is None else int(np.searchsorted(x, request.last, "right")) + 1
+    return np.arange(first, min(last, len(x)))
+
+
+def _bucket_width(x: Floats, parts: Sequence[slice], request: CurveRequest) -> float | None:
+    """Return the smallest power of two with which the buckets have at most `points` points; None to draw every row."""
+    if request.newest is not None or len(x) <= request.points:
+        return None
+    buckets = max(1, request.points // _POINTS_PER_BUCKET, len(parts))
+    least = 2.0**-10 if request.axis is Axis.TIME else 1.0
+    width = max(least, 2.0 ** math.ceil(math.log2(max(float(x.max() - x.min()), least) / buckets) + 1))
+    # Rows can be far apart: then half of the width still has few enough buckets.
+    while width > least and sum(_bucket_count(x[rows], width / 2) for rows in parts) <= buckets:
+        width /= 2
+    return width
+
+
+def _bucket_count(x: Floats, width: float) -> int:
+    """Return the number of buckets that contain any of `x`, which is sorted."""
+    return int((np.diff(np.floor(x / width)) > 0).sum()) + 1
+
+
+def _line(history: History, x: Floats, smoothed: Floats, width: float | None, request: CurveRequest) -> Line:
+    """Return the points of one line, with a NaN where the line must break."""
+    finite = np.isfinite(history.value)
+    low, high = history.lowest, history.highest
+    kept = np.flatnonzero(finite)
+    if width is not None:
+        kept, low, high = _reduced(history, x, width, kept)
+    broken = _breaks(history, x, finite, kept, request.axis)
+    behind = kept[broken]
+    # The point of a break is between its neighbours: at the first row that is not finite, or in the middle.
+    gap = np.where(finite[behind + 1], (x[behind] + x[kept[broken + 1]]) / 2, x[behind + 1])
+    place = broken + 1
+    nothing = np.nan
+    return Line(
+        label=f"attempt {history.attempt[0]}" if request.axis is Axis.ATTEMPT else None,
+        x=np.insert(x[kept], place, gap),
+        step=np.insert(history.step[kept], place, history.step[behind + 1]),
+        value=np.insert(history.value[kept], place, nothing),
+        smoothed=np.insert(smoothed[kept], place, nothing),
+        low=np.insert(low[kept], place, nothing),
+        high=np.insert(high[kept], place, nothing),
+    )
+
+
+def _reduced(history: History, x: Floats, width: float, finite: Integers) -> tuple[Integers, Floats, Floats]:
+    """Return the rows to draw, and the range of the bucket of each row of `history`. `finite` has the finite rows."""
+    low, high = np.full(len(x), np.nan), np.full(len(x), np.nan)
+    if not len(finite):
+        return finite, low, high
+    values = history.value[finite]
+    number = np.floor(x[finite] / width)
+    begins = np.flatnonzero(np.diff(number, prepend=number[0] - 1))
+    ends = np.append(begins[1:], len(finite)) - 1
+    bucket = np.repeat(np.arange(len(begins)), ends - begins + 1)
+    kept = [begins, ends]
+    for extreme in (np.minimum.reduceat(values, begins), np.maximum.reduceat(values, begins)):
+        rows = np.flatnonzero(values == extreme[bucket])
+        kept.append(rows[np.unique(bucket[rows], return_index=True)[1]])
+    low[finite] = np.fmin.reduceat(history.lowest[finite], begins)[bucket]
+    high[finite] = np.fmax.reduceat(history.highest[finite], begins)[bucket]
+    return finite[np.unique(np.concatenate(kept))], low, high
+
+
+def _breaks(history: History, x: Floats, finite: Any, kept: Integers, axis: Axis) -> Integers:
+    """Return the positions in `kept` behind which the line breaks: at non-finite values, restarts and pauses."""
+    if len(kept) < 2:
+        return np.array([], np.int64)
+    faults = np.cumsum(~finite)
+    broken = (np.diff(faults[kept]) > 0) | (np.diff(history.attempt[kept]) > 0)
+    if axis is Axis.TIME and len(x) > 2:
+        gaps = np.diff(x)
+        longest = np.maximum.reduceat(np.append(gaps, 0), kept)[:-1]  # between two drawn rows
+        broken |= longest > _PAUSE_FACTOR * max(float(np.median(gaps)), 1e-6)
+    found: Integers = np.flatnonzero(broken)
+    return found
+
+
+def _nonfinite(history: History, x: Floats) -> tuple[NonfiniteRange, ...]:
+    """Return the ranges of rows that are not finite. Near ranges are joined if there are more than _MOST_RANGES."""
+    rows = np.flatnonzero(~np.isfinite(history.value))
+    reach = 1
+    while True:
+        begins = np.flatnonzero(np.diff(rows, prepend=rows[:1] - reach - 1) > reach)
+        if len(begins) <= _MOST_RANGES:
+            break
+        reach *= 2
+    found = []
+    for part in np.split(rows, begins[1:]) if len(rows) else []:
+        first, last, values = int(part[0]), int(part[-1]), history.value[part]
+        words = [
+            word for word, is_found in (("NaN", np.isnan(values).any()), ("Inf", np.isinf(values).any())) if is_found
+        ]
+        found.append(
+            NonfiniteRange(
+                first=float(x[first]),
+                last=float(x[last]),
+                first_step=int(history.step[first]),
+                last_step=int(history.step[last]),
+                rows=len(part),
+                word=", ".join(words),
+            )
+        )
+    return tuple(found)
+
+
+def _bulk(values: Floats) -> tuple[float, float] | None:
+    """Return the default range of a chart: the range of most values, or of all values if that is not much larger."""
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        return None
+    low, high = (float(value) for value in (finite.min(), finite.max()))
+    if len(finite) < 40:
+        return low, high
+    least, lower, upper, most = (float(value) for value in np.quantile(finite, (_BULK[0], 0.25, 0.75, _BULK[1])))
+    fence = _FENCE * (upper - lower)
+    near = (max(least, lower - fence), min(most, upper + fence))
+    return (low, high) if near[1] - near[0] >= _BULK_SHARE * (high - low) else near

@@ -1,0 +1,141 @@
+"""All numbers of the page of one run: its row, the histories of its charts, its events, and its restarts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from rankscope_storage.connection import Connection
+from rankscope_view.data.advice import Advice, early_stopping, logging_interval, perplexity, perplexity_history
+from rankscope_view.data.events import EventLine, event_lines
+from rankscope_view.data.history import (
+    EVAL_LOSS,
+    GRAD_NORM,
+    LEARNING_RATE,
+    LOSS,
+    SPEEDS,
+    History,
+    main_labels,
+    read_history,
+)
+from rankscope_view.data.runs import RunFacts, RunRow, run_facts, run_row
+
+PERPLEXITY: Final = "perplexity"
+STEP_SECONDS: Final = "step_seconds"
+CHARTS: Final = (LOSS, PERPLEXITY, GRAD_NORM, LEARNING_RATE, EVAL_LOSS, *SPEEDS)
+_RECENT_ROWS: Final = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """Begin of a later attempt: the last step before it, and the step to which it went back."""
+
+    attempt: int
+    last_step: int
+    first_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDetail:
+    """The numbers of the page of one run. `histories` has the scalars of CHARTS that the run logged, by name."""
+
+    row: RunRow
+    facts: RunFacts
+    histories: Mapping[str, History]
+    lines: Sequence[EventLine]
+    restarts: tuple[Restart, ...]
+    steps_again: int
+    advice: tuple[Advice, ...]
+    perplexity: float | None
+    loss_change: float | None  # of the mean of the newest rows, against as many rows before them
+
+    def history(self, name: str) -> History:
+        """Return the history of the scalar `name`, without rows if the run has none."""
+        return self.histories.get(name) or _nothing(name)
+
+
+def _nothing(name: str) -> History:
+    whole, real = np.array([], np.int64), np.array([], np.float64)
+    arrays = {"time": real, "value": real, "lowest": real, "highest": real}
+    return History(name=name, attempt=whole, step=whole, cumulative=whole, stands=np.array([], np.bool_), **arrays)
+
+
+def read_chart(connection: Connection, run: str, name: str) -> History:
+    """Return the history of the main series of the scalar `name`, or of the perplexity, which the loss determines."""
+    source = LOSS if name == PERPLEXITY else name
+    labels = main_labels(connection, run, [source])
+    if source not in labels:
+        return _nothing(name)
+    found = read_history(connection, run, source, labels[source])
+    return perplexity_history(found) if name == PERPLEXITY else found
+
+
+def read_detail(connection: Connection, run: str) -> RunDetail | None:
+    """Return the numbers of the page of `run`, or None if the store does not contain it."""
+    with connection.pinned():
+        row = run_row(connection, run)
+        if row is None:
+            return None
+        names = [name for name in CHARTS if name != PERPLEXITY]
+        histories = {
+            name: read_history(connection, run, name, labels)
+            for name, labels in main_labels(connection, run, names).items()
+        }
+        lines = event_lines(connection, run)
+        facts = run_facts(connection, run)
+    loss = histories.get(LOSS) or _nothing(LOSS)
+    if len(loss):
+        histories[PERPLEXITY] = perplexity_history(loss)
+    advice = [early_stopping(histories.get(EVAL_LOSS) or _nothing(EVAL_LOSS), loss), logging_interval(loss)]
+    return RunDetail(
+        row=row,
+        facts=facts,
+        histories=histories,
+        lines=lines,
+        restarts=_restarts(loss),
+        steps_again=int((~loss.stands).sum()),
+        advice=tuple(one for one in advice if one is not None),
+        perplexity=None if row.loss is None else float(perplexity(np.array([row.loss]))[0]),
+        loss_change=_change(loss),
+    )
+
+
+def _restarts(loss: History) -> tuple[Restart, ...]:
+    """Return the restarts that the loss shows."""
+    rows = np.flatnonzero(np.diff(loss.attempt) > 0)
+    return tuple(
+        Restart(attempt=int(loss.attempt[at + 1]), last_step=int(loss.step[at]), first_step=int(loss.step[at + 1]))
+        for at in rows.tolist()
+    )
+
+
+def _change(loss: History) -> float | None:
+    values = loss.value[loss.stands & np.isfinite(loss.value)]
+    rows = min(_RECENT_ROWS, len(values) // 2)
+    if rows < 5:
+        return None
+    return float(values[-rows:].mean() - values[-2 * rows : -rows].mean())
+
+
+def speed_change(history: History) -> tuple[float, int] | None:
+    """Return the relative change of the newest speed against the usual one, and the step since which it holds.
+
+    The usual speed is the median of all rows, and the newest one that of the last rows. The change is at least a tenth;
+    otherwise the result is None.
+    """
+    rows = history.select(np.isfinite(history.value))
+    if len(rows) < 40:
+        return None
+    usual = float(np.median(rows.value))
+    newest = float(np.median(rows.value[-max(5, len(rows) // 100) :]))
+    change = newest / usual - 1 if usual else 0.0
+    if abs(change) < 0.1 or not math.isfinite(change):
+        return None
+    limit = usual * (1 + change / 2)
+    others = np.flatnonzero(rows.value < limit if change > 0 else rows.value > limit)
+    since = int(others[-1]) + 1 if len(others) else 0
+    return change, int(rows.step[min(since, len(rows) - 1)])

@@ -1,0 +1,254 @@
+"""The event log of a run by type, and the markers of its charts."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from rankscope_contract.model.events import EventType
+from rankscope_contract.model.phases import Phase
+from rankscope_storage.connection import Connection
+from rankscope_view.data.curves import Axis, on_axis
+from rankscope_view.data.history import History
+
+NEWEST: Final = 200
+"""Number of lines of the event log on the page of a run; its full history has a page of its own."""
+
+
+class Group(enum.StrEnum):
+    """Groups into which the event log sorts event types."""
+
+    STEP = "step"
+    EVALUATION = "evaluation"
+    CHECKPOINT = "checkpoint"
+    RESTART = "restart"  # start and end of attempts
+    INCIDENT = "incident"
+    OTHER = "other"
+
+
+_GROUPS: Final = {
+    EventType.EVALUATION: Group.EVALUATION,
+    EventType.CHECKPOINT: Group.CHECKPOINT,
+    EventType.LAUNCH: Group.RESTART,
+    EventType.EXIT: Group.RESTART,
+    **dict.fromkeys(
+        (
+            EventType.ANOMALY,
+            EventType.INCIDENT,
+            EventType.HANG,
+            EventType.ERROR,
+            EventType.XID,
+            EventType.GAP,
+            EventType.STEP_SKIPPED,
+            EventType.LOSS_MISSING,
+        ),
+        Group.INCIDENT,
+    ),
+}
+_OF_PHASE: Final = {Phase.CHECKPOINT: Group.CHECKPOINT, Phase.EVALUATION: Group.EVALUATION}
+
+# One line for the same event on several ranks, and for all firings of a rule at a step.
+_LINES: Final = """\
+WITH line AS (
+  SELECT attempt, step, type, rule, epoch(min(ts)) AS happened_at, count(*) AS events,
+    list(DISTINCT rank ORDER BY rank) AS ranks,
+    max(severity) FILTER (severity = 'critical') AS critical, max(severity) AS severity,
+    arg_min(tensor, {ts: ts, rank: rank}) AS tensor, arg_min(op, {ts: ts, rank: rank}) AS op,
+    arg_min(value, {ts: ts, rank: rank}) AS value, arg_min(message, {ts: ts, rank: rank}) AS message,
+    any_value(CASE WHEN type = 'phase' AND json_valid(details) THEN details::JSON->>'$.phase' END) AS phase,
+    max(coalesce(ordinal, 0)) AS ordinal
+  FROM events WHERE run = $run
+  GROUP BY attempt, step, type, rule, CASE WHEN type IN ('anomaly', 'launch', 'exit') THEN NULL ELSE message END
+)
+SELECT * EXCLUDE (critical) REPLACE (coalesce(critical, severity) AS severity) FROM line
+ORDER BY happened_at DESC NULLS LAST, attempt DESC NULLS LAST, step DESC NULLS LAST, ordinal DESC"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventLine:
+    """One line of the event log: events with the same meaning at one step, on one or several ranks."""
+
+    group: Group
+    type: str
+    at: float | None  # UTC seconds
+    attempt: int | None
+    step: int | None
+    severity: str | None
+    text: str
+    ranks: tuple[int, ...]
+    events: int
+    tensor: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventLog:
+    """The newest lines of the event log, and the number of all lines by group."""
+
+    lines: tuple[EventLine, ...]
+    counts: dict[Group, int]
+
+
+def event_lines(connection: Connection, run: str) -> list[EventLine]:
+    """Return all lines of the event log of `run` without its steps, the newest first."""
+    return [_line(row) for row in connection.query(_LINES, {"run": run}).to_pylist()]
+
+
+def event_log(
+    lines: Iterable[EventLine],
+    loss: History,
+    others: Collection[History],
+    evaluations: History,
+    *,
+    groups: Collection[Group] = (),
+    newest: int = NEWEST,
+) -> EventLog:
+    """Return the `newest` lines of the `groups`, merged with one line for each step of `loss` and each evaluation.
+
+    The line of a step also has the values of `others`, such as the gradient norm. Without groups, all are selected.
+    """
+    known = [*lines, *_value_lines(evaluations, Group.EVALUATION, "evaluation loss", ())]
+    counts = dict.fromkeys(Group, 0)
+    for line in known:
+        counts[line.group] += 1
+    counts[Group.STEP] = len(loss)
+    chosen = [line for line in known if not groups or line.group in groups]
+    if not groups or Group.STEP in groups:
+        chosen += step_lines(loss, others, newest)
+    chosen.sort(key=_newest_first)
+    return EventLog(lines=tuple(chosen[:newest]), counts=counts)
+
+
+def _newest_first(line: EventLine) -> tuple[float, ...]:
+    at = -math.inf if line.at is None else line.at
+    return -at, -(line.attempt or 0), -(line.step or 0), line.group is not Group.STEP
+
+
+def step_lines(loss: History, others: Collection[History], newest: int) -> list[EventLine]:
+    """Return a line for each of the `newest` steps of the loss."""
+    tail = loss.select(np.arange(max(0, len(loss) - newest), len(loss)))
+    first = int(tail.step.min()) if len(tail) else 0
+    return _value_lines(tail, Group.STEP, "loss", [other.select(other.step >= first) for other in others])
+
+
+def _value_lines(history: History, group: Group, word: str, others: Collection[History]) -> list[EventLine]:
+    """Return a line with each value of `history`, and with the values of `others` at the same step."""
+    values = [(other.name.removesuffix("_norm").replace("_", " "), _by_step(other)) for other in others]
+    found = []
+    rows = zip(
+        *(column.tolist() for column in (history.attempt, history.step, history.time, history.value)), strict=True
+    )
+    for attempt, step, at, value in rows:
+        parts = [f"{word} {number_text(value)}"]
+        parts += [f"{name} {number_text(known[attempt, step])}" for name, known in values if (attempt, step) in known]
+        found.append(
+            EventLine(
+                group=group,
+                type=group.value,
+                at=None if math.isnan(at) else at,
+                attempt=attempt,
+                step=step,
+                severity=None if math.isfinite(value) else "critical",
+                text=", ".join(parts),
+                ranks=(),
+                events=1,
+            )
+        )
+    return found
+
+
+def _by_step(history: History) -> dict[tuple[int, int], float]:
+    """Return the values by attempt and step."""
+    keys = zip(history.attempt.tolist(), history.step.tolist(), strict=True)
+    return dict(zip(keys, history.value.tolist(), strict=True))
+
+
+def number_text(value: float) -> str:
+    """Return a measured value as text with four digits, or as NaN, ∞ or -∞."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    return f"{value:,.0f}" if 10_000 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
+def _line(row: dict[str, Any]) -> EventLine:
+    kind = row["type"]
+    group = _GROUPS.get(kind, Group.OTHER)
+    if kind == EventType.PHASE:
+        group = _OF_PHASE.get(row["phase"], Group.OTHER)
+    text = row["message"] or row["rule"] or kind.replace("_", " ")
+    if kind == EventType.ANOMALY:
+        more = f" and {row['events'] - 1:,} more" if row["events"] > 1 else ""
+        text = f"{row['rule'] or 'anomaly'}: {row['tensor'] or row['op'] or text}{more}"
+    elif kind == EventType.LAUNCH:
+        count = len(row["ranks"])
+        text = f"attempt {row['attempt'] or 0}: {count:,} rank{'' if count == 1 else 's'} registered"
+    elif kind == EventType.PHASE and row["phase"]:
+        text = row["phase"].replace("_", " ")
+    return EventLine(
+        group=group,
+        type=kind,
+        at=row["happened_at"],
+        attempt=row["attempt"],
+        step=row["step"],
+        severity=row["severity"],
+        text=text.partition("\n")[0],
+        ranks=tuple(rank for rank in row["ranks"] or () if rank is not None),
+        events=row["events"],
+        tensor=row["tensor"],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marker:
+    """A mark in the lane above a chart, at a place on its axis."""
+
+    group: Group
+    x: float
+    step: int
+    text: str
+    is_critical: bool = False
+
+
+def markers(lines: Sequence[EventLine], evaluations: History, history: History, axis: Axis) -> list[Marker]:
+    """Return the markers of a chart of `history`: restarts, checkpoints, evaluations and incidents on its axis."""
+    rows, x = on_axis(history, axis)
+    if not len(rows):
+        return []
+    found = []
+    starts = np.flatnonzero(np.diff(rows.attempt) != 0) + 1
+    if axis is not Axis.ATTEMPT:
+        for row in starts.tolist():
+            text = f"attempt {rows.attempt[row]} begins at step {rows.step[row]:,}"
+            found.append(Marker(group=Group.RESTART, x=float(x[row]), step=int(rows.step[row]), text=text))
+    is_grouped = any(line.type == EventType.INCIDENT for line in lines)  # then single anomalies need no mark
+    lines = [line for line in lines if not (is_grouped and line.type == EventType.ANOMALY)]
+    seen = [(line.group, line.attempt or 0, line.step, line.text, line.severity == "critical") for line in lines]
+    seen += [
+        (Group.EVALUATION, attempt, step, f"evaluation {number_text(value)}", False)
+        for attempt, step, value in zip(
+            evaluations.attempt.tolist(), evaluations.step.tolist(), evaluations.value.tolist(), strict=True
+        )
+    ]
+    places: dict[int, tuple[Any, Any]] = {}
+    once: set[tuple[Group, float]] = set()
+    for group, attempt, step, text, is_critical in seen:
+        if step is None or group not in (Group.CHECKPOINT, Group.EVALUATION, Group.INCIDENT):
+            continue
+        if attempt not in places:
+            own = np.flatnonzero(rows.attempt == attempt)
+            places[attempt] = (rows.step[own], x[own])
+        steps, own_x = places[attempt]
+        reach = 2 * float(np.median(np.diff(steps))) if len(steps) > 1 else 0.0  # events between two logged steps
+        if not len(steps) or not steps[0] <= step <= steps[-1] + reach:
+            continue
+        at = float(own_x[min(int(np.searchsorted(steps, step)), len(steps) - 1)])
+        if (group, at) not in once:
+            once.add((group, at))
+            found.append(Marker(group=group, x=at, step=step, text=text, is_critical=is_critical))
+    return sorted(found, key=lambda marker: marker.x)

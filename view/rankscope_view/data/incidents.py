@@ -1,0 +1,168 @@
+"""Incidents of runs, from the events of the service, or from anomalies where no service grouped them."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rankscope_contract.model.events import Severity
+from rankscope_contract.model.kinds import CAUSAL_STAGE, SCALAR_STAGE
+from rankscope_storage.api.summaries import INCIDENT_GAP_STEPS
+from rankscope_storage.connection import Connection
+
+CLOSED: Final = frozenset({"resolved"})
+_WORDS: Final = {"nans": "became NaN", "infs": "became infinite"}
+_STAGE: Final = "CASE kind " + " ".join(f"WHEN '{kind}' THEN {at}" for kind, at in CAUSAL_STAGE.items())
+
+_REPORTED: Final = """\
+SELECT run, attempt, rank, step, epoch(ts) AS at, severity, rule, kind, tensor, op, value, baseline, threshold, message,
+  details FROM events WHERE type = 'incident' AND run IN (SELECT unnest($runs)) ORDER BY run, ordinal, ts"""
+
+# Anomalies of one attempt belong to one group if at most INCIDENT_GAP_STEPS are between them, as in `summaries`.
+_GROUPED: Final = f"""\
+WITH anomaly AS (
+  SELECT *, {_STAGE} ELSE {SCALAR_STAGE} END AS stage,
+    coalesce(step - lag(step) OVER earlier > {INCIDENT_GAP_STEPS}, true) AS begins
+  FROM events WHERE type = 'anomaly' AND run IN (SELECT unnest($runs))
+  WINDOW earlier AS (PARTITION BY run, attempt ORDER BY step NULLS FIRST)
+),
+numbered AS (
+  SELECT *, sum(begins::INTEGER) OVER (PARTITION BY run, attempt ORDER BY step NULLS FIRST
+    RANGE BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW) AS number,
+    {{step: coalesce(step, -1), micro: coalesce(micro_step, 1000000000), stage: stage,
+      call: coalesce(call_id, 1000000000), rank: rank}} AS place
+  FROM anomaly
+)
+SELECT run, attempt, arg_min(rank, place) AS rank, min(step) AS step, max(step) AS last_step, epoch(min(ts)) AS at,
+  CASE WHEN bool_or(severity = 'critical') THEN 'critical' ELSE arg_min(severity, place) END AS severity,
+  arg_min(rule, place) AS rule, arg_min_null(kind, place) AS kind, arg_min_null(tensor, place) AS tensor,
+  arg_min_null(op, place) AS op, arg_min_null(value, place) AS value, arg_min_null(baseline, place) AS baseline,
+  arg_min_null(threshold, place) AS threshold, arg_min_null(message, place) AS message,
+  count(*) AS events, list(DISTINCT rank ORDER BY rank) AS ranks
+FROM numbered GROUP BY run, attempt, number"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """A group of anomalies with one cause, or the failure or stall of an attempt. Columns are of its first cause."""
+
+    run: str
+    key: str  # unique within the run
+    attempt: int | None
+    rank: int | None
+    step: int | None
+    last_step: int | None
+    severity: str
+    rule: str | None
+    kind: str | None
+    tensor: str | None
+    op: str | None
+    value: float | None
+    baseline: float | None
+    threshold: float | None
+    message: str | None
+    events: int
+    ranks: tuple[int, ...]
+    states: tuple[tuple[float | None, str], ...]  # UTC seconds and state: opened, notified, …, resolved
+    cause: str | None = None  # evidence against the rank
+    where: tuple[str, ...] = ()  # places in which ranks wait
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the incident is not resolved."""
+        return not self.states or self.states[-1][1] not in CLOSED
+
+    @property
+    def is_critical(self) -> bool:
+        """Return whether the incident has the highest severity."""
+        return self.severity == Severity.CRITICAL
+
+    @property
+    def opened_at(self) -> float | None:
+        """Return the time of the first report in UTC seconds."""
+        return self.states[0][0] if self.states else None
+
+
+def incidents(connection: Connection, runs: Sequence[str]) -> dict[str, list[Incident]]:
+    """Return the incidents of each run in `runs` that has any, open ones first, then by severity and time."""
+    parameters = {"runs": list(runs)}
+    found: dict[str, list[Incident]] = {}
+    reported: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in connection.query(_REPORTED, parameters).to_pylist():
+        details = _details(row.pop("details"))
+        reported.setdefault((row["run"], str(details.get("key"))), []).append(row | {"details": details})
+    for (run, key), rows in reported.items():
+        found.setdefault(run, []).append(_reported(key, rows))
+    ungrouped = [run for run in runs if run not in found]
+    for row in connection.query(_GROUPED, {"runs": ungrouped}).to_pylist() if ungrouped else ():
+        found.setdefault(row["run"], []).append(_grouped(row))
+    return {run: sorted(listed, key=_urgency) for run, listed in found.items()}
+
+
+def _urgency(one: Incident) -> tuple[Any, ...]:
+    return not one.is_open, not one.is_critical, one.attempt or 0, one.step or 0, one.key
+
+
+def _reported(key: str, rows: Sequence[dict[str, Any]]) -> Incident:
+    first, details = rows[0], rows[-1]["details"]
+    columns = {name: value for name, value in first.items() if name not in {"at", "details"}}
+    return Incident(
+        **columns,
+        key=key,
+        last_step=details.get("last_step"),
+        events=int(details.get("events") or len(rows)),
+        ranks=tuple(_numbers(details.get("ranks"))),
+        states=tuple((row["at"], str(row["details"].get("state"))) for row in rows),
+        cause=details.get("cause"),
+        where=tuple(str(place) for place in details.get("where") or ()),
+    )
+
+
+def _grouped(row: dict[str, Any]) -> Incident:
+    columns = {name: value for name, value in row.items() if name not in {"at", "ranks"}}
+    key = f"{row['attempt'] or 0}-{'' if row['step'] is None else row['step']}"
+    ranks = tuple(_numbers(row["ranks"]))
+    return Incident(**columns, key=key, ranks=ranks, states=((row["at"], "opened"),))
+
+
+def _numbers(values: Iterable[Any] | None) -> list[int]:
+    return [value for value in values or () if isinstance(value, int)]
+
+
+def _details(text: str | None) -> dict[str, Any]:
+    """Return the details of an event; empty if they are not a JSON object."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def happening(one: Incident) -> str:
+    """Return a clause about the first cause of an incident, such as `grad became NaN` or `norm 9.1× its baseline`."""
+    if one.op in _WORDS and one.tensor:
+        return f"{_quantity(one.kind)} {_WORDS[one.op]}"
+    if one.value is not None and not math.isfinite(one.value):
+        return f"{one.op or one.tensor or 'value'} became {'NaN' if math.isnan(one.value) else 'infinite'}"
+    if one.value is not None and one.baseline and math.isfinite(one.baseline):
+        return f"{_quantity(one.kind)} {one.op or 'value'} {one.value / one.baseline:,.3g}× its baseline".strip()
+    return (one.message or one.rule or "reported").partition("\n")[0]
+
+
+def _quantity(kind: str | None) -> str:
+    for prefix, word in (("grad", "gradient"), ("act_grad", "activation gradient"), ("act", "activation")):
+        if kind and kind.startswith(prefix):
+            return word
+    return {"param_before": "weight", "param_after": "weight"}.get(kind or "", (kind or "").replace("_", " "))
+
+
+def utc(seconds: float | None) -> dt.datetime | None:
+    """Return the time `seconds` after 1970 in UTC; None if it is unknown or outside of the calendar."""
+    try:
+        return None if seconds is None else dt.datetime.fromtimestamp(seconds, dt.UTC)
+    except (OverflowError, ValueError, OSError):
+        return None

@@ -1,0 +1,234 @@
+"""Ranks of a run: times of a step by phase, slow and silent ranks, memory and GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from rankscope_contract.model.phases import COMPUTING, PRE_COLLECTIVE_SECONDS, STEP_PHASE_SECONDS
+from rankscope_contract.security.escaping import sql_string
+from rankscope_storage.connection import Connection
+from rankscope_view.data.grid import ABSENT, LEVELS, Grid, Row, empty_grid, row_medians
+from rankscope_view.data.history import Floats
+
+RECENT_STEPS: Final = 20
+STRIP_STEPS: Final = 200
+SLOW: Final = 1.1
+"""A rank is slow if it computes at least this many times as long as the median rank."""
+
+SILENT_STEPS: Final = 3
+"""A rank is silent if its last step is at least this many steps behind the newest step of any rank."""
+
+STEP_SECONDS: Final = "step_seconds"
+_STRIP_SCALE: Final = (0.95, 1.35)
+_LATEST_NAMES: Final = (
+    "device_memory_allocated_bytes",
+    "device_memory_reserved_bytes",
+    "gpu_memory_total_bytes",
+    "gpu_utilization",
+    "gpu_clock_hertz",
+    "gpu_temperature_celsius",
+    "resident_memory_bytes",
+)
+_NAMES: Final = ", ".join(map(sql_string, (STEP_SECONDS, STEP_PHASE_SECONDS, PRE_COLLECTIVE_SECONDS, *_LATEST_NAMES)))
+
+_NEWEST: Final = """\
+SELECT rank, max(step) AS step, epoch(max(ts)) AS seen_at FROM {scalars}
+WHERE run = $run AND rank IS NOT NULL AND coalesce(attempt, 0) = $attempt GROUP BY rank ORDER BY rank"""
+_ATTEMPT: Final = "SELECT max(coalesce(attempt, 0)) AS attempt FROM {scalars} WHERE run = $run AND rank IS NOT NULL"
+_MEANS: Final = f"""\
+SELECT rank, name, labels->>'$.phase' AS phase, labels->>'$.clock' AS clock,
+  avg(value) AS mean, arg_max(value, step) AS latest
+FROM {{scalars}} WHERE run = $run AND coalesce(attempt, 0) = $attempt AND name IN ({_NAMES})
+  AND step > $last - {RECENT_STEPS} AND isfinite(value) GROUP BY ALL"""
+_STEPS: Final = """\
+SELECT rank, step, avg(value) AS value FROM {scalars}
+WHERE run = $run AND coalesce(attempt, 0) = $attempt AND name = $name AND step > $last - $steps AND rank IS NOT NULL
+GROUP BY ALL"""
+_COMPUTING: Final = ", ".join(sorted(sql_string(phase) for phase in COMPUTING))
+_COMPUTE_STEPS: Final = f"""\
+SELECT rank, step, sum(value) AS value FROM {{scalars}}
+WHERE run = $run AND coalesce(attempt, 0) = $attempt AND name = '{STEP_PHASE_SECONDS}' AND step > $last - $steps
+  AND labels->>'$.phase' IN ({_COMPUTING}) AND $name = $name AND rank IS NOT NULL GROUP BY ALL"""
+_HOSTS: Final = """\
+SELECT rank, arg_max(details->>'$.host', ts) AS host FROM events
+WHERE run = $run AND type = 'launch' AND json_valid(details) AND rank IS NOT NULL GROUP BY rank"""
+_WORLD: Final = "SELECT world_size FROM runs WHERE run = $run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRow:
+    """One rank: means over its newest steps, and its newest measurements of memory and GPU. None is unknown."""
+
+    rank: int
+    host: str | None = None
+    last_step: int | None = None  # None: the rank has no row
+    seen_at: float | None = None
+    step_seconds: float | None = None
+    compute_seconds: float | None = None  # before the rank waits for others
+    phases: Mapping[str, float] = field(default_factory=dict)
+    latest: Mapping[str, float] = field(default_factory=dict)
+    is_slow: bool = False
+    is_silent: bool = False
+    against_median: float | None = None  # 0.31: 31 % slower
+    slow_since: int | None = None
+
+    @property
+    def wait_seconds(self) -> float | None:
+        """Return the time of a step in which the rank waits for other ranks."""
+        return self.phases.get("collective")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTable:
+    """All ranks of the newest attempt of a run, and medians over the ranks."""
+
+    attempt: int
+    rows: tuple[RankRow, ...]
+    last_step: int | None
+    median_compute: float | None
+    median_step: float | None
+
+
+def rank_table(connection: Connection, run: str) -> RankTable:
+    """Return the ranks of the newest attempt of `run`. A rank without a row in this attempt is silent."""
+    with connection.pinned():
+        source = {"scalars": connection.relation("scalars", run=run)}
+        attempt = connection.query(_ATTEMPT.format(**source), {"run": run})["attempt"].to_pylist()[0] or 0
+        chosen = {"run": run, "attempt": attempt}
+        newest = {row["rank"]: row for row in connection.query(_NEWEST.format(**source), chosen).to_pylist()}
+        steps = [row["step"] for row in newest.values() if row["step"] is not None]
+        last = max(steps, default=None)
+        means = [] if last is None else connection.query(_MEANS.format(**source), chosen | {"last": last}).to_pylist()
+        hosts = {row["rank"]: row["host"] for row in connection.query(_HOSTS, {"run": run}).to_pylist()}
+        world = next(iter(connection.query(_WORLD, {"run": run})["world_size"].to_pylist()), None)
+        matrix = compute_matrix(connection, run, attempt, last) if last is not None else None
+    ranks = sorted({*newest, *range(world or 0), *hosts})
+    rows = [
+        _row(rank, newest.get(rank), hosts.get(rank), [one for one in means if one["rank"] == rank]) for rank in ranks
+    ]
+    return _judged(attempt, rows, last, matrix)
+
+
+def _row(rank: int, newest: Mapping[str, Any] | None, host: str | None, means: list[dict[str, Any]]) -> RankRow:
+    phases = {one["phase"]: one["mean"] for one in means if one["name"] == STEP_PHASE_SECONDS and one["phase"]}
+    plain = {one["name"]: one for one in means if one["name"] != STEP_PHASE_SECONDS and one["clock"] in (None, "sm")}
+    compute = plain.get(PRE_COLLECTIVE_SECONDS, {}).get("mean")
+    if compute is None and phases:
+        compute = sum(seconds for phase, seconds in phases.items() if phase in COMPUTING)
+    return RankRow(
+        rank=rank,
+        host=host,
+        last_step=None if newest is None else newest["step"],
+        seen_at=None if newest is None else newest["seen_at"],
+        step_seconds=plain.get(STEP_SECONDS, {}).get("mean"),
+        compute_seconds=compute,
+        phases=phases,
+        latest={name: plain[name]["latest"] for name in _LATEST_NAMES if name in plain},
+    )
+
+
+def _judged(attempt: int, rows: list[RankRow], last: int | None, matrix: StepMatrix | None) -> RankTable:
+    silent = {
+        row.rank for row in rows if last is not None and (row.last_step is None or last - row.last_step >= SILENT_STEPS)
+    }
+    known = [row.compute_seconds for row in rows if row.compute_seconds is not None and row.rank not in silent]
+    times = [row.step_seconds for row in rows if row.step_seconds is not None and row.rank not in silent]
+    median = float(np.median(known)) if len(known) > 1 else None
+    judged = []
+    for row in rows:
+        against = row.compute_seconds / median - 1 if median and row.compute_seconds is not None else None
+        is_slow = against is not None and against >= SLOW - 1 and row.rank not in silent
+        since = matrix.slow_since(row.rank) if is_slow and matrix is not None else None
+        values = {
+            name: getattr(row, name)
+            for name in ("rank", "host", "last_step", "seen_at", "step_seconds", "compute_seconds")
+        }
+        values |= {"phases": row.phases, "latest": row.latest, "against_median": against, "slow_since": since}
+        judged.append(RankRow(**values, is_slow=is_slow, is_silent=row.rank in silent))
+    middle = float(np.median(times)) if times else None
+    return RankTable(attempt=attempt, rows=tuple(judged), last_step=last, median_compute=median, median_step=middle)
+
+
+@dataclass(frozen=True, slots=True)
+class StepMatrix:
+    """Seconds of each rank (row) at each step (column); NaN without a row."""
+
+    ranks: list[int]
+    steps: list[int]
+    seconds: Floats
+
+    def against_median(self) -> Floats:
+        """Return each value divided by the median rank of its step, so that a common slow-down hides no rank."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            ratio: Floats = self.seconds / row_medians(self.seconds.T)[None, :]
+        return ratio
+
+    def slow_since(self, rank: int) -> int | None:
+        """Return the step since which `rank` computes longer than half of its present excess; None if it has no row."""
+        if rank not in self.ranks:
+            return None
+        ratio = self.against_median()[self.ranks.index(rank)]
+        present = ratio[np.isfinite(ratio)][-RECENT_STEPS:]
+        if not len(present):
+            return None
+        usual = np.flatnonzero(~(ratio > 1 + (float(np.median(present)) - 1) / 2))
+        return self.steps[min(int(usual[-1]) + 1 if len(usual) else 0, len(self.steps) - 1)]
+
+
+def compute_matrix(connection: Connection, run: str, attempt: int, last: int) -> StepMatrix:
+    """Return the time before collectives of each rank in the newest steps, or the time of its computing phases."""
+    found = step_matrix(connection, run, attempt, last, PRE_COLLECTIVE_SECONDS)
+    return found if found.ranks else step_matrix(connection, run, attempt, last, STEP_PHASE_SECONDS)
+
+
+def step_matrix(connection: Connection, run: str, attempt: int, last: int, name: str) -> StepMatrix:
+    """Return the scalar `name` of each rank in the newest steps of an attempt."""
+    query = _COMPUTE_STEPS if name == STEP_PHASE_SECONDS else _STEPS
+    source = connection.relation("scalars", run=run, steps=(max(0, last - STRIP_STEPS), last))
+    parameters = {"run": run, "attempt": attempt, "name": name, "last": last, "steps": STRIP_STEPS}
+    rows = connection.query(query.format(scalars=source), parameters)
+    ranks, steps = sorted(set(rows["rank"].to_pylist())), sorted(set(rows["step"].to_pylist()))
+    seconds = np.full((len(ranks), len(steps)), np.nan)
+    where = [{value: at for at, value in enumerate(values)} for values in (ranks, steps)]
+    for row in rows.to_pylist():
+        seconds[where[0][row["rank"]], where[1][row["step"]]] = row["value"]
+    return StepMatrix(ranks, steps, seconds)
+
+
+def rank_grid(connection: Connection, run: str, table: RankTable, *, whole_step: bool) -> Grid:
+    """Return the strips of all ranks against the median rank: the time before collectives, or the whole step."""
+    if table.last_step is None:
+        return empty_grid("no step times")
+    if whole_step:
+        matrix = step_matrix(connection, run, table.attempt, table.last_step, STEP_SECONDS)
+    else:
+        matrix = compute_matrix(connection, run, table.attempt, table.last_step)
+    if not matrix.ranks:
+        return empty_grid("no step times by rank")
+    ratio = matrix.against_median()
+    low, high = _STRIP_SCALE
+    code = np.clip((ratio - low) / (high - low), 0, 1) * LEVELS
+    cells = np.where(np.isfinite(ratio), np.nan_to_num(code), ABSENT).astype(np.uint8)
+    names = {rank: at for at, rank in enumerate(matrix.ranks)}
+    present = [row.rank for row in table.rows]
+    full = np.full((len(present), len(matrix.steps)), ABSENT, np.uint8)
+    for at, rank in enumerate(present):
+        if rank in names:
+            full[at] = cells[names[rank]]
+    return Grid(
+        cells=full,
+        rows=tuple(Row(name=f"rank {rank}", tensors=1, first=at) for at, rank in enumerate(present)),
+        attempts=(table.attempt,) * len(matrix.steps),
+        steps=tuple(matrix.steps),
+        last_steps=tuple(matrix.steps),
+        scale=_STRIP_SCALE,
+        is_log=False,
+        tensors=len(present),
+        columns=len(matrix.steps),
+        first_bad=None,
+        notice=f"newest {len(matrix.steps):,} steps",
+    )

@@ -1,0 +1,363 @@
+"""The list of runs, and the header of one run."""
+
+from __future__ import annotations
+
+import datetime as dt
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from rankscope_contract.model.events import RunState
+from rankscope_contract.security.escaping import sql_string
+from rankscope_storage.connection import Connection
+from rankscope_storage.runs.tags import parse_tags
+from rankscope_storage.sql.scalar_history import is_main_source
+from rankscope_storage.sql.scalar_positions import POSITIONS
+from rankscope_view.data.history import LEARNING_RATE, LOSS, SPEEDS
+from rankscope_view.data.incidents import Incident, incidents
+
+STOPPING: Final = "stopping"
+"""State that pages show while a run is active and one of its processes has reported its exit."""
+
+ENDED: Final = frozenset({RunState.COMPLETED, RunState.STOPPED, RunState.FAILED})
+SPARKLINE_POINTS: Final = 60
+
+_RUNS: Final = """\
+SELECT run, state, reason, planned_steps, last_step, epoch(started_at) AS started_at, epoch(ended_at) AS ended_at,
+  epoch(ts) AS updated_at, source_kind, tags, note, world_size, attempt FROM runs"""
+
+_COLUMNS: Final = (
+    *("state", "reason", "planned_steps", "last_step", "started_at", "ended_at"),
+    *("updated_at", "source_kind", "tags", "note", "world_size", "attempt"),
+)
+_LEAVING: Final = """\
+SELECT DISTINCT run FROM events JOIN (SELECT run, coalesce(attempt, 0) AS newest FROM runs) USING (run)
+WHERE type = 'exit' AND coalesce(attempt, 0) = newest AND run IN (SELECT unnest($runs))"""
+
+_NAMES: Final = ", ".join(map(sql_string, (LOSS, LEARNING_RATE, *SPEEDS)))
+
+# The mean over ranks at each step, of the first labels of a name: as in `read_history` and `summaries`.
+_STEPS: Final = f"""\
+WITH logged AS (
+  SELECT run, name, labels, coalesce(attempt, 0) AS attempt, position, epoch(max(ts)) AS logged_at, avg(value) AS value,
+    sum(value) AS total
+  FROM {POSITIONS}
+  WHERE run IN (SELECT unnest($runs)) AND name IN ({_NAMES}) AND value IS NOT NULL AND position IS NOT NULL
+    AND {is_main_source()}
+  GROUP BY ALL
+),
+main AS (
+  FROM logged
+  QUALIFY labels IS NOT DISTINCT FROM first_value(labels) OVER (PARTITION BY run, name ORDER BY labels NULLS FIRST)
+),
+placed AS (
+  SELECT *, row_number() OVER by_arrival - 1 AS place, count(*) OVER (PARTITION BY run, name) AS places
+  FROM main WINDOW by_arrival AS (PARTITION BY run, name ORDER BY attempt, position)
+)"""
+
+_LATEST: Final = f"""\
+{_STEPS}
+SELECT run, name, value, total, position, logged_at, places FROM placed WHERE place = places - 1"""
+
+# A third of the points each: the lowest, the highest and the last value of a part of the curve.
+_SPARKLINES: Final = f"""\
+{_STEPS},
+part AS (
+  SELECT run, place * {SPARKLINE_POINTS // 3} // places AS part,
+    arg_min(place, value) FILTER (isfinite(value)) AS low, arg_max(place, value) FILTER (isfinite(value)) AS high,
+    max(place) AS last, max(place) FILTER (NOT isfinite(value)) AS bad
+  FROM placed WHERE name = '{LOSS}' GROUP BY ALL
+),
+kept AS (
+  SELECT DISTINCT run, unnest([low, high, coalesce(bad, last)]) AS place FROM part
+)
+SELECT run, list({{place: place, value: value}} ORDER BY place) AS points, any_value(places) AS places
+FROM kept JOIN placed USING (run, place) WHERE name = '{LOSS}' GROUP BY run"""
+
+_ETA: Final = "SELECT run, eta_seconds, seconds_per_step, step FROM run_eta WHERE run IN (SELECT unnest($runs))"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sparkline:
+    """At most 60 points of the loss in the order of arrival, with their numbers among `places` rows; NaN is kept."""
+
+    points: tuple[tuple[int, float], ...] = ()
+    places: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRow:
+    """One run of the list. A value of None is unknown. Times are UTC seconds."""
+
+    run: str
+    state: str | None
+    reason: str | None
+    step: int | None
+    planned_steps: int | None
+    started_at: float | None
+    ended_at: float | None
+    seen_at: float | None
+    source_kind: str | None
+    world_size: int | None
+    attempt: int | None
+    tags: Mapping[str, str] = field(default_factory=dict)
+    note: str | None = None
+    loss: float | None = None
+    learning_rate: float | None = None
+    speed: float | None = None
+    speed_name: str | None = None  # one of SPEEDS
+    eta_seconds: float | None = None  # None: unknown or ended
+    sparkline: Sparkline = Sparkline()
+    incidents: tuple[Incident, ...] = ()  # open ones, the most urgent first
+
+    @property
+    def share(self) -> float | None:
+        """Return the share of the planned steps that are done, from 0 to 1; None without a plan."""
+        if self.step is None or not self.planned_steps:
+            return None
+        return min(1.0, max(0.0, self.step / self.planned_steps))
+
+    @property
+    def is_live(self) -> bool:
+        """Return whether the run has not ended, so that pages follow it. A run without a state is history."""
+        return self.state is not None and self.state not in ENDED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunQuery:
+    """Selection of the list: words of the name, tags `key=value`, a state, the sort key, and the page."""
+
+    words: tuple[str, ...] = ()
+    tags: tuple[tuple[str, str], ...] = ()
+    state: str | None = None
+    sort: str = "seen"
+    is_descending: bool = True
+    page: int = 0
+
+    @classmethod
+    def parse(cls, text: str, *, state: str | None = None, sort: str = "", page: int = 0) -> RunQuery:
+        """Return the query for the search text `text`, such as `llama tag:team=post state:failed`."""
+        words, tags = [], []
+        for word in text.split():
+            if word.startswith("tag:"):
+                key, _, value = word[4:].partition("=")
+                tags.append((key, value))
+            elif word.startswith("state:"):
+                state = word[6:]
+            else:
+                words.append(word.lower())
+        key = sort.removeprefix("-") or "seen"
+        is_descending = sort.startswith("-") or not sort
+        return cls(
+            words=tuple(words), tags=tuple(tags), state=state or None, sort=key, is_descending=is_descending, page=page
+        )
+
+
+INCIDENTS: Final = "incidents"
+"""Value of `RunQuery.state` that selects runs with open incidents."""
+
+PAGE_RUNS: Final = 100
+SORTS: Final = ("run", "state", "progress", "loss", "seen")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunList:
+    """One page of the list of runs, the number of runs that the query selects, and the number of runs by state."""
+
+    query: RunQuery
+    rows: tuple[RunRow, ...]
+    selected: int
+    total: int
+    states: Mapping[str, int]
+    with_incidents: int
+
+
+def run_list(connection: Connection, query: RunQuery) -> RunList:
+    """Return one page of the runs of a store."""
+    with connection.pinned():
+        known = known_runs(connection)
+        states: dict[str, int] = {}
+        for row in known:
+            states[row["state"] or "unknown"] = states.get(row["state"] or "unknown", 0) + 1
+        found = incidents(connection, [row["run"] for row in known])
+        troubled = {run for run, listed in found.items() if any(one.is_open for one in listed)}
+        chosen = [row for row in known if _matches(row, query, troubled)]
+        latest = _latest(connection, [row["run"] for row in chosen]) if query.sort == "loss" else None
+        chosen.sort(key=lambda row: _sort_key(row, query.sort, latest), reverse=query.is_descending)
+        shown = chosen[query.page * PAGE_RUNS : (query.page + 1) * PAGE_RUNS]
+        rows = _complete(connection, shown, found)
+    return RunList(
+        query=query,
+        rows=tuple(rows),
+        selected=len(chosen),
+        total=len(known),
+        states=states,
+        with_incidents=len(troubled),
+    )
+
+
+def run_row(connection: Connection, run: str) -> RunRow | None:
+    """Return the row of `run`, or None if the store does not contain it."""
+    with connection.pinned():
+        known = [row for row in known_runs(connection, run) if row["run"] == run]
+        return next(iter(_complete(connection, known, incidents(connection, [run]))), None) if known else None
+
+
+def known_runs(connection: Connection, run: str | None = None) -> list[dict[str, Any]]:
+    """Return the row of each run in the dataset `runs`, or of `run`, and a row of nulls for each other run with rows.
+
+    Runs without a row in `runs` are found by the names in the Delta log, and by a scan of a store without that dataset.
+    """
+    chosen = "" if run is None else f" WHERE run = {sql_string(run)}"
+    rows: list[dict[str, Any]] = connection.query(_RUNS + chosen).to_pylist()
+    names = {row["run"] for row in rows}
+    others = set()
+    for dataset in ("scalars", "events", "tensor_stats"):
+        files = connection.files_table(dataset, run=run)
+        pairs = zip(files["run_min"].to_pylist(), files["run_max"].to_pylist(), strict=True)
+        others |= {low for low, high in pairs if low is not None and low == high}
+    if not names:
+        for dataset in ("scalars", "events", "tensor_stats"):
+            others |= set(connection.query(f"SELECT DISTINCT run FROM {dataset}{chosen}")["run"].to_pylist())
+    empty = dict.fromkeys(_COLUMNS)
+    rows += [empty | {"run": name} for name in sorted(others - names) if run is None or name == run]
+    leaving = set(
+        connection.query(_LEAVING, {"runs": [r["run"] for r in rows if r["state"] == RunState.RUNNING]})[
+            "run"
+        ].to_pylist()
+    )
+    for row in rows:
+        row["state"] = STOPPING if row["run"] in leaving else row["state"]
+        row["tags"] = parse_tags(row["tags"])
+    return rows
+
+
+def _matches(row: Mapping[str, Any], query: RunQuery, troubled: Collection[str]) -> bool:
+    text = " ".join((row["run"], *(f"{key}={value}" for key, value in row["tags"].items()))).lower()
+    if not all(word in text for word in query.words):
+        return False
+    if not all(row["tags"].get(key) == value if value else key in row["tags"] for key, value in query.tags):
+        return False
+    if query.state == INCIDENTS:
+        return row["run"] in troubled
+    return query.state is None or (row["state"] or "unknown") == query.state
+
+
+def _sort_key(row: Mapping[str, Any], sort: str, latest: Mapping[tuple[str, str], Any] | None) -> tuple[Any, ...]:
+    value: Any
+    match sort:
+        case "run":
+            value = row["run"].lower()
+        case "state":
+            value = row["state"] or ""
+        case "progress":
+            value = (row["last_step"] or 0) / (row["planned_steps"] or math.inf)
+        case "loss":
+            loss = (latest or {}).get((row["run"], LOSS), {}).get("value")
+            value = -math.inf if loss is None or math.isnan(loss) else loss
+        case _:
+            value = row["ended_at"] or row["updated_at"] or row["started_at"] or -math.inf
+    return value, row["run"]
+
+
+def _latest(connection: Connection, runs: Sequence[str]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the newest row of each scalar of the list, by run and name."""
+    rows = connection.query(_LATEST, {"runs": list(runs)}).to_pylist() if runs else []
+    return {(row["run"], row["name"]): row for row in rows}
+
+
+def _complete(
+    connection: Connection, known: Iterable[Mapping[str, Any]], found: Mapping[str, Sequence[Incident]]
+) -> list[RunRow]:
+    rows = list(known)
+    names = [row["run"] for row in rows]
+    latest = _latest(connection, names)
+    lines = connection.query(_SPARKLINES, {"runs": names}).to_pylist() if names else []
+    sparklines = {line["run"]: _sparkline(line) for line in lines}
+    live = [row["run"] for row in rows if row["state"] is not None and row["state"] not in ENDED]
+    paces = connection.query(_ETA, {"runs": live}).to_pylist() if live else []
+    etas = {pace["run"]: pace["eta_seconds"] for pace in paces}
+    return [_run_row(row, latest, sparklines, etas, found.get(row["run"], ())) for row in rows]
+
+
+def _sparkline(line: Mapping[str, Any]) -> Sparkline:
+    points = tuple((point["place"], point["value"]) for point in line["points"])
+    return Sparkline(points=points, places=line["places"])
+
+
+def _run_row(
+    row: Mapping[str, Any],
+    latest: Mapping[tuple[str, str], Mapping[str, Any]],
+    sparklines: Mapping[str, Sparkline],
+    etas: Mapping[str, float | None],
+    listed: Sequence[Incident],
+) -> RunRow:
+    run = row["run"]
+    speed_name = next((name for name in SPEEDS if (run, name) in latest), None)
+    newest = [latest[run, name] for name in (LOSS, LEARNING_RATE, *SPEEDS) if (run, name) in latest]
+    positions = [one["position"] for one in newest] + ([row["last_step"]] if row["last_step"] is not None else [])
+    times = [one["logged_at"] for one in newest if one["logged_at"] is not None]
+    speed = latest[run, speed_name] if speed_name else None
+    per_rank = speed_name in {"step_seconds", "steps_per_second"}
+    return RunRow(
+        **{
+            name: row[name]
+            for name in ("run", "state", "reason", "planned_steps", "started_at", "ended_at", "tags", "note")
+        },
+        **{name: row[name] for name in ("source_kind", "world_size", "attempt")},
+        step=max(positions, default=None),
+        seen_at=max(times, default=row["ended_at"] or row["updated_at"]),
+        loss=latest.get((run, LOSS), {}).get("value"),
+        learning_rate=latest.get((run, LEARNING_RATE), {}).get("value"),
+        speed=None if speed is None else speed["value" if per_rank else "total"],
+        speed_name=speed_name,
+        eta_seconds=etas.get(run),
+        sparkline=sparklines.get(run, Sparkline()),
+        incidents=tuple(one for one in listed if one.is_open),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """Further facts for the header of one run."""
+
+    attempts: int
+    hosts: tuple[str, ...]
+    versions: Mapping[str, str]
+    goodput: float | None
+    lost_seconds: float | None
+    config: str | None  # JSON
+
+
+_FACTS: Final = """\
+SELECT (SELECT count(*) FROM attempts WHERE run = $run) AS attempts,
+  (SELECT arg_max(config, coalesce(ordinal, 0)) FROM runs_history WHERE run = $run AND config IS NOT NULL) AS config"""
+_LAUNCHES: Final = """\
+SELECT DISTINCT details->>'$.host' AS host, details->>'$.versions' AS versions FROM events
+WHERE run = $run AND type = 'launch' AND json_valid(details) ORDER BY host"""
+_GOODPUT: Final = "SELECT goodput, wall_seconds - useful_seconds AS lost FROM goodput WHERE run = $run AND steps > 0"
+
+
+def run_facts(connection: Connection, run: str) -> RunFacts:
+    """Return further facts about `run` for its header."""
+    parameters = {"run": run}
+    with connection.pinned():
+        facts = connection.query(_FACTS, parameters).to_pylist()[0]
+        launches = connection.query(_LAUNCHES, parameters).to_pylist()
+        spent = connection.query(_GOODPUT, parameters).to_pylist() or [{"goodput": None, "lost": None}]
+    versions = parse_tags(next((one["versions"] for one in launches if one["versions"]), None))
+    hosts = tuple(dict.fromkeys(one["host"] for one in launches if one["host"]))
+    return RunFacts(
+        attempts=facts["attempts"],
+        hosts=hosts,
+        versions=versions,
+        goodput=spent[0]["goodput"],
+        lost_seconds=spent[0]["lost"],
+        config=facts["config"],
+    )
+
+
+def now_seconds() -> float:
+    """Return the present time in UTC seconds."""
+    return dt.datetime.now(dt.UTC).timestamp()

@@ -1,0 +1,72 @@
+"""Smooth a curve: exponential moving average and moving average, seeded with the first value.
+
+The averages equal those of the SQL macros `ema` and `moving_average`, except that a value which is not finite has no
+average. The average starts again with each series, for example at a restart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from rankscope_view.data.history import Floats, Integers
+
+LONGEST_WINDOW: Final = 500
+"""Largest number of rows in a window of a moving average. The time of the calculation is proportional to it."""
+
+_LARGEST_EXPONENT: Final = 200.0
+"""Natural logarithm of the largest power of the decay in a block: e^200 is within the range of a double."""
+
+
+def ema(values: Floats, series: Integers, decay: float) -> Floats:
+    """Return the exponential moving average of `values`, NaN where a value is not finite.
+
+    `decay` is the weight of the previous average, from 0 to below 1. Rows of a series, which have equal numbers in
+    `series`, must be adjacent.
+    """
+    return _by_series(values, series, lambda finite: _ema(finite, decay))
+
+
+def moving_average(values: Floats, series: Integers, width: int) -> Floats:
+    """Return the mean of the finite values of each row and the `width` - 1 rows before it, NaN at non-finite values.
+
+    Rows of a series must be adjacent, as for `ema`.
+    """
+    width = min(max(width, 1), LONGEST_WINDOW)
+    known = np.isfinite(values)
+    sums, counts = np.where(known, values, 0.0), known.astype(np.float64)
+    total, count = sums.copy(), counts.copy()
+    for back in range(1, min(width, len(values))):  # differences of running sums would lose digits behind a spike
+        is_same = series[back:] == series[:-back]
+        total[back:] += np.where(is_same, sums[:-back], 0.0)
+        count[back:] += np.where(is_same, counts[:-back], 0.0)
+    return np.where(known, total / np.maximum(count, 1.0), np.nan)
+
+
+def _by_series(values: Floats, series: Integers, smooth: Callable[[Floats], Floats]) -> Floats:
+    """Return `smooth` of the finite values of each series, at the rows of these values, and NaN in all other rows."""
+    result = np.full(len(values), np.nan)
+    begins = np.flatnonzero(np.diff(series, prepend=series[:1] - 1))
+    for rows in np.split(np.arange(len(values)), begins[1:]):
+        finite = rows[np.isfinite(values[rows])]
+        result[finite] = smooth(values[finite])
+    return result
+
+
+def _ema(values: Floats, decay: float) -> Floats:
+    """Return the average of finite `values`; in a block, it is a power of `decay` times a sum of y / decay^i."""
+    if decay <= 0:
+        return values
+    block = max(1, int(_LARGEST_EXPONENT / max(-math.log(decay), 1e-13)))
+    result = np.empty(len(values))
+    previous = values[0] if len(values) else 0.0
+    all_powers = decay ** np.arange(1, min(block, len(values)) + 1)
+    for start in range(0, len(values), block):
+        part = values[start : start + block]
+        powers = all_powers[: len(part)]
+        result[start : start + block] = powers * (previous + np.cumsum((1 - decay) * part / powers))
+        previous = result[start + len(part) - 1]
+    return result

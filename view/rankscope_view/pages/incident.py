@@ -1,0 +1,220 @@
+"""The incidents of a run, and the page of one: what happened, where it began, in which order, and the SQL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from rankscope_contract.security.escaping import sql_string
+from rankscope_storage.api.summaries import AnomalyRow
+from rankscope_view.data.incidents import Incident, happening
+from rankscope_view.data.runs import RunRow
+from rankscope_view.format import NOTHING, count, measure, text, utc
+from rankscope_view.pages.parts import Place, document, icon, incident_line, panel, tabs, tensor_name
+
+SHOWN: Final = 40
+_BEFORE: Final = 60
+_AFTER: Final = 30
+
+
+def list_page(place: Place, row: RunRow, found: Sequence[Incident]) -> str:
+    """Return all incidents of a run, open ones first."""
+    crumbs = [(row.run, place.url("runs", row.run)), ("Incidents", None)]
+    head = '<tr><th>Incident<th class="n">step<th class="n rare">attempt<th class="n rare">events<th class="rare">opened, UTC<th>state</tr>'
+    rows = "".join(_row(place, row.run, one) for one in found)
+    body = panel(
+        "Incidents",
+        f'<table class="list">{head}{rows}</table>' if rows else '<p class="empty">None is stored for this run.</p>',
+        kind="scrolls",
+    )
+    return document(
+        place, f"Incidents of {row.run}", body, crumbs=crumbs, nav=tabs(place, row, "incidents"), page="incidents"
+    )
+
+
+def _row(place: Place, run: str, one: Incident) -> str:
+    url = place.url("runs", run, "incidents", one.key)
+    return (
+        f'<tr class="{"" if one.is_open else "off"}"><td><a href="{url}">{incident_line(one)}</a></td><td class="n">{_count(one.step)}</td>'
+        f'<td class="n rare">{_count(one.attempt)}</td><td class="n rare">{count(one.events)}</td>'
+        f'<td class="rare">{utc(one.opened_at, "%Y-%m-%d %H:%M:%S")}</td><td>{text(one.states[-1][1] if one.states else "opened")}</td></tr>'
+    )
+
+
+def window(one: Incident) -> tuple[int, int]:
+    """Return the steps that the page of an incident shows."""
+    step = one.step or 0
+    return max(0, step - _BEFORE), max(step, min(one.last_step or step, step + _AFTER)) + _AFTER
+
+
+def sql(one: Incident) -> str:
+    """Return the statement that lists the anomalies of an incident, the first cause first."""
+    first, last = window(one)
+    attempt = "attempt IS NULL" if one.attempt is None else f"attempt = {one.attempt}"
+    return (
+        "SELECT step, rank, rule, kind, tensor, op, value, baseline, threshold\nFROM events\n"
+        f"WHERE run = {sql_string(one.run)} AND {attempt} AND type = 'anomaly'\n"
+        f"  AND step BETWEEN {first} AND {last}\nORDER BY step, micro_step NULLS LAST, call_id NULLS LAST, rank"
+    )
+
+
+def sentence(one: Incident) -> str:
+    """Return the heading of an incident as HTML."""
+    where = "" if one.rank is None else f"Rank {one.rank}: "
+    step = "" if one.step is None else f" at step {count(one.step)}"
+    if one.tensor:
+        what = happening(one)
+        return f"{where}{text(what.split(' ')[0])} of {tensor_name(one.tensor)} {text(' '.join(what.split(' ')[1:]))}{step}"
+    return f"{where}{text(happening(one))}{step}"
+
+
+def page(
+    place: Place,
+    row: RunRow,
+    one: Incident,
+    anomalies: Sequence[AnomalyRow],
+    *,
+    total: int,
+    not_measured: Sequence[str],
+) -> str:
+    """Return the page of one incident. `total` is the number of its anomalies; `not_measured` are kinds without rows."""
+    crumbs = [(row.run, place.url("runs", row.run)), ("Incident", None)]
+    severity = "critical" if one.is_critical else "warning"
+    word = "Critical" if one.is_critical else "Warning"
+    state = "Open" if one.is_open else "Resolved"
+    kind = "pending" if one.is_open else "completed"
+    ranks = (
+        ""
+        if not one.ranks
+        else f"Ranks concerned: {', '.join(map(str, one.ranks[:16]))}{'…' if len(one.ranks) > 16 else ''}."
+    )
+    about = f"First of {count(max(total, one.events))} anomalies. {ranks} {text(one.cause or '')}"
+    head = (
+        f'<div class="runhead incidenthead"><div class="title"><span class="pill {"failed" if one.is_critical else "pending"}">{icon(severity)}{word}</span>'
+        f'<span class="pill {kind}">{icon(kind)}{state}</span></div><h1>{sentence(one)}</h1><p class="reason">{about}</p></div>'
+    )
+    body = (
+        f'{head}<div class="columns" id="run" data-run="{text(one.run)}" data-fixed="1"><div>{_evidence(one)}{_order(one, anomalies, total)}{_sql(one)}</div>'
+        f"<aside>{_actions(place, one)}{_first_cause(one)}{_timeline(one)}{_not_judged(not_measured)}</aside></div>"
+    )
+    return document(
+        place, f"Incident of {one.run}", body, crumbs=crumbs, nav=tabs(place, row, "incidents"), page="incident"
+    )
+
+
+def _evidence(one: Incident) -> str:
+    charts = []
+    first, last = window(one)
+    span = f'data-from="{first}" data-to="{last}" data-axis="attempt"'
+    legend = '<span class="legend"></span>'
+    if one.tensor and one.kind:
+        op = one.op if one.op in {"norm", "mean", "min", "max"} else "norm"
+        known = text(f'{{"name": "{op}", "log": true, "fixed": true, "zero": false, "tensor": true}}')
+        plot = f'<div class="plot" data-chart="{known}" data-tensor="{text(one.tensor)}" data-kind="{text(one.kind)}" {span} tabindex="0"></div>'
+        charts.append(
+            panel(
+                "Evidence",
+                plot,
+                note=f"{text(one.kind.replace('_', ' '))} {op}, largest of all ranks, log",
+                aside=legend,
+                kind="chartbox",
+            )
+        )
+    known = text('{"name": "loss", "log": false, "fixed": true, "zero": false}')
+    charts.append(
+        panel(
+            "Loss",
+            f'<div class="plot" data-chart="{known}" {span} tabindex="0"></div>',
+            note="mean of ranks",
+            aside=legend,
+            kind="chartbox",
+        )
+    )
+    return "".join(charts)
+
+
+def _order(one: Incident, anomalies: Sequence[AnomalyRow], total: int) -> str:
+    head = '<tr><th class="n">#<th class="n">step<th class="n">rank<th>tensor<th class="rare">rule<th class="n">value<th class="n rare">baseline</tr>'
+    rows = []
+    for number, row in enumerate(anomalies, 1):
+        is_first = (row.step, row.rank, row.tensor, row.rule) == (one.step, one.rank, one.tensor, one.rule)
+        name = tensor_name(row.tensor) if row.tensor else text(row.op or NOTHING)
+        value = {"nans": "NaN", "infs": "Inf"}.get(row.op or "", measure(row.value))
+        bad = " bad" if value in {"NaN", "Inf"} else ""
+        rows.append(
+            f'<tr class="{"hot" if is_first else ""}"><td class="n">{number}</td><td class="n">{_count(row.step)}</td><td class="n">{_count(row.rank)}</td>'
+            f'<td>{name}</td><td class="rare">{text(row.rule or NOTHING)}</td><td class="n{bad}">{value}</td><td class="n rare">{measure(row.baseline)}</td></tr>'
+        )
+    note = f"causes before their effects; {len(rows)} of {count(total)} shown"
+    table = (
+        f'<table class="list">{head}{"".join(rows)}</table>'
+        if rows
+        else '<p class="empty">No anomaly of a rule is stored near this step.</p>'
+    )
+    return panel("Causal order", table, note=note, kind="scrolls")
+
+
+def _sql(one: Incident) -> str:
+    copy = '<button class="copy" data-copy="sql">Copy</button>'
+    return panel(
+        "SQL behind this page",
+        f'<pre class="sql" id="sql">{text(sql(one)).replace(chr(92) + "n", chr(10))}</pre>',
+        note="DuckDB",
+        aside=copy,
+    )
+
+
+def _actions(place: Place, one: Incident) -> str:
+    first, last = window(one)
+    command = f"rankscope anomalies {one.run} --steps {first}:{last}"
+    lines = []
+    if one.rank is not None and one.step is not None:
+        lines.append(
+            f"<b>Look at the batch of rank {one.rank} at step {count(one.step)}.</b> If one rank alone is concerned before the reduction, its data or its hardware is the cause."
+        )
+    if one.op in {"nans", "infs"}:
+        lines.append(
+            f"<b>Resume from a checkpoint before step {count(one.step or 0)}.</b> Later checkpoints contain the effects."
+        )
+    lines.append(
+        f'<b>List all anomalies.</b> <code>{text(command)}</code> <button class="copy" data-text="{text(command)}">Copy</button>'
+    )
+    if one.tensor and one.kind:
+        url = place.url("runs", one.run, "tensors", kind=one.kind, tensor=one.tensor)
+        lines.append(f'<b>See how it spread.</b> <a href="{url}">On the heat map</a>')
+    return panel("Next actions", f'<div class="prose"><ol>{"".join(f"<li>{line}</li>" for line in lines)}</ol></div>')
+
+
+def _first_cause(one: Incident) -> str:
+    facts = [
+        ("rank", _count(one.rank)),
+        ("tensor", tensor_name(one.tensor) if one.tensor else NOTHING),
+        ("kind", text(one.kind or NOTHING)),
+    ]
+    facts += [
+        ("step", f"{_count(one.step)}, attempt {one.attempt or 0}"),
+        ("rule", text(one.rule or NOTHING)),
+        ("statistic", text(one.op or NOTHING)),
+    ]
+    facts += [("value", measure(one.value)), ("baseline", measure(one.baseline)), ("threshold", measure(one.threshold))]
+    return panel(
+        "First cause",
+        '<table class="facts">'
+        + "".join(f"<tr><td>{name}</td><td>{value}</td></tr>" for name, value in facts)
+        + "</table>",
+    )
+
+
+def _timeline(one: Incident) -> str:
+    rows = "".join(f'<tr><td class="dim">{utc(at)}</td><td>{text(state)}</td></tr>' for at, state in one.states)
+    places = "".join(f"<p><code>{text(where)}</code></p>" for where in one.where)
+    return panel("Timeline", f'<table class="events">{rows}</table><div class="prose">{places}</div>', note="UTC")
+
+
+def _not_judged(kinds: Sequence[str]) -> str:
+    lines = "".join(f"<p><b>{text(kind.capitalize())}.</b> No rows are stored near this step.</p>" for kind in kinds)
+    return panel("Not judged", f'<div class="prose">{lines}</div>') if lines else ""
+
+
+def _count(value: float | None) -> str:
+    return NOTHING if value is None else count(value)

@@ -1,0 +1,168 @@
+"""The page of the ranks of a run: which is slow, doing which phase, since when; which is silent; which waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import numpy as np
+
+from rankscope_contract.model.phases import Phase
+from rankscope_view import svg
+from rankscope_view.data.ranks import RECENT_STEPS, RankRow, RankTable
+from rankscope_view.data.runs import RunRow
+from rankscope_view.format import NOTHING, age, ago, count, measure, percent, text
+from rankscope_view.pages.parts import Place, document, icon, panel, tabs, verdict
+from rankscope_view.pages.run import signed
+
+_ORDER: Final = (Phase.DATA_WAIT, Phase.FORWARD, Phase.BACKWARD, Phase.COLLECTIVE, Phase.OPTIMIZER, Phase.OTHER)
+_MOST_VERDICTS: Final = 2
+_GIBIBYTE: Final = 2.0**30
+
+
+def page(place: Place, row: RunRow, table: RankTable, now: float) -> str:
+    """Return the page of the ranks of a run."""
+    crumbs = [(row.run, place.url("runs", row.run)), ("Ranks", None)]
+    if not table.rows:
+        body = f'<div class="panel blank">{icon("unknown")}<strong>No rank has sent a row in this run</strong><p>Imported logs have no ranks.</p></div>'
+        return document(place, f"Ranks of {row.run}", body, crumbs=crumbs, nav=tabs(place, row, "ranks"), page="ranks")
+    found = list(_verdicts(table, now, is_live=row.is_live))
+    more = (
+        f'<p class="dim">{len(found) - _MOST_VERDICTS} more ranks are marked in the table.</p>'
+        if len(found) > _MOST_VERDICTS
+        else ""
+    )
+    if not found:
+        found = [
+            verdict(
+                "info", f"No rank of {len(table.rows)} is slow or silent", "Compared with the median rank of each step."
+            )
+        ]
+    body = f'<div id="verdicts" data-live>{"".join(found[:_MOST_VERDICTS])}{more}</div>{_strips(row.run)}{_table(table, now)}'
+    return document(place, f"Ranks of {row.run}", body, crumbs=crumbs, nav=tabs(place, row, "ranks"), page="ranks")
+
+
+def _verdicts(table: RankTable, now: float, *, is_live: bool) -> Iterator[str]:
+    """Yield a sentence with its evidence for each slow or silent rank, the slowest first."""
+    for row in sorted(table.rows, key=lambda row: -(row.against_median or 0)):
+        if row.is_slow:
+            waits = [other.wait_seconds for other in table.rows if other.wait_seconds is not None and not other.is_slow]
+            wait = f"; the others wait {float(np.median(waits)):.1f} s a step" if waits else ""
+            since = "" if row.slow_since is None else f" since step {count(row.slow_since)}"
+            slower = signed(row.against_median or 0).lstrip("+")
+            yield verdict(
+                "critical",
+                f"Rank {row.rank} computes {slower} slower than the others{since}{wait}",
+                _evidence(row, table),
+            )
+    for row in table.rows:
+        if row.is_silent:
+            last = (
+                "It has sent no row in this attempt"
+                if row.last_step is None
+                else f"Its last step is {count(row.last_step)}, of {count(table.last_step or 0)}"
+            )
+            seen = f", {ago(max(0.0, now - row.seen_at))}" if row.seen_at is not None and is_live else ""
+            yield verdict(
+                "warning", f"Rank {row.rank} is silent", f"{last}{seen}. Its figures are absent here, not zero."
+            )
+
+
+def _evidence(row: RankRow, table: RankTable) -> str:
+    others = [other for other in table.rows if other.rank != row.rank and not other.is_silent]
+    parts = []
+    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.DATA_WAIT):
+        usual = [other.phases[phase] for other in others if phase in other.phases]
+        if phase in row.phases and usual and row.phases[phase] > 1.05 * float(np.median(usual)):
+            parts.append(f"{phase.replace('_', ' ')} {row.phases[phase]:.3g} s against {float(np.median(usual)):.3g} s")
+    clock, usual = (
+        row.latest.get("gpu_clock_hertz"),
+        [one.latest["gpu_clock_hertz"] for one in others if "gpu_clock_hertz" in one.latest],
+    )
+    if clock and usual and clock < 0.95 * float(np.median(usual)):
+        heat = row.latest.get("gpu_temperature_celsius")
+        at = f" at {heat:.0f} °C" if heat is not None else ""
+        parts.append(
+            f"the clock of its GPU is {clock / 1e6:,.0f} MHz against {float(np.median(usual)) / 1e6:,.0f} MHz{at}"
+        )
+    sentence = "; ".join(parts)
+    return (
+        f"{sentence[:1].upper()}{sentence[1:]}. Whole steps look equal on all ranks, because they end together."
+        if parts
+        else ""
+    )
+
+
+def _strips(run: str) -> str:
+    name = text(run)
+    first = f'<div class="heat strip" id="heat" data-run="{name}" data-source="ranks" data-whole="" tabindex="0" role="img" aria-label="Time before the collective"></div>'
+    second = f'<div class="heat strip" id="heat2" data-run="{name}" data-source="ranks" data-whole="1" tabindex="0" role="img" aria-label="Whole step"></div>'
+    readout = '<div class="readout" id="readout"><span>Point at a cell for its value.</span></div>'
+    return (
+        f'<div class="grid2">{panel("Before the collective", first + readout, note="against the median rank of the step")}'
+        f"{panel('Whole step', second, note='same scale: equal, since all end with the slowest')}</div>"
+    )
+
+
+def _table(table: RankTable, now: float) -> str:
+    keys = "".join(
+        f'<span class="key"><svg viewBox="0 0 10 10"><rect class="{phase}" width="10" height="10"/></svg>{phase.replace("_", " ")}</span>'
+        for phase in _ORDER
+    )
+    whole = max((sum(row.phases.values()) for row in table.rows), default=0.0)
+    heads = (
+        '<tr><th class="n">rank<th class="rare">host<th><th>one step<th class="n">before coll., s<th class="n">against median<th class="n">wait, s'
+        '<th class="n rare">memory, GiB<th class="n rare">GPU busy<th class="n rare">MHz<th class="n rare">°C<th class="n rare">seen</tr>'
+    )
+    body = "".join(_row(row, whole, now) for row in table.rows)
+    median = "" if table.median_step is None else f", median step {table.median_step:.3g} s"
+    note = f"mean of the newest {RECENT_STEPS} steps of attempt {table.attempt}{median}"
+    return f'<div id="ranks" data-live>{panel("Phases", f"<table class=list>{heads}{body}</table>", note=note, aside=keys, kind="scrolls")}</div>'
+
+
+def _row(row: RankRow, whole: float, now: float) -> str:
+    kind = "hot" if row.is_slow else "off" if row.is_silent else ""
+    word = f"{icon('critical')} slow" if row.is_slow else f"{icon('warning')} silent" if row.is_silent else ""
+    if row.phases:
+        bar = svg.stacked([(phase.value, row.phases[phase]) for phase in _ORDER if phase in row.phases], whole)
+    else:
+        bar = NOTHING if row.last_step is None else f"no steps since {count(row.last_step)}"
+    seen = NOTHING if row.seen_at is None else age(max(0.0, now - row.seen_at))
+    against = (
+        NOTHING
+        if row.against_median is None
+        else signed(row.against_median)
+        if abs(row.against_median) >= 0.005
+        else "0 %"
+    )
+    return (
+        f'<tr class="{kind}"><td class="n">{row.rank}</td><td class="rare">{text(row.host or NOTHING)}</td><td class="n">{word}</td><td>{bar}</td>'
+        f'<td class="n">{_seconds(row.compute_seconds)}</td><td class="n">{against}</td><td class="n">{_seconds(row.wait_seconds)}</td>'
+        f'<td class="n rare">{_memory(row.latest)}</td><td class="n rare">{_share(row.latest.get("gpu_utilization"))}</td>'
+        f'<td class="n rare">{_scaled(row.latest.get("gpu_clock_hertz"), 1e6)}</td><td class="n rare">{_scaled(row.latest.get("gpu_temperature_celsius"), 1)}</td>'
+        f'<td class="n rare">{seen}</td></tr>'
+    )
+
+
+def _seconds(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.2f}" if value < 100 else measure(value)
+
+
+def _scaled(value: float | None, unit: float) -> str:
+    return NOTHING if value is None else count(value / unit)
+
+
+def _share(value: float | None) -> str:
+    if value is None:
+        return NOTHING
+    share = value / 100 if value > 1.5 else value  # imported logs have percent
+    return f'{percent(share)}<span class="gauge">{svg.bar(min(share, 1.0), "completed")}</span>'
+
+
+def _memory(latest: Mapping[str, float]) -> str:
+    used = latest.get("device_memory_allocated_bytes") or latest.get("resident_memory_bytes")
+    if used is None:
+        return NOTHING
+    total = latest.get("gpu_memory_total_bytes")
+    bar = f'<span class="gauge">{svg.bar(min(1.0, used / total), "completed")}</span>' if total else ""
+    return f"{used / _GIBIBYTE:.1f}{bar}"

@@ -1,0 +1,313 @@
+"""The page of one run: progress, figures, charts, open incidents, events, and advice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rankscope_view import svg
+from rankscope_view.data.advice import Advice
+from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, notice
+from rankscope_view.data.detail import PERPLEXITY, STEP_SECONDS, RunDetail, speed_change
+from rankscope_view.data.events import NEWEST, EventLine, EventLog, Group
+from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, SPEEDS
+from rankscope_view.data.runs import RunRow
+from rankscope_view.format import NOTHING, count, duration, measure, percent, short, text, utc
+from rankscope_view.pages.parts import Place, document, icon, incident_line, panel, pill, segmented, tabs, tag_list
+from rankscope_view.pages.run_list import SPEED_UNITS
+
+AXES: Final = (
+    (Axis.STEP, "Step", "Last value of each step"),
+    (Axis.CUMULATIVE, "Cumulative", "Steps of all attempts; repeated steps count again"),
+    (Axis.ATTEMPT, "Attempts", "One curve for each attempt"),
+    (Axis.ARRIVAL, "Arrival", "Order of arrival; labels are the raw steps, so they go back at a restart"),
+    (Axis.TIME, "Time", "Time in UTC; a pause is a gap"),
+)
+_SMOOTHINGS: Final = ((Smoothing.NONE, "None"), (Smoothing.EMA, "EMA"), (Smoothing.AVERAGE, "Average"))
+_HINTS: Final = {
+    PERPLEXITY: "10 means: as unsure as among 10 words of equal chance.",
+    GRAD_NORM: "Above 100: clip. Near 0: vanishing.",
+    LEARNING_RATE: "Warm-up, then the shape of the schedule. A jump at a restart is a changed setting.",
+    EVAL_LOSS: "Training falls while evaluation rises: overfitting.",
+}
+_SPEED_HINT: Final = "Dips at checkpoints are normal. A level that remains lower is not."
+_TITLES: Final = {
+    LOSS: "Loss",
+    PERPLEXITY: "Perplexity",
+    GRAD_NORM: "Gradient norm",
+    LEARNING_RATE: "Learning rate",
+} | {
+    EVAL_LOSS: "Evaluation loss",
+    "tokens_per_second": "Throughput",
+    STEP_SECONDS: "Step time",
+}
+_GROUP_WORDS: Final = {
+    Group.STEP: "Step",
+    Group.EVALUATION: "Eval",
+    Group.CHECKPOINT: "Checkpoint",
+    Group.RESTART: "Restart",
+}
+
+
+_MARKS: Final = "".join(
+    f"{icon(group)} {group}" for group in (Group.INCIDENT, Group.RESTART, Group.CHECKPOINT, Group.EVALUATION)
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChartChoice:
+    """Choices of the reader for all charts of a page, which its address contains."""
+
+    request: CurveRequest
+    is_log: bool = False
+    fits_all: bool = False
+
+    def url(self, place: Place, run: str, **changes: object) -> str:
+        """Return the address of the page with these choices and `changes`."""
+        request = self.request
+        strength = request.decay if request.smoothing is Smoothing.EMA else request.width
+        values: dict[str, object] = {
+            "axis": request.axis,
+            "smooth": request.smoothing,
+            "strength": strength if request.smoothing is not Smoothing.NONE else None,
+            "from_": request.first,
+            "to": request.last,
+            "log": 1 if self.is_log else None,
+            "fit": 1 if self.fits_all else None,
+            "tail": request.newest,
+        }
+        return place.url("runs", run, **(values | changes))
+
+
+def page(place: Place, found: RunDetail, choice: ChartChoice, curves: dict[str, Curve], log: EventLog) -> str:
+    """Return the page of a run. `curves` are drawn for readers without scripts, by the name of the scalar."""
+    row = found.row
+    charts = [_chart(found, name, curves[name], choice, is_main=True) for name in (LOSS, PERPLEXITY) if name in curves]
+    if LOSS not in curves:
+        charts.insert(0, _no_loss(place, found))
+    more = [name for name in (GRAD_NORM, LEARNING_RATE, EVAL_LOSS, *SPEEDS) if name in curves]
+    folded = "".join(_chart(found, name, curves[name], choice, is_main=False) for name in more)
+    words = ", ".join(title(name).lower() for name in more)
+    group = (
+        f'<details class="more" id="more"><summary>{words.capitalize()} <span class="dim">{len(more)} charts</span> '
+        f"<kbd>m</kbd></summary><div class=grid2>{folded}</div></details>"
+    )
+    body = (
+        f'{header(place, found)}<div class="columns" id="run" data-run="{text(row.run)}" data-live-run="{row.is_live:d}"><div>'
+        f"{toolbar(place, found, choice)}{''.join(charts)}{group if more else ''}</div>"
+        f"<aside>{_incidents(place, row)}{_events(place, row, log)}{_advice(found.advice)}</aside></div>"
+    )
+    return document(place, row.run, body, crumbs=[(row.run, None)], nav=tabs(place, row, ""), page="run")
+
+
+def title(name: str) -> str:
+    """Return the title of the chart of a scalar."""
+    return _TITLES.get(name, name.replace("_", " ").capitalize())
+
+
+def header(place: Place, found: RunDetail) -> str:
+    """Return name, state, progress and current values of a run."""
+    row, facts = found.row, found.facts
+    parts = [f"attempt {row.attempt}" if row.attempt else "", f"{row.world_size} ranks" if row.world_size else ""]
+    parts += [f"{len(facts.hosts)} hosts" if len(facts.hosts) > 1 else "".join(facts.hosts)]
+    parts += [f"torch {facts.versions['torch']}" if "torch" in facts.versions else ""]
+    about = " · ".join(text(part) for part in parts if part)
+    reason = f'<p class="reason">{text(row.reason)}</p>' if row.reason else ""
+    note = f'<p class="note">{text(row.note)}</p>' if row.note else ""
+    restarts = ", ".join(f"{count(one.last_step)} → {count(one.first_step)}" for one in found.restarts[:4])
+    again = f"restarts at {restarts}, {count(found.steps_again)} steps trained again" if restarts else ""
+    marks = [one.last_step / row.planned_steps for one in found.restarts] if row.planned_steps else []
+    bar = svg.bar(row.share, row.state or "unknown", marks) if row.share is not None else ""
+    figures = "".join(
+        f"<div><dt>{name}</dt><dd><b>{value}</b><span>{line}</span></dd></div>" for name, value, line in _figures(found)
+    )
+    compare = f'<a class="button" href="{place.url("compare", run=row.run)}">Compare</a>'
+    return (
+        f'<div class="runhead" id="head" data-live><div class="title"><h1><bdi>{text(row.run)}</bdi></h1>{pill(row.state)}'
+        f'{tag_list(sorted(row.tags.items()))}<span class="dim">{about}</span><span class="aside">{compare}</span></div>{reason}{note}'
+        f'<div class="figures"><span>{_progress(row)}</span><span class="dim">{again}</span></div>{bar}'
+        f"<dl>{figures}</dl></div>"
+    )
+
+
+def _progress(row: RunRow) -> str:
+    if row.step is None:
+        return f"step {NOTHING}"
+    parts = [
+        f"<b>{count(row.step)}</b> of {count(row.planned_steps)} steps"
+        if row.planned_steps
+        else f"step <b>{count(row.step)}</b>"
+    ]
+    if row.share is not None:
+        parts.append(percent(row.share))
+    if row.is_live and row.eta_seconds is not None:
+        about = f", about {utc((row.seen_at or 0) + row.eta_seconds, '%d %b %H:%M')} UTC" if row.seen_at else ""
+        parts.append(f"<b>{duration(row.eta_seconds)}</b> left{about}")
+    if not row.is_live and row.started_at and row.ended_at:
+        parts.append(f"ran for {duration(max(0.0, row.ended_at - row.started_at))}")
+    return " · ".join(parts)
+
+
+def _figures(found: RunDetail) -> Iterator[tuple[str, str, str]]:
+    """Yield (label, value, line of context) of the figures in the header. Only known values are shown."""
+    row = found.row
+    change = found.loss_change
+    yield "Loss", measure(row.loss), "" if change is None else f"{change:+.3g} in 100 rows".replace("-", "−", 1)
+    if found.perplexity is not None:
+        yield "Perplexity", measure(found.perplexity), "exp(loss)"
+    if row.learning_rate is not None:
+        yield "Learning rate", measure(row.learning_rate), ""
+    norms = found.history(GRAD_NORM)
+    if len(norms):
+        yield "Gradient norm", measure(float(norms.value[-1])), f"at step {count(float(norms.step[-1]))}"
+    for name in SPEEDS:
+        history = found.history(name)
+        if not len(history):
+            continue
+        changed = speed_change(history)
+        line = (
+            "" if changed is None else f'<span class="amber">{signed(changed[0])} since step {count(changed[1])}</span>'
+        )
+        value = float(history.value[-1])
+        shown = (
+            measure(value)
+            if name == STEP_SECONDS
+            else short(row.speed if name == row.speed_name and row.speed else value)
+        )
+        yield {STEP_SECONDS: "Speed"}.get(name, "Throughput"), f"{shown} <small>{SPEED_UNITS[name]}</small>", line
+    if found.facts.goodput is not None:
+        lost = found.facts.lost_seconds
+        yield "Goodput", percent(found.facts.goodput), f"{duration(lost)} lost" if lost else ""
+
+
+def signed(ratio: float) -> str:
+    """Return a relative change in percent with its sign."""
+    return f"{ratio:+.0%}".replace("-", "−").replace("%", " %")
+
+
+def toolbar(place: Place, found: RunDetail, choice: ChartChoice) -> str:
+    """Return the choices of axis, smoothing, scale and range, as links that work without scripts."""
+    request, run = choice.request, found.row.run
+    axes = [(axis.value, word, choice.url(place, run, axis=axis, from_=None, to=None)) for axis, word, _ in AXES]
+    smoothings = [(one.value, word, choice.url(place, run, smooth=one, strength=None)) for one, word in _SMOOTHINGS]
+    scales = [
+        (value, word, choice.url(place, run, log=value or None)) for value, word in (("", "Linear"), ("1", "Log"))
+    ]
+    strength = request.decay if request.smoothing is Smoothing.EMA else float(request.width)
+    low, high, step = ("0", "0.99", "0.01") if request.smoothing is Smoothing.EMA else ("2", "200", "1")
+    is_zoomed = request.first is not None or request.last is not None
+    slider = (
+        f'<label class="strength"><input id="strength" type="range" min="{low}" max="{high}" step="{step}" value="{strength:g}">'
+        f'<output id="strength-word">{strength:g}</output></label>'
+    )
+    fit, tail, whole = (
+        choice.url(place, run, fit=None if choice.fits_all else 1),
+        choice.url(place, run, tail=None if request.newest else 4000),
+        choice.url(place, run, from_=None, to=None),
+    )
+    return (
+        f'<div class="toolbar charts" id="toolbar">{segmented("Axis", axes, request.axis.value, "axis")}'
+        f"{segmented('', smoothings, request.smoothing.value, 'smooth')}{slider}"
+        f"{segmented('', scales, '1' if choice.is_log else '', 'log')}"
+        f'<a class="button" id="fit" href="{fit}"{" aria-current=true" if choice.fits_all else ""}>Fit all</a>'
+        f'<a class="button" id="tail" href="{tail}"{" aria-current=true" if request.newest else ""}>Newest 4,000</a>'
+        f'<a class="button{"" if is_zoomed else " off"}" id="whole" href="{whole}">Reset zoom <kbd>0</kbd></a></div>'
+    )
+
+
+def _chart(found: RunDetail, name: str, curve: Curve, choice: ChartChoice, *, is_main: bool) -> str:
+    hint = _HINTS.get(name, _SPEED_HINT if name in SPEEDS else "")
+    axis = next(line for axis, _, line in AXES if axis is choice.request.axis)
+    ranks = found.row.world_size or 0
+    note = {LOSS: f"mean of {ranks} ranks" if ranks > 1 else "", PERPLEXITY: "exp(loss)", **SPEED_UNITS}.get(name, "")
+    is_log = choice.is_log or name == GRAD_NORM
+    legend = '<span class="legend"></span><button class="save" title="Save as CSV or PNG" aria-label="Save">⤓</button>'
+    text_below = (
+        f'<p class="notice">{notice(curve)} · <span class="axisword">{axis}</span>{_MARKS}</p>'
+        if is_main and name == LOSS
+        else ""
+    )
+    known = json.dumps(
+        {"name": name, "log": is_log, "fixed": name == GRAD_NORM, "zero": name in (LEARNING_RATE, *SPEEDS)}
+    )
+    height = 240 if name == LOSS else 150
+    body = (
+        f'{f"<p class=hint>{hint}</p>" if hint else ""}<div class="plot{" tall" if name == LOSS else ""}" '
+        f'data-chart="{text(known)}" tabindex="0" role="group" aria-label="{title(name)}">'
+        f"{svg.line_chart(curve, label=title(name), height=height, width=820 if is_main else 400)}</div>{text_below}"
+    )
+    return panel(title(name), body, note=text(note), aside=legend, kind="chartbox", name=f"chart-{name}")
+
+
+def _no_loss(place: Place, found: RunDetail) -> str:
+    others = ", ".join(text(title(name).lower()) for name in found.histories) or "no other curve"
+    link = f'<a class="button" href="{place.url("runs", found.row.run, "tensors")}">Tensors</a>'
+    return f'<div class="panel blank">{icon("unknown")}<strong>This run logs no loss</strong><p>Stored: {others}.</p>{link}</div>'
+
+
+def _incidents(place: Place, row: RunRow) -> str:
+    if not row.incidents:
+        return panel("Open incidents", '<p class="empty">None.</p>', name="incidents", kind="quiet")
+    items = "".join(
+        f'<a class="item" href="{place.url("runs", row.run, "incidents", one.key)}">{incident_line(one)}</a>'
+        for one in row.incidents[:5]
+    )
+    every = f'<a href="{place.url("runs", row.run, "incidents")}">All</a>'
+    badge = f'<span class="count bad">{len(row.incidents)}</span>'
+    return f'<div id="incidents" data-live>{panel(f"Open incidents {badge}", items, aside=every)}</div>'
+
+
+def event_rows(lines: Sequence[EventLine]) -> str:
+    """Return lines of the event log as a table."""
+    return '<table class="events">' + "".join(map(_event_row, lines)) + "</table>"
+
+
+def _event_row(line: EventLine) -> str:
+    kind = line.group if line.severity != "critical" or line.group is Group.STEP else "critical"
+    step = NOTHING if line.step is None else count(line.step)
+    full = utc(line.at, "%Y-%m-%d %H:%M:%S UTC")
+    bad = ' class="bad"' if line.severity == "critical" else ""
+    return (
+        f'<tr><td class="dim" title="{full}">{utc(line.at)}</td><td>{icon(line.group, kind)}</td><td class="n">{step}</td>'
+        f"<td{bad}>{text(line.text)}</td></tr>"
+    )
+
+
+def _events(place: Place, row: RunRow, log: EventLog) -> str:
+    total = sum(log.counts.values())
+    note = f"newest {min(NEWEST, total)} of {count(total)}, UTC"
+    chips = "".join(
+        f'<a href="{place.url("runs", row.run, "events", group=group)}">{icon(group)}{_GROUP_WORDS.get(group, group.capitalize())}</a>'
+        for group in Group
+        if log.counts.get(group)
+    )
+    body = f'<nav class="chips small" id="groups">{chips}</nav><div class="scroll">{event_rows(log.lines)}</div>'
+    link = f'<a href="{place.url("runs", row.run, "events")}">Full history</a>'
+    return f'<div id="events" data-live>{panel("Events", body, note=note, aside=link)}</div>'
+
+
+def _advice(advice: Sequence[Advice]) -> str:
+    lines = "".join(f"<p>{icon('warning') if one.is_action else ''}{text(one.text)}</p>" for one in advice)
+    return panel("Advice", f'<div class="prose">{lines}</div>', kind="advice") if lines else ""
+
+
+def events_page(place: Place, found: RunDetail, log: EventLog, group: Group | None, page_number: int) -> str:
+    """Return the full event log of a run, `NEWEST` lines at a time."""
+    row, run = found.row, found.row.run
+    chips = [f'<a href="{place.url("runs", run, "events")}"{"" if group else " aria-current=true"}>All</a>']
+    chips += [
+        f'<a href="{place.url("runs", run, "events", group=one)}"{" aria-current=true" if one is group else ""}>{icon(one)}'
+        f"{_GROUP_WORDS.get(one, one.capitalize())} <b>{count(number)}</b></a>"
+        for one, number in log.counts.items()
+        if number
+    ]
+    lines = log.lines[page_number * NEWEST : (page_number + 1) * NEWEST]
+    older = place.url("runs", run, "events", group=group, page=page_number + 1)
+    newer = place.url("runs", run, "events", group=group, page=page_number - 1 or None)
+    links = f'<a class="button" href="{newer}">Newer</a>' if page_number else ""
+    links += f'<a class="button" href="{older}">Older</a>' if len(log.lines) > (page_number + 1) * NEWEST else ""
+    body = f'<nav class="chips">{"".join(chips)}</nav>{panel("Events", event_rows(lines), note="UTC", name="log")}<nav class="pages">{links}</nav>'
+    crumbs = [(run, place.url("runs", run)), ("Events", None)]
+    return document(place, f"Events of {run}", body, crumbs=crumbs, nav=tabs(place, row, "events"), page="events")

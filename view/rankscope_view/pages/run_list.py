@@ -1,0 +1,175 @@
+"""The list of runs: which are in trouble, which run, how far they are, and whether the loss falls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from rankscope_contract.model.events import RunState
+from rankscope_view import svg
+from rankscope_view.data.runs import ENDED, INCIDENTS, PAGE_RUNS, STOPPING, RunList, RunRow
+from rankscope_view.format import NOTHING, age, count, duration, measure, percent, short, text
+from rankscope_view.pages.parts import Place, document, icon, incident_line, pill, state_word, tag_list, verdict
+
+_ORDER: Final = (
+    *(RunState.RUNNING, RunState.STALLED, STOPPING, RunState.PENDING, RunState.FAILED, RunState.STOPPED),
+    *(RunState.COMPLETED, "unknown"),
+)
+_COLUMNS: Final = (
+    ("run", "Run", ""),
+    ("state", "State", ""),
+    ("progress", "Progress", ""),
+    ("loss", "Loss", "n"),
+    ("", "Learning rate", "n wide"),
+    ("", "Speed", "n wide"),
+    ("", "Open incident, first cause", ""),
+    ("seen", "Seen", "n"),
+)
+SPEED_UNITS: Final = {
+    "tokens_per_second": "tok/s",
+    "samples_per_second": "samples/s",
+    "steps_per_second": "steps/s",
+    "step_seconds": "s/step",
+}
+
+
+def page(place: Place, found: RunList, search: str, now: float, alarms: Sequence[str] = ()) -> str:
+    """Return the list of runs. `search` is the text of the search field; `alarms` are problems of the service."""
+    active = sum(number for state, number in found.states.items() if state not in ENDED and state != "unknown")
+    title = f"{found.with_incidents} with incidents, {active} active"
+    body = [_alarm(place, alarm) for alarm in alarms]
+    body.append(_toolbar(place, found, search))
+    if not found.total:
+        body.append(_empty())
+    else:
+        rows = "".join(_row(place, row, now) for row in found.rows) or '<tr><td colspan="9">No run matches.</td></tr>'
+        body.append(
+            f'<form action="{place.url("compare")}"><table class="runs" id="runs" data-live><thead><tr><th></th>'
+            f"{_heads(place, found, search)}</tr></thead><tbody>{rows}</tbody></table>{_compare_bar()}</form>"
+        )
+        body.append(_pages(place, found, search))
+    return document(place, title, "".join(body), page="list")
+
+
+def _alarm(place: Place, alarm: str) -> str:
+    link = f'<a class="button" href="{place.url("service")}">Service</a>' if place.has_service else ""
+    return verdict("critical", text(alarm), actions=link)
+
+
+def _toolbar(place: Place, found: RunList, search: str) -> str:
+    state = found.query.state
+    chips = [_chip(place, search, state=None, word="All", number=found.total, mark="", is_chosen=state is None)]
+    if found.with_incidents:
+        chips.append(
+            _chip(
+                place,
+                search,
+                state=INCIDENTS,
+                word="Open incidents",
+                number=found.with_incidents,
+                mark=icon("critical"),
+                is_chosen=state == INCIDENTS,
+            )
+        )
+    for known in _ORDER:
+        if number := found.states.get(known):
+            word = state_word(None if known == "unknown" else known)
+            chips.append(
+                _chip(place, search, state=known, word=word, number=number, mark=icon(known), is_chosen=state == known)
+            )
+    return (
+        f'<div class="toolbar"><form class="searchbox" action="{place.url()}" role="search">{icon("search")}'
+        f'<input name="q" id="search" value="{text(search)}" placeholder="name  tag:team=post  state:failed" '
+        'aria-label="Search runs" autocomplete="off" spellcheck="false"><kbd>/</kbd></form>'
+        f'<nav class="chips" id="chips" data-live>{"".join(chips)}</nav></div>'
+    )
+
+
+def _chip(place: Place, search: str, *, state: str | None, word: str, number: int, mark: str, is_chosen: bool) -> str:
+    words = " ".join(part for part in search.split() if not part.startswith("state:")) or None
+    current = ' aria-current="true"' if is_chosen else ""
+    return f'<a href="{place.url(q=words, state=state)}"{current}>{mark}{word} <b>{count(number)}</b></a>'
+
+
+def _heads(place: Place, found: RunList, search: str) -> str:
+    heads = []
+    for key, word, kind in _COLUMNS:
+        if not key:
+            heads.append(f'<th class="{kind}">{word}</th>')
+            continue
+        is_sorted = found.query.sort == key
+        sort = key if is_sorted and found.query.is_descending else f"-{key}"
+        arrow = {False: "", True: " ▾" if found.query.is_descending else " ▴"}[is_sorted]
+        aria = f' aria-sort="{"descending" if found.query.is_descending else "ascending"}"' if is_sorted else ""
+        url = place.url(q=search or None, state=found.query.state, sort=sort)
+        heads.append(f'<th class="{kind}"{aria}><a href="{url}">{word}{arrow}</a></th>')
+    return "".join(heads)
+
+
+def _row(place: Place, row: RunRow, now: float) -> str:
+    url = place.url("runs", row.run)
+    bad = " bad" if row.loss is not None and row.loss != row.loss else ""
+    lead = incident_line(row.incidents[0], len(row.incidents) - 1) if row.incidents else _reason(row)
+    seen = NOTHING if row.seen_at is None else age(max(0.0, now - row.seen_at))
+    return (
+        f'<tr class="{"" if row.is_live else "ended"}"><td class="pick"><input type="checkbox" name="run" value="{text(row.run)}" aria-label="Select {text(row.run)}">'
+        f'</td><td class="name"><a href="{url}"><bdi>{text(row.run)}</bdi></a><span class="tags">'
+        f'{tag_list(sorted(row.tags.items()))}</span></td><td class="state">{pill(row.state)}</td>'
+        f'<td class="progress">{progress(row)}</td><td class="n loss"><span class="value{bad}">{measure(row.loss)}</span>'
+        f'{svg.sparkline(row.sparkline)}</td><td class="n wide">{measure(row.learning_rate)}</td>'
+        f'<td class="n wide">{speed(row)}</td><td class="why">{lead}</td><td class="n seen">{seen}</td></tr>'
+    )
+
+
+def _reason(row: RunRow) -> str:
+    return f'<span class="dim reason">{text(row.reason.partition(chr(10))[0])}</span>' if row.reason else ""
+
+
+def speed(row: RunRow) -> str:
+    """Return the newest speed of a run with its unit."""
+    if row.speed is None or row.speed_name is None or row.state == RunState.PENDING:
+        return NOTHING
+    return f'{short(row.speed)} <span class="unit">{SPEED_UNITS[row.speed_name]}</span>'
+
+
+def progress(row: RunRow) -> str:
+    """Return step and total, the time that is left or that the run took, and a bar."""
+    kind = row.state or "unknown"
+    done = NOTHING if row.step is None else count(row.step)
+    total = "" if row.planned_steps is None else f" / {count(row.planned_steps)}"
+    if row.eta_seconds is not None and row.is_live:
+        right = f"{duration(row.eta_seconds)} left"
+    elif row.ended_at is not None and row.started_at is not None and row.state == RunState.COMPLETED:
+        right = f"in {duration(max(0.0, row.ended_at - row.started_at))}"
+    else:
+        right = "" if row.share is None else percent(row.share)
+    bar = svg.bar(row.share or 0.0, kind) if row.planned_steps else '<span class="norail"></span>'
+    return f'<span class="figures"><span>{done}{total}</span><span class="dim">{right}</span></span>{bar}'
+
+
+def _compare_bar() -> str:
+    return (
+        '<div class="comparebar"><b id="selected"></b><span id="names" class="dim"></span>'
+        '<button class="primary" id="compare">Compare <kbd>c</kbd></button>'
+        '<button type="reset" id="clear">Clear</button></div>'
+    )
+
+
+def _pages(place: Place, found: RunList, search: str) -> str:
+    pages = -(-found.selected // PAGE_RUNS)
+    if pages <= 1:
+        return ""
+    query, sort = found.query, ("-" if found.query.is_descending else "") + found.query.sort
+    links = [
+        f'<a href="{place.url(q=search or None, state=query.state, sort=sort, page=number)}"'
+        f"{' aria-current=true' if number == query.page else ''}>{number + 1}</a>"
+        for number in range(pages)
+    ]
+    return f'<nav class="pages">{count(found.selected)} runs {"".join(links)}</nav>'
+
+
+def _empty() -> str:
+    return (
+        f'<div class="panel blank">{icon("running")}<strong>Nothing has been stored here</strong>'
+        "<p>Start a training with a monitor, or look at a demo.</p><code>rankscope demo</code></div>"
+    )

@@ -1,0 +1,164 @@
+"""SVG of charts and bars that the server draws, for pages without scripts. The style sheet has the colours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+import numpy as np
+
+from rankscope_view.data.curves import Axis, Curve
+from rankscope_view.data.runs import Sparkline
+from rankscope_view.format import text, utc
+
+_WIDTH: Final = 100
+_HEIGHT: Final = 26
+_LEFT: Final = 46
+_BOTTOM: Final = 20
+_TOP: Final = 6
+
+Point = tuple[float, float]
+
+
+def sparkline(line: Sparkline) -> str:
+    """Return the curve of the loss in a row of the list. Values that are not finite are a bar at the lower edge."""
+    finite = [value for _, value in line.points if math.isfinite(value)]
+    if not line.points:
+        return '<span class="dim">no row yet</span>'
+    low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
+    scale = (_HEIGHT - 6) / ((high - low) or 1.0)
+    step = (_WIDTH - 4) / max(1, line.places - 1)
+    parts: list[list[Point]] = [[]]
+    bars = []
+    for place, value in line.points:
+        x = 2 + place * step
+        if math.isfinite(value):
+            parts[-1].append((x, 3 + (high - value) * scale))
+        else:
+            bars.append(x)
+            parts.append([])
+    marks = "".join(f'<rect class="nan" x="{x - 1.5:.1f}" y="{_HEIGHT - 4}" width="3.5" height="3"/>' for x in bars)
+    return (
+        f'<svg class="spark" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
+        'preserveAspectRatio="none" aria-hidden="true">'
+        f'<path d="{path(parts)}"/>{marks}</svg>'
+    )
+
+
+def path(parts: Iterable[Sequence[Point]]) -> str:
+    """Return the path of several lines. A line of one point is drawn as a dot."""
+    found = []
+    for part in parts:
+        if len(part) == 1:
+            x, y = part[0]
+            found.append(f"M{x - 0.5:.1f} {y:.1f}h1")
+        elif part:
+            found.append("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in part))
+    return "".join(found)
+
+
+def bar(share: float, kind: str, marks: Iterable[float] = ()) -> str:
+    """Return a progress bar that is `share` full, from 0 to 1, with gaps at the shares `marks`."""
+    gaps = "".join(f'<rect class="gap" x="{1000 * mark:.1f}" y="0" width="3" height="6"/>' for mark in marks)
+    return (
+        '<svg class="bar" viewBox="0 0 1000 6" preserveAspectRatio="none" aria-hidden="true">'
+        f'<rect class="rail" width="1000" height="6"/><rect class="{kind}" width="{1000 * share:.1f}" height="6"/>'
+        f"{gaps}</svg>"
+    )
+
+
+def stacked(parts: Sequence[tuple[str, float]], whole: float) -> str:
+    """Return a bar of one step: (class, seconds) for each phase, against `whole` seconds."""
+    x, found = 0.0, []
+    for kind, seconds in parts:
+        width = max(0.0, 1000 * seconds / whole) if whole > 0 else 0.0
+        found.append(f'<rect class="{kind}" x="{x:.1f}" y="0" width="{max(0.0, width - 2):.1f}" height="14"/>')
+        x += width
+    return (
+        '<svg class="phases" viewBox="0 0 1000 14" preserveAspectRatio="none" aria-hidden="true">'
+        f"{''.join(found)}</svg>"
+    )
+
+
+def line_chart(curve: Curve, *, label: str, width: int = 760, height: int = 220) -> str:
+    """Return the chart of `curve` for readers without scripts: axes, lines, NaN ranges and restarts."""
+    if curve.extent is None:
+        return f'<p class="empty">No rows of {text(label)}.</p>'
+    x_low, x_high = _wider(_visible(curve))
+    low, high = _wider(curve.bulk or (0.0, 1.0))
+
+    def place(x: float, y: float) -> Point:
+        across = _LEFT + (x - x_low) / (x_high - x_low) * (width - _LEFT - 8)
+        return across, _TOP + (high - y) / (high - low) * (height - _TOP - _BOTTOM)
+
+    found = [f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{text(label)}">']
+    for tick in ticks(low, high, 5):
+        y = place(x_low, tick)[1]
+        found.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{width - 8}"/>')
+        found.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
+    for tick in ticks(x_low, x_high, 7):
+        x = place(tick, low)[0]
+        found.append(f'<text x="{x:.1f}" y="{height - 5}" text-anchor="middle">{_axis_label(curve, tick)}</text>')
+    for one in curve.nonfinite:
+        left, right = place(one.first, high)[0], place(one.last, high)[0]
+        area = f'y="{_TOP}" width="{max(2.0, right - left):.1f}" height="{height - _TOP - _BOTTOM}"'
+        found.append(f'<rect class="nan" x="{left:.1f}" {area}><title>{one.word}</title></rect>')
+    found += [
+        f'<path class="restart" d="M{place(at, low)[0]:.1f} {_TOP}V{height - _BOTTOM}"/>' for at in curve.restarts
+    ]
+    # An inner element clips the lines at the range: values outside of it are not drawn at its edge.
+    wide, tall = width - _LEFT - 8, height - _TOP - _BOTTOM
+    area = f'x="{_LEFT}" y="{_TOP}" width="{wide}" height="{tall}" viewBox="{_LEFT} {_TOP} {wide} {tall}"'
+    found.append(f"<svg {area}>")
+    for line in curve.lines:
+        for kind, values in (("raw", line.value), ("smooth", line.smoothed)):
+            points = [
+                place(x, y) if math.isfinite(y) else None for x, y in zip(line.x.tolist(), values.tolist(), strict=True)
+            ]
+            found.append(f'<path class="{kind}" d="{path(_parts(points))}"/>')
+    return "".join(found) + "</svg></svg>"
+
+
+def _parts(points: Iterable[Point | None]) -> Iterator[list[Point]]:
+    part: list[Point] = []
+    for point in points:
+        if point is None:
+            yield part
+            part = []
+        else:
+            part.append(point)
+    yield part
+
+
+def _visible(curve: Curve) -> tuple[float, float]:
+    low, high = curve.extent or (0.0, 1.0)
+    first, last = curve.request.first, curve.request.last
+    return (low if first is None else first, high if last is None else last)
+
+
+def _wider(bounds: tuple[float, float]) -> tuple[float, float]:
+    low, high = bounds
+    margin = (high - low) * 0.04 or abs(high) * 0.5 or 1.0
+    return (low - margin, high + margin) if high - low < 1e300 else bounds
+
+
+def ticks(low: float, high: float, wanted: int) -> list[float]:
+    """Return round numbers between `low` and `high`, about `wanted` of them."""
+    span = high - low
+    if not (math.isfinite(span) and span > 0):
+        return []
+    power = 10.0 ** math.floor(math.log10(span / wanted))
+    step = next(power * factor for factor in (1, 2, 5, 10) if span / (power * factor) <= wanted)
+    first = math.ceil(low / step)
+    return [float(f"{number * step:.12g}") for number in range(first, math.floor(high / step) + 1)]
+
+
+def _axis_label(curve: Curve, tick: float) -> str:
+    if curve.request.axis is Axis.TIME:
+        return utc(tick, "%H:%M")
+    if curve.request.axis is Axis.ARRIVAL and curve.lines and len(curve.lines[0].x):
+        line = curve.lines[0]
+        row = min(int(np.searchsorted(line.x, tick)), len(line.x) - 1)
+        return f"{line.step[row]:,}"
+    return f"{tick:,.0f}"
