@@ -62,6 +62,15 @@ def test_wheel_contains_all_packages_and_their_type_markers(wheel):
     assert {f"{package}/py.typed" for package in packages} <= names
 
 
+def test_wheel_contains_style_and_scripts_of_the_pages(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+
+    assert {
+        f"rankscope_view/assets/{name}" for name in ("style.css", "theme.js", "app.js", "heat.js", "icon.svg")
+    } <= names
+
+
 def test_base_requirements_are_those_of_a_rank(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("dist-info/METADATA"))

@@ -236,7 +236,7 @@ def test_run_named_like_a_folder_is_in_the_query_of_its_address(site):
 
 
 def test_policy_permits_only_files_of_the_page():
-    from rankscope_view.site import HEADERS
+    from rankscope_view.answers import HEADERS
 
     policy = HEADERS["Content-Security-Policy"]
     assert "default-src 'none'" in policy

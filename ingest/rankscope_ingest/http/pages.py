@@ -14,7 +14,8 @@ import duckdb
 from aiohttp import web
 
 from rankscope_storage.base.errors import StoreError
-from rankscope_view.site import Response, Site
+from rankscope_view.answers import Response
+from rankscope_view.site import Site
 
 WATCH_SECONDS: Final = 0.3
 """Interval in seconds at which the version of the store is read while a page is open."""

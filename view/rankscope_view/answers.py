@@ -1,0 +1,233 @@
+"""Answers with data for the scripts of the pages: curves, grids and single values; and the choices in a query."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
+
+from rankscope_contract.model.kinds import OPS
+from rankscope_storage.connection import Connection
+from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve
+from rankscope_view.data.detail import read_chart
+from rankscope_view.data.events import event_lines, markers
+from rankscope_view.data.grid import GridRequest, TensorKinds, cell_value, tensor_grid
+from rankscope_view.data.history import EVAL_LOSS, LOSS
+from rankscope_view.data.ranks import rank_grid, rank_table
+from rankscope_view.data.tensor import tensor_history
+from rankscope_view.pages import run as run_page
+from rankscope_view.pages import tensors as tensor_page
+
+HTML: Final = "text/html; charset=utf-8"
+JSON: Final = "application/json"
+BYTES: Final = "application/octet-stream"
+HEADERS: Final = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data: blob:;"
+        " base-uri 'none'; form-action 'self'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    ),
+    "Cache-Control": "no-store",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+Query = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """Answer to one request."""
+
+    status: int = 200
+    type: str = HTML
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=lambda: HEADERS)
+
+
+class NotFoundError(Exception):
+    """The store has no object with this name; the text names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One request: the segments of its path, its query, and the problems of the service to show."""
+
+    segments: tuple[str, ...]
+    query: Query
+    alarms: tuple[str, ...] = ()
+
+    @property
+    def run(self) -> str:
+        """Return the name of the run in the path. The query has the names that cannot be in a path."""
+        return self.query.get("run") or self.segments[1]
+
+    def number(self, name: str) -> float | None:
+        """Return a finite number of the query, or None."""
+        try:
+            value = float(self.query.get(name, ""))
+        except ValueError:
+            return None
+        return value if math.isfinite(value) else None
+
+    def count(self, name: str) -> int:
+        """Return a number of the query that is not negative, or 0."""
+        return max(0, min(int(self.number(name) or 0), 1_000_000_000))
+
+
+def chart_choice(asked: Asked) -> run_page.ChartChoice:
+    """Return the choices of the reader for charts, from the query. Unknown values are the default."""
+    query = asked.query
+    axis = next((one for one in Axis if one == query.get("axis")), Axis.STEP)
+    smoothing = next((one for one in Smoothing if one == query.get("smooth")), Smoothing.EMA)
+    strength = asked.number("strength")
+    request = CurveRequest(
+        axis=axis,
+        smoothing=smoothing,
+        decay=min(max(strength, 0.0), 0.999) if strength is not None and smoothing is Smoothing.EMA else 0.9,
+        width=int(min(max(strength, 1), 500)) if strength is not None and smoothing is Smoothing.AVERAGE else 20,
+        first=asked.number("from"),
+        last=asked.number("to"),
+        points=min(max(asked.count("points") or 4000, 8), 100_000),
+        newest=asked.count("tail") or None,
+    )
+    return run_page.ChartChoice(request=request, is_log=bool(query.get("log")), fits_all=bool(query.get("fit")))
+
+
+def tensor_choice(asked: Asked, kinds: TensorKinds) -> tensor_page.TensorChoice | None:
+    """Return the choices of the reader for tensors; None if the run has no statistics of tensors."""
+    query = asked.query
+    kind = query.get("kind") if query.get("kind") in kinds.counts else kinds.default
+    if kind is None:
+        return None
+    return tensor_page.TensorChoice(
+        kind=kind,
+        op=query["op"] if query.get("op") in OPS else "norm",
+        is_relative=not query.get("absolute"),
+        worst_first=query.get("order") == "worst",
+        search=query.get("q", ""),
+        tensor=query.get("tensor"),
+        rows=query.get("rows"),
+        columns=query.get("columns"),
+    )
+
+
+def both_curves(connection: Connection, a: str, b: str, name: str, request: CurveRequest) -> Curve:
+    """Return the curves of a scalar of two runs as the lines A and B of one curve, on the axis of steps."""
+    first, second = (curve(read_chart(connection, run, name), request) for run in (a, b))
+    lines = [replace(line, label=label) for one, label in ((first, "A"), (second, "B")) for line in one.lines]
+    extents = [one.extent for one in (first, second) if one.extent is not None]
+    bulks = [one.bulk for one in (first, second) if one.bulk is not None]
+    return replace(
+        first,
+        lines=tuple(lines),
+        nonfinite=first.nonfinite + second.nonfinite,
+        restarts=(),
+        rows=first.rows + second.rows,
+        extent=(min(one[0] for one in extents), max(one[1] for one in extents)) if extents else None,
+        bulk=(min(one[0] for one in bulks), max(one[1] for one in bulks)) if bulks else None,
+    )
+
+
+def compared_curves(connection: Connection, asked: Asked) -> Response:
+    """Return the curves of a scalar of two runs as JSON."""
+    request = replace(chart_choice(asked).request, axis=Axis.STEP)
+    found = both_curves(
+        connection, asked.query.get("a", ""), asked.query.get("b", ""), asked.query.get("name", LOSS), request
+    )
+    return _json(found.document())
+
+
+def _pair(text_: str | None) -> tuple[int, int] | None:
+    """Return the numbers of a range such as `3-17`; None without a valid range."""
+    first, _, last = (text_ or "").partition("-")
+    return (int(first), int(last)) if first.isdecimal() and last.isdecimal() and len(text_ or "") < 40 else None
+
+
+def tensor_map(connection: Connection, asked: Asked) -> Response:
+    """Return the grid of all tensors of one kind as bytes."""
+    run = asked.query.get("run", "")
+    choice = tensor_choice(asked, TensorKinds(counts={asked.query.get("kind", ""): 0}))
+    assert choice is not None
+    request = GridRequest(
+        kind=choice.kind,
+        op=choice.op,
+        is_relative=choice.is_relative,
+        worst_first=choice.worst_first,
+        words=tuple(choice.search.lower().split()),
+        rows=_pair(choice.rows),
+        columns=_pair(choice.columns),
+    )
+    return Response(type=BYTES, body=tensor_grid(connection, run, request).encoded())
+
+
+def rank_map(connection: Connection, asked: Asked) -> Response:
+    """Return the strips of all ranks as bytes."""
+    run = asked.query.get("run", "")
+    found = rank_grid(connection, run, rank_table(connection, run), whole_step=bool(asked.query.get("whole")))
+    return Response(type=BYTES, body=found.encoded())
+
+
+def cell(connection: Connection, asked: Asked) -> Response:
+    """Return the exact value of a cell of the map of tensors as JSON."""
+    query = asked.query
+    steps = (asked.count("first"), asked.count("last"))
+    found = cell_value(
+        connection,
+        query.get("run", ""),
+        query.get("kind", ""),
+        op=query.get("op", "norm"),
+        tensor=query.get("tensor", ""),
+        attempt=asked.count("attempt"),
+        steps=steps,
+    )
+    if found is None:
+        return _json(None)
+    value = None if found.value is None or not math.isfinite(found.value) else found.value
+    return _json(asdict(found) | {"value": value})
+
+
+def _json(document: Any) -> Response:
+    return Response(type=JSON, body=json.dumps(document, allow_nan=False).encode())
+
+
+def scalar_curve(connection: Connection, asked: Asked) -> Response:
+    """Return the curve of a scalar with its markers as JSON."""
+    run, name = asked.query.get("run", ""), asked.query.get("name", LOSS)
+    choice = chart_choice(asked)
+    if tensor := asked.query.get("tensor"):
+        history = tensor_history(connection, run, asked.query.get("kind", ""), name, tensor)
+        choice = replace(choice, request=replace(choice.request, smoothing=Smoothing.NONE))
+    else:
+        history = read_chart(connection, run, name)
+    document = curve(history, choice.request).document()
+    if asked.query.get("markers"):
+        lines, evaluations = event_lines(connection, run), read_chart(connection, run, EVAL_LOSS)
+        found = markers(lines, evaluations, history, choice.request.axis)
+        document["markers"] = [[one.group, one.x, one.step, one.text, one.is_critical] for one in found]
+    return _json(document)
+
+
+def curve_csv(connection: Connection, asked: Asked) -> Response:
+    """Return all stored rows of a scalar in the zoom window as CSV."""
+    run, name = asked.query.get("run", ""), asked.query.get("name", LOSS)
+    history = read_chart(connection, run, name)
+    sheet = io.StringIO()
+    writer = csv.writer(sheet)
+    writer.writerow(("attempt", "step", "cumulative_step", "time", name, "lowest", "highest", "is_superseded"))
+    columns = (
+        history.attempt,
+        history.step,
+        history.cumulative,
+        history.time,
+        history.value,
+        history.lowest,
+        history.highest,
+    )
+    writer.writerows(zip(*(column.tolist() for column in columns), (~history.stands).astype(int).tolist(), strict=True))
+    disposition = {"Content-Disposition": 'attachment; filename="curve.csv"'}
+    return Response(type="text/csv; charset=utf-8", body=sheet.getvalue().encode(), headers={**HEADERS, **disposition})
