@@ -58,6 +58,7 @@ _JSON: Final = '{"'
 _MANY: Final = 5
 _FEWEST: Final = 2
 _MOST_LINES: Final = 2_000
+_FEW_LINES: Final = 100
 
 
 class TextLog:
@@ -76,6 +77,9 @@ class TextLog:
             return NOT_MINE
         sample = [line.decode(errors="replace") for line in sample_lines(path, head) if line.strip()]
         lines = [part for line in sample for part in bar_lines(line)]
+        first = next((place for place, line in enumerate(lines) if _MEGATRON.search(line)), None)
+        if first is not None:  # the importer of Megatron logs reads them better: a few lines suffice
+            lines = lines[first : first + _FEW_LINES]
         log = Lines(Faults())
         texts = (line for line in lines if not line.startswith(_JSON))
         found = [record for line in texts if (record := log.record(without_colours(line)))]
@@ -83,7 +87,7 @@ class TextLog:
         if len(records) < min(_FEWEST, len(lines)) or not records:
             return NOT_MINE
         because = f"{len(records)} of {len(lines)} sampled lines contain a step and its loss"
-        if any(_MEGATRON.search(line) for line in lines):
+        if first is not None:
             return Detection(0.1, because)
         return Detection(0.35 + 0.5 * len(records) / len(lines), because)
 

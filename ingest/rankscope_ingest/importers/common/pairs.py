@@ -165,7 +165,7 @@ def parse(text: str) -> Line:
     line.prefix |= prefix_fields(before)
     evaluation = _EVALUATION.search(before) or _TEST.match(before, begin)
     if not evaluation and len(ends) > 1:
-        evaluation = _EVALUATED.search(whole, 0, ends[1])
+        evaluation = _EVALUATED.search(whole, max(0, start - begin), ends[1])
     if evaluation:
         word = evaluation[evaluation.lastindex or 0]
         line.prefix["split"] = word.lower()

@@ -168,4 +168,7 @@ class StepStreams:
         A lower step with a higher `epoch` is no restart: the log counts steps within epochs. `writer` is the id of the
         process or host that wrote the record, and `value` is the first number of the record.
         """
-        return self._ranks.setdefault(rank, _RankStreams()).attempt(step, epoch, writer, value)
+        streams = self._ranks.get(rank)
+        if streams is None:
+            streams = self._ranks[rank] = _RankStreams()
+        return streams.attempt(step, epoch, writer, value)
