@@ -75,7 +75,7 @@ def _verdict(found: Comparison) -> str:
     where = "" if first.rank is None else f", on rank {first.rank}"
     name = tensor_name(first.tensor) if first.kind != "scalar" else f"<b>{text(first.tensor)}</b>"
     share = "" if first.relative is None else f": a relative difference of {first.relative:.2g}"
-    evidence = f"{text(first.kind.replace('_', ' '))} {text(first.op)} {measure(first.a)} against {measure(first.b)}{share}. {count(result.points_at_first)} value{'' if result.points_at_first == 1 else 's'} differ at this step."
+    evidence = f"{text(first.kind.replace('_', ' '))} {text(first.op)} {measure(first.a)} against {measure(first.b)}{share}. {count(result.points_at_first)} {'value differs' if result.points_at_first == 1 else 'values differ'} at this step."
     evidence += " Rounding in another order of additions can cause this." if result.looks_rounded else ""
     return verdict("critical", f"The runs differ first at step {count(first.step)}{where}, in {name}", evidence)
 
