@@ -180,16 +180,14 @@ def start_job(service: Service, tmp_path: Path) -> Iterator[StartJob]:
             process.wait(10)
 
 
-TWO_RANKS = ("--standalone", "--nproc-per-node", "2")
-
-
 @pytest.fixture
-def train(start_job: StartJob, tmp_path: Path) -> StartJob:
-    """Return a function that starts the training under torchrun."""
+def train(start_job: StartJob, tmp_path: Path, another_port: int) -> Callable[..., list[Started]]:
+    """Return a function that starts both ranks of the training."""
 
-    def start(service: Service, run: str, *, steps: int, pause: float = 0.0) -> Any:
-        settings = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_RUN": run}
-        return start_job(TRAINING, tmp_path, steps, pause, torchrun=TWO_RANKS, **settings)
+    def start(service: Service, run: str, *, steps: int, pause: float = 0.0) -> list[Started]:
+        group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(another_port)}
+        settings = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_RUN": run} | group
+        return [start_job(TRAINING, tmp_path, steps, pause, RANK=rank, LOCAL_RANK=rank, **settings) for rank in "01"]
 
     return start
 

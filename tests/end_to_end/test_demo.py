@@ -15,6 +15,7 @@ def demo(folder, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "rankscope", "demo", "--folder", str(folder), *arguments]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_demo_passes_all_its_checks(tmp_path, require_server):
     """The demo checks itself: exact rows, two incidents reported by both senders, a completed run."""

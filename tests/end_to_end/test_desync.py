@@ -12,7 +12,7 @@ from rankscope.demo.receiver import AlertReceiver
 from rankscope_storage.api import summaries
 from rankscope_storage.connection import connect
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(300)]
 
 PROGRAM = """
 import sys

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.programs import Started
 
 from rankscope_contract.model.schema import TENSOR_ROW_KEY
 from rankscope_storage.connection import connect
@@ -19,7 +19,7 @@ LAST_ODD_STEP = 5
 RELATIVE = 1e-5
 AWKWARD_RUN = "../réseau a=b/'\"%41\n№ 7"
 
-Train = Callable[..., subprocess.Popen[bytes]]
+Train = Callable[..., list[Started]]
 Reference = Callable[[], dict[tuple[int, int, str, str], dict[str, Any]]]
 
 
@@ -43,7 +43,7 @@ def test_service_killed_five_times_stores_each_exact_row_once(
     """The service is killed at random times, also during polls, flushes and commits, and restarted immediately."""
     draw = random.Random(7)
     service.start()
-    training = train(service, AWKWARD_RUN, steps=0, pause=0.1)
+    ranks = train(service, AWKWARD_RUN, steps=0, pause=0.1)
     service.wait_for(lambda: service.runs() and service.runs()[0]["step"])
     for _ in range(5):
         time.sleep(draw.uniform(0.3, 1.8))
@@ -53,7 +53,7 @@ def test_service_killed_five_times_stores_each_exact_row_once(
 
     (tmp_path / "stop").touch()
 
-    assert 0 == training.wait(120), (tmp_path / "training.log").read_text()
+    assert [0, 0] == [rank.wait(120) for rank in ranks], (tmp_path / "training.log").read_text()
     assert 0 == service.stop(), service.log()
     expected = reference()
     rows = rows_of(service.store)

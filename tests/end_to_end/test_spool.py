@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from tests.end_to_end.lives import Host, attempts, gaps, stored, targets, until
 
 
@@ -79,6 +80,7 @@ def test_service_killed_before_the_commit_of_an_exited_rank_loses_nothing(servic
     assert {"first": (0, "completed")} == attempts(service.store)
 
 
+@pytest.mark.thorough
 def test_next_ranks_of_the_host_serve_the_spools_of_killed_ranks(service: Any, host: Host) -> None:
     """The new service has no spool folder. The new ranks serve the spools under the identity of the dead ranks."""
     service.flush_after_seconds = 600.0

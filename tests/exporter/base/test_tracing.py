@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.properties import few
 from torch import nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
@@ -436,15 +437,19 @@ class SelectiveCheckpoint(Loop):
         return made.square().sum()
 
 
-CASES = [
-    *(Loop, CompiledUpdate, CompiledUpdateWithAot, CompiledUpdateOfSGD, CompiledMethodStep),
-    *(CompiledUpdateOfMicroBatches, CompiledUpdateAndLateZero, CompiledStep, CompiledLoss, CompiledInPlace),
-    *(CompiledBackward, CompiledBackwardAndClipping, CapturedBackward),
+USUAL = [
+    *(Loop, CompiledUpdate, CompiledUpdateOfSGD, CompiledStep, CompiledLoss, CompiledInPlace),
+    *(CompiledBackward, CapturedBackward),
     *(JitTrace, JitTraceWithinAStep, MakeFx, MakeFxWithFakes, MakeFxBeforeDispatch, MakeFxOfGradients),
     *(SymbolicTrace, Export, ExportNotStrict, FakeForward, FakeParameters, Aot),
     *(UserDispatchMode, UserFunctionMode, CountedFlops, CountedCollectives, ModesOfBothKinds, MetaDevice),
     *(DefaultDevice, SelectiveCheckpoint),
 ]
+LONG = [
+    *(CompiledUpdateWithAot, CompiledMethodStep, CompiledUpdateOfMicroBatches, CompiledUpdateAndLateZero),
+    CompiledBackwardAndClipping,
+]
+CASES = few(len(USUAL), [*USUAL, *LONG])
 
 
 def config_of(case: type[Loop]) -> MonitorConfig:

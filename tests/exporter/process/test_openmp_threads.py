@@ -18,19 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.properties import THOROUGH
 
 ROOT = Path(__file__).parents[3]
 THREADS = [count for count in (2, 4) if count <= len(os.sched_getaffinity(0))] or [2]
 PAGES = ("/metrics", "/records?after=-1", "/stacks")
 SCRAPE_SECONDS = 0.1
-STEPS = 200 if THOROUGH else 20
+STEPS = 200
 TRIES = 3
 """Attempts. Other processes on the cores make OpenMP threads sleep at barriers, so one undisturbed pair is enough."""
 
 Run = dict[str, Any]
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted by /proc")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted by /proc"),
+]
 
 
 def trained(
@@ -90,7 +92,6 @@ EVERYTHING = {
 REQUIRED = {"everything": EVERYTHING, "everything, on_anomaly with torch": EVERYTHING | {"rankscope-on-anomaly"}}
 
 
-@pytest.mark.thorough
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize(("case", "how", "during"), CASES)
@@ -119,7 +120,7 @@ def test_torch_operations_on_a_monitor_thread_open_an_openmp_team(threads):
     alone, found = without_monitor(threads, "call"), trained("torch arithmetic", threads, "call")
 
     assert alone["threads"] < found["threads"]
-    assert not THOROUGH or 10 < found["switches"]
+    assert 10 < found["switches"]
 
 
 LIMITED = """

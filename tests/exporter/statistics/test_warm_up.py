@@ -96,6 +96,7 @@ print(statistics.backend_name(), measure())
 
 
 @needs_numba
+@pytest.mark.thorough
 def test_process_can_exit_during_the_warm_up(tmp_path: Path):
     done = subprocess.run(  # a separate process: the test is about its exit
         [sys.executable, "-c", MEASURE + "statistics.warm_up(); print('bye')"],
