@@ -251,7 +251,7 @@ class Reporter:
         return True
 
     async def _announce(self, incidents: Sequence[Incident]) -> None:
-        first, *others = incidents
+        first, *others = sorted(incidents, key=lambda incident: incident.first.run)  # whichever log was read first
         for other in others:
             other.is_muted = True
             self.record(other, MUTED)

@@ -17,9 +17,9 @@ KNOWN = definitions(prefix="rankscope_raw.")
 
 def test_needed_definitions_include_and_follow_their_dependencies():
     assert ["scalars"] == needed_definitions("SELECT * FROM Scalars", KNOWN)
-    assert ["scalars", "scalar_rollups", "scalar_positions", "scalar_history", "loss_curve"] == needed_definitions(
-        'FROM "loss_curve"', KNOWN
-    )
+    assert [
+        *("scalars", "runs", "scalar_rollups", "scalar_positions", "scalar_history", "loss_curve")
+    ] == needed_definitions('FROM "loss_curve"', KNOWN)
     assert [] == needed_definitions("SELECT 1", KNOWN)
 
 
