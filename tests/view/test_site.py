@@ -15,7 +15,7 @@ from tests.view.training import HOSTILE, MAIN, START
 
 from rankscope_view.assets import ASSETS, UPLOT
 from rankscope_view.data.runs import RunQuery, run_list
-from rankscope_view.format import count, measure
+from rankscope_view.pages.format import count, measure
 from rankscope_view.site import Site
 
 VOID = {"meta", "link", "input", "br", "path", "rect", "th"}  # the end of th need not be written

@@ -42,13 +42,13 @@ from rankscope_view.data.incidents import incidents
 from rankscope_view.data.ranks import rank_table
 from rankscope_view.data.runs import RunQuery, RunRow, known_runs, run_list, run_row
 from rankscope_view.data.tensor import first_to_leave, tensor_detail, tensor_history
-from rankscope_view.format import text
 from rankscope_view.pages import compare as compare_page
 from rankscope_view.pages import incident as incident_page
 from rankscope_view.pages import ranks as rank_page
 from rankscope_view.pages import run as run_page
 from rankscope_view.pages import run_list as list_page
 from rankscope_view.pages import tensors as tensor_page
+from rankscope_view.pages.format import text
 from rankscope_view.pages.parts import Place, document
 
 _IMMUTABLE: Final = {"Cache-Control": "public, max-age=31536000, immutable"}

@@ -125,13 +125,8 @@ def watch(
     )
     with WatchView(Console(highlight=False)) as view, log_to(view.print_line):
         statuses = _watch(settings, sections, view, shard=shard, once=once, until_finished=until_finished)
-    if (once or until_finished) and (problems := [status for status in statuses if not status.is_normal]):
-        unreadable = any(status.unreadable for status in problems)
-        names = ", ".join(sorted({status.run for status in problems}))
-        raise CommandError(
-            f"{names}: {'a log cannot be read' if unreadable else 'not normal'}, see above",
-            code=FAILED if unreadable else NOT_NORMAL,
-        )
+    if once or until_finished:
+        _check(statuses)
 
 
 def _sections(
@@ -158,6 +153,19 @@ def _sections(
         fault = error.errors(include_url=False)[0]
         option = str(fault["loc"][-1]).replace("_", "-")
         raise CommandError(f"--{option}: {fault['msg']} (given: {fault['input']!r})", code=USAGE) from error
+
+
+def _check(statuses: Sequence[LogStatus]) -> None:
+    """Raise CommandError if a log cannot be read, or if a training is not normal."""
+    problems = [status for status in statuses if not status.is_normal]
+    if not problems:
+        return
+    unreadable = any(status.unreadable for status in problems)
+    names = ", ".join(sorted({status.run for status in problems}))
+    raise CommandError(
+        f"{names}: {'a log cannot be read' if unreadable else 'not normal'}, see above",
+        code=FAILED if unreadable else NOT_NORMAL,
+    )
 
 
 def _watch(

@@ -54,23 +54,18 @@ def _chunk32(
     zeros = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, SIZE, BLOCK):
         place = first + start + tl.arange(0, BLOCK)
+        inside = place < numel
         if ALIGNED:
             place = tl.max_contiguous(tl.multiple_of(place, BLOCK), BLOCK)
             x = tl.load(pointer + place).to(tl.float32)
-            magnitude = x.to(tl.int32, bitcast=True) & _MOST32
-            finite = magnitude < _INFINITE32
-            nans += (magnitude > _INFINITE32).to(tl.int32)
-            infs += (magnitude == _INFINITE32).to(tl.int32)
-            zeros += (magnitude < zero).to(tl.int32)
         else:
-            inside = place < numel
             x = tl.load(pointer + place, mask=inside, other=0.0).to(tl.float32)
-            magnitude = x.to(tl.int32, bitcast=True) & _MOST32
-            finite = (magnitude < _INFINITE32) & inside
-            nans += (magnitude > _INFINITE32).to(tl.int32)
-            infs += (magnitude == _INFINITE32).to(tl.int32)
-            zeros += ((magnitude < zero) & inside).to(tl.int32)
         bits = x.to(tl.int32, bitcast=True)
+        magnitude = bits & _MOST32
+        finite = (magnitude < _INFINITE32) & inside
+        nans += (magnitude > _INFINITE32).to(tl.int32)
+        infs += (magnitude == _INFINITE32).to(tl.int32)
+        zeros += ((magnitude < zero) & inside).to(tl.int32)
         ordered = bits ^ ((bits >> 31) & _MOST32)
         least = tl.minimum(least, tl.where(finite, ordered, 0x7FFFFFFF))
         most = tl.maximum(most, tl.where(finite, ordered, -0x80000000))

@@ -21,7 +21,7 @@ from rankscope_ingest.status_page.target_html import (
     exporter_table,
     target_tables,
 )
-from rankscope_view.format import ago, count, duration, number, percent, text
+from rankscope_view.pages.format import ago, count, duration, number, percent, text
 
 MAX_RUNS: Final = 100
 MAX_ROWS: Final = 2000

@@ -13,7 +13,7 @@ from typing import Final
 from rankscope_contract.protocol.channel import EXPORTERS_PATH, TARGETS_PATH
 from rankscope_ingest.runs.target import Health
 from rankscope_ingest.status_page.model import TargetStatus
-from rankscope_view.format import ago, count, duration, percent, text
+from rankscope_view.pages.format import ago, count, duration, percent, text
 
 MAX_LAG_SECONDS: Final = 60.0
 """Age in seconds of the oldest uncommitted record above which a rank is not healthy, even if it responds."""

@@ -17,7 +17,7 @@ from rankscope_contract.model.events import RunState
 from rankscope_ingest.runs.target import Health
 from rankscope_ingest.status_page import assets
 from rankscope_ingest.status_page.page import COLOURS, MAX_ROWS, MAX_RUNS, page
-from rankscope_view.format import duration, number, percent
+from rankscope_view.pages.format import duration, number, percent
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "status"
 VOID = {"meta", "link", "br"}

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from rankscope_storage.diff.diff import Divergence
-from rankscope_view import svg
 from rankscope_view.data.comparison import Comparison
 from rankscope_view.data.curves import Curve
 from rankscope_view.data.detail import RunDetail
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LOSS
-from rankscope_view.format import NOTHING, count, measure, text
+from rankscope_view.pages import svg
+from rankscope_view.pages.format import NOTHING, count, measure, text
 from rankscope_view.pages.parts import Place, document, icon, panel, state_word, tensor_name, verdict
 from rankscope_view.pages.run import title
 

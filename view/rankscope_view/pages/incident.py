@@ -9,7 +9,7 @@ from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.api.summaries import AnomalyRow
 from rankscope_view.data.incidents import Incident, happening
 from rankscope_view.data.runs import RunRow
-from rankscope_view.format import NOTHING, count, measure, text, utc
+from rankscope_view.pages.format import NOTHING, count, measure, text, utc
 from rankscope_view.pages.parts import Place, document, icon, incident_line, panel, tabs, tensor_name
 
 SHOWN: Final = 40

@@ -11,7 +11,7 @@ from rankscope_contract.model.events import RunState
 from rankscope_contract.security.escaping import path_segment
 from rankscope_view.data.incidents import Incident, happening
 from rankscope_view.data.runs import STOPPING, RunRow
-from rankscope_view.format import count, text
+from rankscope_view.pages.format import count, text
 
 ICONS: Final = {
     "running": '<path d="M4 2.5v11l9-5.5z"/>',

@@ -8,10 +8,10 @@ from typing import Final
 import numpy as np
 
 from rankscope_contract.model.phases import Phase
-from rankscope_view import svg
 from rankscope_view.data.ranks import RECENT_STEPS, RankRow, RankTable
 from rankscope_view.data.runs import RunRow
-from rankscope_view.format import NOTHING, age, ago, count, measure, percent, text
+from rankscope_view.pages import svg
+from rankscope_view.pages.format import NOTHING, age, ago, count, measure, percent, text
 from rankscope_view.pages.parts import Place, document, icon, panel, tabs, verdict
 from rankscope_view.pages.run import signed
 

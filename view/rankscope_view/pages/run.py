@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_view import svg
 from rankscope_view.data.advice import Advice
 from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, notice
 from rankscope_view.data.detail import PERPLEXITY, STEP_SECONDS, RunDetail, speed_change
 from rankscope_view.data.events import NEWEST, EventLine, EventLog, Group
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, SPEEDS
 from rankscope_view.data.runs import RunRow
-from rankscope_view.format import NOTHING, count, duration, measure, percent, short, text, utc
+from rankscope_view.pages import svg
+from rankscope_view.pages.format import NOTHING, count, duration, measure, percent, short, text, utc
 from rankscope_view.pages.parts import Place, document, icon, incident_line, panel, pill, segmented, tabs, tag_list
 from rankscope_view.pages.run_list import SPEED_UNITS
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from rankscope_contract.model.events import RunState
-from rankscope_view import svg
 from rankscope_view.data.runs import ENDED, INCIDENTS, PAGE_RUNS, STOPPING, RunList, RunRow
-from rankscope_view.format import NOTHING, age, count, duration, measure, percent, short, text
+from rankscope_view.pages import svg
+from rankscope_view.pages.format import NOTHING, age, count, duration, measure, percent, short, text
 from rankscope_view.pages.parts import Place, document, icon, incident_line, pill, state_word, tag_list, verdict
 
 _ORDER: Final = (

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rankscope_contract.model.kinds import JUDGED_OPS, OPS
-from rankscope_view import svg
 from rankscope_view.data.curves import Curve
 from rankscope_view.data.grid import TensorKinds
 from rankscope_view.data.runs import RunRow
 from rankscope_view.data.tensor import TensorDetail
-from rankscope_view.format import NOTHING, count, measure, text
+from rankscope_view.pages import svg
+from rankscope_view.pages.format import NOTHING, count, measure, text
 from rankscope_view.pages.parts import Place, document, icon, panel, segmented, tabs, tensor_name
 
 _RANKS: Final = 64

@@ -10,7 +10,7 @@ import numpy as np
 
 from rankscope_view.data.curves import Axis, Curve
 from rankscope_view.data.runs import Sparkline
-from rankscope_view.format import text, utc
+from rankscope_view.pages.format import text, utc
 
 _WIDTH: Final = 100
 _HEIGHT: Final = 26
