@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 TORCH  := torch==2.13.0
-WORKERS ?= 4# test processes; most tests wait for servers, not for the processor
+WORKERS ?= 3# test processes; most tests wait for servers, not for the processor
 # Files are distributed in the order of their names. By default, xdist starts with the files of the most tests, and at the
 # end two processes wait for a file with few long tests.
 SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
