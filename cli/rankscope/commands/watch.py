@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 from urllib.parse import quote, urlsplit
@@ -217,6 +215,7 @@ async def _follow(
     once: bool,
     until_finished: bool,
 ) -> list[LogStatus]:
+    from rankscope_ingest.base.stop_signals import stop_on_signals
     from rankscope_ingest.watch.session import Hooks, check_logs, run_names, watching
     from rankscope_storage.api.store import Store as StoreFolder
 
@@ -225,7 +224,8 @@ async def _follow(
     owner = f"watch, process {os.getpid()} on {socket.gethostname()}"
     path = Path(settings.store.path)
     store = StoreFolder.open(path, create=True, mantissa_bits=settings.store.mantissa_bits)
-    with store.claim(shard or settings.store.shard, owner=owner) as writer, _stop_signals() as stop:
+    stop = asyncio.Event()
+    with store.claim(shard or settings.store.shard, owner=owner) as writer, stop_on_signals(stop):
         view.print_line(f"store: {path}")
         for section, name in zip(sections, run_names(sections), strict=True):
             view.print_line(f"following {section.log} as the run {name}, every {section.poll_seconds:g} s")
@@ -237,26 +237,3 @@ async def _follow(
             else:
                 await session.run(stop, until_ended=until_finished)
         return session.statuses
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[asyncio.Event]:
-    """Yield an event that the first SIGINT or SIGTERM sets. A second signal ends the process."""
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    caught = (signal.SIGINT, signal.SIGTERM)
-
-    def release() -> None:
-        for number in caught:
-            loop.remove_signal_handler(number)
-
-    def on_signal() -> None:
-        release()
-        stop.set()
-
-    with contextlib.suppress(ValueError, RuntimeError):  # outside the main thread, the caller handles signals
-        for number in caught:
-            loop.add_signal_handler(number, on_signal)
-    try:
-        yield stop
-    finally:
-        release()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.base.memory import tune_allocator, unfreeze_gc
+from rankscope_ingest.base.stop_signals import stop_on_signals
 from rankscope_ingest.base.tls import client_tls, server_tls
 from rankscope_ingest.detect.history import History, read_history
 from rankscope_ingest.notify.notifiers import Notifier, make_notifiers
@@ -46,7 +46,7 @@ async def run(
         check_logs(config.watch)
         own_tls = server_tls(config.service.web_config)
         ranks_tls = client_tls(config.service.ca_file, config.service.cert_file, config.service.key_file)
-        with _signals(stop), contextlib.closing(await asyncio.to_thread(_claim, config)) as writer:
+        with stop_on_signals(stop), contextlib.closing(await asyncio.to_thread(_claim, config)) as writer:
             history = await asyncio.to_thread(_history, config.store.path)
             async with Fetcher(
                 networks=config.service.allowed_networks,
@@ -78,30 +78,3 @@ def _claim(config: ServiceConfig) -> Writer:
 def _history(path: str) -> History:
     with connect(path, single_threaded=True) as connection:
         return read_history(connection, time.monotonic())
-
-
-@contextlib.contextmanager
-def _signals(stop: asyncio.Event) -> Iterator[None]:
-    """Set `stop` at the first SIGTERM or SIGINT.
-
-    A second signal has the default effect of the operating system: it ends the process.
-    """
-    loop = asyncio.get_running_loop()
-    caught = (signal.SIGTERM, signal.SIGINT)
-
-    def release() -> None:
-        for number in caught:
-            loop.remove_signal_handler(number)
-
-    def on_signal() -> None:
-        release()
-        stop.set()
-
-    # Outside the main thread, the embedding program handles signals.
-    with contextlib.suppress(ValueError, RuntimeError):
-        for number in caught:
-            loop.add_signal_handler(number, on_signal)
-    try:
-        yield
-    finally:
-        release()
