@@ -134,3 +134,13 @@ def test_connect_on_a_rank_names_the_extra_to_install(rank_install):
     done = run_on_rank(rank_install, "import rankscope; rankscope.connect")
 
     assert "run pip install '.[store]'" in done.stderr
+
+
+def test_paths_in_the_makefile_exist():
+    missing = [
+        path
+        for path in re.findall(r"(?:tests|docs|benchmarks)/[\w/.]+", (ROOT / "Makefile").read_text())
+        if not (ROOT / path).exists()
+    ]
+
+    assert missing == []
