@@ -27,7 +27,6 @@ from rankscope_storage.log.delta import Log
 from rankscope_storage.log.entries import entry
 from rankscope_storage.log.snapshot import Snapshot
 from rankscope_storage.query import file_facts
-from rankscope_storage.query.pruning import ViewReference
 from rankscope_storage.query.statements import Definition, definitions
 from rankscope_storage.sql.views import empty_view
 
@@ -66,8 +65,6 @@ class DuckDBInstance:
     The select list is None if the files have different columns."""
     defined: dict[str, str] = field(default_factory=dict)
     """By view or macro: the statement that created the view or macro in this instance."""
-    parsed: dict[str, tuple[ViewReference, ...] | None] = field(default_factory=dict)
-    """By statement: its references to views; None if the statement could not be analysed."""
     footers: set[str] = field(default_factory=set)
     footers_checked: int = 0
     """Number of Parquet footers in DuckDB's cache when footers of deleted files were last counted."""

@@ -19,7 +19,7 @@ from rankscope_storage.connection.pool import DEFINITIONS, RAW, WITHOUT_FILES, D
 from rankscope_storage.log.snapshot import RowRanges, Snapshot
 from rankscope_storage.query import file_facts
 from rankscope_storage.query.pruning import ViewReference, row_ranges, view_references
-from rankscope_storage.query.statements import needed_definitions
+from rankscope_storage.query.statements import StatementCache, needed_definitions
 from rankscope_storage.sql.scalar_curve import raw_curve, scalar_curve, sole_attempt_curve
 from rankscope_storage.sql.scalar_history import LOSS_LOGGED_ONCE, LOSS_OF_SOLE_ATTEMPT
 from rankscope_storage.sql.scalar_positions import POSITIONS, STEPS_ARE_POSITIONS
@@ -39,8 +39,7 @@ RAW_CURVE: Final = raw_curve(file_facts.EXTENTS_TABLE)
 SOLE_ATTEMPT_CURVE: Final = sole_attempt_curve(file_facts.EXTENTS_TABLE)
 
 _TREE: Final = "SELECT json_serialize_sql(?, skip_null := true, skip_empty := true, skip_default := true)"
-_MOST_PARSED: Final = 256
-"""Largest number of statements whose analysis is cached. When it is reached, the cache is cleared."""
+_references: Final[StatementCache[tuple[ViewReference, ...] | None]] = StatementCache()
 
 
 class BoundViews:
@@ -82,16 +81,15 @@ class BoundViews:
 
     def _references(self, query: str) -> tuple[ViewReference, ...] | None:
         """Return the references of `query` to public views and macros; None if it may read anything else."""
-        parsed = self.instance.parsed
-        if query not in parsed:
-            if len(parsed) >= _MOST_PARSED:
-                parsed.clear()
+
+        def analyse() -> tuple[ViewReference, ...] | None:
             [(tree,)] = self.cursor.execute(_TREE, [query]).fetchall()
             try:
-                parsed[query] = view_references(json.loads(tree).get("statements", ()), DEFINITIONS)
+                return view_references(json.loads(tree).get("statements", ()), DEFINITIONS)
             except RecursionError:  # DuckDB parses deeper statements than Python
-                parsed[query] = None
-        return parsed[query]
+                return None
+
+        return _references.find(query, analyse)
 
     def _needed_rows(
         self, references: Iterable[ViewReference], parameters: object, snapshot: Snapshot

@@ -11,9 +11,9 @@ COPY TO, and a table function may change a setting of all connections of an inst
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import duckdb
 
@@ -30,6 +30,28 @@ _ALL: Final = re.compile(
 
 Such a statement accesses views without their names, as SHOW does, or contains a second statement."""
 _EXPLAIN: Final = re.compile(r"\s*explain(\s+analyze)?\s", re.IGNORECASE)
+
+T = TypeVar("T")
+
+
+class StatementCache(Generic[T]):
+    """What an analysis of statements found, by text. The result of the analysis must not depend on a connection."""
+
+    def __init__(self, most: int = 256) -> None:
+        self._most = most
+        self._found: dict[str, T] = {}
+
+    def find(self, query: str, analyse: Callable[[], T]) -> T:
+        """Return the cached result for `query`, or that of `analyse`. The cache is cleared when it is full."""
+        try:
+            return self._found[query]
+        except KeyError:
+            if len(self._found) >= self._most:
+                self._found.clear()
+            return self._found.setdefault(query, analyse())
+
+
+_only_selects: Final[StatementCache[bool]] = StatementCache()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +120,13 @@ def only_selects(cursor: duckdb.DuckDBPyConnection, query: str) -> bool:
 
     Returns True if DuckDB cannot parse the query, because DuckDB then rejects it.
     """
-    try:
+
+    def analyse() -> bool:
         kinds = _kinds(cursor, query)
         return all(kind == duckdb.StatementType.SELECT for kind in kinds) and not can_change(cursor, query)
+
+    try:
+        return _only_selects.find(query, analyse)
     except duckdb.Error:
         return True
 
