@@ -6,7 +6,7 @@ A usual run has the same examples each time; a thorough run has random ones, so 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -25,3 +25,9 @@ def few(count: int, cases: Iterable[Any]) -> list[Any]:
     found = list(cases)
     others = (case if isinstance(case, tuple) else (case,) for case in found[count:])
     return [*found[:count], *(pytest.param(*case, marks=pytest.mark.thorough) for case in others)]
+
+
+def named(usual: Collection[str], names: Iterable[str]) -> list[Any]:
+    """Return `names` as cases for `parametrize`, of which those that are not in `usual` are for thorough runs."""
+    ordered = sorted(names, key=lambda name: name not in usual)
+    return few(sum(name in usual for name in ordered), ordered)

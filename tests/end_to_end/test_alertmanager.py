@@ -76,6 +76,7 @@ def asked(running: Alerting, expression: str, url: str | None = None) -> list[di
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.thorough
 def test_doctor_lists_readers_of_ranks_and_alert_receivers(running, ranks):
     running.wait_for(lambda: len(asked(running, 'up{job="rankscope"} == 1')) == len(ranks.bad))
     given = [f"--{name}={running.urls[name]}" for name in ("prometheus", "alertmanager")]

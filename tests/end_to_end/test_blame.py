@@ -66,6 +66,7 @@ def incident_of(service: Any) -> tuple[str, int | None]:
             rf"rank 1: it is in time\.sleep, {CALLED} fall_behind, and ranks 0, 2 wait in a collective \(stacks\)",
             rf"where:\n  rank 1 in time\.sleep, {CALLED} fall_behind\n  ranks 0, 2 in all_reduce",
             id="stacks name the rank that sleeps",
+            marks=pytest.mark.thorough,
         ),
         pytest.param(
             "sleeps",

@@ -74,6 +74,7 @@ def assert_message_names_both_places(text: str) -> None:
     assert "details: rankscope stacks hangs" in lines
 
 
+@pytest.mark.thorough
 def test_hang_notification_has_the_place_of_each_rank_and_is_resolved(
     service: Any, hanging: Start, tmp_path: Path
 ) -> None:

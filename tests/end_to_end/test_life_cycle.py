@@ -153,6 +153,7 @@ def test_run_continues_from_its_checkpoint_after_restarts_by_torchrun(
     ]
 
 
+@pytest.mark.thorough
 def test_requeued_job_joins_its_history_across_service_restarts(service: Any, launch: Launch, tmp_path: Path) -> None:
     """Simulated Slurm: its variables, its SIGTERM, a second start of one job, and another job with the same name."""
     checkpoint, work = tmp_path / "checkpoint", (tmp_path, 60, 0.02, "--hold")

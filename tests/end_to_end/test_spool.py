@@ -36,6 +36,7 @@ def test_killed_rank_with_a_live_service_loses_no_record(service: Any, host: Hos
     assert "stopped responding" in run["reason"]
 
 
+@pytest.mark.thorough
 def test_rank_killed_together_with_the_service_is_stored_by_the_next_one(service: Any, host: Host) -> None:
     service.spools = (host.spool,)
     service.start()

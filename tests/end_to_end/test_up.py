@@ -95,6 +95,7 @@ path = "history"
 """
 
 
+@pytest.mark.thorough
 def test_programs_reach_each_other_with_tls_and_token(start_up, tmp_path, certificates, free_port):
     """IPv6, mutual TLS and a token: Prometheus scrapes the service, and `rankscope doctor` can access it.
 

@@ -37,8 +37,9 @@ from tests.exporter.adapters.loops import (
     THAWED,
     WORLD,
 )
-from tests.exporter.adapters.observation import Outcome, by_chunk, outcomes, train_all
+from tests.exporter.adapters.observation import EVERY, Outcome, by_chunk, outcomes, train_all
 from tests.exporter.adapters.training import STEPS, Net, Truth, truths
+from tests.properties import THOROUGH, named
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all the training
 
@@ -72,11 +73,26 @@ OWED = {
 }
 
 
+USUAL = (
+    *(
+        "ddp, each reduced, bucket views",
+        "ddp, gradient scaler",
+        "ddp",
+        "fsdp2",
+        "fsdp2, mixed precision, each reduced",
+    ),
+    *("fsdp1", "tensor parallel", "pipeline, 1f1b", "pipeline, interleaved", "fsdp2, failing", "fsdp2, watched by one"),
+)
+"""Loops of which each run consists. `make test-thorough` trains all of them."""
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Outcome]:
-    results = outcomes(tmp_path_factory.mktemp("frameworks"), train_all)
+    names = tuple(EVERY) if THOROUGH else USUAL
+    results = outcomes(tmp_path_factory.mktemp("frameworks"), train_all, names)
     for name, rank in itertools.product(CHUNKED, range(WORLD)):
-        by_chunk(results[name, rank])
+        if name in names:
+            by_chunk(results[name, rank])
     return results
 
 
@@ -89,7 +105,7 @@ def test_every_loop_has_expectations():
     assert OWED.keys() == LOOPS.keys()
 
 
-@pytest.mark.parametrize("name", [*OWED, *MISFORTUNES, *ALONE])
+@pytest.mark.parametrize("name", named(USUAL, [*OWED, *MISFORTUNES, *ALONE]))
 def test_training_is_bit_identical_and_without_a_fault(name, found):
     for rank in range(WORLD):
         assert [] == found[name, rank].unequal
@@ -98,7 +114,7 @@ def test_training_is_bit_identical_and_without_a_fault(name, found):
         assert name in ALONE or found[name, rank].hooked
 
 
-@pytest.mark.parametrize("name", OWED)
+@pytest.mark.parametrize("name", named(USUAL, OWED))
 def test_every_kind_is_on_every_rank_for_every_step(name, found):
     owed = OWED[name]
     for rank in range(WORLD):
@@ -112,7 +128,7 @@ def test_every_kind_is_on_every_rank_for_every_step(name, found):
             assert {"act_in", "act_out", "act_grad_out"} <= activations or not owed.activations
 
 
-@pytest.mark.parametrize("name", OWED)
+@pytest.mark.parametrize("name", named(USUAL, OWED))
 def test_own_gradients_of_each_rank_and_micro_batch_equal_the_reference(name, found):
     owed = OWED[name]
     for step, truth in enumerate(truth_of(owed), 1):
@@ -129,7 +145,7 @@ def test_own_gradients_of_each_rank_and_micro_batch_equal_the_reference(name, fo
                 check(rows, {key: scale * value for key, value in own.items()}, owed.rel)
 
 
-@pytest.mark.parametrize("name", OWED)
+@pytest.mark.parametrize("name", named(USUAL, OWED))
 def test_tensors_combined_over_ranks_equal_the_reference(name, found):
     owed = OWED[name]
     for step, truth in enumerate(truth_of(owed), 1):
@@ -149,7 +165,7 @@ def test_tensors_combined_over_ranks_equal_the_reference(name, found):
                 assert {(tensor, WORLD) for tensor in NAMES} == set(count_of(rows).items())
 
 
-@pytest.mark.parametrize("name", [name for name, owed in OWED.items() if owed.activations])
+@pytest.mark.parametrize("name", named(USUAL, [name for name, owed in OWED.items() if owed.activations]))
 def test_activations_of_each_rank_and_micro_batch_equal_the_reference(name, found):
     owed = OWED[name]
     count = 0
@@ -176,7 +192,7 @@ def test_step_skipped_by_the_scaler_has_its_gradients(found):
         assert {"grad_unreduced", "grad_reduced"} <= {row.kind for row in rows}
 
 
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", named(USUAL, SHARDED))
 def test_shard_names_the_ranks_of_the_other_shards(name, found):
     for rank in range(WORLD):
         sharded = {row.shard_group for row in found[name, rank].rows if row.placement == "shard"}
@@ -184,7 +200,7 @@ def test_shard_names_the_ranks_of_the_other_shards(name, found):
         assert ({"0,1"}, {None}) == (sharded, whole)
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "fsdp1", "fsdp2, mixed precision"])
+@pytest.mark.parametrize("name", named(USUAL, ["fsdp2", "fsdp1", "fsdp2, mixed precision"]))
 def test_unsharded_gradient_has_the_shape_of_the_whole_tensor(name, found):
     shapes = {key: tuple(item.shape) for key, item in Net().named_parameters()}
     own = [row for row in found[name, 0].rows if row.kind == LOCAL]
@@ -195,7 +211,7 @@ def test_unsharded_gradient_has_the_shape_of_the_whole_tensor(name, found):
     assert {"bfloat16" if "mixed" in name else "float32"} == {row.dtype for row in own if row.micro_step is not None}
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", named(USUAL, ALONE))
 def test_one_rank_can_be_monitored_without_the_others(name, found):
     """A hidden collective would hang, or would mix up the messages of the ranks."""
     both = {(row.step, row.kind, row.tensor, row.numbers["norm"]) for row in found[name.removesuffix(TOLD), 0].rows}
@@ -205,18 +221,19 @@ def test_one_rank_can_be_monitored_without_the_others(name, found):
     assert [] == found[name, 1].rows
 
 
-@pytest.mark.parametrize("name", CHUNKED)
+@pytest.mark.parametrize("name", named(USUAL, CHUNKED))
 def test_modules_of_all_stages_have_features_and_structure(name, found):
     check_calls([found[name, rank] for rank in range(WORLD)], truth_of(STAGE), MICROS, split=True)
 
 
-@pytest.mark.parametrize("name", CHUNKED)
+@pytest.mark.parametrize("name", named(USUAL, CHUNKED))
 def test_each_stage_of_a_rank_has_its_number(name, found):
     for rank in range(WORLD):
         assert {0, 1} == {row.vpp_stage for row in found[name, rank].rows if row.kind.startswith("act_")}
         assert {None} == {row.vpp_stage for row in found["pipeline, 1f1b", rank].rows}
 
 
+@pytest.mark.thorough
 def test_gradients_exist_exactly_while_a_parameter_is_not_frozen(found):
     for rank in range(WORLD):
         steps = steps_of(found["fsdp2, thawed and frozen", rank], LOCAL, "blocks.0.up.weight", "leave.weight")
@@ -227,7 +244,7 @@ def test_gradients_exist_exactly_while_a_parameter_is_not_frozen(found):
         assert (expected, expected) == (steps, reduced)
 
 
-@pytest.mark.parametrize("name", [name for name in MISFORTUNES if "failing" in name])
+@pytest.mark.parametrize("name", named(USUAL, [name for name in MISFORTUNES if "failing" in name]))
 def test_forward_pass_that_raises_is_no_step(name, found):
     for rank in range(WORLD):
         failing = [row for row in found[name, rank].rows if row.micro_step is None]
@@ -237,6 +254,7 @@ def test_forward_pass_that_raises_is_no_step(name, found):
         assert {None, 1} == {row.micro_step for row in rows}  # the second forward pass of its step
 
 
+@pytest.mark.thorough
 def test_added_layer_is_not_measured_and_harmless(found):
     for rank in range(WORLD):
         rows = found["pipeline, growing", rank].rows

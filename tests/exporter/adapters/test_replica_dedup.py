@@ -12,6 +12,7 @@ from tests.exporter.adapters.loops import WORLD, Loop, ddp, ddp_scaled, fsdp1, f
 from tests.exporter.adapters.observation import Found, Outcome, begin, outcomes, read, unequal
 from tests.exporter.adapters.training import ADAM, Net
 from tests.exporter.parts import session_of
+from tests.properties import THOROUGH, named
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -80,6 +81,7 @@ CASES = {
     "fsdp2, copies": Case(hybrid),
     "tensor parallel": Case(tensor_parallel, group="tp_group", left=TP_WHOLE),
 }
+USUAL = ("ddp", "ddp, ZeRO", "ddp, ignoring", "fsdp2", "fsdp2, copies", "tensor parallel")
 
 
 @dataclass
@@ -136,14 +138,14 @@ def train(case: Case, rank: int, outcome: Outcome, pair: Pair, groups: dict[str,
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Pair]:
-    return outcomes(tmp_path_factory.mktemp("mates"), train_pairs, tuple(CASES))
+    return outcomes(tmp_path_factory.mktemp("mates"), train_pairs, tuple(CASES) if THOROUGH else USUAL)
 
 
 def keyed(rows: list[Found]) -> dict[tuple[Any, ...], Found]:
     return {(row.step, row.kind, row.tensor, row.micro_step): row for row in rows}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", named(USUAL, CASES))
 def test_training_is_the_same_and_the_first_rank_publishes_all(name, found):
     for rank in range(WORLD):
         assert found[name, rank].state
@@ -153,7 +155,7 @@ def test_training_is_the_same_and_the_first_rank_publishes_all(name, found):
     assert keyed(first.usual.rows) == keyed(first.grouped.rows)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", named(USUAL, CASES))
 def test_other_rank_publishes_only_tensors_that_differ(name, found):
     case, pair = CASES[name], found[name, 1]
     usual, grouped = keyed(pair.usual.rows), keyed(pair.grouped.rows)
@@ -166,7 +168,7 @@ def test_other_rank_publishes_only_tensors_that_differ(name, found):
     assert bool(left) == bool(case.left)
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.left])
+@pytest.mark.parametrize("name", named(USUAL, [name for name, case in CASES.items() if case.left]))
 def test_tensors_left_to_the_first_rank_are_published_by_it(name, found):
     mine, its = keyed(found[name, 1].usual.rows), keyed(found[name, 0].grouped.rows)
     case = CASES[name]
@@ -176,7 +178,7 @@ def test_tensors_left_to_the_first_rank_are_published_by_it(name, found):
             assert (its[key].numbers, its[key].counts) == (row.numbers, row.counts)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", named(USUAL, CASES))
 def test_store_receives_the_publishing_rank(name, found):
     case = CASES[name]
     reported = [[note for note in found[name, rank].notes if case.group in note] for rank in range(WORLD)]

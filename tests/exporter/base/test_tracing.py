@@ -438,8 +438,7 @@ class SelectiveCheckpoint(Loop):
 
 
 USUAL = [
-    *(Loop, CompiledUpdate, CompiledUpdateOfSGD, CompiledStep, CompiledLoss, CompiledInPlace),
-    *(CompiledBackward, CapturedBackward),
+    *(Loop, CompiledStep, CompiledLoss, CompiledInPlace, CapturedBackward),
     *(JitTrace, JitTraceWithinAStep, MakeFx, MakeFxWithFakes, MakeFxBeforeDispatch, MakeFxOfGradients),
     *(SymbolicTrace, Export, ExportNotStrict, FakeForward, FakeParameters, Aot),
     *(UserDispatchMode, UserFunctionMode, CountedFlops, CountedCollectives, ModesOfBothKinds, MetaDevice),
@@ -447,7 +446,7 @@ USUAL = [
 ]
 LONG = [
     *(CompiledUpdateWithAot, CompiledMethodStep, CompiledUpdateOfMicroBatches, CompiledUpdateAndLateZero),
-    CompiledBackwardAndClipping,
+    *(CompiledUpdate, CompiledUpdateOfSGD, CompiledBackward, CompiledBackwardAndClipping),
 ]
 CASES = few(len(USUAL), [*USUAL, *LONG])
 

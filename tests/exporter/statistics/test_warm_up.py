@@ -49,11 +49,13 @@ print(statistics.warm_up(), statistics.backend_name(), measure())
 
 
 @needs_numba
+@pytest.mark.thorough
 def test_only_the_warm_up_thread_loads_numba(warmed):
     assert ["False torch [4.0]", "True True", "None numba [4.0]"] == warmed.stdout.splitlines(), warmed.stderr
 
 
 @needs_numba
+@pytest.mark.thorough
 def test_debug_logging_does_not_log_the_compiler(warmed):
     assert "None numba [4.0]" == warmed.stdout.splitlines()[-1]
     assert "numba.core" not in warmed.stderr

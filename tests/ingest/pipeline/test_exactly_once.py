@@ -162,6 +162,7 @@ def finish(channels, step):
         return [channel.drain(30) for channel in channels]
 
 
+@pytest.mark.thorough
 def test_service_killed_five_times_stores_every_row_once(make_service, open_channels):
     service = make_service()
     service.start()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.properties import THOROUGH
 
 from rankscope_contract.model.kinds import DEFAULT_OPS
 from rankscope_contract.model.rollups import ROLLUPS
@@ -359,7 +360,7 @@ class Killed(BaseException):
 
 def test_compaction_killed_at_any_fsync_can_be_repeated(left, monkeypatch):
     monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
-    for moment in range(1, 30):
+    for moment in range(1, 30, 1 if THOROUGH else 3):
         copy = left.with_name(f"copy-{moment}")
         shutil.copytree(left, copy)
         done = _compact_until(copy, moment)

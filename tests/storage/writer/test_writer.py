@@ -378,6 +378,7 @@ def test_every_record_is_stored_once_for_any_repeated_deliveries(tmp_path_factor
         assert list(range(expected + 1)) == stored_seqs(connection)
 
 
+@pytest.mark.thorough
 def test_five_kills_neither_lose_nor_double_records(store, connection):
     """A process appends in a loop and is killed at five random times."""
     chance = random.Random(20)
