@@ -6,6 +6,7 @@ OpenSSL name neither the side that caused the error nor the fix.
 
 from __future__ import annotations
 
+import functools
 import logging
 import ssl
 import threading
@@ -47,14 +48,29 @@ def client_context(ca_file: Path | None, cert_file: Path | None, key_file: Path 
     The context trusts only the CA in `ca_file`, or the CAs of the system if `ca_file` is None. Raises WebConfigError if
     a file cannot be used.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if ca_file is None and cert_file is None:
+        return _system_context()
+    context = _new_client_context()
     if ca_file is None:
         context.load_default_certs()
     else:
         load_trusted(context, ca_file, "ca_file")
     if cert_file is not None:
         load_own(context, cert_file, key_file or cert_file)
+    return context
+
+
+@functools.cache
+def _system_context() -> ssl.SSLContext:
+    """Return one context for the process: reading the CAs of the system takes tens of milliseconds."""
+    context = _new_client_context()
+    context.load_default_certs()
+    return context
+
+
+def _new_client_context() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
     return context
 
 
