@@ -12,7 +12,7 @@ import numpy as np
 from _rows import Row, cpu_seconds
 from prometheus_client.parser import text_string_to_metric_families
 
-from rankscope_ingest.scrape.parser import Page, PageReader
+from rankscope_ingest.scrape.page_reader import Page, PageReader
 
 SAMPLES = 300_000
 """Read for every figure, however large the pages are."""

@@ -215,7 +215,7 @@ async def _follow(
     once: bool,
     until_finished: bool,
 ) -> list[LogStatus]:
-    from rankscope_ingest.base.stop_signals import stop_on_signals
+    from rankscope_ingest.base.stop_event import stop_on_signals
     from rankscope_ingest.watch.session import Hooks, check_logs, run_names, watching
     from rankscope_storage.api.store import Store as StoreFolder
 

@@ -22,10 +22,10 @@ from rankscope_contract.diagnostics.stacks import stacks_text
 from rankscope_contract.model.events import Event, EventType, ExitReason
 from rankscope_contract.model.phases import WITHIN_A_STEP
 from rankscope_exporter.adapters import Framework, Stage
-from rankscope_exporter.api.attachment import Attachment, note_other_monitors
 from rankscope_exporter.api.owner import Owner
 from rankscope_exporter.api.phase import OpenPhases, Phase, opaque
 from rankscope_exporter.api.session import Session
+from rankscope_exporter.api.session_end import SessionEnd, note_other_monitors
 from rankscope_exporter.api.session_factory import Optimizers, attached
 from rankscope_exporter.base.copies import CopiesDoNothing
 from rankscope_exporter.base.errors import ErrorBoundary
@@ -83,7 +83,7 @@ class Monitor(CopiesDoNothing):
         self._first_step = steps_from("first_step", first_step, at_least=0)
         self._on_anomaly = callable_or_none("on_anomaly", on_anomaly)
         self._boundary = ErrorBoundary()
-        self._attachment: Attachment | None = None
+        self._session_end: SessionEnd | None = None
         self._owner: Owner | None = None
         self._sinks: Mapping[str, Sink] = {}
         self._phases = OpenPhases(_weak(self._phase_begins), _weak(self._phase_ended))
@@ -91,7 +91,7 @@ class Monitor(CopiesDoNothing):
 
     @property
     def _session(self) -> Session | None:
-        return None if self._attachment is None else self._attachment.session
+        return None if self._session_end is None else self._session_end.session
 
     def _call_compiles(self) -> None:
         session = self._session
@@ -102,7 +102,7 @@ class Monitor(CopiesDoNothing):
         return {
             "_on_anomaly": None,
             "_boundary": ErrorBoundary(),
-            "_attachment": None,
+            "_session_end": None,
             "_owner": None,
             "_phases": OpenPhases(),
             "_was_compiled": on_compilation(lambda: None),
@@ -155,11 +155,11 @@ class Monitor(CopiesDoNothing):
             total_steps=self._total_steps,
             owner=owner,
         )
-        self._attachment = Attachment(session, owner, self._boundary, self._total_steps)
+        self._session_end = SessionEnd(session, owner, self._boundary, self._total_steps)
         self._sinks = session.sinks.by_name
         for name in self._phases.names:
             session.events.on_phase_begin(name)
-        self._attachment.watch(self._config.stop_signals)
+        self._session_end.watch(self._config.stop_signals)
         self._boundary.call("looking for other monitors", note_other_monitors, session)
 
     def detach(self) -> None:
@@ -176,8 +176,8 @@ class Monitor(CopiesDoNothing):
 
     def end_of_process(self, reason: ExitReason, error: str | None) -> None:
         """Publish the exit record and wait until the service has committed it."""
-        if self._attachment is not None:
-            self._attachment.end_of_process(reason, error)
+        if self._session_end is not None:
+            self._session_end.end_of_process(reason, error)
 
     # Calls of the training script.
 

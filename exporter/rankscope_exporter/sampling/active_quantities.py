@@ -195,8 +195,11 @@ class ActiveQuantities:
 
     # One step.
 
-    def begin(self, step: int) -> bool:
-        """Begin step number `step`; return whether it is a sampled step."""
+    def decide_sampling(self, step: int) -> bool:
+        """Begin step number `step`; return whether it is a sampled step.
+
+        It is one if any quantity is measured, unless too many sampled steps wait for the publisher.
+        """
         is_sampled = False
         for member in self._members:
             is_sampled |= member.opens(step)

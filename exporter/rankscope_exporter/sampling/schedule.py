@@ -1,4 +1,7 @@
-"""The schedule of one quantity: it decides at which steps the quantity is sampled."""
+"""The schedule of one quantity: it decides at which steps the quantity is sampled.
+
+`ActiveQuantities.decide_sampling` combines the schedules of all quantities into the decision about a step.
+"""
 
 from __future__ import annotations
 

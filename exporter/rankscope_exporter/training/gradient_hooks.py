@@ -1,4 +1,7 @@
-"""Gradient hooks: at a sampled step on all parameters, at other steps only on those that reveal each backward pass."""
+"""Gradient hooks: at a sampled step on all parameters, at other steps only on those that reveal each backward pass.
+
+This module selects the parameters. `adapters/parameter_hooks.py` registers the hook of one parameter with torch.
+"""
 
 from __future__ import annotations
 

@@ -322,7 +322,7 @@ class Recorder:
         self._time_late(now, cause)
         step = self._tracker.step
         self._events.on_before_step(step)
-        sampled = self._active_quantities.begin(step)
+        sampled = self._active_quantities.decide_sampling(step)
         pending = self._current.open(step, sampled=sampled)
         self._updated_by.clear()
         self._monitored.update.stepped.clear()

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.base.tables import FROM_INGEST, NO_RUN, TIME, constant, samples_schema
 from rankscope_ingest.scrape.discovery import ScrapeTarget
-from rankscope_ingest.scrape.parser import PageRows
+from rankscope_ingest.scrape.page_reader import PageRows
 from rankscope_ingest.scrape.sample_table import Scrape, Series
 
 FROM_EXPORTER: Final = "exporter"

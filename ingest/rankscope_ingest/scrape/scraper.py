@@ -19,9 +19,9 @@ import pyarrow as pa
 
 from rankscope_ingest.base.errors import DecodeError, FetchError
 from rankscope_ingest.scrape.discovery import ScrapeTarget
+from rankscope_ingest.scrape.exposition_parser import OPENMETRICS
 from rankscope_ingest.scrape.http import TEXT, PageFetcher
-from rankscope_ingest.scrape.parser import Page, PageReader, PageRows
-from rankscope_ingest.scrape.reference_parser import OPENMETRICS
+from rankscope_ingest.scrape.page_reader import Page, PageReader, PageRows
 from rankscope_ingest.scrape.sample_table import Scrape
 from rankscope_ingest.scrape.samples import (
     ActiveSeries,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.base.memory import tune_allocator, unfreeze_gc
-from rankscope_ingest.base.stop_signals import stop_on_signals
+from rankscope_ingest.base.stop_event import stop_on_signals
 from rankscope_ingest.base.tls import client_tls, server_tls
 from rankscope_ingest.detect.history import History, read_history
 from rankscope_ingest.notify.notifiers import Notifier, make_notifiers

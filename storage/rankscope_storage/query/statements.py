@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class StatementCache(Generic[T]):
-    """What an analysis of statements found, by text. The result of the analysis must not depend on a connection."""
+    """Results of an analysis of statements, by their text. The analysis must not depend on a connection."""
 
     def __init__(self, most: int = 256) -> None:
         self._most = most

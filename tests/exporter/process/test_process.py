@@ -148,7 +148,7 @@ WITHOUT_REFERENCES = """
         import json
         exits = [json.loads(e.details) for r in published for e in r.events if e.type == "exit"]
         print(json.dumps(exits))
-    attachment = type(monitor._attachment)
+    attachment = type(monitor._session_end)
     ended = attachment.end_of_process
     def end_and_print(self, *arguments):
         ended(self, *arguments)
@@ -183,7 +183,7 @@ def test_error_of_a_notebook_cell_is_not_the_exit_reason() -> None:
 def test_exit_after_all_planned_steps_is_completed() -> None:
     done = run(
         textwrap.dedent(WITHOUT_REFERENCES).replace(
-            "step(net, optimizer)", "monitor._attachment._total_steps = 1\nstep(net, optimizer)", 1
+            "step(net, optimizer)", "monitor._session_end._total_steps = 1\nstep(net, optimizer)", 1
         )
     )
 

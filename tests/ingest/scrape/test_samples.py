@@ -2,7 +2,7 @@
 
 import pytest
 
-from rankscope_ingest.scrape.parser import Page, PageReader
+from rankscope_ingest.scrape.page_reader import Page, PageReader
 from rankscope_ingest.scrape.samples import OwnTimes
 
 NOW = 1_770_000_000_000  # ms

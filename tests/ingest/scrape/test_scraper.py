@@ -10,7 +10,7 @@ from rankscope_ingest.base.config import ExporterSection
 from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.scrape.discovery import configured
 from rankscope_ingest.scrape.http import Document
-from rankscope_ingest.scrape.parser import Page, PageReader
+from rankscope_ingest.scrape.page_reader import Page, PageReader
 from rankscope_ingest.scrape.scraper import MAX_CONCURRENT_FAILING, Followed, PageQueue, Scraper
 
 ONE = configured(ExporterSection(url="http://a:1/metrics", labels={"dc": "east"}))

@@ -29,7 +29,7 @@ _SECOND_MONITOR: Final = (
 )
 
 
-class Attachment:
+class SessionEnd:
     """Ends the session of one attached monitor exactly once.
 
     The process-wide lists of monitors hold this object. It holds neither the monitor nor the model.
@@ -149,7 +149,7 @@ class Attachment:
 def note_other_monitors(session: Session) -> None:
     """Publish a notice if another monitor of this process is attached to the model of `session`."""
     own = {id(chunk) for chunk in _chunks_of(session)}
-    attached = (item.session for item in lifecycle.watched() if isinstance(item, Attachment))
+    attached = (item.session for item in lifecycle.watched() if isinstance(item, SessionEnd))
     others = (other for other in attached if other is not None and other is not session)
     if any(id(chunk) in own for other in others for chunk in _chunks_of(other)):
         session.notices.tell(_SECOND_MONITOR)

@@ -11,7 +11,7 @@ from tests.ingest.scrape.reference import reference, rows_of
 from tests.properties import examples
 
 from rankscope_ingest.base.errors import DecodeError
-from rankscope_ingest.scrape.parser import Page, PageReader
+from rankscope_ingest.scrape.page_reader import Page, PageReader
 
 DATA = Path(__file__).parents[2] / "data" / "exposition"
 NODE, DCGM = ((DATA / name).read_bytes() for name in ("node.txt", "dcgm.txt"))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from tests.properties import examples
 
-from rankscope_ingest.scrape.reference_parser import parse_plain
+from rankscope_ingest.scrape.exposition_parser import parse_plain
 
 
 def braced(labels: dict[str, str]) -> str:

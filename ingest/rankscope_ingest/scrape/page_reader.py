@@ -18,8 +18,8 @@ import pyarrow as pa
 
 from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.base.errors import DecodeError
-from rankscope_ingest.scrape.reference_parser import Sample, parse_exactly
-from rankscope_ingest.scrape.template_parser import Layout, join, learn, read_numbers
+from rankscope_ingest.scrape.exposition_parser import Sample, parse_exactly
+from rankscope_ingest.scrape.page_layout import Layout, join, learn, read_numbers
 
 BATCH_BYTES: Final = 1 << 18  # bytes of pages that are parsed together: more do not fit into the processor's cache
 _BOM: Final = b"\xef\xbb\xbf"

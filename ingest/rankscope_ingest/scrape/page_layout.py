@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_ingest.scrape.reference_parser import Sample
+from rankscope_ingest.scrape.exposition_parser import Sample
 
 _NEWLINE: Final = 10
 _LONGEST_NAN: Final = 4  # "-NaN"; Arrow also accepts nan(7), as C does, which no exposition format allows
