@@ -104,8 +104,9 @@ class Started:
         self._server = server
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._server.exit_code(self.pid)
+        with self._server.lock:
+            if self.returncode is None:
+                self.returncode = self._server.exit_code(self.pid)
         return self.returncode
 
     def wait(self, timeout: float) -> int:
@@ -137,6 +138,7 @@ class Server:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         atexit.register(self._process.kill)
+        self.lock = threading.RLock()  # threads of tests also poll: each question must get its own answer
 
     def run(
         self, code: str, environment: dict[str, str], seconds: float, folder: Path | None = None
@@ -147,14 +149,15 @@ class Server:
             for stream in streams:
                 os.mkfifo(stream)
             texts = [readers.submit(stream.read_text, errors="replace") for stream in streams]
-            pid = self._fork(code, ["-c"], streams, environment, folder, waits=True)
-            watchdog = threading.Timer(seconds, os.killpg, (pid, signal.SIGKILL))
-            watchdog.start()
-            try:
-                status = int(self._answer())
-                out, err = (text.result() for text in texts)
-            finally:
-                watchdog.cancel()
+            with self.lock:
+                pid = self._fork(code, ["-c"], streams, environment, folder, waits=True)
+                watchdog = threading.Timer(seconds, os.killpg, (pid, signal.SIGKILL))
+                watchdog.start()
+                try:
+                    status = int(self._answer())
+                    out, err = (text.result() for text in texts)
+                finally:
+                    watchdog.cancel()
         return subprocess.CompletedProcess(["python", "-c", code], status, out, err)
 
     def start(self, code: str, argv: Sequence[str], log: Path, environment: dict[str, str], **script: str) -> Started:
@@ -190,9 +193,10 @@ class Server:
 
     def _ask(self, line: str) -> str:
         assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        return self._answer()
+        with self.lock:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+            return self._answer()
 
     def _answer(self) -> str:
         assert self._process.stdout is not None
