@@ -16,7 +16,7 @@ from rankscope_view.data.summary import Summary
 MOST_ROWS: Final = 5_000_000
 """Number of stored rows of both runs up to which a page compares them; above, it names the command."""
 
-_NOT_SETTINGS: Final = ("argv", "git_commit", "cwd", "host")
+_NOT_SETTINGS: Final = ("argv", "git_commit", "cwd", "host", "import")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,10 +128,10 @@ def _json(text: str | None) -> Any:
 
 
 def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield the keys of nested objects as one key with dots, without keys that describe the launch."""
+    """Yield the keys of nested objects as one key with dots, without keys that describe the launch or the import."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             if prefix or key not in _NOT_SETTINGS:
                 yield from _flat(f"{prefix}.{key}" if prefix else str(key), item)
-    elif prefix:
+    elif prefix and value is not None:
         yield prefix, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

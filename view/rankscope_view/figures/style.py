@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -86,7 +87,7 @@ def style(size: float = 9.0) -> Iterator[None]:
         "pdf.fonttype": 42,
         "agg.path.chunksize": 20_000,
     }
-    with mpl.rc_context(settings), warnings.catch_warnings():
+    with mpl.rc_context(settings), warnings.catch_warnings(), np.errstate(over="ignore"):
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         yield
 
@@ -132,7 +133,7 @@ def beside(axes: Axes, text: str, x: float, height: float, *, color: str, has_ha
 
 def foot(figure: Figure, text: str) -> None:
     """Write a remark below all panels, such as the reduction of the curves."""
-    figure.supxlabel(shown(text), x=0.012, ha="left", fontsize="small", color=FAINT)
+    figure.supxlabel("\n".join(map(shown, text.splitlines())), x=0.012, ha="left", fontsize="small", color=FAINT)
 
 
 def show_nothing(axes: Axes, text: str) -> None:
