@@ -254,7 +254,7 @@ def test_run_of_any_shape_has_all_figures(connection, run):
         figure.savefig(io.BytesIO(), format="svg")
 
 
-def test_panel_without_data_states_what_is_missing(connection):
+def test_panel_without_data_names_the_missing_data(connection):
     figure = overview(read_detail(connection, "no-loss"))
 
     assert ["no loss logged", "no gradient norm logged", "no finite loss"] == [

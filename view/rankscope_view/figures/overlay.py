@@ -49,7 +49,7 @@ class _End:
 def overlay(name: str, histories: Sequence[tuple[str, History]], *, axis: Axis = Axis.STEP) -> Figure:
     """Return a figure of 15 × 8 inches with the scalar `name` of several runs, which are pairs of a label and rows.
 
-    The runs differ by colour, line style and marker, so that they can be told apart in grey print.
+    The runs differ by colour, line style and marker, so that a grey print distinguishes them.
     """
     with style(_TEXT_SIZE):
         figure = new_figure(*SIZE)
@@ -95,7 +95,7 @@ def _draw(axes: Axes, label: str, found: Curve, look: _Look) -> _End:
         rows = np.flatnonzero(np.isfinite(line.smoothed))
         if len(rows):
             last = float(line.x[rows[-1]]), float(line.smoothed[rows[-1]])
-    lines.hatch_nonfinite(axes, found)
+    lines.hatch_nonfinite(axes, found, name=f"{label}: ")
     return _End(*last, f"{label}  {measure(last[1])}", look.color)
 
 

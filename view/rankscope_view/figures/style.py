@@ -21,7 +21,7 @@ INK, SOFT, FAINT, GRID, LINE = "#14181d", "#454d57", "#626b76", "#eceef1", "#c9c
 BLUE, ORANGE, GREEN, PURPLE, OLIVE, GREY = "#0068a8", "#c24e00", "#00795a", "#a8487f", "#5a4a00", "#57606b"
 RAW, RED, NAN, INF, ABSENT = "#5a97c6", "#bb241d", "#e5308a", "#ff8ac4", "#f1f3f5"
 SERIES: Final = (BLUE, ORANGE, GREEN, PURPLE, OLIVE, GREY)
-"""Colours of series, after Okabe and Ito: people with each kind of colour blindness can tell them apart."""
+"""Colours of series, after Okabe and Ito: they differ for people with each kind of colour blindness."""
 
 DASHES: Final = ("-", (0, (7, 2)), (0, (2, 1.5)), (0, (8, 2, 2, 2)))
 """Line styles of series, so that colour is never the only difference."""
