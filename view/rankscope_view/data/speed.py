@@ -48,6 +48,9 @@ _DATA_NAMES: Final = (
 )
 _DATA_TIMERS: Final = ("batch-generator", "data-loading", "data_loading")
 
+_STEPS: Final = 1 << 40
+"""Larger than any position of a step, so that attempt and position are one number."""
+
 _PHASES: Final = f"""\
 SELECT labels->>'$.phase' AS phase, avg(value) AS seconds FROM {{scalars}}
 WHERE run = $run AND name = '{STEP_PHASE_SECONDS}' AND isfinite(value) AND {is_main_source()} GROUP BY ALL"""
@@ -207,10 +210,12 @@ def _throughput(read: _Reader, step_times: History | None) -> Throughput | None:
         return None
     for total, name in _TOTALS.items():
         history = read.history(total)
-        rates = _rates(history, step_times, read.ranks(total)) if history is not None else None
-        if rates is not None and len(rates):
+        if history is None:
+            continue
+        rates = replace(_rates(history, step_times, read.ranks(total)), name=name)
+        if len(rates):
             source = f"{total} and {STEP_SECONDS}"
-            return Throughput(name=name, unit=UNITS[name], source=source, ranks=1, history=replace(rates, name=name))
+            return Throughput(name=name, unit=UNITS[name], source=source, ranks=1, history=rates)
     with np.errstate(divide="ignore", invalid="ignore"):
         value, lowest, highest = (1 / one for one in (step_times.value, step_times.highest, step_times.lowest))
     history = replace(step_times, name="steps_per_second", value=value, lowest=lowest, highest=highest)
@@ -218,14 +223,11 @@ def _throughput(read: _Reader, step_times: History | None) -> Throughput | None:
     return Throughput(name="steps_per_second", unit=unit, source=f"1 / {STEP_SECONDS}", ranks=1, history=history)
 
 
-def _rates(totals: History, step_times: History, ranks: int) -> History | None:
+def _rates(totals: History, step_times: History, ranks: int) -> History:
     """Return the increase of a total per second over all ranks, at the steps that have a step time."""
-    keys = [zip(one.attempt.tolist(), one.cumulative.tolist(), strict=True) for one in (totals, step_times)]
-    at = {key: row for row, key in enumerate(keys[0])}
-    pairs = [(row, at[key]) for row, key in enumerate(keys[1]) if key in at and at[key] > 0]
-    if not pairs:
-        return None
-    rows, ends = (np.array(side, np.int64) for side in zip(*pairs, strict=True))
+    of_totals, of_times = (one.attempt * _STEPS + one.cumulative for one in (totals, step_times))
+    _, ends, rows = np.intersect1d(of_totals, of_times, return_indices=True)
+    ends, rows = ends[ends > 0], rows[ends > 0]
     steps = totals.cumulative[ends] - totals.cumulative[ends - 1]
     seconds = step_times.value[rows] * np.maximum(steps, 1)
     is_same = totals.attempt[ends] == totals.attempt[ends - 1]

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -169,7 +169,8 @@ def read_summary(
         utilization = read_utilization(connection, run, speed, peak_tflops=peak_tflops)
         hints = tuning_hints(speed, utilization, rank_table(connection, run))
         evaluations = _evaluations(connection, run, scalars)
-        stored = summaries.summary(connection, run)
+        stored = summaries.summary(connection, run, with_goodput=False)
+    stored = replace(stored, goodput=detail.facts.goodput, wall_seconds=detail.facts.wall_seconds)
     state = _trainer_state(detail.facts.config)
     return Summary(
         run=run,
