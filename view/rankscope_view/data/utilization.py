@@ -14,6 +14,7 @@ import numpy as np
 
 from rankscope_storage.connection import Connection
 from rankscope_view.data.history import History, main_labels, read_history
+from rankscope_view.data.ranks import hosts_and_world
 from rankscope_view.data.speed import Speed
 
 FIELD: Final = "gpu_util"
@@ -33,10 +34,6 @@ WITH sample AS (
 SELECT rank, gpu, count(*) AS samples, avg(value) AS mean, min(value) AS lowest, max(value) AS highest,
   quantile_cont(value, [{quantiles}]) AS quantiles
 FROM sample GROUP BY rank, gpu ORDER BY rank NULLS FIRST, TRY_CAST(gpu AS INTEGER) NULLS FIRST, gpu"""
-_HOSTS: Final = """\
-SELECT rank, arg_max(details->>'$.host', ts) AS host FROM events
-WHERE run = $run AND type = 'launch' AND json_valid(details) AND rank IS NOT NULL GROUP BY rank"""
-_WORLD: Final = "SELECT world_size FROM runs WHERE run = $run"
 
 
 class Method(enum.StrEnum):
@@ -122,8 +119,7 @@ def read_gpus(connection: Connection, run: str, name: str) -> tuple[Gpu, ...]:
     rows = connection.query(query, {"run": run, "name": name}).to_pylist()
     if not rows:
         return ()
-    hosts = {row["rank"]: row["host"] for row in connection.query(_HOSTS, {"run": run}).to_pylist()}
-    world = next(iter(connection.query(_WORLD, {"run": run})["world_size"].to_pylist()), None) or 0
+    hosts, world = hosts_and_world(connection, run)
     found = [_gpu(row, hosts) for row in rows]
     seen = {gpu.rank for gpu in found}
     if None not in seen:
