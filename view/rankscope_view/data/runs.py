@@ -44,7 +44,7 @@ WITH logged AS (
     AND {is_main_source()}
 )"""
 
-# Of the first labels of a name, as in `read_history` and `summaries`: the mean over ranks at the newest step.
+# The mean over ranks at the newest step, of the first labels of a name: as in `read_history` and `summaries`.
 _LATEST: Final = f"""\
 {_LOGGED},
 newest AS (
