@@ -205,21 +205,22 @@ def _tensor_runs(connection: Connection) -> str:
     return " UNION ALL ".join(rows)
 
 
-def summary(connection: Connection, run: str) -> RunSummary:
+def summary(connection: Connection, run: str, *, with_goodput: bool = True) -> RunSummary:
     """Return the summary of `run`.
 
-    For a run that the store does not contain, `rows` of the summary is empty.
+    For a run that the store does not contain, `rows` of the summary is empty. The goodput of a run with 1,000,000 steps
+    takes seconds; without it, goodput and wall time are None.
     """
     with connection.pinned():
-        return _summary(connection, run)
+        return _summary(connection, run, with_goodput=with_goodput)
 
 
-def _summary(connection: Connection, run: str) -> RunSummary:
+def _summary(connection: Connection, run: str, *, with_goodput: bool) -> RunSummary:
     sources = {name: connection.relation(name, run=run) for name in DATASETS}
     known = _first_row(connection, "SELECT state, reason, planned_steps, last_step FROM runs WHERE run = $run", run=run)
     extent = _first_row(connection, _EXTENT.format_map(sources), run=run)
     rows = _row_counts(connection, sources, run)
-    spent = _first_row(connection, _GOODPUT, run=run)
+    spent = _first_row(connection, _GOODPUT, run=run) if with_goodput else {}
     return RunSummary(
         run=run,
         state=known.get("state"),

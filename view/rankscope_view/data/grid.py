@@ -181,10 +181,29 @@ def _columns(connection: Connection, source: str, run: str, kind: str) -> _Colum
     return _Columns(tuple(spans))
 
 
+UPDATE_RATIO: Final = "update_ratio"
+"""Kind of a grid whose statistic `norm` is the norm of an update divided by that of the parameter before it."""
+
+_UPDATES: Final = f"""\
+(SELECT run, attempt, rank, step, '{UPDATE_RATIO}' AS kind, parameter.tensor, updated.value / nullif(norm, 0) AS norm,
+  coalesce(isnan(updated.value), false)::BIGINT AS nans, coalesce(isinf(updated.value), false)::BIGINT AS infs
+FROM (SELECT * FROM {{tensor_stats}} WHERE kind = '{Kind.PARAM_BEFORE}') AS parameter
+JOIN (SELECT run, attempt, rank, step, module AS tensor, value FROM {{features}} WHERE kind = 'update_norm') AS updated
+  USING (run, attempt, rank, step, tensor))"""
+
+
+def _source(connection: Connection, run: str, kind: str) -> str:
+    """Return the relation with the statistics of a kind: rows of `tensor_stats`, or calculated ratios of updates."""
+    stored = connection.relation("tensor_stats", run=run)
+    if kind != UPDATE_RATIO:
+        return stored
+    return _UPDATES.format(tensor_stats=stored, features=connection.relation("features", run=run))
+
+
 def tensor_grid(connection: Connection, run: str, request: GridRequest) -> Grid:
     """Return the grid of a statistic of all tensors of one kind over the sampled steps of `run`."""
     with connection.pinned():
-        source = connection.relation("tensor_stats", run=run)
+        source = _source(connection, run, request.kind)
         columns = _columns(connection, source, run, request.kind)
         names = _names(connection, source, run, request)
         low, high = _range(request.columns, columns.count)
@@ -218,7 +237,7 @@ def _names(connection: Connection, source: str, run: str, request: GridRequest) 
     found = connection.query(f"SELECT DISTINCT tensor FROM {source} WHERE run = $run AND kind = $kind", parameters)
     known = connection.query(
         "SELECT tensor, min(ordinal) AS place FROM tensors WHERE run = $run AND kind = $kind GROUP BY tensor",
-        parameters,
+        {"run": run, "kind": Kind.PARAM_BEFORE.value if request.kind == UPDATE_RATIO else request.kind},
     )
     places = dict(zip(known["tensor"].to_pylist(), known["place"].to_pylist(), strict=True))
     names: list[str] = [
@@ -301,7 +320,8 @@ def _grid(request: GridRequest, names: Sequence[str], cells: _Cells, window: _Wi
     earliest = where[np.lexsort((where[:, 0], where[:, 1]))][:1].tolist()
     attempts, steps, last_steps = window.places()
     is_plain = height == 1 and window.width == 1
-    pooling = "no pooling" if is_plain else f"cells of {height} tensors × {window.width} steps, extremes kept"
+    cell = f"{height} tensor{'' if height == 1 else 's'} × {window.width} step{'' if window.width == 1 else 's'}"
+    pooling = "no pooling" if is_plain else f"cells of {cell}, extremes kept"
     return Grid(
         cells=coded,
         rows=rows,

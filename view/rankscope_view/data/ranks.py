@@ -103,14 +103,20 @@ def rank_table(connection: Connection, run: str) -> RankTable:
         steps = [row["step"] for row in newest.values() if row["step"] is not None]
         last = max(steps, default=None)
         means = [] if last is None else connection.query(_MEANS.format(**source), chosen | {"last": last}).to_pylist()
-        hosts = {row["rank"]: row["host"] for row in connection.query(_HOSTS, {"run": run}).to_pylist()}
-        world = next(iter(connection.query(_WORLD, {"run": run})["world_size"].to_pylist()), None)
+        hosts, world = hosts_and_world(connection, run)
         matrix = compute_matrix(connection, run, attempt, last) if last is not None else None
-    ranks = sorted({*newest, *range(world or 0), *hosts})
+    ranks = sorted({*newest, *range(world), *hosts})
     rows = [
         _row(rank, newest.get(rank), hosts.get(rank), [one for one in means if one["rank"] == rank]) for rank in ranks
     ]
     return _judged(attempt, rows, last, matrix)
+
+
+def hosts_and_world(connection: Connection, run: str) -> tuple[dict[int, str], int]:
+    """Return the host of each rank that reported it, and the number of ranks; 0 if it is unknown."""
+    hosts = {row["rank"]: row["host"] for row in connection.query(_HOSTS, {"run": run}).to_pylist()}
+    world = next(iter(connection.query(_WORLD, {"run": run})["world_size"].to_pylist()), None)
+    return hosts, world or 0
 
 
 def _row(rank: int, newest: Mapping[str, Any] | None, host: str | None, means: list[dict[str, Any]]) -> RankRow:

@@ -37,43 +37,51 @@ WHERE type = 'exit' AND coalesce(attempt, 0) = newest AND run IN (SELECT unnest(
 
 _NAMES: Final = ", ".join(map(sql_string, (LOSS, LEARNING_RATE, *SPEEDS)))
 
-# The mean over ranks at each step, of the first labels of a name: as in `read_history` and `summaries`.
-_STEPS: Final = f"""\
+_LOGGED: Final = f"""\
 WITH logged AS (
-  SELECT run, name, labels, coalesce(attempt, 0) AS attempt, position, epoch(max(ts)) AS logged_at, avg(value) AS value,
-    sum(value) AS total
-  FROM {POSITIONS}
+  SELECT run, name, labels, coalesce(attempt, 0) AS attempt, position, ts, value FROM {POSITIONS}
   WHERE run IN (SELECT unnest($runs)) AND name IN ({_NAMES}) AND value IS NOT NULL AND position IS NOT NULL
     AND {is_main_source()}
-  GROUP BY ALL
-),
-main AS (
-  FROM logged
-  QUALIFY labels IS NOT DISTINCT FROM first_value(labels) OVER (PARTITION BY run, name ORDER BY labels NULLS FIRST)
-),
-placed AS (
-  SELECT *, row_number() OVER by_arrival - 1 AS place, count(*) OVER (PARTITION BY run, name) AS places
-  FROM main WINDOW by_arrival AS (PARTITION BY run, name ORDER BY attempt, position)
 )"""
 
+# The mean over ranks at the newest step, of the first labels of a name: as in `read_history` and `summaries`.
 _LATEST: Final = f"""\
-{_STEPS}
-SELECT run, name, value, total, position, logged_at, places FROM placed WHERE place = places - 1"""
+{_LOGGED},
+newest AS (
+  SELECT run, name, labels, max({{attempt: attempt, position: position}}) AS place FROM logged
+  GROUP BY run, name, labels
+  QUALIFY row_number() OVER (PARTITION BY run, name ORDER BY labels NULLS FIRST) = 1
+)
+SELECT logged.run, logged.name, avg(value) AS value, sum(value) AS total, position, epoch(max(ts)) AS logged_at
+FROM logged JOIN newest ON logged.run = newest.run AND logged.name = newest.name
+  AND logged.labels IS NOT DISTINCT FROM newest.labels AND attempt = place.attempt AND position = place.position
+GROUP BY logged.run, logged.name, position"""
 
 # A third of the points each: the lowest, the highest and the last value of a part of the curve.
 _SPARKLINES: Final = f"""\
-{_STEPS},
+{_LOGGED},
+step AS (
+  SELECT run, labels, attempt, position, avg(value) AS value FROM logged WHERE name = '{LOSS}' GROUP BY ALL
+),
+placed AS (
+  SELECT *, row_number() OVER by_arrival - 1 AS place, count(*) OVER (PARTITION BY run) AS places
+  FROM (
+    FROM step QUALIFY labels IS NOT DISTINCT FROM first_value(labels) OVER (
+      PARTITION BY run ORDER BY labels NULLS FIRST)
+  )
+  WINDOW by_arrival AS (PARTITION BY run ORDER BY attempt, position)
+),
 part AS (
   SELECT run, place * {SPARKLINE_POINTS // 3} // places AS part,
     arg_min(place, value) FILTER (isfinite(value)) AS low, arg_max(place, value) FILTER (isfinite(value)) AS high,
     max(place) AS last, max(place) FILTER (NOT isfinite(value)) AS bad
-  FROM placed WHERE name = '{LOSS}' GROUP BY ALL
+  FROM placed GROUP BY ALL
 ),
 kept AS (
   SELECT DISTINCT run, unnest([low, high, coalesce(bad, last)]) AS place FROM part
 )
 SELECT run, list({{place: place, value: value}} ORDER BY place) AS points, any_value(places) AS places
-FROM kept JOIN placed USING (run, place) WHERE name = '{LOSS}' GROUP BY run"""
+FROM kept JOIN placed USING (run, place) GROUP BY run"""
 
 _ETA: Final = "SELECT run, eta_seconds, seconds_per_step, step FROM run_eta WHERE run IN (SELECT unnest($runs))"
 
@@ -327,6 +335,7 @@ class RunFacts:
     versions: Mapping[str, str]
     goodput: float | None
     lost_seconds: float | None
+    wall_seconds: float | None
     config: str | None  # JSON
 
 
@@ -336,7 +345,8 @@ SELECT (SELECT count(*) FROM attempts WHERE run = $run) AS attempts,
 _LAUNCHES: Final = """\
 SELECT DISTINCT details->>'$.host' AS host, details->>'$.versions' AS versions FROM events
 WHERE run = $run AND type = 'launch' AND json_valid(details) ORDER BY host"""
-_GOODPUT: Final = "SELECT goodput, wall_seconds - useful_seconds AS lost FROM goodput WHERE run = $run AND steps > 0"
+_GOODPUT: Final = """\
+SELECT goodput, wall_seconds, wall_seconds - useful_seconds AS lost FROM goodput WHERE run = $run AND steps > 0"""
 
 
 def run_facts(connection: Connection, run: str) -> RunFacts:
@@ -345,7 +355,9 @@ def run_facts(connection: Connection, run: str) -> RunFacts:
     with connection.pinned():
         facts = connection.query(_FACTS, parameters).to_pylist()[0]
         launches = connection.query(_LAUNCHES, parameters).to_pylist()
-        spent = connection.query(_GOODPUT, parameters).to_pylist() or [{"goodput": None, "lost": None}]
+        spent = connection.query(_GOODPUT, parameters).to_pylist() or [
+            dict.fromkeys(("goodput", "wall_seconds", "lost"))
+        ]
     versions = parse_tags(next((one["versions"] for one in launches if one["versions"]), None))
     hosts = tuple(dict.fromkeys(one["host"] for one in launches if one["host"]))
     return RunFacts(
@@ -354,6 +366,7 @@ def run_facts(connection: Connection, run: str) -> RunFacts:
         versions=versions,
         goodput=spent[0]["goodput"],
         lost_seconds=spent[0]["lost"],
+        wall_seconds=spent[0]["wall_seconds"],
         config=facts["config"],
     )
 
