@@ -8,6 +8,9 @@
  * @typedef {{name: string, axis: string, lines: Line[], nonfinite: [number, number, string][], restarts: number[],
  *   rows: number, buckets: number, extent: [number, number] | null, bulk: [number, number] | null, notice: string,
  *   markers?: [string, number, number, string, boolean][]}} Curve
+ * @typedef {{label: string | null, x: number[], step: number[] | null, value: (number | null)[],
+ *   smoothed: (number | null)[] | null, low: (number | null)[] | null, high: (number | null)[] | null}} KeptLine
+ * @typedef {Omit<Curve, "lines"> & {lines: KeptLine[]}} Kept
  */
 
 /** @type {Record<string, number>} Default strength by kind of smoothing. */
@@ -16,14 +19,15 @@ export const STRENGTH = { ema: 0.9, average: 20, none: 0 };
 /**
  * Return the choices that an address contains.
  * @param {string} search
+ * @param {string} usual the axis of an address without one
  * @returns {State}
  */
-export function readState(search) {
+export function readState(search, usual = "step") {
   const query = new URLSearchParams(search);
   const smooth = ["none", "ema", "average"].find((one) => one === query.get("smooth")) ?? "ema";
   const strength = Number(query.get("strength") ?? NaN);
   return {
-    axis: ["step", "cumulative", "attempt", "arrival", "time"].find((one) => one === query.get("axis")) ?? "step",
+    axis: ["step", "cumulative", "attempt", "arrival", "time"].find((one) => one === query.get("axis")) ?? usual,
     smooth,
     strength: Number.isFinite(strength) ? strength : STRENGTH[smooth],
     from: finite(query.get("from")),
@@ -46,11 +50,12 @@ function finite(word) {
 /**
  * Return the query of an address with the choices that are not the default.
  * @param {State} state
+ * @param {string} usual the axis that is left out
  * @returns {string}
  */
-export function writeState(state) {
+export function writeState(state, usual = "step") {
   const query = new URLSearchParams();
-  if (state.axis !== "step") query.set("axis", state.axis);
+  if (state.axis !== usual) query.set("axis", state.axis);
   if (state.smooth !== "ema") query.set("smooth", state.smooth);
   if (state.strength !== STRENGTH[state.smooth]) query.set("strength", String(state.strength));
   if (state.from !== null) query.set("from", String(state.from));
@@ -208,4 +213,63 @@ export function viridis(share) {
   const part = (/** @type {number} */ index, /** @type {number} */ at) => parseInt(VIRIDIS[index].slice(at, at + 2), 16);
   const mix = (/** @type {number} */ at) => Math.round(part(low, at) + (part(low + 1, at) - part(low, at)) * (place - low));
   return [mix(0), mix(2), mix(4)];
+}
+
+/**
+ * Return a curve as the server sends it, from its form in a report, which leaves out equal columns.
+ * @param {Kept} kept
+ * @param {boolean} isSmooth
+ * @returns {Curve}
+ */
+export function expanded(kept, isSmooth) {
+  const lines = kept.lines.map((line) => ({
+    ...line,
+    step: line.step ?? line.x,
+    smoothed: (isSmooth ? line.smoothed : null) ?? line.value.map(() => null),
+    low: line.low ?? line.value,
+    high: line.high ?? line.value,
+  }));
+  return { ...kept, lines };
+}
+
+/**
+ * Return the part of a curve in a zoom window, with one point on each side of it. The range is that of its values.
+ * @param {Curve} curve
+ * @param {{from: number | null, to: number | null}} window
+ * @returns {Curve}
+ */
+export function sliced(curve, window) {
+  if (window.from === null && window.to === null) return curve;
+  const [from, to] = [window.from ?? -Infinity, window.to ?? Infinity];
+  let points = 0;
+  let [low, high] = [Infinity, -Infinity];
+  const lines = curve.lines.map((line) => {
+    const inside = line.x.findIndex((x) => x >= from);
+    const first = Math.max(0, (inside < 0 ? line.x.length : inside) - 1);
+    const after = line.x.findIndex((x) => x > to);
+    const part = (/** @type {any[]} */ column) => column.slice(first, after < 0 ? undefined : after + 1);
+    const value = /** @type {(number | null)[]} */ (part(line.value));
+    for (const one of value) {
+      if (one === null) continue;
+      points += 1;
+      [low, high] = [Math.min(low, one), Math.max(high, one)];
+    }
+    return { ...line, x: part(line.x), step: part(line.step), value, smoothed: part(line.smoothed), low: part(line.low), high: part(line.high) };
+  });
+  const bulk = /** @type {[number, number] | null} */ (low <= high ? [low, high] : null);
+  const notice = `${points.toLocaleString("en")} points of the report in this window; ${curve.notice}`;
+  return { ...curve, lines, bulk, notice };
+}
+
+/**
+ * Return the points of a curve as CSV.
+ * @param {Curve} curve
+ * @returns {string}
+ */
+export function csv(curve) {
+  const head = `line,step,${curve.axis},${curve.name},smoothed,lowest,highest`;
+  const rows = curve.lines.flatMap((line, number) =>
+    line.x.map((x, at) => [line.label ?? number, line.step[at], x, line.value[at], line.smoothed[at], line.low[at], line.high[at]].map((one) => one ?? "").join(",")),
+  );
+  return [head, ...rows, ""].join("\n");
 }
