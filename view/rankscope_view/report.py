@@ -10,6 +10,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -18,11 +19,12 @@ from rankscope_storage.connection import Connection
 from rankscope_view.assets import ASSETS
 from rankscope_view.assets.bundle import bundle, chart_library, style
 from rankscope_view.data.curves import Axis, Curve, CurveRequest, Line, Smoothing, curve
-from rankscope_view.data.detail import RunDetail, read_detail
+from rankscope_view.data.detail import RunDetail
 from rankscope_view.data.events import Group, event_log, markers
 from rankscope_view.data.history import EVAL_LOSS, LOSS, History
 from rankscope_view.data.incidents import incidents
 from rankscope_view.data.ranks import rank_table
+from rankscope_view.data.summary import Summary, read_summary
 from rankscope_view.pages import report as report_page
 from rankscope_view.pages.format import text, utc
 from rankscope_view.pages.parts import icon
@@ -41,22 +43,32 @@ _DIGITS: Final = 7
 _DRAWN_POINTS: Final = 600
 
 
-def report(connection: Connection, run: str, *, made_at: float, source: str) -> str | None:
-    """Return the report of `run` as a complete HTML document; None if the store does not contain the run.
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A report: the complete HTML document, its policy, and the summary of the run."""
+
+    html: str
+    policy: str
+    summary: Summary
+
+
+def report(connection: Connection, run: str, *, made_at: float, source: str) -> Report | None:
+    """Return the report of `run`; None if the store does not contain the run.
 
     `made_at` is in UTC seconds. `source` is the name of the store that the report states.
     """
     with connection.pinned():
-        found = read_detail(connection, run)
-        if found is None:
+        summary = read_summary(connection, run)
+        if summary is None:
             return None
+        found = summary.detail
         listed = incidents(connection, [run]).get(run, [])
         ranks = rank_table(connection, run)
     axes = offered_axes(found)
     request = CurveRequest(axis=axes[0], points=_DRAWN_POINTS)
     groups = [group for group in Group if group is not Group.STEP]
     content = report_page.ReportContent(
-        detail=found,
+        summary=summary,
         incidents=listed,
         ranks=ranks,
         log=event_log(found.lines, found.history(LOSS), (), found.history(EVAL_LOSS), groups=groups),
@@ -66,7 +78,9 @@ def report(connection: Connection, run: str, *, made_at: float, source: str) -> 
         made_at=made_at,
         source=source,
     )
-    return _document(content, embedded_curves(found, axes))
+    scripts = [ASSETS["theme.js"].read().decode(), chart_library(), bundle("app")]
+    permitted = policy(scripts, style())
+    return Report(_document(content, embedded_curves(found, axes), scripts, permitted), permitted, summary)
 
 
 def offered_axes(found: RunDetail) -> tuple[Axis, ...]:
@@ -144,10 +158,8 @@ def _number(value: float) -> float | int:
     return int(value) if value.is_integer() and abs(value) < 1e15 else value
 
 
-def _document(content: report_page.ReportContent, curves: str) -> str:
+def _document(content: report_page.ReportContent, curves: str, scripts: Sequence[str], permitted: str) -> str:
     run = content.detail.row.run
-    scripts = [ASSETS["theme.js"].read().decode(), chart_library(), bundle("app")]
-    sheet = style()
     logo = base64.b64encode(ASSETS["icon.svg"].read()).decode()
     first, *others = [f"<script>{script}</script>" for script in scripts]
     data = curves.replace("<", "\\u003c")
@@ -155,12 +167,12 @@ def _document(content: report_page.ReportContent, curves: str) -> str:
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy(scripts, sheet)}">
+<meta http-equiv="Content-Security-Policy" content="{permitted}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>Report of {text(run)} · Rankscope</title>
 <link rel="icon" href="data:image/svg+xml;base64,{logo}">
-<style>{sheet}</style>
+<style>{style()}</style>
 {first}
 </head>
 <body data-page="report" data-axis="{content.axes[0]}">

@@ -29,7 +29,7 @@ class CallbackBase(CopiesDoNothing):
     training.
     """
 
-    def __init__(self, config: Given, report: ReportChoice = False) -> None:
+    def __init__(self, config: Given, *, report: ReportChoice = False) -> None:
         self._config = Monitor(config).config
         self._report = report
         self._boundary = ErrorBoundary()

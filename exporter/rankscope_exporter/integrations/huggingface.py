@@ -35,7 +35,7 @@ class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,
         After the training, rank 0 makes a report of the run in a child process: `report` is its path, True for a file
         in the folder `rankscope-reports`, or False for none. Raises ConfigError if the configuration is invalid.
         """
-        self._attended = CallbackBase(config, report)
+        self._attended = CallbackBase(config, report=report)
         self._tokens_seen = 0
 
     def on_train_begin(

@@ -30,7 +30,7 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
         After the training, rank 0 makes a report of the run in a child process: `report` is its path, True for a file
         in the folder `rankscope-reports`, or False for none. Raises ConfigError if the configuration is invalid.
         """
-        self._attended = CallbackBase(config, report)
+        self._attended = CallbackBase(config, report=report)
         self._announced: Announced | None = None
         self._updates = 0
         self._before_evaluation: set[str] = set()

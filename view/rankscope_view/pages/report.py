@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from rankscope_contract.model.events import RunState
 from rankscope_contract.security.escaping import sql_string
 from rankscope_view.data.curves import Axis, Curve
 from rankscope_view.data.detail import PERPLEXITY, RunDetail
-from rankscope_view.data.events import EventLog, Group
+from rankscope_view.data.events import EventLine, EventLog, Group
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, SPEEDS
 from rankscope_view.data.incidents import Incident
 from rankscope_view.data.ranks import RankTable
+from rankscope_view.data.summary import Summary, Trend
 from rankscope_view.pages import incident as incident_page
 from rankscope_view.pages import ranks as rank_page
-from rankscope_view.pages.format import NOTHING, count, duration, measure, percent, text, utc
-from rankscope_view.pages.parts import icon, incident_line, panel, pill, segmented, state_word, tag_list
+from rankscope_view.pages.format import count, duration, measure, text, utc
+from rankscope_view.pages.parts import incident_line, pill, segmented, state_word, tag_list
 from rankscope_view.pages.run import AXES, ChartChoice, chart_panel, event_rows, signed
+from rankscope_view.pages.sections import sections
 
 MOST_INCIDENTS: Final = 50
 MOST_SETTINGS: Final = 60
 LONGEST_CONFIG: Final = 100_000
 _FIRST_SETTINGS: Final = ("hyperparameters", "argv", "git_commit")
+_BLOCKS: Final = ("progress", "loss", "parameters", "time", "speed")
 _CHARTS: Final = (PERPLEXITY, GRAD_NORM, LEARNING_RATE, EVAL_LOSS, *SPEEDS)
 
 
@@ -32,7 +38,7 @@ _CHARTS: Final = (PERPLEXITY, GRAD_NORM, LEARNING_RATE, EVAL_LOSS, *SPEEDS)
 class ReportContent:
     """The data of a report. `curves` are those that the document shows without scripts, by the name of the scalar."""
 
-    detail: RunDetail
+    summary: Summary
     incidents: Sequence[Incident]
     ranks: RankTable
     log: EventLog
@@ -42,12 +48,18 @@ class ReportContent:
     made_at: float  # UTC seconds
     source: str  # name of the store
 
+    @property
+    def detail(self) -> RunDetail:
+        """Return the numbers of the page of the run."""
+        return self.summary.detail
+
 
 def body(content: ReportContent) -> str:
     """Return the report as HTML, without the head of the document."""
     found = content.detail
     parts = [
         _head(content),
+        _section("Summary", _summary(content.summary)),
         _section("Curves", _curves(content)),
         _section("Incidents", _incidents(content.incidents)),
         _section("Ranks", _ranks(content)),
@@ -75,7 +87,7 @@ def _head(content: ReportContent) -> str:
 def sentences(content: ReportContent) -> Iterator[str]:
     """Yield the sentences at the top of the report as HTML: progress, loss, first cause, slow ranks."""
     yield _progress(content.detail)
-    yield _loss(content.detail)
+    yield _loss(content.summary)
     yield from _first_incident(content.incidents)
     for row in content.ranks.rows:
         if row.is_slow:
@@ -88,25 +100,44 @@ def _progress(found: RunDetail) -> str:
     row = found.row
     if row.step is None:
         return "No step is stored."
-    planned = f" of {count(row.planned_steps)}" if row.planned_steps else ""
     ends = [at for at in (row.ended_at, row.seen_at) if at is not None]
     spent = f" in {duration(max(0.0, ends[0] - row.started_at))}" if row.started_at is not None and ends else ""
-    attempts = f", {len(found.restarts) + 1} attempts" if found.restarts else ""
-    verb = {RunState.COMPLETED: "Completed", RunState.FAILED: "Failed", RunState.STOPPED: "Stopped"}.get(
-        RunState(row.state) if row.state in set(RunState) else RunState.RUNNING, "Reached"
-    )
-    reason = f": {text(row.reason.rstrip('.'))}" if row.reason and row.state == RunState.FAILED else ""
-    return f"{verb} at step {count(row.step)}{planned}{spent}{attempts}{reason}."
+    attempts = f"{' and' if spent else ' in'} {len(found.restarts) + 1} attempts" if found.restarts else ""
+    if row.state in {RunState.FAILED, RunState.STOPPED}:
+        planned = f" of {count(row.planned_steps)}" if row.planned_steps else ""
+        reason = f": {text(row.reason.rstrip('.'))}" if row.reason else ""
+        return f"{state_word(row.state)} at step {count(row.step)}{planned}{spent}{attempts}{reason}."
+    share = f"{count(row.step)} of {count(row.planned_steps)} steps" if row.planned_steps else f"Step {count(row.step)}"
+    return f"{share}{spent}{attempts}."
 
 
-def _loss(found: RunDetail) -> str:
-    loss = found.history(LOSS)
-    if not len(loss):
+def _loss(found: Summary) -> str:
+    losses = found.losses
+    if losses.current is None:
         return "The run logs no loss."
-    if found.row.loss is None:
-        return "The loss is not known."
-    trend = "" if found.loss_change is None else " and falling" if found.loss_change < 0 else " and rising"
-    return f"Loss {measure(found.row.loss)}{trend}."
+    if losses.last_finite is None:
+        return f"All {count(losses.rows)} losses are NaN or infinite."
+    trend = f" and {losses.trend}" if losses.trend in {Trend.FALLING, Trend.RISING} else ""
+    if math.isfinite(losses.current):
+        return f"Loss {measure(losses.current)}{trend}."
+    return f"Loss {measure(losses.current)}; the last finite loss is {measure(losses.last_finite)}."
+
+
+def _summary(found: Summary) -> str:
+    listed = {section.title: section.rows for section in sections(found)}
+    advice = [text for name, text in listed.get("loss", ()) if name == "advice"]
+    blocks = "".join(
+        _block(name, [row for row in listed[name] if row[0] != "advice"]) for name in _BLOCKS if name in listed
+    )
+    lines = [f"<p>{text(line)}</p>" for line in advice]
+    lines += [f"<p><b>{text(side.capitalize())}.</b> {text(line)}</p>" for side, line in listed.get("hints", ())]
+    notes = f'<div class="panel prose hints">{"".join(lines)}</div>' if lines else ""
+    return f'<div class="blocks">{blocks}</div>{notes}'
+
+
+def _block(name: str, rows: Sequence[tuple[str, str]]) -> str:
+    lines = "".join(f"<tr><td>{text(label)}</td><td>{text(value)}</td></tr>" for label, value in rows)
+    return f'<div class="plain"><h3>{name.capitalize()}</h3><table class="facts">{lines}</table></div>'
 
 
 def _first_incident(found: Sequence[Incident]) -> Iterator[str]:
@@ -157,7 +188,9 @@ def _incident(one: Incident) -> str:
     known = {"value": one.value, "baseline": one.baseline, "threshold": one.threshold}
     facts += [f"{name} {measure(value)}" for name, value in known.items() if value is not None]
     facts += [f"{count(one.events)} events" if one.events > 1 else ""]
-    facts += [f"ranks {', '.join(map(str, one.ranks[:16]))}{'…' if len(one.ranks) > 16 else ''}" if len(one.ranks) > 1 else ""]
+    facts += [
+        f"ranks {', '.join(map(str, one.ranks[:16]))}{'…' if len(one.ranks) > 16 else ''}" if len(one.ranks) > 1 else ""
+    ]
     facts += [f"attempt {one.attempt}" if one.attempt else ""]
     facts += [f"{text(state)} {utc(at, '%d %b %H:%M:%S')}" for at, state in one.states if at is not None]
     cause = f'<p class="meta">{text(one.cause)}</p>' if one.cause else ""
@@ -172,9 +205,30 @@ def _ranks(content: ReportContent) -> str:
 
 def _events(log: EventLog) -> str:
     total = sum(number for group, number in log.counts.items() if group is not Group.STEP)
-    note = f"{count(len(log.lines))} of {count(total)}, without steps; UTC"
-    rows = event_rows(log.lines[::-1]) if log.lines else '<p class="empty">No event is stored for this run.</p>'
-    return f'<h2 class="part">Events <span class="dim">{note}</span></h2>{rows}'
+    left = total - len(log.lines)
+    older = f"; {count(left)} older ones are in the store" if left else ""
+    lines = log.lines[::-1]
+    chosen = condensed([line for line in lines if line.group is not Group.EVALUATION])
+    rows = event_rows(chosen) if chosen else '<p class="empty">No event is stored for this run.</p>'
+    every = f"<details><summary>All {count(len(lines))} events</summary>{event_rows(lines)}</details>" if lines else ""
+    return f'<h2 class="part">Events <span class="dim">UTC{older}</span></h2>{rows}{every}'
+
+
+def condensed(lines: Sequence[EventLine]) -> list[EventLine]:
+    """Return the lines of an event log, with one line for consecutive ones that differ only in their steps."""
+    found = []
+    for _, same in itertools.groupby(lines, key=lambda line: (line.attempt, line.group, line.severity, _text(line))):
+        first, *others = same
+        last = others[-1].step if others else None
+        until = f", until step {count(last)}" if last is not None else ""
+        more = f" ({count(len(others) + 1)} times{until})" if others else ""
+        found.append(replace(first, text=first.text + more))
+    return found
+
+
+def _text(line: EventLine) -> str:
+    """Return the text of a line without its step, which messages of checkpoints contain."""
+    return line.text if line.step is None else re.sub(rf"\b{line.step}\b", "", line.text)
 
 
 def settings(found: RunDetail) -> list[tuple[str, str]]:
@@ -209,7 +263,9 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 
 def _settings(found: RunDetail) -> str:
     listed = settings(found)
-    rows = "".join(f"<tr><td>{text(name)}</td><td>{text(_short(value))}</td></tr>" for name, value in listed[:MOST_SETTINGS])
+    rows = "".join(
+        f"<tr><td>{text(name)}</td><td>{text(_short(value))}</td></tr>" for name, value in listed[:MOST_SETTINGS]
+    )
     config = found.facts.config
     whole = ""
     if config and len(config) <= LONGEST_CONFIG:

@@ -84,7 +84,9 @@ class ChartChoice:
 def page(place: Place, found: RunDetail, choice: ChartChoice, curves: dict[str, Curve], log: EventLog) -> str:
     """Return the page of a run. `curves` are drawn for readers without scripts, by the name of the scalar."""
     row = found.row
-    charts = [chart_panel(found, name, curves[name], choice, is_main=True) for name in (LOSS, PERPLEXITY) if name in curves]
+    charts = [
+        chart_panel(found, name, curves[name], choice, is_main=True) for name in (LOSS, PERPLEXITY) if name in curves
+    ]
     if LOSS not in curves:
         charts.insert(0, _no_loss(place, found))
     more = [name for name in (GRAD_NORM, LEARNING_RATE, EVAL_LOSS, *SPEEDS) if name in curves]
@@ -123,10 +125,11 @@ def header(place: Place, found: RunDetail) -> str:
     figures = "".join(
         f"<div><dt>{name}</dt><dd><b>{value}</b><span>{line}</span></dd></div>" for name, value, line in _figures(found)
     )
+    report = f'<a class="button" href="{place.url("runs", row.run, "report")}" download>Report</a>'
     compare = f'<a class="button" href="{place.url("compare", run=row.run)}">Compare</a>'
     return (
         f'<div class="runhead" id="head" data-live><div class="title"><h1><bdi>{text(row.run)}</bdi></h1>{pill(row.state)}'
-        f'{tag_list(sorted(row.tags.items()))}<span class="dim">{about}</span><span class="aside">{compare}</span></div>{reason}{note}'
+        f'{tag_list(sorted(row.tags.items()))}<span class="dim">{about}</span><span class="aside">{report}{compare}</span></div>{reason}{note}'
         f'<div class="figures"><span>{_progress(row)}</span><span class="dim">{again}</span></div>{bar}'
         f"<dl>{figures}</dl></div>"
     )
