@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,8 +19,8 @@ from rankscope_storage.connection import Connection
 from rankscope_view.assets import ASSETS
 from rankscope_view.assets.bundle import bundle, chart_library, style
 from rankscope_view.data.curves import Axis, Curve, CurveRequest, Line, Smoothing, curve
-from rankscope_view.data.detail import RunDetail
-from rankscope_view.data.events import Group, event_log, markers
+from rankscope_view.data.detail import RunDetail, nothing
+from rankscope_view.data.events import Group, Marker, event_log, markers
 from rankscope_view.data.history import EVAL_LOSS, LOSS, History
 from rankscope_view.data.incidents import incidents
 from rankscope_view.data.ranks import rank_table
@@ -100,34 +100,44 @@ def offered_axes(found: RunDetail) -> tuple[Axis, ...]:
 def embedded_curves(found: RunDetail, axes: Sequence[Axis], limit: int = CURVE_BYTES) -> str:
     """Return the curves on each axis as JSON of at most `limit` bytes, with as many points as possible."""
     document = ""
+    marked = {
+        (axis, name): _marked(found, history, axis) for axis in axes for name, history in found.histories.items()
+    }
     for points in _POINTS:
-        curves = {axis.value: _curves_on(found, axis, points) for axis in axes}
+        curves = {axis.value: _curves_on(found, axis, points, marked) for axis in axes}
         document = json.dumps(curves, allow_nan=False, separators=(",", ":"))
         if len(document) <= limit:
             break
     return document
 
 
-def _curves_on(found: RunDetail, axis: Axis, points: int) -> dict[str, Any]:
+def _marked(found: RunDetail, history: History, axis: Axis) -> list[Marker]:
+    """Return the markers of a chart. Only the loss has a lane for all; in other charts, incidents are lines."""
+    if history.name == LOSS:
+        return markers(found.lines, found.history(EVAL_LOSS), history, axis)
+    return [one for one in markers(found.lines, nothing(EVAL_LOSS), history, axis) if one.is_critical]
+
+
+def _curves_on(
+    found: RunDetail, axis: Axis, points: int, marked: Mapping[tuple[Axis, str], Sequence[Marker]]
+) -> dict[str, Any]:
     documents = {}
     for name, history in found.histories.items():
         smoothing = Smoothing.NONE if name == EVAL_LOSS else Smoothing.EMA
         request = CurveRequest(axis=axis, smoothing=smoothing, points=points * (_MAIN_FACTOR if name == LOSS else 1))
         drawn = curve(history, request)
         lines = [_line(line) for line in drawn.lines]
-        documents[name] = drawn.document() | {"lines": lines, "markers": _markers(found, history, drawn)}
+        documents[name] = drawn.document() | {"lines": lines, "markers": _thinned(marked[axis, name], drawn)}
     return documents
 
 
-def _markers(found: RunDetail, history: History, drawn: Curve) -> list[list[Any]]:
-    """Return the markers of a chart, at most one of each group in a bucket of the curve. Only the loss has a lane."""
-    width = drawn.bucket_width or 1.0
-    once: dict[tuple[Any, ...], list[Any]] = {}
-    for one in markers(found.lines, found.history(EVAL_LOSS), history, drawn.request.axis):
-        if history.name == LOSS or one.is_critical:
-            place = [one.group, _number(one.x), one.step, "", one.is_critical]
-            once.setdefault((one.group, one.x // width, one.is_critical), place)
-    return list(once.values())
+def _thinned(found: Sequence[Marker], drawn: Curve) -> list[list[Any]]:
+    """Return the markers of a chart for JSON, at most one of each group in a bucket of the curve."""
+    once: dict[tuple[Any, ...], Marker] = {}
+    for one in found:
+        place = one.x if drawn.bucket_width is None else one.x // drawn.bucket_width
+        once.setdefault((one.group, place, one.is_critical), one)
+    return [[one.group, _number(one.x), one.step, "", one.is_critical] for one in once.values()]
 
 
 def _line(line: Line) -> dict[str, Any]:
