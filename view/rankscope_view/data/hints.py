@@ -46,7 +46,7 @@ class Side(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hint:
-    """An observation, and what can be tried because of it."""
+    """An observation, and the actions to try because of it."""
 
     side: Side
     observation: str

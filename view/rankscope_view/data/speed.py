@@ -118,7 +118,10 @@ class BatchCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """How fast a run trains. A value of None is unknown. Step times are medians over steps that are not superseded."""
+    """Throughput and step times of a run. A value of None is unknown.
+
+    Step times are medians over steps that are not superseded.
+    """
 
     throughput: Throughput | None
     step_times: History | None

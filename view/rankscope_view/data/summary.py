@@ -56,7 +56,7 @@ class Trend(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a run is. Shares are from 0 to 1; None without a plan."""
+    """Steps and epochs that a run has completed. Shares are from 0 to 1; None without a plan."""
 
     state: str | None
     step: int | None
@@ -65,7 +65,7 @@ class Progress:
     epoch: float | None
     planned_epochs: float | None  # None also if the number of steps drives the run
     epoch_share: float | None
-    eta_seconds: float | None  # None: unknown, or the run has ended
+    eta_seconds: float | None  # None: unknown, or the run has ended before its plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +193,7 @@ def _history(connection: Connection, run: str, name: str) -> History | None:
 
 
 def _trainer_state(config: str | None) -> Mapping[str, Any]:
-    """Return the facts that a `trainer_state.json` has besides its history; empty for all other sources."""
+    """Return the facts that a `trainer_state.json` has in addition to its history; empty for all other sources."""
     try:
         found = json.loads(config or "{}")
     except ValueError:
@@ -223,7 +223,7 @@ def _progress(detail: RunDetail, state: Mapping[str, Any], epochs: History | Non
         epoch=epoch,
         planned_epochs=planned_epochs,
         epoch_share=None if epoch is None or planned_epochs is None else epoch / planned_epochs,
-        eta_seconds=row.eta_seconds if planned else None,
+        eta_seconds=0.0 if row.share == 1 and planned else row.eta_seconds if planned else None,
     )
 
 

@@ -40,7 +40,7 @@ _WORLD: Final = "SELECT world_size FROM runs WHERE run = $run"
 
 
 class Method(enum.StrEnum):
-    """How the utilisation of the GPUs was determined."""
+    """Origin of the utilisation of the GPUs."""
 
     FIELD = "field"
     NVML = "nvml"
@@ -52,7 +52,7 @@ _WORDS: Final = {
     Method.FIELD: f"measured: field {FIELD} of the log",
     Method.NVML: f"measured: NVML ({NVML})",
     Method.FLOPS: "estimated: achieved FLOP/s divided by the peak (MFU)",
-    Method.PACE: "estimated: throughput against the global batch divided by the fastest 5 % of step times",
+    Method.PACE: "estimated: throughput divided by global batch / step time of the fastest 5 % of steps",
 }
 
 
@@ -156,17 +156,12 @@ def _median(history: History) -> float | None:
 
 
 def _pace(speed: Speed) -> float | None:
-    """Return measured throughput divided by the throughput at the fastest steps, which is the ideal one.
-
-    Without a throughput in samples and a global batch, the ratio of step times is the same number.
-    """
-    if speed.step_times is None or not speed.step_seconds:
+    """Return the measured throughput divided by the ideal one: the global batch in the time of the fastest steps."""
+    measured = speed.throughput
+    if speed.step_times is None or measured is None or measured.median is None or not speed.global_batch:
         return None
     times = speed.step_times.value[np.isfinite(speed.step_times.value)]
-    if len(times) < _FEWEST_STEPS:
+    if measured.name != "samples_per_second" or len(times) < _FEWEST_STEPS:
         return None
-    fastest = float(np.quantile(times, _FASTEST))
-    measured = speed.throughput
-    if measured is not None and measured.name == "samples_per_second" and speed.global_batch and measured.median:
-        return min(1.0, measured.median * measured.ranks * fastest / speed.global_batch)
-    return min(1.0, fastest / speed.step_seconds)
+    ideal = speed.global_batch / float(np.quantile(times, _FASTEST))
+    return min(1.0, measured.median * measured.ranks / ideal)

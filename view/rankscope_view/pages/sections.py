@@ -80,7 +80,8 @@ def _progress(found: Summary) -> Iterator[tuple[str, str]]:
         planned = "" if progress.planned_epochs is None else f" / {progress.planned_epochs:g}"
         epoch = f"{progress.epoch:.2f}{planned}"
     yield "epoch", epoch + _share(progress.epoch_share)
-    yield "time left", NOTHING if progress.eta_seconds is None else duration(progress.eta_seconds)
+    left = progress.eta_seconds
+    yield "time left", NOTHING if left is None else duration(left) if left else "0 s"
 
 
 def _loss(found: Summary) -> Iterator[tuple[str, str]]:
