@@ -123,7 +123,9 @@ class Browser:
         """Return a place in the first visible element of `selector`, as shares of its width and height."""
         found = f"[...document.querySelectorAll({json.dumps(selector)})].find((one) => one.checkVisibility())"
         self.wait(f"{found} && ({found}.scrollIntoView({{block: 'center'}}), true)")
-        left, top, width, height = self.run(f"(({{x, y, width, height}}) => [x, y, width, height])({found}.getBoundingClientRect())")
+        left, top, width, height = self.run(
+            f"(({{x, y, width, height}}) => [x, y, width, height])({found}.getBoundingClientRect())"
+        )
         return left + across * width, top + down * height
 
     def click_at(self, x: float, y: float, *, to: tuple[float, float] | None = None) -> None:

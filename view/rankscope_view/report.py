@@ -24,11 +24,12 @@ from rankscope_view.data.events import Group, Marker, event_log, markers
 from rankscope_view.data.history import EVAL_LOSS, LOSS, History
 from rankscope_view.data.incidents import incidents
 from rankscope_view.data.ranks import rank_table
-from rankscope_view.data.summary import Summary, read_summary
+from rankscope_view.data.summary import read_summary
 from rankscope_view.pages import report as report_page
 from rankscope_view.pages.format import text, utc
 from rankscope_view.pages.parts import icon
 from rankscope_view.pages.run import ChartChoice
+from rankscope_view.pages.sections import sections, title
 
 CURVE_BYTES: Final = 2_000_000
 """Limit of the JSON of all curves. The rest of a report, with styles, scripts and drawings, is below 1 MB."""
@@ -45,11 +46,10 @@ _DRAWN_POINTS: Final = 600
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A report: the complete HTML document, its policy, and the summary of the run."""
+    """A report: the complete HTML document, and its policy."""
 
     html: str
     policy: str
-    summary: Summary
 
 
 def report(connection: Connection, run: str, *, made_at: float, source: str) -> Report | None:
@@ -57,6 +57,16 @@ def report(connection: Connection, run: str, *, made_at: float, source: str) -> 
 
     `made_at` is in UTC seconds. `source` is the name of the store that the report states.
     """
+    content = read_content(connection, run, made_at=made_at, source=source)
+    if content is None:
+        return None
+    scripts = [ASSETS["theme.js"].read().decode(), chart_library(), bundle("app")]
+    permitted = policy(scripts, style())
+    return Report(_document(content, embedded_curves(content.detail, content.axes), scripts, permitted), permitted)
+
+
+def read_content(connection: Connection, run: str, *, made_at: float, source: str) -> report_page.ReportContent | None:
+    """Return the data of the report of `run`, without the curves for scripts; None if there is no such run."""
     with connection.pinned():
         summary = read_summary(connection, run)
         if summary is None:
@@ -67,7 +77,7 @@ def report(connection: Connection, run: str, *, made_at: float, source: str) -> 
     axes = offered_axes(found)
     request = CurveRequest(axis=axes[0], points=_DRAWN_POINTS)
     groups = [group for group in Group if group is not Group.STEP]
-    content = report_page.ReportContent(
+    return report_page.ReportContent(
         summary=summary,
         incidents=listed,
         ranks=ranks,
@@ -78,9 +88,6 @@ def report(connection: Connection, run: str, *, made_at: float, source: str) -> 
         made_at=made_at,
         source=source,
     )
-    scripts = [ASSETS["theme.js"].read().decode(), chart_library(), bundle("app")]
-    permitted = policy(scripts, style())
-    return Report(_document(content, embedded_curves(found, axes), scripts, permitted), permitted, summary)
 
 
 def offered_axes(found: RunDetail) -> tuple[Axis, ...]:
@@ -100,9 +107,7 @@ def offered_axes(found: RunDetail) -> tuple[Axis, ...]:
 def embedded_curves(found: RunDetail, axes: Sequence[Axis], limit: int = CURVE_BYTES) -> str:
     """Return the curves on each axis as JSON of at most `limit` bytes, with as many points as possible."""
     document = ""
-    marked = {
-        (axis, name): _marked(found, history, axis) for axis in axes for name, history in found.histories.items()
-    }
+    marked = {(axis, name): _marked(found, history, axis) for axis in axes for name, history in found.histories.items()}
     for points in _POINTS:
         curves = {axis.value: _curves_on(found, axis, points, marked) for axis in axes}
         document = json.dumps(curves, allow_nan=False, separators=(",", ":"))
@@ -172,7 +177,7 @@ def _document(content: report_page.ReportContent, curves: str, scripts: Sequence
     run = content.detail.row.run
     logo = base64.b64encode(ASSETS["icon.svg"].read()).decode()
     first, *others = [f"<script>{script}</script>" for script in scripts]
-    data = curves.replace("<", "\\u003c")
+    summary = [title(content.summary), [(one.title, one.rows) for one in sections(content.summary)]]
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -192,11 +197,18 @@ def _document(content: report_page.ReportContent, curves: str, scripts: Sequence
 <button id="theme" title="Theme (T)" aria-label="Change the theme">{icon("theme")}</button>
 <button id="help" title="Keys (?)" aria-label="Keys"><kbd>?</kbd></button></span></header>
 <main class="report">{report_page.body(content)}</main>
-<script type="application/json" id="curves">{data}</script>
+{_data("summary", json.dumps(summary))}
+{_data("curves", curves)}
 {"".join(others)}
 </body>
 </html>
 """
+
+
+def _data(name: str, document: str) -> str:
+    """Return a JSON document as an element that is no script. It cannot end the element early."""
+    escaped = document.replace("<", "\\u003c")
+    return f'<script type="application/json" id="{name}">{escaped}</script>'
 
 
 def policy(scripts: Sequence[str], sheet: str) -> str:

@@ -1,4 +1,4 @@
-"""Start the report of a run in a child process after the end of its training, on global rank 0 only."""
+"""The report of a run after the end of its training, made by a child process of global rank 0."""
 
 from __future__ import annotations
 
@@ -15,27 +15,38 @@ from rankscope_exporter.serving.config import ServeConfig
 ReportChoice = bool | str | Path
 """Path of a report, True for the default path, or False for no report."""
 
-Make = Callable[[ReportJob, Callable[[str], object]], object]
+Say = Callable[[str], object]
 
 
-def start_report(monitor: Monitor, choice: ReportChoice, make: Make = make_report) -> threading.Thread | None:
-    """Start the report of the run of `monitor`, which has ended. Return the thread that waits for it.
+def start_report(
+    monitor: Monitor, choice: ReportChoice, make: Callable[[ReportJob, Say], object] = make_report
+) -> threading.Thread | None:
+    """Start the report of the run of `monitor`, which has ended. Return the thread that waits for it; None without one.
 
-    Other ranks do nothing. The interpreter waits for this thread at its exit, at most 60 s, and its exit code does not
-    depend on it. If the service has not confirmed all records, only the command is printed.
+    The interpreter waits for this thread at its exit, at most 60 s, and its exit code does not depend on it.
     """
-    ended = monitor.ended
-    if ended is None or ended.rank != 0 or ended.source is None:
-        return None
-    say = Console(ended.rank, enabled=monitor.config.console).line
-    output = None if choice is True else Path(str(choice)).absolute()
-    job = ReportJob(source=ended.source, run=ended.run, output=output, environment=_access(monitor.config.serve))
-    if not ended.is_stored:
-        say(f"the service has not confirmed all records of this run; to make its report later: {job.command}")
+    say = Console(0, enabled=monitor.config.console).line
+    job = report_job(monitor, None if choice is True else Path(str(choice)), say)
+    if job is None:
         return None
     waiter = threading.Thread(target=functools.partial(make, job, say), name="rankscope-report", daemon=False)
     waiter.start()
     return waiter
+
+
+def report_job(monitor: Monitor, output: Path | None, say: Say) -> ReportJob | None:
+    """Return the report to make for the run of `monitor`; None on other ranks than 0, and if no file has its records.
+
+    If the service has not confirmed all records of this rank, `say` receives the command, and the result is None.
+    """
+    ended = monitor.ended
+    if ended is None or ended.rank != 0 or ended.source is None:
+        return None
+    job = ReportJob(source=ended.source, run=ended.run, output=output, environment=_access(monitor.config.serve))
+    if ended.is_stored:
+        return job
+    say(f"the service has not confirmed all records of this run; to make its report later: {job.command}")
+    return None
 
 
 def _access(serve: ServeConfig) -> dict[str, str]:
