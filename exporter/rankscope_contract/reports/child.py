@@ -73,7 +73,7 @@ def make_report(
 ) -> Path | None:
     """Make a report in a child process, and return its path; None if there is none, for whatever reason.
 
-    `say` receives the lines of the summary, or one line with the reason and the command. Waits at most `limit_seconds`.
+    `say` receives the summary, or one line with the reason and the command. Waits at most `limit_seconds`.
     """
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
@@ -98,8 +98,7 @@ def make_report(
         reason = str(error)
     else:
         if done.returncode == 0 and job.path.is_file():
-            for line in done.stdout.splitlines():
-                say(line)
+            say(f"the run has ended\n{done.stdout.rstrip()}")
             return job.path
         reason = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit code {done.returncode}")
     say(f"no report was made: {reason}; to make it: {job.command}")
