@@ -4,10 +4,10 @@
  * @typedef {{axis: string, smooth: string, strength: number, from: number | null, to: number | null,
  *   log: boolean, fit: boolean, tail: number}} State
  * @typedef {{label: string | null, x: number[], step: number[], value: (number | null)[], smoothed: (number | null)[],
- *   low: (number | null)[], high: (number | null)[]}} Line
+ *   low: (number | null)[], high: (number | null)[], role?: string | null}} Line
  * @typedef {{name: string, axis: string, lines: Line[], nonfinite: [number, number, string][], restarts: number[],
  *   rows: number, buckets: number, extent: [number, number] | null, bulk: [number, number] | null, notice: string,
- *   markers?: [string, number, number, string, boolean][]}} Curve
+ *   firings?: [number, number | null, string][], markers?: [string, number, number, string, boolean][]}} Curve
  */
 
 /** @type {Record<string, number>} Default strength by kind of smoothing. */
@@ -162,6 +162,16 @@ export function nearest(values, x) {
 }
 
 /**
+ * Return the value of a series at the place that is nearest to `x`; null without any.
+ * @param {{x: number[], y: (number | null)[]}} series
+ * @param {number} x
+ * @returns {number | null}
+ */
+export function valueAt(series, x) {
+  return series.x.length ? series.y[nearest(series.x, x)] : null;
+}
+
+/**
  * Return the range of the y axis: most values, or all of them, with a margin.
  * @param {Curve} curve
  * @param {{log: boolean, fit: boolean, zero: boolean}} choice
@@ -208,4 +218,50 @@ export function viridis(share) {
   const part = (/** @type {number} */ index, /** @type {number} */ at) => parseInt(VIRIDIS[index].slice(at, at + 2), 16);
   const mix = (/** @type {number} */ at) => Math.round(part(low, at) + (part(low + 1, at) - part(low, at)) * (place - low));
   return [mix(0), mix(2), mix(4)];
+}
+
+/**
+ * Return the layer of a tensor, such as `layers.7`, or the beginning of its name.
+ * @param {string} name
+ * @returns {string}
+ */
+export function layerOf(name) {
+  const parts = name.split(".");
+  const at = parts.findIndex((part) => /^\d+$/.test(part));
+  return at > 0 ? `${parts[at - 1]}.${parts[at]}` : parts[0];
+}
+
+/**
+ * Return the part of its layer that a tensor is, such as `mlp.down_proj.weight`.
+ * @param {string} name
+ * @returns {string}
+ */
+export function partOf(name) {
+  const parts = name.split(".");
+  const at = parts.findIndex((part) => /^\d+$/.test(part));
+  return parts.slice(at + 1).join(".").replace(/\d+/g, "#");
+}
+
+/**
+ * Return the codes of a grid with at most `columns` columns. Of several cells, the one farthest from `middle` remains;
+ * codes above 253, of Inf and NaN, have priority, and 253 means an absent cell.
+ * @param {Uint8Array} cells
+ * @param {number} rows
+ * @param {number} columns
+ * @param {number} middle
+ * @returns {Uint8Array}
+ */
+export function poolColumns(cells, rows, columns, middle) {
+  const wide = cells.length / rows;
+  if (wide <= columns) return cells;
+  const found = new Uint8Array(rows * columns).fill(253);
+  const weights = Float64Array.from({ length: 256 }, (_, code) => (code === 253 ? -1 : code > 253 ? 1000 + code : Math.abs(code - middle)));
+  for (let row = 0; row < rows; row += 1) {
+    for (let at = 0; at < wide; at += 1) {
+      const target = row * columns + Math.floor((at * columns) / wide);
+      const code = cells[row * wide + at];
+      if (weights[code] > weights[found[target]]) found[target] = code;
+    }
+  }
+  return found;
 }
