@@ -16,6 +16,7 @@ import pyarrow as pa
 import pytest
 from tests.programs import run_command
 
+from rankscope.commands import main
 from rankscope_contract.model.schema import DATASETS
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
@@ -144,3 +145,62 @@ def rankscope(sample_store: Path) -> Callable[..., subprocess.CompletedProcess[s
         return run_command(*arguments, folder=options.pop("cwd", None), **environment)
 
     return run
+
+
+@pytest.fixture
+def in_process(monkeypatch, capsys) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Return a function that runs `rankscope ARGUMENTS` in this process, as its entry point does."""
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr("sys.argv", ["rankscope", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, int(ended.value.code or 0), said.out, said.err)
+
+    return run
+
+
+def history_entries(steps: int) -> list[dict[str, Any]]:
+    """Return the history of a `trainer_state.json` with two evaluation sets."""
+    entries: list[dict[str, Any]] = []
+    for step in range(1, steps + 1):
+        loss = 0.1 + 7 * math.exp(-step / 20)
+        shared = {"epoch": step / 30, "step": step}
+        entries.append(shared | {"loss": loss, "learning_rate": 2e-5 * (1 - step / 100), "grad_norm": 0.25})
+        if step % 15 == 0:
+            entries.append(shared | {"eval_dev_loss": 1 / step, "eval_test_loss": 0.7, "eval_runtime": 2.0})
+    return entries
+
+
+@pytest.fixture(scope="session")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with logs of other tools: `outputs/checkpoint-N`, `metrics.jsonl` and `megatron.log`."""
+    folder = tmp_path_factory.mktemp("logs")
+    for steps, name in ((60, "checkpoint-60"), (9, "checkpoint-9"), (30, "checkpoint-last")):
+        checkpoint = folder / "outputs" / name
+        checkpoint.mkdir(parents=True)
+        facts = {"epoch": steps / 30, "global_step": steps, "max_steps": 90, "num_train_epochs": 3}
+        best = {"best_metric": 0.0667, "best_model_checkpoint": "outputs/checkpoint-15", "best_global_step": 15}
+        state = facts | best | {"log_history": history_entries(steps)}
+        (checkpoint / "trainer_state.json").write_text(json.dumps(state), encoding="utf-8")
+    lines = [
+        {"step": step, "loss": 2 - 0.005 * step, "throughput": 60.0 if step % 20 == 0 else 100.0, "lr": 1e-4}
+        | {"step_time_s": 0.32, "gpu_util": [80 + step % 5, 60], "global_batch_size": 32, "data_time": 0.1}
+        for step in range(1, 101)
+    ]
+    text = "\n".join(map(json.dumps, lines)) + "\nnot json\n"
+    (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
+    row = (
+        " [2026-03-01 10:00:{second:02}] iteration {step:8d}/     100 | consumed samples: {samples} | "
+        "elapsed time per iteration (ms): {time:.1f} | throughput per GPU (TFLOP/s/GPU): {flops:.1f} | "
+        "learning rate: 3.0E-06 | global batch size: 1024 | lm loss: {loss:.6E} | loss scale: 1.0 | grad norm: 4.3 | "
+        "number of skipped iterations: {skipped} | number of nan iterations: 0 |"
+    )
+    rows = [
+        row.format(second=step, step=step, samples=1024 * step, time=46_300 if step == 1 else 29_700,
+                   flops=341.9, loss=11 - step / 10, skipped=int(step < 3))
+        for step in range(1, 21)
+    ]  # fmt: skip
+    (folder / "megatron.log").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return folder

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from rankscope_contract.reports.child import report_name
 from rankscope_storage.api.summaries import AnomalyRow, anomalies
 from rankscope_storage.connection import Connection, connect
 from rankscope_view.answers import (
@@ -50,6 +51,7 @@ from rankscope_view.pages import run_list as list_page
 from rankscope_view.pages import tensors as tensor_page
 from rankscope_view.pages.format import text
 from rankscope_view.pages.parts import Place, document
+from rankscope_view.report import report
 
 _IMMUTABLE: Final = {"Cache-Control": "public, max-age=31536000, immutable"}
 _PAGE_SECONDS: Final = 5.0
@@ -90,7 +92,8 @@ class Site:
                 found = self._answer(connection, asked)
             except NotFoundError as error:
                 return self._missing(str(error))
-        self._remember(key, version, found)
+        if asked.segments[2:] != ("report",):  # a report is large, and requested once
+            self._remember(key, version, found)
         return found
 
     def failure(self, reason: str) -> Response:
@@ -119,6 +122,8 @@ class Site:
                 return self._list(connection, asked)
             case ("runs", _):
                 return self._run(connection, asked)
+            case ("runs", _, "report"):
+                return self._report(connection, asked)
             case ("runs", _, "events"):
                 return self._events(connection, asked)
             case ("runs", _, "tensors"):
@@ -174,6 +179,16 @@ class Site:
         newest = (page + 1) * NEWEST + 1
         log = _log(found, groups=(group,) if group else (), newest=newest)
         return _page(run_page.events_page(place, found, log, group, page))
+
+    def _report(self, connection: Connection, asked: Asked) -> Response:
+        found = report(connection, asked.run, made_at=self._clock(), source=self._path.name)
+        if found is None:
+            raise NotFoundError(f"The store has no run {asked.run!r}.")
+        headers = {
+            "Content-Security-Policy": f"{found.policy}; frame-ancestors 'none'",
+            "Content-Disposition": f'attachment; filename="{report_name(asked.run)}"',
+        }
+        return Response(body=found.html.encode("utf-8", "replace"), headers={**HEADERS, **headers})
 
     def _row(self, connection: Connection, asked: Asked) -> tuple[Place, RunRow]:
         row = run_row(connection, asked.run)

@@ -1,22 +1,52 @@
-"""`rankscope summary`: print the summary of one run."""
+"""`rankscope summary`: print the summary of one run of a store, or of a log or checkpoint."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Annotated
 
-from rankscope.base.open_store import open_store, resolve_run
-from rankscope.base.options import Run, Store
-from rankscope.output.summary_text import summary_lines
+import typer
+
+from rankscope.base.errors import CommandError
+from rankscope.base.options import Store
+from rankscope.base.sources import Checkpoint, Choice, Latest, Outputs, RunOption, Source, open_run
+from rankscope.output.summary_text import FormatOption, TextFormat, summary_text
 
 
-def summary(run: Run = None, store: Store = Path("history")) -> None:
-    """Print state, steps, loss, speed, incidents and stored rows of a run.
+def summary(
+    source: Source = None,
+    store: Store = Path("history"),
+    run: RunOption = None,
+    checkpoint: Checkpoint = None,
+    outputs: Outputs = None,
+    latest: Latest = False,
+    form: FormatOption = TextFormat.TEXT,
+    peak_tflops: Annotated[
+        float | None,
+        typer.Option(min=0, help="Peak TFLOP/s of one GPU, to estimate its utilisation.", show_default=False),
+    ] = None,
+) -> None:
+    """Print progress, loss, parameters, times, speed, tuning hints and stored rows of a run.
 
-    [bold]Example[/bold]: rankscope summary my-run --store history
+    A log or checkpoint of another tool is imported into a temporary store: trainer_state.json, JSONL, Megatron logs,
+    CSV of msprobe, and all other formats of `rankscope import`.
+
+    [bold]Examples[/bold]
+
+    rankscope summary my-run --store history
+
+    rankscope summary train.log
+
+    rankscope summary --checkpoint outputs/checkpoint-500
+
+    rankscope summary --latest --format json
     """
-    from rankscope_storage.api import summaries
+    from rankscope_view.data.summary import read_summary
 
-    with open_store(store) as connection:
-        found = summaries.summary(connection, resolve_run(connection, run))
-    for line in summary_lines(found):
-        print(line)
+    choice = Choice(source=source, store=store, run=run, checkpoint=checkpoint, outputs=outputs, latest=latest)
+    with open_run(choice) as chosen:
+        found = read_summary(chosen.connection, chosen.run, peak_tflops=peak_tflops or None)
+    if found is None:
+        raise CommandError(f"{chosen.run} has no rows in the store")
+    sys.stdout.write(summary_text(found, form))

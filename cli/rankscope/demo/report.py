@@ -17,7 +17,7 @@ from rankscope.base.open_store import open_store
 from rankscope.demo.checks import ExpectedRun, Query, checks, delays
 from rankscope.demo.receiver import Alert
 from rankscope.output.rows import columns, print_table
-from rankscope.output.summary_text import SHOWN, anomaly_table, summary_lines
+from rankscope.output.summary_text import SHOWN, TextFormat, anomaly_table, summary_text
 from rankscope.up.executables import ALERTMANAGER, PROMETHEUS
 from rankscope.up.ports import free_port
 from rankscope.up.programs import SERVICE, ServiceOptions, UpOptions, files, programs
@@ -104,12 +104,14 @@ limit 4""",
 def report(console: Console, folder: Path, expected: ExpectedRun, alerts: Sequence[Alert]) -> bool:
     """Print the report of the demo; return whether all checks passed."""
     from rankscope_storage.api import summaries
+    from rankscope_view.data.summary import read_summary
 
     store = folder / STORE
     with open_store(store) as connection:
         _heading(console, "Summary")
-        for line in summary_lines(summaries.summary(connection, expected.run)):
-            console.print(line, markup=False, soft_wrap=True)
+        known = read_summary(connection, expected.run)
+        if known is not None:
+            console.print(summary_text(known, TextFormat.TEXT), markup=False, soft_wrap=True, end="")
         _heading(console, "Anomalies in causal order")
         found = summaries.anomalies(connection, expected.run, top=8)
         if found:

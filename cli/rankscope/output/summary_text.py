@@ -2,70 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import enum
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Final
 
 import pyarrow as pa
+import typer
 
-from rankscope.output.rows import cell
+from rankscope.output.rows import as_json, printable
 
 if TYPE_CHECKING:
-    from rankscope_storage.api.summaries import AnomalyRow, RunSummary
+    from rankscope_storage.api.summaries import AnomalyRow
+    from rankscope_view.data.summary import Summary
+
+RULE: Final = "=" * 60
 
 SHOWN = ("step", "rank", "rule", "kind", "tensor", "op", "value", "baseline", "threshold")
 """Columns of the list of anomalies in the output format `table`. The other formats have all columns."""
 
 
-def summary_lines(found: RunSummary) -> Iterator[str]:
-    """Yield the lines that `rankscope summary` prints. Unknown values are omitted."""
-    yield f"run        {cell(found.run)}, {found.state or 'state unknown'}"
-    if found.reason:
-        yield f"reason     {cell(found.reason)}"
-    ranks = f"on {found.ranks} rank{'' if found.ranks == 1 else 's'}" if found.ranks else "ranks unknown"
-    yield f"launches   {found.attempts}, {ranks}"
-    yield f"steps      {_steps(found)}"
-    if found.loss_last is not None:
-        first, last, lowest = (cell(value) for value in (found.loss_first, found.loss_last, found.loss_min))
-        yield f"loss       first {first}, last {last}, lowest {lowest}"
-    if found.tokens_per_second is not None:
-        yield f"speed      {found.tokens_per_second:,.0f} tokens/s"
-    if found.goodput is not None and found.wall_seconds is not None:
-        yield f"goodput    {found.goodput:.1%} of {_duration(found.wall_seconds)} in steps that were not superseded"
-    if code := _code(found):
-        yield f"code       {code}"
-    yield f"incidents  {found.incidents}{', see rankscope anomalies' if found.incidents else ''}"
-    yield f"lost       {found.lost_records} records"
-    rows = ", ".join(f"{count:,} {dataset}" for dataset, count in found.rows.items())
-    yield f"stored     {rows or 'nothing'}; {_size(found.bytes_on_disk)}"
+class TextFormat(enum.StrEnum):
+    """Formats in which a command writes a summary, a comparison or a list of events."""
+
+    TEXT = "text"
+    JSON = "json"
+    MARKDOWN = "markdown"
 
 
-def _code(found: RunSummary) -> str:
-    commit = found.git_commit and f"commit {cell(found.git_commit[:12])}"
-    return ", ".join(filter(None, (commit, found.command and cell(found.command))))
+FormatOption = Annotated[TextFormat, typer.Option("--format", help="Output format.")]
 
 
-def _steps(found: RunSummary) -> str:
-    if found.last_step is None:
-        return "none yet"
-    planned = "" if found.planned_steps is None else f" of {found.planned_steps:,} planned"
-    first = "up to" if found.first_step is None else f"{found.first_step:,} to"
-    return f"{first} {found.last_step:,}{planned}"
+def summary_text(found: Summary, form: TextFormat) -> str:
+    """Return the summary of a run as text with a block per section, as JSON, or as Markdown with a table per section.
+
+    JSON has all values without rounding, and NaN and Inf as strings.
+    """
+    from rankscope_view.data.summary import summary_document
+    from rankscope_view.pages.sections import sections, title
+
+    if form is TextFormat.JSON:
+        return as_json(summary_document(found))
+    if form is TextFormat.MARKDOWN:
+        lines = [f"# {markdown_cell(title(found))}"]
+        for section in sections(found):
+            lines += ["", f"## {section.title.capitalize()}", "", *markdown_table(("", ""), section.rows)]
+        return "\n".join(lines) + "\n"
+    lines = [RULE, printable(title(found)), RULE]
+    for section in sections(found):
+        lines += [section.title, *(f"  {printable(key)}: {printable(text)}" for key, text in section.rows)]
+    return "\n".join([*lines, RULE]) + "\n"
 
 
-def _duration(seconds: float) -> str:
-    for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a Markdown table."""
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    for row in rows:
+        yield f"| {' | '.join(map(markdown_cell, row))} |"
 
 
-def _size(count: float) -> str:
-    for unit in ("bytes", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
+def markdown_cell(text: str) -> str:
+    """Return `text` with the characters escaped that have a meaning in Markdown, HTML or a table."""
+    escaped = re.sub(r"([\\`*_\[\]|<>#])", r"\\\1", printable(text))
+    return escaped.replace("&", "&amp;")
 
 
 def anomaly_table(found: Sequence[AnomalyRow], columns: Sequence[str] | None = None) -> pa.Table:

@@ -22,7 +22,7 @@ from rankscope_contract.diagnostics.stacks import stacks_text
 from rankscope_contract.model.events import Event, EventType, ExitReason
 from rankscope_contract.model.phases import WITHIN_A_STEP
 from rankscope_exporter.adapters import Framework, Stage
-from rankscope_exporter.api.attachment import Attachment, note_other_monitors
+from rankscope_exporter.api.attachment import Attachment, EndedRun, note_other_monitors
 from rankscope_exporter.api.owner import Owner
 from rankscope_exporter.api.phase import OpenPhases, Phase, opaque
 from rankscope_exporter.api.session import Session
@@ -316,6 +316,11 @@ class Monitor(CopiesDoNothing):
     def run(self) -> str | None:
         """The name of the run; None if not attached."""
         return self._session.identity.run if self._session is not None else None
+
+    @property
+    def ended(self) -> EndedRun | None:
+        """The place of the records after the end of the run; None before."""
+        return None if self._attachment is None else self._attachment.ended
 
     @property
     def address(self) -> str | None:

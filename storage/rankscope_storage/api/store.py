@@ -27,7 +27,7 @@ from rankscope_storage.log.translation import Change
 from rankscope_storage.query.sql_script import write_sql_script
 from rankscope_storage.writer.writer import Batch, Commit, Writer
 
-__all__ = ["Batch", "Commit", "Store", "Writer"]
+__all__ = ["Batch", "Commit", "Store", "Writer", "is_store"]
 
 _SHARD: Final = re.compile(r"(\d+)/(\d+)")
 _NO_HARD_LINKS: Final = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
@@ -106,6 +106,11 @@ class Store:
         except BaseException:
             lock.release()
             raise
+
+
+def is_store(path: Path) -> bool:
+    """Return whether the folder `path` contains a store."""
+    return path.is_dir() and has_entries(path)
 
 
 def _prepare_folder(root: Path) -> None:

@@ -2,7 +2,9 @@
 import { Chart } from "./chart.js";
 import { follow, refresh } from "./live.js";
 import { forgetColours } from "./marks.js";
+import { keep, recall, setAddress } from "./memory.js";
 import { readState, STRENGTH, writeState } from "./logic.js";
+import { readCurve, sheet } from "./source.js";
 
 const base = document.body.dataset.base ?? "";
 const page = document.body.dataset.page ?? "";
@@ -28,7 +30,7 @@ function changeTheme() {
   const root = document.documentElement;
   const isDark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = isDark ? "light" : "dark";
-  localStorage.setItem("rankscope-theme", root.dataset.theme);
+  keep("theme", root.dataset.theme);
   redraws.forEach((redraw) => redraw());
 }
 
@@ -152,7 +154,8 @@ function charts() {
   if (typeof uPlot === "undefined") return; // the charts of the server remain
   const holder = /** @type {HTMLElement} */ (byId("run") ?? byId("heat"));
   const run = holder.dataset.run ?? "";
-  let state = readState(location.search);
+  const usual = document.body.dataset.axis ?? "step";
+  let state = readState(location.search, usual);
   /** @type {Chart[]} */ const all = [];
   const zoom = (/** @type {number | null} */ from, /** @type {number | null} */ to) => set({ from, to });
 
@@ -164,9 +167,7 @@ function charts() {
     query.set("markers", "1");
     const { tensor, kind, attempt } = chart.box.dataset;
     for (const [name, value] of Object.entries({ run, a: holder.dataset.a, b: holder.dataset.b, tensor, kind, attempt })) if (value) query.set(name, value);
-    const answer = await fetch(`${base}/data/${chart.options.compare ? "compare" : "curve"}?${query}`);
-    if (!answer.ok) throw new Error(String(answer.status));
-    const curve = await answer.json();
+    const curve = await readCurve(`${base}/data/${chart.options.compare ? "compare" : "curve"}`, query, own);
     requestAnimationFrame(() => chart.show(curve, own));
     const notice = chart.box.parentElement?.querySelector(".notice");
     if (notice?.firstChild) notice.firstChild.textContent = `${curve.notice} · `;
@@ -176,8 +177,7 @@ function charts() {
   /** @param {Partial<import("./logic.js").State>} changes */
   function set(changes) {
     state = { ...state, ...changes };
-    const search = writeState(state);
-    history.replaceState(null, "", search ? `?${search}` : location.pathname);
+    setAddress(writeState(state, usual));
     marks();
     void update();
   }
@@ -206,10 +206,10 @@ function charts() {
   }
   const more = /** @type {HTMLDetailsElement | null} */ (byId("more"));
   more?.addEventListener("toggle", () => {
-    localStorage.setItem("rankscope-more", more.open ? "1" : "");
+    keep("more", more.open ? "1" : "");
     void update();
   });
-  if (more && localStorage.getItem("rankscope-more")) more.open = true;
+  if (more && recall("more")) more.open = true;
   byId("toolbar")?.addEventListener("click", (event) => {
     const link = /** @type {HTMLElement} */ (event.target).closest("a");
     if (!link) return;
@@ -233,7 +233,7 @@ function charts() {
   bind("0", "whole range", () => zoom(null, null));
   bind("m", "more charts", () => more && (more.open = !more.open));
   addEventListener("popstate", () => {
-    state = readState(location.search);
+    state = readState(location.search, usual);
     marks();
     void update();
   });
@@ -265,9 +265,9 @@ function menu(button, chart, run) {
   document.querySelector(".menu")?.remove();
   const box = document.createElement("div");
   box.className = "menu";
-  const sheet = document.createElement("a");
-  sheet.textContent = "CSV, all stored rows";
-  sheet.href = `${base}/data/curve.csv?${new URLSearchParams({ run, name: chart.options.name })}`;
+  const rows = document.createElement("a");
+  [rows.textContent, rows.href] = sheet(`${base}/data/curve.csv`, new URLSearchParams({ run, name: chart.options.name }), chart.curve);
+  rows.download = `${chart.options.name}.csv`;
   const picture = document.createElement("a");
   picture.textContent = "PNG, as drawn";
   picture.href = "#";
@@ -275,7 +275,7 @@ function menu(button, chart, run) {
     event.preventDefault();
     chart.picture();
   });
-  box.append(sheet, picture);
+  box.append(rows, picture);
   button.parentElement?.append(box);
   setTimeout(() => document.addEventListener("click", () => box.remove(), { once: true }));
 }

@@ -1,6 +1,7 @@
 // Heat maps on a canvas: all tensors over the steps of a run, or the step times of all ranks.
 import { colour, hatch } from "./marks.js";
-import { layerOf, partOf, poolColumns, roundSteps, shown, viridis } from "./logic.js";
+import { layerOf, partOf, poolColumns } from "./cells.js";
+import { roundSteps, shown, viridis } from "./logic.js";
 
 /**
  * @typedef {{names: string[], base: number, rows: [number, number, number][], attempts: number[], steps: number[], lastSteps: number[],

@@ -8,6 +8,9 @@
  * @typedef {{name: string, axis: string, lines: Line[], nonfinite: [number, number, string][], restarts: number[],
  *   rows: number, buckets: number, extent: [number, number] | null, bulk: [number, number] | null, notice: string,
  *   firings?: [number, number | null, string][], markers?: [string, number, number, string, boolean][]}} Curve
+ * @typedef {{label: string | null, x: number[], step: number[] | null, value: (number | null)[],
+ *   smoothed: (number | null)[] | null, low: (number | null)[] | null, high: (number | null)[] | null}} KeptLine
+ * @typedef {Omit<Curve, "lines"> & {lines: KeptLine[]}} Kept
  */
 
 /** @type {Record<string, number>} Default strength by kind of smoothing. */
@@ -16,14 +19,15 @@ export const STRENGTH = { ema: 0.9, average: 20, none: 0 };
 /**
  * Return the choices that an address contains.
  * @param {string} search
+ * @param {string} usual the axis of an address without one
  * @returns {State}
  */
-export function readState(search) {
+export function readState(search, usual = "step") {
   const query = new URLSearchParams(search);
   const smooth = ["none", "ema", "average"].find((one) => one === query.get("smooth")) ?? "ema";
   const strength = Number(query.get("strength") ?? NaN);
   return {
-    axis: ["step", "cumulative", "attempt", "arrival", "time"].find((one) => one === query.get("axis")) ?? "step",
+    axis: ["step", "cumulative", "attempt", "arrival", "time"].find((one) => one === query.get("axis")) ?? usual,
     smooth,
     strength: Number.isFinite(strength) ? strength : STRENGTH[smooth],
     from: finite(query.get("from")),
@@ -46,11 +50,12 @@ function finite(word) {
 /**
  * Return the query of an address with the choices that are not the default.
  * @param {State} state
+ * @param {string} usual the axis that is left out
  * @returns {string}
  */
-export function writeState(state) {
+export function writeState(state, usual = "step") {
   const query = new URLSearchParams();
-  if (state.axis !== "step") query.set("axis", state.axis);
+  if (state.axis !== usual) query.set("axis", state.axis);
   if (state.smooth !== "ema") query.set("smooth", state.smooth);
   if (state.strength !== STRENGTH[state.smooth]) query.set("strength", String(state.strength));
   if (state.from !== null) query.set("from", String(state.from));
@@ -221,47 +226,60 @@ export function viridis(share) {
 }
 
 /**
- * Return the layer of a tensor, such as `layers.7`, or the beginning of its name.
- * @param {string} name
- * @returns {string}
+ * Return a curve as the server sends it, from its form in a report, which leaves out equal columns.
+ * @param {Kept} kept
+ * @param {boolean} isSmooth
+ * @returns {Curve}
  */
-export function layerOf(name) {
-  const parts = name.split(".");
-  const at = parts.findIndex((part) => /^\d+$/.test(part));
-  return at > 0 ? `${parts[at - 1]}.${parts[at]}` : parts[0];
+export function expanded(kept, isSmooth) {
+  const lines = kept.lines.map((line) => ({
+    ...line,
+    step: line.step ?? line.x,
+    smoothed: (isSmooth ? line.smoothed : null) ?? line.value.map(() => null),
+    low: line.low ?? line.value,
+    high: line.high ?? line.value,
+  }));
+  return { ...kept, lines };
 }
 
 /**
- * Return the part of its layer that a tensor is, such as `mlp.down_proj.weight`.
- * @param {string} name
- * @returns {string}
+ * Return the part of a curve in a zoom window, with one point on each side of it. The range is that of its values.
+ * @param {Curve} curve
+ * @param {{from: number | null, to: number | null}} window
+ * @returns {Curve}
  */
-export function partOf(name) {
-  const parts = name.split(".");
-  const at = parts.findIndex((part) => /^\d+$/.test(part));
-  return parts.slice(at + 1).join(".").replace(/\d+/g, "#");
-}
-
-/**
- * Return the codes of a grid with at most `columns` columns. Of several cells, the one farthest from `middle` remains;
- * codes above 253, of Inf and NaN, have priority, and 253 means an absent cell.
- * @param {Uint8Array} cells
- * @param {number} rows
- * @param {number} columns
- * @param {number} middle
- * @returns {Uint8Array}
- */
-export function poolColumns(cells, rows, columns, middle) {
-  const wide = cells.length / rows;
-  if (wide <= columns) return cells;
-  const found = new Uint8Array(rows * columns).fill(253);
-  const weights = Float64Array.from({ length: 256 }, (_, code) => (code === 253 ? -1 : code > 253 ? 1000 + code : Math.abs(code - middle)));
-  for (let row = 0; row < rows; row += 1) {
-    for (let at = 0; at < wide; at += 1) {
-      const target = row * columns + Math.floor((at * columns) / wide);
-      const code = cells[row * wide + at];
-      if (weights[code] > weights[found[target]]) found[target] = code;
+export function sliced(curve, window) {
+  if (window.from === null && window.to === null) return curve;
+  const [from, to] = [window.from ?? -Infinity, window.to ?? Infinity];
+  let points = 0;
+  let [low, high] = [Infinity, -Infinity];
+  const lines = curve.lines.map((line) => {
+    const inside = line.x.findIndex((x) => x >= from);
+    const first = Math.max(0, (inside < 0 ? line.x.length : inside) - 1);
+    const after = line.x.findIndex((x) => x > to);
+    const part = (/** @type {any[]} */ column) => column.slice(first, after < 0 ? undefined : after + 1);
+    const value = /** @type {(number | null)[]} */ (part(line.value));
+    for (const one of value) {
+      if (one === null) continue;
+      points += 1;
+      [low, high] = [Math.min(low, one), Math.max(high, one)];
     }
-  }
-  return found;
+    return { ...line, x: part(line.x), step: part(line.step), value, smoothed: part(line.smoothed), low: part(line.low), high: part(line.high) };
+  });
+  const bulk = /** @type {[number, number] | null} */ (low <= high ? [low, high] : null);
+  const notice = `${points.toLocaleString("en")} points of the report in this window; ${curve.notice}`;
+  return { ...curve, lines, bulk, notice };
+}
+
+/**
+ * Return the points of a curve as CSV.
+ * @param {Curve} curve
+ * @returns {string}
+ */
+export function csv(curve) {
+  const head = `line,step,${curve.axis},${curve.name},smoothed,lowest,highest`;
+  const rows = curve.lines.flatMap((line, number) =>
+    line.x.map((x, at) => [line.label ?? number, line.step[at], x, line.value[at], line.smoothed[at], line.low[at], line.high[at]].map((one) => one ?? "").join(",")),
+  );
+  return [head, ...rows, ""].join("\n");
 }

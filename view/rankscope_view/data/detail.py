@@ -55,10 +55,11 @@ class RunDetail:
 
     def history(self, name: str) -> History:
         """Return the history of the scalar `name`, without rows if the run has none."""
-        return self.histories.get(name) or _nothing(name)
+        return self.histories.get(name) or nothing(name)
 
 
-def _nothing(name: str) -> History:
+def nothing(name: str) -> History:
+    """Return the history of a scalar without rows."""
     whole, real = np.array([], np.int64), np.array([], np.float64)
     arrays = {"time": real, "value": real, "lowest": real, "highest": real}
     return History(name=name, attempt=whole, step=whole, cumulative=whole, stands=np.array([], np.bool_), **arrays)
@@ -69,7 +70,7 @@ def read_chart(connection: Connection, run: str, name: str) -> History:
     source = LOSS if name == PERPLEXITY else name
     labels = main_labels(connection, run, [source])
     if source not in labels:
-        return _nothing(name)
+        return nothing(name)
     found = read_history(connection, run, source, labels[source])
     return perplexity_history(found) if name == PERPLEXITY else found
 
@@ -87,10 +88,10 @@ def read_detail(connection: Connection, run: str) -> RunDetail | None:
         }
         lines = event_lines(connection, run)
         facts = run_facts(connection, run)
-    loss = histories.get(LOSS) or _nothing(LOSS)
+    loss = histories.get(LOSS) or nothing(LOSS)
     if len(loss):
         histories[PERPLEXITY] = perplexity_history(loss)
-    advice = [early_stopping(histories.get(EVAL_LOSS) or _nothing(EVAL_LOSS), loss), logging_interval(loss)]
+    advice = [early_stopping(histories.get(EVAL_LOSS) or nothing(EVAL_LOSS), loss), logging_interval(loss)]
     return RunDetail(
         row=row,
         facts=facts,

@@ -26,7 +26,7 @@ def page(place: Place, row: RunRow, table: RankTable, now: float) -> str:
     if not table.rows:
         body = f'<div class="panel blank">{icon("unknown")}<strong>No rank has sent a row in this run</strong><p>Imported logs have no ranks.</p></div>'
         return document(place, f"Ranks of {row.run}", body, crumbs=crumbs, nav=tabs(place, row, "ranks"), page="ranks")
-    found = list(_verdicts(table, now, is_live=row.is_live))
+    found = list(verdicts(table, now, is_live=row.is_live))
     more = (
         f'<p class="dim">{len(found) - _MOST_VERDICTS} more ranks are marked in the table.</p>'
         if len(found) > _MOST_VERDICTS
@@ -42,7 +42,7 @@ def page(place: Place, row: RunRow, table: RankTable, now: float) -> str:
     return document(place, f"Ranks of {row.run}", body, crumbs=crumbs, nav=tabs(place, row, "ranks"), page="ranks")
 
 
-def _verdicts(table: RankTable, now: float, *, is_live: bool) -> Iterator[str]:
+def verdicts(table: RankTable, now: float, *, is_live: bool) -> Iterator[str]:
     """Yield a sentence with its evidence for each slow or silent rank, the slowest first."""
     for row in sorted(table.rows, key=lambda row: -(row.against_median or 0)):
         if row.is_slow:

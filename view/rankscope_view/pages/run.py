@@ -84,11 +84,13 @@ class ChartChoice:
 def page(place: Place, found: RunDetail, choice: ChartChoice, curves: dict[str, Curve], log: EventLog) -> str:
     """Return the page of a run. `curves` are drawn for readers without scripts, by the name of the scalar."""
     row = found.row
-    charts = [_chart(found, name, curves[name], choice, is_main=True) for name in (LOSS, PERPLEXITY) if name in curves]
+    charts = [
+        chart_panel(found, name, curves[name], choice, is_main=True) for name in (LOSS, PERPLEXITY) if name in curves
+    ]
     if LOSS not in curves:
         charts.insert(0, _no_loss(place, found))
     more = [name for name in (GRAD_NORM, LEARNING_RATE, EVAL_LOSS, *SPEEDS) if name in curves]
-    folded = "".join(_chart(found, name, curves[name], choice, is_main=False) for name in more)
+    folded = "".join(chart_panel(found, name, curves[name], choice, is_main=False) for name in more)
     words = ", ".join(title(name).lower() for name in more)
     group = (
         f'<details class="more" id="more"><summary>{words.capitalize()} <span class="dim">{len(more)} charts</span> '
@@ -123,10 +125,11 @@ def header(place: Place, found: RunDetail) -> str:
     figures = "".join(
         f"<div><dt>{name}</dt><dd><b>{value}</b><span>{line}</span></dd></div>" for name, value, line in _figures(found)
     )
+    report = f'<a class="button" href="{place.url("runs", row.run, "report")}" download>Report</a>'
     compare = f'<a class="button" href="{place.url("compare", run=row.run)}">Compare</a>'
     return (
         f'<div class="runhead" id="head" data-live><div class="title"><h1><bdi>{text(row.run)}</bdi></h1>{pill(row.state)}'
-        f'{tag_list(sorted(row.tags.items()))}<span class="dim">{about}</span><span class="aside">{compare}</span></div>{reason}{note}'
+        f'{tag_list(sorted(row.tags.items()))}<span class="dim">{about}</span><span class="aside">{report}{compare}</span></div>{reason}{note}'
         f'<div class="figures"><span>{_progress(row)}</span><span class="dim">{again}</span></div>{bar}'
         f"<dl>{figures}</dl></div>"
     )
@@ -217,7 +220,8 @@ def toolbar(place: Place, found: RunDetail, choice: ChartChoice) -> str:
     )
 
 
-def _chart(found: RunDetail, name: str, curve: Curve, choice: ChartChoice, *, is_main: bool) -> str:
+def chart_panel(found: RunDetail, name: str, curve: Curve, choice: ChartChoice, *, is_main: bool) -> str:
+    """Return the panel of one chart. The scripts of the page replace the drawing of the server."""
     hint = _HINTS.get(name, _SPEED_HINT if name in SPEEDS else "")
     axis = next(line for axis, _, line in AXES if axis is choice.request.axis)
     ranks = found.row.world_size or 0

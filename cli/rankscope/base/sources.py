@@ -1,0 +1,245 @@
+"""Open the run that a command shows: of a store, of a folder with records of ranks, or of a log of another tool.
+
+A log is imported into a temporary store, so that one command shows it. Its faults are printed on standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.log_import import SHOWN_FAULTS, TIME_ZONE, Log, import_logs, plan_logs
+from rankscope.base.open_store import open_store, resolve_run
+
+if TYPE_CHECKING:
+    from rankscope_storage.connection import Connection
+
+OUTPUTS: Final = Path("outputs")
+"""Folder in which training scripts of Hugging Face usually keep their checkpoints."""
+
+STATE_FILE: Final = "trainer_state.json"
+_CHECKPOINT: Final = re.compile(r"checkpoint-(\d{1,18})")
+
+Source = Annotated[
+    str | None,
+    typer.Argument(
+        help="Run of the store; or a store, log, checkpoint or folder of records. Default: the latest run.",
+        show_default=False,
+        metavar="RUN|PATH",
+    ),
+]
+RunOption = Annotated[str | None, typer.Option("--run", help="Run of the store or log at PATH.", show_default=False)]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option("--checkpoint", "-c", help="Checkpoint folder with a trainer_state.json.", show_default=False),
+]
+Outputs = Annotated[
+    Path | None,
+    typer.Option("--outputs", help="Folder with checkpoint-N folders; implies --latest.", show_default="./outputs"),
+]
+Latest = Annotated[
+    bool, typer.Option("--latest", "-l", help="Show the checkpoint with the largest number in --outputs.")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRun:
+    """A run and the connection to its store. Runs of one store have the same connection."""
+
+    connection: Connection
+    run: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The run that the options of a command name: see `Source`, `RunOption`, `Checkpoint`, `Outputs`, `Latest`."""
+
+    source: str | None = None
+    store: Path
+    run: str | None = None
+    checkpoint: Path | None = None
+    outputs: Path | None = None
+    latest: bool = False
+
+    def path(self) -> Path | None:
+        """Return the path that the options name, or None for a run of the store.
+
+        The name of a run in the store has priority over a file with the same name. Raises CommandError if options
+        contradict, or if a checkpoint is missing; the message names the remedy.
+        """
+        is_latest = self.latest or self.outputs is not None
+        if sum((self.source is not None, self.checkpoint is not None, is_latest)) > 1:
+            raise CommandError("name one of RUN|PATH, --checkpoint, and --latest with --outputs", code=USAGE)
+        if self.checkpoint is not None:
+            return _with_state(self.checkpoint)
+        if is_latest:
+            return latest_checkpoint(self.outputs or OUTPUTS)
+        if self.source is None:
+            return self._default()
+        path = Path(self.source)
+        if not path.exists():
+            if self.run is not None:
+                raise CommandError(f"{path} does not exist: name a store or a log, or only the run", code=USAGE)
+            if not _has_store(self.store):
+                raise CommandError(
+                    f"{self.source} is no file or folder, and {self.store} is not a Rankscope store: name "
+                    "a log, or the store of the run with --store"
+                )
+            return None
+        return None if self.run is None and _is_run(self.source, self.store) else path
+
+    def _default(self) -> Path | None:
+        """Return the newest checkpoint of ./outputs if there is no store; otherwise None."""
+        if _has_store(self.store) or not _checkpoints(OUTPUTS):
+            return None
+        found = latest_checkpoint(OUTPUTS)
+        print(f"{self.store} is no store: showing {found}", file=sys.stderr)
+        return found
+
+
+@contextlib.contextmanager
+def open_run(choice: Choice) -> Iterator[OpenRun]:
+    """Yield the run that `choice` names, or the latest one. Raises CommandError if there is none."""
+    path = choice.path()
+    with contextlib.ExitStack() as stack:
+        if path is not None:
+            yield stack.enter_context(_open_path(path, choice.run))
+            return
+        connection = stack.enter_context(open_store(choice.store))
+        yield OpenRun(connection, resolve_run(connection, choice.source or choice.run))
+
+
+@contextlib.contextmanager
+def open_runs(sources: Sequence[str], store: Path) -> Iterator[list[OpenRun]]:
+    """Yield the runs or logs that `sources` name. All logs are imported into one temporary store.
+
+    A log that cannot be read is reported on standard error and left out.
+    """
+    paths = {source: Choice(source=source, store=store).path() for source in sources}
+    logs = {source: path for source, path in paths.items() if path is not None and not _has_store(path)}
+    names = Counter(_label(path) for path in logs.values())
+    with contextlib.ExitStack() as stack:
+        found: dict[str, OpenRun] = {}
+        if logs:
+            labels = {source: _label(path) if names[_label(path)] == 1 else source for source, path in logs.items()}
+            connection = stack.enter_context(_imported([(logs[source], labels[source]) for source in logs]))
+            known = connection.query("SELECT run FROM runs")["run"].to_pylist()
+            found |= {source: OpenRun(connection, label) for source, label in labels.items() if label in known}
+        opened: dict[Path, Connection] = {}
+        for source, path in paths.items():
+            if source in logs:
+                continue
+            folder = path or store
+            if folder not in opened:
+                opened[folder] = stack.enter_context(open_store(folder))
+            found[source] = OpenRun(opened[folder], resolve_run(opened[folder], source if path is None else None))
+        yield [found[source] for source in sources if source in found]
+
+
+def latest_checkpoint(outputs: Path) -> Path:
+    """Return the folder `checkpoint-N` in `outputs` with the largest number; other folders are ignored.
+
+    Raises CommandError if there is none.
+    """
+    found = _checkpoints(outputs)
+    if found:
+        return _with_state(max(found, key=_number))
+    nested = sorted({str(path.parent) for path in outputs.glob("*/checkpoint-*") if _CHECKPOINT.fullmatch(path.name)})
+    remedy = f"name one of {', '.join(nested[:5])} with --outputs" if nested else "name another folder with --outputs"
+    raise CommandError(f"{outputs} contains no folder checkpoint-N: {remedy}, or a checkpoint with --checkpoint")
+
+
+def _checkpoints(outputs: Path) -> list[Path]:
+    return [path for path in outputs.glob("checkpoint-*") if path.is_dir() and _CHECKPOINT.fullmatch(path.name)]
+
+
+def _number(checkpoint: Path) -> int:
+    found = _CHECKPOINT.fullmatch(checkpoint.name)
+    return int(found[1]) if found else 0
+
+
+def _with_state(checkpoint: Path) -> Path:
+    if not checkpoint.exists():
+        raise CommandError(f"{checkpoint} does not exist: name a checkpoint folder with a {STATE_FILE}")
+    if checkpoint.is_dir() and not any(checkpoint.glob(f"**/{STATE_FILE}")):
+        raise CommandError(f"{checkpoint} contains no {STATE_FILE}: name a checkpoint folder that the Trainer wrote")
+    return checkpoint
+
+
+def _is_run(name: str, store: Path) -> bool:
+    from rankscope_storage.api.store import is_store
+
+    if not is_store(store):
+        return False
+    with open_store(store) as connection:
+        return bool(connection.query("SELECT 1 AS found FROM runs WHERE run = $run", {"run": name}).num_rows)
+
+
+def _has_store(path: Path) -> bool:
+    from rankscope_contract.spool.layout import spool_folders
+    from rankscope_storage.api.store import is_store
+
+    return is_store(path) or bool(spool_folders(path))
+
+
+def _label(path: Path) -> str:
+    """Return the run name of a log: the name of a checkpoint, or else the name that `rankscope import` gives."""
+    from rankscope_ingest.importers import run_name
+
+    folder = path.parent if path.name == STATE_FILE else path
+    return folder.name if _CHECKPOINT.fullmatch(folder.name) else run_name(path)
+
+
+@contextlib.contextmanager
+def _open_path(path: Path, run: str | None) -> Iterator[OpenRun]:
+    if _has_store(path):
+        with open_store(path) as connection:
+            yield OpenRun(connection, resolve_run(connection, run))
+        return
+    label = None if path.is_dir() and not _CHECKPOINT.fullmatch(path.name) else _label(path)
+    with _imported([(path, label)]) as connection:
+        chosen = resolve_run(connection, run)
+        known: list[str] = connection.query("SELECT run FROM runs ORDER BY run")["run"].to_pylist()
+        if run is None and len(known) > 1:
+            print(f"{path} contains the runs {', '.join(known)}: showing {chosen}; --run selects one", file=sys.stderr)
+        yield OpenRun(connection, chosen)
+
+
+@contextlib.contextmanager
+def _imported(logs: Sequence[tuple[Path, str | None]]) -> Iterator[Connection]:
+    """Yield a connection to a temporary store with the `logs`, which are paths with the names of their runs."""
+    from rankscope_ingest.base.errors import IngestError
+    from rankscope_ingest.importers import IMPORT_RULES, Options
+    from rankscope_storage.base.errors import StoreError
+
+    with tempfile.TemporaryDirectory(prefix="rankscope-") as temporary:
+        store = Path(temporary) / "store"
+        plan: list[Log] = []
+        failures: list[str] = []
+        for path, run in logs:
+            found, failed = plan_logs([path], None, run, TIME_ZONE)
+            plan += found
+            failures += failed
+        try:
+            if plan:
+                failures += import_logs(
+                    plan, store, "0/1", rules=IMPORT_RULES, shown=SHOWN_FAULTS, options=Options(), out=None
+                )
+        except (IngestError, StoreError) as error:
+            raise CommandError(str(error)) from error
+        if len(failures) >= len(plan) and failures:
+            raise CommandError("\nrankscope: ".join(failures))
+        for failure in failures:
+            print(f"not shown: {failure}", file=sys.stderr)
+        with open_store(store) as connection:
+            yield connection

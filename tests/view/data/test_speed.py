@@ -1,0 +1,166 @@
+"""Speed and utilisation of a run, with their sources, and the hints that an observation triggers."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from tests.view.data.test_curves import history
+from tests.view.training import MAIN, append, run_row, scalars
+
+from rankscope_storage.api.store import Store
+from rankscope_storage.connection import connect
+from rankscope_view.data.hints import Side, tuning_hints
+from rankscope_view.data.ranks import RankRow, RankTable
+from rankscope_view.data.speed import BatchCheck, Share, Speed, Throughput, read_speed
+from rankscope_view.data.utilization import Method, Utilization, read_utilization
+
+STEP = np.arange(40)
+VALUES = {
+    "with-fields": {
+        "samples_per_second": 100.0 + STEP,
+        "step_seconds": np.full(40, 0.4),
+        "global_batch_size": np.full(40, 32.0),
+        "data_time": np.full(40, 0.1),
+    },
+    "with-batch": {
+        "samples_per_second": np.full(40, 60.0),
+        "step_seconds": np.where(STEP < 4, 0.25, 0.4),
+        "global_batch_size": np.full(40, 32.0),
+    },
+    "with-totals": {"tokens_total": 1000.0 * STEP, "step_seconds": np.full(40, 0.5)},
+    "with-flops": {"tflops_per_gpu": np.full(40, 300.0), "step_seconds": np.full(40, 0.5)},
+    "without-speed": {"loss": np.full(40, 2.0)},
+}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("speed") / "store"
+    with Store.open(folder, create=True).claim(owner="a test") as writer:
+        for run, values in VALUES.items():
+            tables = [scalars(run, name, STEP, value) for name, value in values.items()]
+            if run == "with-fields":
+                for gpu in range(2):
+                    labels = json.dumps({"gpu": str(gpu)})
+                    busy = np.full(40, 70.0 + 20 * gpu)
+                    tables.append(scalars(run, "gpu_util", STEP, busy, labels=labels, unit="percent", rank=None))
+            append(writer, runs=run_row(run, "completed"), scalars=pa.concat_tables(tables))
+    with connect(folder) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    ("run", "source", "median"),
+    [
+        ("with-fields", "samples_per_second", 119.5),
+        ("with-totals", "tokens_total and step_seconds", 2000.0),
+        ("with-flops", "tflops_per_gpu", 300.0),
+    ],
+)
+def test_throughput_names_the_scalars_that_it_comes_from(store, run, source, median):
+    found = read_speed(store, run, {}, None).throughput
+
+    assert (source, median) == (found.source, pytest.approx(found.median))
+
+
+def test_p10_is_linear_and_strictly_above_the_marked_values(store):
+    found = read_speed(store, "with-fields", {}, None).throughput
+    (expected,) = store.query(
+        "SELECT quantile_cont(value, 0.1) AS low FROM scalars WHERE run = 'with-fields' AND name = 'samples_per_second'"
+    ).to_pylist()
+
+    assert expected["low"] == pytest.approx(found.low)
+    assert 4 == found.rows_below
+
+
+def test_throughput_times_step_time_is_checked_against_the_batch(store):
+    found = read_speed(store, "with-fields", {}, None)
+
+    assert 47.8 == pytest.approx(found.batch_check.samples)
+    assert found.batch_check.is_off
+    assert not BatchCheck(samples=34, global_batch=32).is_off
+    assert Share(value=pytest.approx(0.25), source="data_time / step_seconds") == found.data_wait
+
+
+def test_global_batch_may_be_in_the_configuration(store):
+    assert 256 == read_speed(store, "with-totals", {}, '{"train": {"global_batch_size": 256}}').global_batch
+
+
+@pytest.mark.parametrize(
+    ("run", "peak", "method", "value"),
+    [
+        ("with-fields", None, Method.FIELD, 0.8),
+        ("with-flops", 1000.0, Method.FLOPS, 0.3),
+        ("with-batch", None, Method.PACE, 60 * 0.25 / 32),
+        ("with-flops", None, None, None),
+        ("without-speed", None, None, None),
+    ],
+)
+def test_utilisation_names_its_method(store, run, peak, method, value):
+    found = read_utilization(store, run, read_speed(store, run, {}, None), peak_tflops=peak)
+
+    assert method == (found and found.method)
+    assert value is None or value == pytest.approx(found.value)
+
+
+def test_each_gpu_has_the_quantiles_of_sql(connection):
+    found = read_utilization(connection, MAIN, read_speed(connection, MAIN, {}, None))
+    rows = connection.query(
+        f"""SELECT rank, quantile_cont(value, [0.05, 0.25, 0.5, 0.75, 0.95]) AS quantiles FROM scalars
+        WHERE run = '{MAIN}' AND name = 'gpu_utilization' GROUP BY rank ORDER BY rank"""
+    ).to_pylist()
+
+    assert Method.NVML == found.method
+    assert [(row["rank"], tuple(row["quantiles"])) for row in rows] == [(one.rank, one.quantiles) for one in found.gpus]
+
+
+def throughput(values) -> Throughput:
+    return Throughput(
+        name="samples_per_second", unit="samples/s", source="samples_per_second", ranks=1, history=history(values)
+    )
+
+
+def speed(**changes) -> Speed:
+    names = ("throughput", "step_times", "step_seconds", "first_step_seconds")
+    names += ("global_batch", "batch_check", "data_wait", "collective")
+    return Speed(**(dict.fromkeys(names) | changes))
+
+
+SLOW_RANK = RankRow(rank=3, host="gpu-a", is_slow=True, against_median=0.31, slow_since=790)
+
+
+@pytest.mark.parametrize(
+    ("side", "words", "known", "more"),
+    [
+        (Side.DATA, "25 % of the step time is waiting for data", {"data_wait": Share(value=0.25, source="x")}, {}),
+        (Side.DATA, "20 % fewer than the global batch", {"batch_check": BatchCheck(samples=80, global_batch=100)}, {}),
+        (Side.COMPUTE, "used to 40 %", {}, {"utilization": Utilization(value=0.4, method=Method.NVML)}),
+        (Side.COMMUNICATION, "30 % of the step time", {"collective": Share(value=0.3, source="x")}, {}),
+        (Side.SYSTEM, "P10", {"throughput": throughput(np.where(np.arange(100) % 8, 100.0, 50.0))}, {}),
+        (Side.SYSTEM, "fallen by 30 %", {"throughput": throughput(np.where(STEP < 30, 100.0, 70.0))}, {}),
+        (
+            Side.SYSTEM,
+            "rank 3 on gpu-a computes 31 % longer since step 790",
+            {},
+            {"ranks": RankTable(attempt=0, rows=(SLOW_RANK,), last_step=9, median_compute=1.0, median_step=1.0)},
+        ),
+    ],
+)
+def test_hint_has_the_observation_that_triggers_it(side, words, known, more):
+    hints = tuning_hints(speed(**known), more.get("utilization"), more.get("ranks"))
+
+    assert side in [hint.side for hint in hints if words in hint.observation and hint.actions]
+
+
+def test_run_with_good_numbers_has_no_hints():
+    good = speed(
+        throughput=throughput(np.full(100, 100.0)),
+        data_wait=Share(value=0.01, source="x"),
+        collective=Share(value=0.05, source="x"),
+        batch_check=BatchCheck(samples=101, global_batch=100),
+    )
+
+    assert () == tuning_hints(good, Utilization(value=0.95, method=Method.NVML))

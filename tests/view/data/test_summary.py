@@ -1,0 +1,66 @@
+"""The summary of a run: its numbers equal SQL, and a run of any shape has one."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from tests.view.data.test_curves import history
+from tests.view.training import HOSTILE, MAIN
+
+from rankscope_view.data.summary import Trend, losses_of, read_summary, summary_document, trend
+from rankscope_view.pages.sections import sections
+
+ODD = ("one-row", "only-nan", "no-loss", "no-times", "mamba2-370m-32k-ctx", HOSTILE)
+
+
+def test_losses_and_steps_equal_sql(connection):
+    found = read_summary(connection, MAIN)
+    (expected,) = connection.query(
+        f"""SELECT min(loss) AS lowest, max(loss) AS highest, avg(loss) AS mean, count(*) AS rows, max(step) AS step,
+        arg_max(loss, cumulative_step) AS current FROM loss_curve WHERE run = '{MAIN}' AND isfinite(loss)"""
+    ).to_pylist()
+
+    assert expected["rows"] == found.losses.rows
+    assert expected["step"] == found.progress.step
+    for name in ("lowest", "highest", "mean", "current"):
+        assert expected[name] == pytest.approx(getattr(found.losses, name)), name
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([], Trend.NO_DATA),
+        (np.arange(9.0), Trend.INSUFFICIENT),
+        (np.arange(10.0), Trend.INSUFFICIENT),  # no loss before the last ten
+        ([5.0, *[4.0] * 10], Trend.FALLING),
+        ([1.0, *[4.0] * 10], Trend.RISING),
+        ([4.0] * 20, Trend.RISING),
+        ([*[0.0] * 30, *[5.0] * 10, *[4.0] * 10], Trend.FALLING),
+    ],
+)
+def test_trend_compares_the_last_ten_losses_with_ten_before(losses, expected):
+    assert expected == trend(np.asarray(losses, float))
+
+
+def test_infinite_perplexity_and_nan_are_not_numbers_of_the_loss():
+    found = losses_of(history([1.0, np.nan, 3.0, 800.0]))
+
+    assert (4, 1, 1.0, 800.0) == (found.rows, found.nonfinite, found.lowest, found.highest)
+    assert math.inf == found.perplexity
+    assert losses_of(history([1.0, np.nan])).perplexity is None
+
+
+@pytest.mark.parametrize("run", ODD)
+def test_run_of_any_shape_has_a_summary(connection, run):
+    found = read_summary(connection, run)
+    titles = [section.title for section in sections(found)]
+
+    assert ["progress", "loss", "parameters", "time"] == titles[:4]
+    json.dumps(summary_document(found))
+
+
+def test_unknown_run_has_no_summary(connection):
+    assert read_summary(connection, "nothing") is None

@@ -1,0 +1,286 @@
+"""Speed of a run: throughput, step time, share of data wait and of collectives, and checks of these numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from rankscope_contract.model.phases import STEP_PHASE_SECONDS, Phase
+from rankscope_contract.security.escaping import sql_string
+from rankscope_storage.connection import Connection
+from rankscope_storage.sql.scalar_history import is_main_source
+from rankscope_view.data.history import Floats, History, main_labels, read_history
+
+STEP_SECONDS: Final = "step_seconds"
+UNITS: Final[Mapping[str, str]] = {
+    "samples_per_second": "samples/s",
+    "tokens_per_second": "tokens/s",
+    "tokens_per_second_per_gpu": "tokens/s per GPU",
+    "tflops_per_gpu": "TFLOP/s per GPU",
+    "steps_per_second": "steps/s",
+}
+"""Scalars that measure the throughput, with their units. The first one that a run logged is its throughput."""
+
+LOW_QUANTILE: Final = 0.1
+"""Throughput below this quantile (P10) is marked, because it shows stalls of data loading and of communication."""
+
+MOST_DEVIATION: Final = 0.1
+"""Relative difference between throughput × step time and the global batch above which the numbers contradict."""
+
+_TOTALS: Final = {"samples_total": "samples_per_second", "tokens_total": "tokens_per_second"}
+_BATCH_NAMES: Final = ("global_batch_size", "global_batch", "global_train_batch_size")
+_DATA_NAMES: Final = (
+    "data_time",
+    "data_seconds",
+    "data_wait",
+    "data_wait_seconds",
+    "data_loading_time",
+    "data_load_time",
+    "data_load_seconds",
+    "dataloader_time",
+    "dataloading_time",
+    "load_time",
+    "time/data",
+)
+_DATA_TIMERS: Final = ("batch-generator", "data-loading", "data_loading")
+
+_PHASES: Final = f"""\
+SELECT labels->>'$.phase' AS phase, avg(value) AS seconds FROM {{scalars}}
+WHERE run = $run AND name = '{STEP_PHASE_SECONDS}' AND isfinite(value) AND {is_main_source()} GROUP BY ALL"""
+_LOGGED: Final = f"""\
+SELECT name, labels->>'$.timer' AS timer, avg(value) AS seconds, min(unit) AS unit FROM {{scalars}}
+WHERE run = $run AND isfinite(value) AND (lower(name) IN ({", ".join(map(sql_string, _DATA_NAMES))})
+  OR name = 'timer_seconds' AND labels->>'$.timer' IN ({", ".join(map(sql_string, _DATA_TIMERS))}))
+GROUP BY ALL ORDER BY ALL"""
+_RANKS: Final = "SELECT count(DISTINCT rank) AS ranks FROM {scalars} WHERE run = $run AND name = $name"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Throughput:
+    """Throughput of a run over its steps, the mean of `ranks` ranks. `source` names the scalars that it comes from."""
+
+    name: str
+    unit: str
+    source: str
+    ranks: int
+    history: History
+
+    @property
+    def finite(self) -> Floats:
+        """Return the finite values of steps that are not superseded."""
+        return self.history.value[self.history.stands & np.isfinite(self.history.value)]
+
+    @property
+    def median(self) -> float | None:
+        """Return the median of all finite values."""
+        return float(np.median(self.finite)) if len(self.finite) else None
+
+    @property
+    def low(self) -> float | None:
+        """Return P10 with linear interpolation; values strictly below it are marked."""
+        return float(np.quantile(self.finite, LOW_QUANTILE)) if len(self.finite) else None
+
+    @property
+    def rows_below(self) -> int:
+        """Return the number of values below P10."""
+        return 0 if self.low is None else int((self.finite < self.low).sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """A share of the step time from 0 to 1, and the scalars that it comes from."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchCheck:
+    """Median throughput times median step time, against the global batch of the run. Both are in samples."""
+
+    samples: float
+    global_batch: float
+
+    @property
+    def difference(self) -> float:
+        """Return the relative difference, such as -0.2 for 20 % fewer samples than the global batch."""
+        return self.samples / self.global_batch - 1
+
+    @property
+    def is_off(self) -> bool:
+        """Return whether the numbers contradict: they differ by more than 10 %."""
+        return abs(self.difference) > MOST_DEVIATION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Throughput and step times of a run. A value of None is unknown.
+
+    Step times are medians over steps that are not superseded.
+    """
+
+    throughput: Throughput | None
+    step_times: History | None
+    step_seconds: float | None
+    first_step_seconds: float | None
+    global_batch: float | None
+    batch_check: BatchCheck | None
+    data_wait: Share | None
+    collective: Share | None
+
+
+def read_speed(connection: Connection, run: str, histories: Mapping[str, History], config: str | None) -> Speed:
+    """Return the speed of `run`. `histories` has the scalars that the caller has read already, by name."""
+    with connection.pinned():
+        read = _Reader(connection, run, dict(histories))
+        step_times = read.history(STEP_SECONDS)
+        throughput = _throughput(read, step_times)
+        batch = _global_batch(read, config)
+        phases = read.rows(_PHASES)
+        logged = read.rows(_LOGGED)
+        samples = read.history("samples_per_second")
+        ranks = read.ranks("samples_per_second") if samples is not None else 1
+    times = _finite(step_times)
+    step_seconds = float(np.median(times)) if len(times) else None
+    seconds = {row["phase"]: row["seconds"] for row in phases}
+    return Speed(
+        throughput=throughput,
+        step_times=step_times,
+        step_seconds=step_seconds,
+        first_step_seconds=float(times[0]) if len(times) else None,
+        global_batch=batch,
+        batch_check=_check(_finite(samples) * ranks, step_seconds, batch),
+        data_wait=_phase_share(seconds, Phase.DATA_WAIT) or _logged_share(logged, step_seconds),
+        collective=_phase_share(seconds, Phase.COLLECTIVE),
+    )
+
+
+class _Reader:
+    """Reads scalars of one run, each at most once."""
+
+    def __init__(self, connection: Connection, run: str, histories: dict[str, History]) -> None:
+        self._connection = connection
+        self._run = run
+        self._source = connection.relation("scalars", run=run)
+        self._known: dict[str, History | None] = dict(histories)
+        names = [STEP_SECONDS, *UNITS, *_TOTALS, *_BATCH_NAMES]
+        self._labels = main_labels(connection, run, [name for name in names if name not in histories])
+
+    def history(self, name: str) -> History | None:
+        """Return the history of the main series of a scalar, or None if the run does not have it."""
+        if name not in self._known:
+            found = name in self._labels
+            self._known[name] = read_history(self._connection, self._run, name, self._labels[name]) if found else None
+        return self._known[name]
+
+    def rows(self, query: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self._connection.query(
+            query.format(scalars=self._source), {"run": self._run}
+        ).to_pylist()
+        return found
+
+    def ranks(self, name: str) -> int:
+        """Return the number of ranks that have the scalar, at least 1."""
+        query = _RANKS.format(scalars=self._source)
+        found: list[int] = self._connection.query(query, {"run": self._run, "name": name})["ranks"].to_pylist()
+        return max(1, *found)
+
+
+def _finite(history: History | None) -> Floats:
+    """Return the finite values of the steps that are not superseded."""
+    if history is None:
+        return np.array([], np.float64)
+    return history.value[history.stands & np.isfinite(history.value)]
+
+
+def _throughput(read: _Reader, step_times: History | None) -> Throughput | None:
+    """Return the throughput: logged, or from totals and step times, or as steps per second."""
+    for name, unit in UNITS.items():
+        history = read.history(name)
+        if history is not None and len(history) > 1:
+            return Throughput(name=name, unit=unit, source=name, ranks=read.ranks(name), history=history)
+    if step_times is None or not len(step_times):
+        return None
+    for total, name in _TOTALS.items():
+        history = read.history(total)
+        rates = _rates(history, step_times, read.ranks(total)) if history is not None else None
+        if rates is not None and len(rates):
+            source = f"{total} and {STEP_SECONDS}"
+            return Throughput(name=name, unit=UNITS[name], source=source, ranks=1, history=replace(rates, name=name))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value, lowest, highest = (1 / one for one in (step_times.value, step_times.highest, step_times.lowest))
+    history = replace(step_times, name="steps_per_second", value=value, lowest=lowest, highest=highest)
+    unit = UNITS["steps_per_second"]
+    return Throughput(name="steps_per_second", unit=unit, source=f"1 / {STEP_SECONDS}", ranks=1, history=history)
+
+
+def _rates(totals: History, step_times: History, ranks: int) -> History | None:
+    """Return the increase of a total per second over all ranks, at the steps that have a step time."""
+    keys = [zip(one.attempt.tolist(), one.cumulative.tolist(), strict=True) for one in (totals, step_times)]
+    at = {key: row for row, key in enumerate(keys[0])}
+    pairs = [(row, at[key]) for row, key in enumerate(keys[1]) if key in at and at[key] > 0]
+    if not pairs:
+        return None
+    rows, ends = (np.array(side, np.int64) for side in zip(*pairs, strict=True))
+    steps = totals.cumulative[ends] - totals.cumulative[ends - 1]
+    seconds = step_times.value[rows] * np.maximum(steps, 1)
+    is_same = totals.attempt[ends] == totals.attempt[ends - 1]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rate = ranks * (totals.value[ends] - totals.value[ends - 1]) / seconds
+    kept = np.flatnonzero(is_same & np.isfinite(rate) & (rate > 0))
+    found = step_times.select(rows[kept])
+    return replace(found, value=rate[kept], lowest=rate[kept], highest=rate[kept])
+
+
+def _global_batch(read: _Reader, config: str | None) -> float | None:
+    """Return the newest logged global batch, or that of the configuration."""
+    for name in _BATCH_NAMES:
+        values = _finite(read.history(name))
+        if len(values):
+            return float(values[-1])
+    return next((value for key, value in numbers_of(config) if key.rpartition(".")[2] in _BATCH_NAMES), None)
+
+
+def numbers_of(config: str | None) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a configuration in JSON, with keys of nested objects joined by dots."""
+    try:
+        document = json.loads(config or "{}")
+    except ValueError:
+        return
+    if isinstance(document, dict):
+        yield from _numbers(document, "")
+
+
+def _numbers(document: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
+    for key, value in document.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, f"{prefix}{key}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{prefix}{key}", float(value)
+
+
+def _check(samples_per_second: Floats, step_seconds: float | None, batch: float | None) -> BatchCheck | None:
+    if not len(samples_per_second) or not step_seconds or not batch:
+        return None
+    return BatchCheck(samples=float(np.median(samples_per_second)) * step_seconds, global_batch=batch)
+
+
+def _phase_share(seconds: Mapping[str, float], phase: Phase) -> Share | None:
+    total = sum(seconds.values())
+    if phase not in seconds or not total:
+        return None
+    return Share(value=seconds[phase] / total, source=f"{STEP_PHASE_SECONDS} of phase {phase}")
+
+
+def _logged_share(rows: Sequence[Mapping[str, Any]], step_seconds: float | None) -> Share | None:
+    """Return the share of the time for data that a log has; a number without a unit is taken as seconds."""
+    if not rows or not step_seconds:
+        return None
+    row = rows[0]
+    share = row["seconds"] / step_seconds
+    name = row["name"] if row["timer"] is None else f"timer {row['timer']}"
+    return Share(value=share, source=f"{name} / {STEP_SECONDS}") if 0 <= share <= 1 else None

@@ -1,0 +1,204 @@
+"""The sections of a summary as labels and texts, for the terminal, Markdown and HTML. The texts are not escaped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rankscope_view.data.advice import LARGEST_EXPONENT
+from rankscope_view.data.summary import TREND_ROWS, Evaluation, Summary, Trend
+from rankscope_view.pages.format import NOTHING, count, duration, number, short, utc
+
+_TIME = "%Y-%m-%d %H:%M:%S UTC"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """One block of a summary. A row is a label and a text."""
+
+    title: str
+    rows: tuple[tuple[str, str], ...]
+
+
+def sections(found: Summary) -> tuple[Section, ...]:
+    """Return the sections of a summary: progress, loss, parameters, time, speed, hints, and the facts of the store.
+
+    Unknown values of the first four sections are a dash; the other rows and sections are omitted if they are unknown.
+    """
+    parts = {
+        "progress": _progress(found),
+        "loss": _loss(found),
+        "parameters": _parameters(found),
+        "time": _time(found),
+        "speed": _speed(found),
+        "hints": _hints(found),
+        "run": _stored(found),
+    }
+    listed = (Section(title=title, rows=tuple(rows)) for title, rows in parts.items())
+    return tuple(section for section in listed if section.rows)
+
+
+def title(found: Summary) -> str:
+    """Return the name and the state of a run, and the reason of the state."""
+    reason = f" ({found.stored.reason})" if found.stored.reason else ""
+    return f"{found.run}, {found.progress.state or 'state unknown'}{reason}"
+
+
+def _six(value: float | None) -> str:
+    if value is None:
+        return NOTHING
+    return f"{value:.6f}" if math.isfinite(value) and abs(value) < 1e9 else number(value)
+
+
+def _at(step: int | None) -> str:
+    return "" if step is None else f" at step {count(step)}"
+
+
+def _share(share: float | None) -> str:
+    return "" if share is None else f", {100 * share:.2f} %"
+
+
+def _rows(number_of_rows: int) -> str:
+    return f"{count(number_of_rows)} row{'' if number_of_rows == 1 else 's'}"
+
+
+def _progress(found: Summary) -> Iterator[tuple[str, str]]:
+    progress = found.progress
+    if progress.step is None:
+        step = NOTHING
+    else:
+        step = (
+            count(progress.step)
+            if progress.planned_steps is None
+            else f"{progress.step:,} / {progress.planned_steps:,}"
+        )
+    yield "step", step + _share(progress.step_share)
+    if progress.epoch is None:
+        epoch = NOTHING
+    else:
+        planned = "" if progress.planned_epochs is None else f" / {progress.planned_epochs:g}"
+        epoch = f"{progress.epoch:.2f}{planned}"
+    yield "epoch", epoch + _share(progress.epoch_share)
+    left = progress.eta_seconds
+    yield "time left", NOTHING if left is None else duration(left) if left else "0 s"
+
+
+def _loss(found: Summary) -> Iterator[tuple[str, str]]:
+    losses = found.losses
+    current = _six(losses.current)
+    if losses.current is not None and math.isnan(losses.current) and losses.last_finite is not None:
+        current += f", last finite {_six(losses.last_finite)}"
+    yield "current", current + _at(losses.current_step)
+    yield "lowest", _six(losses.lowest) + _at(losses.lowest_step)
+    yield "highest", _six(losses.highest)
+    yield "mean", _six(losses.mean)
+    compared = losses.trend in {Trend.FALLING, Trend.RISING}
+    basis = f" (mean of the last {TREND_ROWS} rows against the rows before)" if compared else ""
+    yield "trend", losses.trend + basis
+    if losses.perplexity is not None:
+        is_over = math.isinf(losses.perplexity)
+        limit = f" (the loss exceeds {LARGEST_EXPONENT:.2f})" if is_over else ""
+        yield "perplexity", (number(losses.perplexity) if is_over else f"{losses.perplexity:,.4f}") + limit
+    if losses.nonfinite:
+        yield "not finite", f"{count(losses.nonfinite)} of {_rows(losses.rows)} NaN or infinite"
+    for one in found.evaluations:
+        yield one.name, _evaluation(one)
+    if found.best is not None:
+        where = [] if found.best.checkpoint is None else [found.best.checkpoint]
+        where += [] if found.best.step is None else [f"step {count(found.best.step)}"]
+        yield "best metric", ", ".join((_six(found.best.metric), *where))
+    for advice in found.detail.advice:
+        yield "advice", advice.text
+
+
+def _evaluation(one: Evaluation) -> str:
+    best = "" if one.best is None else f"; best {_six(one.best)}{_at(one.best_step)}"
+    return f"{_six(one.last)}{_at(one.last_step)}{best}"
+
+
+def _parameters(found: Summary) -> Iterator[tuple[str, str]]:
+    known = found.parameters
+    yield "learning rate", NOTHING if known.learning_rate is None else f"{known.learning_rate:.2e}"
+    norm = NOTHING if known.grad_norm is None else f"{known.grad_norm:.4f}"
+    bad = f", {_rows(known.nonfinite_grad_norms)} NaN or infinite" if known.nonfinite_grad_norms else ""
+    yield "gradient norm", norm + bad
+    yield "logged losses", count(found.losses.rows)
+    for name, value in (
+        ("loss scale", known.loss_scale),
+        ("skipped iterations", known.skipped_iterations),
+        ("NaN iterations", known.nan_iterations),
+        ("global batch", found.speed.global_batch),
+    ):
+        if value is not None:
+            yield name, count(value)
+
+
+def _time(found: Summary) -> Iterator[tuple[str, str]]:
+    times = found.times
+    if times.checkpoint_at is not None:
+        yield "checkpoint time", f"{utc(times.checkpoint_at, _TIME)} (modification time of the file)"
+    else:
+        yield "started", utc(times.started_at, _TIME)
+        yield "newest row", utc(times.newest_row_at, _TIME)
+    if times.ended_at is not None:
+        yield "ended", utc(times.ended_at, _TIME)
+    if times.train_seconds is not None:
+        yield "training time", f"{duration(times.train_seconds)} (train_runtime of the log)"
+    if times.goodput is not None and times.wall_seconds is not None:
+        share = f"{times.goodput:.1%} of {duration(times.wall_seconds)}"
+        yield "goodput", f"{share} in steps that were not superseded"
+
+
+def _speed(found: Summary) -> Iterator[tuple[str, str]]:
+    speed, throughput = found.speed, found.speed.throughput
+    if throughput is not None and throughput.median is not None and throughput.low is not None:
+        mean = f", mean of {throughput.ranks} ranks" if throughput.ranks > 1 else ""
+        source = "" if throughput.source == throughput.name else f", from {throughput.source}"
+        yield "throughput", f"{short(throughput.median)} {throughput.unit} (median{mean}{source})"
+        yield "P10", f"{short(throughput.low)} {throughput.unit}, {_rows(throughput.rows_below)} below"
+    if found.stored.tokens_per_second is not None and (throughput is None or throughput.name != "tokens_per_second"):
+        yield "tokens", f"{found.stored.tokens_per_second:,.0f} tokens/s"
+    if speed.step_seconds is not None and speed.first_step_seconds is not None:
+        yield "step time", f"{speed.step_seconds:.4g} s (median; first step {speed.first_step_seconds:.4g} s)"
+    for name, share in (("data wait", speed.data_wait), ("collective wait", speed.collective)):
+        if share is not None:
+            yield name, f"{100 * share.value:.1f} % of the step time ({share.source})"
+    if found.utilization is not None:
+        yield "GPU utilisation", f"{100 * found.utilization.value:.1f} % ({found.utilization.words})"
+    check = speed.batch_check
+    if check is not None:
+        verdict = "do not match" if check.is_off else "match"
+        samples = f"throughput × step time is {check.samples:,.4g} samples, global batch {check.global_batch:,.0f}"
+        yield "batch check", f"{samples}: they {verdict} ({100 * check.difference:+.1f} %)"
+
+
+def _hints(found: Summary) -> Iterator[tuple[str, str]]:
+    for hint in found.hints:
+        yield hint.side, f"{hint.observation}: {_listed(hint.actions)}"
+
+
+def _listed(actions: Sequence[str]) -> str:
+    return "; ".join(actions)
+
+
+def _stored(found: Summary) -> Iterator[tuple[str, str]]:
+    stored = found.stored
+    ranks = f"on {stored.ranks} rank{'' if stored.ranks == 1 else 's'}" if stored.ranks else "ranks unknown"
+    yield "launches", f"{stored.attempts}, {ranks}"
+    code = [f"commit {stored.git_commit[:12]}"] if stored.git_commit else []
+    code += [stored.command] if stored.command else []
+    if code:
+        yield "code", ", ".join(code)
+    yield "incidents", f"{stored.incidents}{', see rankscope anomalies' if stored.incidents else ''}"
+    yield "lost", f"{stored.lost_records} records"
+    rows = ", ".join(f"{rows:,} {dataset}" for dataset, rows in stored.rows.items())
+    yield "stored", f"{rows or 'nothing'}; {_size(stored.bytes_on_disk)}"
+
+
+def _size(size: float) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"
