@@ -15,10 +15,17 @@ from rankscope_storage.connection import Connection
 from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve
 from rankscope_view.data.detail import read_chart
 from rankscope_view.data.events import event_lines, markers
-from rankscope_view.data.grid import GridRequest, TensorKinds, cell_value, tensor_grid
+from rankscope_view.data.grid import (
+    MOST_ROWS,
+    GridRequest,
+    Order,
+    TensorKinds,
+    cell_value,
+    tensor_grid,
+)
 from rankscope_view.data.history import EVAL_LOSS, LOSS
 from rankscope_view.data.ranks import rank_grid, rank_table
-from rankscope_view.data.tensor import tensor_history
+from rankscope_view.data.tensor import tensor_curve, tensor_detail
 from rankscope_view.pages import run as run_page
 from rankscope_view.pages import tensors as tensor_page
 
@@ -108,7 +115,8 @@ def tensor_choice(asked: Asked, kinds: TensorKinds) -> tensor_page.TensorChoice 
         kind=kind,
         op=query["op"] if query.get("op") in OPS else "norm",
         is_relative=not query.get("absolute"),
-        worst_first=query.get("order") == "worst",
+        order=next((one for one in Order if one == query.get("order")), Order.MODEL),
+        rank=asked.count("rank") if query.get("rank") else None,
         search=query.get("q", ""),
         tensor=query.get("tensor"),
         rows=query.get("rows"),
@@ -148,21 +156,27 @@ def _pair(text_: str | None) -> tuple[int, int] | None:
     return (int(first), int(last)) if first.isdecimal() and last.isdecimal() and len(text_ or "") < 40 else None
 
 
-def tensor_map(connection: Connection, asked: Asked) -> Response:
-    """Return the grid of all tensors of one kind as bytes."""
-    run = asked.query.get("run", "")
+def _grid_request(asked: Asked) -> GridRequest:
+    """Return the choices of a heat map in a query. `height` is the number of pixels for its rows."""
     choice = tensor_choice(asked, TensorKinds(counts={asked.query.get("kind", ""): 0}))
     assert choice is not None
-    request = GridRequest(
+    return GridRequest(
         kind=choice.kind,
         op=choice.op,
         is_relative=choice.is_relative,
-        worst_first=choice.worst_first,
+        order=choice.order,
         words=tuple(choice.search.lower().split()),
+        rank=choice.rank,
         rows=_pair(choice.rows),
         columns=_pair(choice.columns),
+        most_rows=max(1, asked.count("height") or MOST_ROWS),
     )
-    return Response(type=BYTES, body=tensor_grid(connection, run, request).encoded())
+
+
+def tensor_map(connection: Connection, asked: Asked) -> Response:
+    """Return the grid of all tensors of one kind as bytes."""
+    found = tensor_grid(connection, asked.query.get("run", ""), _grid_request(asked))
+    return Response(type=BYTES, body=found.encoded())
 
 
 def rank_map(connection: Connection, asked: Asked) -> Response:
@@ -173,18 +187,13 @@ def rank_map(connection: Connection, asked: Asked) -> Response:
 
 
 def cell(connection: Connection, asked: Asked) -> Response:
-    """Return the exact value of a cell of the map of tensors as JSON."""
-    query = asked.query
-    steps = (asked.count("first"), asked.count("last"))
-    found = cell_value(
-        connection,
-        query.get("run", ""),
-        query.get("kind", ""),
-        op=query.get("op", "norm"),
-        tensor=query.get("tensor", ""),
-        attempt=asked.count("attempt"),
-        steps=steps,
-    )
+    """Return the exact value of a cell of the map of tensors as JSON. The query has the tensors of its row."""
+    try:
+        names = [str(name) for name in json.loads(asked.query.get("tensors", "[]"))]
+    except (ValueError, TypeError):
+        names = []
+    request = replace(_grid_request(asked), tensors=tuple(names), words=(), rows=None)
+    found = cell_value(connection, asked.query.get("run", ""), request, asked.count("column")) if names else None
     if found is None:
         return _json(None)
     value = None if found.value is None or not math.isfinite(found.value) else found.value
@@ -200,10 +209,12 @@ def scalar_curve(connection: Connection, asked: Asked) -> Response:
     run, name = asked.query.get("run", ""), asked.query.get("name", LOSS)
     choice = chart_choice(asked)
     if tensor := asked.query.get("tensor"):
-        history = tensor_history(connection, run, asked.query.get("kind", ""), name, tensor)
-        choice = replace(choice, request=replace(choice.request, smoothing=Smoothing.NONE))
-    else:
-        history = read_chart(connection, run, name)
+        attempt = asked.count("attempt") if "attempt" in asked.query else None
+        axis = choice.request.axis if attempt is not None else Axis.ARRIVAL  # ranks of several attempts share an axis
+        detail = tensor_detail(connection, run, asked.query.get("kind", ""), name, tensor)
+        request = replace(choice.request, smoothing=Smoothing.NONE, axis=axis)
+        return _json(tensor_curve(connection, run, detail, request, attempt).document())
+    history = read_chart(connection, run, name)
     document = curve(history, choice.request).document()
     if asked.query.get("markers"):
         lines, evaluations = event_lines(connection, run), read_chart(connection, run, EVAL_LOSS)

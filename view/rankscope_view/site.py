@@ -42,7 +42,7 @@ from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LOSS
 from rankscope_view.data.incidents import incidents
 from rankscope_view.data.ranks import rank_table
 from rankscope_view.data.runs import RunQuery, RunRow, known_runs, run_list, run_row
-from rankscope_view.data.tensor import first_to_leave, tensor_detail, tensor_history
+from rankscope_view.data.tensor import first_to_leave, tensor_curve, tensor_detail
 from rankscope_view.pages import compare as compare_page
 from rankscope_view.pages import incident as incident_page
 from rankscope_view.pages import ranks as rank_page
@@ -206,8 +206,8 @@ class Site:
             name = choice.tensor or next((one["tensor"] for one in leaving if one["kind"] == choice.kind), None)
             if name is not None:
                 detail = tensor_detail(connection, row.run, choice.kind, choice.op, name)
-                history = tensor_history(connection, row.run, choice.kind, choice.op, name)
-                drawn = curve(history, CurveRequest(axis=Axis.ARRIVAL, smoothing=Smoothing.NONE, points=800))
+                request = CurveRequest(axis=Axis.ARRIVAL, smoothing=Smoothing.NONE, points=800)
+                drawn = tensor_curve(connection, row.run, detail, request)
         return _page(tensor_page.page(place, row, kinds, choice, detail=detail, curve=drawn, leaving=leaving))
 
     def _ranks(self, connection: Connection, asked: Asked) -> Response:

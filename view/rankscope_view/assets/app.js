@@ -1,6 +1,7 @@
 // Behaviour of all pages: theme, keys, live updates; each page adds its own.
 import { Chart } from "./chart.js";
 import { follow, refresh } from "./live.js";
+import { forgetColours } from "./marks.js";
 import { keep, recall, setAddress } from "./memory.js";
 import { readState, STRENGTH, writeState } from "./logic.js";
 import { readCurve, sheet } from "./source.js";
@@ -10,7 +11,7 @@ const page = document.body.dataset.page ?? "";
 /** @type {Record<string, () => void>} */ const keys = {};
 /** @type {Record<string, string>} */ const words = { T: "change the theme", "?": "show the keys" };
 /** @type {(() => Promise<void>)[]} */ const updates = [() => refresh(location.href, true)];
-/** @type {(() => void)[]} */ const redraws = [];
+/** @type {(() => void)[]} */ const redraws = [forgetColours];
 
 /** @param {string} id */
 const byId = (id) => document.getElementById(id);
@@ -164,8 +165,8 @@ function charts() {
     const query = new URLSearchParams(writeState(own));
     query.set("name", chart.options.name);
     query.set("markers", "1");
-    const { tensor, kind } = chart.box.dataset;
-    for (const [name, value] of Object.entries({ run, a: holder.dataset.a, b: holder.dataset.b, tensor, kind })) if (value) query.set(name, value);
+    const { tensor, kind, attempt } = chart.box.dataset;
+    for (const [name, value] of Object.entries({ run, a: holder.dataset.a, b: holder.dataset.b, tensor, kind, attempt })) if (value) query.set(name, value);
     const curve = await readCurve(`${base}/data/${chart.options.compare ? "compare" : "curve"}`, query, own);
     requestAnimationFrame(() => chart.show(curve, own));
     const notice = chart.box.parentElement?.querySelector(".notice");

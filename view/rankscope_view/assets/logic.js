@@ -4,10 +4,10 @@
  * @typedef {{axis: string, smooth: string, strength: number, from: number | null, to: number | null,
  *   log: boolean, fit: boolean, tail: number}} State
  * @typedef {{label: string | null, x: number[], step: number[], value: (number | null)[], smoothed: (number | null)[],
- *   low: (number | null)[], high: (number | null)[]}} Line
+ *   low: (number | null)[], high: (number | null)[], role?: string | null}} Line
  * @typedef {{name: string, axis: string, lines: Line[], nonfinite: [number, number, string][], restarts: number[],
  *   rows: number, buckets: number, extent: [number, number] | null, bulk: [number, number] | null, notice: string,
- *   markers?: [string, number, number, string, boolean][]}} Curve
+ *   firings?: [number, number | null, string][], markers?: [string, number, number, string, boolean][]}} Curve
  * @typedef {{label: string | null, x: number[], step: number[] | null, value: (number | null)[],
  *   smoothed: (number | null)[] | null, low: (number | null)[] | null, high: (number | null)[] | null}} KeptLine
  * @typedef {Omit<Curve, "lines"> & {lines: KeptLine[]}} Kept
@@ -164,6 +164,16 @@ export function nearest(values, x) {
     else high = middle;
   }
   return x - values[low] <= values[high] - x ? low : high;
+}
+
+/**
+ * Return the value of a series at the place that is nearest to `x`; null without any.
+ * @param {{x: number[], y: (number | null)[]}} series
+ * @param {number} x
+ * @returns {number | null}
+ */
+export function valueAt(series, x) {
+  return series.x.length ? series.y[nearest(series.x, x)] : null;
 }
 
 /**

@@ -110,12 +110,12 @@ def _evidence(one: Incident) -> str:
     if one.tensor and one.kind:
         op = one.op if one.op in {"norm", "mean", "min", "max"} else "norm"
         known = text(f'{{"name": "{op}", "log": true, "fixed": true, "zero": false, "tensor": true}}')
-        plot = f'<div class="plot" data-chart="{known}" data-tensor="{text(one.tensor)}" data-kind="{text(one.kind)}" {span} tabindex="0"></div>'
+        plot = f'<div class="plot" data-chart="{known}" data-tensor="{text(one.tensor)}" data-kind="{text(one.kind)}" data-attempt="{one.attempt or 0}" {span} tabindex="0"></div>'
         charts.append(
             panel(
                 "Evidence",
                 plot,
-                note=f"{text(one.kind.replace('_', ' '))} {op}, largest of all ranks, log",
+                note=f"{text(one.kind.replace('_', ' '))} {op}, log",
                 aside=legend,
                 kind="chartbox",
             )
