@@ -74,7 +74,7 @@ bench: $(VENV)/.installed-dev ## print the table of costs, measured in one run
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py $(BENCH)
 
 pictures: $(VENV)/.installed-dev ## make the pictures of the documentation again, with a run of the demo; needs Chromium
-	$(BIN)/python docs/make_pictures.py $(PICTURES)
+	PYTHONPATH=. $(BIN)/python docs/make_pictures.py $(PICTURES)
 
 generate: $(VENV)/.installed-dev ## rewrite the generated files: boards, alert rules, reference pages
 	$(BIN)/python -m rankscope_dashboards.generate

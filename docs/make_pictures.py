@@ -16,9 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-ROOT: Final = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
 from PIL import Image
 from tests.view.browser import Browser, browser
 from tests.view.served import served
@@ -28,6 +25,7 @@ from rankscope_storage.connection import connect
 from rankscope_view.report import report
 from rankscope_view.site import Site
 
+ROOT: Final = Path(__file__).parents[1]
 FOLDER: Final = ROOT / "docs" / "pictures"
 LARGEST_BYTES: Final = 300_000
 NOW: Final = START / 1e6 + 6865
@@ -35,6 +33,7 @@ SIZE: Final = Size(ranks=16, layers=16, steps=850)
 WIDE: Final = 1440
 NARROW: Final = 420
 _RUN: Final = f"/runs/{MAIN}"
+_MORE: Final = "document.getElementById('more').open = true"
 _TENSOR: Final = "layers.8.mlp.down_proj.weight"
 
 
@@ -47,6 +46,7 @@ class Picture:
     height: int
     width: int = WIDE
     themes: Sequence[str] = ("light", "dark")
+    script: str = ""  # runs before the picture is taken
     is_of_demo: bool = False
 
     def files(self) -> dict[str, str]:
@@ -57,7 +57,7 @@ class Picture:
 
 
 PICTURES: Final = (
-    Picture(name="demo", address="/runs/demo?axis=step", height=1000, is_of_demo=True),
+    Picture(name="demo", address="/runs/demo", height=1210, script=_MORE, is_of_demo=True),
     Picture(name="runs", address="/", height=760),
     Picture(name="run", address=f"{_RUN}?axis=arrival", height=1040),
     Picture(name="tensors", address=f"{_RUN}/tensors?tensor={_TENSOR}", height=1000),
@@ -75,6 +75,8 @@ def take(shown: Browser, picture: Picture, base: str) -> Iterator[Path]:
     for name, theme in picture.files().items():
         shown.look(picture.width, picture.height, theme)
         shown.open(base + picture.address)
+        if picture.script:
+            shown.run(picture.script)
         shown.drain(2.0)  # charts are drawn after the data have arrived
         path = FOLDER / name
         path.write_bytes(small(shown.picture()))
@@ -85,7 +87,8 @@ def take(shown: Browser, picture: Picture, base: str) -> Iterator[Path]:
 def small(picture: bytes) -> bytes:
     """Return a PNG with 256 colours, which a page of text and lines does not need more of."""
     with Image.open(io.BytesIO(picture)) as opened:
-        colours = opened.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+        # This method keeps rare colours, such as those of marks; a median cut would make them brown.
+        colours = opened.convert("RGB").quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     file = io.BytesIO()
     colours.save(file, "PNG", optimize=True)
     assert file.tell() < LARGEST_BYTES, f"{file.tell():,} bytes"

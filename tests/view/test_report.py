@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -178,7 +177,7 @@ def test_fragment_for_notebooks_needs_no_script(connection, run):
 
     assert LEADS[run] in found.text
     assert not {"script", "link", "iframe"} & {tag for tag, _ in found.elements}
-    assert (run != "no-loss" and run != "mamba2-370m-32k-ctx") == any(tag == "svg" for tag, _ in found.elements)
+    assert (run not in {"no-loss", "mamba2-370m-32k-ctx"}) == any(tag == "svg" for tag, _ in found.elements)
 
 
 def test_charts_of_the_file_can_be_zoomed_without_a_network(made, tmp_path, require_server):

@@ -40,7 +40,7 @@ class EndedRun:
     source: str | None
     """The URL of the service, or the folder with the records of ranks; None if no file has the records."""
     is_stored: bool
-    """Whether the service has committed all records of this rank, or the folder contains them."""
+    """True if the service has committed all records of this rank, or if the folder contains them."""
 
 
 class Attachment:

@@ -93,7 +93,7 @@ export class Chart {
     const curve = /** @type {Curve} */ (this.curve);
     return {
       ...this.size(),
-      padding: [lane, this.isBelowMap() ? 80 : 8, 0, 0],
+      padding: [lane, this.isBelowMap() ? 80 : 18, 0, 0],
       series: [{}, ...series],
       bands: bandsOf(this.series).map(([upper, lower, name]) => ({ series: [upper + 1, lower + 1], fill: colour(name) })),
       scales: {

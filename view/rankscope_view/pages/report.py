@@ -29,7 +29,9 @@ from rankscope_view.pages.sections import sections
 MOST_INCIDENTS: Final = 50
 MOST_SETTINGS: Final = 60
 LONGEST_CONFIG: Final = 100_000
-_FIRST_SETTINGS: Final = ("hyperparameters", "argv", "git_commit")
+_OF_TRAINING: Final = ("hyperparameters", "argv", "git_commit", "device", "quantities", "every")
+"""Settings in the configuration of a monitor that describe the training. The others are only in the folded JSON."""
+
 _BLOCKS: Final = ("progress", "loss", "parameters", "time", "speed")
 _CHARTS: Final = (PERPLEXITY, GRAD_NORM, LEARNING_RATE, EVAL_LOSS, *SPEEDS)
 
@@ -249,8 +251,9 @@ def _config(document: str | None) -> dict[str, Any]:
         return {}
     if not isinstance(found, dict):
         return {}
-    first = {name: found[name] for name in _FIRST_SETTINGS if name in found}
-    return first | found
+    if "serve" not in found:  # the configuration of an imported run
+        return found
+    return {name: found[name] for name in _OF_TRAINING if name in found}
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -258,7 +261,9 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
         if isinstance(one, dict):
             yield from _flat(one, f"{prefix}{name}.")
         elif one not in (None, "", []):
-            yield f"{prefix}{name}".removeprefix("hyperparameters."), one if isinstance(one, str) else json.dumps(one)
+            words = isinstance(one, list) and all(isinstance(part, str | int | float) for part in one)
+            shown = " ".join(map(str, one)) if words else one if isinstance(one, str) else json.dumps(one)
+            yield f"{prefix}{name}".removeprefix("hyperparameters."), shown
 
 
 def _settings(found: RunDetail) -> str:
@@ -280,7 +285,7 @@ def _short(value: str, longest: int = 200) -> str:
 def _queries(content: ReportContent) -> str:
     run = sql_string(content.detail.row.run)
     statements = (
-        f"SELECT step, value, lowest, highest, attempt, stands FROM scalar_history WHERE run = {run} AND name = 'loss'",
+        f"SELECT * FROM scalar_history WHERE run = {run} AND name = 'loss'",
         f"SELECT * FROM events WHERE run = {run} ORDER BY ts",
         f"SELECT * FROM runs WHERE run = {run}",
     )
