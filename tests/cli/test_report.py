@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from tests.view.served import served
 
@@ -58,7 +60,7 @@ def test_opened_run_is_shown_in_a_notebook(sample_store, tmp_path):
     run = rankscope.open_run(sample_store, "my-run")
 
     assert f"OpenedRun(store={str(sample_store)!r}, run='my-run')" == repr(run)
-    assert "30 of 30 steps" in run._repr_html_()
+    assert "30 of 30 steps" in pickle.loads(pickle.dumps(run))._repr_html_()
     assert 30 == len(run.curve()) == run.summary().progress.step
     assert run.report(tmp_path / "a.html").is_file()
     assert "my-run" == rankscope.open_run(sample_store).run

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from rankscope_contract.reports.child import ReportJob, make_report
 from rankscope_exporter.api.monitor import Monitor
+from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.publishing.console import Console
 from rankscope_exporter.serving.config import ServeConfig
 
@@ -20,7 +19,7 @@ Say = Callable[[str], object]
 
 def start_report(
     monitor: Monitor, choice: ReportChoice, make: Callable[[ReportJob, Say], object] = make_report
-) -> threading.Thread | None:
+) -> OwnThread | None:
     """Start the report of the run of `monitor`, which has ended. Return the thread that waits for it; None without one.
 
     The interpreter waits for this thread at its exit, at most 60 s, and its exit code does not depend on it.
@@ -29,7 +28,7 @@ def start_report(
     job = report_job(monitor, None if choice is True else Path(str(choice)), say)
     if job is None:
         return None
-    waiter = threading.Thread(target=functools.partial(make, job, say), name="rankscope-report", daemon=False)
+    waiter = OwnThread(target=make, args=(job, say), name="rankscope-report", daemon=False)
     waiter.start()
     return waiter
 
