@@ -22,8 +22,8 @@ LIMIT_SECONDS: Final = 60.0
 FOLDER: Final = "rankscope-reports"
 """Folder in the working directory for reports without a given path."""
 
-NEEDED: Final = ("typer", "rich", "duckdb", "deltalake")
-"""Modules of the extras `cli` and `store`, without which the command is printed instead."""
+_OF_COMMANDS: Final = ("typer", "rich")
+_OF_STORE: Final = ("duckdb", "deltalake")
 
 # The alarm ends the child also if its parent was killed. The folder of the script is not searched for modules.
 _PROGRAM: Final = (
@@ -58,6 +58,11 @@ class ReportJob:
         return ["report", self.source, *chosen, "--output", str(self.path), "--summary"]
 
     @property
+    def needed(self) -> tuple[str, ...]:
+        """Return the modules of the extras `cli` and `store` that the child process needs. A service has the store."""
+        return _OF_COMMANDS if "://" in self.source else (*_OF_COMMANDS, *_OF_STORE)
+
+    @property
     def command(self) -> str:
         """Return the command that makes the report, for people."""
         return shlex.join(["rankscope", *self.arguments])
@@ -69,13 +74,14 @@ def make_report(
     *,
     limit_seconds: float = LIMIT_SECONDS,
     program: Sequence[str] = _PROGRAM,
-    needed: Sequence[str] = NEEDED,
+    needed: Sequence[str] | None = None,
 ) -> Path | None:
     """Make a report in a child process, and return its path; None if there is none, for whatever reason.
 
-    `say` receives the summary, or one line with the reason and the command. Waits at most `limit_seconds`.
+    `say` receives the summary, or one line with the reason and the command. Waits at most `limit_seconds`. The default
+    of `needed` is that of the job.
     """
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    missing = [name for name in (job.needed if needed is None else needed) if importlib.util.find_spec(name) is None]
     if missing:
         say(f"the report needs {missing[0]}, which is not installed here; to make it: {job.command}")
         return None

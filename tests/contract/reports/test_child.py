@@ -69,6 +69,10 @@ def test_missing_library_prints_the_command_and_starts_nothing(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+def test_report_of_a_service_needs_no_store():
+    assert {"duckdb", "deltalake"} == {*ReportJob(source="history").needed} - {*ReportJob(source="https://h:1").needed}
+
+
 def test_folder_that_cannot_be_created_is_one_line(tmp_path):
     (tmp_path / "new").write_text("a file")
 
