@@ -100,9 +100,7 @@ def offered_axes(found: RunDetail) -> tuple[Axis, ...]:
 def embedded_curves(found: RunDetail, axes: Sequence[Axis], limit: int = CURVE_BYTES) -> str:
     """Return the curves on each axis as JSON of at most `limit` bytes, with as many points as possible."""
     document = ""
-    marked = {
-        (axis, name): _marked(found, history, axis) for axis in axes for name, history in found.histories.items()
-    }
+    marked = {(axis, name): _marked(found, history, axis) for axis in axes for name, history in found.histories.items()}
     for points in _POINTS:
         curves = {axis.value: _curves_on(found, axis, points, marked) for axis in axes}
         document = json.dumps(curves, allow_nan=False, separators=(",", ":"))
