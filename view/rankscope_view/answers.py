@@ -6,13 +6,14 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from rankscope_contract.model.kinds import OPS
 from rankscope_storage.connection import Connection
-from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve
+from rankscope_view.data.comparison import DIFFERENCE, LETTERS, Side, difference
+from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve, on_axis
 from rankscope_view.data.detail import read_chart
 from rankscope_view.data.events import event_lines, markers
 from rankscope_view.data.grid import (
@@ -23,7 +24,7 @@ from rankscope_view.data.grid import (
     cell_value,
     tensor_grid,
 )
-from rankscope_view.data.history import EVAL_LOSS, LOSS
+from rankscope_view.data.history import EVAL_LOSS, LOSS, History
 from rankscope_view.data.ranks import rank_grid, rank_table
 from rankscope_view.data.tensor import tensor_curve, tensor_detail
 from rankscope_view.pages import run as run_page
@@ -124,30 +125,48 @@ def tensor_choice(asked: Asked, kinds: TensorKinds) -> tensor_page.TensorChoice 
     )
 
 
-def both_curves(connection: Connection, a: str, b: str, name: str, request: CurveRequest) -> Curve:
-    """Return the curves of a scalar of two runs as the lines A and B of one curve, on the axis of steps."""
-    first, second = (curve(read_chart(connection, run, name), request) for run in (a, b))
-    lines = [replace(line, label=label) for one, label in ((first, "A"), (second, "B")) for line in one.lines]
-    extents = [one.extent for one in (first, second) if one.extent is not None]
-    bulks = [one.bulk for one in (first, second) if one.bulk is not None]
+def compared_sides(asked: Asked) -> list[Side]:
+    """Return the sides of a comparison in a query: `a=run`, and `a.rank=3` for one rank of it."""
+    found = []
+    for letter in LETTERS:
+        if run := asked.query.get(letter):
+            rank = asked.count(f"{letter}.rank") if asked.query.get(f"{letter}.rank") else None
+            found.append(Side(letter=letter, run=run, rank=rank))
+    return found
+
+
+def compared_curve(sides: Sequence[Side], histories: Sequence[History], name: str, request: CurveRequest) -> Curve:
+    """Return the histories of a scalar of several sides as lines of one curve on the axis of steps.
+
+    If the name is DIFFERENCE, the lines are those of all other sides minus the first one, on the axis of all sides.
+    """
+    places = [x for x in (on_axis(history, Axis.STEP)[1] for history in histories) if len(x)]
+    letters = [side.letter.upper() for side in sides]
+    if name == DIFFERENCE:
+        histories = [difference(histories[0], other) for other in histories[1:]]
+        letters = [f"{letter} − {letters[0]}" for letter in letters[1:]]
+    curves = [curve(history, replace(request, axis=Axis.STEP)) for history in histories]
+    lines = [replace(line, label=label) for one, label in zip(curves, letters, strict=True) for line in one.lines]
+    bulks = [one.bulk for one in curves if one.bulk is not None]
     return replace(
-        first,
+        curves[0],
         lines=tuple(lines),
-        nonfinite=first.nonfinite + second.nonfinite,
+        nonfinite=tuple(found for one in curves for found in one.nonfinite),
         restarts=(),
-        rows=first.rows + second.rows,
-        extent=(min(one[0] for one in extents), max(one[1] for one in extents)) if extents else None,
+        rows=sum(one.rows for one in curves),
+        extent=(float(min(x[0] for x in places)), float(max(x[-1] for x in places))) if places else None,
         bulk=(min(one[0] for one in bulks), max(one[1] for one in bulks)) if bulks else None,
     )
 
 
 def compared_curves(connection: Connection, asked: Asked) -> Response:
-    """Return the curves of a scalar of two runs as JSON."""
-    request = replace(chart_choice(asked).request, axis=Axis.STEP)
-    found = both_curves(
-        connection, asked.query.get("a", ""), asked.query.get("b", ""), asked.query.get("name", LOSS), request
-    )
-    return _json(found.document())
+    """Return the curves of a scalar of several sides as JSON."""
+    sides, name = compared_sides(asked), asked.query.get("name", LOSS)
+    source = LOSS if name == DIFFERENCE else name
+    histories = [read_chart(connection, side.run, source, side.rank) for side in sides]
+    if len(histories) < 2:
+        raise NotFoundError("A comparison needs two sides.")
+    return _json(compared_curve(sides, histories, name, chart_choice(asked).request).document())
 
 
 def _pair(text_: str | None) -> tuple[int, int] | None:

@@ -22,10 +22,11 @@ from rankscope_view.answers import (
     NotFoundError,
     Query,
     Response,
-    both_curves,
     cell,
     chart_choice,
+    compared_curve,
     compared_curves,
+    compared_sides,
     curve_csv,
     rank_map,
     scalar_curve,
@@ -33,9 +34,9 @@ from rankscope_view.answers import (
     tensor_map,
 )
 from rankscope_view.assets import ASSETS, Asset, digest
-from rankscope_view.data.comparison import compare
-from rankscope_view.data.curves import Axis, CurveRequest, Smoothing, curve
-from rankscope_view.data.detail import RunDetail, read_detail
+from rankscope_view.data.comparison import DIFFERENCE, LETTERS, SCALARS, Side, compare
+from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve
+from rankscope_view.data.detail import RunDetail, nothing, read_detail
 from rankscope_view.data.events import NEWEST, EventLog, Group, event_log
 from rankscope_view.data.grid import tensor_kinds
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LOSS
@@ -227,18 +228,32 @@ class Site:
         own = [each for each in listed if (each.attempt or 0) == (one.attempt or 0)]
         absent = unmeasured(connection, row.run, steps)
         shown = first_of_each(own)[: incident_page.SHOWN]
-        return _page(incident_page.page(place, row, one, shown, total=len(own), not_measured=absent))
+        keys = [each.key for each in sorted(found, key=lambda each: (each.attempt or 0, each.step or 0, each.key))]
+        at = keys.index(one.key)
+        beside = (keys[at - 1] if at else None, next(iter(keys[at + 1 :]), None))
+        return _page(incident_page.page(place, row, one, shown, total=len(own), not_measured=absent, beside=beside))
 
     def _compare(self, connection: Connection, asked: Asked) -> Response:
-        a, b = asked.query.get("a") or asked.query.get("run"), asked.query.get("b")
-        if not a or not b:
-            others = [row["run"] for row in known_runs(connection)][:1000]
-            return _page(compare_page.choose_page(self._place, a, sorted(others)))
-        found = compare(connection, a, b)
+        sides = compared_sides(asked)
+        if not sides and asked.query.get("run"):
+            sides = [Side(letter=LETTERS[0], run=asked.query["run"])]
+        if len(sides) < 2 or asked.query.get("add"):
+            others = sorted(row["run"] for row in known_runs(connection))[:1000]
+            return _page(compare_page.choose_page(self._place, sides, others))
+        found = compare(connection, sides)
         if found is None:
-            raise NotFoundError(f"The store does not have both runs {a!r} and {b!r}.")
-        curves = [both_curves(connection, a, b, name, CurveRequest(points=800)) for name in compare_page.CHARTS]
-        return _page(compare_page.page(self._place, found, curves))
+            names = " and ".join(repr(side.run) for side in sides)
+            raise NotFoundError(f"The store does not have the runs {names}.")
+        choice = chart_choice(asked)
+        curves: dict[str, Curve] = {}
+        for name in (LOSS, DIFFERENCE, *SCALARS[1:]):
+            histories = [
+                one.histories.get(LOSS if name == DIFFERENCE else name) or nothing(name) for one in found.sides
+            ]
+            drawn = compared_curve(sides, histories, name, _smaller(choice.request))
+            curves |= {name: drawn} if drawn.rows else {}
+        place = _live(self._place, is_live=any(one.detail.row.is_live for one in found.sides))
+        return _page(compare_page.page(place, found, choice, curves))
 
 
 def _log(found: RunDetail, groups: Sequence[Group] = (), newest: int = NEWEST) -> EventLog:

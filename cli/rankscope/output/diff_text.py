@@ -25,11 +25,9 @@ def diff_lines(found: Divergence) -> Iterator[str]:
     """
     steps = f"{found.steps_compared} step{'s' * (found.steps_compared != 1)}"
     yield f"{found.a} compared with {found.b}: {steps}, {found.rows_compared:,} row{'s' * (found.rows_compared != 1)}"
-    first = found.first
-    if first is None:
-        yield "no difference" + ("" if found.tolerance.is_exact else " beyond the tolerance")
-    else:
-        yield f"first difference at step {first.step}: {_named(first)}"
+    yield first_line(found)
+    if found.first is not None:
+        first = found.first
         yield ""
         yield from _points(found.points)
         if (left := found.points_at_first - len(found.points)) > 0:
@@ -40,6 +38,15 @@ def diff_lines(found: Divergence) -> Iterator[str]:
         yield from _growth(found.steps)
     for side, other in _missing(found):
         yield f"only in {side}: {other}"
+
+
+def first_line(found: Divergence) -> str:
+    """Return the line about the first difference, or that there is none."""
+    if not found.rows_compared:
+        return "no value to compare: the runs have no step with the same values in common"
+    if found.first is None:
+        return "no difference" + ("" if found.tolerance.is_exact else " beyond the tolerance")
+    return f"first difference at step {found.first.step}: {_named(found.first)}"
 
 
 def diff_document(found: Divergence) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from rankscope_storage.base.errors import StoreError
 from rankscope_view.answers import Response
+from rankscope_view.data.comparison import LETTERS
 from rankscope_view.site import Site
 
 WATCH_SECONDS: Final = 0.3
@@ -61,8 +62,8 @@ class Pages:
         path = path.removeprefix(self.base) if path.startswith(f"{self.base}/") else path
         segments = [unquote(part) for part in path.split("/") if part]
         query = dict(request.query)
-        if len(chosen := request.query.getall("run", [])) > 1:  # the list of runs selects two to compare
-            query |= {"a": chosen[0], "b": chosen[1]}
+        if len(chosen := request.query.getall("run", [])) > 1:  # the list of runs selects several to compare
+            query |= dict(zip(LETTERS, chosen, strict=False))
         loop = asyncio.get_running_loop()
         try:
             found = await loop.run_in_executor(self._threads, self._site.respond, segments, query, self._alarms())

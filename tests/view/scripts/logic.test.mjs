@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { csv, expanded, keptOrder, nearest, placeLabel, readState, shown, sliced, stepSplits, tickLabel, valueRange, viridis, writeState } from "../../../view/rankscope_view/assets/logic.js";
+import { csv, expanded, keptOrder, nearest, placeLabel, readState, replaceState, shown, sliced, stepSplits, tickLabel, valueRange, viridis, writeState } from "../../../view/rankscope_view/assets/logic.js";
 
 const line = { label: null, x: [0, 1, 2, 3], step: [30, 10, 20, 30], value: [4, null, 2, 1], smoothed: [4, null, 3, 2], low: [], high: [] };
 const curve = { name: "loss", axis: "arrival", lines: [line], nonfinite: [], restarts: [1], rows: 4, buckets: 0, extent: [0, 3], bulk: [1, 2], notice: "" };
@@ -12,6 +12,11 @@ test("an address restores all choices", () => {
   assert.deepEqual({ axis: "arrival", smooth: "average", strength: 7, from: 1.5, to: 9, log: true, fit: true, tail: 4000 }, readState(search));
   assert.equal(search, writeState(readState(search)));
   assert.equal("", writeState(readState("")));
+});
+
+test("a zoom keeps the other parts of an address", () => {
+  const state = { ...readState(""), from: 3, to: 9 };
+  assert.equal("a=x+y&b=z&from=3&to=9", replaceState("a=x%20y&axis=time&b=z&from=1", state));
 });
 
 test("unknown choices are the default", () => {

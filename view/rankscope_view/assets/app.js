@@ -3,13 +3,24 @@ import { Chart } from "./chart.js";
 import { follow, refresh } from "./live.js";
 import { forgetColours } from "./marks.js";
 import { keep, recall, setAddress } from "./memory.js";
-import { readState, STRENGTH, writeState } from "./logic.js";
+import { readState, replaceState, STRENGTH, writeState } from "./logic.js";
 import { readCurve, sheet } from "./source.js";
 
 const base = document.body.dataset.base ?? "";
 const page = document.body.dataset.page ?? "";
 /** @type {Record<string, () => void>} */ const keys = {};
 /** @type {Record<string, string>} */ const words = { T: "change the theme", "?": "show the keys" };
+/** @type {Record<string, string>} Pages by the key behind `g`. */
+const PLACES = { r: "runs", o: "overview", t: "tensors", k: "ranks", i: "incidents", e: "events", c: "compare" };
+/** @type {Record<string, string>} */
+const CHART_KEYS = {
+  "← →": "in a chart: move the cursor, with Shift by ten",
+  "+ −": "in a chart: zoom around the cursor",
+  "< >": "in a chart: pan by half of its window",
+  drag: "in a chart: zoom; with Shift pan; a double click shows the whole range",
+};
+/** @type {Record<string, string>} */
+const MAP_KEYS = { "← → ↑ ↓": "in a heat map: move the cursor, with Shift by ten", Enter: "in a heat map: open the tensor, or zoom" };
 /** @type {(() => Promise<void>)[]} */ const updates = [() => refresh(location.href, true)];
 /** @type {(() => void)[]} */ const redraws = [forgetColours];
 
@@ -37,12 +48,17 @@ function changeTheme() {
 function showKeys() {
   const dialog = document.createElement("dialog");
   const table = document.createElement("table");
-  for (const [key, word] of Object.entries(words)) {
-    const row = table.insertRow();
+  const row = (/** @type {string} */ key, /** @type {string} */ word) => {
+    const line = table.insertRow();
     const name = document.createElement("kbd");
     name.textContent = key;
-    row.insertCell().append(name);
-    row.insertCell().textContent = word;
+    line.insertCell().append(name);
+    line.insertCell().textContent = word;
+  };
+  for (const [key, word] of Object.entries(words)) row(key, word);
+  for (const [selector, list] of /** @type {[string, Record<string, string>][]} */ ([[".plot[data-chart]", CHART_KEYS], [".heat", MAP_KEYS]])) {
+    if (!document.querySelector(selector)) continue;
+    for (const [key, word] of Object.entries(list)) row(key, word);
   }
   const note = document.createElement("p");
   note.className = "dim";
@@ -54,24 +70,43 @@ function showKeys() {
   dialog.showModal();
 }
 
+/**
+ * Open the page behind a link, if there is one.
+ * @param {string} selector
+ */
+function go(selector) {
+  /** @type {HTMLAnchorElement | null} */ (document.querySelector(selector))?.click();
+}
+
 bind("T", "", changeTheme);
-bind("t", "", changeTheme);
 bind("?", "", showKeys);
+for (const [key, word] of Object.entries(PLACES)) {
+  if (document.querySelector(`[data-go=${key}]`)) words[`g ${key}`] = word;
+}
+if (document.querySelector("[data-go=i]")) {
+  // On other pages than that of an incident, the first and the last open one are the nearest.
+  const items = ".item[href*='/incidents/'], .list a[href*='/incidents/']";
+  const edge = (/** @type {number} */ at) => /** @type {HTMLAnchorElement | undefined} */ ([...document.querySelectorAll(items)].at(at))?.click();
+  const step = (/** @type {string} */ rel, /** @type {number} */ at) => (document.querySelector("a[rel=prev], a[rel=next]") ? go(`a[rel=${rel}]`) : edge(at));
+  bind("[", "previous incident", () => step("prev", -1));
+  bind("]", "next incident", () => step("next", 0));
+}
 byId("theme")?.addEventListener("click", changeTheme);
 byId("help")?.addEventListener("click", showKeys);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraws.forEach((redraw) => redraw()));
 
+let isGoing = false; // whether the key before was `g`
 document.addEventListener("keydown", (event) => {
   const target = /** @type {HTMLElement} */ (event.target);
   if (event.ctrlKey || event.metaKey || event.altKey || target.matches("input:not([type=checkbox]), select, textarea")) {
     if (event.key === "Escape") target.blur();
     return;
   }
-  const action = keys[event.key];
-  if (action && !document.querySelector("dialog")) {
-    action();
-    event.preventDefault();
-  }
+  if (document.querySelector("dialog")) return;
+  const action = isGoing ? PLACES[event.key] && (() => go(`[data-go=${event.key}]`)) : keys[event.key];
+  isGoing = event.key === "g" && !isGoing;
+  if (action) action();
+  if (action || isGoing) event.preventDefault();
 });
 
 if (page === "list") list();
@@ -166,8 +201,9 @@ function charts() {
     query.set("name", chart.options.name);
     query.set("markers", "1");
     const { tensor, kind, attempt } = chart.box.dataset;
-    for (const [name, value] of Object.entries({ run, a: holder.dataset.a, b: holder.dataset.b, tensor, kind, attempt })) if (value) query.set(name, value);
+    for (const [name, value] of [...new URLSearchParams(holder.dataset.query), ...Object.entries({ run, tensor, kind, attempt })]) if (value) query.set(name, value);
     const curve = await readCurve(`${base}/data/${chart.options.compare ? "compare" : "curve"}`, query, own);
+    if (chart.box.dataset.firsts) curve.markers = JSON.parse(chart.box.dataset.firsts).map((/** @type {[string, number]} */ [letter, step]) => ["incident", step, step, letter, true]);
     requestAnimationFrame(() => chart.show(curve, own));
     const notice = chart.box.parentElement?.querySelector(".notice");
     if (notice?.firstChild) notice.firstChild.textContent = `${curve.notice} · `;
@@ -177,7 +213,7 @@ function charts() {
   /** @param {Partial<import("./logic.js").State>} changes */
   function set(changes) {
     state = { ...state, ...changes };
-    setAddress(writeState(state, usual));
+    setAddress(replaceState(location.search, state, usual));
     marks();
     void update();
   }

@@ -89,7 +89,7 @@ export class Chart {
       spanGaps: false,
     }));
     const axis = { stroke: text, font, grid: { stroke: grid, width: 1 }, ticks: { show: false } };
-    const lane = this.options.name === "loss" && !this.options.compare ? LANE : 8;
+    const lane = this.options.name === "loss" ? LANE : 8;
     const curve = /** @type {Curve} */ (this.curve);
     return {
       ...this.size(),
@@ -193,7 +193,7 @@ export class Chart {
     for (const [group, x, , , isCritical] of curve.markers ?? []) {
       if (!visible(x)) continue;
       if (group === "incident" && isCritical) lineAcross(u, x, "failed", [], 0.3);
-      if (this.options.name === "loss" && !this.options.compare) glyph(context, group, u.valToPos(x, "x", true), u.bbox.top);
+      if (this.options.name === "loss") glyph(context, group, u.valToPos(x, "x", true), u.bbox.top);
     }
     this.edges(u);
     for (const [x, value] of curve.firings ?? []) {
@@ -278,7 +278,7 @@ export class Chart {
     /** @type {[string, string, string, Series | null][]} */ const found = [];
     const [low, high] = this.series.filter((one) => one.style === "edge");
     if (low && !others.length && high.y.some((one, at) => one !== null && one !== low.y[at])) found.push(["band", "wide", curve.buckets ? "lowest–highest" : "range of ranks", null]);
-    const several = curve.lines.length > 1 && !curve.lines[0].role;
+    const several = curve.lines.some((line) => line.label && !line.role);
     const smooth = drawn.some((one) => one.style === "main");
     for (const one of drawn.filter(({ style }) => style !== "other")) {
       if (several && smooth && one.style === "raw") continue;

@@ -25,6 +25,7 @@ export function load(url) {
  * @param {boolean} keepsOrder rows of the list remain in their places
  */
 export async function refresh(url, keepsOrder) {
+  if (!document.querySelector("[data-live][id]")) return;
   const next = await load(url);
   for (const part of document.querySelectorAll("[data-live][id]")) {
     const other = next.getElementById(part.id);

@@ -66,6 +66,20 @@ export function writeState(state, usual = "step") {
 }
 
 /**
+ * Return the query of an address in which the choices of charts are replaced by those of `state`; others remain.
+ * @param {string} search
+ * @param {State} state
+ * @param {string} usual
+ * @returns {string}
+ */
+export function replaceState(search, state, usual = "step") {
+  const query = new URLSearchParams(search);
+  for (const name of ["axis", "smooth", "strength", "from", "to", "log", "fit", "tail"]) query.delete(name);
+  for (const [name, value] of new URLSearchParams(writeState(state, usual))) query.set(name, value);
+  return query.toString();
+}
+
+/**
  * Return a measured value with four digits, NaN and absent values as words.
  * @param {number | null | undefined} value
  * @returns {string}

@@ -27,7 +27,7 @@ export function keep(name, value) {
 }
 
 /**
- * Show `search` in the address of the page, without loading it again.
+ * Show the query `search` in the address of the page, without loading it again.
  * @param {string} search
  */
 export function setAddress(search) {

@@ -16,9 +16,23 @@ export const COLOURS = ["s1", "s2", "s3", "s4", "s5", "s6"];
  */
 export function seriesOf(curve) {
   if (curve.lines.some((line) => line.role)) return curve.lines.flatMap(ofTensor);
-  if (curve.lines.length > 1) return curve.lines.flatMap((line, at) => pair(line, COLOURS[at % COLOURS.length], `${COLOURS[at % COLOURS.length]}-faded`, line.label ?? ""));
+  if (curve.lines.some((line) => line.label)) {
+    return curve.lines.flatMap((line, at) => {
+      const name = COLOURS[numberOf(line, at) % COLOURS.length];
+      return pair(line, name, `${name}-faded`, line.label ?? "");
+    });
+  }
   const line = curve.lines[0] ?? { x: [], step: [], value: [], smoothed: [], low: [], high: [], label: null };
   return [...edges(line), ...pair(line, "s1", "raw", "value")];
+}
+
+/**
+ * Return the number of the side of a comparison that a line shows, from its letter; of other lines, the number `at`.
+ * @param {Line} line
+ * @param {number} at
+ */
+function numberOf(line, at) {
+  return /^[A-F]( |$)/.test(line.label ?? "") ? (line.label ?? "").charCodeAt(0) - 65 : at;
 }
 
 /**

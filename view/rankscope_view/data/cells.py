@@ -6,22 +6,32 @@ needed. Columns of the arrays are sampled steps in the order of arrival.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from rankscope_contract.model.kinds import OPS
+from rankscope_contract.model.kinds import OPS, Kind
 from rankscope_storage.connection import Connection
-from rankscope_storage.query.column_scan import RowGroups
 from rankscope_view.data.history import Integers
 
 INFINITE: Final = 254
 NOT_A_NUMBER: Final = 255
 """Codes of cells with infinite values and with NaN. The larger one has priority."""
+
+UPDATE_RATIO: Final = "update_ratio"
+"""Kind of a grid whose statistic `norm` is the norm of an update divided by that of the parameter before it."""
+
+_UPDATES: Final = f"""\
+(SELECT run, attempt, rank, step, '{UPDATE_RATIO}' AS kind, parameter.tensor, updated.value / nullif(norm, 0) AS norm,
+  coalesce(isnan(updated.value), false)::BIGINT AS nans, coalesce(isinf(updated.value), false)::BIGINT AS infs
+FROM (SELECT * FROM {{tensor_stats}} WHERE kind = '{Kind.PARAM_BEFORE}') AS parameter
+JOIN (SELECT run, attempt, rank, step, module AS tensor, value FROM {{features}} WHERE kind = 'update_norm') AS updated
+  USING (run, attempt, rank, step, tensor))"""
 
 MOST_CELLS: Final = 20_000_000
 """Largest number of tensors times columns before pooling. More tensors have fewer columns."""
@@ -110,6 +120,52 @@ class Cells:
         return Cells([self.names[at] for at in order], low, high, self.bad[order])
 
 
+class Source(Protocol):
+    """Rows that are read without SQL, and the facts about them that are known before."""
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows, including those that were not requested."""
+        ...
+
+    def bounds(self, column: str) -> tuple[Any, Any] | None:
+        """Return the lowest and the highest value of `column`; None if they are unknown."""
+        ...
+
+    def split(self, columns: Collection[str]) -> tuple[Source, Source]:
+        """Return rows without a value above 0 in `columns`, and all others."""
+        ...
+
+    def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """Yield `columns` of all rows; names are dictionaries."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Queried:
+    """The rows of an SQL query as a source."""
+
+    table: pa.Table
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows."""
+        return int(self.table.num_rows)
+
+    def bounds(self, column: str) -> tuple[Any, Any] | None:
+        """Return the lowest and the highest value of `column`; None without any."""
+        found = pc.min_max(self.table[column]).as_py()
+        return None if found["min"] is None else (found["min"], found["max"])
+
+    def split(self, columns: Collection[str]) -> tuple[_Queried, _Queried]:  # noqa: ARG002 - part of the protocol
+        """Return no rows, and all rows."""
+        return _Queried(self.table[:0]), self
+
+    def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """Yield `columns` of all rows."""
+        yield from self.table.select(list(columns)).combine_chunks().to_batches()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellQuery:
     """The rows that are read: a statistic of one kind, of all ranks or one, of the tensors that the words select."""
@@ -120,12 +176,12 @@ class CellQuery:
     rank: int | None = None
     words: tuple[str, ...] = ()
     tensors: tuple[str, ...] = ()  # empty: all
-    groups: RowGroups = field(default_factory=lambda: RowGroups((), pa.schema([])))
+    groups: Source
 
     def tensor_estimate(self, columns: int) -> int:
         """Return the probable number of tensors, from the number of rows. Rows of other kinds count too."""
         low, high = self.groups.bounds("rank") or (0, 0)
-        return max(1, self.groups.rows // (max(1, columns) * (high - low + 1)))
+        return max(1, self.groups.rows // int(max(1, columns) * (high - low + 1)))
 
     def selects(self, name: str) -> bool:
         """Return whether the words and tensors select the tensor `name`."""
@@ -133,10 +189,28 @@ class CellQuery:
         return all(word in lowered for word in self.words) and (not self.tensors or name in self.tensors)
 
 
-def find_groups(connection: Connection, run: str, kind: str, tensors: Sequence[str] = ()) -> RowGroups:
-    """Return the row groups that can have statistics of `kind`."""
-    chosen = {"run": [run], "kind": [kind]} | ({"tensor": list(tensors)} if tensors else {})
-    return connection.row_groups("tensor_stats", run, chosen, ("nans", "infs", "attempt", "rank"))
+def find_groups(connection: Connection, run: str, kind: str, tensors: Sequence[str] = ()) -> Source:
+    """Return the row groups that can have statistics of `kind`, or the calculated ratios of updates."""
+    if kind == UPDATE_RATIO:
+        names = ("run", "kind", "tensor")
+        chosen = (
+            f"SELECT * FROM {relation_of(connection, run, kind)} WHERE run = $run ORDER BY tensor, rank, attempt, step"
+        )
+        table = connection.query(chosen, {"run": run})
+        for at, name in enumerate(table.column_names):
+            if name in names:
+                table = table.set_column(at, name, table[name].dictionary_encode())
+        return _Queried(table)
+    equal = {"run": [run], "kind": [kind]} | ({"tensor": list(tensors)} if tensors else {})
+    return connection.row_groups("tensor_stats", run, equal, ("nans", "infs", "attempt", "rank"))
+
+
+def relation_of(connection: Connection, run: str, kind: str, steps: tuple[int, int] | None = None) -> str:
+    """Return the relation with the statistics of a kind: rows of `tensor_stats`, or calculated ratios of updates."""
+    stored = connection.relation("tensor_stats", run=run, steps=steps)
+    if kind != UPDATE_RATIO:
+        return stored
+    return _UPDATES.format(tensor_stats=stored, features=connection.relation("features", run=run, steps=steps))
 
 
 def sampled_columns(connection: Connection, query: CellQuery) -> Columns:
@@ -146,7 +220,7 @@ def sampled_columns(connection: Connection, query: CellQuery) -> Columns:
         return Columns(())
     rows = connection.query(
         f"""SELECT coalesce(attempt, 0) AS attempt, min(step) AS first, max(step) AS last, count(DISTINCT step) AS steps
-        FROM {connection.relation("tensor_stats", run=query.run)}
+        FROM {relation_of(connection, query.run, query.kind)}
         WHERE run = $run AND kind = $kind AND step IS NOT NULL AND tensor = $tensor GROUP BY ALL ORDER BY 1""",
         {"run": query.run, "kind": query.kind, "tensor": name},
     ).to_pylist()

@@ -72,6 +72,7 @@ class CurveRequest:
     smoothing: Smoothing = Smoothing.EMA
     decay: float = 0.9  # weight of the previous average
     width: int = 20  # rows of a moving average
+    needs_full_window: bool = False  # no average of fewer than `width` rows
     first: float | None = None
     last: float | None = None
     points: int = POINTS
@@ -244,7 +245,8 @@ def _smoothed(history: History, request: CurveRequest) -> Floats:
     if request.smoothing is Smoothing.EMA:
         return ema(history.value, history.attempt, min(max(request.decay, 0.0), 0.9999))
     if request.smoothing is Smoothing.AVERAGE:
-        return moving_average(history.value, history.attempt, request.width)
+        full = request.needs_full_window
+        return moving_average(history.value, history.attempt, request.width, needs_full_window=full)
     return np.full(len(history), np.nan)
 
 

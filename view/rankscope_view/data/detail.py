@@ -65,13 +65,16 @@ def nothing(name: str) -> History:
     return History(name=name, attempt=whole, step=whole, cumulative=whole, stands=np.array([], np.bool_), **arrays)
 
 
-def read_chart(connection: Connection, run: str, name: str) -> History:
-    """Return the history of the main series of the scalar `name`, or of the perplexity, which the loss determines."""
+def read_chart(connection: Connection, run: str, name: str, rank: int | None = None) -> History:
+    """Return the history of the main series of a scalar, or of the perplexity, which the loss determines.
+
+    With `rank`, it has only the rows of this rank.
+    """
     source = LOSS if name == PERPLEXITY else name
     labels = main_labels(connection, run, [source])
     if source not in labels:
         return nothing(name)
-    found = read_history(connection, run, source, labels[source])
+    found = read_history(connection, run, source, labels[source], rank)
     return perplexity_history(found) if name == PERPLEXITY else found
 
 

@@ -23,14 +23,19 @@ from rankscope_storage.connection import Connection
 from rankscope_view.data.cells import (
     INFINITE,
     MOST_CELLS,
+    NOT_A_NUMBER,
+    UPDATE_RATIO,
     CellQuery,
     Cells,
     Singles,
     Window,
     find_groups,
     read_cells,
+    relation_of,
     sampled_columns,
 )
+
+__all__ = ["INFINITE", "NOT_A_NUMBER", "UPDATE_RATIO"]
 
 MOST_ROWS: Final = 2000
 MOST_COLUMNS: Final = 1000
@@ -69,11 +74,12 @@ class GridRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row of a grid, which combines `tensors` tensors; `holder` is the one with the most extreme value.
+    """One row of a grid, which combines `tensors` tensors; `name` is the one with the most extreme value.
 
-    `first` and `holder` are numbers in `Grid.names`.
+    `first` and `holder`, which is the number of `name`, are numbers in `Grid.names`.
     """
 
+    name: str
     first: int
     tensors: int
     holder: int
@@ -199,7 +205,7 @@ def _by_model(connection: Connection, run: str, request: GridRequest, names: Seq
     """Return the numbers of `names` in the order of the model, or by the parts of its layers."""
     known = connection.query(
         "SELECT tensor, min(ordinal) AS place FROM tensors WHERE run = $run AND kind = $kind GROUP BY tensor",
-        {"run": run, "kind": request.kind},
+        {"run": run, "kind": Kind.PARAM_BEFORE.value if request.kind == UPDATE_RATIO else request.kind},
     )
     places = dict(zip(known["tensor"].to_pylist(), known["place"].to_pylist(), strict=True))
     keys = [(0, places[name], ()) if name in places else (1, 0, natural(name)) for name in names]
@@ -239,14 +245,15 @@ def _grid(request: GridRequest, cells: Cells, window: Window) -> Grid:
     coded = _coded(pooled, scale)
     coded[pooled_bad > 0] = pooled_bad[pooled_bad > 0]
     rows = tuple(
-        Row(first=start, tensors=min(height, len(names) - start), holder=start + holder)
-        for start, holder in zip(range(0, len(names), height), holders, strict=True)
+        Row(name=names[start + at], first=start, tensors=min(height, len(names) - start), holder=start + at)
+        for start, at in zip(range(0, len(names), height), holders, strict=True)
     )
     where = np.argwhere(coded >= INFINITE)
     earliest = where[np.lexsort((where[:, 0], where[:, 1]))][:1].tolist()
     attempts, steps, last_steps = window.places()
     is_plain = height == 1 and window.width == 1
-    pooling = "no pooling" if is_plain else f"cells of {height} tensors × {window.width} steps, extremes kept"
+    cell = f"{height} tensor{'' if height == 1 else 's'} × {window.width} step{'' if window.width == 1 else 's'}"
+    pooling = "no pooling" if is_plain else f"cells of {cell}, extremes kept"
     return Grid(
         cells=coded,
         names=tuple(names),
@@ -405,7 +412,7 @@ def _exact(
     column = sql_identifier(query.op if query.op in OPS else "norm")
     rows = connection.query(
         f"""SELECT step, rank, {column}::DOUBLE AS value, coalesce(nans, 0) AS nans, coalesce(infs, 0) AS infs
-        FROM {connection.relation("tensor_stats", run=query.run, steps=(first, last))}
+        FROM {relation_of(connection, query.run, query.kind, (first, last))}
         WHERE run = $run AND kind = $kind AND tensor = $tensor AND coalesce(attempt, 0) = $attempt
           AND step BETWEEN $first AND $last AND coalesce($rank, rank) IS NOT DISTINCT FROM rank
         ORDER BY nans > 0 DESC, infs > 0 DESC, {column} {"ASC" if is_low else "DESC"} NULLS LAST, step, rank LIMIT 1""",

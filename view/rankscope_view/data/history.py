@@ -72,7 +72,8 @@ class History:
 
 _ARRAYS: Final = ("attempt", "step", "cumulative", "time", "value", "lowest", "highest", "stands")
 _OF_SCALAR: Final = f"""\
-run = $run AND name = $name AND value IS NOT NULL AND labels IS NOT DISTINCT FROM $labels AND position IS NOT NULL
+run = $run AND name = $name{{rank}} AND value IS NOT NULL AND labels IS NOT DISTINCT FROM $labels
+  AND position IS NOT NULL
   AND ({is_main_source()} OR contains(coalesce($labels, ''), 'imported_from'))"""
 
 _LABELS: Final = f"""\
@@ -114,18 +115,29 @@ def main_labels(connection: Connection, run: str, names: Sequence[str]) -> dict[
     return {row["name"]: row["labels"] for row in reversed(rows)}
 
 
-def read_history(connection: Connection, run: str, name: str, labels: str | None = None) -> History:
-    """Return the scalar `name` of `run` with exactly these `labels`. Without rows, all arrays are empty."""
+def read_history(
+    connection: Connection, run: str, name: str, labels: str | None = None, rank: int | None = None
+) -> History:
+    """Return the scalar `name` of `run` with exactly these `labels`, of all ranks or one. It may have no rows.
+
+    Of one rank, there are only raw rows, because rollups combine ranks.
+    """
     parameters = {"run": run, "name": name, "labels": labels}
+    own = "" if rank is None else f" AND rank = {rank}"
     with connection.pinned():
-        facts = connection.query(_FACTS, parameters).to_pylist()[0]
+        facts = connection.query(_FACTS.format(rank=own), parameters).to_pylist()[0]
         of_run = {"run": run, "name": name}
-        if connection.files("scalar_rollups", run=run) and connection.query(_HAS_ROLLUPS, of_run).num_rows:
+        if (
+            rank is None
+            and connection.files("scalar_rollups", run=run)
+            and connection.query(_HAS_ROLLUPS, of_run).num_rows
+        ):
             return _from_view(connection, parameters)
-        rows = _sorted(connection.query(_ROWS if facts["is_single"] else _STEPS, parameters))
+        chosen = _ROWS if facts["is_single"] and rank is None else _STEPS
+        rows = _sorted(connection.query(chosen.format(rank=own), parameters))
         parts = rows["parts"].to_numpy()
         table = _columns(rows)
-        if (parts > facts["parts"]).any() or _repeats(table):
+        if rank is None and ((parts > facts["parts"]).any() or _repeats(table)):
             return _from_view(connection, parameters)
         training = (
             connection.query(_TRAINING, {"run": run}) if table["attempt"].size and table["attempt"].any() else None

@@ -223,7 +223,7 @@ def rank_grid(connection: Connection, run: str, table: RankTable, *, whole_step:
         cells=full,
         names=tuple(f"rank {rank}" for rank in present),
         base=0,
-        rows=tuple(Row(first=at, tensors=1, holder=at) for at in range(len(present))),
+        rows=tuple(Row(name=f"rank {rank}", first=at, tensors=1, holder=at) for at, rank in enumerate(present)),
         attempts=(table.attempt,) * len(matrix.steps),
         steps=tuple(matrix.steps),
         last_steps=tuple(matrix.steps),

@@ -30,10 +30,11 @@ def ema(values: Floats, series: Integers, decay: float) -> Floats:
     return _by_series(values, series, lambda finite: _ema(finite, decay))
 
 
-def moving_average(values: Floats, series: Integers, width: int) -> Floats:
+def moving_average(values: Floats, series: Integers, width: int, *, needs_full_window: bool = False) -> Floats:
     """Return the mean of the finite values of each row and the `width` - 1 rows before it, NaN at non-finite values.
 
-    Rows of a series must be adjacent, as for `ema`.
+    With `needs_full_window`, rows with fewer than `width` finite values have no average. Rows of a series must be
+    adjacent, as for `ema`.
     """
     width = min(max(width, 1), LONGEST_WINDOW)
     known = np.isfinite(values)
@@ -43,7 +44,8 @@ def moving_average(values: Floats, series: Integers, width: int) -> Floats:
         is_same = series[back:] == series[:-back]
         total[back:] += np.where(is_same, sums[:-back], 0.0)
         count[back:] += np.where(is_same, counts[:-back], 0.0)
-    return np.where(known, total / np.maximum(count, 1.0), np.nan)
+    has_average = known & (count == width) if needs_full_window else known
+    return np.where(has_average, total / np.maximum(count, 1.0), np.nan)
 
 
 def _by_series(values: Floats, series: Integers, smooth: Callable[[Floats], Floats]) -> Floats:

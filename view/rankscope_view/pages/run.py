@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -64,11 +64,11 @@ class ChartChoice:
     is_log: bool = False
     fits_all: bool = False
 
-    def url(self, place: Place, run: str, **changes: object) -> str:
-        """Return the address of the page with these choices and `changes`."""
+    def values(self) -> dict[str, object]:
+        """Return the parameters of an address with these choices."""
         request = self.request
         strength = request.decay if request.smoothing is Smoothing.EMA else request.width
-        values: dict[str, object] = {
+        return {
             "axis": request.axis,
             "smooth": request.smoothing,
             "strength": strength if request.smoothing is not Smoothing.NONE else None,
@@ -78,7 +78,6 @@ class ChartChoice:
             "fit": 1 if self.fits_all else None,
             "tail": request.newest,
         }
-        return place.url("runs", run, **(values | changes))
 
 
 def page(place: Place, found: RunDetail, choice: ChartChoice, curves: dict[str, Curve], log: EventLog) -> str:
@@ -98,7 +97,7 @@ def page(place: Place, found: RunDetail, choice: ChartChoice, curves: dict[str, 
     )
     body = (
         f'{header(place, found)}<div class="columns" id="run" data-run="{text(row.run)}" data-live-run="{row.is_live:d}"><div>'
-        f"{toolbar(place, found, choice)}{''.join(charts)}{group if more else ''}</div>"
+        f"{toolbar(lambda values: place.url('runs', row.run, **values), choice)}{''.join(charts)}{group if more else ''}</div>"
         f"<aside>{_incidents(place, row)}{_events(place, row, log)}{_advice(found.advice)}</aside></div>"
     )
     return document(place, row.run, body, crumbs=[(row.run, None)], nav=tabs(place, row, ""), page="run")
@@ -190,14 +189,15 @@ def signed(ratio: float) -> str:
     return f"{ratio:+.0%}".replace("-", "−").replace("%", " %")
 
 
-def toolbar(place: Place, found: RunDetail, choice: ChartChoice) -> str:
-    """Return the choices of axis, smoothing, scale and range, as links that work without scripts."""
-    request, run = choice.request, found.row.run
-    axes = [(axis.value, word, choice.url(place, run, axis=axis, from_=None, to=None)) for axis, word, _ in AXES]
-    smoothings = [(one.value, word, choice.url(place, run, smooth=one, strength=None)) for one, word in _SMOOTHINGS]
-    scales = [
-        (value, word, choice.url(place, run, log=value or None)) for value, word in (("", "Linear"), ("1", "Log"))
-    ]
+def toolbar(address: Callable[[dict[str, object]], str], choice: ChartChoice, *, has_axes: bool = True) -> str:
+    """Return the choices of axis, smoothing, scale and range, as links that work without scripts.
+
+    `address` returns the address of the page with the parameters that it receives.
+    """
+    request, values = choice.request, choice.values()
+    axes = [(axis.value, word, address(values | {"axis": axis, "from_": None, "to": None})) for axis, word, _ in AXES]
+    smoothings = [(one.value, word, address(values | {"smooth": one, "strength": None})) for one, word in _SMOOTHINGS]
+    scales = [(value, word, address(values | {"log": value or None})) for value, word in (("", "Linear"), ("1", "Log"))]
     strength = request.decay if request.smoothing is Smoothing.EMA else float(request.width)
     low, high, step = ("0", "0.99", "0.01") if request.smoothing is Smoothing.EMA else ("2", "200", "1")
     is_zoomed = request.first is not None or request.last is not None
@@ -205,14 +205,12 @@ def toolbar(place: Place, found: RunDetail, choice: ChartChoice) -> str:
         f'<label class="strength"><input id="strength" type="range" min="{low}" max="{high}" step="{step}" value="{strength:g}">'
         f'<output id="strength-word">{strength:g}</output></label>'
     )
-    fit, tail, whole = (
-        choice.url(place, run, fit=None if choice.fits_all else 1),
-        choice.url(place, run, tail=None if request.newest else 4000),
-        choice.url(place, run, from_=None, to=None),
-    )
+    fit = address(values | {"fit": None if choice.fits_all else 1})
+    tail = address(values | {"tail": None if request.newest else 4000})
+    whole = address(values | {"from_": None, "to": None})
     return (
-        f'<div class="toolbar charts" id="toolbar">{segmented("Axis", axes, request.axis.value, "axis")}'
-        f"{segmented('', smoothings, request.smoothing.value, 'smooth')}{slider}"
+        f'<div class="toolbar charts" id="toolbar">{segmented("Axis", axes, request.axis.value, "axis") if has_axes else ""}'
+        f"{segmented('Smoothing', smoothings, request.smoothing.value, 'smooth')}{slider}"
         f"{segmented('', scales, '1' if choice.is_log else '', 'log')}"
         f'<a class="button" id="fit" href="{fit}"{" aria-current=true" if choice.fits_all else ""}>Fit all</a>'
         f'<a class="button" id="tail" href="{tail}"{" aria-current=true" if request.newest else ""}>Newest 4,000</a>'

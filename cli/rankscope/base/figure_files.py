@@ -1,0 +1,60 @@
+"""Write figures to files, for the commands that draw: default names, formats by suffix, and the missing extra."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rankscope.base.errors import USAGE, CommandError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FigureFile = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="File of the figure; the suffix png, svg or pdf selects the format."),
+]
+Dpi = Annotated[int, typer.Option(min=20, max=1200, help="Pixels per inch of a png.")]
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Raise CommandError with the name of the extra if matplotlib is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        if missing.name is None or missing.name.partition(".")[0] != "matplotlib":
+            raise
+        raise CommandError(
+            "figures need matplotlib, which is not installed: pip install 'rankscope[plot]', or '.[plot]' in a checkout"
+        ) from missing
+
+
+def figure_path(output: Path | None, name: str) -> Path:
+    """Return the file of a figure: `output`, or a png in the working directory that `name` names.
+
+    Raises CommandError if the suffix is no format of figures.
+    """
+    path = output or Path(f"{re.sub(r'[^A-Za-z0-9._-]+', '_', name).strip('._') or 'figure'}.png")
+    with drawing():
+        from rankscope_view.figures.style import FORMATS
+    if path.suffix[1:].lower() not in FORMATS:
+        raise CommandError(f"--output {path}: name a file with the suffix {', '.join(FORMATS)}", code=USAGE)
+    return path
+
+
+def write_figure(figure: Figure, path: Path, dpi: int) -> None:
+    """Write `figure` to `path`, and print the path on standard error."""
+    from rankscope_view.figures.style import save
+
+    try:
+        save(figure, path, dpi=dpi)
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}") from error
+    print(f"wrote {path}", file=sys.stderr)

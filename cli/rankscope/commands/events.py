@@ -1,0 +1,67 @@
+"""`rankscope events`: print the event log of a run: launches, steps, evaluations, checkpoints, incidents, exits."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rankscope.base.errors import USAGE, CommandError, suggestion
+from rankscope.base.options import Store
+from rankscope.base.sources import Checkpoint, Choice, Latest, Outputs, RunOption, Source, open_run
+from rankscope.output.events_text import events_text
+from rankscope.output.summary_text import FormatOption, TextFormat
+from rankscope_contract.model.events import Severity
+from rankscope_view.data.events import NEWEST
+
+
+def events(
+    source: Source = None,
+    store: Store = Path("history"),
+    run: RunOption = None,
+    checkpoint: Checkpoint = None,
+    outputs: Outputs = None,
+    latest: Latest = False,
+    type_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--type",
+            "-t",
+            help="Only this group (step, evaluation, checkpoint, restart, incident, other) or type (launch, exit, "
+            "anomaly, …); may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    severity: Annotated[
+        Severity, typer.Option(help="Only events of at least this severity: info, warning or critical.")
+    ] = Severity.INFO,
+    rank: Annotated[int | None, typer.Option(help="Only events of this rank.", show_default=False)] = None,
+    newest: Annotated[int, typer.Option("--newest", "-n", min=1, help="Largest number of lines.")] = NEWEST,
+    form: FormatOption = TextFormat.TEXT,
+) -> None:
+    """Print the newest lines of the event log of a run, the newest first, with one line for each logged step.
+
+    [bold]Examples[/bold]
+
+    rankscope events my-run --type checkpoint --type evaluation
+
+    rankscope events --severity critical --format json
+
+    rankscope events train.log --newest 1000
+    """
+    from rankscope_view.data.detail import read_detail
+    from rankscope_view.data.event_query import TYPES, EventQuery, select_events
+
+    for name in type_ or ():
+        if name not in TYPES:
+            hint = suggestion(name, TYPES) or f" Known: {', '.join(TYPES)}."
+            raise CommandError(f"--type {name!r} is no type of events.{hint}", code=USAGE)
+    choice = Choice(source=source, store=store, run=run, checkpoint=checkpoint, outputs=outputs, latest=latest)
+    with open_run(choice) as chosen:
+        detail = read_detail(chosen.connection, chosen.run)
+    if detail is None:
+        raise CommandError(f"{chosen.run} has no rows in the store")
+    query = EventQuery(types=tuple(type_ or ()), severity=severity, rank=rank, newest=newest)
+    sys.stdout.write(events_text(chosen.run, select_events(detail, query), form))

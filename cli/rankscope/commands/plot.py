@@ -1,0 +1,165 @@
+"""`rankscope plot`: write a figure of one run of a store, or of a log or checkpoint."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.figure_files import Dpi, FigureFile, drawing, figure_path, write_figure
+from rankscope.base.options import Store
+from rankscope.base.sources import Checkpoint, Choice, Latest, OpenRun, Outputs, RunOption, Source, open_run
+from rankscope_view.data.curves import Axis
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class FigureKind(enum.StrEnum):
+    """Figures of one run."""
+
+    OVERVIEW = "overview"
+    SPEED = "speed"
+    GPU = "gpu"
+    TENSORS = "tensors"
+    UPDATES = "updates"
+    RANKS = "ranks"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tensors:
+    """Options of the heat maps of tensors."""
+
+    kind: str | None
+    op: str
+    rank: int | None
+    is_relative: bool
+
+
+def plot(
+    source: Source = None,
+    store: Store = Path("history"),
+    run: RunOption = None,
+    checkpoint: Checkpoint = None,
+    outputs: Outputs = None,
+    latest: Latest = False,
+    kind: Annotated[
+        FigureKind, typer.Option(help="Figure: overview, speed, gpu, tensors, updates or ranks.")
+    ] = FigureKind.OVERVIEW,
+    output: FigureFile = None,
+    dpi: Dpi = 300,
+    axis: Annotated[Axis, typer.Option(help="Horizontal axis of overview and speed.")] = Axis.STEP,
+    tensor_kind: Annotated[
+        str | None, typer.Option(help="tensors: kind of tensors. Default: a gradient.", show_default=False)
+    ] = None,
+    op: Annotated[str, typer.Option(help="tensors: statistic.")] = "norm",
+    rank: Annotated[
+        int | None,
+        typer.Option(help="tensors, updates: only this rank. Default: the largest of all.", show_default=False),
+    ] = None,
+    absolute: Annotated[
+        bool, typer.Option("--absolute", help="tensors: values instead of ratios to the median of each tensor.")
+    ] = False,
+) -> None:
+    """Write a figure of a run to a file. It needs no display, and the extra `plot`.
+
+    overview has loss, learning rate, gradient norm and the distribution of losses. speed has loss and throughput, with
+    rows below P10 marked. gpu has a box plot of the utilisation of each GPU. tensors, updates and ranks are heat maps
+    over steps: of a statistic of tensors, of update sizes, and of the step times of ranks.
+
+    [bold]Examples[/bold]
+
+    rankscope plot my-run --store history
+
+    rankscope plot train.log --kind speed --output speed.svg
+
+    rankscope plot --latest --output training.png
+    """
+    choice = Choice(source=source, store=store, run=run, checkpoint=checkpoint, outputs=outputs, latest=latest)
+    figure_path(output, "figure")  # a wrong suffix is reported before the run is read
+    with open_run(choice) as chosen, drawing():
+        tensors = _Tensors(kind=tensor_kind, op=op, rank=rank, is_relative=not absolute)
+        figure = _figure(chosen, kind, axis, tensors)
+        write_figure(figure, figure_path(output, f"{chosen.run}-{kind}"), dpi)
+
+
+def _figure(chosen: OpenRun, kind: FigureKind, axis: Axis, tensors: _Tensors) -> Figure:
+    match kind:
+        case FigureKind.TENSORS:
+            return _tensor_map(chosen, tensors)
+        case FigureKind.UPDATES:
+            return _update_map(chosen, tensors)
+        case FigureKind.RANKS:
+            return _rank_map(chosen)
+        case _:
+            return _curves(chosen, kind, axis)
+
+
+def _curves(chosen: OpenRun, kind: FigureKind, axis: Axis) -> Figure:
+    from rankscope_view.data.detail import read_detail
+    from rankscope_view.data.speed import read_speed
+    from rankscope_view.data.utilization import read_utilization
+    from rankscope_view.figures.boxes import gpu_boxes
+    from rankscope_view.figures.overview import overview
+    from rankscope_view.figures.speed import loss_and_throughput
+
+    detail = read_detail(chosen.connection, chosen.run)
+    if detail is None:
+        raise CommandError(f"{chosen.run} has no rows in the store")
+    if kind is FigureKind.OVERVIEW:
+        return overview(detail, axis=axis)
+    speed = read_speed(chosen.connection, chosen.run, detail.histories, detail.facts.config)
+    if kind is FigureKind.SPEED:
+        return loss_and_throughput(detail, speed.throughput, axis=axis)
+    return gpu_boxes(chosen.run, read_utilization(chosen.connection, chosen.run, speed))
+
+
+def _tensor_map(chosen: OpenRun, tensors: _Tensors) -> Figure:
+    from rankscope_contract.model.kinds import OPS
+    from rankscope_view.data.grid import GridRequest, empty_grid, tensor_grid, tensor_kinds
+    from rankscope_view.figures.heatmaps import heat_map
+
+    kinds = tensor_kinds(chosen.connection, chosen.run)
+    kind = tensors.kind or kinds.default
+    if tensors.kind is not None and tensors.kind not in kinds.counts:
+        listed = ", ".join(kinds.counts) or "no statistics of tensors"
+        raise CommandError(f"{chosen.run} has no kind {tensors.kind!r}; it has {listed}", code=USAGE)
+    if tensors.op not in OPS:
+        raise CommandError(f"--op {tensors.op!r} is no statistic; known: {', '.join(OPS)}", code=USAGE)
+    if kind is None:
+        return heat_map(chosen.run, empty_grid("no statistics of tensors"), title="Tensors", unit="")
+    request = GridRequest(kind=kind, op=tensors.op, rank=tensors.rank, is_relative=tensors.is_relative)
+    grid = tensor_grid(chosen.connection, chosen.run, request)
+    where = "" if tensors.rank is None else f", rank {tensors.rank}"
+    unit = f"{tensors.op} ÷ median of the tensor" if tensors.is_relative else tensors.op
+    title = f"{tensors.op.capitalize()} of {kind.replace('_', ' ')} by tensor and step{where}"
+    return heat_map(chosen.run, grid, title=title, unit=unit)
+
+
+def _update_map(chosen: OpenRun, tensors: _Tensors) -> Figure:
+    from rankscope_view.data.grid import UPDATE_RATIO, GridRequest, empty_grid, tensor_grid
+    from rankscope_view.figures.heatmaps import heat_map
+
+    request = GridRequest(kind=UPDATE_RATIO, is_relative=False, rank=tensors.rank)
+    grid = tensor_grid(chosen.connection, chosen.run, request)
+    if not grid.rows:
+        grid = empty_grid("no norms of updates: measure the quantity parameters with the option updates")
+    return heat_map(chosen.run, grid, title="Update size by tensor and step", unit="norm of update ÷ norm of weight")
+
+
+def _rank_map(chosen: OpenRun) -> Figure:
+    from rankscope_view.data.ranks import rank_grid, rank_table
+    from rankscope_view.figures.heatmaps import heat_map
+
+    table = rank_table(chosen.connection, chosen.run)
+    grid = rank_grid(chosen.connection, chosen.run, table, whole_step=False)
+    if not grid.rows:
+        grid = rank_grid(chosen.connection, chosen.run, table, whole_step=True)
+        return heat_map(chosen.run, grid, title="Step time by rank and step", unit="÷ median rank")
+    return heat_map(
+        chosen.run, grid, title="Time before collectives by rank and step", unit="seconds ÷ seconds of the median rank"
+    )

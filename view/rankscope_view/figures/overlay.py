@@ -1,0 +1,122 @@
+"""One scalar of several runs in one panel: raw values, a moving average, and a label at the end of each line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from rankscope_view.data.curves import Axis, Curve, curve, notice
+from rankscope_view.data.history import History
+from rankscope_view.figures import lines
+from rankscope_view.figures.style import DASHES, HALO, SERIES, foot, new_figure, note, show_nothing, shown, style
+from rankscope_view.pages.format import measure
+
+SIZE: Final = (15.0, 8.0)
+AVERAGE_ROWS: Final = 20
+_MARKERS: Final = ("o", "s", "^", "D", "v", "P")
+_MARKED_ROWS: Final = 12
+_LABEL_DISTANCE: Final = 0.035
+_TEXT_SIZE: Final = 11.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """Colour, line style and marker of one run."""
+
+    color: str
+    dash: str | tuple[int, tuple[float, ...]]
+    marker: str
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """Label at the end of a line, at `height` from 0 to 1 of the panel."""
+
+    x: float
+    height: float
+    text: str
+    color: str
+
+
+def overlay(name: str, histories: Sequence[tuple[str, History]], *, axis: Axis = Axis.STEP) -> Figure:
+    """Return a figure of 15 × 8 inches with the scalar `name` of several runs, which are pairs of a label and rows.
+
+    The runs differ by colour, line style and marker, so that they can be told apart in grey print.
+    """
+    with style(_TEXT_SIZE):
+        figure = new_figure(*SIZE)
+        axes: Axes = figure.subplots()
+        axes.set_title(f"{name.replace('_', ' ').capitalize()} of {len(histories)} runs")
+        known = [(label, history) for label, history in histories if np.isfinite(history.value).any()]
+        if not known:
+            show_nothing(axes, f"no run has a finite {name.replace('_', ' ')}")
+            return figure
+        asked = lines.request(axis, width=AVERAGE_ROWS)
+        curves = [(label, curve(history, asked)) for label, history in known]
+        ends = [_draw(axes, label, found, _look(number)) for number, (label, found) in enumerate(curves)]
+        _limit(axes, [found for _, found in curves])
+        lines.label_axis(axes, curves[0][1], known[0][1])
+        axes.set_ylabel(name.replace("_", " "))
+        _label_ends(axes, ends)
+        axes.legend(loc="upper right")
+        note(axes, f"thin: each row · thick: moving average of {AVERAGE_ROWS} rows")
+        missing = [label for label, _ in histories if label not in dict(known)]
+        remarks = [f"{label}: {notice(found)}" for label, found in curves]
+        remarks += [f"{label}: no finite value" for label in missing]
+        foot(figure, "\n".join(remarks[:8]))
+    return figure
+
+
+def _look(number: int) -> _Look:
+    return _Look(SERIES[number % len(SERIES)], DASHES[number % len(DASHES)], _MARKERS[number % len(_MARKERS)])
+
+
+def _draw(axes: Axes, label: str, found: Curve, look: _Look) -> tuple[float, float, str, str]:
+    """Draw the lines of one run; return place, value, text and colour of the label at its end."""
+    last = (0.0, 0.0)
+    for number, line in enumerate(found.lines):
+        axes.plot(line.x, line.value, color=look.color, linewidth=0.8, alpha=0.35, gid="raw")
+        every = max(1, len(line.x) // _MARKED_ROWS)
+        axes.plot(
+            line.x, line.smoothed, color=look.color, linewidth=2, linestyle=look.dash, marker=look.marker,
+            markevery=every, markersize=5, label=shown(label) if number == 0 else None, gid="average",
+        )  # fmt: skip
+        rows = np.flatnonzero(np.isfinite(line.smoothed))
+        if len(rows):
+            last = float(line.x[rows[-1]]), float(line.smoothed[rows[-1]])
+    lines.hatch_nonfinite(axes, found)
+    return (*last, f"{label}  {measure(last[1])}", look.color)
+
+
+def _limit(axes: Axes, curves: Sequence[Curve]) -> None:
+    """Limit the vertical axis to the bulk of the values of all runs, and leave space for labels at the right."""
+    bulks = [found.bulk for found in curves if found.bulk is not None]
+    low, high = min(low for low, _ in bulks), max(high for _, high in bulks)
+    margin = 0.06 * (high - low) or abs(high) * 0.06 or 0.5
+    axes.set_ylim(low - margin, high + margin)
+    extents = [found.extent for found in curves if found.extent is not None]
+    first, last = min(first for first, _ in extents), max(last for _, last in extents)
+    span = (last - first) or 1.0
+    axes.set_xlim(first - 0.02 * span, last + 0.16 * span)
+
+
+def _label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
+    """Write the labels at the ends of the lines, moved apart vertically so that none covers another."""
+    bottom, top = axes.get_ylim()
+    placed = []
+    below = -1.0
+    for x, value, text, color in sorted(ends, key=lambda end: end[1]):
+        height = min(1.0, max(0.0, (value - bottom) / (top - bottom)))
+        below = max(height, below + _LABEL_DISTANCE)
+        placed.append(_End(x, below, text, color))
+    for end in placed:
+        axes.annotate(
+            shown(end.text), (end.x, end.height), xycoords=("data", "axes fraction"), xytext=(8, 0),
+            textcoords="offset points", color=end.color, va="center", annotation_clip=False,
+            path_effects=[HALO],
+        )  # fmt: skip

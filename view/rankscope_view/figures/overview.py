@@ -1,0 +1,136 @@
+"""The overview of a run: loss, learning rate, gradient norm and the distribution of losses, in four panels."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from rankscope_view.data.curves import Axis, Curve, notice
+from rankscope_view.data.detail import RunDetail
+from rankscope_view.data.history import GRAD_NORM, LEARNING_RATE, LOSS, History
+from rankscope_view.data.summary import losses_of
+from rankscope_view.figures import lines
+from rankscope_view.figures.style import (
+    BLUE,
+    ORANGE,
+    beside,
+    foot,
+    formatter,
+    head,
+    new_figure,
+    note,
+    plain,
+    scientific,
+    show_nothing,
+    style,
+)
+from rankscope_view.pages.format import count, measure
+
+SIZE: Final = (15.0, 10.0)
+BINS: Final = 30
+_FEWEST_ROWS: Final = 10
+_SMOOTHED_ROWS: Final = 10
+_TEXT_SIZE: Final = 11.5
+
+
+def overview(detail: RunDetail, *, axis: Axis = Axis.STEP) -> Figure:
+    """Return the overview of a run: a figure of 15 × 10 inches with 2 × 2 panels."""
+    loss = detail.history(LOSS)
+    with style(_TEXT_SIZE):
+        figure = new_figure(*SIZE)
+        ((upper_left, upper_right), (lower_left, lower_right)) = figure.subplots(2, 2)
+        curves = [
+            _loss_panel(upper_left, loss, axis),
+            _rate_panel(upper_right, detail.history(LEARNING_RATE), axis),
+            _norm_panel(lower_left, detail.history(GRAD_NORM), axis),
+        ]
+        _histogram(lower_right, loss)
+        head(figure, detail.row.run, _facts(detail, loss))
+        foot(figure, reduction(curves))
+    return figure
+
+
+def reduction(curves: list[Curve | None]) -> str:
+    """Return the sentence about the reduction of the first curve that has rows."""
+    return next((notice(one) for one in curves if one is not None and one.rows), "no rows stored")
+
+
+def average_width(rows: int) -> int:
+    """Return the number of rows of the moving average: min(10, rows // 10); 0 for up to ten rows, without average."""
+    return min(_SMOOTHED_ROWS, rows // 10) if rows > _FEWEST_ROWS else 0
+
+
+def _facts(detail: RunDetail, loss: History) -> str:
+    row = detail.row
+    planned = "" if not row.planned_steps else f" of {count(row.planned_steps)}"
+    parts = [] if row.step is None else [f"step {count(row.step)}{planned}"]
+    losses = losses_of(loss)
+    if losses.lowest is not None:
+        parts.append(f"loss {measure(losses.current)}, lowest {measure(losses.lowest)}")
+    if losses.nonfinite:
+        parts.append(f"{count(losses.nonfinite)} rows NaN or infinite")
+    return " · ".join(parts)
+
+
+def _loss_panel(axes: Axes, loss: History, axis: Axis) -> Curve | None:
+    axes.set_title("Loss")
+    if not len(loss):
+        show_nothing(axes, "no loss logged")
+        return None
+    asked = lines.request(axis, width=average_width(int(loss.stands.sum())), needs_full_window=True)
+    found = lines.draw(axes, loss, asked, unit="loss")
+    lines.limit_to_bulk(axes, loss, found)
+    axes.legend(loc="upper right")
+    note(axes, _spread(loss))
+    return found
+
+
+def _spread(history: History) -> str:
+    return "mean of all ranks, shaded: lowest to highest rank" if history.is_varied else ""
+
+
+def _rate_panel(axes: Axes, rate: History, axis: Axis) -> Curve | None:
+    axes.set_title("Learning rate")
+    if not len(rate):
+        show_nothing(axes, "no learning rate logged")
+        return None
+    found = lines.draw(axes, rate, lines.request(axis), unit="learning rate")
+    axes.yaxis.set_major_formatter(formatter(scientific))
+    if (rate.value[np.isfinite(rate.value)] >= 0).all():
+        axes.set_ylim(bottom=0)
+    return found
+
+
+def _norm_panel(axes: Axes, norm: History, axis: Axis) -> Curve | None:
+    axes.set_title("Gradient norm")
+    if not len(norm):
+        show_nothing(axes, "no gradient norm logged")
+        return None
+    found = lines.draw(axes, norm, lines.request(axis), unit="gradient norm")
+    if lines.use_log_axis(axes, found):
+        zeros = int((norm.value <= 0).sum())
+        note(axes, "log axis" + (f", without {count(zeros)} rows of 0" if zeros else ""))
+    return found
+
+
+def _histogram(axes: Axes, loss: History) -> None:
+    axes.set_title("Distribution of losses")
+    values = loss.value[loss.stands]
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        show_nothing(axes, "no finite loss")
+        return
+    axes.hist(finite, bins=BINS, color=BLUE, alpha=0.85, edgecolor="white", linewidth=0.6)
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=0.7)
+    axes.yaxis.set_major_formatter(formatter(plain))
+    axes.yaxis.set_minor_formatter(formatter(lambda _value, _position: ""))
+    median = float(np.median(finite))
+    axes.axvline(median, color=ORANGE, linewidth=1.2)
+    beside(axes, f"median {measure(median)}", median, 0.96, color=ORANGE)
+    note(axes, f"{BINS} bins, {count(len(finite))} finite of {count(len(values))} rows, log axis")
+    axes.set_xlabel("loss")
+    axes.set_ylabel("rows")

@@ -1,0 +1,126 @@
+"""Loss and throughput of a run: moving average, learning rate on a second axis, and rows below P10."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from rankscope_view.data.curves import Axis, Curve, curve
+from rankscope_view.data.detail import RunDetail
+from rankscope_view.data.events import Group, markers
+from rankscope_view.data.history import EVAL_LOSS, LEARNING_RATE, LOSS, History
+from rankscope_view.data.speed import Throughput
+from rankscope_view.figures import lines
+from rankscope_view.figures.overview import reduction
+from rankscope_view.figures.style import (
+    DASHES,
+    GREEN,
+    OLIVE,
+    RED,
+    foot,
+    formatter,
+    head,
+    new_figure,
+    note,
+    scientific,
+    show_nothing,
+    style,
+)
+from rankscope_view.pages.format import count, short
+
+SIZE: Final = (8.0, 6.0)
+AVERAGE_ROWS: Final = 20
+_HEIGHT_OF_LOSS: Final = 3.6
+
+
+def loss_and_throughput(detail: RunDetail, throughput: Throughput | None, *, axis: Axis = Axis.STEP) -> Figure:
+    """Return a figure of 8 × 6 inches with loss and throughput. Without a throughput, it has only the loss."""
+    with style():
+        if throughput is None:
+            figure = new_figure(SIZE[0], _HEIGHT_OF_LOSS)
+            panels = [figure.subplots()]
+        else:
+            figure = new_figure(*SIZE)
+            panels = list(figure.subplots(2, 1, sharex=True, height_ratios=[3, 2]))
+        curves = [_loss_panel(panels[0], detail.history(LOSS), detail.history(LEARNING_RATE), axis)]
+        if throughput is not None:
+            drawn = _throughput_panel(panels[1], throughput, axis)
+            _mark_events(panels[1], detail, throughput.history, drawn)
+            panels[0].set_xlabel("")
+            panels[1].legend(loc="center left")
+            curves.append(drawn)
+        head(figure, detail.row.run)
+        foot(figure, reduction(curves))
+    return figure
+
+
+def _loss_panel(axes: Axes, loss: History, rate: History, axis: Axis) -> Curve | None:
+    axes.set_title("Loss")
+    if not len(loss):
+        show_nothing(axes, "no loss logged")
+        return None
+    found = lines.draw(axes, loss, lines.request(axis, width=AVERAGE_ROWS), unit="loss", average="--")
+    lines.limit_to_bulk(axes, loss, found)
+    handles, labels = axes.get_legend_handles_labels()
+    if len(rate):
+        second = _rate_axis(axes, rate, axis)
+        more = second.get_legend_handles_labels()
+        handles, labels = handles + more[0], labels + more[1]
+    named = dict(zip(labels, handles, strict=True))
+    axes.legend(named.values(), named.keys(), loc="upper right", ncols=2)
+    return found
+
+
+def _rate_axis(axes: Axes, rate: History, axis: Axis) -> Axes:
+    """Draw the learning rate on a second vertical axis at the right, and return this axis."""
+    second: Axes = axes.twinx()
+    second.grid(visible=False)
+    found = curve(rate, lines.request(axis))
+    for line in found.lines:
+        x = lines.scaled(line.x, found)
+        second.plot(x, line.value, color=OLIVE, linewidth=1.2, label="learning rate (right axis)", gid="rate")
+    highest = float(np.nanmax(rate.value, initial=0.0))
+    second.set_ylim(0, highest * 1.35 or 1.0)
+    second.yaxis.set_major_formatter(formatter(scientific))
+    second.tick_params(colors=OLIVE)
+    second.set_ylabel("learning rate", color=OLIVE)
+    return second
+
+
+def _throughput_panel(axes: Axes, throughput: Throughput, axis: Axis) -> Curve:
+    axes.set_title("Throughput")
+    found = lines.draw(axes, throughput.history, lines.request(axis), unit=throughput.unit, label="throughput")
+    axes.yaxis.set_major_formatter(formatter(lambda value, _: short(value)))
+    low = throughput.low
+    if low is not None:
+        places = (
+            [line.x[line.value < low] for line in found.lines],
+            [line.value[line.value < low] for line in found.lines],
+        )
+        x, value = (np.concatenate(part) for part in places)
+        text = f"{count(throughput.rows_below)} row{'' if throughput.rows_below == 1 else 's'} below P10 = {short(low)}"
+        axes.plot(
+            lines.scaled(x, found), value, linestyle="", marker="o", markersize=3.4, color=RED, label=text, gid="below"
+        )
+        axes.axhline(low, color=RED, linewidth=0.8, linestyle=DASHES[1])
+        axes.set_ylim(0, 1.12 * float(throughput.finite.max()))
+    source = "" if throughput.source == throughput.name else f"from {throughput.source}"
+    mean = f"mean of {throughput.ranks} ranks" if throughput.ranks > 1 else ""
+    note(axes, " · ".join(filter(None, (source, mean))))
+    return found
+
+
+def _mark_events(axes: Axes, detail: RunDetail, history: History, drawn: Curve) -> None:
+    """Mark checkpoints and evaluations at the lower edge, because dips of the throughput there are normal."""
+    found = markers(detail.lines, detail.history(EVAL_LOSS), history, drawn.request.axis)
+    for group, marker, color in ((Group.CHECKPOINT, "d", OLIVE), (Group.EVALUATION, "|", GREEN)):
+        places = lines.scaled(np.array([one.x for one in found if one.group is group]), drawn)
+        if len(places):
+            label = f"{count(len(places))} {group}{'' if len(places) == 1 else 's'}"
+            axes.plot(
+                places, np.full(len(places), 0.03), transform=axes.get_xaxis_transform(), linestyle="", marker=marker,
+                markersize=5, color=color, label=label, gid=group,
+            )  # fmt: skip
