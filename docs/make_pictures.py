@@ -1,7 +1,7 @@
 """Make all pictures of the documentation: `make pictures`. Needs Chromium.
 
 The demo runs first, so that the pictures of its run are those of the present release. The other pages show the
-synthetic store of the tests of pages.
+synthetic store of the tests of pages. `draw_figures.py` draws the figures.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import draw_figures
 from PIL import Image
 from tests.view.browser import Browser, browser
 from tests.view.served import served
@@ -124,6 +125,8 @@ def main() -> None:
                     base = f"{folder.as_uri()}/" if picture.name == "report" else address
                     for path in take(shown, picture, base):
                         print(f"{path.relative_to(ROOT)}: {path.stat().st_size:,} bytes")
+    if not sys.argv[1:]:
+        draw_figures.draw(FOLDER)
 
 
 if __name__ == "__main__":

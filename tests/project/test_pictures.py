@@ -11,11 +11,18 @@ PICTURES = ROOT / "docs" / "pictures"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+def parsed(script: str) -> ast.Module:
+    return ast.parse((ROOT / "docs" / script).read_text(encoding="utf-8"))
+
+
 def made() -> set[str]:
-    """Return the names of the files that the script makes, without running it."""
-    module = ast.parse((ROOT / "docs" / "make_pictures.py").read_text(encoding="utf-8"))
+    """Return the names of the files that the scripts make, without running them."""
+    drawn = [node for node in ast.walk(parsed("draw_figures.py")) if isinstance(node, ast.AnnAssign)]
+    (commands,) = (node.value for node in drawn if ast.unparse(node.target) == "COMMANDS")
+    assert isinstance(commands, ast.Dict)
+    module = parsed("make_pictures.py")
     calls = [node for node in ast.walk(module) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Picture"]
-    names = set()
+    names = {f"{ast.literal_eval(key)}.png" for key in commands.keys if key is not None}
     for call in calls:
         given = {word.arg: word.value for word in call.keywords}
         name, themes = ast.literal_eval(given["name"]), given.get("themes")

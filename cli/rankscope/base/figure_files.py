@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -18,8 +18,16 @@ if TYPE_CHECKING:
 
 FigureFile = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="File of the figure; the suffix png, svg or pdf selects the format."),
+    typer.Option(
+        "--output",
+        "-o",
+        help="File of the figure; the suffix is png, svg or pdf. Default: a png in the working directory.",
+        show_default=False,
+    ),
 ]
+AxisName = Literal["step", "cumulative", "attempt", "arrival", "time"]
+"""Values of `rankscope_view.data.curves.Axis`, of which the import takes half a second."""
+
 Dpi = Annotated[int, typer.Option(min=20, max=1200, help="Pixels per inch of a png.")]
 
 

@@ -133,7 +133,8 @@ def open_runs(sources: Sequence[str], store: Path) -> Iterator[list[OpenRun]]:
         if logs:
             labels = {source: _label(path) if names[_label(path)] == 1 else source for source, path in logs.items()}
             connection = stack.enter_context(_imported([(logs[source], labels[source]) for source in logs]))
-            known = connection.query("SELECT run FROM runs")["run"].to_pylist()
+            rows = "SELECT DISTINCT run FROM scalars UNION SELECT DISTINCT run FROM tensor_stats"
+            known = connection.query(rows)["run"].to_pylist()
             found |= {source: OpenRun(connection, label) for source, label in labels.items() if label in known}
         opened: dict[Path, Connection] = {}
         for source, path in paths.items():

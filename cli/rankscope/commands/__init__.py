@@ -24,6 +24,7 @@ HELP = """Telemetry and time-series store for distributed PyTorch training.
 [bold]Collect[/bold]: rankscope serve --store history
 [bold]Train[/bold]:   RANKSCOPE_INGEST_URL=http://127.0.0.1:9470 torchrun … train.py
 [bold]Query[/bold]:   rankscope summary --store history
+         rankscope plot --store history
          rankscope sql --store history "select * from runs"
 
 `rankscope demo` runs all of it in three minutes."""

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rankscope.base.errors import USAGE, CommandError
-from rankscope.base.figure_files import Dpi, FigureFile, drawing, figure_path, write_figure
+from rankscope.base.figure_files import AxisName, Dpi, FigureFile, drawing, figure_path, write_figure
 from rankscope.base.options import Store
 from rankscope.base.sources import OpenRun, open_runs
 from rankscope.output.compare_text import compare_text
 from rankscope.output.summary_text import FormatOption, TextFormat
-from rankscope_view.data.curves import Axis
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +32,7 @@ def compare(
     ],
     store: Store = Path("history"),
     scalar: Annotated[str, typer.Option(help="Scalar of the figure, such as grad_norm.")] = "loss",
-    axis: Annotated[Axis, typer.Option(help="Horizontal axis of the figure.")] = Axis.STEP,
+    axis: Annotated[AxisName, typer.Option(help="Horizontal axis of the figure.")] = "step",
     output: FigureFile = None,
     dpi: Dpi = 300,
     no_figure: Annotated[bool, typer.Option("--no-figure", help="Only print the table.")] = False,
@@ -80,8 +79,9 @@ def _first_difference(opened: Sequence[OpenRun]) -> Divergence | None:
     return first_difference(a.connection, a.run, b.run)
 
 
-def _figure(opened: Sequence[OpenRun], scalar: str, axis: Axis) -> Figure:
+def _figure(opened: Sequence[OpenRun], scalar: str, axis: AxisName) -> Figure:
+    from rankscope_view.data.curves import Axis
     from rankscope_view.data.detail import read_chart
     from rankscope_view.figures.overlay import overlay
 
-    return overlay(scalar, [(one.run, read_chart(one.connection, one.run, scalar)) for one in opened], axis=axis)
+    return overlay(scalar, [(one.run, read_chart(one.connection, one.run, scalar)) for one in opened], axis=Axis(axis))

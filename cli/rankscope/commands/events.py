@@ -14,7 +14,6 @@ from rankscope.base.sources import Checkpoint, Choice, Latest, Outputs, RunOptio
 from rankscope.output.events_text import events_text
 from rankscope.output.summary_text import FormatOption, TextFormat
 from rankscope_contract.model.events import Severity
-from rankscope_view.data.events import NEWEST
 
 
 def events(
@@ -38,7 +37,7 @@ def events(
         Severity, typer.Option(help="Only events of at least this severity: info, warning or critical.")
     ] = Severity.INFO,
     rank: Annotated[int | None, typer.Option(help="Only events of this rank.", show_default=False)] = None,
-    newest: Annotated[int, typer.Option("--newest", "-n", min=1, help="Largest number of lines.")] = NEWEST,
+    newest: Annotated[int, typer.Option("--newest", "-n", min=1, help="Largest number of lines.")] = 200,
     form: FormatOption = TextFormat.TEXT,
 ) -> None:
     """Print the newest lines of the event log of a run, the newest first, with one line for each logged step.

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rankscope.base.errors import USAGE, CommandError
-from rankscope.base.figure_files import Dpi, FigureFile, drawing, figure_path, write_figure
+from rankscope.base.figure_files import AxisName, Dpi, FigureFile, drawing, figure_path, write_figure
 from rankscope.base.options import Store
 from rankscope.base.sources import Checkpoint, Choice, Latest, OpenRun, Outputs, RunOption, Source, open_run
-from rankscope_view.data.curves import Axis
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,7 +51,7 @@ def plot(
     ] = FigureKind.OVERVIEW,
     output: FigureFile = None,
     dpi: Dpi = 300,
-    axis: Annotated[Axis, typer.Option(help="Horizontal axis of overview and speed.")] = Axis.STEP,
+    axis: Annotated[AxisName, typer.Option(help="Horizontal axis of overview and speed.")] = "step",
     tensor_kind: Annotated[
         str | None, typer.Option(help="tensors: kind of tensors. Default: a gradient.", show_default=False)
     ] = None,
@@ -87,7 +86,7 @@ def plot(
         write_figure(figure, figure_path(output, f"{chosen.run}-{kind}"), dpi)
 
 
-def _figure(chosen: OpenRun, kind: FigureKind, axis: Axis, tensors: _Tensors) -> Figure:
+def _figure(chosen: OpenRun, kind: FigureKind, axis: AxisName, tensors: _Tensors) -> Figure:
     match kind:
         case FigureKind.TENSORS:
             return _tensor_map(chosen, tensors)
@@ -99,7 +98,8 @@ def _figure(chosen: OpenRun, kind: FigureKind, axis: Axis, tensors: _Tensors) ->
             return _curves(chosen, kind, axis)
 
 
-def _curves(chosen: OpenRun, kind: FigureKind, axis: Axis) -> Figure:
+def _curves(chosen: OpenRun, kind: FigureKind, axis: AxisName) -> Figure:
+    from rankscope_view.data.curves import Axis
     from rankscope_view.data.detail import read_detail
     from rankscope_view.data.speed import read_speed
     from rankscope_view.data.utilization import read_utilization
@@ -111,10 +111,10 @@ def _curves(chosen: OpenRun, kind: FigureKind, axis: Axis) -> Figure:
     if detail is None:
         raise CommandError(f"{chosen.run} has no rows in the store")
     if kind is FigureKind.OVERVIEW:
-        return overview(detail, axis=axis)
+        return overview(detail, axis=Axis(axis))
     speed = read_speed(chosen.connection, chosen.run, detail.histories, detail.facts.config)
     if kind is FigureKind.SPEED:
-        return loss_and_throughput(detail, speed.throughput, axis=axis)
+        return loss_and_throughput(detail, speed.throughput, axis=Axis(axis))
     return gpu_boxes(chosen.run, read_utilization(chosen.connection, chosen.run, speed))
 
 
@@ -160,6 +160,4 @@ def _rank_map(chosen: OpenRun) -> Figure:
     if not grid.rows:
         grid = rank_grid(chosen.connection, chosen.run, table, whole_step=True)
         return heat_map(chosen.run, grid, title="Step time by rank and step", unit="÷ median rank")
-    return heat_map(
-        chosen.run, grid, title="Time before collectives by rank and step", unit="seconds ÷ seconds of the median rank"
-    )
+    return heat_map(chosen.run, grid, title="Time before collectives by rank and step", unit="÷ median rank")

@@ -43,7 +43,7 @@ def compare_text(runs: Sequence[Summary], difference: Divergence | None, form: T
     title = f"Settings that differ ({len(settings)}; {equal} are equal)"
     lines += _table(title, ("", *names), rows, is_markdown=is_markdown)
     if difference is not None:
-        lines += ["", first_line(difference)]
+        lines += ["", f"{difference.steps_compared:,} common steps: {first_line(difference)}"]
     return "\n".join(lines) + "\n"
 
 

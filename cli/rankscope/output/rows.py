@@ -201,7 +201,7 @@ def _plain(value: Any) -> Any:
     """Return `value` with all values that JSON cannot represent replaced by strings."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return _non_finite(value)

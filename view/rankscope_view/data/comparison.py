@@ -30,7 +30,7 @@ DIFFERENCE: Final = "difference"
 
 SCALARS: Final = (LOSS, GRAD_NORM, EVAL_LOSS, LEARNING_RATE, "step_seconds", PRE_COLLECTIVE_SECONDS)
 
-_NOT_SETTINGS: Final = ("argv", "git_commit", "cwd", "host")
+_NOT_SETTINGS: Final = ("argv", "git_commit", "cwd", "host", "import")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,10 +219,10 @@ def _json(text: str | None) -> Any:
 
 
 def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield the keys of nested objects as one key with dots, without keys that describe the launch."""
+    """Yield the keys of nested objects as one key with dots, without keys that describe the launch or the import."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             if prefix or key not in _NOT_SETTINGS:
                 yield from _flat(f"{prefix}.{key}" if prefix else str(key), item)
-    elif prefix:
+    elif prefix and value is not None:
         yield prefix, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

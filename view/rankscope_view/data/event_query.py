@@ -13,7 +13,7 @@ from rankscope_view.data.detail import RunDetail
 from rankscope_view.data.events import NEWEST, EventLine, EventLog, Group, event_log
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS
 
-TYPES: Final = tuple(dict.fromkeys((*Group, *EventType)))
+TYPES: Final = tuple(dict.fromkeys(str(name) for name in (*Group, *EventType)))
 """Names that select lines: groups of the event log, and types of events."""
 
 _ORDER: Final[dict[str, int]] = {

@@ -73,8 +73,11 @@ def _draw_single_points(axes: Axes, x: Floats, value: Floats, color: str) -> Non
         axes.plot(x[alone], value[alone], linestyle="", marker="o", markersize=4, color=color, gid="points")
 
 
-def hatch_nonfinite(axes: Axes, found: Curve) -> None:
-    """Hatch each range of rows that are NaN or infinite: a gap alone could also be an absent row."""
+def hatch_nonfinite(axes: Axes, found: Curve, *, name: str = "") -> None:
+    """Hatch each range of rows that are NaN or infinite: a gap alone could also be an absent row.
+
+    The label of a range begins with `name`.
+    """
     reach = 0.5 if found.request.axis is not Axis.TIME else 0.0
     for number_of_range, one in enumerate(found.nonfinite):
         first, last = scaled(np.array([one.first - reach, one.last + reach]), found).tolist()
@@ -93,7 +96,7 @@ def hatch_nonfinite(axes: Axes, found: Curve) -> None:
         if number_of_range < _MOST_LABELS:
             steps = count(one.first_step)
             steps += "" if one.first_step == one.last_step else f"–{count(one.last_step)}"
-            beside(axes, f"{one.word} {steps}", last, 0.62 - 0.08 * number_of_range, color=RED)
+            beside(axes, f"{name}{one.word} {steps}", last, 0.62 - 0.08 * number_of_range, color=RED)
 
 
 def mark_restarts(axes: Axes, found: Curve) -> None:

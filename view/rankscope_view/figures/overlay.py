@@ -14,13 +14,16 @@ from rankscope_view.data.curves import Axis, Curve, curve, notice
 from rankscope_view.data.history import History
 from rankscope_view.figures import lines
 from rankscope_view.figures.style import DASHES, HALO, SERIES, foot, new_figure, note, show_nothing, shown, style
-from rankscope_view.pages.format import measure
+from rankscope_view.pages.format import count, measure
 
 SIZE: Final = (15.0, 8.0)
 AVERAGE_ROWS: Final = 20
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P")
 _MARKED_ROWS: Final = 12
 _LABEL_DISTANCE: Final = 0.035
+_CHARACTER: Final = 0.0088
+"""Width of a character of a label as a share of the width of the panel."""
+
 _TEXT_SIZE: Final = 11.5
 
 
@@ -35,10 +38,10 @@ class _Look:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Label at the end of a line, at `height` from 0 to 1 of the panel."""
+    """Label at the end of a line."""
 
     x: float
-    height: float
+    value: float
     text: str
     color: str
 
@@ -46,27 +49,30 @@ class _End:
 def overlay(name: str, histories: Sequence[tuple[str, History]], *, axis: Axis = Axis.STEP) -> Figure:
     """Return a figure of 15 × 8 inches with the scalar `name` of several runs, which are pairs of a label and rows.
 
-    The runs differ by colour, line style and marker, so that they can be told apart in grey print.
+    The runs differ by colour, line style and marker, so that a grey print distinguishes them.
     """
     with style(_TEXT_SIZE):
         figure = new_figure(*SIZE)
         axes: Axes = figure.subplots()
-        axes.set_title(f"{name.replace('_', ' ').capitalize()} of {len(histories)} runs")
         known = [(label, history) for label, history in histories if np.isfinite(history.value).any()]
+        axes.set_title(f"{name.replace('_', ' ').capitalize()} of {len(known)} run{'' if len(known) == 1 else 's'}")
         if not known:
             show_nothing(axes, f"no run has a finite {name.replace('_', ' ')}")
             return figure
         asked = lines.request(axis, width=AVERAGE_ROWS)
         curves = [(label, curve(history, asked)) for label, history in known]
         ends = [_draw(axes, label, found, _look(number)) for number, (label, found) in enumerate(curves)]
-        _limit(axes, [found for _, found in curves])
+        _limit(axes, [found for _, found in curves], max(len(end.text) for end in ends))
         lines.label_axis(axes, curves[0][1], known[0][1])
         axes.set_ylabel(name.replace("_", " "))
         _label_ends(axes, ends)
         axes.legend(loc="upper right")
         note(axes, f"thin: each row · thick: moving average of {AVERAGE_ROWS} rows")
         missing = [label for label, _ in histories if label not in dict(known)]
-        remarks = [f"{label}: {notice(found)}" for label, found in curves]
+        remarks = [
+            f"{label}: {notice(found)}{_outside(axes, rows)}"
+            for (label, found), (_, rows) in zip(curves, known, strict=True)
+        ]
         remarks += [f"{label}: no finite value" for label in missing]
         foot(figure, "\n".join(remarks[:8]))
     return figure
@@ -76,8 +82,8 @@ def _look(number: int) -> _Look:
     return _Look(SERIES[number % len(SERIES)], DASHES[number % len(DASHES)], _MARKERS[number % len(_MARKERS)])
 
 
-def _draw(axes: Axes, label: str, found: Curve, look: _Look) -> tuple[float, float, str, str]:
-    """Draw the lines of one run; return place, value, text and colour of the label at its end."""
+def _draw(axes: Axes, label: str, found: Curve, look: _Look) -> _End:
+    """Draw the lines of one run, and return the label at its end."""
     last = (0.0, 0.0)
     for number, line in enumerate(found.lines):
         axes.plot(line.x, line.value, color=look.color, linewidth=0.8, alpha=0.35, gid="raw")
@@ -89,12 +95,12 @@ def _draw(axes: Axes, label: str, found: Curve, look: _Look) -> tuple[float, flo
         rows = np.flatnonzero(np.isfinite(line.smoothed))
         if len(rows):
             last = float(line.x[rows[-1]]), float(line.smoothed[rows[-1]])
-    lines.hatch_nonfinite(axes, found)
-    return (*last, f"{label}  {measure(last[1])}", look.color)
+    lines.hatch_nonfinite(axes, found, name=f"{label}: ")
+    return _End(*last, f"{label}  {measure(last[1])}", look.color)
 
 
-def _limit(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Limit the vertical axis to the bulk of the values of all runs, and leave space for labels at the right."""
+def _limit(axes: Axes, curves: Sequence[Curve], longest: int) -> None:
+    """Limit the vertical axis to the bulk of the values, and leave space at the right for `longest` characters."""
     bulks = [found.bulk for found in curves if found.bulk is not None]
     low, high = min(low for low, _ in bulks), max(high for _, high in bulks)
     margin = 0.06 * (high - low) or abs(high) * 0.06 or 0.5
@@ -102,21 +108,28 @@ def _limit(axes: Axes, curves: Sequence[Curve]) -> None:
     extents = [found.extent for found in curves if found.extent is not None]
     first, last = min(first for first, _ in extents), max(last for _, last in extents)
     span = (last - first) or 1.0
-    axes.set_xlim(first - 0.02 * span, last + 0.16 * span)
+    axes.set_xlim(first - 0.02 * span, last + (0.03 + _CHARACTER * longest) * span)
 
 
-def _label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Write the labels at the ends of the lines, moved apart vertically so that none covers another."""
-    bottom, top = axes.get_ylim()
-    placed = []
-    below = -1.0
-    for x, value, text, color in sorted(ends, key=lambda end: end[1]):
-        height = min(1.0, max(0.0, (value - bottom) / (top - bottom)))
-        below = max(height, below + _LABEL_DISTANCE)
-        placed.append(_End(x, below, text, color))
-    for end in placed:
+def _outside(axes: Axes, history: History) -> str:
+    """Return a remark about the values outside of the vertical axis."""
+    low, high = axes.get_ylim()
+    values = history.value[history.stands & np.isfinite(history.value)]
+    outside = int(((values < low) | (values > high)).sum())
+    return f"; {count(outside)} value{'' if outside == 1 else 's'} outside of the axis" if outside else ""
+
+
+def _label_ends(axes: Axes, ends: Sequence[_End]) -> None:
+    """Write the labels at the ends of the lines, moved apart vertically where one would cover another."""
+    (bottom, top), (first, last) = axes.get_ylim(), axes.get_xlim()
+    placed: list[tuple[float, float]] = []
+    for end in sorted(ends, key=lambda end: end.value):
+        height = min(0.99, max(0.01, (end.value - bottom) / (top - bottom)))
+        reach = _CHARACTER * len(end.text) * (last - first)
+        near = [other for x, other in placed if abs(x - end.x) < reach and other > height - _LABEL_DISTANCE]
+        height = max([height, *(other + _LABEL_DISTANCE for other in near)])
+        placed.append((end.x, height))
         axes.annotate(
-            shown(end.text), (end.x, end.height), xycoords=("data", "axes fraction"), xytext=(8, 0),
-            textcoords="offset points", color=end.color, va="center", annotation_clip=False,
-            path_effects=[HALO],
+            shown(end.text), (end.x, height), xycoords=("data", "axes fraction"), xytext=(8, 0),
+            textcoords="offset points", color=end.color, va="center", annotation_clip=False, path_effects=[HALO],
         )  # fmt: skip

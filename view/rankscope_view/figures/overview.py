@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from rankscope_view.data.curves import Axis, Curve, notice
 from rankscope_view.data.detail import RunDetail
-from rankscope_view.data.history import GRAD_NORM, LEARNING_RATE, LOSS, History
+from rankscope_view.data.history import GRAD_NORM, LEARNING_RATE, LOSS, Floats, History
 from rankscope_view.data.summary import losses_of
 from rankscope_view.figures import lines
 from rankscope_view.figures.style import (
@@ -116,6 +116,15 @@ def _norm_panel(axes: Axes, norm: History, axis: Axis) -> Curve | None:
     return found
 
 
+def _edges(values: Floats) -> Floats:
+    """Return the edges of 30 bins; of one bin if the values differ by too little for 30 different edges."""
+    low, high = float(values.min()), float(values.max())
+    size = max(abs(low), abs(high), 1.0)
+    if high - low > size * 1e-9:
+        return np.linspace(low, high, BINS + 1)
+    return np.array([low - size * 1e-6, high + size * 1e-6])
+
+
 def _histogram(axes: Axes, loss: History) -> None:
     axes.set_title("Distribution of losses")
     values = loss.value[loss.stands]
@@ -123,7 +132,8 @@ def _histogram(axes: Axes, loss: History) -> None:
     if not len(finite):
         show_nothing(axes, "no finite loss")
         return
-    axes.hist(finite, bins=BINS, color=BLUE, alpha=0.85, edgecolor="white", linewidth=0.6)
+    edges = _edges(finite)
+    axes.hist(finite, bins=edges.tolist(), color=BLUE, alpha=0.85, edgecolor="white", linewidth=0.6)
     axes.set_yscale("log")
     axes.set_ylim(bottom=0.7)
     axes.yaxis.set_major_formatter(formatter(plain))
@@ -131,6 +141,6 @@ def _histogram(axes: Axes, loss: History) -> None:
     median = float(np.median(finite))
     axes.axvline(median, color=ORANGE, linewidth=1.2)
     beside(axes, f"median {measure(median)}", median, 0.96, color=ORANGE)
-    note(axes, f"{BINS} bins, {count(len(finite))} finite of {count(len(values))} rows, log axis")
+    note(axes, f"{len(edges) - 1} bins, {count(len(finite))} finite of {count(len(values))} rows, log axis")
     axes.set_xlabel("loss")
     axes.set_ylabel("rows")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -20,7 +21,7 @@ INK, SOFT, FAINT, GRID, LINE = "#14181d", "#454d57", "#626b76", "#eceef1", "#c9c
 BLUE, ORANGE, GREEN, PURPLE, OLIVE, GREY = "#0068a8", "#c24e00", "#00795a", "#a8487f", "#5a4a00", "#57606b"
 RAW, RED, NAN, INF, ABSENT = "#5a97c6", "#bb241d", "#e5308a", "#ff8ac4", "#f1f3f5"
 SERIES: Final = (BLUE, ORANGE, GREEN, PURPLE, OLIVE, GREY)
-"""Colours of series, after Okabe and Ito: people with each kind of colour blindness can tell them apart."""
+"""Colours of series, after Okabe and Ito: they differ for people with each kind of colour blindness."""
 
 DASHES: Final = ("-", (0, (7, 2)), (0, (2, 1.5)), (0, (8, 2, 2, 2)))
 """Line styles of series, so that colour is never the only difference."""
@@ -86,7 +87,7 @@ def style(size: float = 9.0) -> Iterator[None]:
         "pdf.fonttype": 42,
         "agg.path.chunksize": 20_000,
     }
-    with mpl.rc_context(settings), warnings.catch_warnings():
+    with mpl.rc_context(settings), warnings.catch_warnings(), np.errstate(over="ignore"):
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         yield
 
@@ -132,7 +133,7 @@ def beside(axes: Axes, text: str, x: float, height: float, *, color: str, has_ha
 
 def foot(figure: Figure, text: str) -> None:
     """Write a remark below all panels, such as the reduction of the curves."""
-    figure.supxlabel(shown(text), x=0.012, ha="left", fontsize="small", color=FAINT)
+    figure.supxlabel("\n".join(map(shown, text.splitlines())), x=0.012, ha="left", fontsize="small", color=FAINT)
 
 
 def show_nothing(axes: Axes, text: str) -> None:

@@ -1,0 +1,160 @@
+"""`rankscope plot`, `compare` and `events`: files, tables, formats and errors, for runs and logs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import get_args
+
+import pytest
+from tests.cli.conftest import NAN_STEP
+
+from rankscope.base.figure_files import AxisName
+from rankscope_view.data.curves import Axis
+
+
+def size_of_png(path) -> tuple[int, int]:
+    head = path.read_bytes()[:24]
+    return int.from_bytes(head[16:20]), int.from_bytes(head[20:24])
+
+
+def test_names_of_axes_are_those_of_curves():
+    assert list(Axis) == list(get_args(AxisName))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_plot_writes_a_png_of_300_dpi_named_after_the_run(in_process, logs, folder):
+    done = in_process("plot", "--checkpoint", logs / "outputs" / "checkpoint-60", "--kind", "speed")
+
+    assert (0, "", "wrote checkpoint-60-speed.png\n") == (done.returncode, done.stdout, done.stderr)
+    width, height = size_of_png(folder / "checkpoint-60-speed.png")
+    assert 8 * 300 == pytest.approx(width, rel=0.03)
+    assert 3.6 * 300 == pytest.approx(height, rel=0.1)  # without a throughput, only the loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("speed", ["Loss", "Throughput", "samples/s", "5 rows below P10 = 100"]),
+        ("gpu", ["GPU utilisation", "measured: field gpu_util of the log"]),
+        ("ranks", ["no step times"]),
+        ("updates", ["no norms of updates: measure the quantity parameters with the option updates"]),
+    ],
+)
+def test_each_kind_of_figure_of_a_log(in_process, logs, folder, kind, words):
+    done = in_process("plot", logs / "metrics.jsonl", "--kind", kind, "--output", "figure.svg")
+    text = (folder / "figure.svg").read_text(encoding="utf-8")
+
+    assert 0 == done.returncode, done.stderr
+    assert [] == [word for word in words if f">{word}" not in text]
+
+
+def test_map_of_tensors_of_one_rank_has_the_statistic_in_its_title(in_process, sample_store, folder):
+    options = ("--kind", "tensors", "--tensor-kind", "grad_unreduced", "--op", "max", "--rank", "1", "--absolute")
+    done = in_process("plot", "my-run", "--store", sample_store, *options, "-o", "map.svg")
+
+    assert 0 == done.returncode, done.stderr
+    text = (folder / "map.svg").read_text(encoding="utf-8")
+    assert ">Max of grad unreduced by tensor and step, rank 1" in text
+    assert f"first values that are not finite: step {NAN_STEP}, blocks.0.weight" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--output", "figure.gif"], 2, "name a file with the suffix png, svg, pdf"),
+        (["--output", "missing/figure.png"], 1, "cannot write missing/figure.png: No such file or directory"),
+        (["--kind", "tensors", "--tensor-kind", "grad"], 2, "has no kind 'grad'; it has exp_avg"),
+        (["--kind", "tensors", "--op", "median"], 2, "'median' is no statistic"),
+    ],
+)
+def test_plot_rejects_wrong_options(in_process, sample_store, folder, arguments, code, message):
+    done = in_process("plot", "my-run", "--store", sample_store, *arguments)
+
+    assert code == done.returncode
+    assert message in done.stderr
+    assert [] == list(folder.iterdir())
+
+
+def test_plot_without_matplotlib_names_the_extra(in_process, sample_store, folder, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("rankscope_view.figures")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = in_process("plot", "my-run", "--store", sample_store)
+
+    assert 1 == done.returncode
+    assert "pip install 'rankscope[plot]'" in done.stderr
+
+
+def test_compare_draws_all_checkpoints_and_reports_a_broken_one(in_process, logs, folder):
+    checkpoints = [logs / "outputs" / name for name in ("checkpoint-60", "checkpoint-9")]
+    (folder / "checkpoint-1").mkdir()
+    (folder / "checkpoint-1" / "trainer_state.json").write_text("{}", encoding="utf-8")
+    done = in_process("compare", *checkpoints, "checkpoint-1", "--output", "compare.svg")
+
+    assert 0 == done.returncode, done.stderr
+    assert "not shown: checkpoint-1 contains no record" in done.stderr
+    text = (folder / "compare.svg").read_text(encoding="utf-8")
+    assert ">Loss of 2 runs" in text
+    assert all(f">{checkpoint.name}" in text for checkpoint in checkpoints)
+    assert done.stdout.splitlines()[1].split() == ["checkpoint-60", "checkpoint-9"]
+
+
+def test_compare_prints_values_and_settings_that_differ(in_process, logs, folder):
+    outputs = logs / "outputs"
+    done = in_process("compare", outputs / "checkpoint-60", outputs / "checkpoint-9", "--no-figure")
+    lines = [line.split() for line in done.stdout.splitlines()]
+
+    assert ["step", "60", "9"] in lines
+    assert ["trainer_state.global_step", "60", "9"] in lines
+    assert "planned" not in [line[0] for line in lines if line]
+    assert done.stdout.endswith("9 common steps: no difference beyond the tolerance\n")
+    assert [] == list(folder.iterdir())
+
+
+def test_compare_of_a_run_and_a_log_as_markdown(in_process, logs, sample_store):
+    done = in_process(
+        "compare", "my-run", logs / "megatron.log", "-s", sample_store, "--no-figure", "--format", "markdown"
+    )
+
+    assert done.stdout.startswith("## Values that differ\n\n|  | my-run | megatron |\n")
+
+
+def test_compare_as_json_has_all_values_and_the_first_difference(in_process, sample_store):
+    done = in_process("compare", "my-run", "../other run", "-s", sample_store, "--no-figure", "--format", "json")
+    found = json.loads(done.stdout)
+
+    assert ["my-run", "../other run"] == found["runs"]
+    assert 0 == found["difference"]["rows_compared"]
+    assert {"name": "step", "values": [30, 7], "differs": True} in found["values"]
+
+
+def test_compare_needs_two_different_runs(in_process, sample_store):
+    done = in_process("compare", "my-run", "my-run", "-s", sample_store)
+
+    assert (2, "rankscope: name two or more different runs or logs\n") == (done.returncode, done.stderr)
+
+
+def test_events_have_filters_and_counts(in_process, sample_store):
+    options = ("--type", "incident", "--severity", "critical", "--rank", "1", "--newest", "1")
+    text = in_process("events", "my-run", "-s", sample_store, *options).stdout.splitlines()
+    markdown = in_process("events", "my-run", "-s", sample_store, *options, "--format", "markdown").stdout
+
+    assert ["time", "(UTC)", "attempt", "step", "type", "severity", "ranks", "event"] == text[0].split()
+    assert ["anomaly", "critical", "0-1", "AnomalyNan:"] == text[1].split()[4:8]
+    assert "(1 of 32 events: 30 step, 2 incident)" == text[-1]
+    assert markdown.startswith("# Events of my-run\n\n1 of 32 events: 30 step, 2 incident\n\n| time (UTC) |")
+
+
+def test_unknown_type_of_event_suggests_the_nearest(in_process, sample_store):
+    done = in_process("events", "my-run", "-s", sample_store, "--type", "chekpoint")
+
+    assert (2, "rankscope: --type 'chekpoint' is no type of events. Did you mean 'checkpoint'?\n") == (
+        done.returncode,
+        done.stderr,
+    )

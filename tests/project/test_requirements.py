@@ -1,0 +1,39 @@
+"""Each number of the checklist has one row in `docs/requirements.md`, and each test that a page names exists."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TRACE = ROOT / "docs" / "requirements.md"
+TRACED = (TRACE, ROOT / "docs" / "importing-training-logs.md")
+LAST = {"S0": 18, "S1": 18, "S3": 15, "S4": 15}
+"""Number of the last behaviour of each earlier tool."""
+
+ROW = re.compile(r"^\| (?P<numbers>[^|]*\b(?:S\d-\d\d|contract \d)[^|]*) \|[^|]*\|(?P<tests>[^|]*)\|$", re.MULTILINE)
+
+
+@cache
+def source(file: str) -> str:
+    path = ROOT / file
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def test_each_requirement_has_one_row():
+    numbers = Counter(found["numbers"] for found in ROW.finditer(TRACE.read_text(encoding="utf-8")))
+
+    assert {f"{tool}-{number:02d}": 1 for tool, last in LAST.items() for number in range(1, last + 1)} == numbers
+
+
+@pytest.mark.parametrize("page", TRACED, ids=lambda page: page.stem)
+def test_each_row_names_existing_tests(page):
+    for found in ROW.finditer(page.read_text(encoding="utf-8")):
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", found["tests"])
+
+        assert named, found["numbers"]
+        assert [] == [(file, test) for file, test in named if f"def {test}(" not in source(file)], found["numbers"]

@@ -1,0 +1,295 @@
+"""Structure of the figures: size, axes, labels, and lines whose data equal SQL. Runs of any shape have figures."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from matplotlib.figure import Figure
+from tests.view.data.test_curves import history
+from tests.view.training import HOSTILE, MAIN, append, rows, run_row
+
+from rankscope_storage.api.store import Store
+from rankscope_storage.connection import connect
+from rankscope_view import figures
+from rankscope_view.data.detail import read_detail
+from rankscope_view.data.grid import UPDATE_RATIO, GridRequest, empty_grid, tensor_grid
+from rankscope_view.data.ranks import rank_grid, rank_table
+from rankscope_view.data.speed import Throughput, read_speed
+from rankscope_view.data.utilization import Gpu, Method, Utilization, read_utilization
+from rankscope_view.figures.boxes import MOST_GPUS, gpu_boxes
+from rankscope_view.figures.heatmaps import heat_map
+from rankscope_view.figures.overlay import overlay
+from rankscope_view.figures.overview import average_width, overview
+from rankscope_view.figures.speed import loss_and_throughput
+from rankscope_view.figures.style import save
+
+FAILED = "qwen-7b-sft-tulu"
+
+
+def artists(axes, gid):
+    return [artist for artist in axes.get_children() if artist.get_gid() == gid]
+
+
+def data(axes, gid) -> tuple[list[float], list[float]]:
+    """Return the finite points of all lines with this name."""
+    x, y = (np.concatenate([line.get_data()[part] for line in artists(axes, gid)]) for part in (0, 1))
+    known = np.isfinite(y)
+    return x[known].tolist(), y[known].tolist()
+
+
+def column(connection, query):
+    return [value for row in connection.query(query).to_pylist() for value in row.values()]
+
+
+@pytest.fixture(scope="module")
+def main(connection) -> Figure:
+    return overview(read_detail(connection, MAIN))
+
+
+def test_overview_has_four_panels_on_15_by_10_inches(main):
+    titles = [axes.get_title(loc="left") for axes in main.axes]
+
+    assert ["Loss", "Learning rate", "Gradient norm", "Distribution of losses"] == titles
+    assert (15.0, 10.0) == tuple(main.get_size_inches())
+    assert ["linear", "linear", "log", "log"] == [axes.get_yscale() for axes in main.axes]
+    assert all(axes.get_xlabel() and axes.get_ylabel() for axes in main.axes)
+
+
+@pytest.mark.parametrize(("panel", "name"), [(0, "loss"), (1, "learning_rate"), (2, "grad_norm")])
+def test_lines_of_the_overview_equal_sql(connection, main, panel, name):
+    query = f"""FROM scalar_history WHERE run = '{MAIN}' AND name = '{name}' AND stands ORDER BY cumulative_step"""
+    x, y = data(main.axes[panel], "raw")
+
+    assert column(connection, f"SELECT step::DOUBLE {query}") == x
+    assert column(connection, f"SELECT value {query}") == pytest.approx(y)
+
+
+def test_histogram_has_30_bins_with_all_finite_losses(connection, main):
+    bars = main.axes[3].patches
+
+    assert 30 == len(bars)
+    assert column(connection, f"SELECT count(*) FROM loss_curve WHERE run = '{MAIN}'") == [
+        sum(bar.get_height() for bar in bars)
+    ]
+
+
+def test_average_of_the_overview_is_empty_until_its_window_is_full(connection):
+    figure = overview(read_detail(connection, "no-times"))
+    x, y = data(figure.axes[0], "average")
+    losses = column(connection, "SELECT loss FROM loss_curve WHERE run = 'no-times' ORDER BY step")
+
+    assert [0, 1, 10, 10] == [average_width(rows) for rows in (10, 11, 100, 5000)]
+    assert list(range(2, 30)) == x
+    assert [sum(losses[at - 2 : at + 1]) / 3 for at in range(2, 30)] == pytest.approx(y)
+    assert "moving average of 3 rows" in [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+
+
+def test_restarts_and_ranges_of_nan_are_marked(connection, main):
+    loss = overview(read_detail(connection, FAILED)).axes[0]
+
+    assert [36.0, 76.0] == [line.get_xdata()[0] for line in artists(main.axes[0], "restart")]
+    (span,) = artists(loss, "nonfinite")
+    assert (150.5, 186.5) == (span.get_x(), span.get_x() + span.get_width())
+    assert "NaN 151–186" in [text.get_text() for text in loss.texts]
+
+
+def test_values_outside_of_the_axis_are_marked_and_counted(connection, main):
+    axes = main.axes[0]
+    top = axes.get_ylim()[1]
+    query = f"SELECT step::DOUBLE FROM loss_curve WHERE run = '{MAIN}' AND loss > {top} ORDER BY step"
+    expected = column(connection, query)
+
+    assert len(expected) > 0
+    assert expected == data(axes, "above")[0]
+    assert any(text.get_text().startswith(f"{len(expected)} values above") for text in axes.get_legend().get_texts())
+
+
+def test_reduced_curve_states_its_reduction_and_keeps_the_extremes():
+    values = np.sin(np.arange(50_000) / 900)
+    values[31_234] = 40.0
+    figure = overlay("loss", [("long", history(values))])
+
+    assert "50,000 rows drawn as" in figure.get_supxlabel()
+    assert 40.0 == max(data(figure.axes[0], "raw")[1])
+
+
+def test_speed_marks_rows_below_p10_and_has_a_second_axis(connection):
+    detail = read_detail(connection, "no-loss")
+    throughput = read_speed(connection, "no-loss", detail.histories, None).throughput
+    figure = loss_and_throughput(detail, throughput)
+    below = column(
+        connection,
+        """SELECT step::DOUBLE FROM scalars WHERE run = 'no-loss' AND name = 'tokens_per_second' AND value < (
+        SELECT quantile_cont(value, 0.1) FROM scalars WHERE run = 'no-loss' AND name = 'tokens_per_second')
+        ORDER BY step""",
+    )
+
+    assert (8.0, 6.0) == tuple(figure.get_size_inches())
+    assert below == data(figure.axes[1], "below")[0]
+    assert "2 rows below P10 = 799 k" in [text.get_text() for text in figure.axes[1].get_legend().get_texts()]
+    assert "tokens/s" == figure.axes[1].get_ylabel()
+
+
+def test_loss_has_a_dashed_average_of_20_rows_and_the_rate_at_the_right(connection):
+    figure = loss_and_throughput(read_detail(connection, MAIN), None)
+    loss, rate = figure.axes
+    expected = column(
+        connection,
+        f"""SELECT avg(loss) OVER (PARTITION BY attempt ORDER BY step ROWS 19 PRECEDING) FROM loss_curve
+        WHERE run = '{MAIN}' ORDER BY cumulative_step""",
+    )
+
+    assert expected == pytest.approx(data(loss, "average")[1])
+    assert {"--"} == {line.get_linestyle() for line in artists(loss, "average")}
+    assert "learning rate" == rate.get_ylabel()
+    assert 120 == len(data(rate, "rate")[1])
+
+
+def test_boxes_of_gpus_equal_sql(connection):
+    speed = read_speed(connection, MAIN, {}, None)
+    figure = gpu_boxes(MAIN, read_utilization(connection, MAIN, speed))
+    expected = column(
+        connection,
+        f"""SELECT 100 * median(value) FROM scalars WHERE run = '{MAIN}' AND name = 'gpu_utilization'
+        GROUP BY rank ORDER BY rank""",
+    )
+    medians = [line.get_ydata()[0] for line in figure.axes[0].lines if line.get_color() == "#14181d"]
+
+    assert expected == pytest.approx(medians)
+    assert ["0", "1"] == [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert ["gpu-a07", "gpu-b07"] == [text.get_text() for text in figure.axes[0].texts]
+    assert "measured: NVML (gpu_utilization)" == figure.get_supxlabel()
+
+
+def gpu(rank: int, median: float | None) -> Gpu:
+    known = () if median is None else (median,) * 5
+    return Gpu(
+        rank=rank, gpu="0", host=None, samples=len(known), mean=median, lowest=median, highest=median, quantiles=known
+    )
+
+
+def test_gpu_without_data_is_named_and_many_gpus_are_limited():
+    gpus = (gpu(0, None), *(gpu(rank, rank / 200) for rank in range(1, 200)))
+    axes = gpu_boxes("r", Utilization(value=0.5, method=Method.NVML, gpus=gpus)).axes[0]
+
+    assert MOST_GPUS == len(axes.get_xticklabels())
+    assert "no data" in [text.get_text() for text in axes.texts]
+
+
+def test_estimated_utilisation_has_no_boxes_but_its_value():
+    axes = gpu_boxes("r", Utilization(value=0.47, method=Method.PACE)).axes[0]
+
+    assert "47 %" in axes.texts[0].get_text()
+
+
+def test_overlay_has_one_average_and_one_label_per_run():
+    runs = [("a", history(np.arange(40.0))), ("b", history(np.arange(30.0))), ("empty", history([np.nan]))]
+    axes = overlay("grad_norm", runs).axes[0]
+
+    assert ["a", "b"] == [text.get_text() for text in axes.get_legend().get_texts()]
+    assert 2 == len({line.get_linestyle() for line in artists(axes, "average")})
+    assert ["b  19.50", "a  29.50"] == [text.get_text() for text in axes.texts if "  " in text.get_text()]
+
+
+def test_map_of_tensors_has_a_cell_for_each_value_and_names_the_first_nan(connection, course):
+    grid = tensor_grid(connection, MAIN, GridRequest(kind="grad_unreduced"))
+    figure = heat_map(MAIN, grid, title="Gradients", unit="÷ median")
+
+    (image,) = figure.axes[0].images
+    assert (14, 138) == image.get_array().shape[:2]
+    assert "NaN" in [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    first = f"step {course.nan_from}, layers.1.mlp.down_proj.weight"
+    assert f"first values that are not finite: {first}" == figure.get_supxlabel()
+    assert 2 == len(artists(figure.axes[0], "restart"))
+
+
+def test_map_of_ranks_shows_the_slow_rank(connection):
+    grid = rank_grid(connection, MAIN, rank_table(connection, MAIN), whole_step=False)
+    axes = heat_map(MAIN, grid, title="Ranks", unit="÷ median rank").axes[0]
+
+    assert ["rank 0", "rank 1"] == [label.get_text() for label in axes.get_yticklabels()]
+
+
+def test_update_size_is_the_norm_of_the_update_by_that_of_the_weight(tmp_path):
+    step = np.arange(3)
+    own = {"run": "r", "attempt": 0, "rank": 0, "incarnation": "r-0", "seq": step, "ordinal": step, "step": step}
+    stats = [rows("tensor_stats", **own, kind="param_before", tensor=name, norm=np.full(3, 2.0)) for name in "ab"]
+    updates = [
+        rows("features", **own, kind="update_norm", module=name, value=np.array([0.02, 0.2, np.nan])) for name in "ab"
+    ]
+    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
+        tables = {"tensor_stats": pa.concat_tables(stats), "features": pa.concat_tables(updates)}
+        append(writer, runs=run_row("r", "completed"), **tables)
+    with connect(tmp_path / "store") as connection:
+        grid = tensor_grid(connection, "r", GridRequest(kind=UPDATE_RATIO, is_relative=False))
+
+    assert ["a", "b"] == [row.name for row in grid.rows]
+    assert (-2.0, -1.0) == pytest.approx(grid.scale, abs=0.01)
+    assert [[0, 250, 255]] * 2 == grid.cells.tolist()
+
+
+def drawn(connection, run) -> list[Figure]:
+    detail = read_detail(connection, run)
+    speed = read_speed(connection, run, detail.histories, None)
+    grid = tensor_grid(connection, run, GridRequest(kind="grad_unreduced"))
+    return [
+        overview(detail),
+        loss_and_throughput(detail, speed.throughput),
+        gpu_boxes(run, read_utilization(connection, run, speed)),
+        overlay("loss", [(run, detail.history("loss"))]),
+        heat_map(run, grid, title="Gradients", unit=""),
+        heat_map(run, rank_grid(connection, run, rank_table(connection, run), whole_step=True), title="Ranks", unit=""),
+    ]
+
+
+@pytest.mark.parametrize("run", ["one-row", "only-nan", "no-loss", "no-times", "mamba2-370m-32k-ctx", HOSTILE])
+def test_run_of_any_shape_has_all_figures(connection, run):
+    for figure in drawn(connection, run):
+        figure.savefig(io.BytesIO(), format="svg")
+
+
+def test_panel_without_data_names_the_missing_data(connection):
+    figure = overview(read_detail(connection, "no-loss"))
+
+    assert ["no loss logged", "no gradient norm logged", "no finite loss"] == [
+        figure.axes[panel].texts[0].get_text() for panel in (0, 2, 3)
+    ]
+    assert "no cells" == heat_map("r", empty_grid("no cells"), title="t", unit="").axes[0].texts[0].get_text()
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, 1e-300, 1e300])
+def test_extreme_gradient_norms_can_be_drawn(connection, value):
+    detail = read_detail(connection, "one-row")
+    found = {"grad_norm": history([value, value, 1.0]), "loss": history([value, np.inf, value])}
+    figure = overview(replace(detail, histories=found))
+
+    figure.savefig(io.BytesIO(), format="svg")
+
+
+def test_constant_throughput_has_no_row_below_p10():
+    constant = Throughput(
+        name="samples_per_second", unit="samples/s", source="samples_per_second", ranks=1, history=history([5.0] * 9)
+    )
+
+    assert (5.0, 0) == (constant.low, constant.rows_below)
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+def test_figures_are_saved_in_the_format_of_the_suffix(main, tmp_path, suffix, magic):
+    path = tmp_path / f"figure.{suffix}"
+    save(main, path, dpi=20)
+
+    assert path.read_bytes().startswith(magic)
+
+
+def test_figures_need_no_display():
+    sources = [path.read_text(encoding="utf-8") for path in Path(figures.__file__).parent.glob("*.py")]
+
+    assert len(sources) > 5
+    assert [] == [text for text in sources if re.search(r"^\s*(import|from) .*pyplot", text, re.MULTILINE)]
