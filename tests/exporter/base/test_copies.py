@@ -322,6 +322,14 @@ def test_every_method_of_a_copied_monitor_has_no_effect(way, request):
     assert before == (monitor.address, monitor.run)
 
 
+@pytest.mark.parametrize("kind", CALLBACKS, ids=lambda kind: kind.__module__.rpartition(".")[2])
+def test_callback_makes_a_report_unless_it_is_turned_off(kind):
+    """Here, because only this file and the long tests of trainers import all trainers."""
+    choices = [kind(QUIET), kind(QUIET, report=False), kind(QUIET, report="end.html")]
+
+    assert [True, False, "end.html"] == [callback._attended._report for callback in choices]
+
+
 def test_attach_of_a_copy_is_logged_and_has_no_effect(request, caplog):
     copied = copy.copy(attached(request))
     with caplog.at_level(logging.WARNING, "rankscope"):
