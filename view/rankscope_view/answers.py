@@ -68,6 +68,7 @@ class Asked:
     segments: tuple[str, ...]
     query: Query
     alarms: tuple[str, ...] = ()
+    version: int = -1  # of the store
 
     @property
     def run(self) -> str:

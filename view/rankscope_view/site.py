@@ -9,6 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -73,6 +74,8 @@ class Site:
         self._clock = clock
         self._lock = threading.Lock()
         self._cache: OrderedDict[tuple[Any, ...], tuple[int, float, Response]] = OrderedDict()
+        self.reload_seconds = 0.0
+        """Time that the answers to the requests of one page took lately."""
 
     def version(self) -> int:
         """Return the newest version of the store."""
@@ -153,18 +156,21 @@ class Site:
         body = f'<div class="panel blank"><strong>Not found</strong><p>{text(reason)}</p></div>'
         return Response(status=404, body=document(self._place, "Not found", body).encode())
 
+    def _place_of(self, asked: Asked, *, is_live: bool) -> Place:
+        return replace(self._place, is_live=is_live, version=asked.version)
+
     def _list(self, connection: Connection, asked: Asked) -> Response:
         search = asked.query.get("q", "")
         state, sort = asked.query.get("state"), asked.query.get("sort", "")
         found = run_list(connection, RunQuery.parse(search, state=state, sort=sort, page=asked.count("page")))
-        place = _live(self._place, is_live=any(row.is_live for row in found.rows))
+        place = self._place_of(asked, is_live=any(row.is_live for row in found.rows))
         return _page(list_page.page(place, found, search, self._clock(), asked.alarms))
 
     def _detail(self, connection: Connection, asked: Asked) -> tuple[Place, RunDetail]:
         found = read_detail(connection, asked.run)
         if found is None:
             raise NotFoundError(f"The store has no run {asked.run!r}.")
-        return _live(self._place, is_live=found.row.is_live), found
+        return self._place_of(asked, is_live=found.row.is_live), found
 
     def _run(self, connection: Connection, asked: Asked) -> Response:
         place, found = self._detail(connection, asked)
@@ -195,7 +201,7 @@ class Site:
         row = run_row(connection, asked.run)
         if row is None:
             raise NotFoundError(f"The store has no run {asked.run!r}.")
-        return _live(self._place, is_live=row.is_live), row
+        return self._place_of(asked, is_live=row.is_live), row
 
     def _tensors(self, connection: Connection, asked: Asked) -> Response:
         place, row = self._row(connection, asked)
@@ -252,17 +258,13 @@ class Site:
             ]
             drawn = compared_curve(sides, histories, name, _smaller(choice.request))
             curves |= {name: drawn} if drawn.rows else {}
-        place = _live(self._place, is_live=any(one.detail.row.is_live for one in found.sides))
+        place = self._place_of(asked, is_live=any(one.detail.row.is_live for one in found.sides))
         return _page(compare_page.page(place, found, choice, curves))
 
 
 def _log(found: RunDetail, groups: Sequence[Group] = (), newest: int = NEWEST) -> EventLog:
     others = [found.history(GRAD_NORM)]
     return event_log(found.lines, found.history(LOSS), others, found.history(EVAL_LOSS), groups=groups, newest=newest)
-
-
-def _live(place: Place, *, is_live: bool) -> Place:
-    return Place(base=place.base, assets=place.assets, has_service=place.has_service, is_live=is_live)
 
 
 def _page(html: str) -> Response:

@@ -18,7 +18,7 @@ import pyarrow.fs as pa_fs
 
 from rankscope_storage.base.schema import dataset_schema
 
-NAMES: Final = ("run", "kind", "tensor", "name")
+NAMES: Final = ("run", "kind", "tensor", "name", "labels", "incarnation")
 """Columns that are read as dictionaries."""
 
 _BATCH_ROWS: Final = 1 << 17

@@ -4,7 +4,9 @@ import { follow, refresh } from "./live.js";
 import { forgetColours } from "./marks.js";
 import { keep, recall, setAddress } from "./memory.js";
 import { readState, replaceState, STRENGTH, writeState } from "./logic.js";
+import { showNewest } from "./newest.js";
 import { readCurve, sheet } from "./source.js";
+import { extended, merged } from "./tail.js";
 
 const base = document.body.dataset.base ?? "";
 const page = document.body.dataset.page ?? "";
@@ -22,6 +24,7 @@ const CHART_KEYS = {
 /** @type {Record<string, string>} */
 const MAP_KEYS = { "← → ↑ ↓": "in a heat map: move the cursor, with Shift by ten", Enter: "in a heat map: open the tensor, or zoom" };
 /** @type {(() => Promise<void>)[]} */ const updates = [() => refresh(location.href, true)];
+/** @type {((rows: import("./tail.js").Row[]) => void)[]} */ const extensions = [];
 /** @type {(() => void)[]} */ const redraws = [forgetColours];
 
 /** @param {string} id */
@@ -113,7 +116,10 @@ if (page === "list") list();
 if (document.querySelector(".plot[data-chart]")) charts();
 if (byId("heat")) void import("./heat.js").then((heat) => heat.start(bind, updates, redraws));
 for (const button of document.querySelectorAll(".copy")) button.addEventListener("click", () => void copy(/** @type {HTMLElement} */ (button)));
-if (document.body.dataset.live) follow(async () => void (await Promise.all(updates.map((update) => update()))));
+if (document.body.dataset.live) {
+  const run = page === "run" ? (byId("run")?.dataset.run ?? "") : "";
+  follow(async () => void (await Promise.all(updates.map((update) => update()))), run, (rows) => extensions.forEach((extend) => extend(rows)));
+}
 
 /**
  * Copy the text of a button or of the element that it names.
@@ -192,6 +198,8 @@ function charts() {
   const usual = document.body.dataset.axis ?? "step";
   let state = readState(location.search, usual);
   /** @type {Chart[]} */ const all = [];
+  /** @type {Map<Chart, import("./logic.js").Curve>} The curves as the server sent them. */ const loaded = new Map();
+  /** @type {import("./tail.js").Row[]} */ let tail = [];
   const zoom = (/** @type {number | null} */ from, /** @type {number | null} */ to) => set({ from, to });
 
   const draw = async (/** @type {Chart} */ chart) => {
@@ -204,11 +212,28 @@ function charts() {
     for (const [name, value] of [...new URLSearchParams(holder.dataset.query), ...Object.entries({ run, tensor, kind, attempt })]) if (value) query.set(name, value);
     const curve = await readCurve(`${base}/data/${chart.options.compare ? "compare" : "curve"}`, query, own);
     if (chart.box.dataset.firsts) curve.markers = JSON.parse(chart.box.dataset.firsts).map((/** @type {[string, number]} */ [letter, step]) => ["incident", step, step, letter, true]);
-    requestAnimationFrame(() => chart.show(curve, own));
+    loaded.set(chart, curve);
+    requestAnimationFrame(() => chart.show(extended(curve, tail, own), own));
     const notice = chart.box.parentElement?.querySelector(".notice");
     if (notice?.firstChild) notice.firstChild.textContent = `${curve.notice} · `;
   };
   const update = async () => void (await Promise.all(all.map(draw)));
+
+  /** Draw the rows that are not stored yet: all charts once, before the next picture of the screen. */
+  let isPlanned = false;
+  const extend = (/** @type {import("./tail.js").Row[]} */ rows) => {
+    tail = merged(tail, rows);
+    if (isPlanned || document.hidden) return;
+    isPlanned = true;
+    requestAnimationFrame(() => {
+      isPlanned = false;
+      for (const [chart, curve] of loaded) {
+        const own = windowOf(chart, state);
+        if (chart.box.offsetParent) chart.show(extended(curve, tail, own), own);
+      }
+      showNewest(tail);
+    });
+  };
 
   /** @param {Partial<import("./logic.js").State>} changes */
   function set(changes) {
@@ -274,7 +299,11 @@ function charts() {
     void update();
   });
   redraws.push(() => void update());
-  updates.push(update);
+  updates.push(async () => {
+    await update();
+    showNewest(tail);
+  });
+  extensions.push(extend);
   marks();
   void update();
 }

@@ -7,7 +7,7 @@
  *   low: (number | null)[], high: (number | null)[], role?: string | null}} Line
  * @typedef {{name: string, axis: string, lines: Line[], nonfinite: [number, number, string][], restarts: number[],
  *   rows: number, buckets: number, extent: [number, number] | null, bulk: [number, number] | null, notice: string,
- *   firings?: [number, number | null, string][], markers?: [string, number, number, string, boolean][]}} Curve
+ *   firings?: [number, number | null, string][], attempt?: number, markers?: [string, number, number, string, boolean][]}} Curve
  * @typedef {{label: string | null, x: number[], step: number[] | null, value: (number | null)[],
  *   smoothed: (number | null)[] | null, low: (number | null)[] | null, high: (number | null)[] | null}} KeptLine
  * @typedef {Omit<Curve, "lines"> & {lines: KeptLine[]}} Kept
@@ -90,7 +90,20 @@ export function shown(value) {
   if (value === 0) return "0";
   const size = Math.abs(value);
   if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace("e+", "e");
-  return size >= 1000 ? Math.round(value).toLocaleString("en") : value.toPrecision(4);
+  if (size < 1000) return value.toPrecision(4);
+  return size >= 10_000 ? Math.round(value).toLocaleString("en") : value.toLocaleString("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
+}
+
+/**
+ * Return a large number with three digits and a factor, such as `625 k` or `1.2 M`, as the server does.
+ * @param {number} value
+ * @returns {string}
+ */
+export function short(value) {
+  for (const [size, factor] of /** @type {[number, string][]} */ ([[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]])) {
+    if (Math.abs(value) >= size) return `${Number((value / size).toPrecision(3))} ${factor}`;
+  }
+  return String(Number(value.toPrecision(3)));
 }
 
 /**

@@ -133,6 +133,7 @@ class Curve:
     buckets: int
     extent: tuple[float, float] | None  # of the axis, over all rows
     bulk: tuple[float, float] | None  # range of most values
+    attempt: int = 0  # of the newest row
     firings: tuple[Firing, ...] = ()
 
     def document(self) -> dict[str, Any]:
@@ -148,6 +149,7 @@ class Curve:
             "width": self.bucket_width,
             "extent": self.extent,
             "bulk": self.bulk,
+            "attempt": self.attempt,
             "firings": [[one.x, one.value, one.rule] for one in self.firings],
             "notice": notice(self),
         }
@@ -197,6 +199,7 @@ def curve(history: History, request: CurveRequest) -> Curve:
         history, x = history.select(newest), x[newest]
     left_out, extent = stored - len(history), (float(x.min()), float(x.max())) if len(x) else None
     smoothed = _smoothed(history, request)
+    newest_attempt = int(history.attempt[-1]) if len(history) else 0
     if request.first is not None or request.last is not None:
         visible = _window(x, request)
         history, x, smoothed = history.select(visible), x[visible], smoothed[visible]
@@ -216,6 +219,7 @@ def curve(history: History, request: CurveRequest) -> Curve:
         buckets=0 if width is None else sum(_bucket_count(history, x, rows, width) for rows in parts),
         extent=extent,
         bulk=_bulk(history.value),
+        attempt=newest_attempt,
     )
 
 

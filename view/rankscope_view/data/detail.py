@@ -22,6 +22,7 @@ from rankscope_view.data.history import (
     main_labels,
     read_history,
 )
+from rankscope_view.data.raw_history import raw_histories
 from rankscope_view.data.runs import RunFacts, RunRow, run_facts, run_row
 
 PERPLEXITY: Final = "perplexity"
@@ -71,11 +72,21 @@ def read_chart(connection: Connection, run: str, name: str, rank: int | None = N
     With `rank`, it has only the rows of this rank.
     """
     source = LOSS if name == PERPLEXITY else name
-    labels = main_labels(connection, run, [source])
-    if source not in labels:
+    found = main_histories(connection, run, [source], rank).get(source)
+    if found is None:
         return nothing(name)
-    found = read_history(connection, run, source, labels[source], rank)
     return perplexity_history(found) if name == PERPLEXITY else found
+
+
+def main_histories(
+    connection: Connection, run: str, names: Sequence[str], rank: int | None = None
+) -> dict[str, History]:
+    """Return the main series of those scalars in `names` that `run` has, of all ranks or one."""
+    found = raw_histories(connection, run, names, rank)
+    if found is not None:
+        return found
+    labels = main_labels(connection, run, names)
+    return {name: read_history(connection, run, name, text, rank) for name, text in labels.items()}
 
 
 def read_detail(connection: Connection, run: str) -> RunDetail | None:
@@ -85,10 +96,7 @@ def read_detail(connection: Connection, run: str) -> RunDetail | None:
         if row is None:
             return None
         names = [name for name in CHARTS if name != PERPLEXITY]
-        histories = {
-            name: read_history(connection, run, name, labels)
-            for name, labels in main_labels(connection, run, names).items()
-        }
+        histories = main_histories(connection, run, names)
         lines = event_lines(connection, run)
         facts = run_facts(connection, run)
     loss = histories.get(LOSS) or nothing(LOSS)

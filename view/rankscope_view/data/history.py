@@ -139,10 +139,11 @@ def read_history(
         table = _columns(rows)
         if rank is None and ((parts > facts["parts"]).any() or _repeats(table)):
             return _from_view(connection, parameters)
-        training = (
-            connection.query(_TRAINING, {"run": run}) if table["attempt"].size and table["attempt"].any() else None
-        )
-    return _numbered(name, table, labels, training)
+        training = None
+        if table["attempt"].size and table["attempt"].any():
+            found = connection.query(_TRAINING, {"run": run}).to_pylist()
+            training = [(row["attempt"], row["first"], row["last"]) for row in found]
+    return numbered(name, table, labels, training)
 
 
 def _sorted(rows: pa.Table) -> pa.Table:
@@ -173,8 +174,13 @@ def _repeats(columns: Mapping[str, Any]) -> bool:
     return bool(((attempt[1:] == attempt[:-1]) & (position[1:] == position[:-1])).any())
 
 
-def _numbered(name: str, columns: Mapping[str, Any], labels: str | None, training: pa.Table | None) -> History:
-    """Return the history with cumulative positions and superseded steps, by the rules of the view `scalar_history`."""
+def numbered(
+    name: str, columns: Mapping[str, Any], labels: str | None, training: Sequence[tuple[int, int, int]] | None
+) -> History:
+    """Return the history with cumulative positions and superseded steps, by the rules of the view `scalar_history`.
+
+    `training` has attempt, first and last position of the loss of each attempt; None for a run of one attempt.
+    """
     attempt, position = columns["attempt"], columns["position"]
     others = {key: values for key, values in columns.items() if key != "position"}
     before = np.zeros(len(attempt), np.int64)
@@ -196,7 +202,7 @@ def _numbered(name: str, columns: Mapping[str, Any], labels: str | None, trainin
 
 
 def _spans(
-    name: str, columns: Mapping[str, Any], labels: str | None, training: pa.Table
+    name: str, columns: Mapping[str, Any], labels: str | None, training: Sequence[tuple[int, int, int]]
 ) -> dict[int, tuple[int, int, int]]:
     """Return, by attempt, the position to which it goes back, and its first and last position.
 
@@ -207,7 +213,7 @@ def _spans(
     for number in np.unique(columns["attempt"]).tolist():
         positions = columns["position"][columns["attempt"] == number]
         own[number] = int(positions[0]), int(positions[-1])
-    loss = {row["attempt"]: (row["first"], row["last"]) for row in training.to_pylist()}
+    loss = {attempt: (first, last) for attempt, first, last in training}
     common = [number for number in own if number in loss]
     longest = max(common, key=lambda number: own[number][1], default=None)
     is_main = labels is None or "imported_from" not in labels

@@ -47,22 +47,26 @@ WITH logged AS (
     AND {is_main_source()}
   GROUP BY ALL
 ),
-main AS (
-  FROM logged
-  QUALIFY labels IS NOT DISTINCT FROM first_value(labels) OVER (PARTITION BY run, name ORDER BY labels NULLS FIRST)
+first AS (
+  SELECT run, name, min(coalesce(labels, '')) AS chosen FROM logged GROUP BY ALL
 ),
-placed AS (
-  SELECT *, row_number() OVER by_arrival - 1 AS place, count(*) OVER (PARTITION BY run, name) AS places
-  FROM main WINDOW by_arrival AS (PARTITION BY run, name ORDER BY attempt, position)
+main AS (
+  SELECT logged.* FROM logged JOIN first USING (run, name) WHERE coalesce(labels, '') = chosen
 )"""
 
 _LATEST: Final = f"""\
 {_STEPS}
-SELECT run, name, value, total, position, logged_at, places FROM placed WHERE place = places - 1"""
+SELECT run, name, arg_max(value, place) AS value, arg_max(total, place) AS total,
+  arg_max(position, place) AS position, arg_max(logged_at, place) AS logged_at
+FROM (SELECT *, {{attempt: attempt, position: position}} AS place FROM main) GROUP BY run, name"""
 
 # A third of the points each: the lowest, the highest and the last value of a part of the curve.
 _SPARKLINES: Final = f"""\
 {_STEPS},
+placed AS (
+  SELECT *, row_number() OVER by_arrival - 1 AS place, count(*) OVER (PARTITION BY run, name) AS places
+  FROM main WINDOW by_arrival AS (PARTITION BY run, name ORDER BY attempt, position)
+),
 part AS (
   SELECT run, place * {SPARKLINE_POINTS // 3} // places AS part,
     arg_min(place, value) FILTER (isfinite(value)) AS low, arg_max(place, value) FILTER (isfinite(value)) AS high,
@@ -198,10 +202,11 @@ def run_list(connection: Connection, query: RunQuery) -> RunList:
 
 
 def run_row(connection: Connection, run: str) -> RunRow | None:
-    """Return the row of `run`, or None if the store does not contain it."""
+    """Return the row of `run` without its sparkline, or None if the store does not contain it."""
     with connection.pinned():
         known = [row for row in known_runs(connection, run) if row["run"] == run]
-        return next(iter(_complete(connection, known, incidents(connection, [run]))), None) if known else None
+        found = incidents(connection, [run]) if known else {}
+        return next(iter(_complete(connection, known, found, has_curves=False)), None)
 
 
 def known_runs(connection: Connection, run: str | None = None) -> list[dict[str, Any]]:
@@ -268,12 +273,16 @@ def _latest(connection: Connection, runs: Sequence[str]) -> dict[tuple[str, str]
 
 
 def _complete(
-    connection: Connection, known: Iterable[Mapping[str, Any]], found: Mapping[str, Sequence[Incident]]
+    connection: Connection,
+    known: Iterable[Mapping[str, Any]],
+    found: Mapping[str, Sequence[Incident]],
+    *,
+    has_curves: bool = True,
 ) -> list[RunRow]:
     rows = list(known)
     names = [row["run"] for row in rows]
     latest = _latest(connection, names)
-    lines = connection.query(_SPARKLINES, {"runs": names}).to_pylist() if names else []
+    lines = connection.query(_SPARKLINES, {"runs": names}).to_pylist() if names and has_curves else []
     sparklines = {line["run"]: _sparkline(line) for line in lines}
     live = [row["run"] for row in rows if row["state"] is not None and row["state"] not in ENDED]
     paces = connection.query(_ETA, {"runs": live}).to_pylist() if live else []

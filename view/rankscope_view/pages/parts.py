@@ -56,6 +56,7 @@ class Place:
     assets: str = ""  # digest in the addresses of style sheet and scripts
     is_live: bool = False
     has_service: bool = False
+    version: int = -1  # of the store
 
     def url(self, *segments: str, **query: object) -> str:
         """Return the address of a page below the prefix, escaped for an HTML attribute. None leaves out a parameter."""
@@ -189,7 +190,7 @@ def document(
 <script src="{asset}/uPlot.iife.js" defer></script>
 <script src="{asset}/app.js" type="module"></script>
 </head>
-<body data-page="{page}" data-base="{text(place.base)}" data-live="{"1" if place.is_live else ""}">
+<body data-page="{page}" data-base="{text(place.base)}" data-live="{"1" if place.is_live else ""}" data-version="{place.version}">
 <header class="top"><a class="brand" href="{place.url()}" data-go="r">{icon("logo")}<b>Rankscope</b></a>
 <span class="crumbs"><a href="{place.url()}">Runs</a>{steps}</span>
 <span class="right">{service}{state}<button id="theme" title="Theme (T)" aria-label="Change the theme">{icon("theme")}</button>

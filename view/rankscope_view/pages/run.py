@@ -122,12 +122,13 @@ def header(place: Place, found: RunDetail) -> str:
     marks = [one.last_step / row.planned_steps for one in found.restarts] if row.planned_steps else []
     bar = svg.bar(row.share, row.state or "unknown", marks) if row.share is not None else ""
     figures = "".join(
-        f"<div><dt>{name}</dt><dd><b>{value}</b><span>{line}</span></dd></div>" for name, value, line in _figures(found)
+        f'<div><dt>{label}</dt><dd><b><bdi data-value="{name}">{value}</bdi>{_unit(name)}</b><span>{line}</span></dd></div>'
+        for name, label, value, line in _figures(found)
     )
     report = f'<a class="button" href="{place.url("runs", row.run, "report")}" download>Report</a>'
     compare = f'<a class="button" href="{place.url("compare", run=row.run)}">Compare</a>'
     return (
-        f'<div class="runhead" id="head" data-live><div class="title"><h1><bdi>{text(row.run)}</bdi></h1>{pill(row.state)}'
+        f'<div class="runhead" id="head" data-planned="{row.planned_steps or ""}" data-live><div class="title"><h1><bdi>{text(row.run)}</bdi></h1>{pill(row.state)}'
         f'{tag_list(sorted(row.tags.items()))}<span class="dim">{about}</span><span class="aside">{report}{compare}</span></div>{reason}{note}'
         f'<div class="figures"><span>{_progress(row)}</span><span class="dim">{again}</span></div>{bar}'
         f"<dl>{figures}</dl></div>"
@@ -138,9 +139,9 @@ def _progress(row: RunRow) -> str:
     if row.step is None:
         return f"step {NOTHING}"
     parts = [
-        f"<b>{count(row.step)}</b> of {count(row.planned_steps)} steps"
+        f'<b data-value="step">{count(row.step)}</b> of {count(row.planned_steps)} steps'
         if row.planned_steps
-        else f"step <b>{count(row.step)}</b>"
+        else f'step <b data-value="step">{count(row.step)}</b>'
     ]
     if row.share is not None:
         parts.append(percent(row.share))
@@ -152,18 +153,18 @@ def _progress(row: RunRow) -> str:
     return " · ".join(parts)
 
 
-def _figures(found: RunDetail) -> Iterator[tuple[str, str, str]]:
-    """Yield (label, value, line of context) of the figures in the header. Only known values are shown."""
+def _figures(found: RunDetail) -> Iterator[tuple[str, str, str, str]]:
+    """Yield (name, label, value, line of context) of the figures in the header. Only known values are shown."""
     row = found.row
     change = found.loss_change
-    yield "Loss", measure(row.loss), "" if change is None else f"{change:+.3g} in 100 rows".replace("-", "−", 1)
+    yield LOSS, "Loss", measure(row.loss), "" if change is None else f"{change:+.3g} in 100 rows".replace("-", "−", 1)
     if found.perplexity is not None:
-        yield "Perplexity", measure(found.perplexity), "exp(loss)"
+        yield PERPLEXITY, "Perplexity", measure(found.perplexity), "exp(loss)"
     if row.learning_rate is not None:
-        yield "Learning rate", measure(row.learning_rate), ""
+        yield LEARNING_RATE, "Learning rate", measure(row.learning_rate), ""
     norms = found.history(GRAD_NORM)
     if len(norms):
-        yield "Gradient norm", measure(float(norms.value[-1])), f"at step {count(float(norms.step[-1]))}"
+        yield GRAD_NORM, "Gradient norm", measure(float(norms.value[-1])), f"at step {count(float(norms.step[-1]))}"
     for name in SPEEDS:
         history = found.history(name)
         if not len(history):
@@ -178,10 +179,14 @@ def _figures(found: RunDetail) -> Iterator[tuple[str, str, str]]:
             if name == STEP_SECONDS
             else short(row.speed if name == row.speed_name and row.speed else value)
         )
-        yield {STEP_SECONDS: "Speed"}.get(name, "Throughput"), f"{shown} <small>{SPEED_UNITS[name]}</small>", line
+        yield name, {STEP_SECONDS: "Speed"}.get(name, "Throughput"), shown, line
     if found.facts.goodput is not None:
         lost = found.facts.lost_seconds
-        yield "Goodput", percent(found.facts.goodput), f"{duration(lost)} lost" if lost else ""
+        yield "", "Goodput", percent(found.facts.goodput), f"{duration(lost)} lost" if lost else ""
+
+
+def _unit(name: str) -> str:
+    return f" <small>{SPEED_UNITS[name]}</small>" if name in SPEED_UNITS else ""
 
 
 def signed(ratio: float) -> str:
