@@ -19,7 +19,7 @@ INDEX = $(BIN)/python -m pip config list | sed -n "s/^[^=]*[.]index-url='\(.*\)'
 UV = UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$($(INDEX))}" $(BIN)/python -m uv pip install --python $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-thorough test-all test-crashes soak test-examples test-frameworks test-frameworks-heavy test-gpu lint bench generate clean
+.PHONY: help env demo test test-thorough test-all test-crashes soak test-examples test-frameworks test-frameworks-heavy test-gpu lint bench pictures generate clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -72,6 +72,9 @@ lint: $(VENV)/.installed-dev ## formatting, lint rules, plain English, commit su
 
 bench: $(VENV)/.installed-dev ## print the table of costs, measured in one run
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py $(BENCH)
+
+pictures: $(VENV)/.installed-dev ## make the pictures of the documentation again, with a run of the demo; needs Chromium
+	PYTHONPATH=. $(BIN)/python docs/make_pictures.py $(PICTURES)
 
 generate: $(VENV)/.installed-dev ## rewrite the generated files: boards, alert rules, reference pages
 	$(BIN)/python -m rankscope_dashboards.generate

@@ -46,11 +46,14 @@ class Training:
     tensors: int
     seconds_per_step: float
     run: str = RUN
+    kinds: tuple[str, ...] = KINDS
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     def __post_init__(self) -> None:
         self.walk = np.zeros(self.tensors)
-        self.names = [f"model.layers.{i // 25}.block.{i % 25}.weight" for i in range(-(-self.tensors // len(KINDS)))]
+        self.names = [
+            f"model.layers.{i // 25}.block.{i % 25}.weight" for i in range(-(-self.tensors // len(self.kinds)))
+        ]
 
     def statistics(self, first: int, steps: int) -> pa.Table:
         """Return the rows of `steps` steps of all ranks."""
@@ -66,8 +69,8 @@ class Training:
         return pa.table(
             {
                 **_identity(self.run, rank, step, self.seconds_per_step),
-                "kind": pa.DictionaryArray.from_arrays(tensor % len(KINDS), KINDS),
-                "tensor": pa.DictionaryArray.from_arrays(tensor // len(KINDS), self.names),
+                "kind": pa.DictionaryArray.from_arrays(tensor % len(self.kinds), self.kinds),
+                "tensor": pa.DictionaryArray.from_arrays(tensor // len(self.kinds), self.names),
                 "norm": scale.ravel(),
                 "min": (-scale * spread[0]).ravel(),
                 "max": (scale * spread[1]).ravel(),
@@ -166,6 +169,36 @@ def long_training(root: Path, steps: int, loss_steps: int) -> Builder:
     for first in range(0, steps, 70):
         builder.append({"tensor_stats": training.statistics(first, min(70, steps - first))}, START.date())
     builder.append({"scalars": training.losses(0, loss_steps)}, START.date())
+    builder.compact(START + dt.timedelta(days=1))
+    maintain(root, nothing)
+    return builder
+
+
+def with_charts(root: Path, steps: int, loss_steps: int, chart_steps: int) -> Builder:
+    """Return `long_training` with a second run, of which rank 0 logged loss, learning rate and speed at each step."""
+    builder = long_training(root, steps, loss_steps)
+    random = np.random.default_rng(1)
+    for first in range(0, chart_steps, 250_000):
+        loss = losses("chart", 1, range(first, min(chart_steps, first + 250_000)), 0.5, random)
+        others = [
+            loss.set_column(
+                loss.column_names.index("name"),
+                "name",
+                pa.DictionaryArray.from_arrays(np.zeros(loss.num_rows, np.int32), [name]),
+            )
+            for name in ("learning_rate", "tokens_per_second")
+        ]
+        builder.append({"scalars": pa.concat_tables([loss, *others])}, START.date())
+    builder.compact(START + dt.timedelta(days=1))
+    return builder
+
+
+def wide_training(root: Path, tensors: int, steps: int) -> Builder:
+    """Return a store with the gradients of `tensors` tensors at `steps` steps of one rank."""
+    builder = Builder(root)
+    training = Training(ranks=1, tensors=tensors, seconds_per_step=1.0, run="wide", kinds=("grad_reduced",))
+    for first in range(0, steps, 100):
+        builder.append({"tensor_stats": training.statistics(first, min(100, steps - first))}, START.date())
     builder.compact(START + dt.timedelta(days=1))
     maintain(root, nothing)
     return builder

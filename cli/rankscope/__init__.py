@@ -1,4 +1,4 @@
-"""The public API: monitor classes for training, and `connect` for queries of a store.
+"""The public API: monitor classes for training, and `connect`, `open_run` and `report` for readers of a store.
 
 Names are imported when they are first used. A training process therefore never loads the store, and a query never loads
 torch.
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from rankscope_contract import __version__
 
 if TYPE_CHECKING:
+    from rankscope.reports import open_run, report
     from rankscope_contract.rules.nan import AnomalyNan
     from rankscope_contract.rules.turbulence import AnomalyTurbulence
     from rankscope_exporter import Anomaly, CaptureConfig, Monitor, MonitorConfig, count_flops
@@ -29,6 +30,8 @@ __all__ = [
     "__version__",
     "connect",
     "count_flops",
+    "open_run",
+    "report",
 ]
 
 _MODULES: Final = {
@@ -41,6 +44,8 @@ _MODULES: Final = {
     "TrainerMon": "rankscope_exporter.compat.msprobe",
     "connect": "rankscope_storage.connection",
     "count_flops": "rankscope_exporter",
+    "open_run": "rankscope.reports",
+    "report": "rankscope.reports",
 }
 
 

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from rankscope.demo.checks import KINDS_OF_EVERY_STEP, KINDS_OF_OPTIMIZER_STEPS, ExpectedRun, Fault, checks, delays
+from rankscope.demo.page import show_page
 from rankscope.demo.receiver import Alert, AlertReceiver, Sender, parse_alert
 from rankscope.output.progress import BarView, PlainView, progress_parts
 from rankscope.up.processes import child, interrupted_by_termination, stop
@@ -240,3 +241,30 @@ def test_demo_never_deletes_a_folder_that_it_did_not_create(tmp_path):
     assert 2 == done.returncode
     assert "name another folder with --folder" in done.stderr
     assert (tmp_path / "precious").exists()
+
+
+@pytest.mark.parametrize(
+    ("environment", "platform", "is_terminal", "opened"),
+    [
+        ({"DISPLAY": ":0"}, "linux", True, 1),
+        ({"WAYLAND_DISPLAY": "wayland-0"}, "linux", True, 1),
+        ({}, "darwin", True, 1),
+        ({}, "linux", True, 0),
+        ({"DISPLAY": ":0", "SSH_CONNECTION": "10.0.0.1 1 10.0.0.2 22"}, "linux", True, 0),
+        ({"DISPLAY": ":0", "CI": "true"}, "linux", True, 0),
+        ({"DISPLAY": ":0"}, "linux", False, 0),
+    ],
+)
+def test_demo_prints_the_address_of_its_page_and_opens_it(tmp_path, environment, platform, is_terminal, opened):
+    text, calls = io.StringIO(), []
+    console = Console(file=text, force_terminal=is_terminal, width=40, color_system=None)
+    page = tmp_path / "report.html"
+    show_page(
+        console, page, tmp_path / "history", environment=environment, platform=platform, open_browser=calls.append
+    )
+
+    assert opened * [page.as_uri()] == calls
+    assert [
+        f"Page of the run:  {page.as_uri()}",
+        f"All pages:        rankscope view {tmp_path / 'history'}",
+    ] == text.getvalue().splitlines()

@@ -30,6 +30,7 @@ def test_demo_passes_all_its_checks(tmp_path, require_server):
     assert 2 == sum("by Alertmanager" not in line for line in alerts)
     for rule, rank in (("AnomalyNan", 1), ("AnomalyTurbulence", 0)):
         assert f"ok    Alertmanager reports {rule} on rank {rank}" in done.stdout
+    assert f"Page of the run:  {(tmp_path / 'demo' / 'report.html').as_uri()}" in done.stdout
     for heading in ("Summary", "Anomalies in causal order", "Checks", "Next steps"):
         assert f"\n{heading}\n" in done.stdout
     assert 3 == done.stdout.count("\nselect ")

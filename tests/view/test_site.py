@@ -164,19 +164,21 @@ def test_grid_marks_the_first_nan_and_its_tensor(site, course):
     row, column = header["firstBad"]
 
     assert (14, 138) == cells.shape
-    assert "layers.1.mlp.down_proj.weight" == header["rows"][row][0]
+    assert "layers.1.mlp.down_proj.weight" == header["names"][header["rows"][row][2]]
     assert course.nan_from == header["steps"][column]
     assert 255 == cells[row, column]
 
 
 def test_cell_value_equals_sql(site, connection):
-    query = {"run": MAIN, "kind": "grad_unreduced", "op": "norm", "tensor": "lm_head.weight"}
-    found = json.loads(site.respond(("data", "cell"), query | {"attempt": "2", "first": "100", "last": "101"}).body)
+    query = {"run": MAIN, "kind": "grad_unreduced", "op": "norm", "tensors": '["lm_head.weight"]'}
+    found = json.loads(site.respond(("data", "cell"), query | {"column": "118"}).body)
     expected = connection.query(
-        "SELECT max(norm) AS value FROM tensor_stats "
-        f"WHERE run = '{MAIN}' AND tensor = 'lm_head.weight' AND attempt = 2 AND step IN (100, 101)"
+        "SELECT norm AS value FROM tensor_stats WHERE run = $run AND tensor = $tensor AND attempt = $attempt "
+        "AND step = $step AND rank = $rank",
+        {"run": MAIN} | {name: found[name] for name in ("tensor", "attempt", "step", "rank")},
     )
 
+    assert (2, 100) == (found["attempt"], found["step"])
     assert expected["value"].to_pylist()[0] == pytest.approx(found["value"])
 
 
@@ -185,6 +187,9 @@ def test_cell_value_equals_sql(site, connection):
     [
         {"q": "down"},
         {"order": "worst"},
+        {"order": "part"},
+        {"rank": "1"},
+        {"height": "5"},
         {"absolute": "1"},
         {"columns": "5-40"},
         {"rows": "2-9"},

@@ -187,26 +187,46 @@ def _kept(column: Any, chosen: Any) -> Any:
     return [value for value, keep in zip(column, chosen, strict=True) if keep] if isinstance(column, list) else column
 
 
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """Norms of the gradient of one tensor by rank (row) and row of the course, its baseline, and where it is NaN."""
+
+    norm: Any
+    baseline: float
+    bad: Any
+
+
+def source(size: Size) -> int:
+    """Return the number of the tensor that becomes NaN first, on rank 1."""
+    return 1 + (size.layers // 2) * len(PARTS) + PARTS.index("mlp.down_proj")
+
+
+def norms(size: Size, course: Trajectory, number: int) -> Norms:
+    """Return the norms of the tensor with this number; a blow-up begins in the last third of the layers on rank 1."""
+    random = np.random.default_rng(1000 + number)
+    unit, length = size.steps / 12, len(course.step)
+    level = 0.05 * 10 ** random.uniform(0, 1.2)
+    distance = abs(number - source(size)) / len(size.tensors)
+    begin = 3.9 * unit + 0.6 * unit * distance * 1.6
+    growth = np.clip((course.step - begin) / (0.6 * unit), 0, 1) * (course.attempt == 0)
+    norm, bad = np.empty((size.ranks, length)), np.zeros((size.ranks, length), bool)
+    for rank in range(size.ranks):
+        is_first = rank == 1 and number == source(size)
+        strength = 9.3 if is_first else 6.5 if rank == 1 else 4.0
+        norm[rank] = level * (1 + 3 * np.exp(-10 * course.step / size.steps)) * np.exp(random.normal(0, 0.08, length))
+        norm[rank] *= np.exp(strength * growth) * np.where(course.step == round(2.5 * unit), 8, 1)
+        bad[rank] = (course.attempt == 0) & (course.step >= course.nan_from + (0 if is_first else 1))
+    return Norms(norm, level, bad)
+
+
 def tensor_rows(run: str, size: Size, course: Trajectory) -> pa.Table:
-    """Return the gradient statistics of all tensors; a blow-up begins in the last third of the layers on rank 1."""
-    names = size.tensors
-    source = 1 + (size.layers // 2) * len(PARTS) + PARTS.index("mlp.down_proj")
+    """Return the gradient statistics of all tensors."""
     tables = []
     seq = np.arange(len(course.step))
-    unit = size.steps / 12
-    for number, name in enumerate(names):
-        random = np.random.default_rng(1000 + number)
-        level = 0.05 * 10 ** random.uniform(0, 1.2)
-        distance = abs(number - source) / len(names)
-        begin = 3.9 * unit + 0.6 * unit * distance * 1.6
-        growth = np.clip((course.step - begin) / (0.6 * unit), 0, 1) * (course.attempt == 0)
+    for number, name in enumerate(size.tensors):
+        known = norms(size, course, number)
         for rank in range(size.ranks):
-            strength = 9.3 if rank == 1 and number == source else 6.5 if rank == 1 else 4.0
-            norm = level * (1 + 3 * np.exp(-10 * course.step / size.steps)) * np.exp(random.normal(0, 0.08, len(seq)))
-            norm = norm * np.exp(strength * growth)
-            is_first = rank == 1 and number == source
-            bad = (course.attempt == 0) & (course.step >= course.nan_from + (0 if is_first else 1))
-            norm = np.where(course.step == round(2.5 * unit), norm * 8, norm)
+            norm, bad = known.norm[rank], known.bad[rank]
             tables.append(
                 rows(
                     "tensor_stats",
@@ -227,7 +247,7 @@ def tensor_rows(run: str, size: Size, course: Trajectory) -> pa.Table:
                     nans=np.where(bad, 112, 0),
                     infs=np.zeros(len(seq), np.int64),
                     numel=np.full(len(seq), 4096),
-                    norm_baseline=np.full(len(seq), level),
+                    norm_baseline=np.full(len(seq), known.baseline),
                 )
             )
     return pa.concat_tables(tables)
@@ -250,14 +270,13 @@ def main_events(run: str, size: Size, course: Trajectory) -> pa.Table:
         if step and step % every == 0 and not (attempt == 0 and step > course.nan_from):
             text = f"saved checkpoint-{step}"
             found.append(event(run, "checkpoint", step, at, attempt=attempt, rank=0, message=text))
-    tensor = size.tensors[1 + (size.layers // 2) * len(PARTS) + PARTS.index("mlp.down_proj")]
+    tensor, known = size.tensors[source(size)], norms(size, course, source(size))
     subject = {"kind": "grad_unreduced", "tensor": tensor, "rank": 1}
-    for step in range(round(4.2 * unit), course.nan_from):
-        at, value = time_of[0, step], 0.284 * float(np.exp(9.3 * (step - 3.9 * unit) / (0.6 * unit)))
-        found.append(
-            event(run, "anomaly", step, at, **subject, severity="warning", rule="AnomalyTurbulence", op="norm",
-                  value=value, baseline=0.284, threshold=3.0)
-        )  # fmt: skip
+    for row in np.flatnonzero((known.norm[1] > 4 * known.baseline) & ~known.bad[1] & (course.step > unit)).tolist():
+        step, at, attempt = (int(column[row]) for column in (course.step, course.ts, course.attempt))
+        values = {"value": float(known.norm[1, row]), "baseline": known.baseline, "threshold": 3.0}
+        rule = {"rule": "AnomalyTurbulence", "severity": "warning", "op": "norm"}
+        found += [event(run, "anomaly", step, at, **subject, **rule, **values, attempt=attempt)]
     nan = {"rule": "AnomalyNan", "op": "nans", "value": 112.0, "severity": "critical"}
     message = f"{tensor} has 112 NaN"
     found.append(event(run, "anomaly", course.nan_from, time_of[0, course.nan_from], **subject, **nan, message=message))

@@ -6,19 +6,27 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from rankscope_contract.model.kinds import OPS
 from rankscope_storage.connection import Connection
-from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve
+from rankscope_view.data.comparison import DIFFERENCE, LETTERS, Side, difference
+from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve, on_axis
 from rankscope_view.data.detail import read_chart
 from rankscope_view.data.events import event_lines, markers
-from rankscope_view.data.grid import GridRequest, TensorKinds, cell_value, tensor_grid
-from rankscope_view.data.history import EVAL_LOSS, LOSS
+from rankscope_view.data.grid import (
+    MOST_ROWS,
+    GridRequest,
+    Order,
+    TensorKinds,
+    cell_value,
+    tensor_grid,
+)
+from rankscope_view.data.history import EVAL_LOSS, LOSS, History
 from rankscope_view.data.ranks import rank_grid, rank_table
-from rankscope_view.data.tensor import tensor_history
+from rankscope_view.data.tensor import tensor_curve, tensor_detail
 from rankscope_view.pages import run as run_page
 from rankscope_view.pages import tensors as tensor_page
 
@@ -60,6 +68,7 @@ class Asked:
     segments: tuple[str, ...]
     query: Query
     alarms: tuple[str, ...] = ()
+    version: int = -1  # of the store
 
     @property
     def run(self) -> str:
@@ -108,7 +117,8 @@ def tensor_choice(asked: Asked, kinds: TensorKinds) -> tensor_page.TensorChoice 
         kind=kind,
         op=query["op"] if query.get("op") in OPS else "norm",
         is_relative=not query.get("absolute"),
-        worst_first=query.get("order") == "worst",
+        order=next((one for one in Order if one == query.get("order")), Order.MODEL),
+        rank=asked.count("rank") if query.get("rank") else None,
         search=query.get("q", ""),
         tensor=query.get("tensor"),
         rows=query.get("rows"),
@@ -116,30 +126,48 @@ def tensor_choice(asked: Asked, kinds: TensorKinds) -> tensor_page.TensorChoice 
     )
 
 
-def both_curves(connection: Connection, a: str, b: str, name: str, request: CurveRequest) -> Curve:
-    """Return the curves of a scalar of two runs as the lines A and B of one curve, on the axis of steps."""
-    first, second = (curve(read_chart(connection, run, name), request) for run in (a, b))
-    lines = [replace(line, label=label) for one, label in ((first, "A"), (second, "B")) for line in one.lines]
-    extents = [one.extent for one in (first, second) if one.extent is not None]
-    bulks = [one.bulk for one in (first, second) if one.bulk is not None]
+def compared_sides(asked: Asked) -> list[Side]:
+    """Return the sides of a comparison in a query: `a=run`, and `a.rank=3` for one rank of it."""
+    found = []
+    for letter in LETTERS:
+        if run := asked.query.get(letter):
+            rank = asked.count(f"{letter}.rank") if asked.query.get(f"{letter}.rank") else None
+            found.append(Side(letter=letter, run=run, rank=rank))
+    return found
+
+
+def compared_curve(sides: Sequence[Side], histories: Sequence[History], name: str, request: CurveRequest) -> Curve:
+    """Return the histories of a scalar of several sides as lines of one curve on the axis of steps.
+
+    If the name is DIFFERENCE, the lines are those of all other sides minus the first one, on the axis of all sides.
+    """
+    places = [x for x in (on_axis(history, Axis.STEP)[1] for history in histories) if len(x)]
+    letters = [side.letter.upper() for side in sides]
+    if name == DIFFERENCE:
+        histories = [difference(histories[0], other) for other in histories[1:]]
+        letters = [f"{letter} − {letters[0]}" for letter in letters[1:]]
+    curves = [curve(history, replace(request, axis=Axis.STEP)) for history in histories]
+    lines = [replace(line, label=label) for one, label in zip(curves, letters, strict=True) for line in one.lines]
+    bulks = [one.bulk for one in curves if one.bulk is not None]
     return replace(
-        first,
+        curves[0],
         lines=tuple(lines),
-        nonfinite=first.nonfinite + second.nonfinite,
+        nonfinite=tuple(found for one in curves for found in one.nonfinite),
         restarts=(),
-        rows=first.rows + second.rows,
-        extent=(min(one[0] for one in extents), max(one[1] for one in extents)) if extents else None,
+        rows=sum(one.rows for one in curves),
+        extent=(float(min(x[0] for x in places)), float(max(x[-1] for x in places))) if places else None,
         bulk=(min(one[0] for one in bulks), max(one[1] for one in bulks)) if bulks else None,
     )
 
 
 def compared_curves(connection: Connection, asked: Asked) -> Response:
-    """Return the curves of a scalar of two runs as JSON."""
-    request = replace(chart_choice(asked).request, axis=Axis.STEP)
-    found = both_curves(
-        connection, asked.query.get("a", ""), asked.query.get("b", ""), asked.query.get("name", LOSS), request
-    )
-    return _json(found.document())
+    """Return the curves of a scalar of several sides as JSON."""
+    sides, name = compared_sides(asked), asked.query.get("name", LOSS)
+    source = LOSS if name == DIFFERENCE else name
+    histories = [read_chart(connection, side.run, source, side.rank) for side in sides]
+    if len(histories) < 2:
+        raise NotFoundError("A comparison needs two sides.")
+    return _json(compared_curve(sides, histories, name, chart_choice(asked).request).document())
 
 
 def _pair(text_: str | None) -> tuple[int, int] | None:
@@ -148,21 +176,27 @@ def _pair(text_: str | None) -> tuple[int, int] | None:
     return (int(first), int(last)) if first.isdecimal() and last.isdecimal() and len(text_ or "") < 40 else None
 
 
-def tensor_map(connection: Connection, asked: Asked) -> Response:
-    """Return the grid of all tensors of one kind as bytes."""
-    run = asked.query.get("run", "")
+def _grid_request(asked: Asked) -> GridRequest:
+    """Return the choices of a heat map in a query. `height` is the number of pixels for its rows."""
     choice = tensor_choice(asked, TensorKinds(counts={asked.query.get("kind", ""): 0}))
     assert choice is not None
-    request = GridRequest(
+    return GridRequest(
         kind=choice.kind,
         op=choice.op,
         is_relative=choice.is_relative,
-        worst_first=choice.worst_first,
+        order=choice.order,
         words=tuple(choice.search.lower().split()),
+        rank=choice.rank,
         rows=_pair(choice.rows),
         columns=_pair(choice.columns),
+        most_rows=max(1, asked.count("height") or MOST_ROWS),
     )
-    return Response(type=BYTES, body=tensor_grid(connection, run, request).encoded())
+
+
+def tensor_map(connection: Connection, asked: Asked) -> Response:
+    """Return the grid of all tensors of one kind as bytes."""
+    found = tensor_grid(connection, asked.query.get("run", ""), _grid_request(asked))
+    return Response(type=BYTES, body=found.encoded())
 
 
 def rank_map(connection: Connection, asked: Asked) -> Response:
@@ -173,18 +207,13 @@ def rank_map(connection: Connection, asked: Asked) -> Response:
 
 
 def cell(connection: Connection, asked: Asked) -> Response:
-    """Return the exact value of a cell of the map of tensors as JSON."""
-    query = asked.query
-    steps = (asked.count("first"), asked.count("last"))
-    found = cell_value(
-        connection,
-        query.get("run", ""),
-        query.get("kind", ""),
-        op=query.get("op", "norm"),
-        tensor=query.get("tensor", ""),
-        attempt=asked.count("attempt"),
-        steps=steps,
-    )
+    """Return the exact value of a cell of the map of tensors as JSON. The query has the tensors of its row."""
+    try:
+        names = [str(name) for name in json.loads(asked.query.get("tensors", "[]"))]
+    except (ValueError, TypeError):
+        names = []
+    request = replace(_grid_request(asked), tensors=tuple(names), words=(), rows=None)
+    found = cell_value(connection, asked.query.get("run", ""), request, asked.count("column")) if names else None
     if found is None:
         return _json(None)
     value = None if found.value is None or not math.isfinite(found.value) else found.value
@@ -200,10 +229,12 @@ def scalar_curve(connection: Connection, asked: Asked) -> Response:
     run, name = asked.query.get("run", ""), asked.query.get("name", LOSS)
     choice = chart_choice(asked)
     if tensor := asked.query.get("tensor"):
-        history = tensor_history(connection, run, asked.query.get("kind", ""), name, tensor)
-        choice = replace(choice, request=replace(choice.request, smoothing=Smoothing.NONE))
-    else:
-        history = read_chart(connection, run, name)
+        attempt = asked.count("attempt") if "attempt" in asked.query else None
+        axis = choice.request.axis if attempt is not None else Axis.ARRIVAL  # ranks of several attempts share an axis
+        detail = tensor_detail(connection, run, asked.query.get("kind", ""), name, tensor)
+        request = replace(choice.request, smoothing=Smoothing.NONE, axis=axis)
+        return _json(tensor_curve(connection, run, detail, request, attempt).document())
+    history = read_chart(connection, run, name)
     document = curve(history, choice.request).document()
     if asked.query.get("markers"):
         lines, evaluations = event_lines(connection, run), read_chart(connection, run, EVAL_LOSS)

@@ -9,9 +9,11 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from rankscope_contract.reports.child import report_name
 from rankscope_storage.api.summaries import AnomalyRow, anomalies
 from rankscope_storage.connection import Connection, connect
 from rankscope_view.answers import (
@@ -21,10 +23,11 @@ from rankscope_view.answers import (
     NotFoundError,
     Query,
     Response,
-    both_curves,
     cell,
     chart_choice,
+    compared_curve,
     compared_curves,
+    compared_sides,
     curve_csv,
     rank_map,
     scalar_curve,
@@ -32,16 +35,16 @@ from rankscope_view.answers import (
     tensor_map,
 )
 from rankscope_view.assets import ASSETS, Asset, digest
-from rankscope_view.data.comparison import compare
-from rankscope_view.data.curves import Axis, CurveRequest, Smoothing, curve
-from rankscope_view.data.detail import RunDetail, read_detail
+from rankscope_view.data.comparison import DIFFERENCE, LETTERS, SCALARS, Side, compare
+from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve
+from rankscope_view.data.detail import RunDetail, nothing, read_detail
 from rankscope_view.data.events import NEWEST, EventLog, Group, event_log
 from rankscope_view.data.grid import tensor_kinds
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LOSS
 from rankscope_view.data.incidents import incidents
 from rankscope_view.data.ranks import rank_table
 from rankscope_view.data.runs import RunQuery, RunRow, known_runs, run_list, run_row
-from rankscope_view.data.tensor import first_to_leave, tensor_detail, tensor_history
+from rankscope_view.data.tensor import first_to_leave, tensor_curve, tensor_detail
 from rankscope_view.pages import compare as compare_page
 from rankscope_view.pages import incident as incident_page
 from rankscope_view.pages import ranks as rank_page
@@ -50,6 +53,7 @@ from rankscope_view.pages import run_list as list_page
 from rankscope_view.pages import tensors as tensor_page
 from rankscope_view.pages.format import text
 from rankscope_view.pages.parts import Place, document
+from rankscope_view.report import report
 
 _IMMUTABLE: Final = {"Cache-Control": "public, max-age=31536000, immutable"}
 _PAGE_SECONDS: Final = 5.0
@@ -70,6 +74,8 @@ class Site:
         self._clock = clock
         self._lock = threading.Lock()
         self._cache: OrderedDict[tuple[Any, ...], tuple[int, float, Response]] = OrderedDict()
+        self.reload_seconds = 0.0
+        """Time that the answers to the requests of one page took lately."""
 
     def version(self) -> int:
         """Return the newest version of the store."""
@@ -90,7 +96,8 @@ class Site:
                 found = self._answer(connection, asked)
             except NotFoundError as error:
                 return self._missing(str(error))
-        self._remember(key, version, found)
+        if asked.segments[2:] != ("report",):  # a report is large, and requested once
+            self._remember(key, version, found)
         return found
 
     def failure(self, reason: str) -> Response:
@@ -119,6 +126,8 @@ class Site:
                 return self._list(connection, asked)
             case ("runs", _):
                 return self._run(connection, asked)
+            case ("runs", _, "report"):
+                return self._report(connection, asked)
             case ("runs", _, "events"):
                 return self._events(connection, asked)
             case ("runs", _, "tensors"):
@@ -147,18 +156,21 @@ class Site:
         body = f'<div class="panel blank"><strong>Not found</strong><p>{text(reason)}</p></div>'
         return Response(status=404, body=document(self._place, "Not found", body).encode())
 
+    def _place_of(self, asked: Asked, *, is_live: bool) -> Place:
+        return replace(self._place, is_live=is_live, version=asked.version)
+
     def _list(self, connection: Connection, asked: Asked) -> Response:
         search = asked.query.get("q", "")
         state, sort = asked.query.get("state"), asked.query.get("sort", "")
         found = run_list(connection, RunQuery.parse(search, state=state, sort=sort, page=asked.count("page")))
-        place = _live(self._place, is_live=any(row.is_live for row in found.rows))
+        place = self._place_of(asked, is_live=any(row.is_live for row in found.rows))
         return _page(list_page.page(place, found, search, self._clock(), asked.alarms))
 
     def _detail(self, connection: Connection, asked: Asked) -> tuple[Place, RunDetail]:
         found = read_detail(connection, asked.run)
         if found is None:
             raise NotFoundError(f"The store has no run {asked.run!r}.")
-        return _live(self._place, is_live=found.row.is_live), found
+        return self._place_of(asked, is_live=found.row.is_live), found
 
     def _run(self, connection: Connection, asked: Asked) -> Response:
         place, found = self._detail(connection, asked)
@@ -175,11 +187,21 @@ class Site:
         log = _log(found, groups=(group,) if group else (), newest=newest)
         return _page(run_page.events_page(place, found, log, group, page))
 
+    def _report(self, connection: Connection, asked: Asked) -> Response:
+        found = report(connection, asked.run, made_at=self._clock(), source=self._path.name)
+        if found is None:
+            raise NotFoundError(f"The store has no run {asked.run!r}.")
+        headers = {
+            "Content-Security-Policy": f"{found.policy}; frame-ancestors 'none'",
+            "Content-Disposition": f'attachment; filename="{report_name(asked.run)}"',
+        }
+        return Response(body=found.html.encode("utf-8", "replace"), headers={**HEADERS, **headers})
+
     def _row(self, connection: Connection, asked: Asked) -> tuple[Place, RunRow]:
         row = run_row(connection, asked.run)
         if row is None:
             raise NotFoundError(f"The store has no run {asked.run!r}.")
-        return _live(self._place, is_live=row.is_live), row
+        return self._place_of(asked, is_live=row.is_live), row
 
     def _tensors(self, connection: Connection, asked: Asked) -> Response:
         place, row = self._row(connection, asked)
@@ -191,8 +213,8 @@ class Site:
             name = choice.tensor or next((one["tensor"] for one in leaving if one["kind"] == choice.kind), None)
             if name is not None:
                 detail = tensor_detail(connection, row.run, choice.kind, choice.op, name)
-                history = tensor_history(connection, row.run, choice.kind, choice.op, name)
-                drawn = curve(history, CurveRequest(axis=Axis.ARRIVAL, smoothing=Smoothing.NONE, points=800))
+                request = CurveRequest(axis=Axis.ARRIVAL, smoothing=Smoothing.NONE, points=800)
+                drawn = tensor_curve(connection, row.run, detail, request)
         return _page(tensor_page.page(place, row, kinds, choice, detail=detail, curve=drawn, leaving=leaving))
 
     def _ranks(self, connection: Connection, asked: Asked) -> Response:
@@ -212,27 +234,37 @@ class Site:
         own = [each for each in listed if (each.attempt or 0) == (one.attempt or 0)]
         absent = unmeasured(connection, row.run, steps)
         shown = first_of_each(own)[: incident_page.SHOWN]
-        return _page(incident_page.page(place, row, one, shown, total=len(own), not_measured=absent))
+        keys = [each.key for each in sorted(found, key=lambda each: (each.attempt or 0, each.step or 0, each.key))]
+        at = keys.index(one.key)
+        beside = (keys[at - 1] if at else None, next(iter(keys[at + 1 :]), None))
+        return _page(incident_page.page(place, row, one, shown, total=len(own), not_measured=absent, beside=beside))
 
     def _compare(self, connection: Connection, asked: Asked) -> Response:
-        a, b = asked.query.get("a") or asked.query.get("run"), asked.query.get("b")
-        if not a or not b:
-            others = [row["run"] for row in known_runs(connection)][:1000]
-            return _page(compare_page.choose_page(self._place, a, sorted(others)))
-        found = compare(connection, a, b)
+        sides = compared_sides(asked)
+        if not sides and asked.query.get("run"):
+            sides = [Side(letter=LETTERS[0], run=asked.query["run"])]
+        if len(sides) < 2 or asked.query.get("add"):
+            others = sorted(row["run"] for row in known_runs(connection))[:1000]
+            return _page(compare_page.choose_page(self._place, sides, others))
+        found = compare(connection, sides)
         if found is None:
-            raise NotFoundError(f"The store does not have both runs {a!r} and {b!r}.")
-        curves = [both_curves(connection, a, b, name, CurveRequest(points=800)) for name in compare_page.CHARTS]
-        return _page(compare_page.page(self._place, found, curves))
+            names = " and ".join(repr(side.run) for side in sides)
+            raise NotFoundError(f"The store does not have the runs {names}.")
+        choice = chart_choice(asked)
+        curves: dict[str, Curve] = {}
+        for name in (LOSS, DIFFERENCE, *SCALARS[1:]):
+            histories = [
+                one.histories.get(LOSS if name == DIFFERENCE else name) or nothing(name) for one in found.sides
+            ]
+            drawn = compared_curve(sides, histories, name, _smaller(choice.request))
+            curves |= {name: drawn} if drawn.rows else {}
+        place = self._place_of(asked, is_live=any(one.detail.row.is_live for one in found.sides))
+        return _page(compare_page.page(place, found, choice, curves))
 
 
 def _log(found: RunDetail, groups: Sequence[Group] = (), newest: int = NEWEST) -> EventLog:
     others = [found.history(GRAD_NORM)]
     return event_log(found.lines, found.history(LOSS), others, found.history(EVAL_LOSS), groups=groups, newest=newest)
-
-
-def _live(place: Place, *, is_live: bool) -> Place:
-    return Place(base=place.base, assets=place.assets, has_service=place.has_service, is_live=is_live)
 
 
 def _page(html: str) -> Response:

@@ -90,6 +90,7 @@ def _collect(
     with child(serve, folder / "service.log", {}) as service:
         url = _wait_for_service(folder / "service.log", service)
         console.print(f"{'service':<14}{url}  (log: {folder / 'service.log'})")
+        console.print(f"{'page':<14}{url}/runs/{RUN}  (live until the demo ends)")
         with _run_prometheus(console, folder, url, receiver) as senders:
             environment = {"RANKSCOPE_INGEST_URL": url, "RANKSCOPE_RUN": RUN, "OMP_NUM_THREADS": "1"}
             environment["RANKSCOPE_SPOOL_DIR"] = str((folder / "rankscope-records").absolute())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -20,10 +21,15 @@ def view(
     ] = Path("history"),
     listen: Annotated[
         str,
-        typer.Option(help="Listen address, host:port; port 0 selects a free port. It needs no token."),
+        typer.Option(
+            help="Listen address, host:port; port 0 selects a free port. Beyond loopback, readers need the token."
+        ),
     ] = "127.0.0.1:0",
 ) -> None:
     """Show the runs of a store as web pages, until Ctrl-C. The pages follow a store that a service writes.
+
+    On loopback, the pages need no token. At an address that other machines reach, the token must be in RANKSCOPE_TOKEN
+    or in the file named by RANKSCOPE_TOKEN_FILE; a browser asks for it as password.
 
     [bold]Example[/bold]: rankscope view history
     """
@@ -38,12 +44,15 @@ def view(
     from rankscope_storage.base.errors import StoreError
     from rankscope_storage.connection import connect
 
+    def ready(url: str) -> None:
+        print(f"pages of {store}: {url}", flush=True)
+
     with readable_store(store) as folder:
         try:
             connect(folder).close()
         except StoreError as error:
             raise CommandError(str(error)) from error
         try:
-            asyncio.run(serve_pages(folder, listen, on_ready=lambda url: print(f"pages of {store}: {url}", flush=True)))
+            asyncio.run(serve_pages(folder, listen, environment=os.environ, on_ready=ready))
         except IngestError as error:
             raise CommandError(str(error)) from error

@@ -15,7 +15,9 @@ from rich.console import Console
 
 from rankscope.base.open_store import open_store
 from rankscope.demo.checks import ExpectedRun, Query, checks, delays
+from rankscope.demo.page import show_page
 from rankscope.demo.receiver import Alert
+from rankscope.output.report_file import make_report
 from rankscope.output.rows import columns, print_table
 from rankscope.output.summary_text import SHOWN, TextFormat, anomaly_table, summary_text
 from rankscope.up.executables import ALERTMANAGER, PROMETHEUS
@@ -69,6 +71,7 @@ def _options(store: Path, service_url: str, webhook_url: str) -> UpOptions:
 
 
 STORE: Final = "history"
+PAGE: Final = "report.html"
 
 STATEMENTS: Final = (
     (
@@ -130,6 +133,7 @@ def report(console: Console, folder: Path, expected: ExpectedRun, alerts: Sequen
         _print_delays(console, expected, query, alerts)
         _heading(console, "Checks")
         outcome = list(checks(expected, query, alerts))
+        page = make_report(connection, expected.run, str(store)).write(folder / PAGE, expected.run)
     for check in outcome:
         console.print(
             f"{'ok  ' if check.holds else 'FAIL'}  {check.text}", markup=False, style=None if check.holds else "red"
@@ -137,6 +141,8 @@ def report(console: Console, folder: Path, expected: ExpectedRun, alerts: Sequen
     _heading(console, "Next steps")
     for line in _next_steps(folder, store):
         console.print(line, markup=False, soft_wrap=True)
+    console.print()
+    show_page(console, page, store)
     return all(check.holds for check in outcome)
 
 

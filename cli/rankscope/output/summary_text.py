@@ -49,10 +49,16 @@ def summary_text(found: Summary, form: TextFormat) -> str:
         for section in sections(found):
             lines += ["", f"## {section.title.capitalize()}", "", *markdown_table(("", ""), section.rows)]
         return "\n".join(lines) + "\n"
-    lines = [RULE, printable(title(found)), RULE]
-    for section in sections(found):
-        lines += [section.title, *(f"  {printable(key)}: {printable(text)}" for key, text in section.rows)]
-    return "\n".join([*lines, RULE]) + "\n"
+    return "\n".join([*lines_of(title(found), [(section.title, section.rows) for section in sections(found)]), ""])
+
+
+def lines_of(title: str, sections: Iterable[tuple[str, Iterable[tuple[str, str]]]]) -> Iterator[str]:
+    """Yield the lines of a summary, from the title and the rows of each section."""
+    yield from (RULE, printable(title), RULE)
+    for name, rows in sections:
+        yield name
+        yield from (f"  {printable(key)}: {printable(text)}" for key, text in rows)
+    yield RULE
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

@@ -25,7 +25,7 @@ from rankscope_exporter.adapters import Framework, Stage
 from rankscope_exporter.api.owner import Owner
 from rankscope_exporter.api.phase import OpenPhases, Phase, opaque
 from rankscope_exporter.api.session import Session
-from rankscope_exporter.api.session_end import SessionEnd, note_other_monitors
+from rankscope_exporter.api.session_end import EndedRun, SessionEnd, note_other_monitors
 from rankscope_exporter.api.session_factory import Optimizers, attached
 from rankscope_exporter.base.copies import CopiesDoNothing
 from rankscope_exporter.base.errors import ErrorBoundary
@@ -316,6 +316,11 @@ class Monitor(CopiesDoNothing):
     def run(self) -> str | None:
         """The name of the run; None if not attached."""
         return self._session.identity.run if self._session is not None else None
+
+    @property
+    def ended(self) -> EndedRun | None:
+        """The place of the records after the end of the run; None before."""
+        return None if self._session_end is None else self._session_end.ended
 
     @property
     def address(self) -> str | None:

@@ -326,10 +326,10 @@ class Session:
         )
         self.current_step.publish_event(lifecycle.exit_event(reason, error, last_step))
 
-    def drain(self, deadline: float, wait_seconds: float) -> None:
+    def drain(self, deadline: float, wait_seconds: float) -> int:
         """Publish the remaining records, and wait until the service has committed them, but not after `deadline`.
 
-        Records that the service has not committed by then are reported.
+        Records that the service has not committed by then are reported. Return their number.
         """
         left_seconds = max(PUBLISH_SECONDS, deadline - time.monotonic())
         self._boundary.call("detach()", self.step_observers.collectives.stop, left_seconds)
@@ -340,6 +340,7 @@ class Session:
             self.notices.say(f"{self.channel.service_url} did not commit {left} records within {wait_seconds:g} s")
         if left:
             self.notices.uncommitted(left, self.channel.persistence, self.config.serve)
+        return left
 
     # Sampling.
 

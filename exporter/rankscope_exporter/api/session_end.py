@@ -10,6 +10,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from torch import nn
@@ -29,6 +31,18 @@ _SECOND_MONITOR: Final = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedRun:
+    """The place of the records of a run after the end of its monitor."""
+
+    run: str
+    rank: int
+    source: str | None
+    """The URL of the service, or the folder with the records of ranks; None if no file has the records."""
+    is_stored: bool
+    """True if the service has committed all records of this rank, or if the folder contains them."""
+
+
 class SessionEnd:
     """Ends the session of one attached monitor exactly once.
 
@@ -38,6 +52,7 @@ class SessionEnd:
     def __init__(self, session: Session, owner: Owner, boundary: ErrorBoundary, total_steps: int | None) -> None:
         self.session: Session | None = session
         """The session; None after its end has begun, and in a forked child."""
+        self.ended: EndedRun | None = None
         self._exit_wait_seconds = session.config.exit_wait_seconds
         self._boundary = boundary
         self._total_steps = total_steps
@@ -103,10 +118,12 @@ class SessionEnd:
         return NotCopied(lambda: self._finish_serving(session, deadline, wait_seconds))
 
     def _finish_serving(self, session: Session, deadline: float, wait_seconds: float) -> None:
-        self._boundary.call("end of training", session.drain, deadline, wait_seconds)
+        left = self._boundary.call("end of training", session.drain, deadline, wait_seconds)
+        folder = session.channel.persistence.folder
         self._callback.last = None
         self._boundary.call("detach()", session.change_sources.stop)
         self._boundary.call("closing", session.channel.close)
+        self.ended = _ended_run(session, left, folder)
         # Not earlier: a process that another thread forks meanwhile must release sockets and locks.
         self._ending = None
         self._boundary.call("detach()", stop_signals.uninstall, self)
@@ -144,6 +161,14 @@ class SessionEnd:
         else:
             self._thread = OwnThread(target=self.end_of_process, args=(ExitReason.UNKNOWN, None), name="rankscope-end")
             self._thread.start()
+
+
+def _ended_run(session: Session, left: int | None, folder: str | None) -> EndedRun:
+    """Return the place of the records, of which the service has not committed `left`. None is an unknown number."""
+    url = session.channel.service_url
+    root = None if folder is None else str(Path(folder).parent.absolute())
+    is_stored = left == 0 if url else root is not None
+    return EndedRun(run=session.identity.run, rank=session.identity.rank, source=url or root, is_stored=is_stored)
 
 
 def note_other_monitors(session: Session) -> None:

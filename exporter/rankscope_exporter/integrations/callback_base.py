@@ -17,6 +17,7 @@ from rankscope_exporter.base.copies import CopiesDoNothing
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.config.resolve import Given
+from rankscope_exporter.integrations.end_report import ReportChoice, start_report
 
 
 class CallbackBase(CopiesDoNothing):
@@ -28,8 +29,9 @@ class CallbackBase(CopiesDoNothing):
     training.
     """
 
-    def __init__(self, config: Given) -> None:
+    def __init__(self, config: Given, *, report: ReportChoice = False) -> None:
         self._config = Monitor(config).config
+        self._report = report
         self._boundary = ErrorBoundary()
         self.monitor: Monitor | None = None
         self._phase: AbstractContextManager[Any] | None = None
@@ -88,8 +90,11 @@ class CallbackBase(CopiesDoNothing):
         """
         self.leave_phase()
         monitor, self.monitor = self.monitor, None
-        if monitor is not None:
-            monitor.__exit__(type(error) if error is not None else None, error, None)
+        if monitor is None:
+            return
+        monitor.__exit__(type(error) if error is not None else None, error, None)
+        if error is None and self._report is not False:
+            self._boundary.call("report", start_report, monitor, self._report)
 
     def log(self, step: int | None, values: Mapping[str, Any]) -> None:
         """Log those entries of `values` that are numbers, for step number `step`."""

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from rankscope_exporter.base.copies import CopiesDoNothing
 from rankscope_exporter.config.resolve import Given
 from rankscope_exporter.integrations.callback_base import CallbackBase
+from rankscope_exporter.integrations.end_report import ReportChoice
 from rankscope_exporter.model.module_names import defines_forward
 
 _NOTED_BY_THE_MONITOR = frozenset({"learning_rate"})  # per parameter group
@@ -28,12 +29,13 @@ class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,
     since its previous log. A copy of the callback, also a pickled one, does nothing.
     """
 
-    def __init__(self, config: Given = None) -> None:
+    def __init__(self, config: Given = None, *, report: ReportChoice = True) -> None:
         """Check the configuration; `config` has the same forms as the argument of Monitor.
 
-        Raises ConfigError if it is invalid.
+        After the training, rank 0 makes a report of the run in a child process: `report` is its path, True for a file
+        in the folder `rankscope-reports`, or False for none. Raises ConfigError if the configuration is invalid.
         """
-        self._attended = CallbackBase(config)
+        self._attended = CallbackBase(config, report=report)
         self._tokens_seen = 0
 
     def on_train_begin(

@@ -14,6 +14,7 @@ from rankscope_exporter.base.copies import CopiesDoNothing
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.config.resolve import Given
 from rankscope_exporter.integrations.callback_base import CallbackBase
+from rankscope_exporter.integrations.end_report import ReportChoice
 
 
 class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-ignore]  # lightning may be missing where types are checked
@@ -23,12 +24,13 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
     manual optimization, a step is one batch, because a module may use several optimizers for one batch.
     """
 
-    def __init__(self, config: Given = None) -> None:
+    def __init__(self, config: Given = None, *, report: ReportChoice = True) -> None:
         """Check the configuration; `config` has the same forms as the argument of Monitor.
 
-        Raises ConfigError if it is invalid.
+        After the training, rank 0 makes a report of the run in a child process: `report` is its path, True for a file
+        in the folder `rankscope-reports`, or False for none. Raises ConfigError if the configuration is invalid.
         """
-        self._attended = CallbackBase(config)
+        self._attended = CallbackBase(config, report=report)
         self._announced: Announced | None = None
         self._updates = 0
         self._before_evaluation: set[str] = set()

@@ -32,10 +32,12 @@ _TORCH_LIBRARIES: Final = ("libtorch_cpu.so", "libtorch_cpu.dylib")
 
 
 class OwnThread(threading.Thread):
-    """A daemon thread of the monitor, in which torch uses one CPU thread."""
+    """A thread of the monitor, in which torch uses one CPU thread. It is a daemon unless `daemon` is False."""
 
-    def __init__(self, *, target: Callable[..., object], name: str, args: tuple[Any, ...] = ()) -> None:
-        super().__init__(target=target, name=name, args=args, daemon=True)
+    def __init__(
+        self, *, target: Callable[..., object], name: str, args: tuple[Any, ...] = (), daemon: bool = True
+    ) -> None:
+        super().__init__(target=target, name=name, args=args, daemon=daemon)
         self._clock: int | None = None
         self._spent: float | None = None  # after the end of the thread
 

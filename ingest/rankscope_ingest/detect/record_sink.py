@@ -123,6 +123,7 @@ class RecordSink:
         monitor.metrics.fired(key[0], rank, firings(events))
         monitor.runs.stepped(key, rank, body.last_step, now, target.incarnation)
         scalars = body.nested.get("scalars")
+        monitor.tails.add(body)
         monitor.meter(key).observe(rank, scalars and scalars.columns, body.last_ts, body.last_step)
         for symptom in first_causes:
             if monitor.incidents.observe(symptom, now) is not None:

@@ -32,6 +32,7 @@ from rankscope_ingest.pipeline.batcher import Batcher, PendingBatch
 from rankscope_ingest.record_channel.admission import PollBudget
 from rankscope_ingest.recovery.lost_records import LostRecords
 from rankscope_ingest.recovery.orphan_spools import register_orphan
+from rankscope_ingest.reporting.live_tail import LiveTails
 from rankscope_ingest.reporting.progress import RunMeter, RunProgress, run_progress
 from rankscope_ingest.reporting.rows import Row, Stamp, Versions, incident_row, launch_row
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
@@ -93,6 +94,7 @@ class RunMonitor:
         )
         self.metrics = metrics
         self.poll_now = poll_now
+        self.tails = LiveTails(lambda run: poll_now(run, None))
         self.clock = clock
         self.wall = wall
         self.versions = Versions(self.stamp, history.run_starts)

@@ -32,6 +32,9 @@ _FAST_SHARE: Final = 0.25  # of the interval, while the ring is more than half f
 _CALM_FILL: Final = 0.25  # up to this ring fill, the interval may be longer
 _CALM_POLLS: Final = 2.5  # factor of the longer interval
 _CALM_SHARE: Final = 0.5  # of the flush interval, its upper limit: ranks learn of a commit at their next poll
+_VIEWED_SECONDS: Final = 1.5
+"""Longest interval of polls of a run of which a page is open: its values must be on the page within 3 s."""
+
 _GROUP_SIZE: Final = 32
 """Number of targets in a group that is polled at the same time.
 
@@ -118,6 +121,7 @@ class Pace:
     max_backoff_seconds: float
     flush_after_seconds: float = 0.0
     targets: Callable[[], int] = lambda: 1
+    is_viewed: Callable[[str], bool] = lambda _: False  # whether a page of a run is open
 
     def offset(self, incarnation: str, interval: float) -> float:
         """Return the time in seconds from the beginning of each poll interval to the regular poll of the target.
@@ -139,7 +143,9 @@ class Pace:
         if target.ring_fill > 0.5:
             return self.poll_seconds * _FAST_SHARE
         interval = self.poll_seconds
-        if target.health is Health.UP and target.cursor >= 0 and target.ring_fill <= _CALM_FILL:
+        if self.is_viewed(target.registration.run):
+            interval = min(interval, _VIEWED_SECONDS)
+        elif target.health is Health.UP and target.cursor >= 0 and target.ring_fill <= _CALM_FILL:
             interval = max(interval, min(_CALM_POLLS * interval, _CALM_SHARE * self.flush_after_seconds))
         return interval - (now - self.offset(target.incarnation, interval)) % interval
 

@@ -59,6 +59,7 @@ class Polling:
             max_backoff_seconds=config.ingest.max_backoff_seconds,
             flush_after_seconds=config.ingest.flush_after_seconds,
             targets=lambda: len(self.pollers),
+            is_viewed=monitor.tails.is_viewed,
         )
         self.spools = Spools(config.spool.folders, fetcher)
         sink, plans = RecordSink(monitor), PlanCache()

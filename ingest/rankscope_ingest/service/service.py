@@ -103,6 +103,10 @@ class Service:
             faults=self._faults,
         )
 
+        section = config.service
+        site = Site(Path(config.store.path), base=section.base_path, has_service=True)
+        self._pages = Pages(site, section.base_path, alarms=lambda: alarms(self._api), tails=self._monitor.tails)
+
     async def serve(
         self,
         stop: asyncio.Event,
@@ -184,6 +188,7 @@ class Service:
         self._polling.poll_now(run, rank)
 
     def _on_commit(self, batch: PendingBatch, commit: Commit) -> None:
+        self._pages.committed(commit.version, commit.rows.keys())
         for target in self._monitor.committed(batch, commit.rows, commit.seconds):
             self._polling.poke(target.incarnation)
 
@@ -238,10 +243,8 @@ class Service:
     @contextlib.asynccontextmanager
     async def _listening(self) -> AsyncIterator[None]:
         section = self._config.service
-        site = Site(Path(self._config.store.path), base=section.base_path, has_service=True)
-        pages = Pages(site, section.base_path, alarms=lambda: alarms(self._api))
         names = own_names(section)
-        application = make_application(self._api, pages, self._config.token, names, is_guarded=section.is_guarded)
+        application = make_application(self._api, self._pages, self._config.token, names, is_guarded=section.is_guarded)
         runner = web.AppRunner(application, access_log=None, handle_signals=False)
         await runner.setup()
         try:

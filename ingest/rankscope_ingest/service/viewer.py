@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from aiohttp import web
 
-from rankscope_ingest.base.config import ServiceSection
+from rankscope_ingest.base.config import is_loopback, split_address
+from rankscope_ingest.base.config_file import load_config
 from rankscope_ingest.http.pages import Pages
 from rankscope_ingest.http.routes import errors_as_text
-from rankscope_ingest.network.auth import own_names, refuse_web_pages
+from rankscope_ingest.network.auth import own_names, refuse_web_pages, token_guard
 from rankscope_ingest.network.sockets import bind
 from rankscope_view.site import Site
 
 
-async def serve_pages(store: Path, listen: str, *, on_ready: Callable[[str], None]) -> None:
+async def serve_pages(
+    store: Path, listen: str, *, environment: Mapping[str, str], on_ready: Callable[[str], None]
+) -> None:
     """Serve the pages of `store` at `listen` until the task is cancelled. `on_ready` receives the address.
 
-    Raises ServiceError if the address cannot be used.
+    Other machines need the token in `environment`; processes on this machine need none. Raises ServiceError if the
+    address cannot be used, and ConfigError if other machines can reach it and there is no token.
     """
-    section = ServiceSection(listen=listen)
-    application = web.Application(middlewares=[errors_as_text, refuse_web_pages(own_names(section))])
+    is_local = is_loopback(split_address(listen)[0])
+    settings = {"store.path": str(store), "service.listen": listen}
+    config = load_config(None, settings, environment={} if is_local else environment)
+    section = config.service
+    guards = [errors_as_text, token_guard(config.token), refuse_web_pages(own_names(section))]
+    application = web.Application(middlewares=guards)
     Pages(Site(store)).add_to(application)
     runner = web.AppRunner(application, access_log=None, handle_signals=False, shutdown_timeout=1.0)
     await runner.setup()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Never, Self, TypeVar
 
@@ -31,6 +31,7 @@ from rankscope_storage.connection.pool import (
 from rankscope_storage.connection.view_binding import BoundViews
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.snapshot import FileFilter, Snapshot
+from rankscope_storage.query.column_scan import RowGroups, row_groups
 from rankscope_storage.query.statements import check_selects, only_selects
 from rankscope_storage.sql.views import files_select
 
@@ -157,6 +158,15 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
         """
         self._refresh()
         return f"({files_select(dataset, self._snapshot.paths(FileFilter(dataset, run, steps, times)))})"
+
+    def row_groups(
+        self, dataset: str, run: str, equal: Mapping[str, Sequence[Any]], others: Collection[str] = ()
+    ) -> RowGroups:
+        """Return the row groups of `dataset` that can contain rows of `run` with one of the values in `equal`.
+
+        Their columns are read without SQL, see `rankscope_storage.query.column_scan`.
+        """
+        return row_groups(self.files(dataset, run=run), dataset, equal, others)
 
     def snapshot(self) -> Connection:
         """Return another connection that is pinned to the newest version, so that all its queries read the same rows.

@@ -25,11 +25,13 @@ from tests.exporter.sinks.records import FINITE, entry, identity, record
 
 import rankscope
 import rankscope_exporter
+from rankscope.reports import OpenedRun
 from rankscope_contract.model.events import Event
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_contract.security.web_config import TlsServer, WebConfig
 from rankscope_exporter import Anomaly, CaptureConfig, ConfigError, Monitor, MonitorConfig, RankscopeError, ServeConfig
+from rankscope_exporter.api.attachment import EndedRun
 from rankscope_exporter.api.phase import OpenPhases, Phase
 from rankscope_exporter.base.copies import CopiesDoNothing
 from rankscope_exporter.base.errors import CountError
@@ -57,6 +59,7 @@ DATA: dict[type[Any], Factory] = {
     AnomalyNan: lambda _: AnomalyNan(threshold=3.0),
     AnomalyTurbulence: lambda _: AnomalyTurbulence(threshold=3.0),
     CaptureConfig: lambda _: CaptureConfig(steps=3),
+    EndedRun: lambda _: EndedRun(run="r", rank=0, source="records", is_stored=True),
     Event: lambda _: EVENT,
     FlopCount: lambda _: FlopCount(1e9, tokens=3, samples=2, unknown=("aten::sort",)),
     HardwareConfig: lambda _: HardwareConfig(),
@@ -143,6 +146,7 @@ LIVE: dict[type[Any], Factory] = {
 }
 ELSEWHERE = {
     Connection: "tests/storage/connection/test_connection.py",
+    OpenedRun: "tests/cli/test_report.py",
 }
 ABSTRACT = {Sink, CopiesDoNothing, OpenPhases}
 """Base classes of the classes above, and a part of the monitor."""
@@ -169,7 +173,8 @@ def ours(hint: Any) -> Iterator[type[Any]]:
 def returned(found: Any) -> Iterator[type[Any]]:
     """Yield the classes that public functions, methods, properties and fields return."""
     if not inspect.isclass(found):
-        yield from ours(typing.get_type_hints(found).get("return"))
+        # A reader of a store imports the monitor only for its type hints.
+        yield from ours(typing.get_type_hints(found, localns={"Monitor": Monitor}).get("return"))
         return
     if is_dataclass(found):
         for hint in typing.get_type_hints(found).values():
@@ -190,7 +195,7 @@ def public_classes() -> set[type[Any]]:
     while waiting:
         item = waiting.pop()
         new = set(returned(item)) | ({item} if inspect.isclass(item) else set())
-        waiting += [kind for kind in new - found if kind is not item]
+        waiting += [kind for kind in new - found - {*ELSEWHERE} if kind is not item]
         found |= new
     return {kind for kind in found if not (issubclass(kind, str) or getattr(kind, "_is_protocol", False))}
 
@@ -279,6 +284,7 @@ NOTHING: Mapping[str, Any] = {
     "dump_stacks": None,
     "end_of_process": None,
     "end_step": None,
+    "ended": None,
     "event": None,
     "faults": 0,
     "is_copy": True,
@@ -314,6 +320,14 @@ def test_every_method_of_a_copied_monitor_has_no_effect(way, request):
     assert () == objects["sink"].rows()
     assert set(threading.enumerate()) <= threads
     assert before == (monitor.address, monitor.run)
+
+
+@pytest.mark.parametrize("kind", CALLBACKS, ids=lambda kind: kind.__module__.rpartition(".")[2])
+def test_callback_makes_a_report_unless_it_is_turned_off(kind):
+    """Here, because only this file and the long tests of trainers import all trainers."""
+    choices = [kind(QUIET), kind(QUIET, report=False), kind(QUIET, report="end.html")]
+
+    assert [True, False, "end.html"] == [callback._attended._report for callback in choices]
 
 
 def test_attach_of_a_copy_is_logged_and_has_no_effect(request, caplog):

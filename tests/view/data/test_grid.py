@@ -9,8 +9,9 @@ from tests.view.training import append, rows
 
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
-from rankscope_view.data import grid
-from rankscope_view.data.grid import GridRequest, natural, tensor_grid
+from rankscope_view.data import cells, grid
+from rankscope_view.data.cells import CellQuery, Window, find_groups, read_cells, sampled_columns
+from rankscope_view.data.grid import Grid, GridRequest, Order, cell_value, natural, tensor_grid
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +35,18 @@ def many(tmp_path_factory):
         yield opened
 
 
+def holder(found: Grid, row: int) -> str:
+    return found.names[found.rows[row].holder]
+
+
 def test_pooled_rows_name_the_tensor_with_the_extreme(many):
     found = tensor_grid(many, "r", GridRequest(kind="grad_reduced"))
 
     assert (1250, 40) == found.cells.shape
-    assert ("layers.1700.weight", 2, 1700) == (found.rows[850].name, found.rows[850].tensors, found.rows[850].first)
+    assert ("layers.1700.weight", 2, 1700) == (holder(found, 850), found.rows[850].tensors, found.rows[850].first)
     assert found.cells[850, 20] == found.cells[found.cells <= grid.LEVELS].max()
-    assert grid.NOT_A_NUMBER == found.cells[1000, 30]
-    assert "layers.2001.weight" == found.rows[1000].name
+    assert cells.NOT_A_NUMBER == found.cells[1000, 30]
+    assert "layers.2001.weight" == holder(found, 1000)
     assert (1000, 30) == found.first_bad
 
 
@@ -50,14 +55,88 @@ def test_zoom_shows_single_tensors_and_steps(many):
 
     assert (20, 10) == found.cells.shape
     assert (15, 24) == (found.steps[0], found.last_steps[-1])
-    assert "layers.1700.weight" == found.rows[10].name
+    assert "layers.1700.weight" == holder(found, 10)
     assert "no pooling" in found.notice
 
 
 def test_worst_tensors_come_first(many):
-    found = tensor_grid(many, "r", GridRequest(kind="grad_reduced", worst_first=True, rows=(0, 2)))
+    found = tensor_grid(many, "r", GridRequest(kind="grad_reduced", order=Order.WORST, rows=(0, 2)))
 
-    assert ["layers.2001.weight", "layers.1700.weight"] == [row.name for row in found.rows]
+    assert ("layers.2001.weight", "layers.1700.weight") == found.names
+
+
+def test_rows_are_pooled_to_the_height_of_the_screen(many):
+    found = tensor_grid(many, "r", GridRequest(kind="grad_reduced", most_rows=100))
+
+    assert (100, 40) == found.cells.shape
+    assert "layers.1700.weight" == holder(found, 68)
+    assert 2500 == sum(row.tensors for row in found.rows) == len(found.names)
+
+
+@pytest.mark.parametrize(
+    ("column", "tensor", "value"), [(20, "layers.1700.weight", 500.0), (3, "layers.1699.weight", 1)]
+)
+def test_exact_value_of_a_pooled_cell_names_its_tensor(many, column, tensor, value):
+    names = tuple(f"layers.{number}.weight" for number in range(1699, 1703))
+    found = cell_value(many, "r", GridRequest(kind="grad_reduced", tensors=names), column)
+
+    assert (tensor, column, value) == (found.tensor, found.step, found.value)
+
+
+def test_nan_in_a_pooled_cell_has_priority(many):
+    found = cell_value(
+        many, "r", GridRequest(kind="grad_reduced", tensors=("layers.2000.weight", "layers.2001.weight")), 30
+    )
+
+    assert ("layers.2001.weight", 3) == (found.tensor, found.nans)
+
+
+@pytest.fixture(scope="module")
+def spread(tmp_path_factory):
+    """Return a connection to two parts of four layers on three ranks, two attempts, two kinds and an odd stride."""
+    folder = tmp_path_factory.mktemp("spread") / "store"
+    random = np.random.default_rng(3)
+    tables = []
+    for attempt, steps in ((0, range(0, 60, 3)), (1, range(45, 90, 3))):
+        for kind in ("grad_reduced", "param_after"):
+            for rank in range(3):
+                step = np.repeat(np.array(steps), 8)
+                names = [f"layers.{at // 2}.{('a', 'b')[at % 2]}.weight" for at in range(8)] * len(steps)
+                source = {"run": "r", "attempt": attempt, "rank": rank, "incarnation": f"{attempt}-{rank}", "seq": step}
+                norm, mean = np.exp(random.normal(0, 2, len(step))), random.normal(0, 1, len(step))
+                tables += [rows("tensor_stats", **source, step=step, kind=kind, tensor=names, norm=norm, mean=mean)]
+    with Store.open(folder, create=True).claim(owner="a test") as writer:
+        for table in tables:
+            append(writer, tensor_stats=table)
+    with connect(folder) as opened:
+        yield opened
+
+
+def test_tensors_are_grouped_by_layer_or_by_part(spread):
+    by = {order: tensor_grid(spread, "r", GridRequest(kind="grad_reduced", order=order)).names for order in Order}
+
+    assert ["layers.0.a.weight", "layers.0.b.weight", "layers.1.a.weight"] == list(by[Order.MODEL][:3])
+    assert ["layers.0.a.weight", "layers.1.a.weight", "layers.2.a.weight"] == list(by[Order.PART][:3])
+
+
+@pytest.mark.parametrize("op", ["norm", "mean"])
+@pytest.mark.parametrize("rank", [None, 2])
+def test_cells_equal_sql(spread, op, rank):
+    query = CellQuery(run="r", kind="grad_reduced", op=op, rank=rank, groups=find_groups(spread, "r", "grad_reduced"))
+    columns = sampled_columns(spread, query)
+    for width in (1, 4):
+        found = read_cells(query, Window(columns, 2, columns.count, width))
+        place = f"((CASE coalesce(attempt, 0) WHEN 0 THEN step // 3 ELSE (step - 45) // 3 + 20 END) - 2) // {width}"
+        own = "true" if rank is None else f"rank = {rank}"
+        expected = spread.query(
+            f"SELECT tensor, {place} AS place, min({op}) AS low, max({op}) AS high FROM tensor_stats "
+            f"WHERE kind = 'grad_reduced' AND {own} AND NOT (attempt = 0 AND step < 6) GROUP BY ALL"
+        ).to_pylist()
+
+        assert len(expected) == np.isfinite(found.high).sum()
+        for row in expected:
+            at = found.names.index(row["tensor"]), row["place"]
+            assert (row["low"], row["high"]) == (found.low[at], found.high[at])
 
 
 def test_unknown_run_has_an_empty_grid(many):

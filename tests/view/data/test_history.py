@@ -7,6 +7,7 @@ import pytest
 from tests.view.training import HOSTILE, MAIN
 
 from rankscope_view.data.history import main_labels, read_history
+from rankscope_view.data.raw_history import raw_histories
 
 VIEW = """\
 SELECT attempt, step, cumulative_step, value, lowest, highest, stands FROM scalar_history
@@ -19,8 +20,13 @@ def test_history_equals_the_view(connection, run, name):
     labels = main_labels(connection, run, [name]).get(name)
     expected = connection.query(VIEW, {"run": run, "name": name, "labels": labels})
 
-    found = read_history(connection, run, name, labels)
+    slow, fast = read_history(connection, run, name, labels), raw_histories(connection, run, [name])
+    for found in (slow, fast.get(name, slow)):
+        assert_equal(found, expected)
+    assert (name in fast) is bool(len(slow))
 
+
+def assert_equal(found, expected):
     columns = {"step": found.step, "cumulative_step": found.cumulative, "attempt": found.attempt}
     columns |= {"value": found.value, "lowest": found.lowest, "highest": found.highest, "stands": found.stands}
     for column, values in columns.items():

@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { keptOrder, nearest, placeLabel, readState, shown, stepSplits, tickLabel, valueRange, viridis, writeState } from "../../../view/rankscope_view/assets/logic.js";
+import { csv, expanded, keptOrder, nearest, placeLabel, readState, replaceState, shown, sliced, stepSplits, tickLabel, valueRange, viridis, writeState } from "../../../view/rankscope_view/assets/logic.js";
 
 const line = { label: null, x: [0, 1, 2, 3], step: [30, 10, 20, 30], value: [4, null, 2, 1], smoothed: [4, null, 3, 2], low: [], high: [] };
 const curve = { name: "loss", axis: "arrival", lines: [line], nonfinite: [], restarts: [1], rows: 4, buckets: 0, extent: [0, 3], bulk: [1, 2], notice: "" };
@@ -12,6 +12,11 @@ test("an address restores all choices", () => {
   assert.deepEqual({ axis: "arrival", smooth: "average", strength: 7, from: 1.5, to: 9, log: true, fit: true, tail: 4000 }, readState(search));
   assert.equal(search, writeState(readState(search)));
   assert.equal("", writeState(readState("")));
+});
+
+test("a zoom keeps the other parts of an address", () => {
+  const state = { ...readState(""), from: 3, to: 9 };
+  assert.equal("a=x+y&b=z&from=3&to=9", replaceState("a=x%20y&axis=time&b=z&from=1", state));
 });
 
 test("unknown choices are the default", () => {
@@ -46,4 +51,25 @@ test("live rows remain in their places and new ones come last", () => {
 
 test("the scale has the colours of viridis at its ends", () => {
   assert.deepEqual([[68, 1, 84], [253, 231, 37]], [viridis(-1), viridis(2)]);
+});
+
+const kept = { ...curve, axis: "step", lines: [{ label: null, x: [1, 2, 3, 4], step: null, value: [4, null, 2, 1], smoothed: [4, null, 3, 2], low: null, high: [5, null, 2, 1] }] };
+
+test("a curve of a report has the columns that it leaves out", () => {
+  const [whole, raw] = [true, false].map((isSmooth) => expanded(kept, isSmooth).lines[0]);
+  assert.deepEqual([[1, 2, 3, 4], [4, null, 2, 1], [5, null, 2, 1]], [whole.step, whole.low, whole.high]);
+  assert.deepEqual([[4, null, 3, 2], [null, null, null, null]], [whole.smoothed, raw.smoothed]);
+});
+
+test("a zoom window of a report has a point on each side and the range of its values", () => {
+  const whole = expanded(kept, true);
+  assert.equal(whole, sliced(whole, { from: null, to: null }));
+  const part = sliced(whole, { from: 2.5, to: 3.5 });
+  assert.deepEqual([[2, 3, 4], [1, 2]], [part.lines[0].x, part.bulk]);
+  assert.match(part.notice, /^2 points of the report in this window/);
+  assert.deepEqual([[[4]], null], [sliced(whole, { from: 8, to: 9 }).lines.map((one) => one.x), sliced(whole, { from: 1.9, to: 1.95 }).bulk && null]);
+});
+
+test("a curve of a report is saved as CSV", () => {
+  assert.deepEqual(["line,step,step,loss,smoothed,lowest,highest", "0,1,1,4,4,4,5", "0,2,2,,,,"], csv(expanded(kept, true)).split("\n").slice(0, 3));
 });

@@ -1,14 +1,31 @@
 // Behaviour of all pages: theme, keys, live updates; each page adds its own.
 import { Chart } from "./chart.js";
 import { follow, refresh } from "./live.js";
-import { readState, STRENGTH, writeState } from "./logic.js";
+import { forgetColours } from "./marks.js";
+import { keep, recall, setAddress } from "./memory.js";
+import { readState, replaceState, STRENGTH, writeState } from "./logic.js";
+import { showNewest } from "./newest.js";
+import { readCurve, sheet } from "./source.js";
+import { extended, merged } from "./tail.js";
 
 const base = document.body.dataset.base ?? "";
 const page = document.body.dataset.page ?? "";
 /** @type {Record<string, () => void>} */ const keys = {};
 /** @type {Record<string, string>} */ const words = { T: "change the theme", "?": "show the keys" };
+/** @type {Record<string, string>} Pages by the key behind `g`. */
+const PLACES = { r: "runs", o: "overview", t: "tensors", k: "ranks", i: "incidents", e: "events", c: "compare" };
+/** @type {Record<string, string>} */
+const CHART_KEYS = {
+  "← →": "in a chart: move the cursor, with Shift by ten",
+  "+ −": "in a chart: zoom around the cursor",
+  "< >": "in a chart: pan by half of its window",
+  drag: "in a chart: zoom; with Shift pan; a double click shows the whole range",
+};
+/** @type {Record<string, string>} */
+const MAP_KEYS = { "← → ↑ ↓": "in a heat map: move the cursor, with Shift by ten", Enter: "in a heat map: open the tensor, or zoom" };
 /** @type {(() => Promise<void>)[]} */ const updates = [() => refresh(location.href, true)];
-/** @type {(() => void)[]} */ const redraws = [];
+/** @type {((rows: import("./tail.js").Row[]) => void)[]} */ const extensions = [];
+/** @type {(() => void)[]} */ const redraws = [forgetColours];
 
 /** @param {string} id */
 const byId = (id) => document.getElementById(id);
@@ -27,19 +44,24 @@ function changeTheme() {
   const root = document.documentElement;
   const isDark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = isDark ? "light" : "dark";
-  localStorage.setItem("rankscope-theme", root.dataset.theme);
+  keep("theme", root.dataset.theme);
   redraws.forEach((redraw) => redraw());
 }
 
 function showKeys() {
   const dialog = document.createElement("dialog");
   const table = document.createElement("table");
-  for (const [key, word] of Object.entries(words)) {
-    const row = table.insertRow();
+  const row = (/** @type {string} */ key, /** @type {string} */ word) => {
+    const line = table.insertRow();
     const name = document.createElement("kbd");
     name.textContent = key;
-    row.insertCell().append(name);
-    row.insertCell().textContent = word;
+    line.insertCell().append(name);
+    line.insertCell().textContent = word;
+  };
+  for (const [key, word] of Object.entries(words)) row(key, word);
+  for (const [selector, list] of /** @type {[string, Record<string, string>][]} */ ([[".plot[data-chart]", CHART_KEYS], [".heat", MAP_KEYS]])) {
+    if (!document.querySelector(selector)) continue;
+    for (const [key, word] of Object.entries(list)) row(key, word);
   }
   const note = document.createElement("p");
   note.className = "dim";
@@ -51,31 +73,53 @@ function showKeys() {
   dialog.showModal();
 }
 
+/**
+ * Open the page behind a link, if there is one.
+ * @param {string} selector
+ */
+function go(selector) {
+  /** @type {HTMLAnchorElement | null} */ (document.querySelector(selector))?.click();
+}
+
 bind("T", "", changeTheme);
-bind("t", "", changeTheme);
 bind("?", "", showKeys);
+for (const [key, word] of Object.entries(PLACES)) {
+  if (document.querySelector(`[data-go=${key}]`)) words[`g ${key}`] = word;
+}
+if (document.querySelector("[data-go=i]")) {
+  // On other pages than that of an incident, the first and the last open one are the nearest.
+  const items = ".item[href*='/incidents/'], .list a[href*='/incidents/']";
+  const edge = (/** @type {number} */ at) => /** @type {HTMLAnchorElement | undefined} */ ([...document.querySelectorAll(items)].at(at))?.click();
+  const step = (/** @type {string} */ rel, /** @type {number} */ at) => (document.querySelector("a[rel=prev], a[rel=next]") ? go(`a[rel=${rel}]`) : edge(at));
+  bind("[", "previous incident", () => step("prev", -1));
+  bind("]", "next incident", () => step("next", 0));
+}
 byId("theme")?.addEventListener("click", changeTheme);
 byId("help")?.addEventListener("click", showKeys);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraws.forEach((redraw) => redraw()));
 
+let isGoing = false; // whether the key before was `g`
 document.addEventListener("keydown", (event) => {
   const target = /** @type {HTMLElement} */ (event.target);
   if (event.ctrlKey || event.metaKey || event.altKey || target.matches("input:not([type=checkbox]), select, textarea")) {
     if (event.key === "Escape") target.blur();
     return;
   }
-  const action = keys[event.key];
-  if (action && !document.querySelector("dialog")) {
-    action();
-    event.preventDefault();
-  }
+  if (document.querySelector("dialog")) return;
+  const action = isGoing ? PLACES[event.key] && (() => go(`[data-go=${event.key}]`)) : keys[event.key];
+  isGoing = event.key === "g" && !isGoing;
+  if (action) action();
+  if (action || isGoing) event.preventDefault();
 });
 
 if (page === "list") list();
 if (document.querySelector(".plot[data-chart]")) charts();
 if (byId("heat")) void import("./heat.js").then((heat) => heat.start(bind, updates, redraws));
 for (const button of document.querySelectorAll(".copy")) button.addEventListener("click", () => void copy(/** @type {HTMLElement} */ (button)));
-if (document.body.dataset.live) follow(async () => void (await Promise.all(updates.map((update) => update()))));
+if (document.body.dataset.live) {
+  const run = page === "run" ? (byId("run")?.dataset.run ?? "") : "";
+  follow(async () => void (await Promise.all(updates.map((update) => update()))), run, (rows) => extensions.forEach((extend) => extend(rows)));
+}
 
 /**
  * Copy the text of a button or of the element that it names.
@@ -151,8 +195,11 @@ function charts() {
   if (typeof uPlot === "undefined") return; // the charts of the server remain
   const holder = /** @type {HTMLElement} */ (byId("run") ?? byId("heat"));
   const run = holder.dataset.run ?? "";
-  let state = readState(location.search);
+  const usual = document.body.dataset.axis ?? "step";
+  let state = readState(location.search, usual);
   /** @type {Chart[]} */ const all = [];
+  /** @type {Map<Chart, import("./logic.js").Curve>} The curves as the server sent them. */ const loaded = new Map();
+  /** @type {import("./tail.js").Row[]} */ let tail = [];
   const zoom = (/** @type {number | null} */ from, /** @type {number | null} */ to) => set({ from, to });
 
   const draw = async (/** @type {Chart} */ chart) => {
@@ -161,22 +208,37 @@ function charts() {
     const query = new URLSearchParams(writeState(own));
     query.set("name", chart.options.name);
     query.set("markers", "1");
-    const { tensor, kind } = chart.box.dataset;
-    for (const [name, value] of Object.entries({ run, a: holder.dataset.a, b: holder.dataset.b, tensor, kind })) if (value) query.set(name, value);
-    const answer = await fetch(`${base}/data/${chart.options.compare ? "compare" : "curve"}?${query}`);
-    if (!answer.ok) throw new Error(String(answer.status));
-    const curve = await answer.json();
-    requestAnimationFrame(() => chart.show(curve, own));
+    const { tensor, kind, attempt } = chart.box.dataset;
+    for (const [name, value] of [...new URLSearchParams(holder.dataset.query), ...Object.entries({ run, tensor, kind, attempt })]) if (value) query.set(name, value);
+    const curve = await readCurve(`${base}/data/${chart.options.compare ? "compare" : "curve"}`, query, own);
+    if (chart.box.dataset.firsts) curve.markers = JSON.parse(chart.box.dataset.firsts).map((/** @type {[string, number]} */ [letter, step]) => ["incident", step, step, letter, true]);
+    loaded.set(chart, curve);
+    requestAnimationFrame(() => chart.show(extended(curve, tail, own), own));
     const notice = chart.box.parentElement?.querySelector(".notice");
     if (notice?.firstChild) notice.firstChild.textContent = `${curve.notice} · `;
   };
   const update = async () => void (await Promise.all(all.map(draw)));
 
+  /** Draw the rows that are not stored yet: all charts once, before the next picture of the screen. */
+  let isPlanned = false;
+  const extend = (/** @type {import("./tail.js").Row[]} */ rows) => {
+    tail = merged(tail, rows);
+    if (isPlanned || document.hidden) return;
+    isPlanned = true;
+    requestAnimationFrame(() => {
+      isPlanned = false;
+      for (const [chart, curve] of loaded) {
+        const own = windowOf(chart, state);
+        if (chart.box.offsetParent) chart.show(extended(curve, tail, own), own);
+      }
+      showNewest(tail);
+    });
+  };
+
   /** @param {Partial<import("./logic.js").State>} changes */
   function set(changes) {
     state = { ...state, ...changes };
-    const search = writeState(state);
-    history.replaceState(null, "", search ? `?${search}` : location.pathname);
+    setAddress(replaceState(location.search, state, usual));
     marks();
     void update();
   }
@@ -205,10 +267,10 @@ function charts() {
   }
   const more = /** @type {HTMLDetailsElement | null} */ (byId("more"));
   more?.addEventListener("toggle", () => {
-    localStorage.setItem("rankscope-more", more.open ? "1" : "");
+    keep("more", more.open ? "1" : "");
     void update();
   });
-  if (more && localStorage.getItem("rankscope-more")) more.open = true;
+  if (more && recall("more")) more.open = true;
   byId("toolbar")?.addEventListener("click", (event) => {
     const link = /** @type {HTMLElement} */ (event.target).closest("a");
     if (!link) return;
@@ -232,12 +294,16 @@ function charts() {
   bind("0", "whole range", () => zoom(null, null));
   bind("m", "more charts", () => more && (more.open = !more.open));
   addEventListener("popstate", () => {
-    state = readState(location.search);
+    state = readState(location.search, usual);
     marks();
     void update();
   });
   redraws.push(() => void update());
-  updates.push(update);
+  updates.push(async () => {
+    await update();
+    showNewest(tail);
+  });
+  extensions.push(extend);
   marks();
   void update();
 }
@@ -264,9 +330,9 @@ function menu(button, chart, run) {
   document.querySelector(".menu")?.remove();
   const box = document.createElement("div");
   box.className = "menu";
-  const sheet = document.createElement("a");
-  sheet.textContent = "CSV, all stored rows";
-  sheet.href = `${base}/data/curve.csv?${new URLSearchParams({ run, name: chart.options.name })}`;
+  const rows = document.createElement("a");
+  [rows.textContent, rows.href] = sheet(`${base}/data/curve.csv`, new URLSearchParams({ run, name: chart.options.name }), chart.curve);
+  rows.download = `${chart.options.name}.csv`;
   const picture = document.createElement("a");
   picture.textContent = "PNG, as drawn";
   picture.href = "#";
@@ -274,7 +340,7 @@ function menu(button, chart, run) {
     event.preventDefault();
     chart.picture();
   });
-  box.append(sheet, picture);
+  box.append(rows, picture);
   button.parentElement?.append(box);
   setTimeout(() => document.addEventListener("click", () => box.remove(), { once: true }));
 }

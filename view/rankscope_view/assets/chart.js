@@ -1,50 +1,15 @@
 // One chart of a curve: lines by uPlot; NaN ranges, restarts and markers are drawn over them.
-import { nearest, placeLabel, shown, stepSplits, tickLabel, valueRange } from "./logic.js";
+import { placeLabel, shown, stepSplits, tickLabel, valueAt, valueRange } from "./logic.js";
+import { clip, colour, dot, glyph, hatch, labelFont, lineAcross, triangle } from "./marks.js";
+import { bandsOf, isDrawn, seriesOf } from "./series.js";
 
 /** @typedef {import("./logic.js").Curve} Curve */
+/** @typedef {import("./series.js").Series} Series */
 /** @typedef {{name: string, log: boolean, fixed: boolean, zero: boolean, tensor?: boolean, compare?: boolean}} Options */
 
-const COLOURS = ["s1", "s2", "s3", "s4", "s5", "s6"];
 const LANE = 30;
-
-/**
- * Return a colour of the style sheet as the canvas needs it.
- * @param {string} name
- * @returns {string}
- */
-export function colour(name) {
-  const probe = document.createElement("i");
-  probe.style.color = `var(--${name})`;
-  document.body.append(probe);
-  const found = getComputedStyle(probe).color;
-  probe.remove();
-  return found;
-}
-
-/**
- * Return a pattern of diagonal stripes.
- * @param {CanvasRenderingContext2D} context
- * @param {string} front
- * @param {string} back
- * @returns {CanvasPattern | string}
- */
-export function hatch(context, front, back) {
-  const tile = document.createElement("canvas");
-  tile.width = tile.height = 8;
-  const inner = /** @type {CanvasRenderingContext2D} */ (tile.getContext("2d"));
-  if (back) {
-    inner.fillStyle = back;
-    inner.fillRect(0, 0, 8, 8);
-  }
-  inner.strokeStyle = front;
-  inner.lineWidth = 2;
-  for (const at of [-8, 0, 8]) {
-    inner.moveTo(at - 1, 9);
-    inner.lineTo(at + 9, -1);
-  }
-  inner.stroke();
-  return context.createPattern(tile, "repeat") ?? front;
-}
+/** @type {Record<string, {width: number, dash?: number[]}>} Width and dashes by style. */
+const STYLES = { edge: { width: 0 }, raw: { width: 1 }, main: { width: 1.8 }, other: { width: 1 }, baseline: { width: 1.5, dash: [8, 4] }, limit: { width: 1.2, dash: [2, 3] } };
 
 export class Chart {
   /**
@@ -60,6 +25,7 @@ export class Chart {
     this.onWhole = onWhole;
     this.legend = /** @type {HTMLElement | null} */ (box.parentElement?.querySelector(".legend") ?? null);
     /** @type {Curve | null} */ this.curve = null;
+    /** @type {Series[]} */ this.series = [];
     /** @type {any} */ this.plot = null;
     this.shape = "";
     box.addEventListener("keydown", (event) => this.key(event));
@@ -82,15 +48,16 @@ export class Chart {
    */
   show(curve, state) {
     this.curve = curve;
+    this.series = seriesOf(curve);
     const log = state.log || this.options.log;
     this.range = valueRange(curve, { log, fit: state.fit || this.options.fixed, zero: this.options.zero });
     const [low, high] = curve.extent ?? [0, 1];
     const margin = high > low ? 0 : Math.abs(low) * 0.5 || 1;
     this.window = [state.from ?? low - margin, state.to ?? high + margin];
-    const shape = [log, curve.axis, curve.lines.length, state.smooth, document.documentElement.dataset.theme].join();
+    const shape = [log, curve.axis, ...this.series.map((one) => one.style + one.colour), document.documentElement.dataset.theme].join();
     if (this.plot && this.shape === shape) {
-      this.plot.setData(this.data(curve), false);
       this.plot.batch(() => {
+        this.plot.setData(this.data(), false);
         this.plot.setScale("x", { min: this.window?.[0], max: this.window?.[1] });
         this.plot.setScale("y", { min: this.range?.[0], max: this.range?.[1] });
       });
@@ -98,47 +65,37 @@ export class Chart {
       this.shape = shape;
       this.plot?.destroy();
       this.box.replaceChildren();
-      this.plot = new uPlot(this.settings(curve, log), this.data(curve), this.box);
+      this.plot = new uPlot(this.settings(log), this.data(), this.box);
     }
     this.values(null);
   }
 
-  /** @param {Curve} curve */
-  data(curve) {
-    if (curve.lines.length === 1) {
-      const [line] = curve.lines;
-      return [line.x, line.low, line.high, line.value, line.smoothed];
-    }
-    if (!curve.lines.length) return [[], [], [], [], []];
-    const [x, ...rest] = uPlot.join(curve.lines.map((line) => [line.x, line.value, line.smoothed]));
-    return [x, ...rest];
+  /** Return one array of places and one of values for each series. */
+  data() {
+    const series = this.series;
+    if (series.every((one) => one.x === series[0].x)) return [series[0].x, ...series.map((one) => one.y)];
+    return uPlot.join(series.map((one) => [one.x, one.y]), series.map(() => [2, 2])); // 2: an absent value extends to places of other series
   }
 
-  /**
-   * @param {Curve} curve
-   * @param {boolean} log
-   */
-  settings(curve, log) {
+  /** @param {boolean} log */
+  settings(log) {
     const [text, grid] = [colour("text-3"), colour("grid")];
-    const font = `11px ${getComputedStyle(document.body).fontFamily}`;
+    const font = labelFont().replace(/^\S+/, "11px");
     const points = { show: (/** @type {any} */ _, /** @type {number} */ __, /** @type {number} */ first, /** @type {number} */ last) => last - first < 3 };
-    const pair = (/** @type {string} */ main, /** @type {string} */ raw) => [
-      { stroke: raw, width: 1, points, spanGaps: false },
-      { stroke: main, width: 1.8, points: { show: false }, spanGaps: false },
-    ];
-    const edge = { stroke: "transparent", width: 0, points: { show: false } };
-    const isSole = curve.lines.length <= 1;
-    const smooth = curve.lines.some((line) => line.smoothed.some((one) => one !== null));
-    const series = isSole
-      ? [{}, edge, edge, ...pair(colour("s1"), colour(smooth ? "raw" : "s1"))]
-      : [{}, ...curve.lines.flatMap((_, at) => pair(colour(COLOURS[at % 6]), smooth ? faded(COLOURS[at % 6]) : colour(COLOURS[at % 6])))];
+    const series = this.series.map(({ style, colour: name }) => ({
+      ...STYLES[style],
+      stroke: style === "edge" ? "transparent" : colour(style === "other" ? `${name}-faded` : name),
+      points: style === "raw" || this.options.name === "eval_loss" ? points : { show: false },
+      spanGaps: false,
+    }));
     const axis = { stroke: text, font, grid: { stroke: grid, width: 1 }, ticks: { show: false } };
-    const lane = this.options.name === "loss" && !this.options.compare ? LANE : 8;
+    const lane = this.options.name === "loss" ? LANE : 8;
+    const curve = /** @type {Curve} */ (this.curve);
     return {
       ...this.size(),
-      padding: [lane, this.isBelowMap() ? 80 : 8, 0, 0],
-      series,
-      bands: isSole ? [{ series: [2, 1], fill: colour("band") }] : [],
+      padding: [lane, this.isBelowMap() ? 80 : 18, 0, 0],
+      series: [{}, ...series],
+      bands: bandsOf(this.series).map(([upper, lower, name]) => ({ series: [upper + 1, lower + 1], fill: colour(name) })),
       scales: {
         x: { time: false, range: () => this.window },
         y: { distr: log ? 3 : 1, range: () => this.range },
@@ -151,7 +108,10 @@ export class Chart {
         sync: { key: "run" },
         drag: { x: true, y: false, setScale: false },
         points: { size: 6 },
-        bind: { dblclick: () => () => (this.onWhole(), null) },
+        bind: {
+          dblclick: () => () => (this.onWhole(), null),
+          mousedown: (/** @type {any} */ u, /** @type {any} */ _, /** @type {(event: MouseEvent) => void} */ select) => (/** @type {MouseEvent} */ event) => (event.shiftKey ? this.pan(u, event) : select(event), null),
+        },
       },
       hooks: {
         drawClear: [(/** @type {any} */ u) => this.under(u)],
@@ -180,6 +140,28 @@ export class Chart {
   }
 
   /**
+   * Move the window with the pointer until its button is released; then the server is asked for the new window.
+   * @param {any} u
+   * @param {MouseEvent} event
+   */
+  pan(u, event) {
+    const { min, max } = u.scales.x;
+    const perPixel = (max - min) / (u.bbox.width / devicePixelRatio);
+    const moved = (/** @type {MouseEvent} */ now) => (event.clientX - now.clientX) * perPixel;
+    const follow = (/** @type {MouseEvent} */ now) => {
+      this.window = [min + moved(now), max + moved(now)];
+      u.setScale("x", { min: this.window[0], max: this.window[1] });
+    };
+    const end = (/** @type {MouseEvent} */ now) => {
+      removeEventListener("mousemove", follow);
+      removeEventListener("mouseup", end);
+      if (moved(now)) this.onZoom(min + moved(now), max + moved(now));
+    };
+    addEventListener("mousemove", follow);
+    addEventListener("mouseup", end);
+  }
+
+  /**
    * Draw what is below the lines: ranges without finite values.
    * @param {any} u
    */
@@ -189,7 +171,7 @@ export class Chart {
     clip(context, u.bbox);
     for (const [first, last, word] of this.curve?.nonfinite ?? []) {
       const [left, right] = [first, last].map((at) => u.valToPos(at, "x", true));
-      context.fillStyle = hatch(context, colour("nan"), word.startsWith("Inf") ? colour("inf") : "");
+      context.fillStyle = hatch(context, "nan", word.startsWith("Inf") ? "inf" : "");
       context.globalAlpha = 0.75;
       context.fillRect(left - 1, u.bbox.top, Math.max(3, right - left + 2), u.bbox.height);
       context.globalAlpha = 1;
@@ -203,29 +185,42 @@ export class Chart {
    */
   over(u) {
     const context = u.ctx;
-    const ratio = devicePixelRatio;
     const curve = this.curve;
     if (!curve) return;
     context.save();
     const visible = (/** @type {number} */ x) => x >= u.scales.x.min && x <= u.scales.x.max;
-    for (const at of curve.restarts.filter(visible)) line(context, u, at, colour("stopping"), [4 * ratio, 3 * ratio], 1);
+    for (const at of curve.restarts.filter(visible)) lineAcross(u, at, "stopping", [4, 3], 1);
     for (const [group, x, , , isCritical] of curve.markers ?? []) {
       if (!visible(x)) continue;
-      if (group === "incident" && isCritical) line(context, u, x, colour("failed"), [], 0.3);
-      if (this.options.name === "loss" && !this.options.compare) glyph(context, group, u.valToPos(x, "x", true), u.bbox.top, ratio);
+      if (group === "incident" && isCritical) lineAcross(u, x, "failed", [], 0.3);
+      if (this.options.name === "loss") glyph(context, group, u.valToPos(x, "x", true), u.bbox.top);
     }
     this.edges(u);
-    context.font = `${11 * ratio}px ${getComputedStyle(document.body).fontFamily}`;
-    for (const [first, last, word] of curve.nonfinite.slice(0, 12)) {
+    for (const [x, value] of curve.firings ?? []) {
+      const y = value === null ? u.bbox.top + 3 * devicePixelRatio : Math.min(Math.max(u.valToPos(value, "y", true), u.bbox.top), u.bbox.top + u.bbox.height);
+      if (visible(x)) dot(context, u.valToPos(x, "x", true), y, "failed");
+    }
+    this.words(u, visible);
+    context.restore();
+  }
+
+  /**
+   * Write the label of each range without finite values next to it.
+   * @param {any} u
+   * @param {(x: number) => boolean} visible
+   */
+  words(u, visible) {
+    const context = u.ctx;
+    const ratio = devicePixelRatio;
+    context.font = labelFont();
+    context.fillStyle = colour("failed");
+    for (const [first, last, word] of this.curve?.nonfinite.slice(0, 12) ?? []) {
       if (!visible(first) && !visible(last)) continue;
       const right = u.valToPos(last, "x", true) + 5 * ratio;
-      const width = context.measureText(word).width;
-      const isInside = right + width < u.bbox.left + u.bbox.width;
-      context.fillStyle = colour("failed");
+      const isInside = right + context.measureText(word).width < u.bbox.left + u.bbox.width;
       context.textAlign = isInside ? "left" : "right";
       context.fillText(word, isInside ? right : u.valToPos(first, "x", true) - 5 * ratio, u.bbox.top + 16 * ratio);
     }
-    context.restore();
   }
 
   /**
@@ -238,16 +233,17 @@ export class Chart {
     const ratio = devicePixelRatio;
     context.fillStyle = colour("text-3");
     let last = -99;
-    for (const one of this.curve?.lines ?? []) {
-      one.value.forEach((value, at) => {
-        if (value === null || (value <= max && value >= min)) return;
-        const x = u.valToPos(one.x[at], "x", true);
-        if (x - last < 5 * ratio || x < u.bbox.left || x > u.bbox.left + u.bbox.width) return;
+    for (const { x: places, y: values, style } of this.series) {
+      if (style !== "raw") continue;
+      for (let at = 0; at < values.length; at += 1) {
+        const value = values[at];
+        if (value === null || (value <= max && value >= min)) continue;
+        const x = u.valToPos(places[at], "x", true);
+        if (x - last < 5 * ratio || x < u.bbox.left || x > u.bbox.left + u.bbox.width) continue;
         last = x;
-        const isAbove = value > max;
-        const y = isAbove ? u.bbox.top + 1 : u.bbox.top + u.bbox.height - 1;
-        triangle(context, x, y, 3 * ratio, isAbove ? 5 * ratio : -5 * ratio);
-      });
+        const y = value > max ? u.bbox.top + 1 : u.bbox.top + u.bbox.height - 1;
+        triangle(context, x, y, 3 * ratio, value > max ? 5 * ratio : -5 * ratio);
+      }
     }
   }
 
@@ -258,37 +254,40 @@ export class Chart {
   values(index) {
     const curve = this.curve;
     if (!this.legend || !curve) return;
-    const data = this.plot?.data ?? [[]];
-    const at = index ?? data[0].length - 1;
-    /** @type {[string, string, number | null | undefined][]} */
-    const found = [];
-    if (curve.lines.length <= 1) {
-      const smooth = data[4]?.some((/** @type {number | null} */ one) => one !== null);
-      if (curve.lines[0]?.high.some((one, row) => one !== null && one !== curve.lines[0].low[row])) found.push(["band", curve.buckets ? "lowest–highest" : "range of ranks", undefined]);
-      found.push([smooth ? "raw" : "s1", smooth ? "raw" : "value", data[3]?.[at]]);
-      if (smooth) found.push(["s1", "smoothed", data[4]?.[at]]);
-    } else {
-      curve.lines.forEach((one, row) => found.push([COLOURS[row % 6], one.label ?? "", one.value[nearest(one.x, data[0][at])]]));
-    }
-    const isBad = index !== null && index !== undefined && curve.nonfinite.some(([first, last]) => data[0][at] >= first && data[0][at] <= last);
-    const parts = found.slice(0, 6).map(([name, word, value]) => {
-      const part = document.createElement("span");
-      const mark = document.createElement("i");
-      mark.style.background = `var(--${name})`;
-      part.append(mark, word);
-      if (value !== undefined) {
-        const text = document.createElement("b");
-        text.textContent = value === null && isBad ? "NaN" : shown(value);
-        part.append(text);
-      }
-      return part;
-    });
-    if (index !== null && index !== undefined) {
+    const places = this.plot?.data[0] ?? [];
+    const isPointed = index !== null && index !== undefined;
+    const x = places[isPointed ? index : places.length - 1];
+    const isBad = isPointed && curve.nonfinite.some(([first, last]) => x >= first && x <= last);
+    const parts = this.entries().map(([mark, style, word, series]) => entry(mark, style, word, series ? valueAt(series, x) : undefined, isBad));
+    if (isPointed) {
       const place = document.createElement("span");
-      place.textContent = placeLabel(curve, data[0][at], 0);
+      place.textContent = placeLabel(curve, x, 0);
       parts.unshift(place);
     }
     this.legend.replaceChildren(...parts);
+  }
+
+  /**
+   * Return the entries of the legend: colour, style, word, and the series with the value.
+   * @returns {[string, string, string, Series | null][]}
+   */
+  entries() {
+    const curve = /** @type {Curve} */ (this.curve);
+    const drawn = this.series.filter((one) => one.style !== "edge" && isDrawn(one));
+    const others = drawn.filter((one) => one.style === "other");
+    /** @type {[string, string, string, Series | null][]} */ const found = [];
+    const [low, high] = this.series.filter((one) => one.style === "edge");
+    if (low && !others.length && high.y.some((one, at) => one !== null && one !== low.y[at])) found.push(["band", "wide", curve.buckets ? "lowest–highest" : "range of ranks", null]);
+    const several = curve.lines.some((line) => line.label && !line.role);
+    const smooth = drawn.some((one) => one.style === "main");
+    for (const one of drawn.filter(({ style }) => style !== "other")) {
+      if (several && smooth && one.style === "raw") continue;
+      const word = several || curve.lines[0]?.role ? one.label : one.style === "main" ? "smoothed" : smooth ? "raw" : "value";
+      found.push([one.colour, one.style, word, one]);
+    }
+    if (others.length) found.splice(1, 0, ["s6", "", `${others.length} other rank${others.length > 1 ? "s" : ""}`, null]);
+    if (curve.firings?.length) found.push(["failed", "disc", "fired", null]);
+    return found.slice(0, 8);
   }
 
   /** @param {KeyboardEvent} event */
@@ -297,15 +296,18 @@ export class Chart {
     if (!u || event.ctrlKey || event.metaKey || event.altKey) return;
     const step = event.shiftKey ? 10 : 1;
     const index = u.cursor.idx ?? u.data[0].length - 1;
+    const { min, max } = u.scales.x;
     if (event.key === "ArrowLeft" || event.key === "ArrowRight") {
       const next = Math.min(Math.max(index + (event.key === "ArrowLeft" ? -step : step), 0), u.data[0].length - 1);
       u.setCursor({ left: u.valToPos(u.data[0][next], "x"), top: u.bbox.height / 2 });
       event.preventDefault();
     } else if (event.key === "+" || event.key === "-") {
-      const { min, max } = u.scales.x;
       const centre = u.data[0][index] ?? (min + max) / 2;
       const factor = event.key === "+" ? 0.5 : 2;
       this.onZoom(centre - (centre - min) * factor, centre + (max - centre) * factor);
+    } else if (event.key === "<" || event.key === ">") {
+      const by = ((max - min) / 2) * (event.key === "<" ? -1 : 1);
+      this.onZoom(min + by, max + by);
     }
   }
 
@@ -322,6 +324,28 @@ export class Chart {
 }
 
 /**
+ * Return one entry of a legend.
+ * @param {string} name name of the colour
+ * @param {string} style
+ * @param {string} word
+ * @param {number | null | undefined} value undefined: an entry without a value
+ * @param {boolean} isBad whether an absent value is NaN
+ */
+function entry(name, style, word, value, isBad) {
+  const part = document.createElement("span");
+  const mark = document.createElement("i");
+  mark.className = style;
+  mark.style.color = `var(--${name.replace(/-faded$/, "")})`;
+  part.append(mark, word);
+  if (value !== undefined && style !== "limit" && style !== "baseline") {
+    const text = document.createElement("b");
+    text.textContent = value === null && isBad ? "NaN" : shown(value);
+    part.append(text);
+  }
+  return part;
+}
+
+/**
  * Return whether a tick of a logarithmic axis has a label: decades, and within two decades also 2 and 5.
  * @param {number} value
  * @param {number[]} range
@@ -331,96 +355,4 @@ function isLabelled(value, range) {
   const mantissa = value / 10 ** Math.floor(power + 1e-9);
   const isFine = range[1] / range[0] < 100;
   return [1, ...(isFine ? [2, 5] : [])].some((one) => Math.abs(mantissa - one) < 1e-6);
-}
-
-/**
- * Return a colour with a third of its weight.
- * @param {string} name
- */
-function faded(name) {
-  return colour(name).replace(/^rgb\((.*)\)$/, "rgba($1, 0.4)");
-}
-
-/**
- * @param {CanvasRenderingContext2D} context
- * @param {{left: number, top: number, width: number, height: number}} box
- */
-function clip(context, box) {
-  context.beginPath();
-  context.rect(box.left, box.top, box.width, box.height);
-  context.clip();
-}
-
-/**
- * @param {CanvasRenderingContext2D} context
- * @param {any} u
- * @param {number} at
- * @param {string} stroke
- * @param {number[]} dash
- * @param {number} alpha
- */
-function line(context, u, at, stroke, dash, alpha) {
-  const x = Math.round(u.valToPos(at, "x", true)) + 0.5;
-  context.globalAlpha = alpha;
-  context.strokeStyle = stroke;
-  context.lineWidth = devicePixelRatio;
-  context.setLineDash(dash);
-  context.beginPath();
-  context.moveTo(x, u.bbox.top);
-  context.lineTo(x, u.bbox.top + u.bbox.height);
-  context.stroke();
-  context.setLineDash([]);
-  context.globalAlpha = 1;
-}
-
-/**
- * @param {CanvasRenderingContext2D} context
- * @param {number} x
- * @param {number} y
- * @param {number} half
- * @param {number} height
- */
-function triangle(context, x, y, half, height) {
-  context.beginPath();
-  context.moveTo(x, y);
-  context.lineTo(x - half, y + height);
-  context.lineTo(x + half, y + height);
-  context.fill();
-}
-
-/**
- * Draw the mark of an event in the lane above a chart: incidents and restarts in the upper row.
- * @param {CanvasRenderingContext2D} context
- * @param {string} group
- * @param {number} x
- * @param {number} top
- * @param {number} ratio
- */
-function glyph(context, group, x, top, ratio) {
-  const y = top - (group === "incident" || group === "restart" ? 22 : 8) * ratio;
-  const size = 4 * ratio;
-  context.lineWidth = 2 * ratio;
-  context.beginPath();
-  if (group === "incident") {
-    context.strokeStyle = colour("failed");
-    context.moveTo(x - size, y - size);
-    context.lineTo(x + size, y + size);
-    context.moveTo(x + size, y - size);
-    context.lineTo(x - size, y + size);
-    context.stroke();
-  } else if (group === "restart") {
-    context.fillStyle = colour("stopping");
-    triangle(context, x, y + size, size, -2 * size);
-  } else if (group === "checkpoint") {
-    context.fillStyle = colour("completed");
-    context.moveTo(x, y - size);
-    context.lineTo(x + size, y);
-    context.lineTo(x, y + size);
-    context.lineTo(x - size, y);
-    context.fill();
-  } else {
-    context.strokeStyle = colour("waiting");
-    context.arc(x, y, size * 1.3, 0, 7);
-    context.stroke();
-  }
 }

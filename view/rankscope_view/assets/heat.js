@@ -1,9 +1,10 @@
 // Heat maps on a canvas: all tensors over the steps of a run, or the step times of all ranks.
-import { colour, hatch } from "./chart.js";
+import { colour, hatch } from "./marks.js";
+import { layerOf, partOf, poolColumns } from "./cells.js";
 import { roundSteps, shown, viridis } from "./logic.js";
 
 /**
- * @typedef {{rows: [string, number, number][], attempts: number[], steps: number[], lastSteps: number[],
+ * @typedef {{names: string[], base: number, rows: [number, number, number][], attempts: number[], steps: number[], lastSteps: number[],
  *   scale: [number, number], log: boolean, tensors: number, columns: number, firstBad: [number, number] | null,
  *   notice: string}} Header
  */
@@ -25,8 +26,14 @@ class HeatMap {
     this.cells = new Uint8Array();
     this.cursor = [-1, -1];
     /** @type {HTMLCanvasElement | null} */ this.image = null;
+    /** @type {Header | null} */ this.painted = null;
     this.timer = 0;
     this.drag = -1;
+    this.isLate = false;
+    setTimeout(() => {
+      this.isLate = true;
+      if (!this.header) this.draw();
+    }, 150);
     this.canvas.addEventListener("pointermove", (event) => this.point(event));
     this.canvas.addEventListener("pointerleave", () => this.moved(-1, -1));
     this.canvas.addEventListener("pointerdown", (event) => (this.drag = this.cell(event)[1]));
@@ -35,9 +42,29 @@ class HeatMap {
     new ResizeObserver(() => this.draw()).observe(box);
   }
 
+  /**
+   * Return the names and values of a request: the grid has at most one cell for each pixel.
+   * @returns {[string, string][]}
+   */
+  choices() {
+    const high = this.area()[3];
+    const own = ["run", "kind", "op", "rank", "whole"].map((name) => /** @type {[string, string]} */ ([name, this.box.dataset[name] ?? ""]));
+    const size = Math.max(1, devicePixelRatio);
+    return [...own.filter(([, value]) => value), ["height", String(Math.round(high * size))]];
+  }
+
+  /**
+   * Return the name of the tensor with the extreme of a row.
+   * @param {number} row
+   */
+  holder(row) {
+    const header = /** @type {Header} */ (this.header);
+    return header.names[header.rows[row][2]];
+  }
+
   async load() {
     const query = new URLSearchParams(location.search);
-    for (const name of ["run", "kind", "op", "whole"]) if (this.box.dataset[name]) query.set(name, this.box.dataset[name] ?? "");
+    for (const [name, value] of this.choices()) query.set(name, value);
     const answer = await fetch(`${base}/data/${this.box.dataset.source}?${query}`);
     if (!answer.ok) throw new Error(String(answer.status));
     const bytes = await answer.arrayBuffer();
@@ -47,23 +74,28 @@ class HeatMap {
     if (this.isRanks && this.header) this.box.style.height = `${Math.max(90, Math.min(480, this.header.rows.length * 16 + BOTTOM + 8))}px`;
     const notice = document.getElementById("gridnotice");
     if (notice && this.header && !this.isRanks) notice.textContent = this.header.notice;
-    this.paint();
     this.draw();
   }
 
-  /** Paint the cells once, one pixel each. */
-  paint() {
+  /**
+   * Paint the cells, one pixel each. Columns that share a pixel of the screen show the cell that is farthest from the median.
+   * @param {number} most largest number of columns
+   */
+  paint(most) {
     const header = this.header;
     if (!header || !header.rows.length) return;
+    const columns = Math.min(header.steps.length, most);
+    if (this.image?.width === columns && this.painted === header) return;
+    this.painted = header;
     const image = document.createElement("canvas");
-    [image.width, image.height] = [header.steps.length, header.rows.length];
+    [image.width, image.height] = [columns, header.rows.length];
     const context = /** @type {CanvasRenderingContext2D} */ (image.getContext("2d"));
     const pixels = context.createImageData(image.width, image.height);
-    const colours = Array.from({ length: LEVELS + 1 }, (_, level) => viridis(level / LEVELS));
-    this.cells.forEach((code, at) => {
-      const [red, green, blue] = code <= LEVELS ? colours[code] : code === INFINITE ? [255, 138, 196] : [229, 48, 138];
-      pixels.data.set([red, green, blue, code === ABSENT ? 0 : 255], at * 4);
-    });
+    const words = new Uint32Array(pixels.data.buffer);
+    const colours = Array.from({ length: 256 }, (_, code) => packed(code));
+    const middle = isAbsolute() ? 0 : (-header.scale[0] / (header.scale[1] - header.scale[0])) * LEVELS;
+    const cells = poolColumns(this.cells, header.rows.length, columns, middle);
+    for (let at = 0; at < cells.length; at += 1) words[at] = colours[cells[at]];
     context.putImageData(pixels, 0, 0);
     this.image = image;
   }
@@ -83,12 +115,13 @@ class HeatMap {
     context.scale(ratio, ratio);
     context.font = `11px ${getComputedStyle(document.body).fontFamily}`;
     context.fillStyle = colour("text-3");
+    const [left, top, wide, high] = this.area();
+    this.paint(Math.floor(wide * ratio));
     if (!header || !this.image) {
-      if (header) context.fillText(header.notice, LEFT, 40);
+      context.fillText(header ? header.notice : this.isLate ? "Loading …" : "", LEFT, 40);
       return;
     }
-    const [left, top, wide, high] = this.area();
-    context.fillStyle = hatch(context, colour("line-2"), colour("sunken"));
+    context.fillStyle = hatch(context, "line-2", "sunken");
     context.fillRect(left, top, wide, high);
     context.imageSmoothingEnabled = false;
     context.drawImage(this.image, left, top, wide, high);
@@ -107,7 +140,7 @@ class HeatMap {
     const header = /** @type {Header} */ (this.header);
     const [left, top, wide, high] = this.area();
     const [columns, rows] = [header.steps.length, header.rows.length];
-    context.fillStyle = hatch(context, colour("nan-2"), "");
+    context.fillStyle = hatch(context, "nan-2", "");
     for (let row = 0; row < rows; row += 1) {
       let start = -1;
       for (let column = 0; column <= columns; column += 1) {
@@ -138,12 +171,14 @@ class HeatMap {
     context.textAlign = "right";
     let last = -99;
     let group = "";
-    header.rows.forEach(([name], row) => {
-      const word = this.isRanks ? name : short(name);
+    const order = new URLSearchParams(location.search).get("order");
+    header.rows.forEach(([first], row) => {
+      const name = header.names[first];
+      const word = this.isRanks || header.names.length <= 30 ? name : order === "part" ? partOf(name) : layerOf(name);
       const y = top + ((row + 0.5) / count) * high + 4;
       if (word === group || y - last < 12) return;
       [group, last] = [word, y];
-      context.fillText(word.slice(-16), left - 6, y);
+      context.fillText(clipped(context, word, left - 10), left - 6, y);
     });
     context.textAlign = "center";
     for (const column of roundSteps(header.steps, Math.max(2, wide / 90))) {
@@ -165,7 +200,7 @@ class HeatMap {
     context.textAlign = "left";
     context.fillStyle = colour("text-3");
     const [low, most] = header.scale;
-    const isRelative = !this.isRanks && !new URLSearchParams(location.search).get("absolute");
+    const isRelative = !this.isRanks && !isAbsolute();
     const steps = header.log ? Array.from({ length: Math.floor(most) - Math.ceil(low) + 1 }, (_, at) => Math.ceil(low) + at) : [low, (low + most) / 2, most];
     for (const step of steps) {
       const value = header.log ? 10 ** step : step;
@@ -175,10 +210,10 @@ class HeatMap {
     const keys = this.isRanks ? [["absent", ""]] : [["NaN", "nan"], ["Inf", "inf"], ["absent", ""]];
     keys.forEach(([word, name], at) => {
       const y = top + bar + 10 + at * 19;
-      context.fillStyle = name ? colour(name) : hatch(context, colour("line-2"), colour("sunken"));
+      context.fillStyle = name ? colour(name) : hatch(context, "line-2", "sunken");
       context.fillRect(x, y, 12, 11);
       if (name === "nan") {
-        context.fillStyle = hatch(context, colour("nan-2"), "");
+        context.fillStyle = hatch(context, "nan-2", "");
         context.fillRect(x, y, 12, 11);
       }
       context.fillStyle = colour("text-3");
@@ -212,19 +247,20 @@ class HeatMap {
       context.beginPath();
       context.arc(x, y, 5, 0, 7);
       context.stroke();
-      const word = `first NaN or Inf: ${header.rows[row][0]} · step ${header.steps[column].toLocaleString("en")}`;
+      const word = `first NaN or Inf: ${this.holder(row)} · step ${header.steps[column].toLocaleString("en")}`;
       const width = context.measureText(word).width + 14;
       // The callout is to the right, so that it does not cover what led to the value.
       const at = Math.min(x + 26, left + wide - width);
       context.beginPath();
       context.moveTo(x + 5, y - 2);
-      context.lineTo(at, y - 20);
+      const beside = y < 36 ? y + 21 : y - 21;
+      context.lineTo(at, beside);
       context.stroke();
       context.fillStyle = "#101317";
-      context.fillRect(at, y - 31, width, 20);
+      context.fillRect(at, beside - 10, width, 20);
       context.fillStyle = "#fff";
       context.textAlign = "left";
-      context.fillText(word, at + 7, y - 17);
+      context.fillText(word, at + 7, beside + 4);
     }
     const [row, column] = this.cursor;
     if (row >= 0) {
@@ -264,35 +300,56 @@ class HeatMap {
     clearTimeout(this.timer);
     const header = this.header;
     if (!header || row < 0) return;
-    const [name, tensors] = header.rows[row];
-    const code = this.cells[row * header.steps.length + column];
-    const [low, high] = header.scale;
-    const level = low + (code / LEVELS) * (high - low);
-    const value = code === ABSENT ? "absent" : code === NAN ? "NaN" : code === INFINITE ? "Inf" : `${Number((header.log ? 10 ** level : level).toPrecision(3))}×`;
-    const pooled = tensors > 1 ? `${name} and ${tensors - 1} more` : name;
-    const facts = [["", pooled], ["step", header.steps[column].toLocaleString("en")], ["attempt", String(header.attempts[column])]];
-    if (this.isRanks) {
-      readout([...facts, ["against the median", value]]);
-      return;
+    const facts = [["", this.isRanks || header.rows[row][1] === 1 ? this.holder(row) : this.pooled(row)], ["step", stepWord(header, column)], ["attempt", String(header.attempts[column])]];
+    if (this.isRanks) readout([...facts, ["against the median", this.levelWord(row, column)]]);
+    else {
+      readout(facts);
+      this.timer = setTimeout(() => void this.exact(row, column), 120);
     }
-    readout(facts);
-    this.timer = setTimeout(() => void this.exact(row, column, facts), 120);
   }
 
   /**
+   * Return the names of the tensors that a row combines, from the first to the last one.
+   * @param {number} row
+   */
+  pooled(row) {
+    const { rows, names } = /** @type {Header} */ (this.header);
+    const [first, count] = rows[row];
+    return `${count} tensors, ${names[first]} to ${names[first + count - 1]}`;
+  }
+
+  /**
+   * Return the value of a cell as its colour shows it.
    * @param {number} row
    * @param {number} column
-   * @param {string[][]} facts
    */
-  async exact(row, column, facts) {
+  levelWord(row, column) {
     const header = /** @type {Header} */ (this.header);
-    const { run = "", kind = "", op = "" } = this.box.dataset;
-    const values = { run, kind, op, tensor: header.rows[row][0], attempt: header.attempts[column], first: header.steps[column], last: Math.max(header.steps[column], header.lastSteps[column]) };
-    const query = new URLSearchParams(Object.entries(values).map(([name, value]) => [name, String(value)]));
+    const code = this.cells[row * header.steps.length + column];
+    const [low, high] = header.scale;
+    const level = low + (code / LEVELS) * (high - low);
+    return code === ABSENT ? "absent" : code === NAN ? "NaN" : code === INFINITE ? "Inf" : `${Number(level.toPrecision(3))}×`;
+  }
+
+  /**
+   * Show the exact value of a cell, and the tensor that has it.
+   * @param {number} row
+   * @param {number} column
+   */
+  async exact(row, column) {
+    const { rows, names } = /** @type {Header} */ (this.header);
+    const [first, count] = rows[row];
+    // Of very many tensors, only the holder of the extreme of the row is asked for.
+    const tensors = count > 64 ? [this.holder(row)] : names.slice(first, first + count);
+    const query = new URLSearchParams(location.search);
+    for (const [name, value] of [...this.choices(), ["tensors", JSON.stringify(tensors)], ["column", String(column)]]) query.set(name, value);
     const found = await (await fetch(`${base}/data/cell?${query}`)).json();
     if (this.cursor[0] !== row || this.cursor[1] !== column) return;
-    const word = !found ? "absent" : found.nans ? `NaN in ${found.nans} elements` : found.infs ? `Inf in ${found.infs} elements` : shown(found.value);
-    readout([...facts, [op, word], ...(found && found.rank !== null ? [["rank", String(found.rank)]] : [])]);
+    const header = /** @type {Header} */ (this.header);
+    if (!found) return readout([["", count === 1 ? this.holder(row) : this.pooled(row)], ["step", stepWord(header, column)], ["", "absent"]]);
+    const word = found.nans ? `NaN in ${found.nans} elements` : found.infs ? `Inf in ${found.infs} elements` : shown(found.value);
+    const more = count > 1 ? [[`largest of ${count} tensors,`, `${names[first]} to ${names[first + count - 1]}`]] : [];
+    readout([["", found.tensor], ["step", found.step.toLocaleString("en")], ["attempt", String(found.attempt)], [this.box.dataset.op ?? "", word], ...(found.rank === null ? [] : [["rank", String(found.rank)]]), ...more]);
   }
 
   /** @param {PointerEvent} event */
@@ -322,9 +379,13 @@ class HeatMap {
    * @param {number} row
    */
   open(row) {
-    const [name, tensors, first] = /** @type {Header} */ (this.header).rows[row];
-    if (tensors > 1) this.zoom({ rows: `${Math.max(0, first - 100 * tensors)}-${first + 100 * tensors}` });
-    else this.zoom({ tensor: name });
+    const { rows, names, base: before } = /** @type {Header} */ (this.header);
+    const [first, count] = rows[row];
+    if (count === 1) return this.zoom({ tensor: this.holder(row) });
+    // An eighth of the tensors around the row, until each row is one tensor.
+    const half = Math.max(count, Math.min(Math.ceil(names.length / 16), Math.floor(this.area()[3] / 2)));
+    const from = Math.max(0, before + first + (count >> 1) - half);
+    this.zoom({ rows: `${from}-${from + 2 * half}` });
   }
 
   /** @param {Record<string, string>} changes */
@@ -357,14 +418,41 @@ function clamp(value, length) {
   return Math.min(Math.max(value, 0), length - 1);
 }
 
+/** Return whether colours show values instead of their ratio to the median of the tensor. */
+function isAbsolute() {
+  return Boolean(new URLSearchParams(location.search).get("absolute"));
+}
+
 /**
- * Return the layer of a tensor, such as `layers.7`, or the beginning of its name.
- * @param {string} name
+ * Return the colour of a code as four bytes.
+ * @param {number} code
  */
-function short(name) {
-  const parts = name.split(".");
-  const at = parts.findIndex((part) => /^\d+$/.test(part));
-  return at > 0 ? `${parts[at - 1]}.${parts[at]}` : parts[0];
+function packed(code) {
+  const [red, green, blue] = code <= LEVELS ? viridis(code / LEVELS) : code === INFINITE ? [255, 138, 196] : [229, 48, 138];
+  return code === ABSENT ? 0 : ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
+}
+
+/**
+ * Return the step of a column, or its range of steps.
+ * @param {Header} header
+ * @param {number} column
+ */
+function stepWord(header, column) {
+  const [first, last] = [header.steps[column], header.lastSteps[column]];
+  return first === last ? first.toLocaleString("en") : `${first.toLocaleString("en")}–${last.toLocaleString("en")}`;
+}
+
+/**
+ * Return the end of a word that fits into a width.
+ * @param {CanvasRenderingContext2D} context
+ * @param {string} word
+ * @param {number} width
+ */
+function clipped(context, word, width) {
+  if (context.measureText(word).width <= width) return word;
+  let end = word.slice(-Math.floor(width / 6));
+  while (end.length > 4 && context.measureText(`…${end}`).width > width) end = end.slice(1);
+  return `…${end}`;
 }
 
 /** @param {string[][]} facts */

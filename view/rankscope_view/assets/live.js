@@ -25,6 +25,7 @@ export function load(url) {
  * @param {boolean} keepsOrder rows of the list remain in their places
  */
 export async function refresh(url, keepsOrder) {
+  if (!document.querySelector("[data-live][id]")) return;
   const next = await load(url);
   for (const part of document.querySelectorAll("[data-live][id]")) {
     const other = next.getElementById(part.id);
@@ -61,14 +62,19 @@ function merge(before, after, keepsOrder) {
 }
 
 /**
- * Call `update` once per committed version while the page is visible, and mark the page if the connection is lost.
+ * Call `update` once per version of the store while the page is visible, and `extend` with new rows of the run of the
+ * page. Mark the page if the connection is lost.
  * @param {() => Promise<void>} update
+ * @param {string} run empty: a page of several runs
+ * @param {(rows: import("./tail.js").Row[]) => void} extend
  */
-export function follow(update) {
-  const source = new EventSource(`${base}/data/live`);
+export function follow(update, run, extend) {
+  const query = new URLSearchParams({ version: document.body.dataset.version ?? "" });
+  if (run) query.set("run", run);
+  const source = new EventSource(`${base}/data/live?${query}`);
   let isBusy = false;
   let isWaiting = false;
-  const run = async () => {
+  const next = async () => {
     if (document.hidden || isBusy) {
       isWaiting = true;
       return;
@@ -77,23 +83,23 @@ export function follow(update) {
     isWaiting = false;
     try {
       await update();
+      late(false);
     } catch {
       late(true);
     }
     isBusy = false;
-    if (isWaiting) setTimeout(run, 100); // the newest version is never left out
+    if (isWaiting) setTimeout(next, 100); // the newest version is never left out
   };
-  source.onmessage = () => {
-    late(false);
-    void run();
-  };
+  source.onopen = () => late(false);
+  source.onmessage = () => void next();
+  source.addEventListener("rows", (event) => extend(JSON.parse(event.data)));
   source.onerror = () => late(true);
-  document.addEventListener("visibilitychange", () => isWaiting && !document.hidden && run());
+  document.addEventListener("visibilitychange", () => isWaiting && !document.hidden && next());
 }
 
 /** @param {boolean} isLate */
 function late(isLate) {
   document.body.classList.toggle("late", isLate);
   const word = document.querySelector(".live span");
-  if (word) word.textContent = isLate ? `Late since ${word.textContent?.startsWith("Late") ? word.textContent.slice(11) : new Date().toISOString().slice(11, 19)}` : "Live";
+  if (word && (isLate || word.textContent?.startsWith("Late"))) word.textContent = isLate ? `Late since ${word.textContent?.startsWith("Late") ? word.textContent.slice(11) : new Date().toISOString().slice(11, 19)}` : "Live";
 }

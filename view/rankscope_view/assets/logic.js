@@ -4,10 +4,13 @@
  * @typedef {{axis: string, smooth: string, strength: number, from: number | null, to: number | null,
  *   log: boolean, fit: boolean, tail: number}} State
  * @typedef {{label: string | null, x: number[], step: number[], value: (number | null)[], smoothed: (number | null)[],
- *   low: (number | null)[], high: (number | null)[]}} Line
+ *   low: (number | null)[], high: (number | null)[], role?: string | null}} Line
  * @typedef {{name: string, axis: string, lines: Line[], nonfinite: [number, number, string][], restarts: number[],
  *   rows: number, buckets: number, extent: [number, number] | null, bulk: [number, number] | null, notice: string,
- *   markers?: [string, number, number, string, boolean][]}} Curve
+ *   firings?: [number, number | null, string][], attempt?: number, markers?: [string, number, number, string, boolean][]}} Curve
+ * @typedef {{label: string | null, x: number[], step: number[] | null, value: (number | null)[],
+ *   smoothed: (number | null)[] | null, low: (number | null)[] | null, high: (number | null)[] | null}} KeptLine
+ * @typedef {Omit<Curve, "lines"> & {lines: KeptLine[]}} Kept
  */
 
 /** @type {Record<string, number>} Default strength by kind of smoothing. */
@@ -16,14 +19,15 @@ export const STRENGTH = { ema: 0.9, average: 20, none: 0 };
 /**
  * Return the choices that an address contains.
  * @param {string} search
+ * @param {string} usual the axis of an address without one
  * @returns {State}
  */
-export function readState(search) {
+export function readState(search, usual = "step") {
   const query = new URLSearchParams(search);
   const smooth = ["none", "ema", "average"].find((one) => one === query.get("smooth")) ?? "ema";
   const strength = Number(query.get("strength") ?? NaN);
   return {
-    axis: ["step", "cumulative", "attempt", "arrival", "time"].find((one) => one === query.get("axis")) ?? "step",
+    axis: ["step", "cumulative", "attempt", "arrival", "time"].find((one) => one === query.get("axis")) ?? usual,
     smooth,
     strength: Number.isFinite(strength) ? strength : STRENGTH[smooth],
     from: finite(query.get("from")),
@@ -46,17 +50,32 @@ function finite(word) {
 /**
  * Return the query of an address with the choices that are not the default.
  * @param {State} state
+ * @param {string} usual the axis that is left out
  * @returns {string}
  */
-export function writeState(state) {
+export function writeState(state, usual = "step") {
   const query = new URLSearchParams();
-  if (state.axis !== "step") query.set("axis", state.axis);
+  if (state.axis !== usual) query.set("axis", state.axis);
   if (state.smooth !== "ema") query.set("smooth", state.smooth);
   if (state.strength !== STRENGTH[state.smooth]) query.set("strength", String(state.strength));
   if (state.from !== null) query.set("from", String(state.from));
   if (state.to !== null) query.set("to", String(state.to));
   for (const name of /** @type {("log" | "fit")[]} */ (["log", "fit"])) if (state[name]) query.set(name, "1");
   if (state.tail) query.set("tail", String(state.tail));
+  return query.toString();
+}
+
+/**
+ * Return the query of an address in which the choices of charts are replaced by those of `state`; others remain.
+ * @param {string} search
+ * @param {State} state
+ * @param {string} usual
+ * @returns {string}
+ */
+export function replaceState(search, state, usual = "step") {
+  const query = new URLSearchParams(search);
+  for (const name of ["axis", "smooth", "strength", "from", "to", "log", "fit", "tail"]) query.delete(name);
+  for (const [name, value] of new URLSearchParams(writeState(state, usual))) query.set(name, value);
   return query.toString();
 }
 
@@ -71,7 +90,20 @@ export function shown(value) {
   if (value === 0) return "0";
   const size = Math.abs(value);
   if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace("e+", "e");
-  return size >= 1000 ? Math.round(value).toLocaleString("en") : value.toPrecision(4);
+  if (size < 1000) return value.toPrecision(4);
+  return size >= 10_000 ? Math.round(value).toLocaleString("en") : value.toLocaleString("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
+}
+
+/**
+ * Return a large number with three digits and a factor, such as `625 k` or `1.2 M`, as the server does.
+ * @param {number} value
+ * @returns {string}
+ */
+export function short(value) {
+  for (const [size, factor] of /** @type {[number, string][]} */ ([[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]])) {
+    if (Math.abs(value) >= size) return `${Number((value / size).toPrecision(3))} ${factor}`;
+  }
+  return String(Number(value.toPrecision(3)));
 }
 
 /**
@@ -162,6 +194,16 @@ export function nearest(values, x) {
 }
 
 /**
+ * Return the value of a series at the place that is nearest to `x`; null without any.
+ * @param {{x: number[], y: (number | null)[]}} series
+ * @param {number} x
+ * @returns {number | null}
+ */
+export function valueAt(series, x) {
+  return series.x.length ? series.y[nearest(series.x, x)] : null;
+}
+
+/**
  * Return the range of the y axis: most values, or all of them, with a margin.
  * @param {Curve} curve
  * @param {{log: boolean, fit: boolean, zero: boolean}} choice
@@ -208,4 +250,63 @@ export function viridis(share) {
   const part = (/** @type {number} */ index, /** @type {number} */ at) => parseInt(VIRIDIS[index].slice(at, at + 2), 16);
   const mix = (/** @type {number} */ at) => Math.round(part(low, at) + (part(low + 1, at) - part(low, at)) * (place - low));
   return [mix(0), mix(2), mix(4)];
+}
+
+/**
+ * Return a curve as the server sends it, from its form in a report, which leaves out equal columns.
+ * @param {Kept} kept
+ * @param {boolean} isSmooth
+ * @returns {Curve}
+ */
+export function expanded(kept, isSmooth) {
+  const lines = kept.lines.map((line) => ({
+    ...line,
+    step: line.step ?? line.x,
+    smoothed: (isSmooth ? line.smoothed : null) ?? line.value.map(() => null),
+    low: line.low ?? line.value,
+    high: line.high ?? line.value,
+  }));
+  return { ...kept, lines };
+}
+
+/**
+ * Return the part of a curve in a zoom window, with one point on each side of it. The range is that of its values.
+ * @param {Curve} curve
+ * @param {{from: number | null, to: number | null}} window
+ * @returns {Curve}
+ */
+export function sliced(curve, window) {
+  if (window.from === null && window.to === null) return curve;
+  const [from, to] = [window.from ?? -Infinity, window.to ?? Infinity];
+  let points = 0;
+  let [low, high] = [Infinity, -Infinity];
+  const lines = curve.lines.map((line) => {
+    const inside = line.x.findIndex((x) => x >= from);
+    const first = Math.max(0, (inside < 0 ? line.x.length : inside) - 1);
+    const after = line.x.findIndex((x) => x > to);
+    const part = (/** @type {any[]} */ column) => column.slice(first, after < 0 ? undefined : after + 1);
+    const value = /** @type {(number | null)[]} */ (part(line.value));
+    for (const one of value) {
+      if (one === null) continue;
+      points += 1;
+      [low, high] = [Math.min(low, one), Math.max(high, one)];
+    }
+    return { ...line, x: part(line.x), step: part(line.step), value, smoothed: part(line.smoothed), low: part(line.low), high: part(line.high) };
+  });
+  const bulk = /** @type {[number, number] | null} */ (low <= high ? [low, high] : null);
+  const notice = `${points.toLocaleString("en")} points of the report in this window; ${curve.notice}`;
+  return { ...curve, lines, bulk, notice };
+}
+
+/**
+ * Return the points of a curve as CSV.
+ * @param {Curve} curve
+ * @returns {string}
+ */
+export function csv(curve) {
+  const head = `line,step,${curve.axis},${curve.name},smoothed,lowest,highest`;
+  const rows = curve.lines.flatMap((line, number) =>
+    line.x.map((x, at) => [line.label ?? number, line.step[at], x, line.value[at], line.smoothed[at], line.low[at], line.high[at]].map((one) => one ?? "").join(",")),
+  );
+  return [head, ...rows, ""].join("\n");
 }

@@ -1,6 +1,10 @@
 // Apply the theme that the reader chose, before the page is drawn.
 "use strict";
 (() => {
-  const known = localStorage.getItem("rankscope-theme");
-  if (known) document.documentElement.dataset.theme = known;
+  try {
+    const known = localStorage.getItem("rankscope-theme");
+    if (known) document.documentElement.dataset.theme = known;
+  } catch {
+    // not permitted here, for example in a sandboxed frame
+  }
 })();

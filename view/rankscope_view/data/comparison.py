@@ -1,20 +1,34 @@
-"""Compare two runs: state and figures, configuration, and the first step and tensor in which they differ."""
+"""Compare runs or ranks: state and figures, configuration, and the first step and tensor in which they differ."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import numpy as np
+
+from rankscope_contract.model.phases import PRE_COLLECTIVE_SECONDS
 from rankscope_storage.connection import Connection
 from rankscope_storage.diff.diff import ROUNDING, Divergence, Tolerance, divergence
-from rankscope_storage.diff.sources import DiffSide
-from rankscope_view.data.detail import RunDetail, read_detail
+from rankscope_storage.diff.sources import DiffSelection, DiffSide
+from rankscope_view.data.detail import RunDetail, read_chart, read_detail
+from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, History
 from rankscope_view.data.summary import Summary
 
 MOST_ROWS: Final = 5_000_000
-"""Number of stored rows of both runs up to which a page compares them; above, it names the command."""
+"""Number of compared rows without a difference after which a page names the command instead."""
+
+_FIRST_STEPS: Final = 16
+
+LETTERS: Final = "abcdef"
+"""Letters of the sides of a comparison, which has at most six: more lines cannot be told apart by their colour."""
+
+DIFFERENCE: Final = "difference"
+"""Name of the chart with the loss of each other side minus that of the first side."""
+
+SCALARS: Final = (LOSS, GRAD_NORM, EVAL_LOSS, LEARNING_RATE, "step_seconds", PRE_COLLECTIVE_SECONDS)
 
 _NOT_SETTINGS: Final = ("argv", "git_commit", "cwd", "host", "import")
 
@@ -51,37 +65,114 @@ class ComparedValue:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Two runs. `divergence` is None if they have too many rows to be compared while a reader waits."""
+class Side:
+    """A run, or one rank of a run, with the letter by which a page refers to it."""
 
-    a: RunDetail
-    b: RunDetail
-    divergence: Divergence | None
+    letter: str
+    run: str
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedSide:
+    """One side of a comparison: the numbers of its run, and its histories of SCALARS, of its rank if it names one."""
+
+    side: Side
+    detail: RunDetail
+    histories: Mapping[str, History]
+
+    def newest(self, name: str) -> float | None:
+        """Return the newest value of a scalar, or None."""
+        history = self.histories.get(name)
+        return float(history.value[-1]) if history is not None and len(history) else None
+
+    @property
+    def step(self) -> int | None:
+        """Return the newest step."""
+        steps = [int(history.step[-1]) for history in self.histories.values() if len(history)]
+        return self.detail.row.step if self.side.rank is None else max(steps, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Several sides. Each but the first has an entry in `differences`: where it differs from the first side.
+
+    An entry is None if both sides have too many rows to be compared while a reader waits.
+    """
+
+    sides: tuple[ComparedSide, ...]
+    differences: tuple[Divergence | None, ...]
     settings: tuple[Setting, ...]
     equal_settings: int
 
 
-def compare(connection: Connection, a: str, b: str) -> Comparison | None:
-    """Return the comparison of the runs `a` and `b`, or None if the store lacks one of them."""
+def compare(connection: Connection, sides: Sequence[Side]) -> Comparison | None:
+    """Return the comparison of `sides`, or None if the store lacks a run of them."""
     with connection.pinned():
-        first, second = read_detail(connection, a), read_detail(connection, b)
-        if first is None or second is None:
+        known = {side.run: read_detail(connection, side.run) for side in sides}
+        details = [detail for side in sides if (detail := known[side.run]) is not None]
+        if len(details) < len(sides):
             return None
-        found = first_difference(connection, a, b)
-    settings, equal = differing_settings([first, second])
-    return Comparison(a=first, b=second, divergence=found, settings=settings, equal_settings=equal)
+        found = tuple(
+            ComparedSide(side=side, detail=detail, histories=_histories(connection, side, detail))
+            for side, detail in zip(sides, details, strict=True)
+        )
+        first = sides[0]
+        differences = tuple(
+            first_difference(connection, first.run, side.run, ranks=(first.rank, side.rank)) for side in sides[1:]
+        )
+    settings, equal = differing_settings(details)
+    return Comparison(sides=found, differences=differences, settings=settings, equal_settings=equal)
 
 
-def first_difference(connection: Connection, a: str, b: str) -> Divergence | None:
-    """Return where the runs `a` and `b` differ by more than rounding, or None if they have more than MOST_ROWS."""
-    rows = sum(
-        sum(table["rows"].to_pylist())
-        for run in (a, b)
-        for table in (connection.files_table("tensor_stats", run=run), connection.files_table("scalars", run=run))
+def _histories(connection: Connection, side: Side, detail: RunDetail) -> dict[str, History]:
+    if side.rank is None:
+        return dict(detail.histories)
+    found = {name: read_chart(connection, side.run, name, side.rank) for name in SCALARS}
+    return {name: history for name, history in found.items() if len(history)}
+
+
+def difference(first: History, other: History) -> History:
+    """Return the values of `other` minus those of `first` at the steps that both have, without superseded steps."""
+    a, b = (one.select(one.stands) for one in (first, other))
+    _, at, behind = np.intersect1d(a.step, b.step, return_indices=True)
+    with np.errstate(invalid="ignore"):
+        value = b.value[behind] - a.value[at]
+    return replace(b.select(behind), name=DIFFERENCE, value=value, lowest=value, highest=value)
+
+
+def first_difference(
+    connection: Connection, a: str, b: str, ranks: tuple[int | None, int | None] = (None, None)
+) -> Divergence | None:
+    """Return where the runs `a` and `b`, or one rank of each, differ by more than rounding.
+
+    Ranges of steps are compared until one has a difference; each is eight times as long as the one before. The numbers
+    of compared steps and rows are those of all these ranges. The result is None after more than MOST_ROWS rows.
+    """
+    sides = (DiffSide(run=a, rank=ranks[0]), DiffSide(run=b, rank=ranks[1]))
+    files = [connection.files_table(name, run=run) for run in (a, b) for name in ("tensor_stats", "scalars")]
+    lows, highs = ([step for table in files for step in table[name].to_pylist()] for name in ("step_min", "step_max"))
+    if None in lows or None in highs:  # files of several runs have no bounds that are those of this run
+        lows, highs = [0], [max(_last_step(connection, run) for run in (a, b))]
+    start, width, steps, rows = min(lows, default=0), _FIRST_STEPS, 0, 0
+    while True:
+        selected = DiffSelection(steps=(start, start + width - 1))
+        found = divergence(connection, *sides, Tolerance(relative=ROUNDING), selected)
+        steps, rows = steps + found.steps_compared, rows + found.rows_compared
+        start, width = start + width, width * 8
+        if found.points or start > max(highs, default=0):
+            return replace(found, steps_compared=steps, rows_compared=rows)
+        if rows > MOST_ROWS:
+            return None
+
+
+def _last_step(connection: Connection, run: str) -> int:
+    query = (
+        "SELECT max(step) AS last FROM scalars WHERE run = $run UNION ALL SELECT last_step FROM runs WHERE run = $run"
     )
-    if rows > MOST_ROWS:
-        return None
-    return divergence(connection, DiffSide(run=a), DiffSide(run=b), Tolerance(relative=ROUNDING))
+    return max(
+        (step for step in connection.query(query, {"run": run})["last"].to_pylist() if step is not None), default=0
+    )
 
 
 def differing_settings(details: Sequence[RunDetail]) -> tuple[tuple[Setting, ...], int]:

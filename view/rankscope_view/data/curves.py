@@ -55,6 +55,15 @@ class Smoothing(enum.StrEnum):
     AVERAGE = "average"
 
 
+class Role(enum.StrEnum):
+    """Meaning of one of several lines of a chart of a tensor, which its drawing depends on."""
+
+    SUBJECT = "subject"  # the rank that the chart is about
+    OTHER = "other"  # another rank
+    BASELINE = "baseline"
+    LIMIT = "limit"  # the value above or below which a rule fires
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveRequest:
     """Choices of a reader for a chart. `first` and `last` are the zoom window in units of the axis."""
@@ -96,6 +105,17 @@ class Line:
     smoothed: Floats
     low: Floats
     high: Floats
+    role: Role | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Firing:
+    """A point at which a rule fired. A value that is not finite, or of another statistic, is None."""
+
+    x: float
+    step: int
+    value: float | None
+    rule: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +133,8 @@ class Curve:
     buckets: int
     extent: tuple[float, float] | None  # of the axis, over all rows
     bulk: tuple[float, float] | None  # range of most values
+    attempt: int = 0  # of the newest row
+    firings: tuple[Firing, ...] = ()
 
     def document(self) -> dict[str, Any]:
         """Return the curve for JSON, with null in place of NaN."""
@@ -127,6 +149,8 @@ class Curve:
             "width": self.bucket_width,
             "extent": self.extent,
             "bulk": self.bulk,
+            "attempt": self.attempt,
+            "firings": [[one.x, one.value, one.rule] for one in self.firings],
             "notice": notice(self),
         }
 
@@ -156,7 +180,7 @@ def _range_label(one: NonfiniteRange) -> str:
 def _line_document(line: Line) -> dict[str, Any]:
     names = ("x", "value", "smoothed", "low", "high")
     arrays: dict[str, Any] = {name: _nulls(getattr(line, name)) for name in names}
-    return {"label": line.label, "step": line.step.tolist(), **arrays}
+    return {"label": line.label, "role": line.role, "step": line.step.tolist(), **arrays}
 
 
 def _nulls(values: Floats) -> list[float | None]:
@@ -175,13 +199,14 @@ def curve(history: History, request: CurveRequest) -> Curve:
         history, x = history.select(newest), x[newest]
     left_out, extent = stored - len(history), (float(x.min()), float(x.max())) if len(x) else None
     smoothed = _smoothed(history, request)
+    newest_attempt = int(history.attempt[-1]) if len(history) else 0
     if request.first is not None or request.last is not None:
         visible = _window(x, request)
         history, x, smoothed = history.select(visible), x[visible], smoothed[visible]
     starts = np.flatnonzero(np.diff(history.attempt, prepend=history.attempt[:1]))
     bounds = [0, *(starts.tolist() if request.axis is Axis.ATTEMPT else ()), len(x)]
     parts = [slice(first, last) for first, last in itertools.pairwise(bounds) if last > first]
-    width = _bucket_width(x, parts, request)
+    width = _bucket_width(history, x, parts, request)
     return Curve(
         name=history.name,
         request=request,
@@ -191,9 +216,10 @@ def curve(history: History, request: CurveRequest) -> Curve:
         rows=len(history),
         rows_left_out=left_out,
         bucket_width=width,
-        buckets=0 if width is None else sum(_bucket_count(x[rows], width) for rows in parts),
+        buckets=0 if width is None else sum(_bucket_count(history, x, rows, width) for rows in parts),
         extent=extent,
         bulk=_bulk(history.value),
+        attempt=newest_attempt,
     )
 
 
@@ -239,7 +265,7 @@ def _window(x: Floats, request: CurveRequest) -> Integers:
     return np.arange(first, min(last, len(x)))
 
 
-def _bucket_width(x: Floats, parts: Sequence[slice], request: CurveRequest) -> float | None:
+def _bucket_width(history: History, x: Floats, parts: Sequence[slice], request: CurveRequest) -> float | None:
     """Return the smallest power of two with which the buckets have at most `points` points; None to draw every row."""
     if request.newest is not None or len(x) <= request.points:
         return None
@@ -247,14 +273,20 @@ def _bucket_width(x: Floats, parts: Sequence[slice], request: CurveRequest) -> f
     least = 2.0**-10 if request.axis is Axis.TIME else 1.0
     width = max(least, 2.0 ** math.ceil(math.log2(max(float(x.max() - x.min()), least) / buckets) + 1))
     # Rows can be far apart: then half of the width still has few enough buckets.
-    while width > least and sum(_bucket_count(x[rows], width / 2) for rows in parts) <= buckets:
+    while width > least and sum(_bucket_count(history, x, rows, width / 2) for rows in parts) <= buckets:
         width /= 2
     return width
 
 
-def _bucket_count(x: Floats, width: float) -> int:
-    """Return the number of buckets that contain any of `x`, which is sorted."""
-    return int((np.diff(np.floor(x / width)) > 0).sum()) + 1
+def _bucket_count(history: History, x: Floats, rows: slice, width: float) -> int:
+    """Return the number of buckets that contain any of the `rows`, which are sorted by `x` within an attempt."""
+    return len(_bucket_begins(x[rows], history.attempt[rows], width))
+
+
+def _bucket_begins(x: Floats, attempt: Integers, width: float) -> Integers:
+    """Return the first row of each bucket. A bucket ends at a restart, so that no row next to a restart is left out."""
+    number = np.floor(x / width)
+    return np.append(0, np.flatnonzero((number[1:] != number[:-1]) | (attempt[1:] != attempt[:-1])) + 1)[: len(x)]
 
 
 def _line(history: History, x: Floats, smoothed: Floats, width: float | None, request: CurveRequest) -> Line:
@@ -287,8 +319,7 @@ def _reduced(history: History, x: Floats, width: float, finite: Integers) -> tup
     if not len(finite):
         return finite, low, high
     values = history.value[finite]
-    number = np.floor(x[finite] / width)
-    begins = np.flatnonzero(np.diff(number, prepend=number[0] - 1))
+    begins = _bucket_begins(x[finite], history.attempt[finite], width)
     ends = np.append(begins[1:], len(finite)) - 1
     bucket = np.repeat(np.arange(len(begins)), ends - begins + 1)
     kept = [begins, ends]

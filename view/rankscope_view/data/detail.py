@@ -22,6 +22,7 @@ from rankscope_view.data.history import (
     main_labels,
     read_history,
 )
+from rankscope_view.data.raw_history import raw_histories
 from rankscope_view.data.runs import RunFacts, RunRow, run_facts, run_row
 
 PERPLEXITY: Final = "perplexity"
@@ -55,23 +56,37 @@ class RunDetail:
 
     def history(self, name: str) -> History:
         """Return the history of the scalar `name`, without rows if the run has none."""
-        return self.histories.get(name) or _nothing(name)
+        return self.histories.get(name) or nothing(name)
 
 
-def _nothing(name: str) -> History:
+def nothing(name: str) -> History:
+    """Return the history of a scalar without rows."""
     whole, real = np.array([], np.int64), np.array([], np.float64)
     arrays = {"time": real, "value": real, "lowest": real, "highest": real}
     return History(name=name, attempt=whole, step=whole, cumulative=whole, stands=np.array([], np.bool_), **arrays)
 
 
-def read_chart(connection: Connection, run: str, name: str) -> History:
-    """Return the history of the main series of the scalar `name`, or of the perplexity, which the loss determines."""
+def read_chart(connection: Connection, run: str, name: str, rank: int | None = None) -> History:
+    """Return the history of the main series of a scalar, or of the perplexity, which the loss determines.
+
+    With `rank`, it has only the rows of this rank.
+    """
     source = LOSS if name == PERPLEXITY else name
-    labels = main_labels(connection, run, [source])
-    if source not in labels:
-        return _nothing(name)
-    found = read_history(connection, run, source, labels[source])
+    found = main_histories(connection, run, [source], rank).get(source)
+    if found is None:
+        return nothing(name)
     return perplexity_history(found) if name == PERPLEXITY else found
+
+
+def main_histories(
+    connection: Connection, run: str, names: Sequence[str], rank: int | None = None
+) -> dict[str, History]:
+    """Return the main series of those scalars in `names` that `run` has, of all ranks or one."""
+    found = raw_histories(connection, run, names, rank)
+    if found is not None:
+        return found
+    labels = main_labels(connection, run, names)
+    return {name: read_history(connection, run, name, text, rank) for name, text in labels.items()}
 
 
 def read_detail(connection: Connection, run: str) -> RunDetail | None:
@@ -81,16 +96,13 @@ def read_detail(connection: Connection, run: str) -> RunDetail | None:
         if row is None:
             return None
         names = [name for name in CHARTS if name != PERPLEXITY]
-        histories = {
-            name: read_history(connection, run, name, labels)
-            for name, labels in main_labels(connection, run, names).items()
-        }
+        histories = main_histories(connection, run, names)
         lines = event_lines(connection, run)
         facts = run_facts(connection, run)
-    loss = histories.get(LOSS) or _nothing(LOSS)
+    loss = histories.get(LOSS) or nothing(LOSS)
     if len(loss):
         histories[PERPLEXITY] = perplexity_history(loss)
-    advice = [early_stopping(histories.get(EVAL_LOSS) or _nothing(EVAL_LOSS), loss), logging_interval(loss)]
+    advice = [early_stopping(histories.get(EVAL_LOSS) or nothing(EVAL_LOSS), loss), logging_interval(loss)]
     return RunDetail(
         row=row,
         facts=facts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import enum
 import math
 from collections.abc import Collection, Iterable, Sequence
@@ -235,19 +236,19 @@ def markers(lines: Sequence[EventLine], evaluations: History, history: History, 
             evaluations.attempt.tolist(), evaluations.step.tolist(), evaluations.value.tolist(), strict=True
         )
     ]
-    places: dict[int, tuple[Any, Any]] = {}
+    places: dict[int, tuple[list[int], list[float], float]] = {}
     once: set[tuple[Group, float]] = set()
     for group, attempt, step, text, is_critical in seen:
         if step is None or group not in (Group.CHECKPOINT, Group.EVALUATION, Group.INCIDENT):
             continue
         if attempt not in places:
             own = np.flatnonzero(rows.attempt == attempt)
-            places[attempt] = (rows.step[own], x[own])
-        steps, own_x = places[attempt]
-        reach = 2 * float(np.median(np.diff(steps))) if len(steps) > 1 else 0.0  # events between two logged steps
-        if not len(steps) or not steps[0] <= step <= steps[-1] + reach:
+            interval = float(np.median(np.diff(rows.step[own]))) if len(own) > 1 else 0.0
+            places[attempt] = (rows.step[own].tolist(), x[own].tolist(), 2 * interval)
+        steps, own_x, reach = places[attempt]  # reach: events between two logged steps
+        if not steps or not steps[0] <= step <= steps[-1] + reach:
             continue
-        at = float(own_x[min(int(np.searchsorted(steps, step)), len(steps) - 1)])
+        at = own_x[min(bisect.bisect_left(steps, step), len(steps) - 1)]
         if (group, at) not in once:
             once.add((group, at))
             found.append(Marker(group=group, x=at, step=step, text=text, is_critical=is_critical))

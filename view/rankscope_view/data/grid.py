@@ -1,4 +1,4 @@
-"""Grids for heat maps: a statistic of all tensors over the steps of a run, and step times of all ranks.
+"""Grids for heat maps: a statistic of all tensors over the steps of a run.
 
 A grid is pooled to a limited number of cells. Pooling keeps the value that is farthest from the reference of its row;
 NaN has priority over Inf, and Inf over values. Columns are sampled steps in the order of arrival.
@@ -6,6 +6,7 @@ NaN has priority over Inf, and Inf over values. Columns are sampled steps in the
 
 from __future__ import annotations
 
+import enum
 import json
 import re
 import struct
@@ -17,44 +18,71 @@ import numpy as np
 import numpy.typing as npt
 
 from rankscope_contract.model.kinds import OPS, Kind
-from rankscope_contract.security.escaping import sql_identifier, sql_string
+from rankscope_contract.security.escaping import sql_identifier
 from rankscope_storage.connection import Connection
-from rankscope_view.data.history import Floats, Integers
+from rankscope_view.data.cells import (
+    INFINITE,
+    MOST_CELLS,
+    NOT_A_NUMBER,
+    UPDATE_RATIO,
+    CellQuery,
+    Cells,
+    Singles,
+    Window,
+    find_groups,
+    read_cells,
+    relation_of,
+    sampled_columns,
+)
+
+__all__ = ["INFINITE", "NOT_A_NUMBER", "UPDATE_RATIO"]
 
 MOST_ROWS: Final = 2000
 MOST_COLUMNS: Final = 1000
 LEVELS: Final = 250
 ABSENT: Final = 253
-INFINITE: Final = 254
-NOT_A_NUMBER: Final = 255
-"""Codes of a cell. Codes from 0 to LEVELS are the place of the value on the colour scale."""
+"""Code of a cell without a value. Codes from 0 to LEVELS are the place of the value on the colour scale."""
 
 _LARGEST: Final = 3.0
 _SMALLEST: Final = -1.0
 """Limits of the scale against the own median, as decimal logarithms: from a tenth to a thousand times."""
 
 
+class Order(enum.StrEnum):
+    """Order of the tensors of a grid."""
+
+    MODEL = "model"  # by layer
+    PART = "part"  # by the part of the layer, such as `mlp.down_proj.weight`; then by layer
+    WORST = "worst"  # by the largest distance from the median, non-finite ones first
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridRequest:
-    """Choices of a reader for a heat map. `first` and `last` are columns; `words` select tensors by parts of names."""
+    """Choices of a reader for a heat map. `words` select tensors by parts of names."""
 
     kind: str
     op: str = "norm"
     is_relative: bool = True
-    worst_first: bool = False
+    order: Order = Order.MODEL
     words: tuple[str, ...] = ()
-    rank: int | None = None  # None: the largest of all ranks
+    tensors: tuple[str, ...] = ()  # empty: all
+    rank: int | None = None  # None: of all ranks, the farthest from the median
     rows: tuple[int, int] | None = None  # zoom: numbers of tensors in the chosen order
     columns: tuple[int, int] | None = None  # zoom: numbers of sampled steps
+    most_rows: int = MOST_ROWS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row of a grid: the tensor with the most extreme value, and the number of tensors that the row combines."""
+    """One row of a grid, which combines `tensors` tensors; `name` is the one with the most extreme value.
+
+    `first` and `holder`, which is the number of `name`, are numbers in `Grid.names`.
+    """
 
     name: str
+    first: int
     tensors: int
-    first: int  # number of its first tensor in the chosen order
+    holder: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +90,8 @@ class Grid:
     """Cells of a heat map, with the meaning of rows, columns and colours."""
 
     cells: npt.NDArray[np.uint8]
+    names: tuple[str, ...]  # of all tensors in the zoom window, in the chosen order
+    base: int  # number of the first of them among all tensors
     rows: tuple[Row, ...]
     attempts: tuple[int, ...]  # of each column
     steps: tuple[int, ...]  # first step of each column
@@ -76,7 +106,9 @@ class Grid:
     def encoded(self) -> bytes:
         """Return the grid for the browser: length of the header, header as JSON, and one byte for each cell."""
         header = {
-            "rows": [[row.name, row.tensors, row.first] for row in self.rows],
+            "names": self.names,
+            "base": self.base,
+            "rows": [[row.first, row.tensors, row.holder] for row in self.rows],
             "attempts": self.attempts,
             "steps": self.steps,
             "lastSteps": self.last_steps,
@@ -93,9 +125,10 @@ class Grid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorKinds:
-    """The kinds of tensor statistics that a run has, and the number of tensors of each."""
+    """The kinds of tensor statistics that a run has, the number of tensors of each, and the ranks with rows."""
 
     counts: dict[str, int]
+    ranks: tuple[int, ...] = ()
 
     @property
     def default(self) -> str | None:
@@ -105,116 +138,53 @@ class TensorKinds:
 
 
 def tensor_kinds(connection: Connection, run: str) -> TensorKinds:
-    """Return the kinds of `run` with their numbers of tensors."""
-    source = connection.relation("tensor_stats", run=run)
-    rows = connection.query(
-        f"SELECT kind, count(DISTINCT tensor) AS tensors FROM {source} WHERE run = $run GROUP BY kind ORDER BY kind",
-        {"run": run},
-    )
-    return TensorKinds(counts=dict(zip(rows["kind"].to_pylist(), rows["tensors"].to_pylist(), strict=True)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """Places of sampled steps: of each attempt, its number, first and last step, stride and first column."""
-
-    spans: tuple[tuple[int, int, int, int, int], ...]
-
-    @property
-    def count(self) -> int:
-        if not self.spans:
-            return 0
-        _, first, last, stride, base = self.spans[-1]
-        return base + (last - first) // stride + 1
-
-    def expression(self) -> str:
-        """Return the SQL expression for the column of a row."""
-        cases = " ".join(
-            f"WHEN {attempt} THEN (step - {first}) // {stride} + {base}"
-            for attempt, first, _, stride, base in self.spans
-        )
-        return f"CASE coalesce(attempt, 0) {cases} END"
-
-    def place(self, column: int) -> tuple[int, int]:
-        """Return attempt and step of a column."""
-        attempt, first, last, stride, base = next(span for span in reversed(self.spans) if span[4] <= column)
-        return attempt, min(first + (column - base) * stride, last)
-
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """The columns from `low` to before `high`, of which each cell combines `width`."""
-
-    columns: _Columns
-    low: int
-    high: int
-    width: int
-
-    @property
-    def cells(self) -> int:
-        return -(-(self.high - self.low) // self.width)
-
-    def places(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Return attempt, first step and last step of each cell."""
-        starts = [self.low + at * self.width for at in range(self.cells)]
-        first = [self.columns.place(at) for at in starts]
-        last = [self.columns.place(min(at + self.width, self.high) - 1) for at in starts]
-        ends = tuple(
-            max(end[1], begin[1]) if end[0] == begin[0] else begin[1] for begin, end in zip(first, last, strict=True)
-        )
-        return tuple(one[0] for one in first), tuple(one[1] for one in first), ends
-
-
-def _columns(connection: Connection, source: str, run: str, kind: str) -> _Columns:
-    rows = connection.query(
-        f"""SELECT coalesce(attempt, 0) AS attempt, min(step) AS first, max(step) AS last, count(DISTINCT step) AS steps
-        FROM {source} WHERE run = $run AND kind = $kind AND step IS NOT NULL AND tensor = (
-          SELECT min(tensor) FROM {source} WHERE run = $run AND kind = $kind)
-        GROUP BY ALL ORDER BY 1""",
-        {"run": run, "kind": kind},
-    ).to_pylist()
-    spans, base = [], 0
-    for row in rows:
-        stride = max(1, round((row["last"] - row["first"]) / max(1, row["steps"] - 1)))
-        spans.append((row["attempt"], row["first"], row["last"], stride, base))
-        base += (row["last"] - row["first"]) // stride + 1
-    return _Columns(tuple(spans))
-
-
-UPDATE_RATIO: Final = "update_ratio"
-"""Kind of a grid whose statistic `norm` is the norm of an update divided by that of the parameter before it."""
-
-_UPDATES: Final = f"""\
-(SELECT run, attempt, rank, step, '{UPDATE_RATIO}' AS kind, parameter.tensor, updated.value / nullif(norm, 0) AS norm,
-  coalesce(isnan(updated.value), false)::BIGINT AS nans, coalesce(isinf(updated.value), false)::BIGINT AS infs
-FROM (SELECT * FROM {{tensor_stats}} WHERE kind = '{Kind.PARAM_BEFORE}') AS parameter
-JOIN (SELECT run, attempt, rank, step, module AS tensor, value FROM {{features}} WHERE kind = 'update_norm') AS updated
-  USING (run, attempt, rank, step, tensor))"""
-
-
-def _source(connection: Connection, run: str, kind: str) -> str:
-    """Return the relation with the statistics of a kind: rows of `tensor_stats`, or calculated ratios of updates."""
-    stored = connection.relation("tensor_stats", run=run)
-    if kind != UPDATE_RATIO:
-        return stored
-    return _UPDATES.format(tensor_stats=stored, features=connection.relation("features", run=run))
+    """Return the kinds of `run` with their numbers of tensors, and its ranks."""
+    groups = connection.row_groups("tensor_stats", run, {"run": [run]}, ("rank",))
+    found: dict[str, set[str]] = {}
+    for batch in groups.batches(["run", "kind", "tensor"]):
+        run_, kind, tensor = (batch.column(name) for name in ("run", "kind", "tensor"))
+        names, kinds = tensor.dictionary.to_pylist(), kind.dictionary.to_pylist()
+        pairs = tensor.indices.to_numpy() * len(kinds) + kind.indices.to_numpy()
+        if run_.dictionary.to_pylist() != [run]:
+            pairs = pairs[run_.indices.to_numpy() == run_.dictionary.index(run).as_py()]
+        for pair in np.flatnonzero(np.bincount(pairs, minlength=len(names) * len(kinds))).tolist():
+            found.setdefault(kinds[pair % len(kinds)], set()).add(names[pair // len(kinds)])
+    bounds = groups.bounds("rank")
+    ranks = () if bounds is None else tuple(range(bounds[0], bounds[1] + 1))
+    return TensorKinds(counts={kind: len(found[kind]) for kind in sorted(found)}, ranks=ranks)
 
 
 def tensor_grid(connection: Connection, run: str, request: GridRequest) -> Grid:
     """Return the grid of a statistic of all tensors of one kind over the sampled steps of `run`."""
     with connection.pinned():
-        source = _source(connection, run, request.kind)
-        columns = _columns(connection, source, run, request.kind)
-        names = _names(connection, source, run, request)
+        query = _query(connection, run, request)
+        columns = sampled_columns(connection, query)
         low, high = _range(request.columns, columns.count)
-        width = 1
-        while high - low > width * MOST_COLUMNS:
-            width *= 2
-        if not names or high <= low:
+        if high <= low:
+            return empty_grid("no statistics of this kind")
+        window = Window(columns, low, high, _width(query, high - low))
+        cells = read_cells(query, window)
+        if not cells.names:
             return empty_grid("no statistics of this kind and name")
-        window = _Window(columns, low, high, width)
-        cells = _cells(connection, source, run, request=request, names=names, window=window)
-    return _grid(request, names, cells, window)
+        cells = cells.ordered(_by_model(connection, run, request, cells.names))
+    return _grid(request, cells, window)
+
+
+def _query(connection: Connection, run: str, request: GridRequest) -> CellQuery:
+    groups = find_groups(connection, run, request.kind, request.tensors)
+    return CellQuery(
+        run=run, kind=request.kind, op=request.op, rank=request.rank, words=request.words, tensors=request.tensors,
+        groups=groups,
+    )  # fmt: skip
+
+
+def _width(query: CellQuery, columns: int) -> int:
+    """Return the power of two of columns that a cell combines, so that neither limit is exceeded."""
+    tensors = query.tensor_estimate(columns)
+    width = 1
+    while columns > width * MOST_COLUMNS or columns * tensors > width * MOST_CELLS:
+        width *= 2
+    return width
 
 
 def _range(chosen: tuple[int, int] | None, count: int) -> tuple[int, int]:
@@ -226,24 +196,26 @@ def _range(chosen: tuple[int, int] | None, count: int) -> tuple[int, int]:
 def empty_grid(notice: str) -> Grid:
     """Return a grid without cells."""
     return Grid(
-        cells=np.zeros((0, 0), np.uint8), rows=(), attempts=(), steps=(), last_steps=(), scale=(0.0, 1.0), is_log=False,
-        tensors=0, columns=0, first_bad=None, notice=notice,
+        cells=np.zeros((0, 0), np.uint8), names=(), base=0, rows=(), attempts=(), steps=(), last_steps=(),
+        scale=(0.0, 1.0), is_log=False, tensors=0, columns=0, first_bad=None, notice=notice,
     )  # fmt: skip
 
 
-def _names(connection: Connection, source: str, run: str, request: GridRequest) -> list[str]:
-    """Return the names of the chosen tensors in the order of the model."""
-    parameters = {"run": run, "kind": request.kind}
-    found = connection.query(f"SELECT DISTINCT tensor FROM {source} WHERE run = $run AND kind = $kind", parameters)
+def _by_model(connection: Connection, run: str, request: GridRequest, names: Sequence[str]) -> list[int]:
+    """Return the numbers of `names` in the order of the model, or by the parts of its layers."""
     known = connection.query(
         "SELECT tensor, min(ordinal) AS place FROM tensors WHERE run = $run AND kind = $kind GROUP BY tensor",
         {"run": run, "kind": Kind.PARAM_BEFORE.value if request.kind == UPDATE_RATIO else request.kind},
     )
     places = dict(zip(known["tensor"].to_pylist(), known["place"].to_pylist(), strict=True))
-    names: list[str] = [
-        name for name in found["tensor"].to_pylist() if all(word in name.lower() for word in request.words)
-    ]
-    return sorted(names, key=lambda name: (places.get(name) is None, places.get(name) or 0, natural(name)))
+    keys = [(0, places[name], ()) if name in places else (1, 0, natural(name)) for name in names]
+    order = sorted(range(len(names)), key=keys.__getitem__)
+    if request.order is not Order.PART:
+        return order
+    first: dict[str, int] = {}
+    for at in order:
+        first.setdefault(part_of(names[at]), len(first))
+    return sorted(order, key=lambda at: first[part_of(names[at])])
 
 
 def natural(name: str) -> list[Any]:
@@ -253,68 +225,28 @@ def natural(name: str) -> list[Any]:
     return [order, *(int(part) if at % 2 else part for at, part in enumerate(parts))]
 
 
-@dataclass(frozen=True, slots=True)
-class _Cells:
-    """Statistics of each tensor and column: lowest and highest value, NaN without one, and non-finite flags."""
-
-    low: Floats
-    high: Floats
-    is_nan: npt.NDArray[np.bool_]
-    is_inf: npt.NDArray[np.bool_]
+def part_of(name: str) -> str:
+    """Return the name of a tensor without its numbers, which is equal for the same part of all layers."""
+    return re.sub(r"\d+", "#", name)
 
 
-def _cells(
-    connection: Connection,
-    source: str,
-    run: str,
-    *,
-    request: GridRequest,
-    names: Sequence[str],
-    window: _Window,
-) -> _Cells:
-    expression, low, high = window.columns.expression(), window.low, window.high
-    column = sql_identifier(request.op if request.op in OPS else "norm")
-    rank = "" if request.rank is None else f" AND rank = {request.rank}"
-    chosen = "" if not request.words else f" AND tensor IN ({', '.join(map(sql_string, names))})"
-    rows = connection.query(
-        f"""SELECT tensor, (({expression}) - {low}) // {window.width} AS place, min({column})::DOUBLE AS low,
-          max({column})::DOUBLE AS high, coalesce(max(nans), 0) > 0 AS is_nan, coalesce(max(infs), 0) > 0 AS is_inf
-        FROM {source} WHERE run = $run AND kind = $kind AND step IS NOT NULL{rank}{chosen}
-          AND ({expression}) >= {low} AND ({expression}) < {high}
-        GROUP BY tensor, place""",
-        {"run": run, "kind": request.kind},
-    )
-    shape = (len(names), window.cells)
-    # The names are encoded once, so that each row costs one look-up of a number and not of a text.
-    encoded = rows["tensor"].combine_chunks().dictionary_encode()
-    number = {name: at for at, name in enumerate(names)}
-    of_code = np.array([number[name] for name in encoded.dictionary.to_pylist()], np.int64)
-    where = (of_code[encoded.indices.to_numpy()], rows["place"].to_numpy().astype(np.int64))
-    found = _Cells(np.full(shape, np.nan), np.full(shape, np.nan), np.zeros(shape, bool), np.zeros(shape, bool))
-    found.low[where] = rows["low"].to_numpy(zero_copy_only=False)
-    found.high[where] = rows["high"].to_numpy(zero_copy_only=False)
-    found.is_nan[where] = rows["is_nan"].to_numpy(zero_copy_only=False)
-    found.is_inf[where] = rows["is_inf"].to_numpy(zero_copy_only=False)
-    return found
-
-
-def _grid(request: GridRequest, names: Sequence[str], cells: _Cells, window: _Window) -> Grid:
-    is_log = request.is_relative or bool(np.nanmin(np.where(np.isfinite(cells.low), cells.low, np.inf)) > 0)
-    level, reference = _levels(cells, is_log=is_log, is_relative=request.is_relative)
-    bad = np.where(cells.is_nan, NOT_A_NUMBER, np.where(cells.is_inf, INFINITE, 0))
+def _grid(request: GridRequest, cells: Cells, window: Window) -> Grid:
+    found = _levels(cells, is_relative=request.is_relative)
+    level, reference = found.level, found.reference
+    names, bad = cells.names, cells.bad
     first, last = _range(request.rows, len(names))
-    order = (_worst_first(level, bad) if request.worst_first else np.arange(len(names)))[first:last]
-    height = -(-len(order) // MOST_ROWS) or 1
-    starts = np.arange(0, len(order), height)
-    pooled, holder = _pooled(level[order], bad[order], starts, reference[order])
+    order = _worst_first(level, bad) if request.order is Order.WORST else np.arange(len(names))
+    if first > 0 or last < len(names) or request.order is Order.WORST:
+        order = order[first:last]
+        names, level, bad, reference = [names[at] for at in order], level[order], bad[order], reference[order]
+    height = -(-len(names) // min(request.most_rows, MOST_ROWS)) or 1
+    pooled, pooled_bad, holders = _pooled(level, bad, reference, height)
     scale = (_SMALLEST, _LARGEST) if request.is_relative else _scale(level)
-    code = np.clip((pooled - scale[0]) / ((scale[1] - scale[0]) or 1.0), 0, 1) * LEVELS
-    coded = np.where(np.isnan(pooled), ABSENT, np.nan_to_num(code)).astype(np.uint8)
-    if len(order):
-        coded = np.maximum(np.maximum.reduceat(bad[order], starts, axis=0), coded).astype(np.uint8)
+    coded = _coded(pooled, scale)
+    coded[pooled_bad > 0] = pooled_bad[pooled_bad > 0]
     rows = tuple(
-        Row(name=names[order[start + holder[at]]], tensors=min(height, len(order) - start), first=first + start)
-        for at, start in enumerate(starts.tolist())
+        Row(name=names[start + at], first=start, tensors=min(height, len(names) - start), holder=start + at)
+        for start, at in zip(range(0, len(names), height), holders, strict=True)
     )
     where = np.argwhere(coded >= INFINITE)
     earliest = where[np.lexsort((where[:, 0], where[:, 1]))][:1].tolist()
@@ -324,61 +256,107 @@ def _grid(request: GridRequest, names: Sequence[str], cells: _Cells, window: _Wi
     pooling = "no pooling" if is_plain else f"cells of {cell}, extremes kept"
     return Grid(
         cells=coded,
+        names=tuple(names),
+        base=first,
         rows=rows,
         attempts=attempts,
         steps=steps,
         last_steps=last_steps,
         scale=scale,
-        is_log=is_log,
-        tensors=len(names),
+        is_log=found.is_log,
+        tensors=len(cells.names),
         columns=window.columns.count,
         first_bad=(earliest[0][0], earliest[0][1]) if earliest else None,
-        notice=f"{len(order):,} tensors × {window.high - window.low:,} sampled steps, {pooling}",
+        notice=f"{len(names):,} tensors × {window.high - window.low:,} sampled steps, {pooling}",
     )
 
 
-def _worst_first(level: Floats, bad: npt.NDArray[Any]) -> Integers:
+def _coded(level: Singles, scale: tuple[float, float]) -> npt.NDArray[np.uint8]:
+    with np.errstate(invalid="ignore"):
+        code = (level - np.float32(scale[0])) * np.float32(LEVELS / ((scale[1] - scale[0]) or 1.0))
+        np.clip(code, 0, LEVELS, out=code)
+        return np.where(np.isnan(code), ABSENT, code).astype(np.uint8)
+
+
+def _worst_first(level: Singles, bad: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
     """Return the tensors in the order of their largest distance from the reference, non-finite ones first."""
     badness = np.where(bad.any(axis=1), np.inf, np.abs(np.nan_to_num(level)).max(axis=1))
-    order: Integers = np.argsort(-badness, kind="stable")
+    order: npt.NDArray[np.int64] = np.argsort(-badness, kind="stable")
     return order
 
 
-def _levels(cells: _Cells, *, is_log: bool, is_relative: bool) -> tuple[Floats, Floats]:
-    """Return the value of each cell on the colour scale, and the reference of each row."""
+@dataclass(frozen=True, slots=True)
+class _Levels:
+    """Place of each cell on the colour scale, and the value of each row with which its extremes are compared."""
+
+    level: Singles
+    reference: Singles
+    is_low: npt.NDArray[np.bool_] | None  # whether the lowest value of a cell is its extreme; None: one value per cell
+    is_log: bool
+
+
+def _levels(cells: Cells, *, is_relative: bool) -> _Levels:
     with np.errstate(divide="ignore", invalid="ignore"):
-        low, high = (np.log10(np.abs(one)) if is_log else one for one in (cells.low, cells.high))
-        low, high = (np.where(np.isfinite(one), one, np.nan) for one in (low, high))
+        is_log = is_relative or bool(np.nanmin(cells.low, initial=np.inf) > 0)
+        extreme = high = _scaled(cells.high, is_log=is_log)
         middle = row_medians(high)
-        reference = np.where(np.isfinite(middle), middle, 0.0)
-        extreme = np.where(np.abs(low - reference[:, None]) > np.abs(high - reference[:, None]), low, high)
-    return (extreme - reference[:, None], np.zeros(len(reference))) if is_relative else (extreme, reference)
+        reference = np.where(np.isfinite(middle), middle, 0.0).astype(np.float32)
+        is_low = None
+        if cells.low is not cells.high:
+            low = _scaled(cells.low, is_log=is_log)
+            is_low = np.abs(low - reference[:, None]) > np.abs(high - reference[:, None])
+            extreme = np.where(is_low, low, high)
+    if is_relative:
+        return _Levels(extreme - reference[:, None], np.zeros_like(reference), is_low, is_log)
+    return _Levels(extreme, reference, is_low, is_log)
 
 
-def row_medians(values: Floats) -> Floats:
-    """Return the median of each row without NaN; NaN for a row that has only NaN."""
-    found = np.full(len(values), np.nan)
-    known = ~np.isnan(values).all(axis=1)
-    found[known] = np.nanmedian(values[known], axis=1)
+def _scaled(values: Singles, *, is_log: bool) -> Singles:
+    if not is_log:
+        return np.where(np.isinf(values), np.float32(np.nan), values)
+    found = np.abs(values)
+    np.log(found, out=found)  # several times as fast as log10
+    found *= np.float32(1 / np.log(10))
+    if not np.isfinite(np.nanmin(found, initial=0.0) + np.nanmax(found, initial=0.0)):
+        found[np.isinf(found)] = np.nan
     return found
 
 
-def _pooled(level: Floats, bad: npt.NDArray[Any], starts: Integers, reference: Floats) -> tuple[Floats, list[int]]:
-    """Return the extreme of each group of rows, and the row of the group that has the largest one."""
-    if len(starts) == len(level):
-        return level, [0] * len(starts)
-    distance = np.where(np.isnan(level), -1.0, np.abs(level - reference[:, None]))
-    distance = np.where(bad > 0, np.inf, distance)
-    pooled, holder = np.full((len(starts), level.shape[1]), np.nan), []
-    for at, start in enumerate(starts.tolist()):
-        stop = starts[at + 1] if at + 1 < len(starts) else len(level)
-        best = np.argmax(distance[start:stop], axis=0)
-        pooled[at] = level[start:stop][best, np.arange(level.shape[1])]
-        holder.append(int(np.argmax(distance[start:stop].max(axis=1))))
-    return pooled, holder
+def row_medians(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the median of each row without NaN; NaN for a row that has only NaN."""
+    found = np.full(len(values), np.nan, values.dtype)
+    known = values.shape[1] - np.isnan(values).sum(axis=1)
+    for count in np.unique(known[known > 0]).tolist():  # NaN is behind all numbers
+        rows = np.flatnonzero(known == count)
+        middle = [(count - 1) // 2, count // 2]
+        found[rows] = np.partition(values[rows], sorted(set(middle)), axis=1)[:, middle].mean(axis=1)
+    return found
 
 
-def _scale(level: Floats) -> tuple[float, float]:
+def _pooled(
+    level: Singles, bad: npt.NDArray[np.uint8], reference: Singles, height: int
+) -> tuple[Singles, npt.NDArray[np.uint8], list[int]]:
+    """Return extreme and code of each group of `height` rows, and the number of the row in it with the largest one."""
+    if height == 1:
+        return level, bad, [0] * len(level)
+    missing = -len(level) % height
+    if missing:
+        level = np.pad(level, ((0, missing), (0, 0)), constant_values=np.nan)
+        bad, reference = np.pad(bad, ((0, missing), (0, 0))), np.pad(reference, (0, missing))
+    level, bad = level.reshape(-1, height, level.shape[1]), bad.reshape(-1, height, level.shape[1])
+    distance = np.abs(level - reference.reshape(-1, height, 1))
+    np.fmax(distance, -1.0, out=distance)  # NaN becomes -1
+    if bad.any():
+        distance[bad > 0] = np.inf
+    pooled, farthest = level[:, 0].copy(), distance[:, 0].copy()
+    for row in range(1, height):
+        is_farther = distance[:, row] > farthest
+        np.copyto(farthest, distance[:, row], where=is_farther)
+        np.copyto(pooled, level[:, row], where=is_farther)
+    return pooled, bad.max(axis=1), distance.max(axis=2).argmax(axis=1).tolist()
+
+
+def _scale(level: Singles) -> tuple[float, float]:
     finite = level[np.isfinite(level)]
     if not len(finite):
         return 0.0, 1.0
@@ -388,7 +366,7 @@ def _scale(level: Floats) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellValue:
-    """The exact value that a cell shows: the most extreme one of a tensor in a range of steps."""
+    """The exact value that a cell shows: the most extreme one of its tensors in its steps."""
 
     tensor: str
     attempt: int
@@ -399,17 +377,46 @@ class CellValue:
     infs: int
 
 
-def cell_value(
-    connection: Connection, run: str, kind: str, *, op: str, tensor: str, attempt: int, steps: tuple[int, int]
+def cell_value(connection: Connection, run: str, request: GridRequest, column: int) -> CellValue | None:
+    """Return the exact value of a cell: of `request.tensors` in the column with this number of the grid.
+
+    The value is the one that determined the colour: non-finite, or else the farthest from the median of its tensor.
+    """
+    with connection.pinned():
+        query = _query(connection, run, request)
+        columns = sampled_columns(connection, query)
+        low, high = _range(request.columns, columns.count)
+        window = Window(columns, low, high, _width(query, high - low))
+        if not 0 <= column < window.cells:
+            return None
+        cells = read_cells(query, window)
+        found = _levels(cells, is_relative=request.is_relative)
+        distance = np.nan_to_num(np.abs(found.level[:, column] - found.reference), nan=-1.0)
+        bad = cells.bad[:, column].astype(int)
+        if not len(distance) or (distance.max() < 0 and not bad.any()):
+            return None
+        best = int(np.lexsort((-distance, -bad))[0])
+        is_low = found.is_low is not None and bool(found.is_low[best, column])
+        return _exact(connection, query, cells.names[best], _place(window, column), is_low=is_low)
+
+
+def _place(window: Window, column: int) -> tuple[int, int, int]:
+    attempts, steps, last_steps = window.places()
+    return attempts[column], steps[column], last_steps[column]
+
+
+def _exact(
+    connection: Connection, query: CellQuery, tensor: str, place: tuple[int, int, int], *, is_low: bool
 ) -> CellValue | None:
-    """Return the exact value of a tensor within the closed range `steps` of an attempt, non-finite ones first."""
-    column = sql_identifier(op if op in OPS else "norm")
+    attempt, first, last = place
+    column = sql_identifier(query.op if query.op in OPS else "norm")
     rows = connection.query(
         f"""SELECT step, rank, {column}::DOUBLE AS value, coalesce(nans, 0) AS nans, coalesce(infs, 0) AS infs
-        FROM {connection.relation("tensor_stats", run=run, steps=steps)}
+        FROM {relation_of(connection, query.run, query.kind, (first, last))}
         WHERE run = $run AND kind = $kind AND tensor = $tensor AND coalesce(attempt, 0) = $attempt
-          AND step BETWEEN $first AND $last
-        ORDER BY nans > 0 DESC, infs > 0 DESC, abs({column}) DESC NULLS LAST, step, rank LIMIT 1""",
-        {"run": run, "kind": kind, "tensor": tensor, "attempt": attempt, "first": steps[0], "last": steps[1]},
+          AND step BETWEEN $first AND $last AND coalesce($rank, rank) IS NOT DISTINCT FROM rank
+        ORDER BY nans > 0 DESC, infs > 0 DESC, {column} {"ASC" if is_low else "DESC"} NULLS LAST, step, rank LIMIT 1""",
+        {"run": query.run, "kind": query.kind, "tensor": tensor, "attempt": attempt, "first": first, "last": last}
+        | {"rank": query.rank},
     ).to_pylist()
     return CellValue(tensor=tensor, attempt=attempt, **rows[0]) if rows else None

@@ -72,7 +72,8 @@ class History:
 
 _ARRAYS: Final = ("attempt", "step", "cumulative", "time", "value", "lowest", "highest", "stands")
 _OF_SCALAR: Final = f"""\
-run = $run AND name = $name AND value IS NOT NULL AND labels IS NOT DISTINCT FROM $labels AND position IS NOT NULL
+run = $run AND name = $name{{rank}} AND value IS NOT NULL AND labels IS NOT DISTINCT FROM $labels
+  AND position IS NOT NULL
   AND ({is_main_source()} OR contains(coalesce($labels, ''), 'imported_from'))"""
 
 _LABELS: Final = f"""\
@@ -114,23 +115,35 @@ def main_labels(connection: Connection, run: str, names: Sequence[str]) -> dict[
     return {row["name"]: row["labels"] for row in reversed(rows)}
 
 
-def read_history(connection: Connection, run: str, name: str, labels: str | None = None) -> History:
-    """Return the scalar `name` of `run` with exactly these `labels`. Without rows, all arrays are empty."""
+def read_history(
+    connection: Connection, run: str, name: str, labels: str | None = None, rank: int | None = None
+) -> History:
+    """Return the scalar `name` of `run` with exactly these `labels`, of all ranks or one. It may have no rows.
+
+    Of one rank, there are only raw rows, because rollups combine ranks.
+    """
     parameters = {"run": run, "name": name, "labels": labels}
+    own = "" if rank is None else f" AND rank = {rank}"
     with connection.pinned():
-        facts = connection.query(_FACTS, parameters).to_pylist()[0]
+        facts = connection.query(_FACTS.format(rank=own), parameters).to_pylist()[0]
         of_run = {"run": run, "name": name}
-        if connection.files("scalar_rollups", run=run) and connection.query(_HAS_ROLLUPS, of_run).num_rows:
+        if (
+            rank is None
+            and connection.files("scalar_rollups", run=run)
+            and connection.query(_HAS_ROLLUPS, of_run).num_rows
+        ):
             return _from_view(connection, parameters)
-        rows = _sorted(connection.query(_ROWS if facts["is_single"] else _STEPS, parameters))
+        chosen = _ROWS if facts["is_single"] and rank is None else _STEPS
+        rows = _sorted(connection.query(chosen.format(rank=own), parameters))
         parts = rows["parts"].to_numpy()
         table = _columns(rows)
-        if (parts > facts["parts"]).any() or _repeats(table):
+        if rank is None and ((parts > facts["parts"]).any() or _repeats(table)):
             return _from_view(connection, parameters)
-        training = (
-            connection.query(_TRAINING, {"run": run}) if table["attempt"].size and table["attempt"].any() else None
-        )
-    return _numbered(name, table, labels, training)
+        training = None
+        if table["attempt"].size and table["attempt"].any():
+            found = connection.query(_TRAINING, {"run": run}).to_pylist()
+            training = [(row["attempt"], row["first"], row["last"]) for row in found]
+    return numbered(name, table, labels, training)
 
 
 def _sorted(rows: pa.Table) -> pa.Table:
@@ -161,8 +174,13 @@ def _repeats(columns: Mapping[str, Any]) -> bool:
     return bool(((attempt[1:] == attempt[:-1]) & (position[1:] == position[:-1])).any())
 
 
-def _numbered(name: str, columns: Mapping[str, Any], labels: str | None, training: pa.Table | None) -> History:
-    """Return the history with cumulative positions and superseded steps, by the rules of the view `scalar_history`."""
+def numbered(
+    name: str, columns: Mapping[str, Any], labels: str | None, training: Sequence[tuple[int, int, int]] | None
+) -> History:
+    """Return the history with cumulative positions and superseded steps, by the rules of the view `scalar_history`.
+
+    `training` has attempt, first and last position of the loss of each attempt; None for a run of one attempt.
+    """
     attempt, position = columns["attempt"], columns["position"]
     others = {key: values for key, values in columns.items() if key != "position"}
     before = np.zeros(len(attempt), np.int64)
@@ -184,7 +202,7 @@ def _numbered(name: str, columns: Mapping[str, Any], labels: str | None, trainin
 
 
 def _spans(
-    name: str, columns: Mapping[str, Any], labels: str | None, training: pa.Table
+    name: str, columns: Mapping[str, Any], labels: str | None, training: Sequence[tuple[int, int, int]]
 ) -> dict[int, tuple[int, int, int]]:
     """Return, by attempt, the position to which it goes back, and its first and last position.
 
@@ -195,7 +213,7 @@ def _spans(
     for number in np.unique(columns["attempt"]).tolist():
         positions = columns["position"][columns["attempt"] == number]
         own[number] = int(positions[0]), int(positions[-1])
-    loss = {row["attempt"]: (row["first"], row["last"]) for row in training.to_pylist()}
+    loss = {attempt: (first, last) for attempt, first, last in training}
     common = [number for number in own if number in loss]
     longest = max(common, key=lambda number: own[number][1], default=None)
     is_main = labels is None or "imported_from" not in labels

@@ -227,7 +227,9 @@ def rank_grid(connection: Connection, run: str, table: RankTable, *, whole_step:
             full[at] = cells[names[rank]]
     return Grid(
         cells=full,
-        rows=tuple(Row(name=f"rank {rank}", tensors=1, first=at) for at, rank in enumerate(present)),
+        names=tuple(f"rank {rank}" for rank in present),
+        base=0,
+        rows=tuple(Row(name=f"rank {rank}", first=at, tensors=1, holder=at) for at, rank in enumerate(present)),
         attempts=(table.attempt,) * len(matrix.steps),
         steps=tuple(matrix.steps),
         last_steps=tuple(matrix.steps),

@@ -1,8 +1,11 @@
-"""One tensor of a run: its curve over all ranks, its newest value on each rank, and the firings of rules."""
+"""One tensor of a run: its curve on all ranks with baseline and limit, its newest values, and the firings of rules."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -10,30 +13,56 @@ import numpy as np
 from rankscope_contract.model.kinds import JUDGED_OPS, OPS
 from rankscope_contract.security.escaping import sql_identifier
 from rankscope_storage.connection import Connection
-from rankscope_view.data.history import History
+from rankscope_view.data.curves import Curve, CurveRequest, Firing, Line, Role, curve, on_axis
+from rankscope_view.data.history import Floats, History
 
 MOST_FIRINGS: Final = 50
+MOST_LINES: Final = 16
+"""Number of ranks up to which each rank has its own line in the chart of a tensor; above, the others are a range."""
+
+OTHER_POINTS: Final = 1000
+"""Limit of the number of points of each line that is not about the subject of the chart."""
 
 _CURVE: Final = """\
 SELECT coalesce(attempt, 0)::BIGINT AS attempt, step, epoch(max(ts)) AS time,
   CASE WHEN max(nans) > 0 THEN 'nan'::DOUBLE WHEN max(infs) > 0 THEN 'inf'::DOUBLE ELSE max({op})::DOUBLE END AS value,
-  min({op})::DOUBLE AS lowest, max({op})::DOUBLE AS highest, max({baseline})::DOUBLE AS baseline
+  min({op})::DOUBLE AS lowest, max({op})::DOUBLE AS highest
 FROM {source} WHERE run = $run AND kind = $kind AND tensor = $tensor AND step IS NOT NULL
+  AND coalesce(attempt, 0) = coalesce($attempt, attempt, 0)
 GROUP BY ALL HAVING value IS NOT NULL ORDER BY 1, 2"""
+_BY_RANK: Final = """\
+SELECT rank, coalesce(attempt, 0)::BIGINT AS attempt, step, max({op})::DOUBLE AS value,
+  max({baseline})::DOUBLE AS baseline
+FROM {source} WHERE run = $run AND kind = $kind AND tensor = $tensor AND step IS NOT NULL
+  AND coalesce(attempt, 0) = coalesce($attempt, attempt, 0) AND rank IN (SELECT unnest($ranks)) GROUP BY ALL"""
 _RANKS: Final = """\
 SELECT rank, arg_max(step, (coalesce(attempt, 0), step)) AS step,
   arg_max({op}, (coalesce(attempt, 0), step))::DOUBLE AS value, max({op})::DOUBLE AS highest,
-  arg_max(step, {op}) AS highest_step, sum(nans)::BIGINT AS nans, sum(infs)::BIGINT AS infs
+  arg_max(step, {op}) AS highest_step, sum(nans)::BIGINT AS nans, sum(infs)::BIGINT AS infs,
+  arg_max({baseline}, (coalesce(attempt, 0), step))::DOUBLE AS baseline
 FROM {source} WHERE run = $run AND kind = $kind AND tensor = $tensor GROUP BY rank ORDER BY rank"""
 _FIRINGS: Final = """\
 SELECT attempt, rank, step, rule, severity, op, value, baseline, threshold FROM events
 WHERE run = $run AND type = 'anomaly' AND tensor = $tensor AND kind IS NOT DISTINCT FROM $kind
-ORDER BY attempt DESC, step DESC, rank LIMIT $most"""
+ORDER BY attempt DESC, step DESC, rank LIMIT 5000"""
+_THRESHOLD: Final = """\
+SELECT arg_max(threshold, ts) AS threshold FROM events
+WHERE run = $run AND type = 'anomaly' AND kind = $kind AND op = $op AND rule = $rule AND threshold IS NOT NULL"""
+_CONFIG: Final = "SELECT config FROM runs_history WHERE run = $run AND config IS NOT NULL ORDER BY ordinal DESC LIMIT 1"
+_TURBULENCE: Final = "AnomalyTurbulence"
 _LEAVING: Final = """\
 SELECT attempt, arg_min(rank, step) AS rank, min(step) AS step, kind, tensor FROM events
 WHERE run = $run AND type = 'anomaly' AND tensor IS NOT NULL
 GROUP BY attempt, kind, tensor ORDER BY attempt, step, tensor LIMIT 8"""
 _SHAPE: Final = "SELECT shape, dtype, numel FROM tensors WHERE run = $run AND kind = $kind AND tensor = $tensor LIMIT 1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """The range that a rule allows around the baseline: up to `high` times it, and down to `low` times it."""
+
+    high: float
+    low: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +73,16 @@ class TensorDetail:
     kind: str
     op: str
     ranks: tuple[dict[str, Any], ...]
-    firings: tuple[dict[str, Any], ...]
-    baseline: float | None
+    firings: tuple[dict[str, Any], ...]  # the newest first
+    limit: Limit | None
     shape: dict[str, Any] | None
+
+    @property
+    def subject(self) -> dict[str, Any] | None:
+        """Return the rank that the chart is about: of the first firing, or else with the highest value."""
+        first = next((one["rank"] for one in reversed(self.firings) if one["rank"] is not None), None)
+        found = next((row for row in self.ranks if row["rank"] == first), None) if first is not None else None
+        return found or max(self.ranks, key=lambda row: (row["nans"] or 0, row["highest"] or 0), default=None)
 
 
 def _column(op: str) -> tuple[str, str]:
@@ -54,19 +90,23 @@ def _column(op: str) -> tuple[str, str]:
     return sql_identifier(known), sql_identifier(f"{known}_baseline") if known in JUDGED_OPS else "NULL::FLOAT"
 
 
-def tensor_history(connection: Connection, run: str, kind: str, op: str, tensor: str) -> History:
+def tensor_history(
+    connection: Connection, run: str, kind: str, op: str, tensor: str, *, attempt: int | None = None
+) -> History:
     """Return the largest value over ranks at each sampled step, and the range of the ranks, in the order of arrival."""
-    column, baseline = _column(op)
+    column, _ = _column(op)
     source = connection.relation("tensor_stats", run=run)
-    query = _CURVE.format(op=column, baseline=baseline, source=source)
-    rows = connection.query(query, {"run": run, "kind": kind, "tensor": tensor})
+    parameters = {"run": run, "kind": kind, "tensor": tensor, "attempt": attempt}
+    rows = connection.query(_CURVE.format(op=column, source=source), parameters)
     columns = {
         name: rows[name].to_numpy(zero_copy_only=False).astype(np.float64)
         for name in ("time", "value", "lowest", "highest")
     }
-    attempt, step = (rows[name].to_numpy().astype(np.int64) for name in ("attempt", "step"))
+    attempts, step = (rows[name].to_numpy().astype(np.int64) for name in ("attempt", "step"))
     later = np.minimum.accumulate(np.append(step, np.iinfo(np.int64).max)[::-1])[::-1][1:]
-    return History(name=op, attempt=attempt, step=step, cumulative=np.arange(len(step)), stands=step < later, **columns)
+    return History(
+        name=op, attempt=attempts, step=step, cumulative=np.arange(len(step)), stands=step < later, **columns
+    )
 
 
 def tensor_detail(connection: Connection, run: str, kind: str, op: str, tensor: str) -> TensorDetail:
@@ -74,20 +114,134 @@ def tensor_detail(connection: Connection, run: str, kind: str, op: str, tensor: 
     column, baseline = _column(op)
     source = connection.relation("tensor_stats", run=run)
     parameters = {"run": run, "kind": kind, "tensor": tensor}
-    latest = connection.query(
-        f"SELECT arg_max({baseline}, (coalesce(attempt, 0), step))::DOUBLE AS baseline FROM {source} "
-        "WHERE run = $run AND kind = $kind AND tensor = $tensor",
-        parameters,
-    )
+    ranks = connection.query(_RANKS.format(op=column, baseline=baseline, source=source), parameters)
     return TensorDetail(
         tensor=tensor,
         kind=kind,
         op=op,
-        ranks=tuple(connection.query(_RANKS.format(op=column, source=source), parameters).to_pylist()),
-        firings=tuple(connection.query(_FIRINGS, parameters | {"most": MOST_FIRINGS}).to_pylist()),
-        baseline=latest["baseline"].to_pylist()[0],
+        ranks=tuple(ranks.to_pylist()),
+        firings=tuple(connection.query(_FIRINGS, parameters).to_pylist()),
+        limit=allowed_range(connection, run, kind, op),
         shape=next(iter(connection.query(_SHAPE, parameters).to_pylist()), None),
     )
+
+
+def allowed_range(connection: Connection, run: str, kind: str, op: str) -> Limit | None:
+    """Return the range around the baseline that the rule for turbulence of `run` allows.
+
+    The newest firing of the rule has its threshold. Without a firing, the configuration of the run has it.
+    """
+    if op not in JUDGED_OPS:
+        return None
+    fired = connection.query(_THRESHOLD, {"run": run, "kind": kind, "op": op, "rule": _TURBULENCE})["threshold"]
+    rule = _configured(next(iter(connection.query(_CONFIG, {"run": run})["config"].to_pylist()), None), kind, op)
+    threshold = fired.to_pylist()[0] if fired.to_pylist()[0] is not None else rule.get("threshold")
+    if not isinstance(threshold, int | float) or not math.isfinite(threshold):
+        return None
+    return Limit(high=1 + threshold, low=1 / (1 + threshold) if rule.get("direction") == "both" else None)
+
+
+def _configured(text: str | None, kind: str, op: str) -> Mapping[str, Any]:
+    """Return the arguments of the rule for turbulence in a configuration; empty without a rule for `kind` and `op`."""
+    try:
+        rules = json.loads(text or "{}").get("rules") or []
+        found = [one["args"] for one in rules if one["rule_name"] == _TURBULENCE]
+        chosen = [one for one in found if op in one["ops"] and (not one.get("kinds") or kind in one["kinds"])]
+    except (ValueError, AttributeError, TypeError, KeyError):  # the configuration of another tool
+        return {}
+    return chosen[0] if chosen else {}
+
+
+def tensor_curve(
+    connection: Connection, run: str, detail: TensorDetail, request: CurveRequest, attempt: int | None = None
+) -> Curve:
+    """Return the curve of a tensor: a line for each rank, its baseline and limit, and the points at which rules fired.
+
+    `attempt` restricts the curve to one attempt. The range of a line is that of all ranks.
+    """
+    with connection.pinned():
+        whole = tensor_history(connection, run, detail.kind, detail.op, detail.tensor, attempt=attempt)
+        subject = detail.subject
+        ranks = _shown_ranks(detail, subject)
+        values, baseline = _matrix(connection, run, detail, whole, ranks=ranks, attempt=attempt)
+    found = curve(whole, request)
+    if subject is None or not len(whole):
+        return found
+    few = replace(request, points=min(request.points, OTHER_POINTS))
+    lines = [
+        _line(whole, one, few, Role.OTHER, f"rank {rank}") for rank, one in zip(ranks[1:], values[1:], strict=True)
+    ]
+    limits = [] if detail.limit is None else [one for one in (detail.limit.high, detail.limit.low) if one is not None]
+    lines += [_line(whole, baseline * one, few, Role.LIMIT, f"limit {one:.3g}×") for one in limits]
+    lines.append(_line(whole, baseline, few, Role.BASELINE, "baseline"))
+    main = _line(whole, values[0], request, Role.SUBJECT, f"rank {ranks[0]}" if ranks[0] is not None else "value")
+    drawn = [line for line in lines if line is not None and np.isfinite(line.value).any()]
+    firings = _firings(whole, detail, request)
+    return replace(found, lines=(*((main,) if main is not None else ()), *drawn), firings=firings)
+
+
+def _shown_ranks(detail: TensorDetail, subject: Mapping[str, Any] | None) -> list[int | None]:
+    """Return the ranks with a line of their own, the subject first."""
+    if subject is None:
+        return []
+    others = [row["rank"] for row in detail.ranks if row["rank"] != subject["rank"]]
+    return [subject["rank"], *(others if len(others) < MOST_LINES else [])]
+
+
+def _matrix(
+    connection: Connection,
+    run: str,
+    detail: TensorDetail,
+    whole: History,
+    *,
+    ranks: Sequence[int | None],
+    attempt: int | None,
+) -> tuple[Floats, Floats]:
+    """Return the values of the ranks (rows) at the rows of `whole`, and the baseline of the first rank."""
+    values = np.full((max(1, len(ranks)), len(whole)), np.nan)
+    baseline = np.full(len(whole), np.nan)
+    if not any(rank is not None for rank in ranks):
+        values[0] = whole.value
+        return values, baseline
+    column, judged = _column(detail.op)
+    source = connection.relation("tensor_stats", run=run)
+    parameters = {"run": run, "kind": detail.kind, "tensor": detail.tensor, "attempt": attempt, "ranks": list(ranks)}
+    rows = connection.query(_BY_RANK.format(op=column, baseline=judged, source=source), parameters)
+    keys = whole.attempt * (1 << 40) + whole.step
+    own = rows["attempt"].to_numpy() * (1 << 40) + rows["step"].to_numpy()
+    at = np.minimum(np.searchsorted(keys, own), max(0, len(keys) - 1))
+    known = keys[at] == own if len(keys) else np.zeros(0, bool)
+    line = np.array([ranks.index(rank) for rank in rows["rank"].to_pylist()], np.int64)
+    values[line[known], at[known]] = rows["value"].to_numpy(zero_copy_only=False).astype(np.float64)[known]
+    first = known & (line == 0)
+    baseline[at[first]] = rows["baseline"].to_numpy(zero_copy_only=False).astype(np.float64)[first]
+    return values, baseline
+
+
+def _line(whole: History, values: Floats, request: CurveRequest, role: Role, label: str) -> Line | None:
+    """Return the line of `values` at the rows of `whole`; of several attempts, one after the other."""
+    lowest, highest = (whole.lowest, whole.highest) if role is Role.SUBJECT else (values, values)
+    drawn = curve(replace(whole, value=values, lowest=lowest, highest=highest), request).lines
+    if not drawn:
+        return None
+    names = ("x", "step", "value", "smoothed", "low", "high")
+    joined = {name: np.concatenate([getattr(line, name) for line in drawn]) for name in names}
+    return Line(label=label, role=role, **joined)
+
+
+def _firings(whole: History, detail: TensorDetail, request: CurveRequest) -> tuple[Firing, ...]:
+    """Return the firings of rules for the tensor at their places on the axis."""
+    rows, x = on_axis(whole, request.axis)
+    place = {key: at for at, key in enumerate(zip(rows.attempt.tolist(), rows.step.tolist(), strict=True))}
+    found = []
+    for one in detail.firings:
+        at = place.get((one["attempt"] or 0, one["step"]))
+        if at is None:
+            continue
+        value = one["value"] if one["op"] == detail.op else None
+        shown = None if value is None or not math.isfinite(value) else float(value)
+        found.append(Firing(x=float(x[at]), step=int(rows.step[at]), value=shown, rule=one["rule"] or "rule"))
+    return tuple(found)
 
 
 def first_to_leave(connection: Connection, run: str) -> list[dict[str, Any]]:

@@ -1,159 +1,260 @@
-"""The comparison of two runs: equal up to where, curves, figures, and the configuration that differs."""
+"""The comparison of runs or ranks: equal up to where, curves, figures, and the configuration that differs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from rankscope_storage.diff.diff import Divergence
-from rankscope_view.data.comparison import Comparison
-from rankscope_view.data.curves import Curve
-from rankscope_view.data.detail import RunDetail
-from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LOSS
+from rankscope_contract.model.phases import PRE_COLLECTIVE_SECONDS
+from rankscope_storage.diff.diff import Divergence, Point
+from rankscope_view.data.comparison import DIFFERENCE, LETTERS, ComparedSide, Comparison, Side
+from rankscope_view.data.curves import Curve, notice
+from rankscope_view.data.detail import STEP_SECONDS
+from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS
 from rankscope_view.pages import svg
 from rankscope_view.pages.format import NOTHING, count, measure, text
 from rankscope_view.pages.parts import Place, document, icon, panel, state_word, tensor_name, verdict
-from rankscope_view.pages.run import title
+from rankscope_view.pages.run import ChartChoice, title, toolbar
 
-CHARTS: Final = (LOSS, GRAD_NORM, EVAL_LOSS)
+_NOTES: Final = {
+    DIFFERENCE: "below 0: lower loss than A",
+    STEP_SECONDS: "s",
+    PRE_COLLECTIVE_SECONDS: "s, of the rank itself",
+}
+_SHOWN_SETTINGS: Final = 200
 
 
-def page(place: Place, found: Comparison, curves: Sequence[Curve]) -> str:
-    """Return the comparison of two runs. `curves` have one line per run, by the names of CHARTS."""
-    a, b = found.a.row.run, found.b.row.run
-    swap = place.url("compare", a=b, b=a)
-    names = (
-        f'<div class="toolbar"><span class="badge">A</span><a href="{place.url("runs", a)}"><b><bdi>{text(a)}</bdi></b></a>'
-        f'<a class="button" href="{swap}">Swap</a><span class="badge b">B</span><a href="{place.url("runs", b)}"><b><bdi>{text(b)}</bdi></b></a></div>'
-    )
-    charts = "".join(_chart(curve) for curve in curves if curve.rows)
+def page(place: Place, found: Comparison, choice: ChartChoice, curves: Mapping[str, Curve]) -> str:
+    """Return the comparison of several sides. `curves` have a line for each side, by the name of the scalar."""
+    sides = [one.side for one in found.sides]
+    bar = toolbar(lambda values: _address(place, sides, **(values | {"axis": None})), choice, has_axes=False)
+    firsts = [
+        (one.side.letter, result.first.step) for one, result in _results(found) if result is not None and result.first
+    ]
+    charts = "".join(_chart(name, curve, firsts) for name, curve in curves.items())
+    query = text(_address(Place(), sides).partition("?")[2].replace("&amp;", "&"))
     body = (
-        f'{names}{_verdict(found)}<div class="columns" id="run" data-a="{text(a)}" data-b="{text(b)}" data-run=""><div>{charts}{_points(found.divergence)}</div>'
-        f"<aside>{_summary(found)}{_settings(found)}</aside></div>"
+        f'{_names(place, sides)}{_verdicts(found)}<div class="columns" id="run" data-run="" data-query="{query}">'
+        f"<div>{bar}{charts}{_points(found)}</div><aside>{_summary(found)}{_settings(found)}</aside></div>"
     )
-    return document(place, f"{a} and {b}", body, crumbs=[("Compare 2 runs", None)], page="compare")
+    what = "runs" if len({side.run for side in sides}) > 1 else "ranks"
+    heading = f"Compare {len(sides)} {what}"
+    return document(place, " and ".join(map(_word, sides)), body, crumbs=[(heading, None)], page="compare")
 
 
-def choose_page(place: Place, run: str | None, others: Sequence[str]) -> str:
-    """Return a page that asks for the second run."""
+def _address(place: Place, sides: Sequence[Side], **more: object) -> str:
+    """Return the address of the comparison of `sides`, which get the letters from A."""
+    parameters: dict[str, object] = {}
+    for letter, side in zip(LETTERS, sides, strict=False):
+        parameters |= {letter: side.run, f"{letter}.rank": side.rank}
+    return place.url("compare", **(parameters | more))
+
+
+def _word(side: Side) -> str:
+    return side.run if side.rank is None else f"{side.run} rank {side.rank}"
+
+
+def _names(place: Place, sides: Sequence[Side]) -> str:
+    parts = []
+    for number, side in enumerate(sides):
+        others = [one for one in sides if one is not side]
+        rank = "" if side.rank is None else f' <span class="dim">rank {side.rank}</span>'
+        remove = (
+            f'<a class="dim" href="{_address(place, others)}" title="Remove {side.letter.upper()}" aria-label="Remove {side.letter.upper()}">×</a>'
+            if len(sides) > 2
+            else ""
+        )
+        parts.append(
+            f'<span class="side"><span class="badge s{number + 1}">{side.letter.upper()}</span><a href="{place.url("runs", side.run)}"><b><bdi>{text(side.run)}</bdi></b></a>{rank}{remove}</span>'
+        )
+    swap = f'<a class="button" href="{_address(place, sides[::-1])}">Swap</a>' if len(sides) == 2 else ""
+    add = f'<a class="button" href="{_address(place, sides, add=1)}">Add a run</a>' if len(sides) < len(LETTERS) else ""
+    return f'<div class="toolbar">{"".join(parts)}{swap}{add}</div>'
+
+
+def choose_page(place: Place, sides: Sequence[Side], others: Sequence[str]) -> str:
+    """Return a page that asks for a further run, or for the first two."""
+    known = {side.run for side in sides}
     items = "".join(
-        f'<a class="item" href="{place.url("compare", a=run, b=other)}"><bdi>{text(other)}</bdi></a>'
+        f'<a class="item" href="{_address(place, [*sides, Side(letter="", run=other)])}"><bdi>{text(other)}</bdi></a>'
         for other in others
-        if other != run
+        if other not in known
     )
-    name = "two runs" if run is None else f"<bdi>{text(run)}</bdi> with"
-    empty = '<p class="empty">Select two runs in the list of runs.</p>'
-    return document(
-        place,
-        "Compare",
-        panel(f"Compare {name}", items if run and items else empty),
-        crumbs=[("Compare", None)],
-        page="compare",
-    )
+    name = " and ".join(f"<bdi>{text(_word(side))}</bdi>" for side in sides) + " with" if sides else "runs"
+    empty = '<p class="empty">Select runs in the list of runs.</p>'
+    ranks = ""
+    if sides:
+        link = f'<a href="{place.url("runs", sides[0].run, "ranks")}">page of its ranks</a>'
+        ranks = f'<p class="dim">Two ranks of the run are compared from the {link}.</p>'
+    body = panel(f"Compare {name}", items if items and sides else empty) + ranks
+    return document(place, "Compare", body, crumbs=[("Compare", None)], page="compare")
 
 
-def _verdict(found: Comparison) -> str:
-    result = found.divergence
+def _results(found: Comparison) -> Iterator[tuple[ComparedSide, Divergence | None]]:
+    yield from zip(found.sides[1:], found.differences, strict=True)
+
+
+def _verdicts(found: Comparison) -> str:
+    first = found.sides[0].side
+    return "".join(_verdict(first, one.side, result, is_pair=len(found.sides) == 2) for one, result in _results(found))
+
+
+def _verdict(a: Side, b: Side, result: Divergence | None, *, is_pair: bool) -> str:
+    names = (
+        "The runs"
+        if is_pair and a.rank is None
+        else "The ranks"
+        if is_pair
+        else f"{b.letter.upper()} and {a.letter.upper()}"
+    )
     if result is None:
-        command = text(f"rankscope diff {found.a.row.run} {found.b.row.run}")
+        ranks = "" if a.rank is None or b.rank is None else f" --ranks {a.rank} {b.rank}"
+        command = text(f"rankscope diff {a.run}{'' if a.run == b.run else f' {b.run}'}{ranks}")
         return verdict(
             "info",
-            "These runs have too many rows to be compared in a page",
+            f"{names} have too many rows to be compared in a page",
             f"The command does it: <code>{command}</code>",
         )
     if not result.rows_compared:
-        return verdict(
-            "info", "The runs have no row in common", "No step, or no tensor and no scalar, is stored for both."
-        )
+        reason = "No step, or no tensor and no scalar, is stored for both."
+        if a.rank is not None:
+            reason = "No statistic or hash of a replica, which must be equal on both, is stored. The curves show other differences."
+        return verdict("info", f"{names} have no row in common", reason)
     first = result.first
     if first is None:
+        evidence = f"{count(result.rows_compared)} rows were compared."
         return verdict(
-            "info",
-            f"The runs are equal in all {count(result.steps_compared)} steps that both have",
-            f"{count(result.rows_compared)} rows were compared.",
+            "info", f"{names} are equal in all {count(result.steps_compared)} steps that both have", evidence
         )
-    where = "" if first.rank is None else f", on rank {first.rank}"
-    name = tensor_name(first.tensor) if first.kind != "scalar" else f"<b>{text(first.tensor)}</b>"
-    share = "" if first.relative is None else f": a relative difference of {first.relative:.2g}"
-    evidence = f"{text(first.kind.replace('_', ' '))} {text(first.op)} {measure(first.a)} against {measure(first.b)}{share}. {count(result.points_at_first)} {'value differs' if result.points_at_first == 1 else 'values differ'} at this step."
+    where = "" if first.rank is None or a.rank is not None else f", on rank {first.rank}"
+    equal = result.steps_compared - len(result.steps)
+    steps = f" {count(equal)} compared steps are equal." if equal else ""
+    evidence = f"{_what(first)} {measure(first.a)} against {measure(first.b)}{_share(first)}. {count(result.points_at_first)} {'value differs' if result.points_at_first == 1 else 'values differ'} at this step.{steps}"
     evidence += " Rounding in another order of additions can cause this." if result.looks_rounded else ""
-    return verdict("critical", f"The runs differ first at step {count(first.step)}{where}, in {name}", evidence)
-
-
-def _chart(curve: Curve) -> str:
-    known = text(
-        f'{{"name": "{curve.name}", "log": {str(curve.name == GRAD_NORM).lower()}, "fixed": false, "zero": false, "compare": true}}'
+    return verdict(
+        "critical", f"{names} differ first at step {count(first.step)}{where}, in {_subject(first)}", evidence
     )
-    body = f'<div class="plot{" tall" if curve.name == LOSS else ""}" data-chart="{known}" tabindex="0" role="group" aria-label="{title(curve.name)}">{svg.line_chart(curve, label=title(curve.name), width=820)}</div>'
+
+
+def _subject(point: Point) -> str:
+    return tensor_name(point.tensor) if point.kind != "scalar" else f"<b>{text(point.tensor)}</b>"
+
+
+def _what(point: Point) -> str:
+    return text("Scalar" if point.kind == "scalar" else f"{point.kind.replace('_', ' ').capitalize()} {point.op}")
+
+
+def _share(point: Point) -> str:
+    return "" if point.relative is None else f": a relative difference of {point.relative:.2g}"
+
+
+def _chart(name: str, curve: Curve, firsts: Sequence[tuple[str, int]]) -> str:
+    heading = "Loss against A" if name == DIFFERENCE else title(name)
+    options = {"name": name, "log": name == GRAD_NORM, "fixed": False, "zero": False, "compare": True}
+    marks = [[letter.upper(), step] for letter, step in firsts]
+    body = (
+        f'<div class="plot{" tall" if name == LOSS else ""}" data-chart="{text(json.dumps(options))}" data-firsts="{text(json.dumps(marks))}" tabindex="0" role="group" '
+        f'aria-label="{heading}">{svg.line_chart(curve, label=heading, width=820)}</div>'
+    )
+    below = (
+        f'<p class="notice">{notice(curve)}{icon("incident")} first difference</p>' if firsts and name == LOSS else ""
+    )
     return panel(
-        title(curve.name), body, note="raw and EMA 0.90", aside='<span class="legend"></span>', kind="chartbox"
+        heading, body + below, note=_NOTES.get(name, ""), aside='<span class="legend"></span>', kind="chartbox"
     )
 
 
-def _points(result: Divergence | None) -> str:
-    if result is None or not result.points:
-        return ""
-    rows = "".join(
+def _points(found: Comparison) -> str:
+    tables = []
+    head = '<tr><th class="n">step<th class="n">rank<th>tensor<th>statistic<th class="n">A<th class="n">{}<th class="n">rel. difference</tr>'
+    for one, result in _results(found):
+        if result is None or not result.points:
+            continue
+        rows = "".join(_point(number, point) for number, point in enumerate(result.points))
+        note = f"{len(result.points)} of {count(result.points_at_first)} at the first step, in causal order"
+        letter = one.side.letter.upper()
+        name = "First values that differ" if len(found.sides) == 2 else f"First values in which {letter} differs from A"
+        tables.append(
+            panel(name, f'<table class="list">{head.format(letter)}{rows}</table>', note=note, kind="scrolls")
+        )
+    return "".join(tables)
+
+
+def _point(number: int, point: Point) -> str:
+    return (
         f'<tr class="{"hot" if number == 0 else ""}"><td class="n">{count(point.step)}</td><td class="n">{NOTHING if point.rank is None else point.rank}</td>'
         f'<td>{tensor_name(point.tensor)}</td><td>{text(point.op)}</td><td class="n">{measure(point.a)}</td><td class="n">{measure(point.b)}</td>'
         f'<td class="n">{NOTHING if point.relative is None else f"{point.relative:.2g}"}</td></tr>'
-        for number, point in enumerate(result.points)
     )
-    head = '<tr><th class="n">step<th class="n">rank<th>tensor<th>statistic<th class="n">A<th class="n">B<th class="n">rel. difference</tr>'
-    note = f"{len(result.points)} of {count(result.points_at_first)} at the first step, in causal order"
-    return panel("First values that differ", f'<table class="list">{head}{rows}</table>', note=note, kind="scrolls")
 
 
 def _summary(found: Comparison) -> str:
+    is_pair = len(found.sides) == 2
+    heads = "".join(f'<th class="n">{one.side.letter.upper()}' for one in found.sides)
     rows = "".join(
-        f'<tr><td>{name}</td><td class="n">{a}</td><td class="n">{b}</td><td class="n">{difference}</td></tr>'
-        for name, a, b, difference in _figures(found)
+        f"<tr><td>{name}</td>{''.join(f'<td class=n>{value}</td>' for value in values)}{f'<td class=n>{change}</td>' if is_pair else ''}</tr>"
+        for name, values, change in _figures(found.sides)
     )
-    return panel(
-        "Summary", f'<table class="list"><tr><th><th class="n">A<th class="n">B<th class="n">B − A</tr>{rows}</table>'
+    last = '<th class="n">B − A' if is_pair else ""
+    return panel("Summary", f'<table class="list"><tr><th>{heads}{last}</tr>{rows}</table>', kind="scrolls")
+
+
+def _figures(sides: Sequence[ComparedSide]) -> Iterator[tuple[str, list[str], str]]:
+    """Yield name, values and difference of the figures that are known of any side."""
+    if any(one.side.rank is None for one in sides):
+        yield "State", [_state(one, has_word=len(sides) == 2) for one in sides], ""
+    counts = {"Step": [one.step for one in sides]}
+    numbers = {
+        "Loss": [one.newest(LOSS) for one in sides],
+        "Best evaluation": [_best(one) for one in sides],
+        "Gradient norm": [one.newest(GRAD_NORM) for one in sides],
+        "Learning rate": [one.newest(LEARNING_RATE) for one in sides],
+        "s/step": [one.newest(STEP_SECONDS) for one in sides],
+        "Before collective, s": [one.newest(PRE_COLLECTIVE_SECONDS) for one in sides],
+    }
+    yield from (
+        (name, [NOTHING if one is None else count(one) for one in values], _change(values, "+,"))
+        for name, values in counts.items()
     )
+    for name, measured in numbers.items():
+        if any(one is not None for one in measured):
+            yield name, [measure(one) for one in measured], _change(measured, "+.2g")
+    if any(one.side.rank is None for one in sides):
+        events = {
+            "Restarts": [len(one.detail.restarts) for one in sides],
+            "Incidents": [len(one.detail.row.incidents) for one in sides],
+        }
+        yield from ((name, [count(one) for one in values], _change(values, "+,")) for name, values in events.items())
 
 
-def _figures(found: Comparison) -> Iterator[tuple[str, str, str, str]]:
-    a, b = found.a, found.b
-    yield "State", _state(a), _state(b), ""
-    yield _counted("Step", a.row.step, b.row.step)
-    yield _measured("Loss", a.row.loss, b.row.loss)
-    yield _measured("Best eval", _best(a), _best(b))
-    yield _measured("Rate", a.row.learning_rate, b.row.learning_rate)
-    yield _counted("Restarts", len(a.restarts), len(b.restarts))
-    yield _counted("Incidents", len(a.row.incidents), len(b.row.incidents))
+def _change(values: Sequence[float | None], form: str) -> str:
+    first, last = values[0], values[-1]
+    if first is None or last is None:
+        return ""
+    return f"{last - first:{form}}".replace("-", "−", 1) if last != first else "0"
 
 
-def _state(one: RunDetail) -> str:
-    return f"{icon(one.row.state or 'unknown')} {text(state_word(one.row.state))}"
+def _state(one: ComparedSide, *, has_word: bool) -> str:
+    state = one.detail.row.state
+    word = text(state_word(state))
+    return f'<span title="{word}">{icon(state or "unknown")} {word if has_word else ""}</span>'
 
 
-def _best(one: RunDetail) -> float | None:
-    values = [value for value in one.history(EVAL_LOSS).value.tolist() if value == value]  # noqa: PLR0124 - NaN
+def _best(one: ComparedSide) -> float | None:
+    history = one.histories.get(EVAL_LOSS)
+    values = [] if history is None else [value for value in history.value.tolist() if value == value]  # noqa: PLR0124 - NaN
     return min(values, default=None)
 
 
-def _counted(name: str, a: int | None, b: int | None) -> tuple[str, str, str, str]:
-    difference = "" if a is None or b is None else f"{b - a:+,}".replace("-", "−")
-    return name, NOTHING if a is None else count(a), NOTHING if b is None else count(b), difference
-
-
-def _measured(name: str, a: float | None, b: float | None) -> tuple[str, str, str, str]:
-    difference = "" if a is None or b is None else f"{b - a:+.2g}".replace("-", "−", 1)
-    return name, measure(a), measure(b), difference
-
-
 def _settings(found: Comparison) -> str:
+    heads = "".join(f"<th>{one.side.letter.upper()}" for one in found.sides)
     rows = "".join(
-        f"<tr><td><code>{text(one.key)}</code></td><td>{NOTHING if one.a is None else text(one.a)}</td><td>{NOTHING if one.b is None else text(one.b)}</td></tr>"
-        for one in found.settings
+        f"<tr><td><code>{text(one.key)}</code></td>{''.join(f'<td>{NOTHING if value is None else text(value)}</td>' for value in one.values)}</tr>"
+        for one in found.settings[:_SHOWN_SETTINGS]
     )
     table = (
-        f'<table class="list"><tr><th>key<th>A<th>B</tr>{rows}</table>'
-        if rows
-        else '<p class="empty">No key differs.</p>'
+        f'<table class="list"><tr><th>key{heads}</tr>{rows}</table>' if rows else '<p class="empty">No key differs.</p>'
     )
-    return panel(
-        "Configuration", table, note=f"{len(found.settings)} differ, {found.equal_settings} are equal", kind="scrolls"
-    )
+    note = f"{len(found.settings)} differ, {found.equal_settings} are equal"
+    return panel("Configuration", table, note=note, kind="scrolls")

@@ -76,8 +76,12 @@ def page(
     *,
     total: int,
     not_measured: Sequence[str],
+    beside: tuple[str | None, str | None],
 ) -> str:
-    """Return the page of one incident. `total` is the number of its anomalies; `not_measured` are kinds without rows."""
+    """Return the page of one incident. `total` is the number of its anomalies; `not_measured` are kinds without rows.
+
+    `beside` has the keys of the incidents before and after it, by step.
+    """
     crumbs = [(row.run, place.url("runs", row.run)), ("Incident", None)]
     severity = "critical" if one.is_critical else "warning"
     word = "Critical" if one.is_critical else "Warning"
@@ -91,7 +95,7 @@ def page(
     about = f"First of {count(max(total, one.events))} anomalies. {ranks} {text(one.cause or '')}"
     head = (
         f'<div class="runhead incidenthead"><div class="title"><span class="pill {"failed" if one.is_critical else "pending"}">{icon(severity)}{word}</span>'
-        f'<span class="pill {kind}">{icon(kind)}{state}</span></div><h1>{sentence(one)}</h1><p class="reason">{about}</p></div>'
+        f'<span class="pill {kind}">{icon(kind)}{state}</span>{_beside(place, one.run, beside)}</div><h1>{sentence(one)}</h1><p class="reason">{about}</p></div>'
     )
     body = (
         f'{head}<div class="columns" id="run" data-run="{text(one.run)}" data-fixed="1"><div>{_evidence(one)}{_order(one, anomalies, total)}{_sql(one)}</div>'
@@ -102,6 +106,17 @@ def page(
     )
 
 
+def _beside(place: Place, run: str, beside: tuple[str | None, str | None]) -> str:
+    """Return links to the incidents before and after this one."""
+    words = (("prev", "Previous", "["), ("next", "Next", "]"))
+    links = [
+        f'<a class="button" rel="{rel}" href="{place.url("runs", run, "incidents", key)}">{word} <kbd>{sign}</kbd></a>'
+        for key, (rel, word, sign) in zip(beside, words, strict=True)
+        if key is not None
+    ]
+    return f'<span class="aside">{"".join(links)}</span>' if links else ""
+
+
 def _evidence(one: Incident) -> str:
     charts = []
     first, last = window(one)
@@ -110,12 +125,12 @@ def _evidence(one: Incident) -> str:
     if one.tensor and one.kind:
         op = one.op if one.op in {"norm", "mean", "min", "max"} else "norm"
         known = text(f'{{"name": "{op}", "log": true, "fixed": true, "zero": false, "tensor": true}}')
-        plot = f'<div class="plot" data-chart="{known}" data-tensor="{text(one.tensor)}" data-kind="{text(one.kind)}" {span} tabindex="0"></div>'
+        plot = f'<div class="plot" data-chart="{known}" data-tensor="{text(one.tensor)}" data-kind="{text(one.kind)}" data-attempt="{one.attempt or 0}" {span} tabindex="0"></div>'
         charts.append(
             panel(
                 "Evidence",
                 plot,
-                note=f"{text(one.kind.replace('_', ' '))} {op}, largest of all ranks, log",
+                note=f"{text(one.kind.replace('_', ' '))} {op}, log",
                 aside=legend,
                 kind="chartbox",
             )

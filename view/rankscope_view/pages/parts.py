@@ -39,12 +39,13 @@ ICONS: Final = {
 
 STATES: Final = (*RunState, STOPPING)
 TABS: Final = (
-    ("", "Overview"),
-    ("tensors", "Tensors"),
-    ("ranks", "Ranks"),
-    ("incidents", "Incidents"),
-    ("events", "Events"),
+    ("", "Overview", "o"),
+    ("tensors", "Tensors", "t"),
+    ("ranks", "Ranks", "k"),
+    ("incidents", "Incidents", "i"),
+    ("events", "Events", "e"),
 )
+"""Last part of the address, name, and the key behind `g` of each tab of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,7 @@ class Place:
     assets: str = ""  # digest in the addresses of style sheet and scripts
     is_live: bool = False
     has_service: bool = False
+    version: int = -1  # of the store
 
     def url(self, *segments: str, **query: object) -> str:
         """Return the address of a page below the prefix, escaped for an HTML attribute. None leaves out a parameter."""
@@ -151,11 +153,12 @@ def segmented(label: str, choices: Sequence[tuple[str, str, str]], chosen: str, 
 def tabs(place: Place, row: RunRow, chosen: str) -> str:
     """Return the tabs of a run."""
     found = []
-    for name, word in TABS:
+    for name, word, key in TABS:
         segments = ("runs", row.run, name) if name else ("runs", row.run)
         badge = f' <span class="count bad">{len(row.incidents)}</span>' if name == "incidents" and row.incidents else ""
         current = ' aria-current="page"' if name == chosen else ""
-        found.append(f'<a href="{place.url(*segments)}"{current}>{word}{badge}</a>')
+        found.append(f'<a href="{place.url(*segments)}" data-go="{key}"{current}>{word}{badge}</a>')
+    found.append(f'<a href="{place.url("compare", run=row.run)}" data-go="c">Compare</a>')
     return f'<nav class="tabs" id="tabs" data-live>{"".join(found)}</nav>'
 
 
@@ -187,8 +190,8 @@ def document(
 <script src="{asset}/uPlot.iife.js" defer></script>
 <script src="{asset}/app.js" type="module"></script>
 </head>
-<body data-page="{page}" data-base="{text(place.base)}" data-live="{"1" if place.is_live else ""}">
-<header class="top"><a class="brand" href="{place.url()}">{icon("logo")}<b>Rankscope</b></a>
+<body data-page="{page}" data-base="{text(place.base)}" data-live="{"1" if place.is_live else ""}" data-version="{place.version}">
+<header class="top"><a class="brand" href="{place.url()}" data-go="r">{icon("logo")}<b>Rankscope</b></a>
 <span class="crumbs"><a href="{place.url()}">Runs</a>{steps}</span>
 <span class="right">{service}{state}<button id="theme" title="Theme (T)" aria-label="Change the theme">{icon("theme")}</button>
 <button id="help" title="Keys (?)" aria-label="Keys"><kbd>?</kbd></button></span></header>

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import numpy as np
@@ -26,7 +27,9 @@ def page(place: Place, row: RunRow, table: RankTable, now: float) -> str:
     if not table.rows:
         body = f'<div class="panel blank">{icon("unknown")}<strong>No rank has sent a row in this run</strong><p>Imported logs have no ranks.</p></div>'
         return document(place, f"Ranks of {row.run}", body, crumbs=crumbs, nav=tabs(place, row, "ranks"), page="ranks")
-    found = list(_verdicts(table, now, is_live=row.is_live))
+    found = list(
+        verdicts(table, now, is_live=row.is_live, link=functools.partial(_compare_link, place, row.run, table))
+    )
     more = (
         f'<p class="dim">{len(found) - _MOST_VERDICTS} more ranks are marked in the table.</p>'
         if len(found) > _MOST_VERDICTS
@@ -38,12 +41,17 @@ def page(place: Place, row: RunRow, table: RankTable, now: float) -> str:
                 "info", f"No rank of {len(table.rows)} is slow or silent", "Compared with the median rank of each step."
             )
         ]
-    body = f'<div id="verdicts" data-live>{"".join(found[:_MOST_VERDICTS])}{more}</div>{_strips(row.run)}{_table(table, now)}'
+    body = f'<div id="verdicts" data-live>{"".join(found[:_MOST_VERDICTS])}{more}</div>{_strips(row.run)}{_compare(place, row.run, table)}{_table(table, now)}'
     return document(place, f"Ranks of {row.run}", body, crumbs=crumbs, nav=tabs(place, row, "ranks"), page="ranks")
 
 
-def _verdicts(table: RankTable, now: float, *, is_live: bool) -> Iterator[str]:
-    """Yield a sentence with its evidence for each slow or silent rank, the slowest first."""
+def verdicts(
+    table: RankTable, now: float, *, is_live: bool, link: Callable[[int], str] = lambda _: ""
+) -> Iterator[str]:
+    """Yield a sentence with its evidence for each slow or silent rank, the slowest first.
+
+    `link` returns the actions of a slow rank as HTML.
+    """
     for row in sorted(table.rows, key=lambda row: -(row.against_median or 0)):
         if row.is_slow:
             waits = [other.wait_seconds for other in table.rows if other.wait_seconds is not None and not other.is_slow]
@@ -54,6 +62,7 @@ def _verdicts(table: RankTable, now: float, *, is_live: bool) -> Iterator[str]:
                 "critical",
                 f"Rank {row.rank} computes {slower} slower than the others{since}{wait}",
                 _evidence(row, table),
+                link(row.rank),
             )
     for row in table.rows:
         if row.is_silent:
@@ -90,6 +99,34 @@ def _evidence(row: RankRow, table: RankTable) -> str:
         f"{sentence[:1].upper()}{sentence[1:]}. Whole steps look equal on all ranks, because they end together."
         if parts
         else ""
+    )
+
+
+def _compare_link(place: Place, run: str, table: RankTable, rank: int) -> str:
+    """Return a link to the comparison of a slow rank with the one that is nearest to the median."""
+    others = [row for row in table.rows if row.rank != rank and row.against_median is not None and not row.is_silent]
+    if not others:
+        return ""
+    usual = min(others, key=lambda row: abs(row.against_median or 0.0)).rank
+    url = place.url("compare", **{"a": run, "b": run, "a.rank": usual, "b.rank": rank})
+    return f'<a class="button" href="{url}">Compare with rank {usual}</a>'
+
+
+def _compare(place: Place, run: str, table: RankTable) -> str:
+    """Return the choice of two ranks to compare."""
+    if len(table.rows) < 2:
+        return ""
+    chosen = (table.rows[0].rank, next((row.rank for row in table.rows if row.is_slow), table.rows[1].rank))
+    selects = [
+        f'<select name="{letter}.rank" aria-label="Rank {letter.upper()}">'
+        + "".join(f"<option{' selected' if row.rank == rank else ''}>{row.rank}</option>" for row in table.rows)
+        + "</select>"
+        for letter, rank in zip("ab", chosen, strict=True)
+    ]
+    hidden = "".join(f'<input type="hidden" name="{letter}" value="{text(run)}">' for letter in "ab")
+    return (
+        f'<form class="toolbar" action="{place.url("compare")}">{hidden}<span class="label">Compare rank</span>{selects[0]}'
+        f'<span class="label">with rank</span>{selects[1]}<button>Compare</button></form>'
     )
 
 

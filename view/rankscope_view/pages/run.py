@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -64,11 +64,11 @@ class ChartChoice:
     is_log: bool = False
     fits_all: bool = False
 
-    def url(self, place: Place, run: str, **changes: object) -> str:
-        """Return the address of the page with these choices and `changes`."""
+    def values(self) -> dict[str, object]:
+        """Return the parameters of an address with these choices."""
         request = self.request
         strength = request.decay if request.smoothing is Smoothing.EMA else request.width
-        values: dict[str, object] = {
+        return {
             "axis": request.axis,
             "smooth": request.smoothing,
             "strength": strength if request.smoothing is not Smoothing.NONE else None,
@@ -78,17 +78,18 @@ class ChartChoice:
             "fit": 1 if self.fits_all else None,
             "tail": request.newest,
         }
-        return place.url("runs", run, **(values | changes))
 
 
 def page(place: Place, found: RunDetail, choice: ChartChoice, curves: dict[str, Curve], log: EventLog) -> str:
     """Return the page of a run. `curves` are drawn for readers without scripts, by the name of the scalar."""
     row = found.row
-    charts = [_chart(found, name, curves[name], choice, is_main=True) for name in (LOSS, PERPLEXITY) if name in curves]
+    charts = [
+        chart_panel(found, name, curves[name], choice, is_main=True) for name in (LOSS, PERPLEXITY) if name in curves
+    ]
     if LOSS not in curves:
         charts.insert(0, _no_loss(place, found))
     more = [name for name in (GRAD_NORM, LEARNING_RATE, EVAL_LOSS, *SPEEDS) if name in curves]
-    folded = "".join(_chart(found, name, curves[name], choice, is_main=False) for name in more)
+    folded = "".join(chart_panel(found, name, curves[name], choice, is_main=False) for name in more)
     words = ", ".join(title(name).lower() for name in more)
     group = (
         f'<details class="more" id="more"><summary>{words.capitalize()} <span class="dim">{len(more)} charts</span> '
@@ -96,7 +97,7 @@ def page(place: Place, found: RunDetail, choice: ChartChoice, curves: dict[str, 
     )
     body = (
         f'{header(place, found)}<div class="columns" id="run" data-run="{text(row.run)}" data-live-run="{row.is_live:d}"><div>'
-        f"{toolbar(place, found, choice)}{''.join(charts)}{group if more else ''}</div>"
+        f"{toolbar(lambda values: place.url('runs', row.run, **values), choice)}{''.join(charts)}{group if more else ''}</div>"
         f"<aside>{_incidents(place, row)}{_events(place, row, log)}{_advice(found.advice)}</aside></div>"
     )
     return document(place, row.run, body, crumbs=[(row.run, None)], nav=tabs(place, row, ""), page="run")
@@ -121,12 +122,14 @@ def header(place: Place, found: RunDetail) -> str:
     marks = [one.last_step / row.planned_steps for one in found.restarts] if row.planned_steps else []
     bar = svg.bar(row.share, row.state or "unknown", marks) if row.share is not None else ""
     figures = "".join(
-        f"<div><dt>{name}</dt><dd><b>{value}</b><span>{line}</span></dd></div>" for name, value, line in _figures(found)
+        f'<div><dt>{label}</dt><dd><b><bdi data-value="{name}">{value}</bdi>{_unit(name)}</b><span>{line}</span></dd></div>'
+        for name, label, value, line in _figures(found)
     )
+    report = f'<a class="button" href="{place.url("runs", row.run, "report")}" download>Report</a>'
     compare = f'<a class="button" href="{place.url("compare", run=row.run)}">Compare</a>'
     return (
-        f'<div class="runhead" id="head" data-live><div class="title"><h1><bdi>{text(row.run)}</bdi></h1>{pill(row.state)}'
-        f'{tag_list(sorted(row.tags.items()))}<span class="dim">{about}</span><span class="aside">{compare}</span></div>{reason}{note}'
+        f'<div class="runhead" id="head" data-planned="{row.planned_steps or ""}" data-live><div class="title"><h1><bdi>{text(row.run)}</bdi></h1>{pill(row.state)}'
+        f'{tag_list(sorted(row.tags.items()))}<span class="dim">{about}</span><span class="aside">{report}{compare}</span></div>{reason}{note}'
         f'<div class="figures"><span>{_progress(row)}</span><span class="dim">{again}</span></div>{bar}'
         f"<dl>{figures}</dl></div>"
     )
@@ -136,9 +139,9 @@ def _progress(row: RunRow) -> str:
     if row.step is None:
         return f"step {NOTHING}"
     parts = [
-        f"<b>{count(row.step)}</b> of {count(row.planned_steps)} steps"
+        f'<b data-value="step">{count(row.step)}</b> of {count(row.planned_steps)} steps'
         if row.planned_steps
-        else f"step <b>{count(row.step)}</b>"
+        else f'step <b data-value="step">{count(row.step)}</b>'
     ]
     if row.share is not None:
         parts.append(percent(row.share))
@@ -150,18 +153,18 @@ def _progress(row: RunRow) -> str:
     return " · ".join(parts)
 
 
-def _figures(found: RunDetail) -> Iterator[tuple[str, str, str]]:
-    """Yield (label, value, line of context) of the figures in the header. Only known values are shown."""
+def _figures(found: RunDetail) -> Iterator[tuple[str, str, str, str]]:
+    """Yield (name, label, value, line of context) of the figures in the header. Only known values are shown."""
     row = found.row
     change = found.loss_change
-    yield "Loss", measure(row.loss), "" if change is None else f"{change:+.3g} in 100 rows".replace("-", "−", 1)
+    yield LOSS, "Loss", measure(row.loss), "" if change is None else f"{change:+.3g} in 100 rows".replace("-", "−", 1)
     if found.perplexity is not None:
-        yield "Perplexity", measure(found.perplexity), "exp(loss)"
+        yield PERPLEXITY, "Perplexity", measure(found.perplexity), "exp(loss)"
     if row.learning_rate is not None:
-        yield "Learning rate", measure(row.learning_rate), ""
+        yield LEARNING_RATE, "Learning rate", measure(row.learning_rate), ""
     norms = found.history(GRAD_NORM)
     if len(norms):
-        yield "Gradient norm", measure(float(norms.value[-1])), f"at step {count(float(norms.step[-1]))}"
+        yield GRAD_NORM, "Gradient norm", measure(float(norms.value[-1])), f"at step {count(float(norms.step[-1]))}"
     for name in SPEEDS:
         history = found.history(name)
         if not len(history):
@@ -176,10 +179,14 @@ def _figures(found: RunDetail) -> Iterator[tuple[str, str, str]]:
             if name == STEP_SECONDS
             else short(row.speed if name == row.speed_name and row.speed else value)
         )
-        yield {STEP_SECONDS: "Speed"}.get(name, "Throughput"), f"{shown} <small>{SPEED_UNITS[name]}</small>", line
+        yield name, {STEP_SECONDS: "Speed"}.get(name, "Throughput"), shown, line
     if found.facts.goodput is not None:
         lost = found.facts.lost_seconds
-        yield "Goodput", percent(found.facts.goodput), f"{duration(lost)} lost" if lost else ""
+        yield "", "Goodput", percent(found.facts.goodput), f"{duration(lost)} lost" if lost else ""
+
+
+def _unit(name: str) -> str:
+    return f" <small>{SPEED_UNITS[name]}</small>" if name in SPEED_UNITS else ""
 
 
 def signed(ratio: float) -> str:
@@ -187,14 +194,15 @@ def signed(ratio: float) -> str:
     return f"{ratio:+.0%}".replace("-", "−").replace("%", " %")
 
 
-def toolbar(place: Place, found: RunDetail, choice: ChartChoice) -> str:
-    """Return the choices of axis, smoothing, scale and range, as links that work without scripts."""
-    request, run = choice.request, found.row.run
-    axes = [(axis.value, word, choice.url(place, run, axis=axis, from_=None, to=None)) for axis, word, _ in AXES]
-    smoothings = [(one.value, word, choice.url(place, run, smooth=one, strength=None)) for one, word in _SMOOTHINGS]
-    scales = [
-        (value, word, choice.url(place, run, log=value or None)) for value, word in (("", "Linear"), ("1", "Log"))
-    ]
+def toolbar(address: Callable[[dict[str, object]], str], choice: ChartChoice, *, has_axes: bool = True) -> str:
+    """Return the choices of axis, smoothing, scale and range, as links that work without scripts.
+
+    `address` returns the address of the page with the parameters that it receives.
+    """
+    request, values = choice.request, choice.values()
+    axes = [(axis.value, word, address(values | {"axis": axis, "from_": None, "to": None})) for axis, word, _ in AXES]
+    smoothings = [(one.value, word, address(values | {"smooth": one, "strength": None})) for one, word in _SMOOTHINGS]
+    scales = [(value, word, address(values | {"log": value or None})) for value, word in (("", "Linear"), ("1", "Log"))]
     strength = request.decay if request.smoothing is Smoothing.EMA else float(request.width)
     low, high, step = ("0", "0.99", "0.01") if request.smoothing is Smoothing.EMA else ("2", "200", "1")
     is_zoomed = request.first is not None or request.last is not None
@@ -202,14 +210,12 @@ def toolbar(place: Place, found: RunDetail, choice: ChartChoice) -> str:
         f'<label class="strength"><input id="strength" type="range" min="{low}" max="{high}" step="{step}" value="{strength:g}">'
         f'<output id="strength-word">{strength:g}</output></label>'
     )
-    fit, tail, whole = (
-        choice.url(place, run, fit=None if choice.fits_all else 1),
-        choice.url(place, run, tail=None if request.newest else 4000),
-        choice.url(place, run, from_=None, to=None),
-    )
+    fit = address(values | {"fit": None if choice.fits_all else 1})
+    tail = address(values | {"tail": None if request.newest else 4000})
+    whole = address(values | {"from_": None, "to": None})
     return (
-        f'<div class="toolbar charts" id="toolbar">{segmented("Axis", axes, request.axis.value, "axis")}'
-        f"{segmented('', smoothings, request.smoothing.value, 'smooth')}{slider}"
+        f'<div class="toolbar charts" id="toolbar">{segmented("Axis", axes, request.axis.value, "axis") if has_axes else ""}'
+        f"{segmented('Smoothing', smoothings, request.smoothing.value, 'smooth')}{slider}"
         f"{segmented('', scales, '1' if choice.is_log else '', 'log')}"
         f'<a class="button" id="fit" href="{fit}"{" aria-current=true" if choice.fits_all else ""}>Fit all</a>'
         f'<a class="button" id="tail" href="{tail}"{" aria-current=true" if request.newest else ""}>Newest 4,000</a>'
@@ -217,7 +223,8 @@ def toolbar(place: Place, found: RunDetail, choice: ChartChoice) -> str:
     )
 
 
-def _chart(found: RunDetail, name: str, curve: Curve, choice: ChartChoice, *, is_main: bool) -> str:
+def chart_panel(found: RunDetail, name: str, curve: Curve, choice: ChartChoice, *, is_main: bool) -> str:
+    """Return the panel of one chart. The scripts of the page replace the drawing of the server."""
     hint = _HINTS.get(name, _SPEED_HINT if name in SPEEDS else "")
     axis = next(line for axis, _, line in AXES if axis is choice.request.axis)
     ranks = found.row.world_size or 0

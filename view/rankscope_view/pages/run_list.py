@@ -109,7 +109,10 @@ def _heads(place: Place, found: RunList, search: str) -> str:
 def _row(place: Place, row: RunRow, now: float) -> str:
     url = place.url("runs", row.run)
     bad = " bad" if row.loss is not None and row.loss != row.loss else ""
-    lead = incident_line(row.incidents[0], len(row.incidents) - 1) if row.incidents else _reason(row)
+    lead = _reason(row)
+    if row.incidents:
+        link = place.url("runs", row.run, "incidents", row.incidents[0].key)
+        lead = f'<a class="plain" href="{link}">{incident_line(row.incidents[0], len(row.incidents) - 1)}</a>'
     seen = NOTHING if row.seen_at is None else age(max(0.0, now - row.seen_at))
     return (
         f'<tr class="{"" if row.is_live else "ended"}"><td class="pick"><input type="checkbox" name="run" value="{text(row.run)}" aria-label="Select {text(row.run)}">'

@@ -112,7 +112,7 @@ def line_chart(curve: Curve, *, label: str, width: int = 760, height: int = 220)
     area = f'x="{_LEFT}" y="{_TOP}" width="{wide}" height="{tall}" viewBox="{_LEFT} {_TOP} {wide} {tall}"'
     found.append(f"<svg {area}>")
     for line in curve.lines:
-        for kind, values in (("raw", line.value), ("smooth", line.smoothed)):
+        for kind, values in ((line.role or "raw", line.value), ("smooth", line.smoothed)):
             points = [
                 place(x, y) if math.isfinite(y) else None for x, y in zip(line.x.tolist(), values.tolist(), strict=True)
             ]

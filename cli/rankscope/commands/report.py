@@ -1,0 +1,59 @@
+"""`rankscope report`: write the report of one run as a single HTML file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.options import Store
+from rankscope.base.sources import Checkpoint, Choice, Latest, Outputs, RunOption, Source, open_run
+
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="File to write. Default: the name of the run with .html.")
+]
+Summary = Annotated[bool, typer.Option("--summary", help="Print the summary of the run, too.")]
+
+
+def report(
+    source: Source = None,
+    store: Store = Path("history"),
+    run: RunOption = None,
+    checkpoint: Checkpoint = None,
+    outputs: Outputs = None,
+    latest: Latest = False,
+    output: Output = None,
+    summary: Summary = False,
+) -> None:
+    """Write the report of a run as one HTML file: summary, curves, incidents, events and configuration.
+
+    The file works offline and can be sent by mail. Its curves can be zoomed. The source is a run of the store, another
+    store, a log of any format of `rankscope import`, or the address of a service, which makes the report itself.
+
+    [bold]Examples[/bold]
+
+    rankscope report my-run --store history
+
+    rankscope report train.log --output train.html
+
+    rankscope report http://127.0.0.1:9470 --run my-run
+    """
+    from rankscope.output.report_file import fetch_report, make_report
+
+    if source is not None and source.startswith(("http://", "https://")):
+        if run is None:
+            raise CommandError("--run is missing: name the run whose report the service makes", code=USAGE)
+        made, name = fetch_report(source, run), run
+    else:
+        choice = Choice(source=source, store=store, run=run, checkpoint=checkpoint, outputs=outputs, latest=latest)
+        path = choice.path()
+        named = choice if path is None else Choice(source=str(path), store=store, run=run)
+        with open_run(named) as chosen:
+            made, name = make_report(chosen.connection, chosen.run, str(path or store)), chosen.run
+    written = made.write(output, name)
+    if summary:
+        sys.stdout.write(made.summary)
+    print(f"report of {name}: {written.absolute().as_uri()}")

@@ -1,0 +1,77 @@
+"""Make a report from a store, or get it from a service, and write its file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from rankscope.base.errors import CommandError
+from rankscope.base.http_client import UnreachableError, get
+from rankscope.base.service_settings import environment_tls
+from rankscope.output.summary_text import lines_of
+from rankscope_contract.reports.child import report_name
+from rankscope_contract.security.escaping import path_segment
+
+if TYPE_CHECKING:
+    from rankscope_storage.connection import Connection
+
+SERVICE_SECONDS: Final = 60.0
+"""Longest time in seconds that a service may take for a report."""
+
+_SUMMARY: Final = re.compile(r'<script type="application/json" id="summary">(.*?)</script>', re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class ReportFile:
+    """A report as HTML, which contains the sections of the summary as JSON."""
+
+    html: str
+
+    @property
+    def summary(self) -> str:
+        """Return the summary of the run as text."""
+        found = _SUMMARY.search(self.html)
+        title, sections = json.loads(found[1]) if found else ("", [])
+        return "\n".join([*lines_of(title, sections), ""])
+
+    def write(self, path: Path | None, run: str) -> Path:
+        """Write the file, by default in the working directory, and return its path. Raises CommandError."""
+        path = path or Path(report_name(run))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(self.html.encode("utf-8", "replace"))
+        except OSError as error:
+            raise CommandError(f"{path} cannot be written: {error.strerror or error}") from error
+        return path
+
+
+def make_report(connection: Connection, run: str, source: str) -> ReportFile:
+    """Return the report of a run of a store. Raises CommandError if the store has no rows of the run."""
+    from rankscope_view.report import report
+
+    found = report(connection, run, made_at=time.time(), source=source)
+    if found is None:
+        raise CommandError(f"{run} has no rows in the store")
+    return ReportFile(found.html)
+
+
+def fetch_report(url: str, run: str) -> ReportFile:
+    """Return the report of a run that the service at `url` makes. Raises CommandError."""
+    dots = run in {".", ".."}  # a segment of this name would be removed from the address
+    segment, query = ("-", f"?run={run}") if dots else (path_segment(run), "")
+    address = f"{url.rstrip('/')}/runs/{segment}/report{query}"
+    token = os.environ.get("RANKSCOPE_TOKEN") or None
+    try:
+        answer = get(address, token=token, timeout_seconds=SERVICE_SECONDS, client_tls=environment_tls())
+    except UnreachableError as error:
+        raise CommandError(str(error)) from error
+    if answer.status == 404:
+        raise CommandError(f"the service at {url} has no run {run!r}")
+    if answer.status != 200:
+        raise CommandError(f"{address}: status {answer.status}")
+    return ReportFile(answer.body.decode("utf-8", "replace"))

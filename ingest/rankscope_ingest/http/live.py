@@ -1,0 +1,151 @@
+"""Live updates of open pages by server-sent events: new rows of a viewed run, and versions of the store.
+
+A page of a run receives the scalars of polled records before they are committed. It is loaded again only after a commit
+with other rows, such as events, or every two minutes. All other pages are loaded again after commits, but only so often
+that this takes a small share of one processor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from typing import Final
+
+import duckdb
+from aiohttp import web
+
+from rankscope_ingest.base.background import cancel
+from rankscope_ingest.reporting.live_tail import LiveTails
+from rankscope_storage.base.errors import StoreError
+
+PING_SECONDS: Final = 15.0
+"""Time in seconds without an event after which a comment is sent, so that a closed connection is noticed."""
+
+GATHER_SECONDS: Final = 0.2
+"""Time in seconds for which rows are gathered before they are sent: the ranks of a run are polled together."""
+
+RELOAD_SECONDS: Final = 120.0
+"""Interval in seconds at which the page of a run is loaded again for numbers such as goodput, which rows do not have."""
+
+_SHARE: Final = 0.05
+"""Share of one processor that all reloads of pages may take, as a rule."""
+
+_OF_TRAINING: Final = frozenset({"scalars", "tensor_stats", "features", "hashes", "samples", "tensors"})
+"""Datasets whose commits do not change the page of a run beyond its rows."""
+
+log = logging.getLogger(__name__)
+
+
+class LiveUpdates:
+    """The open pages of one store. `read_version` returns the newest version; `reload_cost` the seconds of a page."""
+
+    def __init__(
+        self,
+        read_version: Callable[[], Awaitable[int]],
+        reload_cost: Callable[[], float],
+        tails: LiveTails | None,
+        watch_seconds: float,
+    ) -> None:
+        self._read_version = read_version
+        self._reload_cost = reload_cost
+        self._tails = tails
+        self._watch_seconds = watch_seconds
+        self._version = -1
+        self._notable = -1  # the newest version that changes pages of runs beyond their rows
+        self._notable_at = -math.inf
+        self._changed = asyncio.Event()
+        self._open = 0
+        self._watch: asyncio.Task[None] | None = None
+        self._stopped = asyncio.Event()
+
+    def committed(self, version: int, datasets: Collection[str]) -> None:
+        """Send the version to open pages after a commit with rows of `datasets`."""
+        self._version = max(self._version, version)
+        is_late = time.monotonic() - self._notable_at >= RELOAD_SECONDS
+        if is_late or not _OF_TRAINING.issuperset(datasets):
+            self._notable, self._notable_at = self._version, time.monotonic()
+        self._changed.set()
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        """Send events until the reader closes the page."""
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        stream = web.StreamResponse(headers=headers)
+        await stream.prepare(request)
+        run, known = request.query.get("run"), request.query.get("version", "")
+        seen = int(known) if known.isdecimal() and len(known) < 19 else -1
+        sending = None
+        if run is not None and self._tails is not None:
+            sending = asyncio.create_task(self._send_rows(stream, self._tails, run))
+        try:
+            with self._watching(), contextlib.suppress(ConnectionResetError):  # the reader closed the page
+                await self._send_versions(stream, seen, has_rows=sending is not None)
+        finally:
+            if sending is not None:
+                await cancel([sending])
+        return stream
+
+    def stop(self) -> None:
+        """End all streams."""
+        self._stopped.set()
+        self._changed.set()
+
+    async def _send_rows(self, stream: web.StreamResponse, tails: LiveTails, run: str) -> None:
+        with tails.viewing(run), contextlib.suppress(ConnectionResetError):
+            seen = 0
+            while True:
+                await tails.changed(run, seen)
+                await asyncio.sleep(GATHER_SECONDS)
+                seen, text = await tails.changed(run, seen)
+                await stream.write(f"event: rows\ndata: {text}\n\n".encode())
+
+    async def _send_versions(self, stream: web.StreamResponse, seen: int, *, has_rows: bool) -> None:
+        while not self._stopped.is_set():
+            try:
+                async with asyncio.timeout(PING_SECONDS):
+                    while (
+                        newest := self._notable if has_rows else self._version
+                    ) <= seen and not self._stopped.is_set():
+                        self._changed.clear()
+                        await self._changed.wait()
+            except TimeoutError:
+                await stream.write(b": no change\n\n")
+                continue
+            if newest > seen:
+                seen = newest
+                await stream.write(f"data: {seen}\n\n".encode())
+                await self._rest()
+
+    async def _rest(self) -> None:
+        """Wait until pages may be loaded again, so that reloads take at most a small share of one processor."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(RELOAD_SECONDS, self._reload_cost() / _SHARE)):
+                await self._stopped.wait()
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        self._open += 1
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._follow())
+        try:
+            yield
+        finally:
+            self._open -= 1
+            if not self._open and self._watch is not None:
+                self._watch.cancel()
+                self._watch = None
+
+    async def _follow(self) -> None:
+        """Read the version of the store, which other processes may write too."""
+        while True:
+            try:
+                version = await self._read_version()
+            except (StoreError, duckdb.Error, OSError) as error:
+                log.warning("the version of the store cannot be read, retrying: %s", error)
+            else:
+                if version > self._version:
+                    self.committed(version, () if self._version < 0 else ("events",))
+            await asyncio.sleep(self._watch_seconds)

@@ -1,0 +1,154 @@
+"""Newest scalars of runs that somebody views, before they are committed: pages show them within seconds.
+
+A commit per second would cost many times the CPU time of the service. Instead, the scalars of polled records are kept
+here for a few minutes, as the mean and the range over ranks of each step. Nothing is kept for runs that nobody views.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime as dt
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import pyarrow as pa
+
+from rankscope_ingest.record_channel.validate import ValidBody
+
+NAMES: Final = frozenset(
+    {
+        *("loss", "eval_loss", "grad_norm", "learning_rate"),
+        *("tokens_per_second", "samples_per_second", "steps_per_second", "step_seconds"),
+    }
+)
+"""Scalars that the page of a run shows."""
+
+KEPT_STEPS: Final = 600
+_SUMMED: Final = frozenset({"tokens_per_second", "samples_per_second"})
+
+
+@dataclass(slots=True)
+class _Values:
+    """The values of one scalar at one step, by rank."""
+
+    by_rank: dict[int, float] = field(default_factory=dict)
+
+    def row(self) -> list[float | None]:
+        """Return mean, lowest and highest value; null for a mean that is not finite."""
+        values = self.by_rank.values()
+        mean = sum(values) / len(values)
+        if not math.isfinite(mean):
+            return [None, None, None]
+        return [mean, min(values), max(values)]
+
+
+@dataclass(slots=True)
+class _Step:
+    """One step of one attempt: its time in UTC seconds, and its scalars by name and labels."""
+
+    time: float
+    changed: int = 0  # number of the change
+    scalars: dict[tuple[str, str], _Values] = field(default_factory=lambda: defaultdict(_Values))
+
+    def document(self) -> dict[str, Any]:
+        """Return the scalars for JSON: of the first labels of each name, and the sum over ranks of a throughput."""
+        found: dict[str, Any] = {}
+        for name, labels in sorted(self.scalars, reverse=True):
+            values = self.scalars[name, labels]
+            total = sum(values.by_rank.values())
+            found[name] = values.row() + ([total] if name in _SUMMED and math.isfinite(total) else [])
+        return found
+
+
+@dataclass(slots=True)
+class _Run:
+    viewers: int = 0
+    changes: int = 0
+    steps: dict[tuple[int, int], _Step] = field(default_factory=dict)
+    event: asyncio.Event = field(default_factory=asyncio.Event)
+    text: tuple[int, int, str] = (-1, -1, "")  # the newest answer, and the changes between which it is
+
+
+class LiveTails:
+    """The newest scalars of all runs that are viewed. Runs on the event loop. `on_view` receives the name of a run."""
+
+    def __init__(self, on_view: Callable[[str], None] = lambda _: None) -> None:
+        self._on_view = on_view
+        self._runs: dict[str, _Run] = {}
+        self.viewers: Counter[str] = Counter()
+
+    def is_viewed(self, run: str) -> bool:
+        """Return whether a page of `run` is open."""
+        return run in self._runs
+
+    @contextlib.contextmanager
+    def viewing(self, run: str) -> Iterator[None]:
+        """Keep the scalars of `run` in the context. At its first viewer, all ranks of the run are polled."""
+        known = self._runs.setdefault(run, _Run())
+        known.viewers += 1
+        if known.viewers == 1:
+            self._on_view(run)
+        try:
+            yield
+        finally:
+            known.viewers -= 1
+            if not known.viewers:
+                self._runs.pop(run, None)
+
+    def add(self, body: ValidBody) -> None:
+        """Add the scalars of one poll response, if its run is viewed."""
+        run = self._runs.get(body.context.run)
+        scalars = body.nested.get("scalars")
+        if run is None or scalars is None:
+            return
+        run.changes += 1
+        rank, attempt = body.context.rank, body.context.attempt
+        steps, times = body.columns["step"].to_pylist(), body.columns["ts"].to_pylist()
+        for name, labels, value, record in _rows(scalars.columns, scalars.records.tolist()):
+            step = steps[record]
+            if name not in NAMES or value is None or step is None:
+                continue
+            at = run.steps.get((attempt, step))
+            if at is None:
+                at = run.steps[attempt, step] = _Step(time=_seconds(times[record]))
+            at.changed = run.changes
+            at.scalars[name, labels or ""].by_rank[rank] = value
+        for key in sorted(run.steps)[:-KEPT_STEPS]:
+            del run.steps[key]
+        run.event.set()
+
+    async def changed(self, run: str, seen: int) -> tuple[int, str]:
+        """Return the number of the newest change, and the steps since the change `seen` as JSON; wait for a change.
+
+        All steps from the first one that changed are in the answer, so that its reader can replace the end of a curve.
+        """
+        known = self._runs[run]
+        while known.changes <= seen:
+            known.event.clear()
+            await known.event.wait()
+        if known.text[:2] != (seen, known.changes):
+            known.text = (seen, known.changes, _text(known, seen))
+        return known.changes, known.text[2]
+
+
+def _text(run: _Run, seen: int) -> str:
+    first = min(key for key, step in run.steps.items() if step.changed > seen) if run.steps else (0, 0)
+    chosen = sorted(key for key in run.steps if key >= first)
+    rows = [
+        [attempt, step, run.steps[attempt, step].time, run.steps[attempt, step].document()] for attempt, step in chosen
+    ]
+    return json.dumps(rows, allow_nan=False)
+
+
+def _rows(columns: Mapping[str, pa.Array], records: list[int]) -> Iterator[tuple[str, str | None, float | None, int]]:
+    names, labels, values = (columns[name].to_pylist() for name in ("name", "labels", "value"))
+    yield from zip(names, labels, values, records, strict=True)
+
+
+def _seconds(at: dt.datetime | int) -> float:
+    return at.timestamp() if isinstance(at, dt.datetime) else at / 1e6

@@ -1,0 +1,92 @@
+"""The child process that makes a report: whatever happens to it, its parent continues and states the command."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankscope_contract.reports.child import ReportJob, make_report, report_name
+
+WRITES = """
+import os, sys
+path = sys.argv[sys.argv.index("--output") + 1]
+open(path, "w").write(" ".join(sys.argv[2:]) + os.environ.get("RANKSCOPE_TOKEN", ""))
+print("loss 2.5")
+"""
+
+
+def job(folder: Path) -> ReportJob:
+    output = folder / "new" / "report.html"
+    return ReportJob(source="the store", run="my run", output=output, environment={"RANKSCOPE_TOKEN": "secret"})
+
+
+def made(folder: Path, code: str, *, seconds: float = 60.0, needed: tuple[str, ...] = ()) -> tuple[Path | None, str]:
+    said: list[str] = []
+    program = (sys.executable, "-S", "-c", code)
+    path = make_report(job(folder), said.append, limit_seconds=seconds, program=program, needed=needed)
+    (text,) = said
+    return path, text
+
+
+def test_summary_of_the_child_is_passed_on(tmp_path):
+    path, text = made(tmp_path, WRITES)
+
+    assert tmp_path / "new" / "report.html" == path
+    assert "loss 2.5" == text.splitlines()[-1]
+    assert f"report the store --run my run --output {path} --summarysecret" == path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import sys; sys.exit('rankscope: run not found')", "rankscope: run not found"),
+        ("import os; os.kill(os.getpid(), 9)", "exit code -9"),
+        ("", "exit code 0"),  # it wrote no file
+    ],
+)
+def test_failed_child_is_one_line_with_the_command(tmp_path, code, reason):
+    path, text = made(tmp_path, code)
+
+    assert path is None
+    assert text == f"no report was made: {reason}; to make it: {job(tmp_path).command}"
+    assert "secret" not in text
+
+
+def test_hanging_child_is_killed_after_the_limit(tmp_path):
+    path, text = made(tmp_path, "import time; time.sleep(60)", seconds=0.2)
+
+    assert path is None
+    assert "the process did not end within 0.2 s" in text
+
+
+def test_missing_library_prints_the_command_and_starts_nothing(tmp_path):
+    path, text = made(tmp_path, WRITES, needed=("sys", "no_such_library"))
+
+    assert path is None
+    assert "no_such_library, which is not installed here; to make it: rankscope report 'the store'" in text
+    assert not (tmp_path / "new").exists()
+
+
+def test_report_of_a_service_needs_no_store():
+    assert {"duckdb", "deltalake"} == {*ReportJob(source="history").needed} - {*ReportJob(source="https://h:1").needed}
+
+
+def test_folder_that_cannot_be_created_is_one_line(tmp_path):
+    (tmp_path / "new").write_text("a file")
+
+    assert "no report was made: " in made(tmp_path, WRITES)[1]
+
+
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [
+        ("llama-1b", "llama-1b.html"),
+        ("../a b/<x>", "_a_b__x_.html"),
+        ("..", "run.html"),
+        ("学" * 300, f"{'_' * 120}.html"),
+    ],
+)
+def test_file_name_of_any_run_is_safe(run, name):
+    assert name == report_name(run)

@@ -1,0 +1,120 @@
+"""The report at the end of a training: which rank makes it, when, from which records, and with equal bits."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rankscope_contract.reports.child import ReportJob
+from rankscope_exporter import Monitor
+from rankscope_exporter.integrations.callback_base import CallbackBase
+from rankscope_exporter.integrations.end_report import ReportChoice, start_report
+
+QUIET = {"console": False, "exit_wait_seconds": 0.0, "run": "end", "statistics": "torch"}
+OFFLINE = {"spool_dir": "records"}
+
+
+def trained(serve: dict[str, Any]) -> Monitor:
+    monitor = Monitor(QUIET | {"serve": serve})
+    net, optimizer = parts()
+    with monitor.attach(net, optimizer):
+        train(net, optimizer)
+    return monitor
+
+
+def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    net = torch.nn.Linear(4, 2)
+    return net, torch.optim.AdamW(net.parameters())
+
+
+def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(torch.randn(3, 4)).square().sum().backward()
+        optimizer.step()
+
+
+def started(monitor: Monitor, choice: ReportChoice = True) -> list[ReportJob]:
+    jobs: list[ReportJob] = []
+    waiter = start_report(monitor, choice, lambda job, _: jobs.append(job))
+    if waiter is not None:
+        assert not waiter.daemon  # the interpreter waits for it
+        waiter.join()
+    return jobs
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANKSCOPE_SPOOL_DIR")
+    return tmp_path
+
+
+def test_offline_training_is_reported_from_its_folder(folder):
+    (job,) = started(trained(OFFLINE))
+
+    assert (str(folder / "records"), "end") == (job.source, job.run)
+    assert folder / "rankscope-reports" / "end.html" == job.path
+    assert folder / "my.html" == started(trained(OFFLINE), "my.html")[0].path
+
+
+def test_other_ranks_make_no_report(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+
+    assert [] == started(trained(OFFLINE))
+
+
+def test_training_without_records_in_a_file_makes_no_report():
+    assert [] == started(trained({"spool_dir": "off"}))
+
+
+def test_records_without_confirmation_of_the_service_make_no_report(free_port):
+    monitor = trained({"ingest_url": f"http://127.0.0.1:{free_port}", "spool_dir": "off"})
+
+    assert monitor.ended is not None
+    assert not monitor.ended.is_stored
+    assert [] == started(monitor)
+
+
+def test_attached_monitor_has_not_ended():
+    net, optimizer = parts()
+    with Monitor(QUIET | {"serve": OFFLINE}).attach(net, optimizer) as monitor:
+        assert monitor.ended is None
+        assert [] == started(monitor)
+
+
+def bits(*, report: ReportChoice) -> list[torch.Tensor]:
+    net, optimizer = parts()
+    callback = CallbackBase(QUIET | {"serve": OFFLINE}, report=report)
+    callback.begin(net, optimizer, first_step=1, total_steps=3)
+    train(net, optimizer)
+    callback.end()
+    return [*(item.detach().clone() for item in net.parameters()), torch.get_rng_state()]
+
+
+def test_callback_makes_the_report_and_changes_no_bit(folder):
+    """The child process is the real one. It reads the folder that the training has closed."""
+    before = set(threading.enumerate())
+    without, with_report = bits(report=False), bits(report="end.html")
+    (waiter,) = [item for item in threading.enumerate() if item.name == "rankscope-report"]
+    waiter.join(60)
+
+    assert all(torch.equal(one, other) for one, other in zip(without, with_report, strict=True))
+    assert "3 of 3 steps" in (folder / "end.html").read_text()
+    assert before >= set(threading.enumerate())
+
+
+def test_error_in_training_makes_no_report(folder):
+    net, optimizer = parts()
+    callback = CallbackBase(QUIET | {"serve": OFFLINE}, report=True)
+    callback.begin(net, optimizer, first_step=1, total_steps=3)
+    train(net, optimizer)
+    callback.end(ValueError("training failed"))
+
+    assert not (folder / "rankscope-reports").exists()
+    assert "rankscope-report" not in {item.name for item in threading.enumerate()}

@@ -1,0 +1,117 @@
+"""Comparisons of runs and ranks: the first difference, the difference of curves, and settings."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from tests.view.training import append, rows, run_row, scalars
+
+from rankscope_storage.api.store import Store
+from rankscope_storage.connection import connect
+from rankscope_view.data.comparison import Side, compare, difference, first_difference
+from rankscope_view.data.detail import read_chart
+from rankscope_view.site import Site
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a store with three runs of 200 steps on two ranks: `other` differs from step 150, and `long` is longer.
+
+    In the run `long`, the replicas of rank 1 differ from step 40.
+    """
+    path = tmp_path_factory.mktemp("compare") / "store"
+    with Store.open(path, create=True).claim(owner="a test") as writer:
+        for run, steps in (("same", 200), ("other", 200), ("long", 260)):
+            tables, statistics = [], []
+            for rank in (0, 1):
+                step = np.arange(steps)
+                loss = 5 - step / 100 + np.where((run == "other") & (step >= 150), 0.5, 0.0) + rank
+                source = {"rank": rank, "incarnation": f"{run}-{rank}"}
+                tables.append(scalars(run, "loss", step, loss, **source))
+                apart = (run == "long") & (rank == 1) & (step >= 40)
+                statistics.append(
+                    rows("tensor_stats", run=run, attempt=0, seq=step, step=step, kind="param_after", tensor="w.0",
+                         placement="replica", norm=2.0 + step / 7 + np.where(apart, 0.25, 0.0), **source)
+                )  # fmt: skip
+            config = json.dumps({"optimizer": {"lr": 1e-3 if run == "other" else 1e-4}})
+            append(writer, runs=run_row(run, "completed", config=config, last_step=steps - 1),
+                   scalars=pa.concat_tables(tables), tensor_stats=pa.concat_tables(statistics))  # fmt: skip
+    return path
+
+
+@pytest.fixture(scope="module")
+def opened(folder):
+    with connect(folder) as connection:
+        yield connection
+
+
+def test_first_difference_is_found_after_several_ranges_of_steps(opened):
+    found = first_difference(opened, "same", "other")
+
+    assert (150, "loss", 0) == (found.first.step, found.first.tensor, found.first.rank)
+    assert 200 == found.steps_compared
+
+
+def test_two_ranks_of_a_run_differ_first_at_a_tensor(opened):
+    found = first_difference(opened, "long", "long", ranks=(0, 1))
+
+    assert (40, "w.0") == (found.first.step, found.first.tensor)
+
+
+def test_difference_of_two_curves_equals_sql(opened):
+    a, b = (read_chart(opened, run, "loss") for run in ("same", "other"))
+    expected = opened.query(
+        "SELECT step, avg(value) FILTER (run = 'other') - avg(value) FILTER (run = 'same') AS value FROM scalars "
+        "WHERE name = 'loss' AND run IN ('same', 'other') GROUP BY step ORDER BY step"
+    )
+    found = difference(a, b)
+
+    assert expected["step"].to_pylist() == found.step.tolist()
+    assert expected["value"].to_pylist() == pytest.approx(found.value)
+
+
+def test_three_sides_have_their_settings_and_differences_from_the_first(opened):
+    names = ("same", "other", "long")
+    found = compare(opened, [Side(letter=letter, run=run) for letter, run in zip("abc", names, strict=True)])
+
+    assert [150, 40] == [one.first.step for one in found.differences]
+    assert [("optimizer.lr", ("0.0001", "0.001", "0.0001"))] == [(one.key, one.values) for one in found.settings]
+
+
+def test_curve_of_one_rank_equals_sql(opened):
+    found = read_chart(opened, "same", "loss", rank=1)
+    expected = opened.query("SELECT value FROM scalars WHERE run = 'same' AND rank = 1 AND name = 'loss' ORDER BY step")
+
+    assert expected["value"].to_pylist() == found.value.tolist()
+
+
+def test_page_states_the_first_difference_of_each_side(folder):
+    page = Site(folder).respond(("compare",), {"a": "same", "b": "other", "c": "long"}).body.decode()
+
+    assert "B and A differ first at step 150" in page
+    assert "C and A differ first at step 40, on rank 1" in page
+    assert "/compare?a=same&amp;b=long" in page  # removes B
+
+
+def test_curves_of_all_sides_have_their_letters(folder):
+    site, query = Site(folder), {"a": "same", "b": "other", "c": "long", "smooth": "none"}
+    labels = {
+        name: [
+            line["label"]
+            for line in json.loads(site.respond(("data", "compare"), query | {"name": name}).body)["lines"]
+        ]
+        for name in ("loss", "difference")
+    }
+
+    assert {"loss": ["A", "B", "C"], "difference": ["B − A", "C − A"]} == labels
+    assert 404 == site.respond(("data", "compare"), {"a": "same"}).status
+
+
+def test_page_of_two_ranks_names_the_command_for_them(folder):
+    page = Site(folder).respond(("compare",), {"a": "long", "b": "long", "a.rank": "0", "b.rank": "1"}).body.decode()
+
+    assert "The ranks differ first at step 40" in page
+    assert "a.rank=1&amp;b=long&amp;b.rank=0" in page  # swap

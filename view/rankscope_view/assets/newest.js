@@ -1,0 +1,53 @@
+// The newest rows of a live run in the header and in the event log, before they are stored.
+import { short, shown } from "./logic.js";
+import { valuesOf } from "./tail.js";
+
+const SUMMED = ["tokens_per_second", "samples_per_second"];
+const MOST_LINES = 200;
+
+/**
+ * Show the newest values in the header of the page, and a line for each new step in its event log.
+ * @param {import("./tail.js").Row[]} rows
+ */
+export function showNewest(rows) {
+  const last = rows.at(-1);
+  if (!last) return;
+  const head = document.getElementById("head");
+  for (const place of /** @type {NodeListOf<HTMLElement>} */ (head?.querySelectorAll("[data-value]") ?? [])) {
+    const name = place.dataset.value ?? "";
+    if (name === "step") place.textContent = last[1].toLocaleString("en");
+    const row = rows.findLast((one) => valuesOf(one, name));
+    const values = row && valuesOf(row, name);
+    if (values) place.textContent = SUMMED.includes(name) ? short(values[3] ?? values[0] ?? NaN) : shown(values[0] ?? NaN);
+  }
+  const planned = Number(head?.dataset.planned);
+  if (planned) head?.querySelector(".bar rect + rect")?.setAttribute("width", String(Math.min(1000, (1000 * last[1]) / planned)));
+  const word = document.querySelector(".live span");
+  const behind = Math.max(0, Date.now() / 1000 - last[2]);
+  if (word) word.textContent = `Live, ${behind < 10 ? behind.toFixed(1) : Math.round(behind)} s behind`;
+  for (const row of rows) addLine(row);
+}
+
+/**
+ * Add the line of a step at the top of the event log, unless it has a line already.
+ * @param {import("./tail.js").Row} row
+ */
+function addLine([, step, time, values]) {
+  const table = /** @type {HTMLTableElement | null} */ (document.querySelector("#events .events"));
+  const known = [...(table?.querySelectorAll("tr") ?? [])].find((line) => line.querySelector(".i.step"));
+  if (!table || !known || !values.loss || step <= Number(known.cells[2].textContent?.replaceAll(",", ""))) return;
+  const line = /** @type {HTMLTableRowElement} */ (known.cloneNode(true));
+  const at = new Date(time * 1000).toISOString();
+  line.cells[0].textContent = at.slice(11, 19);
+  line.cells[0].title = `${at.slice(0, 19).replace("T", " ")} UTC`;
+  line.cells[2].textContent = step.toLocaleString("en");
+  const parts = [`loss ${digits(values.loss[0])}`, ...(values.grad_norm ? [`grad ${digits(values.grad_norm[0])}`] : [])];
+  line.cells[3].textContent = parts.join(", ");
+  table.tBodies[0].prepend(line);
+  while (table.rows.length > MOST_LINES) table.deleteRow(-1);
+}
+
+/** @param {number | null} value */
+function digits(value) {
+  return value === null ? "NaN" : String(Number(value.toPrecision(4)));
+}

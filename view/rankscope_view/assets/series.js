@@ -1,0 +1,93 @@
+// The lines of a chart: which arrays of a curve are drawn, in which style. No function touches the document.
+
+/** @typedef {import("./logic.js").Curve} Curve */
+/** @typedef {import("./logic.js").Line} Line */
+/**
+ * @typedef {"edge" | "raw" | "main" | "other" | "baseline" | "limit"} Style
+ * @typedef {{x: number[], y: (number | null)[], style: Style, colour: string, label: string}} Series
+ */
+
+export const COLOURS = ["s1", "s2", "s3", "s4", "s5", "s6"];
+
+/**
+ * Return the series of a curve. A sole line has edges of its range; each other line has a raw and a smoothed series.
+ * @param {Curve} curve
+ * @returns {Series[]}
+ */
+export function seriesOf(curve) {
+  if (curve.lines.some((line) => line.role)) return curve.lines.flatMap(ofTensor);
+  if (curve.lines.some((line) => line.label)) {
+    return curve.lines.flatMap((line, at) => {
+      const name = COLOURS[numberOf(line, at) % COLOURS.length];
+      return pair(line, name, `${name}-faded`, line.label ?? "");
+    });
+  }
+  const line = curve.lines[0] ?? { x: [], step: [], value: [], smoothed: [], low: [], high: [], label: null };
+  return [...edges(line), ...pair(line, "s1", "raw", "value")];
+}
+
+/**
+ * Return the number of the side of a comparison that a line shows, from its letter; of other lines, the number `at`.
+ * @param {Line} line
+ * @param {number} at
+ */
+function numberOf(line, at) {
+  return /^[A-F]( |$)/.test(line.label ?? "") ? (line.label ?? "").charCodeAt(0) - 65 : at;
+}
+
+/**
+ * Return whether any value of a series exists.
+ * @param {Series} series
+ */
+export function isDrawn(series) {
+  return series.y.some((one) => one !== null);
+}
+
+/**
+ * @param {Line} line
+ * @returns {Series[]}
+ */
+function edges(line) {
+  return [line.low, line.high].map((y) => ({ x: line.x, y, style: "edge", colour: "band", label: "" }));
+}
+
+/**
+ * @param {Line} line
+ * @param {string} colour
+ * @param {string} faded colour of the raw values under an average
+ * @param {string} label
+ * @returns {Series[]}
+ */
+function pair(line, colour, faded, label) {
+  const isSmooth = line.smoothed.some((one) => one !== null);
+  return [
+    { x: line.x, y: line.value, style: "raw", colour: isSmooth ? faded : colour, label },
+    { x: line.x, y: line.smoothed, style: "main", colour, label },
+  ];
+}
+
+/**
+ * @param {Line} line
+ * @returns {Series[]}
+ */
+function ofTensor(line) {
+  const [x, y, label] = [line.x, line.value, line.label ?? ""];
+  if (line.role === "subject") return [...edges(line), { x, y, style: "main", colour: "s1", label }];
+  if (line.role === "baseline") return [{ x, y, style: "baseline", colour: "s3", label }];
+  if (line.role === "limit") return [{ x, y, style: "limit", colour: "failed", label }];
+  return [{ x, y, style: "other", colour: "s6", label }];
+}
+
+/**
+ * Return the bands between series, as pairs of their numbers: the range of ranks, and the range that a rule allows.
+ * @param {Series[]} series
+ * @returns {[number, number, string][]}
+ */
+export function bandsOf(series) {
+  const at = (/** @type {Style} */ style) => series.flatMap((one, number) => (one.style === style ? [number] : []));
+  const [edge, limit, baseline] = [at("edge"), at("limit"), at("baseline")];
+  /** @type {[number, number, string][]} */ const found = [];
+  if (edge.length === 2 && !at("other").length) found.push([edge[1], edge[0], "band"]);
+  if (limit.length) found.push([limit[0], limit[1] ?? baseline[0] ?? limit[0], "allowed"]);
+  return found;
+}

@@ -1,0 +1,296 @@
+"""The report of one run: its state in sentences, then the numbers, curves, incidents, events and configuration."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from rankscope_contract.model.events import RunState
+from rankscope_contract.security.escaping import sql_string
+from rankscope_view.data.curves import Axis, Curve
+from rankscope_view.data.detail import PERPLEXITY, RunDetail
+from rankscope_view.data.events import EventLine, EventLog, Group
+from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, SPEEDS
+from rankscope_view.data.incidents import Incident
+from rankscope_view.data.ranks import RankTable
+from rankscope_view.data.summary import Summary, Trend
+from rankscope_view.pages import incident as incident_page
+from rankscope_view.pages import ranks as rank_page
+from rankscope_view.pages.format import count, duration, measure, text, utc
+from rankscope_view.pages.parts import incident_line, pill, segmented, state_word, tag_list
+from rankscope_view.pages.run import AXES, ChartChoice, chart_panel, event_rows, signed
+from rankscope_view.pages.sections import sections
+
+MOST_INCIDENTS: Final = 50
+MOST_SETTINGS: Final = 60
+LONGEST_CONFIG: Final = 100_000
+_OF_TRAINING: Final = ("hyperparameters", "argv", "git_commit", "device", "quantities", "every")
+"""Settings in the configuration of a monitor that describe the training. The others are only in the folded JSON."""
+
+_BLOCKS: Final = ("progress", "loss", "parameters", "time", "speed")
+_CHARTS: Final = (PERPLEXITY, GRAD_NORM, LEARNING_RATE, EVAL_LOSS, *SPEEDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportContent:
+    """The data of a report. `curves` are those that the document shows without scripts, by the name of the scalar."""
+
+    summary: Summary
+    incidents: Sequence[Incident]
+    ranks: RankTable
+    log: EventLog
+    curves: Mapping[str, Curve]
+    axes: Sequence[Axis]  # the first one is shown
+    choice: ChartChoice
+    made_at: float  # UTC seconds
+    source: str  # name of the store
+
+    @property
+    def detail(self) -> RunDetail:
+        """Return the numbers of the page of the run."""
+        return self.summary.detail
+
+
+def body(content: ReportContent) -> str:
+    """Return the report as HTML, without the head of the document."""
+    found = content.detail
+    parts = [
+        _head(content),
+        _section("Summary", _summary(content.summary)),
+        _section("Curves", _curves(content)),
+        _section("Incidents", _incidents(content.incidents)),
+        _section("Ranks", _ranks(content)),
+        f'<section class="grid2"><div>{_events(content.log)}</div><div class="plain">{_settings(found)}</div></section>',
+        _section("Queries", _queries(content)),
+    ]
+    return "".join(parts)
+
+
+def _section(title: str, inner: str) -> str:
+    return f'<section><h2 class="part">{title}</h2>{inner}</section>' if inner else ""
+
+
+def _head(content: ReportContent) -> str:
+    row = content.detail.row
+    made = f"Report of {utc(content.made_at, '%d %b %Y, %H:%M')} UTC · works offline"
+    note = f'<p class="note">{text(row.note)}</p>' if row.note else ""
+    return (
+        f'<div class="runhead"><div class="title"><h1><bdi>{text(row.run)}</bdi></h1>{pill(row.state)}'
+        f'{tag_list(sorted(row.tags.items()))}<span class="aside dim">{made}</span></div>'
+        f'<p class="lead">{" ".join(sentences(content))}</p>{note}</div>'
+    )
+
+
+def sentences(content: ReportContent) -> Iterator[str]:
+    """Yield the sentences at the top of the report as HTML: progress, loss, first cause, slow ranks."""
+    yield _progress(content.detail)
+    yield _loss(content.summary)
+    yield from _first_incident(content.incidents)
+    for row in content.ranks.rows:
+        if row.is_slow:
+            since = "" if row.slow_since is None else f" since step {count(row.slow_since)}"
+            yield f"Rank {row.rank} computes {signed(row.against_median or 0).lstrip('+')} slower than the others{since}."
+            break
+
+
+def _progress(found: RunDetail) -> str:
+    row = found.row
+    if row.step is None:
+        return "No step is stored."
+    ends = [at for at in (row.ended_at, row.seen_at) if at is not None]
+    spent = f" in {duration(max(0.0, ends[0] - row.started_at))}" if row.started_at is not None and ends else ""
+    attempts = f"{' and' if spent else ' in'} {len(found.restarts) + 1} attempts" if found.restarts else ""
+    if row.state in {RunState.FAILED, RunState.STOPPED}:
+        planned = f" of {count(row.planned_steps)}" if row.planned_steps else ""
+        reason = f": {text(row.reason.rstrip('.'))}" if row.reason else ""
+        return f"{state_word(row.state)} at step {count(row.step)}{planned}{spent}{attempts}{reason}."
+    share = f"{count(row.step)} of {count(row.planned_steps)} steps" if row.planned_steps else f"Step {count(row.step)}"
+    return f"{share}{spent}{attempts}."
+
+
+def _loss(found: Summary) -> str:
+    losses = found.losses
+    if losses.current is None:
+        return "The run logs no loss."
+    if losses.last_finite is None:
+        return f"All {count(losses.rows)} losses are NaN or infinite."
+    trend = f" and {losses.trend}" if losses.trend in {Trend.FALLING, Trend.RISING} else ""
+    if math.isfinite(losses.current):
+        return f"Loss {measure(losses.current)}{trend}."
+    return f"Loss {measure(losses.current)}; the last finite loss is {measure(losses.last_finite)}."
+
+
+def _summary(found: Summary) -> str:
+    listed = {section.title: section.rows for section in sections(found)}
+    advice = [text for name, text in listed.get("loss", ()) if name == "advice"]
+    blocks = "".join(
+        _block(name, [row for row in listed[name] if row[0] != "advice"]) for name in _BLOCKS if name in listed
+    )
+    lines = [f"<p>{text(line)}</p>" for line in advice]
+    lines += [f"<p><b>{text(side.capitalize())}.</b> {text(line)}</p>" for side, line in listed.get("hints", ())]
+    notes = f'<div class="panel prose hints">{"".join(lines)}</div>' if lines else ""
+    return f'<div class="blocks">{blocks}</div>{notes}'
+
+
+def _block(name: str, rows: Sequence[tuple[str, str]]) -> str:
+    lines = "".join(f"<tr><td>{text(label)}</td><td>{text(value)}</td></tr>" for label, value in rows)
+    return f'<div class="plain"><h3>{name.capitalize()}</h3><table class="facts">{lines}</table></div>'
+
+
+def _first_incident(found: Sequence[Incident]) -> Iterator[str]:
+    if not found:
+        yield "No incident is stored."
+        return
+    first = found[0]
+    more = f", and {count(len(found) - 1)} more incident{'' if len(found) == 2 else 's'}" if len(found) > 1 else ""
+    yield f"{incident_page.sentence(first)}{more}."
+
+
+def _curves(content: ReportContent) -> str:
+    found, choice = content.detail, content.choice
+    if not content.curves:
+        return '<p class="empty">No curve is stored for this run.</p>'
+    main = chart_panel(found, LOSS, content.curves[LOSS], choice, is_main=True) if LOSS in content.curves else ""
+    more = [name for name in _CHARTS if name in content.curves]
+    grid = "".join(chart_panel(found, name, content.curves[name], choice, is_main=False) for name in more)
+    return (
+        f'{_toolbar(content)}<div id="run" data-run="{text(found.row.run)}">{main}<div class="grid2">{grid}</div></div>'
+        '<p class="dim noscript">Charts can be zoomed if the browser runs the scripts of this file.</p>'
+    )
+
+
+def _toolbar(content: ReportContent) -> str:
+    """Return the choices of axis, smoothing, scale and range. They have an effect only with scripts."""
+    words = {axis: word for axis, word, _ in AXES}
+    axes = [(axis.value, words[axis], "#") for axis in content.axes]
+    chosen = segmented("Axis", axes, content.axes[0].value, "axis") if len(axes) > 1 else ""
+    return (
+        f'<div class="toolbar charts" id="toolbar">{chosen}'
+        f"{segmented('', [('none', 'Raw', '#'), ('ema', 'EMA 0.9', '#')], 'ema', 'smooth')}"
+        f"{segmented('', [('', 'Linear', '#'), ('1', 'Log', '#')], '', 'log')}"
+        '<a class="button" id="fit" href="#">Fit all</a><span class="dim">Drag in a chart to zoom.</span>'
+        '<a class="button off" id="whole" href="#">Reset zoom <kbd>0</kbd></a></div>'
+    )
+
+
+def _incidents(found: Sequence[Incident]) -> str:
+    items = "".join(_incident(one) for one in found[:MOST_INCIDENTS])
+    left = len(found) - MOST_INCIDENTS
+    more = f'<p class="empty">{count(left)} more incidents are in the store.</p>' if left > 0 else ""
+    return f'<div class="panel">{items}{more}</div>' if items else '<p class="empty">None is stored for this run.</p>'
+
+
+def _incident(one: Incident) -> str:
+    facts = [f"rule {text(one.rule)}" if one.rule else ""]
+    known = {"value": one.value, "baseline": one.baseline, "threshold": one.threshold}
+    facts += [f"{name} {measure(value)}" for name, value in known.items() if value is not None]
+    facts += [f"{count(one.events)} events" if one.events > 1 else ""]
+    facts += [
+        f"ranks {', '.join(map(str, one.ranks[:16]))}{'…' if len(one.ranks) > 16 else ''}" if len(one.ranks) > 1 else ""
+    ]
+    facts += [f"attempt {one.attempt}" if one.attempt else ""]
+    facts += [f"{text(state)} {utc(at, '%d %b %H:%M:%S')}" for at, state in one.states if at is not None]
+    cause = f'<p class="meta">{text(one.cause)}</p>' if one.cause else ""
+    meta = " · ".join(fact for fact in facts if fact)
+    return f'<div class="item">{incident_line(one)}<div class="meta">{meta}</div>{cause}</div>'
+
+
+def _ranks(content: ReportContent) -> str:
+    found = list(rank_page.verdicts(content.ranks, content.made_at, is_live=content.detail.row.is_live))
+    return "".join(found[:4])
+
+
+def _events(log: EventLog) -> str:
+    total = sum(number for group, number in log.counts.items() if group is not Group.STEP)
+    left = total - len(log.lines)
+    older = f"; {count(left)} older ones are in the store" if left else ""
+    lines = log.lines[::-1]
+    chosen = condensed([line for line in lines if line.group is not Group.EVALUATION])
+    rows = event_rows(chosen) if chosen else '<p class="empty">No event is stored for this run.</p>'
+    every = f"<details><summary>All {count(len(lines))} events</summary>{event_rows(lines)}</details>" if lines else ""
+    return f'<h2 class="part">Events <span class="dim">UTC{older}</span></h2>{rows}{every}'
+
+
+def condensed(lines: Sequence[EventLine]) -> list[EventLine]:
+    """Return the lines of an event log, with one line for consecutive ones that differ only in their steps."""
+    found = []
+    for _, same in itertools.groupby(lines, key=lambda line: (line.attempt, line.group, line.severity, _text(line))):
+        first, *others = same
+        last = others[-1].step if others else None
+        until = f", until step {count(last)}" if last is not None else ""
+        more = f" ({count(len(others) + 1)} times{until})" if others else ""
+        found.append(replace(first, text=first.text + more))
+    return found
+
+
+def _text(line: EventLine) -> str:
+    """Return the text of a line without its step, which messages of checkpoints contain."""
+    return line.text if line.step is None else re.sub(rf"\b{line.step}\b", "", line.text)
+
+
+def settings(found: RunDetail) -> list[tuple[str, str]]:
+    """Return facts about the run and its configuration as (name, value). Nested settings have names with dots."""
+    row, facts = found.row, found.facts
+    known = [("source", row.source_kind), ("ranks", row.world_size), ("hosts", ", ".join(facts.hosts[:8]))]
+    known += [("started", utc(row.started_at, "%Y-%m-%d %H:%M:%S UTC") if row.started_at is not None else None)]
+    known += [("ended", utc(row.ended_at, "%Y-%m-%d %H:%M:%S UTC") if row.ended_at is not None else None)]
+    known += [(name, version) for name, version in facts.versions.items()]
+    listed = [(name, str(value)) for name, value in known if value not in (None, "")]
+    return listed + list(_flat(_config(facts.config)))
+
+
+def _config(document: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(document or "{}")
+    except ValueError:
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    if "serve" not in found:  # the configuration of an imported run
+        return found
+    return {name: found[name] for name in _OF_TRAINING if name in found}
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, one in value.items():
+        if isinstance(one, dict):
+            yield from _flat(one, f"{prefix}{name}.")
+        elif one not in (None, "", []):
+            words = isinstance(one, list) and all(isinstance(part, str | int | float) for part in one)
+            shown = " ".join(map(str, one)) if words else one if isinstance(one, str) else json.dumps(one)
+            yield f"{prefix}{name}".removeprefix("hyperparameters."), shown
+
+
+def _settings(found: RunDetail) -> str:
+    listed = settings(found)
+    rows = "".join(
+        f"<tr><td>{text(name)}</td><td>{text(_short(value))}</td></tr>" for name, value in listed[:MOST_SETTINGS]
+    )
+    config = found.facts.config
+    whole = ""
+    if config and len(config) <= LONGEST_CONFIG:
+        whole = f'<details><summary>All settings as JSON</summary><pre class="sql">{text(config)}</pre></details>'
+    return f'<h2 class="part">Configuration</h2><table class="facts">{rows}</table>{whole}'
+
+
+def _short(value: str, longest: int = 200) -> str:
+    return value if len(value) <= longest else f"{value[:longest]}…"
+
+
+def _queries(content: ReportContent) -> str:
+    run = sql_string(content.detail.row.run)
+    statements = (
+        f"SELECT * FROM scalar_history WHERE run = {run} AND name = 'loss'",
+        f"SELECT * FROM events WHERE run = {run} ORDER BY ts",
+        f"SELECT * FROM runs WHERE run = {run}",
+    )
+    lines = ";\n".join(text(statement) for statement in statements)
+    return (
+        f'<details><summary>SQL behind this report</summary><pre class="sql">{lines};</pre></details>'
+        f'<p class="dim">Made from {text(content.source)}. Every number is a stored value or is derived from stored values.</p>'
+    )
