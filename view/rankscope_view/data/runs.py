@@ -206,10 +206,11 @@ def run_list(connection: Connection, query: RunQuery) -> RunList:
 
 
 def run_row(connection: Connection, run: str) -> RunRow | None:
-    """Return the row of `run`, or None if the store does not contain it."""
+    """Return the row of `run` without its sparkline, or None if the store does not contain it."""
     with connection.pinned():
         known = [row for row in known_runs(connection, run) if row["run"] == run]
-        return next(iter(_complete(connection, known, incidents(connection, [run]))), None) if known else None
+        found = incidents(connection, [run]) if known else {}
+        return next(iter(_complete(connection, known, found, has_curves=False)), None)
 
 
 def known_runs(connection: Connection, run: str | None = None) -> list[dict[str, Any]]:
@@ -276,12 +277,16 @@ def _latest(connection: Connection, runs: Sequence[str]) -> dict[tuple[str, str]
 
 
 def _complete(
-    connection: Connection, known: Iterable[Mapping[str, Any]], found: Mapping[str, Sequence[Incident]]
+    connection: Connection,
+    known: Iterable[Mapping[str, Any]],
+    found: Mapping[str, Sequence[Incident]],
+    *,
+    has_curves: bool = True,
 ) -> list[RunRow]:
     rows = list(known)
     names = [row["run"] for row in rows]
     latest = _latest(connection, names)
-    lines = connection.query(_SPARKLINES, {"runs": names}).to_pylist() if names else []
+    lines = connection.query(_SPARKLINES, {"runs": names}).to_pylist() if names and has_curves else []
     sparklines = {line["run"]: _sparkline(line) for line in lines}
     live = [row["run"] for row in rows if row["state"] is not None and row["state"] not in ENDED]
     paces = connection.query(_ETA, {"runs": live}).to_pylist() if live else []
