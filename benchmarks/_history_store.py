@@ -179,16 +179,8 @@ def with_charts(root: Path, steps: int, loss_steps: int, chart_steps: int) -> Bu
     builder = long_training(root, steps, loss_steps)
     random = np.random.default_rng(1)
     for first in range(0, chart_steps, 250_000):
-        loss = losses("chart", 1, range(first, min(chart_steps, first + 250_000)), 0.5, random)
-        others = [
-            loss.set_column(
-                loss.column_names.index("name"),
-                "name",
-                pa.DictionaryArray.from_arrays(np.zeros(loss.num_rows, np.int32), [name]),
-            )
-            for name in ("learning_rate", "tokens_per_second")
-        ]
-        builder.append({"scalars": pa.concat_tables([loss, *others])}, START.date())
+        rows = _scalars("chart", range(first, min(chart_steps, first + 250_000)), random)
+        builder.append({"scalars": rows}, START.date())
     builder.compact(START + dt.timedelta(days=1))
     return builder
 
@@ -202,6 +194,43 @@ def wide_training(root: Path, tensors: int, steps: int) -> Builder:
     builder.compact(START + dt.timedelta(days=1))
     maintain(root, nothing)
     return builder
+
+
+def many_runs(root: Path, runs: int, steps: int) -> Builder:
+    """Return a store with `runs` runs, of which each logged `steps` losses, learning rates and speeds on one rank."""
+    builder, random = Builder(root), np.random.default_rng(2)
+    for first in range(0, runs, 50):
+        numbers = range(first, min(runs, first + 50))
+        tables = [_scalars(f"run-{number:04d}", range(steps), random) for number in numbers]
+        states = pa.table(
+            {
+                "run": [f"run-{number:04d}" for number in numbers],
+                "attempt": pa.array([0] * len(numbers), pa.int32()),
+                "ordinal": list(numbers),
+                "ts": pa.array([START] * len(numbers), pa.timestamp("us", tz="UTC")),
+                "ts_origin": ["ingest"] * len(numbers),
+                "source_kind": ["live"] * len(numbers),
+                "state": [("running", "completed", "failed")[number % 3] for number in numbers],
+                "planned_steps": [2 * steps] * len(numbers),
+                "last_step": [steps - 1] * len(numbers),
+                "started_at": pa.array([START] * len(numbers), pa.timestamp("us", tz="UTC")),
+            }
+        )
+        builder.append({"scalars": pa.concat_tables(tables), "runs": states}, START.date())
+    builder.compact(START + dt.timedelta(days=1))
+    maintain(root, nothing)
+    return builder
+
+
+def _scalars(run: str, steps: range, random: np.random.Generator) -> pa.Table:
+    """Return loss, learning rate and speed of rank 0 at each step."""
+    loss = losses(run, 1, steps, 0.5, random)
+    at, length = loss.column_names.index("name"), np.zeros(loss.num_rows, np.int32)
+    others = [
+        loss.set_column(at, "name", pa.DictionaryArray.from_arrays(length, [name]))
+        for name in ("learning_rate", "tokens_per_second")
+    ]
+    return pa.concat_tables([loss, *others])
 
 
 def thirty_days(root: Path, steps: int, loss_steps: int, other_runs: int) -> Builder:

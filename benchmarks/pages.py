@@ -28,11 +28,13 @@ import aiohttp
 from _fleet_service import Service
 from _live_exporters import Ranks
 from _page_readers import Reader
+from _page_redraws import redraws
+from _page_requests import measured
 from _rows import Row, print_rows
 
 HERE = Path(__file__).parent
 SECONDS = float(os.environ.get("RANKSCOPE_PAGES_SECONDS", "60"))
-RANKS, TENSORS = 8, 148
+RANKS, TENSORS, PAGES = 8, 148, 50
 PROMISED_SECONDS = 3.0
 ROUNDS = int(os.environ.get("RANKSCOPE_PAGES_ROUNDS", "20"))
 
@@ -138,7 +140,41 @@ async def _follow(readers: list[Reader], stopping: asyncio.Event) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-PARTS = {"live": live}
+def open_pages() -> Iterator[Row]:
+    """Measure CPU time of the service with 50 pages of one run open, after their first answers."""
+    with tempfile.TemporaryDirectory(prefix="rankscope-pages-") as folder:
+        service = Service(Path(folder), {})
+        try:
+            with training(service.url):
+                time.sleep(15)
+                idle = _cpu_share(service, lambda: time.sleep(SECONDS))
+                readers = [Reader(service.url, "live") for _ in range(PAGES)]
+                with following(readers):
+                    time.sleep(20)
+                    watched = _cpu_share(service, lambda: time.sleep(SECONDS))
+        finally:
+            service.stop()
+    updates = statistics.median(len(reader.seen) for reader in readers)
+    note = f"{100 * idle:.2f} % without pages; at most 5 above it are promised; {updates:.0f} steps on each page"
+    yield Row(f"{PAGES} pages open, above none", 100 * (watched - idle), "% of a core", note)
+
+
+def requests(part: str) -> Iterator[Row]:
+    """Measure the requests of a part on its store, which is built if there is none."""
+    with contextlib.ExitStack() as stack:
+        known = os.environ.get("RANKSCOPE_PAGES")
+        folder = known or stack.enter_context(tempfile.TemporaryDirectory(prefix="rankscope-pages-"))
+        yield from measured(part, Path(folder), ROUNDS)
+
+
+PARTS: dict[str, Callable[[], Iterator[Row]]] = {
+    "live": live,
+    "chart": lambda: requests("chart"),
+    "heat": lambda: requests("heat"),
+    "list": lambda: requests("list"),
+    "open": open_pages,
+    "redraw": lambda: redraws(min(SECONDS, 30)),
+}
 
 
 def run() -> Iterator[Row]:

@@ -106,11 +106,11 @@ class Browser:
         return found["result"].get("value")
 
     def wait(self, condition: str) -> Any:
-        """Return the value of `condition` as soon as it is true."""
+        """Return the value of `condition` as soon as it is true. An element of the page is returned as true."""
         until = time.monotonic() + SECONDS
         while True:
             with contextlib.suppress(AssertionError):  # the page is being replaced
-                if found := self.run(condition):
+                if found := self.run(f"((found) => (found instanceof Node ? true : found))({condition})"):
                     return found
             assert time.monotonic() < until, f"not true within {SECONDS:g} s: {condition}"
             self.drain(0.05)

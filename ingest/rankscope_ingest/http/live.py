@@ -29,7 +29,7 @@ GATHER_SECONDS: Final = 0.2
 """Time in seconds for which rows are gathered before they are sent: the ranks of a run are polled together."""
 
 RELOAD_SECONDS: Final = 120.0
-"""Interval in seconds at which the page of a run is loaded again for numbers such as goodput, which rows do not have."""
+"""Interval in seconds at which the page of a run is loaded again for numbers such as goodput."""
 
 _SHARE: Final = 0.05
 """Share of one processor that all reloads of pages may take, as a rule."""
@@ -69,6 +69,10 @@ class LiveUpdates:
         if is_late or not _OF_TRAINING.issuperset(datasets):
             self._notable, self._notable_at = self._version, time.monotonic()
         self._changed.set()
+
+    def newest(self, *, has_rows: bool) -> int:
+        """Return the newest version for which a page must be loaded again; `has_rows`: a page that receives rows."""
+        return self._notable if has_rows else self._version
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """Send events until the reader closes the page."""
@@ -146,6 +150,6 @@ class LiveUpdates:
             except (StoreError, duckdb.Error, OSError) as error:
                 log.warning("the version of the store cannot be read, retrying: %s", error)
             else:
-                if version > self._version:
-                    self.committed(version, () if self._version < 0 else ("events",))
+                if version > self._version:  # of a service, a commit of its maintenance
+                    self.committed(version, () if self._tails is not None else ("events",))
             await asyncio.sleep(self._watch_seconds)

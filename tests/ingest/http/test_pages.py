@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 
 import aiohttp
 import pytest
 
 from rankscope_ingest.base.config import ServiceSection
+from rankscope_ingest.http.live import LiveUpdates
+from rankscope_ingest.reporting.live_tail import LiveTails
 
 
 async def test_pages_are_below_the_root_and_below_the_prefix(start_service):
@@ -44,3 +47,42 @@ async def test_live_updates_follow_the_versions_and_end_with_the_service(start_s
 def test_bad_prefix_is_rejected(path):
     with pytest.raises(ValueError, match="is not a path prefix"):
         ServiceSection(base_path=path)
+
+
+async def test_value_of_a_viewed_run_is_sent_before_its_commit(start_service, fake_rank):
+    settings = {"ingest.flush_after_seconds": 3600.0, "ingest.poll_seconds": 3.0}
+    async with fake_rank() as rank, start_service(**settings) as service, aiohttp.ClientSession() as session:
+        await rank.register(service.url)
+        async with session.get(f"{service.url}/data/live?run=r&version=0") as stream:
+            rank.publish_steps(2)
+            await _event(stream, "rows", lambda rows: [row[1] for row in rows] == [0, 1])
+            published = time.monotonic()
+            rank.publish_steps(1)
+            rows = await _event(stream, "rows", lambda rows: rows[-1][1] == 2)
+
+        assert {"loss": [2.0, 2.0, 2.0]} == rows[-1][3]
+        assert time.monotonic() - published < 3
+        assert [] == service.rows("FROM scalars")
+
+
+async def _event(stream, kind, is_wanted):
+    """Return the data of the next event of this kind that is wanted."""
+    name = ""
+    async with asyncio.timeout(20):
+        async for line in stream.content:
+            word, _, text = line.decode().strip().partition(": ")
+            name = text if word == "event" else name if word == "data" else ""
+            if word == "data" and name == kind and is_wanted(data := json.loads(text)):
+                return data
+    raise AssertionError("the stream ended")
+
+
+async def test_page_is_loaded_again_after_an_event_but_not_after_each_step():
+    tails = LiveTails()
+    updates = LiveUpdates(read_version=None, reload_cost=lambda: 0.0, tails=tails, watch_seconds=1.0)
+    updates.committed(3, ["scalars"])  # the first one after a long time
+    updates.committed(4, ["scalars", "tensor_stats"])
+    assert (4, 3) == (updates.newest(has_rows=False), updates.newest(has_rows=True))
+
+    updates.committed(5, ["scalars", "events"])
+    assert 5 == updates.newest(has_rows=True)

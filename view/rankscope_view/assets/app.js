@@ -213,26 +213,34 @@ function charts() {
     const curve = await readCurve(`${base}/data/${chart.options.compare ? "compare" : "curve"}`, query, own);
     if (chart.box.dataset.firsts) curve.markers = JSON.parse(chart.box.dataset.firsts).map((/** @type {[string, number]} */ [letter, step]) => ["incident", step, step, letter, true]);
     loaded.set(chart, curve);
-    requestAnimationFrame(() => chart.show(extended(curve, tail, own), own));
+    plan([chart]);
     const notice = chart.box.parentElement?.querySelector(".notice");
     if (notice?.firstChild) notice.firstChild.textContent = `${curve.notice} · `;
   };
   const update = async () => void (await Promise.all(all.map(draw)));
 
-  /** Draw the rows that are not stored yet: all charts once, before the next picture of the screen. */
-  let isPlanned = false;
-  const extend = (/** @type {import("./tail.js").Row[]} */ rows) => {
-    tail = merged(tail, rows);
-    if (isPlanned || document.hidden) return;
-    isPlanned = true;
+  /** @type {Set<Chart>} */ const planned = new Set();
+  /**
+   * Draw charts before the next picture of the screen: each at most once, with the rows that are not stored yet.
+   * @param {Iterable<Chart>} charts
+   */
+  function plan(charts) {
+    const isFirst = !planned.size;
+    for (const chart of charts) planned.add(chart);
+    if (!isFirst || !planned.size) return;
     requestAnimationFrame(() => {
-      isPlanned = false;
-      for (const [chart, curve] of loaded) {
-        const own = windowOf(chart, state);
-        if (chart.box.offsetParent) chart.show(extended(curve, tail, own), own);
+      for (const chart of planned) {
+        const [curve, own] = [loaded.get(chart), windowOf(chart, state)];
+        if (curve && chart.box.offsetParent) chart.show(extended(curve, tail, own), own);
       }
+      planned.clear();
       showNewest(tail);
     });
+  }
+
+  const extend = (/** @type {import("./tail.js").Row[]} */ rows) => {
+    tail = merged(tail, rows);
+    if (!document.hidden) plan(loaded.keys());
   };
 
   /** @param {Partial<import("./logic.js").State>} changes */
@@ -299,10 +307,7 @@ function charts() {
     void update();
   });
   redraws.push(() => void update());
-  updates.push(async () => {
-    await update();
-    showNewest(tail);
-  });
+  updates.push(update);
   extensions.push(extend);
   marks();
   void update();

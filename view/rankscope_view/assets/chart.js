@@ -276,8 +276,7 @@ export class Chart {
     const drawn = this.series.filter((one) => one.style !== "edge" && isDrawn(one));
     const others = drawn.filter((one) => one.style === "other");
     /** @type {[string, string, string, Series | null][]} */ const found = [];
-    const [low, high] = this.series.filter((one) => one.style === "edge");
-    if (low && !others.length && high.y.some((one, at) => one !== null && one !== low.y[at])) found.push(["band", "wide", curve.buckets ? "lowest–highest" : "range of ranks", null]);
+    if (!others.length && this.series.some((one) => one.style === "edge")) found.push(["band", "wide", curve.buckets ? "lowest–highest" : "range of ranks", null]);
     const several = curve.lines.some((line) => line.label && !line.role);
     const smooth = drawn.some((one) => one.style === "main");
     for (const one of drawn.filter(({ style }) => style !== "other")) {

@@ -13,6 +13,11 @@
  * @typedef {Omit<Curve, "lines"> & {lines: KeptLine[]}} Kept
  */
 
+// A formatter is made once, because making one costs as much as drawing a chart.
+const GROUPED = new Intl.NumberFormat("en");
+const WITH_TENTH = new Intl.NumberFormat("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
+const EXACT = new Intl.NumberFormat("en", { maximumFractionDigits: 8 });
+
 /** @type {Record<string, number>} Default strength by kind of smoothing. */
 export const STRENGTH = { ema: 0.9, average: 20, none: 0 };
 
@@ -91,7 +96,7 @@ export function shown(value) {
   const size = Math.abs(value);
   if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace("e+", "e");
   if (size < 1000) return value.toPrecision(4);
-  return size >= 10_000 ? Math.round(value).toLocaleString("en") : value.toLocaleString("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
+  return size >= 10_000 ? GROUPED.format(Math.round(value)) : WITH_TENTH.format(value);
 }
 
 /**
@@ -114,8 +119,8 @@ export function short(value) {
 export function tickLabel(value) {
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e7)) return String(Number(value.toPrecision(6)).toExponential()).replace("e+", "e");
-  if (size >= 10_000) return `${Number((value / 1000).toPrecision(6)).toLocaleString("en")} k`;
-  return Number(value.toPrecision(8)).toLocaleString("en", { maximumFractionDigits: 8 });
+  if (size >= 10_000) return `${GROUPED.format(Number((value / 1000).toPrecision(6)))} k`;
+  return EXACT.format(Number(value.toPrecision(8)));
 }
 
 /**
@@ -130,10 +135,10 @@ export function placeLabel(curve, x, span) {
     const text = new Date(x * 1000).toISOString();
     return span > 172_800 ? text.slice(5, 10) : text.slice(11, span < 600 ? 19 : 16);
   }
-  if (curve.axis !== "arrival") return Math.round(x).toLocaleString("en");
+  if (curve.axis !== "arrival") return GROUPED.format(Math.round(x));
   const line = curve.lines[0];
   if (!line || !line.x.length) return "";
-  return line.step[nearest(line.x, x)].toLocaleString("en");
+  return GROUPED.format(line.step[nearest(line.x, x)]);
 }
 
 /**

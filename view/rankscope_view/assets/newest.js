@@ -25,25 +25,29 @@ export function showNewest(rows) {
   const word = document.querySelector(".live span");
   const behind = Math.max(0, Date.now() / 1000 - last[2]);
   if (word) word.textContent = `Live, ${behind < 10 ? behind.toFixed(1) : Math.round(behind)} s behind`;
-  for (const row of rows) addLine(row);
+  addLines(rows);
 }
 
 /**
- * Add the line of a step at the top of the event log, unless it has a line already.
- * @param {import("./tail.js").Row} row
+ * Add lines at the top of the event log for steps after that of its newest line of a step.
+ * @param {import("./tail.js").Row[]} rows
  */
-function addLine([, step, time, values]) {
+function addLines(rows) {
   const table = /** @type {HTMLTableElement | null} */ (document.querySelector("#events .events"));
-  const known = [...(table?.querySelectorAll("tr") ?? [])].find((line) => line.querySelector(".i.step"));
-  if (!table || !known || !values.loss || step <= Number(known.cells[2].textContent?.replaceAll(",", ""))) return;
-  const line = /** @type {HTMLTableRowElement} */ (known.cloneNode(true));
-  const at = new Date(time * 1000).toISOString();
-  line.cells[0].textContent = at.slice(11, 19);
-  line.cells[0].title = `${at.slice(0, 19).replace("T", " ")} UTC`;
-  line.cells[2].textContent = step.toLocaleString("en");
-  const parts = [`loss ${digits(values.loss[0])}`, ...(values.grad_norm ? [`grad ${digits(values.grad_norm[0])}`] : [])];
-  line.cells[3].textContent = parts.join(", ");
-  table.tBodies[0].prepend(line);
+  const known = table?.querySelector(".i.step")?.closest("tr");
+  if (!table || !known) return;
+  const newest = Number(known.cells[2].textContent?.replaceAll(",", ""));
+  for (const [, step, time, values] of rows) {
+    if (step <= newest || !values.loss) continue;
+    const line = /** @type {HTMLTableRowElement} */ (known.cloneNode(true));
+    const at = new Date(time * 1000).toISOString();
+    line.cells[0].textContent = at.slice(11, 19);
+    line.cells[0].title = `${at.slice(0, 19).replace("T", " ")} UTC`;
+    line.cells[2].textContent = step.toLocaleString("en");
+    const parts = [`loss ${digits(values.loss[0])}`, ...(values.grad_norm ? [`grad ${digits(values.grad_norm[0])}`] : [])];
+    line.cells[3].textContent = parts.join(", ");
+    table.tBodies[0].prepend(line);
+  }
   while (table.rows.length > MOST_LINES) table.deleteRow(-1);
 }
 

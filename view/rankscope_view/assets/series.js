@@ -10,7 +10,7 @@
 export const COLOURS = ["s1", "s2", "s3", "s4", "s5", "s6"];
 
 /**
- * Return the series of a curve. A sole line has edges of its range; each other line has a raw and a smoothed series.
+ * Return the series of a curve. A sole line has edges of its range, if it has one; each other line has a raw and a smoothed series.
  * @param {Curve} curve
  * @returns {Series[]}
  */
@@ -48,6 +48,7 @@ export function isDrawn(series) {
  * @returns {Series[]}
  */
 function edges(line) {
+  if (!line.high.some((one, at) => one !== null && one !== line.low[at])) return [];
   return [line.low, line.high].map((y) => ({ x: line.x, y, style: "edge", colour: "band", label: "" }));
 }
 

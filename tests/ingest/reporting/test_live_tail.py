@@ -1,0 +1,81 @@
+"""Scalars of viewed runs: the mean over ranks of each step, only while somebody views the run, and never an old one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+
+from rankscope_ingest.reporting.live_tail import KEPT_STEPS, LiveTails
+
+
+def body(rank: int, values: dict[int, float | None], *, name="loss", labels=None, attempt=0):
+    """Return the parts of a poll response that the tails read: one scalar at each step."""
+    scalars = {"name": [name] * len(values), "labels": [labels] * len(values), "value": list(values.values())}
+    columns = {
+        "name": pa.array(scalars["name"]),
+        "labels": pa.array(scalars["labels"], pa.string()),
+        "value": pa.array(scalars["value"], pa.float64()),
+    }
+    return SimpleNamespace(
+        context=SimpleNamespace(run="r", rank=rank, attempt=attempt),
+        nested={"scalars": SimpleNamespace(columns=columns, records=np.arange(len(values)))},
+        columns={"step": pa.array(list(values)), "ts": pa.array([step * 1_000_000 for step in values])},
+    )
+
+
+async def rows(tails: LiveTails, seen: int = 0):
+    number, text = await asyncio.wait_for(tails.changed("r", seen), 5)
+    return number, json.loads(text)
+
+
+async def test_value_of_a_step_is_the_mean_of_all_ranks():
+    tails = LiveTails()
+    with tails.viewing("r"):
+        tails.add(body(0, {7: 2.0, 8: 3.0}))
+        tails.add(body(1, {7: 4.0}))
+        _, found = await rows(tails)
+
+    assert [[0, 7, 7.0, {"loss": [3.0, 2.0, 4.0]}], [0, 8, 8.0, {"loss": [3.0, 3.0, 3.0]}]] == found
+
+
+async def test_late_rank_changes_all_steps_from_its_own_on():
+    tails = LiveTails()
+    with tails.viewing("r"):
+        tails.add(body(0, {1: 1.0, 2: 1.0, 3: 1.0}))
+        seen, _ = await rows(tails)
+        tails.add(body(1, {2: 5.0}))
+        _, found = await rows(tails, seen)
+
+    assert [(2, 3.0), (3, 1.0)] == [(step, values["loss"][0]) for _, step, _, values in found]
+
+
+async def test_nan_is_null_and_throughput_has_its_sum():
+    tails = LiveTails()
+    with tails.viewing("r"):
+        tails.add(body(0, {1: float("nan")}))
+        tails.add(body(0, {1: 10.0}, name="tokens_per_second"))
+        tails.add(body(1, {1: 30.0}, name="tokens_per_second"))
+        tails.add(body(0, {1: 9.0}, name="learning_rate", labels='{"group":"1"}'))
+        tails.add(body(0, {1: 8.0}, name="learning_rate", labels='{"group":"0"}'))
+        tails.add(body(0, {1: 7.0}, name="not shown"))
+        _, found = await rows(tails)
+
+    values = {"loss": [None] * 3, "tokens_per_second": [20.0, 10.0, 30.0, 40.0], "learning_rate": [8.0] * 3}
+    assert values == found[0][3]
+
+
+async def test_run_without_a_viewer_keeps_nothing():
+    viewed = []
+    tails = LiveTails(viewed.append)
+    tails.add(body(0, {1: 1.0}))
+    with tails.viewing("r"), tails.viewing("r"):
+        tails.add(body(0, dict.fromkeys(range(2 * KEPT_STEPS), 1.0)))
+        _, found = await rows(tails)
+
+    assert ["r"] == viewed
+    assert KEPT_STEPS == len(found)
+    assert not tails.is_viewed("r")

@@ -1,0 +1,208 @@
+"""Pages in a real browser: the six usual ways of a reader, keys, zoom and pan, heat maps, and rows of a live run.
+
+All tests share one browser and one server. After each test, the browser must have reported no message.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from tests.view.browser import Browser, browser
+from tests.view.served import served
+from tests.view.training import MAIN, START, append, event, events, run_row, scalars
+
+from rankscope_storage.api.store import Store
+from rankscope_view.site import Site
+
+NOW = START / 1e6 + 6000
+
+
+@pytest.fixture(scope="session")
+def chromium(require_server, tmp_path_factory):
+    with browser(require_server("chromium"), tmp_path_factory.mktemp("chromium")) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def address(store_path):
+    with served(Site(store_path, clock=lambda: NOW)) as found:
+        yield found
+
+
+class Reader:
+    """A reader who begins at the list of runs. `clicks` counts clicks, drags and keys that select something."""
+
+    def __init__(self, page: Browser, address: str) -> None:
+        self.page = page
+        self.clicks = 0
+        page.problems.clear()
+        page.look(1280, 900)
+        page.open(address + "/")
+
+    def click(self, selector: str, then: str = "true") -> None:
+        self.page.click(selector)
+        self.clicks += 1
+        self.page.wait(then)
+
+    def text(self, selector: str) -> str:
+        return self.page.wait(f"document.querySelector({json.dumps(selector)})?.innerText")
+
+
+@pytest.fixture
+def reader(chromium, address):
+    found = Reader(chromium, address)
+    yield found
+
+    assert [] == chromium.problems
+    assert found.clicks <= 4
+
+
+def test_failed_run_is_found(reader):
+    reader.click("#chips a[href*='state=failed']", "location.search.includes('failed')")
+    reader.click("#runs .name a[href*='qwen-7b']", "document.body.dataset.page === 'run'")
+
+    assert "loss is not finite" in reader.text("#head .reason")
+
+
+def test_first_nan_is_found(reader, course):
+    reader.click(f"#runs tr:has(a[href='/runs/{MAIN}']) .why a", "document.body.dataset.page === 'incident'")
+
+    assert f"became NaN at step {course.nan_from}" in reader.text("h1")
+    assert "rank 1" in reader.text("h1").lower()
+
+
+def test_two_runs_are_compared(reader):
+    reader.click(f"#runs input[value='{MAIN}']")
+    reader.click("#runs input[value='llama-1b-muon-sweep-04']")
+    reader.click("#compare", "document.body.dataset.page === 'compare'")
+
+    assert "differ first at step" in reader.text(".verdict strong")
+    assert 2 == reader.page.wait(
+        "document.querySelectorAll('.uplot').length >= 2 && document.querySelectorAll('.badge').length"
+    )
+
+
+def test_spike_is_zoomed(reader, course):
+    reader.click(f"#runs .name a[href='/runs/{MAIN}']", "document.querySelector('#chart-loss .uplot')")
+    page = reader.page
+    first, last = (page.place("#chart-loss .u-over", across) for across in (0.2, 0.3))
+    page.click_at(*first, to=last)
+    reader.clicks += 1
+    page.wait("location.search.includes('from=')")
+
+    window = [float(page.run(f"new URLSearchParams(location.search).get('{name}')")) for name in ("from", "to")]
+    assert window[0] < 25 < window[1]  # the spike of the course
+    assert "rows stored, all drawn" in reader.text("#chart-loss .notice")
+    page.open(page.run("location.href"))  # the address restores the window
+
+    page.wait("document.querySelector('#whole:not(.off)') && document.querySelector('#chart-loss .uplot')")
+
+
+def test_slow_rank_is_found(reader):
+    reader.click(f"#runs .name a[href='/runs/{MAIN}']", "document.body.dataset.page === 'run'")
+    reader.click("#tabs a[href$='/ranks']", "document.body.dataset.page === 'ranks'")
+
+    assert "is silent" in reader.text("#verdicts strong")
+    assert reader.page.wait("document.querySelector('#heat canvas')?.width > 100")
+
+
+def test_keys_open_pages_and_the_help_lists_all(reader):
+    page = reader.page
+    page.open(page.run(f"location.origin + '/runs/{MAIN}'"))
+    for key, where in (("t", "tensors"), ("k", "ranks"), ("i", "incidents"), ("c", "compare"), ("r", "list")):
+        page.press("g" + key)
+        page.wait(f"document.readyState === 'complete' && document.body.dataset.page === '{where}'")
+    page.open(page.run(f"location.origin + '/runs/{MAIN}/incidents/a1'"))
+    page.press("]")
+    page.wait("document.readyState === 'complete' && location.pathname.endsWith('/b2')")
+    page.press("[")
+    page.wait("document.readyState === 'complete' && location.pathname.endsWith('/a1')")
+    page.press("?")
+    keys = page.wait("[...document.querySelectorAll('dialog kbd')].map((one) => one.textContent)")
+
+    assert {"g r", "g o", "g t", "g k", "g i", "g c", "[", "]", "T", "?", "s", "l", "f", "0", "← →", "drag"} <= set(
+        keys
+    )
+
+
+def test_shift_and_drag_pans_a_zoomed_chart(reader):
+    page = reader.page
+    page.open(page.run(f"location.origin + '/runs/{MAIN}?from=20&to=60'"))
+    page.wait("document.querySelector('#chart-loss .uplot')")
+    first, last = (page.place("#chart-loss .u-over", across) for across in (0.7, 0.2))
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=first[0], y=first[1])
+    for kind, (x, y) in (("mousePressed", first), ("mouseMoved", last), ("mouseReleased", last)):
+        page.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1, modifiers=8)
+
+    found = page.wait("Number(new URLSearchParams(location.search).get('from')) > 30 && location.search")
+    low, high = (float(part.split("=")[1]) for part in found[1:].split("&"))
+    assert (40, 40) == (pytest.approx(low, abs=1), pytest.approx(high - low, abs=0.5))
+
+
+def test_cell_of_the_heat_map_has_its_exact_value_and_opens_its_tensor(reader, connection):
+    page = reader.page
+    page.open(page.run(f"location.origin + '/runs/{MAIN}/tensors'"))
+    page.wait("document.querySelector('#gridnotice')?.textContent.includes('no pooling')")
+    x, y = page.place("#heat canvas", 0.5, 0.06)
+    page.point(x, y)
+    page.wait("document.querySelectorAll('#readout span').length >= 5")
+    words = page.run("[...document.querySelectorAll('#readout b')].map((one) => one.textContent)")
+    name, step, attempt, value, rank = words
+    stored = connection.query(
+        "SELECT norm FROM tensor_stats WHERE run = $run AND tensor = $tensor AND step = $step AND attempt = $attempt "
+        "AND rank = $rank",
+        {"run": MAIN, "tensor": name, "step": int(step), "attempt": int(attempt), "rank": int(rank)},
+    )["norm"].to_pylist()
+    assert [float(value)] == pytest.approx(stored, rel=1e-3)
+
+    page.click_at(x, y)
+    page.wait(f"new URLSearchParams(location.search).get('tensor') === {json.dumps(name)}")
+    page.wait("document.querySelector('#tensor .legend')?.innerText.includes('baseline')")
+    legend = reader.text("#tensor .legend")
+    assert "rank" in legend
+    assert "limit 4×" in legend
+
+
+@pytest.mark.parametrize("run", ["only-nan", "no-loss", "no-times", "one-row", "mamba2-370m-32k-ctx"])
+def test_run_of_any_shape_has_pages_without_messages(chromium, address, run):
+    chromium.problems.clear()
+    chromium.look(420, 800, "dark")
+    for path in ("", "/tensors", "/ranks"):
+        chromium.open(f"{address}/runs/{run}{path}")
+        chromium.drain(0.1)
+
+    assert [] == chromium.problems
+    assert chromium.run("document.documentElement.scrollWidth") <= 420
+
+
+def write_attempt(writer, attempt: int, steps: range) -> None:
+    step = np.array(steps)
+    source = {"attempt": attempt, "incarnation": f"live-{attempt}", "seq": step, "ts": START + step * 1_000_000}
+    launch = event("live", "launch", None, START, attempt=attempt, rank=0, details={"host": "a", "world_size": 1})
+    tables = [
+        scalars("live", "loss", step, 4.0 - step / 50, **source),
+        scalars("live", "grad_norm", step, 1 + 0 * step, **source),
+    ]
+    row = run_row("live", "running", attempt=attempt, planned_steps=200, last_step=steps[-1], ordinal=attempt + 1)
+    append(writer, scalars=pa.concat_tables(tables), events=events([launch]), runs=row)
+
+
+def test_live_run_is_followed_across_a_restart(chromium, tmp_path: Path):
+    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
+        write_attempt(writer, 0, range(60))
+        with served(Site(tmp_path / "store", clock=lambda: NOW)) as address:
+            reader = Reader(chromium, address)
+            reader.click("#runs .name a", "document.querySelector('#chart-loss .uplot')")
+            assert "59" == reader.text("#head [data-value=step]")
+            write_attempt(writer, 1, range(40, 90))
+
+            chromium.wait("document.querySelector('#head [data-value=step]').innerText === '89'")
+            assert "59 → 40" in reader.text("#head > .figures")
+            assert "4.0" not in reader.text("#head [data-value=loss]")
+            chromium.call("Page.navigate", url="about:blank")  # ends the stream of events
+    assert [] == chromium.problems
+    assert 1 == reader.clicks
