@@ -90,8 +90,8 @@ def found_in_place(parameters: Iterable[NamedParameter]) -> list[nn.Parameter | 
     found: list[Any] = []
     for named in parameters:
         owner = named.owner()
-        table: Any = () if owner is None else owner._parameters  # noqa: SLF001 - see named_parameters
-        current = table[named.key] if named.key in table else None  # noqa: SIM401 - see entry
+        table: Any = {} if owner is None else owner._parameters  # noqa: SLF001 - see named_parameters
+        current = dict.get(table, named.key) if isinstance(table, dict) else entry(table, named.key)
         found.append(current if id(current) == named.identity else None)
     return found
 
@@ -99,8 +99,11 @@ def found_in_place(parameters: Iterable[NamedParameter]) -> list[nn.Parameter | 
 def entry(table: Any, key: str) -> Any:
     """Return the value of `key` in `table`, the attribute `_parameters` or `_modules` of a module.
 
-    Return None if the key is missing.
+    Return None if the key is missing. No method of a subclass of `dict` is called: DeepSpeed's table gathers the
+    parameter from all ranks when it is read during a forward pass, also when another thread reads it.
     """
+    if isinstance(table, dict):
+        return dict.get(table, key)
     return table[key] if key in table else None  # noqa: SIM401 - a scripted module's tables have no `get`
 
 

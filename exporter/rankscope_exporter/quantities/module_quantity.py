@@ -17,6 +17,7 @@ from torch import nn
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
 from rankscope_exporter.model.module_names import NamedModule, named_modules, selected, unmatched
+from rankscope_exporter.model.parameter_names import entry
 from rankscope_exporter.quantities.base import (
     BACKWARD,
     REMEDY,
@@ -228,8 +229,9 @@ def weight_of(module: nn.Module | None) -> torch.Tensor | None:
     if module is None:
         return None
     # The dictionaries themselves: a parametrized weight is a property, which computes and may change its buffers.
-    known = {**vars(module), **module._parameters}  # noqa: SLF001 - see above
-    held = [known[name] for name in _NAMES if isinstance(known.get(name), torch.Tensor)]
+    parameters, attributes = module._parameters, vars(module)  # noqa: SLF001 - see above
+    found = [entry(parameters if name in parameters else attributes, name) for name in _NAMES]
+    held = [weight for weight in found if isinstance(weight, torch.Tensor)]
     return next(filter(is_matrix, held), held[0] if held else None)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from typing import Any
+
 import torch
 from torch import nn
 
-from rankscope_exporter.model.parameter_names import named_parameters, plain_name
+from rankscope_exporter.model.parameter_names import found_in_place, named_parameters, plain_name
+from rankscope_exporter.quantities.module_quantity import weight_of
 
 
 class Tied(nn.Module):
@@ -14,6 +18,25 @@ class Tied(nn.Module):
         self.embedding = nn.Embedding(4, 3)
         self.head = nn.Linear(3, 4, bias=False)
         self.head.weight = self.embedding.weight
+
+
+class Gathering(OrderedDict[str, Any]):
+    """A table like that of DeepSpeed: reading an entry starts a collective."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise AssertionError(f"{key} was gathered")
+
+
+def test_tables_of_modules_are_read_without_a_collective() -> None:
+    net = nn.Linear(2, 2)
+    listed = named_parameters(net)
+    expected = list(net.parameters())
+    net._parameters = Gathering(net._parameters)
+
+    assert expected == found_in_place(listed)
+    assert expected == [named.parameter for named in listed]
+    assert expected == [named.parameter for named in named_parameters(net)]
+    assert expected[0] is weight_of(net)
 
 
 def test_wrapper_levels_are_not_in_parameter_names() -> None:
