@@ -14,7 +14,7 @@ from rankscope_contract.model.kinds import OPS
 from rankscope_storage.connection import Connection
 from rankscope_view.data.comparison import DIFFERENCE, LETTERS, Side, difference
 from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve, on_axis
-from rankscope_view.data.detail import read_chart
+from rankscope_view.data.detail import read_chart, read_charts
 from rankscope_view.data.events import event_lines, markers
 from rankscope_view.data.grid import (
     MOST_ROWS,
@@ -234,10 +234,12 @@ def scalar_curve(connection: Connection, asked: Asked) -> Response:
         detail = tensor_detail(connection, run, asked.query.get("kind", ""), name, tensor)
         request = replace(choice.request, smoothing=Smoothing.NONE, axis=axis)
         return _json(tensor_curve(connection, run, detail, request, attempt).document())
-    history = read_chart(connection, run, name)
+    has_markers = bool(asked.query.get("markers"))
+    read = read_charts(connection, run, [name, *([EVAL_LOSS] if has_markers else [])])
+    history = read[name]
     document = curve(history, choice.request).document()
-    if asked.query.get("markers"):
-        lines, evaluations = event_lines(connection, run), read_chart(connection, run, EVAL_LOSS)
+    if has_markers:
+        lines, evaluations = event_lines(connection, run), read[EVAL_LOSS]
         found = markers(lines, evaluations, history, choice.request.axis)
         document["markers"] = [[one.group, one.x, one.step, one.text, one.is_critical] for one in found]
     return _json(document)

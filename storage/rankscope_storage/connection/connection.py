@@ -160,13 +160,15 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
         return f"({files_select(dataset, self._snapshot.paths(FileFilter(dataset, run, steps, times)))})"
 
     def row_groups(
-        self, dataset: str, run: str, equal: Mapping[str, Sequence[Any]], others: Collection[str] = ()
+        self, dataset: str, runs: Sequence[str], equal: Mapping[str, Sequence[Any]], others: Collection[str] = ()
     ) -> RowGroups:
-        """Return the row groups of `dataset` that can contain rows of `run` with one of the values in `equal`.
+        """Return the row groups of `dataset` that can contain rows of `runs` with one of the values in `equal`.
 
         Their columns are read without SQL, see `rankscope_storage.query.column_scan`.
         """
-        return row_groups(self.files(dataset, run=run), dataset, equal, others)
+        self._refresh()
+        paths = dict.fromkeys(path for run in runs for path in self._snapshot.paths(FileFilter(dataset, run)))
+        return row_groups(list(paths), dataset, equal, others)
 
     def snapshot(self) -> Connection:
         """Return another connection that is pinned to the newest version, so that all its queries read the same rows.

@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 from tests.view.training import HOSTILE, MAIN
 
-from rankscope_view.data.runs import INCIDENTS, STOPPING, RunQuery, Sparkline, run_facts, run_list, run_row
+from rankscope_view.data.newest import NO_CURVE, read_newest
+from rankscope_view.data.raw_rows import RawRows
+from rankscope_view.data.runs import INCIDENTS, STOPPING, RunQuery, run_facts, run_list, run_row
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +45,7 @@ def test_sparkline_has_at_most_60_points_and_its_last_row(listed):
 
 @pytest.mark.parametrize("run", ["only-nan", "one-row", "no-loss", "no-times", "mamba2-370m-32k-ctx", HOSTILE])
 def test_run_of_any_shape_has_a_row_and_facts(connection, listed, run):
-    assert repr(replace(listed[run], sparkline=Sparkline())) == repr(
-        run_row(connection, run)
-    )  # NaN differs from itself
+    assert repr(replace(listed[run], sparkline=NO_CURVE)) == repr(run_row(connection, run))  # NaN differs from itself
     assert run_facts(connection, run).attempts == 0
 
 
@@ -76,3 +76,19 @@ def test_sort_by_loss_puts_unknown_losses_last(connection):
 
     known = [row.loss for row in found if row.loss is not None and not math.isnan(row.loss)]
     assert sorted(known, reverse=True) == [row.loss for row in found[: len(known)]]
+
+
+def test_newest_values_equal_those_by_sql(connection, listed, monkeypatch):
+    runs = list(listed)
+    live = dict.fromkeys(runs, 1000)
+    fast = read_newest(connection, runs, live, has_curves=True)
+    monkeypatch.setattr("rankscope_view.data.newest.read_rows", lambda *_: RawRows(for_sql=set(runs)))
+    slow = read_newest(connection, runs, live, has_curves=True)
+
+    assert repr(slow.sparklines) == repr({run: fast.sparklines[run] for run in slow.sparklines})
+    for key, row in slow.values.items():
+        for name in ("value", "total", "position", "logged_at"):
+            assert row[name] == pytest.approx(fast.values[key][name], nan_ok=True)
+    assert slow.values.keys() == fast.values.keys()
+    etas = {run: eta for run, eta in fast.etas.items() if slow.etas.get(run) is not None}
+    assert etas

@@ -202,7 +202,7 @@ def find_groups(connection: Connection, run: str, kind: str, tensors: Sequence[s
                 table = table.set_column(at, name, table[name].dictionary_encode())
         return _Queried(table)
     equal = {"run": [run], "kind": [kind]} | ({"tensor": list(tensors)} if tensors else {})
-    return connection.row_groups("tensor_stats", run, equal, ("nans", "infs", "attempt", "rank"))
+    return connection.row_groups("tensor_stats", [run], equal, ("nans", "infs", "attempt", "rank"))
 
 
 def relation_of(connection: Connection, run: str, kind: str, steps: tuple[int, int] | None = None) -> str:
@@ -365,8 +365,10 @@ class _Tensors:
         begins = np.append(0, np.flatnonzero(codes[1:] != codes[:-1]) + 1)[: len(codes)]
         used = np.array(list(dict.fromkeys(codes[begins if is_chosen is None else is_chosen].tolist())), np.int64)
         names = batch.column("tensor").dictionary
-        found = [rows.setdefault(name, len(rows)) if name in rows or query.selects(name) else -1
-                 for name in names.take(pa.array(used)).to_pylist()]  # fmt: skip
+        texts = names.take(pa.array(used)).to_pylist()
+        found: list[Any] = list(map(rows.get, texts))
+        if None in found:
+            found = [rows.setdefault(name, len(rows)) if name in rows or query.selects(name) else -1 for name in texts]
         numbers = np.full(len(names), -1, np.int64)
         numbers[used] = found
         if -1 in found:

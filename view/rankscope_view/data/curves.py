@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+import numpy.ma
 
 from rankscope_view.data.history import Floats, History, Integers
 from rankscope_view.data.smoothing import ema, moving_average

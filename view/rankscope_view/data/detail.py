@@ -71,11 +71,15 @@ def read_chart(connection: Connection, run: str, name: str, rank: int | None = N
 
     With `rank`, it has only the rows of this rank.
     """
-    source = LOSS if name == PERPLEXITY else name
-    found = main_histories(connection, run, [source], rank).get(source)
-    if found is None:
-        return nothing(name)
-    return perplexity_history(found) if name == PERPLEXITY else found
+    return read_charts(connection, run, [name], rank)[name]
+
+
+def read_charts(connection: Connection, run: str, names: Sequence[str], rank: int | None = None) -> dict[str, History]:
+    """Return the histories of several scalars or of the perplexity, which are read together."""
+    sources = {name: LOSS if name == PERPLEXITY else name for name in names}
+    found = main_histories(connection, run, sorted(set(sources.values())), rank)
+    read = {name: found.get(source) or nothing(name) for name, source in sources.items()}
+    return {name: perplexity_history(one) if name == PERPLEXITY else one for name, one in read.items()}
 
 
 def main_histories(

@@ -43,6 +43,8 @@ LEVELS: Final = 250
 ABSENT: Final = 253
 """Code of a cell without a value. Codes from 0 to LEVELS are the place of the value on the colour scale."""
 
+_DIGITS: Final = re.compile(r"(\d+)")
+
 _LARGEST: Final = 3.0
 _SMALLEST: Final = -1.0
 """Limits of the scale against the own median, as decimal logarithms: from a tenth to a thousand times."""
@@ -139,7 +141,7 @@ class TensorKinds:
 
 def tensor_kinds(connection: Connection, run: str) -> TensorKinds:
     """Return the kinds of `run` with their numbers of tensors, and its ranks."""
-    groups = connection.row_groups("tensor_stats", run, {"run": [run]}, ("rank",))
+    groups = connection.row_groups("tensor_stats", [run], {"run": [run]}, ("rank",))
     found: dict[str, set[str]] = {}
     for batch in groups.batches(["run", "kind", "tensor"]):
         run_, kind, tensor = (batch.column(name) for name in ("run", "kind", "tensor"))
@@ -220,14 +222,14 @@ def _by_model(connection: Connection, run: str, request: GridRequest, names: Seq
 
 def natural(name: str) -> list[Any]:
     """Return a sort key by which `layers.2` comes before `layers.10`, and an embedding before the layers."""
-    parts = re.split(r"(\d+)", name)
+    parts = _DIGITS.split(name)
     order = 0 if "embed" in name or "wte" in name else 2 if "lm_head" in name or name.startswith("norm") else 1
     return [order, *(int(part) if at % 2 else part for at, part in enumerate(parts))]
 
 
 def part_of(name: str) -> str:
     """Return the name of a tensor without its numbers, which is equal for the same part of all layers."""
-    return re.sub(r"\d+", "#", name)
+    return _DIGITS.sub("#", name)
 
 
 def _grid(request: GridRequest, cells: Cells, window: Window) -> Grid:

@@ -12,16 +12,14 @@ from rankscope_contract.model.events import RunState
 from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.runs.tags import parse_tags
-from rankscope_storage.sql.scalar_history import is_main_source
-from rankscope_storage.sql.scalar_positions import POSITIONS
 from rankscope_view.data.history import LEARNING_RATE, LOSS, SPEEDS
 from rankscope_view.data.incidents import Incident, incidents
+from rankscope_view.data.newest import NO_CURVE, Newest, Sparkline, read_newest
 
 STOPPING: Final = "stopping"
 """State that pages show while a run is active and one of its processes has reported its exit."""
 
 ENDED: Final = frozenset({RunState.COMPLETED, RunState.STOPPED, RunState.FAILED})
-SPARKLINE_POINTS: Final = 60
 
 _RUNS: Final = """\
 SELECT run, state, reason, planned_steps, last_step, epoch(started_at) AS started_at, epoch(ended_at) AS ended_at,
@@ -34,64 +32,6 @@ _COLUMNS: Final = (
 _LEAVING: Final = """\
 SELECT DISTINCT run FROM events JOIN (SELECT run, coalesce(attempt, 0) AS newest FROM runs) USING (run)
 WHERE type = 'exit' AND coalesce(attempt, 0) = newest AND run IN (SELECT unnest($runs))"""
-
-_NAMES: Final = ", ".join(map(sql_string, (LOSS, LEARNING_RATE, *SPEEDS)))
-
-_LOGGED: Final = f"""\
-WITH logged AS (
-  SELECT run, name, labels, coalesce(attempt, 0) AS attempt, position, ts, value FROM {POSITIONS}
-  WHERE run IN (SELECT unnest($runs)) AND name IN ({_NAMES}) AND value IS NOT NULL AND position IS NOT NULL
-    AND {is_main_source()}
-)"""
-
-# The mean over ranks at the newest step, of the first labels of a name: as in `read_history` and `summaries`.
-_LATEST: Final = f"""\
-{_LOGGED},
-newest AS (
-  SELECT run, name, labels, max({{attempt: attempt, position: position}}) AS place FROM logged
-  GROUP BY run, name, labels
-  QUALIFY row_number() OVER (PARTITION BY run, name ORDER BY labels NULLS FIRST) = 1
-)
-SELECT logged.run, logged.name, avg(value) AS value, sum(value) AS total, position, epoch(max(ts)) AS logged_at
-FROM logged JOIN newest ON logged.run = newest.run AND logged.name = newest.name
-  AND logged.labels IS NOT DISTINCT FROM newest.labels AND attempt = place.attempt AND position = place.position
-GROUP BY logged.run, logged.name, position"""
-
-# A third of the points each: the lowest, the highest and the last value of a part of the curve.
-_SPARKLINES: Final = f"""\
-{_LOGGED},
-step AS (
-  SELECT run, labels, attempt, position, avg(value) AS value FROM logged WHERE name = '{LOSS}' GROUP BY ALL
-),
-placed AS (
-  SELECT *, row_number() OVER by_arrival - 1 AS place, count(*) OVER (PARTITION BY run) AS places
-  FROM (
-    FROM step QUALIFY labels IS NOT DISTINCT FROM first_value(labels) OVER (
-      PARTITION BY run ORDER BY labels NULLS FIRST)
-  )
-  WINDOW by_arrival AS (PARTITION BY run ORDER BY attempt, position)
-),
-part AS (
-  SELECT run, place * {SPARKLINE_POINTS // 3} // places AS part,
-    arg_min(place, value) FILTER (isfinite(value)) AS low, arg_max(place, value) FILTER (isfinite(value)) AS high,
-    max(place) AS last, max(place) FILTER (NOT isfinite(value)) AS bad
-  FROM placed GROUP BY ALL
-),
-kept AS (
-  SELECT DISTINCT run, unnest([low, high, coalesce(bad, last)]) AS place FROM part
-)
-SELECT run, list({{place: place, value: value}} ORDER BY place) AS points, any_value(places) AS places
-FROM kept JOIN placed USING (run, place) GROUP BY run"""
-
-_ETA: Final = "SELECT run, eta_seconds, seconds_per_step, step FROM run_eta WHERE run IN (SELECT unnest($runs))"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sparkline:
-    """At most 60 points of the loss in the order of arrival, with their numbers among `places` rows; NaN is kept."""
-
-    points: tuple[tuple[int, float], ...] = ()
-    places: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +56,7 @@ class RunRow:
     speed: float | None = None
     speed_name: str | None = None  # one of SPEEDS
     eta_seconds: float | None = None  # None: unknown or ended
-    sparkline: Sparkline = Sparkline()
+    sparkline: Sparkline = NO_CURVE
     incidents: tuple[Incident, ...] = ()  # open ones, the most urgent first
 
     @property
@@ -191,7 +131,8 @@ def run_list(connection: Connection, query: RunQuery) -> RunList:
         found = incidents(connection, [row["run"] for row in known])
         troubled = {run for run, listed in found.items() if any(one.is_open for one in listed)}
         chosen = [row for row in known if _matches(row, query, troubled)]
-        latest = _latest(connection, [row["run"] for row in chosen]) if query.sort == "loss" else None
+        names = [row["run"] for row in chosen]
+        latest = read_newest(connection, names, {}, has_curves=False).values if query.sort == "loss" else None
         chosen.sort(key=lambda row: _sort_key(row, query.sort, latest), reverse=query.is_descending)
         shown = chosen[query.page * PAGE_RUNS : (query.page + 1) * PAGE_RUNS]
         rows = _complete(connection, shown, found)
@@ -270,12 +211,6 @@ def _sort_key(row: Mapping[str, Any], sort: str, latest: Mapping[tuple[str, str]
     return value, row["run"]
 
 
-def _latest(connection: Connection, runs: Sequence[str]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the newest row of each scalar of the list, by run and name."""
-    rows = connection.query(_LATEST, {"runs": list(runs)}).to_pylist() if runs else []
-    return {(row["run"], row["name"]): row for row in rows}
-
-
 def _complete(
     connection: Connection,
     known: Iterable[Mapping[str, Any]],
@@ -285,32 +220,18 @@ def _complete(
 ) -> list[RunRow]:
     rows = list(known)
     names = [row["run"] for row in rows]
-    latest = _latest(connection, names)
-    lines = connection.query(_SPARKLINES, {"runs": names}).to_pylist() if names and has_curves else []
-    sparklines = {line["run"]: _sparkline(line) for line in lines}
-    live = [row["run"] for row in rows if row["state"] is not None and row["state"] not in ENDED]
-    paces = connection.query(_ETA, {"runs": live}).to_pylist() if live else []
-    etas = {pace["run"]: pace["eta_seconds"] for pace in paces}
-    return [_run_row(row, latest, sparklines, etas, found.get(row["run"], ())) for row in rows]
+    live = {row["run"]: row["planned_steps"] for row in rows if row["state"] is not None and row["state"] not in ENDED}
+    newest = read_newest(connection, names, live, has_curves=has_curves)
+    return [_run_row(row, newest, found.get(row["run"], ())) for row in rows]
 
 
-def _sparkline(line: Mapping[str, Any]) -> Sparkline:
-    points = tuple((point["place"], point["value"]) for point in line["points"])
-    return Sparkline(points=points, places=line["places"])
-
-
-def _run_row(
-    row: Mapping[str, Any],
-    latest: Mapping[tuple[str, str], Mapping[str, Any]],
-    sparklines: Mapping[str, Sparkline],
-    etas: Mapping[str, float | None],
-    listed: Sequence[Incident],
-) -> RunRow:
+def _run_row(row: Mapping[str, Any], newest: Newest, listed: Sequence[Incident]) -> RunRow:
     run = row["run"]
+    latest = newest.values
     speed_name = next((name for name in SPEEDS if (run, name) in latest), None)
-    newest = [latest[run, name] for name in (LOSS, LEARNING_RATE, *SPEEDS) if (run, name) in latest]
-    positions = [one["position"] for one in newest] + ([row["last_step"]] if row["last_step"] is not None else [])
-    times = [one["logged_at"] for one in newest if one["logged_at"] is not None]
+    rows = [latest[run, name] for name in (LOSS, LEARNING_RATE, *SPEEDS) if (run, name) in latest]
+    positions = [one["position"] for one in rows] + ([row["last_step"]] if row["last_step"] is not None else [])
+    times = [one["logged_at"] for one in rows if one["logged_at"] is not None]
     speed = latest[run, speed_name] if speed_name else None
     per_rank = speed_name in {"step_seconds", "steps_per_second"}
     return RunRow(
@@ -325,8 +246,8 @@ def _run_row(
         learning_rate=latest.get((run, LEARNING_RATE), {}).get("value"),
         speed=None if speed is None else speed["value" if per_rank else "total"],
         speed_name=speed_name,
-        eta_seconds=etas.get(run),
-        sparkline=sparklines.get(run, Sparkline()),
+        eta_seconds=newest.etas.get(run),
+        sparkline=newest.sparklines.get(run, NO_CURVE),
         incidents=tuple(one for one in listed if one.is_open),
     )
 

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from rankscope_view.data.curves import Axis, Curve
-from rankscope_view.data.runs import Sparkline
+from rankscope_view.data.newest import Sparkline
 from rankscope_view.pages.format import text, utc
 
 _WIDTH: Final = 100

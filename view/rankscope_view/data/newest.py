@@ -1,0 +1,177 @@
+"""Newest values of runs, their sparklines, and their time left, for the list of runs and the header of one run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from rankscope_contract.security.escaping import sql_string
+from rankscope_storage.connection import Connection
+from rankscope_storage.sql.scalar_history import is_main_source
+from rankscope_storage.sql.scalar_positions import POSITIONS
+from rankscope_view.data.history import LEARNING_RATE, LOSS, SPEEDS, Floats
+from rankscope_view.data.raw_history import by_step
+from rankscope_view.data.raw_rows import RawRows, SeriesRows, read_rows
+
+SPARKLINE_POINTS: Final = 60
+_PACE_STEPS: Final = 100
+"""Number of newest steps whose times determine the time left, as in the view `run_eta`."""
+
+_SHOWN: Final = (LOSS, LEARNING_RATE, *SPEEDS)
+_NAMES: Final = ", ".join(map(sql_string, _SHOWN))
+
+# The mean over ranks at a step, of the first labels of a name: as in `read_history` and `summaries`.
+_LOGGED: Final = f"""\
+SELECT run, name, labels, coalesce(attempt, 0) AS attempt, position, ts, value FROM {POSITIONS}
+WHERE run IN (SELECT unnest($runs)) AND value IS NOT NULL AND position IS NOT NULL AND {is_main_source()}"""
+
+# Three scans with few groups take a fraction of the time of one group per step.
+_LATEST: Final = f"""\
+WITH logged AS ({_LOGGED} AND name IN ({_NAMES})),
+first AS (
+  SELECT run, name, min(chosen) AS chosen, arg_min(attempt, chosen) AS attempt
+  FROM (SELECT run, name, coalesce(labels, '') AS chosen, max(attempt) AS attempt FROM logged GROUP BY ALL) GROUP BY ALL
+),
+newest AS (
+  SELECT run, name, chosen, attempt, max(position) AS position
+  FROM logged JOIN first USING (run, name, attempt) WHERE coalesce(labels, '') = chosen GROUP BY ALL
+)
+SELECT run, name, position, epoch(max(ts)) AS logged_at, avg(value) AS value, sum(value) AS total
+FROM logged JOIN newest USING (run, name, attempt, position) WHERE coalesce(labels, '') = chosen GROUP BY ALL"""
+
+# A third of the points each: the lowest, the highest and the last value of a part of the curve.
+_SPARKLINES: Final = f"""\
+WITH logged AS ({_LOGGED} AND name = '{LOSS}'),
+first AS (
+  SELECT run, min(coalesce(labels, '')) AS chosen FROM logged GROUP BY ALL
+),
+main AS (
+  SELECT run, attempt, position, avg(value) AS value
+  FROM logged JOIN first USING (run) WHERE coalesce(labels, '') = chosen GROUP BY ALL
+),
+placed AS (
+  SELECT *, row_number() OVER by_arrival - 1 AS place, count(*) OVER (PARTITION BY run) AS places
+  FROM main WINDOW by_arrival AS (PARTITION BY run ORDER BY attempt, position)
+),
+part AS (
+  SELECT run, place * {SPARKLINE_POINTS // 3} // places AS part,
+    arg_min(place, value) FILTER (isfinite(value)) AS low, arg_max(place, value) FILTER (isfinite(value)) AS high,
+    max(place) AS last, max(place) FILTER (NOT isfinite(value)) AS bad
+  FROM placed GROUP BY ALL
+),
+kept AS (
+  SELECT DISTINCT run, unnest([low, high, coalesce(bad, last)]) AS place FROM part
+)
+SELECT run, list({{place: place, value: value}} ORDER BY place) AS points, any_value(places) AS places
+FROM kept JOIN placed USING (run, place) GROUP BY run"""
+
+_ETA: Final = "SELECT run, eta_seconds, seconds_per_step, step FROM run_eta WHERE run IN (SELECT unnest($runs))"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sparkline:
+    """At most 60 points of the loss in the order of arrival, with their numbers among `places` rows; NaN is kept."""
+
+    points: tuple[tuple[int, float], ...] = ()
+    places: int = 0
+
+
+NO_CURVE: Final = Sparkline()
+
+
+@dataclass(slots=True)
+class Newest:
+    """Newest rows by run and name, and sparklines and seconds that are left by run."""
+
+    values: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    sparklines: dict[str, Sparkline] = field(default_factory=dict)
+    etas: dict[str, float | None] = field(default_factory=dict)
+
+
+def read_newest(
+    connection: Connection, runs: Sequence[str], live: Mapping[str, int | None], *, has_curves: bool
+) -> Newest:
+    """Return the newest rows of `runs`, and the time left of the runs in `live`, which has their planned steps."""
+    found = Newest()
+    rows = read_rows(connection, runs, set(_SHOWN)) if runs else RawRows()
+    for run in runs:
+        if run not in rows.for_sql:
+            _add(found, rows, run, live, has_curves=has_curves)
+    _add_by_sql(connection, found, sorted(rows.for_sql), live, has_curves=has_curves)
+    return found
+
+
+def _add(found: Newest, rows: RawRows, run: str, live: Mapping[str, int | None], *, has_curves: bool) -> None:
+    series = {name: one for name in _SHOWN if (one := rows.main(run, name)) is not None}
+    for name, one in series.items():
+        found.values[run, name] = _newest(one)
+    if has_curves and LOSS in series:
+        columns = by_step(series[LOSS])
+        if columns is None:
+            rows.for_sql.add(run)  # a rank logged a step twice
+            return
+        found.sparklines[run] = _sparkline(columns["value"])
+    if run in live:
+        found.etas[run] = _seconds_left(list(series.values()), live[run])
+
+
+def _newest(rows: SeriesRows) -> dict[str, Any]:
+    of_attempt = rows.attempt == rows.attempt.max()
+    step = int(rows.step[of_attempt].max())
+    own = of_attempt & (rows.step == step)
+    values, times = rows.value[own], rows.time[own]
+    at = float(np.fmax.reduce(times))
+    known = None if math.isnan(at) else at
+    return {"value": float(values.mean()), "total": float(values.sum()), "position": step, "logged_at": known}
+
+
+def _sparkline(values: Floats) -> Sparkline:
+    """Return the lowest, the highest and the last value of each of 20 parts; instead of the last, one that is NaN."""
+    places = len(values)
+    parts = np.arange(places) * (SPARKLINE_POINTS // 3) // places
+    kept: set[int] = set()
+    for part in np.split(np.arange(places), np.flatnonzero(np.diff(parts)) + 1):
+        finite = np.isfinite(values[part])
+        if finite.any():
+            own = part[finite]
+            kept |= {int(own[values[own].argmin()]), int(own[values[own].argmax()])}
+        kept.add(int(part[-1] if finite.all() else part[~finite][-1]))
+    return Sparkline(points=tuple((at, float(values[at])) for at in sorted(kept)), places=places)
+
+
+def _seconds_left(series: Sequence[SeriesRows], planned: int | None) -> float | None:
+    """Return the time left by the clock of the newest steps, as the view `run_eta` has it; None if it is unknown."""
+    if not series or planned is None:
+        return None
+    attempt, step, time = (
+        np.concatenate([getattr(one, name) for one in series]) for name in ("attempt", "step", "time")
+    )
+    own = attempt == attempt.max()
+    newest = int(step[own].max())
+    if newest >= planned:
+        return 0.0
+    own &= (step > newest - _PACE_STEPS) & np.isfinite(time)
+    steps, ends = step[own], time[own]
+    last = [float(ends[steps == one].max()) for one in np.unique(steps).tolist()]
+    if len(last) < 2:
+        return None
+    return (planned - newest) * (max(last) - min(last)) / float(steps.max() - steps.min())
+
+
+def _add_by_sql(
+    connection: Connection, found: Newest, runs: Collection[str], live: Mapping[str, int | None], *, has_curves: bool
+) -> None:
+    if not runs:
+        return
+    for row in connection.query(_LATEST, {"runs": list(runs)}).to_pylist():
+        found.values[row["run"], row["name"]] = row
+    for line in connection.query(_SPARKLINES, {"runs": list(runs)}).to_pylist() if has_curves else ():
+        points = tuple((point["place"], point["value"]) for point in line["points"])
+        found.sparklines[line["run"]] = Sparkline(points=points, places=line["places"])
+    active = [run for run in runs if run in live]
+    for pace in connection.query(_ETA, {"runs": active}).to_pylist() if active else ():
+        found.etas[pace["run"]] = pace["eta_seconds"]
