@@ -280,12 +280,13 @@ If the plan of the record has T tensors and V value ops (float statistics), the 
 WIRE_METADATA: Final = {"rankscope_schema": str(SCHEMA_VERSION)}
 
 
-@dataclass(slots=True, kw_only=True, unsafe_hash=True)
+@dataclass(slots=True, unsafe_hash=True)
 class PlanEntry:
     """Description of one tensor of a plan. Its position in the plan is its position in the statistics of a record.
 
-    An entry is never changed. The class is not frozen, because creating an object of a frozen class takes three times
-    as long, and a plan may have 200,000 entries.
+    An entry is never changed. The class is not frozen, and its constructor accepts positional arguments: creating an
+    object of a frozen class takes three times as long, with keyword arguments twice as long, and a plan may have
+    200,000 entries.
     """
 
     kind: str

@@ -88,10 +88,15 @@ def found_in_place(parameters: Iterable[NamedParameter]) -> list[nn.Parameter | 
     takes a third of the time that reading the property of each element takes.
     """
     found: list[Any] = []
+    reference: weakref.ref[nn.Module] | None = None
+    table: Any = ()
     for named in parameters:
-        owner = named.owner()
-        table: Any = () if owner is None else owner._parameters  # noqa: SLF001 - see named_parameters
-        current = table[named.key] if named.key in table else None  # noqa: SIM401 - see entry
+        if named.owner is not reference:  # otherwise the previous parameter has the same module
+            reference = named.owner
+            owner = reference()
+            table = () if owner is None else owner._parameters  # noqa: SLF001 - see named_parameters
+        key = named.key
+        current = table[key] if key in table else None  # noqa: SIM401 - see entry
         found.append(current if id(current) == named.identity else None)
     return found
 
@@ -117,6 +122,8 @@ def plain_name(name: str) -> str:
 
     Characters that UTF-8 cannot encode are escaped.
     """
+    if name.isascii() and name.isalnum():  # a single level, such as "weight" or "0"
+        return name
     return encodable(".".join(level for level in name.split(".") if level not in WRAPPER_LEVELS))
 
 
@@ -128,10 +135,12 @@ def named_parameters(module: nn.Module) -> tuple[NamedParameter, ...]:
     names: dict[int, list[str]] = {}
     found: dict[int, tuple[nn.Module, str, nn.Parameter]] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
+        above = plain_name(prefix)
         # A parametrized weight is computed. The trained tensors behind it belong to submodules, which are visited too.
         for key, parameter in owner._parameters.items():  # noqa: SLF001 - the dictionary itself, to see it change
             if parameter is not None:
-                names.setdefault(id(parameter), []).append(plain_name(f"{prefix}.{key}" if prefix else key))
+                own = plain_name(key)
+                names.setdefault(id(parameter), []).append(f"{above}.{own}" if above and own else above or own)
                 found.setdefault(id(parameter), (owner, key, parameter))
     return tuple(_named(own, *found[number]) for number, own in names.items())
 

@@ -14,7 +14,7 @@ from rankscope_exporter.statistics.kernels import COMPILED_DEVICES, ready_kernel
 from rankscope_exporter.statistics.table import Kernel, Rows, StatisticsTable, contiguous_rows
 from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, elements_of, is_dense, is_freed
 
-_Spec = tuple[torch.dtype, torch.Size]
+_Spec = tuple[tuple[int, ...], torch.dtype]
 
 
 class MeasureGroup:
@@ -23,8 +23,9 @@ class MeasureGroup:
     Their tensors may differ, move or be absent at each step.
 
     If `compiled` is false, torch operations are used even if the compiled kernel is ready. The function `described` is
-    called with the entry and the tensor when a tensor is measured for the first time, and when its dtype or shape has
-    changed. If it returns False, it is called again for the next tensor of this entry.
+    called with the entry and the tensor when a tensor is measured for the first time, and when its shape or dtype has
+    changed. If it returns False, it is called again for the next tensor of this entry. It is not called for a first
+    tensor with the shape and dtype that `known` has for the entry.
     """
 
     def __init__(
@@ -34,13 +35,14 @@ class MeasureGroup:
         zero_below: float = 0.0,
         compiled: bool = True,
         described: Callable[[int, torch.Tensor], bool] | None = None,
+        known: Sequence[_Spec | None] | None = None,
     ) -> None:
         self.rows: Rows = contiguous_rows(rows)
         self._zero_below = zero_below
         self._compiled = compiled
         self._arguments: KernelArguments | DeviceArguments | None = None
         self._described = described
-        self._known: list[_Spec | None] = [None] * len(self.rows)
+        self._known: list[_Spec | None] = [None] * len(self.rows) if known is None else list(known)
 
     def measure(self, tensors: Sequence[torch.Tensor | None], table: StatisticsTable) -> None:
         """Compute the raw statistics of `tensors` and write them to the entries of the group in `table`.
@@ -77,24 +79,28 @@ class MeasureGroup:
     def _describe(self, tensors: Sequence[torch.Tensor | None]) -> None:
         if self._described is None:
             return
-        specs: dict[_Spec, _Spec] = {}  # one object for all tensors with the same dtype and shape
+        specs: dict[_Spec, _Spec] = {}  # one object for all tensors with the same shape and dtype
         for position, (known, tensor) in enumerate(zip(self._known, tensors, strict=True)):
             if tensor is None:
                 continue
-            spec = tensor.dtype, tensor.shape
+            spec = tensor.shape, tensor.dtype
             if known != spec and self._described(self.rows[position], tensor):
                 self._known[position] = specs.setdefault(spec, spec)
 
     def _with_torch(
         self, tensors: Sequence[torch.Tensor | None], positions: Sequence[int], table: StatisticsTable
     ) -> None:
-        elements = [elements_of(tensors[position]) for position in positions]
-        found = [position for position, flat in zip(positions, elements, strict=True) if flat is not None]
-        rows = (
-            self.rows if len(found) == len(self.rows) else contiguous_rows([self.rows[position] for position in found])
-        )
-        flats = [flat for flat in elements if flat is not None]
-        sizes = [tensor.numel() for position in found if (tensor := tensors[position]) is not None]
+        found: list[int] = []
+        flats: list[torch.Tensor] = []
+        sizes: list[int] = []
+        for position in positions:
+            tensor = tensors[position]
+            if tensor is not None and (flat := elements_of(tensor)) is not None:
+                found.append(position)
+                flats.append(flat)
+                sizes.append(tensor.numel())
+        is_whole = len(found) == len(self.rows)
+        rows = self.rows if is_whole else contiguous_rows([self.rows[position] for position in found])
         torch_backend.measure(flats, sizes, rows, table, zero_below=self._zero_below)
 
 
