@@ -299,15 +299,15 @@ class Quantity:
         names = (name for item in self._offered.parameters for name in (item.name, *item.aliases))
         return target_notices(self.targets, names, "parameter")
 
-    def entries(self) -> ParameterEntries:
+    def entries(self) -> Sequence[PlanEntry]:
         """Return the plan entries of this quantity in the order of its rows.
 
         The quantity may add further entries later.
         """
-        return ParameterEntries()
+        return ()
 
     @functools.cached_property
-    def first_entries(self) -> ParameterEntries:
+    def first_entries(self) -> Sequence[PlanEntry]:
         """The entries that the quantity has before training starts. They are built once."""
         return self.entries()
 
@@ -316,7 +316,8 @@ class Quantity:
 
         A counter for each kind exists from the start.
         """
-        return self.first_entries.kinds
+        entries = self.first_entries
+        return entries.kinds if isinstance(entries, ParameterEntries) else {entry.kind for entry in entries}
 
     def expected(self) -> ExpectedRows:
         """Return the kinds of rows that the present step must have, because it has had an update.

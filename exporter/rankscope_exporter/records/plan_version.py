@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rankscope_contract.model.schema import Plan, PlanEntry
-from rankscope_exporter.records.plan_entries import PlanItem, entry_at
+from rankscope_exporter.records.plan_entries import PlanItem, entries_at
 from rankscope_exporter.records.step_record import NamedPlan
 from rankscope_exporter.statistics.selection import Ops, Published, carried_ops, masks
 
@@ -27,7 +27,7 @@ class PlanVersion:
     @functools.cached_property
     def entries(self) -> tuple[PlanEntry, ...]:
         """The entries. Usually read on the publisher thread, because the first access creates most of them."""
-        return tuple(map(entry_at, self.rows, self.items))
+        return entries_at(self.rows, self.items)
 
     @functools.cached_property
     def named(self) -> NamedPlan:

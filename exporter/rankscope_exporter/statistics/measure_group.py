@@ -12,7 +12,7 @@ from rankscope_exporter.statistics.device_arguments import DeviceArguments
 from rankscope_exporter.statistics.kernel_arguments import COMPILED_EXTRA_SUMS, KernelArguments
 from rankscope_exporter.statistics.kernels import COMPILED_DEVICES, ready_kernel
 from rankscope_exporter.statistics.table import Kernel, Rows, StatisticsTable, contiguous_rows
-from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, elements_of, is_dense, is_freed
+from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, elements_of
 
 _Spec = tuple[tuple[int, ...], torch.dtype]
 
@@ -58,7 +58,6 @@ class MeasureGroup:
                 self._with_torch(local, range(len(local)), table)
                 self._describe(local)
                 return
-            local = [_gathered(tensor) for tensor in local]
             if self._arguments is None:
                 arguments = KernelArguments if table.device.type == "cpu" else DeviceArguments
                 self._arguments = arguments(self.rows, self._zero_below)
@@ -120,17 +119,6 @@ def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return tensor
     shard: torch.Tensor = tensor.to_local()
     return shard
-
-
-def _gathered(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return `tensor`, or a contiguous copy of it if its elements do not fill their memory without gap or overlap.
-
-    A copy and the compiled kernel together are faster than several torch operations.
-    """
-    if type(tensor) not in PLAIN_TYPES or tensor is None or tensor.layout is not torch.strided or tensor.is_nested:
-        return tensor
-    # A copy of freed memory would end the process.
-    return tensor if tensor.is_contiguous() or is_dense(tensor) or is_freed(tensor) else tensor.contiguous()
 
 
 @functools.lru_cache(maxsize=256)

@@ -88,6 +88,17 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, or a contiguous copy of it if its elements do not fill their memory without gap or overlap.
+
+    A copy and a compiled kernel together are faster than several torch operations.
+    """
+    if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor
+    # A copy of freed memory would end the process.
+    return tensor if tensor.is_contiguous() or is_dense(tensor) or is_freed(tensor) else tensor.contiguous()
+
+
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_contiguous() or not is_dense(tensor):
         return tensor if tensor.dim() == 1 else tensor.reshape(-1)
