@@ -29,8 +29,13 @@ def is_code(tensor: torch.Tensor) -> bool:
 
     A single integer is a counter.
     """
-    is_number = tensor.is_floating_point() or tensor.is_complex()
-    return tensor.dtype.itemsize == 1 or not (is_number or tensor.numel() == 1)
+    dtype = tensor.dtype
+    return _may_have_codes(dtype) and (dtype.itemsize == 1 or tensor.numel() != 1)
+
+
+@functools.cache
+def _may_have_codes(dtype: torch.dtype) -> bool:
+    return dtype.itemsize == 1 or not (dtype.is_floating_point or dtype.is_complex)
 
 
 def elements_of(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -48,11 +48,11 @@ def measure(
     """
     if not flats:
         return
+    lengths = [flat.numel() for flat in flats]
     if table.device.type == "cpu":
-        sums, counts = _on_cpu(flats, zero_below)
+        sums, counts = _on_cpu(flats, lengths, zero_below)
     else:
         sums, counts = _exactly(flats, zero_below, table.device)
-    lengths = [flat.numel() for flat in flats]
     numel = on_device(sizes, table.device)
     if lengths != sizes:
         left_out = numel - on_device(lengths, table.device)
@@ -86,15 +86,17 @@ Each is a function from a flat tensor to a float64 scalar on its device.
 """
 
 
-def _on_cpu(flats: Sequence[torch.Tensor], zero_below: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return sums and counts of each flat tensor in `flats`.
+def _on_cpu(
+    flats: Sequence[torch.Tensor], lengths: Sequence[int], zero_below: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return sums and counts of each flat tensor in `flats`. `lengths` has their numbers of elements.
 
     Small tensors are measured together by `small_sums`. Others have fast sums if they are accurate, otherwise exact
     sums. The choice depends on the tensor alone, so that equal tensors have equal sums.
     """
     alike: dict[tuple[torch.dtype, int, bool], list[int]] = {}
-    for place, flat in enumerate(flats):
-        alike.setdefault((flat.dtype, flat.numel(), flat.is_cpu), []).append(place)
+    for place, (flat, numel) in enumerate(zip(flats, lengths, strict=True)):
+        alike.setdefault((flat.dtype, numel, flat.is_cpu), []).append(place)
     sums = torch.zeros(len(SUMS), len(flats), dtype=torch.float64, device=_CPU)
     counts = torch.zeros(3, len(flats), dtype=torch.int64, device=_CPU)
     lean: list[int] = []
