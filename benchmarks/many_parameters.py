@@ -1,8 +1,9 @@
 """12,000 parameters of 3 elements: seconds of attach, of the first sampled step and of later steps.
 
-Each configuration runs in a process of its own, and the processes run one after the other in each round. CPU time
-includes all threads of the process, so that it depends less on other processes than wall time. The last rows are one
-pass over the gradients, and the pass that looks for clipping without a new tensor version.
+Each configuration runs in a process of its own, and the processes run one after the other in each round, in alternating
+order. CPU time includes all threads of the process, so that it depends less on other processes than wall time. It still
+depends on them, because they share caches and cores: the ratio to the first step without the monitor does so less. The
+last rows are one pass over the gradients, and the pass that looks for clipping without a new tensor version.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from torch import nn
 from rankscope_exporter.statistics import MeasureGroup, StatisticsTable, warm_up
 
 PARAMETERS = 12_000
-ROUNDS = 3
-LAST_ROUND_BEGINS_BEFORE = 90.0  # seconds: a machine with other load finishes fewer rounds
+ROUNDS = 5
+MOST_SECONDS = 150.0  # no round begins that would end later if it took as long as the longest one
 WARM_UP_STEPS = 2  # the publisher encodes the plan during the first of them
 STEPS = 3
 
@@ -76,24 +77,31 @@ def _seconds(function: Callable[[], None]) -> tuple[float, float]:
 
 def run() -> list[Row]:
     found: dict[str, list[dict[str, float]]] = {"off": [], "on": []}
-    began = time.monotonic()
+    began = ended = time.monotonic()
+    longest = 0.0
     for round_number in range(ROUNDS):
-        if round_number and time.monotonic() - began > LAST_ROUND_BEGINS_BEFORE:
+        if ended - began + longest > MOST_SECONDS:
             break
-        for name, results in found.items():
+        for name in sorted(found, reverse=round_number % 2 == 1):
             command = [sys.executable, __file__, name]
-            results.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
-            print(f"round {round_number + 1} of {ROUNDS}, monitor {name}: {results[-1]}", file=sys.stderr, flush=True)
-    rows: list[Row] = []
+            found[name].append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+            print(
+                f"round {round_number + 1} of {ROUNDS}, monitor {name}: {found[name][-1]}", file=sys.stderr, flush=True
+            )
+        before, ended = ended, time.monotonic()
+        longest = max(longest, ended - before)
+    rows = [Row("load average of the last 5 minutes", os.getloadavg()[1], "", f"{ended - began:.0f} s of measurement")]
     for clock, suffix in (("wall", ""), ("CPU", " CPU")):
         keys = [f"{name}{suffix}" for name in ("attach", "first", "later")]
         attach, first, later = ([(off[key], on[key]) for off, on in zip(*found.values(), strict=True)] for key in keys)
         more = [on + begun[1] - off for (off, on), begun in zip(first, attach, strict=True)]
+        share = [seconds / off for seconds, (off, _) in zip(more, first, strict=True)]
         rows += [
             _row(f"first step without the monitor, {clock}", [off for off, _ in first], "s"),
             _row(f"attach, {clock}", [on for _, on in attach], "s"),
             _row(f"first sampled step, {clock}", [on for _, on in first], "s"),
             _row(f"attach and first step, more than without, {clock}", more, "s"),
+            _row(f"the same, divided by the first step without, {clock}", share, "x"),
             _row(f"later step without the monitor, {clock}", [off for off, _ in later], "s"),
             _row(f"later step, default configuration, {clock}", [on for _, on in later], "s"),
             _row(f"paired ratio of later steps, {clock}", [on / off for off, on in later], "x"),

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -280,12 +282,13 @@ If the plan of the record has T tensors and V value ops (float statistics), the 
 WIRE_METADATA: Final = {"rankscope_schema": str(SCHEMA_VERSION)}
 
 
-@dataclass(slots=True, kw_only=True, unsafe_hash=True)
+@dataclass(slots=True, unsafe_hash=True)
 class PlanEntry:
     """Description of one tensor of a plan. Its position in the plan is its position in the statistics of a record.
 
-    An entry is never changed. The class is not frozen, because creating an object of a frozen class takes three times
-    as long, and a plan may have 200,000 entries.
+    An entry is never changed. The class is not frozen, and its constructor accepts positional arguments: creating an
+    object of a frozen class takes three times as long, with keyword arguments twice as long, and a plan may have
+    200,000 entries.
     """
 
     kind: str
@@ -327,14 +330,9 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as canonical JSON text, as served at `/plan/<hash>`."""
-        names = tuple(PlanEntry.__dataclass_fields__)  # `asdict` takes ten times as long, for 100,000 entries 3 s
-        document = {
-            "schema_version": SCHEMA_VERSION,
-            "entries": [{name: getattr(entry, name) for name in names} for entry in self.entries],
-            "value_ops": self.value_ops,
-            "count_ops": self.count_ops,
-        }
-        return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        entries = ",".join(_entry_texts(self.entries))
+        value_ops, count_ops, version = map(_JSON.encode, (self.value_ops, self.count_ops, SCHEMA_VERSION))
+        return f'{{"count_ops":{count_ops},"entries":[{entries}],"schema_version":{version},"value_ops":{value_ops}}}'
 
     @property
     def hash(self) -> str:
@@ -355,6 +353,30 @@ class Plan:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a plan: {error!r}") from error
+
+
+_JSON: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+_NAMES: Final = tuple(sorted(PlanEntry.__dataclass_fields__))
+_KIND, _TENSOR = _NAMES.index("kind"), _NAMES.index("tensor")
+_VALUES: Final = operator.attrgetter(*_NAMES)
+
+
+def _entry_texts(entries: Iterable[PlanEntry]) -> Iterator[str]:
+    """Yield the canonical JSON text of each entry.
+
+    Many entries differ in the kind and the tensor only. The text of their other fields is built once: a fifth of the
+    time, and 100,000 entries took 0.6 s.
+    """
+    known: dict[tuple[Any, ...], tuple[str, str, str]] = {}
+    for values in map(_VALUES, entries):
+        others = values[:_KIND] + values[_KIND + 1 : _TENSOR] + values[_TENSOR + 1 :]
+        texts = known.get(others)
+        if texts is None:
+            fields = list(zip(_NAMES, values, strict=True))
+            groups = fields[:_KIND], fields[_KIND + 1 : _TENSOR], fields[_TENSOR + 1 :]
+            before, between, after = (_JSON.encode(dict(group))[1:-1] for group in groups)
+            texts = known[others] = f'{{{before},"kind":', f',{between},"tensor":', f",{after}}}"
+        yield f"{texts[0]}{_JSON.encode(values[_KIND])}{texts[1]}{_JSON.encode(values[_TENSOR])}{texts[2]}"
 
 
 def plan_hash(text: str) -> str:

@@ -27,7 +27,7 @@ from rankscope_exporter.adapters.parameter_hooks import (
     remove_all,
 )
 from rankscope_exporter.adapters.placement import FULL, REPLICA, Layout, is_replicated_over, layout_of, replicas_of
-from rankscope_exporter.model.parameter_names import NamedParameter, local_tensor, plain_shape
+from rankscope_exporter.model.parameter_names import NamedParameter, local_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,13 @@ class TensorSpec(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
         """Return the shape and dtype of the part of `tensor` that is on this rank."""
         local = local_tensor(tensor)
-        return cls(plain_shape(local.shape), local.dtype)
+        return _spec(local.shape, local.dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _spec(shape: torch.Size, dtype: torch.dtype) -> TensorSpec:
+    """Return an object that tensors with equal shapes and dtypes usually share."""
+    return TensorSpec(tuple(shape), dtype)
 
 
 M = TypeVar("M", bound=nn.Module)

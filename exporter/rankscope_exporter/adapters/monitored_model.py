@@ -20,6 +20,7 @@ from rankscope_exporter.adapters.placement import loaded
 from rankscope_exporter.model.name_patterns import Targets
 from rankscope_exporter.model.parameter_names import NamedParameter, found_in_place
 from rankscope_exporter.records.host_transfer import Row
+from rankscope_exporter.records.plan_entries import Descriptions
 
 T = TypeVar("T")
 
@@ -135,6 +136,9 @@ class MonitoredModel:
 
     The other rank publishes the statistics of their values, and this rank does not.
     """
+    descriptions: dict[tuple[bool, bool], Descriptions] = field(default_factory=dict)
+    """Descriptions of `parameters` that several quantities use, by the arguments `local` and `reduced` with which a
+    quantity requests them. Emptied when the plan has the entries of the quantities."""
 
     def parameter(self, index: int) -> nn.Parameter | None:
         """Return the parameter at the position `index` of the attribute `parameters`.
@@ -252,7 +256,7 @@ class MonitoredModel:
             for i, item in enumerate(self.parameters)
             if i not in without and targets.selects(item.name, *item.aliases)
         ]
-        return replace(self, parameters=tuple(self.parameters[i] for i in kept), positions=tuple(kept))
+        return replace(self, parameters=tuple(self.parameters[i] for i in kept), positions=tuple(kept), descriptions={})
 
 
 def numbers_of(chunks: Sequence[nn.Module]) -> dict[int, int]:

@@ -93,26 +93,21 @@ _own_numbers: set[int] = set()
 class TensorHook:
     """One hook in a table of hooks of a tensor. The tensor is passed to each method and never stored."""
 
-    __slots__ = ("_content", "_handle", "_hook", "_is_shared", "_table")
+    __slots__ = ("_content", "_hook", "_hooks", "_is_shared", "_table", "number")
 
     def __init__(self, tensor: torch.Tensor, hook: Callable[..., Any], *, table: str) -> None:
         self._hook = unserializable_hook(hook)  # type: ignore[no-untyped-call]  # else torch warns when the tensor is saved
         self._table = table
         self._content = (0, 0)
         self._is_shared = False
-        self._handle: Any = None
+        self._hooks: dict[int, Any] = {}
         self._attach(tensor)
-
-    @property
-    def number(self) -> int:
-        """Return the number that torch gave the hook. It is unique in the process."""
-        return int(self._handle.id)
 
     def renew(self, tensor: torch.Tensor) -> None:
         """Register the hook again if it was removed from the table, or if `swap_tensors` was called with `tensor`."""
         table = getattr(tensor, self._table)
-        if table is None or self._handle.id not in table:
-            _own_numbers.discard(self._handle.id)
+        if table is None or self.number not in table:
+            _own_numbers.discard(self.number)
             self._attach(tensor)
             return
         content = _content(tensor, table)
@@ -127,12 +122,12 @@ class TensorHook:
         self._is_shared |= _has_others(table)
 
     def remove(self) -> None:
-        """Remove the hook from the table of hooks of `tensor`.
+        """Remove the hook from the table of hooks in which it was registered.
 
         Afterwards, `tidy` can remove the table if it is empty.
         """
-        self._handle.remove()
-        _own_numbers.discard(self._handle.id)
+        self._hooks.pop(self.number, None)
+        _own_numbers.discard(self.number)
 
     def tidy(self, tensor: torch.Tensor) -> None:
         """Remove the table of hooks if it is empty after `remove` and the script never used it."""
@@ -144,10 +139,12 @@ class TensorHook:
         table = getattr(tensor, self._table)
         self._is_shared = table is not None and (not table or _has_others(table))
         register = tensor.register_post_accumulate_grad_hook if self._table == ACCUMULATED else tensor.register_hook
-        self._handle = register(self._hook)  # type: ignore[no-untyped-call]  # untyped in torch
-        table = getattr(tensor, self._table)
+        # The handle is not kept: a model may have many thousands of parameters, and a handle has two objects.
+        self.number: int = register(self._hook).id  # type: ignore[no-untyped-call]  # untyped in torch
+        """The number that torch gave the hook. It is unique in the process."""
+        table = self._hooks = getattr(tensor, self._table)
         self._content = _content(tensor, table)
-        _own_numbers.add(self._handle.id)
+        _own_numbers.add(self.number)
 
 
 def _content(tensor: torch.Tensor, table: dict[int, Any]) -> tuple[int, int]:

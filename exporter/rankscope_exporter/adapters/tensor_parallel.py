@@ -51,4 +51,4 @@ class TensorParallel(Framework):
 
 def _sharded(model: nn.Module) -> list[Any]:
     distributed = loaded("torch.distributed.tensor", "DTensor")
-    return [parameter for parameter in model.parameters() if isinstance(parameter, distributed)]
+    return [parameter for parameter in model.parameters() if isinstance(parameter, distributed)] if distributed else []

@@ -117,7 +117,8 @@ class Session:
         """CPU seconds of attach() on the thread that called it."""
         self.identity = identity = resolve_identity(os.environ, config.run)
         self.console = Console(identity.rank, enabled=config.console)
-        self.active_quantities = build_active_quantities(monitored, config, identity.rank, boundary)
+        self._device = monitored.device  # reads all parameters
+        self.active_quantities = build_active_quantities(monitored, config, identity.rank, boundary, self._device)
         self.steps = StepQueue()
         self.current_step = CurrentStep(self.steps.put)
         self.notices = Notices(self.console, identity, self.current_step)
@@ -127,6 +128,7 @@ class Session:
             config,
             boundary,
             self.notices,
+            device=self._device,
             parallel=parallel,
             rank=identity.rank,
             hand_over=self.steps.put,
@@ -158,7 +160,7 @@ class Session:
             self.identity,
             config.serve,
             rules=config.rules,
-            settings={**public_settings(config), "device": str(self.monitored.device)},
+            settings={**public_settings(config), "device": str(self._device)},
             planned_steps=total_steps,
             on_fault=boundary.report,
             overhead=self.overhead_seconds,
@@ -225,7 +227,7 @@ class Session:
     def _build_training(self, first_step: int) -> None:
         """Build the hooks on the model, the recorder of steps, and the observers that hooks and recorder notify."""
         monitored, config, boundary = self.monitored, self.config, self._boundary
-        clock = HookClock(boundary, on_cpu=monitored.device.type == "cpu")
+        clock = HookClock(boundary, on_cpu=self._device.type == "cpu")
         gradients = GradientHooks(monitored)
         changes = ModelChanges(monitored, self.notices.tell)
         controller = self.reactions.overhead_controller
@@ -237,7 +239,7 @@ class Session:
             self.console,
             *self.reactions.observers,
             self.change_queue,  # after the observers that request changes for the same step
-            *([KernelWarmUp(monitored.device)] if config.statistics == "auto" else []),
+            *([KernelWarmUp(self._device)] if config.statistics == "auto" else []),
             changes,  # finds parameters under new names before their hooks are registered
             gradients,
             OverheadReporter(self.overhead, lambda: controller.stretch),
@@ -308,7 +310,7 @@ class Session:
             series=entries * 2,
             bytes_per_step=entries * BYTES_PER_ENTRY,
             every=self.config.every,
-            backend=backend_name(self.monitored.device, coming=self.config.statistics == "auto"),
+            backend=backend_name(self._device, coming=self.config.statistics == "auto"),
             address=address,
             service=self.channel.service_url,
             spool_dir=self.config.serve.spool_dir,
@@ -402,7 +404,7 @@ class Session:
             "attach": self.attach_seconds,
             "hooks": self.hooks.clock.cpu_seconds,
             "intra_op": self.hooks.clock.team.seconds,
-            "warm_up": warm_up_seconds(self.monitored.device),
+            "warm_up": warm_up_seconds(self._device),
             "publisher": self.publisher.cpu_seconds,
             "watchdog": self.watchdog.cpu_seconds,
             "switch": self.change_sources.cpu_seconds,

@@ -35,16 +35,22 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 @contextlib.contextmanager
 def _collection_paused() -> Iterator[None]:
-    """Run no garbage collection inside the `with` block.
+    """Run no garbage collection inside the `with` block. Then move all objects to the oldest generation.
 
-    The entries of a large plan would cause many full collections, which would take most of the time of attach().
+    The objects of a large plan would cause many full collections, which would take most of the time of attach(). They
+    remain until detach(), so that collections of younger generations need not visit them either.
     """
     was_enabled = gc.isenabled()
+    if was_enabled:
+        gc.collect(1)  # otherwise recent garbage of the training would be moved, and freed by a full collection only
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
+            if not gc.get_freeze_count():  # a script has called gc.freeze(): gc.unfreeze() would undo this call
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

@@ -140,12 +140,12 @@ class StepObservers:
         boundary: ErrorBoundary,
         notices: Notices,
         *,
+        device: torch.device,
         parallel: Parallel,
         rank: int,
         hand_over: Callable[[PendingStep], None],
         publish: Callable[[StepRecord], object],
     ) -> None:
-        device = monitored.device
         self._boundary = boundary
         self.memory = MemoryObserver(device)
         self.throughput = Throughput(
@@ -184,12 +184,15 @@ class StepObservers:
 
 
 def build_active_quantities(
-    monitored: MonitoredModel, config: MonitorConfig, rank: int, boundary: ErrorBoundary
+    monitored: MonitoredModel, config: MonitorConfig, rank: int, boundary: ErrorBoundary, device: torch.device
 ) -> ActiveQuantities:
-    """Return the configured quantities; none if there is a switch file, which then selects the quantities."""
+    """Return the configured quantities; none if there is a switch file, which then selects the quantities.
+
+    `device` is the device of the statistics table.
+    """
     return ActiveQuantities(
         [] if config.switch_file is not None else selected_parts(monitored, config, rank),
-        device=monitored.device,
+        device=device,
         boundary=boundary,
         measurement=Measurement(config.zero_below, compiled=config.statistics == "auto"),
     )

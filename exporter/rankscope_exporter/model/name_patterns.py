@@ -39,7 +39,7 @@ class Targets:
 
     def selects(self, *names: str) -> bool:
         """Return whether the patterns select one of the `names` of an object."""
-        return any(
+        return self.selects_all or any(
             name in self._exact or any(compiled.fullmatch(name) for _, compiled in self._compiled) for name in names
         )
 
@@ -48,6 +48,8 @@ class Targets:
 
         The patterns are returned in the form that messages display.
         """
+        if self.patterns == ("*",):
+            return {}
         known = list(names)
         return {
             display_name(pattern): difflib.get_close_matches(

@@ -42,7 +42,10 @@ class NamedParameter:
     is_lazy: bool = False
     """True if the parameter had no shape yet when the parameters were listed."""
     home: weakref.ref[nn.Module] | None = None
-    """Weak reference to the module that had the parameter when the parameters were listed; None if it still has it."""
+    """Weak reference to the module whose weight the parameter was when the parameters were listed.
+
+    None if `owner` is this module. It is another module if the weight is parametrized, or was given another name since.
+    """
 
     @property
     def parameter(self) -> nn.Parameter | None:
@@ -61,7 +64,9 @@ class NamedParameter:
         return None if owner is None else entry(owner._parameters, self.key)  # noqa: SLF001 - see named_parameters
 
     def follow(self, claimed: Container[tuple[int, str]]) -> bool:
-        """Find the parameter under a new name below its module, as after pruning or a parametrization.
+        """Find the parameter under a new name in its module or below it.
+
+        It has a new name after pruning, and after a parametrization was added or removed.
 
         Return whether it was found. `claimed` are the places of other parameters: the id() of a module and a key. A
         parameter with the same id() at such a place is a new object, because the other parameter was there before.
@@ -88,9 +93,13 @@ def found_in_place(parameters: Iterable[NamedParameter]) -> list[nn.Parameter | 
     takes a third of the time that reading the property of each element takes.
     """
     found: list[Any] = []
+    reference: weakref.ref[nn.Module] | None = None
+    table: Any = {}
     for named in parameters:
-        owner = named.owner()
-        table: Any = {} if owner is None else owner._parameters  # noqa: SLF001 - see named_parameters
+        if named.owner is not reference:  # otherwise the previous parameter has the same module
+            reference = named.owner
+            owner = reference()
+            table = {} if owner is None else owner._parameters  # noqa: SLF001 - see named_parameters
         current = dict.get(table, named.key) if isinstance(table, dict) else entry(table, named.key)
         found.append(current if id(current) == named.identity else None)
     return found
@@ -120,6 +129,8 @@ def plain_name(name: str) -> str:
 
     Characters that UTF-8 cannot encode are escaped.
     """
+    if name.isascii() and name.isalnum():  # a single level, such as "weight" or "0"
+        return name
     return encodable(".".join(level for level in name.split(".") if level not in WRAPPER_LEVELS))
 
 
@@ -129,17 +140,25 @@ def named_parameters(module: nn.Module) -> tuple[NamedParameter, ...]:
     A tensor that several modules share appears once, under its first name, with the others as aliases.
     """
     names: dict[int, list[str]] = {}
-    found: dict[int, tuple[nn.Module, str, nn.Parameter]] = {}
+    found: dict[int, tuple[nn.Module, str, nn.Parameter, nn.Module | None]] = {}
+    parametrized: dict[int, nn.Module] = {}  # by id() of the module that has the original tensors
     for prefix, owner in module.named_modules(remove_duplicate=False):
+        above = plain_name(prefix)
+        holder = entry(owner._modules, "parametrizations")  # noqa: SLF001 - an attribute may be the user's
+        for originals in () if holder is None else holder.children():
+            parametrized[id(originals)] = owner
         # A parametrized weight is computed. The trained tensors behind it belong to submodules, which are visited too.
         for key, parameter in owner._parameters.items():  # noqa: SLF001 - the dictionary itself, to see it change
             if parameter is not None:
-                names.setdefault(id(parameter), []).append(plain_name(f"{prefix}.{key}" if prefix else key))
-                found.setdefault(id(parameter), (owner, key, parameter))
+                own = plain_name(key)
+                names.setdefault(id(parameter), []).append(f"{above}.{own}" if above and own else above or own)
+                found.setdefault(id(parameter), (owner, key, parameter, parametrized.get(id(owner))))
     return tuple(_named(own, *found[number]) for number, own in names.items())
 
 
-def _named(names: list[str], owner: nn.Module, key: str, parameter: nn.Parameter) -> NamedParameter:
+def _named(
+    names: list[str], owner: nn.Module, key: str, parameter: nn.Parameter, home: nn.Module | None
+) -> NamedParameter:
     lazy = is_lazy(parameter)
     return NamedParameter(
         names[0],
@@ -150,6 +169,7 @@ def _named(names: list[str], owner: nn.Module, key: str, parameter: nn.Parameter
         dtype=parameter.dtype,
         aliases=tuple(names[1:]),
         is_lazy=lazy,
+        home=None if home is None else weakref.ref(home),
     )
 
 

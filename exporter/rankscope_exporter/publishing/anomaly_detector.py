@@ -7,6 +7,7 @@ it is evaluated.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -125,16 +126,18 @@ class AnomalyDetector:
         """
         if entries is self.entries and self._scopes:
             return
-        column = {entry.series: place for place, entry in enumerate(self.entries)}
-        before = np.array([column.get(entry.series, -1) for entry in entries], np.int64)
+        before = np.full(len(entries), -1, np.int64)
+        if self.entries:
+            column = {entry.series: place for place, entry in enumerate(self.entries)}
+            before = np.array([column.get(entry.series, -1) for entry in entries], np.int64)
         self.entries = entries
         self._kinds += sorted({entry.kind for entry in entries} - set(self._kinds))
         place = {kind: index for index, kind in enumerate(self._kinds)}
         self._kind_of_entry = np.array([place[entry.kind] for entry in entries], np.int64)
-        self._position_of_entry = np.array([_position(entry) for entry in entries], np.float64)
+        self._position_of_entry = np.array([_position(entry.kind, entry.micro_step) for entry in entries], np.float64)
         self._owner_of_entry = np.array([-1] * len(entries) if owners is None else owners, np.int64)
-        needed = {kind: [needed_values(self._rules, kind, op) for op in JUDGED_OPS] for kind in self._kinds}
-        fresh = np.array([needed[entry.kind] for entry in entries], np.int64).reshape(-1, len(JUDGED_OPS)).T
+        needed = [[needed_values(self._rules, kind, op) for op in JUDGED_OPS] for kind in self._kinds]
+        fresh = np.array(needed, np.int64).reshape(-1, len(JUDGED_OPS))[self._kind_of_entry].T
         self._missing_values = _carried(self._missing_values, before, fresh)
         self._baselines = _carried(
             self._baselines, before, np.full((len(JUDGED_OPS), len(entries)), math.nan, np.float32)
@@ -296,10 +299,11 @@ def _carried(old: npt.NDArray[Any], before: Integers, fresh: npt.NDArray[Any]) -
     return np.where(before >= 0, old[:, before.clip(min=0)], fresh)
 
 
-def _position(entry: PlanEntry) -> float:
+@functools.lru_cache
+def _position(kind: str, micro_step: int | None) -> float:
     """Return a number that sorts the plan entries of one step by micro-batch, then by kind, from causes to effects."""
-    stage = causal_stage(entry.kind)
-    return min(causal_micro_step(entry.micro_step, stage), _MOST_MICRO_STEPS) * _STAGES + stage
+    stage = causal_stage(kind)
+    return min(causal_micro_step(micro_step, stage), _MOST_MICRO_STEPS) * _STAGES + stage
 
 
 def in_causal_order(step: int | None, events: Iterable[Event]) -> tuple[Event, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Final, Protocol
 
 import torch
@@ -18,12 +18,13 @@ from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.base import GradientSource, TensorSpec
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import Removable
-from rankscope_exporter.adapters.placement import FULL
+from rankscope_exporter.adapters.placement import FULL, Layout
 from rankscope_exporter.base.validation import RANKS, Checked, at_least, list_of, validate
 from rankscope_exporter.model.name_patterns import Targets, target_notices
 from rankscope_exporter.model.parameter_names import NamedParameter
 from rankscope_exporter.records.host_transfer import Numbers, Row
 from rankscope_exporter.records.pending_step import ExpectedRows
+from rankscope_exporter.records.plan_entries import Descriptions, ParameterEntries
 from rankscope_exporter.statistics.selection import chosen_ops
 from rankscope_exporter.statistics.tensor_access import dtype_name
 
@@ -298,15 +299,15 @@ class Quantity:
         names = (name for item in self._offered.parameters for name in (item.name, *item.aliases))
         return target_notices(self.targets, names, "parameter")
 
-    def entries(self) -> list[PlanEntry]:
+    def entries(self) -> Sequence[PlanEntry]:
         """Return the plan entries of this quantity in the order of its rows.
 
         The quantity may add further entries later.
         """
-        return []
+        return ()
 
     @functools.cached_property
-    def first_entries(self) -> list[PlanEntry]:
+    def first_entries(self) -> Sequence[PlanEntry]:
         """The entries that the quantity has before training starts. They are built once."""
         return self.entries()
 
@@ -315,7 +316,8 @@ class Quantity:
 
         A counter for each kind exists from the start.
         """
-        return {entry.kind for entry in self.first_entries}
+        entries = self.first_entries
+        return entries.kinds if isinstance(entries, ParameterEntries) else {entry.kind for entry in entries}
 
     def expected(self) -> ExpectedRows:
         """Return the kinds of rows that the present step must have, because it has had an update.
@@ -338,8 +340,8 @@ class Quantity:
         A position counts in the list of all parameters of the model. The entries of the first kind, in the order of the
         parameters, come first; then those of the next kind.
         """
-        own = self.monitored.owners()
-        return [own[i % len(own)] for i in range(count)] if len(own) else []
+        own = list(self.monitored.owners())
+        return (own * (count // len(own) + 1))[:count] if own else []
 
     def install(self, hooking: Hooking, gate: SamplingGate) -> None:
         """Register the hooks of the quantity. Called once, when the monitor is attached to the model."""
@@ -378,45 +380,55 @@ class Quantity:
     def on_step_end(self) -> None:
         """Handle the end of a sampled step, whether or not an optimizer has stepped."""
 
-    def parameter_entries(self, *kinds: str, local: bool = False, reduced: bool = False) -> list[PlanEntry]:
+    def parameter_entries(self, *kinds: str, local: bool = False, reduced: bool = False) -> ParameterEntries:
         """Return one plan entry per parameter for the first of `kinds`, then for the next kind.
 
         The shape, dtype and placement of an entry are those of this rank's own gradient if `local` is true, those of
         the reduced gradient if `reduced` is true, and otherwise those of the parameter.
         """
-        found = zip(self.monitored.parameters, self.monitored.found(), strict=True)
-        described = [self._described(*item, local=local, reduced=reduced) for item in found]
-        return [PlanEntry(kind=kind, **fields) for kind in kinds for fields in described]
+        # Quantities that are built together share the descriptions. Later, parameters may have changed.
+        shared = {} if "first_entries" in vars(self) else self.monitored.descriptions
+        key = local, reduced
+        if key not in shared:
+            read = self._readers(local=local, reduced=reduced)
+            found = zip(self.monitored.parameters, self.monitored.found(), strict=True)
+            described = [self._described(*item, *read) for item in found]
+            shared[key] = Descriptions([fields for fields, _ in described], [spec for _, spec in described])
+        return ParameterEntries((kind, shared[key]) for kind in kinds)
 
     def parameter_entry(
         self, kind: str, index: int, *, local: bool = False, micro_step: int | None = None
     ) -> PlanEntry:
         """Return the plan entry of `kind` for parameter `index`."""
         named, parameter = self.monitored.parameters[index], self.monitored.parameter(index)
-        return PlanEntry(kind=kind, micro_step=micro_step, **self._described(named, parameter, local=local))
+        entry = PlanEntry(kind, *self._described(named, parameter, *self._readers(local=local))[0])
+        return entry if micro_step is None else replace(entry, micro_step=micro_step)
+
+    def _readers(
+        self, *, local: bool, reduced: bool = False
+    ) -> tuple[Callable[[nn.Parameter], Layout], Callable[[nn.Parameter], TensorSpec]]:
+        """Return the functions that read the layout and the spec of a parameter or of its gradient."""
+        framework = self.monitored.framework
+        if local:
+            world_size = self.monitored.world_size
+            return lambda parameter: framework.local_layout(parameter, world_size), framework.local_spec
+        return framework.layout, framework.reduced_spec if reduced else framework.spec
 
     def _described(
-        self, named: NamedParameter, parameter: torch.nn.Parameter | None, *, local: bool, reduced: bool = False
-    ) -> dict[str, Any]:
-        framework = self.monitored.framework
+        self,
+        named: NamedParameter,
+        parameter: nn.Parameter | None,
+        layout_of: Callable[[nn.Parameter], Layout],
+        spec_of: Callable[[nn.Parameter], TensorSpec],
+    ) -> tuple[tuple[Any, ...], TensorSpec]:
+        """Return the fields of the plan entries of a parameter in the order of `PlanEntry`, without the kind."""
         if parameter is None:  # freed: it has no rows
-            layout, spec = FULL, TensorSpec(named.shape, named.dtype)
-        elif local:
-            layout = framework.local_layout(parameter, self.monitored.world_size)
-            spec = framework.local_spec(parameter)
+            layout, spec, vpp_stage = FULL, TensorSpec(named.shape, named.dtype), None
         else:
-            layout = framework.layout(parameter)
-            spec = (framework.reduced_spec if reduced else framework.spec)(parameter)
-        return {
-            "tensor": named.name,
-            "vpp_stage": None if parameter is None else framework.vpp_stage(parameter),
-            "placement": layout.placement,
-            "shard_group": layout.shard_group,
-            "dtype": dtype_name(spec.dtype),
-            "shape": spec.shape,
-            "module": named.module,
-            "aliases": named.aliases,
-        }
+            layout, spec = layout_of(parameter), spec_of(parameter)
+            vpp_stage = self.monitored.framework.vpp_stage(parameter)
+        of_tensor = layout.placement, layout.shard_group, dtype_name(spec.dtype), spec.shape
+        return (named.name, None, vpp_stage, None, None, *of_tensor, named.module, named.aliases), spec
 
     @property
     def placement(self) -> str:

@@ -8,13 +8,13 @@ from typing import ClassVar
 import torch
 
 from rankscope_contract.model.kinds import Kind
-from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.parameter_names import local_tensor
 from rankscope_exporter.quantities.base import BACKWARD, Hooking, Quantity, QuantityOptions, SamplingGate, Table
 from rankscope_exporter.quantities.micro_batches import GradientsOptions, MicroBatchSums
 from rankscope_exporter.records.pending_step import ExpectedRows
+from rankscope_exporter.records.plan_entries import ParameterEntries
 
 
 class Gradients(Quantity):
@@ -56,15 +56,15 @@ class Gradients(Quantity):
         self._frozen = FrozenRows((self._unreduced, self._reduced, self._clipped))
         self._table: Table | None = None  # of the present step
 
-    def entries(self) -> list[PlanEntry]:
+    def entries(self) -> ParameterEntries:
         """Return the plan entries: `grad_unreduced` of all parameters, then `grad_reduced`, then `grad_clipped`."""
         if self.monitored.framework.has_plain_gradients(self.monitored.world_size):  # takes a third of the time
             return self.parameter_entries(Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED, Kind.GRAD_CLIPPED)
-        return [
-            *self.parameter_entries(Kind.GRAD_UNREDUCED, local=True),
-            *self.parameter_entries(Kind.GRAD_REDUCED, reduced=True),
-            *self.parameter_entries(Kind.GRAD_CLIPPED),
-        ]
+        return (
+            self.parameter_entries(Kind.GRAD_UNREDUCED, local=True)
+            + self.parameter_entries(Kind.GRAD_REDUCED, reduced=True)
+            + self.parameter_entries(Kind.GRAD_CLIPPED)
+        )
 
     def expected(self) -> ExpectedRows:
         """Return the kinds of gradients that exist whenever some parameter is trained.

@@ -17,6 +17,7 @@ from rankscope_exporter.model.name_patterns import Targets
 from rankscope_exporter.model.parameter_names import local_tensor
 from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Table, TargetNames
 from rankscope_exporter.records.pending_step import ExpectedRows
+from rankscope_exporter.records.plan_entries import ParameterEntries
 from rankscope_exporter.statistics.tensor_access import dtype_name, is_code
 
 # Key in `optimizer.state[parameter]` and kind, for optimizers with `betas` and for those with `momentum`.
@@ -69,7 +70,7 @@ class OptimizerState(Quantity):
         """
         return monitored.state_elsewhere
 
-    def entries(self) -> list[PlanEntry]:
+    def entries(self) -> ParameterEntries:
         """Return the plan entries: one per parameter for the first kind of state, then for the next kind."""
         return self.parameter_entries(*(KIND_OF_STATE[key] for key, rows in self._kinds.items() if rows is not None))
 
@@ -90,8 +91,8 @@ class OptimizerState(Quantity):
         if self._named.patterns:
             self._find_named(states)
         for key, owners in self._found.items():
-            entries = functools.partial(self._named_entries, key, states)
-            found = table.add(key, entries, [self.monitored.owners()[index] for index in owners])
+            named = functools.partial(self._named_entries, key, states)
+            found = table.add(key, named, [self.monitored.owners()[index] for index in owners])
             if found is not None:
                 table.measure([state_tensor(states[owner], key) for owner in owners], found)
 

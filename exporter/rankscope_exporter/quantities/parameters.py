@@ -10,12 +10,12 @@ from typing import ClassVar, Final
 import torch
 
 from rankscope_contract.model.kinds import Kind
-from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.parameter_names import local_tensor, real_parts
 from rankscope_exporter.quantities.base import UPDATE, Quantity, QuantityOptions, Table
 from rankscope_exporter.records.host_transfer import Numbers, Row
 from rankscope_exporter.records.pending_step import ExpectedRows
+from rankscope_exporter.records.plan_entries import ParameterEntries
 
 UPDATE_NORM: Final = "update_norm"
 
@@ -60,7 +60,7 @@ class Parameters(Quantity):
         """
         return monitored.elsewhere
 
-    def entries(self) -> list[PlanEntry]:
+    def entries(self) -> ParameterEntries:
         """Return the plan entries: `param_before` of all parameters, then `param_after` of all parameters."""
         return self.parameter_entries(Kind.PARAM_BEFORE, Kind.PARAM_AFTER)
 

@@ -235,7 +235,8 @@ class Structure(ModuleQuantity):
         self._handles.remove()
         self._open.clear()
         records = self._records = dict(self._new_records())
-        table.defer("modules", torch.empty(0), lambda _nothing: self._rows(list(records.values())))
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")  # a script may have set bfloat16 as default type
+        table.defer("modules", nothing, lambda _nothing: self._rows(list(records.values())))
 
     def on_forward_failed(self, table: Table) -> None:
         """Create new records if the first forward pass of the step failed."""

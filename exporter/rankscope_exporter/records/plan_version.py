@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rankscope_contract.model.schema import Plan, PlanEntry
+from rankscope_exporter.records.plan_entries import PlanItem, entries_at
 from rankscope_exporter.records.step_record import NamedPlan
 from rankscope_exporter.statistics.selection import Ops, Published, carried_ops, masks
 
@@ -16,11 +17,17 @@ class PlanVersion:
     """The plan of the records of some steps. Position i of the record has the statistics of table row `rows[i]`."""
 
     rows: Sequence[int]
-    entries: tuple[PlanEntry, ...]
+    items: tuple[PlanItem, ...]
+    """For each entry: the entry, or the entries to which it belongs."""
     owners: tuple[int, ...]
     """For each entry: the position of its parameter in the model; -1 for an entry without a parameter."""
     ops: tuple[Ops, ...]
     """For each entry: the statistics that the rank publishes."""
+
+    @functools.cached_property
+    def entries(self) -> tuple[PlanEntry, ...]:
+        """The entries. Usually read on the publisher thread, because the first access creates most of them."""
+        return entries_at(self.rows, self.items)
 
     @functools.cached_property
     def named(self) -> NamedPlan:

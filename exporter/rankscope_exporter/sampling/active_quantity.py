@@ -178,6 +178,7 @@ class ActiveQuantity:
         self.schedule, self.ops = Schedule(sampling.timing), sampling.ops
         if self.view is None:
             entries = self.quantity.first_entries
+            self.quantity.monitored.descriptions.clear()  # parameters may change until other quantities are built
             self.view = TableView(buffers, entries, self.quantity.owners(len(entries)), sampling.ops)
         else:
             self.view.publish(sampling.ops)

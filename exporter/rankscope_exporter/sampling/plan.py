@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from rankscope_contract.model.schema import PlanEntry
+from rankscope_exporter.records.plan_entries import ParameterEntries, Placed, PlanItem, Spec, entry_at
 from rankscope_exporter.records.plan_version import PlanVersion
 from rankscope_exporter.statistics.selection import EVERY_OP, Ops
 
@@ -30,7 +31,7 @@ class PlanRegistry:
     """
 
     def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
-        self.entries: list[PlanEntry] = []
+        self._items: list[PlanItem] = []
         self._owners: list[int] = []
         self._ops: list[Ops] = []
         self.left_out = 0  # entries that did not fit
@@ -42,17 +43,36 @@ class PlanRegistry:
         self._version: PlanVersion | None = None
 
     def __len__(self) -> int:
-        return len(self.entries) - len(self._dropped)
+        return len(self._items) - len(self._dropped)
+
+    @property
+    def size(self) -> int:
+        """The number of table rows, including those of entries that were dropped."""
+        return len(self._items)
+
+    def entry(self, row: int) -> PlanEntry:
+        """Return the entry at table row `row`."""
+        return entry_at(row, self._items[row])
+
+    def specs(self, rows: range) -> Sequence[Spec | None]:
+        """Return shape and dtype of the entries at `rows`, if they were added together and have not changed since.
+
+        Otherwise, return None for each of them.
+        """
+        first = self._items[rows.start] if rows else None
+        if not isinstance(first, Placed) or any(item is not first for item in self._items[rows.start : rows.stop]):
+            return [None] * len(rows)
+        return first.entries.specs(range(rows.start - first.first, rows.stop - first.first))
 
     def version(self) -> PlanVersion:
         """Return the present plan. The object is the same until the plan changes."""
         if self._version is None:
-            rows: Sequence[int] = range(len(self.entries))
+            rows: Sequence[int] = range(len(self._items))
             if self._dropped:
                 rows = tuple(row for row in rows if row not in self._dropped)
             self._version = PlanVersion(
                 rows,
-                tuple(self.entries[row] for row in rows),
+                tuple(self._items[row] for row in rows),
                 tuple(self._owners[row] for row in rows),
                 tuple(self._ops[row] for row in rows),
             )
@@ -77,10 +97,11 @@ class PlanRegistry:
         if len(self) + len(entries) > self._max_entries:
             self.left_out += len(entries)
             return None
-        first = self._dropped.pop() if self._dropped and len(entries) == 1 else len(self.entries)
+        first = self._dropped.pop() if self._dropped and len(entries) == 1 else len(self._items)
         rows = range(first, first + len(entries))
         owners = [-1] * len(entries) if owners is None else owners
-        self.entries[first : rows.stop], self._owners[first : rows.stop] = entries, owners
+        items = [Placed(entries, first)] * len(entries) if isinstance(entries, ParameterEntries) else entries
+        self._items[first : rows.stop], self._owners[first : rows.stop] = items, owners
         self._ops[first : rows.stop] = [ops] * len(entries)
         self._version = None
         return rows
@@ -91,9 +112,9 @@ class PlanRegistry:
         Entries for which `release` was called and which `add` has returned again remain until `reclaim`.
         """
         self._dropped.update(row for row in rows if row not in self._shared)
-        while self._dropped and len(self.entries) - 1 in self._dropped:
-            self._dropped.discard(len(self.entries) - 1)
-            del self.entries[-1], self._owners[-1], self._ops[-1]
+        while self._dropped and len(self._items) - 1 in self._dropped:
+            self._dropped.discard(len(self._items) - 1)
+            del self._items[-1], self._owners[-1], self._ops[-1]
         self._version = None
 
     def is_of_parameter(self, row: int) -> bool:
@@ -102,7 +123,7 @@ class PlanRegistry:
 
     def replace(self, row: int, entry: PlanEntry) -> None:
         """Replace the entry at table row `row` by `entry`, which has the same series."""
-        self.entries[row] = entry
+        self._items[row] = entry
         self._version = None
 
     def release(self, rows: range) -> None:
@@ -146,4 +167,4 @@ class PlanRegistry:
             self._version = None
 
     def _series(self, rows: range) -> tuple[tuple[Any, ...], ...]:
-        return tuple(entry.series for entry in self.entries[rows.start : rows.stop])
+        return tuple(self.entry(row).series for row in rows)

@@ -41,7 +41,7 @@ class SpecChanges:
 
         Return False for a tensor without memory, whose shape may be temporary.
         """
-        entry, dtype = self._plan.entries[row], dtype_name(tensor.dtype)
+        entry, dtype = self._plan.entry(row), dtype_name(tensor.dtype)
         if entry.shape == tensor.shape and entry.dtype == dtype and not self._all_vary:
             return True
         if tensor.is_meta or (tensor.layout is torch.strided and is_freed(tensor)):
@@ -53,17 +53,16 @@ class SpecChanges:
         """Correct the entries at `target`. Their statistics were copied from the rows `source`."""
         if len(target) > 1 and not self._has_changed:
             return
-        entries = self._plan.entries
         for row, of in zip(target, source, strict=True):
-            entry = entries[of]
+            entry = self._plan.entry(of)
             if not entry.shape_varies:
                 self._describe(row, entry.dtype, entry.shape)
-            elif not entries[row].shape_varies:
+            elif not self._plan.entry(row).shape_varies:
                 self._has_changed = True
-                self._vary(row, replace(entries[row], dtype=entry.dtype))
+                self._vary(row, replace(self._plan.entry(row), dtype=entry.dtype))
 
     def _describe(self, row: int, name: str, shape: tuple[int, ...]) -> None:
-        entry = self._plan.entries[row]
+        entry = self._plan.entry(row)
         if not (entry.dtype and name):  # dtype and shape are unknown
             return
         is_of_parameter = self._plan.is_of_parameter(row)
@@ -94,7 +93,7 @@ class SpecChanges:
             for row in (row for rows in added for row in rows or ()):
                 if not self._plan.is_of_parameter(row):
                     self._all_vary = True
-                    self._vary(row, self._plan.entries[row])
+                    self._vary(row, self._plan.entry(row))
 
     def _vary(self, row: int, entry: PlanEntry) -> None:
         if entry.dtype and not entry.shape_varies and not self._plan.is_of_parameter(row):

@@ -75,7 +75,7 @@ class TableView(Table):
         The rank publishes the statistics `ops` of these entries.
         """
         self._buffers = buffers
-        self._first = len(buffers.plan.entries)  # of the first entry, or of a later one where the plan is full
+        self._first = buffers.plan.size  # of the first entry, or of a later one where the plan is full
         self._ops = ops
         self._groups: dict[tuple[range, bool], MeasureGroup] = {}
         self._parts: dict[tuple[range, bool], tuple[tuple[int, ...], MeasureGroup]] = {}  # without tensors left out
@@ -194,9 +194,9 @@ class TableView(Table):
                     row = group.rows[position]
                     table.forget(range(row, row + 1))
 
-        entries = self._buffers.plan.entries
-        kind = entries[group.rows[0]].kind if group.rows else ""
-        name = lambda position: entries[group.rows[position]].label  # noqa: E731 - called after an error only
+        entry = self._buffers.plan.entry
+        kind = entry(group.rows[0]).kind if group.rows else ""
+        name = lambda position: entry(group.rows[position]).label  # noqa: E731 - called after an error only
         self._isolation.run(rows, tensors, compute, what=kind, name=name, undo=undo)
 
     def isolate(
@@ -215,7 +215,8 @@ class TableView(Table):
 
     def _group(self, rows: Sequence[int], *, are_derived: bool) -> MeasureGroup:
         how, described = self._buffers.measurement, None if are_derived else self._specs.describe
-        return MeasureGroup(rows, zero_below=how.zero_below, compiled=how.compiled, described=described)
+        known = self._buffers.plan.specs(rows) if isinstance(rows, range) else None
+        return MeasureGroup(rows, zero_below=how.zero_below, compiled=how.compiled, described=described, known=known)
 
     def copy(self, source: range, target: range) -> None:
         """Copy the statistics of the entries at `source`, measured at this step, to the entries at `target`."""

@@ -11,7 +11,7 @@ import torch
 
 from rankscope_exporter.statistics.kernel_arguments import CODES, Code
 from rankscope_exporter.statistics.table import Rows, StatisticsTable, on_device
-from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, is_dense, is_freed
+from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, gathered, is_dense, is_freed
 from rankscope_exporter.statistics.torch_backend import round_up
 
 CHUNK: Final = 16_384
@@ -67,6 +67,7 @@ class DeviceArguments:
 
         Does not wait for the device.
         """
+        tensors = [None if tensor is None else gathered(tensor) for tensor in tensors]
         seen = [_sight(tensor, table.device) for tensor in tensors]
         stream = stream_of(table.device)
         if stream != self._stream:

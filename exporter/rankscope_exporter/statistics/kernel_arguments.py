@@ -14,7 +14,7 @@ from typing import Final
 import torch
 
 from rankscope_exporter.statistics.table import ROWS, SUMS, Rows, StatisticsTable
-from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, is_dense, is_freed
+from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, gathered, is_dense, is_freed
 from rankscope_exporter.statistics.torch_backend import round_up
 
 BLOCK: Final = 4096
@@ -72,6 +72,7 @@ class KernelArguments:
         Return the positions of the tensors that it cannot read.
         """
         seen = _fingerprints(tensors)
+        tensors = _gathered(tensors, seen)
         self.have_moved = seen != self._seen or not self._permuted_as_before(tensors)
         if self.have_moved:
             self._plan(tensors, seen)
@@ -100,8 +101,9 @@ class KernelArguments:
             if sight is None or not _readable(tensor, sight):
                 self._others.append(position)
                 continue
-            fields += (sight[0], sight[1], row, *_CODE_AND_BYTES[sight[2]])
-            if not sight[3]:
+            address, numel, dtype, is_contiguous = sight
+            fields += (address, numel, row, *_CODE_AND_BYTES[dtype])
+            if not is_contiguous:
                 self._permuted.append((position, tensor.shape, tensor.stride()))
         self._jobs = array.array("q", fields)
 
@@ -153,11 +155,26 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_nested
 
 
+def _gathered(tensors: Sequence[torch.Tensor | None], seen: list[Sight | None]) -> Sequence[torch.Tensor | None]:
+    """Return `tensors`, with copies of those that the kernel could not read otherwise. Update `seen` accordingly."""
+    scattered = [position for position, sight in enumerate(seen) if sight is not None and not sight[3]]
+    if not scattered:
+        return tensors
+    tensors = list(tensors)
+    for position in scattered:
+        tensor = tensors[position]
+        if tensor is not None and (copy := gathered(tensor)) is not tensor:
+            tensors[position], seen[position] = copy, _fingerprints([copy])[0]
+    return tensors
+
+
 def _readable(tensor: torch.Tensor, sight: Sight) -> bool:
     address, numel, dtype, contiguous = sight
-    if dtype not in CODES or not _has_memory(tensor) or tensor.is_neg() or not (contiguous or is_dense(tensor)):
+    if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_nested or dtype not in CODES:
         return False
-    return numel == 0 or address >= _SUSPICIOUS_BELOW or not (address == 0 or is_freed(tensor))
+    if tensor.is_neg() or not (contiguous or is_dense(tensor)):
+        return False
+    return address >= _SUSPICIOUS_BELOW or numel == 0 or not (address == 0 or is_freed(tensor))
 
 
 def _thresholds(zero_below: float) -> list[int]:

@@ -12,9 +12,9 @@ from rankscope_exporter.statistics.device_arguments import DeviceArguments
 from rankscope_exporter.statistics.kernel_arguments import COMPILED_EXTRA_SUMS, KernelArguments
 from rankscope_exporter.statistics.kernels import COMPILED_DEVICES, ready_kernel
 from rankscope_exporter.statistics.table import Kernel, Rows, StatisticsTable, contiguous_rows
-from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, elements_of, is_dense, is_freed
+from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, elements_of
 
-_Spec = tuple[torch.dtype, torch.Size]
+_Spec = tuple[tuple[int, ...], torch.dtype]
 
 
 class MeasureGroup:
@@ -23,8 +23,9 @@ class MeasureGroup:
     Their tensors may differ, move or be absent at each step.
 
     If `compiled` is false, torch operations are used even if the compiled kernel is ready. The function `described` is
-    called with the entry and the tensor when a tensor is measured for the first time, and when its dtype or shape has
-    changed. If it returns False, it is called again for the next tensor of this entry.
+    called with the entry and the tensor when a tensor is measured for the first time, and when its shape or dtype has
+    changed. If it returns False, it is called again for the next tensor of this entry. It is not called for a first
+    tensor with the shape and dtype that `known` has for the entry.
     """
 
     def __init__(
@@ -34,13 +35,14 @@ class MeasureGroup:
         zero_below: float = 0.0,
         compiled: bool = True,
         described: Callable[[int, torch.Tensor], bool] | None = None,
+        known: Sequence[_Spec | None] | None = None,
     ) -> None:
         self.rows: Rows = contiguous_rows(rows)
         self._zero_below = zero_below
         self._compiled = compiled
         self._arguments: KernelArguments | DeviceArguments | None = None
         self._described = described
-        self._known: list[_Spec | None] = [None] * len(self.rows)
+        self._known: list[_Spec | None] = [None] * len(self.rows) if known is None else list(known)
 
     def measure(self, tensors: Sequence[torch.Tensor | None], table: StatisticsTable) -> None:
         """Compute the raw statistics of `tensors` and write them to the entries of the group in `table`.
@@ -56,7 +58,6 @@ class MeasureGroup:
                 self._with_torch(local, range(len(local)), table)
                 self._describe(local)
                 return
-            local = [_gathered(tensor) for tensor in local]
             if self._arguments is None:
                 arguments = KernelArguments if table.device.type == "cpu" else DeviceArguments
                 self._arguments = arguments(self.rows, self._zero_below)
@@ -77,24 +78,28 @@ class MeasureGroup:
     def _describe(self, tensors: Sequence[torch.Tensor | None]) -> None:
         if self._described is None:
             return
-        specs: dict[_Spec, _Spec] = {}  # one object for all tensors with the same dtype and shape
+        specs: dict[_Spec, _Spec] = {}  # one object for all tensors with the same shape and dtype
         for position, (known, tensor) in enumerate(zip(self._known, tensors, strict=True)):
             if tensor is None:
                 continue
-            spec = tensor.dtype, tensor.shape
+            spec = tensor.shape, tensor.dtype
             if known != spec and self._described(self.rows[position], tensor):
                 self._known[position] = specs.setdefault(spec, spec)
 
     def _with_torch(
         self, tensors: Sequence[torch.Tensor | None], positions: Sequence[int], table: StatisticsTable
     ) -> None:
-        elements = [elements_of(tensors[position]) for position in positions]
-        found = [position for position, flat in zip(positions, elements, strict=True) if flat is not None]
-        rows = (
-            self.rows if len(found) == len(self.rows) else contiguous_rows([self.rows[position] for position in found])
-        )
-        flats = [flat for flat in elements if flat is not None]
-        sizes = [tensor.numel() for position in found if (tensor := tensors[position]) is not None]
+        found: list[int] = []
+        flats: list[torch.Tensor] = []
+        sizes: list[int] = []
+        for position in positions:
+            tensor = tensors[position]
+            if tensor is not None and (flat := elements_of(tensor)) is not None:
+                found.append(position)
+                flats.append(flat)
+                sizes.append(tensor.numel())
+        is_whole = len(found) == len(self.rows)
+        rows = self.rows if is_whole else contiguous_rows([self.rows[position] for position in found])
         torch_backend.measure(flats, sizes, rows, table, zero_below=self._zero_below)
 
 
@@ -114,17 +119,6 @@ def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return tensor
     shard: torch.Tensor = tensor.to_local()
     return shard
-
-
-def _gathered(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return `tensor`, or a contiguous copy of it if its elements do not fill their memory without gap or overlap.
-
-    A copy and the compiled kernel together are faster than several torch operations.
-    """
-    if type(tensor) not in PLAIN_TYPES or tensor is None or tensor.layout is not torch.strided or tensor.is_nested:
-        return tensor
-    # A copy of freed memory would end the process.
-    return tensor if tensor.is_contiguous() or is_dense(tensor) or is_freed(tensor) else tensor.contiguous()
 
 
 @functools.lru_cache(maxsize=256)

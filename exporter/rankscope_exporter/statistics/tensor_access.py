@@ -29,8 +29,13 @@ def is_code(tensor: torch.Tensor) -> bool:
 
     A single integer is a counter.
     """
-    is_number = tensor.is_floating_point() or tensor.is_complex()
-    return tensor.dtype.itemsize == 1 or not (is_number or tensor.numel() == 1)
+    dtype = tensor.dtype
+    return _may_have_codes(dtype) and (dtype.itemsize == 1 or tensor.numel() != 1)
+
+
+@functools.cache
+def _may_have_codes(dtype: torch.dtype) -> bool:
+    return dtype.itemsize == 1 or not (dtype.is_floating_point or dtype.is_complex)
 
 
 def elements_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -41,9 +46,13 @@ def elements_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """
     if tensor is None or tensor.is_meta or tensor.is_nested or tensor.dtype not in MEASURABLE:
         return None
-    if type(tensor) not in PLAIN_TYPES:  # else it takes a third of the time of this function
-        if is_lazy(tensor):
-            return None
+    if type(tensor) in PLAIN_TYPES:
+        # The result of the general case, in two thirds of its time.
+        if tensor.layout is torch.strided and tensor.is_contiguous() and tensor.untyped_storage().nbytes():
+            return tensor if tensor.dim() == 1 else tensor.reshape(-1)
+    elif is_lazy(tensor):
+        return None
+    else:
         tensor = tensor.detach()
     if tensor.layout is torch.strided:
         return None if is_freed(tensor) else _flat(tensor)
@@ -70,9 +79,7 @@ def is_integer(tensor: torch.Tensor) -> bool:
 
 def is_freed(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has a shape but no memory, such as a parameter that FSDP has resharded."""
-    if type(tensor) not in PLAIN_TYPES or not tensor.numel():
-        return False
-    return tensor.untyped_storage().nbytes() == 0
+    return type(tensor) in PLAIN_TYPES and not tensor.untyped_storage().nbytes() and tensor.numel() > 0
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -84,6 +91,17 @@ def is_dense(tensor: torch.Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, or a contiguous copy of it if its elements do not fill their memory without gap or overlap.
+
+    A copy and a compiled kernel together are faster than several torch operations.
+    """
+    if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor
+    # A copy of freed memory would end the process.
+    return tensor if tensor.is_contiguous() or is_dense(tensor) or is_freed(tensor) else tensor.contiguous()
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

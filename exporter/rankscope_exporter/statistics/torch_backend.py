@@ -39,7 +39,7 @@ _DEVICE_CHUNK: Final = 1 << 22  # elements: 32 MiB of temporary device memory
 
 
 def measure(
-    flats: Sequence[torch.Tensor], sizes: Sequence[int], rows: Rows, table: StatisticsTable, *, zero_below: float
+    flats: Sequence[torch.Tensor], sizes: list[int], rows: Rows, table: StatisticsTable, *, zero_below: float
 ) -> None:
     """Compute the raw statistics of tensors and write them to the entries `rows` of `table`.
 
@@ -48,16 +48,17 @@ def measure(
     """
     if not flats:
         return
+    lengths = [flat.numel() for flat in flats]
     if table.device.type == "cpu":
-        sums, counts = _on_cpu(flats, zero_below)
+        sums, counts = _on_cpu(flats, lengths, zero_below)
     else:
         sums, counts = _exactly(flats, zero_below, table.device)
-    implicit = [size - flat.numel() for size, flat in zip(sizes, flats, strict=True)]
-    numel, left_out = on_device([sizes, implicit], table.device)
-    if any(implicit):
+    numel = on_device(sizes, table.device)
+    if lengths != sizes:
+        left_out = numel - on_device(lengths, table.device)
         sums[1] = torch.where(left_out > 0, sums[1].clamp(max=0.0), sums[1])
         sums[2] = torch.where(left_out > 0, sums[2].clamp(min=0.0), sums[2])
-    counts[2] += left_out
+        counts[2] += left_out
     table.write(rows, sums, torch.cat([counts, numel.unsqueeze(0)]))
     if table.extra_sums:
         extras = [torch.stack([EXTRA_SUMS[name](flat).to(table.device) for flat in flats]) for name in table.extra_sums]
@@ -85,27 +86,29 @@ Each is a function from a flat tensor to a float64 scalar on its device.
 """
 
 
-def _on_cpu(flats: Sequence[torch.Tensor], zero_below: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return sums and counts of each flat tensor in `flats`.
+def _on_cpu(
+    flats: Sequence[torch.Tensor], lengths: Sequence[int], zero_below: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return sums and counts of each flat tensor in `flats`. `lengths` has their numbers of elements.
 
     Small tensors are measured together by `small_sums`. Others have fast sums if they are accurate, otherwise exact
     sums. The choice depends on the tensor alone, so that equal tensors have equal sums.
     """
+    alike: dict[tuple[torch.dtype, int, bool], list[int]] = {}
+    for place, (flat, numel) in enumerate(zip(flats, lengths, strict=True)):
+        alike.setdefault((flat.dtype, numel, flat.is_cpu), []).append(place)
     sums = torch.zeros(len(SUMS), len(flats), dtype=torch.float64, device=_CPU)
     counts = torch.zeros(3, len(flats), dtype=torch.int64, device=_CPU)
-    small: dict[tuple[torch.dtype, int], list[int]] = {}
     lean: list[int] = []
     exact: list[int] = []
-    for place, flat in enumerate(flats):
-        numel = flat.numel()
-        if 0 < numel <= SMALL and flat.is_cpu and not flat.is_complex():
-            small.setdefault((flat.dtype, numel), []).append(place)
-        elif numel and flat.dtype in _LEAN_TYPES and flat.is_cpu:
-            lean.append(place)
+    for (dtype, numel, is_on_cpu), places in alike.items():
+        if 0 < numel <= SMALL and is_on_cpu and not dtype.is_complex:
+            index = torch.tensor(places, device=_CPU)
+            sums[:, index], counts[:, index] = small_sums(torch.stack([flats[i] for i in places]), zero_below)
+        elif numel and dtype in _LEAN_TYPES and is_on_cpu:
+            lean += places
         else:
-            exact.append(place)
-    for places in small.values():
-        sums[:, places], counts[:, places] = small_sums(torch.stack([flats[i] for i in places]), zero_below)
+            exact += places
     if lean:
         sums[:, lean], counts[:, lean], trusted = fast_sums([flats[i] for i in lean], zero_below)
         exact += itertools.compress(lean, (~trusted).tolist())

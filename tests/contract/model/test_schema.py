@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.model.fields import arrow_schema
 from rankscope_contract.model.kinds import BASELINE_OPS, CAUSAL_STAGE, COUNT_OPS, JUDGED_OPS, VALUE_OPS, Kind
 from rankscope_contract.model.schema import (
@@ -48,6 +50,13 @@ def test_plan_is_unchanged_after_a_json_round_trip(plan):
 
     assert plan == read
     assert plan.hash == read.hash == plan_hash(plan.to_json())
+
+
+@given(st.lists(entries, max_size=4).map(lambda some: Plan((*some, *some))))
+def test_text_of_a_plan_has_sorted_keys_and_no_spaces(plan):
+    document = {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(plan)}
+
+    assert json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False) == plan.to_json()
 
 
 @given(left=st.lists(entries, max_size=3).map(tuple), right=st.lists(entries, max_size=3).map(tuple))

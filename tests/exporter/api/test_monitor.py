@@ -6,6 +6,7 @@ import copy
 import gc
 import math
 import socket
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -166,6 +167,31 @@ def test_attach_leaves_the_garbage_collector_as_it_was(quiet: MonitorConfig, is_
         (gc.enable if was_enabled else gc.disable)()
 
     assert is_enabled == found
+
+
+def test_attach_frees_recent_garbage_and_keeps_frozen_objects_frozen(quiet: MonitorConfig) -> None:
+    class Knot:
+        def __init__(self) -> None:
+            self.own = self
+
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    garbage = weakref.ref(Knot())
+    try:
+        with Monitor(quiet).attach(*make()):
+            found = garbage(), gc.get_freeze_count() > frozen // 2
+    finally:
+        gc.unfreeze()
+
+    assert (None, True) == found
+
+
+def test_collections_of_young_objects_do_not_visit_those_of_attach(quiet: MonitorConfig) -> None:
+    with Monitor(quiet).attach(*make()) as monitor:
+        young = {id(item) for generation in (0, 1) for item in gc.get_objects(generation)}
+        found = id(session_of(monitor)) in young
+
+    assert not found
 
 
 def test_skipped_step_has_its_gradients_and_a_skip_event(

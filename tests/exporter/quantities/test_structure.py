@@ -214,6 +214,17 @@ def test_structure_works_with_activations_and_changes_no_bit():
     assert all(torch.equal(one, other) for one, other in zip(both, bare.parameters(), strict=True))
 
 
+def test_rows_are_published_with_bfloat16_as_default_type():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        rows, _, notices = run(nn.Sequential(nn.Linear(4, 2)), torch.ones(3, 4), steps=1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+    assert ["", "0"] == [row["module"] for row in rows]
+    assert [] == notices
+
+
 def test_unwritable_folder_is_reported_and_rows_are_still_published(tmp_path):
     (tmp_path / "file").write_text("")
     rows, _, notices = run(Forms(), torch.ones(3, 4), print_struct=True, output_dir=str(tmp_path / "file"))

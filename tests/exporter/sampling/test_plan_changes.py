@@ -81,6 +81,21 @@ def test_converted_or_resized_parameter_has_its_new_dtype_and_shape():
     assert 3 == len({record.statistics.plan.hash for record in records if record.statistics is not None})
 
 
+def test_parameter_converted_before_the_first_step_has_its_new_dtype():
+    net = nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 3))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with attached(net, optimizer, "parameters", "gradients") as monitor:
+        net[1].to(torch.bfloat16)
+        optimizer.zero_grad()
+        net[1](net[0](tokens(2, 3)).bfloat16()).float().square().sum().backward()
+        optimizer.step()
+        (record,) = published(monitor)
+    found = described(record)
+
+    assert ((3, 6), "bfloat16") == found["param_after", "1.weight"] == found["grad_reduced", "1.weight"]
+    assert ((10, 6), "float32") == found["param_after", "0.weight"] == found["grad_reduced", "0.weight"]
+
+
 @pytest.mark.parametrize(
     ("micro_batches", "steps"), [(1, 100), (3, 100), pytest.param(3, 1000, marks=pytest.mark.thorough)]
 )

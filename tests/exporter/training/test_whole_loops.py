@@ -312,6 +312,26 @@ class Twice(nn.Module):
         return weight / 2
 
 
+def test_parameter_is_measured_after_its_parametrization_was_removed():
+    loop = Loop()
+    parametrize.register_parametrization(loop.net[2], "weight", Twice())
+    optimizer = loop.adam()
+    loop.attach(optimizer)
+    own = dict(loop.net.named_parameters())
+    for step in range(1, 5):
+        if step == 3:
+            parametrize.remove_parametrizations(loop.net[2], "weight")
+        optimizer.zero_grad()
+        loop.backward()
+        loop.note(step, "grad_reduced", {key: item.grad for key, item in own.items()})
+        optimizer.step()
+        loop.note(step, "param_after", dict(own))
+    loop.end()
+
+    assert 0 == loop.monitor.faults
+    assert (4, "grad_reduced", "2.parametrizations.weight.original") in loop.rows
+
+
 RENAMED: dict[str, tuple[Callable[[nn.Module], object], Callable[[nn.Module], object]]] = {
     "pruning": (
         lambda layer: prune.l1_unstructured(layer, "weight", amount=0.3),

@@ -55,7 +55,7 @@ def _size(group: Any) -> int | None:
 
 def _mesh_size(module: nn.Module, name: str) -> int | None:
     distributed = loaded("torch.distributed.tensor", "DTensor")
-    for parameter in module.parameters():
+    for parameter in module.parameters() if distributed else ():
         if isinstance(parameter, distributed):
             mesh = parameter.device_mesh
             names = mesh.mesh_dim_names or ()

@@ -1,0 +1,105 @@
+"""Plan entries of parameters. An entry is created each time it is read, most of them on the publisher thread.
+
+A plan has up to ten entries for each parameter, and a model may have many thousands of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+
+from rankscope_contract.model.schema import PlanEntry
+
+Spec = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptions:
+    """Descriptions of all parameters, which several kinds of entries have in common."""
+
+    fields: Sequence[tuple[Any, ...]]
+    """The fields of each entry in the order of `PlanEntry`, without the kind."""
+    specs: Sequence[Spec]
+
+
+class ParameterEntries(Sequence[PlanEntry]):
+    """The plan entries of the same parameters for several kinds: those of the first kind, then those of the next."""
+
+    def __init__(self, groups: Iterable[tuple[str, Descriptions]] = ()) -> None:
+        """Each of `groups` consists of a kind and the descriptions of all parameters for this kind."""
+        self._groups = tuple(groups)
+        self._count = len(self._groups[0][1].fields) if self._groups else 0
+
+    def __len__(self) -> int:
+        return len(self._groups) * self._count
+
+    def __iter__(self) -> Iterator[PlanEntry]:
+        return (PlanEntry(kind, *fields) for kind, described in self._groups for fields in described.fields)
+
+    @overload
+    def __getitem__(self, position: int) -> PlanEntry: ...
+
+    @overload
+    def __getitem__(self, position: slice) -> list[PlanEntry]: ...
+
+    def __getitem__(self, position: int | slice) -> PlanEntry | list[PlanEntry]:
+        if isinstance(position, slice):
+            return [self[index] for index in range(*position.indices(len(self)))]
+        group, index = divmod(range(len(self))[position], self._count)  # IndexError ends an iteration
+        kind, described = self._groups[group]
+        return PlanEntry(kind, *described.fields[index])
+
+    def __add__(self, others: ParameterEntries) -> ParameterEntries:
+        return ParameterEntries((*self._groups, *others._groups))
+
+    @property
+    def kinds(self) -> set[str]:
+        """The kinds of all entries."""
+        return {kind for kind, _ in self._groups} if self._count else set()
+
+    def specs(self, positions: range) -> Sequence[Spec]:
+        """Return shape and dtype of the entries at `positions`. Raises ValueError if they are not of one kind."""
+        group, first = divmod(positions.start, self._count)
+        specs = self._groups[group][1].specs[first : first + len(positions)]
+        if len(specs) < len(positions):
+            raise ValueError(f"the entries {positions.start} to {positions.stop} have several kinds")
+        return specs
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Entries in a plan, and the table row of the first of them."""
+
+    entries: ParameterEntries
+    first: int
+
+    def at(self, row: int) -> PlanEntry:
+        """Return the entry at table row `row`."""
+        return self.entries[row - self.first]
+
+
+PlanItem = PlanEntry | Placed
+"""An entry of the plan, or the entries to which the entry belongs."""
+
+
+def entry_at(row: int, item: PlanItem) -> PlanEntry:
+    """Return the entry at table row `row`, where the plan has `item`."""
+    return item.at(row) if isinstance(item, Placed) else item
+
+
+def entries_at(rows: Sequence[int], items: Sequence[PlanItem]) -> tuple[PlanEntry, ...]:
+    """Return the entries at the table rows `rows`, where the plan has `items`."""
+    created: dict[int, list[PlanEntry]] = {}  # by id() of the `Placed` object; one by one takes three times as long
+    found: list[PlanEntry] = []
+    for row, item in zip(rows, items, strict=True):
+        if isinstance(item, Placed):
+            if id(item) not in created:
+                created[id(item)] = list(item.entries)
+            found.append(created[id(item)][row - item.first])
+        else:
+            found.append(item)
+    return tuple(found)
