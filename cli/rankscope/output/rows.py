@@ -201,14 +201,14 @@ def _plain(value: Any) -> Any:
     """Return `value` with all values that JSON cannot represent replaced by strings."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, pa.MonthDayNano | timedelta):  # before tuples: MonthDayNano is one
+        return interval_text(value)
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return _non_finite(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, pa.MonthDayNano | timedelta):
-        return interval_text(value)
     return value.isoformat() if isinstance(value, date) else str(value)
 
 

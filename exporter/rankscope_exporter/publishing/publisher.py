@@ -314,6 +314,8 @@ class Publisher:
 def _is_overflow(statistics: Statistics) -> bool:
     """Return whether a gradient of a step has a NaN or an Inf."""
     entries = statistics.plan.plan.entries
+    if not entries:  # the quantities measure no tensors, such as hashes alone
+        return False
     counts = statistics.counts if statistics.measured is None else statistics.measured
     rows = counts.to_numpy(zero_copy_only=False).reshape(-1, len(entries))
     odd = rows[[COUNT_OPS.index("nans"), COUNT_OPS.index("infs")]]
