@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import struct
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.properties import few
 from tests.view.training import HOSTILE, MAIN, START
 
 from rankscope_view.assets import ASSETS, UPLOT
+from rankscope_view.data.ranks import RankOrder, RankRow, rank_table
 from rankscope_view.data.runs import RunQuery, run_list
 from rankscope_view.pages.format import count, measure
 from rankscope_view.site import Site
@@ -135,6 +137,22 @@ def test_rank_page_states_which_rank_is_slow_and_which_is_silent(site):
     found = read(site, "runs", MAIN, "ranks")
 
     assert "Rank 1 is silent" in found.text
+
+
+@pytest.mark.parametrize(("order", "first"), [("rank", 0), ("slow", 1), ("host", 0)])
+def test_ranks_have_the_order_of_the_address(connection, order, first):
+    rows = [RankRow(rank=rank, host=f"h{rank}", against_median=0.2 * rank) for rank in (0, 1)]
+    table = replace(rank_table(connection, MAIN), rows=tuple(rows))
+
+    assert first == table.ordered(RankOrder(order)).rows[0].rank
+
+
+def test_incident_page_has_the_growth_before_its_first_cause(site):
+    found = read(site, "runs", MAIN, "incidents", "a1")
+
+    assert "It grew before:" in found.text
+    assert "incident opened" in found.text
+    assert "attempt 1 was started" in found.text
 
 
 @pytest.mark.parametrize("others", ["no-loss", HOSTILE, MAIN])

@@ -25,7 +25,7 @@ from rankscope_view.data.grid import (
     tensor_grid,
 )
 from rankscope_view.data.history import EVAL_LOSS, LOSS, History
-from rankscope_view.data.ranks import rank_grid, rank_table
+from rankscope_view.data.ranks import RankOrder, rank_grid, rank_table
 from rankscope_view.data.tensor import tensor_curve, tensor_detail
 from rankscope_view.pages import run as run_page
 from rankscope_view.pages import tensors as tensor_page
@@ -199,10 +199,16 @@ def tensor_map(connection: Connection, asked: Asked) -> Response:
     return Response(type=BYTES, body=found.encoded())
 
 
+def rank_order(asked: Asked) -> RankOrder:
+    """Return the order of ranks in a query."""
+    return next((one for one in RankOrder if one == asked.query.get("order")), RankOrder.RANK)
+
+
 def rank_map(connection: Connection, asked: Asked) -> Response:
     """Return the strips of all ranks as bytes."""
     run = asked.query.get("run", "")
-    found = rank_grid(connection, run, rank_table(connection, run), whole_step=bool(asked.query.get("whole")))
+    table = rank_table(connection, run).ordered(rank_order(asked))
+    found = rank_grid(connection, run, table, whole_step=bool(asked.query.get("whole")))
     return Response(type=BYTES, body=found.encoded())
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope_contract.reports.child import report_name
-from rankscope_storage.api.summaries import AnomalyRow, anomalies
 from rankscope_storage.connection import Connection, connect
 from rankscope_view.answers import (
     HEADERS,
@@ -30,6 +29,7 @@ from rankscope_view.answers import (
     compared_sides,
     curve_csv,
     rank_map,
+    rank_order,
     scalar_curve,
     tensor_choice,
     tensor_map,
@@ -41,6 +41,7 @@ from rankscope_view.data.detail import RunDetail, nothing, read_detail
 from rankscope_view.data.events import NEWEST, EventLog, Group, event_log
 from rankscope_view.data.grid import tensor_kinds
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LOSS
+from rankscope_view.data.incident_story import incident_story
 from rankscope_view.data.incidents import incidents
 from rankscope_view.data.ranks import rank_table
 from rankscope_view.data.runs import RunQuery, RunRow, known_runs, run_list, run_row
@@ -219,7 +220,7 @@ class Site:
 
     def _ranks(self, connection: Connection, asked: Asked) -> Response:
         place, row = self._row(connection, asked)
-        return _page(rank_page.page(place, row, rank_table(connection, row.run), self._clock()))
+        return _page(rank_page.page(place, row, rank_table(connection, row.run), rank_order(asked), self._clock()))
 
     def _incidents(self, connection: Connection, asked: Asked) -> Response:
         place, row = self._row(connection, asked)
@@ -229,15 +230,7 @@ class Site:
         one = next((one for one in found if one.key == asked.segments[3]), None)
         if one is None:
             raise NotFoundError(f"The run {row.run!r} has no incident {asked.segments[3]!r}.")
-        steps = incident_page.window(one)
-        listed = anomalies(connection, row.run, top=1_000_000, steps=steps)
-        own = [each for each in listed if (each.attempt or 0) == (one.attempt or 0)]
-        absent = unmeasured(connection, row.run, steps)
-        shown = first_of_each(own)[: incident_page.SHOWN]
-        keys = [each.key for each in sorted(found, key=lambda each: (each.attempt or 0, each.step or 0, each.key))]
-        at = keys.index(one.key)
-        beside = (keys[at - 1] if at else None, next(iter(keys[at + 1 :]), None))
-        return _page(incident_page.page(place, row, one, shown, total=len(own), not_measured=absent, beside=beside))
+        return _page(incident_page.page(place, row, one, incident_story(connection, one, found)))
 
     def _compare(self, connection: Connection, asked: Asked) -> Response:
         sides = compared_sides(asked)
@@ -269,31 +262,6 @@ def _log(found: RunDetail, groups: Sequence[Group] = (), newest: int = NEWEST) -
 
 def _page(html: str) -> Response:
     return Response(body=html.encode("utf-8", "replace"))
-
-
-def first_of_each(found: Sequence[AnomalyRow]) -> list[AnomalyRow]:
-    """Return the first anomaly of each tensor, rank and rule, in the same order."""
-    first: dict[tuple[Any, ...], AnomalyRow] = {}
-    for row in found:
-        first.setdefault((row.tensor or row.op, row.rule, row.rank), row)
-    return list(first.values())
-
-
-def unmeasured(connection: Connection, run: str, steps: tuple[int, int]) -> list[str]:
-    """Return the families of quantities without a row in the closed range `steps`."""
-    source = connection.relation("tensor_stats", run=run, steps=steps)
-    rows = connection.query(
-        f"SELECT DISTINCT kind FROM {source} WHERE run = $run AND step BETWEEN $first AND $last",
-        {"run": run, "first": steps[0], "last": steps[1]},
-    )
-    kinds = rows["kind"].to_pylist()
-    families = {
-        "activations": "act_",
-        "gradients": "grad_",
-        "weights": "param_",
-        "optimizer state": ("exp_avg", "momentum"),
-    }
-    return [name for name, prefix in families.items() if not any(kind.startswith(prefix) for kind in kinds)]
 
 
 def _smaller(request: CurveRequest) -> CurveRequest:

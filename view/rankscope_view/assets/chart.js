@@ -85,7 +85,7 @@ export class Chart {
     const series = this.series.map(({ style, colour: name }) => ({
       ...STYLES[style],
       stroke: style === "edge" ? "transparent" : colour(style === "other" ? `${name}-faded` : name),
-      points: style === "raw" || this.options.name === "eval_loss" ? points : { show: false },
+      points: this.options.name === "eval_loss" ? { show: style === "raw", size: 6 } : style === "raw" ? points : { show: false },
       spanGaps: false,
     }));
     const axis = { stroke: text, font, grid: { stroke: grid, width: 1 }, ticks: { show: false } };

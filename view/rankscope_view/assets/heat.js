@@ -247,10 +247,12 @@ class HeatMap {
       context.beginPath();
       context.arc(x, y, 5, 0, 7);
       context.stroke();
-      const word = `first NaN or Inf: ${this.holder(row)} · step ${header.steps[column].toLocaleString("en")}`;
+      const end = ` · step ${header.steps[column].toLocaleString("en")}`;
+      const room = left + wide - context.measureText(`first NaN: ${end}`).width - 18;
+      const word = `first NaN: ${clipped(context, this.holder(row), room)}${end}`;
       const width = context.measureText(word).width + 14;
       // The callout is to the right, so that it does not cover what led to the value.
-      const at = Math.min(x + 26, left + wide - width);
+      const at = Math.max(0, Math.min(x + 26, left + wide - width));
       context.beginPath();
       context.moveTo(x + 5, y - 2);
       const beside = y < 36 ? y + 21 : y - 21;

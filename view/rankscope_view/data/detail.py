@@ -23,6 +23,7 @@ from rankscope_view.data.history import (
     read_history,
 )
 from rankscope_view.data.raw_history import raw_histories
+from rankscope_view.data.raw_rows import RawRows, read_rows
 from rankscope_view.data.runs import RunFacts, RunRow, run_facts, run_row
 
 PERPLEXITY: Final = "perplexity"
@@ -83,10 +84,13 @@ def read_charts(connection: Connection, run: str, names: Sequence[str], rank: in
 
 
 def main_histories(
-    connection: Connection, run: str, names: Sequence[str], rank: int | None = None
+    connection: Connection, run: str, names: Sequence[str], rank: int | None = None, rows: RawRows | None = None
 ) -> dict[str, History]:
-    """Return the main series of those scalars in `names` that `run` has, of all ranks or one."""
-    found = raw_histories(connection, run, names, rank)
+    """Return the main series of those scalars in `names` that `run` has, of all ranks or one.
+
+    `rows` has their rows, if they were read before.
+    """
+    found = raw_histories(connection, run, names, rank, rows)
     if found is not None:
         return found
     labels = main_labels(connection, run, names)
@@ -96,11 +100,12 @@ def main_histories(
 def read_detail(connection: Connection, run: str) -> RunDetail | None:
     """Return the numbers of the page of `run`, or None if the store does not contain it."""
     with connection.pinned():
-        row = run_row(connection, run)
+        names = [name for name in CHARTS if name != PERPLEXITY]
+        rows = read_rows(connection, [run], names)
+        row = run_row(connection, run, rows)
         if row is None:
             return None
-        names = [name for name in CHARTS if name != PERPLEXITY]
-        histories = main_histories(connection, run, names)
+        histories = main_histories(connection, run, names, rows=rows)
         lines = event_lines(connection, run)
         facts = run_facts(connection, run)
     loss = histories.get(LOSS) or nothing(LOSS)

@@ -93,11 +93,19 @@ class Newest:
 
 
 def read_newest(
-    connection: Connection, runs: Sequence[str], live: Mapping[str, int | None], *, has_curves: bool
+    connection: Connection,
+    runs: Sequence[str],
+    live: Mapping[str, int | None],
+    *,
+    has_curves: bool,
+    rows: RawRows | None = None,
 ) -> Newest:
-    """Return the newest rows of `runs`, and the time left of the runs in `live`, which has their planned steps."""
+    """Return the newest rows of `runs`, and the time left of the runs in `live`, which has their planned steps.
+
+    `rows` has the rows of the shown scalars, if they were read before.
+    """
     found = Newest()
-    rows = read_rows(connection, runs, set(_SHOWN)) if runs else RawRows()
+    rows = rows or (read_rows(connection, runs, set(_SHOWN)) if runs else RawRows())
     for run in runs:
         if run not in rows.for_sql:
             _add(found, rows, run, live, has_curves=has_curves)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -82,6 +83,14 @@ class RankRow:
         return self.phases.get("collective")
 
 
+class RankOrder(enum.StrEnum):
+    """Order of the ranks on their page."""
+
+    RANK = "rank"
+    SLOW = "slow"  # the slowest first
+    HOST = "host"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTable:
     """All ranks of the newest attempt of a run, and medians over the ranks."""
@@ -91,6 +100,15 @@ class RankTable:
     last_step: int | None
     median_compute: float | None
     median_step: float | None
+
+    def ordered(self, order: RankOrder) -> RankTable:
+        """Return the table with its rows in another order."""
+        keys: dict[RankOrder, Callable[[RankRow], Any]] = {
+            RankOrder.RANK: lambda row: row.rank,
+            RankOrder.SLOW: lambda row: (-(row.against_median or 0.0), row.rank),
+            RankOrder.HOST: lambda row: (row.host or "", row.rank),
+        }
+        return replace(self, rows=tuple(sorted(self.rows, key=keys[order])))
 
 
 def rank_table(connection: Connection, run: str) -> RankTable:

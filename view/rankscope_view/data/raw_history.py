@@ -9,18 +9,21 @@ import numpy as np
 
 from rankscope_storage.connection import Connection
 from rankscope_view.data.history import LOSS, History, numbered
-from rankscope_view.data.raw_rows import SeriesRows, read_rows
+from rankscope_view.data.raw_rows import RawRows, SeriesRows, read_rows
 
 _ATTEMPT: Final = 1 << 40
 """Distance of the keys of two attempts, which is larger than any step."""
 
 
 def raw_histories(
-    connection: Connection, run: str, names: Collection[str], rank: int | None = None
+    connection: Connection, run: str, names: Collection[str], rank: int | None = None, rows: RawRows | None = None
 ) -> dict[str, History] | None:
-    """Return the main series of the scalars `names` that `run` has, of all ranks or one, or None if SQL is needed."""
-    rows = read_rows(connection, [run], {LOSS, *names})
-    if rows.for_sql:
+    """Return the main series of the scalars `names` that `run` has, of all ranks or one, or None if SQL is needed.
+
+    `rows` has the rows of the loss and of `names`, if they were read before.
+    """
+    rows = rows or read_rows(connection, [run], {LOSS, *names})
+    if run in rows.for_sql:
         return None
     training = _training([one for found in rows.parts.get((run, LOSS), {}).values() for one in found])
     histories = {}

@@ -56,9 +56,8 @@ class RawRows:
 def read_rows(connection: Connection, runs: Collection[str], names: Collection[str]) -> RawRows:
     """Return the rows of the scalars `names` of `runs`."""
     found = RawRows()
-    for run in runs:
-        if connection.files("scalar_rollups", run=run):
-            found.for_sql.add(run)
+    if connection.files("scalar_rollups"):
+        found.for_sql.update(run for run in runs if connection.files("scalar_rollups", run=run))
     wanted = sorted(set(runs) - found.for_sql)
     if wanted:
         groups = connection.row_groups("scalars", wanted, {"run": wanted, "name": sorted(names)})

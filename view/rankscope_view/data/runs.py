@@ -15,6 +15,7 @@ from rankscope_storage.runs.tags import parse_tags
 from rankscope_view.data.history import LEARNING_RATE, LOSS, SPEEDS
 from rankscope_view.data.incidents import Incident, incidents
 from rankscope_view.data.newest import NO_CURVE, Newest, Sparkline, read_newest
+from rankscope_view.data.raw_rows import RawRows
 
 STOPPING: Final = "stopping"
 """State that pages show while a run is active and one of its processes has reported its exit."""
@@ -146,12 +147,15 @@ def run_list(connection: Connection, query: RunQuery) -> RunList:
     )
 
 
-def run_row(connection: Connection, run: str) -> RunRow | None:
-    """Return the row of `run` without its sparkline, or None if the store does not contain it."""
+def run_row(connection: Connection, run: str, rows: RawRows | None = None) -> RunRow | None:
+    """Return the row of `run` without its sparkline, or None if the store does not contain it.
+
+    `rows` has its scalars, if they were read before.
+    """
     with connection.pinned():
         known = [row for row in known_runs(connection, run) if row["run"] == run]
         found = incidents(connection, [run]) if known else {}
-        return next(iter(_complete(connection, known, found, has_curves=False)), None)
+        return next(iter(_complete(connection, known, found, has_curves=False, rows=rows)), None)
 
 
 def known_runs(connection: Connection, run: str | None = None) -> list[dict[str, Any]]:
@@ -217,12 +221,13 @@ def _complete(
     found: Mapping[str, Sequence[Incident]],
     *,
     has_curves: bool = True,
+    rows: RawRows | None = None,
 ) -> list[RunRow]:
-    rows = list(known)
-    names = [row["run"] for row in rows]
-    live = {row["run"]: row["planned_steps"] for row in rows if row["state"] is not None and row["state"] not in ENDED}
-    newest = read_newest(connection, names, live, has_curves=has_curves)
-    return [_run_row(row, newest, found.get(row["run"], ())) for row in rows]
+    known = list(known)
+    names = [row["run"] for row in known]
+    live = {row["run"]: row["planned_steps"] for row in known if row["state"] is not None and row["state"] not in ENDED}
+    newest = read_newest(connection, names, live, has_curves=has_curves, rows=rows)
+    return [_run_row(row, newest, found.get(row["run"], ())) for row in known]
 
 
 def _run_row(row: Mapping[str, Any], newest: Newest, listed: Sequence[Incident]) -> RunRow:

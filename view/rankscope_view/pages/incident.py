@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.api.summaries import AnomalyRow
+from rankscope_view.data.incident_story import Story, window
 from rankscope_view.data.incidents import Incident, happening
 from rankscope_view.data.runs import RunRow
 from rankscope_view.pages.format import NOTHING, count, measure, text, utc
 from rankscope_view.pages.parts import Place, document, icon, incident_line, panel, tabs, tensor_name
-
-SHOWN: Final = 40
-_BEFORE: Final = 60
-_AFTER: Final = 30
 
 
 def list_page(place: Place, row: RunRow, found: Sequence[Incident]) -> str:
@@ -41,12 +37,6 @@ def _row(place: Place, run: str, one: Incident) -> str:
     )
 
 
-def window(one: Incident) -> tuple[int, int]:
-    """Return the steps that the page of an incident shows."""
-    step = one.step or 0
-    return max(0, step - _BEFORE), max(step, min(one.last_step or step, step + _AFTER)) + _AFTER
-
-
 def sql(one: Incident) -> str:
     """Return the statement that lists the anomalies of an incident, the first cause first."""
     first, last = window(one)
@@ -68,20 +58,8 @@ def sentence(one: Incident) -> str:
     return f"{where}{text(happening(one))}{step}"
 
 
-def page(
-    place: Place,
-    row: RunRow,
-    one: Incident,
-    anomalies: Sequence[AnomalyRow],
-    *,
-    total: int,
-    not_measured: Sequence[str],
-    beside: tuple[str | None, str | None],
-) -> str:
-    """Return the page of one incident. `total` is the number of its anomalies; `not_measured` are kinds without rows.
-
-    `beside` has the keys of the incidents before and after it, by step.
-    """
+def page(place: Place, row: RunRow, one: Incident, story: Story) -> str:
+    """Return the page of one incident."""
     crumbs = [(row.run, place.url("runs", row.run)), ("Incident", None)]
     severity = "critical" if one.is_critical else "warning"
     word = "Critical" if one.is_critical else "Warning"
@@ -92,14 +70,14 @@ def page(
         if not one.ranks
         else f"Ranks concerned: {', '.join(map(str, one.ranks[:16]))}{'…' if len(one.ranks) > 16 else ''}."
     )
-    about = f"First of {count(max(total, one.events))} anomalies. {ranks} {text(one.cause or '')}"
+    about = f"First of {count(max(story.total, one.events))} anomalies. {_growth(story)}{ranks} {text(one.cause or '')}"
     head = (
         f'<div class="runhead incidenthead"><div class="title"><span class="pill {"failed" if one.is_critical else "pending"}">{icon(severity)}{word}</span>'
-        f'<span class="pill {kind}">{icon(kind)}{state}</span>{_beside(place, one.run, beside)}</div><h1>{sentence(one)}</h1><p class="reason">{about}</p></div>'
+        f'<span class="pill {kind}">{icon(kind)}{state}</span>{_beside(place, one.run, story.beside)}</div><h1>{sentence(one)}</h1><p class="reason">{about}</p></div>'
     )
     body = (
-        f'{head}<div class="columns" id="run" data-run="{text(one.run)}" data-fixed="1"><div>{_evidence(one)}{_order(one, anomalies, total)}{_sql(one)}</div>'
-        f"<aside>{_actions(place, one)}{_first_cause(one)}{_timeline(one)}{_not_judged(not_measured)}</aside></div>"
+        f'{head}<div class="columns" id="run" data-run="{text(one.run)}" data-fixed="1"><div>{_evidence(one)}{_order(one, story.shown, story.total)}{_sql(one)}</div>'
+        f"<aside>{_actions(place, one)}{_first_cause(one)}{_timeline(one, story)}{_not_judged(story.not_measured)}</aside></div>"
     )
     return document(
         place, f"Incident of {one.run}", body, crumbs=crumbs, nav=tabs(place, row, "incidents"), page="incident"
@@ -220,8 +198,23 @@ def _first_cause(one: Incident) -> str:
     )
 
 
-def _timeline(one: Incident) -> str:
-    rows = "".join(f'<tr><td class="dim">{utc(at)}</td><td>{text(state)}</td></tr>' for at, state in one.states)
+def _growth(story: Story) -> str:
+    """Return a sentence about the growth of the tensor before its first cause; empty without any."""
+    rows = [row for row in story.growth if row.value is not None and row.baseline]
+    if not rows:
+        return ""
+    ratios = [
+        f"{(row.value or 0) / (row.baseline or 1):,.3g}× its baseline at step {count(row.step or 0)}"
+        for row in (rows[0], rows[-1])
+    ]
+    return f"It grew before: {', '.join(dict.fromkeys(ratios))}. "
+
+
+def _timeline(one: Incident, story: Story) -> str:
+    rows = "".join(
+        f'<tr><td class="dim" title="{utc(moment.at, "%Y-%m-%d %H:%M:%S UTC")}">{utc(moment.at)}</td><td>{icon(moment.icon)}</td><td>{text(moment.text)}</td></tr>'
+        for moment in story.moments
+    )
     places = "".join(f"<p><code>{text(where)}</code></p>" for where in one.where)
     return panel("Timeline", f'<table class="events">{rows}</table><div class="prose">{places}</div>', note="UTC")
 

@@ -163,9 +163,19 @@ def tabs(place: Place, row: RunRow, chosen: str) -> str:
 
 
 def document(
-    place: Place, title: str, body: str, *, crumbs: Sequence[tuple[str, str | None]] = (), nav: str = "", page: str = ""
+    place: Place,
+    title: str,
+    body: str,
+    *,
+    crumbs: Sequence[tuple[str, str | None]] = (),
+    nav: str = "",
+    page: str = "",
+    about: str = "",
 ) -> str:
-    """Return a complete HTML document. `crumbs` are (name, address) of the places above the page."""
+    """Return a complete HTML document. `crumbs` are (name, address) of the places above the page.
+
+    `about` is small text behind them.
+    """
     steps = "".join(
         f'<span class="slash">/</span>{f"<a href={chr(34)}{url}{chr(34)}>" if url else "<b>"}<bdi>{text(name)}</bdi>{"</a>" if url else "</b>"}'
         for name, url in crumbs
@@ -192,7 +202,7 @@ def document(
 </head>
 <body data-page="{page}" data-base="{text(place.base)}" data-live="{"1" if place.is_live else ""}" data-version="{place.version}">
 <header class="top"><a class="brand" href="{place.url()}" data-go="r">{icon("logo")}<b>Rankscope</b></a>
-<span class="crumbs"><a href="{place.url()}">Runs</a>{steps}</span>
+<span class="crumbs"><a href="{place.url()}">Runs</a>{steps}{f'<span class="dim">{about}</span>' if about else ""}</span>
 <span class="right">{service}{state}<button id="theme" title="Theme (T)" aria-label="Change the theme">{icon("theme")}</button>
 <button id="help" title="Keys (?)" aria-label="Keys"><kbd>?</kbd></button></span></header>
 {nav}

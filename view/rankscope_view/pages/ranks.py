@@ -9,11 +9,11 @@ from typing import Final
 import numpy as np
 
 from rankscope_contract.model.phases import Phase
-from rankscope_view.data.ranks import RECENT_STEPS, RankRow, RankTable
+from rankscope_view.data.ranks import RECENT_STEPS, RankOrder, RankRow, RankTable
 from rankscope_view.data.runs import RunRow
 from rankscope_view.pages import svg
 from rankscope_view.pages.format import NOTHING, age, ago, count, measure, percent, text
-from rankscope_view.pages.parts import Place, document, icon, panel, tabs, verdict
+from rankscope_view.pages.parts import Place, document, icon, panel, segmented, tabs, verdict
 from rankscope_view.pages.run import signed
 
 _ORDER: Final = (Phase.DATA_WAIT, Phase.FORWARD, Phase.BACKWARD, Phase.COLLECTIVE, Phase.OPTIMIZER, Phase.OTHER)
@@ -21,8 +21,8 @@ _MOST_VERDICTS: Final = 2
 _GIBIBYTE: Final = 2.0**30
 
 
-def page(place: Place, row: RunRow, table: RankTable, now: float) -> str:
-    """Return the page of the ranks of a run."""
+def page(place: Place, row: RunRow, table: RankTable, order: RankOrder, now: float) -> str:
+    """Return the page of the ranks of a run, in this order."""
     crumbs = [(row.run, place.url("runs", row.run)), ("Ranks", None)]
     if not table.rows:
         body = f'<div class="panel blank">{icon("unknown")}<strong>No rank has sent a row in this run</strong><p>Imported logs have no ranks.</p></div>'
@@ -41,7 +41,7 @@ def page(place: Place, row: RunRow, table: RankTable, now: float) -> str:
                 "info", f"No rank of {len(table.rows)} is slow or silent", "Compared with the median rank of each step."
             )
         ]
-    body = f'<div id="verdicts" data-live>{"".join(found[:_MOST_VERDICTS])}{more}</div>{_strips(row.run)}{_compare(place, row.run, table)}{_table(table, now)}'
+    body = f'<div id="verdicts" data-live>{"".join(found[:_MOST_VERDICTS])}{more}</div>{_toolbar(place, row.run, table, order)}{_strips(row.run)}{_table(table.ordered(order), now)}'
     return document(place, f"Ranks of {row.run}", body, crumbs=crumbs, nav=tabs(place, row, "ranks"), page="ranks")
 
 
@@ -112,10 +112,12 @@ def _compare_link(place: Place, run: str, table: RankTable, rank: int) -> str:
     return f'<a class="button" href="{url}">Compare with rank {usual}</a>'
 
 
-def _compare(place: Place, run: str, table: RankTable) -> str:
-    """Return the choice of two ranks to compare."""
+def _toolbar(place: Place, run: str, table: RankTable, order: RankOrder) -> str:
+    """Return the choice of the order, and that of two ranks to compare."""
     if len(table.rows) < 2:
         return ""
+    words = ((RankOrder.RANK, "Rank"), (RankOrder.SLOW, "Slowest first"), (RankOrder.HOST, "Host"))
+    orders = [(one.value, word, place.url("runs", run, "ranks", order=one)) for one, word in words]
     chosen = (table.rows[0].rank, next((row.rank for row in table.rows if row.is_slow), table.rows[1].rank))
     selects = [
         f'<select name="{letter}.rank" aria-label="Rank {letter.upper()}">'
@@ -125,7 +127,7 @@ def _compare(place: Place, run: str, table: RankTable) -> str:
     ]
     hidden = "".join(f'<input type="hidden" name="{letter}" value="{text(run)}">' for letter in "ab")
     return (
-        f'<form class="toolbar" action="{place.url("compare")}">{hidden}<span class="label">Compare rank</span>{selects[0]}'
+        f'<form class="toolbar" action="{place.url("compare")}">{segmented("Order", orders, order, "order")}{hidden}<span class="label">Compare rank</span>{selects[0]}'
         f'<span class="label">with rank</span>{selects[1]}<button>Compare</button></form>'
     )
 

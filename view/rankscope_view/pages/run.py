@@ -215,7 +215,7 @@ def toolbar(address: Callable[[dict[str, object]], str], choice: ChartChoice, *,
     whole = address(values | {"from_": None, "to": None})
     return (
         f'<div class="toolbar charts" id="toolbar">{segmented("Axis", axes, request.axis.value, "axis") if has_axes else ""}'
-        f"{segmented('Smoothing', smoothings, request.smoothing.value, 'smooth')}{slider}"
+        f"{segmented('' if has_axes else 'Smoothing', smoothings, request.smoothing.value, 'smooth')}{slider}"
         f"{segmented('', scales, '1' if choice.is_log else '', 'log')}"
         f'<a class="button" id="fit" href="{fit}"{" aria-current=true" if choice.fits_all else ""}>Fit all</a>'
         f'<a class="button" id="tail" href="{tail}"{" aria-current=true" if request.newest else ""}>Newest 4,000</a>'

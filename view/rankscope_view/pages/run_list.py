@@ -48,7 +48,8 @@ def page(place: Place, found: RunList, search: str, now: float, alarms: Sequence
             f"{_heads(place, found, search)}</tr></thead><tbody>{rows}</tbody></table>{_compare_bar()}</form>"
         )
         body.append(_pages(place, found, search))
-    return document(place, title, "".join(body), page="list")
+    about = f"{count(found.total)} run{'' if found.total == 1 else 's'}, {active} active"
+    return document(place, title, "".join(body), page="list", about=about)
 
 
 def _alarm(place: Place, alarm: str) -> str:
