@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from tests.exporter.parts import session_of
 
+from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.publishing.skipped_steps import MOST_PASSES, SkippedSteps
 
 
@@ -52,3 +55,23 @@ def test_skipped_step_is_reported_at_the_second_update_after_it(steps, expected)
 @pytest.mark.parametrize(("steps", "count"), [("suuu", 0), ("ssusu", 0), ("susu", 1), ("sususuususu", 1)])
 def test_repeated_number_of_skipped_steps_is_named_once(steps, count):
     assert count == len(reported(steps)[1])
+
+
+def test_skipped_step_without_measured_tensors_is_published():
+    net = torch.nn.Linear(2, 2)
+    optimizer, scaler = torch.optim.SGD(net.parameters()), torch.amp.GradScaler("cpu", init_scale=4.0)
+    config = MonitorConfig(quantities=("hashes",), console=False, exit_wait_seconds=0)
+    with Monitor(config) as monitor:
+        monitor.attach(net, optimizer)
+        for factor in (1.0, float("inf"), 1.0):
+            scaler.scale(factor * net(torch.ones(1, 2)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        monitor.end_step()
+        session = session_of(monitor)
+        assert session.publisher.catch_up(60)
+        steps = [record.step for record in session.channel.ring.after(-1, 1 << 30).records]
+
+        assert {1, 2, 3} <= set(steps)
+        assert 0 == monitor.faults
