@@ -60,7 +60,8 @@ def test_repeated_number_of_skipped_steps_is_named_once(steps, count):
 def test_skipped_step_without_measured_tensors_is_published():
     net = torch.nn.Linear(2, 2)
     optimizer, scaler = torch.optim.SGD(net.parameters()), torch.amp.GradScaler("cpu", init_scale=4.0)
-    config = MonitorConfig(quantities=("hashes",), console=False, exit_wait_seconds=0)
+    options = {"hashes": {"every": 1, "of": "all"}}
+    config = MonitorConfig(quantities=("hashes",), options=options, console=False, exit_wait_seconds=0)
     with Monitor(config) as monitor:
         monitor.attach(net, optimizer)
         for factor in (1.0, float("inf"), 1.0):
