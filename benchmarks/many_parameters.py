@@ -1,13 +1,14 @@
 """12,000 parameters of 3 elements: seconds of attach, of the first sampled step and of later steps.
 
-Each configuration runs in a process of its own, and the processes run one after the other in each round, in alternating
-order. CPU time includes all threads of the process, so that it depends less on other processes than wall time. It still
-depends on them, because they share caches and cores: the ratio to the first step without the monitor does so less. The
-last rows are one pass over the gradients, and the pass that looks for clipping without a new tensor version.
+Each round is a process, which trains three models one after the other: without the monitor, with it, and without it
+again. The value without the monitor is the mean of the two, because the speed of a shared machine changes within
+seconds. CPU time includes all threads of the process. The last rows are one pass over the gradients, and the pass that
+looks for clipping without a new tensor version.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import statistics
@@ -20,6 +21,7 @@ import torch
 from _rows import Row, print_rows
 from torch import nn
 
+from rankscope_exporter import Monitor
 from rankscope_exporter.statistics import MeasureGroup, StatisticsTable, warm_up
 
 PARAMETERS = 12_000
@@ -28,47 +30,56 @@ MOST_SECONDS = 150.0  # no round begins that would end later if it took as long 
 WARM_UP_STEPS = 2  # the publisher encodes the plan during the first of them
 STEPS = 3
 
+Seconds = tuple[float, float]
+"""Wall time and CPU time."""
+
 
 class Small(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, parameters: int) -> None:
         super().__init__()
-        self.small = nn.ParameterList([nn.Parameter(torch.randn(3)) for _ in range(PARAMETERS)])
+        self.small = nn.ParameterList([nn.Parameter(torch.randn(3)) for _ in range(parameters)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (torch.stack(list(self.small)) * x).square().mean()
 
 
-def train(*, monitored: bool) -> dict[str, float]:
-    """Return wall and CPU seconds of attach, of the first step, and of the later steps (their median)."""
-    torch.set_num_threads(1)
-    model = Small()
+def train(parameters: int, monitor: Monitor | None = None) -> tuple[Seconds, Seconds, Seconds]:
+    """Return the times of attach, of the first step, and of the later steps (their median)."""
+    model = Small(parameters)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def attach() -> None:
-        from rankscope_exporter import Monitor
-
-        Monitor({"console": False, "exit_wait_seconds": 0.0}).attach(model, optimizer)
+    gc.collect()  # of the model before
 
     def step() -> None:
         optimizer.zero_grad()
         model(torch.randn(3)).backward()
         optimizer.step()
 
-    found = dict.fromkeys(("attach", "attach CPU"), 0.0)
-    if monitored:
-        found["attach"], found["attach CPU"] = _seconds(attach)
-    found["first"], found["first CPU"] = _seconds(step)
-    thread = warm_up() if monitored else None
-    if thread is not None:
+    attach = (0.0, 0.0) if monitor is None else _seconds(lambda: monitor.attach(model, optimizer))
+    first = _seconds(step)
+    thread = None if monitor is None else warm_up()
+    if thread is not None:  # the first sampled step of a process has no compiled kernel, later ones do
         thread.join()
     for _ in range(WARM_UP_STEPS):
         step()
     later = [_seconds(step) for _ in range(STEPS)]
-    found["later"], found["later CPU"] = (statistics.median(column) for column in zip(*later, strict=True))
-    return found
+    wall, processor = (statistics.median(column) for column in zip(*later, strict=True))
+    return attach, first, (wall, processor)
 
 
-def _seconds(function: Callable[[], None]) -> tuple[float, float]:
+def train_three() -> dict[str, list[Seconds]]:
+    """Return the times of attach, first and later steps without the monitor (means) and with it."""
+    torch.set_num_threads(1)
+    train(10)  # the first step of a process imports modules of torch
+    before = train(PARAMETERS)
+    monitor = Monitor({"console": False, "exit_wait_seconds": 0.0})
+    monitored = train(PARAMETERS, monitor)
+    monitor.detach()
+    after = train(PARAMETERS)
+    without = [((one[0] + other[0]) / 2, (one[1] + other[1]) / 2) for one, other in zip(before, after, strict=True)]
+    return {"off": without, "on": list(monitored)}
+
+
+def _seconds(function: Callable[[], object]) -> Seconds:
     """Call `function`, and return its wall time and the CPU time of the process during the call."""
     wall, processor = time.perf_counter(), time.process_time()
     function()
@@ -76,32 +87,27 @@ def _seconds(function: Callable[[], None]) -> tuple[float, float]:
 
 
 def run() -> list[Row]:
-    found: dict[str, list[dict[str, float]]] = {"off": [], "on": []}
+    found: list[dict[str, list[Seconds]]] = []
     began = ended = time.monotonic()
     longest = 0.0
-    for round_number in range(ROUNDS):
+    for number in range(ROUNDS):
         if ended - began + longest > MOST_SECONDS:
             break
-        for name in sorted(found, reverse=round_number % 2 == 1):
-            command = [sys.executable, __file__, name]
-            found[name].append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
-            print(
-                f"round {round_number + 1} of {ROUNDS}, monitor {name}: {found[name][-1]}", file=sys.stderr, flush=True
-            )
+        command = [sys.executable, __file__, "round"]
+        found.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+        print(f"round {number + 1} of {ROUNDS}: {found[-1]}", file=sys.stderr, flush=True)
         before, ended = ended, time.monotonic()
         longest = max(longest, ended - before)
     rows = [Row("load average of the last 5 minutes", os.getloadavg()[1], "", f"{ended - began:.0f} s of measurement")]
-    for clock, suffix in (("wall", ""), ("CPU", " CPU")):
-        keys = [f"{name}{suffix}" for name in ("attach", "first", "later")]
-        attach, first, later = ([(off[key], on[key]) for off, on in zip(*found.values(), strict=True)] for key in keys)
-        more = [on + begun[1] - off for (off, on), begun in zip(first, attach, strict=True)]
-        share = [seconds / off for seconds, (off, _) in zip(more, first, strict=True)]
+    for place, clock in enumerate(("wall", "CPU")):
+        attach = [of["on"][0][place] for of in found]
+        first, later = ([(of["off"][part][place], of["on"][part][place]) for of in found] for part in (1, 2))
+        more = [begun + on - off for begun, (off, on) in zip(attach, first, strict=True)]
         rows += [
             _row(f"first step without the monitor, {clock}", [off for off, _ in first], "s"),
-            _row(f"attach, {clock}", [on for _, on in attach], "s"),
+            _row(f"attach, {clock}", attach, "s"),
             _row(f"first sampled step, {clock}", [on for _, on in first], "s"),
             _row(f"attach and first step, more than without, {clock}", more, "s"),
-            _row(f"the same, divided by the first step without, {clock}", share, "x"),
             _row(f"later step without the monitor, {clock}", [off for off, _ in later], "s"),
             _row(f"later step, default configuration, {clock}", [on for _, on in later], "s"),
             _row(f"paired ratio of later steps, {clock}", [on / off for off, on in later], "x"),
@@ -140,7 +146,7 @@ def _clipping() -> list[Row]:
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        print(json.dumps(train(monitored=sys.argv[1] == "on")))
+        print(json.dumps(train_three()))
         sys.stdout.flush()
         os._exit(0)
     print_rows((__doc__ or "").splitlines()[0], run())

@@ -138,13 +138,31 @@ class TensorHook:
     def _attach(self, tensor: torch.Tensor) -> None:
         table = getattr(tensor, self._table)
         self._is_shared = table is not None and (not table or _has_others(table))
-        register = tensor.register_post_accumulate_grad_hook if self._table == ACCUMULATED else tensor.register_hook
         # The handle is not kept: a model may have many thousands of parameters, and a handle has two objects.
-        self.number: int = register(self._hook).id  # type: ignore[no-untyped-call]  # untyped in torch
-        """The number that torch gave the hook. It is unique in the process."""
+        if self._table == GRADIENT:
+            self.number = int(tensor.register_hook(self._hook).id)  # type: ignore[no-untyped-call]  # untyped in torch
+            """The number that torch gave the hook. It is unique in the process."""
+        elif table is None:
+            self.number = _first_accumulated(tensor, self._hook)
+        else:
+            self.number = int(tensor.register_post_accumulate_grad_hook(self._hook).id)  # type: ignore[no-untyped-call]  # as above
         table = self._hooks = getattr(tensor, self._table)
         self._content = _content(tensor, table)
         _own_numbers.add(self.number)
+
+
+def _first_accumulated(parameter: torch.Tensor, hook: Callable[..., Any]) -> int:
+    """Register `hook` as `register_post_accumulate_grad_hook` does, in a third of its time, and return its number.
+
+    The parameter has no table of hooks yet.
+    """
+    if not parameter.requires_grad or not parameter.is_leaf:
+        raise RuntimeError("a hook after the accumulation of gradients needs a parameter that requires gradients")
+    table: OrderedDict[int, Any] = OrderedDict()
+    number = int(RemovableHandle(table).id)
+    table[number] = hook
+    setattr(parameter, ACCUMULATED, table)
+    return number
 
 
 def _content(tensor: torch.Tensor, table: dict[int, Any]) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 
 from rankscope_exporter.statistics.table import ROWS, SUMS, Rows, StatisticsTable
-from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, gathered, is_dense, is_freed
+from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, SUSPICIOUS_BELOW, gathered, is_dense, is_freed
 from rankscope_exporter.statistics.torch_backend import round_up
 
 BLOCK: Final = 4096
@@ -43,10 +43,6 @@ CODES: Final = {
 }
 _CODE_AND_BYTES: Final = {dtype: (int(code), dtype.itemsize) for dtype, code in CODES.items()}
 _BITS_OF: Final = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-
-# A tensor with freed memory has its offset as address. No heap is at such low addresses; a lower address is only
-# checked further.
-_SUSPICIOUS_BELOW: Final = 1 << 36
 
 Sight = tuple[int, int, torch.dtype, bool]
 
@@ -174,7 +170,7 @@ def _readable(tensor: torch.Tensor, sight: Sight) -> bool:
         return False
     if tensor.is_neg() or not (contiguous or is_dense(tensor)):
         return False
-    return address >= _SUSPICIOUS_BELOW or numel == 0 or not (address == 0 or is_freed(tensor))
+    return address >= SUSPICIOUS_BELOW or numel == 0 or not (address == 0 or is_freed(tensor))
 
 
 def _thresholds(zero_below: float) -> list[int]:

@@ -14,6 +14,13 @@ from torch.nn.parameter import is_lazy
 PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types of tensors that have memory of their own. A tensor of another type may be a wrapper of tensors."""
 
+SUSPICIOUS_BELOW: Final = 1 << 36
+"""Tensors at lower addresses may have no memory.
+
+A tensor with freed memory has its offset as address. No heap is at such low addresses; a lower address is only checked
+further.
+"""
+
 _DTYPE_NAMES: Final = (
     *("float64", "float32", "float16", "bfloat16"),
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
@@ -48,7 +55,7 @@ def elements_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None
     if type(tensor) in PLAIN_TYPES:
         # The result of the general case, in two thirds of its time.
-        if tensor.layout is torch.strided and tensor.is_contiguous() and tensor.untyped_storage().nbytes():
+        if tensor.layout is torch.strided and tensor.is_contiguous() and tensor.data_ptr() >= SUSPICIOUS_BELOW:
             return tensor if tensor.dim() == 1 else tensor.reshape(-1)
     elif is_lazy(tensor):
         return None
@@ -79,7 +86,10 @@ def is_integer(tensor: torch.Tensor) -> bool:
 
 def is_freed(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has a shape but no memory, such as a parameter that FSDP has resharded."""
-    return type(tensor) in PLAIN_TYPES and not tensor.untyped_storage().nbytes() and tensor.numel() > 0
+    # Torch keeps the Python object of a storage, which garbage collections then visit: read the address first.
+    if type(tensor) not in PLAIN_TYPES or tensor.data_ptr() >= SUSPICIOUS_BELOW:
+        return False
+    return not tensor.untyped_storage().nbytes() and tensor.numel() > 0
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -181,7 +181,6 @@ class Hooks(HookContext):
         was_compiled = self._backward_was_compiled
 
         def hook_of(index: int) -> Callable[[GradientSource], None]:
-            @uncompiled
             def ready(holder: GradientSource) -> None:
                 if is_dynamo_compiling():  # the first line, see `Entry`
                     was_compiled()
@@ -191,6 +190,7 @@ class Hooks(HookContext):
 
             return ready
 
+        uncompiled(hook_of(0))  # marks the code object, which all hooks have in common
         return hook_of
 
     def _gradient_ready(self, index: int, holder: GradientSource, backward: int) -> None:
