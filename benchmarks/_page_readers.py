@@ -1,4 +1,4 @@
-"""Readers of pages as browsers are: each follows the live events, and asks for what the scripts of its page ask."""
+"""Readers of pages, which send the requests of the scripts of a page: each follows the live events."""
 
 from __future__ import annotations
 

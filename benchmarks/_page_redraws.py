@@ -109,7 +109,7 @@ def _served(store: Path) -> Iterator[str]:
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await stream.prepare(request)
         step = STEPS
-        while True:
+        while request.transport is not None:
             value = 5 + (step * 7 % 13) / 100
             rows = [[0, step, START.timestamp() + step, {name: [value, value, value] for name in _NAMES}]]
             await stream.write(f"event: rows\ndata: {json.dumps(rows)}\n\n".encode())

@@ -63,7 +63,7 @@ class _Published(dict[int, float]):
         self._lines = lines
 
     def update_now(self) -> None:
-        """Read what was printed since the last call."""
+        """Read the lines that were printed since the last call."""
         for line in self._lines.read().splitlines():  # type: ignore[attr-defined]
             step, at = line.split()
             self[int(step)] = float(at)

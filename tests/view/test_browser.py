@@ -34,7 +34,7 @@ def address(store_path):
 
 
 class Reader:
-    """A reader who begins at the list of runs. `clicks` counts clicks, drags and keys that select something."""
+    """A reader, beginning at the list of runs. `clicks` counts clicks, drags and keys that select something."""
 
     def __init__(self, page: Browser, address: str) -> None:
         self.page = page

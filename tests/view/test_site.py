@@ -17,7 +17,7 @@ from tests.view.training import HOSTILE, MAIN, START
 from rankscope_view.assets import ASSETS, UPLOT
 from rankscope_view.data.ranks import RankOrder, RankRow, rank_table
 from rankscope_view.data.runs import RunQuery, run_list
-from rankscope_view.pages.format import count, measure
+from rankscope_view.pages.format import count, measure, short
 from rankscope_view.site import Site
 
 VOID = {"meta", "link", "input", "br", "path", "rect", "th"}  # the end of th need not be written
@@ -137,6 +137,24 @@ def test_rank_page_states_which_rank_is_slow_and_which_is_silent(site):
     found = read(site, "runs", MAIN, "ranks")
 
     assert "Rank 1 is silent" in found.text
+
+
+def test_figures_of_a_run_equal_sql(site, connection):
+    found = read(site, "runs", MAIN)
+    values = {one["data-value"] for tag, one in found.elements if one.get("data-value")}
+    newest = connection.query(
+        "SELECT name, avg(value) AS mean, sum(value) AS total FROM scalars JOIN (SELECT max(step) AS step FROM scalars "
+        "WHERE run = $run AND name = 'loss' AND attempt = 2) USING (step) WHERE run = $run AND attempt = 2 "
+        "GROUP BY name",
+        {"run": MAIN},
+    ).to_pylist()
+    means, totals = ({row["name"]: row[column] for row in newest} for column in ("mean", "total"))
+
+    assert {"step", "loss", "perplexity", "grad_norm", "tokens_per_second", "step_seconds"} <= values
+    for name in ("loss", "grad_norm", "step_seconds"):
+        assert measure(means[name]) in found.text
+    assert measure(float(np.exp(means["loss"]))) in found.text
+    assert short(totals["tokens_per_second"]) in found.text
 
 
 @pytest.mark.parametrize(("order", "first"), [("rank", 0), ("slow", 1), ("host", 0)])

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from rankscope_contract.model.kinds import OPS
 from rankscope_storage.connection import Connection
+from rankscope_view.data.cell_value import cell_value
 from rankscope_view.data.comparison import DIFFERENCE, LETTERS, Side, difference
 from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve, on_axis
 from rankscope_view.data.detail import read_chart, read_charts
@@ -21,7 +22,6 @@ from rankscope_view.data.grid import (
     GridRequest,
     Order,
     TensorKinds,
-    cell_value,
     tensor_grid,
 )
 from rankscope_view.data.history import EVAL_LOSS, LOSS, History

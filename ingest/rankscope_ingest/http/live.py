@@ -34,8 +34,10 @@ RELOAD_SECONDS: Final = 120.0
 _SHARE: Final = 0.05
 """Share of one processor that all reloads of pages may take, as a rule."""
 
-_OF_TRAINING: Final = frozenset({"scalars", "tensor_stats", "features", "hashes", "samples", "tensors"})
-"""Datasets whose commits do not change the page of a run beyond its rows."""
+_OF_TRAINING: Final = frozenset(
+    {"scalars", "tensor_stats", "features", "hashes", "samples", "tensors", "runs", "attempts"}
+)
+"""Datasets whose commits do not change the page of a run beyond its rows. A new state has an event, too."""
 
 log = logging.getLogger(__name__)
 

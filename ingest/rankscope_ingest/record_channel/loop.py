@@ -32,7 +32,7 @@ _FAST_SHARE: Final = 0.25  # of the interval, while the ring is more than half f
 _CALM_FILL: Final = 0.25  # up to this ring fill, the interval may be longer
 _CALM_POLLS: Final = 2.5  # factor of the longer interval
 _CALM_SHARE: Final = 0.5  # of the flush interval, its upper limit: ranks learn of a commit at their next poll
-_VIEWED_SECONDS: Final = 1.5
+_VIEWED_SECONDS: Final = 2.0
 """Longest interval of polls of a run of which a page is open: its values must be on the page within 3 s."""
 
 _GROUP_SIZE: Final = 32

@@ -1,7 +1,7 @@
-"""Newest scalars of runs that somebody views, before they are committed: pages show them within seconds.
+"""Newest scalars of runs with open pages, before they are committed: the pages show them within seconds.
 
 A commit per second would cost many times the CPU time of the service. Instead, the scalars of polled records are kept
-here for a few minutes, as the mean and the range over ranks of each step. Nothing is kept for runs that nobody views.
+here for a few minutes, as the mean and the range over ranks of each step. Nothing is kept for all other runs.
 """
 
 from __future__ import annotations

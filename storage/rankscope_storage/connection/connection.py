@@ -30,7 +30,7 @@ from rankscope_storage.connection.pool import (
 )
 from rankscope_storage.connection.view_binding import BoundViews
 from rankscope_storage.log.delta import Log
-from rankscope_storage.log.snapshot import FileFilter, Snapshot
+from rankscope_storage.log.snapshot import FileFilter, RowRanges, Snapshot
 from rankscope_storage.query.column_scan import RowGroups, row_groups
 from rankscope_storage.query.statements import check_selects, only_selects
 from rankscope_storage.sql.views import files_select
@@ -167,8 +167,8 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
         Their columns are read without SQL, see `rankscope_storage.query.column_scan`.
         """
         self._refresh()
-        paths = dict.fromkeys(path for run in runs for path in self._snapshot.paths(FileFilter(dataset, run)))
-        return row_groups(list(paths), dataset, equal, others)
+        paths = self._snapshot.within(dataset, [RowRanges(runs=frozenset(runs))])
+        return row_groups(paths, dataset, equal, others)
 
     def snapshot(self) -> Connection:
         """Return another connection that is pinned to the newest version, so that all its queries read the same rows.

@@ -32,6 +32,7 @@ class _Group:
     number: int
     rows: int
     bounds: Mapping[str, tuple[Any, Any] | None]
+    complete: frozenset[str]  # columns with statistics and without nulls
 
     def can_have(self, column: str, values: Sequence[Any]) -> bool:
         """Return whether the statistics allow any of the sorted `values` in `column`."""
@@ -63,6 +64,18 @@ class RowGroups:
         found = [group.bounds.get(column) for group in self.groups]
         known = [one for one in found if one is not None]
         return (min(low for low, _ in known), max(high for _, high in known)) if known else None
+
+    def constants(self, columns: Collection[str]) -> dict[str, Any]:
+        """Return the value of those `columns` that have the same value in all rows by the statistics; None is null."""
+        found: dict[str, Any] = {}
+        for column in columns:
+            known = {group.bounds.get(column, (0, 1)) for group in self.groups}
+            bounds = known.pop() if len(known) == 1 else (0, 1)
+            if bounds is None:
+                found[column] = None
+            elif bounds[0] == bounds[1] and all(column in group.complete for group in self.groups):
+                found[column] = bounds[0]
+        return found
 
     def split(self, columns: Collection[str]) -> tuple[RowGroups, RowGroups]:
         """Return the row groups in which the statistics prove that no value of `columns` is above 0, and all others."""
@@ -100,22 +113,27 @@ def row_groups(
         wanted = {column: places[column] for column in (*equal, *others) if column in places}
         for number in range(metadata.num_row_groups):
             own = metadata.row_group(number)
-            group = _Group(fragment, number, own.num_rows, _bounds(own, wanted))
+            group = _Group(fragment, number, own.num_rows, *_bounds(own, wanted))
             if all(group.can_have(column, values) for column, values in ordered.items()):
                 found.append(group)
     return RowGroups(tuple(found), pa.schema(fields))
 
 
-def _bounds(metadata: Any, columns: Mapping[str, int]) -> dict[str, tuple[Any, Any] | None]:
-    """Return the bounds of the columns with these numbers; a column without statistics is left out."""
+def _bounds(metadata: Any, columns: Mapping[str, int]) -> tuple[dict[str, tuple[Any, Any] | None], frozenset[str]]:
+    """Return the bounds of the columns with these numbers, and the columns without nulls.
+
+    A column without statistics is left out.
+    """
     found: dict[str, tuple[Any, Any] | None] = {}
+    complete = set()
     for name, place in columns.items():
         known = metadata.column(place).statistics
         if known is not None and known.has_min_max:
             found[name] = (known.min, known.max)
+            complete |= {name} if known.null_count == 0 else set()
         elif known is not None and known.null_count == metadata.num_rows:
             found[name] = None
-    return found
+    return found, frozenset(complete)
 
 
 def _format() -> Any:

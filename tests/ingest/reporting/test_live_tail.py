@@ -1,4 +1,4 @@
-"""Scalars of viewed runs: the mean over ranks of each step, only while somebody views the run, and never an old one."""
+"""Scalars of viewed runs: the mean over ranks of each step, only while a page of the run is open."""
 
 from __future__ import annotations
 

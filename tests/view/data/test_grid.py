@@ -10,8 +10,9 @@ from tests.view.training import append, rows
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
 from rankscope_view.data import cells, grid
+from rankscope_view.data.cell_value import cell_value
 from rankscope_view.data.cells import CellQuery, Window, find_groups, read_cells, sampled_columns
-from rankscope_view.data.grid import Grid, GridRequest, Order, cell_value, natural, tensor_grid
+from rankscope_view.data.grid import Grid, GridRequest, Order, natural, tensor_grid
 
 
 @pytest.fixture(scope="module")

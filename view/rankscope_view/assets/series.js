@@ -61,10 +61,8 @@ function edges(line) {
  */
 function pair(line, colour, faded, label) {
   const isSmooth = line.smoothed.some((one) => one !== null);
-  return [
-    { x: line.x, y: line.value, style: "raw", colour: isSmooth ? faded : colour, label },
-    { x: line.x, y: line.smoothed, style: "main", colour, label },
-  ];
+  /** @type {Series} */ const raw = { x: line.x, y: line.value, style: "raw", colour: isSmooth ? faded : colour, label };
+  return isSmooth ? [raw, { x: line.x, y: line.smoothed, style: "main", colour, label }] : [raw];
 }
 
 /**

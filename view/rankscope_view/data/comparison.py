@@ -23,7 +23,7 @@ MOST_ROWS: Final = 5_000_000
 _FIRST_STEPS: Final = 16
 
 LETTERS: Final = "abcdef"
-"""Letters of the sides of a comparison, which has at most six: more lines cannot be told apart by their colour."""
+"""Letters of the sides of a comparison, which has at most six: more colours cannot be distinguished."""
 
 DIFFERENCE: Final = "difference"
 """Name of the chart with the loss of each other side minus that of the first side."""

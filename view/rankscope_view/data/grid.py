@@ -17,8 +17,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from rankscope_contract.model.kinds import OPS, Kind
-from rankscope_contract.security.escaping import sql_identifier
+from rankscope_contract.model.kinds import Kind
 from rankscope_storage.connection import Connection
 from rankscope_view.data.cells import (
     INFINITE,
@@ -31,7 +30,6 @@ from rankscope_view.data.cells import (
     Window,
     find_groups,
     read_cells,
-    relation_of,
     sampled_columns,
 )
 
@@ -159,12 +157,12 @@ def tensor_kinds(connection: Connection, run: str) -> TensorKinds:
 def tensor_grid(connection: Connection, run: str, request: GridRequest) -> Grid:
     """Return the grid of a statistic of all tensors of one kind over the sampled steps of `run`."""
     with connection.pinned():
-        query = _query(connection, run, request)
+        query = grid_query(connection, run, request)
         columns = sampled_columns(connection, query)
-        low, high = _range(request.columns, columns.count)
+        low, high = bounded(request.columns, columns.count)
         if high <= low:
             return empty_grid("no statistics of this kind")
-        window = Window(columns, low, high, _width(query, high - low))
+        window = Window(columns, low, high, cell_width(query, high - low))
         cells = read_cells(query, window)
         if not cells.names:
             return empty_grid("no statistics of this kind and name")
@@ -172,7 +170,7 @@ def tensor_grid(connection: Connection, run: str, request: GridRequest) -> Grid:
     return _grid(request, cells, window)
 
 
-def _query(connection: Connection, run: str, request: GridRequest) -> CellQuery:
+def grid_query(connection: Connection, run: str, request: GridRequest) -> CellQuery:
     groups = find_groups(connection, run, request.kind, request.tensors)
     return CellQuery(
         run=run, kind=request.kind, op=request.op, rank=request.rank, words=request.words, tensors=request.tensors,
@@ -180,7 +178,7 @@ def _query(connection: Connection, run: str, request: GridRequest) -> CellQuery:
     )  # fmt: skip
 
 
-def _width(query: CellQuery, columns: int) -> int:
+def cell_width(query: CellQuery, columns: int) -> int:
     """Return the power of two of columns that a cell combines, so that neither limit is exceeded."""
     tensors = query.tensor_estimate(columns)
     width = 1
@@ -189,7 +187,7 @@ def _width(query: CellQuery, columns: int) -> int:
     return width
 
 
-def _range(chosen: tuple[int, int] | None, count: int) -> tuple[int, int]:
+def bounded(chosen: tuple[int, int] | None, count: int) -> tuple[int, int]:
     if chosen is None:
         return 0, count
     return max(0, min(chosen)), min(count, max(chosen))
@@ -233,10 +231,10 @@ def part_of(name: str) -> str:
 
 
 def _grid(request: GridRequest, cells: Cells, window: Window) -> Grid:
-    found = _levels(cells, is_relative=request.is_relative)
+    found = levels(cells, is_relative=request.is_relative)
     level, reference = found.level, found.reference
     names, bad = cells.names, cells.bad
-    first, last = _range(request.rows, len(names))
+    first, last = bounded(request.rows, len(names))
     order = _worst_first(level, bad) if request.order is Order.WORST else np.arange(len(names))
     if first > 0 or last < len(names) or request.order is Order.WORST:
         order = order[first:last]
@@ -288,7 +286,7 @@ def _worst_first(level: Singles, bad: npt.NDArray[np.uint8]) -> npt.NDArray[np.i
 
 
 @dataclass(frozen=True, slots=True)
-class _Levels:
+class Levels:
     """Place of each cell on the colour scale, and the value of each row with which its extremes are compared."""
 
     level: Singles
@@ -297,7 +295,7 @@ class _Levels:
     is_log: bool
 
 
-def _levels(cells: Cells, *, is_relative: bool) -> _Levels:
+def levels(cells: Cells, *, is_relative: bool) -> Levels:
     with np.errstate(divide="ignore", invalid="ignore"):
         is_log = is_relative or bool(np.nanmin(cells.low, initial=np.inf) > 0)
         extreme = high = _scaled(cells.high, is_log=is_log)
@@ -309,8 +307,8 @@ def _levels(cells: Cells, *, is_relative: bool) -> _Levels:
             is_low = np.abs(low - reference[:, None]) > np.abs(high - reference[:, None])
             extreme = np.where(is_low, low, high)
     if is_relative:
-        return _Levels(extreme - reference[:, None], np.zeros_like(reference), is_low, is_log)
-    return _Levels(extreme, reference, is_low, is_log)
+        return Levels(extreme - reference[:, None], np.zeros_like(reference), is_low, is_log)
+    return Levels(extreme, reference, is_low, is_log)
 
 
 def _scaled(values: Singles, *, is_log: bool) -> Singles:
@@ -364,61 +362,3 @@ def _scale(level: Singles) -> tuple[float, float]:
         return 0.0, 1.0
     low, high = (float(value) for value in np.quantile(finite, (0.001, 0.999)))
     return (low, high) if high > low else (low - 0.5, high + 0.5)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CellValue:
-    """The exact value that a cell shows: the most extreme one of its tensors in its steps."""
-
-    tensor: str
-    attempt: int
-    step: int
-    rank: int | None
-    value: float | None
-    nans: int
-    infs: int
-
-
-def cell_value(connection: Connection, run: str, request: GridRequest, column: int) -> CellValue | None:
-    """Return the exact value of a cell: of `request.tensors` in the column with this number of the grid.
-
-    The value is the one that determined the colour: non-finite, or else the farthest from the median of its tensor.
-    """
-    with connection.pinned():
-        query = _query(connection, run, request)
-        columns = sampled_columns(connection, query)
-        low, high = _range(request.columns, columns.count)
-        window = Window(columns, low, high, _width(query, high - low))
-        if not 0 <= column < window.cells:
-            return None
-        cells = read_cells(query, window)
-        found = _levels(cells, is_relative=request.is_relative)
-        distance = np.nan_to_num(np.abs(found.level[:, column] - found.reference), nan=-1.0)
-        bad = cells.bad[:, column].astype(int)
-        if not len(distance) or (distance.max() < 0 and not bad.any()):
-            return None
-        best = int(np.lexsort((-distance, -bad))[0])
-        is_low = found.is_low is not None and bool(found.is_low[best, column])
-        return _exact(connection, query, cells.names[best], _place(window, column), is_low=is_low)
-
-
-def _place(window: Window, column: int) -> tuple[int, int, int]:
-    attempts, steps, last_steps = window.places()
-    return attempts[column], steps[column], last_steps[column]
-
-
-def _exact(
-    connection: Connection, query: CellQuery, tensor: str, place: tuple[int, int, int], *, is_low: bool
-) -> CellValue | None:
-    attempt, first, last = place
-    column = sql_identifier(query.op if query.op in OPS else "norm")
-    rows = connection.query(
-        f"""SELECT step, rank, {column}::DOUBLE AS value, coalesce(nans, 0) AS nans, coalesce(infs, 0) AS infs
-        FROM {relation_of(connection, query.run, query.kind, (first, last))}
-        WHERE run = $run AND kind = $kind AND tensor = $tensor AND coalesce(attempt, 0) = $attempt
-          AND step BETWEEN $first AND $last AND coalesce($rank, rank) IS NOT DISTINCT FROM rank
-        ORDER BY nans > 0 DESC, infs > 0 DESC, {column} {"ASC" if is_low else "DESC"} NULLS LAST, step, rank LIMIT 1""",
-        {"run": query.run, "kind": query.kind, "tensor": tensor, "attempt": attempt, "first": first, "last": last}
-        | {"rank": query.rank},
-    ).to_pylist()
-    return CellValue(tensor=tensor, attempt=attempt, **rows[0]) if rows else None

@@ -1,4 +1,4 @@
-"""The story of one incident: its anomalies in causal order, the growth before it, and what happened when."""
+"""The story of one incident: its anomalies in causal order, the growth before it, and a timeline."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Story:
-    """What the page of an incident shows beyond its first cause."""
+    """The content of the page of an incident beyond its first cause."""
 
     shown: tuple[AnomalyRow, ...]  # the first anomaly of each tensor, rank and rule
     total: int

@@ -7,7 +7,7 @@ in stores without rollups of the run: the position of each row is then its step.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -19,6 +19,8 @@ from rankscope_storage.connection import Connection
 from rankscope_view.data.history import Floats, Integers
 
 _COLUMNS: Final = ("run", "name", "labels", "incarnation", "attempt", "rank", "micro_step", "step", "ts", "value")
+_ABSENT: Final = {"attempt": 0, "rank": -1, "micro_step": -1}
+"""Columns that are often equal in all rows, with the number in place of null."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class RawRows:
 
     parts: dict[tuple[str, str], dict[str, list[SeriesRows]]] = field(default_factory=dict)
     for_sql: set[str] = field(default_factory=set)
+    constants: dict[str, Any] = field(default_factory=dict)  # values of columns that are not read
 
     def main(self, run: str, name: str, rank: int | None = None) -> SeriesRows | None:
         """Return the rows of the first labels of a scalar, of all ranks or one; None without any."""
@@ -60,8 +63,9 @@ def read_rows(connection: Connection, runs: Collection[str], names: Collection[s
         found.for_sql.update(run for run in runs if connection.files("scalar_rollups", run=run))
     wanted = sorted(set(runs) - found.for_sql)
     if wanted:
-        groups = connection.row_groups("scalars", wanted, {"run": wanted, "name": sorted(names)})
-        for batch in groups.batches(_COLUMNS):
+        groups = connection.row_groups("scalars", wanted, {"run": wanted, "name": sorted(names)}, tuple(_ABSENT))
+        found.constants = groups.constants(_ABSENT)
+        for batch in groups.batches([one for one in _COLUMNS if one not in found.constants]):
             _add(batch, set(wanted), names, found)
     return found
 
@@ -87,7 +91,7 @@ def _add(batch: pa.RecordBatch, runs: Collection[str], names: Collection[str], f
         if texts[2] is not None and f'"{IMPORTED_FROM}":' in texts[2]:
             continue  # of a log that was imported into a live run
         series = found.parts.setdefault((texts[0] or "", texts[1] or ""), {}).setdefault(texts[2] or "", [])
-        if (rows := _rows(taken.slice(first, last - first))) is not None:
+        if (rows := _rows(taken.slice(first, last - first), found.constants)) is not None:
             series.append(rows)
 
 
@@ -101,7 +105,7 @@ def _find_imported(batch: pa.RecordBatch, found: RawRows) -> None:
         found.for_sql.add(runs.dictionary[code].as_py())
 
 
-def _rows(batch: pa.RecordBatch) -> SeriesRows | None:
+def _rows(batch: pa.RecordBatch, constants: Mapping[str, Any]) -> SeriesRows | None:
     """Return the rows of a batch that have a step; None without any."""
     step = batch.column("step")
     if step.null_count:
@@ -109,7 +113,10 @@ def _rows(batch: pa.RecordBatch) -> SeriesRows | None:
         if not batch.num_rows:
             return None
     attempt, rank, micro = (
-        _filled(batch.column(one), at) for one, at in (("attempt", 0), ("rank", -1), ("micro_step", -1))
+        np.full(batch.num_rows, absent if constants[name] is None else constants[name], np.int64)
+        if name in constants
+        else _filled(batch.column(name), absent)
+        for name, absent in _ABSENT.items()
     )
     times = batch.column("ts").cast(pa.int64())
     seconds = times.to_numpy(zero_copy_only=False) / 1e6  # null becomes NaN

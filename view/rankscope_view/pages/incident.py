@@ -204,7 +204,7 @@ def _growth(story: Story) -> str:
     if not rows:
         return ""
     ratios = [
-        f"{(row.value or 0) / (row.baseline or 1):,.3g}× its baseline at step {count(row.step or 0)}"
+        f"{measure((row.value or 0) / (row.baseline or 1))}× its baseline at step {count(row.step or 0)}"
         for row in (rows[0], rows[-1])
     ]
     return f"It grew before: {', '.join(dict.fromkeys(ratios))}. "

@@ -1,0 +1,59 @@
+"""Column scans: row groups are skipped by their statistics, constant columns are known, and names are dictionaries."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rankscope_storage.query.column_scan import row_groups
+
+
+@pytest.fixture
+def paths(tmp_path):
+    """Return two files of two row groups each: names a, b and c, d; the last group has NaN counts and no rank."""
+    found = []
+    for number, names in enumerate((["a", "a", "b", "b"], ["c", "c", "d", "d"])):
+        table = pa.table(
+            {
+                "run": ["r"] * 4,
+                "tensor": names,
+                "kind": ["k"] * 4,
+                "rank": pa.array([0, 0, 0, None if number else 0], pa.int32()),
+                "step": list(range(4)),
+                "nans": [0, 0, 0, 3 if number else 0],
+                "infs": pa.nulls(4, pa.int64()),
+            }
+        )
+        found.append(str(tmp_path / f"{number}.parquet"))
+        pq.write_table(table, found[-1], row_group_size=2)
+    return found
+
+
+def test_row_groups_without_the_values_are_skipped(paths):
+    found = row_groups(paths, "tensor_stats", {"run": ["r"], "tensor": ["b", "d"]})
+    batches = list(found.batches(["tensor", "step"]))
+
+    assert ["b", "b", "d", "d"] == [name for batch in batches for name in batch.column("tensor").to_pylist()]
+    assert pa.types.is_dictionary(batches[0].schema.field("tensor").type)
+    assert 4 == found.rows
+    assert 0 == row_groups(paths, "tensor_stats", {"run": ["other"]}).rows
+
+
+def test_groups_with_counts_above_zero_are_apart(paths):
+    finite, others = row_groups(paths, "tensor_stats", {}, ("nans", "infs")).split(("nans", "infs"))
+
+    assert (6, 2) == (finite.rows, others.rows)
+
+
+def test_constant_columns_are_known_by_statistics(paths):
+    first = row_groups(paths[:1], "tensor_stats", {}, ("rank", "step", "infs", "attempt"))
+
+    assert {"rank": 0, "infs": None} == first.constants(("rank", "step", "infs", "attempt"))
+    assert {} == row_groups(paths, "tensor_stats", {}, ("rank",)).constants(("rank",))  # one rank is null
+
+
+def test_column_that_a_file_lacks_is_null(paths):
+    (batch, *_) = row_groups(paths, "tensor_stats", {"tensor": ["a"]}).batches(["attempt", "step"])
+
+    assert [None, None] == batch.column("attempt").to_pylist()
