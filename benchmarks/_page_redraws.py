@@ -115,6 +115,7 @@ def _served(store: Path) -> Iterator[str]:
             await stream.write(f"event: rows\ndata: {json.dumps(rows)}\n\n".encode())
             step += 1
             await asyncio.sleep(1 / UPDATES_PER_SECOND)
+        return stream
 
     async def start() -> tuple[web.AppRunner, int]:
         application = web.Application()

@@ -1,7 +1,7 @@
 """Live updates of open pages by server-sent events: new rows of a viewed run, and versions of the store.
 
 A page of a run receives the scalars of polled records before they are committed. It is loaded again only after a commit
-with other rows, such as events, or every two minutes. All other pages are loaded again after commits, but only so often
+with other rows, such as events, or every four minutes. All other pages are loaded again after commits, but only so often
 that this takes a small share of one processor.
 """
 
@@ -28,7 +28,7 @@ PING_SECONDS: Final = 15.0
 GATHER_SECONDS: Final = 0.2
 """Time in seconds for which rows are gathered before they are sent: the ranks of a run are polled together."""
 
-RELOAD_SECONDS: Final = 120.0
+RELOAD_SECONDS: Final = 240.0
 """Interval in seconds at which the page of a run is loaded again for numbers such as goodput."""
 
 _SHARE: Final = 0.05
