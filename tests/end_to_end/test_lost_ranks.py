@@ -116,7 +116,7 @@ def test_killed_training_with_a_spool_loses_no_published_step(
     monkeypatch.setenv("RANKSCOPE_SPOOL_DIR", str(tmp_path / "spool"))
     service.spools = (tmp_path / "spool",)
     service.start()
-    rank = start_rank(service, 0, pause=0.005)
+    rank = start_rank(service, 0, pause=0.02)
     service.wait_for(lambda: last_printed(tmp_path, 0) > 100)
     rank.kill()
     rank.wait(10)
