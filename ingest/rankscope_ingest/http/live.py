@@ -1,8 +1,8 @@
 """Live updates of open pages by server-sent events: new rows of a viewed run, and versions of the store.
 
 A page of a run receives the scalars of polled records before they are committed. It is loaded again only after a commit
-with other rows, such as events, or every four minutes. All other pages are loaded again after commits, but only so often
-that this takes a small share of one processor.
+with other rows, such as events, or every four minutes. All other pages are loaded again after commits, as often as a
+small share of one processor permits.
 """
 
 from __future__ import annotations
