@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
 
@@ -23,6 +23,8 @@ from rankscope.base.open_store import open_store, resolve_run
 
 if TYPE_CHECKING:
     from rankscope_storage.connection import Connection
+
+T = TypeVar("T")
 
 OUTPUTS: Final = Path("outputs")
 """Folder in which training scripts of Hugging Face usually keep their checkpoints."""
@@ -58,6 +60,12 @@ class OpenRun:
 
     connection: Connection
     run: str
+
+    def stored(self, found: T | None) -> T:
+        """Return `found`, which was read of the run. Raises CommandError if it is None: the run has no rows."""
+        if found is None:
+            raise CommandError(f"{self.run} has no rows in the store")
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,8 +59,6 @@ def events(
             raise CommandError(f"--type {name!r} is no type of events.{hint}", code=USAGE)
     choice = Choice(source=source, store=store, run=run, checkpoint=checkpoint, outputs=outputs, latest=latest)
     with open_run(choice) as chosen:
-        detail = read_detail(chosen.connection, chosen.run)
-    if detail is None:
-        raise CommandError(f"{chosen.run} has no rows in the store")
+        detail = chosen.stored(read_detail(chosen.connection, chosen.run))
     query = EventQuery(types=tuple(type_ or ()), severity=severity, rank=rank, newest=newest)
     sys.stdout.write(events_text(chosen.run, select_events(detail, query), form))

@@ -107,9 +107,7 @@ def _curves(chosen: OpenRun, kind: FigureKind, axis: AxisName) -> Figure:
     from rankscope_view.figures.overview import overview
     from rankscope_view.figures.speed import loss_and_throughput
 
-    detail = read_detail(chosen.connection, chosen.run)
-    if detail is None:
-        raise CommandError(f"{chosen.run} has no rows in the store")
+    detail = chosen.stored(read_detail(chosen.connection, chosen.run))
     if kind is FigureKind.OVERVIEW:
         return overview(detail, axis=Axis(axis))
     speed = read_speed(chosen.connection, chosen.run, detail.histories, detail.facts.config)

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from rankscope.base.errors import CommandError
 from rankscope.base.options import Store
 from rankscope.base.sources import Checkpoint, Choice, Latest, Outputs, RunOption, Source, open_run
 from rankscope.output.summary_text import FormatOption, TextFormat, summary_text
@@ -46,7 +45,5 @@ def summary(
 
     choice = Choice(source=source, store=store, run=run, checkpoint=checkpoint, outputs=outputs, latest=latest)
     with open_run(choice) as chosen:
-        found = read_summary(chosen.connection, chosen.run, peak_tflops=peak_tflops or None)
-    if found is None:
-        raise CommandError(f"{chosen.run} has no rows in the store")
+        found = chosen.stored(read_summary(chosen.connection, chosen.run, peak_tflops=peak_tflops or None))
     sys.stdout.write(summary_text(found, form))
