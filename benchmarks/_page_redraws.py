@@ -9,9 +9,8 @@ import shutil
 import statistics
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from rankscope_view.site import Site
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.view.browser import Browser, browser
+from tests.view.served import served_application
 
 STEPS = 4000
 UPDATES_PER_SECOND = 10
@@ -99,11 +99,8 @@ def _write(root: Path) -> None:
     Builder(root).append({"scalars": pa.concat_tables(tables), "runs": pa.table(state)}, START.date())
 
 
-@contextmanager
-def _served(store: Path) -> Iterator[str]:
+def _served(store: Path) -> AbstractContextManager[str]:
     """Serve the pages of a store, with ten updates a second of one step each in place of those of a service."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
 
     async def live(request: web.Request) -> web.StreamResponse:
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -117,22 +114,11 @@ def _served(store: Path) -> Iterator[str]:
             await asyncio.sleep(1 / UPDATES_PER_SECOND)
         return stream
 
-    async def start() -> tuple[web.AppRunner, int]:
-        application = web.Application()
-        pages = Pages(Site(store))
-        application.add_routes([route for route in pages.routes() if not route.path.endswith("/live")])
-        application.router.add_get("/data/live", live)
-        runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return runner, runner.addresses[0][1]
-
-    runner, port = asyncio.run_coroutine_threadsafe(start(), loop).result()
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
+    application = web.Application()
+    pages = Pages(Site(store))
+    application.add_routes([route for route in pages.routes() if not route.path.endswith("/live")])
+    application.router.add_get("/data/live", live)
+    return served_application(application)
 
 
 def _trace(page: Browser, seconds: float) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Pages of a store, served on loopback by a thread with an event loop of its own."""
+"""Pages of a store, served on loopback by a thread."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from rankscope_ingest.http.pages import Pages
 from rankscope_view.site import Site
 
 
-@contextlib.contextmanager
-def served(site: Site) -> Iterator[str]:
+def served(site: Site) -> contextlib.AbstractContextManager[str]:
     """Serve the pages of `site` in the context. The value is their address."""
+    application = web.Application()
+    Pages(site).add_to(application)
+    return served_application(application)
+
+
+@contextlib.contextmanager
+def served_application(application: web.Application) -> Iterator[str]:
+    """Serve `application` in the context. The value is its address."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
 
     async def start() -> tuple[web.AppRunner, int]:
-        application = web.Application()
-        Pages(site).add_to(application)
         runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         server = web.TCPSite(runner, "127.0.0.1", 0)
