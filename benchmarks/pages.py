@@ -108,7 +108,7 @@ def _status_page(url: str, seconds: float) -> None:
 
 @contextlib.contextmanager
 def following(readers: list[Reader]) -> Iterator[None]:
-    """Let readers follow their pages in the context, in a thread with an event loop of its own."""
+    """Let readers follow their pages in the context, in a thread with a separate event loop."""
     loop = asyncio.new_event_loop()
     stopping = asyncio.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(_follow(readers, stopping)))

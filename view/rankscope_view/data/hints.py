@@ -76,7 +76,7 @@ SYSTEM_ACTIONS: Final = (
 
 
 def tuning_hints(speed: Speed, utilization: Utilization | None, ranks: RankTable | None = None) -> tuple[Hint, ...]:
-    """Return the hints whose observation holds, in the order data, compute, communication, system."""
+    """Return the hints that apply, in the order data, compute, communication, system."""
     found = (
         *_data_hints(speed),
         *_compute_hints(speed, utilization, ranks),

@@ -181,7 +181,7 @@ def tensor_curve(
 
 
 def _shown_ranks(detail: TensorDetail, subject: Mapping[str, Any] | None) -> list[int | None]:
-    """Return the ranks with a line of their own, the subject first."""
+    """Return the ranks with separate lines, the subject first."""
     if subject is None:
         return []
     others = [row["rank"] for row in detail.ranks if row["rank"] != subject["rank"]]
