@@ -195,9 +195,9 @@ class TableView(Table):
                     table.forget(range(row, row + 1))
 
         entry = self._buffers.plan.entry
-        kind = entry(group.rows[0]).kind if group.rows else ""
+        what = lambda: entry(group.rows[0]).kind  # noqa: E731 - called after an error only
         name = lambda position: entry(group.rows[position]).label  # noqa: E731 - called after an error only
-        self._isolation.run(rows, tensors, compute, what=kind, name=name, undo=undo)
+        self._isolation.run(rows, tensors, compute, what=what, name=name, undo=undo)
 
     def isolate(
         self,
@@ -211,7 +211,7 @@ class TableView(Table):
         Tensors for which `compute` raises are reported with their `names`, and are left out if they raise at several
         sampled steps. `scope` identifies the computation.
         """
-        self._isolation.run(scope, tensors, compute, what=scope, name=names.__getitem__)
+        self._isolation.run(scope, tensors, compute, what=lambda: scope, name=names.__getitem__)
 
     def _group(self, rows: Sequence[int], *, are_derived: bool) -> MeasureGroup:
         how, described = self._buffers.measurement, None if are_derived else self._specs.describe

@@ -75,15 +75,15 @@ class Isolation:
         tensors: Sequence[torch.Tensor | None],
         compute: Callable[[Sequence[int]], None],
         *,
-        what: str,
+        what: Callable[[], str],
         name: Callable[[int], str],
         undo: Callable[[Sequence[int]], None] = lambda _: None,
     ) -> None:
         """Call `compute` with the positions of all elements of `tensors` that are measured.
 
         If `compute` raises, call `undo` with the same positions, and then `compute` with each half of the positions.
-        Report the single tensors for which it raises. `scope` identifies the batch at later steps. `what` describes the
-        result of `compute`, and `name` returns the name of the tensor at a position.
+        Report the single tensors for which it raises. `scope` identifies the batch at later steps. For the report,
+        `what` returns a description of the result of `compute`, and `name` the name of the tensor at a position.
         """
         positions: Sequence[int] = range(len(tensors))
         if failures := self._failures.get(scope):
@@ -92,7 +92,7 @@ class Isolation:
         failed = dict(_failing(positions, compute, undo)) if positions else {}
         if failed:
             self._note(scope, tensors, failed)
-            self._report(what, {name(position): error for position, error in failed.items()})
+            self._report(what(), {name(position): error for position, error in failed.items()})
 
     def _is_left_out(
         self, failures: dict[int, _Failure], position: int, tensors: Sequence[torch.Tensor | None]

@@ -29,6 +29,7 @@ _DTYPE_NAMES: Final = (
 )
 MEASURABLE: Final = frozenset(getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name))
 """The dtypes that can be measured. Packed and quantized dtypes are left out: their elements are codes, not numbers."""
+_INTEGERS: Final = frozenset(dtype for dtype in MEASURABLE if not (dtype.is_floating_point or dtype.is_complex))
 
 
 def is_code(tensor: torch.Tensor) -> bool:
@@ -81,7 +82,7 @@ def why_not_measurable(tensor: torch.Tensor) -> str | None:
 
 def is_integer(tensor: torch.Tensor) -> bool:
     """Return whether the elements of `tensor` are integers or truth values, such as token ids, indices and masks."""
-    return tensor.dtype in MEASURABLE and not (tensor.is_floating_point() or tensor.is_complex())
+    return tensor.dtype in _INTEGERS
 
 
 def is_freed(tensor: torch.Tensor) -> bool:

@@ -168,7 +168,7 @@ def failing(isolation: Isolation, tensors: list[torch.Tensor], error: Exception)
         if 1 in positions:
             raise error
 
-    isolation.run("rows", tensors, compute, what="norm", name=str)
+    isolation.run("rows", tensors, compute, what=lambda: "norm", name=str)
     return tried
 
 
@@ -216,7 +216,7 @@ def test_error_keeps_no_tensor_of_the_failed_batch_alive():
 
     gc.disable()
     try:
-        isolation.run("rows", tensors, compute, what="norm", name=str)
+        isolation.run("rows", tensors, compute, what=lambda: "norm", name=str)
         tensors.clear()
         assert alive() is None
     finally:

@@ -275,7 +275,7 @@ class Activations(ModuleQuantity):
             return ()
         spec = hooked.specs.get(_OBJECT[kind])
         if spec is None:
-            return tuple(slot for slot in found.slots if not is_integer(slot.tensor))
+            return [slot for slot in found.slots if not is_integer(slot.tensor)]
         slots = spec.select(found)
         if not slots:
             self._notes.add(
