@@ -7,7 +7,7 @@ import enum
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
@@ -27,7 +27,11 @@ WRITES = (Action.CREATE, Action.UPDATE, Action.DELETE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One object of a deployment. `old` and `new` are the documents on the server and of the deployment."""
+    """One object of a deployment.
+
+    `old` and `new` are the compared parts on the server and of the deployment, for a diff. `payload` is the document to
+    write.
+    """
 
     kind: str
     uid: str
@@ -36,6 +40,7 @@ class Change:
     reason: str = ""
     old: dict[str, Any] | None = None
     new: dict[str, Any] | None = None
+    payload: dict[str, Any] = field(default_factory=dict)
 
     def line(self) -> str:
         """Return the change as one line of text."""

@@ -97,7 +97,7 @@ def read_contact_points(file: Path, environment: Mapping[str, str]) -> list[dict
 
 
 def changed_settings(point: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Return the names of the keys and settings that differ. The server does not return secrets, so these are left out."""
+    """Return the names of the keys and settings that differ, except secrets, which the server does not return."""
     names = [name for name in ("name", "type", "disableResolveMessage") if found.get(name) != point[name]]
     wanted = point["settings"]
     shown = {name: value for name, value in found.get("settings", {}).items() if value not in (REDACTED, "", None)}

@@ -20,6 +20,7 @@ MARK: Final = "rankscope_deployed"
 Grafana stores both as they are, and neither is visible in the UI."""
 
 MESSAGE: Final = "rankscope dashboards deploy"
+NO_ADDRESS: Final = "it does not exist, and its address is not given"
 SOURCE_KEYS: Final = ("name", "type", "access", "url")
 
 
@@ -72,17 +73,16 @@ class Sources:
 
     def write(self, change: Change) -> None:
         """Create or update a data source."""
-        assert change.new is not None
         if change.action is Action.CREATE:
             try:
-                self._server.post("/datasources", marked_source(change.new))
+                self._server.post("/datasources", marked_source(change.payload))
             except ConflictError as error:
                 raise GrafanaError(
                     f"{error}. Rename the other data source, then run the same command again."
                 ) from error
             return
         found = self._server.get(_source_path(change.uid))
-        wanted = marked_source(change.new)
+        wanted = marked_source(change.payload)
         merged = {**found, **wanted, "jsonData": {**found["jsonData"], **wanted["jsonData"]}}
         self._server.put(_source_path(change.uid), merged | {"isDefault": found.get("isDefault", False)})
 
@@ -90,21 +90,17 @@ class Sources:
         uid = source["uid"]
         found = self._server.find(_source_path(uid))
         if uid not in self._urls:
-            reason = "its address is not given" if found is None else ""
-            action = Action.KEEP if found is None else Action.SAME
+            action, reason = (Action.KEEP, NO_ADDRESS) if found is None else (Action.SAME, "")
             return Change(kind="data source", uid=uid, action=action, reason=reason)
         wanted = source | {"url": self._urls[uid]}
         if found is None:
-            return Change(kind="data source", uid=uid, action=Action.CREATE, new=wanted)
+            return Change(kind="data source", uid=uid, action=Action.CREATE, payload=wanted)
         old, new = _source_content(found, wanted), _source_content(wanted, wanted)
-        mark = found["jsonData"].get(MARK)
-        is_ours = mark is not None and _source_content(found, mark) == mark
+        is_ours = is_source_unchanged(found) is True
         action, reason = judged(is_same=old == new, is_ours=is_ours, force=self._force)
         if found.get("readOnly") and action is not Action.SAME:
             action, reason = Action.KEEP, "a provisioning file owns it: change its address there"
-        return Change(
-            kind="data source", uid=uid, action=action, reason=reason, old=old, new=wanted if old != new else None
-        )
+        return Change(kind="data source", uid=uid, action=action, reason=reason, old=old, new=new, payload=wanted)
 
 
 class Boards:
@@ -130,10 +126,9 @@ class Boards:
         if change.action is Action.DELETE:
             self._server.delete(_board_path(change.uid))
             return
-        assert change.new is not None
         found = find_board(self._server, change.uid)
         version = 0 if found is None else found["dashboard"]["version"]
-        body = marked_board(change.new, version + 1) | ({} if found is None else {"version": version})
+        body = marked_board(change.payload, version + 1) | ({} if found is None else {"version": version})
         request = {"dashboard": body, "folderUid": self._folder.uid, "overwrite": False, "message": MESSAGE}
         try:
             self._server.post("/dashboards/db", request)
@@ -147,7 +142,7 @@ class Boards:
         uid, title = board["uid"], board["title"]
         found = find_board(self._server, uid)
         if found is None:
-            return Change(kind="board", uid=uid, title=title, action=Action.CREATE, new=board)
+            return Change(kind="board", uid=uid, title=title, action=Action.CREATE, payload=board)
         old, new = board_content(found["dashboard"]), board_content(board)
         mark = board_mark(found)
         folder = found["meta"].get("folderUid", "")
@@ -160,7 +155,7 @@ class Boards:
             reason = f"it is in the folder {found['meta'].get('folderTitle')!r}; --force moves it back"
         if found["meta"].get("provisioned") and action is not Action.SAME:
             action, reason = Action.KEEP, "a provisioning file owns it"
-        return Change(kind="board", uid=uid, title=title, action=action, reason=reason, old=old, new=new)
+        return Change(kind="board", uid=uid, title=title, action=action, reason=reason, old=old, new=new, payload=board)
 
     def _dropped(self, found: dict[str, Any]) -> Change:
         """Return the change for a board of an earlier release."""

@@ -11,6 +11,7 @@ from typing import Any, Final
 from rankscope_dashboards.grafana.changes import Action, Change, Kind, pending
 from rankscope_dashboards.grafana.contact_points import CONTACT_POINTS, ContactPoints, is_our_contact_point
 from rankscope_dashboards.grafana.content import (
+    NO_ADDRESS,
     Boards,
     Folders,
     Sources,
@@ -22,10 +23,11 @@ from rankscope_dashboards.grafana.content import (
 )
 from rankscope_dashboards.grafana.routes import POLICIES, add_route, our_routes, remove_route
 from rankscope_dashboards.grafana.rules import RECEIVER_KEY, RULES, Groups, Rules, is_deployed, is_rule_unchanged
-from rankscope_dashboards.grafana.server import GrafanaError, Server, UnreachableError, segment
+from rankscope_dashboards.grafana.server import GrafanaError, Server, UnauthorizedError, UnreachableError, segment
 from rankscope_dashboards.grafana.shipped import Folder, Shipped
 
 CHANGED: Final = "it was changed on the server; --force deletes it"
+UNNOTIFIED: Final = "No contact point is notified of alerts of these rules, except by existing notification policies."
 AGAIN: Final = "run the same command again to complete it"
 Print = Callable[[str], None]
 
@@ -53,7 +55,7 @@ class Options:
 
 
 def deploy(server: Server, content: Shipped, options: Options, show: Print) -> int:
-    """Make the objects on the server equal to `content`, and return the number of write requests' changes.
+    """Make the objects on the server equal to `content`, and return the number of changes.
 
     Everything is read before the first write, so a missing read permission leaves the server as it is. After the
     writes, everything is read again. Raises GrafanaError; a repeated call then completes the deployment.
@@ -68,8 +70,6 @@ def deploy(server: Server, content: Shipped, options: Options, show: Print) -> i
         return len(list(pending(planned)))
     _show([change for change in planned if change.action is Action.KEEP], show, with_diff=False)
     count = _write(kinds, show) if any(pending(planned)) else 0
-    if count:
-        _read_back(kinds)
     if dropped := next(kind for kind in kinds if isinstance(kind, Rules)).dropped_keys():
         show(f"This release of Grafana drops these keys of rules: {', '.join(dropped)}.")
     count += _notify(server, content, options, show)
@@ -86,19 +86,13 @@ def undeploy(server: Server, content: Shipped, options: Options, show: Print) ->
     server.check()
     title = _folder_title(server, content.rules_folder)
     changes = [*_deployed_rules(server, options), *_deployed_content(server, content, options)]
-    has_route = bool(our_routes(server.get(POLICIES), title))
     if options.dry_run:
         _show(changes, show, with_diff=False)
         return []
-    if has_route:
-        show(
-            f"{'delete':<9} route of the folder {title}; copy of the policies: {remove_route(server, title, options.copies)}"
-        )
-    for change in changes:
-        if change.action is Action.DELETE:
-            server.delete(_path(change))
-        show(change.line())
-    kept = [change.line() for change in changes if change.action is Action.KEEP]
+    if our_routes(server.get(POLICIES), title):
+        copy = remove_route(server, title, options.copies)
+        show(f"{'delete':<9} route of the folder {title}; copy of the policies: {copy}")
+    kept = [line for change in changes if (line := _delete(server, change, show)) is not None]
     return kept + list(filter(None, (_delete_folder(server, one, show) for one in _folders(content))))
 
 
@@ -124,18 +118,20 @@ def _check(planned: Sequence[Change], content: Shipped, server: Server, options:
     queries = itertools.chain.from_iterable(rule["data"] for group in content.groups for rule in group.rules)
     used = {query["datasourceUid"] for query in queries}
     for change in planned:
-        if change.kind == "data source" and change.uid in used and change.uid not in options.urls and change.reason:
+        if change.reason == NO_ADDRESS and change.uid in used:
             raise GrafanaError(f"the rules need the data source {change.uid}: give its address with --prometheus-url")
     if options.receiver is not None:
         names = {one["name"] for one in (*server.get(CONTACT_POINTS), *options.contact_points)}
         if options.receiver not in names:
-            raise GrafanaError(
-                f"the contact point {options.receiver!r} does not exist. Existing contact points: {', '.join(sorted(names))}"
-            )
+            known = ", ".join(sorted(names))
+            raise GrafanaError(f"the contact point {options.receiver!r} does not exist. Contact points: {known}")
 
 
 def _write(kinds: Sequence[Kind], show: Print) -> int:
-    """Write all pending changes and return their number. Each kind is read again, after the kinds before it are written."""
+    """Write all pending changes, read everything back, and return the number of changes.
+
+    Each kind is planned again after the kinds before it are written.
+    """
     count = 0
     try:
         for kind in kinds:
@@ -143,6 +139,7 @@ def _write(kinds: Sequence[Kind], show: Print) -> int:
                 kind.write(change)
                 count += 1
                 show(change.line())
+        _read_back(kinds)
     except UnreachableError as error:
         raise UnreachableError(f"{error}. The deployment is incomplete after {count} changes: {AGAIN}.") from error
     except GrafanaError as error:
@@ -159,7 +156,7 @@ def _read_back(kinds: Sequence[Kind]) -> None:
 
 
 def _notify(server: Server, content: Shipped, options: Options, show: Print) -> int:
-    """Add the route if it is needed, print who is notified, and return the number of changes."""
+    """Add the route if it is needed, print the notified contact points, and return the number of changes."""
     title = _folder_title(server, content.rules_folder)
     count = 0
     if options.receiver and options.add_route and not _rule_receivers(server, content):
@@ -176,15 +173,15 @@ def _show_notification(server: Server, content: Shipped, options: Options, show:
     routes = our_routes(server.get(POLICIES), _folder_title(server, content.rules_folder))
     receivers = _rule_receivers(server, content) | {one["receiver"] for one in routes}
     if receivers:
-        show(f"Alerts are sent to: {', '.join(sorted(receivers))}.")
+        show(f"Alerts of these rules are sent to: {', '.join(sorted(receivers))}.")
     elif options.receiver and options.dry_run:
         show(
-            f"Alerts will be sent to {options.receiver} if this release keeps the receiver of rules, or with --add-route."
+            f"Alerts will be sent to {options.receiver}. A release that drops the receiver of rules needs --add-route."
         )
     elif options.receiver:
-        show("This release drops the receiver of rules. Use --add-route, or no contact point of ours is notified.")
+        show(f"{UNNOTIFIED} This release drops the receiver of rules: use --add-route.")
     else:
-        show("No receiver is configured: alerts follow the notification policies of Grafana. Use --receiver NAME.")
+        show(f"{UNNOTIFIED} Use --receiver NAME.")
 
 
 def _rule_receivers(server: Server, content: Shipped) -> set[str]:
@@ -241,6 +238,20 @@ def _deployed_content(server: Server, content: Shipped, options: Options) -> lis
         if is_unchanged is not None:
             removals.append(_removal("data source", source["uid"], "", options, is_unchanged=is_unchanged))
     return removals
+
+
+def _delete(server: Server, change: Change, show: Print) -> str | None:
+    """Delete the object of a change; return a text if it remains."""
+    if change.action is not Action.DELETE:
+        return change.line()
+    try:
+        server.delete(_path(change))
+    except (UnreachableError, UnauthorizedError):
+        raise
+    except GrafanaError as error:
+        return f"{Action.KEEP.value:<9} {change.kind} {change.uid}: {error}"
+    show(change.line())
+    return None
 
 
 def _path(change: Change) -> str:

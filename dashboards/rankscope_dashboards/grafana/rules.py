@@ -56,8 +56,7 @@ class Rules:
         if change.action is Action.DELETE:
             self._server.delete(f"{RULES}/{segment(change.uid)}")
             return
-        assert change.new is not None
-        body = marked_rule(change.new, self._intervals[change.uid])
+        body = marked_rule(change.payload, self._intervals[change.uid])
         try:
             if change.action is Action.CREATE:
                 self._server.post(RULES, body, headers=EDITABLE)
@@ -78,7 +77,7 @@ class Rules:
     def _plan(self, wanted: dict[str, Any], found: dict[str, Any] | None) -> Change:
         uid, title = wanted["uid"], wanted["title"]
         if found is None:
-            return Change(kind="rule", uid=uid, title=title, action=Action.CREATE, new=wanted)
+            return Change(kind="rule", uid=uid, title=title, action=Action.CREATE, payload=wanted)
         if RECEIVER_KEY not in wanted and found.get(RECEIVER_KEY):
             wanted = wanted | {RECEIVER_KEY: found[RECEIVER_KEY]}  # an earlier deployment or a user has chosen it
         mark = rule_mark(found)
@@ -86,15 +85,14 @@ class Rules:
         is_same = rule_content(wanted) == rule_content(found) and _later_are(wanted, found)
         action, reason = judged(is_same=is_same and has_interval, is_ours=is_rule_unchanged(found), force=self._force)
         old, new = (rule_content(one) | _later(one) for one in (found, wanted))
-        shown = old if action is Action.UPDATE or action is Action.KEEP else None
-        return Change(
-            kind="rule", uid=uid, title=title, action=action, reason=reason, old=shown, new=wanted if shown else new
-        )
+        return Change(kind="rule", uid=uid, title=title, action=action, reason=reason, old=old, new=new, payload=wanted)
 
     def _dropped(self, rule: dict[str, Any]) -> Change:
         """Return the change for a rule of an earlier release, or for a placeholder of an interrupted deployment."""
         is_ours = self._force or is_rule_unchanged(rule)
         reason = "no longer shipped" + ("" if is_ours else ", but it was changed on the server; --force deletes it")
+        if is_placeholder(rule):
+            reason = "the interval of its group is set"
         action = Action.DELETE if is_ours else Action.KEEP
         return Change(kind="rule", uid=rule["uid"], title=rule["title"], action=action, reason=reason)
 
@@ -150,10 +148,12 @@ class Groups:
             return Change(kind="group", uid=group.name, action=Action.CREATE, reason=f"every {wanted} s")
         old = found["interval"]
         foreign = [rule["title"] for rule in found["rules"] if not is_deployed(rule)]
-        marks = [mark for rule in found["rules"] if (mark := rule_mark(rule)) is not None]
-        # The group of an interrupted deployment has the interval of new groups.
-        is_ours = all(mark["interval"] == old for mark in marks) or all(map(is_placeholder, found["rules"]))
-        action, reason = judged(is_same=old == wanted, is_ours=is_ours and not foreign, force=self._force)
+        placeholders = [rule for rule in found["rules"] if is_placeholder(rule)]
+        marks = [rule_mark(rule) for rule in found["rules"] if rule not in placeholders]
+        is_ours = all(mark is not None and mark["interval"] == old for mark in marks)
+        # A placeholder remains after an interrupted deployment.
+        is_same = old == wanted and not placeholders
+        action, reason = judged(is_same=is_same, is_ours=is_ours and not foreign, force=self._force)
         if foreign and action is not Action.SAME:
             action, reason = Action.KEEP, f"its interval is {old} s; it has rules of others: {', '.join(foreign)}"
         elif action is not Action.SAME:
@@ -210,13 +210,14 @@ def _later(rule: Mapping[str, Any]) -> dict[str, Any]:
 
 def _later_are(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
     """Return True if the later keys that the server returns have the wanted values."""
-    returned = _without_empty({name: found[name] for name in LATER if found.get(name) is not None})
-    return all(
-        _without_empty(wanted.get(name)) == value
-        if not isinstance(value, dict)
-        else value.items() >= (wanted.get(name) or value).items()
-        for name, value in returned.items()
-    )
+    for name in LATER:
+        expected, value = wanted.get(name), found.get(name)
+        if isinstance(value, dict):  # the server adds keys to the settings of notifications
+            if expected is None or not expected.items() <= value.items():
+                return False
+        elif value is not None and (value or None) != (expected or None):
+            return False
+    return True
 
 
 def _without_empty(value: Any) -> Any:

@@ -157,7 +157,7 @@ def read_credentials(file: Path) -> str | tuple[str, str]:
 
 
 def _translated(request: str, error: GrafanaException) -> GrafanaError:
-    """Return the exception for an error answer. Grafana 9.4 answers some requests for absent objects with status 500."""
+    """Return the exception for an error answer. Grafana 9.4 has status 500 for some absent objects and conflicts."""
     response = error.response
     text = str(response["message"]) if isinstance(response, dict) and "message" in response else str(error.message)
     answer = f"{request}: status {error.status_code}, {text}"

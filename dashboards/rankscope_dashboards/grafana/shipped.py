@@ -19,7 +19,7 @@ TREE: Final = Path(__file__).parents[2] / "provisioning"
 """Folder of the committed provisioning files."""
 
 RULES_FOLDER: Final = "rankscope-alerts"
-"""Uid of the folder of alert rules, so that links to it stay valid. Files cannot set this uid."""
+"""Uid of the folder of alert rules, so that links to it remain valid. Files cannot set this uid."""
 
 PAGES_VARIABLE: Final = "pages"
 """Hidden variable of a board with the address of our own pages."""
@@ -65,7 +65,7 @@ class Shipped:
 
 
 def shipped(tree: Path = TREE, *, pages_url: str = "") -> Shipped:
-    """Return the content of the provisioning files in `tree`. Boards link to our own pages at `pages_url` if it is set."""
+    """Return the content of the provisioning files in `tree`. Panels link to our pages at `pages_url` if it is set."""
     (provider,) = _yaml(tree / "dashboards" / "rankscope.yaml")["providers"]
     groups = _yaml(tree / "alerting" / "rules.yaml")["groups"]
     (title,) = {group["folder"] for group in groups}

@@ -34,6 +34,7 @@ class Alerting:
     - `keeps_later_keys`: keep the keys of rules that 9.4 drops. This is not recorded; it follows the documentation of
       later releases.
     - `new_uids`: the uids that the server chooses for rules without one.
+    - `mistakes`: rules that the server accepted although they cannot work, as Grafana does.
     """
 
     keeps_later_keys: bool = False
@@ -44,6 +45,9 @@ class Alerting:
     mute_timings: dict[str, dict[str, Any]] = field(default_factory=dict)
     templates: dict[str, str] = field(default_factory=dict)
     new_uids: Iterator[str] = field(default_factory=lambda: (f"made{number}" for number in itertools.count()))
+    mistakes: list[str] = field(default_factory=list)
+    has_folder: Callable[[str], bool] = lambda _uid: True
+    has_source: Callable[[str], bool] = lambda _uid: True
 
     def __post_init__(self) -> None:
         self._ids = itertools.count(1)
@@ -127,7 +131,10 @@ class Alerting:
         error = self._error(wanted)
         if error is None and (wanted["uid"] in self.rules or self._title_is_taken(wanted)):
             error = message(500, CONFLICT)
-        return error or Answer(201, self.add_rule(wanted, _provenance(request)))
+        if error is not None:
+            return error
+        self._note_mistakes(wanted)
+        return Answer(201, self.add_rule(wanted, _provenance(request)))
 
     def _update_rule(self, request: Request, _caller: Caller, uid: str) -> Answer:
         if uid not in self.rules:
@@ -137,7 +144,21 @@ class Alerting:
         if old not in {new, ""}:
             return message(500, f"cannot changed provenance from '{old}' to '{new}'")
         error = self._error(wanted) or (message(500, CONFLICT) if self._title_is_taken(wanted) else None)
-        return error or Answer(200, self.add_rule(wanted, new))
+        if error is not None:
+            return error
+        self._note_mistakes(wanted)
+        return Answer(200, self.add_rule(wanted, new))
+
+    def _note_mistakes(self, wanted: dict[str, Any]) -> None:
+        sources = {query["datasourceUid"] for query in wanted["data"]} - {"__expr__"}
+        checks = {
+            "folder": self.has_folder(wanted["folderUID"]),
+            "condition": wanted["condition"] in {query["refId"] for query in wanted["data"]},
+            "data source": all(map(self.has_source, sources)),
+            "uid": re.fullmatch(r"[A-Za-z0-9_-]{1,40}", wanted["uid"]) is not None,
+            "for": "for" in wanted,
+        }
+        self.mistakes += [f"{wanted['uid']}: {name}" for name, is_right in checks.items() if not is_right]
 
     def _error(self, wanted: dict[str, Any]) -> Answer | None:
         annotations = wanted.get("annotations", {})

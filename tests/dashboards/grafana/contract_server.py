@@ -112,6 +112,8 @@ class ContractServer:
     def __post_init__(self) -> None:
         self.content.folder_holds_rules = self.alerting.holds_rules
         self.content.delete_rules = self.alerting.delete_rules
+        self.alerting.has_folder = lambda uid: uid in self.content.folders
+        self.alerting.has_source = lambda uid: uid in self.content.sources
 
     def __enter__(self) -> Self:
         handler = type("Handler", (_Handler,), {"contract": self})
@@ -216,7 +218,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     contract: ContractServer
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
+    wbufsize = 1 << 16  # one packet for headers and body, or each answer waits for a delayed acknowledgement
 
     def handle_request(self) -> None:
         contract = self.contract

@@ -31,11 +31,14 @@ CREDENTIALS: Final = {
 }
 
 
-def test_every_recorded_answer_is_repeated():
+def test_every_recorded_answer_is_repeated_with_its_leniency():
     with recorded_server() as server:
         different = {one.case: found for one in pairs() if (found := _difference(server.url, one)) is not None}
 
     assert different == {}
+
+    accepted = {mistake.rpartition(": ")[2] for mistake in server.alerting.mistakes}
+    assert {"folder", "condition", "data source", "uid", "for"} == accepted
 
 
 def test_recording_has_250_pairs_and_8_messages():
