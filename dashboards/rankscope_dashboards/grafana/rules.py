@@ -27,6 +27,9 @@ LATER: Final = ("keep_firing_for", "missingSeriesEvalsToResolve", "isPaused", "n
 """Keys of a rule that old releases drop without a message. They are compared only if the server returns them."""
 
 RECEIVER_KEY: Final = "notification_settings"
+_UNSET: Final = (None, False, "", "0s")
+"""Values of a later key that is not set."""
+
 PLACEHOLDER: Final = "rankscope-interval-"
 _SERVER_MODEL: Final = {"intervalMs": 1000, "maxDataPoints": 43200}
 
@@ -212,10 +215,12 @@ def _later_are(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
     """Return True if the later keys that the server returns have the wanted values."""
     for name in LATER:
         expected, value = wanted.get(name), found.get(name)
+        if value is None:  # the release drops the key, or it is not set
+            continue
         if isinstance(value, dict):  # the server adds keys to the settings of notifications
             if expected is None or not expected.items() <= value.items():
                 return False
-        elif value is not None and (value or None) != (expected or None):
+        elif value != expected and not (value in _UNSET and expected in _UNSET):
             return False
     return True
 

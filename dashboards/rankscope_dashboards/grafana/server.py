@@ -13,7 +13,12 @@ from urllib.parse import quote, urlsplit
 
 import niquests.exceptions
 from grafana_client.api import GrafanaApi
-from grafana_client.client import GrafanaClientError, GrafanaException, GrafanaTimeoutError, GrafanaUnauthorizedError
+from grafana_client.client import (
+    GrafanaClient,
+    GrafanaException,
+    GrafanaTimeoutError,
+    GrafanaUnauthorizedError,
+)
 
 OLDEST_RELEASE: Final = (9, 4)
 TIMEOUT_SECONDS: Final = 10.0
@@ -48,7 +53,14 @@ class UnreachableError(GrafanaError):
 class Server:
     """One organisation of a Grafana server."""
 
-    def __init__(self, url: str, credentials: str | tuple[str, str], *, organisation: int | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        credentials: str | tuple[str, str],
+        *,
+        organisation: int | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
         self.url = url.rstrip("/")
         parts = urlsplit(self.url)
         if parts.scheme not in {"http", "https"} or not parts.hostname:
@@ -56,22 +68,24 @@ class Server:
         if parts.username or parts.password:
             raise GrafanaError("the address contains credentials: write them to the file of --token-file instead")
         self._organisation = organisation
-        self._client = GrafanaApi(
-            credentials,
-            host=parts.hostname,
-            port=parts.port,
-            url_path_prefix=f"{parts.path.strip('/')}/".lstrip("/"),
-            protocol=parts.scheme,
-            timeout=TIMEOUT_SECONDS,
-            organization_id=organisation,
-        ).client
+        self._timeout_seconds = timeout_seconds
+        address: dict[str, Any] = {
+            "host": parts.hostname,
+            "port": parts.port,
+            "url_path_prefix": f"{parts.path.strip('/')}/".lstrip("/"),
+            "protocol": parts.scheme,
+            "timeout": timeout_seconds,
+        }
+        self._client = GrafanaApi(credentials, organization_id=organisation, **address).client
+        self._anonymous = GrafanaApi(None, **address).client
 
     def check(self) -> str:
         """Check the address, the release, the credentials and the organisation; return the release of Grafana.
 
         Raises GrafanaError for the first check that fails.
         """
-        version = str(self.get("/health").get("version", ""))
+        health = self._ask("GET", "/health", client=self._anonymous)
+        version = str(health.get("version", "")) if isinstance(health, dict) else ""
         number = re.match(r"(\d+)\.(\d+)", version)
         if number is None:
             raise GrafanaError(f"{self.url} did not state its release: check that it is the address of Grafana")
@@ -120,14 +134,15 @@ class Server:
         body: dict[str, Any] | None = None,
         query: dict[str, Any] | None = None,
         headers: dict[str, str] | None = None,
+        client: GrafanaClient | None = None,
     ) -> Any:
         request = f"{method} {self.url}/api{path}"
         try:
-            send = getattr(self._client, method)
+            send = getattr(client or self._client, method)
             # 9.4 answers some requests with status 200 and an empty body.
             return send(path, json=body, params=query, headers=headers, accept_empty_json=True)
         except GrafanaTimeoutError as error:
-            raise UnreachableError(f"{request} timed out after {TIMEOUT_SECONDS:g} s") from error
+            raise UnreachableError(f"{request} timed out after {self._timeout_seconds:g} s") from error
         except GrafanaException as error:
             raise _translated(request, error) from error
         except niquests.exceptions.InvalidJSONError as error:
@@ -170,7 +185,7 @@ def _translated(request: str, error: GrafanaException) -> GrafanaError:
         return NotFoundError(answer)
     if error.status_code in {409, 412} or "conflicting alert rule" in text or "already exist" in text:
         return ConflictError(answer)
-    if isinstance(error, GrafanaClientError) and error.status_code == 403:
+    if error.status_code == 403:
         return GrafanaError(f"{answer}. Give this permission to the service account, or use a token of role Admin.")
     if "provenance" in text:
         return GrafanaError(f"{answer}. A provisioning file or another tool owns this object.")

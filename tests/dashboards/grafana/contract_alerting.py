@@ -17,8 +17,13 @@ NEW_GROUP_SECONDS: Final = 60
 TIME: Final = "2026-11-24T14:13:02Z"
 KNOWN_TYPES: Final = ("webhook", "email", "slack", "telegram", "pagerduty", "teams", "discord", "opsgenie")
 KEPT: Final = ("condition", "noDataState", "execErrState", "annotations", "labels")
-LATER_KEYS: Final = ("keep_firing_for", "missingSeriesEvalsToResolve", "isPaused", "notification_settings")
-"""Keys that 9.4 drops. Later releases keep them, as their documentation states."""
+LATER_KEYS: Final = {
+    "keep_firing_for": "0s",
+    "missingSeriesEvalsToResolve": None,
+    "isPaused": False,
+    "notification_settings": None,
+}
+"""Keys that 9.4 drops, with their values if they are not set. Later releases keep them (not recorded)."""
 
 CONFLICT: Final = (
     "a conflicting alert rule is found: rule title under the same organisation and folder should be unique"
@@ -110,7 +115,7 @@ class Alerting:
             "updated": TIME,
             "for": wanted.get("for", "0s"),
             **{name: wanted[name] for name in KEPT if name in wanted},
-            **({name: wanted[name] for name in LATER_KEYS if name in wanted} if self.keeps_later_keys else {}),
+            **({name: wanted.get(name, unset) for name, unset in LATER_KEYS.items()} if self.keeps_later_keys else {}),
         }
         self.rules[wanted["uid"]] = stored | ({"provenance": provenance} if provenance else {})
         self.intervals.setdefault((stored["folderUID"], stored["ruleGroup"]), NEW_GROUP_SECONDS)

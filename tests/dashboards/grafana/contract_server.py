@@ -96,6 +96,7 @@ class ContractServer:
 
     - `canned`: recorded answers of requests that need a Prometheus.
     - `denied`: permissions that no caller has.
+    - `authenticated`: paths of the requests with credentials.
     - `fail_after`: number of requests after which the server closes each connection without an answer.
     """
 
@@ -106,6 +107,7 @@ class ContractServer:
     denied: set[str] = field(default_factory=set)
     fail_after: int | None = None
     requests: list[str] = field(default_factory=list)
+    authenticated: list[str] = field(default_factory=list)
     wrong_passwords: int = 0
     organisations: dict[int, str] = field(default_factory=lambda: {1: "Main Org."})
 
@@ -140,6 +142,8 @@ class ContractServer:
     def answer(self, request: Request) -> Answer:
         """Return the answer to one request."""
         self.requests.append(f"{request.method} {request.path}")
+        if "Authorization" in request.headers:
+            self.authenticated.append(request.path)
         if request.path == "/api/health":
             return Answer(200, HEALTH | {"version": self.version})
         caller = self._caller(request)

@@ -134,6 +134,25 @@ def test_moved_board_is_reported(grafana: Grafana):
     assert "--force moves it back" in grafana.text
 
 
+def test_boards_that_the_server_migrates_are_not_changed_boards(local: Grafana, contract: ContractServer):
+    contract.content.migrates_boards = True
+    local.deploy()
+
+    unchanged = local.deploy(), local.text
+    edit_board(local)
+    local.deploy()
+
+    assert (0, False) == (unchanged[0], "keep  " in unchanged[1])
+    assert "keep      board" in local.text
+
+
+def test_release_that_returns_later_keys_has_no_changed_rules(local: Grafana, contract: ContractServer):
+    contract.alerting.keeps_later_keys = True
+    local.deploy()
+
+    assert (0, False) == (local.deploy(), "keep  " in local.text)
+
+
 def test_later_release_updates_unchanged_objects(grafana: Grafana):
     grafana.deploy()
     release = changed_release(grafana.content)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from tests.dashboards.grafana.conftest import Grafana
 from tests.dashboards.grafana.contract_server import ContractServer
@@ -26,7 +28,7 @@ def test_wrong_credentials_are_sent_once(local: Grafana, contract: ContractServe
     with pytest.raises(UnauthorizedError, match=text):
         local.deploy()
 
-    assert HEALTH_AND_ORGANISATION == contract.requests
+    assert (HEALTH_AND_ORGANISATION, ["/api/org"]) == (contract.requests, contract.authenticated)
 
 
 def test_locked_user_is_not_tried_again(local: Grafana, contract: ContractServer):
@@ -44,7 +46,7 @@ def test_old_release_is_rejected_before_credentials_are_sent(local: Grafana, con
     with pytest.raises(GrafanaError, match=r"Grafana 9\.3\.6 .* is too old: update it to 9\.4"):
         local.deploy()
 
-    assert HEALTH_AND_ORGANISATION[:1] == contract.requests
+    assert (HEALTH_AND_ORGANISATION[:1], []) == (contract.requests, contract.authenticated)
 
 
 def test_missing_read_permission_is_named_before_any_write(local: Grafana, contract: ContractServer):
@@ -96,6 +98,14 @@ def test_refused_connection_is_reported(local: Grafana):
 
     with pytest.raises(UnreachableError, match=r"no connection to Grafana at http://127\.0\.0\.1:9"):
         local.deploy()
+
+
+def test_server_that_hangs_is_reported(local: Grafana):
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        server = Server(f"http://127.0.0.1:{hanging.getsockname()[1]}", "glsa_admin", timeout_seconds=0.1)
+
+        with pytest.raises(UnreachableError, match=r"timed out after 0\.1 s"):
+            local.deploy(server=server)
 
 
 def clash_of_folders(grafana: Grafana) -> None:
