@@ -19,7 +19,7 @@ INDEX = $(BIN)/python -m pip config list | sed -n "s/^[^=]*[.]index-url='\(.*\)'
 UV = UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$($(INDEX))}" $(BIN)/python -m uv pip install --python $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-thorough test-all test-crashes soak test-examples test-frameworks test-frameworks-heavy test-gpu lint bench pictures generate clean
+.PHONY: help env demo test test-thorough test-all test-crashes soak test-examples test-frameworks test-frameworks-heavy test-gpu test-grafana lint bench pictures generate clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -60,6 +60,11 @@ test-frameworks-heavy: $(VENV)/.installed-heavy
 
 test-gpu: $(VENV)/.installed-dev ## run the tests that need an NVIDIA GPU, then benchmarks/gpu.py; results in gpu-results (6 min)
 	PYTHON=$(BIN)/python tests/gpu/check.sh gpu-results
+
+test-grafana: $(VENV)/.installed-dev ## deploy to the Grafana server at RANKSCOPE_GRAFANA_URL, and delete all objects of Rankscope from it
+	@test -n "$(RANKSCOPE_GRAFANA_URL)" -a -n "$(RANKSCOPE_GRAFANA_TOKEN_FILE)" || \
+		{ echo "set RANKSCOPE_GRAFANA_URL, and RANKSCOPE_GRAFANA_TOKEN_FILE to a file with a token of role Admin"; exit 1; }
+	$(BIN)/python -m pytest tests/dashboards/grafana $(PYTEST)
 
 lint: $(VENV)/.installed-dev ## formatting, lint rules, plain English, commit subjects, types
 	$(BIN)/ruff format --check .

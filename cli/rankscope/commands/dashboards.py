@@ -1,0 +1,142 @@
+"""`rankscope dashboards`: deploy the Grafana boards and alert rules to a running server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rankscope.base.errors import USAGE, CommandError
+
+if TYPE_CHECKING:
+    from rankscope_dashboards.grafana.server import Server
+
+dashboards = typer.Typer(
+    help="""Deploy the boards, data sources and alert rules of Rankscope to a Grafana server, or remove them.""",
+    no_args_is_help=True,
+)
+
+Url = Annotated[
+    str,
+    typer.Option("--url", envvar="RANKSCOPE_GRAFANA_URL", help="Address of Grafana, such as https://host:3000."),
+]
+TokenFile = Annotated[
+    Path,
+    typer.Option(
+        "--token-file",
+        envvar="RANKSCOPE_GRAFANA_TOKEN_FILE",
+        help="File with a service account token of role Admin, or with user:password.",
+        show_default=False,
+    ),
+]
+Organisation = Annotated[
+    int | None, typer.Option("--org", help="Number of the organisation. A token belongs to exactly one.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the changes as a diff, and send no write request.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace or delete our own objects even if they were changed on the server.")
+]
+
+
+@dashboards.command("deploy")
+def deploy(
+    url: Url,
+    token_file: TokenFile,
+    prometheus_url: Annotated[
+        str | None, typer.Option(help="Address of Prometheus, as Grafana reaches it.", show_default=False)
+    ] = None,
+    history_url: Annotated[
+        str | None, typer.Option(help="Address of the Prometheus that reads history.", show_default=False)
+    ] = None,
+    pages_url: Annotated[
+        str, typer.Option(help="Address of the pages of the service, to which panels link.", show_default=False)
+    ] = "",
+    contact_points: Annotated[
+        Path | None,
+        typer.Option(help="Contact points in Grafana's provisioning format; $NAME is a variable of the environment."),
+    ] = None,
+    receiver: Annotated[
+        str | None, typer.Option(help="Contact point of our alert rules.", metavar="NAME", show_default=False)
+    ] = None,
+    add_route: Annotated[
+        bool, typer.Option("--add-route", help="Add a route to --receiver if the release drops the receiver of rules.")
+    ] = False,
+    org: Organisation = None,
+    dry_run: DryRun = False,
+    force: Force = False,
+) -> None:
+    """Create or update folders, data sources, boards, alert rules and contact points in Grafana.
+
+    Objects that a user has changed are reported and remain as they are. A second call changes nothing, and a call after
+    an interruption completes the deployment. Options that are given once must be given at each call.
+
+    [bold]Examples[/bold]
+
+    rankscope dashboards deploy --url https://grafana:3000 --token-file token --prometheus-url http://prometheus:9090
+
+    rankscope dashboards deploy --url https://grafana:3000 --token-file token --receiver on-call --dry-run
+    """
+    from rankscope_dashboards.grafana import deployment
+    from rankscope_dashboards.grafana.contact_points import read_contact_points
+    from rankscope_dashboards.grafana.shipped import shipped
+
+    if add_route and receiver is None:
+        raise CommandError("--add-route needs the contact point of the route: add --receiver NAME", code=USAGE)
+    with _one_line_errors():
+        points = [] if contact_points is None else read_contact_points(contact_points, os.environ)
+        options = deployment.Options(
+            urls=_given({"rankscope-live": prometheus_url, "rankscope-history": history_url}),
+            contact_points=points,
+            receiver=receiver,
+            add_route=add_route,
+            force=force,
+            dry_run=dry_run,
+        )
+        deployment.deploy(_server(url, token_file, org), shipped(pages_url=pages_url), options, print)
+
+
+@dashboards.command("undeploy")
+def undeploy(
+    url: Url, token_file: TokenFile, org: Organisation = None, dry_run: DryRun = False, force: Force = False
+) -> None:
+    """Delete exactly the objects that `deploy` has created. A folder that holds anything else remains.
+
+    Objects that a user has changed remain, unless --force is given. The exit code is 1 if anything remains.
+
+    [bold]Example[/bold]
+
+    rankscope dashboards undeploy --url https://grafana:3000 --token-file token
+    """
+    from rankscope_dashboards.grafana import deployment
+    from rankscope_dashboards.grafana.shipped import shipped
+
+    with _one_line_errors():
+        options = deployment.Options(force=force, dry_run=dry_run)
+        remaining = deployment.undeploy(_server(url, token_file, org), shipped(), options, print)
+    if remaining:
+        raise CommandError("some objects remain in Grafana:\n  " + "\n  ".join(remaining))
+
+
+def _server(url: str, token_file: Path, org: int | None) -> Server:
+    from rankscope_dashboards.grafana.server import Server, read_credentials
+
+    return Server(url, read_credentials(token_file), organisation=org)
+
+
+def _given(urls: Mapping[str, str | None]) -> dict[str, str]:
+    return {uid: url for uid, url in urls.items() if url is not None}
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Turn errors of the deployment into one line on standard error."""
+    from rankscope_dashboards.grafana.server import GrafanaError
+
+    try:
+        yield
+    except GrafanaError as error:
+        raise CommandError(str(error)) from error

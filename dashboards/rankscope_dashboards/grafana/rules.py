@@ -1,0 +1,254 @@
+"""Alert rules of a deployment and the intervals of their groups.
+
+Rules are created with `X-Disable-Provenance`, so users can edit them. A mark in each rule, an annotation that Grafana
+leaves out of messages, states the content that was deployed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from rankscope_dashboards.grafana.changes import Action, Change, fingerprint, judged
+from rankscope_dashboards.grafana.server import EDITABLE, ConflictError, GrafanaError, Server, segment
+from rankscope_dashboards.grafana.shipped import Folder, RuleGroup
+
+MARK: Final = "__rankscope_deployed__"
+RULES: Final = "/v1/provisioning/alert-rules"
+
+CORE: Final = (
+    *("title", "condition", "data", "for", "noDataState", "execErrState", "labels", "annotations"),
+    *("folderUID", "ruleGroup"),
+)
+"""Keys of a rule that each supported release returns."""
+
+LATER: Final = ("keep_firing_for", "missingSeriesEvalsToResolve", "isPaused", "notification_settings")
+"""Keys of a rule that old releases drop without a message. They are compared only if the server returns them."""
+
+RECEIVER_KEY: Final = "notification_settings"
+_UNSET: Final = (None, False, "", "0s")
+"""Values of a later key that is not set."""
+
+PLACEHOLDER: Final = "rankscope-interval-"
+_SERVER_MODEL: Final = {"intervalMs": 1000, "maxDataPoints": 43200}
+
+
+class Rules:
+    """The alert rules of a deployment, in one folder. `receiver` is the contact point of their notifications."""
+
+    def __init__(
+        self, server: Server, groups: Sequence[RuleGroup], folder: Folder, *, receiver: str | None, force: bool
+    ) -> None:
+        self._server = server
+        self._folder = folder
+        self._force = force
+        settings = {RECEIVER_KEY: {"receiver": receiver, "group_wait": "5s"}} if receiver else {}
+        self._intervals = {rule["uid"]: group.interval_seconds for group in groups for rule in group.rules}
+        self._rules = {rule["uid"]: rule | settings for group in groups for rule in group.rules}
+
+    def plan(self) -> list[Change]:
+        """Return one change per rule, and one per deployed rule that is no longer shipped."""
+        found = {rule["uid"]: rule for rule in self._server.get(RULES)}
+        wanted = [self._plan(rule, found.get(uid)) for uid, rule in self._rules.items()]
+        others = (rule for uid, rule in found.items() if uid not in self._rules and is_deployed(rule))
+        return wanted + [self._dropped(rule) for rule in others]
+
+    def write(self, change: Change) -> None:
+        """Create, update or delete a rule. Raises GrafanaError if another rule of the folder has its title."""
+        if change.action is Action.DELETE:
+            self._server.delete(f"{RULES}/{segment(change.uid)}")
+            return
+        body = marked_rule(change.payload, self._intervals[change.uid])
+        try:
+            if change.action is Action.CREATE:
+                self._server.post(RULES, body, headers=EDITABLE)
+            else:
+                self._server.put(f"{RULES}/{segment(change.uid)}", body, headers=EDITABLE)
+        except ConflictError as error:
+            raise GrafanaError(
+                f"{error}. Another rule of the folder {self._folder.title!r} has the title {change.title!r}: rename "
+                "it, then run the same command again."
+            ) from error
+
+    def dropped_keys(self) -> list[str]:
+        """Return the keys of our rules that this release of Grafana has dropped."""
+        found = {rule["uid"]: rule for rule in self._server.get(RULES)}
+        both = [(rule, found[uid]) for uid, rule in self._rules.items() if uid in found]
+        return [name for name in LATER if any(wanted.get(name) and name not in old for wanted, old in both)]
+
+    def _plan(self, wanted: dict[str, Any], found: dict[str, Any] | None) -> Change:
+        uid, title = wanted["uid"], wanted["title"]
+        if found is None:
+            return Change(kind="rule", uid=uid, title=title, action=Action.CREATE, payload=wanted)
+        if RECEIVER_KEY not in wanted and found.get(RECEIVER_KEY):
+            wanted = wanted | {RECEIVER_KEY: found[RECEIVER_KEY]}  # an earlier deployment or a user has chosen it
+        mark = rule_mark(found)
+        has_interval = mark is None or mark["interval"] == self._intervals[uid]
+        is_same = rule_content(wanted) == rule_content(found) and _later_are(wanted, found)
+        action, reason = judged(is_same=is_same and has_interval, is_ours=is_rule_unchanged(found), force=self._force)
+        old, new = (rule_content(one) | _later(one) for one in (found, wanted))
+        return Change(kind="rule", uid=uid, title=title, action=action, reason=reason, old=old, new=new, payload=wanted)
+
+    def _dropped(self, rule: dict[str, Any]) -> Change:
+        """Return the change for a rule of an earlier release, or for a placeholder of an interrupted deployment."""
+        is_ours = self._force or is_rule_unchanged(rule)
+        reason = "no longer shipped" + ("" if is_ours else ", but it was changed on the server; --force deletes it")
+        if is_placeholder(rule):
+            reason = "the interval of its group is set"
+        action = Action.DELETE if is_ours else Action.KEEP
+        return Change(kind="rule", uid=rule["uid"], title=rule["title"], action=action, reason=reason)
+
+
+class Groups:
+    """The evaluation intervals of the groups of rules.
+
+    Grafana gives a new group an interval of 60 s. A change of the interval updates each rule of the group, and old
+    releases then mark these rules as created by the API, which users cannot edit. A placeholder rule therefore gets the
+    interval first, and rules that are created later inherit it. `Rules` deletes the placeholder.
+    """
+
+    def __init__(self, server: Server, groups: Sequence[RuleGroup], folder: Folder, *, force: bool) -> None:
+        self._server = server
+        self._groups = {group.name: group for group in groups}
+        self._folder = folder
+        self._force = force
+
+    def plan(self) -> list[Change]:
+        """Return one change per group."""
+        return [self._plan(group) for group in self._groups.values()]
+
+    def write(self, change: Change) -> None:
+        """Set the interval of a group. Raises GrafanaError if the folder of the rules does not exist."""
+        if self._server.find(f"/folders/{segment(self._folder.uid)}") is None:
+            # 9.4 accepts rules of a folder that does not exist, and no user sees them.
+            raise GrafanaError(f"the folder {self._folder.title!r} was deleted: run the same command again")
+        group = self._groups[change.uid]
+        placeholder = _placeholder(group.name, self._folder.uid)
+        if self._rule(placeholder["uid"]) is None:
+            self._server.post(RULES, marked_rule(placeholder, group.interval_seconds), headers=EDITABLE)
+        self._server.put(self._path(group.name), {"interval": group.interval_seconds}, headers=EDITABLE)
+        for rule in self._server.get(self._path(group.name))["rules"]:
+            self._restore(rule["uid"], placeholder["uid"])
+
+    def _restore(self, uid: str, placeholder: str) -> None:
+        """Create a rule again if the change of the interval has made it read-only for users."""
+        rule = self._rule(uid)
+        if uid != placeholder and rule is not None and rule.pop("provenance", "") == "api":
+            self._server.delete(f"{RULES}/{segment(uid)}")
+            self._server.post(
+                RULES, {name: rule[name] for name in rule if name not in {"id", "updated"}}, headers=EDITABLE
+            )
+
+    def _rule(self, uid: str) -> dict[str, Any] | None:
+        found: dict[str, Any] | None = self._server.find(f"{RULES}/{segment(uid)}")
+        return found
+
+    def _plan(self, group: RuleGroup) -> Change:
+        found = self._server.find(self._path(group.name))
+        wanted = group.interval_seconds
+        if found is None:
+            return Change(kind="group", uid=group.name, action=Action.CREATE, reason=f"every {wanted} s")
+        old = found["interval"]
+        foreign = [rule["title"] for rule in found["rules"] if not is_deployed(rule)]
+        placeholders = [rule for rule in found["rules"] if is_placeholder(rule)]
+        marks = [rule_mark(rule) for rule in found["rules"] if rule not in placeholders]
+        is_ours = all(mark is not None and mark["interval"] == old for mark in marks)
+        # A placeholder remains after an interrupted deployment.
+        is_same = old == wanted and not placeholders
+        action, reason = judged(is_same=is_same, is_ours=is_ours and not foreign, force=self._force)
+        if foreign and action is not Action.SAME:
+            action, reason = Action.KEEP, f"its interval is {old} s; it has rules of others: {', '.join(foreign)}"
+        elif action is not Action.SAME:
+            reason = f"its interval is {old} s, not {wanted} s" + (f"; {reason}" if reason else "")
+        return Change(kind="group", uid=group.name, action=action, reason=reason)
+
+    def _path(self, group: str) -> str:
+        return f"/v1/provisioning/folder/{segment(self._folder.uid)}/rule-groups/{segment(group)}"
+
+
+def marked_rule(rule: dict[str, Any], interval_seconds: int) -> dict[str, Any]:
+    """Return a rule with the mark: the hash of its core, the values of later keys, and the interval of its group."""
+    mark = {"core": fingerprint(rule_content(rule)), "interval": interval_seconds, "later": _later(rule)}
+    return rule | {"annotations": {**rule.get("annotations", {}), MARK: json.dumps(mark, sort_keys=True)}}
+
+
+def rule_mark(rule: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the mark of a rule; None if it was not deployed."""
+    text = (rule.get("annotations") or {}).get(MARK)
+    return None if text is None else json.loads(text)
+
+
+def is_deployed(rule: dict[str, Any]) -> bool:
+    """Return True if a deployment has created the rule."""
+    return rule_mark(rule) is not None
+
+
+def is_placeholder(rule: dict[str, Any]) -> bool:
+    """Return True if the rule exists only to set the interval of its group."""
+    return str(rule["uid"]).startswith(PLACEHOLDER)
+
+
+def is_rule_unchanged(rule: dict[str, Any]) -> bool:
+    """Return True if a rule is as it was deployed."""
+    mark = rule_mark(rule)
+    return mark is not None and mark["core"] == fingerprint(rule_content(rule)) and _later_are(mark["later"], rule)
+
+
+def rule_content(rule: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the compared part of a rule, without the mark and without values that the server adds."""
+    content = {name: rule.get(name) for name in CORE}
+    content["annotations"] = {name: text for name, text in (rule.get("annotations") or {}).items() if name != MARK}
+    content["data"] = [
+        query | {"model": {k: v for k, v in query["model"].items() if _SERVER_MODEL.get(k) != v}}
+        for query in rule["data"]
+    ]
+    found: dict[str, Any] = _without_empty(content)
+    return found
+
+
+def _later(rule: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: rule[name] for name in LATER if rule.get(name) is not None}
+
+
+def _later_are(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
+    """Return True if the later keys that the server returns have the wanted values."""
+    for name in LATER:
+        expected, value = wanted.get(name), found.get(name)
+        if value is None:  # the release drops the key, or it is not set
+            continue
+        if isinstance(value, dict):  # the server adds keys to the settings of notifications
+            if expected is None or not expected.items() <= value.items():
+                return False
+        elif value != expected and not (value in _UNSET and expected in _UNSET):
+            return False
+    return True
+
+
+def _without_empty(value: Any) -> Any:
+    """Return a JSON document without entries that are empty, null or false."""
+    if isinstance(value, Mapping):
+        kept = {name: _without_empty(one) for name, one in value.items()}
+        return {
+            name: one for name, one in kept.items() if one is not None and one is not False and one not in ("", [], {})
+        }
+    return [_without_empty(one) for one in value] if isinstance(value, list) else value
+
+
+def _placeholder(group: str, folder: str) -> dict[str, Any]:
+    """Return a rule that never fires."""
+    never = {"refId": "A", "type": "math", "expression": "0"}
+    return {
+        "uid": f"{PLACEHOLDER}{fingerprint(group)}",
+        "title": f"Interval of {group}"[:190],
+        "orgID": 1,
+        "folderUID": folder,
+        "ruleGroup": group,
+        "condition": "A",
+        "for": "0s",
+        "noDataState": "OK",
+        "execErrState": "OK",
+        "data": [
+            {"refId": "A", "datasourceUid": "__expr__", "relativeTimeRange": {"from": 0, "to": 0}, "model": never}
+        ],
+    }

@@ -1,0 +1,113 @@
+"""A Grafana server for the tests: the contract server, or the server at RANKSCOPE_GRAFANA_URL."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.dashboards.grafana.contract_server import ContractServer
+
+from rankscope_dashboards.grafana.deployment import Options, deploy, undeploy
+from rankscope_dashboards.grafana.server import EDITABLE, Server, read_credentials
+from rankscope_dashboards.grafana.shipped import Shipped, shipped
+
+PROMETHEUS = "http://127.0.0.1:9090"
+
+
+@cache
+def complete() -> Shipped:
+    """Return the deployment of all committed files."""
+    return shipped()
+
+
+def few() -> Shipped:
+    """Return a deployment with one board and the first two rules of two groups, which needs few requests."""
+    content = complete()
+    groups = tuple(replace(group, rules=group.rules[:2]) for group in content.groups[:2])
+    return replace(content, boards=content.boards[:1], groups=groups)
+
+
+@dataclass
+class Grafana:
+    """A Grafana server, and the requests of a user to it. `lines` is the output of the last command."""
+
+    url: str
+    credentials: str | tuple[str, str]
+    folder: Path
+    content: Shipped
+    lines: list[str] = field(default_factory=list)
+
+    @cached_property
+    def user(self) -> Server:
+        return Server(self.url, self.credentials)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    def options(self, **options: Any) -> Options:
+        return Options(**{"urls": {"rankscope-live": PROMETHEUS}, "copies": self.folder} | options)
+
+    def deploy(self, content: Shipped | None = None, server: Server | None = None, **options: Any) -> int:
+        self.lines.clear()
+        return deploy(server or self.user, content or self.content, self.options(**options), self.lines.append)
+
+    def undeploy(self, **options: Any) -> list[str]:
+        self.lines.clear()
+        return undeploy(self.user, self.content, self.options(**options), self.lines.append)
+
+    def board(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.user.get(f"/dashboards/uid/{self.content.boards[0]['uid']}")
+        return found
+
+    def rules(self) -> dict[str, dict[str, Any]]:
+        return {rule["uid"]: rule for rule in self.user.get("/v1/provisioning/alert-rules")}
+
+    def save_board(self, board: dict[str, Any], folder: str | None = None) -> None:
+        """Save a board as a user does, in the folder of the boards by default."""
+        where = self.content.boards_folder.uid if folder is None else folder
+        self.user.post("/dashboards/db", {"dashboard": board, "folderUid": where, "overwrite": False})
+
+    def save_rule(self, rule: dict[str, Any]) -> None:
+        """Save a rule as a user does in the UI."""
+        path = "/v1/provisioning/alert-rules"
+        if rule["uid"] in self.rules():
+            self.user.put(f"{path}/{rule['uid']}", rule, headers=EDITABLE)
+        else:
+            self.user.post(path, rule, headers=EDITABLE)
+
+
+@pytest.fixture
+def contract() -> Iterator[ContractServer]:
+    """Yield an empty contract server. Grafana accepts rules that cannot work; a deployment must never send one."""
+    with ContractServer() as server:
+        yield server
+
+    assert [] == server.alerting.mistakes
+
+
+@pytest.fixture
+def grafana(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Grafana]:
+    """Yield a server without any of our objects, and remove them afterwards from a real one."""
+    url = os.environ.get("RANKSCOPE_GRAFANA_URL")
+    content = few()
+    if url is None:
+        server = request.getfixturevalue("contract")
+        yield Grafana(url=server.url, credentials="glsa_admin", folder=tmp_path, content=content)
+        return
+    credentials = read_credentials(Path(os.environ["RANKSCOPE_GRAFANA_TOKEN_FILE"]))
+    made = Grafana(url=url, credentials=credentials, folder=tmp_path, content=content)
+    made.undeploy(force=True)
+    yield made
+    made.undeploy(force=True)
+
+
+@pytest.fixture
+def local(contract: ContractServer, tmp_path: Path) -> Grafana:
+    """Return the contract server, for answers that a real server cannot be made to give."""
+    return Grafana(url=contract.url, credentials="glsa_admin", folder=tmp_path, content=few())

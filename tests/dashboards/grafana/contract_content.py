@@ -1,0 +1,374 @@
+"""Folders, data sources and boards of the contract server."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from tests.dashboards.grafana.contract_answers import Answer, Caller, Request, Role, message
+
+MOST_UID_CHARACTERS: Final = 40
+TIME: Final = "2026-11-24T14:11:07Z"
+CHANGED_FOLDER: Final = message(412, "the folder has been changed by someone else", status="version-mismatch")
+NO_FOLDER: Final = message(404, "folder not found", status="not-found")
+NO_SOURCE: Final = message(404, "Data source not found")
+NO_BOARD: Final = message(404, "Dashboard not found")
+CHANGED_BOARD: Final = message(412, "The dashboard has been changed by someone else", status="version-mismatch")
+SAME_NAME: Final = message(412, "A dashboard with the same name in the folder already exists", status="name-exists")
+
+
+@dataclass
+class Folder:
+    """A folder of the first organisation."""
+
+    uid: str
+    title: str
+    id: int
+    login: str
+    version: int = 1
+
+
+@dataclass
+class Board:
+    """A saved board. `versions` has its versions from first to last, each with a message."""
+
+    uid: str
+    id: int
+    folder: str
+    login: str
+    document: dict[str, Any]
+    versions: list[dict[str, Any]] = field(default_factory=list)
+    file: str = ""
+
+    @property
+    def title(self) -> str:
+        return str(self.document["title"])
+
+    @property
+    def version(self) -> int:
+        return len(self.versions)
+
+    def save(self, document: dict[str, Any], text: str) -> None:
+        number = self.version + 1
+        self.document = {**document, "id": self.id, "uid": self.uid, "version": number}
+        self.versions.append(
+            {
+                "id": number,
+                "dashboardId": self.id,
+                "dashboardUid": "",
+                "parentVersion": number - 1,
+                "restoredFrom": 0,
+                "version": number,
+                "created": TIME,
+                "createdBy": 1,
+                "message": text if number > 1 else "Initial save",
+                "data": self.document,
+            }
+        )
+
+
+def slug(title: str) -> str:
+    """Return the last part of the address of a folder or board."""
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+
+
+def uid_error(uid: str) -> str | None:
+    """Return the reason why a uid of a folder or board is not permitted."""
+    if not re.fullmatch(r"[A-Za-z0-9_-]*", uid):
+        return "uid contains illegal characters"
+    return f"uid too long, max {MOST_UID_CHARACTERS} characters" if len(uid) > MOST_UID_CHARACTERS else None
+
+
+class Content:
+    """Folders, data sources and boards.
+
+    `migrates_boards`: return boards of another schema version than was sent, as later releases do (not recorded).
+    """
+
+    def __init__(self) -> None:
+        self.migrates_boards = False
+        self.folders: dict[str, Folder] = {}
+        self.boards: dict[str, Board] = {}
+        self.sources: dict[str, dict[str, Any]] = {}
+        self.folder_holds_rules: Callable[[str], bool] = lambda _uid: False
+        self.delete_rules: Callable[[str], None] = lambda _uid: None
+        self._board_ids = itertools.count(1)
+        self._source_ids = itertools.count(1)
+
+    def routes(self) -> list[tuple[str, str, Callable[..., Answer]]]:
+        return [
+            ("GET", "/api/folders", self._list_folders),
+            ("POST", "/api/folders", self._create_folder),
+            ("GET", "/api/folders/([^/]+)", self._get_folder),
+            ("PUT", "/api/folders/([^/]+)", self._update_folder),
+            ("DELETE", "/api/folders/([^/]+)", self._delete_folder),
+            ("GET", "/api/datasources", self._list_sources),
+            ("POST", "/api/datasources", self._create_source),
+            ("GET", "/api/datasources/(uid|name)/([^/]+)", self._get_source),
+            ("PUT", "/api/datasources/uid/([^/]+)", self._update_source),
+            ("DELETE", "/api/datasources/uid/([^/]+)", self._delete_source),
+            ("GET", "/api/datasources/uid/([^/]+)/health", lambda *_: message(404, "Not found")),
+            ("POST", "/api/dashboards/db", self._save_board),
+            ("GET", "/api/dashboards/uid/([^/]+)", self._get_board),
+            ("GET", "/api/dashboards/uid/([^/]+)/versions", self._versions),
+            ("DELETE", "/api/dashboards/uid/([^/]+)", self._delete_board),
+            ("GET", "/api/search", self._search),
+        ]
+
+    def add_folder(self, uid: str, title: str, login: str = "Anonymous") -> Folder:
+        self.folders[uid] = Folder(uid=uid, title=title, id=next(self._board_ids), login=login)
+        return self.folders[uid]
+
+    def add_board(self, uid: str, document: dict[str, Any], folder: str, *, login: str, file: str = "") -> Board:
+        board = Board(uid=uid, id=next(self._board_ids), folder=folder, login=login, document={}, file=file)
+        board.save(document, "")
+        self.boards[uid] = board
+        return board
+
+    def _list_folders(self, _request: Request, caller: Caller) -> Answer:
+        shown = sorted(self.folders.values(), key=lambda folder: folder.title) if caller.organisation == 1 else []
+        return Answer(200, [{"id": one.id, "uid": one.uid, "title": one.title} for one in shown])
+
+    def _create_folder(self, request: Request, caller: Caller) -> Answer:
+        title, uid = request.body["title"], request.body.get("uid", "")
+        if not title:
+            return message(400, "folder title cannot be empty")
+        if error := uid_error(uid):
+            return message(400, error)
+        if any(folder.title == title for folder in self.folders.values()):
+            return message(409, "a folder or dashboard in the general folder with the same name already exists")
+        if uid in self.folders:
+            return CHANGED_FOLDER
+        return self._folder_answer(self.add_folder(uid, title, caller.login), caller)
+
+    def _folder_answer(self, folder: Folder, caller: Caller) -> Answer:
+        may = caller.role is Role.ADMIN
+        rights = dict.fromkeys(("canSave", "canEdit", "canAdmin", "canDelete"), may)
+        url = f"/dashboards/f/{folder.uid}/{slug(folder.title)}"
+        named = {"id": folder.id, "uid": folder.uid, "title": folder.title, "url": url, "hasAcl": False}
+        times = {"createdBy": folder.login, "created": TIME, "updatedBy": folder.login, "updated": TIME}
+        return Answer(200, {**named, **rights, **times, "version": folder.version})
+
+    def _get_folder(self, _request: Request, caller: Caller, uid: str) -> Answer:
+        return self._folder_answer(self.folders[uid], caller) if uid in self.folders else NO_FOLDER
+
+    def _update_folder(self, request: Request, caller: Caller, uid: str) -> Answer:
+        folder = self.folders[uid]
+        if not request.body.get("overwrite") and request.body.get("version") != folder.version:
+            return CHANGED_FOLDER
+        folder.title, folder.version = request.body["title"], folder.version + 1
+        return self._folder_answer(folder, caller)
+
+    def _delete_folder(self, request: Request, _caller: Caller, uid: str) -> Answer:
+        if uid not in self.folders:
+            return NO_FOLDER
+        if self.folder_holds_rules(uid):
+            if request.query.get("forceDeleteRules") != "true":
+                return message(400, "folder cannot be deleted: folder contains alert rules")
+            self.delete_rules(uid)
+        del self.folders[uid]
+        self.boards = {key: board for key, board in self.boards.items() if board.folder != uid}
+        return Answer(200)
+
+    def _list_sources(self, _request: Request, _caller: Caller) -> Answer:
+        logo = "public/app/plugins/datasource/prometheus/img/prometheus_logo.svg"
+        dropped = ("basicAuthUser", "withCredentials", "secureJsonFields", "version")
+        shown = sorted(self.sources.values(), key=lambda source: str(source["name"]))
+        kept = [{name: value for name, value in source.items() if name not in dropped} for source in shown]
+        return Answer(200, [source | {"typeName": "Prometheus", "typeLogoUrl": logo} for source in kept])
+
+    def _create_source(self, request: Request, _caller: Caller) -> Answer:
+        wanted = request.body
+        if "type" not in wanted:
+            return message(400, "bad request data")
+        if not _is_url(wanted.get("url", "")):
+            return message(400, "Validation error, invalid URL")
+        for name in ("name", "uid"):
+            if any(source[name] == wanted[name] for source in self.sources.values()):
+                return message(409, f"data source with the same {name} already exists")
+        number = next(self._source_ids)
+        return self._source_answer(self.add_source(wanted, number=number, version=1), "Data source added")
+
+    def add_source(self, wanted: dict[str, Any], *, number: int, version: int, read_only: bool = False) -> Any:
+        made = {
+            "id": number,
+            "uid": wanted["uid"],
+            "orgId": 1,
+            "name": wanted["name"],
+            "type": wanted["type"],
+            "typeLogoUrl": "",
+            "access": wanted["access"],
+            "url": wanted.get("url", ""),
+            "user": "",
+            "database": "",
+            "basicAuth": False,
+            "basicAuthUser": "",
+            "withCredentials": False,
+            "isDefault": wanted.get("isDefault", False),
+            "jsonData": wanted.get("jsonData", {}),
+            "secureJsonFields": {},
+            "version": version,
+            "readOnly": read_only,
+        }
+        self.sources[wanted["uid"]] = made
+        return made
+
+    def seed_source(self, wanted: dict[str, Any]) -> None:
+        """Add a data source that a file provisions."""
+        self.add_source(wanted, number=next(self._source_ids), version=1, read_only=True)
+
+    def _source_answer(self, source: dict[str, Any], text: str) -> Answer:
+        shown = text.replace("Data source", "Datasource")
+        return Answer(200, {"datasource": source, "id": source["id"], "message": shown, "name": source["name"]})
+
+    def _get_source(self, _request: Request, _caller: Caller, key: str, value: str) -> Answer:
+        found = [source for source in self.sources.values() if source[key] == value]
+        return Answer(200, found[0]) if found else NO_SOURCE
+
+    def _update_source(self, request: Request, _caller: Caller, uid: str) -> Answer:
+        wanted = request.body
+        if uid not in self.sources:
+            return NO_SOURCE
+        old = self.sources[uid]
+        if old["readOnly"]:
+            return message(403, "Cannot update read-only data source")
+        if any(source["name"] == wanted["name"] for key, source in self.sources.items() if key != uid):
+            return message(500, "Failed to update datasource")
+        made = self.add_source(wanted, number=old["id"], version=wanted.get("version", 0) + 1)
+        return self._source_answer(made, "Data source updated")
+
+    def _delete_source(self, _request: Request, _caller: Caller, uid: str) -> Answer:
+        if uid not in self.sources:
+            return NO_SOURCE
+        if self.sources[uid]["readOnly"]:
+            return message(403, "Cannot delete read-only data source")
+        return message(200, "Data source deleted", id=self.sources.pop(uid)["id"])
+
+    def _save_board(self, request: Request, caller: Caller) -> Answer:
+        wanted = copy.deepcopy(request.body["dashboard"])
+        uid, folder = wanted.get("uid", ""), request.body.get("folderUid", "")
+        overwrite = request.body.get("overwrite", False)
+        if not wanted.get("title"):
+            return message(400, "Dashboard title cannot be empty", status="empty-name")
+        if error := uid_error(uid):
+            return message(400, error)
+        if folder and folder not in self.folders:
+            return message(400, "Folder not found")
+        if wanted.get("id") and wanted["id"] not in {board.id for board in self.boards.values()}:
+            return message(404, "Dashboard not found", status="not-found")
+        old = self.boards.get(uid)
+        if old is not None and old.file:
+            return message(400, "Cannot save provisioned dashboard")
+        if old is not None and not overwrite and wanted.get("version") != old.version:
+            return CHANGED_BOARD
+        same = next(self._same_title(wanted["title"], folder, uid), None)
+        if same is not None:
+            if not overwrite:
+                return SAME_NAME
+            old = same  # the other board is replaced and keeps its uid
+        if old is None:
+            old = self.add_board(uid, wanted, folder, login=caller.login)
+        else:
+            old.folder = folder
+            old.save(wanted, request.body.get("message", ""))
+        named = {"id": old.id, "slug": slug(old.title), "status": "success", "uid": old.uid}
+        return Answer(200, {**named, "url": f"/d/{old.uid}/{slug(old.title)}", "version": old.version})
+
+    def _same_title(self, title: str, folder: str, uid: str) -> Iterator[Board]:
+        for board in self.boards.values():
+            if (board.title, board.folder) == (title, folder) and board.uid != uid:
+                yield board
+
+    def _get_board(self, _request: Request, _caller: Caller, uid: str) -> Answer:
+        if uid not in self.boards:
+            return NO_BOARD
+        board = self.boards[uid]
+        folder = self.folders.get(board.folder)
+        may = dict.fromkeys(("canAdd", "canEdit", "canDelete"), True)
+        where = {
+            "folderId": folder.id if folder else 0,
+            "folderUid": board.folder,
+            "folderTitle": folder.title if folder else "General",
+            "folderUrl": f"/dashboards/f/{folder.uid}/{slug(folder.title)}" if folder else "",
+        }
+        meta = {
+            "type": "db",
+            **dict.fromkeys(("canSave", "canEdit", "canAdmin", "canStar", "canDelete"), True),
+            "slug": slug(board.title),
+            "url": f"/d/{uid}/{slug(board.title)}",
+            "expires": "0001-01-01T00:00:00Z",
+            "created": TIME,
+            "updated": TIME,
+            "updatedBy": board.login,
+            "createdBy": board.login,
+            "version": board.version,
+            "hasAcl": False,
+            "isFolder": False,
+            **where,
+            "provisioned": bool(board.file),
+            "provisionedExternalId": board.file,
+            "annotationsPermissions": {"dashboard": may, "organization": may},
+            "hasPublicDashboard": False,
+            **dict.fromkeys(("publicDashboardAccessToken", "publicDashboardUid"), ""),
+            "publicDashboardEnabled": False,
+        }
+        document = board.document | ({"schemaVersion": 99} if self.migrates_boards else {})
+        return Answer(200, {"meta": meta, "dashboard": document})
+
+    def _versions(self, _request: Request, _caller: Caller, uid: str) -> Answer:
+        return Answer(200, self.boards[uid].versions[::-1])
+
+    def _delete_board(self, _request: Request, _caller: Caller, uid: str) -> Answer:
+        if uid not in self.boards:
+            return NO_BOARD
+        board = self.boards[uid]
+        if board.file:
+            return message(400, "provisioned dashboard cannot be deleted")
+        del self.boards[uid]
+        return message(200, f"Dashboard {board.title} deleted", id=board.id, title=board.title)
+
+    def _search(self, request: Request, _caller: Caller) -> Answer:
+        """Return boards and folders. The parameter `folderUIDs` is ignored, as Grafana 9.4 does."""
+        wanted = request.query.get("folderIds")
+        boards = [self._found(board) for board in self.boards.values()]
+        if wanted is not None:
+            return Answer(200, [found for found in boards if str(found["folderId"]) == wanted])
+        folders = [{"id": one.id, "uid": one.uid, "title": one.title, "type": "dash-folder"} for one in self._listed()]
+        return Answer(200, boards if request.query.get("type") == "dash-db" else folders + boards)
+
+    def _listed(self) -> list[Folder]:
+        return list(self.folders.values())
+
+    def _found(self, board: Board) -> dict[str, Any]:
+        address = slug(board.title)
+        found = {
+            "id": board.id,
+            "uid": board.uid,
+            "title": board.title,
+            "uri": f"db/{address}",
+            "url": f"/d/{board.uid}/{address}",
+            "slug": "",
+            "type": "dash-db",
+            "tags": board.document.get("tags", []),
+            "isStarred": False,
+            "folderId": 0,
+            "sortMeta": 0,
+        }
+        folder = self.folders.get(board.folder)
+        if folder is None:
+            return found
+        url = f"/dashboards/f/{folder.uid}/{slug(folder.title)}"
+        return found | {"folderId": folder.id, "folderUid": folder.uid, "folderTitle": folder.title, "folderUrl": url}
+
+
+def _is_url(text: str) -> bool:
+    try:
+        urlsplit(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,257 @@
+"""A server that answers as the recorded Grafana 9.4 does: strict where Grafana is strict, lenient where it is lenient.
+
+Folders, data sources, boards and alerting are models in memory. Answers that need a Prometheus are those of the
+recording. `tests/data/grafana_api/README.md` describes the recording.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Final, Self
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from tests.dashboards.grafana.contract_alerting import Alerting
+from tests.dashboards.grafana.contract_answers import Answer, Caller, Request, Role, message
+from tests.dashboards.grafana.contract_content import Content
+
+ADMIN: Final = ("admin", "admin")
+TOKENS: Final = {
+    "glsa_admin": Role.ADMIN,
+    "glsa_editor": Role.EDITOR,
+    "glsa_viewer": Role.VIEWER,
+    "eyJr_admin": Role.ADMIN,
+}
+"""Service account tokens (`glsa_`) and an API key (`eyJr`), with their roles."""
+
+MOST_WRONG_PASSWORDS: Final = 5
+NOT_FOUND: Final = Answer(404, {"message": "Not found"})
+HEALTH: Final = {"commit": "8f3e923057", "database": "ok", "version": "9.4.0-pre"}
+BUILD: Final = {
+    "buildInfo": {
+        "buildstamp": 1673611911,
+        "commit": "8f3e923057",
+        "edition": "Open Source",
+        "env": "production",
+        "hasUpdate": False,
+        "hideVersion": False,
+        "latestVersion": "",
+        "version": "9.4.0-pre",
+    }
+}
+USER: Final = {
+    "id": 1,
+    "email": "admin@localhost",
+    "name": "",
+    "login": "admin",
+    "theme": "",
+    "orgId": 1,
+    "isGrafanaAdmin": True,
+    "isDisabled": False,
+    "isExternal": False,
+    "authLabels": [],
+    "avatarUrl": "/public/img/user_profile.png",
+}
+ADDRESS: Final = dict.fromkeys(("address1", "address2", "city", "zipCode", "state", "country"), "")
+
+Handler = Callable[..., Answer]
+
+
+def permission(method: str, path: str) -> str | None:
+    """Return the permission that a request needs; None if every role has it."""
+    if path.startswith("/api/v1/provisioning/"):
+        return "alert.provisioning:read" if method == "GET" else "alert.provisioning:write"
+    if path.startswith("/api/admin/provisioning/"):
+        return "provisioning:reload"
+    needed = {
+        ("POST", "folders"): "folders:create",
+        ("PUT", "folders"): "folders:write",
+        ("DELETE", "folders"): "folders:delete",
+        ("POST", "datasources"): "datasources:create",
+        ("PUT", "datasources"): "datasources:write",
+        ("DELETE", "datasources"): "datasources:delete",
+        ("POST", "dashboards"): "any of dashboards:create, dashboards:write",
+        ("DELETE", "dashboards"): "dashboards:delete",
+    }
+    return None if "/proxy/" in path else needed.get((method, path.split("/")[2]))
+
+
+def is_granted(caller: Caller, needed: str) -> bool:
+    """Return True if the caller's role has the permission."""
+    if needed == "provisioning:reload":
+        return caller.is_grafana_admin
+    if caller.role is Role.EDITOR:
+        return needed.startswith(("folders:", "dashboards:", "any of dashboards:"))
+    return caller.role is Role.ADMIN
+
+
+@dataclass
+class ContractServer:
+    """A running contract server with its state.
+
+    - `canned`: recorded answers of requests that need a Prometheus.
+    - `denied`: permissions that no caller has.
+    - `authenticated`: paths of the requests with credentials.
+    - `fail_after`: number of requests after which the server closes each connection without an answer.
+    """
+
+    content: Content = field(default_factory=Content)
+    alerting: Alerting = field(default_factory=Alerting)
+    canned: Mapping[str, Answer] = field(default_factory=dict)
+    version: str = HEALTH["version"]
+    denied: set[str] = field(default_factory=set)
+    fail_after: int | None = None
+    requests: list[str] = field(default_factory=list)
+    authenticated: list[str] = field(default_factory=list)
+    wrong_passwords: int = 0
+    organisations: dict[int, str] = field(default_factory=lambda: {1: "Main Org."})
+
+    def __post_init__(self) -> None:
+        self.content.folder_holds_rules = self.alerting.holds_rules
+        self.content.delete_rules = self.alerting.delete_rules
+        self.alerting.has_folder = lambda uid: uid in self.content.folders
+        self.alerting.has_source = lambda uid: uid in self.content.sources
+
+    def __enter__(self) -> Self:
+        handler = type("Handler", (_Handler,), {"contract": self})
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._http.daemon_threads = True
+        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._http.server_address[1]}"
+
+    @property
+    def writes(self) -> list[str]:
+        """Requests that change something, in their order."""
+        return [request for request in self.requests if not request.startswith("GET")]
+
+    def answer(self, request: Request) -> Answer:
+        """Return the answer to one request."""
+        self.requests.append(f"{request.method} {request.path}")
+        if "Authorization" in request.headers:
+            self.authenticated.append(request.path)
+        if request.path == "/api/health":
+            return Answer(200, HEALTH | {"version": self.version})
+        caller = self._caller(request)
+        if isinstance(caller, Answer):
+            return caller
+        if request.method == "GET" and request.path == "/api/frontend/settings":
+            return Answer(200, BUILD)
+        canned = self.canned.get(request.key())
+        if canned is not None:
+            return canned
+        needed = permission(request.method, request.path)
+        if needed is not None and (needed in self.denied or not is_granted(caller, needed)):
+            text = f"You'll need additional permissions to perform this action. Permissions needed: {needed}"
+            return Answer(403, {"accessErrorId": "ACE1", "message": text, "title": "Access denied"})
+        for method, pattern, handler in self._routes():
+            found = re.fullmatch(pattern, request.path)
+            if found and method == request.method:
+                return handler(request, caller, *map(unquote, found.groups()))
+        return NOT_FOUND
+
+    def _routes(self) -> list[tuple[str, str, Handler]]:
+        own: list[tuple[str, str, Handler]] = [
+            ("GET", "/api/org", self._organisation),
+            ("POST", "/api/orgs", self._create_organisation),
+            ("GET", "/api/user", lambda _request, _caller: Answer(200, USER)),
+            ("POST", "/api/admin/provisioning/([a-z]+)/reload", self._reload),
+            ("POST", "/api/serviceaccounts/", self._service_account),
+            ("POST", "/api/serviceaccounts/([0-9]+)/tokens", self._key),
+            ("POST", "/api/auth/keys", self._key),
+        ]
+        return [*own, *self.content.routes(), *self.alerting.routes()]
+
+    def _caller(self, request: Request) -> Caller | Answer:
+        """Return the caller of a request, or the answer to wrong or missing credentials."""
+        kind, _, value = request.headers.get("Authorization", "").partition(" ")
+        if kind == "Basic":
+            return self._user(request, base64.b64decode(value).decode())
+        if kind != "Bearer":
+            return Answer(401, {"message": "Unauthorized"})
+        if value not in TOKENS:
+            return message(401 if value.startswith("glsa_") else 500, "invalid API key")
+        return Caller(role=TOKENS[value], login="Anonymous", organisation=1)
+
+    def _user(self, request: Request, credentials: str) -> Caller | Answer:
+        organisation = int(request.headers.get("X-Grafana-Org-Id", "1"))
+        is_locked = self.wrong_passwords >= MOST_WRONG_PASSWORDS
+        if credentials != ":".join(ADMIN):
+            self.wrong_passwords += 1
+        if is_locked or credentials != ":".join(ADMIN) or organisation not in self.organisations:
+            return message(401, "invalid username or password")
+        return Caller(role=Role.ADMIN, login="admin", organisation=organisation, is_grafana_admin=True)
+
+    def _organisation(self, _request: Request, caller: Caller) -> Answer:
+        number = caller.organisation
+        return Answer(200, {"id": number, "name": self.organisations[number], "address": ADDRESS})
+
+    def _create_organisation(self, request: Request, _caller: Caller) -> Answer:
+        number = len(self.organisations) + 1
+        self.organisations[number] = request.body["name"]
+        return Answer(200, {"message": "Organization created", "orgId": number})
+
+    def _reload(self, _request: Request, _caller: Caller, kind: str) -> Answer:
+        return Answer(200, {"message": f"{kind.capitalize()} config reloaded"})
+
+    def _service_account(self, request: Request, _caller: Caller) -> Answer:
+        name, role = request.body["name"], request.body["role"]
+        made = {"name": name, "login": f"sa-{name}", "orgId": 1, "isDisabled": False, "role": role, "tokens": 0}
+        return Answer(201, {"id": 2, **made, "avatarUrl": ""})
+
+    def _key(self, request: Request, _caller: Caller, *_account: str) -> Answer:
+        return Answer(200, {"id": 1, "name": request.body["name"], "key": "REDACTED"})
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Reads one HTTP request and writes the answer of the contract server."""
+
+    contract: ContractServer
+    protocol_version = "HTTP/1.1"
+    wbufsize = 1 << 16  # one packet for headers and body, or each answer waits for a delayed acknowledgement
+
+    def handle_request(self) -> None:
+        contract = self.contract
+        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+        if contract.fail_after is not None and len(contract.requests) >= contract.fail_after:
+            self.close_connection = True
+            self.connection.close()
+            return
+        parts = urlsplit(self.path)
+        is_json = "json" in (self.headers.get("Content-Type") or "")
+        request = Request(
+            method=self.command,
+            path=parts.path,
+            query=dict(parse_qsl(parts.query, keep_blank_values=True)),
+            headers=dict(self.headers.items()),
+            body=json.loads(raw) if is_json and raw else raw or None,
+        )
+        answer = contract.answer(request)
+        body = b"" if answer.status == 204 or answer.body == "" else json.dumps(answer.body).encode()
+        if answer.content_type.startswith("text/") and isinstance(answer.body, str):
+            body = answer.body.encode()
+        self.send_response(answer.status)
+        self.send_header("Content-Type", answer.content_type)
+        if answer.status != 204:
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_POST = do_PUT = do_DELETE = handle_request  # noqa: N815 - names of the base class
+
+    def log_message(self, *_: Any) -> None:
+        """Print nothing."""

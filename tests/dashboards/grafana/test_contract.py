@@ -1,0 +1,98 @@
+"""The contract server answers each recorded request as Grafana did, in the order of the recording."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Any, Final
+
+from tests.dashboards.grafana.contract_answers import Answer
+from tests.dashboards.grafana.recorded import Pair, pairs, recorded_server, webhooks
+
+VOLATILE: Final = {"id", "created", "updated", "updatedAt", "createdAt", "accessErrorId", "traceID", "dashboardId"}
+"""Keys whose values differ at each recording."""
+
+CREDENTIALS: Final = {
+    "admin": "Basic admin:admin",
+    "service account token, role Admin": "Bearer glsa_admin",
+    "service account token, role Editor": "Bearer glsa_editor",
+    "service account token, role Viewer": "Bearer glsa_viewer",
+    "service account token that is wrong": "Bearer glsa_wrong",
+    "API key, role Admin": "Bearer eyJr_admin",
+    "API key that is wrong": "Bearer eyJr_wrong",
+    "basic, wrong password": "Basic admin:wrong",
+    "basic admin": "Basic admin:admin",
+    "service account token of org 1": "Bearer glsa_admin",
+    "no credentials": "",
+}
+
+
+def test_every_recorded_answer_is_repeated_with_its_leniency():
+    with recorded_server() as server:
+        different = {one.case: found for one in pairs() if (found := _difference(server.url, one)) is not None}
+
+    assert different == {}
+
+    accepted = {mistake.rpartition(": ")[2] for mistake in server.alerting.mistakes}
+    assert {"folder", "condition", "data source", "uid", "for"} == accepted
+
+
+def test_recording_has_250_pairs_and_8_messages():
+    recorded = [one for one in pairs() if one.answer is not None]
+
+    assert (250, 8) == (len(recorded), len(webhooks()))
+
+
+def test_webhook_messages_lack_private_annotations():
+    alerts = itertools.chain.from_iterable(one["request"]["body"]["alerts"] for one in webhooks())
+
+    assert not [name for alert in alerts for name in alert["annotations"] if name.startswith("__")]
+
+
+def _difference(url: str, one: Pair) -> Any:
+    """Return None if the server answers as recorded, else the expected and the actual answer."""
+    got = _send(url, one)
+    if one.answer is None:
+        return None if got.status < 300 else got
+    expected, actual = _stable(one.answer.body), _stable(got.body)
+    if isinstance(expected, list) and any(text in one.note for text in ("(first 3", "(body cut to the first")):
+        actual = actual[: len(expected)]
+    same = (one.answer.status, expected) == (got.status, actual)
+    return None if same else {"expected": (one.answer.status, expected), "actual": (got.status, actual)}
+
+
+def _send(url: str, one: Pair) -> Answer:
+    kind, _, value = CREDENTIALS[one.sender.partition(", X-Grafana")[0]].partition(" ")
+    secret = base64.b64encode(value.encode()).decode() if kind == "Basic" else value
+    body, headers = one.request.body, dict(one.request.headers) | {"Authorization": f"{kind} {secret}"}
+    if isinstance(body, str):
+        data = body.encode()
+    else:
+        data = None if body is None else json.dumps(body).encode()
+        headers["Content-Type"] = "application/json"
+    query = f"?{urllib.parse.urlencode(one.request.query)}" if one.request.query else ""
+    request = urllib.request.Request(url + one.request.path + query, data, headers, method=one.request.method)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as reply:
+            return Answer(reply.status, _parsed(reply.read()))
+    except urllib.error.HTTPError as error:
+        with error:
+            return Answer(error.code, _parsed(error.read()))
+
+
+def _parsed(raw: bytes) -> Any:
+    try:
+        return json.loads(raw) if raw else ""
+    except ValueError:
+        return raw.decode()
+
+
+def _stable(value: Any) -> Any:
+    """Return a document without the values that differ at each recording."""
+    if isinstance(value, dict):
+        return {name: _stable(part) for name, part in value.items() if name not in VOLATILE}
+    return [_stable(part) for part in value] if isinstance(value, list) else value

@@ -1,0 +1,270 @@
+"""Deployment to a Grafana server and removal from it. With RANKSCOPE_GRAFANA_URL, this server is used."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.dashboards.grafana.conftest import Grafana, complete
+from tests.dashboards.grafana.contract_server import ContractServer
+from tests.dashboards.grafana.recorded import ALERTS_FOLDER, recorded_server
+
+from rankscope_dashboards.grafana.server import Server, UnreachableError
+from rankscope_dashboards.grafana.shipped import Folder, Shipped
+
+NEVER = {"refId": "A", "type": "math", "expression": "0"}
+RULES_FOLDER = "rankscope-alerts"
+
+
+class StoppingServer(Server):
+    """A server that does not answer after a number of requests."""
+
+    remaining = 0
+
+    def _ask(self, method: str, path: str, **options: Any) -> Any:
+        self.remaining -= 1
+        if self.remaining < 0:
+            raise UnreachableError(f"{method} {path} failed")
+        return super()._ask(method, path, **options)
+
+
+def users_rule(folder: str, title: str = "A rule of a user") -> dict[str, Any]:
+    query = {"refId": "A", "datasourceUid": "__expr__", "relativeTimeRange": {"from": 0, "to": 0}, "model": NEVER}
+    states = {"condition": "A", "for": "0s", "noDataState": "OK", "execErrState": "OK"}
+    named = {"uid": "a-users-rule", "title": title, "orgID": 1, "folderUID": folder, "ruleGroup": "users"}
+    return named | states | {"data": [query]}
+
+
+def edit_board(grafana: Grafana) -> None:
+    grafana.save_board(grafana.board()["dashboard"] | {"description": "edited"})
+
+
+def edit_rule(grafana: Grafana) -> None:
+    uid = grafana.content.groups[0].rules[0]["uid"]
+    grafana.save_rule(grafana.rules()[uid] | {"for": "7m"})
+
+
+def edit_source(grafana: Grafana) -> None:
+    path = "/datasources/uid/rankscope-live"
+    grafana.user.put(path, grafana.user.get(path) | {"url": "http://127.0.0.1:7"})
+
+
+EDITS = {"board": edit_board, "rule": edit_rule, "data source": edit_source}
+
+
+def changed_release(content: Shipped) -> Shipped:
+    """Return a later release: other board, other rule, other interval, and one rule less."""
+    board = content.boards[0] | {"description": "of a later release"}
+    first, second = content.groups
+    rules = ({**first.rules[0], "for": "3m"},)
+    return replace(content, boards=(board,), groups=(replace(first, rules=rules, interval_seconds=10), second))
+
+
+def test_complete_deployment_creates_editable_objects(grafana: Grafana):
+    content = complete()
+
+    grafana.deploy(content)
+
+    uids = {rule["uid"] for group in content.groups for rule in group.rules}
+    rules = [grafana.user.get(f"/v1/provisioning/alert-rules/{uid}") for uid in uids]
+    path = f"/v1/provisioning/folder/{RULES_FOLDER}/rule-groups"
+    intervals = [grafana.user.get(f"{path}/{group.name}")["interval"] for group in content.groups]
+    boards = [grafana.user.get(f"/dashboards/uid/{board['uid']}") for board in content.boards]
+    assert {""} == {rule.get("provenance", "") for rule in rules}
+    assert [group.interval_seconds for group in content.groups] == intervals
+    assert {content.boards_folder.uid} == {board["meta"]["folderUid"] for board in boards}
+
+
+def test_second_deployment_writes_nothing(local: Grafana, contract: ContractServer):
+    local.deploy()
+    contract.requests.clear()
+
+    assert (0, []) == (local.deploy(), contract.writes)
+
+
+def test_second_deployment_has_no_changes(grafana: Grafana):
+    grafana.deploy()
+
+    assert 0 == grafana.deploy()
+
+
+def test_dry_run_prints_a_diff_and_writes_nothing(grafana: Grafana):
+    grafana.deploy()
+    edit_board(grafana)
+    before = grafana.board()
+
+    grafana.deploy(changed_release(grafana.content), dry_run=True)
+
+    rule = [line.strip() for line in grafana.lines if '"for"' in line]
+    assert ['- "for": "0s",', '+ "for": "3m",'] == [" ".join(line.split()) for line in rule]
+    assert before == grafana.board()
+
+
+@pytest.mark.parametrize("kind", EDITS)
+def test_changed_object_is_reported_and_kept(grafana: Grafana, kind: str):
+    grafana.deploy()
+    EDITS[kind](grafana)
+
+    count = grafana.deploy()
+
+    assert 0 == count
+    assert f"keep      {kind}" in grafana.text
+
+
+@pytest.mark.parametrize("kind", EDITS)
+def test_force_replaces_a_changed_object(grafana: Grafana, kind: str):
+    grafana.deploy()
+    EDITS[kind](grafana)
+
+    counts = grafana.deploy(force=True), grafana.deploy()
+
+    assert (1, 0) == counts
+
+
+def test_moved_board_is_reported(grafana: Grafana):
+    grafana.deploy()
+    grafana.save_board(grafana.board()["dashboard"], folder="")
+
+    grafana.deploy()
+
+    assert "--force moves it back" in grafana.text
+
+
+def test_boards_that_the_server_migrates_are_not_changed_boards(local: Grafana, contract: ContractServer):
+    contract.content.migrates_boards = True
+    local.deploy()
+
+    unchanged = local.deploy(), local.text
+    edit_board(local)
+    local.deploy()
+
+    assert (0, False) == (unchanged[0], "keep  " in unchanged[1])
+    assert "keep      board" in local.text
+
+
+def test_release_that_returns_later_keys_has_no_changed_rules(local: Grafana, contract: ContractServer):
+    contract.alerting.keeps_later_keys = True
+    local.deploy()
+
+    assert (0, False) == (local.deploy(), "keep  " in local.text)
+
+
+def test_later_release_updates_unchanged_objects(grafana: Grafana):
+    grafana.deploy()
+    release = changed_release(grafana.content)
+
+    grafana.deploy(release)
+
+    dropped = grafana.content.groups[0].rules[1]["uid"]
+    rule = grafana.user.get(f"/v1/provisioning/alert-rules/{release.groups[0].rules[0]['uid']}")
+    assert ("3m", "") == (rule["for"], rule.get("provenance", ""))
+    assert "of a later release" == grafana.board()["dashboard"]["description"]
+    assert dropped not in grafana.rules()
+    assert 0 == grafana.deploy(release)
+
+
+def test_later_release_keeps_a_changed_rule_that_it_drops(grafana: Grafana):
+    grafana.deploy()
+    dropped = grafana.content.groups[0].rules[1]["uid"]
+    grafana.save_rule(grafana.rules()[dropped] | {"for": "9m"})
+
+    grafana.deploy(changed_release(grafana.content))
+
+    assert dropped in grafana.rules()
+    assert "no longer shipped, but it was changed" in grafana.text
+
+
+def test_board_that_a_release_drops_is_deleted(grafana: Grafana):
+    grafana.deploy()
+
+    grafana.deploy(replace(grafana.content, boards=()))
+
+    assert grafana.user.find(f"/dashboards/uid/{grafana.content.boards[0]['uid']}") is None
+
+
+def test_every_interrupted_deployment_is_completed(grafana: Grafana):
+    expected = _state_after(grafana, grafana.deploy)
+
+    for requests in range(9, 54, 7):
+        grafana.undeploy(force=True)
+        stopping = StoppingServer(grafana.url, grafana.credentials)
+        stopping.remaining = requests
+        with pytest.raises(UnreachableError):
+            grafana.deploy(server=stopping)
+        assert expected == _state_after(grafana, grafana.deploy), requests
+
+
+def _state_after(grafana: Grafana, call: Callable[[], int]) -> Any:
+    call()
+    assert 0 == grafana.deploy()
+    rules = grafana.rules().values()
+    board = grafana.board()
+    return (
+        sorted((rule["uid"], rule["title"], rule["for"], rule.get("provenance", "")) for rule in rules),
+        board["dashboard"]["panels"],
+        grafana.user.get("/datasources/uid/rankscope-live")["url"],
+    )
+
+
+def test_undeploy_removes_only_deployed_objects(grafana: Grafana):
+    grafana.user.post("/folders", {"uid": "rankscope-test-team", "title": "Rankscope test team"})
+    grafana.save_rule(users_rule("rankscope-test-team"))
+    grafana.deploy()
+
+    remaining = grafana.undeploy()
+
+    ours = [rule["uid"] for group in grafana.content.groups for rule in group.rules]
+    assert [] == remaining
+    assert not grafana.rules().keys() & set(ours)
+    assert [None] * 3 == [
+        grafana.user.find(path)
+        for path in ("/folders/rankscope", f"/folders/{RULES_FOLDER}", "/datasources/uid/rankscope-live")
+    ]
+    assert "a-users-rule" in grafana.rules()
+    grafana.user.delete("/v1/provisioning/alert-rules/a-users-rule")
+    grafana.user.delete("/folders/rankscope-test-team")
+
+
+def test_undeploy_keeps_a_folder_that_holds_anything_else(grafana: Grafana):
+    grafana.deploy()
+    grafana.save_rule(users_rule(RULES_FOLDER))
+    grafana.save_board({"uid": "a-users-board", "title": "A board of a user", "panels": []})
+
+    remaining = grafana.undeploy()
+
+    assert ["a-users-board", "A rule of a user"] == [
+        line.rsplit(" ", 1)[-1] if "board" in line else line[-16:] for line in remaining
+    ]
+    assert {"a-users-rule"} == grafana.rules().keys() & {"a-users-rule"}
+    grafana.user.delete("/v1/provisioning/alert-rules/a-users-rule")
+    grafana.user.delete("/dashboards/uid/a-users-board")
+
+
+@pytest.mark.parametrize("kind", EDITS)
+def test_undeploy_keeps_a_changed_object(grafana: Grafana, kind: str):
+    grafana.deploy()
+    EDITS[kind](grafana)
+
+    remaining = grafana.undeploy()
+
+    assert any(line.startswith(f"keep      {kind}") for line in remaining)
+    assert [] == grafana.undeploy(force=True)
+
+
+def test_objects_of_provisioning_files_remain(tmp_path: Path):
+    with recorded_server() as server:
+        content = complete()
+        boards = tuple(board for board in content.boards if "step-time" in board["uid"])
+        folder, urls = Folder(uid=ALERTS_FOLDER, title="Training alerts"), {"rankscope-live": "http://other:9090"}
+        before = copy.deepcopy(server.content.boards["rankscope-step-time"].document)
+        local = Grafana(url=server.url, credentials="glsa_admin", folder=tmp_path, content=content)
+
+        local.deploy(replace(content, groups=(), boards=boards, rules_folder=folder), force=True, urls=urls)
+
+        assert before == server.content.boards["rankscope-step-time"].document
+
+    assert 2 == local.text.count("a provisioning file owns it")
