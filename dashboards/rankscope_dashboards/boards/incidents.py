@@ -225,7 +225,7 @@ def _vanished() -> PanelBuilder:
         "Ranks that vanished",
         "Ranks that stopped responding without an exit event. None is normal. Check the host for a lack of memory "
         "and for hardware errors, and the stacks of the other ranks.",
-        empty="No rank vanished",
+        empty="No rank of this run vanished",
     )
     columns = {"rank": Column(heading="Rank"), "Value": Column(heading="Vanished", width=120)}
     return table_panel(text, (Query(f"max by (rank) ({catalogue.RANK_VANISHED.name}{SERVICE_RANKS} == 1)"),), columns)
@@ -246,4 +246,4 @@ def _latest_firings() -> str:
 
 def _of_run(expression: str) -> str:
     """Return the expression of a rule with the run and the ranks of the board in each selector."""
-    return re.sub(r"(rankscope_\w+)\{", rf"\1{RANKS[:-1]}, ".replace("\\1", r"\g<1>"), expression)
+    return re.sub(r"(rankscope_\w+)\{", rf"\1{RANKS[:-1]}, ", expression)
