@@ -241,7 +241,7 @@ def _latest_firings() -> str:
     The service exports the time since the latest firing, and only for one hour.
     """
     age = f"{catalogue.INCIDENT_AGE.name}{SERVICE_RUN}"
-    return f"max by ({_LABELS}) (max_over_time((timestamp({age}) - {age})[$__range:1m])) * 1000"
+    return f"max by ({_LABELS}) (max_over_time((timestamp({age}) - {age})[$__range:$__interval])) * 1000"
 
 
 def _of_run(expression: str) -> str:

@@ -131,12 +131,13 @@ def _top_deviations() -> PanelBuilder:
 def _nonfinite() -> PanelBuilder:
     text = count_text(
         "Tensors with NaN or Inf",
-        "Number of elements that are NaN or infinite, of the 20 tensors with the most. There should be none. The "
-        "kind that comes first in a step is the cause: activations before gradients before parameters. `rankscope "
-        "anomalies RUN` lists them in causal order.",
-        empty="All measured tensors are finite",
+        "Largest number of elements in the time range that were NaN or infinite at a scrape, of the 20 tensors with "
+        "the most. There should be none. The kind that comes first in a step is the cause: activations before "
+        "gradients before parameters. `rankscope anomalies RUN` lists them in causal order, for every step.",
+        empty="All measured tensors were finite",
     )
-    counts = catalogue.TENSOR_VALUE.name + ranks('op=~"nans|infs"')
+    selector = ranks('op=~"nans|infs"')
+    counts = f"max_over_time({catalogue.TENSOR_VALUE.name}{selector}[$__range])"
     columns = {**_TENSOR_COLUMNS, "Value": Column(heading="Elements", width=110)}
     return table_panel(text, (Query(f"topk(20, max by (rank, kind, tensor, op) ({counts} > 0))"),), columns)
 

@@ -206,7 +206,7 @@ def test_annotations_mark_restarts_checkpoints_and_incidents():
     names = {"run_overview", "ranks", "tensors", "incidents"}
     marks = {name: [one["name"] for one in BOARDS[name]["annotations"]["list"]] for name in names}
 
-    assert dict.fromkeys(names, ["Restarts", "Checkpoints", "Incidents"]) == marks
+    assert {name: ["Restarts", "Checkpoints", "Incidents"] for name in names} == marks
     for annotation in ANNOTATIONS:
         assert "${datasource}" == annotation["datasource"]["uid"]
         assert 'run="$run"' in annotation["expr"]
