@@ -176,7 +176,7 @@ def _since_firing() -> PanelBuilder:
     text = PanelText(
         title="Since last firing",
         description="Time since the latest firing of each rule, on any selected rank. The longer the better. It "
-        "falls to 0 at each firing; a curve that stays near 0 is a rule that fires all the time.",
+        "falls to 0 at each firing; a curve that remains near 0 is a rule that fires all the time.",
         unit="s",
         minimum=0,
         empty=NO_FIRINGS,

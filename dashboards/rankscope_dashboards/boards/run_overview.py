@@ -153,7 +153,7 @@ def _latest_values() -> tuple[PanelBuilder, ...]:
     loss = PanelText(
         title="Latest loss",
         description="Last logged loss of each name in the time range, mean of the ranks. Compare it with the curve "
-        "below: it should fall or stay level. NaN is not shown here and counts as an anomaly.",
+        "below: it should fall or remain level. NaN is not shown here and counts as an anomaly.",
         unit="none",
         decimals=4,
         empty="The script logs no loss",
@@ -188,7 +188,7 @@ def _loss() -> PanelBuilder:
     text = PanelText(
         title="Loss",
         description="Loss as logged, of the rank with the highest and the rank with the lowest value, and the mean "
-        "of the ranks smoothed over the time of the variable Smoothing. It should fall or stay level. A gap means "
+        "of the ranks smoothed over the time of the variable Smoothing. It should fall or remain level. A gap means "
         "that no rank logged a loss. NaN is also a gap here and counts as an anomaly. If the curves of the ranks "
         "diverge, the ranks see different data or are no longer replicas.",
         unit="none",

@@ -52,7 +52,7 @@ def _table() -> PanelBuilder:
     text = PanelText(
         title="Runs",
         description="Last values of each run within the time range: state, progress, time left, steps, ranks, start "
-        "of the latest attempt and time of the latest step. Runs of this service that have ended stay in the list. "
+        "of the latest attempt and time of the latest step. Runs of this service that have ended remain in the list. "
         "Click a run to open it, in this time range or from its start to its latest step. Failed or stalled: open "
         "the run, and read `rankscope summary RUN`.",
         unit="none",
