@@ -147,8 +147,8 @@ def _spread() -> PanelBuilder:
         "Spread between ranks",
         "Difference between the highest and the lowest norm of a tensor over the selected ranks, relative to the "
         f"highest, for the {MAX_LINES} tensors with the largest spread. For reduced gradients and parameters of "
-        "replicas it must be 0. For unreduced gradients and activations some spread is normal. If one tensor stands "
-        "out, compare its ranks.",
+        "replicas it must be 0. For unreduced gradients and activations some spread is normal. If one tensor is "
+        "above the others, compare its ranks.",
         empty=NOT_MEASURED,
     )
     norm = f"by (run, kind, tensor) ({catalogue.TENSOR_VALUE.name}{ranks(OF_KIND, OF_TENSORS, NORM)})"

@@ -117,7 +117,7 @@ def test_panels_without_data_show_the_reason():
         assert panel["description"].endswith(f"Without data: {reason}."), panel["title"]
 
 
-def test_panels_of_gpus_say_that_there_is_no_gpu():
+def test_panels_of_gpus_report_that_there_is_no_gpu():
     for _, panel in PANELS:
         if any("rankscope_gpu_" in target["expr"] for target in panel["targets"]):
             assert re.search(r"\bno GPU\b|\bis none\b", panel["fieldConfig"]["defaults"]["noValue"], re.IGNORECASE)
