@@ -57,7 +57,12 @@ def put(folder: Path, then: int) -> None:
     tensors = [_tensor(kind, rank, step, then) for kind in KINDS for rank in (0, 1) for step in range(STEPS)]
     tables = {
         name: pa.Table.from_pylist(made, schema=dataset_schema(name))
-        for name, made in (("scalars", rows), ("tensor_stats", tensors))
+        for name, made in (
+            ("scalars", rows),
+            ("tensor_stats", tensors),
+            ("attempts", [_attempt(step, then) for step in range(STEPS)]),
+            ("events", [_incident(then)]),
+        )
     }
     with Store.open(folder, create=True).claim(owner="before") as writer:
         writer.append(Batch(tables=tables, watermarks={}))
@@ -65,6 +70,20 @@ def put(folder: Path, then: int) -> None:
 
 def _when(rank: int, step: int, then: int) -> dict[str, Any]:
     return {"run": RUN, "attempt": 0, "rank": rank, "step": step, "ts": (then + SECONDS_PER_STEP * step) * 1_000_000}
+
+
+def _attempt(step: int, then: int) -> dict[str, Any]:
+    """Return a version of the attempt, which is running until its last step."""
+    ended = {"state": "completed", "ended_at": (then + SECONDS_PER_STEP * step) * 1_000_000}
+    columns = {"rank": None, "started_at": then * 1_000_000, "planned_steps": STEPS, "last_step": step, "world_size": 2}
+    state = ended if step == STEPS - 1 else {"state": "running"}
+    return {**_when(0, step, then), "source_kind": "live", **columns, **state}
+
+
+def _incident(then: int) -> dict[str, Any]:
+    symptom = {"rule": "AnomalyNan", "kind": Kind.GRAD_REDUCED, "tensor": "weight", "op": "norm"}
+    event = {"type": "incident", "severity": "critical", "message": "", "details": '{"state":"opened"}'}
+    return {**_when(1, 12, then), **symptom, **event}
 
 
 def _tensor(kind: Kind, rank: int, step: int, then: int) -> dict[str, Any]:
@@ -97,11 +116,13 @@ def _rows(spec: MetricSpec, rank: int, step: int, then: int) -> list[dict[str, A
 def panels_of_the_past() -> dict[str, str]:
     """Return the queries whose metrics are all stored, by panel and position, as Grafana sends them."""
     stored = {spec.name for spec in SCALARS} | {STEP.name, TENSOR_VALUE.name, TENSOR_BASELINE.name}
+    stored |= {spec.name for spec in CATALOG.values() if spec.page == "service" and spec.stored_as}
     found = {}
     for board in BOARDS.values():
         for panel in all_panels(board):
             for target in panel.get("targets", ()):
-                if set(re.findall(r"rankscope_\w+", target["expr"])) <= stored:
+                reads_store = 'job="rankscope"' in target["expr"]
+                if reads_store and set(re.findall(r"rankscope_\w+", target["expr"])) <= stored:
                     found[f"{board['title']}: {panel['title']} {target['refId']}"] = substituted(target["expr"])
     return found
 

@@ -27,7 +27,7 @@ from rankscope_dashboards.boards.elements.panels import (
     time_series_panel,
     value_texts,
 )
-from rankscope_dashboards.boards.elements.selectors import RANKS, SERVICE_RANKS, SERVICE_RUN
+from rankscope_dashboards.boards.elements.selectors import ALL_RANKS, RANKS, SERVICE_RANKS, SERVICE_RUN
 
 OPEN_SECONDS: Final = 300
 """Time in seconds after its latest firing for which the board shows an incident as open."""
@@ -238,10 +238,14 @@ def _age(comparison: str) -> str:
 def _latest_firings() -> str:
     """Return PromQL for the time of the latest firing of each incident in the time range, in ms.
 
-    The service exports the time since the latest firing, and only for one hour.
+    The service exports the time since the latest firing, and only for one hour. The store has a sample with the age 0
+    at each change of an incident.
     """
-    age = f"{catalogue.INCIDENT_AGE.name}{SERVICE_RUN}"
-    return f"max by ({_LABELS}) (max_over_time((timestamp({age}) - {age})[$__range:$__interval])) * 1000"
+    live, stored = (
+        f"max by ({_LABELS}) (max_over_time((timestamp({age}) - {age})[$__range:$__interval])) * 1000"
+        for age in (f"{catalogue.INCIDENT_AGE.name}{selector}" for selector in (SERVICE_RUN, ALL_RANKS))
+    )
+    return f"({live} or {stored})"
 
 
 def _of_run(expression: str) -> str:

@@ -23,7 +23,16 @@ from rankscope_dashboards.boards.elements.panels import (
     stat_panel,
     time_series_panel,
 )
-from rankscope_dashboards.boards.elements.selectors import RANKS, SERVICE_RUN, at_end, increase, rate, service
+from rankscope_dashboards.boards.elements.selectors import (
+    ONE_RUN,
+    RANKS,
+    SERVICE_RUN,
+    at_end,
+    in_life,
+    increase,
+    rate,
+    service,
+)
 from rankscope_dashboards.boards.elements.states import STATE_TEXTS, state_number
 from rankscope_dashboards.boards.elements.variables import RANK, RUN, SMOOTH
 
@@ -79,7 +88,7 @@ def _state() -> PanelBuilder:
         mappings=STATE_TEXTS,
         empty=NO_SERVICE,
     )
-    return stat_panel(text, Query(state_number('run="$run"', "[$__range]"), instant=True))
+    return stat_panel(text, Query(state_number(ONE_RUN, "[$__range]"), instant=True))
 
 
 def _progress() -> PanelBuilder:
@@ -89,7 +98,7 @@ def _progress() -> PanelBuilder:
         "rise steadily up to 100 %. If it stops, the panel State shows whether the run ended.",
         empty="The script set no total_steps",
     )
-    return gauge_panel(text, Query(f"max by (run) ({at_end(catalogue.RUN_PROGRESS, SERVICE_RUN)})", instant=True))
+    return gauge_panel(text, Query(in_life(catalogue.RUN_PROGRESS), instant=True))
 
 
 def _time_left() -> PanelBuilder:

@@ -19,14 +19,20 @@ from rankscope_dashboards.boards.elements.panels import (
     table_panel,
     time_series_panel,
 )
-from rankscope_dashboards.boards.elements.selectors import RANKS_OF_RUNS, SERVICE_RUNS, at_end, rate_of_runs
+from rankscope_dashboards.boards.elements.selectors import (
+    RANKS_OF_RUNS,
+    SERVICE_RUNS,
+    SEVERAL_RUNS,
+    at_end,
+    in_life,
+    rate_of_runs,
+)
 from rankscope_dashboards.boards.elements.states import STATE_TEXTS, state_number
 from rankscope_dashboards.boards.elements.variables import RUNS
 
 MAX_LINES: Final = 20
 """Largest number of runs that a panel compares."""
 
-_CHOSEN: Final = 'run=~"$run"'
 _RUN_BOARD: Final = "/d/rankscope-run-overview?var-datasource=${datasource}&var-run=${__data.fields.Run:percentencode}"
 _LINKS: Final = {
     "The run in this time range": _RUN_BOARD + "&${__url_time_range}",
@@ -58,21 +64,16 @@ def _table() -> PanelBuilder:
         unit="none",
         empty="The service exports no run in the time range",
     )
-    milliseconds = " * 1000"
-    gauges = (
-        (catalogue.RUN_PROGRESS, ""),
-        (catalogue.RUN_STEP, ""),
-        (catalogue.RUN_STEPS_PLANNED, ""),
-        (catalogue.RANKS_UP, ""),
-        (catalogue.RANKS_EXPECTED, ""),
-        (catalogue.RUN_ATTEMPT, ""),
-        (catalogue.RUN_START, milliseconds),
-        (catalogue.RUN_LAST_STEP, milliseconds),
-    )
+    gauges = (catalogue.RUN_PROGRESS, catalogue.RUN_STEP, catalogue.RUN_STEPS_PLANNED)
+    latest = f"max by (run) ({at_end(catalogue.RUN_LAST_STEP, SERVICE_RUNS)})"
     queries = [
-        Query(state_number(_CHOSEN, "[$__range]")),
+        Query(state_number(SEVERAL_RUNS, "[$__range]")),
         Query(f"max by (run) ({catalogue.RUN_ETA.name}{SERVICE_RUNS})"),
-        *(Query(f"max by (run) ({at_end(metric, SERVICE_RUNS)}){factor}") for metric, factor in gauges),
+        *(Query(in_life(metric, SEVERAL_RUNS)) for metric in gauges),
+        Query(f"max by (run) ({catalogue.RANKS_UP.name}{SERVICE_RUNS})"),
+        *(Query(in_life(metric, SEVERAL_RUNS)) for metric in (catalogue.RANKS_EXPECTED, catalogue.RUN_ATTEMPT)),
+        Query(f"{in_life(catalogue.RUN_START, SEVERAL_RUNS)} * 1000"),
+        Query(f"({latest} or {in_life(catalogue.RUN_END, SEVERAL_RUNS)}) * 1000"),
     ]
     columns = {
         "run": Column(heading="Run", links=_LINKS),
@@ -99,7 +100,7 @@ def _history() -> PanelBuilder:
         mappings=STATE_TEXTS,
         empty=NO_SERVICE,
     )
-    return history_panel(text, Query(f"topk({MAX_LINES}, {state_number(_CHOSEN)})", "{{run}}"))
+    return history_panel(text, Query(f"topk({MAX_LINES}, {state_number(SEVERAL_RUNS)})", "{{run}}"))
 
 
 def _loss() -> PanelBuilder:

@@ -75,11 +75,19 @@ def test_panel_labels_exist_on_their_metrics():
 
 
 def test_only_queries_on_rank_metrics_name_the_job_and_read_the_store():
-    """A selector with the job also reads the store. Rates are exempt: they query both kinds of samples separately."""
+    """A selector with the job also reads the store. Rates are exempt: they query both kinds of samples separately.
+
+    Queries on metrics of the service that the store has too contain one selector without and one with the job.
+    """
     for title, expression in EXPRESSIONS:
         without = re.sub(SCRAPED_OR_STORED, "", expression)
         for metric, selector in re.findall(r"(rankscope_\w+)\{([^}]*)\}", without):
-            assert ('job="rankscope"' in selector) == (CATALOG[metric].page != "service"), (title, metric)
+            spec, names_job = CATALOG[metric], 'job="rankscope"' in selector
+            assert names_job or spec.page == "service", (title, metric)
+            if names_job and spec.page == "service":
+                assert spec.stored_as, (title, metric)
+                live = selector.removeprefix('job="rankscope", ')
+                assert f"{metric}{{{live}}}" in expression, (title, metric)
 
 
 def test_rates_never_mix_scraped_and_stored_samples():

@@ -69,6 +69,22 @@ def test_first_row_shows_the_last_values_of_an_ended_run(judge):
     assert promql_error(judge, given, checks) is None
 
 
+def test_first_row_shows_a_run_from_the_store_unless_it_is_live(judge):
+    state, progress = "rankscope_run_state", "rankscope_run_progress_ratio"
+    stored = {
+        f'{state}{{job="rankscope", run="r", state="failed"}}': "_x5 1",
+        f'{progress}{{job="rankscope", run="r"}}': "_x5 0.25",
+    }
+    live = {series(state, state="running"): "1x30", series(progress): "0.5x30"}
+    shown = {"stored": (5, 0.25), "live": (1, 0.5)}
+    cases = [
+        (given, [(overview("State"), '{run="r"}', shown[name][0]), (overview("Progress"), '{run="r"}', shown[name][1])])
+        for name, given in (("stored", stored), ("live", stored | live))
+    ]
+
+    assert [None, None] == promql_errors(judge, cases)
+
+
 def test_firings_of_an_ended_rank_are_counted_once(judge):
     own, service = "rankscope_anomaly_events_total", "rankscope_ingest_anomaly_events_total"
     given = {

@@ -7,6 +7,7 @@ from typing import Final
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.model.events import RunState
 from rankscope_dashboards.boards.elements.panels import value_texts
+from rankscope_dashboards.boards.elements.selectors import OF_JOB
 
 _COLOURS: Final = {
     RunState.PENDING: "yellow",
@@ -24,13 +25,18 @@ STATE_TEXTS: Final = value_texts(
 
 
 def state_number(run: str, window: str = "") -> str:
-    """Return PromQL for the position of the state of each run that the matcher `run` selects.
+    """Return PromQL for the position of the state of each run that the matcher `run` selects, live or from the store.
 
     With a `window`, such as `[$__range]`, it is the last state within this time.
     """
 
-    def series(state: RunState) -> str:
-        selected = f'{catalogue.RUN_STATE.name}{{{run}, state="{state}"}}'
-        return f"last_over_time({selected}{window})" if window else selected
+    def number(*matchers: str) -> str:
+        found = []
+        for position, state in enumerate(_COLOURS):
+            selected = ", ".join((*matchers, run, f'state="{state}"'))
+            series = f"{catalogue.RUN_STATE.name}{{{selected}}}"
+            latest = f"last_over_time({series}{window})" if window else series
+            found.append(f"max by (run) ({latest} == 1) * {position}")
+        return " or ".join(found)
 
-    return " or ".join(f"max by (run) ({series(state)} == 1) * {position}" for position, state in enumerate(_COLOURS))
+    return f"{number()} or {number(OF_JOB)}"
