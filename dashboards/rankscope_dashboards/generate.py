@@ -20,6 +20,7 @@ from rankscope_contract.rules.defaults import DEFAULT_RULES
 from rankscope_dashboards.alerts.alert import RUNBOOKS
 from rankscope_dashboards.alerts.groups import alert_groups, rule_file
 from rankscope_dashboards.boards import boards
+from rankscope_dashboards.boards.elements.pages import all_panels
 from rankscope_dashboards.deploy.alertmanager import AlertmanagerSettings, Mail, Receiver, Webhook, alertmanager_config
 from rankscope_dashboards.deploy.prometheus import DEFAULT_ALERTMANAGER, PrometheusSettings, as_yaml, prometheus_config
 from rankscope_dashboards.provisioning.alert_rules import PanelIndex, alert_rules
@@ -55,8 +56,11 @@ COUNTER_PANELS: Final = (
     "Anomaly count",
     "Lost records",
     "Anomalies",
-    "Tensors with firings",
+    "Anomalies by rank",
+    "Tensors that fired",
     "GPUs with memory errors",
+    "Rows set aside",
+    "Internal errors",
 )
 """Titles of the panels that show the total of a counter instead of its rate per second.
 
@@ -133,7 +137,7 @@ def main() -> int:
 
 def _panel_index(board: str) -> PanelIndex:
     document = json.loads(board)
-    return PanelIndex(board=document["uid"], panels={panel["title"]: panel["id"] for panel in document["panels"]})
+    return PanelIndex(board=document["uid"], panels={panel["title"]: panel["id"] for panel in all_panels(document)})
 
 
 def _json(board: object) -> str:

@@ -14,9 +14,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from rankscope_contract.metrics.catalogue import CATALOG
+from rankscope_contract.metrics.catalogue import CATALOG, STEP, TENSOR_BASELINE, TENSOR_VALUE
 from rankscope_contract.metrics.spec import MetricSpec
+from rankscope_contract.model.kinds import Kind
 from rankscope_contract.model.schema import canonical_labels
+from rankscope_dashboards.boards.elements.pages import all_panels
 from rankscope_dashboards.generate import generated_files
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
@@ -26,13 +28,25 @@ STEPS, SECONDS_PER_STEP = 40, 15
 CHOSEN = {"clock": "sm", "type": "uncorrected", "phase": "data_wait"}
 """Label values that panels use."""
 
+KINDS = (Kind.PARAM_AFTER, Kind.GRAD_REDUCED, Kind.ACT_OUT, Kind.EXP_AVG, Kind.COMM_OUT)
+"""One kind of each panel that shows several kinds."""
+
 SCALARS = [spec for spec in CATALOG.values() if (spec.stored_as or "").startswith("scalars:")]
 BOARDS = {
     name: json.loads(text)
     for name, text in generated_files().items()
     if name.startswith("dashboards/") and ".json" in name
 }
-VARIABLES = {"$__rate_interval": "1m", "$__interval": "30s", "$run": f"{RUN}|other", "$rank": ".+"}
+VARIABLES = {
+    "$__rate_interval": "1m",
+    "$__interval": "30s",
+    "$__range": "10m",
+    "$smooth": "1m",
+    "$run": RUN,
+    "$rank": ".+",
+    "$kind": "grad_reduced",
+    "$tensor": ".+",
+}
 
 
 def put(folder: Path, then: int) -> None:
@@ -40,26 +54,75 @@ def put(folder: Path, then: int) -> None:
     rows = [
         row for rank in (0, 1) for step in range(STEPS) for spec in SCALARS for row in _rows(spec, rank, step, then)
     ]
-    table = pa.Table.from_pylist(rows, schema=dataset_schema("scalars"))
+    tensors = [_tensor(kind, rank, step, then) for kind in KINDS for rank in (0, 1) for step in range(STEPS)]
+    tables = {
+        name: pa.Table.from_pylist(made, schema=dataset_schema(name))
+        for name, made in (
+            ("scalars", rows),
+            ("tensor_stats", tensors),
+            ("attempts", [_attempt(step, then) for step in range(STEPS)]),
+            ("events", [_incident(then)]),
+        )
+    }
     with Store.open(folder, create=True).claim(owner="before") as writer:
-        writer.append(Batch(tables={"scalars": table}, watermarks={}))
+        writer.append(Batch(tables=tables, watermarks={}))
+
+
+def _when(rank: int, step: int, then: int) -> dict[str, Any]:
+    return {"run": RUN, "attempt": 0, "rank": rank, "step": step, "ts": (then + SECONDS_PER_STEP * step) * 1_000_000}
+
+
+def _attempt(step: int, then: int) -> dict[str, Any]:
+    """Return a version of the attempt, which is running until its last step."""
+    ended = {"state": "completed", "ended_at": (then + SECONDS_PER_STEP * step) * 1_000_000}
+    columns = {"rank": None, "started_at": then * 1_000_000, "planned_steps": STEPS, "last_step": step, "world_size": 2}
+    state = ended if step == STEPS - 1 else {"state": "running"}
+    return {**_when(0, step, then), "source_kind": "live", **columns, **state}
+
+
+def _incident(then: int) -> dict[str, Any]:
+    symptom = {"rule": "AnomalyNan", "kind": Kind.GRAD_REDUCED, "tensor": "weight", "op": "norm"}
+    event = {"type": "incident", "severity": "critical", "message": "", "details": '{"state":"opened"}'}
+    return {**_when(1, 12, then), **symptom, **event}
+
+
+def _tensor(kind: Kind, rank: int, step: int, then: int) -> dict[str, Any]:
+    value = float(step * (rank + 1))
+    numbers = {
+        "norm": value,
+        "norm_baseline": 1.0,
+        "mean": value,
+        "mean_baseline": 1.0,
+        "nans": step,
+        "placement": "full",
+    }
+    return {**_when(rank, step, then), "kind": kind, "tensor": "weight", **numbers}
 
 
 def _rows(spec: MetricSpec, rank: int, step: int, then: int) -> list[dict[str, Any]]:
     name = (spec.stored_as or "").removeprefix("scalars:")
     labels = canonical_labels({label: CHOSEN.get(label, "x") for label in spec.labels})
-    when = {"run": RUN, "attempt": 0, "rank": rank, "step": step, "ts": (then + SECONDS_PER_STEP * step) * 1_000_000}
-    return [{**when, "name": name, "unit": spec.unit, "labels": labels, "value": float(step * (rank + 1))}]
+    return [
+        {
+            **_when(rank, step, then),
+            "name": name,
+            "unit": spec.unit,
+            "labels": labels,
+            "value": float(step * (rank + 1)),
+        }
+    ]
 
 
 def panels_of_the_past() -> dict[str, str]:
     """Return the queries whose metrics are all stored, by panel and position, as Grafana sends them."""
-    stored = {spec.name for spec in SCALARS} | {"rankscope_step"}
+    stored = {spec.name for spec in SCALARS} | {STEP.name, TENSOR_VALUE.name, TENSOR_BASELINE.name}
+    stored |= {spec.name for spec in CATALOG.values() if spec.page == "service" and spec.stored_as}
     found = {}
     for board in BOARDS.values():
-        for panel in board["panels"]:
+        for panel in all_panels(board):
             for target in panel.get("targets", ()):
-                if set(re.findall(r"rankscope_\w+", target["expr"])) <= stored:
+                reads_store = 'job="rankscope"' in target["expr"]
+                if reads_store and set(re.findall(r"rankscope_\w+", target["expr"])) <= stored:
                     found[f"{board['title']}: {panel['title']} {target['refId']}"] = substituted(target["expr"])
     return found
 
@@ -81,7 +144,7 @@ def shown(prometheus: str, expression: str, then: int) -> list[list[float]]:
 def listed(prometheus: str, then: int) -> dict[str, set[str]]:
     """Return the entries of the variable lists of a board in that time. Grafana requests them from `seriesEndpoint`."""
     found = {}
-    for variable in next(iter(BOARDS.values()))["templating"]["list"]:
+    for variable in BOARDS["dashboards/tensors.json"]["templating"]["list"]:
         if variable["type"] == "query":
             selector, label = re.fullmatch(r"label_values\((.+), (\w+)\)", substituted(variable["query"])).groups()
             window = {"start": then, "end": then + STEPS * SECONDS_PER_STEP}

@@ -121,14 +121,17 @@ def test_programs_reach_each_other_with_tls_and_token(start_up, tmp_path, certif
 
     assert f"https://[::1]:{free_port}" == urls["service"]
     assert [] == [title for title, lines in found.items() if not lines]
-    assert 40 < len(found)
+    assert 60 < len(found)
     board = "Rankscope · Run overview: "
     highest, lowest, rise = [[32, 40, 48]], [[16, 20, 24]], [3 / past.SECONDS_PER_STEP] * 3
     assert [highest, lowest] == [found[f"{board}Loss {place}"] for place in "AB"]
     assert [highest, [[14, 18, 22]]] == [found[f"{board}Gradient norm {place}"] for place in "AB"]
     assert [highest, lowest] == [found[f"{board}Step time {place}"] for place in "AB"]
+    assert [[1, 1, 1]] == found[f"{board}State A"], "running"
+    assert [[pytest.approx(step / past.STEPS) for step in (16, 20, 24)]] == found[f"{board}Progress A"]
     assert [pytest.approx(rise)] == found[f"{board}Tokens per second A"]
-    assert {"run": {past.RUN}, "rank": {"0", "1"}} == past.listed(urls["prometheus"], then)
+    kinds = {"kind": set(past.KINDS), "tensor": {"weight"}}
+    assert {"run": {past.RUN}, "rank": {"0", "1"}} | kinds == past.listed(urls["prometheus"], then)
     assert (
         'Prometheus serves      the whole store, selected by the job label: rankscope_loss{job="rankscope"}'
         in up.output()

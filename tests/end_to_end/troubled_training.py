@@ -32,7 +32,7 @@ GRADIENTS = ["grad_unreduced", "grad_reduced"]
 
 CONFIG = {
     "console": False,
-    "quantities": ["parameters", "gradients", "optimizer_state", "hashes"],
+    "quantities": ["parameters", "gradients", "optimizer_state", "hashes", "activations"],
     "options": {"hashes": {"every": 1}},
     "rules": [
         {"rule_name": "AnomalyNan"},
@@ -70,7 +70,7 @@ def main() -> None:
 
     net.weight.register_hook(spoil)
     ddp = DistributedDataParallel(net)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4, momentum=0.9)
     monitor = rankscope.Monitor(CONFIG, total_steps=PLANNED_STEPS)
     with monitor.attach(ddp, optimizer):
         wait_for(folder / "go")
@@ -84,7 +84,7 @@ def main() -> None:
             if (step, rank) == (PARTING_STEP, 1):
                 with torch.no_grad():
                     net.bias[0] += 1e-3
-            monitor.log(loss=loss, grad_norm=norm, tokens=32)
+            monitor.log(loss=loss, grad_norm=norm, tokens=32, accuracy=0.5)
             time.sleep(PAUSE_SECONDS)
             if step in WAITING_STEPS:
                 wait_for(folder / f"seen-{step}")

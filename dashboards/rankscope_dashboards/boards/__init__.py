@@ -1,14 +1,17 @@
 """The Grafana boards. To add a board, add a module with a function `board()` to this folder.
 
-The name of the module becomes the uid of the board.
+The name of the module becomes the uid of the board. The boards need Grafana's SDK, which only developers install. Its
+import is deferred to `boards()`, so that `boards.elements.names` and `boards.elements.pages` do not need the SDK.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+from typing import TYPE_CHECKING
 
-from grafana_foundation_sdk.builders.dashboard import Dashboard
+if TYPE_CHECKING:
+    from grafana_foundation_sdk.builders.dashboard import Dashboard
 
 
 def boards() -> dict[str, Dashboard]:

@@ -1,15 +1,17 @@
-"""The Grafana board "Run overview": state, progress, convergence, speed, anomalies, completeness of telemetry."""
+"""The Grafana board "Run overview": state, progress, convergence and speed of one run."""
 
 from __future__ import annotations
 
-from typing import Final
-
 from grafana_foundation_sdk.builders import dashboard as builders
 
-from rankscope_contract.metrics import catalogue
+from rankscope_contract.metrics import catalogue, hardware
+from rankscope_contract.metrics.spec import MetricSpec
 from rankscope_contract.model.events import RunState
+from rankscope_dashboards.boards.elements.annotations import RUN_ANNOTATIONS
 from rankscope_dashboards.boards.elements.board import Section, SizedPanel, make_board
+from rankscope_dashboards.boards.elements.firings import firings
 from rankscope_dashboards.boards.elements.panels import (
+    NO_SERVICE,
     ZERO_IS_GOOD,
     PanelBuilder,
     PanelText,
@@ -19,135 +21,123 @@ from rankscope_dashboards.boards.elements.panels import (
     gauge_panel,
     over_ranks,
     stat_panel,
-    table_panel,
     time_series_panel,
-    value_texts,
-    with_run_link,
 )
-from rankscope_dashboards.boards.elements.selectors import ALL_RANKS, RANKS, SERVICE_RANKS, SERVICE_RUNS, rate
-
-UID: Final = "rankscope-run-overview"
-
-ONCE: Final = "attach|warm_up"
-"""Regular expression for values of the label `thread` in the metric of the CPU time of Rankscope.
-
-It matches work that the monitor does only once, at its start."""
-
-STATES: Final = {
-    RunState.PENDING: "yellow",
-    RunState.RUNNING: "green",
-    RunState.STALLED: "orange",
-    RunState.COMPLETED: "blue",
-    RunState.STOPPED: "text",
-    RunState.FAILED: "red",
-}
+from rankscope_dashboards.boards.elements.selectors import (
+    ONE_RUN,
+    RANKS,
+    SERVICE_RUN,
+    at_end,
+    in_life,
+    increase,
+    rate,
+    service,
+)
+from rankscope_dashboards.boards.elements.states import STATE_TEXTS, state_number
+from rankscope_dashboards.boards.elements.variables import RANK, RUN, SMOOTH
 
 
 def board() -> builders.Dashboard:
     """Return the board "Run overview" without its uid, which `boards()` sets."""
-    description = "State, progress and health of training runs."
     sections = (
         Section(
             "Status",
             (
-                SizedPanel(_state(), 6, 5),
+                SizedPanel(_state(), 5, 5),
                 SizedPanel(_progress(), 5, 5),
-                SizedPanel(_time_left(), 4, 5),
+                SizedPanel(_time_left(), 5, 5),
                 SizedPanel(_ranks_up(), 3, 5),
                 SizedPanel(_anomaly_count(), 3, 5),
                 SizedPanel(_lost_records(), 3, 5),
             ),
         ),
+        Section("Latest values", tuple(SizedPanel(panel, 6, 4) for panel in _latest_values())),
         Section(
             "Convergence",
             (SizedPanel(_loss(), 12, 9), SizedPanel(_grad_norm(), 12, 9), SizedPanel(_learning_rate(), 24, 7)),
         ),
         Section("Speed", (SizedPanel(_tokens_per_second(), 12, 8), SizedPanel(_step_time(), 12, 8))),
         Section(
-            "Anomalies and replicas",
+            "Other curves",
             (
-                SizedPanel(_anomalies(), 12, 9),
-                SizedPanel(_firing_tensors(), 12, 9),
-                SizedPanel(_replica_divergence(), 24, 6),
+                SizedPanel(_perplexity(), 12, 8),
+                SizedPanel(_logged_numbers(), 12, 8),
+                SizedPanel(_mfu(), 8, 8),
+                SizedPanel(_tflops(), 8, 8),
+                SizedPanel(_skipped_steps(), 8, 8),
             ),
-        ),
-        Section(
-            "Telemetry",
-            (
-                SizedPanel(_lag(), 12, 8),
-                SizedPanel(_since_commit(), 12, 8),
-                SizedPanel(_overhead(), 12, 8),
-                SizedPanel(_sampling_interval(), 12, 8),
-            ),
+            is_folded=True,
         ),
     )
-    return make_board("Run overview", description, sections)
+    return make_board(
+        "Run overview",
+        "State, progress, convergence and speed of one run.",
+        sections,
+        variables=(RUN, RANK, SMOOTH),
+        annotations=RUN_ANNOTATIONS,
+    )
 
 
 def _state() -> PanelBuilder:
-    # The state is a label, but a stat panel shows numbers. The query returns the position of the state in STATES; the
-    # value mapping replaces the position by the name of the state.
-    numbered = " or ".join(
-        f'max by (run) ({catalogue.RUN_STATE.name}{{run=~"$run", state="{state}"}} == 1) * {position}'
-        for position, state in enumerate(STATES)
-    )
-    texts = {str(position): (state.value, colour) for position, (state, colour) in enumerate(STATES.items())}
     text = PanelText(
         title="State",
-        description="State of the run as the service determines it from registrations, records, exit events and "
-        "missing responses. Green: running. Blue: completed. Stalled: ranks respond but complete no step. Failed: "
-        "`rankscope summary RUN` shows the rank and the reason. Click a run to show only this run.",
+        description="Last state of the run in the time range, as the service determines it from registrations, "
+        "records, exit events and missing responses. Green: running. Blue: completed. Stalled: ranks respond but "
+        "complete no step. Failed: `rankscope summary RUN` shows the rank and the reason.",
         unit="none",
-        mappings=value_texts(texts),
+        mappings=STATE_TEXTS,
+        empty=NO_SERVICE,
     )
-    return with_run_link(stat_panel(text, Query(numbered, "{{run}}", instant=True)), UID)
+    return stat_panel(text, Query(state_number(ONE_RUN, "[$__range]"), instant=True))
 
 
 def _progress() -> PanelBuilder:
     text = fraction_text(
         "Progress",
-        "Completed steps as a fraction of the planned steps (`total_steps`). Empty if training reports no number of "
-        "planned steps.",
+        "Completed steps as a fraction of the planned steps (`total_steps`), at the end of the time range. It should "
+        "rise steadily up to 100 %. If it stops, the panel State shows whether the run ended.",
+        empty="The script set no total_steps",
     )
-    return gauge_panel(
-        text, Query(f"max by (run) ({catalogue.RUN_PROGRESS.name}{SERVICE_RUNS})", "{{run}}", instant=True)
-    )
+    return gauge_panel(text, Query(in_life(catalogue.RUN_PROGRESS), instant=True))
 
 
 def _time_left() -> PanelBuilder:
     text = PanelText(
         title="Time left",
-        description="Time for the remaining steps at the speed of the last 30 s. It jumps after a checkpoint or an "
-        "evaluation. Empty if the number of planned steps is unknown, no step completes, or the run has ended.",
+        description="Time for the remaining steps at the speed of the last 30 s. It should fall as fast as the clock "
+        "runs. It jumps after a checkpoint or an evaluation, and grows while training is slow.",
         unit="dtdurations",
         decimals=0,
+        empty="The run has ended, makes no steps, or has no total_steps",
     )
-    return stat_panel(text, Query(f"max by (run) ({catalogue.RUN_ETA.name}{SERVICE_RUNS})", "{{run}}", instant=True))
+    return stat_panel(text, Query(f"max by (run) ({catalogue.RUN_ETA.name}{SERVICE_RUN})", instant=True))
 
 
 def _ranks_up() -> PanelBuilder:
     text = count_text(
         "Ranks up",
-        "Ranks that are alive, and below them the ranks that the launches should have. Completed and stopped runs "
-        "count in neither. Fewer than expected: some ranks never registered, ended early, or stopped responding. "
-        "`/api/v1/targets` of the service lists them.",
+        "Ranks that are alive, and below them the ranks that the launch should have. Fewer than expected: some ranks "
+        "never registered, ended early, or stopped responding. `/api/v1/targets` of the service lists them.",
+        empty="The run has ended",
     )
-    done = f'{catalogue.RUN_STATE.name}{{run=~"$run", state=~"{RunState.COMPLETED}|{RunState.STOPPED}"}} == 1'
+    ended = service(f'state=~"{RunState.COMPLETED}|{RunState.STOPPED}"')
+    done = f"{catalogue.RUN_STATE.name}{ended} == 1"
     up, expected = (
-        Query(f"sum(max by (run) ({metric.name}{SERVICE_RUNS}) unless on (run) ({done}))", legend, instant=True)
+        Query(f"sum(max by (run) ({metric.name}{SERVICE_RUN}) unless on (run) ({done}))", legend, instant=True)
         for metric, legend in ((catalogue.RANKS_UP, "up"), (catalogue.RANKS_EXPECTED, "expected"))
     )
-    return stat_panel(text, up, expected)
+    return stat_panel(text, up, expected, with_names=True)
 
 
 def _anomaly_count() -> PanelBuilder:
     text = count_text(
         "Anomaly count",
-        "Number of rule firings, including those of ranks that have ended. 0 is normal. Above 0: the panels below "
-        "show the rule and the rank, and `rankscope anomalies RUN` shows the first cause.",
+        "Number of rule firings, including those of ranks that have ended. 0 is normal. Above 0: the board Incidents "
+        "shows rule, rank and time, and `rankscope anomalies RUN` shows the first cause.",
         thresholds=ZERO_IS_GOOD,
+        empty="No rule is configured, or the run has ended",
     )
-    return stat_panel(text, Query(f"sum by (run) ({_firings()})", "{{run}}", instant=True))
+    return stat_panel(text, Query(f"sum by (run) ({firings()})", instant=True))
 
 
 def _lost_records() -> PanelBuilder:
@@ -157,62 +147,109 @@ def _lost_records() -> PanelBuilder:
         "the history. 0 is normal. Above 0: check whether the service was down or is too slow. A spool preserves the "
         "records of a killed rank.",
         thresholds=ZERO_IS_GOOD,
+        empty=NO_SERVICE,
     )
-    return stat_panel(
-        text, Query(f"sum by (run) ({catalogue.LOST_RECORDS.name}{SERVICE_RUNS})", "{{run}}", instant=True)
+    return stat_panel(text, Query(f"sum by (run) ({at_end(catalogue.LOST_RECORDS, SERVICE_RUN)})", instant=True))
+
+
+def _latest_values() -> tuple[PanelBuilder, ...]:
+    """Return the panels with the last step, loss, learning rate and speed in the time range."""
+    step = count_text(
+        "Step",
+        "Highest completed step of the selected ranks at the end of the time range. It rises while training runs. If "
+        "it does not, look at the state and at the panel Steps behind of the board Ranks.",
+    )
+    loss = PanelText(
+        title="Latest loss",
+        description="Last logged loss of each name in the time range, mean of the ranks. Compare it with the curve "
+        "below: it should fall or remain level. NaN is not shown here and counts as an anomaly.",
+        unit="none",
+        decimals=4,
+        empty="The script logs no loss",
+    )
+    learning_rate = PanelText(
+        title="Latest learning rate",
+        description="Learning rate of each parameter group at the end of the time range. It should follow the "
+        "schedule; if it does not, check the scheduler and the state that was loaded at a restart.",
+        unit="sci",
+        decimals=2,
+        empty="No optimizer is attached",
+    )
+    speed = PanelText(
+        title="Latest speed",
+        description="Tokens per second of all selected ranks, now. Compare it with the curve below: it should be level "
+        "except at checkpoints and evaluations. 0: no step completes.",
+        unit="suffix: tok/s",
+        decimals=0,
+        empty="The run has ended, or the script logs no tokens",
+    )
+    loss_query = f"avg by (run, loss) ({at_end(catalogue.LOSS, RANKS)})"
+    rate_query = f"max by (run, group) ({at_end(catalogue.LEARNING_RATE, RANKS)})"
+    return (
+        stat_panel(step, Query(f"max by (run) ({at_end(catalogue.STEP, RANKS)})", instant=True)),
+        stat_panel(loss, Query(loss_query, "{{loss}}", instant=True), with_names=True),
+        stat_panel(learning_rate, Query(rate_query, "{{group}}", instant=True), with_names=True),
+        stat_panel(speed, Query(_speed("run"), instant=True)),
     )
 
 
 def _loss() -> PanelBuilder:
     text = PanelText(
         title="Loss",
-        description="Loss as logged, without smoothing, of the rank with the highest and the rank with the lowest "
-        "value. Select one rank to see it alone. A gap means that no rank logged a loss. NaN is also a gap here and "
-        "counts as an anomaly. If the two curves diverge, the ranks see different data or are no longer replicas.",
+        description="Loss as logged, of the rank with the highest and the rank with the lowest value, and the mean "
+        "of the ranks smoothed over the time of the variable Smoothing. It should fall or remain level. A gap means "
+        "that no rank logged a loss. NaN is also a gap here and counts as an anomaly. If the curves of the ranks "
+        "diverge, the ranks see different data or are no longer replicas.",
         unit="none",
+        empty="The script logs no loss",
     )
-    return time_series_panel(
-        text, *over_ranks(f"({catalogue.LOSS.name}{RANKS})", "max", "min", by="run, loss", legend="{{run}} {{loss}}")
-    )
+    raw = over_ranks(f"({catalogue.LOSS.name}{RANKS})", "max", "min", by="run, loss", legend="{{loss}}")
+    smoothed = f"avg by (run, loss) (avg_over_time({catalogue.LOSS.name}{RANKS}[$smooth]))"
+    return time_series_panel(text, *raw, Query(smoothed, "{{loss}} smoothed"))
 
 
 def _grad_norm() -> PanelBuilder:
     text = PanelText(
         title="Gradient norm",
         description="Highest and lowest gradient norm within each interval, so that a spike between two points is "
-        "visible. The norm often rises some steps before the loss. The scale is logarithmic: a tenfold increase is one "
-        "decade for every model.",
+        "visible, and the smoothed mean of the ranks. The norm often rises some steps before the loss. The scale is "
+        "logarithmic: a tenfold increase is one decade for every model. If it rises, check the data and the learning "
+        "rate.",
         unit="none",
+        empty="The script logs no gradient norm",
     )
     series = f"{catalogue.GRAD_NORM.name}{RANKS}"
-    high = Query(f"max by (run) (max_over_time({series}[$__interval]))", "{{run}} highest")
-    low = Query(f"min by (run) (min_over_time({series}[$__interval]))", "{{run}} lowest")
-    return time_series_panel(text, high, low, logarithmic=True)
+    high = Query(f"max by (run) (max_over_time({series}[$__interval]))", "highest")
+    low = Query(f"min by (run) (min_over_time({series}[$__interval]))", "lowest")
+    smoothed = Query(f"avg by (run) (avg_over_time({series}[$smooth]))", "smoothed")
+    return time_series_panel(text, high, low, smoothed, logarithmic=True)
 
 
 def _learning_rate() -> PanelBuilder:
     text = PanelText(
         title="Learning rate",
-        description="Learning rate of each parameter group. Check a jump that is not in the schedule, and a warm-up "
-        "that starts again after a restart.",
+        description="Learning rate of each parameter group. It should follow the schedule. Check a jump that is not "
+        "in the schedule, and a warm-up that starts again after a restart.",
         unit="sci",
+        decimals=2,
+        empty="No optimizer is attached",
     )
-    return time_series_panel(
-        text, Query(f"max by (run, group) ({catalogue.LEARNING_RATE.name}{RANKS})", "{{run}} {{group}}")
-    )
+    query = f"max by (run, group) ({catalogue.LEARNING_RATE.name}{RANKS})"
+    return time_series_panel(text, Query(query, "{{group}}"), many=True)
 
 
 def _tokens_per_second() -> PanelBuilder:
     text = PanelText(
         title="Tokens per second",
         description="Tokens per second, as the sum of the selected ranks, and of the slowest rank. Ranks wait for each "
-        "other, so all ranks slow down together. The phase times show the slow rank, this panel does not. Dips at "
+        "other, so all ranks slow down together. The board Ranks shows the slow rank, this panel does not. Dips at "
         "regular intervals are checkpoints or evaluations.",
         unit="suffix: tok/s",
         minimum=0,
+        empty="The script logs no tokens",
     )
     slowest = f"min by (run) ({_speed('run, rank')})"
-    return time_series_panel(text, Query(_speed("run"), "{{run}} all"), Query(slowest, "{{run}} slowest rank"))
+    return time_series_panel(text, Query(_speed("run"), "all ranks"), Query(slowest, "slowest rank"))
 
 
 def _step_time() -> PanelBuilder:
@@ -227,102 +264,70 @@ def _step_time() -> PanelBuilder:
     return time_series_panel(text, *over_ranks(f"({catalogue.STEP_SECONDS.name}{RANKS})", "max", "min"))
 
 
-def _anomalies() -> PanelBuilder:
-    text = count_text(
-        "Anomalies",
-        "Number of firings of each rule on the 20 ranks with the most firings, counted at every step. Ranks without "
-        "firings have no line. An increase is an incident. If one rank is affected, check its data and hardware. If "
-        "all ranks are affected at the same time, check the model and the learning rate schedule.",
-        minimum=0,
-    )
-    query = f"topk by (run, rule) (20, sum by (run, rank, rule) ({_firings()}) > 0)"
-    return time_series_panel(text, Query(query, "{{run}} {{rule}} rank {{rank}}"))
-
-
-def _firing_tensors() -> PanelBuilder:
-    text = count_text(
-        "Tensors with firings",
-        "Tensor statistics with the most rule firings, by rank. The first tensor that fires is the cause: `rankscope "
-        "anomalies RUN` lists the tensors in causal order.",
-    )
-    labels = {"run": "Run", "rank": "Rank", "rule": "Rule", "kind": "Kind", "tensor": "Tensor", "op": "Statistic"}
-    by = ", ".join(labels)
-    query = Query(f"topk(20, sum by ({by}) ({catalogue.TENSOR_ANOMALY_EVENTS.name}{RANKS}))")
-    return table_panel(text, query, {**labels, "Value": "Firings"})
-
-
-def _replica_divergence() -> PanelBuilder:
-    text = count_text(
-        "Replica divergence",
-        "Number of replica groups whose ranks hold different parameters although these should be bit-identical. 0 is "
-        "normal. Empty: the quantity `hashes` is not measured. Above 0: `rankscope anomalies RUN` shows step, tensor "
-        "and ranks. From this step on, the ranks train different models.",
-    )
-    value, step = (
-        f"by (run, replicas) ({metric.name}{ALL_RANKS})"
-        for metric in (catalogue.REPLICA_HASH, catalogue.REPLICA_HASH_STEP)
-    )
-    differs, comparable = f"max {value} != bool min {value}", f"max {step} == bool min {step}"
-    return time_series_panel(text, Query(f"sum by (run) (({differs}) * ({comparable}))", "{{run}}"))
-
-
-def _lag() -> PanelBuilder:
-    text = count_text(
-        "Ingest lag",
-        "Records that a rank has published and the service has not committed yet, for the rank with the most. A "
-        "sawtooth between two commits is normal. A line that only rises means that the service is too slow and will "
-        "lose records. A line that ends means that the service is down.",
-        minimum=0,
-    )
-    return time_series_panel(
-        text, Query(f"max by (run) ({catalogue.LAG_RECORDS.name}{SERVICE_RANKS})", "{{run}} furthest behind")
-    )
-
-
-def _since_commit() -> PanelBuilder:
+def _perplexity() -> PanelBuilder:
     text = PanelText(
-        title="Since last commit",
-        description="Time since the last commit to the store, over all runs of the service. A few seconds are normal "
-        "during training. The time grows if nothing trains, the disk is full, or the service is down.",
-        unit="s",
-        minimum=0,
+        title="Perplexity",
+        description="Exponential of each loss, mean of the ranks. It has a meaning only for a cross-entropy in nats, "
+        "such as the loss of a language model. It should fall; read a rise like a rise of the loss.",
+        unit="none",
+        empty="The script logs no loss",
     )
-    # Use the last value of the past hour: a service that is down exports nothing, and the line must continue to rise.
-    last = f"last_over_time({catalogue.LAST_COMMIT.name}[1h])"
-    return time_series_panel(text, Query(f"time() - max({last} > 0)", "since last commit"))
+    query = f"exp(avg by (run, loss) ({catalogue.LOSS.name}{RANKS}))"
+    return time_series_panel(text, Query(query, "{{loss}}"), logarithmic=True)
 
 
-def _overhead() -> PanelBuilder:
+def _logged_numbers() -> PanelBuilder:
+    text = PanelText(
+        title="Other logged numbers",
+        description="Numbers that the script logged under other names, such as the loss of an evaluation: the 20 first "
+        "names, mean of the ranks. Their meaning and their normal values are those of the script.",
+        unit="none",
+        empty="The script logs no other numbers",
+    )
+    query = f"topk by (run) (20, avg by (run, name) ({catalogue.SCALAR.name}{RANKS}))"
+    return time_series_panel(text, Query(query, "{{name}}"), many=True)
+
+
+def _mfu() -> PanelBuilder:
     text = fraction_text(
-        "Monitoring overhead",
-        "CPU time of Rankscope per second, on the rank with the highest value, without one-time work at the start. "
-        "`max_overhead` limits this value by sampling fewer steps.",
+        "Model FLOP utilisation",
+        "FLOPs of forward and backward pass, without recomputation, relative to the peak of the devices. Mean of the "
+        "ranks, and the lowest rank. The name shows how the FLOPs were determined. Compare a run with itself: if the "
+        "level falls and does not recover, check for a slow GPU, a slow link and a slow data loader.",
         maximum=None,
+        empty="The peak of this device is unknown, or no FLOPs are counted",
     )
-    own = rate(catalogue.OVERHEAD_SECONDS, f'thread!~"{ONCE}"')
-    share = Query(f"max by (run) (sum by (run, rank) {own})", "{{run}}")
-    return time_series_panel(text, share)
+    return time_series_panel(text, *_by_method(hardware.MFU))
 
 
-def _sampling_interval() -> PanelBuilder:
-    text = count_text(
-        "Sampling interval factor",
-        "1: the sampling interval is as configured. Above 1: monitoring exceeded `max_overhead`, and all ranks "
-        "multiply the interval by this factor. Events of type `budget` contain the time and the reason.",
+def _tflops() -> PanelBuilder:
+    text = PanelText(
+        title="TFLOP/s per GPU",
+        description="Model FLOPs per second on one device, in TFLOP/s. Also available if the peak of the device is "
+        "unknown. Ranks wait for each other, so all slow down together. In pipeline parallelism each rank counts only "
+        "the FLOPs of its own stage.",
+        unit="suffix: TFLOP/s",
         minimum=0,
+        empty="No FLOPs are counted in this run",
     )
-    return time_series_panel(text, Query(f"max by (run) ({catalogue.SAMPLING_STRETCH.name}{RANKS})", "{{run}}"))
+    return time_series_panel(text, *_by_method(hardware.TFLOPS_PER_GPU))
 
 
-def _firings() -> str:
-    """Return PromQL for the number of firings of each rank, rule and kind.
-
-    A rank and the service each have such a counter. While the rank is alive, its counter is the more recent one; after
-    its end, only the counter of the service remains. The maximum of both counters counts each firing once.
-    """
-    both = f"{catalogue.ANOMALY_EVENTS.name}{RANKS} or {catalogue.ANOMALIES_INGESTED.name}{SERVICE_RANKS}"
-    return f"max by (run, rank, rule, kind) ({both})"
+def _skipped_steps() -> PanelBuilder:
+    text = count_text(
+        "Skipped steps",
+        "Steps without an optimizer update within each interval, on the rank with the most. A few at the start are "
+        "normal with a loss scaler. Steps that are skipped again and again mean that the gradients are not finite.",
+        minimum=0,
+        empty="No step was skipped in the time range",
+    )
+    return time_series_panel(text, Query(f"max by (run) ({increase(catalogue.SKIPPED_STEPS)})", "skipped"))
 
 
 def _speed(by: str) -> str:
     return f"sum by ({by}) {rate(catalogue.TOKENS)}"
+
+
+def _by_method(metric: MetricSpec) -> list[Query]:
+    series = f"({metric.name}{RANKS})"
+    return over_ranks(series, "avg", "min", by="run, method", legend="{{method}}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rankscope_dashboards.alerts.alert import RUNBOOKS, Alert, AlertGroup
-from rankscope_dashboards.boards.elements.board import LIVE_SOURCE
+from rankscope_dashboards.boards.elements.names import LIVE_SOURCE
 from rankscope_dashboards.provisioning.datasources import ORGANISATION
 
 FOLDER: Final = "Training alerts"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from rankscope_dashboards.boards.elements.board import LIVE_SOURCE
+from rankscope_dashboards.boards.elements.names import LIVE_SOURCE
 from rankscope_dashboards.deploy.prometheus import PrometheusSettings, duration
 
 PROMETHEUS_URL: Final = "${RANKSCOPE_PROMETHEUS_URL}"

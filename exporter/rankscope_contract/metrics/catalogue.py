@@ -194,22 +194,48 @@ INCIDENT_AGE = service_gauge(
     "rankscope_ingest_incident_age_seconds",
     "Time since the latest firing of an incident. The labels describe its first firing, in causal order of all ranks.",
     "run rank rule severity kind tensor op step",
+    stored_as="events.type",
 )
 LAG_RECORDS = service_gauge(
     "rankscope_ingest_lag_records",
     "Records that a rank has published but the service has not yet committed.",
     "run rank",
 )
-RUN_STATE = service_gauge("rankscope_run_state", "1 for the current state of a run, 0 for other states.", "run state")
+RUN_STATE = service_gauge(
+    "rankscope_run_state",
+    "1 for the current state of a run, 0 for other states.",
+    "run state",
+    stored_as="attempts.state",
+)
 RANKS_MISSING = service_gauge(
     "rankscope_run_ranks_missing",
     "World size of the latest attempt minus its live ranks; 0 if the attempt completed or was stopped.",
     "run",
 )
-RUN_ATTEMPT = service_gauge("rankscope_run_attempt", "Number of the latest attempt of a run, starting at 0.", "run")
-RUN_START = service_gauge("rankscope_run_start_timestamp_seconds", "Start of the latest attempt, in UTC.", "run")
+RUN_ATTEMPT = service_gauge(
+    "rankscope_run_attempt",
+    "Number of the latest attempt of a run, starting at 0.",
+    "run",
+    stored_as="attempts.attempt",
+)
+RUN_START = service_gauge(
+    "rankscope_run_start_timestamp_seconds",
+    "Start of the latest attempt, in UTC.",
+    "run",
+    stored_as="attempts.started_at",
+)
+RUN_END = service_gauge(
+    "rankscope_run_end_timestamp_seconds",
+    "End of the latest attempt, in UTC; absent while it is active.",
+    "run",
+    stored_as="attempts.ended_at",
+)
 RUN_STEP = service_gauge(
-    "rankscope_run_step", "Highest step received from any rank of the latest attempt.", "run", unit="steps"
+    "rankscope_run_step",
+    "Highest step received from any rank of the latest attempt.",
+    "run",
+    unit="steps",
+    stored_as="attempts.last_step",
 )
 RUN_LAST_STEP = service_gauge(
     "rankscope_run_last_step_timestamp_seconds",
@@ -217,15 +243,26 @@ RUN_LAST_STEP = service_gauge(
     "run",
 )
 RUN_STEPS_PLANNED = service_gauge(
-    "rankscope_run_steps_planned", "Planned number of steps of a run; absent if unknown.", "run", unit="steps"
+    "rankscope_run_steps_planned",
+    "Planned number of steps of a run; absent if unknown.",
+    "run",
+    unit="steps",
+    stored_as="attempts.planned_steps",
 )
-RUN_PROGRESS = service_gauge("rankscope_run_progress_ratio", "Completed steps divided by planned steps.", "run")
+RUN_PROGRESS = service_gauge(
+    "rankscope_run_progress_ratio",
+    "Completed steps divided by planned steps.",
+    "run",
+    stored_as="attempts.last_step",
+)
 RUN_ETA = service_gauge(
     "rankscope_run_eta_seconds",
     "Estimated time for the remaining steps at the speed of the last 30 s; absent after the end of the run.",
     "run",
 )
-RANKS_EXPECTED = service_gauge("rankscope_run_ranks_expected", "World size of the latest attempt.", "run")
+RANKS_EXPECTED = service_gauge(
+    "rankscope_run_ranks_expected", "World size of the latest attempt.", "run", stored_as="attempts.world_size"
+)
 RANKS_UP = service_gauge("rankscope_run_ranks_up", "Ranks that registered and have not ended.", "run")
 RANK_VANISHED = service_gauge(
     "rankscope_rank_vanished", "1 for a rank that stopped responding without an exit event, else 0.", "run rank"

@@ -58,6 +58,7 @@ Otherwise Prometheus would miss the first increase of a counter.
 _RUN_GAUGES: Final[Mapping[MetricSpec, Callable[[RunProgress], float | None]]] = {
     catalogue.RUN_ATTEMPT: lambda run: run.attempt,
     catalogue.RUN_START: lambda run: _seconds(run.started_at),
+    catalogue.RUN_END: lambda run: _seconds(run.ended_at),
     catalogue.RUN_STEP: lambda run: run.step,
     catalogue.RUN_LAST_STEP: lambda run: _seconds(run.last_step_at),
     catalogue.RUN_STEPS_PLANNED: lambda run: run.planned_steps,

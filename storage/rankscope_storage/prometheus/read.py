@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 from typing import Final
 
@@ -21,6 +22,7 @@ from rankscope_storage.connection import Connection
 from rankscope_storage.prometheus.external_series import ExternalSeries
 from rankscope_storage.prometheus.query import SeriesQuery
 from rankscope_storage.prometheus.rank_series import RankSeries
+from rankscope_storage.prometheus.run_series import RunSeries
 from rankscope_storage.prometheus.series import ResultLimit, Series, labelled, merge_series
 
 MEMORY_BYTES: Final = 1 << 30
@@ -167,5 +169,5 @@ def _of_ranks(
     of_ranks = question.without(external_labels)
     if of_ranks is None:
         return
-    for series in RankSeries(connection, of_ranks, limit).read():
+    for series in chain(RankSeries(connection, of_ranks, limit).read(), RunSeries(connection, of_ranks, limit).read()):
         yield Series(labelled({**external_labels, **dict(series.labels)}), series.times_ms, series.values)

@@ -6,33 +6,32 @@ import json
 import re
 import subprocess
 from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 import yaml
+from tests.dashboards.boards.promql import substituted
 
 from rankscope_contract.metrics.catalogue import CATALOG
 from rankscope_dashboards import boards as boards_package
 from rankscope_dashboards.boards import boards
+from rankscope_dashboards.boards.elements.pages import BOARD_PAGES, PANEL_PAGES, all_panels, with_pages
 from rankscope_dashboards.generate import PROVISIONING, generated_files, stale_files
+from rankscope_storage.api.store import Store
+from rankscope_view.site import Site
 
 BOARDS = {Path(name).stem: json.loads(text) for name, text in generated_files().items() if name.endswith(".json")}
-PANELS = [(name, panel) for name, board in BOARDS.items() for panel in board["panels"] if panel["type"] != "row"]
+PANELS = [(name, panel) for name, board in BOARDS.items() for panel in all_panels(board) if panel["type"] != "row"]
 EXPRESSIONS = [(panel["title"], target["expr"]) for _, panel in PANELS for target in panel["targets"]]
-VARIABLES = {"$__rate_interval": "1m", "$__interval": "30s", "$run": "demo", "$rank": ".+"}
+ANNOTATIONS = [one for board in BOARDS.values() for one in board.get("annotations", {}).get("list", ())]
 SCRAPED_OR_STORED = re.compile(
     r"""(?x) (?P<how>rate|increase) \( (?P<counter>\w+) \{ (?P<who>[^}]*) \} \[\$__rate_interval\] \)
     \ or\ (?P=how) \( (?P=counter) \{ job="rankscope",\ (?P=who) \} \[\$__rate_interval\] \)
     \ unless\ on\ \(run,\ rank\)\ present_over_time
-    \( rankscope_step \{ run=~"\$run",\ rank=~"\$rank" \} \[\$__rate_interval\] \)"""
+    \( rankscope_step \{ run=~?"\$run"(,\ rank=~"\$rank")? \} \[\$__rate_interval\] \)"""
 )
 """Rate or increase of a counter: of the scraped samples, or of the stored samples for ranks that were not scraped."""
 UNITS = set(json.loads(Path(__file__).with_name("data").joinpath("grafana_units.json").read_text())["units"])
-
-
-def substituted(expression: str) -> str:
-    for variable, value in VARIABLES.items():
-        expression = expression.replace(variable, value)
-    return expression
 
 
 def cells(panel):
@@ -59,44 +58,55 @@ def test_stale_files_lists_changed_missing_and_obsolete_files(tmp_path):
     )
 
 
-@pytest.mark.parametrize(("title", "expression"), EXPRESSIONS)
-def test_panel_metrics_are_in_the_metric_catalog(title, expression):
-    names = set(re.findall(r"rankscope_\w+", expression))
+def test_panel_metrics_are_in_the_metric_catalog():
+    for title, expression in EXPRESSIONS:
+        names = set(re.findall(r"rankscope_\w+", expression))
 
-    assert names
-    assert names <= CATALOG.keys()
-
-
-@pytest.mark.parametrize(("title", "expression"), EXPRESSIONS)
-def test_panel_labels_exist_on_their_metrics(title, expression):
-    for metric, selector in re.findall(r"(rankscope_\w+)\{([^}]*)\}", expression):
-        used = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector))
-
-        assert used - {"job"} <= set(CATALOG[metric].all_labels), metric
+        assert names, title
+        assert names <= CATALOG.keys(), title
 
 
-@pytest.mark.parametrize(("title", "expression"), EXPRESSIONS)
-def test_only_queries_on_rank_metrics_name_the_job_and_read_the_store(title, expression):
-    """A selector with the job also reads the store. Rates are exempt: they query both kinds of samples separately."""
-    without = re.sub(SCRAPED_OR_STORED, "", expression)
-    for metric, selector in re.findall(r"(rankscope_\w+)\{([^}]*)\}", without):
-        assert ('job="rankscope"' in selector) == (CATALOG[metric].page != "service"), metric
+def test_panel_labels_exist_on_their_metrics():
+    for title, expression in EXPRESSIONS:
+        for metric, selector in re.findall(r"(rankscope_\w+)\{([^}]*)\}", expression):
+            used = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector))
+
+            assert used - {"job"} <= set(CATALOG[metric].all_labels), (title, metric)
 
 
-@pytest.mark.parametrize(("title", "expression"), EXPRESSIONS)
-def test_rates_never_mix_scraped_and_stored_samples(title, expression):
-    """Stored samples are a few milliseconds older than scraped ones, so a merged counter would seem to reset."""
-    without = re.sub(SCRAPED_OR_STORED, "", expression)
+def test_only_queries_on_rank_metrics_name_the_job_and_read_the_store():
+    """A selector with the job also reads the store. Rates are exempt: they query both kinds of samples separately.
 
-    assert not re.search(r"\b(rate|irate|increase)\(", without)
+    Queries on metrics of the service that the store has too contain one selector without and one with the job.
+    """
+    for title, expression in EXPRESSIONS:
+        without = re.sub(SCRAPED_OR_STORED, "", expression)
+        for metric, selector in re.findall(r"(rankscope_\w+)\{([^}]*)\}", without):
+            spec, names_job = CATALOG[metric], 'job="rankscope"' in selector
+            assert names_job or spec.page == "service", (title, metric)
+            if names_job and spec.page == "service":
+                assert spec.stored_as, (title, metric)
+                live = selector.removeprefix('job="rankscope", ')
+                assert f"{metric}{{{live}}}" in expression, (title, metric)
 
 
-@pytest.mark.parametrize(("title", "expression"), EXPRESSIONS)
-def test_every_query_selects_the_chosen_run(title, expression):
-    for metric in re.findall(r"(rankscope_\w+)(?:$|[^\w{])", expression):
-        assert "run" not in CATALOG[metric].all_labels, f"{metric} is queried without a run"
-    for selector in re.findall(r"rankscope_\w+\{([^}]*)\}", expression):
-        assert 'run=~"$run"' in selector
+def test_rates_never_mix_scraped_and_stored_samples():
+    """Stored samples are a few milliseconds older than scraped ones, so a merged counter would seem to reset.
+
+    Only metrics of ranks are stored.
+    """
+    for title, expression in EXPRESSIONS:
+        without = re.sub(SCRAPED_OR_STORED, "", expression)
+        for metric in re.findall(r"\b(?:rate|irate|increase)\((\w+)", without):
+            assert "service" == CATALOG[metric].page, title
+
+
+def test_every_query_selects_the_chosen_run():
+    for title, expression in EXPRESSIONS:
+        for metric in re.findall(r"(rankscope_\w+)(?:$|[^\w{])", expression):
+            assert "run" not in CATALOG[metric].all_labels, (title, metric)
+        for selector in re.findall(r"rankscope_\w+\{([^}]*)\}", expression):
+            assert 'run="$run"' in selector or 'run=~"$run"' in selector, title
 
 
 def test_every_panel_has_a_description_longer_than_80_characters():
@@ -106,20 +116,109 @@ def test_every_panel_has_a_description_longer_than_80_characters():
         assert panel["description"].endswith("."), panel["title"]
 
 
+def test_panels_without_data_show_the_reason():
+    """The reason is also in the description, for the reader of a panel that has data."""
+    for _, panel in PANELS:
+        reason = panel["fieldConfig"]["defaults"]["noValue"]
+
+        assert len(reason.split()) >= 4, panel["title"]
+        assert panel["description"].endswith(f"Without data: {reason}."), panel["title"]
+
+
+def test_panels_of_gpus_report_that_there_is_no_gpu():
+    for _, panel in PANELS:
+        if any("rankscope_gpu_" in target["expr"] for target in panel["targets"]):
+            assert re.search(r"\bno GPU\b|\bis none\b", panel["fieldConfig"]["defaults"]["noValue"], re.IGNORECASE)
+
+
 def test_units_are_known_to_grafana():
     assert 273 == len(UNITS)
-    for _, panel in PANELS:
-        unit = panel["fieldConfig"]["defaults"]["unit"]
+    columns = [override for _, panel in PANELS for override in panel["fieldConfig"]["overrides"] or ()]
+    units = [(panel["title"], panel["fieldConfig"]["defaults"]["unit"]) for _, panel in PANELS]
+    units += [
+        (column["matcher"]["options"], one["value"])
+        for column in columns
+        for one in column["properties"]
+        if one["id"] == "unit"
+    ]
+    for title, unit in units:
+        assert unit in UNITS or re.fullmatch(r"(suffix|prefix|currency|time):.+", unit), (title, unit)
 
-        assert unit in UNITS or re.fullmatch(r"(suffix|prefix|currency|time):.+", unit), (panel["title"], unit)
+
+def test_learning_rates_have_two_decimals():
+    """Without decimals, Grafana shows 5.9999999999999995e-5."""
+    scientific = [panel["fieldConfig"]["defaults"] for _, panel in PANELS]
+    scientific = [settings for settings in scientific if settings["unit"] == "sci"]
+
+    assert 2 == len(scientific)
+    assert {2} == {settings["decimals"] for settings in scientific}
 
 
-def test_thresholds_are_one_colour_or_zero_is_good():
+def test_thresholds_are_one_colour_or_have_a_meaning():
     """The SDK and the Grafana editor would otherwise set red from 80 on every panel."""
     for _, panel in PANELS:
         steps = panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
+        deviation = [None, 0.5, 1.5, 3]
 
-        assert [step["value"] for step in steps] in ([None], [None, 1]), panel["title"]
+        assert [step["value"] for step in steps] in ([None], [None, 1], deviation), panel["title"]
+        assert len(steps) < 4 or "baseline" in panel["description"]
+
+
+def test_legends_do_not_repeat_the_selected_run():
+    for name, panel in PANELS:
+        for target in panel["targets"]:
+            assert ("{{run}}" in target.get("legendFormat", "")) <= (name == "runs"), panel["title"]
+
+
+def test_only_wide_panels_have_a_legend_at_the_side():
+    for _, panel in PANELS:
+        if panel["type"] == "timeseries" and panel["options"]["legend"]["placement"] == "right":
+            assert panel["gridPos"]["w"] >= 12, panel["title"]
+
+
+def test_names_of_tensors_have_the_remaining_width_of_their_table():
+    """Tables with tensors have the whole width of the board, and all other columns have a fixed width."""
+    tables = [panel for _, panel in PANELS if panel["type"] == "table" and "tensor" in panel["targets"][0]["expr"]]
+    tables = [panel for panel in tables if "Tensor" in json.dumps(panel["transformations"])]
+
+    assert 6 == len(tables)
+    for panel in tables:
+        fixed = {one["matcher"]["options"] for one in panel["fieldConfig"]["overrides"]}
+        assert 24 == panel["gridPos"]["w"]
+        (organize,) = [one for one in panel["transformations"] if one["id"] == "organize"]
+        assert {"Tensor"} == set(organize["options"]["renameByName"].values()) - fixed
+
+
+def test_boards_have_at_most_20_panels_with_unique_titles():
+    assert {"runs", "run_overview", "ranks", "tensors", "incidents", "pipeline"} == BOARDS.keys()
+    titles = [panel["title"] for _, panel in PANELS]
+
+    assert len(titles) == len(set(titles))
+    assert all(sum(owner == name for owner, _ in PANELS) <= 20 for name in BOARDS)
+
+
+def test_first_board_links_to_a_run_with_its_range_and_data_source():
+    (table,) = [panel for _, panel in PANELS if panel["title"] == "Runs"]
+    (column,) = [one for one in table["fieldConfig"]["overrides"] if one["matcher"]["options"] == "Run"]
+    (links,) = [one["value"] for one in column["properties"] if one["id"] == "links"]
+
+    for link in links:
+        assert link["url"].startswith(f"/d/{BOARDS['run_overview']['uid']}?")
+        assert "var-run=${__data.fields.Run" in link["url"]
+        assert "var-datasource=${datasource}" in link["url"]
+    assert links[0]["url"].endswith("&${__url_time_range}")
+    assert links[1]["url"].endswith("&from=${__data.fields.Started.numeric}&to=${__data.fields.Latest.numeric}")
+
+
+def test_annotations_mark_restarts_checkpoints_and_incidents():
+    names = {"run_overview", "ranks", "tensors", "incidents"}
+    marks = {name: [one["name"] for one in BOARDS[name]["annotations"]["list"]] for name in names}
+
+    assert {name: ["Restarts", "Checkpoints", "Incidents"] for name in names} == marks
+    for annotation in ANNOTATIONS:
+        assert "${datasource}" == annotation["datasource"]["uid"]
+        assert 'run="$run"' in annotation["expr"]
+        assert "job=" not in annotation["expr"], "marks do not read the store"
 
 
 @pytest.mark.parametrize("name", BOARDS)
@@ -134,39 +233,96 @@ def test_board_has_a_stable_uid_and_links_to_the_other_boards(name):
     assert ["rankscope"] == board["tags"] == link["tags"]
     assert link["keepTime"]
     assert link["includeVars"]
-    assert [*range(1, len(board["panels"]) + 1)] == [panel["id"] for panel in board["panels"]]
+    ids = [panel["id"] for panel in all_panels(board)]
+    assert [*range(1, len(ids) + 1)] == ids
+
+
+ONE_RUN = ["datasource", "run", "rank", "pages"]
+VARIABLES_OF = {
+    "runs": ["datasource", "run", "pages"],
+    "run_overview": ["datasource", "run", "rank", "smooth", "pages"],
+    "ranks": ONE_RUN,
+    "tensors": ["datasource", "run", "rank", "kind", "tensor", "pages"],
+    "incidents": ONE_RUN,
+    "pipeline": ONE_RUN,
+}
 
 
 @pytest.mark.parametrize("name", BOARDS)
-def test_run_and_rank_variables_allow_several_values_and_list_series(name):
+def test_variables_select_one_run_and_several_ranks_from_series(name):
     """Lists also contain runs from before Prometheus started: remote read returns series, but no label values."""
-    run, rank = BOARDS[name]["templating"]["list"][1:]
+    found = {variable["name"]: variable for variable in BOARDS[name]["templating"]["list"]}
 
-    runs, ranks = 'rankscope_step{job="rankscope"}', 'rankscope_step{job="rankscope", run=~"$run"}'
-    assert ("run", f"label_values({runs}, run)") == (run["name"], run["query"])
-    assert ("rank", f"label_values({ranks}, rank)") == (rank["name"], rank["query"])
-    for variable in (run, rank):
-        assert (True, True, ".+") == (variable["multi"], variable["includeAll"], variable["allValue"])
+    assert VARIABLES_OF[name] == list(found)
+    step, value = 'rankscope_step{job="rankscope"', 'rankscope_tensor_value{job="rankscope", run="$run"'
+    queries = {
+        "run": f"label_values({step}}}, run)",
+        "rank": f'label_values({step}, run="$run"}}, rank)',
+        "kind": f"label_values({value}}}, kind)",
+        "tensor": f'label_values({value}, rank=~"$rank", kind="$kind"}}, tensor)',
+    }
+    for variable in (one for one in found.values() if one["type"] == "query"):
+        has_all = variable["name"] in {"rank", "tensor"} or name == "runs"
+        assert queries[variable["name"]] == variable["query"]
+        assert has_all == variable["multi"] == variable["includeAll"]
+        assert (".+" if has_all else None) == variable.get("allValue")
+        assert variable["sort"] in range(7), "Grafana 9.4 does not know other orders"
+
+
+def test_panels_link_to_the_pages_only_if_their_address_is_known():
+    for board in BOARDS.values():
+        linked = with_pages(board, "https://host:9470/base/")
+        (variable,) = [one for one in linked["templating"]["list"] if one["name"] == "pages"]
+
+        assert board == with_pages(board, "")
+        assert (2, "https://host:9470/base") == (variable["hide"], variable["query"])
+        assert all("links" not in panel for panel in all_panels(board))
+        urls = [panel["links"][0]["url"] for panel in all_panels(linked) if panel["type"] != "row"]
+        assert all(url.startswith("${pages}/") for url in urls)
+        linked["templating"]["list"] = board["templating"]["list"]
+        for panel in all_panels(linked):
+            panel.pop("links", None)
+        assert board == linked
+
+
+@pytest.mark.parametrize("path", sorted({*BOARD_PAGES.values(), *PANEL_PAGES.values()} - {"/service"}))
+def test_links_to_the_pages_lead_to_a_page(tmp_path, path):
+    Store.open(tmp_path, create=True)
+    target = urlsplit(path.replace("${run:percentencode}", "r").replace("${kind:percentencode}", "grad_reduced"))
+    answer = Site(tmp_path).respond([one for one in target.path.split("/") if one], dict(parse_qsl(target.query)))
+
+    assert b"There is no page" not in answer.body
+    assert answer.status in {200, 404}
+
+
+def test_address_of_the_pages_without_a_scheme_is_rejected():
+    with pytest.raises(ValueError, match="https://host:port/path"):
+        with_pages(BOARDS["runs"], "host:9470")
 
 
 @pytest.mark.parametrize("name", BOARDS)
 def test_panels_fill_the_grid_without_gaps_or_overlaps(name):
-    taken = [cell for panel in BOARDS[name]["panels"] for cell in cells(panel)]
+    taken = [cell for panel in all_panels(BOARDS[name]) for cell in cells(panel)]
     height = max(y for _, y in taken) + 1
 
     assert len(taken) == len(set(taken))
     assert {(x, y) for x in range(24) for y in range(height)} == set(taken)
 
 
+LEAST_SIZES = {"stat": (3, 4), "gauge": (4, 5), "timeseries": (6, 7), "table": (8, 7), "status-history": (12, 7)}
+
+
 def test_panels_have_the_minimum_size_of_their_type():
     for _, panel in PANELS:
-        least = {"stat": (3, 4), "gauge": (4, 5), "timeseries": (8, 7), "table": (8, 7)}[panel["type"]]
+        least = LEAST_SIZES[panel["type"]]
 
-        assert (panel["gridPos"]["w"], panel["gridPos"]["h"]) >= least, panel["title"]
+        assert panel["gridPos"]["w"] >= least[0], panel["title"]
+        assert panel["gridPos"]["h"] >= least[1], panel["title"]
 
 
 def test_prometheus_parses_every_expression(promtool, tmp_path):
-    rules = [{"record": f"panel:{number}", "expr": substituted(text)} for number, (_, text) in enumerate(EXPRESSIONS)]
+    texts = [text for _, text in EXPRESSIONS] + [annotation["expr"] for annotation in ANNOTATIONS]
+    rules = [{"record": f"panel:{number}", "expr": substituted(text)} for number, text in enumerate(texts)]
     path = tmp_path / "rules.yml"
     path.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}), encoding="utf-8")
     done = subprocess.run([promtool, "check", "rules", path], capture_output=True, text=True, check=False)

@@ -1,101 +1,152 @@
-"""Board "Run overview" with completed runs, dead ranks, a service that is down, and many ranks."""
+"""Queries of the boards with completed runs, dead ranks, a service that is down, and many ranks."""
 
 from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
+from tests.dashboards.boards.promql import AT, promql_error, promql_errors, query_of
 
 from rankscope_contract.metrics.catalogue import CATALOG
+from rankscope_dashboards.boards.elements.pages import all_panels
 from rankscope_dashboards.generate import generated_files
 
-PANELS = {panel["title"]: panel for panel in json.loads(generated_files()["dashboards/run_overview.json"])["panels"]}
-VARIABLES = {"$__rate_interval": "1m", "$__interval": "30s", "$run": ".+", "$rank": ".+"}
-AT = 300
+FILES = generated_files()
+BOARDS = {Path(name).stem: json.loads(text) for name, text in FILES.items() if name.endswith(".json")}
 MAX_LINES = 20
 RANKS = 50
 
+overview, incidents, pipeline = (query_of(BOARDS[name]) for name in ("run_overview", "incidents", "pipeline"))
+DRAWN = [
+    (name, panel["title"], place)
+    for name, board in BOARDS.items()
+    for panel in all_panels(board)
+    if panel["type"] == "timeseries"
+    for place in range(len(panel["targets"]))
+]
 
-def query(title, position=0):
-    expression = PANELS[title]["targets"][position]["expr"]
-    for variable, value in VARIABLES.items():
-        expression = expression.replace(variable, value)
-    return expression
 
-
-def promql_error(judge, given, checks):
-    """Return promtool's error, or None if each expression has the expected result at the end of the series `given`.
-
-    `checks`: tuples of (expression, labels of the only sample or None for no sample, its value).
-    """
-    queries = [
-        {
-            "expr": expression,
-            "eval_time": f"{AT}s",
-            "exp_samples": [] if labels is None else [{"labels": labels, "value": value}],
-        }
-        for expression, labels, value in checks
-    ]
-    series = [{"series": name, "values": values} for name, values in given.items()]
-    test = {"interval": "10s", "input_series": series, "promql_expr_test": queries}
-    return judge([({"groups": []}, {"evaluation_interval": "10s", "tests": [test]})])[0]
+def series(metric, **changes):
+    """Return a series of the catalogue in run r, with value x for the labels that `changes` does not contain."""
+    labels = dict.fromkeys(CATALOG[metric].all_labels, "x") | {"run": "r", "rank": "0"} | changes
+    own = {name: value for name, value in labels.items() if name in CATALOG[metric].all_labels}
+    own |= {"job": "rankscope"} if CATALOG[metric].page == "rank" else {}
+    text = ", ".join(f'{name}="{value}"' for name, value in own.items())
+    return f"{metric}{{{text}}}"
 
 
 def test_ranks_of_completed_runs_are_not_counted_as_missing(judge):
-    given = {
-        'rankscope_run_ranks_up{run="live"}': "2x30",
-        'rankscope_run_ranks_expected{run="live"}': "4x30",
-        'rankscope_run_state{run="live", state="running"}': "1x30",
-        'rankscope_run_state{run="live", state="completed"}': "0x30",
-        'rankscope_run_ranks_up{run="done"}': "0x30",
-        'rankscope_run_ranks_expected{run="done"}': "8x30",
-        'rankscope_run_state{run="done", state="completed"}': "1x30",
+    live = {
+        series("rankscope_run_ranks_up"): "2x30",
+        series("rankscope_run_ranks_expected"): "4x30",
+        series("rankscope_run_state", state="running"): "1x30",
+        series("rankscope_run_state", state="completed"): "0x30",
     }
+    ended = live | {series("rankscope_run_state", state="completed"): "1x30"}
+    up, expected = overview("Ranks up"), overview("Ranks up", 1)
 
-    assert promql_error(judge, given, [(query("Ranks up"), "{}", 2), (query("Ranks up", 1), "{}", 4)]) is None
+    assert promql_error(judge, live, [(up, "{}", 2), (expected, "{}", 4)]) is None
+    assert promql_error(judge, ended, [(up, None, 0), (expected, None, 0)]) is None
+
+
+def test_first_row_shows_the_last_values_of_an_ended_run(judge):
+    given = {
+        series("rankscope_run_state", state="completed"): "0x9 1 stale",
+        series("rankscope_run_state", state="running"): "1x9 0 stale",
+        series("rankscope_run_progress_ratio"): "0+0.125x8 stale",
+        series("rankscope_ingest_lost_records_total"): "7x10 stale",
+        series("rankscope_run_eta_seconds"): "5x9 stale",
+    }
+    checks = [
+        (overview("State"), '{run="r"}', 3),
+        (overview("Progress"), '{run="r"}', 1),
+        (overview("Lost records"), '{run="r"}', 7),
+        (overview("Time left"), None, 0),
+    ]
+
+    assert promql_error(judge, given, checks) is None
+
+
+def test_first_row_shows_a_run_from_the_store_unless_it_is_live(judge):
+    state, progress = "rankscope_run_state", "rankscope_run_progress_ratio"
+    stored = {
+        f'{state}{{job="rankscope", run="r", state="failed"}}': "_x5 1",
+        f'{progress}{{job="rankscope", run="r"}}': "_x5 0.25",
+    }
+    live = {series(state, state="running"): "1x30", series(progress): "0.5x30"}
+    shown = {"stored": (5, 0.25), "live": (1, 0.5)}
+    cases = [
+        (given, [(overview("State"), '{run="r"}', shown[name][0]), (overview("Progress"), '{run="r"}', shown[name][1])])
+        for name, given in (("stored", stored), ("live", stored | live))
+    ]
+
+    assert [None, None] == promql_errors(judge, cases)
 
 
 def test_firings_of_an_ended_rank_are_counted_once(judge):
     own, service = "rankscope_anomaly_events_total", "rankscope_ingest_anomaly_events_total"
-    labels = 'run="r", rule="AnomalyNan", kind="grad_reduced"'
     given = {
-        f'{own}{{{labels}, rank="0", job="rankscope", instance="r/0"}}': "3x10 stale",
-        f'{service}{{{labels}, rank="0", instance="s"}}': "3x30",
-        f'{own}{{{labels}, rank="1", job="rankscope", instance="r/1"}}': "5x30",
-        f'{service}{{{labels}, rank="1", instance="s"}}': "4x30",
-        f'{own}{{{labels}, rank="2", job="rankscope", instance="r/2"}}': "0x30",
+        series(own): "3x10 stale",
+        series(service): "3x30",
+        series(own, rank="1"): "5x30",
+        series(service, rank="1"): "4x30",
+        series(own, rank="2"): "0x30",
     }
-    lines = query("Anomalies")
+
+    assert promql_error(judge, given, [(overview("Anomaly count"), '{run="r"}', 8)]) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [("0x29 2", 2), ("0x10 2x20", None), ("_x29 1", 1), ("9x28 1 1", None)],
+    ids=["new firings", "old firings", "new counter", "restart"],
+)
+def test_bars_of_anomalies_are_exact_and_at_their_time(judge, values, expected):
+    given = {series("rankscope_anomaly_events_total", rule="AnomalyNan"): values}
+    labels = None if expected is None else '{run="r", rule="AnomalyNan"}'
+
+    assert promql_error(judge, given, [(incidents("Anomalies"), labels, expected)]) is None
+
+
+def test_incidents_are_open_for_five_minutes_after_their_last_firing(judge):
+    new, old = (series("rankscope_ingest_incident_age_seconds", rule=rule) for rule in ("New", "Old"))
+    others = 'kind="x", op="x", rank="0", severity="x", step="x", tensor="x"'
     checks = [
-        (query("Anomaly count"), '{run="r"}', 8),
-        (f"({lines}) == 3", '{run="r", rule="AnomalyNan", rank="0"}', 3),
-        (f"count({lines})", "{}", 2),
+        (incidents("Open incidents"), f'{{rule="New", {others}}}', AT * 1000),
+        (incidents("Closed incidents"), f'{{rule="Old", {others}}}', -1000 * 1000),
     ]
 
-    assert promql_error(judge, given, checks) is None
+    assert promql_error(judge, {new: "0x30", old: "1000+10x30"}, checks) is None
 
 
 def test_time_since_last_commit_grows_while_the_service_is_down(judge):
     given = {"rankscope_ingest_last_commit_timestamp_seconds": "10x5 stale"}
 
-    assert promql_error(judge, given, [(query("Since last commit"), "{}", AT - 10)]) is None
+    assert promql_error(judge, given, [(pipeline("Since last commit"), "{}", AT - 10)]) is None
 
 
-@pytest.mark.parametrize("title", [title for title, panel in PANELS.items() if panel["type"] == "timeseries"])
-def test_panels_have_at_most_20_lines_with_50_ranks(judge, title):
-    expressions = [query(title, position) for position in range(len(PANELS[title]["targets"]))]
+def given_series(expression):
+    """Return series of 50 ranks for each selector of the expression, with the label values that it selects."""
     given = {}
-    for metric in {name for one in expressions for name in re.findall(r"rankscope_\w+", one)}:
+    for metric, selector in re.findall(r"(rankscope_\w+)(?:\{([^}]*)\})?", expression):
+        selected = re.findall(r'(\w+)=~?"([^"]+)"', selector)
+        labels = {name: value.split("|")[0] for name, value in selected if value != ".+"}
         for rank in range(RANKS):
-            labels = dict.fromkeys(CATALOG[metric].all_labels, "x") | {"run": "r"}
-            if "rank" in labels:
-                labels["rank"] = str(rank)
-            own = {name: value for name, value in labels.items() if name in CATALOG[metric].all_labels}
-            own |= {"job": "rankscope"} if CATALOG[metric].page == "rank" else {}
-            text = ", ".join(f'{name}="{value}"' for name, value in own.items())
-            given[f"{metric}{{{text}}}"] = "0+1x30"
-    checks = [(f"count({one}) > {MAX_LINES}", None, 0) for one in expressions]
-    checks += [(f"count({one}) > bool 0", "{}", 1) for one in expressions]
+            given[series(metric, **labels | {"rank": str(rank)})] = "0+1x30"
+    return given
 
-    assert promql_error(judge, given, checks) is None
+
+def test_panels_have_at_most_20_lines_with_50_ranks(judge):
+    cases = {(name, title, place): query_of(BOARDS[name])(title, place) for name, title, place in DRAWN}
+    pairs = [
+        (given_series(one), [(f"count({one}) > {MAX_LINES}", None, 0), (f"count({one}) > bool 0", "{}", 1)])
+        for one in cases.values()
+    ]
+    errors = promql_errors(judge, pairs)
+
+    # No rule holds on values that equal their baselines.
+    assert {"Rules replayed"} == {
+        title for (_, title, _), error in zip(cases, errors, strict=True) if error is not None
+    }

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from grafana_foundation_sdk.builders import dashboard as builders
 from grafana_foundation_sdk.models import dashboard
 
 from rankscope_contract import __version__
-from rankscope_contract.metrics import catalogue
-from rankscope_dashboards.boards.elements.panels import DATASOURCE, PanelBuilder
-from rankscope_dashboards.boards.elements.selectors import ALL_RANKS, ALL_RUNS
+from rankscope_dashboards.boards.elements.names import LIVE_SOURCE, PAGES, TAG
+from rankscope_dashboards.boards.elements.panels import PanelBuilder
+from rankscope_dashboards.boards.elements.variables import RANK, RUN
 
-TAG: Final = "rankscope"
-LIVE_SOURCE: Final = "rankscope-live"
-"""Uid and name of the provisioned data source. Boards select it by default, and alert rules always use it."""
+Variable = builders.QueryVariable | builders.CustomVariable
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +27,28 @@ class SizedPanel:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Panels under one heading. They are placed from left to right, and then in the next row."""
+    """Panels under one heading. They are placed from left to right, and then in the next row.
+
+    A reader must open a folded section to see its panels. Only the last section of a board may be folded.
+    """
 
     title: str
     panels: Sequence[SizedPanel]
+    is_folded: bool = False
 
 
-def make_board(title: str, description: str, sections: Sequence[Section]) -> builders.Dashboard:
-    """Return a board with variables for data source, run and rank.
+def make_board(
+    title: str,
+    description: str,
+    sections: Sequence[Section],
+    *,
+    variables: Sequence[Variable] = (),
+    annotations: Sequence[builders.AnnotationQuery] = (),
+) -> builders.Dashboard:
+    """Return a board with variables for the data source, then `variables`, and the hidden variable `pages`.
 
-    Headings and panels get the ids 1, 2, … in their order.
+    Without `variables`, a reader selects one run, and one or several of its ranks. Headings and panels get the ids 1,
+    2, … in their order.
     """
     made = (
         builders.Dashboard(f"Rankscope · {title}")
@@ -51,40 +60,34 @@ def make_board(title: str, description: str, sections: Sequence[Section]) -> bui
         .tooltip(dashboard.DashboardCursorSync.CROSSHAIR)
         .link(_other_boards())
         .with_variable(_data_source())
-        .with_variable(_variable("run", "Run", f"label_values({catalogue.STEP.name}{ALL_RUNS}, run)"))
-        .with_variable(_variable("rank", "Rank", f"label_values({catalogue.STEP.name}{ALL_RANKS}, rank)"))
     )
+    for variable in variables or (RUN, RANK):
+        made = made.with_variable(variable)
+    made = made.with_variable(builders.ConstantVariable(PAGES).label("Pages of runs").value(""))
+    for annotation in annotations:
+        made = made.annotation(annotation)
     number = 0
     for section in sections:
         number += 1
-        made = made.with_row(builders.Row(section.title).id(number))
-        for sized in section.panels:
-            number += 1
-            made = made.with_panel(sized.panel.id(number).span(sized.width).height(sized.height))
+        row = builders.Row(section.title).id(number)
+        built = [
+            sized.panel.id(number + position).span(sized.width).height(sized.height)
+            for position, sized in enumerate(section.panels, 1)
+        ]
+        number += len(built)
+        if section.is_folded:
+            for panel in built:
+                row = row.with_panel(panel)
+        made = made.with_row(row)
+        if not section.is_folded:
+            for panel in built:
+                made = made.with_panel(panel)
     return made
 
 
 def _data_source() -> builders.DatasourceVariable:
     first = dashboard.VariableOption(text=LIVE_SOURCE, value=LIVE_SOURCE, selected=True)
     return builders.DatasourceVariable("datasource").label("Data source").type("prometheus").current(first)
-
-
-def _variable(name: str, label: str, query: str) -> builders.QueryVariable:
-    """Return a board variable, such as run or rank, that can have several values.
-
-    The list of values also has runs and ranks that ended within the time range.
-    """
-    return (
-        builders.QueryVariable(name)
-        .label(label)
-        .query(query)
-        .datasource(DATASOURCE)
-        .refresh(dashboard.VariableRefresh.ON_TIME_RANGE_CHANGED)
-        .sort(dashboard.VariableSort.NATURAL_ASC)
-        .multi(True)
-        .include_all(True)
-        .all_value(".+")
-    )
 
 
 def _other_boards() -> builders.DashboardLink:

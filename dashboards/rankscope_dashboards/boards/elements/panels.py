@@ -1,4 +1,4 @@
-"""The four panel types that the boards use: time series, stat, table and gauge."""
+"""The panel types that the boards use: time series, stat, gauge, table and status history."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Final, TypeVar
 
 from grafana_foundation_sdk.builders import common as common_builders
 from grafana_foundation_sdk.builders import dashboard as dashboard_builders
-from grafana_foundation_sdk.builders import gauge, prometheus, stat, table, timeseries
+from grafana_foundation_sdk.builders import gauge, prometheus, stat, statushistory, table, timeseries
 from grafana_foundation_sdk.models import common, dashboard
 from grafana_foundation_sdk.models import prometheus as prometheus_models
 
 DATASOURCE: Final = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
-PanelBuilder = stat.Panel | timeseries.Panel | gauge.Panel | table.Panel
-P = TypeVar("P", stat.Panel, timeseries.Panel, gauge.Panel, table.Panel)
+PanelBuilder = stat.Panel | timeseries.Panel | gauge.Panel | table.Panel | statushistory.Panel
+P = TypeVar("P", stat.Panel, timeseries.Panel, gauge.Panel, table.Panel, statushistory.Panel)
 
 ONE_COLOUR: Final = ((None, "green"),)
 """Thresholds of a panel with one colour for all values.
@@ -25,10 +25,17 @@ By default, the Grafana SDK colours values from 80 on red, which has no meaning 
 ZERO_IS_GOOD: Final = ((None, "green"), (1, "red"))
 """Thresholds of a panel for counts that need attention from 1 on: green for 0, red from 1 on."""
 
+NOT_MEASURED: Final = "No data of this run in the time range"
+NO_GPU: Final = "No GPU on this machine, or no rankscope[nvidia]"
+NO_TORCH_DEVICE: Final = "No GPU memory: PyTorch runs on the CPU"
+NO_SERVICE: Final = "The service does not export this run"
+NO_FIRINGS: Final = "No rule fired in the time range"
+"""Texts of panels without data, which name the most probable reason."""
+
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A PromQL expression of a panel. `legend` is the name of its lines and may contain labels such as `{{run}}`."""
+    """A PromQL expression of a panel. `legend` is the name of its lines and may contain labels such as `{{rank}}`."""
 
     expression: str
     legend: str = ""
@@ -46,14 +53,15 @@ class Query:
         return query.instant() if self.instant else query.range()
 
 
-def over_ranks(expression: str, *aggregations: str, by: str = "run", legend: str = "{{run}}") -> list[Query]:
+def over_ranks(expression: str, *aggregations: str, by: str = "run", legend: str = "") -> list[Query]:
     """Return one query for each aggregation (`avg`, `max`, `min`) of `expression` over the ranks.
 
-    `expression` must be enclosed in parentheses. `by` are the labels to keep. A panel with these queries replaces a
-    panel with one line per rank, which would be unreadable.
+    `expression` must be enclosed in parentheses. `by` are the labels to keep, and `legend` the part of the names of the
+    lines before the aggregation. A panel with these queries replaces a panel with one line per rank, which would be
+    unreadable.
     """
     names = {"avg": "mean", "max": "highest", "min": "lowest"}
-    return [Query(f"{name} by ({by}) {expression}", f"{legend} {names[name]}") for name in aggregations]
+    return [Query(f"{name} by ({by}) {expression}", f"{legend} {names[name]}".strip()) for name in aggregations]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +69,14 @@ class PanelText:
     """Title, description, unit, range and thresholds of a panel.
 
     `description` defines the quantity, states which values are good, and recommends an action for bad values.
-    `thresholds` are pairs of (lowest value, colour). The first pair has None as its lowest value.
+    `empty` is the text of the panel without data: the reason. `thresholds` are pairs of (lowest value, colour). The
+    first pair has None as its lowest value.
     """
 
     title: str
     description: str
     unit: str
+    empty: str = NOT_MEASURED
     mappings: Sequence[dashboard.ValueMapping] = field(default_factory=tuple)
     minimum: float | None = None
     maximum: float | None = None
@@ -74,9 +84,11 @@ class PanelText:
     thresholds: Sequence[tuple[float | None, str]] = ONE_COLOUR
 
 
-def fraction_text(title: str, description: str, *, maximum: float | None = 1) -> PanelText:
+def fraction_text(title: str, description: str, *, maximum: float | None = 1, empty: str = NOT_MEASURED) -> PanelText:
     """Return the settings of a panel for fractions, which are shown in percent from 0 up to `maximum`."""
-    return PanelText(title=title, description=description, unit="percentunit", minimum=0, maximum=maximum)
+    return PanelText(
+        title=title, description=description, unit="percentunit", minimum=0, maximum=maximum, decimals=1, empty=empty
+    )
 
 
 def count_text(
@@ -85,43 +97,56 @@ def count_text(
     *,
     minimum: float | None = None,
     thresholds: Sequence[tuple[float | None, str]] = ONE_COLOUR,
+    empty: str = NOT_MEASURED,
 ) -> PanelText:
     """Return the settings of a panel for counts, which are shown without decimals."""
     return PanelText(
-        title=title, description=description, unit="none", minimum=minimum, decimals=0, thresholds=thresholds
+        title=title,
+        description=description,
+        unit="none",
+        minimum=minimum,
+        decimals=0,
+        thresholds=thresholds,
+        empty=empty,
     )
 
 
-def time_series_panel(text: PanelText, *queries: Query, logarithmic: bool = False) -> timeseries.Panel:
-    """Return a panel with one curve over time for each series. Values are not smoothed, and gaps are not connected."""
+def time_series_panel(
+    text: PanelText, *queries: Query, logarithmic: bool = False, many: bool = False
+) -> timeseries.Panel:
+    """Return a panel with one curve over time for each series. Values are not smoothed, and gaps are not connected.
+
+    With `many` curves, the legend is a table at the right, which a reader can scroll. Such a panel must be wide.
+    """
     panel = _configured(timeseries.Panel(), text, queries)
     panel = panel.line_width(1).fill_opacity(0).show_points(common.VisibilityMode.NEVER).span_nulls(False)
     panel = panel.tooltip(common_builders.VizTooltipOptions().mode(common.TooltipDisplayMode.MULTI))
-    legend = common_builders.VizLegendOptions().show_legend(True).placement(common.LegendPlacement.BOTTOM)
-    panel = panel.legend(legend.display_mode(common.LegendDisplayMode.LIST).calcs(["lastNotNull"]))
+    mode, place = (
+        (common.LegendDisplayMode.TABLE, common.LegendPlacement.RIGHT)
+        if many
+        else (common.LegendDisplayMode.LIST, common.LegendPlacement.BOTTOM)
+    )
+    legend = common_builders.VizLegendOptions().show_legend(True).placement(place).display_mode(mode)
+    panel = panel.legend(legend.calcs(["lastNotNull"]))
     if logarithmic:
         scale = common_builders.ScaleDistributionConfig().type(common.ScaleDistribution.LOG).log(10)
         panel = panel.scale_distribution(scale)
     return panel
 
 
-def stat_panel(text: PanelText, *queries: Query) -> stat.Panel:
+def stacked(panel: timeseries.Panel, *, bars: bool = False) -> timeseries.Panel:
+    """Return `panel` with its series on top of each other, as areas or as one bar for each point in time."""
+    stack = common_builders.StackingConfig().mode(common.StackingMode.NORMAL).group("A")
+    panel = panel.stacking(stack).fill_opacity(60 if bars else 20)
+    return panel.draw_style(common.GraphDrawStyle.BARS) if bars else panel
+
+
+def stat_panel(text: PanelText, *queries: Query, with_names: bool = False) -> stat.Panel:
     """Return a panel with the latest value of each series, coloured by the thresholds or mappings of `text`."""
     latest = common_builders.ReduceDataOptions().calcs(["lastNotNull"])
     panel = _configured(stat.Panel(), text, queries).graph_mode(common.BigValueGraphMode.NONE).reduce_options(latest)
-    # Show the name next to the value even for a single series: it is the name of the selected run.
-    return panel.color_mode(common.BigValueColorMode.BACKGROUND).text_mode(common.BigValueTextMode.VALUE_AND_NAME)
-
-
-def table_panel(text: PanelText, query: Query, columns: Mapping[str, str]) -> table.Panel:
-    """Return a table with one row for each series. `columns` maps labels, and `Value`, to headings, in table order."""
-    panel = _configured(table.Panel(), text, (replace(query, instant=True, as_table=True),))
-    options = {
-        "excludeByName": {"Time": True},
-        "indexByName": {label: position for position, label in enumerate(columns)},
-        "renameByName": dict(columns),
-    }
-    return panel.with_transformation(dashboard.DataTransformerConfig(id_val="organize", options=options))
+    names = common.BigValueTextMode.VALUE_AND_NAME if with_names else common.BigValueTextMode.VALUE
+    return panel.color_mode(common.BigValueColorMode.BACKGROUND).text_mode(names)
 
 
 def gauge_panel(text: PanelText, *queries: Query) -> gauge.Panel:
@@ -130,7 +155,69 @@ def gauge_panel(text: PanelText, *queries: Query) -> gauge.Panel:
     return _configured(gauge.Panel(), text, queries).reduce_options(latest)
 
 
-def value_texts(texts: dict[str, tuple[str, str]]) -> list[dashboard.ValueMapping]:
+def history_panel(text: PanelText, query: Query) -> statushistory.Panel:
+    """Return a grid with one row for each series and one coloured cell for each interval."""
+    panel = _configured(statushistory.Panel(), text, (query,)).max_data_points(60)
+    legend = common_builders.VizLegendOptions().show_legend(False).placement(common.LegendPlacement.BOTTOM)
+    return (
+        panel.show_value(common.VisibilityMode.NEVER)
+        .row_height(0.9)
+        .col_width(0.95)
+        .legend(legend.display_mode(common.LegendDisplayMode.HIDDEN))
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A column of a table: heading, width in pixels (None: the remaining width), unit, value mappings and links."""
+
+    heading: str
+    width: int | None = None
+    unit: str = ""
+    decimals: int | None = None
+    mappings: Sequence[dashboard.ValueMapping] = ()
+    links: Mapping[str, str] = field(default_factory=dict)
+
+    def properties(self) -> list[dashboard.DynamicConfigValue]:
+        """Return the settings of the column as overrides of the settings of the panel."""
+        made: dict[str, object] = {}
+        if self.width is not None:
+            made["custom.width"] = self.width
+        if self.unit:
+            made["unit"] = self.unit
+        if self.decimals is not None:
+            made["decimals"] = self.decimals
+        if self.mappings:
+            made["mappings"] = list(self.mappings)
+            made["custom.cellOptions"] = {"type": "color-background", "mode": "basic"}
+            made["custom.displayMode"] = "color-background-solid"  # name of the setting before Grafana 9.5
+        if self.links:
+            made["links"] = [{"title": title, "url": url} for title, url in self.links.items()]
+        return [dashboard.DynamicConfigValue(id_val=name, value=value) for name, value in made.items()]
+
+
+def table_panel(text: PanelText, queries: Sequence[Query], columns: Mapping[str, Column]) -> table.Panel:
+    """Return a table with one row for each combination of labels.
+
+    `columns` maps labels, and the values of the queries, to columns in the order of the table. The value of a single
+    query is `Value`; several queries have `Value #A`, `Value #B` and so on.
+    """
+    panel = _configured(table.Panel(), text, [replace(query, instant=True, as_table=True) for query in queries])
+    for column in columns.values():
+        if settings := column.properties():
+            panel = panel.override_by_name(column.heading, settings)
+    if len(queries) > 1:
+        panel = panel.with_transformation(dashboard.DataTransformerConfig(id_val="merge", options={}))
+    options = {
+        "excludeByName": {"Time": True},
+        "indexByName": {label: position for position, label in enumerate(columns)},
+        "renameByName": {label: column.heading for label, column in columns.items()},
+    }
+    panel = panel.with_transformation(dashboard.DataTransformerConfig(id_val="organize", options=options))
+    return panel.filterable(True)
+
+
+def value_texts(texts: Mapping[str, tuple[str, str]]) -> list[dashboard.ValueMapping]:
     """Return a Grafana value mapping, which shows each value as a text with a colour."""
     options = {
         value: dashboard.ValueMappingResult(text=text, color=color, index=index)
@@ -139,20 +226,15 @@ def value_texts(texts: dict[str, tuple[str, str]]) -> list[dashboard.ValueMappin
     return [dashboard.ValueMap(options=options)]
 
 
-def with_run_link(panel: stat.Panel, uid: str) -> stat.Panel:
-    """Add a link to each value of `panel`. The link opens the board `uid` with only the run of this value selected."""
-    url = f"/d/{uid}?var-run=${{__field.labels.run}}&${{__url_time_range}}"
-    return panel.data_links([dashboard_builders.DashboardLink("Only this run").url(url)])
-
-
 def _thresholds(pairs: Sequence[tuple[float | None, str]]) -> dashboard_builders.ThresholdsConfig:
     made = [dashboard.Threshold(value=value, color=colour) for value, colour in pairs]
     return dashboard_builders.ThresholdsConfig().mode(dashboard.ThresholdsMode.ABSOLUTE).steps(made)
 
 
 def _configured(panel: P, text: PanelText, queries: Sequence[Query]) -> P:
-    panel.title(text.title).description(text.description).unit(text.unit).datasource(DATASOURCE)
-    panel.thresholds(_thresholds(text.thresholds)).mappings(list(text.mappings)).no_value("-")
+    described = f"{text.description} Without data: {text.empty}."
+    panel.title(text.title).description(described).unit(text.unit).datasource(DATASOURCE)
+    panel.thresholds(_thresholds(text.thresholds)).mappings(list(text.mappings)).no_value(text.empty)
     panel.targets([query.build(position) for position, query in enumerate(queries)])
     if text.minimum is not None:
         panel.min(text.minimum)

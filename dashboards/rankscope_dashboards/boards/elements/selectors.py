@@ -15,28 +15,36 @@ from rankscope_dashboards.deploy.prometheus import RANKS_JOB
 
 RATE_WINDOW: Final = "[$__rate_interval]"
 
-_JOB: Final = f'job="{RANKS_JOB}"'
-_RUN: Final = 'run=~"$run"'
+OF_JOB: Final = f'job="{RANKS_JOB}"'
+ONE_RUN: Final = 'run="$run"'
+SEVERAL_RUNS: Final = 'run=~"$run"'
+
 _RANK: Final = 'rank=~"$rank"'
+OF_KIND: Final = 'kind="$kind"'
+OF_TENSORS: Final = 'tensor=~"$tensor"'
+"""Label matchers for the kind and the tensors that are selected in the board Tensors."""
 
 
 def _selector(*matchers: str) -> str:
     return "{" + ", ".join(matchers) + "}"
 
 
-SERVICE_RUNS: Final = _selector(_RUN)
-SERVICE_RANKS: Final = _selector(_RUN, _RANK)
+SERVICE_RUN: Final = _selector(ONE_RUN)
+SERVICE_RUNS: Final = _selector(SEVERAL_RUNS)
+SERVICE_RANKS: Final = _selector(ONE_RUN, _RANK)
 """Label matchers for live metrics of the service.
 
-SERVICE_RUNS matches the runs that are selected in the board. SERVICE_RANKS matches the selected ranks of these runs."""
+SERVICE_RUN matches the run that is selected in the board, SERVICE_RUNS the runs on a board that can select several.
+SERVICE_RANKS matches the selected ranks of the selected run."""
 
-RANKS: Final = _selector(_JOB, _RUN, _RANK)
-ALL_RANKS: Final = _selector(_JOB, _RUN)
-ALL_RUNS: Final = _selector(_JOB)
+RANKS: Final = _selector(OF_JOB, ONE_RUN, _RANK)
+ALL_RANKS: Final = _selector(OF_JOB, ONE_RUN)
+RANKS_OF_RUNS: Final = _selector(OF_JOB, SEVERAL_RUNS)
+ALL_RUNS: Final = _selector(OF_JOB)
 """Label matchers for live and stored metrics of ranks.
 
-RANKS matches the runs and ranks that are selected in the board, ALL_RANKS all ranks of the selected runs, and ALL_RUNS
-all runs.
+RANKS matches the run and the ranks that are selected in the board, ALL_RANKS all ranks of the selected run,
+RANKS_OF_RUNS all ranks on a board that can select several runs, and ALL_RUNS all runs.
 """
 
 
@@ -45,17 +53,41 @@ def ranks(*matchers: str) -> str:
 
     `matchers` are additional label matchers of the selector.
     """
-    return _selector(_JOB, _RUN, _RANK, *matchers)
+    return _selector(OF_JOB, ONE_RUN, _RANK, *matchers)
+
+
+def service(*matchers: str) -> str:
+    """Return a selector for live metrics of the service about the run that is selected in the board."""
+    return _selector(ONE_RUN, *matchers)
+
+
+def at_end(metric: MetricSpec, selector: str) -> str:
+    """Return PromQL for the last value within the time range of the board, also of a series that has ended."""
+    return f"last_over_time({metric.name}{selector}[$__range])"
+
+
+def in_life(metric: MetricSpec, run: str = ONE_RUN) -> str:
+    """Return PromQL for the last value of a gauge of the service within the time range, live or else from the store.
+
+    `run` is the label matcher for the runs. The result has only the label `run`.
+    """
+    live, stored = (at_end(metric, _selector(*matchers)) for matchers in ((run,), (OF_JOB, run)))
+    return f"(max by (run) ({live}) or max by (run) ({stored}))"
 
 
 def rate(metric: MetricSpec, *matchers: str) -> str:
     """Return PromQL for the increase per second of a counter of the selected ranks."""
-    return _of_counter("rate", metric, matchers)
+    return _of_counter("rate", metric, (ONE_RUN, _RANK, *matchers))
+
+
+def rate_of_runs(metric: MetricSpec) -> str:
+    """Return PromQL for the increase per second of a counter, on a board that can select several runs."""
+    return _of_counter("rate", metric, (SEVERAL_RUNS,))
 
 
 def increase(metric: MetricSpec, *matchers: str) -> str:
     """Return PromQL for the increase of a counter of the selected ranks within each interval of the panel."""
-    return _of_counter("increase", metric, matchers)
+    return _of_counter("increase", metric, (ONE_RUN, _RANK, *matchers))
 
 
 def _of_counter(function: str, metric: MetricSpec, matchers: tuple[str, ...]) -> str:
@@ -65,8 +97,9 @@ def _of_counter(function: str, metric: MetricSpec, matchers: tuple[str, ...]) ->
     `/metrics` shows a step a few milliseconds after its timestamp in the store, so that a merged counter seems to
     decrease. PromQL treats a decrease as a counter reset and adds the full counter value to the rate.
     """
-    scraped, stored = _selector(_RUN, _RANK, *matchers), ranks(*matchers)
-    was_scraped = f"present_over_time({catalogue.STEP.name}{SERVICE_RANKS}{RATE_WINDOW})"
+    scraped, stored = _selector(*matchers), _selector(OF_JOB, *matchers)
+    chosen = _selector(*(one for one in matchers if one in {ONE_RUN, SEVERAL_RUNS, _RANK}))
+    was_scraped = f"present_over_time({catalogue.STEP.name}{chosen}{RATE_WINDOW})"
     return (
         f"({function}({metric.name}{scraped}{RATE_WINDOW}) or "
         f"{function}({metric.name}{stored}{RATE_WINDOW}) unless on (run, rank) {was_scraped})"

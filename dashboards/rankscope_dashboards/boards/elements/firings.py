@@ -1,0 +1,27 @@
+"""PromQL for the firings of anomaly rules, counted by the ranks and by the service."""
+
+from __future__ import annotations
+
+from rankscope_contract.metrics import catalogue
+from rankscope_dashboards.boards.elements.selectors import RANKS, SERVICE_RANKS
+
+
+def firings(offset: str = "") -> str:
+    """Return PromQL for the number of firings of each rank, rule and kind, at a time that is `offset` earlier.
+
+    A rank and the service each have such a counter. While the rank is alive, its counter is the more recent one; after
+    its end, only the counter of the service remains. The maximum of both counters counts each firing once.
+    """
+    past = f" offset {offset}" if offset else ""
+    own, service = f"{catalogue.ANOMALY_EVENTS.name}{RANKS}", f"{catalogue.ANOMALIES_INGESTED.name}{SERVICE_RANKS}"
+    return f"max by (run, rank, rule, kind) ({own}{past} or {service}{past})"
+
+
+def new_firings() -> str:
+    """Return PromQL for the number of firings of each rank, rule and kind within one interval of the panel.
+
+    The number is exact: a difference of two counters. `increase()` would extrapolate, and show 1.07 firings for one. A
+    counter that did not exist before has counted from 0.
+    """
+    now = firings()
+    return f"({now} - ({firings('$__interval')} or {now} * 0)) > 0"

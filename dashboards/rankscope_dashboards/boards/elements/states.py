@@ -1,0 +1,42 @@
+"""The state of a run as a number, because panels show numbers, and the names and colours of the states."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from rankscope_contract.metrics import catalogue
+from rankscope_contract.model.events import RunState
+from rankscope_dashboards.boards.elements.panels import value_texts
+from rankscope_dashboards.boards.elements.selectors import OF_JOB
+
+_COLOURS: Final = {
+    RunState.PENDING: "yellow",
+    RunState.RUNNING: "green",
+    RunState.STALLED: "orange",
+    RunState.COMPLETED: "blue",
+    RunState.STOPPED: "text",
+    RunState.FAILED: "red",
+}
+
+STATE_TEXTS: Final = value_texts(
+    {str(position): (state.value, colour) for position, (state, colour) in enumerate(_COLOURS.items())}
+)
+"""Value mapping of the numbers that `state_number` returns."""
+
+
+def state_number(run: str, window: str = "") -> str:
+    """Return PromQL for the position of the state of each run that the matcher `run` selects, live or from the store.
+
+    With a `window`, such as `[$__range]`, it is the last state within this time.
+    """
+
+    def number(*matchers: str) -> str:
+        found = []
+        for position, state in enumerate(_COLOURS):
+            selected = ", ".join((*matchers, run, f'state="{state}"'))
+            series = f"{catalogue.RUN_STATE.name}{{{selected}}}"
+            latest = f"last_over_time({series}{window})" if window else series
+            found.append(f"max by (run) ({latest} == 1) * {position}")
+        return " or ".join(found)
+
+    return f"{number()} or {number(OF_JOB)}"

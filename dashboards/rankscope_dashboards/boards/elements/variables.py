@@ -1,0 +1,54 @@
+"""Variables of the boards: menus at the top of a board, in which a reader selects runs, ranks and tensors.
+
+The lists have the runs and ranks of the time range, also those that have ended. Grafana makes them from series, because
+remote read returns no label values.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from grafana_foundation_sdk.builders import dashboard as builders
+from grafana_foundation_sdk.models import dashboard
+
+from rankscope_contract.metrics import catalogue
+from rankscope_dashboards.boards.elements.panels import DATASOURCE
+from rankscope_dashboards.boards.elements.selectors import ALL_RANKS, ALL_RUNS, OF_KIND, ranks
+
+_ALL: Final = ".+"
+Sort = dashboard.VariableSort
+
+
+def _query(name: str, label: str, query: str, sort: dashboard.VariableSort) -> builders.QueryVariable:
+    made = builders.QueryVariable(name).label(label).query(query).datasource(DATASOURCE).sort(sort)
+    return made.refresh(dashboard.VariableRefresh.ON_TIME_RANGE_CHANGED)
+
+
+def _several(variable: builders.QueryVariable) -> builders.QueryVariable:
+    return variable.multi(True).include_all(True).all_value(_ALL)
+
+
+_RUN_LIST: Final = f"label_values({catalogue.STEP.name}{ALL_RUNS}, run)"
+# Descending: names of runs that contain a date are listed with the newest run first, which is the default.
+RUN: Final = _query("run", "Run", _RUN_LIST, Sort.ALPHABETICAL_CASE_INSENSITIVE_DESC)
+"""Selects one run. Its name is therefore not needed in the legends of the panels."""
+
+RUNS: Final = _several(_query("run", "Run", _RUN_LIST, Sort.ALPHABETICAL_CASE_INSENSITIVE_DESC))
+"""Selects one run, several or all."""
+
+RANK: Final = _several(
+    _query("rank", "Rank", f"label_values({catalogue.STEP.name}{ALL_RANKS}, rank)", Sort.NUMERICAL_ASC)
+)
+KIND: Final = _query(
+    "kind", "Kind", f"label_values({catalogue.TENSOR_VALUE.name}{ALL_RANKS}, kind)", Sort.ALPHABETICAL_ASC
+)
+TENSOR: Final = _several(
+    _query(
+        "tensor",
+        "Tensor",
+        f"label_values({catalogue.TENSOR_VALUE.name}{ranks(OF_KIND)}, tensor)",
+        Sort.ALPHABETICAL_ASC,
+    )
+)
+SMOOTH: Final = builders.CustomVariable("smooth").label("Smoothing").values("1m,5m,15m,1h")
+"""Window of the moving averages on a board."""

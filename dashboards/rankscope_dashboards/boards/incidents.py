@@ -1,0 +1,253 @@
+"""The Grafana board "Incidents": incidents with their first cause, firings over time, and the state of the rules."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from grafana_foundation_sdk.builders import dashboard as builders
+from grafana_foundation_sdk.models import dashboard
+
+from rankscope_contract.metrics import catalogue
+from rankscope_contract.rules.defaults import DEFAULT_RULES
+from rankscope_dashboards.alerts.anomaly import tensor_expression
+from rankscope_dashboards.boards.elements.annotations import RUN_ANNOTATIONS
+from rankscope_dashboards.boards.elements.board import Section, SizedPanel, make_board
+from rankscope_dashboards.boards.elements.firings import new_firings
+from rankscope_dashboards.boards.elements.panels import (
+    NO_FIRINGS,
+    Column,
+    PanelBuilder,
+    PanelText,
+    Query,
+    count_text,
+    history_panel,
+    stacked,
+    table_panel,
+    time_series_panel,
+    value_texts,
+)
+from rankscope_dashboards.boards.elements.selectors import ALL_RANKS, RANKS, SERVICE_RANKS, SERVICE_RUN
+
+OPEN_SECONDS: Final = 300
+"""Time in seconds after its latest firing for which the board shows an incident as open."""
+
+MAX_LINES: Final = 20
+_LABELS: Final = "rule, severity, kind, tensor, op, rank, step"
+_COLUMNS: Final = {
+    "tensor": Column(heading="Tensor"),
+    "rule": Column(heading="Rule", width=180),
+    "severity": Column(heading="Severity", width=90),
+    "kind": Column(heading="Kind", width=140),
+    "op": Column(heading="Statistic", width=90),
+    "rank": Column(heading="Rank", width=80),
+    "step": Column(heading="Step", width=90),
+    "Value": Column(heading="Latest firing", width=180, unit="dateTimeAsIso"),
+}
+_FIRING: Final = value_texts({"0": ("quiet", "green"), "1": ("fires", "red")})
+
+
+def board() -> builders.Dashboard:
+    """Return the board "Incidents" without its uid, which `boards()` sets."""
+    sections = (
+        Section(
+            "Incidents",
+            (
+                SizedPanel(_first_cause(), 24, 7),
+                SizedPanel(_open_incidents(), 24, 7),
+                SizedPanel(_closed_incidents(), 24, 7),
+            ),
+        ),
+        Section("Firings over time", (SizedPanel(_anomalies(), 12, 9), SizedPanel(_by_rank(), 12, 9))),
+        Section(
+            "Rules",
+            (
+                SizedPanel(_rule_state(), 12, 9),
+                SizedPanel(_replayed(), 12, 9),
+                SizedPanel(_since_firing(), 12, 8),
+                SizedPanel(_thresholds(), 12, 8),
+            ),
+        ),
+        Section("Tensors and ranks", (SizedPanel(_firing_tensors(), 24, 9), SizedPanel(_vanished(), 24, 7))),
+    )
+    description = "Incidents, firings and rules of one run."
+    return make_board("Incidents", description, sections, annotations=RUN_ANNOTATIONS)
+
+
+def _first_cause() -> PanelBuilder:
+    text = PanelText(
+        title="First cause",
+        description="The incident with the lowest step: the first firing of all ranks in causal order. Incidents "
+        "after it are often its consequences. Start here: open the tensor on the board Tensors, and read `rankscope "
+        "anomalies RUN`.",
+        unit="none",
+        empty=NO_FIRINGS,
+    )
+    panel = table_panel(text, (Query(_latest_firings()),), _COLUMNS)
+    numbers = {"conversions": [{"targetField": "Step", "destinationType": "number"}], "fields": {}}
+    for name, options in (
+        ("convertFieldType", numbers),
+        ("sortBy", {"fields": {}, "sort": [{"field": "Step", "desc": False}]}),
+        ("limit", {"limitField": 1}),
+    ):
+        panel = panel.with_transformation(dashboard.DataTransformerConfig(id_val=name, options=options))
+    return panel
+
+
+def _open_incidents() -> PanelBuilder:
+    text = PanelText(
+        title="Open incidents",
+        description=f"Incidents with a firing in the last {OPEN_SECONDS // 60} minutes. The columns describe the "
+        "first firing of each incident. None is normal. Critical: check whether the run still learns, and stop it if "
+        "it does not.",
+        unit="none",
+        empty="No incident is open",
+    )
+    return table_panel(text, (Query(f"(time() - {_age(f'< {OPEN_SECONDS}')}) * 1000"),), _COLUMNS)
+
+
+def _closed_incidents() -> PanelBuilder:
+    text = PanelText(
+        title="Closed incidents",
+        description="Incidents of the time range without a firing in the last minutes. The columns describe the "
+        "first firing of each incident. An incident that returns has a cause that is still there: compare the steps.",
+        unit="none",
+        empty="No closed incident in the time range",
+    )
+    query = f"{_latest_firings()} unless {_age(f'< {OPEN_SECONDS}')}"
+    return table_panel(text, (Query(query),), _COLUMNS)
+
+
+def _anomalies() -> PanelBuilder:
+    text = count_text(
+        "Anomalies",
+        "Number of new firings of each rule within each interval, counted at every step and over all selected ranks. "
+        "No bar is normal. A single bar is one incident; bars at all intervals mean that the model does not recover. "
+        "On all ranks at the same time: check the data and the learning rate schedule.",
+        minimum=0,
+        empty=NO_FIRINGS,
+    )
+    return stacked(time_series_panel(text, Query(f"sum by (run, rule) ({new_firings()})", "{{rule}}")), bars=True)
+
+
+def _by_rank() -> PanelBuilder:
+    text = count_text(
+        "Anomalies by rank",
+        f"Number of new firings within each interval on the {MAX_LINES} ranks with the most. No bar is normal. If "
+        "only one rank fires, check its data and its hardware.",
+        minimum=0,
+        empty=NO_FIRINGS,
+    )
+    query = f"topk by (run) ({MAX_LINES}, sum by (run, rank) ({new_firings()}))"
+    return stacked(time_series_panel(text, Query(query, "rank {{rank}}"), many=True), bars=True)
+
+
+def _rule_state() -> PanelBuilder:
+    text = PanelText(
+        title="Rule state",
+        description="State of each rule at each scrape, by kind of tensor. Red: the rule fires on at least one rank "
+        "at the step of the scrape. Firings between two scrapes are not visible here; the panel Anomalies contains "
+        "them.",
+        unit="none",
+        mappings=_FIRING,
+        empty="No rule is configured, or the rank has ended",
+    )
+    query = f"max by (run, rule, kind) ({catalogue.RULE_FIRING.name}{RANKS})"
+    return history_panel(text, Query(query, "{{rule}} {{kind}}"))
+
+
+def _replayed() -> PanelBuilder:
+    text = count_text(
+        "Rules replayed",
+        "Number of tensor statistics on which each rule holds, computed again by Prometheus from value, baseline and "
+        "threshold of each scrape. It must agree with the panel Rule state. If it does not, the rank has other rules "
+        "than this board: see the alert RuleDisagreement.",
+        minimum=0,
+        empty="No rule holds in the time range",
+    )
+    queries = [
+        Query(f"count by (run, kind) ({_of_run(tensor_expression(rule))})", f"{rule.name} {{{{kind}}}}")
+        for rule in DEFAULT_RULES
+    ]
+    return time_series_panel(text, *queries, many=True)
+
+
+def _since_firing() -> PanelBuilder:
+    text = PanelText(
+        title="Since last firing",
+        description="Time since the latest firing of each rule, on any selected rank. The longer the better. It "
+        "falls to 0 at each firing; a curve that remains near 0 is a rule that fires all the time.",
+        unit="s",
+        minimum=0,
+        empty=NO_FIRINGS,
+    )
+    ages = f"{catalogue.ANOMALY_AGE.name}{RANKS} or {catalogue.ANOMALIES_INGESTED_AGE.name}{SERVICE_RANKS}"
+    return time_series_panel(text, Query(f"min by (run, rule) ({ages})", "{{rule}}"))
+
+
+def _thresholds() -> PanelBuilder:
+    text = PanelText(
+        title="Thresholds of the rules",
+        description="Configured threshold of each rule, lowest and highest of the ranks. Both must be equal: a rank "
+        "with another threshold judges differently. NaN: the rule has no threshold. Change thresholds in the "
+        "configuration.",
+        unit="none",
+        empty="No rule is configured, or the rank has ended",
+    )
+    series = f"{catalogue.RULE_THRESHOLD.name}{RANKS}"
+    columns = {
+        "rule": Column(heading="Rule"),
+        "Value #A": Column(heading="Lowest", width=120),
+        "Value #B": Column(heading="Highest", width=120),
+    }
+    return table_panel(text, (Query(f"min by (rule) ({series})"), Query(f"max by (rule) ({series})")), columns)
+
+
+def _firing_tensors() -> PanelBuilder:
+    text = count_text(
+        "Tensors that fired",
+        "Tensor statistics with the most rule firings, by rank. None is normal. The first tensor that fires is the "
+        "cause: `rankscope anomalies RUN` lists the tensors in causal order.",
+        empty="No tensor fired, or the rank has ended",
+    )
+    columns = {
+        **{name: column for name, column in _COLUMNS.items() if name in {"tensor", "rule", "kind", "op", "rank"}},
+        "Value": Column(heading="Firings", width=90),
+    }
+    query = (
+        f"topk({MAX_LINES}, sum by ({', '.join(list(columns)[:-1])}) ({catalogue.TENSOR_ANOMALY_EVENTS.name}{RANKS}))"
+    )
+    return table_panel(text, (Query(query),), columns)
+
+
+def _vanished() -> PanelBuilder:
+    text = count_text(
+        "Ranks that vanished",
+        "Ranks that stopped responding without an exit event. None is normal. Check the host for a lack of memory "
+        "and for hardware errors, and the stacks of the other ranks.",
+        empty="No rank of this run vanished",
+    )
+    columns = {"rank": Column(heading="Rank"), "Value": Column(heading="Vanished", width=120)}
+    return table_panel(text, (Query(f"max by (rank) ({catalogue.RANK_VANISHED.name}{SERVICE_RANKS} == 1)"),), columns)
+
+
+def _age(comparison: str) -> str:
+    return f"min by ({_LABELS}) ({catalogue.INCIDENT_AGE.name}{SERVICE_RUN} {comparison})"
+
+
+def _latest_firings() -> str:
+    """Return PromQL for the time of the latest firing of each incident in the time range, in ms.
+
+    The service exports the time since the latest firing, and only for one hour. The store has a sample with the age 0
+    at each change of an incident.
+    """
+    live, stored = (
+        f"max by ({_LABELS}) (max_over_time((timestamp({age}) - {age})[$__range:$__interval])) * 1000"
+        for age in (f"{catalogue.INCIDENT_AGE.name}{selector}" for selector in (SERVICE_RUN, ALL_RANKS))
+    )
+    return f"({live} or {stored})"
+
+
+def _of_run(expression: str) -> str:
+    """Return the expression of a rule with the run and the ranks of the board in each selector."""
+    return re.sub(r"(rankscope_\w+)\{", rf"\1{RANKS[:-1]}, ", expression)

@@ -1,0 +1,303 @@
+"""The Grafana board "Pipeline": targets, lag, rows, losses and cost of the telemetry itself."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from grafana_foundation_sdk.builders import dashboard as builders
+
+from rankscope_contract.metrics import catalogue
+from rankscope_contract.metrics.spec import MetricSpec
+from rankscope_dashboards.boards.elements.board import Section, SizedPanel, make_board
+from rankscope_dashboards.boards.elements.panels import (
+    ZERO_IS_GOOD,
+    PanelBuilder,
+    PanelText,
+    Query,
+    count_text,
+    fraction_text,
+    stacked,
+    stat_panel,
+    time_series_panel,
+)
+from rankscope_dashboards.boards.elements.selectors import RANKS, RATE_WINDOW, SERVICE_RANKS, rate
+
+ONCE: Final = "attach|warm_up"
+"""Regular expression for values of the label `thread` in the metric of the CPU time of Rankscope.
+
+It matches work that the monitor does only once, at its start."""
+
+NO_SERVICE: Final = "Prometheus does not scrape the service, or it is down"
+NO_EXPORTERS: Final = "The service scrapes no other exporters"
+NO_REMOTE_WRITE: Final = "No Prometheus writes to the service"
+
+
+def board() -> builders.Dashboard:
+    """Return the board "Pipeline" without its uid, which `boards()` sets."""
+    sections = (
+        Section(
+            "Service",
+            (SizedPanel(_targets(), 12, 5), SizedPanel(_set_aside(), 6, 5), SizedPanel(_faults(), 6, 5)),
+        ),
+        Section(
+            "From ranks to the store",
+            (
+                SizedPanel(_records(), 8, 8),
+                SizedPanel(_received_bytes(), 8, 8),
+                SizedPanel(_rows_committed(), 8, 8),
+                SizedPanel(_lag(), 8, 8),
+                SizedPanel(_since_commit(), 8, 8),
+                SizedPanel(_rows_pending(), 8, 8),
+            ),
+        ),
+        Section(
+            "Failures and drops",
+            (
+                SizedPanel(_commit_seconds(), 8, 8),
+                SizedPanel(_scrape_failures(), 8, 8),
+                SizedPanel(_dropped(), 8, 8),
+            ),
+        ),
+        Section(
+            "Cost on the ranks",
+            (
+                SizedPanel(_overhead(), 8, 8),
+                SizedPanel(_sampling_interval(), 8, 8),
+                SizedPanel(_ring(), 8, 8),
+            ),
+        ),
+        Section(
+            "Other sources and notifications",
+            (
+                SizedPanel(_exporter_scrapes(), 8, 8),
+                SizedPanel(_remote_write(), 8, 8),
+                SizedPanel(_notifications(), 8, 8),
+            ),
+            is_folded=True,
+        ),
+    )
+    return make_board("Pipeline", "Targets, lag, losses and cost of the telemetry.", sections)
+
+
+def _targets() -> PanelBuilder:
+    text = count_text(
+        "Targets",
+        "Processes of ranks that have registered at the service, by health. All should be healthy while they train. "
+        "Others: `/api/v1/targets` of the service lists them with the reason of the last failure.",
+        empty=NO_SERVICE,
+    )
+    query = f"sum by (health) ({catalogue.TARGETS.name})"
+    return stat_panel(text, Query(query, "{{health}}", instant=True), with_names=True)
+
+
+def _set_aside() -> PanelBuilder:
+    text = count_text(
+        "Rows set aside",
+        "Rows that no store accepts, within the time range. 0 is normal. The service keeps them in the folder "
+        "`_quarantine` of the store: read one of its files, and report it.",
+        thresholds=ZERO_IS_GOOD,
+        empty=NO_SERVICE,
+    )
+    return stat_panel(text, Query(f"sum({catalogue.ROWS_SET_ASIDE.name})", instant=True))
+
+
+def _faults() -> PanelBuilder:
+    text = count_text(
+        "Internal errors",
+        "Errors inside Rankscope on the selected ranks, which it caught so that training continues. 0 is normal. The "
+        "log of the rank and events of type `fault` contain the message: please report it.",
+        thresholds=ZERO_IS_GOOD,
+    )
+    return stat_panel(text, Query(f"sum({catalogue.FAULTS.name}{RANKS})", instant=True))
+
+
+def _records() -> PanelBuilder:
+    text = PanelText(
+        title="Records received",
+        description="Records of all ranks that the service receives per second. It is steps per second times ranks. "
+        "0 while ranks train: check the panels Targets and Failed polls.",
+        unit="suffix: records/s",
+        minimum=0,
+        empty=NO_SERVICE,
+    )
+    return time_series_panel(text, Query(f"sum({_rate(catalogue.RECORDS_INGESTED)})", "records"))
+
+
+def _received_bytes() -> PanelBuilder:
+    text = PanelText(
+        title="Bytes received",
+        description="Bytes per second that the service receives from ranks. It grows with the number of measured "
+        "tensors. If it is too much for the network, sample fewer steps or fewer tensors.",
+        unit="Bps",
+        minimum=0,
+        empty=NO_SERVICE,
+    )
+    return time_series_panel(text, Query(f"sum({_rate(catalogue.BYTES_INGESTED)})", "bytes"))
+
+
+def _rows_committed() -> PanelBuilder:
+    text = PanelText(
+        title="Rows committed",
+        description="Rows per second that the service commits to the store, by dataset. A level that does not change "
+        "is normal during training. 0 while records arrive: the disk is full, or the store is not writable.",
+        unit="rowsps",
+        minimum=0,
+        empty=NO_SERVICE,
+    )
+    query = f"sum by (dataset) ({_rate(catalogue.ROWS_COMMITTED)})"
+    return stacked(time_series_panel(text, Query(query, "{{dataset}}")))
+
+
+def _lag() -> PanelBuilder:
+    text = count_text(
+        "Ingest lag",
+        "Records that a rank has published and the service has not committed yet, for the rank with the most. A "
+        "sawtooth between two commits is normal. A line that only rises means that the service is too slow and will "
+        "lose records. A line that ends means that the service is down.",
+        minimum=0,
+        empty="No rank of this run is alive",
+    )
+    query = f"max by (run) ({catalogue.LAG_RECORDS.name}{SERVICE_RANKS})"
+    return time_series_panel(text, Query(query, "furthest behind"))
+
+
+def _since_commit() -> PanelBuilder:
+    text = PanelText(
+        title="Since last commit",
+        description="Time since the last commit to the store, over all runs of the service. A few seconds are normal "
+        "during training. The time grows if nothing trains, the disk is full, or the service is down.",
+        unit="s",
+        minimum=0,
+        empty="The service made no commit in the last hour",
+    )
+    # Use the last value of the past hour: a service that is down exports nothing, and the line must continue to rise.
+    last = f"last_over_time({catalogue.LAST_COMMIT.name}[1h])"
+    return time_series_panel(text, Query(f"time() - max({last} > 0)", "since last commit"))
+
+
+def _rows_pending() -> PanelBuilder:
+    text = count_text(
+        "Rows pending",
+        "Rows in the memory of the service that are not committed yet. A sawtooth is normal. If it only rises, "
+        "commits fail or take too long: see the duration of a commit.",
+        minimum=0,
+        empty=NO_SERVICE,
+    )
+    return time_series_panel(text, Query(f"sum({catalogue.ROWS_PENDING.name})", "rows"))
+
+
+def _commit_seconds() -> PanelBuilder:
+    text = PanelText(
+        title="Duration of a commit",
+        description="Duration of the latest flush to the store with its commit. Less than a second is normal on a "
+        "local disk. If it approaches the interval between commits, the disk is too slow.",
+        unit="s",
+        minimum=0,
+        empty=NO_SERVICE,
+    )
+    return time_series_panel(text, Query(f"max({catalogue.COMMIT_SECONDS.name})", "latest commit"))
+
+
+def _scrape_failures() -> PanelBuilder:
+    text = PanelText(
+        title="Failed polls",
+        description="Polls of ranks that failed, per second and reason. 0 is normal. `timeout` on all ranks: the "
+        "service has too little CPU. `refused`: the rank has ended. The log of the service names the rank.",
+        unit="suffix: polls/s",
+        minimum=0,
+        empty=NO_SERVICE,
+    )
+    query = f"sum by (reason) ({_rate(catalogue.SCRAPE_FAILURES)}) > 0 or sum({_rate(catalogue.SCRAPE_FAILURES)})"
+    return time_series_panel(text, Query(query, "{{reason}}"))
+
+
+def _dropped() -> PanelBuilder:
+    text = PanelText(
+        title="Dropped by the ranks",
+        description="Records, series and events that the selected ranks dropped per second, by reason. 0 is normal. "
+        "Reasons that begin with `series_`: more tensors than the series limit; the store still contains all of them.",
+        unit="suffix: items/s",
+        minimum=0,
+        empty="The ranks dropped nothing",
+    )
+    return time_series_panel(text, Query(f"sum by (run, reason) {rate(catalogue.DROPPED)}", "{{reason}}"))
+
+
+def _overhead() -> PanelBuilder:
+    text = fraction_text(
+        "Monitoring overhead",
+        "CPU time of Rankscope per second, on the rank with the highest value, without one-time work at the start. A "
+        "few percent of one core are normal. `max_overhead` limits this value by sampling fewer steps.",
+        maximum=None,
+    )
+    own = rate(catalogue.OVERHEAD_SECONDS, f'thread!~"{ONCE}"')
+    return time_series_panel(text, Query(f"max by (run) (sum by (run, rank) {own})", "highest rank"))
+
+
+def _sampling_interval() -> PanelBuilder:
+    text = count_text(
+        "Sampling interval factor",
+        "1: the sampling interval is as configured. Above 1: monitoring exceeded `max_overhead`, and all ranks "
+        "multiply the interval by this factor. Events of type `budget` contain the time and the reason.",
+        minimum=0,
+    )
+    return time_series_panel(text, Query(f"max by (run) ({catalogue.SAMPLING_STRETCH.name}{RANKS})", "factor"))
+
+
+def _ring() -> PanelBuilder:
+    text = count_text(
+        "Records in the ring",
+        "Records in the memory of the rank with the most, and those of them that no store has committed. The second "
+        "line falls to 0 at each commit. If it reaches the first one, the rank overwrites records that were not read.",
+        minimum=0,
+    )
+    uncommitted, records = (
+        f"max by (run) ({metric.name}{RANKS})" for metric in (catalogue.RING_UNCOMMITTED, catalogue.RING_RECORDS)
+    )
+    return time_series_panel(text, Query(records, "in the ring"), Query(uncommitted, "not committed"))
+
+
+def _exporter_scrapes() -> PanelBuilder:
+    text = PanelText(
+        title="Scrapes of other exporters",
+        description="Scrapes of external exporters per second, by outcome. All should "
+        "be `ok`. `skipped`: the store is behind, or too many exporters do not respond.",
+        unit="suffix: /s",
+        minimum=0,
+        empty=NO_EXPORTERS,
+    )
+    scrapes = Query(f"sum by (outcome) ({_rate(catalogue.EXPORTER_SCRAPES)})", "scrapes {{outcome}}")
+    return time_series_panel(text, scrapes)
+
+
+def _remote_write() -> PanelBuilder:
+    text = PanelText(
+        title="Samples by remote write",
+        description="Samples per second that a Prometheus writes to the service, and dropped items. A constant level "
+        "is normal. Dropped items: the label reason shows why.",
+        unit="suffix: /s",
+        minimum=0,
+        empty=NO_REMOTE_WRITE,
+    )
+    return time_series_panel(
+        text,
+        Query(f"sum({_rate(catalogue.REMOTE_WRITE_SAMPLES)})", "samples"),
+        Query(f"sum by (reason) ({_rate(catalogue.REMOTE_WRITE_DROPPED)})", "dropped {{reason}}"),
+    )
+
+
+def _notifications() -> PanelBuilder:
+    text = PanelText(
+        title="Notifications",
+        description="Notifications of the service per second, by outcome. 0 is normal without incidents. `failed`: "
+        "check the addresses with `rankscope doctor`.",
+        unit="suffix: /s",
+        minimum=0,
+        empty=NO_SERVICE,
+    )
+    return time_series_panel(text, Query(f"sum by (outcome) ({_rate(catalogue.NOTIFICATIONS)})", "{{outcome}}"))
+
+
+def _rate(metric: MetricSpec) -> str:
+    """Return PromQL for the increase per second of a counter of the service, which the store does not contain."""
+    return f"rate({metric.name}{RATE_WINDOW})"

@@ -1,0 +1,252 @@
+"""The Grafana board "Tensors": statistics of the tensors of one run, their baselines, and their spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from grafana_foundation_sdk.builders import dashboard as builders
+
+from rankscope_contract.metrics import catalogue
+from rankscope_contract.model.kinds import Kind
+from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_dashboards.boards.elements.annotations import RUN_ANNOTATIONS
+from rankscope_dashboards.boards.elements.board import Section, SizedPanel, make_board
+from rankscope_dashboards.boards.elements.panels import (
+    Column,
+    PanelBuilder,
+    PanelText,
+    Query,
+    count_text,
+    fraction_text,
+    history_panel,
+    table_panel,
+    time_series_panel,
+)
+from rankscope_dashboards.boards.elements.selectors import OF_KIND, OF_TENSORS, RANKS, ranks
+from rankscope_dashboards.boards.elements.variables import KIND, RANK, RUN, TENSOR
+
+MAX_LINES: Final = 20
+MAX_TENSORS: Final = 6
+"""Largest number of tensors in a panel that has three lines per tensor."""
+
+MAX_ROWS: Final = 40
+NORM: Final = 'op="norm"'
+NOT_MEASURED: Final = "No tensor of this kind is measured, or the series limit leaves them out"
+NO_BASELINE: Final = "No baseline yet: it needs some sampled steps, and a rule on this kind"
+DEVIATION: Final = ((None, "blue"), (0.5, "green"), (1.5, "yellow"), (3, "red"))
+"""Colours of a value divided by its baseline."""
+
+_TENSOR_COLUMNS: Final = {
+    "tensor": Column(heading="Tensor"),
+    "kind": Column(heading="Kind", width=140),
+    "op": Column(heading="Statistic", width=90),
+    "rank": Column(heading="Rank", width=70),
+}
+
+
+def board() -> builders.Dashboard:
+    """Return the board "Tensors" without its uid, which `boards()` sets."""
+    sections = (
+        Section("Selected tensors", (SizedPanel(_value_and_baseline(), 24, 10),)),
+        Section("Layers", (SizedPanel(_heat_map(), 24, 11),)),
+        Section("Deviations", (SizedPanel(_top_deviations(), 24, 8), SizedPanel(_nonfinite(), 24, 7))),
+        Section("Ranks", (SizedPanel(_spread(), 24, 9),)),
+        Section(
+            "Kinds",
+            (
+                SizedPanel(_parameters(), 8, 8),
+                SizedPanel(_gradients(), 8, 8),
+                SizedPanel(_activations(), 8, 8),
+                SizedPanel(_optimizer_state(), 8, 8),
+                SizedPanel(_communication(), 8, 8),
+                SizedPanel(_sampled_step(), 8, 8),
+            ),
+        ),
+        Section("All statistics", (SizedPanel(_statistics(), 24, 10),), is_folded=True),
+    )
+    return make_board(
+        "Tensors",
+        "Statistics, baselines and deviations of the tensors of one run.",
+        sections,
+        variables=(RUN, RANK, KIND, TENSOR),
+        annotations=RUN_ANNOTATIONS,
+    )
+
+
+def _value_and_baseline() -> PanelBuilder:
+    text = PanelText(
+        title="Norm, baseline and threshold",
+        description="Norm of the selected tensors on the rank with the highest value, the baseline with which the "
+        f"rules compare it, and the threshold above which AnomalyTurbulence fires, for the {MAX_TENSORS} tensors with "
+        "the highest norms. A norm near its baseline is normal. Above the threshold: look at the board Incidents for "
+        "the first cause.",
+        unit="none",
+        empty=NOT_MEASURED,
+    )
+    chosen = ranks(OF_KIND, OF_TENSORS, NORM)
+    value = f"max by (run, tensor) ({catalogue.TENSOR_VALUE.name}{chosen})"
+    baseline = f"max by (run, tensor) ({catalogue.TENSOR_BASELINE.name}{chosen})"
+    rule = ranks(f'rule="{AnomalyTurbulence.__name__}"')
+    factor = f"(1 + max by (run) ({catalogue.RULE_THRESHOLD.name}{rule}))"
+    threshold = f"{baseline} * on (run) group_left () {factor}"
+    lines = ((value, "{{tensor}}"), (baseline, "{{tensor}} baseline"), (threshold, "{{tensor}} threshold"))
+    queries = [Query(f"topk({MAX_TENSORS}, {expression})", legend) for expression, legend in lines]
+    return time_series_panel(text, *queries, logarithmic=True, many=True)
+
+
+def _heat_map() -> PanelBuilder:
+    text = PanelText(
+        title="Norm relative to the baseline, by tensor",
+        description="Norm of each selected tensor divided by its baseline, on the rank with the highest value, for "
+        f"the {MAX_ROWS} tensors that deviate most. Green: 0.5 to 1.5 times the baseline. Yellow or red in one row: "
+        "this tensor deviates. In all rows at the same time: a bad batch or a too high learning rate. The first red "
+        "row is the cause.",
+        unit="none",
+        decimals=2,
+        thresholds=DEVIATION,
+        empty=NO_BASELINE,
+    )
+    query = f"topk({MAX_ROWS}, max by (run, tensor) ({_relative(OF_KIND, OF_TENSORS)}))"
+    return history_panel(text, Query(query, "{{tensor}}"))
+
+
+def _top_deviations() -> PanelBuilder:
+    text = PanelText(
+        title="Largest deviations",
+        description="The 20 statistics of all kinds with the largest absolute value relative to their baseline, at "
+        "the end of the time range. Around 1 is normal. A value above 1 plus the threshold of the rule fires the "
+        "rule: select the kind and the tensor to see when it left its baseline.",
+        unit="none",
+        decimals=2,
+        thresholds=DEVIATION,
+        empty=NO_BASELINE,
+    )
+    value, baseline = (f"{metric.name}{RANKS}" for metric in (catalogue.TENSOR_VALUE, catalogue.TENSOR_BASELINE))
+    query = f"topk(20, max by (rank, kind, tensor, op) (abs({value}) / (abs({baseline}) > 0)))"
+    columns = {**_TENSOR_COLUMNS, "Value": Column(heading="Times baseline", width=140)}
+    return table_panel(text, (Query(query),), columns)
+
+
+def _nonfinite() -> PanelBuilder:
+    text = count_text(
+        "Tensors with NaN or Inf",
+        "Largest number of elements in the time range that were NaN or infinite at a scrape, of the 20 tensors with "
+        "the most. There should be none. The kind that comes first in a step is the cause: activations before "
+        "gradients before parameters. `rankscope anomalies RUN` lists them in causal order, for every step.",
+        empty="All measured tensors were finite",
+    )
+    selector = ranks('op=~"nans|infs"')
+    counts = f"max_over_time({catalogue.TENSOR_VALUE.name}{selector}[$__range])"
+    columns = {**_TENSOR_COLUMNS, "Value": Column(heading="Elements", width=110)}
+    return table_panel(text, (Query(f"topk(20, max by (rank, kind, tensor, op) ({counts} > 0))"),), columns)
+
+
+def _spread() -> PanelBuilder:
+    text = fraction_text(
+        "Spread between ranks",
+        "Difference between the highest and the lowest norm of a tensor over the selected ranks, relative to the "
+        f"highest, for the {MAX_LINES} tensors with the largest spread. For reduced gradients and parameters of "
+        "replicas it must be 0. For unreduced gradients and activations some spread is normal. If one tensor is "
+        "above the others, compare its ranks.",
+        empty=NOT_MEASURED,
+    )
+    norm = f"by (run, kind, tensor) ({catalogue.TENSOR_VALUE.name}{ranks(OF_KIND, OF_TENSORS, NORM)})"
+    query = f"topk({MAX_LINES}, (max {norm} - min {norm}) / (max {norm} > 0))"
+    return time_series_panel(text, Query(query, "{{tensor}}"), many=True)
+
+
+def _parameters() -> PanelBuilder:
+    text = PanelText(
+        title="Parameters",
+        description="Largest norm of a parameter before and after the update, over all tensors and selected ranks. "
+        "It changes slowly. A jump after a restart means that another checkpoint was loaded.",
+        unit="none",
+        empty="Parameters are not measured in this run",
+    )
+    return _largest_norms(text, (Kind.PARAM_BEFORE, Kind.PARAM_AFTER))
+
+
+def _gradients() -> PanelBuilder:
+    text = PanelText(
+        title="Gradients",
+        description="Largest norm of a gradient, before and after the reduction over ranks and after clipping. A "
+        "peak in all three is a bad batch. A peak only before the reduction is on one rank: see the spread between "
+        "ranks.",
+        unit="none",
+        empty="Gradients are not measured in this run",
+    )
+    return _largest_norms(text, (Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED, Kind.GRAD_CLIPPED))
+
+
+def _activations() -> PanelBuilder:
+    text = PanelText(
+        title="Activations",
+        description="Largest norm of an input or output of a module, and of the gradients with respect to them. A "
+        "level that grows over thousands of steps ends in overflow: check normalisation layers and the precision.",
+        unit="none",
+        empty="Activations are not measured in this run",
+    )
+    return _largest_norms(text, (Kind.ACT_IN, Kind.ACT_OUT, Kind.ACT_GRAD_IN, Kind.ACT_GRAD_OUT))
+
+
+def _optimizer_state() -> PanelBuilder:
+    text = PanelText(
+        title="Optimizer state",
+        description="Largest norm of the moments of Adam, or of the momentum of SGD. It follows the gradients with a "
+        "delay. A value of 0 after a restart means that the state of the optimizer was not loaded.",
+        unit="none",
+        empty="The optimizer has no such state, or it is not measured",
+    )
+    return _largest_norms(text, (Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.MOMENTUM))
+
+
+def _communication() -> PanelBuilder:
+    text = PanelText(
+        title="Collectives",
+        description="Largest norm of an input and of an output of a collective. They should move together. An output "
+        "that is not finite with finite inputs indicates a fault in the network or in the reduction.",
+        unit="none",
+        empty="Collectives are not measured in this run",
+    )
+    return _largest_norms(text, (Kind.COMM_IN, Kind.COMM_OUT))
+
+
+def _sampled_step() -> PanelBuilder:
+    text = count_text(
+        "Latest sampled step",
+        "Latest step at which each kind was measured, on the rank furthest behind. It rises with the step in steps "
+        "of the sampling interval. If one kind stops, its hooks were removed: the log of the rank contains a notice.",
+        minimum=0,
+        empty="No tensor is measured in this run",
+    )
+    query = f"min by (run, kind) ({catalogue.KIND_STEP.name}{RANKS})"
+    return time_series_panel(text, Query(query, "{{kind}}"))
+
+
+def _statistics() -> PanelBuilder:
+    text = PanelText(
+        title="Other statistics of the selected tensors",
+        description="All exported statistics but the norm, of the selected tensors, on the rank with the highest "
+        f"value, {MAX_LINES} lines at most. The scale is linear because minima and means are negative too. Select one "
+        "tensor.",
+        unit="none",
+        empty=NOT_MEASURED,
+    )
+    chosen = ranks(OF_KIND, OF_TENSORS, 'op!="norm"')
+    query = f"topk({MAX_LINES}, max by (run, tensor, op) ({catalogue.TENSOR_VALUE.name}{chosen}))"
+    return time_series_panel(text, Query(query, "{{tensor}} {{op}}"), many=True)
+
+
+def _largest_norms(text: PanelText, kinds: Sequence[Kind]) -> PanelBuilder:
+    names = "|".join(kinds)
+    chosen = ranks(f'kind=~"{names}"', NORM)
+    query = f"max by (run, kind) ({catalogue.TENSOR_VALUE.name}{chosen})"
+    return time_series_panel(text, Query(query, "{{kind}}"), logarithmic=True)
+
+
+def _relative(*matchers: str) -> str:
+    value, baseline = (
+        f"{metric.name}{ranks(*matchers, NORM)}" for metric in (catalogue.TENSOR_VALUE, catalogue.TENSOR_BASELINE)
+    )
+    return f"{value} / ({baseline} > 0)"

@@ -1,0 +1,65 @@
+"""Evaluate the queries of boards with promtool, with values for the variables of Grafana."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rankscope_dashboards.boards.elements.pages import all_panels
+
+VARIABLES = {
+    "$__rate_interval": "1m",
+    "$__interval": "30s",
+    "$__range": "1h",
+    "$smooth": "1m",
+    "$run": "r",
+    "$rank": ".+",
+    "$kind": "grad_reduced",
+    "$tensor": ".+",
+}
+AT = 300
+"""Time in seconds at which expressions are evaluated."""
+
+Checks = Sequence[tuple[str, str | None, float]]
+"""Expressions, the labels of the only sample of each (None: no sample), and the value of this sample."""
+
+
+def substituted(expression: str, variables: Mapping[str, str] = VARIABLES) -> str:
+    """Return the expression with values for the variables of the boards."""
+    for variable, value in variables.items():
+        expression = expression.replace(variable, value)
+    return expression
+
+
+def query_of(board: Mapping[str, Any]) -> Callable[..., str]:
+    """Return a function that returns a query of a panel of `board`, by the title of the panel and its position."""
+    panels = {panel["title"]: panel for panel in all_panels(dict(board))}
+    return lambda title, position=0: substituted(panels[title]["targets"][position]["expr"])
+
+
+def promql_error(judge: Any, given: Mapping[str, str], checks: Checks) -> str | None:
+    """Return promtool's error, or None if each expression has the expected result at the end of the series `given`."""
+    (error,) = promql_errors(judge, [(given, checks)])
+    return error
+
+
+def promql_errors(judge: Any, cases: Sequence[tuple[Mapping[str, str], Checks]]) -> list[str | None]:
+    """Return promtool's error, or None, for each pair of series and checks. All pairs use one process."""
+    found: list[str | None] = judge([({"groups": []}, _document(given, checks)) for given, checks in cases])
+    return found
+
+
+def _document(given: Mapping[str, str], checks: Checks) -> dict[str, Any]:
+    queries = [
+        {
+            "expr": expression,
+            "eval_time": f"{AT}s",
+            "exp_samples": [] if labels is None else [{"labels": labels, "value": value}],
+        }
+        for expression, labels, value in checks
+    ]
+    series = [{"series": name, "values": values} for name, values in given.items()]
+    return {
+        "evaluation_interval": "10s",
+        "tests": [{"interval": "10s", "input_series": series, "promql_expr_test": queries}],
+    }

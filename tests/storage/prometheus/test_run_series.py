@@ -1,0 +1,104 @@
+"""State, progress, end and incidents of runs as Prometheus requests them from the store."""
+
+from __future__ import annotations
+
+import pytest
+from tests.storage.prometheus.conftest import JULY, MARCH, History, row, table
+
+from rankscope_contract.model.events import RunState
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.connection import connect
+
+MINUTE = 60_000
+SECOND_ATTEMPT = MARCH + 5 * MINUTE
+
+
+def version(run, attempt, ms, state, step, ended_ms=None):
+    numbers = {"planned_steps": 10, "last_step": step, "world_size": 2, "source_kind": "live"}
+    started = {0: MARCH, 1: SECOND_ATTEMPT}[attempt]
+    times = {"started_at": started * 1000, "ended_at": None if ended_ms is None else ended_ms * 1000}
+    return {**row(run, None, None, ms), "attempt": attempt, "state": state, **numbers, **times}
+
+
+def incident(run, ms, state):
+    labels = {"rule": "AnomalyNan", "severity": "critical", "kind": "grad_reduced", "tensor": "head", "op": "norm"}
+    return row(run, 1, 7, ms, type="incident", message="", details=f'{{"state":"{state}"}}', **labels)
+
+
+@pytest.fixture(scope="module")
+def history(tmp_path_factory):
+    versions = [
+        version("spring", 0, MARCH, "running", 1),
+        version("spring", 0, MARCH + MINUTE, "failed", 4, MARCH + MINUTE),
+        version("spring", 1, SECOND_ATTEMPT, "running", 5),
+        version("spring", 0, SECOND_ATTEMPT + 1, "failed", 4, MARCH + MINUTE),
+        version("spring", 1, SECOND_ATTEMPT + MINUTE, "completed", 10, SECOND_ATTEMPT + MINUTE),
+        version("other", 0, MARCH, "running", 2),
+    ]
+    events = [incident("spring", MARCH + MINUTE, "opened"), incident("spring", MARCH + 2 * MINUTE, "resolved")]
+    folder = tmp_path_factory.mktemp("runs") / "store"
+    with Store.open(folder, create=True).claim(owner="test") as writer:
+        tables = {"attempts": table("attempts", versions), "events": table("events", events)}
+        writer.append(Batch(tables=tables, watermarks={}))
+    with connect(folder) as connection:
+        yield History(connection)
+
+
+SPRING = (("job", "=", "rankscope"), ("run", "=", "spring"))
+
+
+def of_spring(metric, *labels):
+    return tuple(sorted((("__name__", metric), ("job", "rankscope"), ("run", "spring"), *labels)))
+
+
+def test_run_has_the_values_of_its_latest_attempt_at_each_time(history):
+    times = [MARCH, MARCH + MINUTE, SECOND_ATTEMPT, SECOND_ATTEMPT + MINUTE]
+    expected = {
+        "rankscope_run_step": [1.0, 4.0, 5.0, 10.0],
+        "rankscope_run_progress_ratio": [0.1, 0.4, 0.5, 1.0],
+        "rankscope_run_attempt": [0.0, 0.0, 1.0, 1.0],
+        "rankscope_run_steps_planned": [10.0] * 4,
+        "rankscope_run_ranks_expected": [2.0] * 4,
+        "rankscope_run_start_timestamp_seconds": [MARCH / 1000] * 2 + [SECOND_ATTEMPT / 1000] * 2,
+    }
+
+    for metric, values in expected.items():
+        assert {of_spring(metric): list(zip(times, values, strict=True))} == history.ask(
+            *SPRING, ("__name__", "=", metric)
+        )
+
+
+def test_end_of_a_run_is_stored_only_after_its_end(history):
+    ends = [(MARCH + MINUTE, (MARCH + MINUTE) / 1000), (SECOND_ATTEMPT + MINUTE, (SECOND_ATTEMPT + MINUTE) / 1000)]
+
+    metric = "rankscope_run_end_timestamp_seconds"
+    assert {of_spring(metric): ends} == history.ask(*SPRING, ("__name__", "=", metric))
+
+
+def test_each_state_is_one_series_that_is_1_while_it_lasts(history):
+    found = history.ask(*SPRING, ("__name__", "=", "rankscope_run_state"))
+    values = {dict(labels)["state"]: [value for _, value in samples] for labels, samples in found.items()}
+
+    assert set(RunState) == values.keys()
+    assert {"running": [1.0, 0.0, 1.0, 0.0], "failed": [0.0, 1.0, 0.0, 0.0], "completed": [0.0, 0.0, 0.0, 1.0]} == {
+        state: numbers for state, numbers in values.items() if 1.0 in numbers
+    }
+    one = history.ask(*SPRING, ("__name__", "=", "rankscope_run_state"), ("state", "=", "failed"), alone=True)
+    assert [[(SECOND_ATTEMPT + MINUTE, 0.0)]] == list(one.values())
+
+
+def test_incident_has_the_labels_of_the_service_and_the_age_0(history):
+    found = history.ask(*SPRING, ("__name__", "=", "rankscope_ingest_incident_age_seconds"))
+    labels = {"rank": "1", "rule": "AnomalyNan", "severity": "critical", "kind": "grad_reduced", "tensor": "head"}
+
+    key = of_spring("rankscope_ingest_incident_age_seconds", *labels.items(), ("op", "norm"), ("step", "7"))
+    assert {key: [(MARCH + MINUTE, 0.0)]} == found
+
+
+def test_runs_are_selected_by_job_run_time_and_labels(history):
+    step = ("__name__", "=", "rankscope_run_step")
+
+    assert {} == history.ask(step, ("job", "=", "rankscope-service"))
+    assert {} == history.ask(step, ("job", "=", "rankscope"), ("rank", "=", "0"))
+    assert {} == history.ask(*SPRING, step, start=JULY)
+    assert {"spring", "other"} == {dict(labels)["run"] for labels in history.ask(step, ("run", "=~", "spring|other"))}
