@@ -5,7 +5,6 @@ Grafana's files and its API name some keys differently. This module returns docu
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections.abc import Mapping
@@ -15,14 +14,14 @@ from typing import Any, Final
 
 import yaml
 
+from rankscope_dashboards.boards.elements.pages import with_pages
+
 TREE: Final = Path(__file__).parents[2] / "provisioning"
 """Folder of the committed provisioning files."""
 
 RULES_FOLDER: Final = "rankscope-alerts"
 """Uid of the folder of alert rules, so that links to it remain valid. Files cannot set this uid."""
 
-PAGES_VARIABLE: Final = "pages"
-"""Hidden variable of a board with the address of our own pages."""
 
 API_KEYS: Final = {
     "keepFiringFor": "keep_firing_for",
@@ -74,7 +73,7 @@ def shipped(tree: Path = TREE, *, pages_url: str = "") -> Shipped:
         boards_folder=Folder(uid=provider["folderUid"], title=provider["folder"]),
         rules_folder=Folder(uid=RULES_FOLDER, title=_unescaped(title)),
         sources=tuple(map(_source, _yaml(tree / "datasources" / "rankscope.yaml")["datasources"])),
-        boards=tuple(_with_pages(board, pages_url) for board in boards),
+        boards=tuple(with_pages(board, pages_url) for board in boards),
         groups=tuple(map(_group, groups)),
     )
 
@@ -82,14 +81,6 @@ def shipped(tree: Path = TREE, *, pages_url: str = "") -> Shipped:
 def _source(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return a data source without its address and without the keys that only files have."""
     return {name: value for name, value in entry.items() if name not in {"orgId", "editable", "url", "version"}}
-
-
-def _with_pages(board: dict[str, Any], pages_url: str) -> dict[str, Any]:
-    filled = copy.deepcopy(board)
-    for variable in filled.get("templating", {}).get("list", []):
-        if variable["name"] == PAGES_VARIABLE and pages_url:
-            variable["query"] = pages_url.rstrip("/")
-    return filled
 
 
 def _group(entry: Mapping[str, Any]) -> RuleGroup:
