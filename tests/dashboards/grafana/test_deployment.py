@@ -258,13 +258,13 @@ def test_undeploy_keeps_a_changed_object(grafana: Grafana, kind: str):
 def test_objects_of_provisioning_files_remain(tmp_path: Path):
     with recorded_server() as server:
         content = complete()
-        boards = tuple(board for board in content.boards if "step-time" in board["uid"])
+        boards = tuple(board for board in content.boards if board["uid"] == "rankscope-run-overview")
         folder, urls = Folder(uid=ALERTS_FOLDER, title="Training alerts"), {"rankscope-live": "http://other:9090"}
-        before = copy.deepcopy(server.content.boards["rankscope-step-time"].document)
+        before = copy.deepcopy(server.content.boards["rankscope-run-overview"].document)
         local = Grafana(url=server.url, credentials="glsa_admin", folder=tmp_path, content=content)
 
         local.deploy(replace(content, groups=(), boards=boards, rules_folder=folder), force=True, urls=urls)
 
-        assert before == server.content.boards["rankscope-step-time"].document
+        assert before == server.content.boards["rankscope-run-overview"].document
 
     assert 2 == local.text.count("a provisioning file owns it")
