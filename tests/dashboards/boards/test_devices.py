@@ -10,7 +10,7 @@ from tests.dashboards.boards.test_run_overview import VARIABLES, promql_error
 from rankscope_dashboards.generate import generated_files
 
 FILES = generated_files()
-BOARD = json.loads(FILES["dashboards/devices.json"])
+BOARD = json.loads(FILES["dashboards/rankscope/devices.json"])
 PANELS = {panel["title"]: panel for panel in BOARD["panels"]}
 GPU = 'job="rankscope", run="r", gpu="GPU-{rank}", rank="{rank}"'
 

@@ -10,7 +10,8 @@ import pytest
 from rankscope_contract.metrics.catalogue import CATALOG
 from rankscope_dashboards.generate import generated_files
 
-PANELS = {panel["title"]: panel for panel in json.loads(generated_files()["dashboards/run_overview.json"])["panels"]}
+BOARD = json.loads(generated_files()["dashboards/rankscope/run_overview.json"])
+PANELS = {panel["title"]: panel for panel in BOARD["panels"]}
 VARIABLES = {"$__rate_interval": "1m", "$__interval": "30s", "$run": ".+", "$rank": ".+"}
 AT = 300
 MAX_LINES = 20
