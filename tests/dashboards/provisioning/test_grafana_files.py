@@ -21,10 +21,11 @@ from rankscope_dashboards.deploy.prometheus import seconds
 from rankscope_dashboards.generate import generated_files
 from rankscope_dashboards.provisioning import alert_rules as module
 from rankscope_dashboards.provisioning.alert_rules import alert_rules, panel_ids
+from rankscope_dashboards.provisioning.notifications import GROUP_WAIT
 from rankscope_dashboards.provisioning.shipped_uids import SHIPPED_UIDS
 from rankscope_ingest.base.config import IngestSection, NotifySection
 
-OWN_GROUP_WAIT_SECONDS = 5
+OWN_GROUP_WAIT_SECONDS = seconds(GROUP_WAIT)
 
 FILES = generated_files()
 BOARDS = {json.loads(text)["uid"]: json.loads(text) for name, text in FILES.items() if name.endswith(".json")}
