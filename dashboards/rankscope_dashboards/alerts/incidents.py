@@ -20,6 +20,9 @@ from rankscope_dashboards.deploy.prometheus import seconds
 UNREPORTED_FOR: Final = "1m"
 """Time that the service has to report an anomaly that Prometheus has found on the page of a rank."""
 
+REPORTED_AFTER: Final = "10s"
+"""Time after which the service has reported a firing: poll, incident, and scrape of the service."""
+
 
 def _unless(label: str, absent: str, text: str) -> str:
     """Return a template that adds `text` unless `label` has the value `absent`."""
@@ -63,9 +66,13 @@ def _incident(window: str) -> Alert:
 
 def _without_service(window: str) -> Alert:
     age, followed = catalogue.ANOMALY_AGE.name, catalogue.RUN_STATE.name
+    # The service reported a firing that is older than its own outage. A second message must not repeat it.
+    away = f"time() - max by (run) (max_over_time(timestamp({followed})[{window}:{REPORTED_AFTER}]))"
+    reported = f"{age} - {seconds(REPORTED_AFTER):g} > on (run) group_left () ({away})"
+    unreported = f"{age} < {seconds(window):g}\n  unless on (run, rank, rule, kind)\n{reported}"
     return Alert(
         name="AnomalyWithoutService",
-        expression=f"group by (run, rule) ({age} < {seconds(window):g})\n  unless on (run)\n{followed}",
+        expression=f"group by (run, rule) (\n{unreported}\n)\n  unless on (run)\n{followed}",
         summary="{{ $labels.rule }} fired in run {{ $labels.run }}; no service receives its records",
         description="The pages of the ranks show the firing. No service has the records of this run, so that the first "
         "tensor and its rank are unknown.",

@@ -23,7 +23,7 @@ GRAFANA_IMAGE: Final = "grafana/grafana:12.2.0"
 SERVICE_PORT, PROMETHEUS_PORT, ALERTMANAGER_PORT, GRAFANA_PORT = 9470, 9090, 9093, 3000
 SERVICE_USER: Final = "10001:10001"
 NOBODY: Final = "65534:65534"
-"""User of the images of Prometheus and Alertmanager, to whom their data folders belong."""
+"""User of the images of Prometheus and Alertmanager: the owner of their data folders."""
 
 GRAFANA_USER: Final = "472:0"
 TOKEN_FILE: Final = "/run/secrets/rankscope_token"  # noqa: S105 - the path of a file

@@ -343,13 +343,21 @@ def incidents():
     two = [{**first, "rank": rank, "step": step} for rank, step in (("0", "150"), ("1", "900"))]
     given = {series(age, **SERVICE, **labels): "0x9" for labels in two}
     yield Scenario(alert="AnomalyIncident", title="two incidents of a run", given=given, expected={0: two})
-    fired = {series("rankscope_anomaly_age_seconds", **NAN_KIND): "0+10x60"}
+    age = series("rankscope_anomaly_age_seconds", **NAN_KIND)
+    fired = {age: "0+10x60"}
     alone = [{"run": "r", "rule": "AnomalyNan"}]
     state = series("rankscope_run_state", **SERVICE, run="r", state="running")
+    later = {age: "_x6 0+10x60"}
+    other_rank = {series("rankscope_anomaly_age_seconds", **{**NAN_KIND, "rank": "1"}): "_x6 0+10x60"}
     for title, given, expected in (
         ("no service", fired, {5: [], 6: alone, 11: alone, 12: []}),
         ("a service that follows the run", {**fired, state: "1x60"}, {6: [], 11: []}),
         ("a service that follows another run", {**fired, state.replace('"r"', '"s"'): "1x60"}, {6: alone}),
+        ("a service that follows a rule that fires at each step", {age: "0x60", state: "1x60"}, {6: [], 11: []}),
+        ("a service that is away soon after the firing", {age: "5+10x60", state: "1 1 stale"}, {10: [], 11: []}),
+        ("a service that is away at the firing", {state: "1x3 stale", **later}, {10: [], 12: alone, 17: alone, 18: []}),
+        ("a service that is away directly after the firing", {state: "1x6 stale", **later}, {10: [], 13: alone}),
+        ("only one of two firings was reported", {**fired, state: "1x3 stale", **other_rank}, {11: [], 12: alone}),
     ):
         yield Scenario(alert="AnomalyWithoutService", title=title, given=given, expected=expected)
 

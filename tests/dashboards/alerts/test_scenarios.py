@@ -79,6 +79,11 @@ MUTANTS = {
         ("expr", "< 120", "< 130"),
         ("expr", "unless on (run)", "unless on ()"),
         ("expr", "unless on (run)", "unless on (run, rule)"),
+        ("expr", "unless on (run, rank, rule, kind)", "or"),
+        ("expr", "unless on (run, rank, rule, kind)", "unless on (run)"),
+        ("expr", "- 10 >", "+ 60 >"),
+        ("expr", "- 10 >", "- 100 >"),
+        ("expr", "[2m:10s]", "[20s:10s]"),
         ("for", "1m", "0s"),
     ],
     "AnomalyNanEvents": [
