@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -25,6 +26,7 @@ from rankscope_dashboards.provisioning.notifications import GROUP_WAIT
 from rankscope_dashboards.provisioning.shipped_uids import SHIPPED_UIDS
 from rankscope_ingest.base.config import IngestSection, NotifySection
 
+DOCUMENTATION = Path(__file__).parents[3] / "docs" / "dashboards.md"
 OWN_GROUP_WAIT_SECONDS = seconds(GROUP_WAIT)
 
 FILES = generated_files()
@@ -102,6 +104,15 @@ def test_files_contain_only_keys_that_grafana_reads():
     for provider in PROVIDERS["providers"]:
         assert provider.keys() <= PROVIDER_KEYS
         assert {"path", "foldersFromFilesStructure"} == provider["options"].keys()
+
+
+def test_documentation_lists_the_keys_that_the_oldest_release_ignores():
+    """Grafana 9.4 was loaded with these files: it dropped the first three keys, and does not use the last one."""
+    page = DOCUMENTATION.read_text(encoding="utf-8").partition("### Releases of Grafana")[2].partition("###")[0]
+    listed = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+
+    assert {"keepFiringFor", "missing_series_evals_to_resolve", "isPaused", "seriesEndpoint"} == listed
+    assert listed <= {key for rule in RULES for key in rule} | SOURCE_OPTIONS
 
 
 def test_every_group_is_evaluated_every_ten_seconds():
