@@ -71,6 +71,29 @@ def test_wheel_contains_style_and_scripts_of_the_pages(wheel):
     } <= names
 
 
+def test_wheel_contains_the_provisioning_tree_and_provision_writes_it(wheel, tmp_path):
+    """The boards come from the files in the wheel: Grafana's library for boards is not imported."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    tree = tmp_path / "site" / "rankscope_dashboards" / "tree"
+    committed = ROOT / "dashboards" / "provisioning"
+    script = f"""
+import sys
+sys.path.insert(0, {str(tmp_path / "site")!r})
+from rankscope.base.provisioning import provision
+provision(into=__import__("pathlib").Path({str(tmp_path / "into")!r}))
+assert "grafana_foundation_sdk" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=120)
+
+    def files(folder):
+        return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+    assert 0 == done.returncode, done.stderr
+    assert files(committed) == files(tree)
+    assert files(committed) - {"dashboards/.lint"} == files(tmp_path / "into") - {".rankscope.json"}
+
+
 def test_base_requirements_are_those_of_a_rank(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("dist-info/METADATA"))

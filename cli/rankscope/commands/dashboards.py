@@ -1,4 +1,4 @@
-"""`rankscope dashboards`: deploy the Grafana boards and alert rules to a running server."""
+"""`rankscope dashboards`: deploy the Grafana boards and alert rules to a running server, or write their files."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.provisioning import provision
 
 if TYPE_CHECKING:
     from rankscope_dashboards.grafana.server import Server
 
 dashboards = typer.Typer(
-    help="""Deploy the boards, data sources and alert rules of Rankscope to a Grafana server, or remove them.""",
+    help="""Deploy the boards and alert rules of Rankscope to a Grafana server, remove them, or write their files.""",
     no_args_is_help=True,
 )
+dashboards.command("provision")(provision)
 
 Url = Annotated[
     str,

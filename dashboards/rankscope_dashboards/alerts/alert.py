@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from rankscope_dashboards.alerts.labels import guarded
+from rankscope_dashboards.alerts.panels import STATE, Panel
 from rankscope_dashboards.deploy.alertmanager import DETAIL
 
 RUNBOOKS: Final = ""
@@ -18,11 +20,11 @@ The option `--runbooks https://…` of the generator sets it, for example to the
 class Alert:
     """A PromQL condition, with the texts and labels of the notification that is sent when the condition holds.
 
-    - `severity`, `rule`: values of these labels. None: the series that `expression` returns have the label. The default
-      of `rule` is the name of the alert.
+    - `severity`, `rule`: values of these labels. The default of `rule` is the name of the alert. None: the series that
+      `expression` returns have the label, or the alert is not about a run and has no label `rule`.
     - `runbook`: the heading on the runbooks page, or a complete URL.
     - `hold_for`: the time for which the condition must hold before the alert fires.
-    - `panel`: the title of the panel that shows the condition.
+    - `panel`: the panel that shows the condition.
     - `is_detail`: another alert notifies about the incident to which this alert belongs.
     - `queried`: a template that queries Prometheus, appended to the description. Grafana templates cannot query, so the
       Grafana rule file does not contain it.
@@ -38,7 +40,7 @@ class Alert:
     labels: dict[str, str] = field(default_factory=dict)
     hold_for: str | None = None
     keep_firing_for: str | None = None
-    panel: str = "State"
+    panel: Panel = STATE
     is_detail: bool = False
     queried: str = ""
 
@@ -54,7 +56,7 @@ class Alert:
         `runbooks` is the address of the runbooks page. There is no `runbook_url` unless it is absolute.
         """
         link = self.runbook if "://" in self.runbook else f"{runbooks}#{self.runbook.lower()}"
-        texts = {"summary": self.summary, "description": self.description}
+        texts = {"summary": guarded(self.summary), "description": guarded(self.description)}
         return texts | ({"runbook_url": link} if "://" in link else {})
 
     def document(self, runbooks: str = RUNBOOKS) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 A rank exports the value, the baseline and the threshold of each series that it evaluates. PromQL only repeats the
 comparison. There are three alerts for each rule:
 
-- The comparison alert evaluates the latest scrape. It names the affected series, but a scrape contains only one step of
-  many.
+- The comparison alert evaluates the latest scrape, which contains only one step of many, and the firings that the rank
+  has counted for each series. It names the affected series.
 - The counting alert uses the counter of firings, which the rank increments at every step. It misses no step.
 - The self-check compares the result of PromQL with the rank's own result, which must be equal.
 """
@@ -27,12 +27,15 @@ from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_contract.security.escaping import label_value
 from rankscope_dashboards.alerts.alert import Alert
 from rankscope_dashboards.alerts.counters import increased
+from rankscope_dashboards.alerts.labels import with_all_labels
+from rankscope_dashboards.alerts.panels import ANOMALIES
+from rankscope_dashboards.deploy.alertmanager import NOT_APPLICABLE
 
 WINDOW: Final = "2m"
-"""Time for which the alert that counts firings of a rule is active after a firing."""
+"""Time for which the alerts on a rule are active after a firing."""
 
 KEEP_FIRING_FOR: Final = "1m"
-"""Time for which the alert `AnomalyTurbulence` remains active after the scraped value fell below the threshold."""
+"""Time for which a comparison alert remains active after the scraped value fell below the threshold."""
 
 MAX_TENSORS: Final = 5
 """Largest number of tensors that the text of an alert names."""
@@ -40,16 +43,19 @@ MAX_TENSORS: Final = 5
 _SERIES: Final = "on (run, rank, kind, tensor, op)"
 _SCALARS: Final = (catalogue.LOSS, catalogue.GRAD_NORM, catalogue.LEARNING_RATE, catalogue.SCALAR)
 
-# Templates that Prometheus and Grafana both expand. Logged scalars have no labels `kind` and `tensor`.
+# Templates that Prometheus and Grafana both expand. Logged scalars have no kind and no tensor.
 _RANK_TEXT: Final = "run {{ $labels.run }} rank {{ $labels.rank }}"
-_KIND_TEXT: Final = "{{ if $labels.kind }}{{ $labels.kind }}{{ else }}logged scalars{{ end }}"
+_KIND_TEXT: Final = (
+    f'{{{{ if eq $labels.kind "{NOT_APPLICABLE}" }}}}logged scalars{{{{ else }}}}{{{{ $labels.kind }}}}{{{{ end }}}}'
+)
 _SERIES_TEXT: Final = (
-    "{{ if $labels.kind }}{{ $labels.kind }} of {{ $labels.tensor }} ({{ $labels.op }})"
-    "{{ else }}a logged scalar{{ end }}"
+    f'{{{{ if eq $labels.kind "{NOT_APPLICABLE}" }}}}a logged scalar{{{{ else }}}}'
+    "{{ $labels.kind }} of {{ $labels.tensor }} ({{ $labels.op }}){{ end }}"
 )
 
 _RANK_LABELS: Final = ("run", "rank")
 _KIND_LABELS: Final = (*_RANK_LABELS, "kind")
+_SERIES_LABELS: Final = (*_KIND_LABELS, "tensor", "op")
 _BY_KIND: Final = "(run, rank, kind)"
 
 
@@ -69,12 +75,14 @@ def anomaly_alerts(
 ) -> tuple[Alert, ...]:
     """Return two alerts for each rule: one compares scraped values, the other one counts the firings of the rank.
 
-    The first one is the comparison alert. It remains active for `keep_firing_for` after the comparison became false.
-    The second one is the counting alert. A firing keeps it active for `window`, which must be long enough for at least
-    two scrapes.
+    The first one is the comparison alert. It remains active for `keep_firing_for` after the comparison became false,
+    and for `window` after a firing that the rank counted. The second one is the counting alert, which is active for
+    `window` after a firing. `window` must be long enough for at least two scrapes.
     """
     return tuple(
-        alert for rule in rules for alert in (_comparison_alert(rule, keep_firing_for), _counting_alert(rule, window))
+        alert
+        for rule in rules
+        for alert in (_comparison_alert(rule, window, keep_firing_for), _counting_alert(rule, window))
     )
 
 
@@ -104,7 +112,7 @@ def rule_disagreement(rule: AnomalyRule) -> Alert:
         runbook="RuleDisagreement",
         labels={"judged_by": rule.name},
         keep_firing_for="5m",
-        panel="Anomalies",
+        panel=ANOMALIES,
     )
 
 
@@ -160,18 +168,37 @@ def _any(parts: Iterable[str]) -> str:
     return "\n  or\n".join(parts)
 
 
-def _comparison_alert(rule: AnomalyRule, keep_firing_for: str) -> Alert:
+def _comparison_alert(rule: AnomalyRule, window: str, keep_firing_for: str) -> Alert:
+    series = f"group by ({', '.join(_SERIES_LABELS)}) (\n{rule_expression(rule)}\n)"
     return Alert(
         name=rule.name,
-        expression=f"group by (run, rank, kind, tensor, op) (\n{rule_expression(rule)}\n)",
+        expression=with_all_labels(_any((series, _fired(rule, window))), ("kind", "tensor", "op")),
         summary=f"{rule.name} in {_SERIES_TEXT}, {_RANK_TEXT}",
-        description=_description(rule, "The rule holds for this series at the step of the last scrape."),
+        description=_description(
+            rule, f"The rule holds for this series at the step of the last scrape, or fired on it within {window}."
+        ),
         severity=str(rule.severity),
         runbook=rule.runbook or type(rule).__name__,
         rule=rule.name,
         keep_firing_for=keep_firing_for,  # a spike is visible in one scrape only; without this the alert would flap
-        panel="Anomalies",
+        panel=ANOMALIES,
         is_detail=True,
+    )
+
+
+def _fired(rule: AnomalyRule, window: str) -> str:
+    """Return PromQL that selects the series on which the rank found a firing within `window`, at any step.
+
+    A firing between two scrapes is therefore not missed.
+    """
+    matcher = f'{{rule="{label_value(rule.name)}"}}'
+    return increased(
+        catalogue.TENSOR_ANOMALY_EVENTS,
+        catalogue.ANOMALY_AGE,
+        _SERIES_LABELS,
+        window,
+        matcher=matcher,
+        age_by=_KIND_LABELS,
     )
 
 
@@ -191,7 +218,7 @@ def _counting_alert(rule: AnomalyRule, window: str) -> Alert:
     ]
     return Alert(
         name=f"{rule.name}Events",
-        expression=_any(counts),
+        expression=with_all_labels(_any(counts), ("kind",)),
         summary=f"{rule.name} fired in {_KIND_TEXT}, {_RANK_TEXT}",
         description=_description(
             rule, f"The rank counts firings at every step; the rule fired at least once within {window}."
@@ -199,7 +226,7 @@ def _counting_alert(rule: AnomalyRule, window: str) -> Alert:
         severity=str(rule.severity),
         runbook=rule.runbook or type(rule).__name__,
         rule=rule.name,
-        panel="Anomalies",
+        panel=ANOMALIES,
         is_detail=True,
         queried=_fired_tensors(rule.name, window) + _latest_step(),
     )

@@ -6,18 +6,28 @@ from rankscope_contract.metrics.catalogue import MetricSpec
 from rankscope_dashboards.deploy.prometheus import seconds
 
 
-def increased(counter: MetricSpec, age: MetricSpec, by: tuple[str, ...], window: str, *, matcher: str = "") -> str:
+def increased(
+    counter: MetricSpec,
+    age: MetricSpec,
+    by: tuple[str, ...],
+    window: str,
+    *,
+    matcher: str = "",
+    age_by: tuple[str, ...] | None = None,
+) -> str:
     """Return PromQL with one sample for each group `by` whose `counter` increased within `window`.
 
     `matcher` selects the series of `counter` and of `age`. `increase` alone would miss a counter whose first sample is
     above zero. A second expression therefore covers counters that are new within `window`. To a Prometheus that was
     down for longer than `window`, every counter is new. The gauge `age` is the time since the last increase of the
     counter. It excludes counters that last increased before `window`. A rank of an older release does not export this
-    gauge.
+    gauge. `age_by` are the labels of `age`, if `counter` has more labels.
     """
     series, groups = f"{counter.name}{matcher}", f"({', '.join(by)})"
+    ages = f"({', '.join(age_by or by)})"
+    on = "" if age_by is None else f" on {ages}"
     return (
         f"sum by {groups} (increase({series}[{window}])) > 0\n  or\n"
         f"sum by {groups} ({series} unless {series} offset {window}) > 0\n"
-        f"  unless\nmin by {groups} ({age.name}{matcher}) > {seconds(window):g}"
+        f"  unless{on}\nmin by {ages} ({age.name}{matcher}) > {seconds(window):g}"
     )

@@ -19,6 +19,7 @@ from rankscope_dashboards.alerts.alert import RUNBOOKS, Alert, AlertGroup
 from rankscope_dashboards.alerts.anomaly import KEEP_FIRING_FOR, WINDOW, anomaly_alerts, rule_disagreement
 from rankscope_dashboards.alerts.counters import increased
 from rankscope_dashboards.alerts.incidents import incident_alerts
+from rankscope_dashboards.alerts.panels import GPU_ERRORS, LAST_COMMIT, LOST_RECORDS, RANKS_UP, THROTTLED_GPUS
 from rankscope_dashboards.alerts.replicas import replica_alerts
 from rankscope_dashboards.deploy.prometheus import SERVICE_JOB
 
@@ -26,6 +27,8 @@ LOSS_WINDOW: Final = "5m"
 """Time for which the alert on lost records is active after a loss."""
 
 SERVICE_DOWN_FOR: Final = "30s"
+NOT_SCRAPED: Final = "an unknown address"
+"""Value of the label `instance` of the alert ServiceDown if Prometheus does not scrape the service."""
 
 
 def lifecycle_alerts() -> tuple[Alert, ...]:
@@ -68,7 +71,7 @@ def _rank_gone() -> Alert:
         'out of memory, host down, network down. The run has the state "failed" until the rank responds again.',
         severity=Severity.WARNING,
         runbook="RankGone",
-        panel="Ranks up",
+        panel=RANKS_UP,
     )
 
 
@@ -81,7 +84,7 @@ def _ingest_losing() -> Alert:
         "history in the store has a gap. Training is not affected.",
         severity=Severity.WARNING,
         runbook="IngestLosing",
-        panel="Lost records",
+        panel=LOST_RECORDS,
     )
 
 
@@ -90,14 +93,17 @@ def _service_down() -> Alert:
     return Alert(
         name="ServiceDown",
         # group() replaces the value 0 by 1: Grafana evaluates the same expression and requires a value above zero.
-        expression=f"group by (job, instance) ({up} == 0)\n  or\nabsent({up})",
-        summary="the Rankscope service does not respond",
+        # absent() returns no instance.
+        expression=f"group by (job, instance) ({up} == 0)\n  or\n"
+        f'label_replace(absent({up}), "instance", "{NOT_SCRAPED}", "", "")',
+        summary="the Rankscope service at {{ $labels.instance }} does not respond",
         description="Until the service responds again, no step is stored and no alert on runs can fire. Ranks keep "
         "records in their rings and spools as far as these have capacity. Training continues.",
         severity=Severity.CRITICAL,
         runbook="ServiceDown",
+        rule=None,  # the alert is about no run: a route for runs or rules must not receive it
         hold_for=SERVICE_DOWN_FOR,
-        panel="Since last commit",
+        panel=LAST_COMMIT,
     )
 
 
@@ -129,7 +135,7 @@ def _xid() -> Alert:
         description="The event of type `xid` in the store contains the XID number and its meaning.",
         severity=Severity.CRITICAL,
         runbook="GpuXid",
-        panel="GPU errors",
+        panel=GPU_ERRORS,
     )
 
 
@@ -141,7 +147,7 @@ def _uncorrected() -> Alert:
         description="A value that training uses may be wrong, or the driver killed the process that used the memory.",
         severity=Severity.CRITICAL,
         runbook="GpuEccUncorrected",
-        panel="GPU errors",
+        panel=GPU_ERRORS,
     )
 
 
@@ -155,7 +161,7 @@ def _throttled() -> Alert:
         severity=Severity.WARNING,
         runbook="GpuThrottled",
         hold_for=THROTTLED_FOR,
-        panel="Throttled GPUs",
+        panel=THROTTLED_GPUS,
     )
 
 

@@ -12,17 +12,31 @@ from typing import Final
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.model.events import Severity
 from rankscope_dashboards.alerts.alert import Alert
+from rankscope_dashboards.alerts.labels import NOT_KNOWN, with_all_labels
+from rankscope_dashboards.alerts.panels import ANOMALIES
+from rankscope_dashboards.deploy.alertmanager import NOT_APPLICABLE
 from rankscope_dashboards.deploy.prometheus import seconds
 
 UNREPORTED_FOR: Final = "1m"
 """Time that the service has to report an anomaly that Prometheus has found on the page of a rank."""
 
-_TENSOR_TEXT: Final = (
-    "{{ if $labels.kind }} in {{ $labels.kind }}{{ else }}{{ end }}"
-    "{{ if $labels.tensor }} of {{ $labels.tensor }}{{ else }}{{ end }}"
-    "{{ if $labels.op }} ({{ $labels.op }}){{ else }}{{ end }}"
+REPORTED_AFTER: Final = "10s"
+"""Time after which the service has reported a firing: poll, incident, and scrape of the service."""
+
+
+def _unless(label: str, absent: str, text: str) -> str:
+    """Return a template that adds `text` unless `label` has the value `absent`."""
+    return f'{{{{ if eq $labels.{label} "{absent}" }}}}{{{{ else }}}}{text}{{{{ end }}}}'
+
+
+_TENSOR_TEXT: Final = "".join(
+    (
+        _unless("kind", NOT_APPLICABLE, " in {{ $labels.kind }}"),
+        _unless("tensor", NOT_APPLICABLE, " of {{ $labels.tensor }}"),
+        _unless("op", NOT_APPLICABLE, " ({{ $labels.op }})"),
+    )
 )
-_STEP_TEXT: Final = "{{ if $labels.step }}, step {{ $labels.step }}{{ else }}{{ end }}"
+_STEP_TEXT: Final = _unless("step", NOT_KNOWN, ", step {{ $labels.step }}")
 
 
 def incident_alerts(window: str) -> tuple[Alert, ...]:
@@ -35,9 +49,10 @@ def incident_alerts(window: str) -> tuple[Alert, ...]:
 
 def _incident(window: str) -> Alert:
     age = catalogue.INCIDENT_AGE
+    recent = f"group by ({', '.join(age.labels)}) ({age.name} < {seconds(window):g})"
     return Alert(
         name="AnomalyIncident",
-        expression=f"group by ({', '.join(age.labels)}) ({age.name} < {seconds(window):g})",
+        expression=with_all_labels(recent, ("rank", "kind", "tensor", "op", "step")),
         summary=f"{{{{ $labels.rule }}}}{_TENSOR_TEXT}, rank {{{{ $labels.rank }}}}{_STEP_TEXT}, "
         "run {{ $labels.run }}",
         description="This is the first firing of the incident, in causal order over all ranks. "
@@ -45,15 +60,19 @@ def _incident(window: str) -> Alert:
         severity=None,
         runbook="AnomalyIncident",
         rule=None,
-        panel="Anomalies",
+        panel=ANOMALIES,
     )
 
 
 def _without_service(window: str) -> Alert:
     age, followed = catalogue.ANOMALY_AGE.name, catalogue.RUN_STATE.name
+    # The service reported a firing that is older than its own outage. A second message must not repeat it.
+    away = f"time() - max by (run) (max_over_time(timestamp({followed})[{window}:{REPORTED_AFTER}]))"
+    reported = f"{age} - {seconds(REPORTED_AFTER):g} > on (run) group_left () ({away})"
+    unreported = f"{age} < {seconds(window):g}\n  unless on (run, rank, rule, kind)\n{reported}"
     return Alert(
         name="AnomalyWithoutService",
-        expression=f"group by (run, rule) ({age} < {seconds(window):g})\n  unless on (run)\n{followed}",
+        expression=f"group by (run, rule) (\n{unreported}\n)\n  unless on (run)\n{followed}",
         summary="{{ $labels.rule }} fired in run {{ $labels.run }}; no service receives its records",
         description="The pages of the ranks show the firing. No service has the records of this run, so that the first "
         "tensor and its rank are unknown.",
@@ -61,5 +80,5 @@ def _without_service(window: str) -> Alert:
         runbook="AnomalyWithoutService",
         rule=None,
         hold_for=UNREPORTED_FOR,
-        panel="Anomalies",
+        panel=ANOMALIES,
     )

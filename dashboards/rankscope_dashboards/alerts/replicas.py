@@ -13,6 +13,8 @@ from rankscope_contract.metrics import catalogue
 from rankscope_contract.model.events import REPLICA_DESYNC, Severity
 from rankscope_dashboards.alerts.alert import Alert
 from rankscope_dashboards.alerts.counters import increased
+from rankscope_dashboards.alerts.labels import with_all_labels
+from rankscope_dashboards.alerts.panels import REPLICAS
 
 WINDOW: Final = "2m"
 """Time for which the alert on replica divergence is active after the service found a difference."""
@@ -53,22 +55,23 @@ def _comparison_alert() -> Alert:
         severity=Severity.CRITICAL,
         runbook=REPLICA_DESYNC,
         keep_firing_for="1m",  # the hashes are not comparable while one rank already exports the next step
-        panel="Replica divergence",
+        panel=REPLICAS,
         is_detail=True,
     )
 
 
 def _counting_alert() -> Alert:
     counter, age = catalogue.ANOMALIES_INGESTED, catalogue.ANOMALIES_INGESTED_AGE
+    found = increased(counter, age, ("run", "rank", "kind"), WINDOW, matcher=f'{{rule="{REPLICA_DESYNC}"}}')
     return Alert(
         name=f"{REPLICA_DESYNC}Events",
-        expression=increased(counter, age, ("run", "rank", "kind"), WINDOW, matcher=f'{{rule="{REPLICA_DESYNC}"}}'),
+        expression=with_all_labels(found, ("rank", "kind")),
         summary="replicas of run {{ $labels.run }} differ in {{ $labels.kind }}, rank {{ $labels.rank }}",
         description="The service compared the hashes that the ranks sent for the same step. The rank is unknown where "
         "more than one rank differs from the others, or no majority is right. " + _COMMANDS,
         severity=Severity.CRITICAL,
         runbook=REPLICA_DESYNC,
         rule=REPLICA_DESYNC,
-        panel="Replica divergence",
+        panel=REPLICAS,
         is_detail=True,
     )

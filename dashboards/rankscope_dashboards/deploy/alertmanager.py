@@ -22,6 +22,9 @@ from rankscope_dashboards.deploy.prometheus import duration
 DETAIL: Final = ("notification", "none")
 """Label of an alert about one part of an incident. Alertmanager shows such an alert, but sends no message about it."""
 
+NOT_APPLICABLE: Final = "none"
+"""Value of the labels `kind`, `tensor` and `op` of an alert that is not about a tensor."""
+
 GROUP_BY: Final = ("run", "rule", "step")
 """Labels whose values are equal in all alerts of one message. Only the alert on incidents has a step."""
 
@@ -33,12 +36,12 @@ Alertmanager adds the number of omitted alerts.
 """
 
 SUBJECT: Final = (
-    "[{{ .Status | toUpper }}] {{ .GroupLabels.rule }}"
+    "[{{ .Status | toUpper }}] {{ or .GroupLabels.rule .CommonLabels.alertname }}"
     '{{ with .GroupLabels.run }} in run "{{ . }}"{{ end }}{{ with .CommonLabels.rank }}, rank {{ . }}{{ end }}'
 )
 """Template of the subject of a mail. It omits run and rank if they are unknown.
 
-Alerts on the service have no run, and a message may cover several ranks."""
+Alerts on the service have no run and no rule, and a message may cover several ranks."""
 
 FIRST_LINE: Final = (
     "[{{ .Status | toUpper }}] {{ with index .Alerts 0 }}{{ .Annotations.summary }}{{ end }}"
@@ -208,15 +211,15 @@ def alertmanager_config(settings: AlertmanagerSettings) -> dict[str, Any]:
 def _inhibitions(rules: Sequence[AnomalyRule]) -> Iterable[dict[str, Any]]:
     """Yield the inhibition rules: a NaN alert mutes the turbulence alert of the same tensor.
 
-    Alertmanager treats a label as equal if neither alert has it. The matcher `tensor!=""` therefore excludes alerts
-    without a tensor.
+    The matcher excludes alerts without a tensor: two alerts on logged scalars are not about the same value.
     """
+    of_tensors = f'tensor!~"|{NOT_APPLICABLE}"'
     for first in rules:
         for second in rules:
             if isinstance(first, AnomalyNan) and isinstance(second, AnomalyTurbulence):
                 yield {
-                    "source_matchers": [f'rule="{label_value(first.name)}"', 'tensor!=""'],
-                    "target_matchers": [f'rule="{label_value(second.name)}"', 'tensor!=""'],
+                    "source_matchers": [f'rule="{label_value(first.name)}"', of_tensors],
+                    "target_matchers": [f'rule="{label_value(second.name)}"', of_tensors],
                     "equal": list(SAME_TENSOR),
                 }
 

@@ -34,6 +34,13 @@ def _block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _block)
 
 
+LIVE_SOURCE: Final = "rankscope-live"
+HISTORY_SOURCE: Final = "rankscope-history"
+"""Uids and names of the data sources in Grafana.
+
+Boards select the live data source by default, and alert rules always use it, because rules cannot use variables."""
+
+DEFAULT_PROMETHEUS: Final = "127.0.0.1:9090"
 DEFAULT_SERVICE: Final = "127.0.0.1:9470"
 DEFAULT_ALERTMANAGER: Final = "127.0.0.1:9093"
 RULE_FILE: Final = "rankscope.rules.yml"

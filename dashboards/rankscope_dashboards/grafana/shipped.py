@@ -15,9 +15,7 @@ from typing import Any, Final
 import yaml
 
 from rankscope_dashboards.boards.elements.pages import with_pages
-
-TREE: Final = Path(__file__).parents[2] / "provisioning"
-"""Folder of the committed provisioning files."""
+from rankscope_dashboards.provisioning.tree import BOARDS, SHIPPED
 
 RULES_FOLDER: Final = "rankscope-alerts"
 """Uid of the folder of alert rules, so that links to it remain valid. Files cannot set this uid."""
@@ -63,12 +61,12 @@ class Shipped:
     groups: tuple[RuleGroup, ...]
 
 
-def shipped(tree: Path = TREE, *, pages_url: str = "") -> Shipped:
+def shipped(tree: Path = SHIPPED, *, pages_url: str = "") -> Shipped:
     """Return the content of the provisioning files in `tree`. Panels link to our pages at `pages_url` if it is set."""
     (provider,) = _yaml(tree / "dashboards" / "rankscope.yaml")["providers"]
     groups = _yaml(tree / "alerting" / "rules.yaml")["groups"]
     (title,) = {group["folder"] for group in groups}
-    boards = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((tree / "dashboards").glob("*.json"))]
+    boards = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((tree / BOARDS).glob("*.json"))]
     return Shipped(
         boards_folder=Folder(uid=provider["folderUid"], title=provider["folder"]),
         rules_folder=Folder(uid=RULES_FOLDER, title=_unescaped(title)),

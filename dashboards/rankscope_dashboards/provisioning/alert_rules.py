@@ -1,5 +1,8 @@
 """Build Grafana's alert rules file. Its expressions are the same as in the Prometheus rule file.
 
+The file has one alert more: DatasourceUnreachable. If Grafana cannot query Prometheus, all other rules are in the state
+normal, so that this outage is one message instead of a message about each rule.
+
 One invalid value in this file prevents the start of the Grafana server, and Grafana ignores unknown keys without a
 message. This module therefore checks values, and the tests compare the keys with a complete list.
 """
@@ -7,14 +10,18 @@ message. This module therefore checks values, and the tests compare the keys wit
 from __future__ import annotations
 
 import hashlib
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from rankscope_contract.model.events import Severity
 from rankscope_dashboards.alerts.alert import RUNBOOKS, Alert, AlertGroup
-from rankscope_dashboards.boards.elements.names import LIVE_SOURCE
+from rankscope_dashboards.alerts.panels import LAST_COMMIT, Panel
+from rankscope_dashboards.deploy.prometheus import LIVE_SOURCE, seconds
 from rankscope_dashboards.provisioning.datasources import ORGANISATION
+from rankscope_dashboards.provisioning.shipped_uids import SHIPPED_UIDS
 
 FOLDER: Final = "Training alerts"
 """Title of the folder of alert rules.
@@ -22,75 +29,119 @@ FOLDER: Final = "Training alerts"
 It differs from the title of the folder of boards, which has a fixed uid: some Grafana versions reject a second folder
 with the same title."""
 
-INTERVAL: Final = "30s"
-"""Interval at which Grafana evaluates the alert rules. Grafana accepts only multiples of 10 s."""
+INTERVAL: Final = "10s"
+"""Interval at which Grafana evaluates the alert rules: its minimum. Grafana accepts only multiples of 10 s."""
 
 MISSING_EVALUATIONS: Final = 2
-"""Number of evaluations without a series after which an alert resolves.
+"""Smallest number of evaluations without a series after which an alert resolves.
 
-The conditions of our alerts are filters, which return no series if they do not hold."""
+The conditions of our alerts are filters, which return no series if they do not hold. Grafana's time for which an alert
+keeps firing applies only to series that are returned, so that an alert with such a time needs more evaluations."""
+
+UNREACHABLE_FOR: Final = "30s"
+"""Time for which Grafana cannot query Prometheus until a message is sent. A restart of Prometheus takes less."""
 
 MAX_UID_LENGTH: Final = 40
 MAX_TITLE_LENGTH: Final = 190
 QUERY, CONDITION = "A", "C"
 
 
+PanelIds = Mapping[str, Mapping[str, int]]
+"""The ids of panels, by the uid of the board and by the title of the panel."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PanelIndex:
-    """The panels of a board: the panel id of each title.
+class _States:
+    """States of a rule in Grafana if its query returns no series, and if its query fails."""
 
-    `others` are the indexes of other boards, which are searched for titles that this board does not have.
+    no_data: str
+    error: str
+
+
+# No series: the condition does not hold. A failed query is not about a run, and the watch alert reports it.
+_CONDITION: Final = _States(no_data="OK", error="OK")
+_WATCH: Final = _States(no_data="Alerting", error="Alerting")
+
+
+def panel_ids(boards: Iterable[str]) -> PanelIds:
+    """Return the ids of all panels of `boards`, the texts of board files. Rows can contain panels."""
+    documents = [json.loads(text) for text in boards]
+    return {board["uid"]: dict(_titled(board["panels"])) for board in documents}
+
+
+def alert_rules(groups: Sequence[AlertGroup], panels: PanelIds, runbooks: str = RUNBOOKS) -> dict[str, Any]:
+    """Return the content of `alerting/rules.yaml`.
+
+    Raises ValueError for a text that Grafana would reject or modify, and LookupError for a panel that no board has.
     """
-
-    board: str
-    panels: Mapping[str, int]
-    others: Sequence[PanelIndex] = ()
-
-    def find(self, panel: str) -> tuple[str, int]:
-        """Return the uid of the board and the id of the panel with this title.
-
-        Raises LookupError if no board has the panel.
-        """
-        for index in (self, *self.others):
-            if panel in index.panels:
-                return index.board, index.panels[panel]
-        raise LookupError(f"no board has a panel with the title {panel!r}")
+    made = [_group(group, panels, runbooks, _CONDITION) for group in groups]
+    made.append(_group(AlertGroup("rankscope-data-source", [_unreachable()]), panels, runbooks, _WATCH))
+    uids = {rule["uid"] for group in made for rule in group["rules"]}
+    dropped = [{"orgId": ORGANISATION, "uid": uid} for uid in SHIPPED_UIDS if uid not in uids]
+    return {"apiVersion": 1, "groups": made, "deleteRules": dropped}
 
 
-def alert_rules(groups: Sequence[AlertGroup], index: PanelIndex, runbooks: str = RUNBOOKS) -> dict[str, Any]:
-    """Return the content of `alerting/rules.yaml`. Raises ValueError for a text that Grafana would reject or modify."""
-    return {"apiVersion": 1, "groups": [_group(group, index, runbooks) for group in groups]}
+def _titled(panels: Iterable[dict[str, Any]]) -> Iterable[tuple[str, int]]:
+    for panel in panels:
+        yield panel["title"], panel["id"]
+        yield from _titled(panel.get("panels", []))
 
 
-def _group(group: AlertGroup, index: PanelIndex, runbooks: str) -> dict[str, Any]:
+def _unreachable() -> Alert:
+    """Return the alert on a data source that Grafana cannot query. Its query always returns one series, which is 0."""
+    return Alert(
+        name="DatasourceUnreachable",
+        expression="vector(0)",
+        summary=f"Grafana cannot query Prometheus (data source {LIVE_SOURCE})",
+        description="Until Grafana can query Prometheus again, it sends no alert on runs, ranks or the service. "
+        "Training and the service continue.",
+        severity=Severity.CRITICAL,
+        runbook="DatasourceUnreachable",
+        rule=None,  # the alert is about no run: a route for runs or rules must not receive it
+        hold_for=UNREACHABLE_FOR,
+        panel=LAST_COMMIT,
+    )
+
+
+def _group(group: AlertGroup, panels: PanelIds, runbooks: str, states: _States) -> dict[str, Any]:
     return {
         "orgId": ORGANISATION,
         "name": _escaped(group.name),
         "folder": FOLDER,
         "interval": INTERVAL,
-        "rules": [_rule(alert, index, runbooks) for alert in group.alerts],
+        "rules": [_rule(alert, panels, runbooks, states) for alert in group.alerts],
     }
 
 
-def _rule(alert: Alert, index: PanelIndex, runbooks: str) -> dict[str, Any]:
+def _rule(alert: Alert, panels: PanelIds, runbooks: str, states: _States) -> dict[str, Any]:
     keep = {"keepFiringFor": alert.keep_firing_for} if alert.keep_firing_for else {}
-    board, panel = index.find(alert.panel)
+    kept_evaluations = seconds(alert.keep_firing_for or "0s") / seconds(INTERVAL)
+    panel = _panel_id(alert.panel, panels)
+    # Grafana makes the links of a message from the two annotations. It finds the alerts of a panel by the two keys.
+    links = {"__dashboardUid__": alert.panel.board, "__panelId__": str(panel)}
     return {
         "uid": _uid(alert),
         "title": _escaped(_title(alert)),
         "condition": CONDITION,
         "for": alert.hold_for or "0s",
         **keep,
-        "missing_series_evals_to_resolve": MISSING_EVALUATIONS,
-        "noDataState": "OK",  # no series: the condition does not hold; missing scrapes have a separate alert
-        "execErrState": "Error",
+        "missing_series_evals_to_resolve": max(MISSING_EVALUATIONS, round(kept_evaluations)),
+        "noDataState": states.no_data,
+        "execErrState": states.error,
         "isPaused": False,
-        "dashboardUid": board,
+        "dashboardUid": alert.panel.board,
         "panelId": panel,
         "labels": {name: _escaped(value) for name, value in alert.all_labels().items()},
-        "annotations": {name: _checked(text) for name, text in alert.annotations(runbooks).items()},
+        "annotations": {name: _checked(text) for name, text in (alert.annotations(runbooks) | links).items()},
         "data": [_query(alert.expression), _above_zero()],
     }
+
+
+def _panel_id(panel: Panel, panels: PanelIds) -> int:
+    try:
+        return panels[panel.board][panel.title]
+    except KeyError:
+        raise LookupError(f"the board {panel.board} has no panel with the title {panel.title!r}") from None
 
 
 def _query(expression: str) -> dict[str, Any]:

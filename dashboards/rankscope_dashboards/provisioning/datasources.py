@@ -1,35 +1,48 @@
-"""Build the provisioning files for Grafana's data source and for the folder of boards.
+"""Build the provisioning files for Grafana's data sources and for the folder of boards.
 
-In these files, Grafana replaces `${NAME}` by an environment variable of the Grafana server. A variable that is not set
-becomes an empty text.
+The files contain addresses and paths, not `${NAME}`: Grafana replaces a variable that is not set by an empty text. With
+an empty path, Grafana would read all JSON files in its working directory as boards, and delete those of Rankscope.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-from rankscope_dashboards.boards.elements.names import LIVE_SOURCE
-from rankscope_dashboards.deploy.prometheus import PrometheusSettings, duration
+from rankscope_dashboards.deploy.prometheus import (
+    DEFAULT_PROMETHEUS,
+    HISTORY_SOURCE,
+    LIVE_SOURCE,
+    PrometheusSettings,
+    duration,
+)
 
-PROMETHEUS_URL: Final = "${RANKSCOPE_PROMETHEUS_URL}"
-DASHBOARDS_DIR: Final = "${RANKSCOPE_DASHBOARDS_DIR}"
+PROMETHEUS_URL: Final = f"http://{DEFAULT_PROMETHEUS}"
+DASHBOARDS_PATH: Final = "/etc/grafana/provisioning/dashboards/rankscope"
+"""Folder of the board files. It is below the provisioning folder of Grafana's packages and container images."""
 
 BOARDS_FOLDER: Final = "Training"
 ORGANISATION: Final = 1
 
 
-def data_sources(prometheus: PrometheusSettings) -> dict[str, Any]:
-    """Return the content of `datasources/rankscope.yaml`: the Prometheus that scrapes the ranks.
+def data_sources(prometheus: PrometheusSettings, *, url: str = PROMETHEUS_URL, history_url: str = "") -> dict[str, Any]:
+    """Return the content of `datasources/rankscope.yaml`: the data sources for live values and for history.
 
-    The entry is not the default data source, because a Grafana server may already have another default.
+    `url` is the address of the Prometheus that scrapes the ranks. `history_url` is the address of a Prometheus that
+    reads the store by remote read; the default is `url`. No entry is the default data source, because a Grafana server
+    may already have another default.
     """
-    source = {
-        "name": LIVE_SOURCE,
-        "uid": LIVE_SOURCE,  # alert rules refer to it, because they cannot use variables
+    sources = ((LIVE_SOURCE, url), (HISTORY_SOURCE, history_url or url))
+    return {"apiVersion": 1, "datasources": [_source(name, address, prometheus) for name, address in sources]}
+
+
+def _source(name: str, url: str, prometheus: PrometheusSettings) -> dict[str, Any]:
+    return {
+        "name": name,
+        "uid": name,
         "type": "prometheus",
         "access": "proxy",
         "orgId": ORGANISATION,
-        "url": PROMETHEUS_URL,
+        "url": url,
         "isDefault": False,
         "editable": False,
         "jsonData": {
@@ -38,15 +51,15 @@ def data_sources(prometheus: PrometheusSettings) -> dict[str, Any]:
             "timeInterval": duration(prometheus.scrape_seconds),
             "prometheusType": "Prometheus",
             # Get lists of runs and ranks from series: remote read returns series from the store, but no label values.
+            # With `prometheusVersion`, Grafana 9.4 would ask for label values.
             "seriesEndpoint": True,
             "manageAlerts": False,
         },
     }
-    return {"apiVersion": 1, "datasources": [source]}
 
 
-def board_provider() -> dict[str, Any]:
-    """Return the content of `dashboards/rankscope.yaml`: the folder of the board files.
+def board_provider(path: str = DASHBOARDS_PATH) -> dict[str, Any]:
+    """Return the content of `dashboards/rankscope.yaml`: the folder of the board files, which is at `path`.
 
     Users cannot save changes of these boards in the Grafana UI.
     """
@@ -59,6 +72,6 @@ def board_provider() -> dict[str, Any]:
         "disableDeletion": False,
         "updateIntervalSeconds": 30,
         "allowUiUpdates": False,
-        "options": {"path": DASHBOARDS_DIR, "foldersFromFilesStructure": False},
+        "options": {"path": path, "foldersFromFilesStructure": False},
     }
     return {"apiVersion": 1, "providers": [provider]}

@@ -26,6 +26,8 @@ OF_W = {**RANK, "kind": "grad_unreduced", "tensor": "w"}
 NORM = {**OF_W, "op": "norm"}
 NAN_KIND = {**RANK, "rule": "AnomalyNan", "kind": "exp_avg"}
 SERVICE = {"job": "rankscope-service", "instance": "127.0.0.1:9470"}
+NO_TENSOR = {"kind": "none", "tensor": "none", "op": "none"}
+SCALAR = {**RANK, **NO_TENSOR}
 
 
 def series(metric, **labels):
@@ -77,8 +79,15 @@ class Scenario:
 
 def filled_in(text, labels):
     """Return the annotation that Prometheus makes from the template `text`."""
-    choice = r"\{\{ if \$labels\.(\w+) \}\}(.*?)\{\{ else \}\}(.*?)\{\{ end \}\}"
-    text = re.sub(choice, lambda found: found[2] if labels.get(found[1]) else found[3], text)
+    inner = r"((?:(?!\{\{ (?:if|else|end)).)*?)"
+    choice = rf'\{{\{{ if (?:eq )?\$labels\.(\w+)(?: "(\w+)")? \}}\}}{inner}\{{\{{ else \}}\}}{inner}\{{\{{ end \}}\}}'
+
+    def chosen(found):
+        value, compared, yes, no = labels.get(found[1]), *found.groups()[1:]
+        return yes if (value == compared if compared else value) else no
+
+    while (shorter := re.sub(choice, chosen, text)) != text:  # the innermost choices first
+        text = shorter
     return re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda found: labels.get(found[1], ""), text)
 
 
@@ -181,7 +190,7 @@ def nan():
     for metric, labels in scalars.items():
         for value in ("NaN", "Inf", "-Inf"):
             given = {series(metric, **RANK, **labels): f"2.5 {value} 2.5x20"}
-            yield scenario(f"{metric} is {value}, and recovers", given, {0: [], 1: [RANK], 6: [RANK], 9: []})
+            yield scenario(f"{metric} is {value}, and recovers", given, {0: [], 1: [SCALAR], 6: [SCALAR], 9: []})
     yield scenario("a scalar that is no longer exported", {series("rankscope_loss", **RANK): "stale"}, {0: []})
     limited = [AnomalyNan(threshold=1000.0)]
     limit = {series("rankscope_rule_threshold", **RANK, rule="AnomalyNan"): "1000x9"}
@@ -192,10 +201,10 @@ def nan():
         limited,
     )
     loss = {series("rankscope_loss", **RANK, loss="lm"): "1000 -1001", **limit}
-    yield scenario("a logged scalar above the threshold", loss, {0: [], 1: [RANK]}, limited)
+    yield scenario("a logged scalar above the threshold", loss, {0: [], 1: [SCALAR]}, limited)
     for number, name in enumerate(("aux_loss", "params_norm", "loss_scale", "memory_bytes")):
         given = {series("rankscope_scalar", **RANK, name=name): "1000 1001", **limit}
-        yield scenario(f"the limit and the scalar {name}", given, {0: [], 1: [RANK] if number < 2 else []}, limited)
+        yield scenario(f"the limit and the scalar {name}", given, {0: [], 1: [SCALAR] if number < 2 else []}, limited)
     rate = {series("rankscope_learning_rate", **RANK, group="0"): "1001", **limit}
     yield scenario("the limit does not apply to the learning rate", rate, {0: []}, limited)
     seed = [AnomalyNan(infs=False)]
@@ -222,11 +231,12 @@ def vectors():
                 rank = {"run": vector["id"], "rank": str(step)}
                 against = evaluator.baseline if math.isnan(before) else before
                 labels = {**rank, "kind": kind, "tensor": "w", "op": op} if kind else rank
+                alert = labels if kind else {**rank, **NO_TENSOR}
                 shown = to_float32(raw) if kind else raw
                 given |= _shown(labels, shown, against, rank, rule)
                 # Tensor statistics cover finite elements only. Where msprobe has NaN, the statistic is missing here,
                 # and the op `nans` counts these elements.
-                fires[rule.name] += [labels] if firing and not (kind and math.isnan(raw)) else []
+                fires[rule.name] += [alert] if firing and not (kind and math.isnan(raw)) else []
     for rule in rules:
         yield Scenario(
             alert=rule.name, title="recorded vectors", given=given, expected={0: fires[rule.name]}, rules=rules
@@ -242,6 +252,32 @@ def _shown(labels, value, baseline, rank, rule):
     if labels["op"] in {"norm", "mean"}:
         shown[series("rankscope_tensor_baseline", **labels)] = written(baseline)
     return {**shown, **threshold}
+
+
+def counted():
+    """Yield scenarios of firings between two scrapes: the scraped values never show them."""
+    fired = {**without(NAN_KIND, "rule"), "tensor": "w", "op": "nans"}
+    for rule in ("AnomalyNan", "AnomalyTurbulence"):
+        labels = {**fired, "rule": rule}
+        counter = series("rankscope_tensor_anomaly_events_total", **labels)
+        age = series("rankscope_anomaly_age_seconds", **without(labels, "tensor", "op"))
+        other = {**labels, "rule": "Other"}
+
+        def scenario(title, given, expected, alert=rule):
+            return Scenario(alert=alert, title=title, given=given, expected=expected)
+
+        yield scenario("one more firing", {counter: "3x19 4x40"}, {19: [], 20: [fired], 36: [fired], 40: []})
+        first = {counter: "_x19 1x40", age: "_x19 0+10x40"}
+        yield scenario("the first firing", first, {18: [], 19: [fired], 35: [fired], 40: []})
+        yield scenario("firings before the window", {counter: "7x40"}, {20: []})
+        yield scenario(
+            "firings of another rule", {series("rankscope_tensor_anomaly_events_total", **other): "0 9"}, {1: []}
+        )
+        for title, seconds, when in (("before the window", 600, []), ("within the window", 80, [fired])):
+            given = {counter: "_ _ _ 7x40", age: f"_ _ _ {seconds}+10x40"}
+            yield scenario(f"a firing {title}, seen late", given, {3: when, 15: []})
+        away = {counter: "0 1 1x5 _x30 1x40", age: "_ 0+10x5 _x30 360+10x40"}
+        yield scenario("no second firing after a gap", away, {1: [fired], 30: [], 40: [], 50: []})
 
 
 def events():
@@ -261,13 +297,21 @@ def events():
         yield scenario("counter reset after a restart", "7x30 0x20 1x20", {29: [], 45: [], 52: [fired]})
         yield scenario("firings of another rule", "0 1", {1: []}, other)
         yield from after_downtime("AnomalyNanEvents", counter, {3: [], 8: []}, {3: [fired], 8: []})
+        age = counter.replace("_events_total", "_age_seconds")
+        away = {counter: "0 1 1x5 _x30 1x40", age: "_ 0+10x5 _x30 360+10x40"}
+        title = "no second firing after Prometheus was away for longer than the window"
+        yield Scenario(
+            alert="AnomalyNanEvents", title=title, given=away, expected={1: [fired], 30: [], 38: [], 40: [], 50: []}
+        )
     two = {
         series("rankscope_anomaly_events_total", **{**NAN_KIND, "kind": kind}): "0 1" for kind in ("exp_avg", "act_out")
     }
     each = [fired, {**fired, "kind": "act_out"}]
     yield Scenario(alert="AnomalyNanEvents", title="one alert for each kind", given=two, expected={1: each})
     logged = {series("rankscope_anomaly_events_total", **{**NAN_KIND, "kind": ""}): "0 1"}
-    yield Scenario(alert="AnomalyNanEvents", title="a logged scalar", given=logged, expected={0: [], 1: [RANK]})
+    yield Scenario(
+        alert="AnomalyNanEvents", title="a logged scalar", given=logged, expected={0: [], 1: [{**RANK, "kind": "none"}]}
+    )
     turbulent = series("rankscope_anomaly_events_total", **{**NAN_KIND, "rule": "AnomalyTurbulence"})
     expected = {0: [], 1: [fired]}
     yield Scenario(alert="AnomalyTurbulenceEvents", title="turbulence", given={turbulent: "0 1"}, expected=expected)
@@ -289,21 +333,31 @@ def incidents():
         ("a firing on a tensor", {**first, "step": "150"}),
         ("a firing on a logged scalar", {**without(first, "kind", "tensor"), "op": "value", "step": "150"}),
         ("a firing without a step", without(first, "kind", "tensor", "op")),
+        ("a firing of an unknown rank", without(first, "rank")),
     ):
         given = {series(age, **SERVICE, **labels): "0+10x60"}
-        yield Scenario(alert="AnomalyIncident", title=title, given=given, expected={0: [labels], 11: [labels], 12: []})
+        alert = [{**NO_TENSOR, "step": "unknown", "rank": "unknown", **labels}]
+        yield Scenario(alert="AnomalyIncident", title=title, given=given, expected={0: alert, 11: alert, 12: []})
     later = {series(age, **SERVICE, **first, step="150"): "900+10x9"}
     yield Scenario(alert="AnomalyIncident", title="an old incident, seen late", given=later, expected={0: [], 9: []})
     two = [{**first, "rank": rank, "step": step} for rank, step in (("0", "150"), ("1", "900"))]
     given = {series(age, **SERVICE, **labels): "0x9" for labels in two}
     yield Scenario(alert="AnomalyIncident", title="two incidents of a run", given=given, expected={0: two})
-    fired = {series("rankscope_anomaly_age_seconds", **NAN_KIND): "0+10x60"}
+    age = series("rankscope_anomaly_age_seconds", **NAN_KIND)
+    fired = {age: "0+10x60"}
     alone = [{"run": "r", "rule": "AnomalyNan"}]
     state = series("rankscope_run_state", **SERVICE, run="r", state="running")
+    later = {age: "_x6 0+10x60"}
+    other_rank = {series("rankscope_anomaly_age_seconds", **{**NAN_KIND, "rank": "1"}): "_x6 0+10x60"}
     for title, given, expected in (
         ("no service", fired, {5: [], 6: alone, 11: alone, 12: []}),
         ("a service that follows the run", {**fired, state: "1x60"}, {6: [], 11: []}),
         ("a service that follows another run", {**fired, state.replace('"r"', '"s"'): "1x60"}, {6: alone}),
+        ("a service that follows a rule that fires at each step", {age: "0x60", state: "1x60"}, {6: [], 11: []}),
+        ("a service that is away soon after the firing", {age: "5+10x60", state: "1 1 stale"}, {10: [], 11: []}),
+        ("a service that is away at the firing", {state: "1x3 stale", **later}, {10: [], 12: alone, 17: alone, 18: []}),
+        ("a service that is away directly after the firing", {state: "1x6 stale", **later}, {10: [], 13: alone}),
+        ("only one of two firings was reported", {**fired, state: "1x3 stale", **other_rank}, {11: [], 12: alone}),
     ):
         yield Scenario(alert="AnomalyWithoutService", title=title, given=given, expected=expected)
 
@@ -351,7 +405,11 @@ def lifecycle():
         ("the service responds", {up: "1x9"}, {0: [], 9: []}),
         ("no response for 30 s, then a response", {up: "0x6 1"}, {0: [], 2: [], 3: [SERVICE], 7: []}),
         ("no response for less than 30 s", {up: "1 0 0 1x9"}, {1: [], 2: [], 3: [], 9: []}),
-        ("the service is not scraped", {"up{job='rankscope'}": "1x9"}, {2: [], 3: [without(SERVICE, "instance")]}),
+        (
+            "the service is not scraped",
+            {"up{job='rankscope'}": "1x9"},
+            {2: [], 3: [{**SERVICE, "instance": "an unknown address"}]},
+        ),
     ):
         yield Scenario(alert="ServiceDown", title=title, given=given, expected=expected)
 
@@ -452,12 +510,14 @@ def replicas():
     fired = {"run": "r", "rank": "1", "kind": "param_after"}
     counter = series("rankscope_ingest_anomaly_events_total", **SERVICE, **fired, rule="ReplicaDesync")
     other = series("rankscope_ingest_anomaly_events_total", **SERVICE, **fired, rule="AnomalyNan")
+    unknown = series("rankscope_ingest_anomaly_events_total", **SERVICE, **without(fired, "rank"), rule="ReplicaDesync")
     for title, given, expected in (
         ("no firings", {counter: "0x60"}, {0: [], 50: []}),
         ("one firing, resolves after two minutes", {counter: "0x9 1x60"}, {9: [], 10: [fired], 20: [fired], 23: []}),
         ("a counter with a first sample above zero", {counter: "_ 3x60"}, {1: [fired], 11: [fired], 20: []}),
         ("firings before the window", {counter: "5x60"}, {50: []}),
         ("firings of other rules", {counter: "0x9", other: "0 9x9"}, {2: []}),
+        ("an unknown rank", {unknown: "0x9 1x60"}, {9: [], 10: [{**fired, "rank": "unknown"}]}),
     ):
         yield Scenario(alert="ReplicaDesyncEvents", title=title, given=given, expected=expected)
     yield from after_downtime("ReplicaDesyncEvents", counter, {3: [], 8: []}, {3: [fired], 8: []})
@@ -469,6 +529,7 @@ SUITE = [
     *turbulence(),
     *nan(),
     *vectors(),
+    *counted(),
     *events(),
     *lifecycle(),
     *hardware(),

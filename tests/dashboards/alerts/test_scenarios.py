@@ -14,6 +14,18 @@ from rankscope_dashboards.alerts.groups import alert_groups, rule_file
 TENSOR_PART = 'rankscope_tensor_value{op=~"nans|infs"} > 0'
 UNLESS = "  unless on (run, rank, kind)\n"
 
+# Mutations of the part that reads the counters of firings.
+COUNTED = [
+    ("expr", "(increase(", "(-increase("),
+    ("expr", "op) (rankscope_tensor_anomaly", "op) (0 * rankscope_tensor_anomaly"),
+    ("expr", "[2m]", "[1m]"),
+    ("expr", "offset 2m", "offset 1m"),
+    ("expr", "events_total{rule=", "events_total{rule!="),
+    ("expr", "  unless on (run, rank, kind)\nmin", "  or\n-min"),
+    ("expr", "> 120", "> 1200"),
+    ("expr", "> 120", "> 60"),
+]
+
 # Mutations of each alert, such as typing errors and wrong simplifications: (field, old text, new text).
 MUTANTS = {
     "AnomalyTurbulence": [
@@ -30,6 +42,7 @@ MUTANTS = {
         ("expr", 'op=~"norm"', 'op=~"norm|mean"'),
         ("expr", "tensor_baseline{", "tensor_value{"),
         ("expr", "group by (run, rank, kind, tensor, op)", "group by (run, rank, kind, op)"),
+        *COUNTED,
         ("keep_firing_for", "1m", "0s"),
         ("keep_firing_for", "1m", "10m"),
     ],
@@ -48,6 +61,8 @@ MUTANTS = {
             for metric in ("rankscope_loss", "rankscope_grad_norm", "rankscope_learning_rate", "rankscope_scalar")
         ],
         ("expr", "group by (run, rank, kind, tensor, op)", "sum by (run, rank, kind, op)"),
+        *COUNTED,
+        ("expr", '"kind", "none"', '"kind", ""'),
         ("expr", "> on (run, rank) group_left ()", ">= on (run, rank) group_left ()"),
         ("expr", "abs(rankscope_tensor_value", "(rankscope_tensor_value"),
         ("expr", "abs(rankscope_loss) > on", "(rankscope_loss) > on"),
@@ -57,12 +72,18 @@ MUTANTS = {
         ("expr", "< 120", "< 60"),
         ("expr", "< 120", "< 130"),
         ("expr", "run, rank, rule, severity, kind, tensor, op, step", "run, rank, rule, severity, kind, tensor, op"),
+        *[("expr", f'"{name}", "")', f'"{name}", "x")') for name in ("rank", "kind", "tensor", "op", "step")],
     ],
     "AnomalyWithoutService": [
         ("expr", "< 120", "< 60"),
         ("expr", "< 120", "< 130"),
         ("expr", "unless on (run)", "unless on ()"),
         ("expr", "unless on (run)", "unless on (run, rule)"),
+        ("expr", "unless on (run, rank, rule, kind)", "or"),
+        ("expr", "unless on (run, rank, rule, kind)", "unless on (run)"),
+        ("expr", "- 10 >", "+ 60 >"),
+        ("expr", "- 10 >", "- 100 >"),
+        ("expr", "[2m:10s]", "[20s:10s]"),
         ("for", "1m", "0s"),
     ],
     "AnomalyNanEvents": [
@@ -134,6 +155,7 @@ MUTANTS = {
         ("expr", "== 0", "== 1"),
         ("expr", "absent(", "0 > absent("),
         ("expr", "absent(", "sum("),
+        ("expr", '"instance", "an', '"instance", "un'),
         ("for", "30s", "0s"),
         ("for", "30s", "2m"),
     ],
@@ -202,6 +224,15 @@ def test_annotations_contain_the_labels_of_the_alert(judge, scenarios):
     ]
 
     assert [] == [objection for objection in judge(cases) if objection]
+
+
+def test_all_instances_of_an_alert_have_the_same_labels(scenarios):
+    """Grafana mixes up the values of instances if the labels of one contain the labels of another."""
+    for name in {alert.name for group in alert_groups() for alert in group.alerts}:
+        mine = [scenario for scenario in scenarios.SUITE if scenario.alert == name]
+        fired = [one for scenario in mine for alerts in scenario.expected.values() for one in alerts]
+
+        assert 1 == len({frozenset(labels) for labels in fired}), name
 
 
 def test_every_alert_has_scenarios_that_fire_and_scenarios_that_do_not(scenarios):

@@ -51,11 +51,10 @@ def test_stale_files_lists_changed_missing_and_obsolete_files(tmp_path):
         (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / "prometheus/prometheus.yml").write_text("changed", encoding="utf-8")
     (tmp_path / "prometheus/rankscope.rules.yml").unlink()
-    (tmp_path / "dashboards/old.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "dashboards/rankscope/old.json").write_text("{}", encoding="utf-8")
 
-    assert ["dashboards/old.json", "prometheus/prometheus.yml", "prometheus/rankscope.rules.yml"] == stale_files(
-        tmp_path
-    )
+    changed = ["prometheus/prometheus.yml", "prometheus/rankscope.rules.yml"]
+    assert ["dashboards/rankscope/old.json", *changed] == stale_files(tmp_path)
 
 
 def test_panel_metrics_are_in_the_metric_catalog():

@@ -11,7 +11,7 @@ from rankscope_dashboards.boards.elements.pages import all_panels
 from rankscope_dashboards.generate import generated_files
 
 FILES = generated_files()
-BOARD = json.loads(FILES["dashboards/ranks.json"])
+BOARD = json.loads(FILES["dashboards/rankscope/ranks.json"])
 query = query_of(BOARD)
 GPU = 'job="rankscope", run="r", gpu="GPU-{rank}", rank="{rank}"'
 

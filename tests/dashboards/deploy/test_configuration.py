@@ -83,7 +83,7 @@ def test_every_alertmanager_configuration_is_valid(by_amtool, settings):
     [
         ({"rule": "AnomalyNan", "run": "a b"}, {"rank": "3"}, '[FIRING] AnomalyNan in run "a b", rank 3'),
         ({"rule": "AnomalyNan", "run": "a b"}, {}, '[FIRING] AnomalyNan in run "a b"'),
-        ({"rule": "ServiceDown"}, {}, "[FIRING] ServiceDown"),
+        ({}, {"alertname": "ServiceDown"}, "[FIRING] ServiceDown"),
     ],
 )
 def test_mail_subject_contains_run_and_rank_if_present(require_server, tmp_path, group, common, subject):
@@ -137,8 +137,8 @@ def test_nan_alert_inhibits_only_the_turbulence_alert_of_the_same_tensor():
 
     assert [
         {
-            "source_matchers": ['rule="Broken"', 'tensor!=""'],
-            "target_matchers": ['rule="Wild"', 'tensor!=""'],
+            "source_matchers": ['rule="Broken"', 'tensor!~"|none"'],
+            "target_matchers": ['rule="Wild"', 'tensor!~"|none"'],
             "equal": ["run", "rank", "tensor"],
         }
     ] == document["inhibit_rules"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -16,8 +17,17 @@ from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_dashboards.alerts.alert import Alert, AlertGroup
 from rankscope_dashboards.alerts.groups import alert_groups
+from rankscope_dashboards.alerts.panels import Panel
+from rankscope_dashboards.deploy.prometheus import seconds
 from rankscope_dashboards.generate import generated_files
-from rankscope_dashboards.provisioning.alert_rules import PanelIndex, alert_rules
+from rankscope_dashboards.provisioning import alert_rules as module
+from rankscope_dashboards.provisioning.alert_rules import alert_rules, panel_ids
+from rankscope_dashboards.provisioning.notifications import GROUP_WAIT
+from rankscope_dashboards.provisioning.shipped_uids import SHIPPED_UIDS
+from rankscope_ingest.base.config import IngestSection, NotifySection
+
+DOCUMENTATION = Path(__file__).parents[3] / "docs" / "dashboards.md"
+OWN_GROUP_WAIT_SECONDS = seconds(GROUP_WAIT)
 
 FILES = generated_files()
 BOARDS = {json.loads(text)["uid"]: json.loads(text) for name, text in FILES.items() if name.endswith(".json")}
@@ -27,7 +37,9 @@ ALERTING = yaml.safe_load(FILES["alerting/rules.yaml"])
 PROMETHEUS = yaml.safe_load(FILES["prometheus/prometheus.yml"])
 PROMETHEUS_RULES = yaml.safe_load(FILES["prometheus/rankscope.rules.yml"])
 RULES = [rule for group in ALERTING["groups"] for rule in group["rules"]]
-ANYWHERE = PanelIndex(board="b", panels={"State": 1, "Anomalies": 2})
+WATCH = next(rule for rule in RULES if rule["title"] == "DatasourceUnreachable")
+JUDGING = [rule for rule in RULES if rule is not WATCH]
+PANELS = panel_ids(text for name, text in FILES.items() if name.endswith(".json"))
 
 # Keys of the provisioning file format. Some keys have other names in the HTTP API.
 GROUP_KEYS = {"orgId", "name", "folder", "interval", "rules"}
@@ -72,12 +84,12 @@ def an_alert(**changes):
 
 
 def a_rule(**changes):
-    (group,) = alert_rules([AlertGroup("g", [an_alert(**changes)])], ANYWHERE)["groups"]
-    return group["rules"][0]
+    return alert_rules([AlertGroup("g", [an_alert(**changes)])], PANELS)["groups"][0]["rules"][0]
 
 
 def test_files_contain_only_keys_that_grafana_reads():
-    assert {"apiVersion", "groups"} == ALERTING.keys()
+    assert {"apiVersion", "groups", "deleteRules"} == ALERTING.keys()
+    assert all({"orgId", "uid"} == deleted.keys() for deleted in ALERTING["deleteRules"])
     assert {"apiVersion", "datasources"} == SOURCES.keys()
     assert {"apiVersion", "providers"} == PROVIDERS.keys()
     assert [1, 1, 1] == [document["apiVersion"] for document in (ALERTING, SOURCES, PROVIDERS)]
@@ -94,8 +106,58 @@ def test_files_contain_only_keys_that_grafana_reads():
         assert {"path", "foldersFromFilesStructure"} == provider["options"].keys()
 
 
-def test_evaluation_intervals_are_multiples_of_ten_seconds():
-    assert ["30s"] * 5 == [group["interval"] for group in ALERTING["groups"]]
+def test_documentation_lists_the_keys_that_the_oldest_release_ignores():
+    """Grafana 9.4 was loaded with these files: it dropped the first three keys, and does not use the last one."""
+    page = DOCUMENTATION.read_text(encoding="utf-8").partition("### Releases of Grafana")[2].partition("###")[0]
+    listed = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+
+    assert {"keepFiringFor", "missing_series_evals_to_resolve", "isPaused", "seriesEndpoint"} == listed
+    assert listed <= {key for rule in RULES for key in rule} | SOURCE_OPTIONS
+
+
+def test_every_group_is_evaluated_every_ten_seconds():
+    """The minimum of Grafana. An interval that is no multiple of 10 s prevents the start of the server."""
+    assert {"10s"} == {group["interval"] for group in ALERTING["groups"]}
+
+
+def test_fault_of_one_step_reaches_the_receiver_within_30_seconds():
+    """The sum of all waits: poll and incident of the service, scrape, evaluation, group_wait of Rankscope's route."""
+    scrape = seconds(PROMETHEUS["global"]["scrape_interval"])
+    evaluation = max(seconds(group["interval"]) for group in ALERTING["groups"])
+    waits = [seconds(rule["for"]) for rule in JUDGING if rule["title"] == "AnomalyIncident"]
+
+    assert [0] == waits
+    incident = IngestSection().poll_seconds + NotifySection().group_wait_seconds
+    assert 30 >= incident + scrape + evaluation + OWN_GROUP_WAIT_SECONDS
+
+
+def test_failed_queries_are_one_message_that_names_no_run():
+    """All rules but one are normal if Grafana cannot query Prometheus; this one names the data source."""
+    assert {("OK", "OK")} == {(rule["noDataState"], rule["execErrState"]) for rule in JUDGING}
+    assert ("Alerting", "Alerting") == (WATCH["noDataState"], WATCH["execErrState"])
+    assert {"severity": "critical"} == WATCH["labels"]
+    assert "Prometheus (data source rankscope-live)" in WATCH["annotations"]["summary"]
+    assert "$labels" not in "".join(WATCH["annotations"].values())
+    assert "vector(0)" == WATCH["data"][0]["model"]["expr"], "one series, never above zero"
+
+
+def test_every_rule_that_was_ever_shipped_is_kept_or_deleted(monkeypatch):
+    now = {rule["uid"] for rule in RULES}
+    shorter = alert_rules(alert_groups()[1:], PANELS)
+    monkeypatch.setattr(module, "SHIPPED_UIDS", (*SHIPPED_UIDS, "rankscope-dropped"))
+
+    assert now <= set(SHIPPED_UIDS), "add the uids of new rules to shipped_uids.py"
+    assert sorted(set(SHIPPED_UIDS) - now) == [one["uid"] for one in ALERTING["deleteRules"]]
+    assert {"orgId": 1, "uid": "rankscope-anomaly-nan"} in shorter["deleteRules"]
+    assert {"orgId": 1, "uid": "rankscope-dropped"} in alert_rules(alert_groups(), PANELS)["deleteRules"]
+
+
+def test_alerts_resolve_no_sooner_than_in_prometheus():
+    """Grafana's keepFiringFor does not apply to series that a filter omits, so that evaluations are counted."""
+    for rule in RULES:
+        kept = seconds(rule.get("keepFiringFor", "20s"))
+
+        assert kept == 10 * rule["missing_series_evals_to_resolve"], rule["title"]
 
 
 def test_uids_and_titles_are_unique_and_within_the_length_limit():
@@ -132,7 +194,14 @@ def test_expressions_and_hold_times_equal_those_of_the_prometheus_file():
     def content(rule, expression, title):
         return title, expression, rule.get("for", "0s").replace("0s", ""), rule["labels"], rule["annotations"]
 
-    grafana = [content(rule, rule["data"][0]["model"]["expr"], rule["title"].split()[0]) for rule in RULES]
+    def texts(rule):
+        links = ("__dashboardUid__", "__panelId__")
+        return {name: text for name, text in rule["annotations"].items() if name not in links}
+
+    grafana = [
+        content(rule | {"annotations": texts(rule)}, rule["data"][0]["model"]["expr"], rule["title"].split()[0])
+        for rule in JUDGING
+    ]
     prometheus = [
         content(without_queries(rule), rule["expr"], rule["alert"])
         for group in PROMETHEUS_RULES["groups"]
@@ -141,37 +210,62 @@ def test_expressions_and_hold_times_equal_those_of_the_prometheus_file():
     keep = [rule.get("keep_firing_for") for group in PROMETHEUS_RULES["groups"] for rule in group["rules"]]
 
     assert prometheus == grafana
-    assert keep == [rule.get("keepFiringFor") for rule in RULES]
+    assert keep == [rule.get("keepFiringFor") for rule in JUDGING]
 
 
-def test_alerts_link_to_an_existing_panel_with_queries():
+def panels_of(board):
+    return [inner for panel in board["panels"] for inner in (panel, *panel.get("panels", ()))]
+
+
+def test_messages_link_to_an_existing_panel_with_queries():
+    """Grafana makes the links of a message from two annotations; the keys alone make none."""
     for rule in RULES:
-        panels = {panel["id"]: panel for panel in BOARDS[rule["dashboardUid"]]["panels"]}
+        panels = {panel["id"]: panel for panel in panels_of(BOARDS[rule["dashboardUid"]])}
 
         assert panels[rule["panelId"]].get("targets"), rule["title"]
+        assert rule["dashboardUid"] == rule["annotations"]["__dashboardUid__"]
+        assert str(rule["panelId"]) == rule["annotations"]["__panelId__"]
 
 
-def test_alerts_and_boards_use_the_provisioned_data_source():
-    (source,) = SOURCES["datasources"]
-
-    assert {source["uid"]} == {rule["data"][0]["datasourceUid"] for rule in RULES}
-    assert all(board["templating"]["list"][0]["current"]["value"] == source["uid"] for board in BOARDS.values())
+def test_alert_on_a_panel_that_no_board_has_is_rejected():
+    with pytest.raises(LookupError, match="rankscope-run-overview has no panel with the title 'Gone'"):
+        a_rule(panel=Panel("rankscope-run-overview", "Gone"))
 
 
-def test_data_source_has_the_scrape_interval_of_prometheus():
-    (source,) = SOURCES["datasources"]
+def test_panels_in_folded_rows_are_found():
+    board = {"uid": "b", "panels": [{"title": "Row", "id": 1, "panels": [{"title": "Inner", "id": 2}]}]}
 
-    assert PROMETHEUS["global"]["scrape_interval"] == source["jsonData"]["timeInterval"]
+    assert {"b": {"Row": 1, "Inner": 2}} == panel_ids([json.dumps(board)])
 
 
-def test_provisioning_files_use_only_two_environment_variables():
-    """Grafana replaces `$NAME` and `${NAME}` in values by environment variables, and unset ones by an empty string."""
-    texts = {
-        name: text for name, text in FILES.items() if name.startswith(("datasources/", "dashboards/rankscope.yaml"))
-    }
-    variables = {found for text in texts.values() for found in re.findall(r"\$\{?\w*\}?", text)}
+def test_alerts_and_boards_use_the_live_data_source():
+    live, history = (source["uid"] for source in SOURCES["datasources"])
 
-    assert {"${RANKSCOPE_PROMETHEUS_URL}", "${RANKSCOPE_DASHBOARDS_DIR}"} == variables
+    assert ("rankscope-live", "rankscope-history") == (live, history)
+    assert {live} == {rule["data"][0]["datasourceUid"] for rule in RULES}
+    assert all(board["templating"]["list"][0]["current"]["value"] == live for board in BOARDS.values())
+
+
+def test_data_sources_have_the_scrape_interval_and_read_lists_from_series():
+    """With `prometheusVersion`, Grafana 9.4 asks for label values, which remote read does not have."""
+    for source in SOURCES["datasources"]:
+        assert PROMETHEUS["global"]["scrape_interval"] == source["jsonData"]["timeInterval"]
+        assert source["jsonData"]["seriesEndpoint"] is True
+        assert "prometheusVersion" not in source["jsonData"]
+
+
+def test_addresses_and_paths_cannot_be_empty():
+    """Grafana replaces `$NAME` and `${NAME}` by environment variables, and unset ones by an empty string.
+
+    With an empty path, it would read every JSON file in its working directory as a board.
+    """
+    (provider,) = PROVIDERS["providers"]
+    texts = [text for name, text in FILES.items() if name.startswith(("datasources/", "dashboards/rankscope.yaml"))]
+
+    assert not any("$" in text for text in texts)
+    assert "/etc/grafana/provisioning/dashboards/rankscope" == provider["options"]["path"]
+    assert ["http://127.0.0.1:9090"] * 2 == [source["url"] for source in SOURCES["datasources"]]
+    assert {"dashboards/rankscope"} == {name.rpartition("/")[0] for name in FILES if name.endswith(".json")}
 
 
 def test_alert_texts_contain_nothing_that_grafana_replaces():
@@ -200,8 +294,7 @@ def test_long_and_non_ascii_names_get_a_valid_unique_uid():
 
 def test_custom_rules_become_grafana_alerts():
     rules = [AnomalyNan(name="Mine", threshold=3.0), AnomalyTurbulence(threshold=2.0, direction="both")]
-    panels = {alert.panel: 1 for group in alert_groups(rules) for alert in group.alerts}
-    document = alert_rules(alert_groups(rules), PanelIndex(board="b", panels=panels), "https://wiki.example/r")
+    document = alert_rules(alert_groups(rules), PANELS, "https://wiki.example/r")
     first = document["groups"][0]["rules"][0]
 
     assert ("Mine", "https://wiki.example/r#anomalynan") == (first["title"], first["annotations"]["runbook_url"])

@@ -9,9 +9,10 @@ from grafana_foundation_sdk.builders import dashboard as builders
 from grafana_foundation_sdk.models import dashboard
 
 from rankscope_contract import __version__
-from rankscope_dashboards.boards.elements.names import LIVE_SOURCE, PAGES, TAG
+from rankscope_dashboards.boards.elements.names import PAGES, TAG
 from rankscope_dashboards.boards.elements.panels import PanelBuilder
 from rankscope_dashboards.boards.elements.variables import RANK, RUN
+from rankscope_dashboards.deploy.prometheus import LIVE_SOURCE
 
 Variable = builders.QueryVariable | builders.CustomVariable
 

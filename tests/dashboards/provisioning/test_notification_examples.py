@@ -1,0 +1,125 @@
+"""Examples of contact points and routes: closed key lists, and names that refer to each other."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+
+import pytest
+import yaml
+
+from rankscope_contract.model.events import Severity
+from rankscope_dashboards.deploy.alertmanager import DETAIL
+from rankscope_dashboards.provisioning.alert_rules import FOLDER
+from rankscope_dashboards.provisioning.notifications import MESSAGE, notification_examples
+from rankscope_dashboards.provisioning.tree import packaged_boards, tree_files
+
+FILES = tree_files(packaged_boards())
+EXAMPLES = notification_examples()
+POINTS = EXAMPLES["contact-points.yaml"]["contactPoints"]
+(POLICY,) = EXAMPLES["policies.yaml"]["policies"]
+MUTES = EXAMPLES["mute-timings.yaml"]["muteTimes"]
+TEMPLATES = EXAMPLES["templates.yaml"]["templates"]
+
+# Keys of the provisioning file format. Grafana ignores other keys without a message.
+DOCUMENT_KEYS = {"contactPoints", "policies", "muteTimes", "templates"}
+POINT_KEYS = {"orgId", "name", "receivers"}
+RECEIVER_KEYS = {"uid", "type", "disableResolveMessage", "settings"}
+SETTINGS = {
+    "webhook": {"url", "httpMethod", "maxAlerts"},
+    "email": {"addresses", "singleEmail", "subject", "message"},
+}
+ROUTE_KEYS = {
+    "receiver",
+    "group_by",
+    "object_matchers",
+    "mute_time_intervals",
+    "continue",
+    "routes",
+    "group_wait",
+    "group_interval",
+    "repeat_interval",
+}
+INTERVAL_KEYS = {"times", "weekdays", "days_of_month", "months", "years", "location"}
+
+
+def routes(route):
+    return [route, *(inner for one in route.get("routes", ()) for inner in routes(one))]
+
+
+def test_examples_contain_only_keys_that_grafana_reads():
+    for name, document in EXAMPLES.items():
+        assert document == yaml.safe_load(FILES[f"examples/alerting/{name}"])
+        assert document.keys() - DOCUMENT_KEYS == {"apiVersion"}
+    for point in POINTS:
+        assert POINT_KEYS == point.keys()
+        for receiver in point["receivers"]:
+            assert RECEIVER_KEYS == receiver.keys()
+            assert SETTINGS[receiver["type"]] == receiver["settings"].keys()
+            assert re.fullmatch(r"[a-z0-9-]{1,40}", receiver["uid"])
+    assert all(route.keys() <= ROUTE_KEYS for top in POLICY["routes"] for route in routes(top))
+    assert POLICY.keys() <= ROUTE_KEYS | {"orgId"}
+    for mute in MUTES:
+        assert {"orgId", "name", "time_intervals"} == mute.keys()
+        assert all(interval.keys() <= INTERVAL_KEYS for interval in mute["time_intervals"])
+    assert all({"orgId", "name", "template"} == template.keys() for template in TEMPLATES)
+
+
+def test_grafana_does_not_read_the_examples():
+    folders = {name.partition("/")[0] for name in FILES if "/alerting/" in name}
+
+    assert {"examples"} == folders
+    assert "replaces the tree of your server" in FILES["examples/alerting/policies.yaml"]
+
+
+def test_routes_refer_to_contact_points_and_mute_timings_that_exist():
+    inner = [route for top in POLICY["routes"] for route in routes(top)]
+    receivers = {route["receiver"] for route in inner}
+
+    assert {point["name"] for point in POINTS} == receivers
+    assert "grafana-default-email" == POLICY["receiver"], "other alerts go where a new server sends them"
+    assert {mute["name"] for mute in MUTES} == {name for one in inner for name in one.get("mute_time_intervals", ())}
+
+
+def test_route_of_rankscope_sends_one_message_for_each_incident():
+    (route,) = POLICY["routes"]
+    details, critical, rest = route["routes"]
+
+    assert [["grafana_folder", "=", FOLDER]] == route["object_matchers"]
+    assert (["run", "rule", "step"], "5s") == (route["group_by"], route["group_wait"])
+    assert [[DETAIL[0], "=", DETAIL[1]]] == details["object_matchers"]
+    assert ["rankscope-always"] == details["mute_time_intervals"]
+    assert critical["object_matchers"] == [["severity", "=", Severity.CRITICAL]]
+    assert critical["continue"]
+    assert {"receiver": "rankscope-chat"} == rest
+
+
+def test_details_are_muted_at_all_times():
+    (always,) = (mute for mute in MUTES if mute["name"] == "rankscope-always")
+
+    assert [{"times": [{"start_time": "00:00", "end_time": "24:00"}]}] == always["time_intervals"]
+
+
+def test_examples_contain_nothing_that_grafana_replaces():
+    assert not [name for name in FILES if name.startswith("examples/") and "$" in FILES[name]]
+
+
+@pytest.mark.parametrize("run", ["r", None])
+def test_templates_render_title_and_texts(require_server, tmp_path, run):
+    """Grafana and Alertmanager use the same template language."""
+    data = {
+        "status": "firing",
+        "groupLabels": {"rule": "RunFailed", "run": run} if run else {},
+        "commonLabels": {"alertname": "ServiceDown"},
+        "alerts": [{"annotations": {"summary": "S", "description": "D"}, "status": "firing"}],
+    }
+    (tmp_path / "data.json").write_text(json.dumps(data))
+    (tmp_path / "rankscope.tmpl").write_text(TEMPLATES[0]["template"])
+    command = [require_server("amtool", "prometheus-alertmanager"), "template", "render"]
+    command += [f"--template.data={tmp_path / 'data.json'}", f"--template.glob={tmp_path}/*.tmpl"]
+    command += ['--template.text={{ template "rankscope.title" . }}|{{ template "rankscope.message" . }}']
+    title = '[FIRING] RunFailed in run "r"' if run else "[FIRING] ServiceDown"
+
+    assert f"{title}|S\nD" == subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    assert "summary" in MESSAGE
