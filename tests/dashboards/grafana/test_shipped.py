@@ -11,7 +11,8 @@ from tests.dashboards.grafana.conftest import PROMETHEUS, complete
 from tests.dashboards.grafana.contract_server import ContractServer
 from tests.programs import run_command
 
-from rankscope_dashboards.grafana.shipped import TREE, Shipped, shipped
+from rankscope_dashboards.grafana.shipped import Shipped, shipped
+from rankscope_dashboards.provisioning.tree import SHIPPED
 
 RULE_KEYS = {
     *("uid", "title", "orgID", "folderUID", "ruleGroup", "condition", "for", "noDataState", "execErrState"),
@@ -22,7 +23,7 @@ RULE_KEYS = {
 def with_file(tmp_path: Path, name: str, old: str, new: str) -> Shipped:
     """Return the content of a tree in which the text of one file is replaced."""
     tree = tmp_path / "tree"
-    shutil.copytree(TREE, tree)
+    shutil.copytree(SHIPPED, tree)
     text = (tree / name).read_text(encoding="utf-8")
     assert old in text
     (tree / name).write_text(text.replace(old, new, 1), encoding="utf-8")
@@ -48,19 +49,13 @@ def test_doubled_dollar_signs_of_a_file_are_single(tmp_path: Path):
     assert "costs $5" == content.groups[0].rules[0]["labels"]["severity"]
 
 
-def test_pages_address_fills_the_hidden_variable(tmp_path: Path):
-    tree = tmp_path / "tree"
-    shutil.copytree(TREE, tree)
-    file = tree / "dashboards" / "run_overview.json"
-    board = json.loads(file.read_text(encoding="utf-8"))
-    others = [variable for variable in board["templating"]["list"] if variable["name"] != "pages"]
-    board["templating"]["list"] = [*others, {"name": "pages", "type": "constant", "query": ""}]
-    file.write_text(json.dumps(board), encoding="utf-8")
+def test_panels_link_to_the_pages_address():
+    content = shipped(pages_url="http://127.0.0.1:9470/")
 
-    content = shipped(tree, pages_url="http://127.0.0.1:9470/")
-
-    (overview,) = (one for one in content.boards if one["uid"] == board["uid"])
-    assert "http://127.0.0.1:9470" == overview["templating"]["list"][-1]["query"]
+    (overview,) = (one for one in content.boards if one["uid"] == "rankscope-run-overview")
+    (pages,) = (variable for variable in overview["templating"]["list"] if variable["name"] == "pages")
+    assert "http://127.0.0.1:9470" == pages["query"]
+    assert all(panel["links"] for panel in overview["panels"] if panel["type"] != "row")
 
 
 def test_commands_deploy_and_remove_everything(contract: ContractServer, tmp_path: Path):
