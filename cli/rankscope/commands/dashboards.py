@@ -52,7 +52,10 @@ def deploy(
         str | None, typer.Option(help="Address of Prometheus, as Grafana reaches it.", show_default=False)
     ] = None,
     history_url: Annotated[
-        str | None, typer.Option(help="Address of the Prometheus that reads history.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Address of a Prometheus that reads the store. Default: that of --prometheus-url.", show_default=False
+        ),
     ] = None,
     pages_url: Annotated[
         str, typer.Option(help="Address of the pages of the service, to which panels link.", show_default=False)
@@ -91,7 +94,7 @@ def deploy(
     with _one_line_errors():
         points = [] if contact_points is None else read_contact_points(contact_points, os.environ)
         options = deployment.Options(
-            urls=_given({"rankscope-live": prometheus_url, "rankscope-history": history_url}),
+            urls=_given({"rankscope-live": prometheus_url, "rankscope-history": history_url or prometheus_url}),
             contact_points=points,
             receiver=receiver,
             add_route=add_route,

@@ -51,7 +51,9 @@ class Grafana:
         return "\n".join(self.lines)
 
     def options(self, **options: Any) -> Options:
-        return Options(**{"urls": {"rankscope-live": PROMETHEUS}, "copies": self.folder} | options)
+        return Options(
+            **{"urls": {"rankscope-live": PROMETHEUS, "rankscope-history": PROMETHEUS}, "copies": self.folder} | options
+        )
 
     def deploy(self, content: Shipped | None = None, server: Server | None = None, **options: Any) -> int:
         self.lines.clear()
