@@ -5,6 +5,7 @@ This module performs no network I/O: the service and `rankscope view` pass it th
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import OrderedDict
@@ -61,6 +62,13 @@ _PAGE_SECONDS: Final = 5.0
 """Longest time in seconds for which a page is cached, because it contains ages."""
 
 _CACHED: Final = 256
+_ABOUT_NOTHING: Final[Sequence[tuple[tuple[str, ...], Query]]] = (
+    ((), {"q": "\0"}),
+    (("runs", ""), {}),
+    (("data", "curve"), {"run": "", "markers": "1"}),
+    (("data", "grid"), {"run": ""}),
+)
+"""Requests that need the modules, views and statements of the most important pages, but find no run."""
 
 
 class Site:
@@ -82,6 +90,16 @@ class Site:
         """Return the newest version of the store."""
         with connect(self._path, single_threaded=True) as connection:
             return connection.version
+
+    def prepare(self) -> None:
+        """Open the store and define the views that pages read, so that the first request does not wait for them.
+
+        The answers are about no run and are not kept.
+        """
+        with connect(self._path, single_threaded=self._is_single) as connection:
+            for segments, query in _ABOUT_NOTHING:
+                with contextlib.suppress(NotFoundError):
+                    self._answer(connection, Asked(segments=segments, query=query))
 
     def respond(self, segments: Sequence[str], query: Query, alarms: Sequence[str] = ()) -> Response:
         """Return the answer to the request for the path with these decoded `segments`. Bad requests raise nothing."""
