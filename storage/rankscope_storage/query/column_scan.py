@@ -23,6 +23,8 @@ NAMES: Final = ("run", "kind", "tensor", "name", "labels", "incarnation")
 """Columns that are read as dictionaries."""
 
 _BATCH_ROWS: Final = 1 << 17
+_READ_AHEAD: Final = 4
+"""Number of batches of a file that are read ahead. With more, the first use of their memory takes longer than the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,22 @@ class RowGroups:
             tuple(one for one in self.groups if one not in zero), self.schema
         )
 
+    def split_constant(self, columns: Collection[str]) -> tuple[RowGroups, RowGroups]:
+        """Return the row groups in which each of `columns` has one value by the statistics, and all others.
+
+        If row groups were requested by this value, all rows of the first ones have it.
+        """
+        one = tuple(group for group in self.groups if len(group.constants(columns)) == len(columns))
+        known = set(map(id, one))
+        return RowGroups(one, self.schema), RowGroups(
+            tuple(group for group in self.groups if id(group) not in known), self.schema
+        )
+
+    def each(self) -> Iterator[RowGroups]:
+        """Yield each row group alone, so that nothing else is read ahead."""
+        for group in self.groups:
+            yield RowGroups((group,), self.schema)
+
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """Yield `columns` of all rows. Other threads read ahead; a column that a file lacks is null."""
         numbers: dict[int, tuple[Any, list[int]]] = {}
@@ -106,7 +124,9 @@ class RowGroups:
         chosen = [fragment.subset(row_group_ids=ids) for fragment, ids in numbers.values()]
         if chosen:
             dataset = ds.FileSystemDataset(chosen, self.schema, _format())
-            yield from dataset.to_batches(columns=list(columns), batch_size=_BATCH_ROWS, fragment_readahead=2)
+            yield from dataset.to_batches(
+                columns=list(columns), batch_size=_BATCH_ROWS, batch_readahead=_READ_AHEAD, fragment_readahead=2
+            )
 
 
 def row_groups(

@@ -7,6 +7,7 @@ NaN has priority over Inf, and Inf over values. Columns are sampled steps in the
 from __future__ import annotations
 
 import enum
+import itertools
 import json
 import re
 import struct
@@ -40,6 +41,9 @@ MOST_COLUMNS: Final = 1000
 LEVELS: Final = 250
 ABSENT: Final = 253
 """Code of a cell without a value. Codes from 0 to LEVELS are the place of the value on the colour scale."""
+
+_BLOCK_CELLS: Final = 1 << 18
+"""Number of cells that are calculated together: their arrays fit into the cache of a processor."""
 
 _DIGITS: Final = re.compile(r"(\d+)")
 
@@ -220,9 +224,10 @@ def _by_model(connection: Connection, run: str, request: GridRequest, names: Seq
 
 def natural(name: str) -> list[Any]:
     """Return a sort key by which `layers.2` comes before `layers.10`, and an embedding before the layers."""
-    parts = _DIGITS.split(name)
+    parts: list[Any] = _DIGITS.split(name)
+    parts[1::2] = map(int, parts[1::2])
     order = 0 if "embed" in name or "wte" in name else 2 if "lm_head" in name or name.startswith("norm") else 1
-    return [order, *(int(part) if at % 2 else part for at, part in enumerate(parts))]
+    return [order, *parts]
 
 
 def part_of(name: str) -> str:
@@ -307,7 +312,8 @@ def levels(cells: Cells, *, is_relative: bool) -> Levels:
             is_low = np.abs(low - reference[:, None]) > np.abs(high - reference[:, None])
             extreme = np.where(is_low, low, high)
     if is_relative:
-        return Levels(extreme - reference[:, None], np.zeros_like(reference), is_low, is_log)
+        extreme -= reference[:, None]
+        return Levels(extreme, np.zeros_like(reference), is_low, is_log)
     return Levels(extreme, reference, is_low, is_log)
 
 
@@ -327,9 +333,12 @@ def row_medians(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     found = np.full(len(values), np.nan, values.dtype)
     known = values.shape[1] - np.isnan(values).sum(axis=1)
     for count in np.unique(known[known > 0]).tolist():  # NaN is behind all numbers
-        rows = np.flatnonzero(known == count)
-        middle = [(count - 1) // 2, count // 2]
-        found[rows] = np.partition(values[rows], sorted(set(middle)), axis=1)[:, middle].mean(axis=1)
+        rows, middle = np.flatnonzero(known == count), count // 2
+        for start in range(0, len(rows), max(1, _BLOCK_CELLS // values.shape[1])):
+            own = rows[start : start + max(1, _BLOCK_CELLS // values.shape[1])]
+            parted = np.partition(values[own], middle, axis=1)  # by one place: several times as fast as by two
+            upper = parted[:, middle]
+            found[own] = upper if count % 2 else (parted[:, :middle].max(axis=1) + upper) / 2
     return found
 
 
@@ -339,17 +348,29 @@ def _pooled(
     """Return extreme and code of each group of `height` rows, and the number of the row in it with the largest one."""
     if height == 1:
         return level, bad, [0] * len(level)
-    missing = -len(level) % height
-    if missing:
-        level = np.pad(level, ((0, missing), (0, 0)), constant_values=np.nan)
-        bad, reference = np.pad(bad, ((0, missing), (0, 0))), np.pad(reference, (0, missing))
-    level, bad = level.reshape(-1, height, level.shape[1]), bad.reshape(-1, height, level.shape[1])
-    distance = np.abs(level - reference.reshape(-1, height, 1))
+    shape = (-(-len(level) // height), level.shape[1])
+    pooled, codes, holders = np.empty(shape, np.float32), np.empty(shape, np.uint8), []
+    full = len(level) // height
+    groups = max(1, _BLOCK_CELLS // (height * shape[1]))
+    bounds = [*range(0, full, groups), *([full] if full < shape[0] else []), shape[0]]  # the last group can be lower
+    for start, last in itertools.pairwise(bounds):
+        rows, cells = slice(start * height, min(last * height, len(level))), (last - start, -1, shape[1])
+        part = _extremes(level[rows].reshape(cells), bad[rows].reshape(cells), reference[rows].reshape(cells[:2]))
+        pooled[start:last], codes[start:last] = part[:2]
+        holders += part[2]
+    return pooled, codes, holders
+
+
+def _extremes(
+    level: Singles, bad: npt.NDArray[np.uint8], reference: Singles
+) -> tuple[Singles, npt.NDArray[np.uint8], list[int]]:
+    """Return extreme, code and row with the largest extreme of groups of rows: arrays of groups, rows and columns."""
+    distance = np.abs(level - reference[:, :, None])
     np.fmax(distance, -1.0, out=distance)  # NaN becomes -1
     if bad.any():
         distance[bad > 0] = np.inf
     pooled, farthest = level[:, 0].copy(), distance[:, 0].copy()
-    for row in range(1, height):
+    for row in range(1, level.shape[1]):
         is_farther = distance[:, row] > farthest
         np.copyto(farthest, distance[:, row], where=is_farther)
         np.copyto(pooled, level[:, row], where=is_farther)
