@@ -57,15 +57,18 @@ class Columns:
         _, first, last, stride, base = self.spans[-1]
         return base + (last - first) // stride + 1
 
-    def of(self, attempt: Integers | None, step: Integers) -> Integers:
-        """Return the columns of rows, -1 for a row of no column. Without attempts, all rows are of the first one."""
+    def of(self, attempt: Integers | None, step: Integers, place: Integers) -> Integers:
+        """Return `place` with the columns of rows, -1 for a row of no column. Without attempts, all are of the first."""
         if attempt is None:
             _, first, last, stride, base = self.spans[0]
-            place = step - (first - base) if stride == 1 else (step - first) // stride + base
+            np.subtract(step, first if stride > 1 else first - base, out=place)
+            if stride > 1:
+                place //= stride
+                place += base
             if len(step) and (step.min() < first or step.max() > last):
                 place[(step < first) | (step > last)] = -1
             return place
-        place = np.full(len(step), -1, np.int64)
+        place[:] = -1
         for number, first, last, stride, base in self.spans:
             own = (attempt == number) & (step >= first) & (step <= last)
             place[own] = (step[own] - first) // stride + base
@@ -291,6 +294,7 @@ class _Table:
         self._window = window
         self._rows: dict[str, int] = {}
         self._low: Singles | None = None
+        self._scratch = np.empty((2, 0), np.int64)  # of one batch: the first use of new memory takes most of the time
         self._high, self._bad = self._arrays(tensors)
 
     def _arrays(self, rows: int) -> tuple[Singles, npt.NDArray[np.uint8]]:
@@ -303,7 +307,11 @@ class _Table:
         tensors = _Tensors.of(batch, query, self._rows)
         self._reserve()
         attempt = _whole(batch.column("attempt")) if "attempt" in batch.schema.names else None
-        place = window.columns.of(attempt, _whole(batch.column("step"), absent=-1)) - window.low
+        if self._scratch.shape[1] < batch.num_rows:
+            self._scratch = np.empty((2, batch.num_rows), np.int64)
+        place, at = self._scratch[:, : batch.num_rows]
+        window.columns.of(attempt, _whole(batch.column("step"), absent=-1), place)
+        place -= window.low
         is_kept = tensors.is_chosen
         if len(place) and (place.min() < 0 or place.max() >= window.high - window.low):
             is_kept = _both(is_kept, (place >= 0) & (place < window.high - window.low))
@@ -311,7 +319,8 @@ class _Table:
             is_kept = _both(is_kept, _whole(batch.column("rank"), absent=-1) == query.rank)
         if window.width > 1:
             place //= window.width
-        at = (tensors.rows * window.cells)[tensors.codes] + place
+        np.take(tensors.rows * window.cells, tensors.codes, out=at, mode="clip")  # other modes use a buffer
+        at += place
         values = batch.column(op)
         numbers = values.to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
         if is_kept is None and window.width == 1 and (at[1:] > at[:-1]).all():
