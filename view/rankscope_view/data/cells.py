@@ -117,14 +117,6 @@ class Cells:
     high: Singles
     bad: npt.NDArray[np.uint8]
 
-    def ordered(self, order: Sequence[int]) -> Cells:
-        """Return the tensors with these numbers."""
-        if list(order) == list(range(len(self.names))):
-            return self
-        high = self.high[order]
-        low = high if self.low is self.high else self.low[order]
-        return Cells([self.names[at] for at in order], low, high, self.bad[order])
-
 
 class Source(Protocol):
     """Rows that are read without SQL, and the facts about them that are known before."""
