@@ -1,6 +1,6 @@
 // Behaviour of all pages: theme, keys, live updates; each page adds its own.
 import { Chart } from "./chart.js";
-import { follow, refresh } from "./live.js";
+import { fillPending, follow, refresh } from "./live.js";
 import { forgetColours } from "./marks.js";
 import { keep, recall, setAddress } from "./memory.js";
 import { readState, replaceState, STRENGTH, writeState } from "./logic.js";
