@@ -26,8 +26,8 @@ from rankscope_view.data.grid import (
 )
 from rankscope_view.data.history import EVAL_LOSS, LOSS, History
 from rankscope_view.data.ranks import RankOrder, rank_grid, rank_table
-from rankscope_view.data.tensor import tensor_curve, tensor_detail
 from rankscope_view.data.runs import run_goodput
+from rankscope_view.data.tensor import tensor_curve, tensor_detail
 from rankscope_view.pages import run as run_page
 from rankscope_view.pages import tensors as tensor_page
 

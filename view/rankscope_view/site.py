@@ -82,12 +82,19 @@ class Site:
     """The pages of the store at `path`, below the prefix `base`. The methods may be called by several threads."""
 
     def __init__(
-        self, path: Path, *, base: str = "", has_service: bool = False, clock: Callable[[], float] = time.time
+        self,
+        path: Path,
+        *,
+        base: str = "",
+        has_service: bool = False,
+        clock: Callable[[], float] = time.time,
+        most_step_times: int = MOST_STEP_TIMES,
     ) -> None:
         self._path = path
         self._place = Place(base=base, assets=digest(), has_service=has_service)
         self._is_single = has_service  # the threads of DuckDB would slow the flushes of a service
         self._clock = clock
+        self._most_step_times = most_step_times
         self._lock = threading.Lock()
         self._cache: OrderedDict[tuple[Any, ...], tuple[int, float, Response]] = OrderedDict()
         self.reload_seconds = 0.0
@@ -197,7 +204,7 @@ class Site:
         return _page(list_page.page(place, found, search, self._clock(), asked.alarms))
 
     def _detail(self, connection: Connection, asked: Asked) -> tuple[Place, RunDetail]:
-        most = None if asked.query.get("goodput") else MOST_STEP_TIMES
+        most = None if asked.query.get("goodput") else self._most_step_times
         found = read_detail(connection, asked.run, most_step_times=most)
         if found is None:
             raise NotFoundError(f"The store has no run {asked.run!r}.")

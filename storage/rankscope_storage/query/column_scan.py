@@ -24,7 +24,7 @@ NAMES: Final = ("run", "kind", "tensor", "name", "labels", "incarnation")
 
 _BATCH_ROWS: Final = 1 << 17
 _READ_AHEAD: Final = 4
-"""Number of batches of a file that are read ahead. With more, the first use of their memory takes longer than the rest."""
+"""Number of batches of a file that are read ahead. With more, the first use of their memory takes most of the time."""
 
 
 @dataclass(frozen=True, slots=True)

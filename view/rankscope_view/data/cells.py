@@ -58,7 +58,7 @@ class Columns:
         return base + (last - first) // stride + 1
 
     def of(self, attempt: Integers | None, step: Integers, place: Integers) -> Integers:
-        """Return `place` with the columns of rows, -1 for a row of no column. Without attempts, all are of the first."""
+        """Return `place` with the columns of rows, -1 for a row of none. Without attempts, all are of the first one."""
         if attempt is None:
             _, first, last, stride, base = self.spans[0]
             np.subtract(step, first if stride > 1 else first - base, out=place)

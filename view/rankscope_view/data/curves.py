@@ -335,10 +335,9 @@ def _reduced(history: History, x: Floats, width: float, finite: Integers) -> tup
     values = history.value[rows]
     begins = _bucket_begins(x[rows], history.attempt[rows], width)
     ends = np.append(begins[1:], len(finite))
-    kept = [begins, ends - 1]
-    for find in (np.argmin, np.argmax):
-        kept.append(np.array([first + find(values[first:last]) for first, last in zip(begins, ends, strict=True)]))
-    drawn = np.unique(np.concatenate(kept))
+    parts = [(first, values[first:last]) for first, last in zip(begins.tolist(), ends.tolist(), strict=True)]
+    extremes = [first + find(part) for first, part in parts for find in (np.argmin, np.argmax)]
+    drawn = np.unique(np.concatenate([begins, ends - 1, extremes]))
     bucket = np.searchsorted(begins, drawn, "right") - 1
     low = np.fmin.reduceat(history.lowest[rows], begins)
     high = np.fmax.reduceat(history.highest[rows], begins)

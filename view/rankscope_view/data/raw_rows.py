@@ -117,22 +117,32 @@ def _add_whole(constants: Mapping[str, Any], groups: RowGroups, found: RawRows) 
         if _imported(batch).any():
             found.for_sql.add(constants["run"])
             return
-        if batch.column("step").null_count or batch.column("value").null_count:
-            batch = batch.filter(pc.and_(batch.column("step").is_valid(), batch.column("value").is_valid()))
-        own = slice(at, at + batch.num_rows)
-        step[own], value[own] = (batch.column(one).to_numpy(zero_copy_only=False) for one in ("step", "value"))
-        np.divide(_microseconds(batch), 1e6, out=time[own])
+        rows = _complete(batch)
+        own = slice(at, at + rows.num_rows)
+        step[own], value[own] = (rows.column(one).to_numpy(zero_copy_only=False) for one in ("step", "value"))
+        np.divide(_microseconds(rows), 1e6, out=time[own])
         at = own.stop
-    fixed = [np.broadcast_to(np.int64(_known(constants[one], absent)), at) for one, absent in _ABSENT.items()]
     if at:
-        found.add(constants["run"], constants["name"], constants["labels"], SeriesRows(*fixed, step[:at], time[:at], value[:at]))
+        attempt, rank, micro = (_repeated(constants[one], absent, at) for one, absent in _ABSENT.items())
+        series = SeriesRows(attempt, rank, micro, step[:at], time[:at], value[:at])
+        found.add(constants["run"], constants["name"], constants["labels"], series)
+
+
+def _complete(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return the rows of a batch that have a step and a value."""
+    step, value = batch.column("step"), batch.column("value")
+    if not step.null_count and not value.null_count:
+        return batch
+    return batch.filter(pc.and_(step.is_valid(), value.is_valid()))
 
 
 def _add_mixed(stretches: Sequence[RowGroups], runs: Collection[str], names: Collection[str], found: RawRows) -> None:
     """Add the rows of row groups that may contain several series."""
     groups = RowGroups(tuple(group for one in stretches for group in one.groups), stretches[0].schema)
     constants = groups.constants(_ABSENT)
-    for batch in groups.batches([one for one in (*_SERIES, "incarnation", *_ABSENT, *_NUMBERS) if one not in constants]):
+    for batch in groups.batches(
+        [one for one in (*_SERIES, "incarnation", *_ABSENT, *_NUMBERS) if one not in constants]
+    ):
         _add(batch, runs, names, constants, found)
 
 
@@ -181,20 +191,17 @@ def _find_imported(batch: pa.RecordBatch, found: RawRows) -> None:
 
 def _rows(batch: pa.RecordBatch, constants: Mapping[str, Any]) -> SeriesRows:
     """Return the rows of a batch, which all have a step and a value."""
-    fixed = [
-        np.broadcast_to(np.int64(_known(constants[name], absent)), batch.num_rows)
-        if name in constants
-        else _filled(batch.column(name), absent)
+    attempt, rank, micro = (
+        _repeated(constants[name], absent, batch.num_rows) if name in constants else _filled(batch.column(name), absent)
         for name, absent in _ABSENT.items()
-    ]
-    seconds = _microseconds(batch) / 1e6  # null becomes NaN
-    return SeriesRows(
-        *fixed, _filled(batch.column("step"), 0), seconds, batch.column("value").to_numpy(zero_copy_only=False)
     )
+    seconds = _microseconds(batch) / 1e6  # null becomes NaN
+    value = batch.column("value").to_numpy(zero_copy_only=False)
+    return SeriesRows(attempt, rank, micro, _filled(batch.column("step"), 0), seconds, value)
 
 
-def _known(value: int | None, absent: int) -> int:
-    return absent if value is None else value
+def _repeated(value: int | None, absent: int, rows: int) -> Integers:
+    return np.broadcast_to(np.int64(absent if value is None else value), rows)
 
 
 def _microseconds(batch: pa.RecordBatch) -> npt.NDArray[Any]:

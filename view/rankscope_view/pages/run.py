@@ -185,7 +185,12 @@ def _figures(place: Place, found: RunDetail) -> Iterator[tuple[str, str, str, st
         yield GOODPUT, "Goodput", *texts
     elif found.facts.lacks_goodput:
         link = f'<a href="{place.url("runs", row.run, goodput=1)}">calculate</a>'
-        yield GOODPUT, "Goodput", NOTHING, f'<span data-pending="{place.url("data", "goodput", run=row.run)}">{link}</span>'
+        yield (
+            GOODPUT,
+            "Goodput",
+            NOTHING,
+            f'<span data-pending="{place.url("data", "goodput", run=row.run)}">{link}</span>',
+        )
 
 
 def goodput_texts(share: float | None, lost: float | None) -> tuple[str, str] | None:
