@@ -55,9 +55,11 @@ export async function fillPending() {
     };
     const known = received.get(url);
     if (known) show(known);
-    const texts = await (await fetch(url)).json();
-    if (texts) received.set(url, texts);
-    show(texts ?? ["—", ""]);
+    const answer = await fetch(url).catch(() => null);
+    if (!answer?.ok) continue; // the link remains
+    const texts = (await answer.json()) ?? ["–", ""];
+    received.set(url, texts);
+    show(texts);
   }
 }
 
