@@ -16,6 +16,7 @@ from tests.view.served import served
 from tests.view.training import MAIN, START, append, event, events, run_row, scalars
 
 from rankscope_storage.api.store import Store
+from rankscope_view.pages.format import percent
 from rankscope_view.site import Site
 
 NOW = START / 1e6 + 6000
@@ -127,6 +128,16 @@ def test_keys_open_pages_and_the_help_lists_all(reader):
     assert {"g r", "g o", "g t", "g k", "g i", "g c", "[", "]", "T", "?", "s", "l", "f", "0", "← →", "drag"} <= set(
         keys
     )
+
+
+def test_page_of_a_long_run_gets_its_goodput_later(chromium, store_path, connection):
+    (row,) = connection.query("SELECT goodput FROM goodput WHERE run = $run", {"run": MAIN}).to_pylist()
+    with served(Site(store_path, clock=lambda: NOW, most_step_times=10)) as address:
+        chromium.open(f"{address}/runs/{MAIN}")
+        chromium.wait("document.querySelector('[data-pending]').textContent !== 'calculate'")
+
+        assert percent(row["goodput"]) == chromium.run("document.querySelector('[data-value=goodput]').textContent")
+        assert "lost" in chromium.run("document.querySelector('[data-pending]').textContent")
 
 
 def test_shift_and_drag_pans_a_zoomed_chart(reader):

@@ -26,6 +26,7 @@ from rankscope_view.data.grid import (
 )
 from rankscope_view.data.history import EVAL_LOSS, LOSS, History
 from rankscope_view.data.ranks import RankOrder, rank_grid, rank_table
+from rankscope_view.data.runs import run_goodput
 from rankscope_view.data.tensor import tensor_curve, tensor_detail
 from rankscope_view.pages import run as run_page
 from rankscope_view.pages import tensors as tensor_page
@@ -249,6 +250,12 @@ def scalar_curve(connection: Connection, asked: Asked) -> Response:
         found = markers(lines, evaluations, history, choice.request.axis)
         document["markers"] = [[one.group, one.x, one.step, one.text, one.is_critical] for one in found]
     return _json(document)
+
+
+def goodput(connection: Connection, asked: Asked) -> Response:
+    """Return the goodput of a run as JSON: its texts for the header; null without step times."""
+    found = run_goodput(connection, asked.query.get("run", ""))
+    return _json(run_page.goodput_texts(found["goodput"], found["lost"]))
 
 
 def curve_csv(connection: Connection, asked: Asked) -> Response:

@@ -5,6 +5,9 @@ This module performs no network I/O: the service and `rankscope view` pass it th
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import itertools
 import threading
 import time
 from collections import OrderedDict
@@ -28,6 +31,7 @@ from rankscope_view.answers import (
     compared_curves,
     compared_sides,
     curve_csv,
+    goodput,
     rank_map,
     rank_order,
     scalar_curve,
@@ -60,19 +64,37 @@ _IMMUTABLE: Final = {"Cache-Control": "public, max-age=31536000, immutable"}
 _PAGE_SECONDS: Final = 5.0
 """Longest time in seconds for which a page is cached, because it contains ages."""
 
+MOST_STEP_TIMES: Final = 50_000
+"""Number of step times of a run up to which its page contains the goodput. It takes seconds for a million, and the page
+then requests it."""
+
 _CACHED: Final = 256
+_ABOUT_NOTHING: Final[Sequence[tuple[tuple[str, ...], Query]]] = (
+    ((), {"q": "\0"}),
+    (("runs", ""), {}),
+    (("data", "curve"), {"run": "", "markers": "1"}),
+    (("data", "grid"), {"run": ""}),
+)
+"""Requests that need the modules, views and statements of the most important pages, but find no run."""
 
 
 class Site:
     """The pages of the store at `path`, below the prefix `base`. The methods may be called by several threads."""
 
     def __init__(
-        self, path: Path, *, base: str = "", has_service: bool = False, clock: Callable[[], float] = time.time
+        self,
+        path: Path,
+        *,
+        base: str = "",
+        has_service: bool = False,
+        clock: Callable[[], float] = time.time,
+        most_step_times: int = MOST_STEP_TIMES,
     ) -> None:
         self._path = path
         self._place = Place(base=base, assets=digest(), has_service=has_service)
         self._is_single = has_service  # the threads of DuckDB would slow the flushes of a service
         self._clock = clock
+        self._most_step_times = most_step_times
         self._lock = threading.Lock()
         self._cache: OrderedDict[tuple[Any, ...], tuple[int, float, Response]] = OrderedDict()
         self.reload_seconds = 0.0
@@ -82,6 +104,18 @@ class Site:
         """Return the newest version of the store."""
         with connect(self._path, single_threaded=True) as connection:
             return connection.version
+
+    def prepare(self) -> None:
+        """Open the store, define the views that pages read, and start the threads that read files.
+
+        Otherwise, the first request would wait for them. The answers are about no run and are not kept.
+        """
+        with connect(self._path, single_threaded=self._is_single) as connection:
+            for segments, query in _ABOUT_NOTHING:
+                with contextlib.suppress(NotFoundError):
+                    self._answer(connection, Asked(segments=segments, query=query))
+            for group in itertools.islice(connection.row_groups("scalars", (), {}).each(), 1):
+                collections.deque(group.batches(("run", "value")), maxlen=0)
 
     def respond(self, segments: Sequence[str], query: Query, alarms: Sequence[str] = ()) -> Response:
         """Return the answer to the request for the path with these decoded `segments`. Bad requests raise nothing."""
@@ -147,6 +181,8 @@ class Site:
                 return cell(connection, asked)
             case ("data", "compare"):
                 return compared_curves(connection, asked)
+            case ("data", "goodput"):
+                return goodput(connection, asked)
             case ("data", "curve"):
                 return scalar_curve(connection, asked)
             case ("data", "curve.csv"):
@@ -168,7 +204,8 @@ class Site:
         return _page(list_page.page(place, found, search, self._clock(), asked.alarms))
 
     def _detail(self, connection: Connection, asked: Asked) -> tuple[Place, RunDetail]:
-        found = read_detail(connection, asked.run)
+        most = None if asked.query.get("goodput") else self._most_step_times
+        found = read_detail(connection, asked.run, most_step_times=most)
         if found is None:
             raise NotFoundError(f"The store has no run {asked.run!r}.")
         return self._place_of(asked, is_live=found.row.is_live), found

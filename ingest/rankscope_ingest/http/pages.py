@@ -25,6 +25,9 @@ WATCH_SECONDS: Final = 0.5
 OTHERS_SECONDS: Final = 5.0
 """The same interval for a service, which knows its own commits."""
 
+PREPARE_SECONDS: Final = 2.0
+"""Time in seconds after the start at which the pages are prepared: the ranks that register come first."""
+
 _THREADS: Final = 2
 _PATTERNS: Final = ("/", "/runs/{tail:.*}", "/compare", "/data/{tail:.*}", "/assets/{tail:.*}")
 
@@ -47,6 +50,7 @@ class Pages:
         self._alarms = alarms
         self._threads = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="rankscope-pages")
         seconds = WATCH_SECONDS if tails is None else OTHERS_SECONDS
+        self._preparation: asyncio.TimerHandle | None = None
         self._live = LiveUpdates(self._version, lambda: site.reload_seconds, tails, seconds)
 
     def committed(self, version: int, datasets: Collection[str]) -> None:
@@ -56,6 +60,7 @@ class Pages:
     def add_to(self, application: web.Application) -> None:
         """Add the pages to an application. Its shutdown ends all live updates."""
         application.add_routes(self.routes())
+        application.on_startup.append(self._start)
         application.on_shutdown.append(self._stop)
 
     def routes(self) -> list[web.RouteDef]:
@@ -84,7 +89,19 @@ class Pages:
     async def _version(self) -> int:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._site.version)
 
+    async def _start(self, _: web.Application) -> None:
+        loop = asyncio.get_running_loop()
+        self._preparation = loop.call_later(PREPARE_SECONDS, self._threads.submit, self._prepare)
+
+    def _prepare(self) -> None:
+        try:
+            self._site.prepare()
+        except (StoreError, duckdb.Error, OSError) as error:
+            log.warning("the pages are not prepared, the first request takes longer: %s", error)
+
     async def _stop(self, _: web.Application) -> None:
+        if self._preparation is not None:
+            self._preparation.cancel()
         self._live.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)
 

@@ -8,6 +8,7 @@ a comparison of each row would cost as much as reading it; the caller leaves the
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -22,6 +23,8 @@ NAMES: Final = ("run", "kind", "tensor", "name", "labels", "incarnation")
 """Columns that are read as dictionaries."""
 
 _BATCH_ROWS: Final = 1 << 17
+_READ_AHEAD: Final = 4
+"""Number of batches of a file that are read ahead. With more, the first use of their memory takes most of the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,17 @@ class _Group:
         known = self.bounds[column]
         at = len(values) if known is None else bisect.bisect_left(values, known[0])
         return at < len(values) and known is not None and bool(values[at] <= known[1])
+
+    def constants(self, columns: Collection[str]) -> dict[str, Any]:
+        """Return the value of those `columns` that have the same value in all rows by the statistics; None is null."""
+        found: dict[str, Any] = {}
+        for column in columns:
+            bounds = self.bounds.get(column, (0, 1))
+            if bounds is None:
+                found[column] = None
+            elif bounds[0] == bounds[1] and column in self.complete:
+                found[column] = bounds[0]
+        return found
 
     def is_zero(self, columns: Collection[str]) -> bool:
         """Return whether the statistics prove that no row has a value above 0 in `columns`."""
@@ -67,15 +81,17 @@ class RowGroups:
 
     def constants(self, columns: Collection[str]) -> dict[str, Any]:
         """Return the value of those `columns` that have the same value in all rows by the statistics; None is null."""
-        found: dict[str, Any] = {}
-        for column in columns:
-            known = {group.bounds.get(column, (0, 1)) for group in self.groups}
-            bounds = known.pop() if len(known) == 1 else (0, 1)
-            if bounds is None:
-                found[column] = None
-            elif bounds[0] == bounds[1] and all(column in group.complete for group in self.groups):
-                found[column] = bounds[0]
-        return found
+        known = [group.constants(columns) for group in self.groups] or [{}]
+        return {name: value for name, value in known[0].items() if all((name, value) in one.items() for one in known)}
+
+    def stretches(self, columns: Collection[str]) -> Iterator[tuple[dict[str, Any], RowGroups]]:
+        """Yield adjacent row groups that have the same constant columns, with their values; None is null.
+
+        A column is constant if the statistics prove that all rows have the same value. Other columns are left out.
+        """
+        for _, adjacent in itertools.groupby(self.groups, lambda group: group.constants(columns)):
+            own = tuple(adjacent)
+            yield own[0].constants(columns), RowGroups(own, self.schema)
 
     def split(self, columns: Collection[str]) -> tuple[RowGroups, RowGroups]:
         """Return the row groups in which the statistics prove that no value of `columns` is above 0, and all others."""
@@ -83,6 +99,22 @@ class RowGroups:
         return RowGroups(zero, self.schema), RowGroups(
             tuple(one for one in self.groups if one not in zero), self.schema
         )
+
+    def split_constant(self, columns: Collection[str]) -> tuple[RowGroups, RowGroups]:
+        """Return the row groups in which each of `columns` has one value by the statistics, and all others.
+
+        If row groups were requested by this value, all rows of the first ones have it.
+        """
+        one = tuple(group for group in self.groups if len(group.constants(columns)) == len(columns))
+        known = set(map(id, one))
+        return RowGroups(one, self.schema), RowGroups(
+            tuple(group for group in self.groups if id(group) not in known), self.schema
+        )
+
+    def each(self) -> Iterator[RowGroups]:
+        """Yield each row group alone, so that nothing else is read ahead."""
+        for group in self.groups:
+            yield RowGroups((group,), self.schema)
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """Yield `columns` of all rows. Other threads read ahead; a column that a file lacks is null."""
@@ -92,7 +124,9 @@ class RowGroups:
         chosen = [fragment.subset(row_group_ids=ids) for fragment, ids in numbers.values()]
         if chosen:
             dataset = ds.FileSystemDataset(chosen, self.schema, _format())
-            yield from dataset.to_batches(columns=list(columns), batch_size=_BATCH_ROWS, fragment_readahead=2)
+            yield from dataset.to_batches(
+                columns=list(columns), batch_size=_BATCH_ROWS, batch_readahead=_READ_AHEAD, fragment_readahead=2
+            )
 
 
 def row_groups(
@@ -110,7 +144,7 @@ def row_groups(
         fragment = form.make_fragment(path, local)
         metadata = fragment.metadata
         places = {metadata.schema.column(at).path: at for at in range(metadata.num_columns)}
-        wanted = {column: places[column] for column in (*equal, *others) if column in places}
+        wanted = {column: places.get(column) for column in (*equal, *others)}
         for number in range(metadata.num_row_groups):
             own = metadata.row_group(number)
             group = _Group(fragment, number, own.num_rows, *_bounds(own, wanted))
@@ -119,14 +153,19 @@ def row_groups(
     return RowGroups(tuple(found), pa.schema(fields))
 
 
-def _bounds(metadata: Any, columns: Mapping[str, int]) -> tuple[dict[str, tuple[Any, Any] | None], frozenset[str]]:
+def _bounds(
+    metadata: Any, columns: Mapping[str, int | None]
+) -> tuple[dict[str, tuple[Any, Any] | None], frozenset[str]]:
     """Return the bounds of the columns with these numbers, and the columns without nulls.
 
-    A column without statistics is left out.
+    A column without statistics is left out. A column without a number is not in the file: all its values are null.
     """
     found: dict[str, tuple[Any, Any] | None] = {}
     complete = set()
     for name, place in columns.items():
+        if place is None:
+            found[name] = None
+            continue
         known = metadata.column(place).statistics
         if known is not None and known.has_min_max:
             found[name] = (known.min, known.max)

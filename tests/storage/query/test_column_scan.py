@@ -49,8 +49,21 @@ def test_groups_with_counts_above_zero_are_apart(paths):
 def test_constant_columns_are_known_by_statistics(paths):
     first = row_groups(paths[:1], "tensor_stats", {}, ("rank", "step", "infs", "attempt"))
 
-    assert {"rank": 0, "infs": None} == first.constants(("rank", "step", "infs", "attempt"))
+    assert {"rank": 0, "infs": None, "attempt": None} == first.constants(("rank", "step", "infs", "attempt"))
     assert {} == row_groups(paths, "tensor_stats", {}, ("rank",)).constants(("rank",))  # one rank is null
+
+
+def test_adjacent_groups_with_equal_constants_are_one_stretch(paths):
+    found = row_groups(paths, "tensor_stats", {}, ("run", "rank")).stretches(("run", "rank"))
+
+    assert [({"run": "r", "rank": 0}, 6), ({"run": "r"}, 2)] == [(values, groups.rows) for values, groups in found]
+
+
+def test_groups_in_which_all_rows_have_one_value_are_apart(paths):
+    constant, others = row_groups(paths, "tensor_stats", {"run": ["r"]}, ("rank",)).split_constant(("run", "rank"))
+
+    assert (6, 2) == (constant.rows, others.rows)
+    assert [2, 2, 2] == [group.rows for group in constant.each()]
 
 
 def test_column_that_a_file_lacks_is_null(paths):

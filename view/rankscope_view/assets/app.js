@@ -1,6 +1,6 @@
 // Behaviour of all pages: theme, keys, live updates; each page adds its own.
 import { Chart } from "./chart.js";
-import { follow, refresh } from "./live.js";
+import { fillPending, follow, refresh } from "./live.js";
 import { forgetColours } from "./marks.js";
 import { keep, recall, setAddress } from "./memory.js";
 import { readState, replaceState, STRENGTH, writeState } from "./logic.js";
@@ -116,6 +116,7 @@ document.addEventListener("keydown", (event) => {
 
 if (page === "list") list();
 if (document.querySelector(".plot[data-chart]")) charts();
+void fillPending();
 if (byId("heat")) void import("./heat.js").then((heat) => heat.start(bind, updates, redraws));
 for (const button of document.querySelectorAll(".copy")) button.addEventListener("click", () => void copy(/** @type {HTMLElement} */ (button)));
 if (document.body.dataset.live) {

@@ -38,6 +38,29 @@ export async function refresh(url, keepsOrder) {
     if (box) box.scrollTop = scroll;
   }
   document.title = next.title;
+  await fillPending();
+}
+
+/** @type {Map<string, string[]>} Texts that were received before, by address. */
+const received = new Map();
+
+/** Request the figures that take long to calculate, and show them in place of the links that calculate them. */
+export async function fillPending() {
+  for (const line of document.querySelectorAll("[data-pending]")) {
+    const url = /** @type {HTMLElement} */ (line).dataset.pending ?? "";
+    const value = line.closest("dd")?.querySelector("[data-value]");
+    const show = (/** @type {string[]} */ texts) => {
+      if (value) value.textContent = texts[0];
+      line.textContent = texts[1];
+    };
+    const known = received.get(url);
+    if (known) show(known);
+    const answer = await fetch(url).catch(() => null);
+    if (!answer?.ok) continue; // the link remains
+    const texts = (await answer.json()) ?? ["–", ""];
+    received.set(url, texts);
+    show(texts);
+  }
 }
 
 /**

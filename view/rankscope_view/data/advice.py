@@ -73,12 +73,15 @@ def _is_falling(training: History, since: int) -> bool:
 
 def logging_interval(loss: History) -> Advice | None:
     """Return advice on the interval of logging if a run has very many or very few rows; otherwise None."""
-    steps = loss.select(loss.stands).step
-    interval = float(np.median(np.diff(steps))) if len(steps) > _RECENT else 0.0
-    if len(loss) > _MOST_ROWS and interval <= 1:
+    steps = loss.step if loss.stands.all() else loss.step[loss.stands]
+    distances = np.diff(steps)
+    if len(loss) > _MOST_ROWS and 2 * np.count_nonzero(distances <= 1) >= len(distances):
         text = f"{len(loss):,} rows are logged, one per step: a higher logging interval keeps the curve and saves time."
         return Advice(text=text, is_action=False)
-    if _RECENT < len(loss) < _FEWEST_ROWS and interval >= 10:
+    if not _RECENT < len(loss) < _FEWEST_ROWS:
+        return None
+    interval = float(np.median(distances)) if len(steps) > _RECENT else 0.0
+    if interval >= 10:
         text = f"One row per {interval:,.0f} steps: a lower logging interval shows more detail."
         return Advice(text=text, is_action=False)
     return None

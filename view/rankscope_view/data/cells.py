@@ -7,7 +7,7 @@ needed. Columns of the arrays are sampled steps in the order of arrival.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -36,6 +36,9 @@ JOIN (SELECT run, attempt, rank, step, module AS tensor, value FROM {{features}}
 MOST_CELLS: Final = 20_000_000
 """Largest number of tensors times columns before pooling. More tensors have fewer columns."""
 
+_REQUESTED: Final = ("run", "kind")
+_OF_ROW: Final = (*_REQUESTED, "tensor")
+
 Singles = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
 
@@ -54,15 +57,18 @@ class Columns:
         _, first, last, stride, base = self.spans[-1]
         return base + (last - first) // stride + 1
 
-    def of(self, attempt: Integers | None, step: Integers) -> Integers:
-        """Return the columns of rows, -1 for a row of no column. Without attempts, all rows are of the first one."""
+    def of(self, attempt: Integers | None, step: Integers, place: Integers) -> Integers:
+        """Return `place` with the columns of rows, -1 for a row of none. Without attempts, all are of the first one."""
         if attempt is None:
             _, first, last, stride, base = self.spans[0]
-            place = step - (first - base) if stride == 1 else (step - first) // stride + base
+            np.subtract(step, first if stride > 1 else first - base, out=place)
+            if stride > 1:
+                place //= stride
+                place += base
             if len(step) and (step.min() < first or step.max() > last):
                 place[(step < first) | (step > last)] = -1
             return place
-        place = np.full(len(step), -1, np.int64)
+        place[:] = -1
         for number, first, last, stride, base in self.spans:
             own = (attempt == number) & (step >= first) & (step <= last)
             place[own] = (step[own] - first) // stride + base
@@ -111,14 +117,6 @@ class Cells:
     high: Singles
     bad: npt.NDArray[np.uint8]
 
-    def ordered(self, order: Sequence[int]) -> Cells:
-        """Return the tensors with these numbers."""
-        if list(order) == list(range(len(self.names))):
-            return self
-        high = self.high[order]
-        low = high if self.low is self.high else self.low[order]
-        return Cells([self.names[at] for at in order], low, high, self.bad[order])
-
 
 class Source(Protocol):
     """Rows that are read without SQL, and the facts about them that are known before."""
@@ -134,6 +132,14 @@ class Source(Protocol):
 
     def split(self, columns: Collection[str]) -> tuple[Source, Source]:
         """Return rows without a value above 0 in `columns`, and all others."""
+        ...
+
+    def split_constant(self, columns: Collection[str]) -> tuple[Source, Source]:
+        """Return rows that are known to have the requested values in `columns`, and all others."""
+        ...
+
+    def each(self) -> Iterator[Source]:
+        """Yield parts of the rows."""
         ...
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
@@ -160,6 +166,14 @@ class _Queried:
     def split(self, columns: Collection[str]) -> tuple[_Queried, _Queried]:  # noqa: ARG002 - part of the protocol
         """Return no rows, and all rows."""
         return _Queried(self.table[:0]), self
+
+    def split_constant(self, columns: Collection[str]) -> tuple[_Queried, _Queried]:
+        """Return no rows, and all rows."""
+        return self.split(columns)
+
+    def each(self) -> Iterator[_Queried]:
+        """Yield all rows."""
+        yield self
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """Yield `columns` of all rows."""
@@ -218,26 +232,35 @@ def sampled_columns(connection: Connection, query: CellQuery) -> Columns:
     name = _first_name(query)
     if name is None:
         return Columns(())
-    rows = connection.query(
-        f"""SELECT coalesce(attempt, 0) AS attempt, min(step) AS first, max(step) AS last, count(DISTINCT step) AS steps
-        FROM {relation_of(connection, query.run, query.kind)}
-        WHERE run = $run AND kind = $kind AND step IS NOT NULL AND tensor = $tensor GROUP BY ALL ORDER BY 1""",
-        {"run": query.run, "kind": query.kind, "tensor": name},
-    ).to_pylist()
+    own = query.groups if query.kind == UPDATE_RATIO else find_groups(connection, query.run, query.kind, (name,))
     spans, base = [], 0
-    for row in rows:
-        stride = max(1, round((row["last"] - row["first"]) / max(1, row["steps"] - 1)))
-        spans.append((row["attempt"], row["first"], row["last"], stride, base))
-        base += (row["last"] - row["first"]) // stride + 1
+    for attempt, steps in sorted(_steps_of(own, replace(query, words=(), tensors=(name,))).items()):
+        first, last = steps[0], steps[-1]
+        stride = max(1, round((last - first) / max(1, len(steps) - 1)))
+        spans.append((attempt, first, last, stride, base))
+        base += (last - first) // stride + 1
     return Columns(tuple(spans))
 
 
+def _steps_of(groups: Source, query: CellQuery) -> dict[int, list[int]]:
+    """Return the sorted steps of each attempt in the rows that `query` selects."""
+    found: dict[int, set[int]] = {}
+    for batch in groups.batches([*_OF_ROW, "attempt", "step"]):
+        chosen = _Tensors.of(batch, query, {}).is_chosen
+        is_own = _both(chosen, batch.column("step").is_valid().to_numpy(zero_copy_only=False))
+        attempt, step = (_whole(batch.column(one))[is_own] for one in ("attempt", "step"))
+        for number in np.unique(attempt).tolist():
+            found.setdefault(number, set()).update(step[attempt == number].tolist())
+    return {number: sorted(steps) for number, steps in found.items()}
+
+
 def _first_name(query: CellQuery) -> str | None:
-    for batch in query.groups.batches(["run", "kind", "tensor"]):
-        rows: dict[str, int] = {}
-        _Tensors.of(batch, query, rows)
-        if rows:
-            return next(iter(rows))
+    for group in query.groups.each():
+        for batch in group.batches(_OF_ROW):
+            rows: dict[str, int] = {}
+            _Tensors.of(batch, query, rows)
+            if rows:
+                return next(iter(rows))
     return None
 
 
@@ -248,10 +271,11 @@ def read_cells(query: CellQuery, window: Window) -> Cells:
     finite, others = query.groups.split(("nans", "infs"))
     attempts = query.groups.bounds("attempt")
     several = [] if attempts in {None, (0, 0)} and len(window.columns.spans) == 1 else ["attempt"]
-    common = ["run", "kind", "tensor", "step", op, *several, *(["rank"] if query.rank is not None else [])]
+    common = ["tensor", "step", op, *several, *(["rank"] if query.rank is not None else [])]
     for groups, counts in ((finite, []), (others, [one for one in ("nans", "infs") if one != op])):
-        for batch in groups.batches([*common, *counts]):
-            table.add(batch, query, op)
+        for own, names in zip(groups.split_constant(_REQUESTED), ((), _REQUESTED), strict=True):
+            for batch in own.batches([*names, *common, *counts]):
+                table.add(batch, query, op)
     return table.cells()
 
 
@@ -262,6 +286,7 @@ class _Table:
         self._window = window
         self._rows: dict[str, int] = {}
         self._low: Singles | None = None
+        self._scratch = np.empty((2, 0), np.int64)  # of one batch: the first use of new memory takes most of the time
         self._high, self._bad = self._arrays(tensors)
 
     def _arrays(self, rows: int) -> tuple[Singles, npt.NDArray[np.uint8]]:
@@ -274,7 +299,11 @@ class _Table:
         tensors = _Tensors.of(batch, query, self._rows)
         self._reserve()
         attempt = _whole(batch.column("attempt")) if "attempt" in batch.schema.names else None
-        place = window.columns.of(attempt, _whole(batch.column("step"), absent=-1)) - window.low
+        if self._scratch.shape[1] < batch.num_rows:
+            self._scratch = np.empty((2, batch.num_rows), np.int64)
+        place, at = self._scratch[:, : batch.num_rows]
+        window.columns.of(attempt, _whole(batch.column("step"), absent=-1), place)
+        place -= window.low
         is_kept = tensors.is_chosen
         if len(place) and (place.min() < 0 or place.max() >= window.high - window.low):
             is_kept = _both(is_kept, (place >= 0) & (place < window.high - window.low))
@@ -282,14 +311,27 @@ class _Table:
             is_kept = _both(is_kept, _whole(batch.column("rank"), absent=-1) == query.rank)
         if window.width > 1:
             place //= window.width
-        at = (tensors.rows * window.cells)[tensors.codes] + place
+        np.take(tensors.rows * window.cells, tensors.codes, out=at, mode="clip")  # other modes use a buffer
+        at += place
         values = batch.column(op)
         numbers = values.to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
-        if is_kept is None:
-            self._store(at, numbers, is_sorted=tensors.has_sorted(place, self._window.width))
+        if is_kept is None and window.width == 1 and (at[1:] > at[:-1]).all():
+            self._store_rising(at, numbers)
+        elif is_kept is None:
+            self._store(at, numbers, is_sorted=tensors.has_sorted(place, window.width))
         else:
             self._store(at[is_kept], numbers[is_kept], is_sorted=False)
         self._mark(batch, at, is_kept, values)
+
+    def _store_rising(self, at: Integers, values: Singles) -> None:
+        """Store values of different cells in the order of the cells, without a search if no cell is left out."""
+        is_dense = len(at) > 0 and at[-1] - at[0] == len(at) - 1
+        own = slice(int(at[0]), int(at[-1]) + 1) if is_dense else at
+        high = self._high.reshape(-1)
+        if self._low is None and np.isnan(high[own]).all():
+            high[own] = values
+        else:
+            self._store(at, values, is_sorted=True)
 
     def _store(self, at: Integers, values: Singles, *, is_sorted: bool) -> None:
         """Store values. With `is_sorted`, the rows of each cell are adjacent."""
@@ -357,6 +399,8 @@ class _Tensors:
         """Return the tensors of a batch. `rows` gets the names that are new."""
         is_chosen = None
         for column, value in (("run", query.run), ("kind", query.kind)):
+            if column not in batch.schema.names:
+                continue  # all rows have this value
             known = batch.column(column)
             if known.dictionary.to_pylist() != [value]:
                 code = known.dictionary.index(value).as_py()

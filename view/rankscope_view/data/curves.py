@@ -204,7 +204,7 @@ def curve(history: History, request: CurveRequest) -> Curve:
     if request.first is not None or request.last is not None:
         visible = _window(x, request)
         history, x, smoothed = history.select(visible), x[visible], smoothed[visible]
-    starts = np.flatnonzero(np.diff(history.attempt, prepend=history.attempt[:1]))
+    starts = np.flatnonzero(history.attempt[1:] != history.attempt[:-1]) + 1
     bounds = [0, *(starts.tolist() if request.axis is Axis.ATTEMPT else ()), len(x)]
     parts = [slice(first, last) for first, last in itertools.pairwise(bounds) if last > first]
     width = _bucket_width(history, x, parts, request)
@@ -231,7 +231,7 @@ def on_axis(history: History, axis: Axis) -> tuple[History, Floats]:
     """
     if axis is Axis.STEP:
         history = history if history.stands.all() else history.select(history.stands)
-        is_rising = bool((np.diff(history.step) > 0).all())
+        is_rising = bool((history.step[1:] > history.step[:-1]).all())
         return history, (history.step if is_rising else history.cumulative).astype(np.float64)
     if axis is Axis.CUMULATIVE:
         return history, history.cumulative.astype(np.float64)
@@ -286,16 +286,29 @@ def _bucket_count(history: History, x: Floats, rows: slice, width: float) -> int
 
 def _bucket_begins(x: Floats, attempt: Integers, width: float) -> Integers:
     """Return the first row of each bucket. A bucket ends at a restart, so that no row next to a restart is left out."""
+    restarts = np.flatnonzero(attempt[1:] != attempt[:-1]) + 1
+    bounds = [0, *restarts.tolist(), len(x)]
+    if len(x) and sum(abs(x[last - 1] - x[first]) for first, last in itertools.pairwise(bounds)) < width * len(x) / 8:
+        parts = [first + _rising_begins(x[first:last], width) for first, last in itertools.pairwise(bounds)]
+        return np.concatenate(parts)
     number = np.floor(x / width)
     return np.append(0, np.flatnonzero((number[1:] != number[:-1]) | (attempt[1:] != attempt[:-1])) + 1)[: len(x)]
+
+
+def _rising_begins(x: Floats, width: float) -> Integers:
+    """Return the first row of each bucket of rising places, by a search for the edges of the buckets."""
+    low, high = math.floor(x[0] / width), math.floor(x[-1] / width)
+    edges = np.arange(low, high + 1, dtype=np.float64) * width
+    return np.unique(np.searchsorted(x, edges, "left"))
 
 
 def _line(history: History, x: Floats, smoothed: Floats, width: float | None, request: CurveRequest) -> Line:
     """Return the points of one line, with a NaN where the line must break."""
     finite = np.isfinite(history.value)
-    low, high = history.lowest, history.highest
     kept = np.flatnonzero(finite)
-    if width is not None:
+    if width is None:
+        low, high = history.lowest[kept], history.highest[kept]
+    else:
         kept, low, high = _reduced(history, x, width, kept)
     broken = _breaks(history, x, finite, kept, request.axis)
     behind = kept[broken]
@@ -309,35 +322,35 @@ def _line(history: History, x: Floats, smoothed: Floats, width: float | None, re
         step=np.insert(history.step[kept], place, history.step[behind + 1]),
         value=np.insert(history.value[kept], place, nothing),
         smoothed=np.insert(smoothed[kept], place, nothing),
-        low=np.insert(low[kept], place, nothing),
-        high=np.insert(high[kept], place, nothing),
+        low=np.insert(low, place, nothing),
+        high=np.insert(high, place, nothing),
     )
 
 
 def _reduced(history: History, x: Floats, width: float, finite: Integers) -> tuple[Integers, Floats, Floats]:
-    """Return the rows to draw, and the range of the bucket of each row of `history`. `finite` has the finite rows."""
-    low, high = np.full(len(x), np.nan), np.full(len(x), np.nan)
+    """Return the rows to draw, and the range of the bucket of each of them. `finite` has the finite rows."""
     if not len(finite):
-        return finite, low, high
-    values = history.value[finite]
-    begins = _bucket_begins(x[finite], history.attempt[finite], width)
-    ends = np.append(begins[1:], len(finite)) - 1
-    bucket = np.repeat(np.arange(len(begins)), ends - begins + 1)
-    kept = [begins, ends]
-    for extreme in (np.minimum.reduceat(values, begins), np.maximum.reduceat(values, begins)):
-        rows = np.flatnonzero(values == extreme[bucket])
-        kept.append(rows[np.unique(bucket[rows], return_index=True)[1]])
-    low[finite] = np.fmin.reduceat(history.lowest[finite], begins)[bucket]
-    high[finite] = np.fmax.reduceat(history.highest[finite], begins)[bucket]
-    return finite[np.unique(np.concatenate(kept))], low, high
+        return finite, np.array([]), np.array([])
+    rows = slice(None) if len(finite) == len(x) else finite  # a slice needs no copies
+    values = history.value[rows]
+    begins = _bucket_begins(x[rows], history.attempt[rows], width)
+    ends = np.append(begins[1:], len(finite))
+    parts = [(first, values[first:last]) for first, last in zip(begins.tolist(), ends.tolist(), strict=True)]
+    extremes = [first + find(part) for first, part in parts for find in (np.argmin, np.argmax)]
+    drawn = np.unique(np.concatenate([begins, ends - 1, extremes]))
+    bucket = np.searchsorted(begins, drawn, "right") - 1
+    low = np.fmin.reduceat(history.lowest[rows], begins)
+    high = np.fmax.reduceat(history.highest[rows], begins)
+    return finite[drawn], low[bucket], high[bucket]
 
 
 def _breaks(history: History, x: Floats, finite: Any, kept: Integers, axis: Axis) -> Integers:
     """Return the positions in `kept` behind which the line breaks: at non-finite values, restarts and pauses."""
     if len(kept) < 2:
         return np.array([], np.int64)
-    faults = np.cumsum(~finite)
-    broken = (np.diff(faults[kept]) > 0) | (np.diff(history.attempt[kept]) > 0)
+    broken = np.diff(history.attempt[kept]) > 0
+    if not finite.all():
+        broken |= np.diff(np.cumsum(~finite)[kept]) > 0
     if axis is Axis.TIME and len(x) > 2:
         gaps = np.diff(x)
         longest = np.maximum.reduceat(np.append(gaps, 0), kept)[:-1]  # between two drawn rows
@@ -376,13 +389,22 @@ def _nonfinite(history: History, x: Floats) -> tuple[NonfiniteRange, ...]:
 
 def _bulk(values: Floats) -> tuple[float, float] | None:
     """Return the default range of a chart: the range of most values, or of all values if that is not much larger."""
-    finite = values[np.isfinite(values)]
+    ordered = np.sort(values)  # a partition by four ranks takes longer; NaN comes last
+    first = int(np.searchsorted(ordered, -np.inf, "right"))
+    finite = ordered[first : int(np.searchsorted(ordered, np.inf, "left"))]
     if not len(finite):
         return None
-    low, high = (float(value) for value in (finite.min(), finite.max()))
+    low, high = float(finite[0]), float(finite[-1])
     if len(finite) < 40:
         return low, high
-    least, lower, upper, most = (float(value) for value in np.quantile(finite, (_BULK[0], 0.25, 0.75, _BULK[1])))
+    least, lower, upper, most = (_quantile(finite, share) for share in (_BULK[0], 0.25, 0.75, _BULK[1]))
     fence = _FENCE * (upper - lower)
     near = (max(least, lower - fence), min(most, upper + fence))
     return (low, high) if near[1] - near[0] >= _BULK_SHARE * (high - low) else near
+
+
+def _quantile(ordered: Floats, share: float) -> float:
+    """Return a quantile of sorted values, interpolated between two of them as SQL's quantile_cont does."""
+    place = share * (len(ordered) - 1)
+    below = min(int(place), len(ordered) - 2)
+    return float(ordered[below] + (ordered[below + 1] - ordered[below]) * (place - below))

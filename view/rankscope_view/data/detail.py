@@ -97,8 +97,11 @@ def main_histories(
     return {name: read_history(connection, run, name, text, rank) for name, text in labels.items()}
 
 
-def read_detail(connection: Connection, run: str) -> RunDetail | None:
-    """Return the numbers of the page of `run`, or None if the store does not contain it."""
+def read_detail(connection: Connection, run: str, *, most_step_times: int | None = None) -> RunDetail | None:
+    """Return the numbers of the page of `run`, or None if the store does not contain it.
+
+    The goodput is left out if the run logged more than `most_step_times` step times.
+    """
     with connection.pinned():
         names = [name for name in CHARTS if name != PERPLEXITY]
         rows = read_rows(connection, [run], names)
@@ -107,7 +110,7 @@ def read_detail(connection: Connection, run: str) -> RunDetail | None:
             return None
         histories = main_histories(connection, run, names, rows=rows)
         lines = event_lines(connection, run)
-        facts = run_facts(connection, run)
+        facts = run_facts(connection, run, with_goodput=_needs_goodput(rows, run, most_step_times))
     loss = histories.get(LOSS) or nothing(LOSS)
     if len(loss):
         histories[PERPLEXITY] = perplexity_history(loss)
@@ -123,6 +126,14 @@ def read_detail(connection: Connection, run: str) -> RunDetail | None:
         perplexity=None if row.loss is None else float(perplexity(np.array([row.loss]))[0]),
         loss_change=_change(loss),
     )
+
+
+def _needs_goodput(rows: RawRows, run: str, most: int | None) -> bool | None:
+    """Return whether the goodput must be calculated; None if the run has too many step times, and False without any."""
+    if run in rows.for_sql:
+        return True
+    count = sum(len(part.step) for parts in rows.parts.get((run, STEP_SECONDS), {}).values() for part in parts)
+    return None if most is not None and count > most else count > 0
 
 
 def _restarts(loss: History) -> tuple[Restart, ...]:
@@ -148,15 +159,16 @@ def speed_change(history: History) -> tuple[float, int] | None:
     The usual speed is the median of all rows, and the newest one that of the last rows. The change is at least a tenth;
     otherwise the result is None.
     """
-    rows = history.select(np.isfinite(history.value))
-    if len(rows) < 40:
+    known = np.isfinite(history.value)
+    values, steps = (rows if known.all() else rows[known] for rows in (history.value, history.step))
+    if len(values) < 40:
         return None
-    usual = float(np.median(rows.value))
-    newest = float(np.median(rows.value[-max(5, len(rows) // 100) :]))
+    usual = float(np.median(values))
+    newest = float(np.median(values[-max(5, len(values) // 100) :]))
     change = newest / usual - 1 if usual else 0.0
     if abs(change) < 0.1 or not math.isfinite(change):
         return None
     limit = usual * (1 + change / 2)
-    others = np.flatnonzero(rows.value < limit if change > 0 else rows.value > limit)
+    others = np.flatnonzero(values < limit if change > 0 else values > limit)
     since = int(others[-1]) + 1 if len(others) else 0
-    return change, int(rows.step[min(since, len(rows) - 1)])
+    return change, int(steps[min(since, len(steps) - 1)])

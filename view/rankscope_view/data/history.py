@@ -183,21 +183,22 @@ def numbered(
     """
     attempt, position = columns["attempt"], columns["position"]
     others = {key: values for key, values in columns.items() if key != "position"}
+    if training is None:
+        return History(name=name, **others, cumulative=position, stands=np.broadcast_to(np.True_, len(position)))
     before = np.zeros(len(attempt), np.int64)
     until = np.full(len(attempt), np.iinfo(np.int64).max)
-    if training is not None:
-        spans = _spans(name, columns, labels, training)
-        again = {
-            number: max(0, spans[number][2] + 1 - spans[later][1])
-            for number, later in zip(spans, list(spans)[1:], strict=False)
-        }
-        total, limit = 0, np.iinfo(np.int64).max
-        for number in spans:
-            before[attempt == number] = total
-            total += again.get(number, 0)
-        for number in reversed(spans):
-            until[attempt == number] = limit
-            limit = min(limit, spans[number][0])
+    spans = _spans(name, columns, labels, training)
+    again = {
+        number: max(0, spans[number][2] + 1 - spans[later][1])
+        for number, later in zip(spans, list(spans)[1:], strict=False)
+    }
+    total, limit = 0, np.iinfo(np.int64).max
+    for number in spans:
+        before[attempt == number] = total
+        total += again.get(number, 0)
+    for number in reversed(spans):
+        until[attempt == number] = limit
+        limit = min(limit, spans[number][0])
     return History(name=name, **others, cumulative=position + before, stands=position < until)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from rankscope_storage.sql.scalar_history import is_main_source
 from rankscope_storage.sql.scalar_positions import POSITIONS
 from rankscope_view.data.history import LEARNING_RATE, LOSS, SPEEDS, Floats
 from rankscope_view.data.raw_history import by_step
-from rankscope_view.data.raw_rows import RawRows, SeriesRows, read_rows
+from rankscope_view.data.raw_rows import RawRows, SeriesRows, is_constant, read_rows
 
 SPARKLINE_POINTS: Final = 60
 _PACE_STEPS: Final = 100
@@ -128,9 +129,11 @@ def _add(found: Newest, rows: RawRows, run: str, live: Mapping[str, int | None],
 
 
 def _newest(rows: SeriesRows) -> dict[str, Any]:
-    of_attempt = rows.attempt == rows.attempt.max()
-    step = int(rows.step[of_attempt].max())
-    own = of_attempt & (rows.step == step)
+    attempt = rows.attempt.max()
+    is_older = not is_constant(rows.attempt) and attempt != rows.attempt.min()
+    step = int((rows.step[rows.attempt == attempt] if is_older else rows.step).max())
+    own = np.flatnonzero(rows.step == step)
+    own = own[rows.attempt[own] == attempt]
     values, times = rows.value[own], rows.time[own]
     at = float(np.fmax.reduce(times))
     known = None if math.isnan(at) else at
@@ -140,14 +143,19 @@ def _newest(rows: SeriesRows) -> dict[str, Any]:
 def _sparkline(values: Floats) -> Sparkline:
     """Return the lowest, the highest and the last value of each of 20 parts; instead of the last, one that is NaN."""
     places = len(values)
-    parts = np.arange(places) * (SPARKLINE_POINTS // 3) // places
+    parts = SPARKLINE_POINTS // 3
+    begins = sorted({-(-part * places // parts) for part in range(parts)} - {places})
     kept: set[int] = set()
-    for part in np.split(np.arange(places), np.flatnonzero(np.diff(parts)) + 1):
-        finite = np.isfinite(values[part])
+    for first, last in itertools.pairwise([*begins, places]):
+        part = values[first:last]
+        finite = np.isfinite(part)
+        if finite.all():
+            kept |= {first + int(part.argmin()), first + int(part.argmax()), last - 1}
+            continue
         if finite.any():
-            own = part[finite]
-            kept |= {int(own[values[own].argmin()]), int(own[values[own].argmax()])}
-        kept.add(int(part[-1] if finite.all() else part[~finite][-1]))
+            own = np.flatnonzero(finite)
+            kept |= {first + int(own[part[own].argmin()]), first + int(own[part[own].argmax()])}
+        kept.add(first + int(np.flatnonzero(~finite)[-1]))
     return Sparkline(points=tuple((at, float(values[at])) for at in sorted(kept)), places=places)
 
 
@@ -155,19 +163,25 @@ def _seconds_left(series: Sequence[SeriesRows], planned: int | None) -> float | 
     """Return the time left by the clock of the newest steps, as the view `run_eta` has it; None if it is unknown."""
     if not series or planned is None:
         return None
-    attempt, step, time = (
-        np.concatenate([getattr(one, name) for one in series]) for name in ("attempt", "step", "time")
-    )
-    own = attempt == attempt.max()
-    newest = int(step[own].max())
+    attempt = max(int(one.attempt.max()) for one in series)
+    newest, recent = _newest_steps(series, attempt)
     if newest >= planned:
         return 0.0
-    own &= (step > newest - _PACE_STEPS) & np.isfinite(time)
-    steps, ends = step[own], time[own]
-    last = [float(ends[steps == one].max()) for one in np.unique(steps).tolist()]
+    step, time = (np.concatenate([getattr(one, name) for one in recent]) for name in ("step", "time"))
+    order = np.argsort(step, kind="stable")
+    step, time = step[order], time[order]
+    last = np.maximum.reduceat(time, np.flatnonzero(np.diff(step, prepend=-1))) if len(step) else step
     if len(last) < 2:
         return None
-    return (planned - newest) * (max(last) - min(last)) / float(steps.max() - steps.min())
+    return (planned - newest) * float(last.max() - last.min()) / float(step[-1] - step[0])
+
+
+def _newest_steps(series: Sequence[SeriesRows], attempt: int) -> tuple[int, list[SeriesRows]]:
+    """Return the newest step of an attempt, and the rows with a time of the steps before it that determine the pace."""
+    own = [one if is_constant(one.attempt) else one.select(one.attempt == attempt) for one in series]
+    own = [one for one in own if len(one.step) and one.attempt[0] == attempt]
+    newest = max(int(one.step.max()) for one in own)
+    return newest, [one.select((one.step > newest - _PACE_STEPS) & np.isfinite(one.time)) for one in own]
 
 
 def _add_by_sql(

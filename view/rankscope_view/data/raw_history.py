@@ -9,7 +9,7 @@ import numpy as np
 
 from rankscope_storage.connection import Connection
 from rankscope_view.data.history import LOSS, History, numbered
-from rankscope_view.data.raw_rows import RawRows, SeriesRows, read_rows
+from rankscope_view.data.raw_rows import RawRows, SeriesRows, is_constant, read_rows
 
 _ATTEMPT: Final = 1 << 40
 """Distance of the keys of two attempts, which is larger than any step."""
@@ -55,15 +55,18 @@ def _training(losses: list[SeriesRows]) -> list[tuple[int, int, int]]:
 
 def by_step(rows: SeriesRows) -> Mapping[str, Any] | None:
     """Return mean, lowest and highest value of each attempt and step; None if a rank logged a step twice."""
+    is_single = all(is_constant(one) for one in (rows.attempt, rows.rank, rows.micro_step))
+    if is_single and (rows.step[1:] > rows.step[:-1]).all():
+        return _alone(rows, {"attempt": rows.attempt, "position": rows.step, "step": rows.step})
     key = rows.attempt * _ATTEMPT + rows.step
     if not (key[1:] > key[:-1]).all():
         order = np.argsort(key, kind="stable")  # fast, because the rows are a few sorted ranges
-        rows = SeriesRows(*(getattr(rows, name)[order] for name in SeriesRows.__slots__))
+        rows = rows.select(order)
         key = key[order]
     begins = np.append(0, np.flatnonzero(key[1:] != key[:-1]) + 1)
     columns = {"attempt": rows.attempt[begins], "position": rows.step[begins], "step": rows.step[begins]}
     if len(begins) == len(key):
-        return columns | {"time": rows.time, "value": rows.value, "lowest": rows.value, "highest": rows.value}
+        return _alone(rows, columns)
     counts = np.diff(np.append(begins, len(key)))
     parts = len(np.unique(rows.rank)) * len(np.unique(rows.micro_step))
     if counts.max() > parts:
@@ -74,3 +77,8 @@ def by_step(rows: SeriesRows) -> Mapping[str, Any] | None:
         "lowest": np.minimum.reduceat(rows.value, begins),
         "highest": np.maximum.reduceat(rows.value, begins),
     }
+
+
+def _alone(rows: SeriesRows, columns: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the columns of rows of which each has an attempt and step of its own."""
+    return {**columns, "time": rows.time, "value": rows.value, "lowest": rows.value, "highest": rows.value}

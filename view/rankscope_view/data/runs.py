@@ -153,25 +153,27 @@ def run_row(connection: Connection, run: str, rows: RawRows | None = None) -> Ru
     `rows` has its scalars, if they were read before.
     """
     with connection.pinned():
-        known = [row for row in known_runs(connection, run) if row["run"] == run]
+        has_rows = rows is not None and any(name == run for name, _ in rows.parts)
+        known = [row for row in known_runs(connection, run, has_rows=has_rows) if row["run"] == run]
         found = incidents(connection, [run]) if known else {}
         return next(iter(_complete(connection, known, found, has_curves=False, rows=rows)), None)
 
 
-def known_runs(connection: Connection, run: str | None = None) -> list[dict[str, Any]]:
+def known_runs(connection: Connection, run: str | None = None, *, has_rows: bool = False) -> list[dict[str, Any]]:
     """Return the row of each run in the dataset `runs`, or of `run`, and a row of nulls for each other run with rows.
 
     Runs without a row in `runs` are found by the names in the Delta log, and by a scan of a store without that dataset.
+    With `has_rows`, the caller has found rows of `run`, and nothing is scanned.
     """
     chosen = "" if run is None else f" WHERE run = {sql_string(run)}"
     rows: list[dict[str, Any]] = connection.query(_RUNS + chosen).to_pylist()
     names = {row["run"] for row in rows}
-    others = set()
-    for dataset in ("scalars", "events", "tensor_stats"):
+    others = {run} if run is not None and has_rows else set()
+    for dataset in ("scalars", "events", "tensor_stats") if not others else ():
         files = connection.files_table(dataset, run=run)
         pairs = zip(files["run_min"].to_pylist(), files["run_max"].to_pylist(), strict=True)
         others |= {low for low, high in pairs if low is not None and low == high}
-    if not names:
+    if not names and not others:
         for dataset in ("scalars", "events", "tensor_stats"):
             others |= set(connection.query(f"SELECT DISTINCT run FROM {dataset}{chosen}")["run"].to_pylist())
     empty = dict.fromkeys(_COLUMNS)
@@ -259,7 +261,7 @@ def _run_row(row: Mapping[str, Any], newest: Newest, listed: Sequence[Incident])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Further facts for the header of one run."""
+    """Further facts for the header of one run. The goodput is None without step times, or if it was left out."""
 
     attempts: int
     hosts: tuple[str, ...]
@@ -268,6 +270,7 @@ class RunFacts:
     lost_seconds: float | None
     wall_seconds: float | None
     config: str | None  # JSON
+    lacks_goodput: bool = False  # too many step times: it takes long to calculate
 
 
 _FACTS: Final = """\
@@ -280,26 +283,37 @@ _GOODPUT: Final = """\
 SELECT goodput, wall_seconds, wall_seconds - useful_seconds AS lost FROM goodput WHERE run = $run AND steps > 0"""
 
 
-def run_facts(connection: Connection, run: str) -> RunFacts:
-    """Return further facts about `run` for its header."""
+def run_facts(connection: Connection, run: str, *, with_goodput: bool | None = True) -> RunFacts:
+    """Return further facts about `run` for its header.
+
+    `with_goodput` is False for a run without step times, and None to leave the goodput out.
+    """
     parameters = {"run": run}
     with connection.pinned():
         facts = connection.query(_FACTS, parameters).to_pylist()[0]
         launches = connection.query(_LAUNCHES, parameters).to_pylist()
-        spent = connection.query(_GOODPUT, parameters).to_pylist() or [
-            dict.fromkeys(("goodput", "wall_seconds", "lost"))
-        ]
+        spent = run_goodput(connection, run) if with_goodput else NO_GOODPUT
     versions = parse_tags(next((one["versions"] for one in launches if one["versions"]), None))
     hosts = tuple(dict.fromkeys(one["host"] for one in launches if one["host"]))
     return RunFacts(
         attempts=facts["attempts"],
         hosts=hosts,
         versions=versions,
-        goodput=spent[0]["goodput"],
-        lost_seconds=spent[0]["lost"],
-        wall_seconds=spent[0]["wall_seconds"],
+        goodput=spent["goodput"],
+        lost_seconds=spent["lost"],
+        wall_seconds=spent["wall_seconds"],
         config=facts["config"],
+        lacks_goodput=with_goodput is None,
     )
+
+
+NO_GOODPUT: Final[Mapping[str, float | None]] = dict.fromkeys(("goodput", "wall_seconds", "lost"))
+
+
+def run_goodput(connection: Connection, run: str) -> Mapping[str, float | None]:
+    """Return goodput, wall time and lost time of `run` by the names `goodput`, `wall_seconds` and `lost`."""
+    rows: list[Mapping[str, float | None]] = connection.query(_GOODPUT, {"run": run}).to_pylist()
+    return rows[0] if rows else NO_GOODPUT
 
 
 def now_seconds() -> float:

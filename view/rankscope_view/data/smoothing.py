@@ -6,6 +6,7 @@ average. The average starts again with each series, for example at a restart.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Final
@@ -50,10 +51,13 @@ def moving_average(values: Floats, series: Integers, width: int, *, needs_full_w
 
 def _by_series(values: Floats, series: Integers, smooth: Callable[[Floats], Floats]) -> Floats:
     """Return `smooth` of the finite values of each series, at the rows of these values, and NaN in all other rows."""
+    known = np.isfinite(values)
+    begins = np.append(0, np.flatnonzero(series[1:] != series[:-1]) + 1).tolist()
+    if len(begins) == 1 and known.all():
+        return smooth(values)
     result = np.full(len(values), np.nan)
-    begins = np.flatnonzero(np.diff(series, prepend=series[:1] - 1))
-    for rows in np.split(np.arange(len(values)), begins[1:]):
-        finite = rows[np.isfinite(values[rows])]
+    for first, last in itertools.pairwise([*begins, len(values)]):
+        finite = first + np.flatnonzero(known[first:last])
         result[finite] = smooth(values[finite])
     return result
 
@@ -65,10 +69,14 @@ def _ema(values: Floats, decay: float) -> Floats:
     block = max(1, int(_LARGEST_EXPONENT / max(-math.log(decay), 1e-13)))
     result = np.empty(len(values))
     previous = values[0] if len(values) else 0.0
-    all_powers = decay ** np.arange(1, min(block, len(values)) + 1)
-    for start in range(0, len(values), block):
+    powers = decay ** np.arange(1, min(block, len(values)) + 1)
+    weights = (1 - decay) / powers
+    for start in range(0, len(values), block):  # without arrays of the length of `values`, whose memory costs more
         part = values[start : start + block]
-        powers = all_powers[: len(part)]
-        result[start : start + block] = powers * (previous + np.cumsum((1 - decay) * part / powers))
-        previous = result[start + len(part) - 1]
+        own = result[start : start + block]
+        np.multiply(part, weights[: len(part)], out=own)
+        np.cumsum(own, out=own)
+        own += previous
+        own *= powers[: len(part)]
+        previous = own[-1]
     return result

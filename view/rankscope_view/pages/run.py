@@ -32,6 +32,7 @@ _HINTS: Final = {
     LEARNING_RATE: "Warm-up, then the shape of the schedule. A jump at a restart is a changed setting.",
     EVAL_LOSS: "Training falls while evaluation rises: overfitting.",
 }
+GOODPUT: Final = "goodput"
 _SPEED_HINT: Final = "Dips at checkpoints are normal. A level that remains lower is not."
 _TITLES: Final = {
     LOSS: "Loss",
@@ -123,7 +124,7 @@ def header(place: Place, found: RunDetail) -> str:
     bar = svg.bar(row.share, row.state or "unknown", marks) if row.share is not None else ""
     figures = "".join(
         f'<div><dt>{label}</dt><dd><b><bdi data-value="{name}">{value}</bdi>{_unit(name)}</b><span>{line}</span></dd></div>'
-        for name, label, value, line in _figures(found)
+        for name, label, value, line in _figures(place, found)
     )
     report = f'<a class="button" href="{place.url("runs", row.run, "report")}" download>Report</a>'
     compare = f'<a class="button" href="{place.url("compare", run=row.run)}">Compare</a>'
@@ -153,7 +154,7 @@ def _progress(row: RunRow) -> str:
     return " · ".join(parts)
 
 
-def _figures(found: RunDetail) -> Iterator[tuple[str, str, str, str]]:
+def _figures(place: Place, found: RunDetail) -> Iterator[tuple[str, str, str, str]]:
     """Yield (name, label, value, line of context) of the figures in the header. Only known values are shown."""
     row = found.row
     change = found.loss_change
@@ -180,9 +181,21 @@ def _figures(found: RunDetail) -> Iterator[tuple[str, str, str, str]]:
             else short(row.speed if name == row.speed_name and row.speed else value)
         )
         yield name, {STEP_SECONDS: "Speed"}.get(name, "Throughput"), shown, line
-    if found.facts.goodput is not None:
-        lost = found.facts.lost_seconds
-        yield "", "Goodput", percent(found.facts.goodput), f"{duration(lost)} lost" if lost else ""
+    if (texts := goodput_texts(found.facts.goodput, found.facts.lost_seconds)) is not None:
+        yield GOODPUT, "Goodput", *texts
+    elif found.facts.lacks_goodput:
+        link = f'<a href="{place.url("runs", row.run, goodput=1)}">calculate</a>'
+        yield (
+            GOODPUT,
+            "Goodput",
+            NOTHING,
+            f'<span data-pending="{place.url("data", "goodput", run=row.run)}">{link}</span>',
+        )
+
+
+def goodput_texts(share: float | None, lost: float | None) -> tuple[str, str] | None:
+    """Return the texts of the goodput: its share in percent, and the lost time; None if it is unknown."""
+    return None if share is None else (percent(share), f"{duration(lost)} lost" if lost else "")
 
 
 def _unit(name: str) -> str:
