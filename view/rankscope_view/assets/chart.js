@@ -7,7 +7,7 @@ import { bandsOf, isDrawn, seriesOf } from "./series.js";
 /** @typedef {import("./series.js").Series} Series */
 /** @typedef {{name: string, log: boolean, fixed: boolean, zero: boolean, tensor?: boolean, compare?: boolean}} Options */
 
-const LANE = 30;
+const LANE = 42;
 /** @type {Record<string, {width: number, dash?: number[]}>} Width and dashes by style. */
 const STYLES = { edge: { width: 0 }, raw: { width: 1 }, main: { width: 1.8 }, other: { width: 1 }, baseline: { width: 1.5, dash: [8, 4] }, limit: { width: 1.2, dash: [2, 3] } };
 
@@ -101,7 +101,7 @@ export class Chart {
         y: { distr: log ? 3 : 1, range: () => this.range },
       },
       axes: [
-        { ...axis, space: 70, size: 26, splits: curve.axis === "arrival" ? () => stepSplits(this.curve, this.window ?? [0, 1], this.box.clientWidth / 90) : undefined, values: (/** @type {any} */ u, /** @type {number[]} */ ticks) => this.places(u, ticks) },
+        { ...axis, space: 70, size: 26, splits: curve.axis === "arrival" ? () => stepSplits(this.curve, this.window ?? [0, 1], this.box.clientWidth / 75) : undefined, values: (/** @type {any} */ u, /** @type {number[]} */ ticks) => this.places(u, ticks) },
         { ...axis, size: this.isBelowMap() ? 102 : 52, values: (/** @type {any} */ _, /** @type {(number | null)[]} */ ticks) => ticks.map((one) => (one === null || (log && !isLabelled(one, this.range ?? [1, 10])) ? "" : tickLabel(one))) },
       ],
       cursor: {
@@ -276,7 +276,7 @@ export class Chart {
     const drawn = this.series.filter((one) => one.style !== "edge" && isDrawn(one));
     const others = drawn.filter((one) => one.style === "other");
     /** @type {[string, string, string, Series | null][]} */ const found = [];
-    if (!others.length && this.series.some((one) => one.style === "edge")) found.push(["band", "wide", curve.buckets ? "lowest–highest" : "range of ranks", null]);
+    if (!others.length && this.series.some((one) => one.style === "edge")) found.push(["band", "wide", curve.buckets ? "lowest–highest" : "min–max of ranks", null]);
     const several = curve.lines.some((line) => line.label && !line.role);
     const smooth = drawn.some((one) => one.style === "main");
     for (const one of drawn.filter(({ style }) => style !== "other")) {

@@ -126,7 +126,7 @@ export function dot(context, x, y, name) {
 }
 
 /**
- * Draw the mark of an event in the lane above a chart: incidents and restarts in the upper row.
+ * Draw the mark of an event in the lane above a chart: incidents and restarts in the upper row, checkpoints in the middle one.
  * @param {CanvasRenderingContext2D} context
  * @param {string} group
  * @param {number} x
@@ -134,7 +134,8 @@ export function dot(context, x, y, name) {
  */
 export function glyph(context, group, x, top) {
   const ratio = devicePixelRatio;
-  const y = top - (group === "incident" || group === "restart" ? 22 : 8) * ratio;
+  const row = group === "incident" || group === "restart" ? 2 : group === "checkpoint" ? 1 : 0;
+  const y = top - (8 + 13 * row) * ratio;
   const size = 4 * ratio;
   context.lineWidth = 2 * ratio;
   context.beginPath();
@@ -157,7 +158,8 @@ export function glyph(context, group, x, top) {
     context.fill();
   } else {
     context.strokeStyle = colour("waiting");
-    context.arc(x, y, size * 1.3, 0, 7);
+    context.lineWidth = 1.3 * ratio;
+    context.arc(x, y, size * 0.9, 0, 7);
     context.stroke();
   }
 }

@@ -156,9 +156,10 @@ def progress(row: RunRow) -> str:
     """Return step and total, the time that is left or that the run took, and a bar."""
     kind = row.state or "unknown"
     done = NOTHING if row.step is None else count(row.step)
-    total = f" step{'' if row.step == 1 else 's'}" if row.step is not None else ""
     if row.planned_steps is not None:
-        total = f" / {count(row.planned_steps)}"
+        done = f"{done} / {count(row.planned_steps)}"
+    elif row.step is not None:
+        done = f"step {done}"
     if row.eta_seconds is not None and row.state in _MOVING:
         right = f"{duration(row.eta_seconds)} left"
     elif row.ended_at is not None and row.started_at is not None and row.state == RunState.COMPLETED:
@@ -166,7 +167,7 @@ def progress(row: RunRow) -> str:
     else:
         right = "" if row.share is None else percent(row.share)
     bar = svg.bar(row.share or 0.0, kind) if row.planned_steps else '<span class="norail"></span>'
-    return f'<span class="figures"><span>{done}{total}</span><span class="dim">{right}</span></span>{bar}'
+    return f'<span class="figures"><span>{done}</span><span class="dim">{right}</span></span>{bar}'
 
 
 def _compare_bar() -> str:
