@@ -201,7 +201,7 @@ def tensor_map(connection: Connection, asked: Asked) -> Response:
 
 def rank_order(asked: Asked) -> RankOrder:
     """Return the order of ranks in a query."""
-    return next((one for one in RankOrder if one == asked.query.get("order")), RankOrder.RANK)
+    return next((one for one in RankOrder if one == asked.query.get("order")), RankOrder.WORST)
 
 
 def rank_map(connection: Connection, asked: Asked) -> Response:

@@ -154,7 +154,8 @@ export function roundSteps(steps, wanted) {
   /** @type {number[]} */ const found = [];
   const distance = steps.length / wanted / 2;
   steps.forEach((step, at) => {
-    const isRound = Math.floor(step / width) !== Math.floor((at ? steps[at - 1] : step - 1) / width) || step % width === 0;
+    const before = at ? steps[at - 1] : step - 1;
+    const isRound = step % width === 0 || (step > before && Math.floor(step / width) !== Math.floor(before / width));
     if (isRound && (!found.length || at - found[found.length - 1] >= distance)) found.push(at);
   });
   return found;

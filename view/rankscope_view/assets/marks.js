@@ -112,17 +112,35 @@ export function triangle(context, x, y, half, height) {
 }
 
 /**
- * Draw a filled disc.
+ * Draw a ring around a point of a line, which remains visible inside it.
  * @param {CanvasRenderingContext2D} context
  * @param {number} x
  * @param {number} y
- * @param {string} name name of the colour
  */
-export function dot(context, x, y, name) {
-  context.fillStyle = colour(name);
+export function ring(context, x, y) {
+  context.strokeStyle = colour("failed");
+  context.lineWidth = 1.3 * devicePixelRatio;
   context.beginPath();
-  context.arc(x, y, 3 * devicePixelRatio, 0, 7);
-  context.fill();
+  context.arc(x, y, 3.2 * devicePixelRatio, 0, 7);
+  context.stroke();
+}
+
+/**
+ * Draw a cross.
+ * @param {CanvasRenderingContext2D} context
+ * @param {number} x
+ * @param {number} y
+ * @param {number} size half of its width
+ */
+export function cross(context, x, y, size) {
+  context.strokeStyle = colour("failed");
+  context.lineWidth = 2 * devicePixelRatio;
+  context.beginPath();
+  context.moveTo(x - size, y - size);
+  context.lineTo(x + size, y + size);
+  context.moveTo(x + size, y - size);
+  context.lineTo(x - size, y + size);
+  context.stroke();
 }
 
 /**
@@ -140,12 +158,7 @@ export function glyph(context, group, x, top) {
   context.lineWidth = 2 * ratio;
   context.beginPath();
   if (group === "incident") {
-    context.strokeStyle = colour("failed");
-    context.moveTo(x - size, y - size);
-    context.lineTo(x + size, y + size);
-    context.moveTo(x + size, y - size);
-    context.lineTo(x - size, y + size);
-    context.stroke();
+    cross(context, x, y, size);
   } else if (group === "restart") {
     context.fillStyle = colour("stopping");
     triangle(context, x, y + size, size, -2 * size);
