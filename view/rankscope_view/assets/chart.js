@@ -163,13 +163,17 @@ export class Chart {
   }
 
   /**
-   * Draw what is below the lines and above the grid: ranges without finite values.
+   * Draw what is below the lines and above the grid: ranges without finite values, and the zero of a difference.
    * @param {any} u
    */
   under(u) {
     const context = u.ctx;
     context.save();
     clip(context, u.bbox);
+    if (this.options.compare && this.options.zero) {
+      context.fillStyle = colour("text-3");
+      context.fillRect(u.bbox.left, Math.round(u.valToPos(0, "y", true)), u.bbox.width, devicePixelRatio);
+    }
     for (const [first, last, word] of this.curve?.nonfinite ?? []) {
       const [left, right] = [first, last].map((at) => u.valToPos(at, "x", true));
       context.fillStyle = hatch(context, "nan", word.startsWith("Inf") ? "inf" : "");
@@ -257,7 +261,9 @@ export class Chart {
     if (!this.legend || !curve) return;
     const places = this.plot?.data[0] ?? [];
     const isPointed = index !== null && index !== undefined;
-    const x = places[isPointed ? index : places.length - 1];
+    const main = this.options.tensor ? this.series.find((one) => one.style === "main") : undefined;
+    const newest = main?.x[main.y.findLastIndex((one) => one !== null)] ?? places[places.length - 1];
+    const x = isPointed ? places[index] : newest;
     const isBad = isPointed && curve.nonfinite.some(([first, last]) => x >= first && x <= last);
     const parts = this.entries().map(([mark, style, word, series]) => entry(mark, style, word, series ? valueAt(series, x) : undefined, isBad));
     if (isPointed || this.options.tensor) {

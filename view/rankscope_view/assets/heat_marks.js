@@ -68,7 +68,7 @@ export function labels(context, map) {
     [group, last] = [word, y];
     context.fillText(clipped(context, word, left - 10), left - 6, y);
   });
-  context.fillText("step", left - 6, top + high + 15);
+  context.fillText("step", left - 22, top + high + 15);
   context.textAlign = "center";
   for (const column of roundSteps(header.steps, Math.max(2, wide / 90))) {
     context.fillText(header.steps[column].toLocaleString("en"), left + ((column + 0.5) / header.steps.length) * wide, top + high + 15);
@@ -93,8 +93,8 @@ export function legend(context, map) {
   context.fillStyle = colour("text-3");
   const [low, most] = header.scale;
   const isRelative = !map.isRanks && !isAbsolute();
-  // A scale without decades is that of step times, of which 1 is the median rank.
-  const steps = header.log ? Array.from({ length: Math.floor(most) - Math.ceil(low) + 1 }, (_, at) => Math.ceil(low) + at) : [1, 1.1, 1.2, 1.3];
+  // Step times have no decades; 1 is the median rank.
+  const steps = header.log ? Array.from({ length: Math.floor(most) - Math.ceil(low) + 1 }, (_, at) => Math.ceil(low) + at) : map.isRanks ? [1, 1.1, 1.2, 1.3] : [low, (low + most) / 2, most];
   for (const step of steps) {
     const value = header.log ? 10 ** step : step;
     const word = `${Number(value.toPrecision(3))}${isRelative || map.isRanks ? "×" : ""}`;

@@ -227,6 +227,7 @@ export function valueRange(curve, choice) {
   }
   if (choice.log) return low === high ? [low / 10, high * 10] : [low / 1.3, high * 1.3];
   if (choice.zero && low >= 0) return [0, high * 1.08 || 1];
+  if (choice.zero) [low, high] = [low, Math.max(high, 0)];
   const margin = (high - low) * 0.06 || Math.abs(high) * 0.5 || 1;
   return [low - margin, high + margin];
 }
