@@ -201,6 +201,7 @@ export class Chart {
       if (this.options.name === "loss") glyph(context, group, u.valToPos(x, "x", true), u.bbox.top);
     }
     this.edges(u);
+    context.setLineDash([]); // that of the last line remains
     for (const [x, value] of (curve.firings ?? []).filter(([place]) => visible(place))) {
       if (value === null) cross(context, u.valToPos(x, "x", true), u.bbox.top + 8 * devicePixelRatio, 4 * devicePixelRatio);
       else if (value >= u.scales.y.min && value <= u.scales.y.max) ring(context, u.valToPos(x, "x", true), u.valToPos(value, "y", true));

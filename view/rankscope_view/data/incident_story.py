@@ -135,9 +135,7 @@ def grouped(found: Sequence[AnomalyRow]) -> list[AnomalyGroup]:
     ]
 
 
-def _checkpoints(
-    connection: Connection, one: Incident, growth: Sequence[AnomalyRow]
-) -> tuple[int | None, int | None]:
+def _checkpoints(connection: Connection, one: Incident, growth: Sequence[AnomalyRow]) -> tuple[int | None, int | None]:
     """Return the step of the newest checkpoint before the first sign of an incident, and of the first one after it.
 
     Only checkpoints of its attempt, up to the last step of the incident, are considered.

@@ -30,7 +30,10 @@ def page(place: Place, found: Comparison, choice: ChartChoice, curves: Mapping[s
     sides = [one.side for one in found.sides]
     letters = [side.letter.upper() for side in sides]
     bar = toolbar(
-        lambda values: _address(place, sides, **(values | {"axis": None})), choice, has_axes=False, is_long=is_long(curves)
+        lambda values: _address(place, sides, **(values | {"axis": None})),
+        choice,
+        has_axes=False,
+        is_long=is_long(curves),
     )
     firsts = [
         (one.side.letter, result.first.step) for one, result in _results(found) if result is not None and result.first
@@ -173,9 +176,7 @@ def _chart(name: str, curve: Curve, firsts: Sequence[tuple[str, int]], letters: 
     missing = [] if name == DIFFERENCE else [one for one in letters if one not in {line.label for line in curve.lines}]
     absent = f"{' and '.join(missing)} logged none" if missing else ""
     note = ", ".join(part for part in (_NOTES.get(name, ""), absent) if part)
-    return panel(
-        heading, body + below, note=note, aside='<span class="legend"></span>', kind="chartbox"
-    )
+    return panel(heading, body + below, note=note, aside='<span class="legend"></span>', kind="chartbox")
 
 
 def _points(found: Comparison) -> str:

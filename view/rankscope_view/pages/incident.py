@@ -135,7 +135,10 @@ def rank_list(ranks: Sequence[int]) -> str:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
-    words = [str(low) if low == high else f"{low}–{high}" for low, high in spans[:_MOST_SPANS]]
+    words = [
+        str(low) if low == high else f"{low}{', ' if high == low + 1 else '–'}{high}"
+        for low, high in spans[:_MOST_SPANS]
+    ]
     return ", ".join(words) + ("…" if len(spans) > _MOST_SPANS else "")
 
 
@@ -151,7 +154,9 @@ def _order(one: Incident, story: Story) -> str:
     others = "".join(rows[_SHOWN:_MOST_GROUPS])
     if others:
         word = f"{count(min(len(rows), _MOST_GROUPS) - _SHOWN)} more"
-        table += f'<details class="further"><summary>{word}</summary><table class="list">{head}{others}</table></details>'
+        table += (
+            f'<details class="further"><summary>{word}</summary><table class="list">{head}{others}</table></details>'
+        )
     return panel("Causal order", table, note=note, kind="scrolls")
 
 
@@ -219,7 +224,7 @@ def _resume(one: Incident, story: Story) -> str:
     if story.safe_checkpoint is None:
         return f"<b>Resume from a checkpoint before step {count(one.step or 0)}.</b> No earlier one is stored in this attempt."
     bad = (
-        f" That of step {count(story.bad_checkpoint)} already contains the growth."
+        f" That of step {count(story.bad_checkpoint)} is from after it."
         if story.bad_checkpoint is not None
         else " Later ones contain the effects."
     )

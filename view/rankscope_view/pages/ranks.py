@@ -72,9 +72,7 @@ def verdicts(
                 else f"Its last step is {count(row.last_step)}, of {count(table.last_step or 0)}"
             )
             seen = f", {ago(max(0.0, now - row.seen_at))}" if row.seen_at is not None and is_live else ""
-            others = (
-                " The others continue: if they share collectives with it, the rank runs and only its exporter is silent."
-            )
+            others = " The others continue: if they share collectives with it, the rank runs and only its exporter is silent."
             yield verdict(
                 "warning",
                 f"Rank {row.rank} is silent",

@@ -60,7 +60,8 @@ _SUMMED: Final = ("tokens_per_second", "samples_per_second")
 """Speeds of each rank, of which the header has the sum over ranks and the chart the mean."""
 
 _MARKS: Final = "".join(
-    f'<span class="mark">{icon(group)} {group}</span>' for group in (Group.INCIDENT, Group.RESTART, Group.CHECKPOINT, Group.EVALUATION)
+    f'<span class="mark">{icon(group)} {group}</span>'
+    for group in (Group.INCIDENT, Group.RESTART, Group.CHECKPOINT, Group.EVALUATION)
 )
 
 
@@ -91,9 +92,7 @@ class ChartChoice:
 def page(place: Place, found: RunDetail, choice: ChartChoice, curves: dict[str, Curve], log: EventLog) -> str:
     """Return the page of a run. `curves` are drawn for readers without scripts, by the name of the scalar."""
     row = found.row
-    main = (
-        chart_panel(found, LOSS, curves[LOSS], choice, is_main=True) if LOSS in curves else _no_loss(place, found)
-    )
+    main = chart_panel(found, LOSS, curves[LOSS], choice, is_main=True) if LOSS in curves else _no_loss(place, found)
     more = [name for name in (GRAD_NORM, LEARNING_RATE, EVAL_LOSS, *SPEEDS, PERPLEXITY) if name in curves]
     folded = "".join(chart_panel(found, name, curves[name], choice, is_main=False) for name in more)
     words = ", ".join(title(name).lower() for name in more)

@@ -190,7 +190,10 @@ def _facts(detail: TensorDetail, groups: Sequence[FiringGroup]) -> str:
         where = NOTHING if subject["rank"] is None else str(subject["rank"])
         facts += [("rank", where), *_worst(detail, groups)]
         facts.append((f"newest {text(detail.op)}, step {_count(subject['step'])}", measure(subject["value"])))
-        facts += [("its baseline", measure(subject["baseline"])), *_against(detail, subject["value"], subject["baseline"])]
+        facts += [
+            ("its baseline", measure(subject["baseline"])),
+            *_against(detail, subject["value"], subject["baseline"]),
+        ]
     facts.append(("non-finite elements", count(sum((row["nans"] or 0) + (row["infs"] or 0) for row in detail.ranks))))
     if detail.shape:
         facts += [
@@ -214,7 +217,9 @@ def _worst(detail: TensorDetail, groups: Sequence[FiringGroup]) -> list[tuple[st
         facts.append(("times its baseline", f'<b class="bad">{measure(worst.ratio)}×</b>'))
     elif detail.subject is not None:
         highest = detail.subject
-        facts.append((f"highest {text(detail.op)}, step {_count(highest['highest_step'])}", measure(highest["highest"])))
+        facts.append(
+            (f"highest {text(detail.op)}, step {_count(highest['highest_step'])}", measure(highest["highest"]))
+        )
     bad = next((one for one in groups if one.op in NONFINITE), None)
     if bad is not None:
         facts.append((f"{NONFINITE[bad.op or '']} since step", f'<b class="bad">{_count(bad.first)}</b>'))
