@@ -143,7 +143,7 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 
 def _order(one: Incident, story: Story) -> str:
-    """Return the groups of anomalies in causal order, of which the first ones are visible at once."""
+    """Return the groups of anomalies in causal order, with the first ones visible and the others folded."""
     if not story.groups:
         return panel("Causal order", '<p class="empty">No anomaly of a rule is stored near this step.</p>')
     head = '<tr><th class="n">step<th class="n">rank<th>first tensor<th>what<th class="rare">further, of the same layer</tr>'
