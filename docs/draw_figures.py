@@ -103,7 +103,7 @@ def _metrics() -> list[dict[str, object]]:
 
 
 def write_updates(store: Path) -> None:
-    """Write the run `llama-1b-sft` with the norms of weights and of their updates, which grow in one layer before NaN."""
+    """Write the run `llama-1b-sft` with norms of weights and of their updates, which grow in one layer before NaN."""
     random = np.random.default_rng(6)
     step = np.arange(300)
     own = {"run": "llama-1b-sft", "attempt": 0, "rank": 0, "incarnation": "llama-1b-sft-0", "seq": step, "step": step}
