@@ -211,7 +211,7 @@ def _summary(found: Comparison) -> str:
         for name, values, change in _figures(found.sides)
     )
     last = '<th class="n">B − A' if is_pair else ""
-    return panel("Summary", f'<table class="list summary"><tr><th>{heads}{last}</tr>{rows}</table>', kind="scrolls")
+    return panel("Summary", f'<table class="list tight"><tr><th>{heads}{last}</tr>{rows}</table>', kind="scrolls")
 
 
 def _figures(sides: Sequence[ComparedSide]) -> Iterator[tuple[str, list[str], str]]:

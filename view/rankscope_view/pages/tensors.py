@@ -176,7 +176,7 @@ def _aside(
     groups = firing_groups(detail.firings)
     head = '<tr><th class="n">steps<th class="n">rank<th class="n">farthest<th>rule</tr>'
     rows = "".join(_firing(one) for one in groups[:MOST_FIRINGS])
-    table = f'<div class="scroll"><table class="list">{head}{rows}</table></div>'
+    table = f'<div class="scroll"><table class="list tight">{head}{rows}</table></div>'
     number = f'Firings <span class="count">{count(len(detail.firings))}</span>'
     fired = panel(number, table if rows else '<p class="empty">No rule fired.</p>', note="the first one above")
     return f"{first}{panel('Tensor', _facts(detail, groups))}{fired}"
