@@ -23,11 +23,11 @@ from rankscope_storage.api.store import Store
 PICTURES = Path(__file__).parent / "pictures"
 COMMANDS: dict[str, Sequence[str]] = {
     "figure-overview": ("plot", "--checkpoint", "outputs/checkpoint-873", "--dpi", "72"),
-    "figure-speed": ("plot", "metrics.jsonl", "--kind", "speed", "--dpi", "100"),
-    "figure-gpu": ("plot", "metrics.jsonl", "--kind", "gpu", "--dpi", "100"),
+    "figure-speed": ("plot", "resnet50.jsonl", "--kind", "speed", "--dpi", "100"),
+    "figure-gpu": ("plot", "resnet50.jsonl", "--kind", "gpu", "--dpi", "100"),
     "figure-compare": ("compare", *(f"outputs/checkpoint-{step}" for step in (291, 582, 873)), "--dpi", "72"),
     "figure-tensors": ("plot", MAIN, "--kind", "tensors", "--dpi", "90"),
-    "figure-updates": ("plot", "updates", "--kind", "updates", "--dpi", "90"),
+    "figure-updates": ("plot", "llama-1b-sft", "--kind", "updates", "--dpi", "90"),
     "figure-ranks": ("plot", MAIN, "--kind", "ranks", "--dpi", "90"),
 }
 """The command that draws each picture, without its option --output."""
@@ -81,7 +81,7 @@ def write_logs(folder: Path) -> None:
         history = [entry | {"loss": entry["loss"] * scale} for entry in entries[:last]]
         state = {"epoch": last / 291, "global_step": last, "max_steps": 873, "num_train_epochs": 3}
         (checkpoint / "trainer_state.json").write_text(json.dumps(state | {"log_history": history}), encoding="utf-8")
-    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, _metrics())) + "\n", encoding="utf-8")
+    (folder / "resnet50.jsonl").write_text("\n".join(map(json.dumps, _metrics())) + "\n", encoding="utf-8")
 
 
 def _metrics() -> list[dict[str, object]]:
@@ -103,10 +103,10 @@ def _metrics() -> list[dict[str, object]]:
 
 
 def write_updates(store: Path) -> None:
-    """Write the run `updates` with the norms of weights and of their updates, which grow in one layer before NaN."""
+    """Write the run `llama-1b-sft` with norms of weights and of their updates, which grow in one layer before NaN."""
     random = np.random.default_rng(6)
     step = np.arange(300)
-    own = {"run": "updates", "attempt": 0, "rank": 0, "incarnation": "updates-0", "seq": step, "step": step}
+    own = {"run": "llama-1b-sft", "attempt": 0, "rank": 0, "incarnation": "llama-1b-sft-0", "seq": step, "step": step}
     parts = (
         "self_attn.q_proj",
         "self_attn.k_proj",
@@ -128,7 +128,7 @@ def write_updates(store: Path) -> None:
         updates.append(rows("features", **place, kind="update_norm", module=name, value=40.0 * ratio))
     with Store.open(store).claim(owner="the pictures of the documentation") as writer:
         tables = {"tensor_stats": pa.concat_tables(weights), "features": pa.concat_tables(updates)}
-        append(writer, runs=run_row("updates", "failed"), **tables)
+        append(writer, runs=run_row("llama-1b-sft", "failed"), **tables)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 import draw_figures
+import numpy as np
 from PIL import Image
 from tests.view.browser import Browser, browser
 from tests.view.served import served
@@ -29,12 +30,12 @@ from rankscope_view.site import Site
 ROOT: Final = Path(__file__).parents[1]
 FOLDER: Final = ROOT / "docs" / "pictures"
 LARGEST_BYTES: Final = 300_000
+EXACT_COLOURS: Final = 64
 NOW: Final = START / 1e6 + 6865
 SIZE: Final = Size(ranks=16, layers=16, steps=850)
 WIDE: Final = 1440
 NARROW: Final = 420
 _RUN: Final = f"/runs/{MAIN}"
-_MORE: Final = "document.getElementById('more').open = true"
 _TENSOR: Final = "layers.8.mlp.down_proj.weight"
 
 
@@ -47,7 +48,6 @@ class Picture:
     height: int
     width: int = WIDE
     themes: Sequence[str] = ("light", "dark")
-    script: str = ""  # runs before the picture is taken
     is_of_demo: bool = False
 
     def files(self) -> dict[str, str]:
@@ -58,7 +58,7 @@ class Picture:
 
 
 PICTURES: Final = (
-    Picture(name="demo", address="/runs/demo", height=1210, script=_MORE, is_of_demo=True),
+    Picture(name="demo", address="/runs/demo", height=1210, is_of_demo=True),
     Picture(name="runs", address="/", height=760),
     Picture(name="run", address=f"{_RUN}?axis=arrival", height=1040),
     Picture(name="tensors", address=f"{_RUN}/tensors?tensor={_TENSOR}", height=1000),
@@ -76,8 +76,6 @@ def take(shown: Browser, picture: Picture, base: str) -> Iterator[Path]:
     for name, theme in picture.files().items():
         shown.look(picture.width, picture.height, theme)
         shown.open(base + picture.address)
-        if picture.script:
-            shown.run(picture.script)
         shown.drain(2.0)  # charts are drawn after the data have arrived
         path = FOLDER / name
         path.write_bytes(small(shown.picture()))
@@ -86,12 +84,23 @@ def take(shown: Browser, picture: Picture, base: str) -> Iterator[Path]:
 
 
 def small(picture: bytes) -> bytes:
-    """Return a PNG with 256 colours, which a page of text and lines does not need more of."""
+    """Return a PNG with 256 colours, which a page of text and lines does not need more of.
+
+    The most frequent colours, such as those of backgrounds, remain exact.
+    """
     with Image.open(io.BytesIO(picture)) as opened:
-        # This method keeps rare colours, such as those of marks; a median cut would make them brown.
-        colours = opened.convert("RGB").quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        image = opened.convert("RGB")
+    frequent = sorted(image.getcolors(image.width * image.height) or (), reverse=True)[:EXACT_COLOURS]
+    # This method keeps rare colours, such as those of marks; a median cut would make them brown.
+    covered = image.quantize(256 - EXACT_COLOURS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    palette = np.array([value for _, colour in frequent for value in colour] + (covered.getpalette() or []), np.int32)
+    palette = palette[: 3 * 256].reshape(-1, 3)
+    colours, numbers = np.unique(np.asarray(image, np.int32).reshape(-1, 3), axis=0, return_inverse=True)
+    nearest = np.array([((palette - colour) ** 2).sum(axis=1).argmin() for colour in colours], np.uint8)
+    reduced = Image.fromarray(nearest[numbers.reshape(image.height, image.width)], "P")
+    reduced.putpalette(palette.astype(np.uint8).tobytes())
     file = io.BytesIO()
-    colours.save(file, "PNG", optimize=True)
+    reduced.save(file, "PNG", optimize=True)
     assert file.tell() < LARGEST_BYTES, f"{file.tell():,} bytes"
     return file.getvalue()
 

@@ -109,6 +109,14 @@ def test_list_shows_the_numbers_of_its_rows(site, connection):
         assert ("–" if row.step is None else count(row.step)) in found.text
 
 
+def test_stalled_run_has_neither_a_speed_nor_a_time_that_is_left(site):
+    text = read(site, q="qwen-moe").text
+
+    assert "Stalled 299 / 6,000 4.9 %" in text
+    assert "left" not in text
+    assert "tok/s" not in text
+
+
 def test_pages_request_nothing_from_elsewhere_and_have_no_inline_style(site):
     pages = ("events", "tensors", "ranks", "incidents", "incidents/a1")
     for segments in ((), ("runs", MAIN), *(("runs", MAIN, *page.split("/")) for page in pages)):
@@ -144,7 +152,20 @@ def test_incident_page_has_its_first_cause_and_the_sql_behind_it(site, connectio
 
     assert "became NaN" in found.text
     assert "layers.1.mlp.down_proj.weight" in {row["tensor"] for row in rows}
-    assert f"of {len(rows)} shown" in found.text
+    assert f"of {len(rows)} anomalies" in found.text
+    assert "× baseline" in found.text.partition("Causal order")[2]  # the first sign
+    assert "NaN in 112 elements · first cause" in found.text
+
+
+def test_incident_page_names_the_newest_checkpoint_before_the_first_sign(site, connection):
+    found = read(site, "runs", MAIN, "incidents", "a1")
+    steps = connection.query(
+        "SELECT max(step) FILTER (step < (SELECT min(step) FROM events WHERE type = 'anomaly' AND run = $run "
+        "AND attempt = 0)) AS safe FROM events WHERE run = $run AND type = 'checkpoint' AND attempt = 0",
+        {"run": MAIN},
+    )["safe"].to_pylist()
+
+    assert f"Resume from the checkpoint of step {steps[0]}." in found.text
 
 
 def test_anomalies_without_a_step_or_rank_have_a_page(site):
@@ -175,9 +196,9 @@ def test_figures_of_a_run_equal_sql(site, connection):
     assert short(totals["tokens_per_second"]) in found.text
 
 
-@pytest.mark.parametrize(("order", "first"), [("rank", 0), ("slow", 1), ("host", 0)])
+@pytest.mark.parametrize(("order", "first"), [("rank", 0), ("worst", 1), ("host", 0)])
 def test_ranks_have_the_order_of_the_address(connection, order, first):
-    rows = [RankRow(rank=rank, host=f"h{rank}", against_median=0.2 * rank) for rank in (0, 1)]
+    rows = [RankRow(rank=rank, host=f"h{rank}", against_median=0.2 * rank, is_slow=rank == 1) for rank in (0, 1)]
     table = replace(rank_table(connection, MAIN), rows=tuple(rows))
 
     assert first == table.ordered(RankOrder(order)).rows[0].rank

@@ -140,13 +140,14 @@ def compared_sides(asked: Asked) -> list[Side]:
 def compared_curve(sides: Sequence[Side], histories: Sequence[History], name: str, request: CurveRequest) -> Curve:
     """Return the histories of a scalar of several sides as lines of one curve on the axis of steps.
 
-    If the name is DIFFERENCE, the lines are those of all other sides minus the first one, on the axis of all sides.
+    If the name is DIFFERENCE, the lines are those of all other sides minus the first one, on the axis of common steps.
     """
     places = [x for x in (on_axis(history, Axis.STEP)[1] for history in histories) if len(x)]
     letters = [side.letter.upper() for side in sides]
     if name == DIFFERENCE:
         histories = [difference(histories[0], other) for other in histories[1:]]
         letters = [f"{letter} − {letters[0]}" for letter in letters[1:]]
+        places = [x for x in (on_axis(history, Axis.STEP)[1] for history in histories) if len(x)]
     curves = [curve(history, replace(request, axis=Axis.STEP)) for history in histories]
     lines = [replace(line, label=label) for one, label in zip(curves, letters, strict=True) for line in one.lines]
     bulks = [one.bulk for one in curves if one.bulk is not None]
@@ -202,7 +203,7 @@ def tensor_map(connection: Connection, asked: Asked) -> Response:
 
 def rank_order(asked: Asked) -> RankOrder:
     """Return the order of ranks in a query."""
-    return next((one for one in RankOrder if one == asked.query.get("order")), RankOrder.RANK)
+    return next((one for one in RankOrder if one == asked.query.get("order")), RankOrder.WORST)
 
 
 def rank_map(connection: Connection, asked: Asked) -> Response:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from tests.view.training import MAIN
 
 from rankscope_view.data.curves import Axis, CurveRequest, Role, Smoothing
-from rankscope_view.data.tensor import Limit, _configured, allowed_range, tensor_curve, tensor_detail
+from rankscope_view.data.tensor import Limit, _configured, allowed_range, firing_groups, tensor_curve, tensor_detail
 
 TENSOR, KIND = "layers.1.mlp.down_proj.weight", "grad_unreduced"
 REQUEST = CurveRequest(axis=Axis.ARRIVAL, smoothing=Smoothing.NONE)
@@ -53,15 +54,38 @@ def test_baseline_and_limit_are_lines(connection, drawn, detail):
     assert {Role.BASELINE: {stored}, Role.LIMIT: {4 * stored}} == levels
 
 
-def test_firings_are_at_their_rows(connection, drawn):
+def test_firings_are_on_the_line_of_their_rank(connection, drawn):
     expected = connection.query(
-        "SELECT step, value, op FROM events WHERE run = $run AND type = 'anomaly' AND tensor = $tensor ORDER BY step",
+        "SELECT step, op FROM events WHERE run = $run AND type = 'anomaly' AND tensor = $tensor ORDER BY step",
         {"run": MAIN, "tensor": TENSOR},
     ).to_pylist()
-    found = sorted((one.step, one.value) for one in drawn.firings if one.value is not None)
+    line = next(one for one in drawn.lines if one.role is Role.SUBJECT)
+    values = dict(zip(line.x.tolist(), line.value.tolist(), strict=True))
+    placed = [one for one in drawn.firings if one.value is not None]
 
-    assert [(row["step"], row["value"]) for row in expected if row["op"] == "norm"] == found
+    assert [values[one.x] for one in placed] == [one.value for one in placed]
+    assert [row["step"] for row in expected if row["op"] == "norm"] == sorted(one.step for one in placed)
     assert len(expected) == len(drawn.firings)
+
+
+def test_firing_of_another_rank_is_on_the_line_of_that_rank(connection, detail):
+    fired = next(one for one in detail.firings if one["op"] == "norm")
+    other = replace(detail, firings=(*detail.firings, fired | {"rank": 0, "value": 1e9}))
+    drawn = tensor_curve(connection, MAIN, other, REQUEST)
+    line = next(one for one in drawn.lines if one.label == "rank 0")
+    values = dict(zip(line.x.tolist(), line.value.tolist(), strict=True))
+
+    assert values[drawn.firings[-1].x] == drawn.firings[-1].value
+
+
+def test_firings_of_a_rule_at_consecutive_steps_are_one_group():
+    fired = {"attempt": 0, "rank": 1, "rule": "A", "severity": "warning", "op": "norm", "baseline": 2.0}
+    steps = {200: 4.0, 102: 3.0, 101: 9.0, 100: 5.0}
+    found = firing_groups([fired | {"step": step, "value": value} for step, value in steps.items()])
+
+    assert [(100, 102, 3, 4.5, 101), (200, 200, 1, 2.0, 200)] == [
+        (one.first, one.last, one.times, one.ratio, one.step) for one in found
+    ]
 
 
 def test_newest_values_of_all_ranks_equal_sql(connection, detail):

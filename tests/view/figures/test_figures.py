@@ -164,7 +164,7 @@ def test_boxes_of_gpus_equal_sql(connection):
     assert expected == pytest.approx(medians)
     assert ["0", "1"] == [label.get_text() for label in figure.axes[0].get_xticklabels()]
     assert ["gpu-a07", "gpu-b07"] == [text.get_text() for text in figure.axes[0].texts]
-    assert "measured: NVML (gpu_utilization)" == figure.get_supxlabel()
+    assert "measured: NVML" == figure.get_supxlabel()
 
 
 def gpu(rank: int, median: float | None) -> Gpu:

@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { csv, expanded, keptOrder, nearest, placeLabel, readState, replaceState, shown, sliced, stepSplits, tickLabel, valueRange, viridis, writeState } from "../../../view/rankscope_view/assets/logic.js";
+import { csv, expanded, keptOrder, nearest, placeLabel, readState, replaceState, roundSteps, shown, sliced, stepSplits, tickLabel, valueRange, viridis, writeState } from "../../../view/rankscope_view/assets/logic.js";
 
 const line = { label: null, x: [0, 1, 2, 3], step: [30, 10, 20, 30], value: [4, null, 2, 1], smoothed: [4, null, 3, 2], low: [], high: [] };
 const curve = { name: "loss", axis: "arrival", lines: [line], nonfinite: [], restarts: [1], rows: 4, buckets: 0, extent: [0, 3], bulk: [1, 2], notice: "" };
@@ -41,6 +41,15 @@ test("the range is the bulk, or everything on request", () => {
   assert.deepEqual(["0.82", "4.18"], valueRange(curve, { log: false, fit: true, zero: false }).map((one) => one.toFixed(2)));
   assert.equal(0, valueRange(curve, { log: false, fit: false, zero: true })[0]);
   assert.deepEqual([0.1 / 1.3, 13], valueRange({ ...curve, lines: [] }, { log: true, fit: false, zero: false }));
+});
+
+test("the range of a difference has zero", () => {
+  const range = valueRange({ ...curve, bulk: [-3, -1] }, { log: false, fit: false, zero: true });
+  assert.deepEqual([true, true], [range[0] < -3, range[1] >= 0]);
+});
+
+test("a restart alone gives no label to a heat map", () => {
+  assert.deepEqual([0, 1, 2, 3, 5], roundSteps([100, 150, 200, 250, 155, 200], 3));
 });
 
 test("the nearest value is found", () => assert.deepEqual([0, 1, 3], [-5, 1.4, 9].map((x) => nearest([0, 1, 2, 3], x))));

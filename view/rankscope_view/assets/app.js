@@ -218,7 +218,7 @@ function charts() {
     loaded.set(chart, curve);
     plan([chart]);
     const notice = chart.box.parentElement?.querySelector(".notice");
-    if (notice?.firstChild) notice.firstChild.textContent = `${curve.notice} · `;
+    if (notice?.firstChild) notice.firstChild.textContent = notice.querySelector(".axisword") ? `${curve.notice} · ` : curve.notice;
   };
   const update = async () => void (await Promise.all(all.map(draw)));
 
@@ -281,7 +281,9 @@ function charts() {
     keep("more", more.open ? "1" : "");
     void update();
   });
-  if (more && recall("more")) more.open = true;
+  // Open from the beginning, but on a narrow screen the incidents below come first.
+  const kept = recall("more");
+  if (more && (kept === "" || (kept === null && matchMedia("(max-width: 760px)").matches))) more.open = false;
   byId("toolbar")?.addEventListener("click", (event) => {
     const link = /** @type {HTMLElement} */ (event.target).closest("a");
     if (!link) return;

@@ -1,13 +1,13 @@
 // One chart of a curve: lines by uPlot; NaN ranges, restarts and markers are drawn over them.
 import { placeLabel, shown, stepSplits, tickLabel, valueAt, valueRange } from "./logic.js";
-import { clip, colour, dot, glyph, hatch, labelFont, lineAcross, triangle } from "./marks.js";
+import { clip, colour, cross, glyph, hatch, labelFont, lineAcross, ring, triangle } from "./marks.js";
 import { bandsOf, isDrawn, seriesOf } from "./series.js";
 
 /** @typedef {import("./logic.js").Curve} Curve */
 /** @typedef {import("./series.js").Series} Series */
 /** @typedef {{name: string, log: boolean, fixed: boolean, zero: boolean, tensor?: boolean, compare?: boolean}} Options */
 
-const LANE = 30;
+const LANE = 42;
 /** @type {Record<string, {width: number, dash?: number[]}>} Width and dashes by style. */
 const STYLES = { edge: { width: 0 }, raw: { width: 1 }, main: { width: 1.8 }, other: { width: 1 }, baseline: { width: 1.5, dash: [8, 4] }, limit: { width: 1.2, dash: [2, 3] } };
 
@@ -89,6 +89,7 @@ export class Chart {
       spanGaps: false,
     }));
     const axis = { stroke: text, font, grid: { stroke: grid, width: 1 }, ticks: { show: false } };
+    const decades = { ...axis.grid, filter: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((one) => (isLabelled(one, this.range ?? [1, 10]) ? one : null)) };
     const lane = this.options.name === "loss" ? LANE : 8;
     const curve = /** @type {Curve} */ (this.curve);
     return {
@@ -101,8 +102,8 @@ export class Chart {
         y: { distr: log ? 3 : 1, range: () => this.range },
       },
       axes: [
-        { ...axis, space: 70, size: 26, splits: curve.axis === "arrival" ? () => stepSplits(this.curve, this.window ?? [0, 1], this.box.clientWidth / 90) : undefined, values: (/** @type {any} */ u, /** @type {number[]} */ ticks) => this.places(u, ticks) },
-        { ...axis, size: this.isBelowMap() ? 102 : 52, values: (/** @type {any} */ _, /** @type {(number | null)[]} */ ticks) => ticks.map((one) => (one === null || (log && !isLabelled(one, this.range ?? [1, 10])) ? "" : tickLabel(one))) },
+        { ...axis, space: 70, size: 26, splits: curve.axis === "arrival" ? () => stepSplits(this.curve, this.window ?? [0, 1], this.box.clientWidth / 75) : undefined, values: (/** @type {any} */ u, /** @type {number[]} */ ticks) => this.places(u, ticks) },
+        { ...axis, ...(log ? { grid: decades } : {}), size: this.isBelowMap() ? 102 : 52, values: (/** @type {any} */ _, /** @type {(number | null)[]} */ ticks) => ticks.map((one) => (one === null || (log && !isLabelled(one, this.range ?? [1, 10])) ? "" : tickLabel(one))) },
       ],
       cursor: {
         sync: { key: "run" },
@@ -114,7 +115,7 @@ export class Chart {
         },
       },
       hooks: {
-        drawClear: [(/** @type {any} */ u) => this.under(u)],
+        drawAxes: [(/** @type {any} */ u) => this.under(u)],
         draw: [(/** @type {any} */ u) => this.over(u)],
         setCursor: [(/** @type {any} */ u) => this.values(u.cursor.idx)],
         setSelect: [(/** @type {any} */ u) => this.selected(u)],
@@ -162,17 +163,21 @@ export class Chart {
   }
 
   /**
-   * Draw what is below the lines: ranges without finite values.
+   * Draw what is below the lines and above the grid: ranges without finite values, and the zero of a difference.
    * @param {any} u
    */
   under(u) {
     const context = u.ctx;
     context.save();
     clip(context, u.bbox);
+    if (this.options.compare && this.options.zero) {
+      context.fillStyle = colour("text-3");
+      context.fillRect(u.bbox.left, Math.round(u.valToPos(0, "y", true)), u.bbox.width, devicePixelRatio);
+    }
     for (const [first, last, word] of this.curve?.nonfinite ?? []) {
       const [left, right] = [first, last].map((at) => u.valToPos(at, "x", true));
       context.fillStyle = hatch(context, "nan", word.startsWith("Inf") ? "inf" : "");
-      context.globalAlpha = 0.75;
+      context.globalAlpha = 0.6;
       context.fillRect(left - 1, u.bbox.top, Math.max(3, right - left + 2), u.bbox.height);
       context.globalAlpha = 1;
     }
@@ -196,9 +201,10 @@ export class Chart {
       if (this.options.name === "loss") glyph(context, group, u.valToPos(x, "x", true), u.bbox.top);
     }
     this.edges(u);
-    for (const [x, value] of curve.firings ?? []) {
-      const y = value === null ? u.bbox.top + 3 * devicePixelRatio : Math.min(Math.max(u.valToPos(value, "y", true), u.bbox.top), u.bbox.top + u.bbox.height);
-      if (visible(x)) dot(context, u.valToPos(x, "x", true), y, "failed");
+    context.setLineDash([]); // that of the last line remains
+    for (const [x, value] of (curve.firings ?? []).filter(([place]) => visible(place))) {
+      if (value === null) cross(context, u.valToPos(x, "x", true), u.bbox.top + 8 * devicePixelRatio, 4 * devicePixelRatio);
+      else if (value >= u.scales.y.min && value <= u.scales.y.max) ring(context, u.valToPos(x, "x", true), u.valToPos(value, "y", true));
     }
     this.words(u, visible);
     context.restore();
@@ -256,12 +262,14 @@ export class Chart {
     if (!this.legend || !curve) return;
     const places = this.plot?.data[0] ?? [];
     const isPointed = index !== null && index !== undefined;
-    const x = places[isPointed ? index : places.length - 1];
+    const main = this.options.tensor ? this.series.find((one) => one.style === "main") : undefined;
+    const newest = main?.x[main.y.findLastIndex((one) => one !== null)] ?? places[places.length - 1];
+    const x = isPointed ? places[index] : newest;
     const isBad = isPointed && curve.nonfinite.some(([first, last]) => x >= first && x <= last);
     const parts = this.entries().map(([mark, style, word, series]) => entry(mark, style, word, series ? valueAt(series, x) : undefined, isBad));
-    if (isPointed) {
+    if (isPointed || this.options.tensor) {
       const place = document.createElement("span");
-      place.textContent = placeLabel(curve, x, 0);
+      place.textContent = curve.axis === "time" ? placeLabel(curve, x, 0) : `step ${placeLabel(curve, x, 0)}`;
       parts.unshift(place);
     }
     this.legend.replaceChildren(...parts);
@@ -276,7 +284,7 @@ export class Chart {
     const drawn = this.series.filter((one) => one.style !== "edge" && isDrawn(one));
     const others = drawn.filter((one) => one.style === "other");
     /** @type {[string, string, string, Series | null][]} */ const found = [];
-    if (!others.length && this.series.some((one) => one.style === "edge")) found.push(["band", "wide", curve.buckets ? "lowest–highest" : "range of ranks", null]);
+    if (!others.length && this.series.some((one) => one.style === "edge")) found.push(["band", "wide", curve.buckets ? "lowest–highest" : "min–max of ranks", null]);
     const several = curve.lines.some((line) => line.label && !line.role);
     const smooth = drawn.some((one) => one.style === "main");
     for (const one of drawn.filter(({ style }) => style !== "other")) {
@@ -285,8 +293,11 @@ export class Chart {
       found.push([one.colour, one.style, word, one]);
     }
     if (others.length) found.splice(1, 0, ["s6", "", `${others.length} other rank${others.length > 1 ? "s" : ""}`, null]);
-    if (curve.firings?.length) found.push(["failed", "disc", "fired", null]);
-    return found.slice(0, 8);
+    if (drawn.some((one) => one.style === "limit")) found.push(["allowed", "wide", "allowed", null]);
+    const fired = (curve.firings ?? []).map(([, value]) => value !== null);
+    if (fired.includes(true)) found.push(["failed", "disc", "fired", null]);
+    if (fired.includes(false)) found.push(["failed", "cross", "fired, not on the curve", null]);
+    return found.slice(0, 9);
   }
 
   /** @param {KeyboardEvent} event */

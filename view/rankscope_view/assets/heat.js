@@ -68,7 +68,7 @@ class HeatMap {
     const length = new DataView(bytes).getUint32(0, true);
     this.header = JSON.parse(new TextDecoder().decode(new Uint8Array(bytes, 4, length)));
     this.cells = new Uint8Array(bytes, 4 + length);
-    if (this.isRanks && this.header) this.box.style.height = `${Math.max(90, Math.min(480, this.header.rows.length * 16 + BOTTOM + 8))}px`;
+    if (this.isRanks && this.header) this.box.style.height = `${Math.max(90, Math.min(480, this.header.rows.length * 14 + BOTTOM + 8))}px`;
     const notice = document.getElementById("gridnotice");
     if (notice && this.header && !this.isRanks) notice.textContent = this.header.notice;
     this.draw();
@@ -118,7 +118,7 @@ class HeatMap {
       context.fillText(header ? header.notice : this.isLate ? "Loading …" : "", LEFT, 40);
       return;
     }
-    context.fillStyle = hatch(context, "line-2", "sunken");
+    context.fillStyle = hatch(context, "absent", "sunken");
     context.fillRect(left, top, wide, high);
     context.imageSmoothingEnabled = false;
     context.drawImage(this.image, left, top, wide, high);

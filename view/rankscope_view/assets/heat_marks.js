@@ -64,10 +64,11 @@ export function labels(context, map) {
     const name = header.names[first];
     const word = map.isRanks || header.names.length <= 30 ? name : order === "part" ? partOf(name) : layerOf(name);
     const y = top + ((row + 0.5) / count) * high + 4;
-    if (word === group || y - last < 12) return;
+    if (word === group || y - last < 14) return;
     [group, last] = [word, y];
     context.fillText(clipped(context, word, left - 10), left - 6, y);
   });
+  context.fillText("step", left - 22, top + high + 15);
   context.textAlign = "center";
   for (const column of roundSteps(header.steps, Math.max(2, wide / 90))) {
     context.fillText(header.steps[column].toLocaleString("en"), left + ((column + 0.5) / header.steps.length) * wide, top + high + 15);
@@ -92,7 +93,8 @@ export function legend(context, map) {
   context.fillStyle = colour("text-3");
   const [low, most] = header.scale;
   const isRelative = !map.isRanks && !isAbsolute();
-  const steps = header.log ? Array.from({ length: Math.floor(most) - Math.ceil(low) + 1 }, (_, at) => Math.ceil(low) + at) : [low, (low + most) / 2, most];
+  // Step times have no decades; 1 is the median rank.
+  const steps = header.log ? Array.from({ length: Math.floor(most) - Math.ceil(low) + 1 }, (_, at) => Math.ceil(low) + at) : map.isRanks ? [1, 1.1, 1.2, 1.3] : [low, (low + most) / 2, most];
   for (const step of steps) {
     const value = header.log ? 10 ** step : step;
     const word = `${Number(value.toPrecision(3))}${isRelative || map.isRanks ? "×" : ""}`;
@@ -101,7 +103,7 @@ export function legend(context, map) {
   const keys = map.isRanks ? [["absent", ""]] : [["NaN", "nan"], ["Inf", "inf"], ["absent", ""]];
   keys.forEach(([word, name], at) => {
     const y = top + bar + 10 + at * 19;
-    context.fillStyle = name ? colour(name) : hatch(context, "line-2", "sunken");
+    context.fillStyle = name ? colour(name) : hatch(context, "absent", "sunken");
     context.fillRect(x, y, 12, 11);
     if (name === "nan") {
       context.fillStyle = hatch(context, "nan-2", "");

@@ -154,7 +154,8 @@ export function roundSteps(steps, wanted) {
   /** @type {number[]} */ const found = [];
   const distance = steps.length / wanted / 2;
   steps.forEach((step, at) => {
-    const isRound = Math.floor(step / width) !== Math.floor((at ? steps[at - 1] : step - 1) / width) || step % width === 0;
+    const before = at ? steps[at - 1] : step - 1;
+    const isRound = step % width === 0 || (step > before && Math.floor(step / width) !== Math.floor(before / width));
     if (isRound && (!found.length || at - found[found.length - 1] >= distance)) found.push(at);
   });
   return found;
@@ -226,6 +227,7 @@ export function valueRange(curve, choice) {
   }
   if (choice.log) return low === high ? [low / 10, high * 10] : [low / 1.3, high * 1.3];
   if (choice.zero && low >= 0) return [0, high * 1.08 || 1];
+  if (choice.zero) [low, high] = [low, Math.max(high, 0)];
   const margin = (high - low) * 0.06 || Math.abs(high) * 0.5 || 1;
   return [low - margin, high + margin];
 }

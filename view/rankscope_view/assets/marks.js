@@ -112,21 +112,39 @@ export function triangle(context, x, y, half, height) {
 }
 
 /**
- * Draw a filled disc.
+ * Draw a ring around a point of a line, which remains visible inside it.
  * @param {CanvasRenderingContext2D} context
  * @param {number} x
  * @param {number} y
- * @param {string} name name of the colour
  */
-export function dot(context, x, y, name) {
-  context.fillStyle = colour(name);
+export function ring(context, x, y) {
+  context.strokeStyle = colour("failed");
+  context.lineWidth = 1.3 * devicePixelRatio;
   context.beginPath();
-  context.arc(x, y, 3 * devicePixelRatio, 0, 7);
-  context.fill();
+  context.arc(x, y, 3.2 * devicePixelRatio, 0, 7);
+  context.stroke();
 }
 
 /**
- * Draw the mark of an event in the lane above a chart: incidents and restarts in the upper row.
+ * Draw a cross.
+ * @param {CanvasRenderingContext2D} context
+ * @param {number} x
+ * @param {number} y
+ * @param {number} size half of its width
+ */
+export function cross(context, x, y, size) {
+  context.strokeStyle = colour("failed");
+  context.lineWidth = 2 * devicePixelRatio;
+  context.beginPath();
+  context.moveTo(x - size, y - size);
+  context.lineTo(x + size, y + size);
+  context.moveTo(x + size, y - size);
+  context.lineTo(x - size, y + size);
+  context.stroke();
+}
+
+/**
+ * Draw the mark of an event in the lane above a chart: incidents and restarts in the upper row, checkpoints in the middle one.
  * @param {CanvasRenderingContext2D} context
  * @param {string} group
  * @param {number} x
@@ -134,17 +152,13 @@ export function dot(context, x, y, name) {
  */
 export function glyph(context, group, x, top) {
   const ratio = devicePixelRatio;
-  const y = top - (group === "incident" || group === "restart" ? 22 : 8) * ratio;
+  const row = group === "incident" || group === "restart" ? 2 : group === "checkpoint" ? 1 : 0;
+  const y = top - (8 + 13 * row) * ratio;
   const size = 4 * ratio;
   context.lineWidth = 2 * ratio;
   context.beginPath();
   if (group === "incident") {
-    context.strokeStyle = colour("failed");
-    context.moveTo(x - size, y - size);
-    context.lineTo(x + size, y + size);
-    context.moveTo(x + size, y - size);
-    context.lineTo(x - size, y + size);
-    context.stroke();
+    cross(context, x, y, size);
   } else if (group === "restart") {
     context.fillStyle = colour("stopping");
     triangle(context, x, y + size, size, -2 * size);
@@ -157,7 +171,8 @@ export function glyph(context, group, x, top) {
     context.fill();
   } else {
     context.strokeStyle = colour("waiting");
-    context.arc(x, y, size * 1.3, 0, 7);
+    context.lineWidth = 1.3 * ratio;
+    context.arc(x, y, size * 0.9, 0, 7);
     context.stroke();
   }
 }

@@ -111,7 +111,10 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Firing:
-    """A point at which a rule fired. A value that is not finite, or of another statistic, is None."""
+    """A step at which a rule fired, on the line of its rank.
+
+    `value` is None if the line has no finite value there, or if the rule judges another statistic than the chart shows.
+    """
 
     x: float
     step: int

@@ -29,7 +29,8 @@ from rankscope_view.data.runs import RunFacts, RunRow, run_facts, run_row
 PERPLEXITY: Final = "perplexity"
 STEP_SECONDS: Final = "step_seconds"
 CHARTS: Final = (LOSS, PERPLEXITY, GRAD_NORM, LEARNING_RATE, EVAL_LOSS, *SPEEDS)
-_RECENT_ROWS: Final = 100
+RECENT_ROWS: Final = 100
+"""Number of the newest rows that the header of a run compares with those before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +148,7 @@ def _restarts(loss: History) -> tuple[Restart, ...]:
 
 def _change(loss: History) -> float | None:
     values = loss.value[loss.stands & np.isfinite(loss.value)]
-    rows = min(_RECENT_ROWS, len(values) // 2)
+    rows = min(RECENT_ROWS, len(values) // 2)
     if rows < 5:
         return None
     return float(values[-rows:].mean() - values[-2 * rows : -rows].mean())

@@ -174,6 +174,8 @@ def number_text(value: float) -> str:
         return "NaN"
     if math.isinf(value):
         return "∞" if value > 0 else "-∞"
+    if 1e-3 <= abs(value) < 1000:
+        return f"{value:#.4g}"  # with trailing zeros, so that values in a column have the same width
     return f"{value:,.0f}" if 10_000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from rankscope_storage.api.summaries import AnomalyRow, anomalies
 from rankscope_storage.connection import Connection
 from rankscope_view.data.incidents import Incident
 
-_SHOWN: Final = 40
 _BEFORE: Final = 60
 _AFTER: Final = 30
+_LAYER: Final = re.compile(r"^(.*?\b\d+)\b")
+_CHECKPOINTS: Final = """\
+SELECT max(step) FILTER (step < $first) AS before, min(step) FILTER (step >= $first) AS after FROM events
+WHERE run = $run AND type = 'checkpoint' AND coalesce(attempt, 0) = $attempt AND step <= $last"""
 _ATTEMPTS: Final = """\
 SELECT type, coalesce(attempt, 0) AS attempt, epoch(min(ts)) AS at, arg_min(message, ts) AS message, min(step) AS step
 FROM events WHERE run = $run AND ts IS NOT NULL
@@ -36,11 +40,24 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnomalyGroup:
+    """The first anomaly of a layer by one rule, with its number of others, their tensors and ranks."""
+
+    first: AnomalyRow
+    others: int
+    tensors: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Story:
     """The content of the page of an incident beyond its first cause."""
 
-    shown: tuple[AnomalyRow, ...]  # the first anomaly of each tensor, rank and rule
+    groups: tuple[AnomalyGroup, ...]  # in causal order
     total: int
+    ranks: tuple[int, ...]  # with an anomaly
+    safe_checkpoint: int | None  # step of the newest checkpoint before the first sign
+    bad_checkpoint: int | None  # step of the first checkpoint after it
     growth: tuple[AnomalyRow, ...]  # firings for the tensor of the first cause before it
     moments: tuple[Moment, ...]
     not_measured: tuple[str, ...]  # families of quantities without a row near the step
@@ -61,9 +78,13 @@ def incident_story(connection: Connection, one: Incident, found: Sequence[Incide
     growth = tuple(each for each in own if _grows(each, one))
     keys = [each.key for each in sorted(found, key=lambda each: (each.attempt or 0, each.step or 0, each.key))]
     at = keys.index(one.key)
+    safe, bad = _checkpoints(connection, one, growth)
     return Story(
-        shown=tuple(first_of_each(own)[:_SHOWN]),
+        groups=tuple(grouped(own)),
         total=len(own),
+        ranks=tuple(sorted({*one.ranks, *(each.rank for each in own if each.rank is not None)})),
+        safe_checkpoint=safe,
+        bad_checkpoint=bad,
         growth=growth,
         moments=_moments(connection, one, growth),
         not_measured=tuple(unmeasured(connection, one.run, steps)),
@@ -93,12 +114,39 @@ def _moments(connection: Connection, one: Incident, growth: Sequence[AnomalyRow]
     return tuple(sorted(found, key=lambda moment: moment.at or 0.0))
 
 
-def first_of_each(found: Sequence[AnomalyRow]) -> list[AnomalyRow]:
-    """Return the first anomaly of each tensor, rank and rule, in the same order."""
-    first: dict[tuple[Any, ...], AnomalyRow] = {}
+def grouped(found: Sequence[AnomalyRow]) -> list[AnomalyGroup]:
+    """Return anomalies grouped by layer and rule, in the order of the first one of each group.
+
+    The layer is the name of a tensor up to its first number. Other tensors and scalars are groups of their own.
+    """
+    groups: dict[tuple[str | None, str | None], list[AnomalyRow]] = {}
     for row in found:
-        first.setdefault((row.tensor or row.op, row.rule, row.rank), row)
-    return list(first.values())
+        name = row.tensor or row.op or ""
+        layer = layer_of.group(1) if (layer_of := _LAYER.match(name)) else name
+        groups.setdefault((layer, row.rule), []).append(row)
+    return [
+        AnomalyGroup(
+            first=rows[0],
+            others=len(rows) - 1,
+            tensors=len({row.tensor for row in rows}),
+            ranks=tuple(sorted({row.rank for row in rows if row.rank is not None})),
+        )
+        for rows in groups.values()
+    ]
+
+
+def _checkpoints(connection: Connection, one: Incident, growth: Sequence[AnomalyRow]) -> tuple[int | None, int | None]:
+    """Return the step of the newest checkpoint before the first sign of an incident, and of the first one after it.
+
+    Only checkpoints of its attempt, up to the last step of the incident, are considered.
+    """
+    signs = [row.step for row in growth if row.step is not None] + ([] if one.step is None else [one.step])
+    if not signs:
+        return None, None
+    steps = {"first": min(signs), "last": one.last_step or max(signs)}
+    parameters = {"run": one.run, "attempt": one.attempt or 0, **steps}
+    row = connection.query(_CHECKPOINTS, parameters).to_pylist()[0]
+    return row["before"], row["after"]
 
 
 def unmeasured(connection: Connection, run: str, steps: tuple[int, int]) -> list[str]:

@@ -86,8 +86,8 @@ class RankRow:
 class RankOrder(enum.StrEnum):
     """Order of the ranks on their page."""
 
+    WORST = "worst"  # slow ranks, the slowest first, then silent ones, then the others
     RANK = "rank"
-    SLOW = "slow"  # the slowest first
     HOST = "host"
 
 
@@ -105,7 +105,10 @@ class RankTable:
         """Return the table with its rows in another order."""
         keys: dict[RankOrder, Callable[[RankRow], Any]] = {
             RankOrder.RANK: lambda row: row.rank,
-            RankOrder.SLOW: lambda row: (-(row.against_median or 0.0), row.rank),
+            RankOrder.WORST: lambda row: (
+                (0, -(row.against_median or 0.0)) if row.is_slow else (1 if row.is_silent else 2, 0.0),
+                row.rank,
+            ),
             RankOrder.HOST: lambda row: (row.host or "", row.rank),
         }
         return replace(self, rows=tuple(sorted(self.rows, key=keys[order])))

@@ -275,7 +275,7 @@ def _phase_share(seconds: Mapping[str, float], phase: Phase) -> Share | None:
     total = sum(seconds.values())
     if phase not in seconds or not total:
         return None
-    return Share(value=seconds[phase] / total, source=f"{STEP_PHASE_SECONDS} of phase {phase}")
+    return Share(value=seconds[phase] / total, source="timed in each step")
 
 
 def _logged_share(rows: Sequence[Mapping[str, Any]], step_seconds: float | None) -> Share | None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from rankscope_contract.model.kinds import JUDGED_OPS, OPS
 from rankscope_contract.security.escaping import sql_identifier
+from rankscope_storage.api.summaries import INCIDENT_GAP_STEPS
 from rankscope_storage.connection import Connection
 from rankscope_view.data.curves import Curve, CurveRequest, Firing, Line, Role, curve, on_axis
 from rankscope_view.data.history import Floats, History
@@ -176,16 +177,19 @@ def tensor_curve(
     lines.append(_line(whole, baseline, few, Role.BASELINE, "baseline"))
     main = _line(whole, values[0], request, Role.SUBJECT, f"rank {ranks[0]}" if ranks[0] is not None else "value")
     drawn = [line for line in lines if line is not None and np.isfinite(line.value).any()]
-    firings = _firings(whole, detail, request)
+    firings = _firings(whole, detail, request, dict(zip(ranks, values, strict=True)))
     return replace(found, lines=(*((main,) if main is not None else ()), *drawn), firings=firings)
 
 
 def _shown_ranks(detail: TensorDetail, subject: Mapping[str, Any] | None) -> list[int | None]:
-    """Return the ranks with separate lines, the subject first."""
+    """Return the ranks with separate lines, the subject first. Of many ranks, only those that fired have a line."""
     if subject is None:
         return []
     others = [row["rank"] for row in detail.ranks if row["rank"] != subject["rank"]]
-    return [subject["rank"], *(others if len(others) < MOST_LINES else [])]
+    if len(others) >= MOST_LINES:
+        fired = {one["rank"] for one in detail.firings}
+        others = [rank for rank in others if rank in fired][: MOST_LINES - 1]
+    return [subject["rank"], *others]
 
 
 def _matrix(
@@ -229,19 +233,70 @@ def _line(whole: History, values: Floats, request: CurveRequest, role: Role, lab
     return Line(label=label, role=role, **joined)
 
 
-def _firings(whole: History, detail: TensorDetail, request: CurveRequest) -> tuple[Firing, ...]:
-    """Return the firings of rules for the tensor at their places on the axis."""
+def _firings(
+    whole: History, detail: TensorDetail, request: CurveRequest, lines: Mapping[int | None, Floats]
+) -> tuple[Firing, ...]:
+    """Return the firings of rules for the tensor on the lines of their ranks. A rank without a line has none."""
     rows, x = on_axis(whole, request.axis)
-    place = {key: at for at, key in enumerate(zip(rows.attempt.tolist(), rows.step.tolist(), strict=True))}
+    places = dict(zip(zip(rows.attempt.tolist(), rows.step.tolist(), strict=True), x.tolist(), strict=True))
+    row_of = {key: at for at, key in enumerate(zip(whole.attempt.tolist(), whole.step.tolist(), strict=True))}
     found = []
     for one in detail.firings:
-        at = place.get((one["attempt"] or 0, one["step"]))
-        if at is None:
+        key = (one["attempt"] or 0, one["step"])
+        if key not in places or one["rank"] not in lines:
             continue
-        value = one["value"] if one["op"] == detail.op else None
-        shown = None if value is None or not math.isfinite(value) else float(value)
-        found.append(Firing(x=float(x[at]), step=int(rows.step[at]), value=shown, rule=one["rule"] or "rule"))
+        value = float(lines[one["rank"]][row_of[key]])
+        is_drawn = one["op"] == detail.op and math.isfinite(value)
+        shown = value if is_drawn else None
+        found.append(Firing(x=places[key], step=one["step"], value=shown, rule=one["rule"] or "rule"))
     return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FiringGroup:
+    """Firings of one rule on one rank at consecutive steps. `value` is the one farthest from the baseline."""
+
+    attempt: int | None
+    rank: int | None
+    rule: str | None
+    severity: str | None
+    op: str | None
+    first: int | None
+    last: int | None
+    times: int
+    value: float | None
+    baseline: float | None
+    step: int | None  # of `value`
+
+    @property
+    def ratio(self) -> float | None:
+        """Return the value as a multiple of its baseline; None if it is unknown."""
+        if self.value is None or not self.baseline or not math.isfinite(self.value):
+            return None
+        return self.value / self.baseline
+
+
+def firing_groups(firings: Sequence[Mapping[str, Any]]) -> list[FiringGroup]:
+    """Return firings grouped by rule and rank, the earliest group first.
+
+    Firings of a group have at most INCIDENT_GAP_STEPS between them.
+    """
+    listed: list[list[Mapping[str, Any]]] = []
+    newest: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for one in sorted(firings, key=lambda one: (one["attempt"] or 0, one["step"] or 0)):
+        key = (one["attempt"], one["rank"], one["rule"], one["op"])
+        group = newest.get(key)
+        if group is None or (one["step"] or 0) - (group[-1]["step"] or 0) > INCIDENT_GAP_STEPS:
+            group = newest[key] = []
+            listed.append(group)
+        group.append(one)
+    return [_firing_group(group) for group in listed]
+
+
+def _firing_group(group: Sequence[Mapping[str, Any]]) -> FiringGroup:
+    worst = max(group, key=lambda one: abs(one["value"] or 0.0) if math.isfinite(one["value"] or 0.0) else math.inf)
+    same = {name: worst[name] for name in ("attempt", "rank", "rule", "severity", "op", "value", "baseline", "step")}
+    return FiringGroup(**same, first=group[0]["step"], last=group[-1]["step"], times=len(group))
 
 
 def first_to_leave(connection: Connection, run: str) -> list[dict[str, Any]]:

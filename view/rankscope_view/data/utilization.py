@@ -47,7 +47,7 @@ class Method(enum.StrEnum):
 
 _WORDS: Final = {
     Method.FIELD: f"measured: field {FIELD} of the log",
-    Method.NVML: f"measured: NVML ({NVML})",
+    Method.NVML: "measured: NVML",
     Method.FLOPS: "estimated: achieved FLOP/s divided by the peak (MFU)",
     Method.PACE: "estimated: throughput divided by global batch / step time of the fastest 5 % of steps",
 }

@@ -88,6 +88,7 @@ def _draw(axes: Axes, gpus: Sequence[Gpu]) -> None:
         is_outlying = len(medians) > 2 and abs(gpu.quantiles[2] - middle) > _OUTLIER
         patch.set_facecolor(_OUTLYING_BOX if is_outlying else _BOX)
         if is_outlying:
+            patch.set_edgecolor(ORANGE)
             median = 100 * gpu.quantiles[2]
             beside(axes, f"{median:.0f} %", at + width / 2, median / _TOP, color=ORANGE)
     for at, gpu in enumerate(gpus):

@@ -34,6 +34,7 @@ from rankscope_view.figures.style import (
     style,
 )
 from rankscope_view.pages.format import count
+from rankscope_view.pages.svg import ticks
 
 _MOST_LABELS: Final = 36
 _STEP_LABELS: Final = 8
@@ -126,13 +127,26 @@ def _short(name: str) -> str:
 
 def _label_steps(axes: Axes, grid: Grid) -> None:
     """Label columns with their steps, and mark the first column of each later attempt."""
-    columns = len(grid.steps)
-    places = np.unique(np.linspace(0, columns - 1, min(_STEP_LABELS, columns)).astype(int))
-    axes.set_xticks(places + 0.5, [count(grid.steps[at]) for at in places.tolist()])
+    places = _round_columns(grid)
+    axes.set_xticks([at + 0.5 for at in places], [count(grid.steps[at]) for at in places])
     axes.set_xlabel("step (columns in order of arrival)" if len(set(grid.attempts)) > 1 else "step")
     for at in _restarts(grid.attempts):
         axes.axvline(at, color="white", linestyle=(0, (4, 3)), linewidth=1.2, gid="restart")
         beside(axes, f"restart at {count(grid.steps[at])}", at, 0.97, color="white", has_halo=False)
+
+
+def _round_columns(grid: Grid) -> list[int]:
+    """Return the columns at which the steps reach a round number. Steps go back at a restart."""
+    low, high = min(grid.steps), max(grid.steps)
+    wanted = ticks(low, high, _STEP_LABELS) if high > low else [float(low)]
+    width = wanted[1] - wanted[0] if len(wanted) > 1 else 1.0
+    found: list[int] = []
+    for at, step in enumerate(grid.steps):
+        before = grid.steps[at - 1] if at else step - 1
+        is_round = step % width == 0 or (at > 0 and step > before and step // width > before // width)
+        if is_round and (not found or at - found[-1] >= len(grid.steps) / _STEP_LABELS / 2):
+            found.append(at)
+    return found or [0]
 
 
 def _restarts(attempts: Sequence[int]) -> list[int]:

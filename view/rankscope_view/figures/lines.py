@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import numpy as np
@@ -132,7 +133,9 @@ def limit_to_bulk(axes: Axes, history: History, found: Curve) -> None:
         return
     low, high = found.bulk
     margin = _MARGIN * (high - low) or abs(high) * _MARGIN or 0.5
-    low, high = low - margin, high + margin
+    # Outward to two digits of the range, so that the limits in the legend are short numbers.
+    unit = 10.0 ** (math.floor(math.log10(high - low + 2 * margin)) - 1)
+    low, high = math.floor((low - margin) / unit) * unit, math.ceil((high + margin) / unit) * unit
     axes.set_ylim(low, high)
     for edge, marker, word, outside in (
         (high, "^", "above", finite & (rows.value > high)),

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from rankscope_view.data.curves import Axis, Curve, curve, notice
 from rankscope_view.data.history import History
 from rankscope_view.figures import lines
-from rankscope_view.figures.style import DASHES, HALO, SERIES, foot, new_figure, note, show_nothing, shown, style
+from rankscope_view.figures.style import DASHES, SERIES, foot, new_figure, note, show_nothing, shown, style
 from rankscope_view.pages.format import count, measure
 
 SIZE: Final = (15.0, 8.0)
@@ -131,5 +131,6 @@ def _label_ends(axes: Axes, ends: Sequence[_End]) -> None:
         placed.append((end.x, height))
         axes.annotate(
             shown(end.text), (end.x, height), xycoords=("data", "axes fraction"), xytext=(8, 0),
-            textcoords="offset points", color=end.color, va="center", annotation_clip=False, path_effects=[HALO],
+            textcoords="offset points", color=end.color, va="center", annotation_clip=False,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5},
         )  # fmt: skip

@@ -83,7 +83,7 @@ def _loss_panel(axes: Axes, loss: History, axis: Axis) -> Curve | None:
     asked = lines.request(axis, width=average_width(int(loss.stands.sum())), needs_full_window=True)
     found = lines.draw(axes, loss, asked, unit="loss")
     lines.limit_to_bulk(axes, loss, found)
-    axes.legend(loc="upper right")
+    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.11), ncols=2, frameon=False)  # below: it hides no NaN
     note(axes, _spread(loss))
     return found
 

@@ -7,6 +7,7 @@ from typing import Final
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from rankscope_view.data.curves import Axis, Curve, curve
 from rankscope_view.data.detail import RunDetail
@@ -50,7 +51,7 @@ def loss_and_throughput(detail: RunDetail, throughput: Throughput | None, *, axi
             drawn = _throughput_panel(panels[1], throughput, axis)
             _mark_events(panels[1], detail, throughput.history, drawn)
             panels[0].set_xlabel("")
-            panels[1].legend(loc="center left")
+            panels[1].legend(loc="lower left", bbox_to_anchor=(0, 0.08), ncols=2)
             curves.append(drawn)
         head(figure, detail.row.run)
         foot(figure, reduction(curves))
@@ -84,6 +85,7 @@ def _rate_axis(axes: Axes, rate: History, axis: Axis) -> Axes:
         second.plot(x, line.value, color=OLIVE, linewidth=1.2, label="learning rate (right axis)", gid="rate")
     highest = float(np.nanmax(rate.value, initial=0.0))
     second.set_ylim(0, highest * 1.35 or 1.0)
+    second.yaxis.set_major_locator(MaxNLocator(4))
     second.yaxis.set_major_formatter(formatter(scientific))
     second.tick_params(colors=OLIVE)
     second.set_ylabel("learning rate", color=OLIVE)
@@ -103,9 +105,17 @@ def _throughput_panel(axes: Axes, throughput: Throughput, axis: Axis) -> Curve:
         x, value = (np.concatenate(part) for part in places)
         text = f"{count(throughput.rows_below)} row{'' if throughput.rows_below == 1 else 's'} below P10 = {short(low)}"
         axes.plot(
-            lines.scaled(x, found), value, linestyle="", marker="o", markersize=3.4, color=RED, label=text, gid="below"
+            lines.scaled(x, found),
+            value,
+            linestyle="",
+            marker="o",
+            markersize=2.6,
+            color=RED,
+            alpha=0.7,
+            label=text,
+            gid="below",
         )
-        axes.axhline(low, color=RED, linewidth=0.8, linestyle=DASHES[1])
+        axes.axhline(low, color=RED, linewidth=0.8, linestyle=DASHES[1], label="P10")
         axes.set_ylim(0, 1.12 * float(throughput.finite.max()))
     source = "" if throughput.source == throughput.name else f"from {throughput.source}"
     mean = f"mean of {throughput.ranks} ranks" if throughput.ranks > 1 else ""

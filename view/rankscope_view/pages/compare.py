@@ -13,9 +13,9 @@ from rankscope_view.data.curves import Curve, notice
 from rankscope_view.data.detail import STEP_SECONDS
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS
 from rankscope_view.pages import svg
-from rankscope_view.pages.format import NOTHING, count, measure, text
+from rankscope_view.pages.format import NOTHING, count, kind_words, measure, text
 from rankscope_view.pages.parts import Place, document, icon, panel, state_word, tensor_name, verdict
-from rankscope_view.pages.run import ChartChoice, title, toolbar
+from rankscope_view.pages.run import OUTSIDE, ChartChoice, is_long, title, toolbar
 
 _NOTES: Final = {
     DIFFERENCE: "below 0: lower loss than A",
@@ -28,11 +28,17 @@ _SHOWN_SETTINGS: Final = 200
 def page(place: Place, found: Comparison, choice: ChartChoice, curves: Mapping[str, Curve]) -> str:
     """Return the comparison of several sides. `curves` have a line for each side, by the name of the scalar."""
     sides = [one.side for one in found.sides]
-    bar = toolbar(lambda values: _address(place, sides, **(values | {"axis": None})), choice, has_axes=False)
+    letters = [side.letter.upper() for side in sides]
+    bar = toolbar(
+        lambda values: _address(place, sides, **(values | {"axis": None})),
+        choice,
+        has_axes=False,
+        is_long=is_long(curves),
+    )
     firsts = [
         (one.side.letter, result.first.step) for one, result in _results(found) if result is not None and result.first
     ]
-    charts = "".join(_chart(name, curve, firsts) for name, curve in curves.items())
+    charts = "".join(_chart(name, curve, firsts, letters) for name, curve in curves.items())
     query = text(_address(Place(), sides).partition("?")[2].replace("&amp;", "&"))
     body = (
         f'{_names(place, sides)}{_verdicts(found)}<div class="columns" id="run" data-run="" data-query="{query}">'
@@ -127,42 +133,50 @@ def _verdict(a: Side, b: Side, result: Divergence | None, *, is_pair: bool) -> s
         return verdict(
             "info", f"{names} are equal in all {count(result.steps_compared)} steps that both have", evidence
         )
-    where = "" if first.rank is None or a.rank is not None else f", on rank {first.rank}"
+    where = "" if first.rank is None or a.rank is not None or first.kind == "scalar" else f", on rank {first.rank}"
     equal = result.steps_compared - len(result.steps)
-    steps = f" {count(equal)} compared steps are equal." if equal else ""
-    evidence = f"{_what(first)} {measure(first.a)} against {measure(first.b)}{_share(first)}. {count(result.points_at_first)} {'value differs' if result.points_at_first == 1 else 'values differ'} at this step.{steps}"
+    steps = f" {count(equal)} compared step{' is' if equal == 1 else 's are'} equal." if equal else ""
+    more = result.points_at_first - 1
+    others = f" {count(more)} other value{' differs' if more == 1 else 's differ'} at this step." if more else ""
+    evidence = f"{_what(first)} {measure(first.a)} against {measure(first.b)}{_share(first)}.{others}{steps}"
     evidence += " Rounding in another order of additions can cause this." if result.looks_rounded else ""
-    return verdict(
-        "critical", f"{names} differ first at step {count(first.step)}{where}, in {_subject(first)}", evidence
-    )
+    # Runs that differ from the beginning were probably never meant to be equal.
+    severity = "critical" if equal else "info"
+    return verdict(severity, f"{names} differ first at step {count(first.step)}{where}, in {_subject(first)}", evidence)
 
 
 def _subject(point: Point) -> str:
-    return tensor_name(point.tensor) if point.kind != "scalar" else f"<b>{text(point.tensor)}</b>"
+    return tensor_name(point.tensor) if point.kind != "scalar" else f"the {text(title(point.tensor).lower())}"
 
 
 def _what(point: Point) -> str:
-    return text("Scalar" if point.kind == "scalar" else f"{point.kind.replace('_', ' ').capitalize()} {point.op}")
+    if point.kind == "scalar":
+        return text(title(point.tensor))
+    words = kind_words(point.kind)
+    return text(f"{words[:1].upper()}{words[1:]}, {point.op}:")
 
 
 def _share(point: Point) -> str:
-    return "" if point.relative is None else f": a relative difference of {point.relative:.2g}"
+    return "" if point.relative is None else f", a difference of {100 * point.relative:.2g} %"
 
 
-def _chart(name: str, curve: Curve, firsts: Sequence[tuple[str, int]]) -> str:
+def _chart(name: str, curve: Curve, firsts: Sequence[tuple[str, int]], letters: Sequence[str]) -> str:
     heading = "Loss against A" if name == DIFFERENCE else title(name)
-    options = {"name": name, "log": name == GRAD_NORM, "fixed": False, "zero": False, "compare": True}
+    options = {"name": name, "log": name == GRAD_NORM, "fixed": False, "zero": name == DIFFERENCE, "compare": True}
     marks = [[letter.upper(), step] for letter, step in firsts]
     body = (
         f'<div class="plot{" tall" if name == LOSS else ""}" data-chart="{text(json.dumps(options))}" data-firsts="{text(json.dumps(marks))}" tabindex="0" role="group" '
         f'aria-label="{heading}">{svg.line_chart(curve, label=heading, width=820)}</div>'
     )
     below = (
-        f'<p class="notice">{notice(curve)}{icon("incident")} first difference</p>' if firsts and name == LOSS else ""
+        f'<p class="notice">{notice(curve)}<span class="mark">{icon("incident")} first difference</span>{OUTSIDE}</p>'
+        if firsts and name == LOSS
+        else ""
     )
-    return panel(
-        heading, body + below, note=_NOTES.get(name, ""), aside='<span class="legend"></span>', kind="chartbox"
-    )
+    missing = [] if name == DIFFERENCE else [one for one in letters if one not in {line.label for line in curve.lines}]
+    absent = f"{' and '.join(missing)} logged none" if missing else ""
+    note = ", ".join(part for part in (_NOTES.get(name, ""), absent) if part)
+    return panel(heading, body + below, note=note, aside='<span class="legend"></span>', kind="chartbox")
 
 
 def _points(found: Comparison) -> str:
@@ -197,7 +211,7 @@ def _summary(found: Comparison) -> str:
         for name, values, change in _figures(found.sides)
     )
     last = '<th class="n">B − A' if is_pair else ""
-    return panel("Summary", f'<table class="list"><tr><th>{heads}{last}</tr>{rows}</table>', kind="scrolls")
+    return panel("Summary", f'<table class="list tight"><tr><th>{heads}{last}</tr>{rows}</table>', kind="scrolls")
 
 
 def _figures(sides: Sequence[ComparedSide]) -> Iterator[tuple[str, list[str], str]]:
@@ -206,7 +220,8 @@ def _figures(sides: Sequence[ComparedSide]) -> Iterator[tuple[str, list[str], st
         yield "State", [_state(one, has_word=len(sides) == 2) for one in sides], ""
     counts = {"Step": [one.step for one in sides]}
     numbers = {
-        "Loss": [one.newest(LOSS) for one in sides],
+        "Loss, newest": [one.newest(LOSS) for one in sides],
+        **_common_loss(sides),
         "Best evaluation": [_best(one) for one in sides],
         "Gradient norm": [one.newest(GRAD_NORM) for one in sides],
         "Learning rate": [one.newest(LEARNING_RATE) for one in sides],
@@ -214,31 +229,49 @@ def _figures(sides: Sequence[ComparedSide]) -> Iterator[tuple[str, list[str], st
         "Before collective, s": [one.newest(PRE_COLLECTIVE_SECONDS) for one in sides],
     }
     yield from (
-        (name, [NOTHING if one is None else count(one) for one in values], _change(values, "+,"))
+        (name, [NOTHING if one is None else count(one) for one in values], _change(values))
         for name, values in counts.items()
     )
     for name, measured in numbers.items():
         if any(one is not None for one in measured):
-            yield name, [measure(one) for one in measured], _change(measured, "+.2g")
+            yield name, [measure(one) for one in measured], _change(measured)
     if any(one.side.rank is None for one in sides):
         events = {
             "Restarts": [len(one.detail.restarts) for one in sides],
             "Incidents": [len(one.detail.row.incidents) for one in sides],
         }
-        yield from ((name, [count(one) for one in values], _change(values, "+,")) for name, values in events.items())
+        yield from ((name, [count(one) for one in values], "") for name, values in events.items())
 
 
-def _change(values: Sequence[float | None], form: str) -> str:
+def _common_loss(sides: Sequence[ComparedSide]) -> dict[str, list[float | None]]:
+    """Return the loss of all sides at the last step that all have, with its name; empty without such a step."""
+    histories = [one.histories.get(LOSS) for one in sides]
+    known = [
+        dict(zip(history.step[history.stands].tolist(), history.value[history.stands].tolist(), strict=True))
+        for history in histories
+        if history is not None
+    ]
+    common = set.intersection(*map(set, known)) if len(known) == len(sides) else set()
+    if not common or len({max(one) for one in known}) == 1:
+        return {}
+    step = max(common)
+    return {f"Loss, step {count(step)}": [one[step] for one in known]}
+
+
+def _change(values: Sequence[float | None]) -> str:
+    """Return the last value minus the first one; empty if one of them is unknown."""
     first, last = values[0], values[-1]
     if first is None or last is None:
         return ""
-    return f"{last - first:{form}}".replace("-", "−", 1) if last != first else "0"
+    difference = last - first
+    size = count(abs(difference)) if isinstance(difference, int) else measure(abs(difference))
+    return f"{'−' if difference < 0 else '+' if difference > 0 else ''}{size}"
 
 
 def _state(one: ComparedSide, *, has_word: bool) -> str:
     state = one.detail.row.state
     word = text(state_word(state))
-    return f'<span title="{word}">{icon(state or "unknown")} {word if has_word else ""}</span>'
+    return f'<span title="{word}">{icon(state or "unknown")}{f"<br>{word}" if has_word else ""}</span>'
 
 
 def _best(one: ComparedSide) -> float | None:
@@ -257,4 +290,7 @@ def _settings(found: Comparison) -> str:
         f'<table class="list"><tr><th>key{heads}</tr>{rows}</table>' if rows else '<p class="empty">No key differs.</p>'
     )
     note = f"{len(found.settings)} differ, {found.equal_settings} are equal"
+    without = [one.side.letter.upper() for one in found.sides if one.detail.facts.config is None]
+    if without:
+        note = f"{' and '.join(without)} stored none"
     return panel("Configuration", table, note=note, kind="scrolls")

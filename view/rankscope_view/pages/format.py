@@ -6,11 +6,15 @@ import datetime as dt
 import math
 from typing import Final
 
+from rankscope_contract.model.kinds import Kind
 from rankscope_contract.security.escaping import html_text
 
 _MILLENNIUM_SECONDS: Final = 31_556_952_000.0
 NOTHING: Final = "–"
 """Text of an unknown value. It is never 0."""
+
+NONFINITE: Final = {"nans": "NaN", "infs": "Inf"}
+"""Words for the statistics that count elements that are not finite."""
 
 
 def text(value: object) -> str:
@@ -50,6 +54,26 @@ def measure(value: float | None) -> str:
     if size >= 10_000:
         return f"{value:,.0f}"
     return f"{value:.{max(0, 3 - math.floor(math.log10(size)))}f}" if size < 1000 else f"{value:,.1f}"
+
+
+_KINDS: Final = {
+    Kind.PARAM_BEFORE: "weight before the update",
+    Kind.PARAM_AFTER: "weight after the update",
+    Kind.GRAD_UNREDUCED: "gradient before reduction",
+    Kind.GRAD_REDUCED: "gradient after reduction",
+    Kind.GRAD_CLIPPED: "gradient after clipping",
+    Kind.EXP_AVG: "first moment of Adam",
+    Kind.EXP_AVG_SQ: "second moment of Adam",
+    Kind.ACT_IN: "input of module",
+    Kind.ACT_OUT: "output of module",
+    Kind.ACT_GRAD_IN: "gradient of input",
+    Kind.ACT_GRAD_OUT: "gradient of output",
+}
+
+
+def kind_words(kind: str) -> str:
+    """Return the words for a kind of tensor, such as `gradient before reduction`."""
+    return next((words for known, words in _KINDS.items() if known == kind), kind.replace("_", " "))
 
 
 def short(value: float) -> str:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.api.summaries import AnomalyRow
-from rankscope_view.data.incident_story import Story, window
+from rankscope_view.data.incident_story import AnomalyGroup, Story, window
 from rankscope_view.data.incidents import Incident, happening
 from rankscope_view.data.runs import RunRow
-from rankscope_view.pages.format import NOTHING, count, measure, text, utc
+from rankscope_view.pages.format import NONFINITE, NOTHING, count, kind_words, measure, text, utc
 from rankscope_view.pages.parts import Place, document, icon, incident_line, panel, tabs, tensor_name
+
+_SHOWN: Final = 8
+_MOST_GROUPS: Final = 200
+_MOST_SPANS: Final = 8
 
 
 def list_page(place: Place, row: RunRow, found: Sequence[Incident]) -> str:
@@ -60,24 +65,20 @@ def sentence(one: Incident) -> str:
 
 def page(place: Place, row: RunRow, one: Incident, story: Story) -> str:
     """Return the page of one incident."""
-    crumbs = [(row.run, place.url("runs", row.run)), ("Incident", None)]
+    crumbs = [(row.run, place.url("runs", row.run)), (f"Incident {one.key}", None)]
     severity = "critical" if one.is_critical else "warning"
     word = "Critical" if one.is_critical else "Warning"
     state = "Open" if one.is_open else "Resolved"
     kind = "pending" if one.is_open else "completed"
-    ranks = (
-        ""
-        if not one.ranks
-        else f"Ranks concerned: {', '.join(map(str, one.ranks[:16]))}{'…' if len(one.ranks) > 16 else ''}."
-    )
+    ranks = f"Ranks concerned: {rank_list(story.ranks)}." if story.ranks else ""
     about = f"First of {count(max(story.total, one.events))} anomalies. {_growth(story)}{ranks} {text(one.cause or '')}"
     head = (
         f'<div class="runhead incidenthead"><div class="title"><span class="pill {"failed" if one.is_critical else "pending"}">{icon(severity)}{word}</span>'
         f'<span class="pill {kind}">{icon(kind)}{state}</span>{_beside(place, one.run, story.beside)}</div><h1>{sentence(one)}</h1><p class="reason">{about}</p></div>'
     )
     body = (
-        f'{head}<div class="columns" id="run" data-run="{text(one.run)}" data-fixed="1"><div>{_evidence(one)}{_order(one, story.shown, story.total)}{_sql(one)}</div>'
-        f"<aside>{_actions(place, one)}{_first_cause(one)}{_timeline(one, story)}{_not_judged(story.not_measured)}</aside></div>"
+        f'{head}<div class="columns" id="run" data-run="{text(one.run)}" data-fixed="1"><div>{_evidence(one)}{_order(one, story)}{_sql(one)}</div>'
+        f"<aside>{_actions(place, one, story)}{_first_cause(one)}{_timeline(one, story)}{_not_judged(story.not_measured)}</aside></div>"
     )
     return document(
         place, f"Incident of {one.run}", body, crumbs=crumbs, nav=tabs(place, row, "incidents"), page="incident"
@@ -108,7 +109,7 @@ def _evidence(one: Incident) -> str:
             panel(
                 "Evidence",
                 plot,
-                note=f"{text(one.kind.replace('_', ' '))} {op}, log",
+                note=f"{text(kind_words(one.kind))}: {op}, log",
                 aside=legend,
                 kind="chartbox",
             )
@@ -126,25 +127,66 @@ def _evidence(one: Incident) -> str:
     return "".join(charts)
 
 
-def _order(one: Incident, anomalies: Sequence[AnomalyRow], total: int) -> str:
-    head = '<tr><th class="n">#<th class="n">step<th class="n">rank<th>tensor<th class="rare">rule<th class="n">value<th class="n rare">baseline</tr>'
-    rows = []
-    for number, row in enumerate(anomalies, 1):
-        is_first = (row.step, row.rank, row.tensor, row.rule) == (one.step, one.rank, one.tensor, one.rule)
-        name = tensor_name(row.tensor) if row.tensor else text(row.op or NOTHING)
-        value = {"nans": "NaN", "infs": "Inf"}.get(row.op or "", measure(row.value))
-        bad = " bad" if value in {"NaN", "Inf"} else ""
-        rows.append(
-            f'<tr class="{"hot" if is_first else ""}"><td class="n">{number}</td><td class="n">{_count(row.step)}</td><td class="n">{_count(row.rank)}</td>'
-            f'<td>{name}</td><td class="rare">{text(row.rule or NOTHING)}</td><td class="n{bad}">{value}</td><td class="n rare">{measure(row.baseline)}</td></tr>'
+def rank_list(ranks: Sequence[int]) -> str:
+    """Return ranks as words, such as `0, 1, 4–7`; of many, the first."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    words = [
+        str(low) if low == high else f"{low}{', ' if high == low + 1 else '–'}{high}"
+        for low, high in spans[:_MOST_SPANS]
+    ]
+    return ", ".join(words) + ("…" if len(spans) > _MOST_SPANS else "")
+
+
+def _order(one: Incident, story: Story) -> str:
+    """Return the groups of anomalies in causal order, with the first ones visible and the others folded."""
+    if not story.groups:
+        return panel("Causal order", '<p class="empty">No anomaly of a rule is stored near this step.</p>')
+    head = '<tr><th class="n">step<th class="n">rank<th>first tensor<th>what<th class="rare">further, of the same layer</tr>'
+    rows = [_group(one, group) for group in story.groups]
+    shown = min(len(rows), _SHOWN)
+    note = f"causes before their effects; {shown} of {count(len(rows))} shown: the first of each layer and rule, of {count(story.total)} anomalies"
+    table = f'<table class="list">{head}{"".join(rows[:_SHOWN])}</table>'
+    others = "".join(rows[_SHOWN:_MOST_GROUPS])
+    if others:
+        word = f"{count(min(len(rows), _MOST_GROUPS) - _SHOWN)} more"
+        table += (
+            f'<details class="further"><summary>{word}</summary><table class="list">{head}{others}</table></details>'
         )
-    note = f"causes before their effects; {len(rows)} of {count(total)} shown"
-    table = (
-        f'<table class="list">{head}{"".join(rows)}</table>'
-        if rows
-        else '<p class="empty">No anomaly of a rule is stored near this step.</p>'
-    )
     return panel("Causal order", table, note=note, kind="scrolls")
+
+
+def _group(one: Incident, group: AnomalyGroup) -> str:
+    row = group.first
+    is_first = (row.step, row.rank, row.tensor, row.rule) == (one.step, one.rank, one.tensor, one.rule)
+    name = tensor_name(row.tensor) if row.tensor else text(row.op or NOTHING)
+    more = ""
+    if group.others:
+        ranks = f" on rank{'' if len(group.ranks) == 1 else 's'} {rank_list(group.ranks)}" if group.ranks else ""
+        tensors = f", {count(group.tensors)} tensors" if group.tensors > 1 else ""
+        more = f"{count(group.others)} more{tensors}{ranks}"
+    bad = " bad" if row.op in NONFINITE else ""
+    return (
+        f'<tr class="{"hot" if is_first else ""}"><td class="n">{_count(row.step)}</td><td class="n">{_count(row.rank)}</td><td>{name}</td>'
+        f'<td class="what{bad}" title="{text(row.rule or "")}">{_what(row)}{" · first cause" if is_first else ""}</td><td class="rare dim">{more}</td></tr>'
+    )
+
+
+def _what(row: AnomalyRow) -> str:
+    """Return what a rule found: NaN with its number of elements, or the value against its baseline."""
+    if row.op in NONFINITE:
+        return f"{NONFINITE[row.op]} in {_elements(row.value)}"
+    if row.value is not None and row.baseline:
+        return f"{text(row.op or 'value')} {measure(row.value)}, {measure(row.value / row.baseline)}× baseline"
+    return f"{text(row.op or row.rule or '')} {measure(row.value)}"
+
+
+def _elements(number: float | None) -> str:
+    return "some elements" if number is None else f"{count(number)} element{'' if number == 1 else 's'}"
 
 
 def _sql(one: Incident) -> str:
@@ -157,45 +199,53 @@ def _sql(one: Incident) -> str:
     )
 
 
-def _actions(place: Place, one: Incident) -> str:
+def _actions(place: Place, one: Incident, story: Story) -> str:
     first, last = window(one)
-    command = f"rankscope anomalies {one.run} --steps {first}:{last}"
+    command = text(f"rankscope anomalies {one.run} --steps {first}:{last}")
     lines = []
     if one.rank is not None and one.step is not None:
         lines.append(
             f"<b>Look at the batch of rank {one.rank} at step {count(one.step)}.</b> If one rank alone is concerned before the reduction, its data or its hardware is the cause."
         )
-    if one.op in {"nans", "infs"}:
-        lines.append(
-            f"<b>Resume from a checkpoint before step {count(one.step or 0)}.</b> Later checkpoints contain the effects."
-        )
+    if one.op in NONFINITE or story.growth:
+        lines.append(_resume(one, story))
     lines.append(
-        f'<b>List all anomalies.</b> <code>{text(command)}</code> <button class="copy" data-text="{text(command)}">Copy</button>'
+        f'<b>List all anomalies.</b> <button class="copy" data-text="{command}">Copy</button><code>{command}</code>'
     )
     if one.tensor and one.kind:
         url = place.url("runs", one.run, "tensors", kind=one.kind, tensor=one.tensor)
         lines.append(f'<b>See how it spread.</b> <a href="{url}">On the heat map</a>')
-    return panel("Next actions", f'<div class="prose"><ol>{"".join(f"<li>{line}</li>" for line in lines)}</ol></div>')
+    items = "".join(f"<li>{line}</li>" for line in lines)
+    return panel("Next actions", f'<div class="prose actions"><ol>{items}</ol></div>')
+
+
+def _resume(one: Incident, story: Story) -> str:
+    """Return which checkpoint is safe and which is not."""
+    if story.safe_checkpoint is None:
+        return f"<b>Resume from a checkpoint before step {count(one.step or 0)}.</b> No earlier one is stored in this attempt."
+    bad = (
+        f" That of step {count(story.bad_checkpoint)} is from after it."
+        if story.bad_checkpoint is not None
+        else " Later ones contain the effects."
+    )
+    return f"<b>Resume from the checkpoint of step {count(story.safe_checkpoint)}.</b> It is the newest one before the first sign.{bad}"
 
 
 def _first_cause(one: Incident) -> str:
     facts = [
         ("rank", _count(one.rank)),
         ("tensor", tensor_name(one.tensor) if one.tensor else NOTHING),
-        ("kind", text(one.kind or NOTHING)),
-    ]
-    facts += [
+        ("kind", text(kind_words(one.kind)) if one.kind else NOTHING),
         ("step", f"{_count(one.step)}, attempt {one.attempt or 0}"),
         ("rule", text(one.rule or NOTHING)),
-        ("statistic", text(one.op or NOTHING)),
     ]
-    facts += [("value", measure(one.value)), ("baseline", measure(one.baseline)), ("threshold", measure(one.threshold))]
-    return panel(
-        "First cause",
-        '<table class="facts">'
-        + "".join(f"<tr><td>{name}</td><td>{value}</td></tr>" for name, value in facts)
-        + "</table>",
-    )
+    if one.op in NONFINITE:
+        facts.append((f"{NONFINITE[one.op or '']} elements", NOTHING if one.value is None else count(one.value)))
+    else:
+        facts += [("statistic", text(one.op or NOTHING)), ("value", measure(one.value))]
+    facts += [("baseline", measure(one.baseline)), ("threshold", measure(one.threshold))]
+    rows = "".join(f"<tr><td>{name}</td><td>{value}</td></tr>" for name, value in facts if value != NOTHING)
+    return panel("First cause", f'<table class="facts">{rows}</table>')
 
 
 def _growth(story: Story) -> str:

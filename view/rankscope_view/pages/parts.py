@@ -33,6 +33,7 @@ ICONS: Final = {
     "restart": '<path d="M1.500 3h13L8 14z"/>',
     "incident": '<path d="M3.200 2L8 6.700 12.800 2 14 3.200 9.300 8l4.700 4.800-1.200 1.200L8 9.300 3.200 14 2 12.800 6.700 8 2 3.200z"/>',
     "step": '<path d="M8 5.500a2.500 2.500 0 1 0 0 5 2.500 2.500 0 0 0 0-5z"/>',
+    "outside": '<path d="M8 4l5 8H3z"/>',
     "other": '<path d="M3 7h10v2H3z"/>',
 }  # fmt: skip
 """Paths of the icons in a square of 16 units."""
@@ -118,9 +119,12 @@ def incident_line(one: Incident, more: int = 0) -> str:
     step = "" if one.step is None else f" at step {count(one.step)}"
     further = f' <span class="count">+{more}</span>' if more else ""
     severity = "critical" if one.is_critical else "warning"
+    what = happening(one)
+    if one.rank is not None and not one.tensor:
+        what = what.removeprefix(f"rank {one.rank} ")  # the line above names the rank
     return (
         f'<span class="trouble">{icon(severity)}<span><span class="first">{first}{further}</span>'
-        f'<span class="second">{text(happening(one))}{step}</span></span></span>'
+        f'<span class="second">{text(what)}{step}</span></span></span>'
     )
 
 

@@ -72,8 +72,11 @@ def verdicts(
                 else f"Its last step is {count(row.last_step)}, of {count(table.last_step or 0)}"
             )
             seen = f", {ago(max(0.0, now - row.seen_at))}" if row.seen_at is not None and is_live else ""
+            others = " The others continue: if they share collectives with it, the rank runs and only its exporter is silent."
             yield verdict(
-                "warning", f"Rank {row.rank} is silent", f"{last}{seen}. Its figures are absent here, not zero."
+                "warning",
+                f"Rank {row.rank} is silent",
+                f"{last}{seen}.{others} Its figures are absent here, not zero.",
             )
 
 
@@ -116,7 +119,7 @@ def _toolbar(place: Place, run: str, table: RankTable, order: RankOrder) -> str:
     """Return the choice of the order, and that of two ranks to compare."""
     if len(table.rows) < 2:
         return ""
-    words = ((RankOrder.RANK, "Rank"), (RankOrder.SLOW, "Slowest first"), (RankOrder.HOST, "Host"))
+    words = ((RankOrder.WORST, "Worst first"), (RankOrder.RANK, "Rank"), (RankOrder.HOST, "Host"))
     orders = [(one.value, word, place.url("runs", run, "ranks", order=one)) for one, word in words]
     chosen = (table.rows[0].rank, next((row.rank for row in table.rows if row.is_slow), table.rows[1].rank))
     selects = [
@@ -127,8 +130,8 @@ def _toolbar(place: Place, run: str, table: RankTable, order: RankOrder) -> str:
     ]
     hidden = "".join(f'<input type="hidden" name="{letter}" value="{text(run)}">' for letter in "ab")
     return (
-        f'<form class="toolbar" action="{place.url("compare")}">{segmented("Order", orders, order, "order")}{hidden}<span class="label">Compare rank</span>{selects[0]}'
-        f'<span class="label">with rank</span>{selects[1]}<button>Compare</button></form>'
+        f'<form class="toolbar" action="{place.url("compare")}">{segmented("Order", orders, order, "order")}{hidden}<span class="choice"><span class="label">Compare rank</span>{selects[0]}'
+        f'<span class="label">with rank</span>{selects[1]}<button>Compare</button></span></form>'
     )
 
 
@@ -137,9 +140,10 @@ def _strips(run: str) -> str:
     first = f'<div class="heat strip" id="heat" data-run="{name}" data-source="ranks" data-whole="" tabindex="0" role="img" aria-label="Time before the collective"></div>'
     second = f'<div class="heat strip" id="heat2" data-run="{name}" data-source="ranks" data-whole="1" tabindex="0" role="img" aria-label="Whole step"></div>'
     readout = '<div class="readout" id="readout"><span>Point at a cell for its value.</span></div>'
+    reason = '<div class="readout"><span>Equal on all ranks, because all end with the slowest.</span></div>'
     return (
-        f'<div class="grid2">{panel("Before the collective", first + readout, note="against the median rank of the step")}'
-        f"{panel('Whole step', second, note='same scale: equal, since all end with the slowest')}</div>"
+        f'<div class="strips">{panel("Before the collective", first + readout, note="against the median rank of the step")}'
+        f"{panel('Whole step', second + reason, note='same scale')}</div>"
     )
 
 
@@ -160,7 +164,7 @@ def _table(table: RankTable, now: float) -> str:
 
 
 def _row(row: RankRow, whole: float, now: float) -> str:
-    kind = "hot" if row.is_slow else "off" if row.is_silent else ""
+    kind = "hot" if row.is_slow else "warm off" if row.is_silent else ""
     word = f"{icon('critical')} slow" if row.is_slow else f"{icon('warning')} silent" if row.is_silent else ""
     if row.phases:
         bar = svg.stacked([(phase.value, row.phases[phase]) for phase in _ORDER if phase in row.phases], whole)
@@ -204,4 +208,5 @@ def _memory(latest: Mapping[str, float]) -> str:
         return NOTHING
     total = latest.get("gpu_memory_total_bytes")
     bar = f'<span class="gauge">{svg.bar(min(1.0, used / total), "completed")}</span>' if total else ""
-    return f"{used / _GIBIBYTE:.1f}{bar}"
+    of_total = f" / {total / _GIBIBYTE:.0f}" if total else ""
+    return f"{used / _GIBIBYTE:.1f}{of_total}{bar}"

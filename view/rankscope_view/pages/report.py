@@ -21,7 +21,7 @@ from rankscope_view.data.ranks import RankTable
 from rankscope_view.data.summary import Summary, Trend
 from rankscope_view.pages import incident as incident_page
 from rankscope_view.pages import ranks as rank_page
-from rankscope_view.pages.format import count, duration, measure, text, utc
+from rankscope_view.pages.format import NOTHING, count, duration, measure, text, utc
 from rankscope_view.pages.parts import incident_line, pill, segmented, state_word, tag_list
 from rankscope_view.pages.run import AXES, ChartChoice, chart_panel, event_rows, signed
 from rankscope_view.pages.sections import sections
@@ -62,9 +62,10 @@ def body(content: ReportContent) -> str:
     parts = [
         _head(content),
         _section("Summary", _summary(content.summary)),
-        _section("Curves", _curves(content)),
+        _section("Advice", _advice(content.summary)),
         _section("Incidents", _incidents(content.incidents)),
         _section("Ranks", _ranks(content)),
+        _section("Curves", _curves(content)),
         f'<section class="grid2"><div>{_events(content.log)}</div><div class="plain">{_settings(found)}</div></section>',
         _section("Queries", _queries(content)),
     ]
@@ -90,7 +91,9 @@ def sentences(content: ReportContent) -> Iterator[str]:
     """Yield the sentences at the top of the report as HTML: progress, loss, first cause, slow ranks."""
     yield _progress(content.detail)
     yield _loss(content.summary)
-    yield from _first_incident(content.incidents)
+    slow = {row.rank for row in content.ranks.rows if row.is_slow}
+    # A sentence below names a slow rank, so its incident is not counted a second time.
+    yield from _first_incident([one for one in content.incidents if one.tensor or one.rank not in slow])
     for row in content.ranks.rows:
         if row.is_slow:
             since = "" if row.slow_since is None else f" since step {count(row.slow_since)}"
@@ -127,14 +130,23 @@ def _loss(found: Summary) -> str:
 
 def _summary(found: Summary) -> str:
     listed = {section.title: section.rows for section in sections(found)}
-    advice = [text for name, text in listed.get("loss", ()) if name == "advice"]
     blocks = "".join(
-        _block(name, [row for row in listed[name] if row[0] != "advice"]) for name in _BLOCKS if name in listed
+        _block(name, [row for row in listed[name] if row[0] != "advice" and row[1] != NOTHING])
+        for name in _BLOCKS
+        if name in listed
     )
-    lines = [f"<p>{text(line)}</p>" for line in advice]
-    lines += [f"<p><b>{text(side.capitalize())}.</b> {text(line)}</p>" for side, line in listed.get("hints", ())]
-    notes = f'<div class="panel prose hints">{"".join(lines)}</div>' if lines else ""
-    return f'<div class="blocks">{blocks}</div>{notes}'
+    return f'<div class="blocks">{blocks}</div>'
+
+
+def _advice(found: Summary) -> str:
+    """Return the advice about the loss, then the tuning hints, each side with its name once."""
+    lines = [f"<p>{text(one.text)}</p>" for one in found.detail.advice]
+    for side, hints in itertools.groupby(found.hints, key=lambda hint: hint.side):
+        for number, hint in enumerate(hints):
+            name = "" if number else f"<b>{text(side.capitalize())}.</b> "
+            observed = f"{hint.observation[:1].upper()}{hint.observation[1:]}"
+            lines.append(f"<p>{name}{text(observed)}: {text('; '.join(hint.actions))}.</p>")
+    return f'<div class="panel prose hints">{"".join(lines)}</div>' if lines else ""
 
 
 def _block(name: str, rows: Sequence[tuple[str, str]]) -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from rankscope_view.data.advice import Advice
-from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, notice
-from rankscope_view.data.detail import PERPLEXITY, STEP_SECONDS, RunDetail, speed_change
+from rankscope_view.data.curves import POINTS, Axis, Curve, CurveRequest, Smoothing, notice
+from rankscope_view.data.detail import PERPLEXITY, RECENT_ROWS, STEP_SECONDS, RunDetail, speed_change
 from rankscope_view.data.events import NEWEST, EventLine, EventLog, Group
-from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, SPEEDS
+from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, SPEEDS, History
 from rankscope_view.data.runs import RunRow
 from rankscope_view.pages import svg
 from rankscope_view.pages.format import NOTHING, count, duration, measure, percent, short, text, utc
@@ -27,7 +29,7 @@ AXES: Final = (
 )
 _SMOOTHINGS: Final = ((Smoothing.NONE, "None"), (Smoothing.EMA, "EMA"), (Smoothing.AVERAGE, "Average"))
 _HINTS: Final = {
-    PERPLEXITY: "10 means: as unsure as among 10 words of equal chance.",
+    PERPLEXITY: "10 means: as unsure as among 10 words of equal chance. Lower is better.",
     GRAD_NORM: "Above 100: clip. Near 0: vanishing.",
     LEARNING_RATE: "Warm-up, then the shape of the schedule. A jump at a restart is a changed setting.",
     EVAL_LOSS: "Training falls while evaluation rises: overfitting.",
@@ -52,8 +54,15 @@ _GROUP_WORDS: Final = {
 }
 
 
+OUTSIDE: Final = f'<span class="mark">{icon("outside")} outside of the axis (Fit all)</span>'
+"""Entry of a legend for the triangles at the edges of a chart."""
+
+_SUMMED: Final = ("tokens_per_second", "samples_per_second")
+"""Speeds of each rank, of which the header has the sum over ranks and the chart the mean."""
+
 _MARKS: Final = "".join(
-    f"{icon(group)} {group}" for group in (Group.INCIDENT, Group.RESTART, Group.CHECKPOINT, Group.EVALUATION)
+    f'<span class="mark">{icon(group)} {group}</span>'
+    for group in (Group.INCIDENT, Group.RESTART, Group.CHECKPOINT, Group.EVALUATION)
 )
 
 
@@ -84,24 +93,25 @@ class ChartChoice:
 def page(place: Place, found: RunDetail, choice: ChartChoice, curves: dict[str, Curve], log: EventLog) -> str:
     """Return the page of a run. `curves` are drawn for readers without scripts, by the name of the scalar."""
     row = found.row
-    charts = [
-        chart_panel(found, name, curves[name], choice, is_main=True) for name in (LOSS, PERPLEXITY) if name in curves
-    ]
-    if LOSS not in curves:
-        charts.insert(0, _no_loss(place, found))
-    more = [name for name in (GRAD_NORM, LEARNING_RATE, EVAL_LOSS, *SPEEDS) if name in curves]
+    main = chart_panel(found, LOSS, curves[LOSS], choice, is_main=True) if LOSS in curves else _no_loss(place, found)
+    more = [name for name in (GRAD_NORM, LEARNING_RATE, EVAL_LOSS, *SPEEDS, PERPLEXITY) if name in curves]
     folded = "".join(chart_panel(found, name, curves[name], choice, is_main=False) for name in more)
     words = ", ".join(title(name).lower() for name in more)
     group = (
-        f'<details class="more" id="more"><summary>{words.capitalize()} <span class="dim">{len(more)} charts</span> '
+        f'<details class="more" id="more" open><summary>{words.capitalize()} <span class="dim">{len(more)} charts</span> '
         f"<kbd>m</kbd></summary><div class=grid2>{folded}</div></details>"
     )
     body = (
         f'{header(place, found)}<div class="columns" id="run" data-run="{text(row.run)}" data-live-run="{row.is_live:d}"><div>'
-        f"{toolbar(lambda values: place.url('runs', row.run, **values), choice)}{''.join(charts)}{group if more else ''}</div>"
+        f"{toolbar(lambda values: place.url('runs', row.run, **values), choice, is_long=is_long(curves))}{main}{group if more else ''}</div>"
         f"<aside>{_incidents(place, row)}{_events(place, row, log)}{_advice(found.advice)}</aside></div>"
     )
     return document(place, row.run, body, crumbs=[(row.run, None)], nav=tabs(place, row, ""), page="run")
+
+
+def is_long(curves: Mapping[str, Curve]) -> bool:
+    """Return whether any of `curves` has more rows than a chart draws, so that its newest rows are a choice."""
+    return any(curve.rows > POINTS for curve in curves.values())
 
 
 def title(name: str) -> str:
@@ -160,12 +170,12 @@ def _figures(place: Place, found: RunDetail) -> Iterator[tuple[str, str, str, st
     change = found.loss_change
     yield LOSS, "Loss", measure(row.loss), "" if change is None else f"{change:+.3g} in 100 rows".replace("-", "−", 1)
     if found.perplexity is not None:
-        yield PERPLEXITY, "Perplexity", measure(found.perplexity), "exp(loss)"
+        yield PERPLEXITY, "Perplexity", measure(found.perplexity), "exp(loss): equal choices"
     if row.learning_rate is not None:
-        yield LEARNING_RATE, "Learning rate", measure(row.learning_rate), ""
+        yield LEARNING_RATE, "Learning rate", measure(row.learning_rate), _direction(found.history(LEARNING_RATE))
     norms = found.history(GRAD_NORM)
     if len(norms):
-        yield GRAD_NORM, "Gradient norm", measure(float(norms.value[-1])), f"at step {count(float(norms.step[-1]))}"
+        yield GRAD_NORM, "Gradient norm", measure(float(norms.value[-1])), _usual(norms)
     for name in SPEEDS:
         history = found.history(name)
         if not len(history):
@@ -180,7 +190,8 @@ def _figures(place: Place, found: RunDetail) -> Iterator[tuple[str, str, str, st
             if name == STEP_SECONDS
             else short(row.speed if name == row.speed_name and row.speed else value)
         )
-        yield name, {STEP_SECONDS: "Speed"}.get(name, "Throughput"), shown, line
+        label = "Throughput, all ranks" if name in _SUMMED and (row.world_size or 0) > 1 else "Throughput"
+        yield name, {STEP_SECONDS: "Speed"}.get(name, label), shown, line
     if (texts := goodput_texts(found.facts.goodput, found.facts.lost_seconds)) is not None:
         yield GOODPUT, "Goodput", *texts
     elif found.facts.lacks_goodput:
@@ -198,6 +209,23 @@ def goodput_texts(share: float | None, lost: float | None) -> tuple[str, str] | 
     return None if share is None else (percent(share), f"{duration(lost)} lost" if lost else "")
 
 
+def _direction(rates: History) -> str:
+    """Return whether the learning rate falls, rises or is constant, over its last rows."""
+    values = rates.value[-RECENT_ROWS:]
+    values = values[np.isfinite(values)]
+    if len(values) < 2:
+        return ""
+    change = float(values[-1] - values[0])
+    return "constant" if change == 0 else f"{'falling' if change < 0 else 'rising'} in {len(values)} rows"
+
+
+def _usual(norms: History) -> str:
+    """Return the median of the last gradient norms, which their newest value is read against."""
+    values = norms.value[-RECENT_ROWS:]
+    values = values[np.isfinite(values)]
+    return f"median {measure(float(np.median(values)))} in {len(values)} rows" if len(values) > 1 else ""
+
+
 def _unit(name: str) -> str:
     return f" <small>{SPEED_UNITS[name]}</small>" if name in SPEED_UNITS else ""
 
@@ -207,7 +235,9 @@ def signed(ratio: float) -> str:
     return f"{ratio:+.0%}".replace("-", "−").replace("%", " %")
 
 
-def toolbar(address: Callable[[dict[str, object]], str], choice: ChartChoice, *, has_axes: bool = True) -> str:
+def toolbar(
+    address: Callable[[dict[str, object]], str], choice: ChartChoice, *, has_axes: bool = True, is_long: bool = False
+) -> str:
     """Return the choices of axis, smoothing, scale and range, as links that work without scripts.
 
     `address` returns the address of the page with the parameters that it receives.
@@ -224,15 +254,21 @@ def toolbar(address: Callable[[dict[str, object]], str], choice: ChartChoice, *,
         f'<output id="strength-word">{strength:g}</output></label>'
     )
     fit = address(values | {"fit": None if choice.fits_all else 1})
-    tail = address(values | {"tail": None if request.newest else 4000})
+    newest = ""
+    if is_long or request.newest:
+        tail = address(values | {"tail": None if request.newest else POINTS})
+        current = " aria-current=true" if request.newest else ""
+        newest = (
+            f'<a class="button" id="tail" href="{tail}" title="Draw only the newest rows, each of them"{current}>'
+            f"Newest {count(POINTS)}</a>"
+        )
     whole = address(values | {"from_": None, "to": None})
     return (
         f'<div class="toolbar charts" id="toolbar">{segmented("Axis", axes, request.axis.value, "axis") if has_axes else ""}'
         f"{segmented('' if has_axes else 'Smoothing', smoothings, request.smoothing.value, 'smooth')}{slider}"
         f"{segmented('', scales, '1' if choice.is_log else '', 'log')}"
         f'<a class="button" id="fit" href="{fit}"{" aria-current=true" if choice.fits_all else ""}>Fit all</a>'
-        f'<a class="button" id="tail" href="{tail}"{" aria-current=true" if request.newest else ""}>Newest 4,000</a>'
-        f'<a class="button{"" if is_zoomed else " off"}" id="whole" href="{whole}">Reset zoom <kbd>0</kbd></a></div>'
+        f'{newest}<a class="button{"" if is_zoomed else " off"}" id="whole" href="{whole}">Reset zoom <kbd>0</kbd></a></div>'
     )
 
 
@@ -242,10 +278,12 @@ def chart_panel(found: RunDetail, name: str, curve: Curve, choice: ChartChoice, 
     axis = next(line for axis, _, line in AXES if axis is choice.request.axis)
     ranks = found.row.world_size or 0
     note = {LOSS: f"mean of {ranks} ranks" if ranks > 1 else "", PERPLEXITY: "exp(loss)", **SPEED_UNITS}.get(name, "")
+    if ranks > 1 and name in _SUMMED:
+        note += " per rank"
     is_log = choice.is_log or name == GRAD_NORM
     legend = '<span class="legend"></span><button class="save" title="Save as CSV or PNG" aria-label="Save">⤓</button>'
     text_below = (
-        f'<p class="notice">{notice(curve)} · <span class="axisword">{axis}</span>{_MARKS}</p>'
+        f'<p class="notice">{notice(curve)} · <span class="axisword">{axis}</span>{_MARKS}{OUTSIDE}</p>'
         if is_main and name == LOSS
         else ""
     )

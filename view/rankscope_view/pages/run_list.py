@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -19,10 +20,10 @@ _COLUMNS: Final = (
     ("run", "Run", ""),
     ("state", "State", ""),
     ("progress", "Progress", ""),
-    ("loss", "Loss", "n"),
+    ("loss", "Loss", "loss"),
     ("", "Learning rate", "n wide"),
     ("", "Speed", "n wide"),
-    ("", "Open incident, first cause", ""),
+    ("", "Open incident, or reason of the state", ""),
     ("seen", "Seen", "n"),
 )
 SPEED_UNITS: Final = {
@@ -31,6 +32,11 @@ SPEED_UNITS: Final = {
     "steps_per_second": "steps/s",
     "step_seconds": "s/step",
 }
+_MOVING: Final = frozenset({RunState.RUNNING, STOPPING})
+"""States in which a run makes steps, so that the time that is left has a meaning."""
+
+_STILL: Final = frozenset({RunState.PENDING, RunState.STALLED, RunState.FAILED, RunState.STOPPED})
+"""States of a run without a speed. The speed of a completed run is its last one."""
 
 
 def page(place: Place, found: RunList, search: str, now: float, alarms: Sequence[str] = ()) -> str:
@@ -109,29 +115,39 @@ def _heads(place: Place, found: RunList, search: str) -> str:
 
 def _row(place: Place, row: RunRow, now: float) -> str:
     url = place.url("runs", row.run)
-    bad = " bad" if row.loss is not None and row.loss != row.loss else ""
     lead = _reason(row)
     if row.incidents:
         link = place.url("runs", row.run, "incidents", row.incidents[0].key)
         lead = f'<a class="plain" href="{link}">{incident_line(row.incidents[0], len(row.incidents) - 1)}</a>'
     seen = NOTHING if row.seen_at is None else age(max(0.0, now - row.seen_at))
     return (
-        f'<tr class="{"" if row.is_live else "ended"}"><td class="pick"><input type="checkbox" name="run" value="{text(row.run)}" aria-label="Select {text(row.run)}">'
+        f'<tr class="{"" if row.state in _MOVING else "still"}"><td class="pick"><input type="checkbox" name="run" value="{text(row.run)}" aria-label="Select {text(row.run)}">'
         f'</td><td class="name"><a href="{url}"><bdi>{text(row.run)}</bdi></a><span class="tags">'
         f'{tag_list(sorted(row.tags.items()))}</span></td><td class="state">{pill(row.state)}</td>'
-        f'<td class="progress">{progress(row)}</td><td class="n loss"><span class="value{bad}">{measure(row.loss)}</span>'
-        f'{svg.sparkline(row.sparkline)}</td><td class="n wide">{measure(row.learning_rate)}</td>'
+        f'<td class="progress">{progress(row)}</td><td class="loss">{_loss(row)}</td><td class="n wide">{measure(row.learning_rate)}</td>'
         f'<td class="n wide">{speed(row)}</td><td class="why">{lead}</td><td class="n seen">{seen}</td></tr>'
     )
 
 
+def _loss(row: RunRow) -> str:
+    """Return the newest loss and its sparkline, or words for a run without one."""
+    if not row.sparkline.points:
+        return f'<span class="dim">{"no row yet" if row.state == RunState.PENDING else "no loss logged"}</span>'
+    bad = " bad" if row.loss is not None and math.isnan(row.loss) else ""
+    return f'<span class="value{bad}">{measure(row.loss)}</span>{svg.sparkline(row.sparkline)}'
+
+
 def _reason(row: RunRow) -> str:
-    return f'<span class="dim reason">{text(row.reason.partition(chr(10))[0])}</span>' if row.reason else ""
+    """Return the first line of the reason of a state, with the mark of a state that needs attention."""
+    if not row.reason:
+        return ""
+    mark = icon(row.state) if row.state in {RunState.STALLED, RunState.FAILED} else ""
+    return f'<span class="dim reason">{mark} {text(row.reason.partition(chr(10))[0])}</span>'
 
 
 def speed(row: RunRow) -> str:
-    """Return the newest speed of a run with its unit."""
-    if row.speed is None or row.speed_name is None or row.state == RunState.PENDING:
+    """Return the newest speed of a run with its unit. A run that makes no steps, such as a stalled one, has none."""
+    if row.speed is None or row.speed_name is None or row.state in _STILL:
         return NOTHING
     return f'{short(row.speed)} <span class="unit">{SPEED_UNITS[row.speed_name]}</span>'
 
@@ -140,15 +156,18 @@ def progress(row: RunRow) -> str:
     """Return step and total, the time that is left or that the run took, and a bar."""
     kind = row.state or "unknown"
     done = NOTHING if row.step is None else count(row.step)
-    total = "" if row.planned_steps is None else f" / {count(row.planned_steps)}"
-    if row.eta_seconds is not None and row.is_live:
+    if row.planned_steps is not None:
+        done = f"{done} / {count(row.planned_steps)}"
+    elif row.step is not None:
+        done = f"step {done}"
+    if row.eta_seconds is not None and row.state in _MOVING:
         right = f"{duration(row.eta_seconds)} left"
     elif row.ended_at is not None and row.started_at is not None and row.state == RunState.COMPLETED:
         right = f"in {duration(max(0.0, row.ended_at - row.started_at))}"
     else:
         right = "" if row.share is None else percent(row.share)
     bar = svg.bar(row.share or 0.0, kind) if row.planned_steps else '<span class="norail"></span>'
-    return f'<span class="figures"><span>{done}{total}</span><span class="dim">{right}</span></span>{bar}'
+    return f'<span class="figures"><span>{done}</span><span class="dim">{right}</span></span>{bar}'
 
 
 def _compare_bar() -> str:

@@ -123,7 +123,8 @@ def _parameters(found: Summary) -> Iterator[tuple[str, str]]:
     norm = NOTHING if known.grad_norm is None else f"{known.grad_norm:.4f}"
     bad = f", {_rows(known.nonfinite_grad_norms)} NaN or infinite" if known.nonfinite_grad_norms else ""
     yield "gradient norm", norm + bad
-    yield "logged losses", count(found.losses.rows)
+    again = found.detail.steps_again
+    yield "logged losses", count(found.losses.rows) + (f", and {count(again)} of repeated steps" if again else "")
     for name, value in (
         ("loss scale", known.loss_scale),
         ("skipped iterations", known.skipped_iterations),
@@ -146,17 +147,20 @@ def _time(found: Summary) -> Iterator[tuple[str, str]]:
     if times.train_seconds is not None:
         yield "training time", f"{duration(times.train_seconds)} (train_runtime of the log)"
     if times.goodput is not None and times.wall_seconds is not None:
-        share = f"{times.goodput:.1%} of {duration(times.wall_seconds)}"
-        yield "goodput", f"{share} in steps that were not superseded"
+        share = f"{100 * times.goodput:.1f} % of {duration(times.wall_seconds)}"
+        yield "goodput", f"{share}; the rest was repeated, lost or waiting"
 
 
 def _speed(found: Summary) -> Iterator[tuple[str, str]]:
     speed, throughput = found.speed, found.speed.throughput
     if throughput is not None and throughput.median is not None and throughput.low is not None:
-        mean = f", mean of {throughput.ranks} ranks" if throughput.ranks > 1 else ""
+        ranks = throughput.ranks
+        each = f"{throughput.unit}{' per rank' if ranks > 1 else ''}"
         source = "" if throughput.source == throughput.name else f", from {throughput.source}"
-        yield "throughput", f"{short(throughput.median)} {throughput.unit} (median{mean}{source})"
-        yield "P10", f"{short(throughput.low)} {throughput.unit}, {_rows(throughput.rows_below)} below"
+        yield "throughput", f"{short(throughput.median)} {each} (median{source})"
+        if ranks > 1 and throughput.name != "steps_per_second":
+            yield "of all ranks", f"{short(throughput.median * ranks)} {throughput.unit} (median × {ranks} ranks)"
+        yield "P10", f"{short(throughput.low)} {each}, {_rows(throughput.rows_below)} below"
     if found.stored.tokens_per_second is not None and (throughput is None or throughput.name != "tokens_per_second"):
         yield "tokens", f"{found.stored.tokens_per_second:,.0f} tokens/s"
     if speed.step_seconds is not None and speed.first_step_seconds is not None:

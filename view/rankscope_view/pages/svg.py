@@ -22,10 +22,11 @@ Point = tuple[float, float]
 
 
 def sparkline(line: Sparkline) -> str:
-    """Return the curve of the loss in a row of the list. Values that are not finite are a bar at the lower edge."""
+    """Return the curve of the loss in a row of the list. Values that are not finite are a bar at the lower edge.
+
+    A value between two others that are not finite is a dot.
+    """
     finite = [value for _, value in line.points if math.isfinite(value)]
-    if not line.points:
-        return '<span class="dim">no row yet</span>'
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
     scale = (_HEIGHT - 6) / ((high - low) or 1.0)
     step = (_WIDTH - 4) / max(1, line.places - 1)
@@ -42,7 +43,7 @@ def sparkline(line: Sparkline) -> str:
     return (
         f'<svg class="spark" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
         'preserveAspectRatio="none" aria-hidden="true">'
-        f'<path d="{path(parts)}"/>{marks}</svg>'
+        f'<path d="{path(parts)}"/><path class="dot" d="{path(part for part in parts if len(part) == 1)}"/>{marks}</svg>'
     )
 
 

@@ -10,9 +10,9 @@ from rankscope_contract.model.kinds import OPS
 from rankscope_view.data.curves import Curve
 from rankscope_view.data.grid import Order, TensorKinds
 from rankscope_view.data.runs import RunRow
-from rankscope_view.data.tensor import MOST_FIRINGS, TensorDetail
+from rankscope_view.data.tensor import MOST_FIRINGS, FiringGroup, TensorDetail, firing_groups
 from rankscope_view.pages import svg
-from rankscope_view.pages.format import NOTHING, count, measure, text
+from rankscope_view.pages.format import NONFINITE, NOTHING, count, kind_words, measure, text
 from rankscope_view.pages.parts import Place, document, icon, panel, segmented, tabs, tensor_name
 
 _RANKS: Final = 64
@@ -84,7 +84,7 @@ def _toolbar(place: Place, run: str, kinds: TensorKinds, choice: TensorChoice) -
         for value, word in (("", "Layer"), (Order.PART, "Part"), (Order.WORST, "Worst first"))
     ]
     known = "".join(
-        f'<option value="{text(kind)}"{" selected" if kind == choice.kind else ""}>{text(kind.replace("_", " "))} ({count(number)})</option>'
+        f'<option value="{text(kind)}"{" selected" if kind == choice.kind else ""}>{text(kind_words(kind))} ({count(number)})</option>'
         for kind, number in kinds.counts.items()
     )
     whole = choice.url(place, run, rows=None, columns=None)
@@ -107,11 +107,12 @@ def _toolbar(place: Place, run: str, kinds: TensorKinds, choice: TensorChoice) -
 
 
 def _map(choice: TensorChoice, run: str, tensors: int) -> str:
-    name = f"{choice.kind.replace('_', ' ')} {choice.op} by tensor and step".capitalize()
+    words = kind_words(choice.kind)
+    name = f"{words[:1].upper()}{words[1:]}: {choice.op} by tensor and step"
     body = (
         f'<div class="heat" id="heat" data-run="{text(run)}" data-source="grid" data-kind="{text(choice.kind)}" data-op="{choice.op}" data-rank="{"" if choice.rank is None else choice.rank}" tabindex="0" role="img" '
         f'aria-label="{text(name)}"></div><noscript><p class="empty">The heat map needs scripts. The tables at the side do not.</p></noscript>'
-        '<div class="readout" id="readout"><span>Point at a cell for its value; a click opens the tensor, or zooms to single tensors.</span></div>'
+        '<div class="readout" id="readout"><span>Point at a cell for its value; a click opens the tensor, or zooms to single tensors. Dashed: restart.</span></div>'
     )
     return panel(
         text(name),
@@ -124,10 +125,11 @@ def _map(choice: TensorChoice, run: str, tensors: int) -> str:
 def _tensor(detail: TensorDetail, curve: Curve) -> str:
     known = text(f'{{"name": "{detail.op}", "log": true, "fixed": true, "zero": false, "tensor": true}}')
     chart = (
-        f'<div class="plot" data-chart="{known}" data-tensor="{text(detail.tensor)}" data-kind="{text(detail.kind)}" data-axis="arrival" tabindex="0" role="group" '
+        f'<div class="plot mid" data-chart="{known}" data-tensor="{text(detail.tensor)}" data-kind="{text(detail.kind)}" data-axis="arrival" tabindex="0" role="group" '
         f'aria-label="{text(detail.tensor)}">{svg.line_chart(curve, label=detail.tensor, height=180, width=820)}</div>'
     )
-    ranks = "".join(_rank(row) for row in detail.ranks[:_RANKS])
+    subject = detail.subject
+    ranks = "".join(_rank(row, is_subject=row is subject) for row in detail.ranks[:_RANKS])
     more = f'<p class="empty">{count(len(detail.ranks) - _RANKS)} more ranks.</p>' if len(detail.ranks) > _RANKS else ""
     table = (
         '<table class="list"><tr><th class="n">rank<th class="n">step<th class="n">newest<th class="n">highest<th class="n">at step'
@@ -135,21 +137,24 @@ def _tensor(detail: TensorDetail, curve: Curve) -> str:
     )
     legend = '<span class="legend"></span>'
     return (
-        f'<div id="tensor">{panel(tensor_name(detail.tensor), chart, note=f"{text(detail.op)} of all ranks, log", aside=legend, kind="chartbox")}'
-        f"{panel('All ranks', table, note='elements that are NaN or infinite are summed over the run', kind='scrolls')}</div>"
+        f'<div id="tensor">{panel(tensor_name(detail.tensor), chart, note=f"{text(detail.op)} of each rank, log", aside=legend, kind="chartbox")}'
+        f"{panel('All ranks', table, note='NaN and Inf are elements, summed over the run; marked is the rank of the chart', kind='scrolls')}</div>"
     )
 
 
-def _rank(row: Mapping[str, Any]) -> str:
-    bad = ' class="hot"' if row["nans"] or row["infs"] else ""
+def _rank(row: Mapping[str, Any], *, is_subject: bool) -> str:
+    bad = ' class="hot"' if is_subject else ""
     cells = [
         NOTHING if row["rank"] is None else str(row["rank"]),
         _count(row["step"]),
         measure(row["value"]),
         measure(row["highest"]),
     ]
-    cells += [_count(row["highest_step"]), _count(row["nans"]), _count(row["infs"])]
-    return f"<tr{bad}>{''.join(f'<td class=n>{cell}</td>' for cell in cells)}</tr>"
+    cells.append(_count(row["highest_step"]))
+    bad_elements = "".join(
+        f'<td class="n{" bad" if row[name] else ""}">{_count(row[name])}</td>' for name in ("nans", "infs")
+    )
+    return f"<tr{bad}>{''.join(f'<td class=n>{cell}</td>' for cell in cells)}{bad_elements}</tr>"
 
 
 def _count(value: float | None) -> str:
@@ -159,37 +164,36 @@ def _count(value: float | None) -> str:
 def _aside(
     place: Place, run: str, choice: TensorChoice, detail: TensorDetail | None, leaving: Sequence[Mapping[str, Any]]
 ) -> str:
-    parts = []
-    if detail is not None:
-        parts.append(panel("Tensor", _facts(detail)))
-        rows = "".join(_firing(one) for one in detail.firings[:MOST_FIRINGS])
-        head = '<tr><th class="n">step<th class="n">rank<th class="n">value<th>rule</tr>'
-        table = (
-            f'<div class="scroll"><table class="list">{head}{rows}</table></div>'
-            if rows
-            else '<p class="empty">No rule fired.</p>'
-        )
-        parts.append(
-            panel(f'Firings <span class="count">{count(len(detail.firings))}</span>', table, note="newest first")
-        )
     items = "".join(
         f'<a class="item" href="{choice.url(place, run, tensor=one["tensor"], kind=one["kind"])}"><span class="figures">'
         f"{tensor_name(one['tensor'])}<b>{_count(one['step'])}</b></span></a>"
         for one in leaving
     )
-    parts.append(panel("First to leave the baseline", items or '<p class="empty">No rule fired for a tensor.</p>'))
-    return "".join(parts)
+    empty = '<p class="empty">No rule fired for a tensor.</p>'
+    first = panel("First to leave the baseline", items or empty, note="by step")
+    if detail is None:
+        return first
+    groups = firing_groups(detail.firings)
+    head = '<tr><th class="n">steps<th class="n">rank<th class="n">farthest<th>rule</tr>'
+    rows = "".join(_firing(one) for one in groups[:MOST_FIRINGS])
+    table = f'<div class="scroll"><table class="list tight">{head}{rows}</table></div>'
+    number = f'Firings <span class="count">{count(len(detail.firings))}</span>'
+    fired = panel(number, table if rows else '<p class="empty">No rule fired.</p>', note="the first one above")
+    return f"{first}{panel('Tensor', _facts(detail, groups))}{fired}"
 
 
-def _facts(detail: TensorDetail) -> str:
+def _facts(detail: TensorDetail, groups: Sequence[FiringGroup]) -> str:
+    """Return the facts about a tensor as a table: its worst value where a rule fired, then its newest one."""
     subject = detail.subject
-    facts = [("kind", text(detail.kind))]
+    facts = [("kind", text(kind_words(detail.kind)))]
     if subject is not None:
-        value, baseline = subject["value"], subject["baseline"]
         where = NOTHING if subject["rank"] is None else str(subject["rank"])
-        facts += [("rank", where), (f"{text(detail.op)} at step {_count(subject['step'])}", measure(value))]
-        facts += [("baseline", measure(baseline)), *_against(detail, value, baseline)]
-        facts.append(("highest", f"{measure(subject['highest'])} at step {_count(subject['highest_step'])}"))
+        facts += [("rank", where), *_worst(detail, groups)]
+        facts.append((f"newest {text(detail.op)}, step {_count(subject['step'])}", measure(subject["value"])))
+        facts += [
+            ("its baseline", measure(subject["baseline"])),
+            *_against(detail, subject["value"], subject["baseline"]),
+        ]
     facts.append(("non-finite elements", count(sum((row["nans"] or 0) + (row["infs"] or 0) for row in detail.ranks))))
     if detail.shape:
         facts += [
@@ -203,6 +207,25 @@ def _facts(detail: TensorDetail) -> str:
     )
 
 
+def _worst(detail: TensorDetail, groups: Sequence[FiringGroup]) -> list[tuple[str, str]]:
+    """Return the value that is farthest from its baseline, and the first step without finite values, of all firings."""
+    facts = []
+    judged = [one for one in groups if one.op == detail.op and one.ratio is not None]
+    worst = max(judged, key=lambda one: max(one.ratio or 0.0, 1 / (one.ratio or 1.0)), default=None)
+    if worst is not None:
+        facts.append((f"farthest {text(detail.op)}, step {_count(worst.step)}", f"<b>{measure(worst.value)}</b>"))
+        facts.append(("times its baseline", f'<b class="bad">{measure(worst.ratio)}×</b>'))
+    elif detail.subject is not None:
+        highest = detail.subject
+        facts.append(
+            (f"highest {text(detail.op)}, step {_count(highest['highest_step'])}", measure(highest["highest"]))
+        )
+    bad = next((one for one in groups if one.op in NONFINITE), None)
+    if bad is not None:
+        facts.append((f"{NONFINITE[bad.op or '']} since step", f'<b class="bad">{_count(bad.first)}</b>'))
+    return facts
+
+
 def _against(detail: TensorDetail, value: float | None, baseline: float | None) -> list[tuple[str, str]]:
     """Return the limit of the rule, and the newest value against the baseline, where they are known."""
     if not baseline:
@@ -211,14 +234,19 @@ def _against(detail: TensorDetail, value: float | None, baseline: float | None) 
     facts = [] if limit is None else [("threshold", f"{measure(limit.high * baseline)} ({limit.high:.3g}×)")]
     if limit is not None and limit.low is not None:
         facts.append(("lower threshold", f"{measure(limit.low * baseline)} ({limit.low:.3g}×)"))
-    return [*facts, ("value / baseline", NOTHING if value is None else f"{value / baseline:,.3g}×")]
+    return [*facts, ("newest / baseline", NOTHING if value is None else f"{measure(value / baseline)}×")]
 
 
-def _firing(one: Mapping[str, Any]) -> str:
-    severity = "critical" if one["severity"] == "critical" else "warning"
-    rank = NOTHING if one["rank"] is None else str(one["rank"])
-    value = {"nans": "NaN", "infs": "Inf"}.get(one["op"] or "", measure(one["value"]))
+def _firing(one: FiringGroup) -> str:
+    severity = "critical" if one.severity == "critical" else "warning"
+    rank = NOTHING if one.rank is None else str(one.rank)
+    steps = _count(one.first) if one.first == one.last else f"{_count(one.first)}–{_count(one.last)}"
+    if one.op in NONFINITE:
+        value = f'<span class="bad">{NONFINITE[one.op or ""]}</span>'
+    else:
+        value = measure(one.value) if one.ratio is None else f"{measure(one.ratio)}×"
+    times = f'<br><span class="dim">{count(one.times)} times</span>' if one.times > 1 else ""
     return (
-        f'<tr><td class="n">{_count(one["step"])}</td><td class="n">{rank}</td><td class="n{" bad" if value in {"NaN", "Inf"} else ""}">{value}</td>'
-        f"<td>{icon(severity)} {text(one['rule'] or 'rule')}</td></tr>"
+        f'<tr><td class="n">{steps}</td><td class="n">{rank}</td><td class="n">{value}</td>'
+        f"<td>{icon(severity)} {text(one.rule or 'rule')}{times}</td></tr>"
     )
