@@ -154,9 +154,7 @@ def _order(one: Incident, story: Story) -> str:
     others = "".join(rows[_SHOWN:_MOST_GROUPS])
     if others:
         word = f"{count(min(len(rows), _MOST_GROUPS) - _SHOWN)} more"
-        table += (
-            f'<details class="further"><summary>{word}</summary><table class="list causal">{head}{others}</table></details>'
-        )
+        table += f'<details class="further"><summary>{word}</summary><table class="list causal">{head}{others}</table></details>'
     return panel("Causal order", table, note=note, kind="scrolls")
 
 
