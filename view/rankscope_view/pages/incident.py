@@ -150,13 +150,11 @@ def _order(one: Incident, story: Story) -> str:
     rows = [_group(one, group) for group in story.groups]
     shown = min(len(rows), _SHOWN)
     note = f"causes before their effects; {shown} of {count(len(rows))} shown: the first of each layer and rule, of {count(story.total)} anomalies"
-    table = f'<table class="list">{head}{"".join(rows[:_SHOWN])}</table>'
+    table = f'<table class="list causal">{head}{"".join(rows[:_SHOWN])}</table>'
     others = "".join(rows[_SHOWN:_MOST_GROUPS])
     if others:
         word = f"{count(min(len(rows), _MOST_GROUPS) - _SHOWN)} more"
-        table += (
-            f'<details class="further"><summary>{word}</summary><table class="list">{head}{others}</table></details>'
-        )
+        table += f'<details class="further"><summary>{word}</summary><table class="list causal">{head}{others}</table></details>'
     return panel("Causal order", table, note=note, kind="scrolls")
 
 
