@@ -1,24 +1,18 @@
 """One run as a single HTML file: it needs no server and no network, and is readable without scripts.
 
-The file contains the styles and scripts of the pages, and the curves as JSON. A policy in the file permits exactly
-these scripts and styles, by their hashes.
+The file contains the styles and scripts of the pages, and the curves as JSON.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from rankscope_storage.connection import Connection
-from rankscope_view.assets import ASSETS
-from rankscope_view.assets.bundle import bundle, chart_library, style
-from rankscope_view.data.curves import Axis, Curve, CurveRequest, Line, Smoothing, curve
+from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve
 from rankscope_view.data.detail import RunDetail, nothing
 from rankscope_view.data.events import Group, Marker, event_log, markers
 from rankscope_view.data.history import EVAL_LOSS, LOSS, History
@@ -26,10 +20,10 @@ from rankscope_view.data.incidents import incidents
 from rankscope_view.data.ranks import rank_table
 from rankscope_view.data.summary import read_summary
 from rankscope_view.pages import report as report_page
-from rankscope_view.pages.format import text, utc
-from rankscope_view.pages.parts import icon
+from rankscope_view.pages.format import utc
 from rankscope_view.pages.run import ChartChoice
 from rankscope_view.pages.sections import sections, title
+from rankscope_view.standalone import File, FilePage, file, kept_line, short_number
 
 CURVE_BYTES: Final = 2_000_000
 """Limit of the JSON of all curves. The rest of a report, with styles, scripts and drawings, is below 1 MB."""
@@ -40,19 +34,10 @@ _POINTS: Final = (2000, 1000, 500, 250, 125, 60)
 _MAIN_FACTOR: Final = 4
 """The loss has this many times the points of other curves."""
 
-_DIGITS: Final = 7
 _DRAWN_POINTS: Final = 600
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """A report: the complete HTML document, and its policy."""
-
-    html: str
-    policy: str
-
-
-def report(connection: Connection, run: str, *, made_at: float, source: str) -> Report | None:
+def report(connection: Connection, run: str, *, made_at: float, source: str) -> File | None:
     """Return the report of `run`; None if the store does not contain the run.
 
     `made_at` is in UTC seconds. `source` is the name of the store that the report states.
@@ -60,9 +45,19 @@ def report(connection: Connection, run: str, *, made_at: float, source: str) -> 
     content = read_content(connection, run, made_at=made_at, source=source)
     if content is None:
         return None
-    scripts = [ASSETS["theme.js"].read().decode(), chart_library(), bundle("app")]
-    permitted = policy(scripts, style())
-    return Report(_document(content, embedded_curves(content.detail, content.axes), scripts, permitted), permitted)
+    summary = [title(content.summary), [(one.title, one.rows) for one in sections(content.summary)]]
+    return file(
+        FilePage(
+            title=f"Report of {run}",
+            subject=content.detail.row.run,
+            place="Report",
+            state=f"Snapshot of {utc(made_at, '%H:%M')} UTC",
+            body=report_page.body(content),
+            kind="report",
+            axis=content.axes[0],
+            documents={"summary": json.dumps(summary), "curves": embedded_curves(content.detail, content.axes)},
+        )
+    )
 
 
 def read_content(connection: Connection, run: str, *, made_at: float, source: str) -> report_page.ReportContent | None:
@@ -131,7 +126,7 @@ def _curves_on(
         smoothing = Smoothing.NONE if name == EVAL_LOSS else Smoothing.EMA
         request = CurveRequest(axis=axis, smoothing=smoothing, points=points * (_MAIN_FACTOR if name == LOSS else 1))
         drawn = curve(history, request)
-        lines = [_line(line) for line in drawn.lines]
+        lines = [kept_line(line) for line in drawn.lines]
         documents[name] = drawn.document() | {"lines": lines, "markers": _thinned(marked[axis, name], drawn)}
     return documents
 
@@ -142,83 +137,4 @@ def _thinned(found: Sequence[Marker], drawn: Curve) -> list[list[Any]]:
     for one in found:
         place = one.x if drawn.bucket_width is None else one.x // drawn.bucket_width
         once.setdefault((one.group, place, one.is_critical), one)
-    return [[one.group, _number(one.x), one.step, "", one.is_critical] for one in once.values()]
-
-
-def _line(line: Line) -> dict[str, Any]:
-    """Return a line for JSON. Columns that repeat another one are null, and `logic.js` completes them."""
-    places = [_number(round(x, 3)) for x in line.x.tolist()]
-    value, low, high, smoothed = (_rounded(column) for column in (line.value, line.low, line.high, line.smoothed))
-    return {
-        "label": line.label,
-        "x": places,
-        "step": None if line.step.tolist() == places else line.step.tolist(),
-        "value": value,
-        "smoothed": smoothed if any(one is not None for one in smoothed) else None,
-        "low": None if low == value else low,
-        "high": None if high == value else high,
-    }
-
-
-def _rounded(values: Any) -> list[float | int | None]:
-    """Return values with seven digits, which no chart can distinguish from all digits; null in place of NaN."""
-    finite = np.isfinite(values).tolist()
-    return [
-        _number(float(f"{one:.{_DIGITS}g}")) if is_finite else None
-        for one, is_finite in zip(values.tolist(), finite, strict=True)
-    ]
-
-
-def _number(value: float) -> float | int:
-    return int(value) if value.is_integer() and abs(value) < 1e15 else value
-
-
-def _document(content: report_page.ReportContent, curves: str, scripts: Sequence[str], permitted: str) -> str:
-    run = content.detail.row.run
-    logo = base64.b64encode(ASSETS["icon.svg"].read()).decode()
-    first, *others = [f"<script>{script}</script>" for script in scripts]
-    summary = [title(content.summary), [(one.title, one.rows) for one in sections(content.summary)]]
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{permitted}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>Report of {text(run)} · Rankscope</title>
-<link rel="icon" href="data:image/svg+xml;base64,{logo}">
-<style>{style()}</style>
-{first}
-</head>
-<body data-page="report" data-axis="{content.axes[0]}">
-<header class="top"><span class="brand">{icon("logo")}<b>Rankscope</b></span>
-<span class="crumbs"><b><bdi>{text(run)}</bdi></b><span class="slash">/</span><span>Report</span></span>
-<span class="right"><span class="history"><i></i>Snapshot of {utc(content.made_at, "%H:%M")} UTC</span>
-<button id="theme" title="Theme (T)" aria-label="Change the theme">{icon("theme")}</button>
-<button id="help" title="Keys (?)" aria-label="Keys"><kbd>?</kbd></button></span></header>
-<main class="report">{report_page.body(content)}</main>
-{_data("summary", json.dumps(summary))}
-{_data("curves", curves)}
-{"".join(others)}
-</body>
-</html>
-"""
-
-
-def _data(name: str, document: str) -> str:
-    """Return a JSON document as an element that is no script. It cannot end the element early."""
-    escaped = document.replace("<", "\\u003c")
-    return f'<script type="application/json" id="{name}">{escaped}</script>'
-
-
-def policy(scripts: Sequence[str], sheet: str) -> str:
-    """Return a Content-Security-Policy that permits `scripts` and `sheet` by their hashes, and no request."""
-    allowed = " ".join(_hash(script) for script in scripts if script)
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src {_hash(sheet)}; img-src data: blob:; base-uri 'none'; "
-        "form-action 'none'; require-trusted-types-for 'script'"
-    )
-
-
-def _hash(content: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+    return [[one.group, short_number(one.x), one.step, "", one.is_critical] for one in once.values()]

@@ -29,9 +29,9 @@ def bundle(entry: str) -> str:
 
 
 @functools.cache
-def style() -> str:
-    """Return the style sheets of the pages and of the report as one."""
-    return "\n".join(_text(name) for name in ("uPlot.min.css", "style.css", "report.css") if name in ASSETS)
+def style(own: str) -> str:
+    """Return the style sheets of all pages and the sheet `own` of one page as one."""
+    return "\n".join(_text(name) for name in ("uPlot.min.css", "style.css", own) if name in ASSETS)
 
 
 @functools.cache

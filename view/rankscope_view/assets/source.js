@@ -14,7 +14,10 @@ const kept = JSON.parse(document.getElementById("curves")?.textContent ?? "null"
  * @returns {Promise<Curve>}
  */
 export async function readCurve(address, query, state) {
-  if (kept) return sliced(expanded(kept[state.axis][query.get("name") ?? ""], state.smooth !== "none"), state);
+  if (kept) {
+    const offered = kept[state.axis] ?? Object.values(kept)[0]; // a file can have fewer axes than there are keys
+    return sliced(expanded(offered[query.get("name") ?? ""], state.smooth !== "none"), state);
+  }
   const answer = await fetch(`${address}?${query}`);
   if (!answer.ok) throw new Error(String(answer.status));
   return answer.json();

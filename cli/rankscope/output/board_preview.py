@@ -1,0 +1,188 @@
+"""Preview of a Grafana board: the data that the boards describe, drawn with the charts of the pages."""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.http_client import UnreachableError, get
+from rankscope.base.service_settings import environment_tls
+from rankscope.output.screenshot import chromium, write_picture
+from rankscope_dashboards.preview.board import BoardContent, Mark, read_board, read_content, run_window
+from rankscope_dashboards.preview.panels import Curves, Panel, States
+from rankscope_dashboards.preview.prometheus import PreviewError, Prometheus, Window
+from rankscope_dashboards.preview.tables import Table
+from rankscope_view.pages.board import board_panel, cell_table, chart, empty, latest_values, state_rows
+from rankscope_view.preview import HEIGHT_SCRIPT, Preview, chart_name, preview, time_curve
+
+if TYPE_CHECKING:
+    from rankscope_view.data.curves import Curve
+
+QUERY_SECONDS: Final = 30.0
+"""Longest time in seconds for one query. Prometheus has a limit of two minutes by default."""
+
+_PREFIX: Final = "Rankscope · "
+_LAST_HOUR: Final = 3600.0
+_GROUPS: Final = {"Incidents": "incident", "Checkpoints": "checkpoint", "Restarts": "restart"}
+"""Markers of a chart by the annotation of a board. Other annotations are not drawn."""
+
+_RELATIVE: Final = re.compile(r"now(?:-(\d{1,9})([smhdw]))?")
+_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+
+_Drawn = list[tuple["Curve", list[tuple[str, float, bool]]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreviewChoice:
+    """The board and the data that a preview shows. Without `start` and `end`, the range is that of the run."""
+
+    tree: Path
+    board: str
+    prometheus_url: str
+    variables: Mapping[str, Sequence[str]]
+    start: float | None = None  # UTC seconds
+    end: float | None = None
+
+
+def write_preview(choice: PreviewChoice, path: Path, now: float) -> None:
+    """Write a preview to `path`, as HTML or as PNG by its suffix. `now` is in UTC seconds. Raises CommandError."""
+    suffix = path.suffix.lower()
+    if suffix not in {".html", ".png"}:
+        raise CommandError(f"--output {path}: name a file with the suffix html or png", code=USAGE)
+    program = chromium() if suffix == ".png" else ""
+    html = preview_html(choice, now, scripts=[HEIGHT_SCRIPT] if program else [])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if program:
+            write_picture(program, html, path)
+        else:
+            path.write_text(html, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise CommandError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def preview_html(choice: PreviewChoice, now: float, *, scripts: Sequence[str] = ()) -> str:
+    """Return a preview as HTML, with additional `scripts`. Raises CommandError if it cannot be made."""
+    try:
+        board = read_board(choice.tree, choice.board)
+        prometheus = Prometheus(_fetch(choice.prometheus_url.rstrip("/")))
+        content = read_content(board, prometheus, _window(choice, prometheus, now), choice.variables)
+    except PreviewError as error:
+        raise CommandError(str(error)) from error
+    return preview(_drawn(content, choice), made_at=now, scripts=scripts).html
+
+
+def _fetch(base: str) -> Any:
+    """Return a function that requests a path from Prometheus at the address `base`."""
+
+    def fetch(path: str) -> Any:
+        try:
+            response = get(base + path, timeout_seconds=QUERY_SECONDS, client_tls=environment_tls())
+        except UnreachableError as error:
+            reason = str(error).removeprefix(f"{base}{path}: ")
+            remedy = "start it with rankscope up, or name its address with --prometheus-url"
+            raise PreviewError(f"Prometheus at {base} does not answer ({reason}): {remedy}") from error
+        document = response.json()
+        if not isinstance(document, dict) or "status" not in document:
+            raise PreviewError(f"the answer of {base} is not from Prometheus (status {response.status})")
+        return document
+
+    return fetch
+
+
+def _window(choice: PreviewChoice, prometheus: Prometheus, now: float) -> Window:
+    runs = choice.variables.get("run", ())
+    known = None
+    if len(runs) == 1 and choice.start is None and choice.end is None:
+        known = run_window(prometheus, runs[0], now)
+    end = choice.end if choice.end is not None else now
+    window = known or Window(start=choice.start if choice.start is not None else end - _LAST_HOUR, end=end)
+    if window.seconds <= 0:
+        raise CommandError("--from is not before --to: the time range is empty", code=USAGE)
+    return window
+
+
+def _drawn(content: BoardContent, choice: PreviewChoice) -> Preview:
+    curves: _Drawn = []
+    rows = [
+        (row.title, "folded in Grafana" if row.is_folded else "", [_panel(one, content, curves) for one in row.panels])
+        for row in content.rows
+    ]
+    facts = [(name, _shown(value)) for name, value in content.variables.items()]
+    return Preview(
+        title=content.title.removeprefix(_PREFIX),
+        start=content.window.start,
+        end=content.window.end,
+        facts=[*facts, ("Prometheus", choice.prometheus_url)],
+        notices=[f"Warning of Prometheus: {one}" for one in content.warnings],
+        rows=rows,
+        curves=curves,
+    )
+
+
+def _shown(value: str) -> str:
+    return {".+": "All", ".*": "All", "": "none"}.get(value, value)
+
+
+def _panel(panel: Panel, content: BoardContent, curves: _Drawn) -> str:
+    """Return a panel as HTML, and add its curve to `curves`."""
+    body, unit = empty(panel.empty), ""
+    if isinstance(found := panel.body, Curves):
+        curve = _curve(panel, found, content)
+        curves.append((curve, [_marker(one) for one in content.marks if one.kind in _GROUPS]))
+        body = chart(curve, is_logarithmic=found.is_logarithmic, has_zero=found.has_zero, width=panel.width)
+        unit = found.unit
+    elif isinstance(found, States):
+        body = state_rows(found.rows, found.key, content.window.start, content.window.end)
+    elif isinstance(found, Table):
+        body = cell_table(found.headings, found.rows)
+    elif found is not None:
+        body = latest_values((one.name, one.cell, one.share) for one in found)
+    return board_panel(
+        panel.title, body, unit=unit, description=panel.description, width=panel.width, notes=panel.notes
+    )
+
+
+def _curve(panel: Panel, body: Curves, content: BoardContent) -> Curve:
+    return time_curve(
+        chart_name(panel.title),
+        [(name, series.times, series.values) for name, series in body.lines],
+        window=(content.window.start, content.window.end),
+        step=body.step,
+        restarts=[one.time for one in content.marks if one.kind == "Restarts"],
+    )
+
+
+def _marker(mark: Mark) -> tuple[str, float, bool]:
+    return _GROUPS[mark.kind], mark.time, mark.kind == "Incidents"
+
+
+def chosen_variables(run: Sequence[str], others: Sequence[str]) -> dict[str, list[str]]:
+    """Return the values of variables by name, from `--run` and from `--var NAME=VALUE`. Raises CommandError."""
+    found: dict[str, list[str]] = {"run": list(run)} if run else {}
+    for one in others:
+        name, equals, value = one.partition("=")
+        if not equals or not name:
+            raise CommandError(f"--var {one}: write it as NAME=VALUE, such as rank=0", code=USAGE)
+        found.setdefault(name, []).append(value)
+    return found
+
+
+def parse_time(option: str, word: str, now: float) -> float:
+    """Return the UTC seconds of a time in ISO 8601, or of `now` and `now-6h`. Raises CommandError with the option.
+
+    A time without an offset is in UTC.
+    """
+    if found := _RELATIVE.fullmatch(word):
+        return now - (int(found[1]) * _UNITS[found[2]] if found[1] else 0)
+    try:
+        given = dt.datetime.fromisoformat(word)
+    except ValueError as error:
+        text = f"{option} {word}: write 2026-03-01T12:00 in UTC, now, or now-6h with one of s, m, h, d and w"
+        raise CommandError(text, code=USAGE) from error
+    return (given if given.tzinfo else given.replace(tzinfo=dt.UTC)).timestamp()
