@@ -15,6 +15,7 @@ from rankscope_dashboards.preview.intervals import step_seconds
 from rankscope_dashboards.preview.panels import Context, Panel, read_panel, series_name
 from rankscope_dashboards.preview.prometheus import PreviewError, Prometheus, QueryError, Window
 from rankscope_dashboards.preview.variables import chosen_values
+from rankscope_dashboards.provisioning.tree import BOARDS
 
 SCRAPE_SECONDS: Final = PrometheusSettings().scrape_seconds
 """Scrape interval in the data source that is provisioned. Grafana uses it as the lowest step of a query."""
@@ -60,7 +61,7 @@ class BoardContent:
 
 def board_names(tree: Path) -> list[str]:
     """Return the names of the boards in the provisioning files in `tree`."""
-    return sorted(path.stem for path in (tree / "dashboards").glob("*.json"))
+    return sorted(path.stem for path in (tree / BOARDS).glob("*.json"))
 
 
 def read_board(tree: Path, name: str) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def read_board(tree: Path, name: str) -> dict[str, Any]:
     known = board_names(tree)
     if (stem := name.replace("-", "_")) not in known:
         raise PreviewError(f"there is no board {name!r}: the boards are {', '.join(known)}")
-    board: dict[str, Any] = json.loads((tree / "dashboards" / f"{stem}.json").read_text(encoding="utf-8"))
+    board: dict[str, Any] = json.loads((tree / BOARDS / f"{stem}.json").read_text(encoding="utf-8"))
     return board
 
 
