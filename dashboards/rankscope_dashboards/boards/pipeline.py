@@ -140,7 +140,7 @@ def _rows_committed() -> PanelBuilder:
         title="Rows committed",
         description="Rows per second that the service commits to the store, by dataset. A level that does not change "
         "is normal during training. 0 while records arrive: the disk is full, or the store is not writable.",
-        unit="rowsps",
+        unit="suffix: rows/s",
         minimum=0,
         empty=NO_SERVICE,
     )

@@ -16,6 +16,7 @@ from rankscope_dashboards.boards.elements.panels import (
     Query,
     fraction_text,
     history_panel,
+    null_text,
     table_panel,
     time_series_panel,
 )
@@ -78,13 +79,13 @@ def _table() -> PanelBuilder:
     columns = {
         "run": Column(heading="Run", links=_LINKS),
         "Value #A": Column(heading="State", width=110, mappings=STATE_TEXTS),
-        "Value #C": Column(heading="Progress", width=90, unit="percentunit", decimals=1),
-        "Value #B": Column(heading="Time left", width=140, unit="dtdurations", decimals=0),
+        "Value #C": Column(heading="Progress", width=105, unit="percentunit", decimals=1),
+        "Value #B": Column(heading="Time left", width=140, unit="dtdurations", decimals=0, mappings=[null_text("–")]),
         "Value #D": Column(heading="Step", width=90, decimals=0),
-        "Value #E": Column(heading="Planned", width=90, decimals=0),
-        "Value #F": Column(heading="Ranks up", width=90, decimals=0),
-        "Value #G": Column(heading="Expected", width=90, decimals=0),
-        "Value #H": Column(heading="Attempt", width=90, decimals=0),
+        "Value #E": Column(heading="Planned", width=100, decimals=0),
+        "Value #F": Column(heading="Ranks up", width=105, decimals=0),
+        "Value #G": Column(heading="Expected", width=105, decimals=0),
+        "Value #H": Column(heading="Attempt", width=100, decimals=0),
         "Value #I": Column(heading="Started", width=170, unit="dateTimeAsIso"),
         "Value #J": Column(heading="Latest", width=170, unit="dateTimeAsIso"),
     }

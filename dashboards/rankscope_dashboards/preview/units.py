@@ -8,7 +8,7 @@ import re
 from typing import Final
 
 _PREFIXED: Final = {"bytes": ("B", 1024.0), "Bps": ("B/s", 1000.0)}
-_NAMES: Final = {"celsius": " °C", "watt": " W", "rowsps": " rows/s", "percent": "%"}
+_NAMES: Final = {"celsius": " °C", "watt": " W", "percent": "%"}
 _BINARY: Final = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
 _DECIMAL: Final = ("", "k", "M", "G", "T", "P")
 _SECONDS: Final = ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))

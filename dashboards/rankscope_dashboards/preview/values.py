@@ -46,7 +46,8 @@ def cell(value: float, settings: Mapping[str, Any], *, has_thresholds: bool) -> 
 
 def colour_key(settings: Mapping[str, Any]) -> list[Cell]:
     """Return the meanings of the colours of a panel: the texts of its mappings, or else its thresholds."""
-    texts = [one for mapping in settings.get("mappings") or () for one in mapping["options"].values()]
+    mappings = (one["options"] for one in settings.get("mappings") or () if one["type"] == "value")
+    texts = [text for options in mappings for text in options.values()]
     if texts:
         return [Cell(one["text"], one.get("color", "")) for one in texts]
     steps = settings.get("thresholds", {}).get("steps", ())

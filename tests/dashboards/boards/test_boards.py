@@ -124,6 +124,13 @@ def test_panels_without_data_show_the_reason():
         assert panel["description"].endswith(f"Without data: {reason}."), panel["title"]
 
 
+def test_axis_ticks_without_a_label_do_not_show_the_reason():
+    # A Grafana 9.4 server wrote the no-value text of a panel beside each unlabelled tick of an axis.
+    for panel in (panel for _, panel in PANELS if panel["type"] == "timeseries"):
+        (text,) = (one["options"] for one in panel["fieldConfig"]["defaults"]["mappings"] if one["type"] == "special")
+        assert ("null", " ") == (text["match"], text["result"]["text"])
+
+
 def test_panels_of_gpus_report_that_there_is_no_gpu():
     for _, panel in PANELS:
         if any("rankscope_gpu_" in target["expr"] for target in panel["targets"]):

@@ -127,7 +127,7 @@ def time_series_panel(
         else (common.LegendDisplayMode.LIST, common.LegendPlacement.BOTTOM)
     )
     legend = common_builders.VizLegendOptions().show_legend(True).placement(place).display_mode(mode)
-    panel = panel.legend(legend.calcs(["lastNotNull"]))
+    panel = panel.legend(legend.calcs(["lastNotNull"])).mappings([*text.mappings, null_text(" ")])
     if logarithmic:
         scale = common_builders.ScaleDistributionConfig().type(common.ScaleDistribution.LOG).log(10)
         panel = panel.scale_distribution(scale)
@@ -224,6 +224,17 @@ def value_texts(texts: Mapping[str, tuple[str, str]]) -> list[dashboard.ValueMap
         for index, (value, (text, color)) in enumerate(texts.items())
     }
     return [dashboard.ValueMap(options=options)]
+
+
+def null_text(text: str) -> dashboard.ValueMapping:
+    """Return a Grafana value mapping, which shows `text` for a missing value.
+
+    Without it, Grafana writes the no-value text of the panel beside each tick of an axis that has no label, and into
+    each empty cell of a table.
+    """
+    result = dashboard.ValueMappingResult(text=text)
+    options = dashboard.DashboardSpecialValueMapOptions(match=dashboard.SpecialValueMatch.NULL, result=result)
+    return dashboard.SpecialValueMap(options=options)
 
 
 def _thresholds(pairs: Sequence[tuple[float | None, str]]) -> dashboard_builders.ThresholdsConfig:
