@@ -125,7 +125,7 @@ def test_panels_without_data_show_the_reason():
 
 
 def test_axis_ticks_without_a_label_do_not_show_the_reason():
-    # A Grafana 9.4 server wrote the no-value text of a panel beside each unlabelled tick of an axis.
+    # A Grafana 9.4 server wrote the no-value text of a panel next to each unlabelled tick of an axis.
     for panel in (panel for _, panel in PANELS if panel["type"] == "timeseries"):
         (text,) = (one["options"] for one in panel["fieldConfig"]["defaults"]["mappings"] if one["type"] == "special")
         assert ("null", " ") == (text["match"], text["result"]["text"])

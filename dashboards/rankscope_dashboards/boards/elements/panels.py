@@ -229,7 +229,7 @@ def value_texts(texts: Mapping[str, tuple[str, str]]) -> list[dashboard.ValueMap
 def null_text(text: str) -> dashboard.ValueMapping:
     """Return a Grafana value mapping, which shows `text` for a missing value.
 
-    Without it, Grafana writes the no-value text of the panel beside each tick of an axis that has no label, and into
+    Without it, Grafana writes the no-value text of the panel next to each tick of an axis that has no label, and into
     each empty cell of a table.
     """
     result = dashboard.ValueMappingResult(text=text)
