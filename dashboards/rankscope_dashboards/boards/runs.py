@@ -16,7 +16,6 @@ from rankscope_dashboards.boards.elements.panels import (
     Query,
     fraction_text,
     history_panel,
-    null_text,
     table_panel,
     time_series_panel,
 )
@@ -80,7 +79,7 @@ def _table() -> PanelBuilder:
         "run": Column(heading="Run", links=_LINKS),
         "Value #A": Column(heading="State", width=110, mappings=STATE_TEXTS),
         "Value #C": Column(heading="Progress", width=105, unit="percentunit", decimals=1),
-        "Value #B": Column(heading="Time left", width=140, unit="dtdurations", decimals=0, mappings=[null_text("–")]),
+        "Value #B": Column(heading="Time left", width=140, unit="dtdurations", decimals=0, absent="–"),
         "Value #D": Column(heading="Step", width=90, decimals=0),
         "Value #E": Column(heading="Planned", width=100, decimals=0),
         "Value #F": Column(heading="Ranks up", width=105, decimals=0),

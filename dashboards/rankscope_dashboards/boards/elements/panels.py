@@ -169,13 +169,17 @@ def history_panel(text: PanelText, query: Query) -> statushistory.Panel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A column of a table: heading, width in pixels (None: the remaining width), unit, value mappings and links."""
+    """A column of a table: heading, width in pixels (None: the remaining width), unit, value mappings and links.
+
+    A cell without a value shows the text `absent`.
+    """
 
     heading: str
     width: int | None = None
     unit: str = ""
     decimals: int | None = None
     mappings: Sequence[dashboard.ValueMapping] = ()
+    absent: str = ""
     links: Mapping[str, str] = field(default_factory=dict)
 
     def properties(self) -> list[dashboard.DynamicConfigValue]:
@@ -187,7 +191,9 @@ class Column:
             made["unit"] = self.unit
         if self.decimals is not None:
             made["decimals"] = self.decimals
-        if self.mappings:
+        if self.absent:
+            made["mappings"] = [null_text(self.absent)]
+        if self.mappings:  # their colours fill the cells
             made["mappings"] = list(self.mappings)
             made["custom.cellOptions"] = {"type": "color-background", "mode": "basic"}
             made["custom.displayMode"] = "color-background-solid"  # name of the setting before Grafana 9.5
