@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
+import numpy as np
 import torch
 
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
@@ -16,6 +17,9 @@ from rankscope_exporter.records.host_transfer import Numbers
 from rankscope_exporter.records.pending_step import ExpectedRows
 
 KIND: Final = "direction_agreement"
+_EXACT_IN_FLOAT32: Final = 1 << 24
+"""All whole numbers up to this one are exact in float32, and so are sums of as many terms of -1, 0 and 1."""
+
 _MOMENTA: Final = ("exp_avg", "momentum_buffer")
 
 
@@ -24,9 +28,9 @@ class GradientAlignment(Quantity):
 
     It is (Σ sign(g)·sign(m) / n + 1) / 2 over its n elements.
 
-    g is the gradient that the optimizer receives, and m the momentum before the optimizer step. If g or m is 0, the
-    element counts as half an agreement. A complex number counts as two elements. The feature is absent without a
-    momentum, as before the first optimizer step. It is NaN if g or m contains a NaN.
+    g is the gradient that the optimizer receives, and m the momentum before the optimizer step. If g or m is 0 or NaN,
+    the element counts as half an agreement, because torch.sign of both is 0. A complex number counts as two elements.
+    The feature is absent without a momentum, as before the first optimizer step.
     """
 
     name: ClassVar[str] = "direction"
@@ -62,8 +66,10 @@ class GradientAlignment(Quantity):
                 pairs.append((gradient, momentum))
 
         def compare(positions: Sequence[int]) -> None:
-            agreements = [_agreement(*(real_parts(local_tensor(item)) for item in pairs[i])) for i in positions]
-            table.defer("features", torch.stack(agreements), functools.partial(_rows, [names[i] for i in positions]))
+            parts = [[real_parts(local_tensor(item)) for item in pairs[i]] for i in positions]
+            sums = torch.stack([_sum_of_signs(gradient, momentum) for gradient, momentum in parts])
+            counts = [gradient.numel() for gradient, _ in parts]
+            table.defer("features", sums, functools.partial(_rows, [names[i] for i in positions], counts))
 
         table.isolate(KIND, names, [momentum for _, momentum in pairs], compare)
 
@@ -77,13 +83,15 @@ def _momentum(state: Mapping[str, Any]) -> torch.Tensor | None:
     return next((momentum for momentum in found if momentum is not None), None)
 
 
-def _agreement(gradient: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
-    same = torch.sum(gradient.sign() * momentum.sign(), dtype=torch.float64)
-    return ((same / max(1, gradient.numel()) + 1) / 2).float()
+def _sum_of_signs(gradient: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+    """Return Σ sign(g)·sign(m), a scalar on the device of the tensors."""
+    exact = torch.float32 if gradient.numel() <= _EXACT_IN_FLOAT32 else torch.float64
+    return gradient.sign().mul_(momentum.sign()).sum(dtype=exact)
 
 
-def _rows(names: list[str], numbers: Numbers) -> list[dict[str, Any]]:
+def _rows(names: list[str], counts: list[int], sums: Numbers) -> list[dict[str, Any]]:
+    agreements = (sums.astype(np.float64) / np.maximum(counts, 1) + 1) / 2
     return [
         {"kind": KIND, "module": name, "index": None, "micro_step": None, "value": value}
-        for name, value in zip(names, numbers.tolist(), strict=True)
+        for name, value in zip(names, agreements.astype(np.float32).tolist(), strict=True)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -176,7 +177,17 @@ class TableView(Table):
         whole = self._groups.get((rows, are_derived))
         if whole is None:
             whole = self._groups[rows, are_derived] = self._group(self._shifted(rows), are_derived=are_derived)
-        table, group = self._buffers.table, whole
+        if not self._isolation.has_failures(rows):
+            with contextlib.suppress(Exception):  # any operation of a tensor subclass may raise any error
+                whole.measure(tensors, self._buffers.table)
+                return
+        self._measure_apart(whole, tensors, rows, are_derived=are_derived)
+
+    def _measure_apart(
+        self, group: MeasureGroup, tensors: Sequence[torch.Tensor | None], rows: range, *, are_derived: bool
+    ) -> None:
+        """Measure `tensors` without those that raise, and report these."""
+        table = self._buffers.table
 
         def compute(positions: Sequence[int]) -> None:
             if len(positions) == len(tensors):

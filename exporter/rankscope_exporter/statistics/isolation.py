@@ -65,6 +65,10 @@ class Isolation:
         self._sample += 1
         self._step = step
 
+    def has_failures(self, scope: Hashable) -> bool:
+        """Return whether a tensor of the batch `scope` has raised, so that it may have to be left out."""
+        return scope in self._failures
+
     def forget(self, scope: Hashable) -> None:
         """Forget the failures of the batch `scope`, because other tensors will have its rows."""
         self._failures.pop(scope, None)
