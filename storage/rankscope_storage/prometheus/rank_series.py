@@ -68,33 +68,26 @@ class RankSeries:
         if not wanted or not self._can_be(spec, labels):
             return
         judged = {name: expression for name, expression in labels.items() if name != "op"}
-        columns = ", ".join(map(sql_identifier, ("run", "rank", "attempt", "step", "ts", "index", *judged)))
-        values = ", ".join(f"{sql_identifier(op + suffix)}::DOUBLE" for op in wanted)
-        rows = (
-            f"SELECT {columns}, unnest([{', '.join(map(sql_string, wanted))}]) AS op, unnest([{values}]) AS value "
-            f"FROM {self.question.source(self.connection, 'tensor_stats')} WHERE {self._where(judged)}"
-        )
+        values = [sql_identifier(op + suffix) for op in wanted]
+        named = f"unnest([{', '.join(map(sql_string, wanted))}]) AS op"
+        keys = ("run", "rank", '"index"', *map(sql_identifier, judged))
+        rows = self._rows("tensor_stats", keys, values, self._where(judged), named)
         yield from self._series(spec.name, rows, labels, "value")
 
     def _steps(self) -> Iterator[Series]:
         if not self._can_be(catalogue.STEP, ()):
             return
-        moments = (" UNION ALL " if self.question.series_alone else " UNION ").join(
-            f"SELECT run, rank, attempt, step, ts FROM {self.question.source(self.connection, name)} "
-            f"WHERE {self.question.of_rank()}"
-            for name in _RANKED
+        moments = " UNION ".join(
+            self._rows(name, ("run", "rank"), ["step"], self.question.of_rank()) for name in _RANKED
         )
-        yield from self._series(catalogue.STEP.name, moments, {}, "step::DOUBLE")
+        yield from self._series(catalogue.STEP.name, moments, {}, "value")
 
     def _kind_steps(self) -> Iterator[Series]:
         labels = {"kind": "kind"}
         if not self._can_be(catalogue.KIND_STEP, labels):
             return
-        rows = (
-            f"SELECT DISTINCT run, rank, attempt, step, ts, kind "
-            f"FROM {self.question.source(self.connection, 'tensor_stats')} WHERE {self._where(labels)}"
-        )
-        yield from self._series(catalogue.KIND_STEP.name, rows, labels, "step::DOUBLE")
+        rows = self._rows("tensor_stats", ("run", "rank", "kind"), ["step"], self._where(labels))
+        yield from self._series(catalogue.KIND_STEP.name, f"SELECT DISTINCT * FROM ({rows})", labels, "value")
 
     def _scalars(self) -> Iterator[Series]:
         asked = [spec for spec in (*catalogue.SCALARS_WITH_OWN_METRIC.values(), catalogue.SCALAR) if self._is_of(spec)]
@@ -105,8 +98,9 @@ class RankSeries:
         if catalogue.SCALAR not in asked:
             own = [name for name, spec in catalogue.SCALARS_WITH_OWN_METRIC.items() if spec in asked]
             where += f" AND name IN ({', '.join(map(sql_string, own))})"
-        source = self.question.source(self.connection, "scalars")
-        found = self.connection.query(f"SELECT DISTINCT name, unit, labels FROM {source} WHERE {where}").to_pylist()
+        keys = ("run", "rank", "name", "unit", "labels", *STAGE_EXTRAS)
+        source = self._rows("scalars", (*keys, _COUNTABLE), ["value"], where)
+        found = self.connection.query(f"SELECT DISTINCT name, unit, labels FROM ({source})").to_pylist()
         chosen = self._distinguished(one for row in found for one in self._of_scalar(Scalar(**row)))
         if not chosen:
             return
@@ -115,7 +109,7 @@ class RankSeries:
             for place, (scalar, part, _) in enumerate(chosen)
         )
         rows = (
-            f"SELECT * FROM (SELECT * FROM {source} WHERE {where}) AS row "
+            f"SELECT * FROM ({source}) AS row "
             f"JOIN (VALUES {listed}) AS chosen(place, c_name, c_unit, c_labels, c_part) ON name = c_name "
             "AND unit IS NOT DISTINCT FROM c_unit AND labels IS NOT DISTINCT FROM c_labels "
             f"AND CASE c_part WHEN {_COUNTED} THEN {_COUNTABLE} WHEN {_REST} THEN NOT {_COUNTABLE} ELSE true END"
@@ -173,6 +167,24 @@ class RankSeries:
             instance = f"{texts['run']}/{texts['rank']}"
             yield Series(labelled({NAME: metric, "job": names.JOB, "instance": instance, **texts}), times, values)
 
+    def _rows(self, dataset: str, keys: Sequence[str], values: Sequence[str], where: str, more: str = "") -> str:
+        """Return a query for the rows of `dataset` with the columns `keys`, and one row for each column in `values`.
+
+        `more` is an additional column of the result. With `series_alone`, there is only the last value of each
+        combination of keys. The labels of series, which are texts, are then computed for few rows.
+        """
+        source = f"FROM {self.question.source(self.connection, dataset)} WHERE {where}"
+        columns = ", ".join([*keys, *([more] if more else [])])
+        if not self.question.series_alone:
+            each = _each(f"{value}::DOUBLE" for value in values)
+            return f"SELECT {columns}, attempt, step, ts, {each} AS value {source}"
+        times = _each(f"max(ts) FILTER ({value} IS NOT NULL)" for value in values)
+        last = _each(f"arg_max({value}, ts)::DOUBLE" for value in values)
+        return (
+            f"SELECT {columns}, max(attempt) AS attempt, max(step) AS step, {times} AS ts, {last} AS value "
+            f"{source} GROUP BY {', '.join(keys)}"
+        )
+
     def _as_asked(self, query: str, labels: Mapping[str, str]) -> str:
         """Return `query`, or with `series_alone` a query for the last row of each series.
 
@@ -204,6 +216,12 @@ class RankSeries:
 
     def _is_of(self, spec: MetricSpec) -> bool:
         return self.question.is_of(spec.name)
+
+
+def _each(expressions: Iterable[str]) -> str:
+    """Return an SQL expression with one row for each of the `expressions`."""
+    several = list(expressions)
+    return several[0] if len(several) == 1 else f"unnest([{', '.join(several)}])"
 
 
 def _extra(name: str) -> str:
