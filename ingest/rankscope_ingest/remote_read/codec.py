@@ -31,6 +31,30 @@ SERIES_ALONE: Final = "series"
 Prometheus sends such queries when it lists series, for example for the menus of Grafana.
 """
 
+_ONE_VALUE: Final = frozenset(
+    {
+        "",
+        "sum",
+        "avg",
+        "min",
+        "max",
+        "count",
+        "group",
+        "topk",
+        "bottomk",
+        "quantile",
+        "stddev",
+        "stdvar",
+        "count_values",
+    }
+)
+"""Function names in the hints of queries that need one value of each series at each time of evaluation.
+
+These are aggregations over series, and "" for no function."""
+
+_LOOKBACK_MS: Final = 300_000
+"""Prometheus' default lookback period in ms, by which the range of an instant query begins before its time."""
+
 _SIX_BYTES_FROM, _SIX_BYTES_BELOW = 1 << 35, 1 << 42  # ms since 1970: from 1971 to 2109
 _SAMPLE_HEAD: Final = (2 << 3 | 2, 16, 1 << 3 | 1)  # field 2 of 16 bytes; its field 1, a double
 _TIME_TAG: Final = 2 << 3
@@ -58,8 +82,21 @@ def read_request(data: bytes) -> ReadRequest:
 
 def _query(query: Any) -> SeriesQuery:
     matchers = tuple(_matcher(one) for one in query.matchers)
-    only_series = query.hints.func == SERIES_ALONE
-    return SeriesQuery(matchers, query.start_timestamp_ms, query.end_timestamp_ms, series_alone=only_series)
+    hints, start, end = query.hints, query.start_timestamp_ms, query.end_timestamp_ms
+    if hints.end_ms > 0:
+        start, end = max(start, hints.start_ms), min(end, hints.end_ms)
+    only_series = hints.func == SERIES_ALONE
+    return SeriesQuery(matchers, start, end, series_alone=only_series, last_alone=_is_of_one_moment(hints))
+
+
+def _is_of_one_moment(hints: Any) -> bool:
+    """Return whether the hints are those of a selector that Prometheus evaluates once, with the newest sample alone.
+
+    A subquery and a range query have a step, and a range vector has a range. The times of evaluation of a range query
+    cannot be derived from the hints. A selector that also needs the next sample has a longer period.
+    """
+    is_lookback = _LOOKBACK_MS - 1 <= hints.end_ms - hints.start_ms <= _LOOKBACK_MS
+    return is_lookback and not hints.step_ms and not hints.range_ms and hints.func in _ONE_VALUE
 
 
 def _matcher(matcher: Any) -> Matcher:

@@ -61,12 +61,13 @@ class ExternalSeries:
             return
         # Parameters, because DuckDB needs seconds and most of a GiB outside its limit to parse 20,000 series as SQL.
         listed = [[row[column] for row, _ in chosen] for column in ("metric", "target", "labels")]
+        last = "QUALIFY row_number() OVER (PARTITION BY place ORDER BY ts DESC) = 1"
         query = (
             f"SELECT place, epoch_ms(ts) AS ms, value FROM (SELECT * FROM {source} WHERE {where}) "
             "JOIN (SELECT unnest(?::VARCHAR[]) AS c_metric, unnest(?::VARCHAR[]) AS c_target, "
             f"unnest(?::VARCHAR[]) AS c_labels, unnest(range({len(chosen)})) AS place) "
             "ON metric = c_metric AND target = c_target AND labels IS NOT DISTINCT FROM c_labels "
-            "ORDER BY place, ts"
+            f"{last if self.question.series_alone else ''} ORDER BY place, ts"
         )
         rows = gathered(self.connection.stream(query, listed), self.limit)
         if rows is None:

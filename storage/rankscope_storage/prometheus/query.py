@@ -31,13 +31,15 @@ IDENTITY: Final[Mapping[str, str]] = {
 class SeriesQuery:
     """One query of remote read over a closed interval in ms.
 
-    With `series_alone`, the response needs only the last sample of each series.
+    With `series_alone`, the response needs only the labels of each series, and has a sample of its last millisecond.
+    With `last_alone`, it has exactly the last sample of each series.
     """
 
     matchers: tuple[Matcher, ...]
     start_ms: int
     end_ms: int
     series_alone: bool = False
+    last_alone: bool = False
 
     def fits(self, label: str, text: str) -> bool:
         """Return whether all matchers of `label` match the value `text`."""

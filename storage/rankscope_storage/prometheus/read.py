@@ -160,7 +160,8 @@ def _answer(
         found[series.labels].append(series)
     for series in ExternalSeries(connection, question, limit, external_labels).read():
         found[series.labels].append(series)
-    return [merge_series(found[labels]) for labels in sorted(found)]
+    merged = [merge_series(found[labels]) for labels in sorted(found)]
+    return [series.last() for series in merged] if question.last_alone or question.series_alone else merged
 
 
 def _of_ranks(

@@ -27,6 +27,10 @@ class Series:
     times_ms: npt.NDArray[np.int64]
     values: npt.NDArray[np.float64]
 
+    def last(self) -> Series:
+        """Return the series with its last sample alone."""
+        return Series(self.labels, self.times_ms[-1:], self.values[-1:])
+
 
 @dataclass(slots=True)
 class ResultLimit:

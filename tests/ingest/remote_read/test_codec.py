@@ -75,6 +75,30 @@ def test_response_is_decoded_by_the_reference_messages(answers):
     ]
 
 
+@pytest.mark.parametrize(
+    ("hints", "expected"),
+    [
+        ({}, (1_000_000, 2_000_000, False)),
+        ({"start_ms": 1_500_000, "end_ms": 1_800_000}, (1_500_000, 1_800_000, True)),
+        ({"start_ms": 1_500_001, "end_ms": 1_800_000, "func": "sum"}, (1_500_001, 1_800_000, True)),
+        ({"start_ms": 1_900_000, "end_ms": 2_200_000}, (1_900_000, 2_000_000, True)),
+        ({"start_ms": 1_500_000, "end_ms": 1_800_000, "func": "timestamp"}, (1_500_000, 1_800_000, False)),
+        ({"start_ms": 1_500_000, "end_ms": 1_800_000, "step_ms": 1000}, (1_500_000, 1_800_000, False)),
+        ({"start_ms": 1_500_000, "end_ms": 1_800_000, "range_ms": 300_000}, (1_500_000, 1_800_000, False)),
+        ({"start_ms": 1_200_001, "end_ms": 1_800_000}, (1_200_001, 1_800_000, False)),
+    ],
+)
+def test_hints_restrict_a_query_only_where_results_stay_equal(hints, expected):
+    """The last sample alone is enough without a step and a range, within the default lookback period."""
+    request = MESSAGES["ReadRequest"]()
+    query = request.queries.add(start_timestamp_ms=1_000_000, end_timestamp_ms=2_000_000)
+    query.hints.CopyFrom(MESSAGES["ReadHints"](**hints))
+
+    (question,) = read_request(request.SerializeToString()).questions
+
+    assert expected == (question.start_ms, question.end_ms, question.last_alone)
+
+
 @given(st.binary(max_size=40))
 def test_random_bytes_are_decoded_or_rejected(body):
     """Only DecodeError and QueryError are raised."""

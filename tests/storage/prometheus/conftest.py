@@ -85,11 +85,12 @@ class History:
         series=1000,
         samples=10_000,
         alone=False,
+        last=False,
         **more,
     ):
-        """Return {labels: [(ms, value)]}; `alone` is for labels and last samples."""
+        """Return {labels: [(ms, value)]}; `alone` and `last` are for the last samples."""
         given = tuple(Matcher(OPERATORS[operator], name, value) for name, operator, value in matchers)
-        question = SeriesQuery(given, start, end, series_alone=alone)
+        question = SeriesQuery(given, start, end, series_alone=alone, last_alone=last)
         (answer,) = read(self.connection, [question], max_series=series, max_samples=samples, **more)
         assert [one.labels for one in answer] == sorted({one.labels for one in answer})
         return {one.labels: list(zip(one.times_ms.tolist(), one.values.tolist(), strict=True)) for one in answer}

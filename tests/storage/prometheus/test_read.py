@@ -74,6 +74,13 @@ def test_series_query_returns_the_last_sample_of_each_series(history):
     assert 3 == len(history.ask(*asked, steps, alone=True, samples=3)), "two ranks, and rows without a rank"
 
 
+def test_query_for_last_samples_returns_all_series(history):
+    """Also series of other exporters, and series of which one half was imported and the other half logged."""
+    last = {labels: samples[-1:] for labels, samples in history.ask().items()}
+
+    assert repr(last) == repr(history.ask(last=True)) == repr(history.ask(alone=True))
+
+
 def test_other_exporters_keep_their_metric_names(history):
     found = history.ask(("__name__", "=~", "DCGM_.*|up"), ("gpu", "!=", "1"))
 
