@@ -88,7 +88,7 @@ def test_response_is_decoded_by_the_reference_messages(answers):
         ({"start_ms": 1_200_001, "end_ms": 1_800_000}, (1_200_001, 1_800_000, False)),
     ],
 )
-def test_hints_restrict_a_query_only_where_results_stay_equal(hints, expected):
+def test_hints_restrict_a_query_only_where_results_are_equal(hints, expected):
     """The last sample alone is enough without a step and a range, within the default lookback period."""
     request = MESSAGES["ReadRequest"]()
     query = request.queries.add(start_timestamp_ms=1_000_000, end_timestamp_ms=2_000_000)
