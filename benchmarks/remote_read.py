@@ -45,7 +45,7 @@ def run() -> list[Row]:
 def _long_run(connection: Connection) -> list[Row]:
     """Return what the queries of a board read of one run of 50,000 steps, 30 of them per second."""
     end = (START + LONG_STEPS * STEP_US) // 1000
-    lookback = {"start_ms": end - LOOKBACK_MS, "end_ms": end, "last_alone": True}
+    start = end - LOOKBACK_MS
     tensors = _matchers({"__name__": "rankscope_tensor_value", "run": "long"})
     norms = (*tensors, *_matchers({"op": "norm"}))
     steps = _matchers({"__name__": "rankscope_step", "run": "long"})
@@ -53,7 +53,7 @@ def _long_run(connection: Connection) -> list[Row]:
         "50,000 steps: list of tensor series": SeriesQuery(tensors, 0, end, series_alone=True),
         "… list of series of the step": SeriesQuery(steps, 0, end, series_alone=True),
         "… step over the whole run": SeriesQuery(steps, 0, end),
-        "… last norms within five minutes": SeriesQuery(norms, **lookback),
+        "… last norms within five minutes": SeriesQuery(norms, start, end, last_alone=True),
     }
     return [_timed(connection, name, question) for name, question in asked.items()]
 
