@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from rankscope_view.data.history import Floats, History
+from rankscope_view.data.history import Floats, History, Integers
 
 LARGEST_EXPONENT: Final = math.log(np.finfo(np.float64).max)
 """Loss above which its exponential is larger than any double: 709.78. The perplexity is infinite there."""
@@ -30,7 +30,8 @@ def perplexity(loss: Floats) -> Floats:
 
 def perplexity_history(loss: History) -> History:
     """Return the history of the perplexity, from that of the loss."""
-    value, lowest, highest = (perplexity(one) for one in (loss.value, loss.lowest, loss.highest))
+    value = perplexity(loss.value)
+    lowest, highest = (value if one is loss.value else perplexity(one) for one in (loss.lowest, loss.highest))
     return replace(loss, name="perplexity", value=value, lowest=lowest, highest=highest)
 
 
@@ -71,16 +72,21 @@ def _is_falling(training: History, since: int) -> bool:
     return bool(len(after) and len(before) and after.mean() < before.mean())
 
 
+def _adjacent(steps: Integers) -> int:
+    """Return the number of steps that follow directly upon the one before; in blocks, without an array of all."""
+    blocks = (steps[at : at + _MOST_ROWS + 1] for at in range(0, len(steps), _MOST_ROWS))
+    return sum(int(np.count_nonzero(np.diff(block) <= 1)) for block in blocks)
+
+
 def logging_interval(loss: History) -> Advice | None:
     """Return advice on the interval of logging if a run has very many or very few rows; otherwise None."""
     steps = loss.step if loss.stands.all() else loss.step[loss.stands]
-    distances = np.diff(steps)
-    if len(loss) > _MOST_ROWS and 2 * np.count_nonzero(distances <= 1) >= len(distances):
+    if len(loss) > _MOST_ROWS and 2 * _adjacent(steps) >= len(steps) - 1:
         text = f"{len(loss):,} rows are logged, one per step: a higher logging interval keeps the curve and saves time."
         return Advice(text=text, is_action=False)
     if not _RECENT < len(loss) < _FEWEST_ROWS:
         return None
-    interval = float(np.median(distances)) if len(steps) > _RECENT else 0.0
+    interval = float(np.median(np.diff(steps))) if len(steps) > _RECENT else 0.0
     if interval >= 10:
         text = f"One row per {interval:,.0f} steps: a lower logging interval shows more detail."
         return Advice(text=text, is_action=False)

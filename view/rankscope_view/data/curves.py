@@ -17,8 +17,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.ma
 
-from rankscope_view.data.history import Floats, History, Integers
-from rankscope_view.data.smoothing import ema, moving_average
+from rankscope_view.data.history import Floats, History, Integers, restarts
+from rankscope_view.data.smoothing import ema_at, moving_average
 
 POINTS: Final = 4000
 """Default limit of the number of points of a curve."""
@@ -202,19 +202,27 @@ def curve(history: History, request: CurveRequest) -> Curve:
         newest = np.arange(len(history) - request.newest, len(history))
         history, x = history.select(newest), x[newest]
     left_out, extent = stored - len(history), (float(x.min()), float(x.max())) if len(x) else None
-    smoothed = _smoothed(history, request)
+    whole, visible = history, None
     newest_attempt = int(history.attempt[-1]) if len(history) else 0
     if request.first is not None or request.last is not None:
         visible = _window(x, request)
-        history, x, smoothed = history.select(visible), x[visible], smoothed[visible]
-    starts = np.flatnonzero(history.attempt[1:] != history.attempt[:-1]) + 1
+        history, x = history.select(visible), x[visible]
+    starts = restarts(history.attempt)
     bounds = [0, *(starts.tolist() if request.axis is Axis.ATTEMPT else ()), len(x)]
     parts = [slice(first, last) for first, last in itertools.pairwise(bounds) if last > first]
     width = _bucket_width(history, x, parts, request)
+    pieces = [(history.select(rows), x[rows]) for rows in parts]
+    drawn = [_drawn(*piece, width) for piece in pieces]
+    numbers = [rows.start + one.rows for rows, one in zip(parts, drawn, strict=True)]
+    averages = _smoothed(whole, request, [one if visible is None else visible[one] for one in numbers])
+    lines = (
+        _line(*piece, *points, request.axis)
+        for piece, points in zip(pieces, zip(drawn, averages, strict=True), strict=True)
+    )
     return Curve(
         name=history.name,
         request=request,
-        lines=tuple(_line(history.select(rows), x[rows], smoothed[rows], width, request) for rows in parts),
+        lines=tuple(lines),
         nonfinite=_nonfinite(history, x),
         restarts=() if request.axis is Axis.ATTEMPT else tuple(x[starts].tolist()),
         rows=len(history),
@@ -249,13 +257,17 @@ def on_axis(history: History, axis: Axis) -> tuple[History, Floats]:
     return history, np.arange(len(history), dtype=np.float64)
 
 
-def _smoothed(history: History, request: CurveRequest) -> Floats:
+def _smoothed(history: History, request: CurveRequest, parts: Sequence[Integers]) -> list[Floats]:
+    """Return the averages at the rows of each part."""
+    rows = np.concatenate([np.array([], np.int64), *parts])
     if request.smoothing is Smoothing.EMA:
-        return ema(history.value, history.attempt, min(max(request.decay, 0.0), 0.9999))
-    if request.smoothing is Smoothing.AVERAGE:
+        found = ema_at(history.value, history.attempt, min(max(request.decay, 0.0), 0.9999), rows)
+    elif request.smoothing is Smoothing.AVERAGE:
         full = request.needs_full_window
-        return moving_average(history.value, history.attempt, request.width, needs_full_window=full)
-    return np.full(len(history), np.nan)
+        found = moving_average(history.value, history.attempt, request.width, needs_full_window=full)[rows]
+    else:
+        found = np.full(len(rows), np.nan)
+    return np.split(found, np.cumsum([len(one) for one in parts])[:-1]) if parts else []
 
 
 def _window(x: Floats, request: CurveRequest) -> Integers:
@@ -289,8 +301,7 @@ def _bucket_count(history: History, x: Floats, rows: slice, width: float) -> int
 
 def _bucket_begins(x: Floats, attempt: Integers, width: float) -> Integers:
     """Return the first row of each bucket. A bucket ends at a restart, so that no row next to a restart is left out."""
-    restarts = np.flatnonzero(attempt[1:] != attempt[:-1]) + 1
-    bounds = [0, *restarts.tolist(), len(x)]
+    bounds = [0, *restarts(attempt).tolist(), len(x)]
     if len(x) and sum(abs(x[last - 1] - x[first]) for first, last in itertools.pairwise(bounds)) < width * len(x) / 8:
         parts = [first + _rising_begins(x[first:last], width) for first, last in itertools.pairwise(bounds)]
         return np.concatenate(parts)
@@ -305,46 +316,54 @@ def _rising_begins(x: Floats, width: float) -> Integers:
     return np.unique(np.searchsorted(x, edges, "left"))
 
 
-def _line(history: History, x: Floats, smoothed: Floats, width: float | None, request: CurveRequest) -> Line:
-    """Return the points of one line, with a NaN where the line must break."""
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """The rows to draw, and the range of the bucket of each of them."""
+
+    rows: Integers
+    low: Floats
+    high: Floats
+
+
+def _line(history: History, x: Floats, drawn: _Drawn, smoothed: Floats, axis: Axis) -> Line:
+    """Return the points of one line, with a NaN where the line must break. `smoothed` has the averages at its rows."""
+    kept = drawn.rows
     finite = np.isfinite(history.value)
-    kept = np.flatnonzero(finite)
-    if width is None:
-        low, high = history.lowest[kept], history.highest[kept]
-    else:
-        kept, low, high = _reduced(history, x, width, kept)
-    broken = _breaks(history, x, finite, kept, request.axis)
+    broken = _breaks(history, x, finite, kept, axis)
     behind = kept[broken]
     # The point of a break is between its neighbours: at the first row that is not finite, or in the middle.
     gap = np.where(finite[behind + 1], (x[behind] + x[kept[broken + 1]]) / 2, x[behind + 1])
     place = broken + 1
     nothing = np.nan
     return Line(
-        label=f"attempt {history.attempt[0]}" if request.axis is Axis.ATTEMPT else None,
+        label=f"attempt {history.attempt[0]}" if axis is Axis.ATTEMPT else None,
         x=np.insert(x[kept], place, gap),
         step=np.insert(history.step[kept], place, history.step[behind + 1]),
         value=np.insert(history.value[kept], place, nothing),
-        smoothed=np.insert(smoothed[kept], place, nothing),
-        low=np.insert(low, place, nothing),
-        high=np.insert(high, place, nothing),
+        smoothed=np.insert(smoothed, place, nothing),
+        low=np.insert(drawn.low, place, nothing),
+        high=np.insert(drawn.high, place, nothing),
     )
 
 
-def _reduced(history: History, x: Floats, width: float, finite: Integers) -> tuple[Integers, Floats, Floats]:
-    """Return the rows to draw, and the range of the bucket of each of them. `finite` has the finite rows."""
-    if not len(finite):
-        return finite, np.array([]), np.array([])
-    rows = slice(None) if len(finite) == len(x) else finite  # a slice needs no copies
-    values = history.value[rows]
-    begins = _bucket_begins(x[rows], history.attempt[rows], width)
-    ends = np.append(begins[1:], len(finite))
+def _drawn(history: History, x: Floats, width: float | None) -> _Drawn:
+    """Return the rows to draw: all finite ones, or the first, lowest, highest and last one of each bucket."""
+    finite = np.isfinite(history.value)
+    rows = slice(None) if finite.all() else np.flatnonzero(finite)  # a slice needs no copies
+    values, x = history.value[rows], x[rows]
+    lowest, highest = history.lowest, history.highest
+    if width is None or not len(values):
+        kept = np.arange(len(x)) if isinstance(rows, slice) else rows
+        return _Drawn(kept, lowest[rows], highest[rows])
+    begins = _bucket_begins(x, history.attempt[rows], width)
+    ends = np.append(begins[1:], len(values))
     parts = [(first, values[first:last]) for first, last in zip(begins.tolist(), ends.tolist(), strict=True)]
-    extremes = [first + find(part) for first, part in parts for find in (np.argmin, np.argmax)]
-    drawn = np.unique(np.concatenate([begins, ends - 1, extremes]))
+    least, most = (np.array([first + find(part) for first, part in parts]) for find in (np.argmin, np.argmax))
+    drawn = np.unique(np.concatenate([begins, ends - 1, least, most]))
     bucket = np.searchsorted(begins, drawn, "right") - 1
-    low = np.fmin.reduceat(history.lowest[rows], begins)
-    high = np.fmax.reduceat(history.highest[rows], begins)
-    return finite[drawn], low[bucket], high[bucket]
+    low = values[least] if lowest is history.value else np.fmin.reduceat(lowest[rows], begins)
+    high = values[most] if highest is history.value else np.fmax.reduceat(highest[rows], begins)
+    return _Drawn(drawn if isinstance(rows, slice) else rows[drawn], low[bucket], high[bucket])
 
 
 def _breaks(history: History, x: Floats, finite: Any, kept: Integers, axis: Axis) -> Integers:

@@ -21,6 +21,7 @@ from rankscope_view.data.history import (
     History,
     main_labels,
     read_history,
+    restarts,
 )
 from rankscope_view.data.raw_history import raw_histories
 from rankscope_view.data.raw_rows import RawRows, read_rows
@@ -139,15 +140,15 @@ def _needs_goodput(rows: RawRows, run: str, most: int | None) -> bool | None:
 
 def _restarts(loss: History) -> tuple[Restart, ...]:
     """Return the restarts that the loss shows."""
-    rows = np.flatnonzero(np.diff(loss.attempt) > 0)
     return tuple(
-        Restart(attempt=int(loss.attempt[at + 1]), last_step=int(loss.step[at]), first_step=int(loss.step[at + 1]))
-        for at in rows.tolist()
+        Restart(attempt=int(loss.attempt[at]), last_step=int(loss.step[at - 1]), first_step=int(loss.step[at]))
+        for at in restarts(loss.attempt).tolist()
     )
 
 
 def _change(loss: History) -> float | None:
-    values = loss.value[loss.stands & np.isfinite(loss.value)]
+    known = loss.stands & np.isfinite(loss.value)
+    values = loss.value if known.all() else loss.value[known]
     rows = min(RECENT_ROWS, len(values) // 2)
     if rows < 5:
         return None

@@ -60,14 +60,31 @@ class History:
         return len(self.value)
 
     def select(self, chosen: npt.NDArray[Any] | slice) -> History:
-        """Return the elements that `chosen`, a mask, an array of indices or a slice, selects."""
-        arrays = {name: getattr(self, name)[chosen] for name in _ARRAYS}
+        """Return the elements that `chosen`, a mask, an array of indices or a slice, selects.
+
+        Columns that are one array, such as value and range of a single rank, remain one.
+        """
+        found: dict[int, Any] = {}
+        for array in (getattr(self, name) for name in _ARRAYS):
+            if id(array) not in found:
+                found[id(array)] = array[chosen]
+        arrays = {name: found[id(getattr(self, name))] for name in _ARRAYS}
         return replace(self, **arrays)
 
     @property
     def is_varied(self) -> bool:
         """Return whether the ranks of any step have different values."""
         return bool((self.highest > self.lowest).any())
+
+
+def is_constant(array: npt.NDArray[Any]) -> bool:
+    """Return whether the array is one value that is repeated without memory."""
+    return array.strides == (0,)
+
+
+def restarts(attempt: Integers) -> Integers:
+    """Return the first row of each later attempt."""
+    return np.array([], np.int64) if is_constant(attempt) else np.flatnonzero(attempt[1:] != attempt[:-1]) + 1
 
 
 _ARRAYS: Final = ("attempt", "step", "cumulative", "time", "value", "lowest", "highest", "stands")

@@ -14,9 +14,9 @@ from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.sql.scalar_history import is_main_source
 from rankscope_storage.sql.scalar_positions import POSITIONS
-from rankscope_view.data.history import LEARNING_RATE, LOSS, SPEEDS, Floats
+from rankscope_view.data.history import LEARNING_RATE, LOSS, SPEEDS, Floats, is_constant
 from rankscope_view.data.raw_history import by_step
-from rankscope_view.data.raw_rows import RawRows, SeriesRows, is_constant, read_rows
+from rankscope_view.data.raw_rows import RawRows, SeriesRows, read_rows
 
 SPARKLINE_POINTS: Final = 60
 _PACE_STEPS: Final = 100
@@ -146,17 +146,19 @@ def _sparkline(values: Floats) -> Sparkline:
     parts = SPARKLINE_POINTS // 3
     begins = sorted({-(-part * places // parts) for part in range(parts)} - {places})
     kept: set[int] = set()
+    is_finite = np.isfinite(values)
+    are_finite = bool(is_finite.all())
     for first, last in itertools.pairwise([*begins, places]):
-        part = values[first:last]
-        finite = np.isfinite(part)
-        if finite.all():
+        part, finite = values[first:last], is_finite[first:last]
+        if are_finite or finite.all():
             kept |= {first + int(part.argmin()), first + int(part.argmax()), last - 1}
             continue
         if finite.any():
             own = np.flatnonzero(finite)
             kept |= {first + int(own[part[own].argmin()]), first + int(own[part[own].argmax()])}
         kept.add(first + int(np.flatnonzero(~finite)[-1]))
-    return Sparkline(points=tuple((at, float(values[at])) for at in sorted(kept)), places=places)
+    drawn = sorted(kept)
+    return Sparkline(points=tuple(zip(drawn, values[drawn].tolist(), strict=True)), places=places)
 
 
 def _seconds_left(series: Sequence[SeriesRows], planned: int | None) -> float | None:

@@ -8,8 +8,8 @@ from typing import Any, Final
 import numpy as np
 
 from rankscope_storage.connection import Connection
-from rankscope_view.data.history import LOSS, History, numbered
-from rankscope_view.data.raw_rows import RawRows, SeriesRows, is_constant, read_rows
+from rankscope_view.data.history import LOSS, History, is_constant, numbered
+from rankscope_view.data.raw_rows import RawRows, SeriesRows, read_rows
 
 _ATTEMPT: Final = 1 << 40
 """Distance of the keys of two attempts, which is larger than any step."""

@@ -7,7 +7,7 @@ in stores without rollups of the run: the position of each row is then its step.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -19,12 +19,13 @@ import pyarrow.compute as pc
 from rankscope_contract.model.schema import IMPORT_PREFIX, IMPORTED_FROM
 from rankscope_storage.connection import Connection
 from rankscope_storage.query.column_scan import RowGroups
-from rankscope_view.data.history import Floats, Integers
+from rankscope_view.data.history import Floats, Integers, is_constant
 
 _SERIES: Final = ("run", "name", "labels")
 _ABSENT: Final = {"attempt": 0, "rank": -1, "micro_step": -1}
 """Columns that are often equal in all rows, with the number in place of null."""
 
+_CONSTANT: Final = (*_SERIES, "incarnation", *_ABSENT)
 _NUMBERS: Final = ("step", "ts", "value")
 _WHOLE_ROWS: Final = 1 << 15
 """Least number of adjacent rows of one series that are read without the columns of names."""
@@ -44,6 +45,11 @@ class SeriesRows:
     def select(self, chosen: Any) -> SeriesRows:
         """Return the rows that `chosen`, a mask, an array of indices or a slice, selects."""
         return SeriesRows(*(getattr(self, name)[chosen] for name in SeriesRows.__slots__))
+
+
+_WHOLE, _REAL = np.empty(0, np.int64), np.empty(0)
+_UNREAD: Final = SeriesRows(_WHOLE, _WHOLE, _WHOLE, _WHOLE, _REAL, _REAL)
+"""Stands for row groups that are read after all others."""
 
 
 @dataclass(slots=True)
@@ -73,11 +79,6 @@ class RawRows:
             self.parts.setdefault((run, name), {}).setdefault(labels or "", []).append(rows)
 
 
-def is_constant(array: npt.NDArray[Any]) -> bool:
-    """Return whether the array is one value that is repeated without memory."""
-    return array.strides == (0,)
-
-
 def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     if all(is_constant(one) and one[0] == arrays[0][0] for one in arrays):
         return np.broadcast_to(arrays[0][:1].reshape(()), sum(map(len, arrays)))
@@ -93,13 +94,17 @@ def read_rows(connection: Connection, runs: Collection[str], names: Collection[s
     if not wanted:
         return found
     equal = {"run": wanted, "name": sorted(names)}
-    groups = connection.row_groups("scalars", wanted, equal, (*_SERIES, *_ABSENT))
-    for is_whole, adjacent in itertools.groupby(groups.stretches((*_SERIES, *_ABSENT)), _is_whole):
+    groups = connection.row_groups("scalars", wanted, equal, _CONSTANT)
+    long: dict[tuple[str, str, str | None], list[RowGroups]] = {}
+    for is_whole, adjacent in itertools.groupby(groups.stretches(_CONSTANT), _is_whole):
         if is_whole:
             for constants, own in adjacent:
-                _add_whole(constants, own, found)
+                key = (constants["run"], constants["name"], constants["labels"])
+                long.setdefault(key, []).append(own)
+                found.add(*key, _UNREAD)
         else:
             _add_mixed([own for _, own in adjacent], set(wanted), names, found)
+    _read_long(long, found)
     return found
 
 
@@ -109,23 +114,92 @@ def _is_whole(stretch: tuple[Mapping[str, Any], RowGroups]) -> bool:
     return groups.rows >= _WHOLE_ROWS and all(one in constants for one in (*_SERIES, *_ABSENT))
 
 
-def _add_whole(constants: Mapping[str, Any], groups: RowGroups, found: RawRows) -> None:
-    """Add the rows of row groups that contain one series only."""
-    step, time, value = np.empty(groups.rows, np.int64), np.empty(groups.rows), np.empty(groups.rows)
+def _read_long(long: Mapping[tuple[str, str, str | None], Sequence[RowGroups]], found: RawRows) -> None:
+    """Read the row groups that contain one series only, each series into arrays of its final length.
+
+    Scalars of one record have the same step and time, so that series often share these arrays.
+    """
+    before: SeriesRows | None = None
+    for (run, name, labels), unread in long.items():
+        series = found.parts.get((run, name), {})
+        if (labels or "") not in series:  # of a log that was imported into a live run
+            continue
+        parts, remaining = series.pop(labels or ""), iter(unread)
+        pieces = itertools.chain.from_iterable(
+            _pieces(next(remaining)) if part is _UNREAD else (part,) for part in parts
+        )
+        rows = sum(len(part.step) for part in parts) + sum(groups.rows for groups in unread)
+        read = _in_one(pieces, rows, before)
+        if read is None:
+            found.for_sql.add(run)
+        elif len(read.step):
+            series[labels or ""] = [read]
+            before = read
+        if not series:
+            del found.parts[run, name]
+
+
+def _in_one(pieces: Iterable[SeriesRows | None], most: int, before: SeriesRows | None) -> SeriesRows | None:
+    """Return adjacent pieces of a series with at most `most` rows as one; None if one of them is None.
+
+    Its steps and times are those of `before` as far as they are equal.
+    """
+    step = _Column(most, np.int64, None if before is None else before.step)
+    time = _Column(most, np.float64, None if before is None else before.time)
+    value = np.empty(most)
+    others: list[list[Integers]] = [[], [], []]  # attempt, rank, micro_step
     at = 0
-    for batch in groups.batches(("incarnation", *_NUMBERS)):
-        if _imported(batch).any():
-            found.for_sql.add(constants["run"])
-            return
-        rows = _complete(batch)
-        own = slice(at, at + rows.num_rows)
-        step[own], value[own] = (rows.column(one).to_numpy(zero_copy_only=False) for one in ("step", "value"))
-        np.divide(_microseconds(rows), 1e6, out=time[own])
+    for piece in pieces:
+        if piece is None:
+            return None
+        own = slice(at, at + len(piece.step))
+        step.put(own, piece.step)
+        time.put(own, piece.time)
+        value[own] = piece.value
+        for columns, column in zip(others, (piece.attempt, piece.rank, piece.micro_step), strict=True):
+            columns.append(column)
         at = own.stop
-    if at:
-        attempt, rank, micro = (_repeated(constants[one], absent, at) for one, absent in _ABSENT.items())
-        series = SeriesRows(attempt, rank, micro, step[:at], time[:at], value[:at])
-        found.add(constants["run"], constants["name"], constants["labels"], series)
+    attempt, rank, micro = (_joined(columns) if at else _WHOLE for columns in others)
+    return SeriesRows(attempt, rank, micro, step.get(at), time.get(at), value[:at])
+
+
+def _pieces(groups: RowGroups) -> Iterator[SeriesRows | None]:
+    """Yield the rows of row groups that contain one series only; None, and no further rows, if a log was imported."""
+    constants = groups.constants(_CONSTANT)
+    source = constants.get("incarnation")
+    if source is not None and source.startswith(IMPORT_PREFIX):
+        yield None
+        return
+    for batch in groups.batches(_NUMBERS if "incarnation" in constants else ("incarnation", *_NUMBERS)):
+        if "incarnation" not in constants and _imported(batch).any():
+            yield None
+            return
+        yield _rows(_complete(batch), constants)
+
+
+class _Column:
+    """One column of a long series. It is the array of the series before, as long as all values are equal."""
+
+    def __init__(self, rows: int, dtype: Any, earlier: npt.NDArray[Any] | None) -> None:
+        self._rows = rows
+        self._dtype = dtype
+        self._values = earlier
+        self._is_shared = earlier is not None
+
+    def put(self, own: slice, values: npt.NDArray[Any]) -> None:
+        """Store values at the rows `own`, which follow those of the call before."""
+        if self._is_shared and self._values is not None and np.array_equal(self._values[own], values):
+            return
+        if self._is_shared or self._values is None:
+            array = np.empty(self._rows, self._dtype)
+            if self._values is not None:
+                array[: own.start] = self._values[: own.start]
+            self._values, self._is_shared = array, False
+        self._values[own] = values
+
+    def get(self, rows: int) -> npt.NDArray[Any]:
+        """Return the first `rows` values."""
+        return np.empty(0, self._dtype) if self._values is None else self._values[:rows]
 
 
 def _complete(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -150,28 +224,25 @@ def _add(
     batch: pa.RecordBatch, runs: Collection[str], names: Collection[str], constants: Mapping[str, Any], found: RawRows
 ) -> None:
     """Add the rows of a batch to `found`."""
-    is_wanted = batch.column("value").is_valid().to_numpy(zero_copy_only=False)
-    if batch.column("step").null_count:
-        is_wanted = is_wanted & batch.column("step").is_valid().to_numpy(zero_copy_only=False)
-    for column, wanted in ((batch.column("run"), runs), (batch.column("name"), names)):
-        known = np.array([one in wanted for one in column.dictionary.to_pylist()], bool)
-        if not known.all():
-            is_wanted = is_wanted & known[column.indices.to_numpy(zero_copy_only=False)]
-    chosen = np.flatnonzero(is_wanted)
-    if not len(chosen):
-        return
-    taken = batch if len(chosen) == batch.num_rows else batch.take(pa.array(chosen))
-    _find_imported(taken, found)
-    named = [taken.column(one) for one in ("run", "name", "labels")]
-    codes = [column.indices.fill_null(-1).to_numpy(zero_copy_only=False) for column in named]
-    known_texts = [column.dictionary.to_pylist() for column in named]
+    batch = _complete(batch)
+    named = [batch.column(one) for one in _SERIES]
+    codes = [_filled(column.indices, -1) for column in named]
+    texts = [column.dictionary.to_pylist() for column in named]
     changes = np.logical_or.reduce([one[1:] != one[:-1] for one in codes])
-    begins = [0, *(np.flatnonzero(changes) + 1).tolist()]
-    rows = _rows(taken, constants)
-    for first, last in itertools.pairwise([*begins, len(chosen)]):
+    begins = np.append(0, np.flatnonzero(changes) + 1)[: batch.num_rows]
+    ends = np.append(begins[1:], batch.num_rows)
+    is_wanted = np.ones(len(begins), bool)
+    for code, known, wanted in zip(codes, texts, (runs, names), strict=False):
+        is_wanted &= np.array([one in wanted for one in known], bool)[code[begins]]
+    if not is_wanted.any():
+        return
+    imported, rows = _imported(batch), _rows(batch, constants)
+    for first, last in zip(begins[is_wanted].tolist(), ends[is_wanted].tolist(), strict=True):
         run, name, labels = (
-            None if one[first] < 0 else texts[one[first]] for one, texts in zip(codes, known_texts, strict=True)
+            None if one[first] < 0 else known[one[first]] for one, known in zip(codes, texts, strict=True)
         )
+        if imported[first:last].any():
+            found.for_sql.add(run or "")
         found.add(run or "", name or "", labels, rows.select(slice(first, last)))
 
 
@@ -180,13 +251,6 @@ def _imported(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
     sources = batch.column("incarnation")
     imported = [at for at, one in enumerate(sources.dictionary.to_pylist()) if one.startswith(IMPORT_PREFIX)]
     return np.isin(_filled(sources.indices, -1), imported) if imported else np.array([], np.bool_)
-
-
-def _find_imported(batch: pa.RecordBatch, found: RawRows) -> None:
-    is_imported, runs = _imported(batch), batch.column("run")
-    if is_imported.any():
-        for code in np.unique(runs.indices.to_numpy(zero_copy_only=False)[is_imported]).tolist():
-            found.for_sql.add(runs.dictionary[code].as_py())
 
 
 def _rows(batch: pa.RecordBatch, constants: Mapping[str, Any]) -> SeriesRows:

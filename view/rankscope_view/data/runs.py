@@ -178,11 +178,8 @@ def known_runs(connection: Connection, run: str | None = None, *, has_rows: bool
             others |= set(connection.query(f"SELECT DISTINCT run FROM {dataset}{chosen}")["run"].to_pylist())
     empty = dict.fromkeys(_COLUMNS)
     rows += [empty | {"run": name} for name in sorted(others - names) if run is None or name == run]
-    leaving = set(
-        connection.query(_LEAVING, {"runs": [r["run"] for r in rows if r["state"] == RunState.RUNNING]})[
-            "run"
-        ].to_pylist()
-    )
+    running = [row["run"] for row in rows if row["state"] == RunState.RUNNING]
+    leaving = set(connection.query(_LEAVING, {"runs": running})["run"].to_pylist()) if running else set()
     for row in rows:
         row["state"] = STOPPING if row["run"] in leaving else row["state"]
         row["tags"] = parse_tags(row["tags"])

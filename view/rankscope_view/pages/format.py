@@ -22,7 +22,9 @@ def text(value: object) -> str:
 
     Control characters and marks of writing direction are shown as escape sequences.
     """
-    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(value))
+    shown = str(value)
+    if not shown.isprintable():
+        shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in shown)
     return html_text(shown)
 
 

@@ -40,10 +40,11 @@ def sparkline(line: Sparkline) -> str:
             bars.append(x)
             parts.append([])
     marks = "".join(f'<rect class="nan" x="{x - 1.5:.1f}" y="{_HEIGHT - 4}" width="3.5" height="3"/>' for x in bars)
+    dots = path(part for part in parts if len(part) == 1)
     return (
         f'<svg class="spark" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
         'preserveAspectRatio="none" aria-hidden="true">'
-        f'<path d="{path(parts)}"/><path class="dot" d="{path(part for part in parts if len(part) == 1)}"/>{marks}</svg>'
+        f'<path d="{path(parts)}"/><path class="dot" d="{dots}"/>{marks}</svg>'
     )
 
 
@@ -55,7 +56,7 @@ def path(parts: Iterable[Sequence[Point]]) -> str:
             x, y = part[0]
             found.append(f"M{x - 0.5:.1f} {y:.1f}h1")
         elif part:
-            found.append("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in part))
+            found.append("M" + "L".join([f"{x:.1f} {y:.1f}" for x, y in part]))
     return "".join(found)
 
 
