@@ -3,6 +3,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { csv, expanded, keptOrder, nearest, placeLabel, readState, replaceState, roundSteps, shown, sliced, stepSplits, tickLabel, valueRange, viridis, writeState } from "../../../view/rankscope_view/assets/logic.js";
+import { extended, grown } from "../../../view/rankscope_view/assets/tail.js";
 
 const line = { label: null, x: [0, 1, 2, 3], step: [30, 10, 20, 30], value: [4, null, 2, 1], smoothed: [4, null, 3, 2], low: [], high: [] };
 const curve = { name: "loss", axis: "arrival", lines: [line], nonfinite: [], restarts: [1], rows: 4, buckets: 0, extent: [0, 3], bulk: [1, 2], notice: "" };
@@ -82,3 +83,18 @@ test("a zoom window of a report has a point on each side and the range of its va
 test("a curve of a report is saved as CSV", () => {
   assert.deepEqual(["line,step,step,loss,smoothed,lowest,highest", "0,1,1,4,4,4,5", "0,2,2,,,,"], csv(expanded(kept, true)).split("\n").slice(0, 3));
 });
+
+for (const smooth of ["none", "ema", "average"]) {
+  test(`a curve that grows equals the one made at once: ${smooth}`, () => {
+    const state = { ...readState(`smooth=${smooth}`), strength: smooth === "average" ? 2 : 0.5 };
+    const stored = { ...curve, axis: "step", attempt: 0, lines: [{ label: null, x: [1, 2], step: [1, 2], value: [4, 3], smoothed: [4, 3], low: [4, 3], high: [4, 3] }], extent: [1, 2] };
+    const rows = [2.5, null, null, 2].map((one, at) => [0, 3 + at, 1e9 + at, { loss: [one, one, one] }]);
+    let made = grown(undefined, stored, [], state);
+    for (let count = 1; count <= rows.length; count += 1) made = grown(made, stored, rows.slice(0, count), state);
+    assert.deepEqual(extended(stored, rows, state), made.shown);
+    assert.deepEqual([1, 2], stored.lines[0].x);
+
+    const replaced = [...rows.slice(0, 2), [0, 5, 1e9, { loss: [9, 9, 9] }]];
+    assert.deepEqual(extended(stored, replaced, state), grown(made, stored, replaced, state).shown);
+  });
+}

@@ -6,7 +6,7 @@ import { keep, recall, setAddress } from "./memory.js";
 import { readState, replaceState, STRENGTH, writeState } from "./logic.js";
 import { showNewest } from "./newest.js";
 import { readCurve, sheet } from "./source.js";
-import { extended, merged } from "./tail.js";
+import { grown, merged } from "./tail.js";
 
 const base = document.body.dataset.base ?? "";
 const page = document.body.dataset.page ?? "";
@@ -202,6 +202,7 @@ function charts() {
   let state = readState(location.search, usual);
   /** @type {Chart[]} */ const all = [];
   /** @type {Map<Chart, import("./logic.js").Curve>} The curves as the server sent them. */ const loaded = new Map();
+  /** @type {Map<Chart, import("./tail.js").Grown>} The curves as they were drawn, with rows that are not stored yet. */ const drawn = new Map();
   /** @type {import("./tail.js").Row[]} */ let tail = [];
   const zoom = (/** @type {number | null} */ from, /** @type {number | null} */ to) => set({ from, to });
 
@@ -232,9 +233,13 @@ function charts() {
     for (const chart of charts) planned.add(chart);
     if (!isFirst || !planned.size) return;
     requestAnimationFrame(() => {
-      for (const chart of planned) {
+      const visible = [...planned].filter((chart) => chart.box.offsetParent); // read before all changes: after each, it costs a layout
+      for (const chart of visible) {
         const [curve, own] = [loaded.get(chart), windowOf(chart, state)];
-        if (curve && chart.box.offsetParent) chart.show(extended(curve, tail, own), own);
+        if (!curve) continue;
+        const next = grown(drawn.get(chart), curve, tail, own);
+        drawn.set(chart, next);
+        chart.show(next.shown, own);
       }
       planned.clear();
       showNewest(tail);

@@ -28,6 +28,7 @@ export class Chart {
     /** @type {Series[]} */ this.series = [];
     /** @type {any} */ this.plot = null;
     this.shape = "";
+    this.entriesKey = "";
     box.addEventListener("keydown", (event) => this.key(event));
     new ResizeObserver(() => this.plot?.setSize(this.size())).observe(box);
   }
@@ -266,13 +267,18 @@ export class Chart {
     const newest = main?.x[main.y.findLastIndex((one) => one !== null)] ?? places[places.length - 1];
     const x = isPointed ? places[index] : newest;
     const isBad = isPointed && curve.nonfinite.some(([first, last]) => x >= first && x <= last);
-    const parts = this.entries().map(([mark, style, word, series]) => entry(mark, style, word, series ? valueAt(series, x) : undefined, isBad));
-    if (isPointed || this.options.tensor) {
-      const place = document.createElement("span");
-      place.textContent = curve.axis === "time" ? placeLabel(curve, x, 0) : `step ${placeLabel(curve, x, 0)}`;
-      parts.unshift(place);
+    const entries = this.entries();
+    const texts = entries.map(([, style, , series]) => (series && style !== "limit" && style !== "baseline" ? valueText(valueAt(series, x), isBad) : null));
+    const hasPlace = isPointed || Boolean(this.options.tensor);
+    const key = JSON.stringify([hasPlace, entries.map(([mark, style, word], at) => [mark, style, word, texts[at] === null])]);
+    if (key !== this.entriesKey) {
+      this.entriesKey = key;
+      const parts = entries.map(([mark, style, word], at) => entry(mark, style, word, texts[at]));
+      this.legend.replaceChildren(...(hasPlace ? [document.createElement("span")] : []), ...parts);
     }
-    this.legend.replaceChildren(...parts);
+    if (hasPlace) setText(this.legend.firstElementChild, curve.axis === "time" ? placeLabel(curve, x, 0) : `step ${placeLabel(curve, x, 0)}`);
+    const values = this.legend.querySelectorAll("b");
+    texts.filter((text) => text !== null).forEach((text, at) => setText(values[at], text ?? ""));
   }
 
   /**
@@ -334,22 +340,38 @@ export class Chart {
 }
 
 /**
+ * @param {number | null} value
+ * @param {boolean} isBad whether an absent value is NaN
+ */
+function valueText(value, isBad) {
+  return value === null && isBad ? "NaN" : shown(value);
+}
+
+/**
+ * Change the text of an element, unless it is the same: each change costs a layout.
+ * @param {Element | null} element
+ * @param {string} text
+ */
+function setText(element, text) {
+  if (element && element.textContent !== text) element.textContent = text;
+}
+
+/**
  * Return one entry of a legend.
  * @param {string} name name of the colour
  * @param {string} style
  * @param {string} word
- * @param {number | null | undefined} value undefined: an entry without a value
- * @param {boolean} isBad whether an absent value is NaN
+ * @param {string | null} value null: an entry without a value
  */
-function entry(name, style, word, value, isBad) {
+function entry(name, style, word, value) {
   const part = document.createElement("span");
   const mark = document.createElement("i");
   mark.className = style;
   mark.style.color = `var(--${name.replace(/-faded$/, "")})`;
   part.append(mark, word);
-  if (value !== undefined && style !== "limit" && style !== "baseline") {
+  if (value !== null) {
     const text = document.createElement("b");
-    text.textContent = value === null && isBad ? "NaN" : shown(value);
+    text.textContent = value;
     part.append(text);
   }
   return part;

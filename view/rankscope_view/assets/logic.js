@@ -18,6 +18,14 @@ const GROUPED = new Intl.NumberFormat("en");
 const WITH_TENTH = new Intl.NumberFormat("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
 const EXACT = new Intl.NumberFormat("en", { maximumFractionDigits: 8 });
 
+/**
+ * Return a whole number with separators.
+ * @param {number} value
+ */
+export function grouped(value) {
+  return GROUPED.format(value);
+}
+
 /** @type {Record<string, number>} Default strength by kind of smoothing. */
 export const STRENGTH = { ema: 0.9, average: 20, none: 0 };
 
@@ -219,9 +227,12 @@ export function valueRange(curve, choice) {
   let [low, high] = curve.bulk ?? [0, 1];
   if (choice.fit || choice.log) {
     [low, high] = [Infinity, -Infinity];
-    for (const one of curve.lines.flatMap((line) => line.value)) {
-      if (one === null || (choice.log && one <= 0)) continue;
-      [low, high] = [Math.min(low, one), Math.max(high, one)];
+    for (const { value } of curve.lines) {
+      for (const one of value) {
+        if (one === null || (choice.log && one <= 0)) continue;
+        if (one < low) low = one;
+        if (one > high) high = one;
+      }
     }
     if (!Number.isFinite(low)) [low, high] = choice.log ? [0.1, 10] : [0, 1];
   }

@@ -1,5 +1,5 @@
 // The newest rows of a live run in the header and in the event log, before they are stored.
-import { short, shown } from "./logic.js";
+import { grouped, short, shown } from "./logic.js";
 import { valuesOf } from "./tail.js";
 
 const SUMMED = ["tokens_per_second", "samples_per_second"];
@@ -15,7 +15,7 @@ export function showNewest(rows) {
   const head = document.getElementById("head");
   for (const place of /** @type {NodeListOf<HTMLElement>} */ (head?.querySelectorAll("[data-value]") ?? [])) {
     const name = place.dataset.value ?? "";
-    if (name === "step") place.textContent = last[1].toLocaleString("en");
+    if (name === "step") place.textContent = grouped(last[1]);
     const row = rows.findLast((one) => valuesOf(one, name));
     const values = row && valuesOf(row, name);
     if (values) place.textContent = SUMMED.includes(name) ? short(values[3] ?? values[0] ?? NaN) : shown(values[0] ?? NaN);
@@ -37,13 +37,14 @@ function addLines(rows) {
   const known = table?.querySelector(".i.step")?.closest("tr");
   if (!table || !known) return;
   const newest = Number(known.cells[2].textContent?.replaceAll(",", ""));
-  for (const [, step, time, values] of rows) {
-    if (step <= newest || !values.loss) continue;
+  const begin = rows.findLastIndex(([, step]) => step <= newest) + 1;
+  for (const [, step, time, values] of rows.slice(begin)) {
+    if (!values.loss) continue;
     const line = /** @type {HTMLTableRowElement} */ (known.cloneNode(true));
     const at = new Date(time * 1000).toISOString();
     line.cells[0].textContent = at.slice(11, 19);
     line.cells[0].title = `${at.slice(0, 19).replace("T", " ")} UTC`;
-    line.cells[2].textContent = step.toLocaleString("en");
+    line.cells[2].textContent = grouped(step);
     const parts = [`loss ${digits(values.loss[0])}`, ...(values.grad_norm ? [`grad ${digits(values.grad_norm[0])}`] : [])];
     line.cells[3].textContent = parts.join(", ");
     table.tBodies[0].prepend(line);

@@ -3,6 +3,7 @@
 /** @typedef {import("./logic.js").Curve} Curve */
 /** @typedef {import("./logic.js").State} State */
 /** @typedef {[number, number, number, Record<string, (number | null)[]>]} Row attempt, step, UTC seconds, and by name: mean, lowest, highest, sum */
+/** @typedef {{curve: Curve, choice: string, shown: Curve, last: Row | undefined}} Grown a curve of the server, the same with rows behind it, and the last of these rows */
 
 const KEPT = 600;
 
@@ -31,6 +32,44 @@ export function valuesOf(row, name) {
 }
 
 /**
+ * Return `extended`, from its result before if rows were only added since then. The arrays of that result grow.
+ * @param {Grown | undefined} before
+ * @param {Curve} curve
+ * @param {Row[]} rows
+ * @param {State} state
+ * @returns {Grown}
+ */
+export function grown(before, curve, rows, state) {
+  const choice = JSON.stringify(state);
+  const last = rows.at(-1);
+  const at = before?.last && before.curve === curve && before.choice === choice && before.shown !== curve ? rows.lastIndexOf(before.last) : -1;
+  if (!before || at < 0) return { curve, choice, shown: extended(curve, rows, state), last };
+  const shown = { ...before.shown };
+  const line = shown.lines[shown.lines.length - 1];
+  for (const row of ownRows(rows.slice(at + 1), curve)) append(line, row, curve, shown.nonfinite, state);
+  shown.extent = reaching(shown.extent, line);
+  return { curve, choice, shown, last };
+}
+
+/**
+ * @param {Row[]} rows
+ * @param {Curve} curve
+ */
+function ownRows(rows, curve) {
+  return rows.filter((row) => row[0] === curve.attempt && valuesOf(row, curve.name));
+}
+
+/**
+ * @param {[number, number] | null} extent
+ * @param {import("./logic.js").Line} line
+ * @returns {[number, number]}
+ */
+function reaching(extent, line) {
+  const last = line.x[line.x.length - 1];
+  return [extent?.[0] ?? line.x[0], Math.max(extent?.[1] ?? last, last)];
+}
+
+/**
  * Return a curve of the server with rows behind it. A curve that is zoomed, or of an earlier attempt, remains as it is.
  * @param {Curve} curve
  * @param {Row[]} rows
@@ -39,7 +78,7 @@ export function valuesOf(row, name) {
  */
 export function extended(curve, rows, state) {
   const line = curve.lines.at(-1);
-  const own = rows.filter((row) => row[0] === curve.attempt && valuesOf(row, curve.name));
+  const own = ownRows(rows, curve);
   if (!line || line.role || curve.lines[0].label?.length === 1 || state.to !== null || !own.length) return curve;
   let end = line.x.length;
   while (end > 0 && line.step[end - 1] >= own[0][1]) end -= 1;
@@ -48,10 +87,9 @@ export function extended(curve, rows, state) {
   for (const name of /** @type {("x" | "step" | "value" | "smoothed" | "low" | "high")[]} */ (["x", "step", "value", "smoothed", "low", "high"])) {
     next[name] = /** @type {any} */ (line[name].slice(0, end));
   }
-  const nonfinite = curve.nonfinite.filter(([first]) => first <= next.x[end - 1]);
+  /** @type {[number, number, string][]} */ const nonfinite = curve.nonfinite.filter(([first]) => first <= next.x[end - 1]).map(([...range]) => range);
   for (const row of own) append(next, row, curve, nonfinite, state);
-  const last = next.x[next.x.length - 1];
-  return { ...curve, lines: [...curve.lines.slice(0, -1), next], nonfinite, extent: [curve.extent?.[0] ?? next.x[0], Math.max(curve.extent?.[1] ?? last, last)] };
+  return { ...curve, lines: [...curve.lines.slice(0, -1), next], nonfinite, extent: reaching(curve.extent, next) };
 }
 
 /**

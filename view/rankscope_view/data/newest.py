@@ -133,11 +133,16 @@ def _newest(rows: SeriesRows) -> dict[str, Any]:
     is_older = not is_constant(rows.attempt) and attempt != rows.attempt.min()
     step = int((rows.step[rows.attempt == attempt] if is_older else rows.step).max())
     own = np.flatnonzero(rows.step == step)
-    own = own[rows.attempt[own] == attempt]
-    values, times = rows.value[own], rows.time[own]
-    at = float(np.fmax.reduce(times))
-    known = None if math.isnan(at) else at
-    return {"value": float(values.mean()), "total": float(values.sum()), "position": step, "logged_at": known}
+    if is_older:
+        own = own[rows.attempt[own] == attempt]
+    values = rows.value[own]
+    at, total = float(np.fmax.reduce(rows.time[own])), float(values.sum())
+    return {
+        "value": total / len(own),
+        "total": total,
+        "position": step,
+        "logged_at": None if math.isnan(at) else at,
+    }
 
 
 def _sparkline(values: Floats) -> Sparkline:
