@@ -1,6 +1,7 @@
 // One chart of a curve: lines by uPlot; NaN ranges, restarts and markers are drawn over them.
 import { placeLabel, shown, stepSplits, tickLabel, valueAt, valueRange } from "./logic.js";
 import { clip, colour, cross, glyph, hatch, labelFont, lineAcross, ring, triangle } from "./marks.js";
+import { setText } from "./newest.js";
 import { bandsOf, isDrawn, seriesOf } from "./series.js";
 
 /** @typedef {import("./logic.js").Curve} Curve */
@@ -345,15 +346,6 @@ export class Chart {
  */
 function valueText(value, isBad) {
   return value === null && isBad ? "NaN" : shown(value);
-}
-
-/**
- * Change the text of an element, unless it is the same: each change costs a layout.
- * @param {Element | null} element
- * @param {string} text
- */
-function setText(element, text) {
-  if (element && element.textContent !== text) element.textContent = text;
 }
 
 /**

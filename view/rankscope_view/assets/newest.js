@@ -4,6 +4,21 @@ import { valuesOf } from "./tail.js";
 
 const SUMMED = ["tokens_per_second", "samples_per_second"];
 const MOST_LINES = 200;
+/** Least time in milliseconds between two changes of the event log, because each change draws all of its lines again. */
+const LINES_EVERY = 1000;
+
+let linesAt = -LINES_EVERY; // time of the last change
+let timer = 0; // of the next change, if lines wait for it
+/** @type {import("./tail.js").Row[]} */ let latest = [];
+
+/**
+ * Change the text of an element, unless it is the same: each change costs a layout.
+ * @param {Element | null} element
+ * @param {string} text
+ */
+export function setText(element, text) {
+  if (element && element.textContent !== text) element.textContent = text;
+}
 
 /**
  * Show the newest values in the header of the page, and a line for each new step in its event log.
@@ -15,17 +30,25 @@ export function showNewest(rows) {
   const head = document.getElementById("head");
   for (const place of /** @type {NodeListOf<HTMLElement>} */ (head?.querySelectorAll("[data-value]") ?? [])) {
     const name = place.dataset.value ?? "";
-    if (name === "step") place.textContent = grouped(last[1]);
+    if (name === "step") setText(place, grouped(last[1]));
     const row = rows.findLast((one) => valuesOf(one, name));
     const values = row && valuesOf(row, name);
-    if (values) place.textContent = SUMMED.includes(name) ? short(values[3] ?? values[0] ?? NaN) : shown(values[0] ?? NaN);
+    if (values) setText(place, SUMMED.includes(name) ? short(values[3] ?? values[0] ?? NaN) : shown(values[0] ?? NaN));
   }
   const planned = Number(head?.dataset.planned);
-  if (planned) head?.querySelector(".bar rect + rect")?.setAttribute("width", String(Math.min(1000, (1000 * last[1]) / planned)));
+  const [bar, width] = [head?.querySelector(".bar rect + rect"), Math.min(1000, (1000 * last[1]) / planned).toFixed(1)];
+  if (planned && bar && bar.getAttribute("width") !== width) bar.setAttribute("width", width);
   const word = document.querySelector(".live span");
   const behind = Math.max(0, Date.now() / 1000 - last[2]);
-  if (word) word.textContent = `Live, ${behind < 10 ? behind.toFixed(1) : Math.round(behind)} s behind`;
-  addLines(rows);
+  setText(word, `Live, ${behind < 10 ? behind.toFixed(1) : Math.round(behind)} s behind`);
+  latest = rows;
+  if (!timer) timer = setTimeout(addLatest, Math.max(0, linesAt + LINES_EVERY - performance.now()));
+}
+
+function addLatest() {
+  timer = 0;
+  linesAt = performance.now();
+  addLines(latest);
 }
 
 /**
