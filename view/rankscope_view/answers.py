@@ -16,6 +16,7 @@ from rankscope_view.data.cell_value import cell_value
 from rankscope_view.data.comparison import DIFFERENCE, LETTERS, Side, difference
 from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve, on_axis
 from rankscope_view.data.detail import read_chart, read_charts
+from rankscope_view.data.evaluation import evaluation_curve
 from rankscope_view.data.events import event_lines, markers
 from rankscope_view.data.grid import (
     MOST_ROWS,
@@ -243,9 +244,13 @@ def scalar_curve(connection: Connection, asked: Asked) -> Response:
         request = replace(choice.request, smoothing=Smoothing.NONE, axis=axis)
         return _json(tensor_curve(connection, run, detail, request, attempt).document())
     has_markers = bool(asked.query.get("markers"))
-    read = read_charts(connection, run, [name, *([EVAL_LOSS] if has_markers else [])])
+    others = [EVAL_LOSS] if has_markers else []
+    read = read_charts(connection, run, [name, *others, *([LOSS] if name == EVAL_LOSS else [])])
     history = read[name]
-    document = curve(history, choice.request).document()
+    if name == EVAL_LOSS:
+        document = evaluation_curve(history, read[LOSS], choice.request).document()
+    else:
+        document = curve(history, choice.request).document()
     if has_markers:
         lines, evaluations = event_lines(connection, run), read[EVAL_LOSS]
         found = markers(lines, evaluations, history, choice.request.axis)

@@ -14,6 +14,7 @@ import numpy as np
 from rankscope_storage.connection import Connection
 from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve
 from rankscope_view.data.detail import RunDetail, nothing
+from rankscope_view.data.evaluation import evaluation_curve
 from rankscope_view.data.events import Group, Marker, event_log, markers
 from rankscope_view.data.history import EVAL_LOSS, LOSS, History
 from rankscope_view.data.incidents import incidents
@@ -125,7 +126,8 @@ def _curves_on(
     for name, history in found.histories.items():
         smoothing = Smoothing.NONE if name == EVAL_LOSS else Smoothing.EMA
         request = CurveRequest(axis=axis, smoothing=smoothing, points=points * (_MAIN_FACTOR if name == LOSS else 1))
-        drawn = curve(history, request)
+        is_evaluation = name == EVAL_LOSS
+        drawn = evaluation_curve(history, found.history(LOSS), request) if is_evaluation else curve(history, request)
         lines = [kept_line(line) for line in drawn.lines]
         documents[name] = drawn.document() | {"lines": lines, "markers": _thinned(marked[axis, name], drawn)}
     return documents

@@ -42,6 +42,7 @@ from rankscope_view.assets import ASSETS, Asset, digest
 from rankscope_view.data.comparison import DIFFERENCE, LETTERS, SCALARS, Side, compare
 from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve
 from rankscope_view.data.detail import RunDetail, nothing, read_detail
+from rankscope_view.data.evaluation import evaluation_curve
 from rankscope_view.data.events import NEWEST, EventLog, Group, event_log
 from rankscope_view.data.grid import tensor_kinds
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LOSS
@@ -213,7 +214,10 @@ class Site:
     def _run(self, connection: Connection, asked: Asked) -> Response:
         place, found = self._detail(connection, asked)
         choice = chart_choice(asked)
-        curves = {name: curve(history, _smaller(choice.request)) for name, history in found.histories.items()}
+        request = _smaller(choice.request)
+        curves = {name: curve(history, request) for name, history in found.histories.items() if name != EVAL_LOSS}
+        if EVAL_LOSS in found.histories:
+            curves[EVAL_LOSS] = evaluation_curve(found.history(EVAL_LOSS), found.history(LOSS), request)
         log = _log(found)
         return _page(run_page.page(place, found, choice, curves, log))
 

@@ -3,6 +3,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { csv, expanded, keptOrder, nearest, placeLabel, readState, replaceState, roundSteps, shown, sliced, stepSplits, tickLabel, valueRange, viridis, writeState } from "../../../view/rankscope_view/assets/logic.js";
+import { seriesOf } from "../../../view/rankscope_view/assets/series.js";
 import { extended, grown } from "../../../view/rankscope_view/assets/tail.js";
 
 const line = { label: null, x: [0, 1, 2, 3], step: [30, 10, 20, 30], value: [4, null, 2, 1], smoothed: [4, null, 3, 2], low: [], high: [] };
@@ -98,3 +99,10 @@ for (const smooth of ["none", "ema", "average"]) {
     assert.deepEqual(extended(stored, replaced, state), grown(made, stored, replaced, state).shown);
   });
 }
+
+test("the training loss is behind the evaluations, with a name", () => {
+  const behind = { ...line, label: "training loss", role: "training" };
+  const own = { ...line, smoothed: line.value.map(() => null), high: line.value, low: line.value };
+  const found = seriesOf({ ...curve, name: "eval_loss", lines: [behind, own] });
+  assert.deepEqual([["behind", "training loss"], ["raw", "evaluation"]], found.map((one) => [one.style, one.label]));
+});

@@ -10,7 +10,7 @@ import { bandsOf, isDrawn, seriesOf } from "./series.js";
 
 const LANE = 42;
 /** @type {Record<string, {width: number, dash?: number[]}>} Width and dashes by style. */
-const STYLES = { edge: { width: 0 }, raw: { width: 1 }, main: { width: 1.8 }, other: { width: 1 }, baseline: { width: 1.5, dash: [8, 4] }, limit: { width: 1.2, dash: [2, 3] } };
+const STYLES = { edge: { width: 0 }, behind: { width: 1 }, raw: { width: 1 }, main: { width: 1.8 }, other: { width: 1 }, baseline: { width: 1.5, dash: [8, 4] }, limit: { width: 1.2, dash: [2, 3] } };
 
 export class Chart {
   /**

@@ -3,18 +3,24 @@
 /** @typedef {import("./logic.js").Curve} Curve */
 /** @typedef {import("./logic.js").Line} Line */
 /**
- * @typedef {"edge" | "raw" | "main" | "other" | "baseline" | "limit"} Style
+ * @typedef {"edge" | "behind" | "raw" | "main" | "other" | "baseline" | "limit"} Style
  * @typedef {{x: number[], y: (number | null)[], style: Style, colour: string, label: string}} Series
  */
 
 export const COLOURS = ["s1", "s2", "s3", "s4", "s5", "s6"];
 
 /**
- * Return the series of a curve. A sole line has edges of its range, if it has one; each other line has a raw and a smoothed series.
+ * Return the series of a curve. A sole line has edges of its range, if it has one; a training loss is behind evaluations; each other line has a raw and a smoothed series.
  * @param {Curve} curve
  * @returns {Series[]}
  */
 export function seriesOf(curve) {
+  const behind = curve.lines.filter((line) => line.role === "training");
+  if (behind.length) {
+    const own = seriesOf({ ...curve, lines: curve.lines.filter((line) => line.role !== "training") });
+    const word = (/** @type {Series} */ one) => (one.label === "value" ? { ...one, label: "evaluation" } : one);
+    return [...behind.map((line) => /** @type {Series} */ ({ x: line.x, y: line.value, style: "behind", colour: "text-3-faded", label: line.label ?? "" })), ...own.map(word)];
+  }
   if (curve.lines.some((line) => line.role)) return curve.lines.flatMap(ofTensor);
   if (curve.lines.some((line) => line.label)) {
     return curve.lines.flatMap((line, at) => {

@@ -57,12 +57,13 @@ class Smoothing(enum.StrEnum):
 
 
 class Role(enum.StrEnum):
-    """Meaning of one of several lines of a chart of a tensor, which its drawing depends on."""
+    """Meaning of one of several lines of a chart, which its drawing depends on."""
 
     SUBJECT = "subject"  # the rank that the chart is about
     OTHER = "other"  # another rank
     BASELINE = "baseline"
     LIMIT = "limit"  # the value above or below which a rule fires
+    TRAINING = "training"  # the training loss behind evaluations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
