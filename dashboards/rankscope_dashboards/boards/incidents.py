@@ -40,8 +40,8 @@ _COLUMNS: Final = {
     "severity": Column(heading="Severity", width=90),
     "kind": Column(heading="Kind", width=140),
     "op": Column(heading="Statistic", width=90),
-    "rank": Column(heading="Rank", width=80),
-    "step": Column(heading="Step", width=90),
+    "rank": Column(heading="Rank", width=80, is_number=True),
+    "step": Column(heading="Step", width=90, is_number=True),
     "Value": Column(heading="Latest firing", width=180, unit="dateTimeAsIso"),
 }
 _FIRING: Final = value_texts({"0": ("quiet", "green"), "1": ("fires", "red")})
@@ -227,7 +227,7 @@ def _vanished() -> PanelBuilder:
         "and for hardware errors, and the stacks of the other ranks.",
         empty="No rank of this run vanished",
     )
-    columns = {"rank": Column(heading="Rank"), "Value": Column(heading="Vanished", width=120)}
+    columns = {"rank": Column(heading="Rank", is_number=True), "Value": Column(heading="Vanished", width=120)}
     return table_panel(text, (Query(f"max by (rank) ({catalogue.RANK_VANISHED.name}{SERVICE_RANKS} == 1)"),), columns)
 
 

@@ -245,7 +245,7 @@ def _error_counts() -> PanelBuilder:
         empty="No GPU has ECC errors, or there is no GPU",
     )
     columns = {
-        "rank": Column(heading="Rank", width=80),
+        "rank": Column(heading="Rank", width=80, is_number=True),
         "gpu": Column(heading="GPU"),
         "type": Column(heading="Type", width=120),
         "Value": Column(heading="Errors", width=100),

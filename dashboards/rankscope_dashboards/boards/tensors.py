@@ -41,7 +41,7 @@ _TENSOR_COLUMNS: Final = {
     "tensor": Column(heading="Tensor"),
     "kind": Column(heading="Kind", width=140),
     "op": Column(heading="Statistic", width=90),
-    "rank": Column(heading="Rank", width=70),
+    "rank": Column(heading="Rank", width=70, is_number=True),
 }
 
 

@@ -153,8 +153,9 @@ def _table(table: RankTable, now: float) -> str:
         for phase in _ORDER
     )
     whole = max((sum(row.phases.values()) for row in table.rows), default=0.0)
+    scale = f", the longest bar is {whole:.3g} s" if whole else ""
     heads = (
-        '<tr><th class="n">rank<th class="rare">host<th><th>one step<th class="n">before coll., s<th class="n">against median<th class="n">wait, s'
+        f'<tr><th class="n">rank<th class="rare">host<th><th>one step{scale}<th class="n">before coll., s<th class="n">against median, %<th class="n">wait, s'
         '<th class="n rare">memory, GiB<th class="n rare">GPU busy<th class="n rare">MHz<th class="n rare">°C<th class="n rare">seen</tr>'
     )
     body = "".join(_row(row, whole, now) for row in table.rows)
@@ -169,7 +170,7 @@ def _row(row: RankRow, whole: float, now: float) -> str:
     if row.phases:
         bar = svg.stacked([(phase.value, row.phases[phase]) for phase in _ORDER if phase in row.phases], whole)
     else:
-        bar = NOTHING if row.last_step is None else f"no steps since {count(row.last_step)}"
+        bar = NOTHING if row.last_step is None else f"no step since step {count(row.last_step)}"
     seen = NOTHING if row.seen_at is None else age(max(0.0, now - row.seen_at))
     against = (
         NOTHING

@@ -171,10 +171,12 @@ def history_panel(text: PanelText, query: Query) -> statushistory.Panel:
 class Column:
     """A column of a table: heading, width in pixels (None: the remaining width), unit, value mappings and links.
 
-    A cell without a value shows the text `absent`.
+    A cell without a value shows the text `absent`. Grafana aligns labels to the left, also numbers: `is_number` aligns
+    them to the right, as values.
     """
 
     heading: str
+    is_number: bool = False
     width: int | None = None
     unit: str = ""
     decimals: int | None = None
@@ -187,6 +189,8 @@ class Column:
         made: dict[str, object] = {}
         if self.width is not None:
             made["custom.width"] = self.width
+        if self.is_number:
+            made["custom.align"] = "right"
         if self.unit:
             made["unit"] = self.unit
         if self.decimals is not None:
