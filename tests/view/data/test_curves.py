@@ -8,6 +8,7 @@ from tests.view.training import MAIN
 
 from rankscope_view.data.curves import Axis, CurveRequest, Smoothing, curve, notice
 from rankscope_view.data.history import History, read_history
+from rankscope_view.data.smoothing import ema, ema_at
 
 
 def history(values, *, attempt=None, step=None, time=None) -> History:
@@ -126,6 +127,16 @@ def test_ema_equals_the_macro_of_the_store(connection):
     )
 
     np.testing.assert_allclose(found.lines[0].smoothed, expected["ema"].to_numpy())
+
+
+@pytest.mark.parametrize("spike", [1.0, 1e30, np.nan])
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_ema_of_few_rows_equals_that_of_all_rows(spike, attempts):
+    values = np.random.default_rng(0).normal(size=100_000)
+    values[50_000] = spike
+    series, rows = np.arange(len(values)) * attempts // len(values), np.array([0, 7, 700, 50_600, 99_999])
+
+    np.testing.assert_allclose(ema_at(values, series, 0.9, rows), ema(values, series, 0.9)[rows], rtol=1e-9)
 
 
 def test_moving_average_equals_the_macro_of_the_store(connection):

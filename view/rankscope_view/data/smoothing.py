@@ -28,7 +28,7 @@ _SHARE_READ: Final = 1.5
 """Quotient of all values and those that `ema_at` reads, from which on it takes less time than `ema`."""
 
 _ROWS_AT_ONCE: Final = 256
-"""Number of rows whose values are copied at once: less than 1 MB with the usual decay, which fits into a cache."""
+"""Number of rows whose values are copied together: less than 2 MB with the usual decay, which fits into a cache."""
 
 _LARGEST_EXPONENT: Final = 200.0
 """Natural logarithm of the largest power of the decay in a block: e^200 is within the range of a double."""
