@@ -22,6 +22,10 @@ _REPORTED: Final = """\
 SELECT run, attempt, rank, step, epoch(ts) AS at, severity, rule, kind, tensor, op, value, baseline, threshold, message,
   details FROM events WHERE type = 'incident' AND run IN (SELECT unnest($runs)) ORDER BY run, ordinal, ts"""
 
+# Without anomalies, as in most runs, this takes a fifth of the time of the statement that groups them.
+_WITH_ANOMALIES: Final = """\
+SELECT DISTINCT run FROM events WHERE type = 'anomaly' AND run IN (SELECT unnest($runs))"""
+
 # Anomalies of one attempt belong to one group if at most INCIDENT_GAP_STEPS are between them, as in `summaries`.
 _GROUPED: Final = f"""\
 WITH anomaly AS (
@@ -98,6 +102,8 @@ def incidents(connection: Connection, runs: Sequence[str]) -> dict[str, list[Inc
     for (run, key), rows in reported.items():
         found.setdefault(run, []).append(_reported(key, rows))
     ungrouped = [run for run in runs if run not in found]
+    if ungrouped:
+        ungrouped = connection.query(_WITH_ANOMALIES, {"runs": ungrouped})["run"].to_pylist()
     for row in connection.query(_GROUPED, {"runs": ungrouped}).to_pylist() if ungrouped else ():
         found.setdefault(row["run"], []).append(_grouped(row))
     return {run: sorted(listed, key=_urgency) for run, listed in found.items()}

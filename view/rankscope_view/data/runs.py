@@ -26,6 +26,7 @@ _RUNS: Final = """\
 SELECT run, state, reason, planned_steps, last_step, epoch(started_at) AS started_at, epoch(ended_at) AS ended_at,
   epoch(ts) AS updated_at, source_kind, tags, note, world_size, attempt FROM runs"""
 
+_NO_TAGS: Final = (None, "", "{}")
 _COLUMNS: Final = (
     *("state", "reason", "planned_steps", "last_step", "started_at", "ended_at"),
     *("updated_at", "source_kind", "tags", "note", "world_size", "attempt"),
@@ -182,14 +183,15 @@ def known_runs(connection: Connection, run: str | None = None, *, has_rows: bool
     leaving = set(connection.query(_LEAVING, {"runs": running})["run"].to_pylist()) if running else set()
     for row in rows:
         row["state"] = STOPPING if row["run"] in leaving else row["state"]
-        row["tags"] = parse_tags(row["tags"])
+        row["tags"] = parse_tags(row["tags"]) if row["tags"] not in _NO_TAGS else {}
     return rows
 
 
 def _matches(row: Mapping[str, Any], query: RunQuery, troubled: Collection[str]) -> bool:
-    text = " ".join((row["run"], *(f"{key}={value}" for key, value in row["tags"].items()))).lower()
-    if not all(word in text for word in query.words):
-        return False
+    if query.words:
+        text = " ".join((row["run"], *(f"{key}={value}" for key, value in row["tags"].items()))).lower()
+        if not all(word in text for word in query.words):
+            return False
     if not all(row["tags"].get(key) == value if value else key in row["tags"] for key, value in query.tags):
         return False
     if query.state == INCIDENTS:
