@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tests.view.training import MAIN
 
-from rankscope_view.data.curves import Axis, CurveRequest, Role, Smoothing
+from rankscope_view.data.curves import Axis, CurveRequest, Role, Smoothing, curve
 from rankscope_view.data.evaluation import evaluation_curve
 from rankscope_view.data.history import read_history
 
@@ -22,6 +22,7 @@ def test_training_loss_is_behind_evaluations_on_common_axes(connection, axis):
     if expected:
         behind = found.lines[0]
         assert (behind.x.min(), behind.x.max()) == found.extent
+        assert curve(loss, CurveRequest(axis=axis)).restarts == found.restarts
         since = behind.value[behind.x >= found.lines[-1].x[0]]
         assert found.bulk is not None
         assert found.bulk[0] <= float(np.nanmedian(since)) <= found.bulk[1]

@@ -19,7 +19,7 @@ export function seriesOf(curve) {
   if (behind.length) {
     const own = seriesOf({ ...curve, lines: curve.lines.filter((line) => line.role !== "training") });
     const word = (/** @type {Series} */ one) => (one.label === "value" ? { ...one, label: "evaluation" } : one);
-    return [...behind.map((line) => /** @type {Series} */ ({ x: line.x, y: line.value, style: "behind", colour: "text-3-faded", label: line.label ?? "" })), ...own.map(word)];
+    return [...behind.map((line) => /** @type {Series} */ ({ x: line.x, y: line.value, style: "behind", colour: "text-3", label: line.label ?? "" })), ...own.map(word)];
   }
   if (curve.lines.some((line) => line.role)) return curve.lines.flatMap(ofTensor);
   if (curve.lines.some((line) => line.label)) {

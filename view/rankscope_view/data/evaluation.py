@@ -40,6 +40,7 @@ def evaluation_curve(evaluations: History, loss: History, request: CurveRequest)
     return replace(
         own,
         lines=(_behind(line), *own.lines),
+        restarts=training.restarts,  # the first evaluation of an attempt is later
         extent=(min(own.extent[0], training.extent[0]), max(own.extent[1], training.extent[1])),
         bulk=_joined(own.bulk, since),
     )
