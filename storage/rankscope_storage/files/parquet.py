@@ -106,6 +106,21 @@ def open_file(path: Path, dataset: str, *, plain: Collection[str] = ()) -> pq.Pa
     )
 
 
+def own_columns(content: pq.ParquetFile, dataset: str) -> list[str]:
+    """Return the columns of `dataset` that the Parquet file `content` has.
+
+    A file that another tool rewrote has the columns of all datasets. Those of other datasets are null in all rows.
+    """
+    present = set(content.schema_arrow.names)
+    return [name for name in dataset_schema(dataset).names if name in present]
+
+
+def read_file(path: Path, dataset: str, *, plain: Collection[str] = ()) -> pa.Table:
+    """Return the columns of `dataset` that the Parquet file at `path` has; `plain` is as in `open_file`."""
+    content = open_file(path, dataset, plain=plain)
+    return content.read(columns=own_columns(content, dataset))
+
+
 def discard(root: Path, files: Iterable[DataFile]) -> None:
     """Delete `files`. The caller guarantees that no commit refers to them.
 

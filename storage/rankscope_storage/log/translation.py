@@ -68,9 +68,9 @@ def first_line(error: Exception) -> str:
 class Change:
     """The content of one commit, which is stored completely or not at all.
 
-    `rewrites` is true if the commit changes only files and no rows. delta-rs does not check such commits for conflicts:
-    two commits that remove the same file would both succeed. `transactions` must therefore contain a transaction that
-    every rewrite increments.
+    `rewrites` is true if the commit changes only files and no rows: the added files then have no new rows. delta-rs
+    accepts two commits that remove the same file. `transactions` must therefore contain a transaction that every
+    rewrite increments.
     """
 
     added: Sequence[DataFile] = ()
@@ -81,12 +81,16 @@ class Change:
 
 
 def actions_of(change: Change) -> list[AddAction | RemoveAction]:
-    """Return the actions of delta-rs that remove and add the files of `change`."""
+    """Return the actions of delta-rs that remove and add the files of `change`.
+
+    Removals are always marked as changes of data. delta-rs ignores other removals when it looks for conflicts: OPTIMIZE
+    by another tool that began before the commit would add the removed rows once more.
+    """
     now = time.time_ns() // 1_000_000
     removals = [
         RemoveAction(
             path=file.path,
-            data_change=not change.rewrites,
+            data_change=True,
             deletion_timestamp=now,
             partition_values={"dataset": file.dataset, "part": file.part},
             size=file.size_bytes,

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
+import pyarrow.compute as pc
+
 from rankscope_contract.model.rollups import BUCKET_STEPS, ROLLUPS
 from rankscope_contract.model.schema import DATASETS, DIMENSIONS, TENSOR_ROW_KEY
 from rankscope_storage.base.errors import StoreError, TornLogError
@@ -85,7 +87,7 @@ def check(root: Path, *, deep: bool = False, progress: Progress | None = None) -
     return CheckReport(
         version=snapshot.version,
         files=files.num_rows,
-        rows=sum(files["rows"].to_pylist()),
+        rows=pc.sum(files["rows"]).as_py() or 0,
         size_bytes=sum(files["size_bytes"].to_pylist()),
         findings=tuple(findings),
     )

@@ -29,7 +29,7 @@ from rankscope_storage.base.errors import ConflictError, StoreError
 from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.schema import conform
 from rankscope_storage.files.encoding import coarsest
-from rankscope_storage.files.parquet import DataFile, discard, open_file, write_file
+from rankscope_storage.files.parquet import DataFile, discard, read_file, write_file
 from rankscope_storage.files.partitioning import OWN_PART_ROWS, SHARED_PREFIX, own_part
 from rankscope_storage.files.sorting import Indices, sort_order
 from rankscope_storage.log.delta import Log
@@ -102,7 +102,7 @@ def _rewrite(root: Path, merge: Merge, sync: Sync, now: dt.datetime) -> list[Dat
     files: list[DataFile] = []
     write = functools.partial(write_file, mantissa_bits=coarsest(file.path for file in merge.files))
     try:
-        tables = [open_file(root / file.path, merge.dataset).read() for file in merge.files]
+        tables = [read_file(root / file.path, merge.dataset) for file in merge.files]
         merged = conform(pa.concat_tables(tables, promote_options="default"), merge.dataset)
         del tables
         for part, table in split_by_part(merged, merge):

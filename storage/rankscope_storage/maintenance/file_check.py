@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rankscope_contract import SCHEMA_VERSION
+from rankscope_contract.model.schema import DATASETS
 from rankscope_storage.base.schema import DATASET_KEY, schema_version
 
 
@@ -107,11 +108,16 @@ def _defect(path: Path, file: Mapping[str, Any], *, deep: bool) -> tuple[Finding
 
 def _differences(metadata: pq.FileMetaData, file: Mapping[str, Any]) -> Iterator[str]:
     own = metadata.metadata or {}
-    if own.get(DATASET_KEY.encode()) != file["dataset"].encode():
+    declared = own.get(DATASET_KEY.encode())
+    if declared is None:  # another tool wrote the file, for example OPTIMIZE by delta-rs
+        needed = (field.name for field in DATASETS.get(file["dataset"], ()) if not field.nullable)
+        if missing := sorted(set(needed) - set(metadata.schema.names)):
+            yield f"lacks the columns {', '.join(missing)} of the dataset {file['dataset']}"
+    elif declared != file["dataset"].encode():
         yield f"does not declare the dataset {file['dataset']}"
     if schema_version(own) > SCHEMA_VERSION:
         yield f"has schema version {schema_version(own)}, and this Rankscope supports up to {SCHEMA_VERSION}"
-    if metadata.num_rows != file["rows"]:
+    if file["rows"] not in {None, metadata.num_rows}:
         yield f"has {metadata.num_rows} rows, {file['rows']} in the log"
     for column in _RANGES:
         found, logged = footer_range(metadata, column), (file[f"{column}_min"], file[f"{column}_max"])

@@ -27,7 +27,7 @@ from rankscope_storage.base.errors import ConflictError, StoreError
 from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.schema import conform
 from rankscope_storage.files.encoding import coarsest
-from rankscope_storage.files.parquet import STAGING, DataFile, discard, open_file, write_file
+from rankscope_storage.files.parquet import STAGING, DataFile, discard, open_file, own_columns, write_file
 from rankscope_storage.files.partitioning import SHARED_PREFIX, file_mantissa_bits
 from rankscope_storage.files.sorting import SORT_KEYS
 from rankscope_storage.maintenance.retention_plan import File
@@ -186,12 +186,13 @@ def _read(path: str, dataset: str, places: npt.NDArray[np.int64]) -> pa.Table:
     The memory of a row group is released before the next row group is read.
     """
     content = open_file(Path(path), dataset)
+    columns = own_columns(content, dataset)
     batches, first = [], 0
     for number in range(content.metadata.num_row_groups):
         end = first + content.metadata.row_group(number).num_rows
         here = places[np.searchsorted(places, first) : np.searchsorted(places, end)] - first
         if len(here):
-            batches.append(content.read_row_group(number).take(pa.array(here)))
+            batches.append(content.read_row_group(number, columns=columns).take(pa.array(here)))
         first = end
     return pa.concat_tables(batches)
 

@@ -23,7 +23,7 @@ from rankscope_storage.base.errors import ConflictError, ShardLockError, StoreEr
 from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.schema import conform
 from rankscope_storage.connection import connect
-from rankscope_storage.files.parquet import DataFile, discard, open_file, write_file
+from rankscope_storage.files.parquet import DataFile, discard, read_file, write_file
 from rankscope_storage.files.partitioning import SHARED_PREFIX, file_mantissa_bits, own_part
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.entries import watermark_transaction
@@ -149,8 +149,7 @@ def _processes(rows: pa.Table | None) -> set[str]:
 
 def _divided(root: Path, file: Mapping[str, Any], run: str) -> tuple[pa.Table, pa.Table]:
     """Return the rows of `run` in `file`, and the rows of all other runs in it."""
-    content = open_file(root / file["path"], file["dataset"], plain=("run",))
-    table = conform(content.read(), file["dataset"])
+    table = conform(read_file(root / file["path"], file["dataset"], plain=("run",)), file["dataset"])
     is_own = pc.equal(table.column("run"), run)
     return table.filter(is_own), table.filter(pc.invert(is_own))
 

@@ -13,7 +13,7 @@ from typing import Final
 from rankscope_contract.model.rollups import ROLLUPS
 from rankscope_contract.model.schema import DATASETS, DIMENSIONS
 from rankscope_contract.security.escaping import sql_identifier, sql_string
-from rankscope_storage.base.schema import UNWRITTEN, dataset_schema, fingerprint, sql_null
+from rankscope_storage.base.schema import UNWRITTEN, dataset_schema, fingerprint, sql_null, sql_type, table_schema
 from rankscope_storage.files.partitioning import file_fingerprint
 from rankscope_storage.sql import goodput
 from rankscope_storage.sql.collective_calls import COLLECTIVE_CALLS
@@ -131,15 +131,31 @@ def raw_select(dataset: str, files: str, *, empty: bool, columns: str | None) ->
     """Return a query for the rows of `dataset` in `files`, an SQL expression for a list of paths.
 
     `columns` is the select list if all files have the same columns. If they have different columns, it is None, and
-    DuckDB opens all files first to match their columns by name. With `empty`, the query returns no rows.
+    DuckDB opens all files first to match their columns by name. Columns of other datasets, which files have that
+    another tool rewrote, are left out. With `empty`, the query returns no rows.
     """
     if empty:
         return empty_select(dataset)
     if columns is not None:
         return f"SELECT {columns} FROM read_parquet({files}, hive_partitioning = false)"
     return (
-        f"{empty_select(dataset)} UNION ALL BY NAME "
-        f"SELECT * FROM read_parquet({files}, hive_partitioning = false, union_by_name = true)"
+        f"SELECT {_own_columns(dataset)} FROM ({empty_select(dataset)} UNION ALL BY NAME "
+        f"SELECT * FROM read_parquet({files}, hive_partitioning = false, union_by_name = true))"
+    )
+
+
+@functools.cache
+def _own_columns(dataset: str) -> str:
+    """Return the select list for the columns of `dataset`, with their types, from files with more or other columns.
+
+    Files that another tool rewrote have all columns of the Delta table, and its type where that type is wider.
+    """
+    table = table_schema()
+    return ", ".join(
+        sql_identifier(field.name)
+        if table.field(field.name).type == field.type
+        else f"{sql_identifier(field.name)}::{sql_type(field.type)} AS {sql_identifier(field.name)}"
+        for field in dataset_schema(dataset)
     )
 
 
