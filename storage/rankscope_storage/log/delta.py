@@ -3,8 +3,9 @@
 A `Log` is one handle on the table. delta-rs compares a commit only with changes *since the handle was refreshed* and
 accepts nearly all others. Every commit therefore refreshes the handle, checks the transaction numbers in the log, and
 commits on the same handle. A commit that removes files must in addition follow the handle's version directly, because
-delta-rs accepts the removal of a file that OPTIMIZE of another tool has replaced. delta-rs does not make commits durable: `commit` fsyncs the new entries before it returns. A
-commit neither writes checkpoints nor deletes old entries: frequent writers call `checkpoint` in another thread.
+delta-rs accepts the removal of a file that OPTIMIZE of another tool has replaced. delta-rs does not make commits
+durable: `commit` fsyncs the new entries before it returns. A commit neither writes checkpoints nor deletes old entries:
+frequent writers call `checkpoint` in another thread.
 """
 
 from __future__ import annotations

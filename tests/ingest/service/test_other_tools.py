@@ -1,0 +1,44 @@
+"""A service on a store that delta-rs rewrites while the service writes and before it starts."""
+
+from __future__ import annotations
+
+import asyncio
+
+from deltalake import DeltaTable
+from deltalake.exceptions import DeltaError
+
+OPERATIONS = (
+    lambda table: table.optimize.compact(),
+    lambda table: table.delete("name = 'unwanted'"),
+    lambda table: table.optimize.z_order(["rank", "step"]),
+    lambda table: table.create_checkpoint(),
+)
+
+
+def operate(store) -> None:
+    for operation in OPERATIONS:
+        try:
+            operation(DeltaTable(str(store)))
+        except DeltaError as error:  # a commit of the service was first
+            assert "Failed to commit" in str(error)
+
+
+async def test_service_starts_and_stores_each_record_once_between_rewrites(start_service, fake_rank, eventually):
+    async with fake_rank() as rank:
+        for life in range(2):
+            async with start_service() as service:
+                await rank.register(service.url)
+                for part in range(3):
+                    expected = 5 * (3 * life + part + 1) - 1
+                    rank.publish_steps(5, scalars=[{"name": "loss", "value": 1.0}, {"name": "unwanted", "value": 1.0}])
+                    await asyncio.to_thread(operate, service.store)
+                    await eventually(lambda expected=expected: rank.committed == expected)
+                status, text = await service.get("/healthz")
+                state = await service.run_state()
+
+                assert (200, "running") == (status, state["state"]), text
+            await asyncio.to_thread(operate, service.store)
+    copies = service.rows("SELECT seq, count(*) AS n FROM scalars WHERE name = 'loss' GROUP BY seq ORDER BY seq")
+
+    assert [{"seq": seq, "n": 1} for seq in range(30)] == copies
+    assert [{"n": 0}] == service.rows("SELECT count(*) AS n FROM scalars WHERE name = 'unwanted'")

@@ -1,0 +1,384 @@
+"""A store whose files delta-rs rewrote or rewrites: OPTIMIZE, Z-ORDER, DELETE and checkpoints by other tools.
+
+delta-rs gives each rewritten file the columns of all datasets.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from deltalake import DeltaTable
+from deltalake.exceptions import DeltaError
+
+from rankscope_contract.model.schema import DATASETS
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.errors import ConflictError
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.schema import dataset_schema, table_schema
+from rankscope_storage.connection import connect
+from rankscope_storage.connection.pool import DEFINITIONS
+from rankscope_storage.log.delta import Log
+from rankscope_storage.maintenance import compaction_plan
+from rankscope_storage.maintenance.check import check
+from rankscope_storage.maintenance.compaction import compact
+from rankscope_storage.maintenance.retention import Retention, retain
+from rankscope_storage.query.sql_script import emit_views
+from rankscope_storage.runs import edit
+
+START = dt.datetime(2026, 3, 1, 12, tzinfo=dt.UTC)
+STEPS = 4
+LAST_SEQ = len(DATASETS) * STEPS - 1
+MACROS = (
+    "scalar_curve('r', 'loss')",
+    "top_deviations('r')",
+    "bucket_deviations('r')",
+    "ema(loss_curve, step, loss, 0.5)",
+    "moving_average(loss_curve, step, loss, 3)",
+    "p10(loss_curve, loss)",
+    "downsample(loss_curve, step, step, 5)",
+)
+VIEWS = tuple(name for name, one in DEFINITIONS.items() if "MACRO" not in one.statement[:30])
+EMPTY = {"desync", "step_phases", "collective_calls", *MACROS[1:3]}
+"""Views and macros that are empty for the rows of these tests."""
+OPERATIONS: dict[str, Callable[[DeltaTable], Any]] = {
+    "optimize": lambda table: table.optimize.compact(),
+    "z-order": lambda table: table.optimize.z_order(["rank", "ts"]),
+    "delete": lambda table: table.delete("step = 1"),
+    "checkpoint": lambda table: table.create_checkpoint(),
+}
+REWRITES = ("optimize", "z-order")
+
+
+def other_tool(root: Path, *operations: str) -> None:
+    for operation in operations:
+        OPERATIONS[operation](DeltaTable(str(root)))
+
+
+def value_of(field: pa.Field, number: int) -> Any:
+    if pa.types.is_list(field.type):
+        return ["a"] if field.type.value_type == pa.string() else [number, number + 1]
+    if pa.types.is_timestamp(field.type):
+        return START + dt.timedelta(seconds=number)
+    if pa.types.is_boolean(field.type):
+        return number % 2 == 0
+    if field.name.endswith(("_count", "_nans", "_infs")):  # of rollups
+        return int(field.name.endswith("_count"))
+    return f"{field.name} {number % 2}" if field.type == pa.string() else number % 7
+
+
+TEXTS = {"tags": '{"team":"ours"}', "config": "{}", "details": "{}", "labels": None, "ts_origin": "rank"}
+
+
+def row_of(dataset: str, number: int, seq: int) -> dict[str, Any]:
+    """Return a row of `dataset` with a value in every column but the labels; two runs, ranks and attempts."""
+    step = number % STEPS
+    row = {field.name: value_of(field, number) for field in dataset_schema(dataset)} | TEXTS
+    row |= {"run": "r" if step % 2 else "s", "rank": step // 2, "attempt": int(step > 2), "incarnation": "i"}
+    row |= {"seq": seq, "ordinal": seq, "step": step, "name": "loss" if step else "step_seconds"}
+    row |= {"ts": START + dt.timedelta(seconds=step), "micro_step": 0, "vpp_stage": 0, "index": 0, "call_seq": 0}
+    row |= {"first_step": step, "last_step": step, "first_ts": row["ts"], "rows": 1}
+    return {name: row[name] for name in dataset_schema(dataset).names}
+
+
+def fill(writer, steps: range) -> None:
+    """Append a commit per step, with a row of every dataset."""
+    for step in steps:
+        seqs = {dataset: step * len(DATASETS) + place for place, dataset in enumerate(DATASETS)}
+        tables = {
+            name: pa.Table.from_pylist([row_of(name, step, seq)], schema=dataset_schema(name))
+            for name, seq in seqs.items()
+        }
+        writer.append(Batch(tables=tables, watermarks={"i": max(seqs.values())}))
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory) -> dict[str, Path]:
+    """Return stores with the same rows: `own` by Rankscope alone, the others with files that delta-rs rewrote."""
+    folder = tmp_path_factory.mktemp("stores")
+    with Store.open(folder / "half", create=True).claim(owner="test") as writer:
+        fill(writer, range(STEPS // 2))
+    shutil.copytree(folder / "half", folder / "mixed")
+    other_tool(folder / "mixed", "optimize")
+    for name in ("half", "mixed"):
+        with Store.open(folder / name).claim(owner="test") as writer:
+            fill(writer, range(STEPS // 2, STEPS))
+    stores = {"own": folder / "half", "mixed": folder / "mixed"}
+    for name in REWRITES:
+        stores[name] = Path(shutil.copytree(folder / "half", folder / name))
+        other_tool(stores[name], name, "checkpoint")
+    return stores
+
+
+@pytest.fixture(params=["mixed", "z-order"])
+def rewritten(request, stores, tmp_path) -> Path:
+    return Path(shutil.copytree(stores[request.param], tmp_path / "history"))
+
+
+def plain(root: Path) -> duckdb.DuckDBPyConnection:
+    database = duckdb.connect()
+    database.execute(emit_views(root))
+    return database
+
+
+def answers(source: Any) -> Iterator[tuple[str, list[str], list[str], list[Any]]]:
+    for name in (*VIEWS, *MACROS):
+        found = source.sql(f"FROM {name} ORDER BY ALL")
+        yield name, found.columns, list(map(str, found.types)), found.fetchall()
+
+
+def assert_same_answers(expected: Path, root: Path) -> None:
+    with connect(expected) as own, connect(root) as other:
+        for one, another in zip(answers(own), answers(other), strict=True):
+            assert one == another
+            assert one[3] or one[0] in EMPTY, one[0]
+
+
+def test_rewritten_files_have_the_columns_of_all_datasets(stores):
+    with connect(stores["optimize"]) as connection:
+        (file,) = connection.files("scalars")
+
+    assert set(table_schema().names) - {"dataset", "part"} == set(pq.read_schema(file).names)
+
+
+def test_every_view_has_the_same_rows_and_types_after_a_rewrite(stores, rewritten):
+    assert_same_answers(stores["own"], rewritten)
+
+
+def test_script_for_duckdb_has_the_same_rows_after_a_rewrite(stores):
+    for one, another in zip(answers(plain(stores["own"])), answers(plain(stores["mixed"])), strict=True):
+        assert one == another
+
+
+def test_rewritten_store_is_intact(rewritten):
+    report = check(rewritten, deep=True)
+
+    assert report.is_intact, report.findings
+    assert LAST_SEQ + 1 == report.rows
+
+
+def test_file_without_required_columns_is_damage(stores, tmp_path):
+    root = Path(shutil.copytree(stores["optimize"], tmp_path / "history"))
+    with connect(root) as connection:
+        path = Path(connection.files("tensor_stats")[0])
+    size = path.stat().st_size
+    pq.write_table(pq.read_table(path, partitioning=None).drop_columns(["tensor"]), path)
+    entry = max((root / "_delta_log").glob("*.json"))
+    entry.write_text(entry.read_text().replace(f'"size":{size}', f'"size":{path.stat().st_size}'))
+    for checkpoint in (root / "_delta_log").glob("*checkpoint*"):
+        checkpoint.unlink()
+    (finding,) = (one for one in check(root).findings if one.kind.is_damage)
+
+    assert finding.text.startswith("lacks the columns tensor of the dataset tensor_stats")
+
+
+def test_compaction_restores_files_with_own_columns(stores, rewritten, monkeypatch):
+    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 0)
+    monkeypatch.setattr(compaction_plan, "PAST_FILES", 0)
+    more = [row_of("features", 0, 0) | {"incarnation": "j", "attempt": attempt} for attempt in (0, 1)]
+    with Store.open(rewritten).claim(owner="test") as writer:  # a merge needs two files with the same attempts
+        rows = pa.Table.from_pylist(more, schema=dataset_schema("features"))
+        writer.append(Batch(tables={"features": rows}, watermarks={"j": 0}))
+        writer.compact()
+    asked = "SELECT * FROM features WHERE incarnation = 'i' ORDER BY ALL"
+    with connect(rewritten) as connection, connect(stores["own"]) as own:
+        assert own.query(asked) == connection.query(asked)
+        shapes = [pq.read_schema(path) for path in connection.files("features")]
+
+    assert all(dataset_schema("features").equals(shape) for shape in shapes)
+    assert check(rewritten, deep=True).is_intact
+
+
+@pytest.mark.parametrize("change", ["rename", "merge", "remove"])
+def test_run_in_rewritten_files_can_be_edited(stores, rewritten, tmp_path, change):
+    own = Path(shutil.copytree(stores["own"], tmp_path / "own"))
+    for root in (own, rewritten):
+        if change == "rename":
+            edit.rename(root, "r", "new", sync_to_disk)
+        elif change == "merge":
+            edit.merge(root, "s", "r", sync_to_disk)
+        else:
+            edit.remove(root, "s", sync_to_disk)
+    count = "SELECT run, attempt, count(*) FROM {} GROUP BY ALL ORDER BY ALL"
+    with connect(own) as one, connect(rewritten) as other:
+        for dataset in DATASETS:
+            assert one.sql(count.format(dataset)).fetchall() == other.sql(count.format(dataset)).fetchall(), dataset
+    assert check(rewritten, deep=True).is_intact
+
+
+@pytest.mark.parametrize("days", [0, 1], ids=["all", "a part"])
+def test_retention_rolls_up_rewritten_files(stores, rewritten, tmp_path, days):
+    own = Path(shutil.copytree(stores["own"], tmp_path / "own"))
+    now = START + dt.timedelta(days=2) if not days else START + dt.timedelta(days=1, seconds=4)
+    retention = Retention(raw_days=1, scalars_days=1, samples_days=1, rollup_days=400)
+    for root in (own, rewritten):
+        report = retain(root, retention, sync_to_disk, now=now)
+
+        assert not report.failed
+    asked = "SELECT run, name, sum(\"rows\")::BIGINT FROM scalar_timeline GROUP BY ALL ORDER BY ALL"
+    with connect(own) as one, connect(rewritten) as other:
+        assert one.sql(asked).fetchall() == other.sql(asked).fetchall()
+    assert check(rewritten).is_intact
+
+
+# --- while another tool writes
+
+
+class Interrupted:
+    """A sync function that calls `action` once, at its first call. It acts as another process between two steps."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action: Callable[[], None] | None = action
+
+    def __call__(self, path: Path) -> None:
+        action, self._action = self._action, None
+        if action is not None:
+            action()
+        sync_to_disk(path)
+
+
+def stored(root: Path) -> list[tuple[int, int]]:
+    """Return seq and number of copies of each scalar in the store."""
+    with connect(root) as connection:
+        return connection.sql("SELECT seq, count(*) FROM scalars GROUP BY seq ORDER BY seq").fetchall()
+
+
+def once(count: int, *missing: int) -> list[tuple[int, int]]:
+    return [(seq, 1) for seq in range(count) if seq not in missing]
+
+
+@pytest.fixture
+def root(writer, batch) -> Path:
+    """Return a store with four commits of one scalar each."""
+    for seq in range(4):
+        writer.append(batch([seq]))
+    return writer._log.root
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_append_during_an_operation_of_another_tool_is_stored_once(root, writer, batch, operation):
+    writer._sync = Interrupted(lambda: other_tool(root, operation))
+    writer.append(batch([4]))
+    missing = [1] if operation == "delete" else []
+
+    assert once(5, *missing) == stored(root)
+    assert 4 == writer.watermark("i0")
+    assert check(root, deep=True).is_intact
+
+
+def test_batch_after_a_checkpoint_and_clean_up_is_stored_once(root, writer, batch):
+    other_tool(root, "optimize", "checkpoint")
+    DeltaTable(str(root)).cleanup_metadata()
+    writer.append(batch([4]))
+    writer.close()
+    with Store.open(root).claim(owner="another") as successor:
+        successor.append(batch(range(6)))
+
+        assert 5 == successor.watermark("i0")
+    assert once(6) == stored(root)
+
+
+@pytest.mark.parametrize("operation", [*REWRITES, "delete"])
+def test_compaction_yields_to_a_rewrite_by_another_tool(root, monkeypatch, operation):
+    """delta-rs itself would accept both commits, and each row would be stored twice."""
+    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
+    report = compact(root, Interrupted(lambda: other_tool(root, operation)))
+    missing = [1] if operation == "delete" else []
+
+    assert (0, 1) == (report.files_removed, report.refused)
+    assert once(4, *missing) == stored(root)
+    assert check(root).is_intact
+
+
+def rewrite(root: Path, monkeypatch, change: str) -> None:
+    if change == "compaction":
+        monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
+        assert 4 == compact(root, sync_to_disk).files_removed
+    elif change == "retention":
+        assert 4 == retain(root, Retention(scalars_days=1), sync_to_disk, now=dt.datetime.now(dt.UTC)).files
+    else:
+        edit.rename(root, "r", "new", sync_to_disk)
+
+
+@pytest.mark.parametrize("operation", [*REWRITES, "delete"])
+@pytest.mark.parametrize("change", ["compaction", "retention", "rename"])
+def test_other_tool_cannot_add_rows_again_that_a_rewrite_moved(root, writer, monkeypatch, change, operation):
+    """The other tool read the table before our commit and commits after it."""
+    writer.close()
+    stale = DeltaTable(str(root))
+    rewrite(root, monkeypatch, change)
+    with pytest.raises(DeltaError, match="Failed to commit"):
+        OPERATIONS[operation](stale)
+    with connect(root) as connection:
+        counted = connection.sql('SELECT sum("rows")::BIGINT FROM scalar_timeline').fetchall()
+
+    assert [(4,)] == counted
+
+
+def test_rename_is_tried_again_after_a_rewrite_by_another_tool(root, writer):
+    writer.close()
+    edit.rename(root, "r", "new", Interrupted(lambda: other_tool(root, "optimize")))
+    with connect(root) as connection:
+        assert [("new", 4)] == connection.sql("SELECT run, count(*) FROM scalars GROUP BY run").fetchall()
+
+
+def test_append_does_not_prevent_a_rewrite(root, writer, batch, monkeypatch):
+    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
+    report = compact(root, Interrupted(lambda: writer.append(batch([4]))))
+
+    assert (4, 0) == (report.files_removed, report.refused)
+    assert once(5) == stored(root)
+
+
+def test_files_of_a_commit_that_is_reported_as_refused_are_kept(root, writer, batch, monkeypatch):
+    """A network file system may report that an entry exists, because it repeated the request that wrote the entry."""
+    genuine = Log._try_commit
+
+    def commit_and_fail(log, change):
+        genuine(log, change)
+        raise ConflictError("the entry exists already")
+
+    monkeypatch.setattr(Log, "_try_commit", commit_and_fail)
+    writer.append(batch([4]))
+
+    assert once(5) == stored(root)
+    assert check(root, deep=True).is_intact
+
+
+def test_rows_are_stored_once_while_delta_rs_and_compaction_rewrite(store, writer, batch, monkeypatch):
+    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 2)
+    rounds, done = [], threading.Event()
+
+    def others() -> None:
+        while not done.is_set():
+            for operation in (*REWRITES, "checkpoint"):
+                try:
+                    other_tool(store.root, operation)
+                except DeltaError as error:  # the user of the tool tries again
+                    assert "Failed to commit" in str(error)
+                else:
+                    rounds.append(operation)
+
+    writer.append(batch([0]))
+    thread = threading.Thread(target=others)
+    thread.start()
+    try:
+        for seq in range(1, 25):
+            writer.append(batch([seq]))
+            if seq % 3 == 0:
+                writer.compact()
+    finally:
+        done.set()
+        thread.join(60)
+
+    assert {*REWRITES, "checkpoint"} == set(rounds)
+    assert once(25) == stored(store.root)
+    assert 24 == writer.watermark("i0")
