@@ -61,6 +61,11 @@ two hours of entries and 47 ms with one hour."""
 _COMMIT_TRIES: Final = 20
 """Number of versions on which one commit is tried. Each try takes about 20 ms, so that even a fast appender is met."""
 
+_KNOWN_FEATURES: Final = {"timestampNtz", "vacuumProtocolCheck"}
+"""Delta features of readers that do not change how a data file is read."""
+_COLUMN_MAPPING_VERSION: Final = 2
+"""Version of the Delta protocol for readers that has column mapping, which version 3 lists as a feature."""
+
 _VERSION_PROPERTY: Final = "rankscope.schema_version"
 _CONFIGURATION: Final = {
     "delta.checkpointInterval": str(CHECKPOINT_COMMITS),
@@ -124,6 +129,7 @@ class Log:
                     f"{root} is not a Rankscope store: it has no log in {LOG_FOLDER}. `rankscope serve` creates one"
                 ) from error
         _check_schema_version(table, root)
+        _check_features(table, root)
         log = cls(root, table, sync, base)
         newest = read_entry(entry(root, log.version)) if version is None else None
         if newest is not None and is_cut(newest.text):
@@ -384,6 +390,20 @@ def _delta_errors(root: Path) -> Iterator[None]:
         raise ConflictError(f"commit to {root} refused: {first_line(error)}") from error
     except (DeltaError, OSError) as error:
         raise translated(error, root) from error
+
+
+def _check_features(table: DeltaTable, root: Path) -> None:
+    """Raise StoreError if files of the table cannot be read without features that only Delta readers know.
+
+    Queries read the Parquet files with DuckDB. With deletion vectors, for example, they would return deleted rows.
+    """
+    protocol = table.protocol()
+    unknown = sorted(set(protocol.reader_features or ()) - _KNOWN_FEATURES)
+    if unknown or protocol.min_reader_version == _COLUMN_MAPPING_VERSION:
+        raise StoreError(
+            f"another tool has enabled {', '.join(unknown) or 'columnMapping'} for the Delta table {root}, with which "
+            "its files cannot be read directly: drop this table feature with the same tool"
+        )
 
 
 def _check_schema_version(table: DeltaTable, root: Path) -> None:

@@ -103,7 +103,9 @@ def _rewrite(root: Path, merge: Merge, sync: Sync, now: dt.datetime) -> list[Dat
     write = functools.partial(write_file, mantissa_bits=coarsest(file.path for file in merge.files))
     try:
         tables = [read_file(root / file.path, merge.dataset) for file in merge.files]
-        merged = conform(pa.concat_tables(tables, promote_options="permissive"), merge.dataset)  # delta-rs widens a type
+        merged = conform(
+            pa.concat_tables(tables, promote_options="permissive"), merge.dataset
+        )  # delta-rs widens a type
         del tables
         for part, table in split_by_part(merged, merge):
             ranges = [table] if merge.closed else open_and_closed(table, now)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from deltalake import DeltaTable
-from deltalake.exceptions import DeltaError
+from deltalake.exceptions import CommitFailedError
 
 OPERATIONS = (
     lambda table: table.optimize.compact(),
@@ -17,10 +18,8 @@ OPERATIONS = (
 
 def operate(store) -> None:
     for operation in OPERATIONS:
-        try:
+        with contextlib.suppress(CommitFailedError):  # a commit of the service was first
             operation(DeltaTable(str(store)))
-        except DeltaError as error:  # a commit of the service was first
-            assert "Failed to commit" in str(error)
 
 
 async def test_service_starts_and_stores_each_record_once_between_rewrites(start_service, fake_rank, eventually):
@@ -30,7 +29,8 @@ async def test_service_starts_and_stores_each_record_once_between_rewrites(start
                 await rank.register(service.url)
                 for part in range(3):
                     expected = 5 * (3 * life + part + 1) - 1
-                    rank.publish_steps(5, scalars=[{"name": "loss", "value": 1.0}, {"name": "unwanted", "value": 1.0}])
+                    for _ in range(5):
+                        rank.publish(scalars=[{"name": name, "value": 1.0} for name in ("loss", "unwanted")])
                     await asyncio.to_thread(operate, service.store)
                     await eventually(lambda expected=expected: rank.committed == expected)
                 status, text = await service.get("/healthz")
