@@ -15,7 +15,7 @@ COMMANDS = (
     ("events", "my-run", "--format", "json"),
     ("anomalies", "my-run", "--format", "json"),
     ("compare", "my-run", "../other run", "--no-figure", "--format", "json"),
-    ("diff", "my-run", "--ranks", "0,1", "--kind", "scalar"),
+    ("diff", "my-run", "--ranks", "0", "1", "--kind", "grad_unreduced"),
     *(("sql", "--format", "csv", f"SELECT * FROM {view} ORDER BY ALL") for view in ("tensor_timeline", "goodput")),
 )
 FILES = (
