@@ -45,9 +45,11 @@ def history(sample_store, tmp_path, monkeypatch):
     return shutil.copytree(sample_store, tmp_path / "history")
 
 
-def outputs(in_process) -> list[tuple[object, int, str]]:
+def outputs(in_process) -> list[tuple[object, int, list[str]]]:
+    """Return the lines of each command, sorted, because events of one time have no order."""
     found = [(command, in_process(*command)) for command in COMMANDS]
-    return [(name, done.returncode, re.sub('"bytes_on_disk": .*', "", done.stdout)) for name, done in found]
+    shown = ((name, done.returncode, re.sub('"bytes_on_disk": .*', "", done.stdout)) for name, done in found)
+    return [(name, code, sorted(line.strip(" ,") for line in text.splitlines())) for name, code, text in shown]
 
 
 def test_commands_give_the_same_output_after_a_rewrite(in_process, history):
