@@ -3,11 +3,13 @@
 The schema follows prompb/remote.proto and prompb/types.proto. Fields that a caller only counts, copies or caches are
 declared as `bytes`, which is possible because `bytes` and a nested message have the same wire format. TimeSeries is
 divided for remote write: the message `TimeSeries` contains the samples, and `SeriesHead` contains the other fields,
-which are unknown fields of `TimeSeries`. The packages `remote_read` and `remote_write` interpret the messages.
+which are unknown fields of `TimeSeries`. The messages of remote write 2.0 follow
+prompb/io/prometheus/write/v2/types.proto. The packages `remote_read` and `remote_write` interpret the messages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import pyarrow as pa
@@ -19,13 +21,16 @@ _SNAPPY: Final = "snappy"
 _MAX_COMPRESSION: Final = 64
 """Maximum compression ratio of a snappy block: the longest copy element produces 64 bytes from three."""
 
-_SCALARS: Final = {"double": 1, "int64": 3, "int32": 5, "string": 9, "bytes": 12}
+_SCALARS: Final = {"double": 1, "int64": 3, "int32": 5, "string": 9, "bytes": 12, "uint32": 13}
 """Numbers of FieldDescriptorProto.Type by name.
 
 A type name that is missing here is the name of a message of this schema (type number 11).
 """
 
-_MESSAGES: Final = {
+_Schema = Mapping[str, Sequence[str]]
+"""Declarations of the fields of each message, by message name."""
+
+_MESSAGES: Final[_Schema] = {
     "WriteRequest": ("repeated TimeSeries timeseries = 1", "repeated bytes metadata = 3"),
     "TimeSeries": ("repeated Sample samples = 2",),
     "SeriesHead": ("repeated bytes labels = 1", "repeated bytes exemplars = 3", "repeated bytes histograms = 4"),
@@ -53,34 +58,49 @@ _MESSAGES: Final = {
     "Chunk": ("int64 min_time_ms = 1", "int64 max_time_ms = 2", "int32 type = 3", "bytes data = 4"),
 }
 
+_WRITE_2_MESSAGES: Final[_Schema] = {
+    "Request": ("repeated string symbols = 4", "repeated TimeSeries timeseries = 5"),
+    "TimeSeries": (
+        "repeated uint32 labels_refs = 1",
+        "repeated Sample samples = 2",
+        "repeated bytes histograms = 3",
+        "repeated Exemplar exemplars = 4",
+        "bytes metadata = 5",
+    ),
+    "Sample": ("double value = 1", "int64 timestamp = 2"),
+    "Exemplar": ("repeated uint32 labels_refs = 1",),
+    "Metadata": ("int32 type = 1", "uint32 help_ref = 3", "uint32 unit_ref = 4"),
+}
 
-def _message_classes() -> dict[str, Any]:
-    file = descriptor_pb2.FileDescriptorProto(name="rankscope/remote.proto", package="prometheus", syntax="proto3")
-    for name, declarations in _MESSAGES.items():
+
+def _message_classes(package: str, schema: _Schema) -> dict[str, Any]:
+    file = descriptor_pb2.FileDescriptorProto(name=f"rankscope/{package}.proto", package=package, syntax="proto3")
+    for name, declarations in schema.items():
         fields = file.message_type.add(name=name).field
         for declaration in declarations:
             *repeated, kind, field, _, number = declaration.split()
             one = fields.add(name=field, number=int(number), label=3 if repeated else 1, type=_SCALARS.get(kind, 11))
             if kind not in _SCALARS:
-                one.type_name = f".prometheus.{kind}"
+                one.type_name = f".{package}.{kind}"
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"prometheus.{name}")) for name in _MESSAGES
-    }
+    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.{name}")) for name in schema}
 
 
-MESSAGES: Final = _message_classes()
-"""The protobuf message classes for Prometheus remote read and remote write, by message name."""
+MESSAGES: Final = _message_classes("prometheus", _MESSAGES)
+"""The protobuf message classes for Prometheus remote read and remote write 1.0, by message name."""
+
+WRITE_2_MESSAGES: Final = _message_classes("io.prometheus.write.v2", _WRITE_2_MESSAGES)
+"""The protobuf message classes for Prometheus remote write 2.0, by message name."""
 
 
-def parse(name: str, data: bytes) -> Any:
+def parse(name: str, data: bytes, classes: Mapping[str, Any] = MESSAGES) -> Any:
     """Return the message of class `name` that is serialized in `data`. Raises DecodeError if `data` is malformed."""
     try:
-        return MESSAGES[name].FromString(data)
+        return classes[name].FromString(data)
     except message.DecodeError as error:
         raise DecodeError(
-            f"not a valid prometheus.{name}: malformed or truncated protobuf, or invalid UTF-8"
+            f"not a valid {classes[name].DESCRIPTOR.full_name}: malformed or truncated protobuf, or invalid UTF-8"
         ) from error
 
 

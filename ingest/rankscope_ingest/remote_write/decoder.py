@@ -1,14 +1,16 @@
-"""Decode remote write 1.0 requests into samples, and drop samples that repeat the latest sample of their series.
+"""Decode remote write requests into samples, and drop samples that repeat the latest sample of their series.
 
-google.protobuf parses the message. One sender encodes the labels of a series as the same bytes in every request, so
-they are decoded once and then found in a cache. Compression is left to `base.protobuf`, HTTP to `handler`, and tables
-to `batcher`.
+google.protobuf parses the message. In version 1.0, one sender encodes the labels of a series as the same bytes in every
+request; in version 2.0, the symbols of a series are joined to one text, which is the same in every request. The labels
+are decoded once and then found in a cache by these bytes or this text. Compression is left to `base.protobuf`, the
+symbols of version 2.0 to `symbols`, HTTP to `handler`, and tables to `batcher`.
 """
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,7 +20,8 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.base.errors import DecodeError
-from rankscope_ingest.base.protobuf import parse
+from rankscope_ingest.base.protobuf import MESSAGES, WRITE_2_MESSAGES, label_bytes, parse
+from rankscope_ingest.remote_write.symbols import SymbolTable
 from rankscope_ingest.scrape.discovery import INSTANCE
 
 MAX_KNOWN_SERIES: Final = 500_000
@@ -42,6 +45,7 @@ _MAX_DAYS: Final = 62
 _MAX_TIME_MS: Final = 253_402_300_799_000  # the end of year 9999, the latest time of Python and Arrow dates
 _NEVER_MS: Final = -(1 << 63)
 _LAST_FIELD: Final = 4  # of a TimeSeries in remote write 1.0
+_LAST_FIELD_2: Final = 5  # of a Request in remote write 2.0
 _METRIC_NAME: Final = "__name__"
 
 
@@ -82,6 +86,14 @@ class DecodedRequest:
         """Return the number of samples of this request."""
         return len(self.series)
 
+    @property
+    def written(self) -> int:
+        """Return the number of samples that are in the store after the commit.
+
+        Repeated samples are included, because an earlier request stored them.
+        """
+        return len(self.series) + self.repeated
+
 
 class WriteReader:
     """Decoder of remote write requests with a bounded cache of series. Calls must not overlap.
@@ -93,7 +105,7 @@ class WriteReader:
 
     def __init__(self, max_known_series: int = MAX_KNOWN_SERIES) -> None:
         self._max_known = max_known_series
-        self._by_head: dict[bytes, KnownSeries] = {}
+        self._by_head: dict[bytes | str, KnownSeries] = {}  # bytes: version 1.0; text: version 2.0
         self._by_identity: dict[tuple[str, str, str | None], KnownSeries] = {}
         self._used = 0  # capacity in use, in the unit of MAX_KNOWN_SERIES
         self._received = 0  # series, over all requests
@@ -108,7 +120,7 @@ class WriteReader:
         return self._used >= self._max_known and self._generation > self._swept_in
 
     def read(self, data: bytes) -> DecodedRequest:
-        """Return the samples of the serialized request `data`.
+        """Return the samples of the serialized request `data` of remote write 1.0.
 
         Raises DecodeError if the request is invalid; the cache of series is then not changed.
         """
@@ -140,6 +152,72 @@ class WriteReader:
                 series.append(one)
                 times.append(sample.timestamp)
                 values.append(sample.value)
+        return self._decoded(
+            series,
+            times,
+            values,
+            metadata=len(request.metadata),
+            exemplars=exemplars,
+            histograms=histograms,
+            oversized=oversized,
+        )
+
+    def read_2(self, data: bytes, max_label_bytes: int) -> DecodedRequest:
+        """Return the samples of the serialized request `data` of remote write 2.0.
+
+        Raises DecodeError if the request is invalid, or if the labels of all its series have more than
+        `max_label_bytes`. In such a request, a few symbols occur in very many series.
+        """
+        if self.must_sweep:
+            self._sweep()
+        request = parse("Request", data, WRITE_2_MESSAGES)
+        _check_fields_2(request)
+        symbols = SymbolTable(request.symbols)
+        self._received += len(request.timeseries)
+        generation, known = self._generation, self._by_head.get
+        series: list[KnownSeries] = []
+        times: list[int] = []
+        values: list[float] = []
+        exemplars = histograms = oversized = metadata = size = 0
+        for received in request.timeseries:
+            references = received.labels_refs
+            key = symbols.key(references)
+            if (size := size + len(key)) > max_label_bytes:
+                raise DecodeError(
+                    f"the labels of all series have more than {max_label_bytes} bytes: send fewer series per request"
+                )
+            one = known(key) or self._learn_2(key, symbols.labels(references))
+            metadata += symbols.has_metadata(received.metadata)
+            histograms += len(received.histograms)
+            for exemplar in received.exemplars:
+                symbols.labels(exemplar.labels_refs)
+                exemplars += 1
+            if one is _OVERSIZED:
+                oversized += len(received.samples)
+                continue
+            one.generation = generation
+            for sample in received.samples:
+                series.append(one)
+                times.append(sample.timestamp)
+                values.append(sample.value)
+        return self._decoded(
+            series,
+            times,
+            values,
+            metadata=metadata,
+            exemplars=exemplars,
+            histograms=histograms,
+            oversized=oversized,
+        )
+
+    @staticmethod
+    def _decoded(
+        series: Sequence[KnownSeries], times: Sequence[int], values: Sequence[float], **dropped: int
+    ) -> DecodedRequest:
+        """Return the request with these samples, without those that repeat the latest sample of their series.
+
+        `dropped` has the numbers of items that are not stored. Raises DecodeError if a time is invalid.
+        """
         if times:
             _check_times(min(times), max(times))
         if repeated := _repeated(series, times, values):
@@ -150,11 +228,8 @@ class WriteReader:
             series=series,
             times_ms=np.array(times, np.int64),
             values=np.array(values, np.float64),
-            metadata=len(request.metadata),
-            exemplars=exemplars,
-            histograms=histograms,
-            oversized=oversized,
             repeated=len(repeated),
+            **dropped,
         )
 
     @property
@@ -182,12 +257,31 @@ class WriteReader:
             return one, *counts
         if len(fields.labels) > _MAX_LABELS or len(head) > _MAX_LABEL_BYTES:
             return _OVERSIZED, *counts
-        identity = _identity(fields.labels)
+        return self._add(head, _pairs(fields.labels)), *counts
+
+    def _learn_2(self, key: str, labels: Sequence[tuple[str, str]]) -> KnownSeries:
+        """Return the series with these labels of version 2.0, whose symbols are joined in `key`.
+
+        Raises DecodeError if the labels are not sorted by name, or if a name occurs twice.
+        """
+        for (one, _), (following, _) in itertools.pairwise(labels):
+            if one >= following:
+                why = f"has the label {one[:100]!r} twice"
+                if one > following:
+                    why = f"has labels that are not sorted: {one[:100]!r} comes before {following[:100]!r}"
+                raise DecodeError(f"a series {why}")
+        # A key has at most 12 characters per label that are not part of its text.
+        is_long = len(labels) > _MAX_LABELS or len(key) > 2 * _MAX_LABEL_BYTES or _size(labels) > _MAX_LABEL_BYTES
+        return _OVERSIZED if is_long else self._add(key, labels)
+
+    def _add(self, key: bytes | str, labels: Iterable[tuple[str, str]]) -> KnownSeries:
+        """Return the series with `labels`, and add it to the cache if there is capacity."""
+        identity = _identity(labels)
         one = self._by_identity.get(identity) or KnownSeries(*identity)
         if self._used < self._max_known:
-            self._by_head[head] = self._by_identity[identity] = one
-            self._used += 1 + len(head) // _BYTES_PER_SERIES
-        return one, *counts
+            self._by_head[key] = self._by_identity[identity] = one
+            self._used += 1 + len(key) // _BYTES_PER_SERIES
+        return one
 
     def _sweep(self) -> None:
         """Remove from the cache all series that were received neither in this generation nor in the previous one."""
@@ -198,19 +292,43 @@ class WriteReader:
         self._used = sum(1 + len(key) // _BYTES_PER_SERIES for key in self._by_head)
 
 
-def _identity(labels: Sequence[bytes]) -> tuple[str, str, str | None]:
+def _check_fields_2(request: Any) -> None:
+    """Raise DecodeError if a request of version 2.0 has a reserved field, or a field with a wrong wire type.
+
+    A reserved field is one of version 1.0. Fields of later minor versions have higher numbers and are ignored.
+    """
+    for unknown in UnknownFieldSet(request):
+        if unknown.field_number <= _LAST_FIELD_2:
+            raise DecodeError(
+                f"field {unknown.field_number} with wire type {unknown.wire_type} does not exist in remote write 2.0"
+                " (io.prometheus.write.v2.Request)"
+            )
+
+
+def _size(labels: Sequence[tuple[str, str]]) -> int:
+    """Return the number of bytes that the labels have in version 1.0: both versions have the same limit."""
+    size: int = MESSAGES["SeriesHead"](labels=[label_bytes(*label) for label in labels]).ByteSize()
+    return size
+
+
+def _pairs(labels: Sequence[bytes]) -> Iterator[tuple[str, str]]:
+    for data in labels:
+        label: Any = parse("Label", data)
+        yield label.name, label.value
+
+
+def _identity(labels: Iterable[tuple[str, str]]) -> tuple[str, str, str | None]:
     """Return (target, metric, other labels as JSON) of a series; labels with an empty value are dropped.
 
     Raises DecodeError if a label has no name or occurs twice, or if there is no metric name.
     """
     found: dict[str, str] = {}
-    for data in labels:
-        label: Any = parse("Label", data)
-        if not label.name:
-            raise DecodeError(f"a label with the value {label.value[:100]!r} has no name")
-        if label.name in found:
-            raise DecodeError(f"a series has the label {label.name[:100]!r} twice")
-        found[label.name] = label.value
+    for name, value in labels:
+        if not name:
+            raise DecodeError(f"a label with the value {value[:100]!r} has no name")
+        if name in found:
+            raise DecodeError(f"a series has the label {name[:100]!r} twice")
+        found[name] = value
     found = {name: value for name, value in found.items() if value}
     metric = found.pop(_METRIC_NAME, "")
     if not metric:

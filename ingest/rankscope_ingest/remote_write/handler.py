@@ -4,15 +4,19 @@ A request is rejected with status 503 if the service has no capacity for it. Pro
 write-ahead log until the response arrives, and sends a rejected request again. The receiver detects a repeated request
 by its receipt, a hash of the body. The receiver compares the receipt with those of waiting requests, of requests that
 this process has stored, and, after a restart, of the newest commits.
+
+The `proto` parameter of Content-Type selects version 1.0 or 2.0 of the protocol. Responses to version 2.0 have headers
+with the numbers of stored items. A receipt of version 2.0 therefore contains the number of stored samples.
 """
 
 from __future__ import annotations
 
 import asyncio
 import email.message
+import enum
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from aiohttp import web
@@ -25,15 +29,25 @@ from rankscope_ingest.pipeline.flusher import Flusher
 from rankscope_ingest.pipeline.quarantine import Quarantine
 from rankscope_ingest.remote_write.batcher import RECEIPTS, SampleBatcher, halves
 from rankscope_ingest.remote_write.decoder import DecodedRequest, WriteReader
+from rankscope_ingest.remote_write.senders import Senders
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_storage.api.store import Commit, Writer
 from rankscope_storage.base.errors import StoreError
 
 RETRY_AFTER_SECONDS: Final = 5
-_MESSAGE: Final = "prometheus.WriteRequest"
+_WRITTEN: Final = "X-Prometheus-Remote-Write-{}-Written"
+
+
+class Version(enum.StrEnum):
+    """A version of remote write. The value is the name of its message."""
+
+    V1 = "prometheus.WriteRequest"
+    V2 = "io.prometheus.write.v2.Request"
+
+
 _SUPPORTED: Final = (
-    f"send remote write 1.0 ({_MESSAGE}) with Content-Type: application/x-protobuf and Content-Encoding: snappy;"
-    " 2.0 is not supported"
+    f"send remote write 1.0 ({Version.V1}) or 2.0 ({Version.V2}) with Content-Type: application/x-protobuf and"
+    " Content-Encoding: snappy"
 )
 
 
@@ -42,31 +56,55 @@ async def answer(receiver: RemoteWrite, counts: ServiceMetrics, request: web.Req
 
     Raises RegistrationError if the request is malformed, too large or in an unsupported format.
     """
+    sender = request.remote or "unknown address", request.headers.get("User-Agent", "")
     try:
-        _check_form(request)
-        await receiver.take(*await _body(receiver, request))
+        version = _version(request)
+        written = await receiver.take(*await _body(receiver, request), version)
     except BusyError as error:
         # 503 and not 429: unless it is configured otherwise, Prometheus drops a request after status 429.
         counts.write_answered("busy")
         return web.Response(status=503, text=str(error), headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
     except DecodeError as error:
         counts.write_answered("malformed")
+        receiver.senders.refused(*sender, f"malformed: {error}")
         raise RegistrationError(400, str(error)) from error
     except RegistrationError as error:
-        counts.write_answered("too_large" if error.status == 413 else "unsupported")
+        outcome = "too_large" if error.status == 413 else "unsupported"
+        counts.write_answered(outcome)
+        receiver.senders.refused(*sender, f"{outcome.replace('_', ' ')}: {error}")
         raise
-    return web.Response(status=204)
+    receiver.senders.accepted(*sender)
+    return web.Response(status=204, headers=written_headers(request, written))
 
 
-def _check_form(request: web.Request) -> None:
+def written_headers(request: web.Request, samples: int = 0) -> dict[str, str]:
+    """Return the headers with the numbers of stored items, which version 2.0 requires in each response 2xx or 4xx.
+
+    A request of version 1.0 gets no such headers. Histograms and exemplars are never stored.
+    """
+    if _message(request) in {None, Version.V1}:
+        return {}
+    counts = {"Samples": samples, "Histograms": 0, "Exemplars": 0}
+    return {_WRITTEN.format(kind): str(count) for kind, count in counts.items()}
+
+
+def _message(request: web.Request) -> str | None:
+    """Return the parameter `proto` of Content-Type, or None if there is no such parameter."""
     header = email.message.Message()
     header["Content-Type"] = request.headers.get("Content-Type", "")
     message = header.get_param("proto")
-    if request.content_type != "application/x-protobuf" or message not in {None, _MESSAGE}:
+    return None if message is None else str(message)
+
+
+def _version(request: web.Request) -> Version:
+    """Return the version of a request. Raises RegistrationError if its format is not supported."""
+    message = _message(request)
+    if request.content_type != "application/x-protobuf" or message not in {None, *Version}:
         raise RegistrationError(415, f"{message or request.content_type} is not supported: {_SUPPORTED}")
     encoding = request.headers.get("Content-Encoding", "snappy").lower()
     if encoding != "snappy":
         raise RegistrationError(415, f"Content-Encoding {encoding} is not supported: {_SUPPORTED}")
+    return Version(message or Version.V1)
 
 
 async def _body(receiver: RemoteWrite, request: web.Request) -> tuple[bytes, int]:
@@ -105,6 +143,9 @@ INLINE_BYTES: Final = 65_536
 Decoding such a small body takes less time than starting work in a thread.
 """
 
+_MAX_EXPANSION: Final = 4
+"""Maximum size of the labels of a request of version 2.0 with the symbols inserted, as a multiple of `max_bytes`."""
+
 _MAX_INCOMING_BODIES: Final = 4
 """Maximum total size of the bodies that are received at the same time, as a multiple of the maximum size of a body."""
 
@@ -142,8 +183,9 @@ class RemoteWrite:
         self._flusher = Flusher(
             store, self._batcher, on_commit=self._on_commit, clock=clock, aside=aside, halves=halves
         )
-        self._open: dict[str, asyncio.Future[None]] = {}  # by receipt
-        self._stored: dict[str, None] = {}  # receipts, the oldest first
+        self.senders = Senders(clock)
+        self._open: dict[str, asyncio.Future[int]] = {}  # by key of the receipt; the result is the number of samples
+        self._stored: dict[str, int] = {}  # numbers of samples by key of the receipt, the oldest first
         self._reading: set[asyncio.Task[None]] = set()
         self._reserved_bytes = 0
         self._is_closed = False
@@ -178,7 +220,7 @@ class RemoteWrite:
             )
             return
         for receipts in reversed(found):
-            self._remember(receipts.split())
+            self._remember(dict(map(_receipt_parts, receipts.split())))
 
     async def run(self) -> None:
         """Store accepted samples until this coroutine is cancelled.
@@ -219,57 +261,65 @@ class RemoteWrite:
         """Release reserved memory; `reserved` is the number of bytes."""
         self._reserved_bytes -= reserved
 
-    async def take(self, body: bytes, reserved: int = 0) -> None:
+    async def take(self, body: bytes, reserved: int = 0, version: Version = Version.V1) -> int:
         """Store the samples of `body`; return after the commit.
+
+        Returns the number of samples that are stored; for version 1.0, the number is not known in each case.
 
         Raises DecodeError if the body is invalid, and BusyError if the sender should retry. The `reserved` bytes are
         released after decoding; from then on, the limit of pending samples applies.
         """
-        waiting = self._begin(body, reserved)
+        waiting = self._begin(body, reserved, version)
         del body  # do not keep a large body in memory while the store is slow
-        if waiting is None:
+        if isinstance(waiting, int):
             self._counts.write_answered("repeated")
-            return
+            return waiting
         done, _ = await asyncio.wait([waiting], timeout=self._answer_seconds)
         if not done:
             raise BusyError(
                 f"the samples are accepted but not stored yet: {self.trouble or 'the store is slow'};"
                 " send the request again"
             )
-        waiting.result()
+        written = waiting.result()
         self._counts.write_answered("ok")
+        return written
 
-    def _begin(self, body: bytes, reserved: int) -> asyncio.Future[None] | None:
-        """Return a future that completes when `body` is stored, or None if the same body was stored before."""
-        receipt = hashlib.blake2b(body, digest_size=12).hexdigest()
-        if receipt in self._stored or receipt in self._open:
+    def _begin(self, body: bytes, reserved: int, version: Version) -> asyncio.Future[int] | int:
+        """Return a future that completes when `body` is stored.
+
+        If the same body was stored before, return its number of stored samples.
+        """
+        # The same bytes may be valid requests of both versions, with different samples.
+        person = b"" if version is Version.V1 else b"2.0"
+        key = hashlib.blake2b(body, digest_size=12, person=person).hexdigest()
+        if key in self._stored or key in self._open:
             self.release(reserved)
-            return self._open.get(receipt)
+            return self._open[key] if key in self._open else self._stored[key]
         try:
             self._check_capacity()
         except BusyError:
             self.release(reserved)
             raise
-        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._open[receipt] = waiting
+        waiting: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._open[key] = waiting
         # A separate task, not the handler of the request, which is cancelled when the sender disconnects: the reader
         # detects decoded samples as repeated from then on, so they must also be stored.
-        task = asyncio.create_task(self._gather(body, receipt, waiting))
+        task = asyncio.create_task(self._gather(body, key, waiting, version))
         self._reading.add(task)
         task.add_done_callback(self._reading.discard)
         task.add_done_callback(lambda _: self.release(reserved))
         return waiting
 
-    async def _gather(self, body: bytes, receipt: str, waiting: asyncio.Future[None]) -> None:
+    async def _gather(self, body: bytes, key: str, waiting: asyncio.Future[int], version: Version) -> None:
         try:
             async with self._reader_lock:
                 if len(body) < self._inline_bytes and not self._reader.must_sweep:
-                    decoded = self._decode(body)
+                    decoded = self._decode(body, version)
                 else:
-                    decoded = await asyncio.to_thread(self._decode, body)
+                    decoded = await asyncio.to_thread(self._decode, body, version)
             self._check_open()  # `close` may have been called meanwhile
         except BaseException as error:
-            del self._open[receipt]
+            del self._open[key]
             _fail(
                 waiting,
                 error if isinstance(error, Exception) else BusyError("decoding was cancelled; send the request again"),
@@ -277,11 +327,15 @@ class RemoteWrite:
             if not isinstance(error, Exception):
                 raise
             return
+        receipt = key if version is Version.V1 else f"{key}:{decoded.written}"
         self._batcher.add(decoded, receipt, self._clock())
         self._count(decoded)
 
-    def _decode(self, body: bytes) -> DecodedRequest:
-        return self._reader.read(unpacked(body, self.max_bytes))
+    def _decode(self, body: bytes, version: Version) -> DecodedRequest:
+        data = unpacked(body, self.max_bytes)
+        if version is Version.V1:
+            return self._reader.read(data)
+        return self._reader.read_2(data, _MAX_EXPANSION * self.max_bytes)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -315,21 +369,31 @@ class RemoteWrite:
                 )
 
     def _on_commit(self, batch: PendingBatch, commit: Commit) -> None:
-        receipts = batch.info[RECEIPTS].split()
-        self._remember(receipts)
-        for receipt in receipts:
-            waiting = self._open.pop(receipt)
+        # A quarantined request is alone in its batch, and its samples are not in the store.
+        lost = 0 if commit.rows.get("samples") else batch.rows
+        stored = {
+            key: max(0, samples - lost) for key, samples in map(_receipt_parts, batch.info[RECEIPTS].split())
+        }
+        self._remember(stored)
+        for key, samples in stored.items():
+            waiting = self._open.pop(key)
             if not waiting.done():
-                waiting.set_result(None)
+                waiting.set_result(samples)
         self._after_commit(batch, commit)
 
-    def _remember(self, receipts: list[str]) -> None:
-        self._stored.update(dict.fromkeys(receipts))
+    def _remember(self, stored: Mapping[str, int]) -> None:
+        self._stored.update(stored)
         for old in list(self._stored)[: max(0, len(self._stored) - _MAX_RECEIPTS)]:
             del self._stored[old]
 
 
-def _fail(waiting: asyncio.Future[None], error: Exception) -> None:
+def _receipt_parts(receipt: str) -> tuple[str, int]:
+    """Return the key of a receipt and its number of samples, which is 0 in receipts of version 1.0."""
+    key, _, samples = receipt.partition(":")
+    return key, int(samples or 0)
+
+
+def _fail(waiting: asyncio.Future[int], error: Exception) -> None:
     """Set `error` as the result of the future `waiting`, so that the request that awaits the future fails.
 
     The error is marked as retrieved, so that asyncio does not log it if no request waits.
@@ -340,6 +404,7 @@ def _fail(waiting: asyncio.Future[None], error: Exception) -> None:
 
 
 _WARNINGS: Final = {
+    "exemplar": "exemplars are not stored",
     "histogram": "native histograms are not stored",
     "oversized": "series with more than 128 labels or 64 KiB of labels are not stored",
 }
