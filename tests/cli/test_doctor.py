@@ -169,6 +169,17 @@ def test_report_matches_the_golden_file(name, sample_store, tmp_path):
     assert expected.read_text(encoding="utf-8") == text
 
 
+def test_sender_of_which_all_requests_are_refused_is_reported(sample_store):
+    environment = healthy_environment()
+    sender = {"name": "10.0.0.7 (Prometheus/3.5.0)", "reason": "malformed: x", "requests": 1250}
+    environment.pages[f"{SERVICE}/api/v1/status"] = {"refused_senders": [sender]}
+
+    assert (
+        "FAIL  refuses all requests of the remote write sender 10.0.0.7 (Prometheus/3.5.0): malformed: x\n"
+        "        -> the samples are lost; correct the remote_write settings"
+    ) in report(environment, sample_store)
+
+
 def test_missing_wrong_and_correct_tokens(sample_store):
     environment = healthy_environment()
     environment.token = "right"

@@ -11,7 +11,7 @@ from typing import Final
 from rankscope.base.http_client import Response, UnreachableError
 from rankscope.doctor.environment import Environment
 from rankscope.doctor.result import CheckResult, fail, ok, warn
-from rankscope_contract.protocol.channel import HEALTH_PATH, TARGETS_PATH
+from rankscope_contract.protocol.channel import HEALTH_PATH, STATUS_PATH, TARGETS_PATH
 
 AREA: Final = "Service"
 STORE: Final = "Store"
@@ -46,6 +46,7 @@ def service(environment: Environment, url: str, token: str | None) -> Iterator[C
         yield fail(AREA, f"{url} is degraded: {document.get('reason')}", "see the log of the service")
     yield from _clock(environment, response)
     yield _token(environment.get(url + TARGETS_PATH, token), token)
+    yield from _senders(environment, url, token)
 
 
 def store(environment: Environment, path: str) -> Iterator[CheckResult]:
@@ -103,6 +104,20 @@ def _token(response: Response, token: str | None) -> CheckResult:
     return fail(
         AREA, f"the request for the list of targets failed with status {response.status}", "see the log of the service"
     )
+
+
+def _senders(environment: Environment, url: str, token: str | None) -> Iterator[CheckResult]:
+    """Yield a failed check for each sender of remote write that gets only refusals."""
+    try:
+        document = environment.get(url + STATUS_PATH, token).json()
+    except UnreachableError:
+        return
+    for sender in document.get("refused_senders", ()) if isinstance(document, dict) else ():
+        yield fail(
+            AREA,
+            f"refuses all requests of the remote write sender {sender['name']}: {sender['reason']}",
+            "the samples are lost; correct the remote_write settings of this sender, see docs/prometheus.md",
+        )
 
 
 def _opened(folder: Path) -> CheckResult:

@@ -21,6 +21,7 @@ from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.detect.stall_handler import RankAnswer, parse_stacks_request
 from rankscope_ingest.http.pages import Pages
 from rankscope_ingest.network.auth import OwnName, challenge, refuse_web_pages, token_guard
+from rankscope_ingest.remote_write.handler import written_headers
 from rankscope_ingest.runs.target import Health, Target
 from rankscope_ingest.status_page.assets import PAGE_HEADERS
 from rankscope_ingest.status_page.collect import Parts
@@ -296,7 +297,9 @@ async def errors_as_text(request: web.Request, handler: Handler) -> web.StreamRe
 
 
 def _refusal(request: web.Request, status: int, text: str) -> web.Response:
-    headers = {"WWW-Authenticate": challenge(request)} if status == 401 else None
+    headers = {"WWW-Authenticate": challenge(request)} if status == 401 else {}
+    if request.path == channel.REMOTE_WRITE_PATH:
+        headers |= written_headers(request)
     if request.method == "POST":
         return web.Response(status=status, text=text, headers=headers)
     return web.json_response({"error": text}, status=status, headers=headers)

@@ -29,7 +29,7 @@ from rankscope_ingest.pipeline.flusher import Flusher
 from rankscope_ingest.pipeline.quarantine import Quarantine
 from rankscope_ingest.remote_write.batcher import RECEIPTS, SampleBatcher, halves
 from rankscope_ingest.remote_write.decoder import DecodedRequest, WriteReader
-from rankscope_ingest.remote_write.senders import Senders
+from rankscope_ingest.remote_write.senders import Senders, printable
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_storage.api.store import Commit, Writer
 from rankscope_storage.base.errors import StoreError
@@ -100,10 +100,10 @@ def _version(request: web.Request) -> Version:
     """Return the version of a request. Raises RegistrationError if its format is not supported."""
     message = _message(request)
     if request.content_type != "application/x-protobuf" or message not in {None, *Version}:
-        raise RegistrationError(415, f"{message or request.content_type} is not supported: {_SUPPORTED}")
+        raise RegistrationError(415, f"{printable(message or request.content_type)} is not supported: {_SUPPORTED}")
     encoding = request.headers.get("Content-Encoding", "snappy").lower()
     if encoding != "snappy":
-        raise RegistrationError(415, f"Content-Encoding {encoding} is not supported: {_SUPPORTED}")
+        raise RegistrationError(415, f"Content-Encoding {printable(encoding)} is not supported: {_SUPPORTED}")
     return Version(message or Version.V1)
 
 
@@ -371,9 +371,7 @@ class RemoteWrite:
     def _on_commit(self, batch: PendingBatch, commit: Commit) -> None:
         # A quarantined request is alone in its batch, and its samples are not in the store.
         lost = 0 if commit.rows.get("samples") else batch.rows
-        stored = {
-            key: max(0, samples - lost) for key, samples in map(_receipt_parts, batch.info[RECEIPTS].split())
-        }
+        stored = {key: max(0, samples - lost) for key, samples in map(_receipt_parts, batch.info[RECEIPTS].split())}
         self._remember(stored)
         for key, samples in stored.items():
             waiting = self._open.pop(key)

@@ -29,8 +29,7 @@ _MAX_AGENT: Final = 100
 class RefusedSender:
     """A sender of which all requests are refused. `requests` is their number since the last accepted request."""
 
-    address: str
-    user_agent: str
+    name: str  # address and User-Agent
     reason: str  # of the last refusal
     requests: int
     last_request_ago_seconds: float
@@ -65,7 +64,7 @@ class Senders:
         """Record a refused request with its reason. Log it once if the sender gets only refusals."""
         now, sender = self._clock(), self._latest(address, user_agent)
         sender.requests += 1
-        sender.refused_at, sender.reason = now, reason[:_MAX_REASON]
+        sender.refused_at, sender.reason = now, printable(reason[:_MAX_REASON])
         sender.is_refused = sender.accepted_at is None or now - sender.accepted_at >= FORGIVEN_SECONDS
         if sender.is_refused and not sender.is_logged and now - self._logged_at >= _LINE_SECONDS:
             sender.is_logged, self._logged_at = True, now
@@ -81,23 +80,27 @@ class Senders:
         now = self._clock()
         return [
             RefusedSender(
-                address=address,
-                user_agent=user_agent,
+                name=_name(*key),
                 reason=sender.reason,
                 requests=sender.requests,
                 last_request_ago_seconds=round(now - sender.refused_at, 3),
             )
-            for (address, user_agent), sender in reversed(self._senders.items())
+            for key, sender in reversed(self._senders.items())
             if sender.is_refused and now - sender.refused_at < SHOWN_SECONDS
         ]
 
     def _latest(self, address: str, user_agent: str) -> _Sender:
         key = address, user_agent[:_MAX_AGENT]
-        sender = self._senders[key] = self._senders.pop(key, None) or _Sender()
+        sender = self._senders[key] = self._senders.pop(key, _Sender())
         if len(self._senders) > _MAX_SENDERS:
             del self._senders[next(iter(self._senders))]
         return sender
 
 
 def _name(address: str, user_agent: str) -> str:
-    return f"{address} ({user_agent[:_MAX_AGENT]})" if user_agent else address
+    return f"{address} ({printable(user_agent[:_MAX_AGENT])})" if user_agent else address
+
+
+def printable(text: str) -> str:
+    """Return `text`, which is from a header, with escapes instead of characters that are not printable."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -55,6 +55,7 @@ class Api:
             rows_pending=lambda: pipeline.rows_pending,
             goodput=lambda: self.goodput.ratios,
             total=self.metrics.total,
+            refused_senders=pipeline.remote_write.senders.listed,
         )
 
     async def register(self, registration: Registration) -> RegistrationReply:

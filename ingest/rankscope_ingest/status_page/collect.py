@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
 from rankscope_contract import SCHEMA_VERSION, __version__
@@ -18,6 +18,7 @@ from rankscope_contract.metrics.catalogue import (
     MetricSpec,
 )
 from rankscope_ingest.base.config import StoreSection
+from rankscope_ingest.remote_write.senders import RefusedSender
 from rankscope_ingest.reporting.progress import RunProgress
 from rankscope_ingest.runs.target import Health, Target
 from rankscope_ingest.status_page.model import RunStatus, ServiceStatus, Status, TargetStatus, target_status
@@ -90,6 +91,7 @@ class StatusCollector:
 
     A collector stores the start time of the service and the observations from which the age of uncommitted records is
     computed. `total` returns the sum over all series of one metric of the service.
+    `refused_senders` returns the senders of remote write that get only refusals.
     """
 
     def __init__(
@@ -101,12 +103,14 @@ class StatusCollector:
         rows_pending: Callable[[], int],
         goodput: Callable[[], Mapping[str, float]],
         total: Callable[[MetricSpec], float],
+        refused_senders: Callable[[], Sequence[RefusedSender]],
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], int] = lambda: time.time_ns() // 1000,
     ) -> None:
         self._parts = parts
         self._store = store
         self._url, self._rows_pending, self._goodput, self._total = url, rows_pending, goodput, total
+        self._refused_senders = refused_senders
         self._clock = clock
         self._wall = wall
         self._started, self._started_at = clock(), wall()
@@ -163,6 +167,7 @@ class StatusCollector:
             records_lost=int(total(LOST_RECORDS)),
             samples_dropped=int(total(EXPORTER_SAMPLES_DROPPED)),
             remote={spec.name: total(spec) for spec in _REMOTE},
+            refused_senders=self._refused_senders(),
         )
 
     def _run(

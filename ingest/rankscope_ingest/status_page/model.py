@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rankscope_ingest.remote_write.senders import RefusedSender
 from rankscope_ingest.reporting.progress import RunProgress
 from rankscope_ingest.runs.target import Target
 
@@ -35,6 +36,7 @@ class ServiceStatus:
     records_lost: int  # of the known runs
     samples_dropped: int  # of exporters: repeated, doubled or out of bounds
     remote: Mapping[str, float] = field(default_factory=dict)  # counters of remote write and read, by their names
+    refused_senders: Sequence[RefusedSender] = ()  # of remote write, the latest first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import Final
 
 from rankscope_contract.model.events import RunState
 from rankscope_contract.protocol.channel import EXPORTERS_PATH, METRICS_PATH, RUNS_PATH, STATUS_PATH, TARGETS_PATH
+from rankscope_ingest.remote_write.senders import RefusedSender
 from rankscope_ingest.reporting.progress import RunProgress
 from rankscope_ingest.runs.models import ENDED
 from rankscope_ingest.status_page.assets import REFRESH_SECONDS, SCRIPT, STYLE
@@ -24,6 +25,7 @@ from rankscope_ingest.status_page.target_html import (
 from rankscope_view.pages.format import ago, count, duration, number, percent, text
 
 MAX_RUNS: Final = 100
+MAX_SENDERS: Final = 10  # of refused senders of remote write
 MAX_ROWS: Final = 2000
 """Maximum number of targets on the status page. The maximum number of exporters is the same."""
 
@@ -81,6 +83,7 @@ def _header(service: ServiceStatus) -> Iterator[str]:
 def _service(service: ServiceStatus, targets: Sequence[TargetStatus]) -> Iterator[str]:
     if service.reason is not None:
         yield f'<p class="alarm" role="alert"><strong>Degraded.</strong> {text(service.reason)}</p>'
+    yield from _refused(service.refused_senders)
     worst = max((target.lag_seconds for target in targets), default=0.0)
     facts = {
         "last commit": ago(service.last_commit_ago_seconds),
@@ -98,6 +101,15 @@ def _service(service: ServiceStatus, targets: Sequence[TargetStatus]) -> Iterato
     yield '<dl class="wide">'
     yield from _facts_html([("store", f"<code>{text(service.store)}</code>, shard {text(service.shard)}")])
     yield "</dl>"
+
+
+def _refused(senders: Sequence[RefusedSender]) -> Iterator[str]:
+    for sender in senders[:MAX_SENDERS]:
+        yield '<p class="alarm" role="alert"><strong>Samples are lost.</strong> All requests of the remote write sender'
+        yield f"{text(sender.name)} are refused: {text(sender.reason)} ({count(sender.requests)} requests,"
+        yield f"the last one {ago(sender.last_request_ago_seconds)})</p>"
+    if others := senders[MAX_SENDERS:]:
+        yield f'<p class="dim">{count(len(others))} other senders of which all requests are refused are not shown.</p>'
 
 
 def _facts_html(facts: Iterable[tuple[str, str]]) -> Iterator[str]:

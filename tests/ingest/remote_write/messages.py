@@ -1,10 +1,10 @@
-"""Remote write requests, serialized by google.protobuf from the full definitions in Prometheus' prompb/remote.proto."""
+"""Remote write requests, serialized by google.protobuf from the full definitions in Prometheus' folder prompb."""
 
 from __future__ import annotations
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-INT64, DOUBLE, STRING = 3, 1, 9
+INT64, DOUBLE, STRING, UINT32 = 3, 1, 9, 13
 MESSAGES = {
     "WriteRequest": [("timeseries", 1, "TimeSeries", True), ("metadata", 3, "MetricMetadata", True)],
     "MetricMetadata": [("type", 1, INT64, False), ("metric_family_name", 2, STRING, False)],
@@ -55,4 +55,46 @@ def write_request(*series, metadata=()):
             one.histograms.add(sum=1.0, timestamp=5)
     for name in metadata:
         request.metadata.add(type=1, metric_family_name=name)
+    return request.SerializeToString()
+
+
+MESSAGES_2 = {
+    "Request": [("symbols", 4, STRING, True), ("timeseries", 5, "TimeSeries", True)],
+    "TimeSeries": [
+        ("labels_refs", 1, UINT32, True),
+        ("samples", 2, "Sample", True),
+        ("histograms", 3, "Histogram", True),
+        ("exemplars", 4, "Exemplar", True),
+        ("metadata", 5, "Metadata", False),
+        ("created_timestamp", 6, INT64, False),
+    ],
+    "Sample": [("value", 1, DOUBLE, False), ("timestamp", 2, INT64, False), ("start_timestamp", 3, INT64, False)],
+    "Exemplar": [("labels_refs", 1, UINT32, True), ("value", 2, DOUBLE, False), ("timestamp", 3, INT64, False)],
+    "Histogram": [("sum", 3, DOUBLE, False), ("timestamp", 15, INT64, False)],
+    "Metadata": [("type", 1, INT64, False), ("help_ref", 3, UINT32, False), ("unit_ref", 4, UINT32, False)],
+}
+CLASSES_2 = message_classes(MESSAGES_2)
+
+
+def write_request_2(*series, symbols=("",)):
+    """Return the bytes of a request of version 2.0 with the same items as `write_request`, and with metadata.
+
+    Labels are sorted as the specification requires. `symbols` are the first symbols.
+    """
+    request, places = CLASSES_2["Request"](), {symbol: place for place, symbol in enumerate(symbols)}
+    for labels, samples, *more in series:
+        one = request.timeseries.add()
+        for label in sorted(labels.items()):
+            one.labels_refs.extend(places.setdefault(text, len(places)) for text in label)
+        for ms, value in samples:
+            one.samples.add(timestamp=ms, value=value, start_timestamp=ms - 1000)
+        exemplars, histograms = more or (0, 0)
+        for _ in range(exemplars):
+            one.exemplars.add(value=1.0, timestamp=5, labels_refs=one.labels_refs[:2])
+        for _ in range(histograms):
+            one.histograms.add(sum=1.0, timestamp=5)
+        one.metadata.type = 1
+        one.metadata.help_ref = places.setdefault("A help text.", len(places))
+        one.created_timestamp = 5
+    request.symbols.extend(places)
     return request.SerializeToString()

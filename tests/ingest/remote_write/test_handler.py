@@ -311,7 +311,7 @@ async def test_service_stores_valid_requests_and_reports_why_others_are_rejected
         (b"\xff", {}, 400, "truncated"),
         (packed(b"x" * 70_000), {}, 400, "limit is 65536"),
         (b"x" * 70_000, {}, 413, "max_bytes"),
-        (body(2.0), {"Content-Type": "application/x-protobuf;proto=io.prometheus.write.v2.Request"}, 415, "2.0"),
+        (body(2.0), {"Content-Type": "application/x-protobuf;proto=io.prometheus.write.v3.Request"}, 415, "2.0"),
         (body(2.0), {"Content-Type": "text/plain"}, 415, "JSON"),
         (body(2.0), {"Content-Encoding": "lz4"}, 415, "snappy"),
         (packed(write_request(metadata=["up"])), {}, 204, ""),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from rankscope_ingest.remote_write.senders import RefusedSender
 from rankscope_ingest.reporting.progress import RunProgress
 from rankscope_ingest.status_page.model import RunStatus, ServiceStatus, Status, TargetStatus
 
@@ -99,6 +100,14 @@ def small() -> Status:
         records_lost=17,
         samples_dropped=2,
         remote={"rankscope_ingest_remote_write_samples_total": 125_000.0},
+        refused_senders=[
+            RefusedSender(
+                name="10.0.0.7 (Prometheus/3.5.0)",
+                reason="unsupported: Content-Encoding lz4 is not supported",
+                requests=1_250,
+                last_request_ago_seconds=12.0,
+            )
+        ],
     )
     refused = "http://10.0.0.1:9401: connection refused; is the rank still there?"
     return Status(

@@ -1,0 +1,134 @@
+"""Remote write 2.0 over HTTP: the version, the headers of responses, and senders that get only refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import aiohttp
+import pytest
+from tests.ingest.remote_write.messages import write_request, write_request_2
+from tests.ingest.remote_write.test_handler import NOW, Memory, receiver, until
+
+from rankscope_ingest.base.errors import BusyError
+from rankscope_ingest.base.protobuf import packed
+from rankscope_ingest.pipeline.quarantine import Quarantine
+from rankscope_ingest.remote_write import batcher
+from rankscope_ingest.remote_write.handler import Version
+from rankscope_storage.base.errors import BatchError
+
+V1, V2 = "application/x-protobuf", "application/x-protobuf;proto=io.prometheus.write.v2.Request"
+SERIES = {"__name__": "m", "instance": "a", "job": "j"}
+WRITTEN = [f"X-Prometheus-Remote-Write-{kind}-Written" for kind in ("Samples", "Histograms", "Exemplars")]
+RECORDED = Path(__file__).parents[2] / "data" / "remote_write_2.bin"
+
+
+def body_2(*values, items=(0, 0)):
+    samples = [(NOW + at, value) for at, value in enumerate(values)]
+    return packed(write_request_2((SERIES, samples, *items)))
+
+
+async def test_responses_to_version_2_have_the_numbers_of_stored_items(start_service):
+    """In all responses 2xx and 4xx; a repeated request has the same numbers. Version 1.0 has no such headers."""
+    token = "for-ranks-and-readers"
+    many = {"__name__": "m", **{f"l{number}": "x" for number in range(200)}}
+    cases = [
+        (body_2(1.0, 2.0, items=(3, 1)), V2, {}, 204, "2"),
+        (body_2(1.0, 2.0, items=(3, 1)), V2, {}, 204, "2"),
+        (packed(write_request_2((SERIES, [(NOW + 1, 2.0)]))), V2, {}, 204, "1"),  # it is stored already
+        (packed(write_request_2((SERIES, [(NOW + 2, 3.0)]), (many, [(NOW, 1.0)]))), V2, {}, 204, "1"),
+        (body_2(9.0)[:-1], V2, {}, 400, "0"),
+        (b"x" * 70_000, V2, {}, 413, "0"),
+        (body_2(9.0), V2.replace("v2", "v3"), {}, 415, "0"),
+        (body_2(9.0), V2, {"Content-Encoding": "lz4"}, 415, "0"),
+        (body_2(9.0), V2.replace("v2", "v\u202e2"), {"User-Agent": "p\u202e"}, 415, "0"),
+        (body_2(9.0), V2, {"Authorization": "Bearer other"}, 401, "0"),
+        (body_2(9.0), V1, {}, 400, None),
+        (packed(write_request((SERIES, [(NOW + 3, 4.0)]))), V1 + '; proto="prometheus.WriteRequest"', {}, 204, None),
+    ]
+    limits = {"remote_write.hold_seconds": 0.0, "remote_write.max_bytes": 65_536, "service.token": token}
+    async with start_service(**limits) as service, aiohttp.ClientSession() as session:
+        for data, kind, more, status, samples in cases:
+            common = {"Content-Type": kind, "Content-Encoding": "snappy", "Authorization": f"Bearer {token}"}
+            async with session.post(f"{service.url}/api/v1/write", data=data, headers=common | more) as response:
+                found = [response.headers.get(name) for name in WRITTEN]
+
+                assert (status, [samples, *([samples and "0"] * 2)]) == (response.status, found)
+        _, page = await service.get("/metrics", Authorization=f"Bearer {token}")
+        _, document = await service.get("/api/v1/status", Authorization=f"Bearer {token}")
+        rows = service.rows("SELECT target, metric, labels, value, ts_origin FROM samples ORDER BY value")
+
+    assert [r"127.0.0.1 (p\u202e)"] == [one["name"] for one in json.loads(document)["refused_senders"]]
+    common = {"target": "a", "metric": "m", "labels": '{"job":"j"}', "ts_origin": "prometheus"}
+    assert [{**common, "value": value} for value in (1.0, 2.0, 3.0, 4.0)] == rows
+    for reason, count in {"exemplar": 3, "histogram": 1, "metadata": 4, "oversized": 1, "repeated": 1}.items():
+        assert f'remote_write_dropped_total{{reason="{reason}"}} {count}.0' in page
+
+
+async def test_number_of_stored_samples_of_a_repeated_request_is_kept():
+    """While the first request waits, later, and after a restart."""
+    store = Memory()
+    store.fails = True
+    async with receiver(store, answer_seconds=0.05) as one:
+        with pytest.raises(BusyError):
+            await one.take(body_2(1.0, 2.0), 0, Version.V2)
+        waiting = [asyncio.create_task(one.take(body_2(1.0, 2.0), 0, Version.V2)) for _ in range(2)]
+        store.fails = False
+        found = await asyncio.gather(*waiting, return_exceptions=True)
+        found = [two for two in found if not isinstance(two, BusyError)]
+        await one.finish()
+    async with receiver(store) as one:
+        found.append(await one.take(body_2(1.0, 2.0), 0, Version.V2))
+
+    assert {2} == set(found)
+    assert [1.0, 2.0] == store.values
+
+
+async def test_quarantined_samples_are_not_reported_as_stored(tmp_path, monkeypatch):
+    genuine = batcher.samples_table
+
+    def table(requests):
+        rows = genuine(requests)
+        if 13.0 in rows["value"].to_pylist():
+            raise BatchError("rows cannot be written as Parquet: a fault of ours")
+        return rows
+
+    monkeypatch.setattr(batcher, "samples_table", table)
+    quarantine = Quarantine(tmp_path, stamp=None, count=lambda _: None)
+    async with receiver(Memory(), aside=quarantine, hold_seconds=15.0) as one:
+        waiting = [asyncio.create_task(one.take(body_2(value), 0, Version.V2)) for value in (12.0, 13.0, 14.0)]
+        await until(lambda: one.pending_rows == 3)
+        await one.finish()
+
+        assert [1, 0, 1] == await asyncio.gather(*waiting)
+        assert 0 == await one.take(body_2(13.0), 0, Version.V2)
+
+
+async def test_sender_that_gets_only_refusals_is_logged_once_and_listed(start_service, caplog):
+    """Another sender at the same address is not listed; the sender is removed after an accepted request."""
+    good = packed(write_request_2((SERIES, [(NOW, 1.0)])))
+    async with start_service(**{"remote_write.hold_seconds": 0.0}) as service, aiohttp.ClientSession() as session:
+
+        async def send(data, agent, **more):
+            headers = {"Content-Type": V2, "Content-Encoding": "snappy", "User-Agent": agent, **more}
+            async with session.post(f"{service.url}/api/v1/write", data=data, headers=headers) as response:
+                return response.status
+
+        statuses = [await send(good, "<vm>/1", **{"Content-Encoding": "lz4"}) for _ in range(3)]
+        statuses += [await send(good, "Prometheus/3"), await send(b"\xff", "Prometheus/3")]
+        _, document = await service.get("/api/v1/status")
+        _, page = await service.get("/service")
+        statuses.append(await send(good, "<vm>/1"))
+        _, after = await service.get("/api/v1/status")
+
+    said = [one.getMessage() for one in caplog.records if "remote write: all requests" in one.getMessage()]
+    (listed,) = json.loads(document)["refused_senders"]
+    assert [415, 415, 415, 204, 400, 204] == statuses
+    assert ("127.0.0.1 (<vm>/1)", 3) == (listed["name"], listed["requests"])
+    assert listed["reason"].startswith("unsupported: Content-Encoding lz4 is not supported: send remote write")
+    assert [] == json.loads(after)["refused_senders"]
+    assert 1 == len(said)
+    assert "127.0.0.1 (<vm>/1) are refused, its samples are lost: unsupported: Content-Encoding lz4" in said[0]
+    assert "Samples are lost." in page
+    assert "127.0.0.1 (&lt;vm&gt;/1) are refused: unsupported: Content-Encoding lz4" in page
