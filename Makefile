@@ -19,10 +19,10 @@ INDEX = $(BIN)/python -m pip config list | sed -n "s/^[^=]*[.]index-url='\(.*\)'
 UV = UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$($(INDEX))}" $(BIN)/python -m uv pip install --python $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-thorough test-all test-crashes soak test-examples test-frameworks test-frameworks-heavy test-gpu test-grafana lint bench pictures generate clean
+.PHONY: help env demo test test-thorough test-all test-crashes soak test-examples test-frameworks test-frameworks-heavy test-gpu test-grafana test-prometheus-3 lint bench pictures generate clean
 
 help: ## show this list
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
 
 env: $(VENV)/.installed-dev ## create .venv with everything: package, tests, linters
 
@@ -60,6 +60,10 @@ test-frameworks-heavy: $(VENV)/.installed-heavy
 
 test-gpu: $(VENV)/.installed-dev ## run the tests that need an NVIDIA GPU, then benchmarks/gpu.py; results in gpu-results (6 min)
 	PYTHON=$(BIN)/python tests/gpu/check.sh gpu-results
+
+test-prometheus-3: $(VENV)/.installed-dev ## remote write 2.0 of a real Prometheus 3, the program RANKSCOPE_PROMETHEUS_3
+	@test -n "$(RANKSCOPE_PROMETHEUS_3)" || { echo "set RANKSCOPE_PROMETHEUS_3 to the path of Prometheus 3"; exit 1; }
+	$(BIN)/python -m pytest tests/ingest/remote_read/test_with_prometheus.py -k "bit_identical" $(PYTEST)
 
 test-grafana: $(VENV)/.installed-dev ## deploy to the Grafana server at RANKSCOPE_GRAFANA_URL, and delete all objects of Rankscope from it
 	@test -n "$(RANKSCOPE_GRAFANA_URL)" -a -n "$(RANKSCOPE_GRAFANA_TOKEN_FILE)" || \

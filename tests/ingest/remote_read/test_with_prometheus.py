@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import signal
 import struct
 import time
@@ -234,12 +235,19 @@ async def series_of(url, metric, start, end):
     return plain, dict(streamed)
 
 
+def prometheus_3():
+    program = os.environ.get("RANKSCOPE_PROMETHEUS_3")
+    return program or pytest.skip("make test-prometheus-3 runs this test with the program RANKSCOPE_PROMETHEUS_3")
+
+
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("version", [1, 2])
 async def test_pushed_samples_are_read_back_bit_identical(
-    require_server, tmp_path, start_service, eventually, free_port
+    version, require_server, tmp_path, start_service, eventually, free_port
 ):
     """The service and Prometheus return the same values, NaN, times and staleness markers, plain and streamed."""
-    program = require_server("prometheus")
+    program = require_server("prometheus") if version == 1 else prometheus_3()
+    push = {} if version == 1 else {"protobuf_message": "io.prometheus.write.v2.Request"}
     scrapes = itertools.count(1)
 
     def text():
@@ -254,7 +262,7 @@ async def test_pushed_samples_are_read_back_bit_identical(
         async with (
             start_service(**limits) as service,
             prometheus(
-                program, tmp_path / "p", service, page, free_port, remote_write=[remote(service, "write")]
+                program, tmp_path / "p", service, page, free_port, remote_write=[remote(service, "write", **push)]
             ) as url,
         ):
             found = "SELECT epoch_ms(ts) AS at FROM samples WHERE metric = 'm_goes' AND value IS NULL"
@@ -265,9 +273,13 @@ async def test_pushed_samples_are_read_back_bit_identical(
             query = ["m_.*|up", end - 3_600_000, end]
             theirs, their_chunks = await series_of(url, *query)
             ours, our_chunks = await series_of(service.url, *query)
+            _, metrics = await service.get("/metrics", Authorization=f"Bearer {TOKEN}")
 
     assert 6 == len(ours)
     assert theirs == ours
+    assert 'requests_total{outcome="unsupported"} 0.0' in metrics
+    assert 'requests_total{outcome="malformed"} 0.0' in metrics
+    assert "statistics indicate" not in (tmp_path / "p" / "log").read_text()  # the number of stored samples is wrong
     by_name = {dict(labels)["__name__"]: samples for labels, samples in ours.items()}
     assert STALE in [bits for _, bits in by_name["m_goes"]]
     for labels, chunks in their_chunks.items():
