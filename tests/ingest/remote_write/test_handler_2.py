@@ -21,7 +21,8 @@ from rankscope_storage.base.errors import BatchError
 V1, V2 = "application/x-protobuf", "application/x-protobuf;proto=io.prometheus.write.v2.Request"
 SERIES = {"__name__": "m", "instance": "a", "job": "j"}
 WRITTEN = [f"X-Prometheus-Remote-Write-{kind}-Written" for kind in ("Samples", "Histograms", "Exemplars")]
-RECORDED = Path(__file__).parents[2] / "data" / "remote_write_2.bin"
+RECORDED = Path(__file__).parents[2] / "data" / "remote_write_2" / "prometheus_3.16.snappy"
+"""A request of Prometheus 3.16, which scraped `m_total` and, in its first two scrapes, `goes`; with one exemplar."""
 
 
 def body_2(*values, items=(0, 0)):
@@ -64,6 +65,26 @@ async def test_responses_to_version_2_have_the_numbers_of_stored_items(start_ser
     assert [{**common, "value": value} for value in (1.0, 2.0, 3.0, 4.0)] == rows
     for reason, count in {"exemplar": 3, "histogram": 1, "metadata": 4, "oversized": 1, "repeated": 1}.items():
         assert f'remote_write_dropped_total{{reason="{reason}"}} {count}.0' in page
+
+
+async def test_recorded_request_of_prometheus_3_is_stored(start_service):
+    headers = {"Content-Type": V2, "Content-Encoding": "snappy", "X-Prometheus-Remote-Write-Version": "2.0.0"}
+    async with start_service(**{"remote_write.hold_seconds": 0.0}) as service, aiohttp.ClientSession() as session:
+        async with session.post(f"{service.url}/api/v1/write", data=RECORDED.read_bytes(), headers=headers) as response:
+            found = response.status, *(response.headers[name] for name in WRITTEN)
+        _, page = await service.get("/metrics")
+        rows = service.rows(
+            "SELECT target, metric, labels, value FROM samples WHERE metric IN ('m_total', 'goes') ORDER BY metric, ts"
+        )
+        total = service.rows("SELECT count(*) AS samples, count(DISTINCT metric) AS metrics FROM samples")
+
+    goes = {"target": "a:9100", "metric": "goes", "labels": '{"job":"node"}'}
+    counter = {"target": "a:9100", "metric": "m_total", "labels": r'{"cpu":"0","job":"node","mode":"a b\"c"}'}
+    assert (204, "36", "0", "0") == found
+    assert [{**goes, "value": value} for value in (1.0, 1.0, None)] == rows[:3]
+    assert [{**counter, "value": value} for value in (5.0, 10.0, 15.0)] == rows[3:6]
+    assert [{"samples": 36, "metrics": 7}] == total
+    assert 'remote_write_dropped_total{reason="exemplar"} 1.0' in page
 
 
 async def test_number_of_stored_samples_of_a_repeated_request_is_kept():
