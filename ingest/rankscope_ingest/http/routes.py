@@ -148,7 +148,7 @@ def make_application(
     other machines can send requests without a token or certificate; such a service sends no stacks.
     """
     routes = _Routes(backend, is_guarded=is_guarded)
-    guards = [errors_as_text, token_guard(token), refuse_web_pages(is_own_name)]
+    guards = [errors_as_text, token_guard(token), refuse_web_pages(is_own_name), refuse_compressed]
     application = web.Application(middlewares=guards, client_max_size=MAX_REQUEST_BYTES)
     application.add_routes(
         [
@@ -287,13 +287,23 @@ async def errors_as_text(request: web.Request, handler: Handler) -> web.StreamRe
     except web.HTTPMethodNotAllowed as error:
         return _refusal(request, 405, f"use {' or '.join(sorted(error.allowed_methods))} for {request.path}")
     except web.RequestPayloadError:
-        return _refusal(request, 400, "the body does not have the format of its Content-Encoding, or it is truncated")
+        return _refusal(request, 400, "the body is truncated, or its chunks are malformed")
     except web.HTTPRequestEntityTooLarge:
         return _refusal(
             request,
             413,
             f"the request exceeds {MAX_REQUEST_BYTES} bytes; send a smaller body, for example less run configuration",
         )
+
+
+@web.middleware
+async def refuse_compressed(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Reject a request with a compressed body. Remote read and remote write check the compression themselves."""
+    encoding = request.headers.get("Content-Encoding", "identity")
+    is_remote = request.path in {channel.REMOTE_READ_PATH, channel.REMOTE_WRITE_PATH}
+    if request.method == "POST" and encoding.lower() != "identity" and not is_remote:
+        raise RegistrationError(400, f"the Content-Encoding {encoding!r} is not supported: do not compress the body")
+    return await handler(request)
 
 
 def _refusal(request: web.Request, status: int, text: str) -> web.Response:

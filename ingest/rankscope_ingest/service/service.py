@@ -245,7 +245,8 @@ class Service:
         section = self._config.service
         names = own_names(section)
         application = make_application(self._api, self._pages, self._config.token, names, is_guarded=section.is_guarded)
-        runner = web.AppRunner(application, access_log=None, handle_signals=False)
+        # aiohttp would answer compressions that it cannot decode by itself, with a traceback in the log.
+        runner = web.AppRunner(application, access_log=None, handle_signals=False, auto_decompress=False)
         await runner.setup()
         try:
             self._api.url = await bind(runner, self._config.service, self._tls)

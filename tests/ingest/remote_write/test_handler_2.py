@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import struct
 from pathlib import Path
 
 import aiohttp
@@ -42,7 +43,7 @@ async def test_responses_to_version_2_have_the_numbers_of_stored_items(start_ser
         (body_2(9.0)[:-1], V2, {}, 400, "0"),
         (b"x" * 70_000, V2, {}, 413, "0"),
         (body_2(9.0), V2.replace("v2", "v3"), {}, 415, "0"),
-        (body_2(9.0), V2, {"Content-Encoding": "lz4"}, 415, "0"),
+        *((body_2(9.0), V2, {"Content-Encoding": name}, 415, "0") for name in ("lz4", "gzip", "zstd", "br")),
         (body_2(9.0), V2.replace("v2", "v\u202e2"), {"User-Agent": "p\u202e"}, 415, "0"),
         (body_2(9.0), V2, {"Authorization": "Bearer other"}, 401, "0"),
         (body_2(9.0), V1, {}, 400, None),
@@ -65,6 +66,39 @@ async def test_responses_to_version_2_have_the_numbers_of_stored_items(start_ser
     assert [{**common, "value": value} for value in (1.0, 2.0, 3.0, 4.0)] == rows
     for reason, count in {"exemplar": 3, "histogram": 1, "metadata": 4, "oversized": 1, "repeated": 1}.items():
         assert f'remote_write_dropped_total{{reason="{reason}"}} {count}.0' in page
+
+
+def request_of_literals(name, value, moment):
+    """Return a request that is encoded without protobuf and without a compressor, as a snappy block of literals."""
+
+    def varint(number):
+        out = bytearray()
+        while number > 127:
+            out.append(number & 127 | 128)
+            number >>= 7
+        return bytes([*out, number])
+
+    def field(number, wire, value):
+        return varint(number << 3 | wire) + (varint(len(value)) + value if wire == 2 else value)
+
+    symbols = ["", "__name__", name, "instance", "node-1", "job", "field"]
+    sample = field(1, 1, struct.pack("<d", value)) + field(2, 0, varint(moment))
+    series = field(1, 2, b"".join(varint(place) for place in range(1, 7))) + field(2, 2, sample)
+    data = b"".join(field(4, 2, symbol.encode()) for symbol in symbols) + field(5, 2, series)
+    pieces = [data[start : start + 60] for start in range(0, len(data), 60)]
+    return varint(len(data)) + b"".join(bytes([(len(piece) - 1) << 2]) + piece for piece in pieces)
+
+
+async def test_requests_that_other_code_encodes_are_stored(start_service):
+    headers = {"Content-Type": V2, "Content-Encoding": "snappy", "X-Prometheus-Remote-Write-Version": "2.0.0"}
+    async with start_service(**{"remote_write.hold_seconds": 0.0}) as service, aiohttp.ClientSession() as session:
+        for at in range(5):
+            data = request_of_literals("x", 1.0, NOW + at)
+            async with session.post(f"{service.url}/api/v1/write", data=data, headers=headers) as response:
+                assert 204 == response.status
+        rows = service.rows("SELECT target, metric, labels, count(*) AS samples FROM samples GROUP BY ALL")
+
+    assert [{"target": "node-1", "metric": "x", "labels": '{"job":"field"}', "samples": 5}] == rows
 
 
 async def test_recorded_request_of_prometheus_3_is_stored(start_service):
@@ -136,7 +170,7 @@ async def test_sender_that_gets_only_refusals_is_logged_once_and_listed(start_se
             async with session.post(f"{service.url}/api/v1/write", data=data, headers=headers) as response:
                 return response.status
 
-        statuses = [await send(good, "<vm>/1", **{"Content-Encoding": "lz4"}) for _ in range(3)]
+        statuses = [await send(good, "<vm>/1", **{"Content-Encoding": "zstd"}) for _ in range(3)]
         statuses += [await send(good, "Prometheus/3"), await send(b"\xff", "Prometheus/3")]
         _, document = await service.get("/api/v1/status")
         _, page = await service.get("/service")
@@ -147,9 +181,9 @@ async def test_sender_that_gets_only_refusals_is_logged_once_and_listed(start_se
     (listed,) = json.loads(document)["refused_senders"]
     assert [415, 415, 415, 204, 400, 204] == statuses
     assert ("127.0.0.1 (<vm>/1)", 3) == (listed["name"], listed["requests"])
-    assert listed["reason"].startswith("unsupported: Content-Encoding lz4 is not supported: send remote write")
+    assert listed["reason"].startswith("unsupported: Content-Encoding zstd is not supported: send remote write")
     assert [] == json.loads(after)["refused_senders"]
     assert 1 == len(said)
-    assert "127.0.0.1 (<vm>/1) are refused, its samples are lost: unsupported: Content-Encoding lz4" in said[0]
+    assert "127.0.0.1 (<vm>/1) are refused, its samples are lost: unsupported: Content-Encoding zstd" in said[0]
     assert "Samples are lost." in page
-    assert "127.0.0.1 (&lt;vm&gt;/1) are refused: unsupported: Content-Encoding lz4" in page
+    assert "127.0.0.1 (&lt;vm&gt;/1) are refused: unsupported: Content-Encoding zstd" in page
