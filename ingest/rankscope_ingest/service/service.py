@@ -245,7 +245,7 @@ class Service:
         section = self._config.service
         names = own_names(section)
         application = make_application(self._api, self._pages, self._config.token, names, is_guarded=section.is_guarded)
-        # With decompression, aiohttp itself would respond to unknown compressions, and log a traceback for each request.
+        # With decompression, aiohttp itself would respond to unknown compressions, and log a traceback per request.
         runner = web.AppRunner(application, access_log=None, handle_signals=False, auto_decompress=False)
         await runner.setup()
         try:
