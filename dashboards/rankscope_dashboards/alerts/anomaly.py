@@ -18,6 +18,7 @@ from functools import singledispatch
 from typing import Final
 
 from rankscope_contract.metrics import catalogue
+from rankscope_contract.metrics.spec import MetricSpec
 from rankscope_contract.model.events import Severity
 from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_contract.rules import AnomalyRule
@@ -40,7 +41,6 @@ KEEP_FIRING_FOR: Final = "1m"
 MAX_TENSORS: Final = 5
 """Largest number of tensors that the text of an alert names."""
 
-_SERIES: Final = "on (run, rank, kind, tensor, op)"
 _SCALARS: Final = (catalogue.LOSS, catalogue.GRAD_NORM, catalogue.LEARNING_RATE, catalogue.SCALAR)
 
 # Templates that Prometheus and Grafana both expand. Logged scalars have no kind and no tensor.
@@ -137,9 +137,9 @@ def rule_promql(rule: AnomalyRule) -> RulePromql:
 def _(rule: AnomalyTurbulence) -> RulePromql:
     series = _selector(rule, rule.ops)
     value, baseline = f"abs({catalogue.TENSOR_VALUE.name}{series})", f"{catalogue.TENSOR_BASELINE.name}{series}"
-    factor = f"on (run, rank) group_left () (1 + {_threshold(rule)})"
-    high = f"{value} > {_SERIES} ({baseline} * {factor})"
-    low = f"{value} < {_SERIES} ({baseline} / {factor})"
+    factor = f"{_beside(catalogue.TENSOR_BASELINE, catalogue.RULE_THRESHOLD)} (1 + {_threshold(rule)})"
+    high = f"{value} > ({baseline} * {factor})"
+    low = f"{value} < ({baseline} / {factor})"
     return RulePromql([high] if rule.direction == "up" else [high, low])
 
 
@@ -148,11 +148,13 @@ def _(rule: AnomalyNan) -> RulePromql:
     tensors = [f"{catalogue.TENSOR_VALUE.name}{_selector(rule, ('nans', *(('infs',) if rule.infs else ())))} > 0"]
     if rule.threshold is not None:
         values = _selector(rule, VALUE_OPS)
-        tensors.append(f"abs({catalogue.TENSOR_VALUE.name}{values}) > on (run, rank) group_left () {_threshold(rule)}")
-    return RulePromql(tensors, [part for scalar in _SCALARS for part in _nonfinite(rule, scalar.name)])
+        above = f"> {_beside(catalogue.TENSOR_VALUE, catalogue.RULE_THRESHOLD)} {_threshold(rule)}"
+        tensors.append(f"abs({catalogue.TENSOR_VALUE.name}{values}) {above}")
+    return RulePromql(tensors, [part for scalar in _SCALARS for part in _nonfinite(rule, scalar)])
 
 
-def _nonfinite(rule: AnomalyNan, scalar: str) -> Iterable[str]:
+def _nonfinite(rule: AnomalyNan, spec: MetricSpec) -> Iterable[str]:
+    scalar = spec.name
     if rule.kinds is not None:
         return
     # `v != v` selects NaN samples, and their value is NaN. The alert's group() replaces it by 1.
@@ -161,7 +163,19 @@ def _nonfinite(rule: AnomalyNan, scalar: str) -> Iterable[str]:
         yield f"abs({scalar}) == Inf"
     if rule.threshold is not None and scalar != catalogue.LEARNING_RATE.name:
         limited = f'{{name=~"{LIMITED}", name!~"{NOT_LIMITED}"}}' if scalar == catalogue.SCALAR.name else ""
-        yield f"abs({scalar}{limited}) > on (run, rank) group_left () {_threshold(rule)}"
+        above = f"> {_beside(spec, catalogue.RULE_THRESHOLD)} {_threshold(rule)}"
+        yield f"abs({scalar}{limited}) {above}"
+
+
+def _beside(many: MetricSpec, one: MetricSpec) -> str:
+    """Return the matching clause that compares each series of `many` with the series of `one` of the same scrape.
+
+    If Prometheus scrapes a rank twice, each series exists twice, with other labels of the target: `job`, `instance`,
+    `replica` of a federation. Both series of a pair have the same of these labels, so that only the labels of the two
+    metrics are ignored.
+    """
+    ignored = [name for name in (*many.labels, *one.labels) if name not in many.labels or name not in one.labels]
+    return f"ignoring ({', '.join(ignored)}) group_left ()"
 
 
 def _any(parts: Iterable[str]) -> str:
@@ -272,12 +286,13 @@ def _fired_tensors(rule: str, window: str) -> str:
     fixed = f'rule="{label_value(rule)}", '.replace("%", "%%")
     series = _series_format(catalogue.TENSOR_ANOMALY_EVENTS, _KIND_LABELS, fixed)
     new = f"{series} unless {series} offset {window}"
-    query = f"topk({MAX_TENSORS}, increase({series}[{window}]) > 0 or ({new}))"
+    by = ", ".join(_SERIES_LABELS)
+    query = f"topk({MAX_TENSORS}, max by ({by}) (increase({series}[{window}]) > 0 or ({new})))"
     names = "{{ range $at, $one := . }}{{ if $at }},{{ end }} {{ .Labels.tensor }} ({{ .Labels.op }}){{ end }}"
     return _with_query(query, _KIND_LABELS * 3, f" Tensors:{names}.")
 
 
-def _series_format(metric: catalogue.MetricSpec, labels: tuple[str, ...], fixed: str = "") -> str:
+def _series_format(metric: MetricSpec, labels: tuple[str, ...], fixed: str = "") -> str:
     """Return a PromQL selector as a printf format with %q for the value of each label.
 
     %q quotes texts as PromQL does.

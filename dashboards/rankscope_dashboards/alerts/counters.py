@@ -21,13 +21,14 @@ def increased(
     above zero. A second expression therefore covers counters that are new within `window`. To a Prometheus that was
     down for longer than `window`, every counter is new. The gauge `age` is the time since the last increase of the
     counter. It excludes counters that last increased before `window`. A rank of an older release does not export this
-    gauge. `age_by` are the labels of `age`, if `counter` has more labels.
+    gauge. `age_by` are the labels of `age`, if `counter` has more labels. A value of the result is that of the largest
+    counter of the group and not a sum, which would be twice as large if Prometheus scrapes a process twice.
     """
     series, groups = f"{counter.name}{matcher}", f"({', '.join(by)})"
     ages = f"({', '.join(age_by or by)})"
     on = "" if age_by is None else f" on {ages}"
     return (
-        f"sum by {groups} (increase({series}[{window}])) > 0\n  or\n"
-        f"sum by {groups} ({series} unless {series} offset {window}) > 0\n"
+        f"max by {groups} (increase({series}[{window}])) > 0\n  or\n"
+        f"max by {groups} ({series} unless {series} offset {window}) > 0\n"
         f"  unless{on}\nmin by {ages} ({age.name}{matcher}) > {seconds(window):g}"
     )

@@ -118,7 +118,7 @@ THROTTLED_FOR: Final = "5m"
 BAD_REASONS: Final = ("hw_slowdown", "hw_thermal", "hw_power_brake", "sw_thermal")
 """Throttling reasons that do not occur under normal full load at the power limit of a GPU."""
 
-_BY: Final = "sum by (run, rank, gpu)"
+_BY: Final = "max by (run, rank, gpu)"
 _GPU_TEXT: Final = "GPU {{ $labels.gpu }} of run {{ $labels.run }} rank {{ $labels.rank }}"
 
 

@@ -27,7 +27,7 @@ from rankscope_dashboards.boards.elements.panels import (
     time_series_panel,
     value_texts,
 )
-from rankscope_dashboards.boards.elements.selectors import ALL_RANKS, RANKS, SERVICE_RANKS, SERVICE_RUN
+from rankscope_dashboards.boards.elements.selectors import ALL_RANKS, RANKS, SERVICE_RANKS, SERVICE_RUN, once
 
 OPEN_SECONDS: Final = 300
 """Time in seconds after its latest firing for which the board shows an incident as open."""
@@ -166,7 +166,10 @@ def _replayed() -> PanelBuilder:
         empty="No rule holds in the time range",
     )
     queries = [
-        Query(f"count by (run, kind) ({_of_run(tensor_expression(rule))})", f"{rule.name} {{{{kind}}}}")
+        Query(
+            f"count by (run, kind) {once(catalogue.TENSOR_VALUE, _of_run(tensor_expression(rule)))}",
+            f"{rule.name} {{{{kind}}}}",
+        )
         for rule in DEFAULT_RULES
     ]
     return time_series_panel(text, *queries, many=True)
@@ -215,7 +218,7 @@ def _firing_tensors() -> PanelBuilder:
         "Value": Column(heading="Firings", width=90),
     }
     query = (
-        f"topk({MAX_LINES}, sum by ({', '.join(list(columns)[:-1])}) ({catalogue.TENSOR_ANOMALY_EVENTS.name}{RANKS}))"
+        f"topk({MAX_LINES}, max by ({', '.join(list(columns)[:-1])}) ({catalogue.TENSOR_ANOMALY_EVENTS.name}{RANKS}))"
     )
     return table_panel(text, (Query(query),), columns)
 

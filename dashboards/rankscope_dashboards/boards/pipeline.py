@@ -20,7 +20,7 @@ from rankscope_dashboards.boards.elements.panels import (
     stat_panel,
     time_series_panel,
 )
-from rankscope_dashboards.boards.elements.selectors import RANKS, RATE_WINDOW, SERVICE_RANKS, rate
+from rankscope_dashboards.boards.elements.selectors import RANKS, RATE_WINDOW, SERVICE_RANKS, once, rate
 
 ONCE: Final = "attach|warm_up"
 """Regular expression for values of the label `thread` in the metric of the CPU time of Rankscope.
@@ -86,7 +86,7 @@ def _targets() -> PanelBuilder:
         "Others: `/api/v1/targets` of the service lists them with the reason of the last failure.",
         empty=NO_SERVICE,
     )
-    query = f"sum by (health) ({catalogue.TARGETS.name})"
+    query = f"sum by (health) {once(catalogue.TARGETS, catalogue.TARGETS.name)}"
     return stat_panel(text, Query(query, "{{health}}", instant=True), with_names=True)
 
 
@@ -98,7 +98,7 @@ def _set_aside() -> PanelBuilder:
         thresholds=ZERO_IS_GOOD,
         empty=NO_SERVICE,
     )
-    return stat_panel(text, Query(f"sum({catalogue.ROWS_SET_ASIDE.name})", instant=True))
+    return stat_panel(text, Query(f"max({catalogue.ROWS_SET_ASIDE.name})", instant=True))
 
 
 def _faults() -> PanelBuilder:
@@ -108,7 +108,7 @@ def _faults() -> PanelBuilder:
         "log of the rank and events of type `fault` contain the message: please report it.",
         thresholds=ZERO_IS_GOOD,
     )
-    return stat_panel(text, Query(f"sum({catalogue.FAULTS.name}{RANKS})", instant=True))
+    return stat_panel(text, Query(f"sum{once(catalogue.FAULTS, catalogue.FAULTS.name + RANKS)}", instant=True))
 
 
 def _records() -> PanelBuilder:
@@ -120,7 +120,7 @@ def _records() -> PanelBuilder:
         minimum=0,
         empty=NO_SERVICE,
     )
-    return time_series_panel(text, Query(f"sum({_rate(catalogue.RECORDS_INGESTED)})", "records"))
+    return time_series_panel(text, Query(_rate(catalogue.RECORDS_INGESTED), "records"))
 
 
 def _received_bytes() -> PanelBuilder:
@@ -132,7 +132,7 @@ def _received_bytes() -> PanelBuilder:
         minimum=0,
         empty=NO_SERVICE,
     )
-    return time_series_panel(text, Query(f"sum({_rate(catalogue.BYTES_INGESTED)})", "bytes"))
+    return time_series_panel(text, Query(_rate(catalogue.BYTES_INGESTED), "bytes"))
 
 
 def _rows_committed() -> PanelBuilder:
@@ -144,7 +144,7 @@ def _rows_committed() -> PanelBuilder:
         minimum=0,
         empty=NO_SERVICE,
     )
-    query = f"sum by (dataset) ({_rate(catalogue.ROWS_COMMITTED)})"
+    query = _rate(catalogue.ROWS_COMMITTED)
     return stacked(time_series_panel(text, Query(query, "{{dataset}}")))
 
 
@@ -183,7 +183,7 @@ def _rows_pending() -> PanelBuilder:
         minimum=0,
         empty=NO_SERVICE,
     )
-    return time_series_panel(text, Query(f"sum({catalogue.ROWS_PENDING.name})", "rows"))
+    return time_series_panel(text, Query(f"max({catalogue.ROWS_PENDING.name})", "rows"))
 
 
 def _commit_seconds() -> PanelBuilder:
@@ -207,7 +207,7 @@ def _scrape_failures() -> PanelBuilder:
         minimum=0,
         empty=NO_SERVICE,
     )
-    query = f"sum by (reason) ({_rate(catalogue.SCRAPE_FAILURES)}) > 0 or sum({_rate(catalogue.SCRAPE_FAILURES)})"
+    query = f"{_rate(catalogue.SCRAPE_FAILURES)} > 0 or sum{_rate(catalogue.SCRAPE_FAILURES)}"
     return time_series_panel(text, Query(query, "{{reason}}"))
 
 
@@ -266,7 +266,7 @@ def _exporter_scrapes() -> PanelBuilder:
         minimum=0,
         empty=NO_EXPORTERS,
     )
-    scrapes = Query(f"sum by (outcome) ({_rate(catalogue.EXPORTER_SCRAPES)})", "scrapes {{outcome}}")
+    scrapes = Query(_rate(catalogue.EXPORTER_SCRAPES), "scrapes {{outcome}}")
     return time_series_panel(text, scrapes)
 
 
@@ -281,8 +281,8 @@ def _remote_write() -> PanelBuilder:
     )
     return time_series_panel(
         text,
-        Query(f"sum({_rate(catalogue.REMOTE_WRITE_SAMPLES)})", "samples"),
-        Query(f"sum by (reason) ({_rate(catalogue.REMOTE_WRITE_DROPPED)})", "dropped {{reason}}"),
+        Query(_rate(catalogue.REMOTE_WRITE_SAMPLES), "samples"),
+        Query(_rate(catalogue.REMOTE_WRITE_DROPPED), "dropped {{reason}}"),
     )
 
 
@@ -295,9 +295,9 @@ def _notifications() -> PanelBuilder:
         minimum=0,
         empty=NO_SERVICE,
     )
-    return time_series_panel(text, Query(f"sum by (outcome) ({_rate(catalogue.NOTIFICATIONS)})", "{{outcome}}"))
+    return time_series_panel(text, Query(_rate(catalogue.NOTIFICATIONS), "{{outcome}}"))
 
 
 def _rate(metric: MetricSpec) -> str:
     """Return PromQL for the increase per second of a counter of the service, which the store does not contain."""
-    return f"rate({metric.name}{RATE_WINDOW})"
+    return once(metric, f"rate({metric.name}{RATE_WINDOW})")

@@ -7,6 +7,7 @@ from typing import Final
 from grafana_foundation_sdk.builders import dashboard as builders
 
 from rankscope_contract.metrics import catalogue, hardware
+from rankscope_contract.metrics.spec import MetricSpec
 from rankscope_contract.model.phases import LABEL, Phase
 from rankscope_dashboards.boards.elements.annotations import RUN_ANNOTATIONS
 from rankscope_dashboards.boards.elements.board import Section, SizedPanel, make_board
@@ -24,7 +25,7 @@ from rankscope_dashboards.boards.elements.panels import (
     table_panel,
     time_series_panel,
 )
-from rankscope_dashboards.boards.elements.selectors import ALL_RANKS, RANKS, increase, ranks, rate
+from rankscope_dashboards.boards.elements.selectors import ALL_RANKS, RANKS, increase, once, ranks, rate
 
 MAX_LINES: Final = 10
 """Largest number of lines in a panel that has one line per rank."""
@@ -128,7 +129,7 @@ def _latest_step() -> PanelBuilder:
         unit="s",
         minimum=0,
     )
-    query = f"avg by (run, {LABEL}) ({catalogue.STEP_PHASE_SECONDS.name}{RANKS})"
+    query = f"avg by (run, {LABEL}) {_each(catalogue.STEP_PHASE_SECONDS)}"
     return stacked(time_series_panel(text, Query(query, f"{{{{{LABEL}}}}}")))
 
 
@@ -151,7 +152,7 @@ def _utilization() -> PanelBuilder:
         "Low on all ranks: check the data loader and the host CPU. Low on one rank: check its host.",
         empty=NO_GPU,
     )
-    return time_series_panel(text, *over_ranks(f"({hardware.GPU_UTILIZATION.name}{RANKS})", "avg", "min"))
+    return time_series_panel(text, *over_ranks(_each(hardware.GPU_UTILIZATION), "avg", "min"))
 
 
 def _power() -> PanelBuilder:
@@ -164,8 +165,7 @@ def _power() -> PanelBuilder:
         empty=NO_GPU,
     )
     limit = Query(f"min by (run) ({hardware.GPU_POWER_LIMIT_WATTS.name}{RANKS})", "limit")
-    power = f"({hardware.GPU_POWER_WATTS.name}{RANKS})"
-    return time_series_panel(text, *over_ranks(power, "avg", "min"), limit)
+    return time_series_panel(text, *over_ranks(_each(hardware.GPU_POWER_WATTS), "avg", "min"), limit)
 
 
 def _temperature() -> PanelBuilder:
@@ -187,10 +187,8 @@ def _clock() -> PanelBuilder:
         "every collective. At full load and the power limit, many GPUs are some percent below 1.",
         empty=NO_GPU,
     )
-    clock, limit = (
-        metric.name + ranks('clock="sm"') for metric in (hardware.GPU_CLOCK_HERTZ, hardware.GPU_CLOCK_LIMIT_HERTZ)
-    )
-    return time_series_panel(text, *over_ranks(f"({clock} / {limit})", "avg", "min"))
+    relative = _ratio(hardware.GPU_CLOCK_HERTZ, hardware.GPU_CLOCK_LIMIT_HERTZ, 'clock="sm"')
+    return time_series_panel(text, *over_ranks(relative, "avg", "min"))
 
 
 def _throttled() -> PanelBuilder:
@@ -201,10 +199,8 @@ def _throttled() -> PanelBuilder:
         minimum=0,
         empty="No GPU is throttled, or there is none",
     )
-    # If Prometheus scrapes `/node/metrics` of each host, live and stored samples of a GPU are two series. max() merges
-    # them.
-    gpus = f"max by (run, rank, gpu, reason) ({hardware.GPU_THROTTLED.name}{RANKS})"
-    return time_series_panel(text, Query(f"sum by (run, reason) ({gpus}) > 0", "{{reason}}"))
+    # If Prometheus scrapes `/node/metrics` of each host, live and stored samples of a GPU are two series.
+    return time_series_panel(text, Query(f"sum by (run, reason) {_each(hardware.GPU_THROTTLED)} > 0", "{{reason}}"))
 
 
 def _gpu_memory() -> PanelBuilder:
@@ -214,8 +210,8 @@ def _gpu_memory() -> PanelBuilder:
         "CUDA context, NCCL buffers, and memory of other processes. Above 95 % the next larger batch fails.",
         empty=NO_GPU,
     )
-    used, total = hardware.GPU_MEMORY_USED_BYTES.name, hardware.GPU_MEMORY_TOTAL_BYTES.name
-    return time_series_panel(text, *over_ranks(f"({used}{RANKS} / {total}{RANKS})", "avg", "max"))
+    used = _ratio(hardware.GPU_MEMORY_USED_BYTES, hardware.GPU_MEMORY_TOTAL_BYTES)
+    return time_series_panel(text, *over_ranks(used, "avg", "max"))
 
 
 def _errors() -> PanelBuilder:
@@ -290,7 +286,7 @@ def _host_cpu() -> PanelBuilder:
         "CPU utilisation of the hosts by all processes, mean and highest. At 100 % the data loader and the launching "
         "of kernels delay each other.",
     )
-    return time_series_panel(text, *over_ranks(f"({hardware.HOST_CPU_UTILIZATION.name}{RANKS})", "avg", "max"))
+    return time_series_panel(text, *over_ranks(_each(hardware.HOST_CPU_UTILIZATION), "avg", "max"))
 
 
 def _host_memory() -> PanelBuilder:
@@ -339,3 +335,12 @@ def _replica_divergence() -> PanelBuilder:
     )
     differs, comparable = f"max {value} != bool min {value}", f"max {step} == bool min {step}"
     return time_series_panel(text, Query(f"sum by (run) (({differs}) * ({comparable}))", "diverged groups"))
+
+
+def _each(metric: MetricSpec) -> str:
+    return once(metric, metric.name + RANKS)
+
+
+def _ratio(part: MetricSpec, whole: MetricSpec, *matchers: str) -> str:
+    selector = ranks(*matchers)
+    return once(part, f"{part.name}{selector} / {whole.name}{selector}")

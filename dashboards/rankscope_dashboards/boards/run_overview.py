@@ -30,6 +30,7 @@ from rankscope_dashboards.boards.elements.selectors import (
     at_end,
     in_life,
     increase,
+    once,
     rate,
     service,
 )
@@ -149,7 +150,12 @@ def _lost_records() -> PanelBuilder:
         thresholds=ZERO_IS_GOOD,
         empty=NO_SERVICE,
     )
-    return stat_panel(text, Query(f"sum by (run) ({at_end(catalogue.LOST_RECORDS, SERVICE_RUN)})", instant=True))
+    return stat_panel(
+        text,
+        Query(
+            f"sum by (run) {once(catalogue.LOST_RECORDS, at_end(catalogue.LOST_RECORDS, SERVICE_RUN))}", instant=True
+        ),
+    )
 
 
 def _latest_values() -> tuple[PanelBuilder, ...]:
@@ -183,7 +189,7 @@ def _latest_values() -> tuple[PanelBuilder, ...]:
         decimals=0,
         empty="The run has ended, or the script logs no tokens",
     )
-    loss_query = f"avg by (run, loss) ({at_end(catalogue.LOSS, RANKS)})"
+    loss_query = f"avg by (run, loss) {once(catalogue.LOSS, at_end(catalogue.LOSS, RANKS))}"
     rate_query = f"max by (run, group) ({at_end(catalogue.LEARNING_RATE, RANKS)})"
     return (
         stat_panel(step, Query(f"max by (run) ({at_end(catalogue.STEP, RANKS)})", instant=True)),
@@ -204,7 +210,7 @@ def _loss() -> PanelBuilder:
         empty="The script logs no loss",
     )
     raw = over_ranks(f"({catalogue.LOSS.name}{RANKS})", "max", "min", by="run, loss", legend="{{loss}}")
-    smoothed = f"avg by (run, loss) (avg_over_time({catalogue.LOSS.name}{RANKS}[$smooth]))"
+    smoothed = f"avg by (run, loss) {_smoothed(catalogue.LOSS)}"
     return time_series_panel(text, *raw, Query(smoothed, "{{loss}} smoothed"))
 
 
@@ -221,7 +227,7 @@ def _grad_norm() -> PanelBuilder:
     series = f"{catalogue.GRAD_NORM.name}{RANKS}"
     high = Query(f"max by (run) (max_over_time({series}[$__interval]))", "highest")
     low = Query(f"min by (run) (min_over_time({series}[$__interval]))", "lowest")
-    smoothed = Query(f"avg by (run) (avg_over_time({series}[$smooth]))", "smoothed")
+    smoothed = Query(f"avg by (run) {_smoothed(catalogue.GRAD_NORM)}", "smoothed")
     return time_series_panel(text, high, low, smoothed, logarithmic=True)
 
 
@@ -272,7 +278,7 @@ def _perplexity() -> PanelBuilder:
         unit="none",
         empty="The script logs no loss",
     )
-    query = f"exp(avg by (run, loss) ({catalogue.LOSS.name}{RANKS}))"
+    query = f"exp(avg by (run, loss) {once(catalogue.LOSS, catalogue.LOSS.name + RANKS)})"
     return time_series_panel(text, Query(query, "{{loss}}"), logarithmic=True)
 
 
@@ -284,7 +290,7 @@ def _logged_numbers() -> PanelBuilder:
         unit="none",
         empty="The script logs no other numbers",
     )
-    query = f"topk by (run) (20, avg by (run, name) ({catalogue.SCALAR.name}{RANKS}))"
+    query = f"topk by (run) (20, avg by (run, name) {once(catalogue.SCALAR, catalogue.SCALAR.name + RANKS)})"
     return time_series_panel(text, Query(query, "{{name}}"), many=True)
 
 
@@ -324,10 +330,14 @@ def _skipped_steps() -> PanelBuilder:
     return time_series_panel(text, Query(f"max by (run) ({increase(catalogue.SKIPPED_STEPS)})", "skipped"))
 
 
+def _smoothed(metric: MetricSpec) -> str:
+    return once(metric, f"avg_over_time({metric.name}{RANKS}[$smooth])")
+
+
 def _speed(by: str) -> str:
     return f"sum by ({by}) {rate(catalogue.TOKENS)}"
 
 
 def _by_method(metric: MetricSpec) -> list[Query]:
-    series = f"({metric.name}{RANKS})"
+    series = once(metric, metric.name + RANKS)
     return over_ranks(series, "avg", "min", by="run, method", legend="{{method}}")

@@ -25,6 +25,7 @@ from rankscope_dashboards.boards.elements.selectors import (
     SEVERAL_RUNS,
     at_end,
     in_life,
+    once,
     rate_of_runs,
 )
 from rankscope_dashboards.boards.elements.states import STATE_TEXTS, state_number
@@ -111,7 +112,7 @@ def _loss() -> PanelBuilder:
         unit="none",
         empty="No run logs a loss in the time range",
     )
-    query = f"topk({MAX_LINES}, avg by (run, loss) ({catalogue.LOSS.name}{RANKS_OF_RUNS}))"
+    query = f"topk({MAX_LINES}, avg by (run, loss) {once(catalogue.LOSS, catalogue.LOSS.name + RANKS_OF_RUNS)})"
     return time_series_panel(text, Query(query, "{{run}} {{loss}}"), many=True)
 
 

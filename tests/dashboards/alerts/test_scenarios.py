@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
+from tests.dashboards.boards.promql import OTHER_JOB, OTHER_REPLICA, scraped_twice
 from tests.properties import few
 
 from rankscope_dashboards.alerts.groups import alert_groups, rule_file
+from rankscope_dashboards.generate import PROVISIONING
 
+FIELD_OPERATIONS = Path(__file__).parents[2] / "data" / "field_operations"
+RULES = PROVISIONING / "prometheus" / "rankscope.rules.yml"
 TENSOR_PART = 'rankscope_tensor_value{op=~"nans|infs"} > 0'
 UNLESS = "  unless on (run, rank, kind)\n"
 
@@ -29,13 +37,13 @@ COUNTED = [
 # Mutations of each alert, such as typing errors and wrong simplifications: (field, old text, new text).
 MUTANTS = {
     "AnomalyTurbulence": [
-        ("expr", "> on (run, rank, kind, tensor, op)", ">= on (run, rank, kind, tensor, op)"),
-        ("expr", "> on (run, rank, kind, tensor, op)", "> on (run, rank, kind, op) group_left ()"),
+        ("expr", "> (rankscope_tensor_baseline", ">= (rankscope_tensor_baseline"),
+        ("expr", "> (rankscope_tensor_baseline", "> ignoring (tensor) group_left () (rankscope_tensor_baseline"),
         ("expr", "(1 + rankscope_rule_threshold", "(0 + rankscope_rule_threshold"),
         ("expr", "abs(rankscope_tensor_value", "(rankscope_tensor_value"),
-        ("expr", ") < on", ") <= on"),
-        ("expr", "} / on", "} * on"),
-        ("expr", "on (run, rank) group_left ()", "on (run) group_left ()"),
+        ("expr", ") < (", ") <= ("),
+        ("expr", "} / ignoring", "} * ignoring"),
+        ("expr", "ignoring (kind, tensor, op, rule) group_left ()", "on (run) group_left ()"),
         ("expr", "grad_unreduced|grad_reduced", "grad_unreduced"),
         ("expr", "grad_unreduced|grad_reduced", "grad_reduced"),
         ("expr", "grad_unreduced|grad_reduced", ".+"),
@@ -63,9 +71,9 @@ MUTANTS = {
         ("expr", "group by (run, rank, kind, tensor, op)", "sum by (run, rank, kind, op)"),
         *COUNTED,
         ("expr", '"kind", "none"', '"kind", ""'),
-        ("expr", "> on (run, rank) group_left ()", ">= on (run, rank) group_left ()"),
+        ("expr", "> ignoring", ">= ignoring"),
         ("expr", "abs(rankscope_tensor_value", "(rankscope_tensor_value"),
-        ("expr", "abs(rankscope_loss) > on", "(rankscope_loss) > on"),
+        ("expr", "abs(rankscope_loss) > ignoring", "(rankscope_loss) > ignoring"),
         ("keep_firing_for", "1m", "0s"),
     ],
     "AnomalyIncident": [
@@ -101,7 +109,7 @@ MUTANTS = {
         ("expr", "offset 2m", "offset 1m"),
         ("expr", "> 0", ">= 0"),
         ("expr", "> 0", "> 1"),
-        ("expr", "sum by (run, rank, kind)", "sum by (run, rank)"),
+        ("expr", "max by (run, rank, kind)", "max by (run, rank)"),
         ("expr", "> 120", "> 1200"),
         ("expr", "> 120", "> 60"),
         ("expr", "anomaly_age_seconds{", "anomaly_age_seconds{kind='none', "),
@@ -124,7 +132,7 @@ MUTANTS = {
         ("expr", "offset 2m", "offset 1m"),
         ("expr", 'rule="ReplicaDesync"', 'rule=~".+"'),
         ("expr", "> 120", "> 1200"),
-        ("expr", "sum by (run, rank, kind)", "sum by (run, rank)"),
+        ("expr", "max by (run, rank, kind)", "max by (run, rank)"),
         ("expr", "> 0", ">= 0"),
         ("expr", "> 0", "> 1"),
     ],
@@ -146,7 +154,7 @@ MUTANTS = {
         ("expr", "unless rankscope_ingest_lost_records_total offset 5m", ""),
         ("expr", "[5m]", "[1m]"),
         ("expr", "offset 5m", "offset 1m"),
-        ("expr", "sum by (run)", "sum"),
+        ("expr", "max by (run)", "max"),
         ("expr", "> 0", ">= 0"),
         ("expr", "> 300", "> 1200"),
         ("expr", "> 300", "> 60"),
@@ -207,6 +215,27 @@ def test_every_alert_behaves_as_its_scenarios_specify(judge, scenarios):
     ]
 
     assert [] == [objection for objection in judge(cases) if objection]
+
+
+def test_alerts_are_the_same_if_every_target_is_scraped_twice(judge, scenarios):
+    """Prometheus has each series under two jobs, and both of them from a pair of servers with the label `replica`."""
+    under_two_jobs = [(one, scraped_twice(one.given, **OTHER_JOB)) for one in scenarios.SUITE]
+    doubled = [replace(one, given=scraped_twice(given, **OTHER_REPLICA)) for one, given in under_two_jobs]
+    cases = [
+        (alone(rules, alert), scenarios.test_file(mine))
+        for alert in sorted({one.alert for one in doubled})
+        for rules, mine in grouped(doubled, alert).items()
+    ]
+
+    assert [] == [objection for objection in judge(cases) if objection]
+
+
+def test_rank_under_two_jobs_does_not_stop_the_alerts_of_others(promtool):
+    command = ["bash", FIELD_OPERATIONS / "alerts_when_a_rank_is_scraped_twice.sh"]
+    settings = {"RANKSCOPE_BIN": str(Path(sys.executable).parent), "RANKSCOPE_RULES": str(RULES), **os.environ}
+    done = subprocess.run(command, capture_output=True, text=True, env=settings, check=False)
+
+    assert (0, "right: both alerts are evaluated\n") == (done.returncode, done.stdout), done.stderr
 
 
 def test_annotations_contain_the_labels_of_the_alert(judge, scenarios):

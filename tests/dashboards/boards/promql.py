@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rankscope_contract.metrics.catalogue import CATALOG
 from rankscope_dashboards.boards.elements.pages import all_panels
 
 VARIABLES = {
@@ -19,6 +21,10 @@ VARIABLES = {
 }
 AT = 300
 """Time in seconds at which expressions are evaluated."""
+
+OTHER_JOB = {"job": "pods", "instance": "10.0.0.1:9400"}
+OTHER_REPLICA = {"replica": "b"}
+"""Labels of the second series of each pair, if Prometheus scrapes a process twice."""
 
 Checks = Sequence[tuple[str, str | None, float]]
 """Expressions, the labels of the only sample of each (None: no sample), and the value of this sample."""
@@ -35,6 +41,38 @@ def query_of(board: Mapping[str, Any]) -> Callable[..., str]:
     """Return a function that returns a query of a panel of `board`, by the title of the panel and its position."""
     panels = {panel["title"]: panel for panel in all_panels(dict(board))}
     return lambda title, position=0: substituted(panels[title]["targets"][position]["expr"])
+
+
+def series(metric: str, **changes: str) -> str:
+    """Return a series of the catalogue in run r, with value x for the labels that `changes` does not contain."""
+    labels = dict.fromkeys(CATALOG[metric].all_labels, "x") | {"run": "r", "rank": "0"} | changes
+    own = {name: value for name, value in labels.items() if name in CATALOG[metric].all_labels}
+    own |= {"job": "rankscope"} if CATALOG[metric].page == "rank" else {}
+    return _named(metric, own)
+
+
+def _named(metric: str, labels: Mapping[str, str]) -> str:
+    return metric + "{" + ", ".join(f'{name}="{value}"' for name, value in labels.items()) + "}"
+
+
+def given_series(expression: str, ranks: int, values: Callable[[int], str] = lambda rank: "0+1x30") -> dict[str, str]:
+    """Return series of some ranks for each selector of the expression, with the label values that it selects."""
+    given = {}
+    for metric, selector in re.findall(r"(rankscope_\w+)(?:\{([^}]*)\})?", expression):
+        selected = re.findall(r'(\w+)=~?"([^"]+)"', selector)
+        labels = {name: value.split("|")[0] for name, value in selected if value != ".+"}
+        for rank in range(ranks):
+            given[series(metric, **labels | {"rank": str(rank)})] = values(rank)
+    return given
+
+
+def scraped_twice(given: Mapping[str, str], **target: str) -> dict[str, str]:
+    """Return the series `given`, and each of them once more with the labels `target` of its scrape."""
+    copies = {}
+    for name, values in given.items():
+        metric = name.partition("{")[0]
+        copies[_named(metric, dict(re.findall(r'(\w+)="([^"]*)"', name)) | target)] = values
+    return {**given, **copies}
 
 
 def promql_error(judge: Any, given: Mapping[str, str], checks: Checks) -> str | None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
-from tests.dashboards.boards.promql import AT, promql_error, promql_errors, query_of
+from tests.dashboards.boards.promql import AT, given_series, promql_error, promql_errors, query_of, series
 
-from rankscope_contract.metrics.catalogue import CATALOG
 from rankscope_dashboards.boards.elements.pages import all_panels
 from rankscope_dashboards.generate import generated_files
 
@@ -26,15 +24,6 @@ DRAWN = [
     if panel["type"] == "timeseries"
     for place in range(len(panel["targets"]))
 ]
-
-
-def series(metric, **changes):
-    """Return a series of the catalogue in run r, with value x for the labels that `changes` does not contain."""
-    labels = dict.fromkeys(CATALOG[metric].all_labels, "x") | {"run": "r", "rank": "0"} | changes
-    own = {name: value for name, value in labels.items() if name in CATALOG[metric].all_labels}
-    own |= {"job": "rankscope"} if CATALOG[metric].page == "rank" else {}
-    text = ", ".join(f'{name}="{value}"' for name, value in own.items())
-    return f"{metric}{{{text}}}"
 
 
 def test_ranks_of_completed_runs_are_not_counted_as_missing(judge):
@@ -127,21 +116,10 @@ def test_time_since_last_commit_grows_while_the_service_is_down(judge):
     assert promql_error(judge, given, [(pipeline("Since last commit"), "{}", AT - 10)]) is None
 
 
-def given_series(expression):
-    """Return series of 50 ranks for each selector of the expression, with the label values that it selects."""
-    given = {}
-    for metric, selector in re.findall(r"(rankscope_\w+)(?:\{([^}]*)\})?", expression):
-        selected = re.findall(r'(\w+)=~?"([^"]+)"', selector)
-        labels = {name: value.split("|")[0] for name, value in selected if value != ".+"}
-        for rank in range(RANKS):
-            given[series(metric, **labels | {"rank": str(rank)})] = "0+1x30"
-    return given
-
-
 def test_panels_have_at_most_20_lines_with_50_ranks(judge):
     cases = {(name, title, place): query_of(BOARDS[name])(title, place) for name, title, place in DRAWN}
     pairs = [
-        (given_series(one), [(f"count({one}) > {MAX_LINES}", None, 0), (f"count({one}) > bool 0", "{}", 1)])
+        (given_series(one, RANKS), [(f"count({one}) > {MAX_LINES}", None, 0), (f"count({one}) > bool 0", "{}", 1)])
         for one in cases.values()
     ]
     errors = promql_errors(judge, pairs)

@@ -61,6 +61,16 @@ def service(*matchers: str) -> str:
     return _selector(ONE_RUN, *matchers)
 
 
+def once(metric: MetricSpec, expression: str) -> str:
+    """Return PromQL with one sample for each set of labels of `metric` in `expression`, enclosed in parentheses.
+
+    If Prometheus scrapes a process under two jobs, or reads it from a pair of servers with the label `replica`, each
+    series exists twice. Sums, counts, means and quantiles over ranks would then count the process twice.
+    """
+    by = f" by ({', '.join(metric.all_labels)}) " if metric.all_labels else ""
+    return f"(max{by}({expression}))"
+
+
 def at_end(metric: MetricSpec, selector: str) -> str:
     """Return PromQL for the last value within the time range of the board, also of a series that has ended."""
     return f"last_over_time({metric.name}{selector}[$__range])"
@@ -100,7 +110,8 @@ def _of_counter(function: str, metric: MetricSpec, matchers: tuple[str, ...]) ->
     scraped, stored = _selector(*matchers), _selector(OF_JOB, *matchers)
     chosen = _selector(*(one for one in matchers if one in {ONE_RUN, SEVERAL_RUNS, _RANK}))
     was_scraped = f"present_over_time({catalogue.STEP.name}{chosen}{RATE_WINDOW})"
-    return (
-        f"({function}({metric.name}{scraped}{RATE_WINDOW}) or "
-        f"{function}({metric.name}{stored}{RATE_WINDOW}) unless on (run, rank) {was_scraped})"
+    return once(
+        metric,
+        f"{function}({metric.name}{scraped}{RATE_WINDOW}) or "
+        f"{function}({metric.name}{stored}{RATE_WINDOW}) unless on (run, rank) {was_scraped}",
     )
