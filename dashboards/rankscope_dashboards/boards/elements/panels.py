@@ -224,7 +224,7 @@ def table_panel(text: PanelText, queries: Sequence[Query], columns: Mapping[str,
         "renameByName": {label: column.heading for label, column in columns.items()},
     }
     panel = panel.with_transformation(dashboard.DataTransformerConfig(id_val="organize", options=options))
-    return panel.filterable(True)
+    return panel.filterable(True).cell_options(common.TableAutoCellOptions())
 
 
 def value_texts(texts: Mapping[str, tuple[str, str]]) -> list[dashboard.ValueMapping]:

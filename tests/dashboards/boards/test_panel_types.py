@@ -1,0 +1,129 @@
+"""The TypeScript compiler checks all boards against the types that Grafana publishes in the package `@grafana/schema`.
+
+`make boards-check` fetches the compiler and the package with npm, in the versions that the Makefile names.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rankscope_dashboards.boards.elements.pages import all_panels
+from rankscope_dashboards.generate import generated_files
+
+BOARDS = {Path(name).stem: json.loads(text) for name, text in generated_files().items() if name.endswith(".json")}
+MODULES = {
+    "gauge": "gauge/panelcfg/x/GaugePanelCfg",
+    "stat": "stat/panelcfg/x/StatPanelCfg",
+    "status-history": "statushistory/panelcfg/x/StatusHistoryPanelCfg",
+    "table": "table/panelcfg/x/TablePanelCfg",
+    "timeseries": "timeseries/panelcfg/x/TimeSeriesPanelCfg",
+}
+"""Modules of the package with the types `Options` and `FieldConfig`, by type of panel."""
+
+EXTENDED = {"gauge"}
+"""Types of panels with required options that Grafana's SDK does not know yet. Grafana uses their default values."""
+
+WITH_SETTINGS = {"status-history", "table", "timeseries"}
+"""Types of panels with settings of their own for each field: the type `FieldConfig`."""
+
+BEFORE_9_5 = "custom.displayMode"
+"""Setting of Grafana 9.4 for the colour of a cell, which newer releases ignore. Its newer name is next to it."""
+
+HEADER = """
+import type { AnnotationQuery, Dashboard } from '@grafana/schema';
+
+// The package has enumerations, and a board has their values.
+type Plain<T> =
+  unknown extends T ? T :
+  T extends string ? `${T}` :
+  T extends number | boolean | null | undefined ? T :
+  T extends (infer E)[] ? Plain<E>[] :
+  T extends object ? { [K in keyof T]: Plain<T[K]> } : T;
+
+// Prometheus has settings of its own in an annotation. The package does not contain them.
+type Annotation = Plain<AnnotationQuery> & { expr: string; step: string; titleFormat: string; textFormat: string };
+type Board = Omit<Plain<Dashboard>, 'annotations'> & { annotations?: { list?: Annotation[] } };
+"""
+
+
+@pytest.fixture
+def compiler():
+    """Return the TypeScript compiler. The packages of Grafana are in the folder of packages that contains it."""
+    found = shutil.which("tsc")
+    packages = Path(found).resolve().parents[2] if found else Path()
+    if not (packages / "@grafana" / "schema").is_dir():
+        pytest.skip("make boards-check fetches the types of Grafana for this test")
+    return found
+
+
+def columns(panel):
+    """Return the settings of each column that belong to the type of the panel."""
+    overrides = panel["fieldConfig"]["overrides"] or ()
+    settings = [{one["id"]: one["value"] for one in override["properties"]} for override in overrides]
+    return [
+        {name.removeprefix("custom."): value for name, value in one.items() if name.startswith("custom.")}
+        for one in ({name: value for name, value in one.items() if name != BEFORE_9_5} for one in settings)
+    ]
+
+
+def script(boards):
+    """Return a TypeScript module with each board, and with the options and settings of each panel, as typed values."""
+    lines = [HEADER]
+    for kind, path in MODULES.items():
+        imported = f"@grafana/schema/dist/esm/raw/composable/{path}_types.gen"
+        lines.append(f"import type * as {kind.replace('-', '')} from '{imported}';")
+    for name, board in boards.items():
+        lines.append(f"export const {name}: Board = {json.dumps(board)};")
+        for panel in (one for one in all_panels(board) if one["type"] != "row"):
+            own, types = f"{name}_{panel['id']}", panel["type"].replace("-", "")
+            settings = panel["fieldConfig"]["defaults"].get("custom", {})
+            typed = f"Partial<Plain<{types}.Options>>" if panel["type"] in EXTENDED else f"Plain<{types}.Options>"
+            lines.append(f"export const {own}_options: {typed} = {json.dumps(panel['options'])};")
+            typed = f"Plain<{types}.FieldConfig>" if panel["type"] in WITH_SETTINGS else "Record<string, never>"
+            lines.append(f"export const {own}_settings: {typed} = {json.dumps(settings)};")
+            for number, column in enumerate(columns(panel)):
+                typed = f"Partial<Plain<{types}.FieldConfig>>"
+                lines.append(f"export const {own}_column{number}: {typed} = {json.dumps(column)};")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.fixture
+def errors(compiler, tmp_path):
+    """Return a function that returns the errors of the compiler for a script."""
+
+    def compiled(text):
+        (tmp_path / "boards.ts").write_text(text, encoding="utf-8")
+        (tmp_path / "node_modules").symlink_to(Path(compiler).resolve().parents[2])
+        options = ["--noEmit", "--strict", "--skipLibCheck", "--target", "es2022", "--module", "esnext"]
+        command = [compiler, *options, "--moduleResolution", "bundler", "boards.ts"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
+
+    return compiled
+
+
+def test_boards_have_the_types_of_the_newest_release(errors):
+    assert "" == errors(script(BOARDS))
+
+
+def test_compiler_reports_unknown_settings_and_values(errors):
+    right = script({"pipeline": BOARDS["pipeline"], "incidents": BOARDS["incidents"]})
+    wrong = (
+        ('"placement": "bottom"', '"placement": "below"', """Type '"below"' is not assignable"""),
+        ('"showHeader"', '"showHeading"', "showHeading"),
+        ('"spanNulls"', '"spanNull"', "spanNull"),
+        ('"rowHeight": 0.9', '"rowHeight": "0.9"', "Type 'string' is not assignable to type 'number'"),
+        ('{"width": 180}', '{"widths": 180}', "widths"),
+        ('"reduceOptions"', '"reduce"', '"reduce"'),
+        ('"refresh": "10s"', '"refresh": 10', "Type 'number' is not assignable to type 'string'"),
+    )
+    for text, other, _ in wrong:
+        assert text in right, text
+        right = right.replace(text, other)
+    found = errors(right)
+
+    assert [] == [other for _, other, reported in wrong if reported not in found]
