@@ -68,7 +68,10 @@ def board() -> builders.Dashboard:
                 SizedPanel(_thresholds(), 12, 8),
             ),
         ),
-        Section("Tensors and ranks", (SizedPanel(_firing_tensors(), 24, 9), SizedPanel(_vanished(), 24, 7))),
+        Section(
+            "Tensors, ranks and events",
+            (SizedPanel(_firing_tensors(), 24, 9), SizedPanel(_events(), 12, 9), SizedPanel(_vanished(), 12, 9)),
+        ),
     )
     description = "Incidents, firings and rules of one run."
     return make_board("Incidents", description, sections, annotations=RUN_ANNOTATIONS)
@@ -232,6 +235,22 @@ def _vanished() -> PanelBuilder:
     )
     columns = {"rank": Column(heading="Rank", is_number=True), "Value": Column(heading="Vanished", width=120)}
     return table_panel(text, (Query(f"max by (rank) ({catalogue.RANK_VANISHED.name}{SERVICE_RANKS} == 1)"),), columns)
+
+
+def _events() -> PanelBuilder:
+    text = PanelText(
+        title="Latest events",
+        description="Time of the latest event of each type in the time range. `launch`, `exit` and `phase` are normal. "
+        "For `fault`, `hang`, `xid` or `gap`, read the messages: `rankscope events RUN`, or the page of events to "
+        "which this panel links.",
+        unit="none",
+        empty="The run has no event in the time range",
+    )
+    live, stored = (
+        f"max_over_time({catalogue.EVENT_LAST.name}{selector}[$__range])" for selector in (SERVICE_RUN, ALL_RANKS)
+    )
+    columns = {"type": Column(heading="Type"), "Value": Column(heading="Latest event", width=180, unit="dateTimeAsIso")}
+    return table_panel(text, (Query(f"sort_desc(max by (type) ({live} or {stored})) * 1000"),), columns)
 
 
 def _age(comparison: str) -> str:

@@ -51,11 +51,12 @@ def board() -> builders.Dashboard:
             ),
         ),
         Section(
-            "Failures and drops",
+            "Commits, compaction, failures and drops",
             (
-                SizedPanel(_commit_seconds(), 8, 8),
-                SizedPanel(_scrape_failures(), 8, 8),
-                SizedPanel(_dropped(), 8, 8),
+                SizedPanel(_commit_seconds(), 6, 8),
+                SizedPanel(_compaction(), 6, 8),
+                SizedPanel(_scrape_failures(), 6, 8),
+                SizedPanel(_dropped(), 6, 8),
             ),
         ),
         Section(
@@ -196,6 +197,19 @@ def _commit_seconds() -> PanelBuilder:
         empty=NO_SERVICE,
     )
     return time_series_panel(text, Query(f"max({catalogue.COMMIT_SECONDS.name})", "latest commit"))
+
+
+def _compaction() -> PanelBuilder:
+    text = PanelText(
+        title="Compaction",
+        description="Files of the store per second that compactions removed, and the larger ones that they added "
+        "instead. Compaction runs after 50 commits, and every half an hour. No removed file for hours during "
+        "training: the log of the service contains the reason, and queries become slow.",
+        unit="suffix: files/s",
+        minimum=0,
+        empty=NO_SERVICE,
+    )
+    return time_series_panel(text, Query(_rate(catalogue.COMPACTED_FILES), "{{change}}"))
 
 
 def _scrape_failures() -> PanelBuilder:

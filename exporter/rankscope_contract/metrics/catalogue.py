@@ -164,6 +164,11 @@ COMMITS = service_counter("rankscope_ingest_commits_total", "Commits to the stor
 COMMIT_SECONDS = service_gauge(
     "rankscope_ingest_commit_seconds", "Duration of the latest flush to the store, including its commit."
 )
+COMPACTED_FILES = service_counter(
+    "rankscope_ingest_compacted_files_total",
+    "Files of the store that compactions of this service removed, and larger ones that they added, by change.",
+    "change",
+)
 SCRAPE_FAILURES = service_counter(
     "rankscope_ingest_scrape_failures_total", "Failed polls of ranks, by reason.", "reason"
 )
@@ -195,6 +200,12 @@ INCIDENT_AGE = service_gauge(
     "Time since the latest firing of an incident. The labels describe its first firing, in causal order of all ranks.",
     "run rank rule severity kind tensor op step",
     stored_as="events.type",
+)
+EVENT_LAST = service_gauge(
+    "rankscope_event_last_timestamp_seconds",
+    "Time of the latest event of each type in a run, by the clock that recorded it, in UTC.",
+    "run type",
+    stored_as="events.ts",
 )
 LAG_RECORDS = service_gauge(
     "rankscope_ingest_lag_records",

@@ -13,7 +13,7 @@ from rankscope_contract.metrics.catalogue import BYTES_INGESTED, RECORDS_INGESTE
 from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.run_monitor import RunMonitor
-from rankscope_ingest.detect.symptoms import exit_reports, firings, symptoms
+from rankscope_ingest.detect.symptoms import exit_reports, firings, latest_events, symptoms
 from rankscope_ingest.record_channel.admission import PollBudget
 from rankscope_ingest.record_channel.decode import decode_one
 from rankscope_ingest.record_channel.plans import PlanColumns
@@ -121,6 +121,7 @@ class RecordSink:
         monitor.metrics.count(RECORDS_INGESTED, body.records)
         monitor.metrics.count(BYTES_INGESTED, size)
         monitor.metrics.fired(key[0], rank, firings(events))
+        monitor.metrics.ages.happened(key[0], latest_events(events) | latest_events(tables.get("events")))
         monitor.runs.stepped(key, rank, body.last_step, now, target.incarnation)
         scalars = body.nested.get("scalars")
         monitor.tails.add(body)

@@ -128,6 +128,7 @@ class RunMonitor:
     def add_event(self, row: Row) -> None:
         """Add one row of the dataset `events` to the current batch."""
         self.batcher.add({"events": rows_table("events", [row])}, self.clock())
+        self.metrics.ages.happened(row["run"], {row["type"]: row["ts"] / 1e6})
 
     def record_incident(self, incident: Incident, state: str) -> None:
         """Add an event to the current batch which records that `incident` reached the state `state`."""

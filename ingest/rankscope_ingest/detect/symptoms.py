@@ -91,6 +91,15 @@ def firings(events: pa.Table | None) -> dict[tuple[str, str], int]:
     return {(row["rule"], row["kind"] or ""): row["count_all"] for row in counts.to_pylist()}
 
 
+def latest_events(events: pa.Table | None) -> dict[str, float]:
+    """Return the time of the latest event of each type in `events`, in UTC seconds."""
+    if events is None:
+        return {}
+    times = pa.table({"type": events["type"].cast(pa.string()), "ts": events["ts"].cast(pa.int64())})
+    rows = times.group_by("type").aggregate([("ts", "max")]).to_pylist()
+    return {row["type"]: row["ts_max"] / 1e6 for row in rows}
+
+
 def _subjects(anomalies: pa.Table) -> dict[int | None, set[Subject]]:
     """Return the subjects of the anomalies of each step.
 

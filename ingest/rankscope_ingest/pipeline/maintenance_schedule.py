@@ -27,6 +27,7 @@ from rankscope_ingest.base.memory import MUCH_BYTES, resident_bytes, trim
 from rankscope_storage.api.store import Writer
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.maintenance.compaction import CompactionReport
 from rankscope_storage.maintenance.retention import RetentionReport, retain
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,10 @@ Retain = Callable[[], RetentionReport]
 """Callable that deletes expired rows in one commit, and reports how many commits for other expired rows remain."""
 
 
+OnCompaction = Callable[[CompactionReport], None]
+"""Callable that receives the result of each compaction, in the maintenance thread."""
+
+
 class MaintenanceSchedule:
     """Decides when maintenance jobs are due. The time, in monotonic seconds, is an argument."""
 
@@ -60,8 +65,10 @@ class MaintenanceSchedule:
         retain: Retain | None = None,
         retain_seconds: float = 0,
         first_retention_seconds: float = FIRST_RETENTION_SECONDS,
+        on_compaction: OnCompaction | None = None,
     ) -> None:
         self._store = store
+        self._on_compaction = on_compaction
         self._retain = retain
         self._retain_seconds = retain_seconds
         self._compacted_at = 0
@@ -87,8 +94,11 @@ class MaintenanceSchedule:
 
     def _compact(self) -> None:
         """Run compaction, unless another process compacts the store."""
-        if self._store.compact().refused:
+        report = self._store.compact()
+        if report.refused:
             log.info("compaction skipped: another process compacts the store")
+        if self._on_compaction is not None:
+            self._on_compaction(report)
 
     def _retain_some(self) -> None:
         """Delete expired rows in one commit.
@@ -128,6 +138,7 @@ async def run_maintenance(
     retain_seconds: float = 0,
     first_retention_seconds: float = FIRST_RETENTION_SECONDS,
     check_seconds: float = CHECK_SECONDS,
+    on_compaction: OnCompaction | None = None,
 ) -> None:
     """Run due maintenance jobs of `store` until this coroutine is cancelled.
 
@@ -139,6 +150,7 @@ async def run_maintenance(
         retain=retain,
         retain_seconds=retain_seconds,
         first_retention_seconds=first_retention_seconds,
+        on_compaction=on_compaction,
     )
     loop, thread = (
         asyncio.get_running_loop(),

@@ -1,4 +1,4 @@
-"""Times since the latest lost records, firings and incidents of each run, as gauges of the service's metrics page.
+"""Latest lost records, firings, incidents and events of each run, as gauges of the service's metrics page.
 
 Alert rules compare each age with a time window. The ages do not depend on the clocks of the ranks.
 """
@@ -6,7 +6,7 @@ Alert rules compare each age with a time window. The ages do not depend on the c
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from prometheus_client import Gauge
@@ -23,7 +23,7 @@ Alert rules compare the age with a time window that is shorter than this time.
 
 
 class Ages:
-    """The times at which records of each run were last lost, rules last fired, and incidents last had a firing."""
+    """The times of the latest loss of records, firings, incidents and events of each run."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """Create an object without any times. `clock` returns the current time in monotonic seconds."""
@@ -31,6 +31,7 @@ class Ages:
         self._lost_at: dict[str, float] = {}  # by run
         self._fired_at: defaultdict[str, dict[tuple[str, ...], float]] = defaultdict(dict)  # by run and label values
         self._incidents: dict[tuple[str, ...], Incident] = {}  # by label values
+        self._events: defaultdict[str, dict[str, float]] = defaultdict(dict)  # UTC seconds by run and type
 
     def lost(self, run: str) -> None:
         """Record that records of a run were lost now."""
@@ -42,6 +43,11 @@ class Ages:
         `labels` are the label values of the counter that counts the firing: run, rank, rule and kind.
         """
         self._fired_at[run][labels] = self._clock()
+
+    def happened(self, run: str, events: Mapping[str, float]) -> None:
+        """Record the times of the latest events of a run, in UTC seconds by type of event."""
+        known = self._events[run]
+        known.update({kind: max(at, known.get(kind, at)) for kind, at in events.items()})
 
     def settled(self, incident: Incident) -> None:
         """Export the age of `incident` from now on, unless it is muted.
@@ -62,6 +68,8 @@ class Ages:
         Return the label values (run, rank, rule and kind) of the forgotten firings.
         """
         self._lost_at = {run: at for run, at in self._lost_at.items() if run in runs}
+        for run in self._events.keys() - runs:
+            del self._events[run]
         oldest = self._clock() - REMEMBER_SECONDS
         self._incidents = {
             labels: incident
@@ -79,5 +87,9 @@ class Ages:
             losses.labels(run).set(now - at)
         for labels, at in (item for fired in self._fired_at.values() for item in fired.items()):
             firings.labels(*labels).set(now - at)
+        events = cleared(catalogue.EVENT_LAST)
+        for run, times in self._events.items():
+            for kind, at in times.items():
+                events.labels(run, kind).set(at)
         for labels, incident in self._incidents.items():
             incidents.labels(*labels).set(now - incident.seen_at)

@@ -20,6 +20,7 @@ from rankscope_ingest.reporting.ages import Ages
 from rankscope_ingest.reporting.progress import RunProgress
 from rankscope_ingest.runs.models import Attempt
 from rankscope_ingest.runs.target import Health, Target
+from rankscope_storage.maintenance.compaction import CompactionReport
 
 FAILURE_REASONS: Final = (
     "timeout",
@@ -41,6 +42,7 @@ FAILURE_REASONS: Final = (
 """All values of the label `reason` of the counter of failed polls."""
 
 _INITIAL_LABELS: Final = {
+    catalogue.COMPACTED_FILES: ("removed", "added"),
     catalogue.SCRAPE_FAILURES: FAILURE_REASONS,
     catalogue.NOTIFICATIONS: ("sent", "failed", "muted"),
     catalogue.EXPORTER_SCRAPES: ("ok", "failed", "skipped"),
@@ -119,6 +121,11 @@ class ServiceMetrics:
         self._series(catalogue.COMMIT_SECONDS).set(seconds)
         for dataset, count in rows.items():
             self.count(catalogue.ROWS_COMMITTED, count, dataset)
+
+    def compacted(self, report: CompactionReport) -> None:
+        """Count the files that one compaction removed and added."""
+        self.count(catalogue.COMPACTED_FILES, report.files_removed, "removed")
+        self.count(catalogue.COMPACTED_FILES, report.files_added, "added")
 
     def lost(self, run: str, records: int) -> None:
         """Add the number `records` to the counter of the lost records of a run."""

@@ -99,7 +99,11 @@ class Pipeline:
         """Run compaction, vacuum and retention of the store until the coroutine is cancelled."""
         seconds = self._config.retention.every_seconds
         return run_maintenance(
-            self._writer, lambda: self.commits, retain=retention_job(self._config), retain_seconds=seconds
+            self._writer,
+            lambda: self.commits,
+            retain=retention_job(self._config),
+            retain_seconds=seconds,
+            on_compaction=self._metrics.compacted,
         )
 
     def _on_batch(self, batch: PendingBatch, commit: Commit) -> None:

@@ -1,8 +1,9 @@
-"""Series of runs (state, progress, start, end, incidents) with the names of the metrics of the service.
+"""Series of runs (state, progress, start, end, incidents, latest events) with the names of the metrics of the service.
 
 The store has a version of an attempt for each change of its state, and one per minute while it is active. Each version
-is one sample. An incident has a sample with the age 0 at each of its rows, except at its end. Metrics of the service
-have another job than ranks; here, all series have the job of ranks, for which Prometheus queries the store.
+is one sample. An incident has a sample with the age 0 at each of its rows, except at its end. Each type of event has a
+sample for each minute with such events. Metrics of the service have another job than ranks; here, all series have the
+job of ranks, for which Prometheus queries the store.
 """
 
 from __future__ import annotations
@@ -71,6 +72,12 @@ class RunSeries:
         incidents = f"type = {sql_string(EventType.INCIDENT)} AND json_extract_string(details, '$.state') <> 'resolved'"
         rows = f"SELECT {labels}, ts, 0 AS value FROM {self._rows('events')} AND {incidents}"
         yield from self._series(catalogue.INCIDENT_AGE, tuple(_INCIDENT_LABELS), rows)
+        minutes = (
+            f"SELECT run, type, max(ts) AS ts FROM {self._rows('events')} "
+            "GROUP BY run, type, time_bucket(INTERVAL 1 minute, ts)"
+        )
+        rows = f"SELECT run, type, ts, epoch(ts) AS value FROM ({minutes})"
+        yield from self._series(catalogue.EVENT_LAST, ("run", "type"), rows)
 
     def _rows(self, dataset: str) -> str:
         """Return the FROM and WHERE clauses for the rows of `dataset` in the runs and the time of the query."""

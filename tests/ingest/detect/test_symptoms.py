@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rankscope_ingest.base.tables import rows_table
-from rankscope_ingest.detect.symptoms import firings
+from rankscope_ingest.detect.symptoms import firings, latest_events
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 
 NAME = "rankscope_ingest_anomaly_events_total"
@@ -28,6 +28,14 @@ def attempt():
         run, ranks_missing, ranks, state = "r", 0, {}, "running"
 
     return Attempt()
+
+
+def test_latest_event_of_each_type_has_its_time_in_seconds():
+    times = [("hang", 5_000_000), ("exit", 7_500_000), ("hang", 6_000_000)]
+    happened = rows_table("events", [{"run": "r", "type": kind, "ts": at} for kind, at in times])
+
+    assert {"hang": 6.0, "exit": 7.5} == latest_events(happened)
+    assert {} == latest_events(None)
 
 
 def test_firings_are_counted_by_rule_and_kind():

@@ -75,6 +75,14 @@ def test_compaction_is_due_by_commits_and_other_jobs_by_the_clock():
     assert ["compact", "maintain", "retain"] == done(store, due, MAINTAIN_SECONDS, 2 * COMPACT_EVERY_COMMITS)
 
 
+def test_result_of_each_compaction_is_reported():
+    store, reports = Store(), []
+    due = MaintenanceSchedule(store, 0.0, on_compaction=reports.append)
+    done(store, due, 2.0, COMPACT_EVERY_COMMITS)
+
+    assert [CompactionReport()] == reports
+
+
 def test_compaction_is_also_due_by_the_clock():
     store = Store()
 

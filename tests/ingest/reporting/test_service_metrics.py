@@ -15,6 +15,7 @@ from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.reporting.progress import RunMeter, last_value, run_progress
 from rankscope_ingest.reporting.service_metrics import FAILURE_REASONS, ServiceMetrics
 from rankscope_ingest.runs.models import Attempt, Liveness, Rank
+from rankscope_storage.maintenance.compaction import CompactionReport
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "service_page.txt"
 
@@ -190,6 +191,28 @@ def test_series_of_a_removed_run_leave_the_page():
     page = shown(metrics, an_attempt("kept"))
 
     assert {"kept"} == {dict(labels)["run"] for _, *labels in page}
+
+
+def test_latest_events_never_go_back_and_leave_with_their_run():
+    metrics = ServiceMetrics()
+    metrics.ages.happened("r", {"exit": 9.0, "hang": 3.0})
+    metrics.ages.happened("r", {"exit": 8.0})
+    metrics.ages.happened("gone", {"exit": 1.0})
+    shown(metrics, an_attempt("r"))
+    lines = [line for line in metrics.page().decode().splitlines() if line.startswith("rankscope_event_last")]
+
+    name = "rankscope_event_last_timestamp_seconds"
+    assert [f'{name}{{run="r",type="exit"}} 9.0', f'{name}{{run="r",type="hang"}} 3.0'] == sorted(lines)
+
+
+def test_compacted_files_are_counted_by_change():
+    metrics = ServiceMetrics()
+    for removed in (50, 7):
+        metrics.compacted(CompactionReport(files_removed=removed, files_added=1))
+    page = metrics.page().decode()
+
+    assert 'rankscope_ingest_compacted_files_total{change="removed"} 57.0' in page
+    assert 'rankscope_ingest_compacted_files_total{change="added"} 2.0' in page
 
 
 def test_ages_of_losses_and_firings_grow_and_leave_with_their_run():

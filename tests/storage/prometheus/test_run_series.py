@@ -36,6 +36,8 @@ def history(tmp_path_factory):
         version("other", 0, MARCH, "running", 2),
     ]
     events = [incident("spring", MARCH + MINUTE, "opened"), incident("spring", MARCH + 2 * MINUTE, "resolved")]
+    events.append(incident("spring", MARCH + 2 * MINUTE + 500, "resolved"))
+    events.append(row("spring", 0, 1, MARCH, type="note", severity="info", message="", details="{}"))
     folder = tmp_path_factory.mktemp("runs") / "store"
     with Store.open(folder, create=True).claim(owner="test") as writer:
         tables = {"attempts": table("attempts", versions), "events": table("events", events)}
@@ -93,6 +95,18 @@ def test_incident_has_the_labels_of_the_service_and_the_age_0(history):
 
     key = of_spring("rankscope_ingest_incident_age_seconds", *labels.items(), ("op", "norm"), ("step", "7"))
     assert {key: [(MARCH + MINUTE, 0.0)]} == found
+
+
+def test_latest_events_have_a_sample_for_each_minute_with_the_time_as_value(history):
+    found = history.ask(*SPRING, ("__name__", "=", "rankscope_event_last_timestamp_seconds"))
+    times = [MARCH + MINUTE, MARCH + 2 * MINUTE + 500]
+
+    labels = {"incident": times, "note": [MARCH]}
+    expected = {
+        of_spring("rankscope_event_last_timestamp_seconds", ("type", kind)): [(ms, ms / 1000) for ms in moments]
+        for kind, moments in labels.items()
+    }
+    assert expected == found
 
 
 def test_runs_are_selected_by_job_run_time_and_labels(history):

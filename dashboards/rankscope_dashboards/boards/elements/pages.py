@@ -28,6 +28,7 @@ PANEL_PAGES: Final = {
     "Anomaly count": f"{_RUN}/incidents",
     "Skipped steps": f"{_RUN}/events",
     "Anomalies": f"{_RUN}/events",
+    "Latest events": f"{_RUN}/events",
 }
 """Path of the page of a panel, by its title, if it differs from the page of its board."""
 
