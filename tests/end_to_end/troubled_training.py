@@ -5,7 +5,7 @@
 The ranks meet in FOLDER and start when it contains the file `go`. Step 20: NaN in a gradient of rank 1. Step 30:
 gradients on both ranks are a thousand times too large. Step 32: only rank 1 changes its bias. Steps 21, 31 and 40 last
 until FOLDER contains the file `seen-<step>`, because a step is published during the next one. Then the training
-continues until it is killed.
+continues until it is killed. Readings of GPUs and of CUDA's allocator are simulated.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ CONFIG = {
         {"rule_name": "AnomalyNan"},
         {"rule_name": "AnomalyTurbulence", "args": {"threshold": 10.0, "ops": ["norm"], "kinds": GRADIENTS}},
     ],
+    "hardware": {"every_seconds": 0.5},
     "throughput": {"peak_tflops": 1, "flops_per_token": 6 * 16 * 4},
 }
 """Return a monitor with the settings that all panels need: hashes, peak FLOP/s of the CPU, FLOPs without tokens."""
@@ -52,6 +53,10 @@ def wait_for(sign: Path) -> None:
 def main() -> None:
     """Train."""
     folder = Path(sys.argv[1])
+    sys.path.insert(1, str(Path(__file__).parents[2]))
+    from tests.end_to_end.simulated_devices import simulate
+
+    simulate()
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/meeting",

@@ -8,6 +8,7 @@ from its documentation.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +24,13 @@ class RecordedNvml:
     Constants, errors and the names of functions are the real module's. An answer may be the name of an error.
     """
 
-    def __init__(self, recording: Path = RECORDING) -> None:
+    def __init__(
+        self, recording: Path = RECORDING, *, changes: Mapping[str, Mapping[str, list[Any]]] | None = None
+    ) -> None:
+        """Read the answers of each device. `changes` replaces answers by device and function."""
         self._devices: dict[str, dict[str, list[Any]]] = json.loads(recording.read_text())["devices"]
+        for device, answers in (changes or {}).items():
+            self._devices[device].update(answers)
         self._asked: dict[tuple[str, str], int] = {}
         self._events: list[dict[str, Any]] = []
         self.calls: list[str] = []

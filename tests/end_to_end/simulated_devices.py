@@ -1,0 +1,35 @@
+"""Simulated readings of a GPU and of PyTorch's allocator for a rank that trains on a CPU."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from tests.exporter.monitors.hardware.recorded_nvml import RecordedNvml
+
+from rankscope_exporter.monitors.hardware import poller
+from rankscope_exporter.monitors.hardware.poller import HardwarePoller
+from rankscope_exporter.observers.resources import MemoryObserver, allocator_scalars
+
+UUID = "bbbbbbbb-0000-1111-2222-333333333333"
+READINGS_PER_ERROR = 20
+MANY_READINGS = 10_000
+GIB = 1 << 30
+
+
+def simulate() -> None:
+    """Replace the readers of NVML and CUDA in this process. Memory errors, XIDs and allocation retries recur."""
+    errors = {
+        "nvmlDeviceGetTotalEccErrors/1/0": [at // READINGS_PER_ERROR for at in range(MANY_READINGS)],
+        "xids": [{"xid": 31, "after": at} for at in range(READINGS_PER_ERROR, MANY_READINGS, READINGS_PER_ERROR)],
+    }
+    nvml = RecordedNvml(changes={f"GPU-{UUID}": errors})
+    calls = itertools.count()
+
+    def of_allocator(_observer: MemoryObserver) -> list[Any]:
+        stats = {"allocated_bytes.all.current": 6 * GIB, "reserved_bytes.all.current": 8 * GIB}
+        return list(allocator_scalars(stats | {"num_alloc_retries": next(calls) // READINGS_PER_ERROR, "num_ooms": 0}))
+
+    poller.uuid_of = lambda _device: UUID
+    HardwarePoller.__init__.__kwdefaults__ = {"nvml": lambda: nvml}
+    MemoryObserver.of_allocator = of_allocator  # type: ignore[method-assign]
