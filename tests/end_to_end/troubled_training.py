@@ -32,8 +32,8 @@ GRADIENTS = ["grad_unreduced", "grad_reduced"]
 
 CONFIG = {
     "console": False,
-    "quantities": ["parameters", "gradients", "optimizer_state", "hashes", "activations"],
-    "options": {"hashes": {"every": 1}},
+    "quantities": ["parameters", "gradients", "optimizer_state", "hashes", "activations", "linear"],
+    "options": {"hashes": {"every": 1}, "linear": {"every": 1}},
     "rules": [
         {"rule_name": "AnomalyNan"},
         {"rule_name": "AnomalyTurbulence", "args": {"threshold": 10.0, "ops": ["norm"], "kinds": GRADIENTS}},

@@ -63,6 +63,7 @@ def board() -> builders.Dashboard:
                 SizedPanel(_sampled_step(), 8, 8),
             ),
         ),
+        Section("Features of modules", (SizedPanel(_features(), 24, 9),)),
         Section("All statistics", (SizedPanel(_statistics(), 24, 10),), is_folded=True),
     )
     return make_board(
@@ -210,6 +211,24 @@ def _communication() -> PanelBuilder:
         empty="Collectives are not measured in this run",
     )
     return _largest_norms(text, (Kind.COMM_IN, Kind.COMM_OUT))
+
+
+def _features() -> PanelBuilder:
+    text = PanelText(
+        title="Features",
+        description="Lowest and highest value of each measured feature, over modules, heads, experts and selected "
+        "ranks: entropy of attention and routers, stable rank, spectral norm. They change slowly. An entropy that "
+        "falls to 0 means that attention or routing collapses. A spectral norm that only grows ends in overflow. "
+        "`rankscope sql` with the dataset features shows the module.",
+        unit="none",
+        empty="No feature is measured: add the quantity attention, linear or router",
+    )
+    of_op = {op: catalogue.FEATURE_VALUE.name + ranks(f'op="{op}"') for op in ("min", "max")}
+    queries = [
+        Query(f"min by (run, kind) ({of_op['min']})", "{{kind}} lowest"),
+        Query(f"max by (run, kind) ({of_op['max']})", "{{kind}} highest"),
+    ]
+    return time_series_panel(text, *queries, logarithmic=True, many=True)
 
 
 def _sampled_step() -> PanelBuilder:

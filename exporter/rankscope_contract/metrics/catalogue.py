@@ -31,6 +31,12 @@ RULE_THRESHOLD = gauge(
 RULE_FIRING = gauge(
     "rankscope_rule_firing", "1 while the rule fires on at least one series of the kind, else 0.", "rule kind"
 )
+FEATURE_VALUE = gauge(
+    "rankscope_feature_value",
+    "Feature of a module at its latest measurement: op is min or max, over heads or experts and micro-batches.",
+    "kind module op",
+    stored_as="features.value",
+)
 ANOMALY_EVENTS = counter(
     "rankscope_anomaly_events_total",
     "Rule firings since process start. Exported with 0 from the start, so that increase() counts the first firing.",

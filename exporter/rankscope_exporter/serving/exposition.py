@@ -7,6 +7,7 @@ training.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from rankscope_contract.metrics.catalogue import MetricSpec
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.rules.base import AnomalyRule
 from rankscope_exporter.records.step_record import Scalar
-from rankscope_exporter.serving.latest_values import LatestValues, ScalarKey, Snapshot
+from rankscope_exporter.serving.latest_values import MAX_FEATURE_SERIES, LatestValues, ScalarKey, Snapshot
 from rankscope_exporter.serving.tensor_exposition import TensorLines, TensorRenderer
 
 Samples = Iterable[tuple[tuple[str, ...], float]]
@@ -123,7 +124,9 @@ class Exposition:
         dropped = dict(stats.dropped)
         for reason, left_out in self._most_left_out.items():
             dropped[reason] = dropped.get(reason, 0) + left_out
-        dropped["series_budget"] = dropped.get("series_budget", 0) + snapshot.scalars_left_out
+        features = dict(itertools.islice(snapshot.features.items(), MAX_FEATURE_SERIES))
+        left_out = snapshot.scalars_left_out + len(snapshot.features) - len(features)
+        dropped["series_budget"] = dropped.get("series_budget", 0) + left_out
         kind_steps = [
             ((kind,), float(sampled.step))
             for sampled in snapshot.tensors
@@ -135,6 +138,7 @@ class Exposition:
         yield catalogue.STEP, _one(snapshot.step)
         yield catalogue.STEPS_PLANNED, _one(self._planned_steps)
         yield catalogue.KIND_STEP, kind_steps
+        yield catalogue.FEATURE_VALUE, features.items()
         yield catalogue.SKIPPED_STEPS, _one(snapshot.skipped_steps)
         yield catalogue.RULE_THRESHOLD, _by_name(snapshot.thresholds)
         yield catalogue.RULE_FIRING, snapshot.firing.items()

@@ -58,8 +58,26 @@ def combined(step: int | None, rows: Iterable[Mapping[str, Any]]) -> list[Replic
     return found
 
 
+FeatureKey = tuple[str, str, str]  # kind, module, op
+
+
+def feature_bounds(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[FeatureKey, float]]:
+    """Return, for each kind in `rows`, the lowest and the highest value of each module. A NaN is both."""
+    found: dict[str, dict[FeatureKey, float]] = {}
+    for row in rows:
+        kind, module, value = str(row["kind"]), str(row["module"]), row["value"]
+        if value is None:
+            continue
+        of_kind = found.setdefault(kind, {})
+        for op, choose in (("min", min), ("max", max)):
+            key = (kind, module, op)
+            of_kind[key] = value if math.isnan(value) else choose(of_kind.get(key, value), value)
+    return found
+
+
 MAX_ANOMALY_SERIES: Final = 200
 MAX_SCALAR_SERIES: Final = 1000
+MAX_FEATURE_SERIES: Final = 1000
 OTHER_TENSOR: Final = "_other"
 NO_KIND: Final = ""
 """Value of the label `kind` for rules on logged scalars, because scalars have no kind."""
@@ -89,6 +107,7 @@ class Snapshot:
     tensors_version: int  # differs whenever `tensors` does
     scalars: Mapping[ScalarKey, Scalar]
     scalars_left_out: int
+    features: Mapping[FeatureKey, float]
     anomalies: Mapping[RuleKind, int]
     anomaly_ages: Mapping[RuleKind, float]  # seconds since the latest firing
     anomaly_series: Mapping[AnomalySeries, int]
@@ -113,6 +132,7 @@ class LatestValues:
         self._version = 0
         self._scalars: dict[ScalarKey, Scalar] = {}
         self._scalars_left_out: set[ScalarKey] = set()
+        self._features: dict[str, dict[FeatureKey, float]] = {}
         self._anomalies: dict[RuleKind, int] = {}
         self._anomaly_series: dict[AnomalySeries, int] = {}
         self._firing: dict[RuleKind, bool] = {}
@@ -133,10 +153,12 @@ class LatestValues:
     def update(self, record: StepRecord) -> None:
         """Update the latest values from `record`.
 
-        The call is cheap: it stores references and does not read the statistics.
+        The call is cheap: it stores references and does not read the statistics of tensors.
         """
         hashes = combined(record.step, record.hashes)
+        features = feature_bounds(record.features)
         with self._lock:
+            self._features.update(features)
             self._replica_hashes.update((item.replicas, item) for item in hashes)
             if record.step is not None:
                 self._step = record.step
@@ -168,6 +190,7 @@ class LatestValues:
                 tensors_version=self._version,
                 scalars=dict(self._scalars),
                 scalars_left_out=len(self._scalars_left_out),
+                features={key: value for of_kind in self._features.values() for key, value in of_kind.items()},
                 anomalies=dict(self._anomalies),
                 anomaly_ages={pair: self._clock() - at for pair, at in self._fired_at.items()},
                 anomaly_series=dict(self._anomaly_series),

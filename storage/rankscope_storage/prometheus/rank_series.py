@@ -1,4 +1,4 @@
-"""Series of ranks (tensors, scalars, steps) with the names and labels of a rank's `/metrics` page.
+"""Series of ranks (tensors, features, scalars, steps) with the names and labels of a rank's `/metrics` page.
 
 The series are created from columns. Exports of a run have additional labels, so that no two series are equal. Labels
 that `/metrics` does not have are omitted here: placement, shard group, and the unit of a scalar. Rows that `/metrics`
@@ -58,6 +58,7 @@ class RankSeries:
             return
         yield from self._tensors(catalogue.TENSOR_VALUE, names.VALUE_OPS_SHOWN, "")
         yield from self._tensors(catalogue.TENSOR_BASELINE, names.BASELINES_SHOWN, names.BASELINE_SUFFIX)
+        yield from self._features()
         yield from self._steps()
         yield from self._kind_steps()
         yield from self._scalars()
@@ -73,6 +74,20 @@ class RankSeries:
         keys = ("run", "rank", '"index"', *map(sql_identifier, judged))
         rows = self._rows("tensor_stats", keys, values, self._where(judged), named)
         yield from self._series(spec.name, rows, labels, "value")
+
+    def _features(self) -> Iterator[Series]:
+        labels = {"kind": "kind", "module": "module", "op": "op"}
+        wanted = [op for op in ("min", "max") if self.question.fits("op", op)]
+        if not wanted or not self._can_be(catalogue.FEATURE_VALUE, labels):
+            return
+        columns = "run, rank, attempt, step, ts, kind, module"
+        rows = (
+            f"SELECT {columns}, unnest([{', '.join(map(sql_string, wanted))}]) AS op, "
+            f"unnest([{', '.join(f'{op}(value)::DOUBLE' for op in wanted)}]) AS value "
+            f"FROM {self.question.source(self.connection, 'features')} "
+            f"WHERE {self._where({'kind': 'kind', 'module': 'module'})} GROUP BY {columns}"
+        )
+        yield from self._series(catalogue.FEATURE_VALUE.name, rows, labels, "value")
 
     def _steps(self) -> Iterator[Series]:
         if not self._can_be(catalogue.STEP, ()):

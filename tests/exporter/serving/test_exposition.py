@@ -102,6 +102,16 @@ def _filled(record) -> Bench:
     return bench
 
 
+def test_features_above_the_limit_are_left_out_and_counted(record):
+    bench = Bench()
+    rows = [{"kind": "stable_rank", "module": f"layer.{at}", "index": None, "value": 2.0} for at in range(501)]
+    bench.live.update(record(1, features=tuple(rows)))
+    values = bench.samples("rankscope_feature_value")
+
+    assert 2.0 == values["stable_rank", "layer.0", "max"]
+    assert (1000, 2) == (len(values), bench.samples("rankscope_dropped_total")["series_budget",])
+
+
 def test_page_equals_the_golden_file(record):
     text = re.sub(r"(rankscope_build_info\{).*(\})", r"\1…\2", _filled(record).text)
 

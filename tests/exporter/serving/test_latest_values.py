@@ -53,6 +53,24 @@ def test_announced_kind_has_counters_before_its_first_record(live):
     assert 0 == live.snapshot().anomalies["AnomalyTurbulence", "grad_reduced"]
 
 
+def feature(module, value, index=None, kind="attention_entropy"):
+    return {"kind": kind, "module": module, "index": index, "value": value}
+
+
+def test_features_have_the_bounds_of_each_module_and_a_nan_is_both(live, record):
+    live.update(
+        record(0, features=(feature("a", 2.0, 0), feature("a", 0.5, 1), feature("b", math.nan), feature("b", 1.0)))
+    )
+    live.update(record(1, features=(feature("c", 7.0, kind="stable_rank"), feature("c", None, kind="stable_rank"))))
+    values = live.snapshot().features
+
+    assert {"a": (0.5, 2.0), "c": (7.0, 7.0)} == {
+        module: tuple(values[kind, module, op] for op in ("min", "max"))
+        for kind, module in (("attention_entropy", "a"), ("stable_rank", "c"))
+    }
+    assert math.isnan(values["attention_entropy", "b", "min"] + values["attention_entropy", "b", "max"])
+
+
 def test_firings_are_counted_by_kind_and_by_series(live, record):
     live.update(record(0, events=(_anomaly(), _anomaly(op="infs"), Event(type="note", rule="AnomalyNan"))))
     live.update(record(1, events=(_anomaly(),)))

@@ -46,7 +46,10 @@ def datasets(run: str, start_ms: int) -> dict[str, list[dict[str, Any]]]:
     scalars += [row(run, 0, 2, start_ms + 120_000, name="tokens_total", unit="tokens", value=-1.0)]
     scalars += [row(run, None, 2, start_ms + 120_000, name="accuracy", value=0.5)]
     scalars += [row(run, 0, 2, start_ms + 120_000, name="learning_rate", value=0.1, labels='{"group":"a|b"}')]
-    return {"tensor_stats": tensors, "scalars": scalars}
+    heads = enumerate((2.0, 0.5))
+    core = {"kind": "attention_entropy", "module": "core"}
+    features = [row(run, 0, 2, start_ms + 120_000, index=head, value=value, **core) for head, value in heads]
+    return {"tensor_stats": tensors, "scalars": scalars, "features": features}
 
 
 def machine() -> list[dict[str, Any]]:

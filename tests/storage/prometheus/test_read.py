@@ -22,9 +22,21 @@ def named(metric, *more, identity=SPRING):
     return tuple(sorted((("__name__", metric), *identity, *more)))
 
 
+def test_features_have_the_lowest_and_the_highest_value_of_each_module(history):
+    name = ("__name__", "=", "rankscope_feature_value")
+    found = history.ask(("job", "=", "rankscope"), ("run", "=", "spring"), name)
+    highest = history.ask(("run", "=", "spring"), name, ("op", "=", "max"), ("module", "=", "core"))
+
+    assert {"min": [0.5], "max": [2.0]} == {
+        dict(labels)["op"]: [value for _, value in samples] for labels, samples in found.items()
+    }
+    assert [[(MARCH + 120_000, 2.0)]] == list(highest.values())
+
+
+
 def test_scalars_and_steps_have_the_labels_of_the_metrics_page(history):
     """Imported samples with equal labels belong to the same series."""
-    found = history.ask(("run", "=", "spring"), ("rank", "=", "0"), ("__name__", "!~", "rankscope_tensor.*"))
+    found = history.ask(("run", "=", "spring"), ("rank", "=", "0"), ("__name__", "!~", "rankscope_(tensor|feature).*"))
 
     minute = 60_000
     later = [(MARCH + 2 * minute, 0.5), (MARCH + 3 * minute, 1 / 3)]
