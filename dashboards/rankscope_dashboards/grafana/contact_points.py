@@ -13,7 +13,7 @@ from typing import Any, Final
 import yaml
 
 from rankscope_dashboards.grafana.changes import Action, Change, fingerprint
-from rankscope_dashboards.grafana.server import EDITABLE, GrafanaError, Server, segment
+from rankscope_dashboards.grafana.server import EDITABLE, GrafanaError, Server, object_path
 
 CONTACT_POINTS: Final = "/v1/provisioning/contact-points"
 REDACTED: Final = "[REDACTED]"
@@ -41,7 +41,7 @@ class ContactPoints:
         if change.action is Action.CREATE:
             self._server.post(CONTACT_POINTS, point, headers=EDITABLE)
         else:
-            self._server.put(f"{CONTACT_POINTS}/{segment(change.uid)}", point, headers=EDITABLE)
+            self._server.put(object_path(CONTACT_POINTS, change.uid), point, headers=EDITABLE)
 
     def _plan(self, point: dict[str, Any], found: Sequence[Mapping[str, Any]]) -> Change:
         uid, name = point["uid"], point["name"]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from rankscope_dashboards.grafana.changes import Action, Change, fingerprint, judged
-from rankscope_dashboards.grafana.server import ConflictError, GrafanaError, Server, segment
+from rankscope_dashboards.grafana.server import FOLDERS, ConflictError, GrafanaError, Server, object_path
 from rankscope_dashboards.grafana.shipped import Folder
 
 MARK: Final = "rankscope_deployed"
@@ -19,6 +19,8 @@ MARK: Final = "rankscope_deployed"
 
 Grafana stores both as they are, and neither is visible in the UI."""
 
+BOARDS: Final = "/dashboards/uid"
+SOURCES: Final = "/datasources/uid"
 MESSAGE: Final = "rankscope dashboards deploy"
 NO_ADDRESS: Final = "it does not exist, and its address is not given"
 SOURCE_KEYS: Final = ("name", "type", "access", "url")
@@ -46,7 +48,7 @@ class Folders:
             ) from error
 
     def _plan(self, folder: Folder) -> Change:
-        found = self._server.find(f"/folders/{segment(folder.uid)}")
+        found = self._server.find(object_path(FOLDERS, folder.uid))
         title = folder.title if found is None else found["title"]
         return Change(
             kind="folder", uid=folder.uid, title=title, action=Action.CREATE if found is None else Action.SAME
@@ -81,14 +83,14 @@ class Sources:
                     f"{error}. Rename the other data source, then run the same command again."
                 ) from error
             return
-        found = self._server.get(_source_path(change.uid))
+        found = self._server.get(object_path(SOURCES, change.uid))
         wanted = marked_source(change.payload)
         merged = {**found, **wanted, "jsonData": {**found["jsonData"], **wanted["jsonData"]}}
-        self._server.put(_source_path(change.uid), merged | {"isDefault": found.get("isDefault", False)})
+        self._server.put(object_path(SOURCES, change.uid), merged | {"isDefault": found.get("isDefault", False)})
 
     def _plan(self, source: dict[str, Any]) -> Change:
         uid = source["uid"]
-        found = self._server.find(_source_path(uid))
+        found = self._server.find(object_path(SOURCES, uid))
         if uid not in self._urls:
             action, reason = (Action.KEEP, NO_ADDRESS) if found is None else (Action.SAME, "")
             return Change(kind="data source", uid=uid, action=action, reason=reason)
@@ -124,7 +126,7 @@ class Boards:
         Raises GrafanaError if another board has its title, or if it was saved in the meantime. Nothing is overwritten.
         """
         if change.action is Action.DELETE:
-            self._server.delete(_board_path(change.uid))
+            self._server.delete(object_path(BOARDS, change.uid))
             return
         found = find_board(self._server, change.uid)
         version = 0 if found is None else found["dashboard"]["version"]
@@ -183,13 +185,9 @@ def _source_content(source: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[
     return {name: source.get(name) for name in SOURCE_KEYS} | {"jsonData": options}
 
 
-def _source_path(uid: str) -> str:
-    return f"/datasources/uid/{segment(uid)}"
-
-
 def find_board(server: Server, uid: str) -> dict[str, Any] | None:
     """Return a board with its metadata; None if it does not exist."""
-    found: dict[str, Any] | None = server.find(_board_path(uid))
+    found: dict[str, Any] | None = server.find(object_path(BOARDS, uid))
     return found
 
 
@@ -231,7 +229,3 @@ def is_board_unchanged(found: dict[str, Any]) -> bool:
     mark = board_mark(found)
     board = found["dashboard"]
     return mark is not None and (mark[1] == board["version"] or mark[0] == fingerprint(board_content(board)))
-
-
-def _board_path(uid: str) -> str:
-    return f"/dashboards/uid/{segment(uid)}"

@@ -11,7 +11,9 @@ from typing import Any, Final
 from rankscope_dashboards.grafana.changes import Action, Change, Kind, pending
 from rankscope_dashboards.grafana.contact_points import CONTACT_POINTS, ContactPoints, is_our_contact_point
 from rankscope_dashboards.grafana.content import (
+    BOARDS,
     NO_ADDRESS,
+    SOURCES,
     Boards,
     Folders,
     Sources,
@@ -23,13 +25,26 @@ from rankscope_dashboards.grafana.content import (
 )
 from rankscope_dashboards.grafana.routes import POLICIES, add_route, our_routes, remove_route
 from rankscope_dashboards.grafana.rules import RECEIVER_KEY, RULES, Groups, Rules, is_deployed, is_rule_unchanged
-from rankscope_dashboards.grafana.server import GrafanaError, Server, UnauthorizedError, UnreachableError, segment
+from rankscope_dashboards.grafana.server import (
+    FOLDERS,
+    GrafanaError,
+    Server,
+    UnauthorizedError,
+    UnreachableError,
+    object_path,
+)
 from rankscope_dashboards.grafana.shipped import Folder, Shipped
 
 CHANGED: Final = "it was changed on the server; --force deletes it"
 UNNOTIFIED: Final = "No contact point is notified of alerts of these rules, except by existing notification policies."
 AGAIN: Final = "run the same command again to complete it"
 Print = Callable[[str], None]
+_COLLECTIONS: Final[Mapping[str, str]] = {
+    "rule": RULES,
+    "contact point": CONTACT_POINTS,
+    "board": BOARDS,
+    "data source": SOURCES,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +208,7 @@ def _rule_receivers(server: Server, content: Shipped) -> set[str]:
 
 def _folder_title(server: Server, folder: Folder) -> str:
     """Return the title of a folder on the server, which a user can have changed."""
-    found = server.find(f"/folders/{segment(folder.uid)}")
+    found = server.find(object_path(FOLDERS, folder.uid))
     return folder.title if found is None else str(found["title"])
 
 
@@ -233,7 +248,7 @@ def _deployed_content(server: Server, content: Shipped, options: Options) -> lis
         if board_mark(one) is not None
     ]
     for source in content.sources:
-        found = server.find(f"/datasources/uid/{segment(source['uid'])}")
+        found = server.find(object_path(SOURCES, source["uid"]))
         is_unchanged = None if found is None else is_source_unchanged(found)
         if is_unchanged is not None:
             removals.append(_removal("data source", source["uid"], "", options, is_unchanged=is_unchanged))
@@ -245,7 +260,7 @@ def _delete(server: Server, change: Change, show: Print) -> str | None:
     if change.action is not Action.DELETE:
         return change.line()
     try:
-        server.delete(_path(change))
+        server.delete(object_path(_COLLECTIONS[change.kind], change.uid))
     except (UnreachableError, UnauthorizedError):
         raise
     except GrafanaError as error:
@@ -254,29 +269,18 @@ def _delete(server: Server, change: Change, show: Print) -> str | None:
     return None
 
 
-def _path(change: Change) -> str:
-    """Return the path of the object of a change."""
-    base = {
-        "rule": RULES,
-        "contact point": CONTACT_POINTS,
-        "board": "/dashboards/uid",
-        "data source": "/datasources/uid",
-    }
-    return f"{base[change.kind]}/{segment(change.uid)}"
-
-
 def _delete_folder(server: Server, folder: Folder, show: Print) -> str | None:
     """Delete a folder if it is empty; return a text if it remains.
 
     Grafana deletes the boards of a folder together with it, so its content is read immediately before.
     """
-    found = server.find(f"/folders/{segment(folder.uid)}")
+    found = server.find(object_path(FOLDERS, folder.uid))
     if found is None:
         return None
     rules = [f"rule {rule['title']}" for rule in server.get(RULES) if rule["folderUID"] == folder.uid]
     boards = [f"board {uid}" for uid in sorted(board_uids(server, folder.uid))]
     if rules or boards:
         return f"keep      folder {found['title']}: it holds {', '.join(boards + rules)}"
-    server.delete(f"/folders/{segment(folder.uid)}")
+    server.delete(object_path(FOLDERS, folder.uid))
     show(f"{'delete':<9} folder {found['title']} ({folder.uid})")
     return None

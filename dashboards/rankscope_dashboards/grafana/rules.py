@@ -11,7 +11,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from rankscope_dashboards.grafana.changes import Action, Change, fingerprint, judged
-from rankscope_dashboards.grafana.server import EDITABLE, ConflictError, GrafanaError, Server, segment
+from rankscope_dashboards.grafana.server import (
+    EDITABLE,
+    FOLDERS,
+    ConflictError,
+    GrafanaError,
+    Server,
+    object_path,
+    segment,
+)
 from rankscope_dashboards.grafana.shipped import Folder, RuleGroup
 
 MARK: Final = "__rankscope_deployed__"
@@ -57,14 +65,14 @@ class Rules:
     def write(self, change: Change) -> None:
         """Create, update or delete a rule. Raises GrafanaError if another rule of the folder has its title."""
         if change.action is Action.DELETE:
-            self._server.delete(f"{RULES}/{segment(change.uid)}")
+            self._server.delete(object_path(RULES, change.uid))
             return
         body = marked_rule(change.payload, self._intervals[change.uid])
         try:
             if change.action is Action.CREATE:
                 self._server.post(RULES, body, headers=EDITABLE)
             else:
-                self._server.put(f"{RULES}/{segment(change.uid)}", body, headers=EDITABLE)
+                self._server.put(object_path(RULES, change.uid), body, headers=EDITABLE)
         except ConflictError as error:
             raise GrafanaError(
                 f"{error}. Another rule of the folder {self._folder.title!r} has the title {change.title!r}: rename "
@@ -120,7 +128,7 @@ class Groups:
 
     def write(self, change: Change) -> None:
         """Set the interval of a group. Raises GrafanaError if the folder of the rules does not exist."""
-        if self._server.find(f"/folders/{segment(self._folder.uid)}") is None:
+        if self._server.find(object_path(FOLDERS, self._folder.uid)) is None:
             # 9.4 accepts rules of a folder that does not exist, and no user sees them.
             raise GrafanaError(f"the folder {self._folder.title!r} was deleted: run the same command again")
         group = self._groups[change.uid]
@@ -135,13 +143,13 @@ class Groups:
         """Create a rule again if the change of the interval has made it read-only for users."""
         rule = self._rule(uid)
         if uid != placeholder and rule is not None and rule.pop("provenance", "") == "api":
-            self._server.delete(f"{RULES}/{segment(uid)}")
+            self._server.delete(object_path(RULES, uid))
             self._server.post(
                 RULES, {name: rule[name] for name in rule if name not in {"id", "updated"}}, headers=EDITABLE
             )
 
     def _rule(self, uid: str) -> dict[str, Any] | None:
-        found: dict[str, Any] | None = self._server.find(f"{RULES}/{segment(uid)}")
+        found: dict[str, Any] | None = self._server.find(object_path(RULES, uid))
         return found
 
     def _plan(self, group: RuleGroup) -> Change:

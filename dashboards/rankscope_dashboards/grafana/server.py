@@ -151,9 +151,17 @@ class Server:
             raise UnreachableError(f"{request} failed: no connection to Grafana at {self.url}") from error
 
 
+FOLDERS: Final = "/folders"
+
+
 def segment(text: str) -> str:
     """Return `text` quoted as one part of a path."""
     return quote(text, safe="")
+
+
+def object_path(collection: str, uid: str) -> str:
+    """Return the path of an object of the API; `collection` is the path of all objects of its kind."""
+    return f"{collection}/{segment(uid)}"
 
 
 def read_credentials(file: Path) -> str | tuple[str, str]:

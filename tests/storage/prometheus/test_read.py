@@ -33,7 +33,6 @@ def test_features_have_the_lowest_and_the_highest_value_of_each_module(history):
     assert [[(MARCH + 120_000, 2.0)]] == list(highest.values())
 
 
-
 def test_scalars_and_steps_have_the_labels_of_the_metrics_page(history):
     """Imported samples with equal labels belong to the same series."""
     found = history.ask(("run", "=", "spring"), ("rank", "=", "0"), ("__name__", "!~", "rankscope_(tensor|feature).*"))
