@@ -144,7 +144,7 @@ def shown(prometheus: str, expression: str, then: int) -> list[list[float]]:
 def listed(prometheus: str, then: int) -> dict[str, set[str]]:
     """Return the entries of the variable lists of a board in that time. Grafana requests them from `seriesEndpoint`."""
     found = {}
-    for variable in BOARDS["dashboards/tensors.json"]["templating"]["list"]:
+    for variable in BOARDS["dashboards/rankscope/tensors.json"]["templating"]["list"]:
         if variable["type"] == "query":
             selector, label = re.fullmatch(r"label_values\((.+), (\w+)\)", substituted(variable["query"])).groups()
             window = {"start": then, "end": then + STEPS * SECONDS_PER_STEP}
