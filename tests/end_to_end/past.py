@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rankscope_contract.metrics.catalogue import CATALOG, STEP, TENSOR_BASELINE, TENSOR_VALUE
+from rankscope_contract.metrics.catalogue import CATALOG, FEATURE_VALUE, STEP, TENSOR_BASELINE, TENSOR_VALUE
 from rankscope_contract.metrics.spec import MetricSpec
 from rankscope_contract.model.kinds import Kind
 from rankscope_contract.model.schema import canonical_labels
@@ -62,6 +62,7 @@ def put(folder: Path, then: int) -> None:
             ("tensor_stats", tensors),
             ("attempts", [_attempt(step, then) for step in range(STEPS)]),
             ("events", [_incident(then)]),
+            ("features", [_feature(rank, step, then) for rank in (0, 1) for step in range(STEPS)]),
         )
     }
     with Store.open(folder, create=True).claim(owner="before") as writer:
@@ -84,6 +85,10 @@ def _incident(then: int) -> dict[str, Any]:
     symptom = {"rule": "AnomalyNan", "kind": Kind.GRAD_REDUCED, "tensor": "weight", "op": "norm"}
     event = {"type": "incident", "severity": "critical", "message": "", "details": '{"state":"opened"}'}
     return {**_when(1, 12, then), **symptom, **event}
+
+
+def _feature(rank: int, step: int, then: int) -> dict[str, Any]:
+    return {**_when(rank, step, then), "kind": "stable_rank", "module": "layer", "value": 2.0}
 
 
 def _tensor(kind: Kind, rank: int, step: int, then: int) -> dict[str, Any]:
@@ -115,7 +120,7 @@ def _rows(spec: MetricSpec, rank: int, step: int, then: int) -> list[dict[str, A
 
 def panels_of_the_past() -> dict[str, str]:
     """Return the queries whose metrics are all stored, by panel and position, as Grafana sends them."""
-    stored = {spec.name for spec in SCALARS} | {STEP.name, TENSOR_VALUE.name, TENSOR_BASELINE.name}
+    stored = {spec.name for spec in SCALARS} | {STEP.name, TENSOR_VALUE.name, TENSOR_BASELINE.name, FEATURE_VALUE.name}
     stored |= {spec.name for spec in CATALOG.values() if spec.page == "service" and spec.stored_as}
     found = {}
     for board in BOARDS.values():
