@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Final
 
 from rankscope_contract.model.events import Event, EventType
@@ -65,13 +66,14 @@ def feature_bounds(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[FeatureK
     """Return, for each kind in `rows`, the lowest and the highest value of each module. A NaN is both."""
     found: dict[str, dict[FeatureKey, float]] = {}
     for row in rows:
-        kind, module, value = str(row["kind"]), str(row["module"]), row["value"]
-        if value is None:
+        kind, module, value = str(row.get("kind")), str(row.get("module")), row.get("value")
+        if not isinstance(value, Real):  # the encoder of the record counts rows with wrong types
             continue
         of_kind = found.setdefault(kind, {})
         for op, choose in (("min", min), ("max", max)):
             key = (kind, module, op)
-            of_kind[key] = value if math.isnan(value) else choose(of_kind.get(key, value), value)
+            number = float(value)
+            of_kind[key] = number if math.isnan(number) else choose(of_kind.get(key, number), number)
     return found
 
 
