@@ -58,6 +58,9 @@ def store(
         bool,
         typer.Option("--force", help="repair: also drop missing files from the log even if a disk may be offline."),
     ] = False,
+    rewrite: Annotated[
+        bool, typer.Option("--rewrite", help="compact: also rewrite all files with an older encoding of integers.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="retain, repair: only print the actions.")] = False,
     days: Days = None,
     scalars_days: ScalarsDays = None,
@@ -70,7 +73,8 @@ def store(
     """Check a store, print its size, compact small files, delete old rows, or repair damage.
 
     check compares the log of the store with every file; exit code 1 means lost, duplicate or missing data. check and
-    stats only read. compact merges small files, also while a service writes. retain replaces tensor statistics older
+    stats only read. compact merges small files, also while a service writes. With --rewrite, it also rewrites the files that
+    check counts as older encoding. retain replaces tensor statistics older
     than --days, and scalars older than --scalars-days, by one row per 100 steps. It deletes features, histograms,
     hashes and collectives older than --days, samples older than --samples-days and rollups older than --rollup-days. If
     one of these options is missing, the rows that it limits are kept; events and runs are always kept. repair moves a
@@ -96,7 +100,7 @@ def store(
         elif action is Action.STATS:
             _stats(root, by, form, output)
         elif action is Action.COMPACT:
-            _compact(root)
+            _compact(root, rewrite=rewrite)
         elif action is Action.RETAIN:
             _retain(root, _policy(days, scalars_days, samples_days, rollup_days), form, output, dry_run=dry_run)
         else:
@@ -145,16 +149,20 @@ def _stats(root: Path, by: By, form: Format, output: Path | None) -> None:
     write_rows(found.groups, form, output)
 
 
-def _compact(root: Path) -> None:
+def _compact(root: Path, *, rewrite: bool) -> None:
     from rankscope_storage.base.fsync import sync_to_disk
     from rankscope_storage.maintenance.compaction import compact
 
     with progress_bar("compactions") as progress:
-        report = compact(root, sync_to_disk, progress)
+        report = compact(root, sync_to_disk, progress, rewrite=rewrite)
     print(
         f"{report.files_removed} files were merged into {report.files_added}, "
         f"{report.rows:,} rows, {report.seconds:.1f} s"
     )
+    if rewrite:
+        print(f"{report.rewritten} other files were rewritten with the current encoding")
+    if report.refused and rewrite:
+        raise CommandError(f"other processes replaced files of {report.refused} merges: run the command again")
     if report.refused:
         raise CommandError("another compaction of this store is running: it will compact the remaining files")
 

@@ -60,12 +60,15 @@ _DICTIONARY: Final = "dictionary"
 _FREE_TEXT: Final = ("message", "details", "config", "reason", "stack")
 """Text columns that seldom repeat a value. They are written without a dictionary, which would only add bytes."""
 
-_IN_RUNS: Final = {"tensor_stats": ("rank",)}
-"""Integer columns, by dataset, with equal values in many consecutive rows: their differences need almost no space.
+_PLAIN_INTEGERS: Final = {"tensor_stats": ("ts",)}
+"""Integer columns, by dataset, that are written as plain numbers; all others are written as their differences.
 
-The other integer columns of the listed datasets are split into streams of bytes. Writing them takes 0.3 ms per row
-group; written as differences, they would take 0.5 ms and the same space. Datasets that are not listed are small and
-have long series with equal differences; all their integers are written as differences."""
+Times of steps have irregular differences of 20 bits. They repeat for each tensor, and zstd finds the repetitions of
+plain numbers, but not those of packed differences, which rarely begin at the same bit. Numbers that count (`step`,
+`seq`, `ordinal`) take a byte per row as plain numbers, and the first level of zstd takes up to ten times as long."""
+
+_SPLIT: Final = "BYTE_STREAM_SPLIT"
+_INTEGER_TYPES: Final = ("INT32", "INT64")  # physical types of Parquet, of times too
 
 _UNSEARCHED: Final = ("incarnation", "labels", "ts_origin", "placement", "shard_group")
 """Text columns without minimum and maximum per row group: these are expensive to find and let no query skip data."""
@@ -203,11 +206,26 @@ def _encodings(dataset: str) -> dict[str, str]:
         if pa.types.is_string(leaf):
             encodings[name] = "PLAIN" if name in _FREE_TEXT else _DICTIONARY
         elif pa.types.is_floating(leaf):
-            encodings[name] = "BYTE_STREAM_SPLIT"  # effective only because the rows are sorted by series
+            encodings[name] = _SPLIT  # effective only because the rows are sorted by series
         elif pa.types.is_integer(leaf) or pa.types.is_timestamp(leaf):
-            in_bytes = dataset in _IN_RUNS and name not in _IN_RUNS[dataset]
-            encodings[name] = "BYTE_STREAM_SPLIT" if in_bytes else "DELTA_BINARY_PACKED"
+            is_plain = name in _PLAIN_INTEGERS.get(dataset, ())
+            encodings[name] = "PLAIN" if is_plain else "DELTA_BINARY_PACKED"
     return encodings
+
+
+def has_split_integers(metadata: pq.FileMetaData) -> bool:
+    """Return whether a file has integers that are split into bytes, as earlier releases wrote tensor statistics.
+
+    Several readers support BYTE_STREAM_SPLIT only for floats: docs/readers.md lists them.
+    """
+    integers = [
+        place for place in range(metadata.num_columns) if metadata.schema.column(place).physical_type in _INTEGER_TYPES
+    ]
+    return any(
+        _SPLIT in metadata.row_group(group).column(place).encodings
+        for group in range(metadata.num_row_groups)
+        for place in integers
+    )
 
 
 def _leaves(dataset: str) -> Iterator[tuple[str, pa.DataType]]:

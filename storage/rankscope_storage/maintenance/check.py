@@ -104,12 +104,22 @@ def _torn(root: Path) -> Iterator[Finding]:
 
 def _files(snapshot: Snapshot, *, deep: bool, progress: Progress | None) -> Iterator[Finding]:
     files = snapshot.files.to_pylist()
+    older = []
     for done, file in enumerate(files, 1):
         finding = check_file(snapshot.root, file, deep=deep)
-        if finding is not None:
+        if finding is not None and finding.kind is FindingKind.SPLIT_INTEGERS:
+            older.append(file)
+        elif finding is not None:
             yield finding
         if progress is not None:
             progress(done, len(files))
+    if older:
+        size = sum(file["size_bytes"] for file in older)
+        text = (
+            f"{len(older)} files, {size} bytes, have integers that some readers, such as DuckDB 1.4, cannot read: "
+            "`rankscope store compact --rewrite` rewrites these files"
+        )
+        yield Finding(kind=FindingKind.SPLIT_INTEGERS, path=older[0]["path"], text=text)
 
 
 def _unused(log: Log, snapshot: Snapshot) -> Iterator[Finding]:

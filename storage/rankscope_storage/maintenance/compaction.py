@@ -34,7 +34,7 @@ from rankscope_storage.files.partitioning import OWN_PART_ROWS, SHARED_PREFIX, o
 from rankscope_storage.files.sorting import Indices, sort_order
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.translation import Change
-from rankscope_storage.maintenance.compaction_plan import SILENCE, Merge, plan
+from rankscope_storage.maintenance.compaction_plan import SILENCE, Merge, plan, plan_rewrites
 
 MOVED_ROWS: Final = 10_000
 """Smallest number of rows of a run that a merge moves from a shared part to the separate part of the run.
@@ -44,41 +44,64 @@ The limit applies to runs that have a separate part already. Fewer rows are not 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompactionReport:
-    """The result of a compaction. `refused` is the number of merges that another compaction prevented."""
+    """The result of a compaction.
+
+    `refused` is the number of merges that another compaction prevented. `rewritten` is the number of files that were
+    not merged, but rewritten with the current encoding; the numbers of files and rows do not contain them.
+    """
 
     files_removed: int = 0
     files_added: int = 0
     rows: int = 0
     refused: int = 0
+    rewritten: int = 0
     seconds: float = 0.0
 
 
 def compact(
-    root: Path, sync: Sync, progress: Callable[[int, int], None] | None = None, *, now: dt.datetime | None = None
+    root: Path,
+    sync: Sync,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    now: dt.datetime | None = None,
+    rewrite: bool = False,
 ) -> CompactionReport:
     """Execute the merges that are worthwhile at the newest version of the store at `root`, one commit per merge.
 
     `progress` is called with the number of finished merges and the number of all merges. `now` replaces the current
-    time.
+    time. With `rewrite`, all other files with an older encoding are also rewritten, one commit per file.
     """
     started = time.monotonic()
     now = dt.datetime.now(dt.UTC) if now is None else now
     log = Log.open(root, sync)
-    removed = added = rows = refused = 0
+    removed = added = rows = refused = rewritten = 0
     merges = plan(log.snapshot(), now)
+    rewrites = plan_rewrites(log.snapshot(), merges) if rewrite else []
+    merges += rewrites
     for done, merge in enumerate(merges, 1):
         try:
             files = _apply_merge(log, merge, sync, now)
         except ConflictError:
             refused += 1
+            if rewrite:
+                continue  # another compaction rewrites only the files that it merges
             break  # another compaction is running and will do the rest
         log.checkpoint_if_due()
         if progress is not None:
             progress(done, len(merges))
+        if done > len(merges) - len(rewrites):
+            rewritten += 1
+            continue
         removed, added = removed + len(merge.files), added + len(files)
         rows += sum(file.rows for file in files)
-    seconds = time.monotonic() - started
-    return CompactionReport(files_removed=removed, files_added=added, rows=rows, refused=refused, seconds=seconds)
+    return CompactionReport(
+        files_removed=removed,
+        files_added=added,
+        rows=rows,
+        refused=refused,
+        rewritten=rewritten,
+        seconds=time.monotonic() - started,
+    )
 
 
 def _apply_merge(log: Log, merge: Merge, sync: Sync, now: dt.datetime) -> list[DataFile]:

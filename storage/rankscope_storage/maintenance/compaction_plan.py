@@ -1,4 +1,4 @@
-"""Select the files to merge: small files by part and attempt, in step order.
+"""Select the files to merge: small files by part and attempt, in step order. Select the files to rewrite.
 
 A merge costs about half of the time that storing its rows took. At full speed, each row is therefore merged at most
 once. Files that took more than an hour to fill are merged again. A query for one tensor takes 1.5 ms per file, and a
@@ -11,9 +11,14 @@ import datetime as dt
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from rankscope_contract.model.rollups import ROLLUPS
+from rankscope_storage.files.encoding import has_split_integers
 from rankscope_storage.files.parquet import DataFile
 from rankscope_storage.files.partitioning import SHARED_PREFIX, shared_part
 from rankscope_storage.log.snapshot import Snapshot, divided
@@ -95,6 +100,32 @@ def plan(snapshot: Snapshot, now: dt.datetime | None = None) -> list[Merge]:
             for neighbours in _worth_again(files, closed=closed):
                 merges.extend(_merges(neighbours, own_parts, closed=closed, rows=MERGE_ROWS))
     return merges
+
+
+def plan_rewrites(snapshot: Snapshot, merges: Iterable[Merge]) -> list[Merge]:
+    """Return a merge of one file into one file for each file with integers that are split into bytes.
+
+    Files that `merges` replace anyway are excluded, and so are files that cannot be read, which a check reports.
+    """
+    replaced = {file.path for merge in merges for file in merge.files}
+    return [
+        Merge(
+            dataset=file["dataset"],
+            part=file["part"],
+            files=(DataFile.from_snapshot(file),),
+            closed=True,
+            rows=file["rows"],
+        )
+        for file in snapshot.files.to_pylist()
+        if file["rows"] and file["path"] not in replaced and _is_split(snapshot.root / file["path"])
+    ]
+
+
+def _is_split(path: Path) -> bool:
+    try:
+        return has_split_integers(pq.read_metadata(path))
+    except (OSError, pa.ArrowException):
+        return False
 
 
 _PAST: Final = f"{SHARED_PREFIX}past"

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.model.schema import DATASETS
 from rankscope_storage.base.schema import DATASET_KEY, schema_version
+from rankscope_storage.files.encoding import has_split_integers
 
 
 class FindingKind(enum.StrEnum):
@@ -30,6 +31,7 @@ class FindingKind(enum.StrEnum):
     EMPTY_ENTRY = "empty log entry"
     ALIKE = "rows alike"
     GAP = "records missing"
+    SPLIT_INTEGERS = "older encoding"
     UNUSED = "unused files"
     STAGED = "unfinished files"
 
@@ -40,6 +42,7 @@ class FindingKind(enum.StrEnum):
             FindingKind.EMPTY_ENTRY,
             FindingKind.ALIKE,
             FindingKind.GAP,
+            FindingKind.SPLIT_INTEGERS,
             FindingKind.UNUSED,
             FindingKind.STAGED,
         )
@@ -78,7 +81,7 @@ _RANGES: Final = ("run", "attempt", "step")
 
 
 def check_file(root: Path, file: Mapping[str, Any], *, deep: bool) -> Finding | None:
-    """Return the defect of `file`, a row of `Snapshot.files`, or None.
+    """Return the defect of `file`, a row of `Snapshot.files`, or its older encoding, or None.
 
     With `deep`, every value of the file is decoded.
     """
@@ -97,6 +100,8 @@ def _defect(path: Path, file: Mapping[str, Any], *, deep: bool) -> tuple[Finding
         if deep:
             for group in range(content.metadata.num_row_groups):
                 content.read_row_group(group)
+        if has_split_integers(content.metadata):
+            return FindingKind.SPLIT_INTEGERS, "has integers that are split into bytes"
     except FileNotFoundError:
         return FindingKind.MISSING, "does not exist"
     except (OSError, pa.ArrowException) as error:

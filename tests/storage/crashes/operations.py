@@ -14,6 +14,8 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tests.storage.older_encoding import split_integers
+
 from rankscope_contract.model.rollups import BUCKET_STEPS
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.fsync import sync_to_disk
@@ -93,6 +95,11 @@ def merge(root: Path, acknowledge: Acknowledge) -> None:
     compact(root, sync_to_disk)
 
 
+def rewrite(root: Path, acknowledge: Acknowledge) -> None:
+    """Rewrite all files with an older encoding."""
+    compact(root, sync_to_disk, rewrite=True)
+
+
 def clean(root: Path, acknowledge: Acknowledge) -> None:
     """Run maintenance on old files: replaced files, orphan files, log entries."""
     vacuum.REMOVED_FILES_HOURS = 0  # type: ignore[misc]
@@ -140,6 +147,7 @@ OPERATIONS: Final[dict[str, Callable[[Path, Acknowledge], None]]] = {
     "create": create,
     "append": append,
     "compact": merge,
+    "rewrite": rewrite,
     "maintain": clean,
     "roll up": roll_up,
     "roll up in part": roll_up_in_part,
@@ -159,6 +167,10 @@ def prepare(operation: str, root: Path) -> None:
         append(root, silent, records=2)
         write_checkpoint(root, sync_to_disk)
         append(root, silent, records=9, per_commit=1)
+        return
+    if operation == "rewrite":
+        with split_integers():
+            append(root, silent, per_commit=5)
         return
     append(root, silent, per_commit=5)
     if operation == "maintain":
