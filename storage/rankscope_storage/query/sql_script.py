@@ -4,7 +4,7 @@ The program needs no extension for the Delta log:
 
     duckdb -init <store>/rankscope.sql
 
-The script reads the list of files when it runs; `.read <store>/rankscope.sql` updates the list.
+The script needs DuckDB 1.4 or newer. It reads the list of files when it runs; `.read <store>/rankscope.sql` updates the list.
 """
 
 from __future__ import annotations
@@ -22,6 +22,18 @@ from rankscope_storage.log.entries import LOG_FOLDER
 from rankscope_storage.sql.views import empty_select, raw_select, view_statements
 
 FILE_NAME: Final = "rankscope.sql"
+
+# DuckDB 1.3 can execute the script, but reads no integers that are split into bytes, as earlier releases wrote them.
+# Python's DuckDB parses the whole script first: releases before 1.3 report the quoted name as a syntax error.
+_VERSION_CHECK: Final = """\
+CREATE OR REPLACE TEMP TABLE rankscope_version AS
+SELECT CASE WHEN (major, minor) < (1, 4)
+    THEN error('rankscope.sql needs DuckDB 1.4 or newer, and this is ' || version())
+    ELSE version() END AS version,
+  list_transform([major], lambda "rankscope.sql needs DuckDB 1.4 or newer": 1) AS is_known
+FROM (SELECT TRY_CAST(regexp_extract(version(), 'v([0-9]+)[.]([0-9]+)', 1) AS INTEGER) AS major,
+  TRY_CAST(regexp_extract(version(), 'v([0-9]+)[.]([0-9]+)', 2) AS INTEGER) AS minor);
+"""
 
 # A checkpoint has the files of its version, and later entries have the changes. query() is needed because the query for
 # a missing one must not be bound: reading an empty list of files is an error.
@@ -74,6 +86,7 @@ def emit_views(path: str | Path) -> str:
     root = f"{Path(path).absolute()}/"
     lines = [
         f"-- Views over the Rankscope store {root!r}. Generated; run it again to include new files.",
+        _VERSION_CHECK,
         "SET TimeZone = 'UTC';",
         f"SET VARIABLE rankscope_root = {sql_string(root)};",
         f"SET VARIABLE rankscope_log = {sql_string(f'{root}{LOG_FOLDER}/')};",

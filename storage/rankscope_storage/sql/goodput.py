@@ -32,10 +32,11 @@ _IN_STEPS: Final = ", ".join(sorted(sql_string(phase) for phase in (*WITHIN_A_ST
 
 STEP_PHASES: Final = f"""\
 CREATE OR REPLACE VIEW step_phases AS
-SELECT run, attempt, rank, incarnation, seq, step, ts, labels->>'$.phase' AS phase, value AS seconds,
-  value / nullif(sum(value) OVER (PARTITION BY run, incarnation, seq), 0) AS share
-FROM scalars
-WHERE name = '{STEP_PHASE_SECONDS}'
+SELECT run, attempt, rank, incarnation, seq, step, ts, phase, seconds, seconds / nullif(whole, 0) AS share
+FROM (  -- DuckDB 1.4.0 permits no nullif() of a window
+  SELECT run, attempt, rank, incarnation, seq, step, ts, labels->>'$.phase' AS phase, value AS seconds,
+    sum(value) OVER (PARTITION BY run, incarnation, seq) AS whole
+  FROM scalars WHERE name = '{STEP_PHASE_SECONDS}')
 """
 
 GOODPUT_ATTEMPTS: Final = f"""\

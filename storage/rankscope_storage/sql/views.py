@@ -85,9 +85,13 @@ HISTORY_SUFFIX: Final = "_history"
 
 # Versions of the service have null tags and note, and versions with tags have no ordinal: neither hides the other,
 # whichever is written last. Tags that a user removed are empty, not null.
-_LABELS: Final = ", ".join(
-    f"nullif(max_by({name}, ts) FILTER ({name} IS NOT NULL) OVER (PARTITION BY run), '{nothing}') AS {name}"
-    for name, nothing in (("tags", "{}"), ("note", ""))
+_NEWEST_LABEL: Final = "max_by({0}, ts) FILTER ({0} IS NOT NULL) OVER (PARTITION BY run)"
+_LABELS: Final = ", ".join(  # DuckDB 1.4.0 permits no nullif() of a window
+    f"CASE WHEN {newest} <> '{nothing}' THEN {newest} END AS {name}"
+    for name, nothing, newest in (
+        ("tags", "{}", _NEWEST_LABEL.format("tags")),
+        ("note", "", _NEWEST_LABEL.format("note")),
+    )
 )
 
 _ROLLED_UP: Final = {rollups: dataset for dataset, rollups in ROLLUPS.items()}

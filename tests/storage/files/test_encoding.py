@@ -88,12 +88,13 @@ def test_only_columns_without_nulls_are_written_as_required(tmp_path):
     assert (False, True, False, True) == tuple(nullable[name] for name in ("tensor", "step", "nans", "norm"))
 
 
-def test_constant_integers_are_plain_and_others_differences(tmp_path):
-    columns = {"tensor": ["a", "b"], "step": [1, 2], "nans": [7, 7]}
+def test_integers_are_plain_if_all_are_zero_and_else_differences(tmp_path):
+    columns = {"tensor": ["a", "b"], "step": [1, 2], "nans": [0, 0], "numel": [7, 7]}
     group = stored(rows_of(columns, coded=True), tmp_path / "f").metadata.row_group(0)
     encodings = {chunk.path_in_schema: chunk.encodings for chunk in map(group.column, range(group.num_columns))}
 
-    assert ({"PLAIN", "RLE"}, {"DELTA_BINARY_PACKED", "RLE"}) == (set(encodings["nans"]), set(encodings["step"]))
+    assert {"PLAIN", "RLE"} == set(encodings["nans"])
+    assert {"DELTA_BINARY_PACKED", "RLE"} == set(encodings["step"]) == set(encodings["numel"])
 
 
 def test_row_group_has_one_page_per_float_column(tmp_path):
