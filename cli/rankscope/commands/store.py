@@ -73,8 +73,8 @@ def store(
     """Check a store, print its size, compact small files, delete old rows, or repair damage.
 
     check compares the log of the store with every file; exit code 1 means lost, duplicate or missing data. check and
-    stats only read. compact merges small files, also while a service writes. With --rewrite, it also rewrites the files that
-    check counts as older encoding. retain replaces tensor statistics older
+    stats only read. compact merges small files, also while a service writes. With --rewrite, it also rewrites the files
+    that check counts as older encoding. retain replaces tensor statistics older
     than --days, and scalars older than --scalars-days, by one row per 100 steps. It deletes features, histograms,
     hashes and collectives older than --days, samples older than --samples-days and rollups older than --rollup-days. If
     one of these options is missing, the rows that it limits are kept; events and runs are always kept. repair moves a

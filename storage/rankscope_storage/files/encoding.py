@@ -12,7 +12,7 @@ zeros, subnormal numbers, and numbers that rounding would make infinite keep all
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
@@ -60,12 +60,24 @@ _DICTIONARY: Final = "dictionary"
 _FREE_TEXT: Final = ("message", "details", "config", "reason", "stack")
 """Text columns that seldom repeat a value. They are written without a dictionary, which would only add bytes."""
 
-_PLAIN_INTEGERS: Final = {"tensor_stats": ("ts",)}
+_PLAIN_INTEGERS: Final = {"tensor_stats": ("step", "ts")}
 """Integer columns, by dataset, that are written as plain numbers; all others are written as their differences.
 
 Times of steps have irregular differences of 20 bits. They repeat for each tensor, and zstd finds the repetitions of
-plain numbers, but not those of packed differences, which rarely begin at the same bit. Numbers that count (`step`,
-`seq`, `ordinal`) take a byte per row as plain numbers, and the first level of zstd takes up to ten times as long."""
+plain numbers, but not those of packed differences, which rarely begin at the same bit. Nearly every query reads
+`step`: DuckDB takes 1 ms to add up the differences of a row group."""
+
+_FAST_CODEC: Final = {"tensor_stats": ("step",)}
+"""Columns, by dataset, that are compressed with LZ4.
+
+The first level of zstd misses the repetitions of plain numbers that count: it takes up to ten times as long, and a byte
+per row."""
+
+_WIDE_RANGE: Final = 1 << 27
+"""Range from which integers of tensor statistics are plain: fastparquet returns wrong values for wider differences.
+
+Other datasets have long series of wide numbers, such as times, which take several times as much space as plain numbers.
+"""
 
 _SPLIT: Final = "BYTE_STREAM_SPLIT"
 _INTEGER_TYPES: Final = ("INT32", "INT64")  # physical types of Parquet, of times too
@@ -87,8 +99,10 @@ def write_sorted(table: pa.Table, dataset: str, path: Path | IO[bytes], mantissa
         rows = sort_order(table, SORT_KEYS[dataset], together=together)
         # Reading the row numbers is a large part of moving four bytes per row: halve their size if they fit.
         order = pa.array(rows.astype(np.uint32) if len(rows) <= 1 << 32 else rows)
-    zero = [name for name, column in columns.items() if column.is_constant and not column.values[0].as_py()]
-    with pq.ParquetWriter(path, schema, **_options(dataset, zero)) as writer:
+    plain = {name for name, column in columns.items() if column.is_constant and not column.values[0].as_py()}
+    if dataset in _PLAIN_INTEGERS:
+        plain |= {name for name, column in columns.items() if column.is_wide()}
+    with pq.ParquetWriter(path, schema, **_options(dataset, plain)) as writer:
         # One row group at a time: a sorted copy of the whole table would cost more than the sorting.
         for start in range(0, table.num_rows, ROW_GROUP_ROWS):
             count = min(ROW_GROUP_ROWS, table.num_rows - start)
@@ -120,6 +134,13 @@ class _Column:
             codes = used.indices.cast(pa.uint8(), safe=False)  # the code of a null can have any value
             values = pa.DictionaryArray.from_arrays(codes, used.dictionary)
         return cls(values, is_same, values.null_count > 0)
+
+    def is_wide(self) -> bool:
+        """Return whether these are integers, and differences of their differences can need more than 28 bits."""
+        if self.is_constant or not pa.types.is_integer(self.values.type):
+            return False
+        low, high = (end.as_py() for end in pc.min_max(self.values).values())
+        return bool(high - low >= _WIDE_RANGE)
 
     def rows(self, start: int, count: int, places: pa.Array | None) -> pa.Array:
         """Return values of this column for one row group of the file, or for fewer rows.
@@ -157,26 +178,26 @@ def _without_unused(column: pa.DictionaryArray) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(pa.array(new_codes[codes], mask=nulls), used)
 
 
-def _options(dataset: str, zero: Sequence[str]) -> dict[str, Any]:
+def _options(dataset: str, plain: Collection[str]) -> dict[str, Any]:
     """Return the options of the Parquet writer for `dataset`.
 
-    `zero` names the columns that are zero in all rows, or null in all rows.
+    `plain` names the columns without an encoding: those that are zero or null in all rows, and those of wide integers.
     """
-    encodings = _encodings(dataset)
+    encodings, leaves, fast = _encodings(dataset), list(_leaves(dataset)), _FAST_CODEC.get(dataset, ())
     unsearched = set(_UNSEARCHED)
     if dataset == "scalars":  # queries filter by labels, which are mostly null: such a range saves reading them
         unsearched.remove("labels")
     # A range is computed per batch, 13 ns per row for short batches. A page ends only between two batches: batches of
     # long texts and lists are short, because each row may have kilobytes.
-    is_flat = all(name not in _FREE_TEXT and not name.endswith(".list.element") for name, _ in _leaves(dataset))
+    is_flat = all(name not in _FREE_TEXT and not name.endswith(".list.element") for name, _ in leaves)
     return {
-        "compression": "zstd",
-        "compression_level": 1,
+        "compression": {name: "lz4" if name in fast else "zstd" for name, _ in leaves},
+        "compression_level": {name: 1 for name, _ in leaves if name not in fast},
         "use_dictionary": [name for name, encoding in encodings.items() if encoding == _DICTIONARY],
         # zstd compresses plain zeros faster than any other content. For another constant, it takes longer than the
         # encoder of differences, and its result is 20 times as large.
         "column_encoding": {
-            name: "PLAIN" if name in zero else encoding
+            name: "PLAIN" if name in plain else encoding
             for name, encoding in encodings.items()
             if encoding != _DICTIONARY
         },

@@ -4,7 +4,8 @@ The program needs no extension for the Delta log:
 
     duckdb -init <store>/rankscope.sql
 
-The script needs DuckDB 1.4 or newer. It reads the list of files when it runs; `.read <store>/rankscope.sql` updates the list.
+The script needs DuckDB 1.4 or newer. It reads the list of files when it runs; `.read <store>/rankscope.sql` updates the
+list.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-
 from tests.storage.older_encoding import split_integers
 
 from rankscope_contract.model.rollups import BUCKET_STEPS

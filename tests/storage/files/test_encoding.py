@@ -89,12 +89,22 @@ def test_only_columns_without_nulls_are_written_as_required(tmp_path):
 
 
 def test_integers_are_plain_if_all_are_zero_and_else_differences(tmp_path):
-    columns = {"tensor": ["a", "b"], "step": [1, 2], "nans": [0, 0], "numel": [7, 7]}
+    columns = {"tensor": ["a", "b"], "seq": [1, 2], "nans": [0, 0], "numel": [7, 7]}
     group = stored(rows_of(columns, coded=True), tmp_path / "f").metadata.row_group(0)
     encodings = {chunk.path_in_schema: chunk.encodings for chunk in map(group.column, range(group.num_columns))}
 
     assert {"PLAIN", "RLE"} == set(encodings["nans"])
-    assert {"DELTA_BINARY_PACKED", "RLE"} == set(encodings["step"]) == set(encodings["numel"])
+    assert {"DELTA_BINARY_PACKED", "RLE"} == set(encodings["seq"]) == set(encodings["numel"])
+
+
+def test_wide_integers_of_tensors_are_plain(tmp_path):
+    """Fastparquet returns wrong values for differences of more than 28 bits."""
+    columns = {"tensor": ["a", "b"], "ordinal": [1, 1 << 27], "numel": [1, 1 << 28], "zeros": [None, 5]}
+    group = stored(rows_of(columns, coded=True), tmp_path / "f").metadata.row_group(0)
+    encodings = {chunk.path_in_schema: chunk.encodings for chunk in map(group.column, range(group.num_columns))}
+
+    assert {"DELTA_BINARY_PACKED", "RLE"} == set(encodings["ordinal"]) == set(encodings["zeros"])
+    assert {"PLAIN", "RLE"} == set(encodings["numel"])
 
 
 def test_row_group_has_one_page_per_float_column(tmp_path):

@@ -1,0 +1,120 @@
+"""Read Parquet files with one foreign reader; this program runs in the environment of the reader.
+
+    python read_files.py READER < files.json > found.json
+
+The input has the paths of the files by dataset, and the path of the store. The output has the number of rows, and for
+each column the number of its values and their sum. NaN counts as null, because pandas does not distinguish them.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import io
+import json
+import math
+import sys
+from typing import Any
+
+_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
+Columns = dict[str, list[Any]]
+
+
+def pyarrow(path: str) -> Columns:
+    """Read the file at `path` with pyarrow."""
+    from pyarrow import parquet
+
+    return parquet.ParquetFile(path).read().to_pydict()
+
+
+def pandas(path: str) -> Columns:
+    """Read the file at `path` with pandas, which calls pyarrow."""
+    import pandas as pd
+
+    return pd.read_parquet(path, engine="pyarrow").to_dict("list")
+
+
+def fastparquet(path: str) -> Columns:
+    """Read the file at `path` with fastparquet into pandas, without floats, whose encoding it does not support."""
+    import fastparquet
+
+    file = fastparquet.ParquetFile(path)
+    floats = (fastparquet.parquet_thrift.Type.FLOAT, fastparquet.parquet_thrift.Type.DOUBLE)
+    columns = [name for name in file.columns if file.schema.schema_element(name).type not in floats]
+    return file.to_pandas(columns=columns).to_dict("list")
+
+
+def polars(path: str) -> Columns:
+    """Read the file at `path` with polars, with the reader of its own."""
+    import polars as pl
+
+    return pl.read_parquet(path, hive_partitioning=False).to_dict(as_series=False)
+
+
+def datafusion(path: str) -> Columns:
+    """Read the file at `path` with DataFusion."""
+    import datafusion
+
+    return datafusion.SessionContext().read_parquet(path).to_pydict()
+
+
+def clickhouse(path: str) -> Columns:
+    """Read the file at `path` with the library of ClickHouse."""
+    import chdb
+    from pyarrow import ipc
+
+    quoted = path.replace("'", "''")
+    strings = "SETTINGS output_format_arrow_string_as_string = 1"
+    answer = chdb.query(f"SELECT * FROM file('{quoted}', Parquet) {strings}", "Arrow")
+    return ipc.open_file(io.BytesIO(answer.bytes())).read_all().to_pydict()
+
+
+READERS = {one.__name__: one for one in (pyarrow, pandas, fastparquet, polars, datafusion, clickhouse)}
+
+
+def delta_rs(root: str, dataset: str) -> Columns:
+    """Read the rows of `dataset` with delta-rs, which reads the Delta log too."""
+    import deltalake
+
+    table = deltalake.DeltaTable(root).to_pyarrow_table(partitions=[("dataset", "=", dataset)])
+    return table.drop(["dataset", "part"]).to_pydict()
+
+
+def described(columns: Columns) -> dict[str, list[float]]:
+    """Return the number of values and the sum of the finite values of each column that has a value."""
+    found = {}
+    for name, values in columns.items():
+        present = [number for number in map(_number, values) if number is not None]
+        if present:
+            found[name] = [len(present), math.fsum(present)]
+    return found
+
+
+def _number(value: Any) -> float | None:
+    """Return a number for `value`, the length of a text or list; None for null, NaN and infinities."""
+    if value is None:
+        return None
+    if isinstance(value, dt.datetime):  # NaT of pandas too, for which the result is NaN
+        number = (value.replace(tzinfo=dt.UTC) - _EPOCH) / dt.timedelta(microseconds=1)
+    elif hasattr(value, "__len__"):
+        number = len(value.decode() if isinstance(value, bytes) else value)
+    else:
+        number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def main(reader: str) -> None:
+    """Print the description of all datasets in the input as JSON."""
+    asked = json.load(sys.stdin)
+    found = {}
+    for dataset, files in asked["files"].items():
+        if reader == "delta_rs":
+            parts = [delta_rs(asked["root"], dataset)]
+        else:
+            parts = [READERS[reader](path) for path in files]
+        names = dict.fromkeys(name for part in parts for name in part)
+        found[dataset] = described({name: [one for part in parts for one in part.get(name, ())] for name in names})
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
