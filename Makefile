@@ -21,7 +21,7 @@ INDEX = $(BIN)/python -m pip config list | sed -n "s/^[^=]*[.]index-url='\(.*\)'
 UV = UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$($(INDEX))}" $(BIN)/python -m uv pip install --python $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-thorough test-all test-crashes soak test-examples test-frameworks test-frameworks-heavy test-gpu test-grafana test-prometheus-3 boards-check lint bench pictures generate clean
+.PHONY: help env demo test test-thorough test-all test-crashes soak test-examples test-frameworks test-frameworks-heavy test-gpu test-grafana test-prometheus-3 boards-check test-readers lint bench pictures generate clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -37,7 +37,7 @@ test: $(VENV)/.installed-dev ## run the tests (PYTEST="-k name" for some of them
 test-thorough: $(VENV)/.installed-dev ## the same with four times the examples of each property, and cases that take long
 	RANKSCOPE_THOROUGH=1 $(BIN)/python -m pytest $(SPREAD) $(PYTEST)
 
-test-all: test-thorough test-crashes soak test-examples test-frameworks $(if $(wildcard /dev/nvidia0),test-gpu) ## every suite, one after the other (hours)
+test-all: test-thorough test-crashes soak test-examples test-frameworks test-readers $(if $(wildcard /dev/nvidia0),test-gpu) ## every suite, one after the other (hours)
 
 test-crashes: $(VENV)/.installed-dev ## kill store and service at every call that changes the disk, let rivals race; needs gcc
 	RANKSCOPE_CRASHES=1 RANKSCOPE_REQUIRE_SERVERS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/storage/crashes \
@@ -66,6 +66,11 @@ test-gpu: $(VENV)/.installed-dev ## run the tests that need an NVIDIA GPU, then 
 test-prometheus-3: $(VENV)/.installed-dev ## remote write 2.0 of a real Prometheus 3, the program RANKSCOPE_PROMETHEUS_3
 	@test -n "$(RANKSCOPE_PROMETHEUS_3)" || { echo "set RANKSCOPE_PROMETHEUS_3 to the path of Prometheus 3"; exit 1; }
 	$(BIN)/python -m pytest tests/ingest/remote_read/test_with_prometheus.py -k "bit_identical" $(PYTEST)
+
+test-readers: $(VENV)/.installed-dev ## read a store with other readers and their oldest versions; writes the table of docs/readers.md
+	UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$($(INDEX))}" PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 \
+		$(BIN)/python tests/readers/make_matrix.py
+	RANKSCOPE_BIN="$(abspath $(BIN))" $(BIN)/python tests/data/field_operations/duckdb_1_4_reads_the_store.py || test $$? -eq 77
 
 test-grafana: $(VENV)/.installed-dev ## deploy to the Grafana server at RANKSCOPE_GRAFANA_URL, and delete all objects of Rankscope from it
 	@test -n "$(RANKSCOPE_GRAFANA_URL)" -a -n "$(RANKSCOPE_GRAFANA_TOKEN_FILE)" || \

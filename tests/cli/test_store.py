@@ -8,6 +8,8 @@ import shutil
 
 import pyarrow as pa
 import pytest
+from tests.storage.crashes.operations import append, silent
+from tests.storage.older_encoding import split_integers
 
 from rankscope.commands import main
 from rankscope_storage.api.store import Batch, Store
@@ -93,6 +95,21 @@ def test_compact_prints_the_number_of_files_and_rows(rankscope, in_flushes):
     assert done.stdout.startswith(f"{FLUSHES} files were merged into 1, {FLUSHES} rows, ")
     assert again.stdout.startswith("0 files were merged into 0, 0 rows, ")
     assert FLUSHES == rows_of(in_flushes, "scalars")
+
+
+def test_compact_rewrites_the_files_that_check_counts(rankscope, tmp_path):
+    with split_integers():
+        append(tmp_path / "old", silent, records=4, per_commit=2)
+    store = ("--store", str(tmp_path / "old"))
+    before, done, after = (
+        rankscope("store", *words.split(), *store) for words in ("check", "compact --rewrite", "check")
+    )
+
+    assert [0, 0, 0] == [each.returncode for each in (before, done, after)]
+    assert "note: older encoding: dataset=scalars/" in before.stdout
+    assert ": 4 files, " in before.stdout
+    assert "4 other files were rewritten with the current encoding" == done.stdout.splitlines()[-1]
+    assert "older encoding" not in after.stdout
 
 
 def test_second_concurrent_compaction_exits_with_1(in_flushes, monkeypatch, capsys):
