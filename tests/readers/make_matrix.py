@@ -38,7 +38,7 @@ _SECONDS: Final = 600
 class Reader:
     """A reader: its package, its versions in ascending order, and the function of `read_files` that calls it.
 
-    `reads` describes what is compared. `refused` are versions that are known not to read the store. `beside` are
+    `reads` describes the compared values. `refused` are versions that are known not to read the store. `beside` are
     further requirements of single versions, and `always` those of all versions.
     """
 
@@ -112,6 +112,7 @@ READERS: Final = (
         function="datafusion",
         reads=_FILES,
         versions=("34.0.0", "40.1.0", "55.0.0"),
+        refused=("34.0.0",),
         beside={"34.0.0": ("pyarrow==14.0.2", "numpy<2"), "40.1.0": ("pyarrow==14.0.2", "numpy<2")},
     ),
     Reader(
@@ -174,7 +175,7 @@ def _run(command: list[str], text: str = "") -> str:
 
 
 def read(python: Path | str, function: str, root: Path) -> dict[str, Any]:
-    """Return what `function` finds in the store at `root`, with the program `python`."""
+    """Return the values that `function` reads from the store at `root`, with the program `python`."""
     if function == "views":
         asked = json.dumps(list(queries().values()))
         return dict(json.loads(_run([str(python), str(HERE / "read_views.py"), str(root / FILE_NAME)], asked)))

@@ -81,8 +81,8 @@ def test_rewrite_merges_small_files_first(older, monkeypatch):
     assert ([], before) == (split_files(older), content(older))
 
 
-def test_rewrite_continues_beside_another_compaction(older, monkeypatch):
-    """Another process replaces the first file; the other five are rewritten, and the next call has nothing to do."""
+def test_rewrite_counts_files_that_another_compaction_replaced(older, monkeypatch):
+    """Another process merges all files while the command writes the first one. No row is lost or doubled."""
     rewrite = compaction._rewrite
 
     def first(root, merge, sync, now):
