@@ -54,6 +54,14 @@ def test_script_finds_files_with_any_run_name(store, writer, batch, run, monkeyp
     assert [(run, 3)] == plain(emit_views(store.root)).sql("SELECT run, count(*) FROM scalars GROUP BY run").fetchall()
 
 
+@pytest.mark.parametrize("version", ["v1.3.2", "v0.10.3"])
+def test_script_refuses_an_older_duckdb_with_one_sentence(store, version):
+    """`make test-readers` executes the script in such versions, and in 1.4."""
+    script = (store.root / FILE_NAME).read_text().replace("version()", f"'{version}'")
+    with pytest.raises(duckdb.Error, match=f"rankscope.sql needs DuckDB 1.4 or newer, and this is {version}$"):
+        plain(script)
+
+
 def test_script_has_curves_and_macros(store, writer, batch):
     writer.append(batch(range(10)))
     database = plain((store.root / FILE_NAME).read_text())
