@@ -6,22 +6,28 @@ both.
 
 from __future__ import annotations
 
+import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
 
 from rankscope_contract.security.tls import MakeContext
 from rankscope_ingest.base.config import ServiceSection, split_address
 from rankscope_ingest.base.errors import ServiceError
+from rankscope_ingest.network.connections import accepting
 
 _WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - a user may configure it, with a token
 
 
-async def bind(runner: web.AppRunner, section: ServiceSection, tls: MakeContext | None) -> str:
-    """Start to listen as configured, and return the URL under which ranks reach the service.
+@contextlib.asynccontextmanager
+async def serving(
+    application: web.Application, section: ServiceSection, tls: MakeContext | None, *, shutdown_seconds: float = 60.0
+) -> AsyncIterator[str]:
+    """Serve `application` as configured inside the block. The value is the URL under which ranks reach the service.
 
-    Raises ServiceError if the service cannot listen at the configured address.
+    `shutdown_seconds` is the time limit for requests that are being handled at the end of the block. Raises
+    ServiceError if the service cannot listen at the configured address.
     """
     try:
         listening = open_socket(section.listen)
@@ -29,9 +35,11 @@ async def bind(runner: web.AppRunner, section: ServiceSection, tls: MakeContext 
         raise ServiceError(
             f"cannot listen at {section.listen}: {error.strerror or error}. Set another address as [service] listen"
         ) from error
-    await web.SockSite(runner, listening, ssl_context=None if tls is None else tls()).start()
     scheme = "http" if tls is None else "https"
-    return f"{scheme}://{advertised(section, int(listening.getsockname()[1]))}"
+    url = f"{scheme}://{advertised(section, int(listening.getsockname()[1]))}"
+    context = None if tls is None else tls()
+    async with accepting(application, listening, context, shutdown_seconds=shutdown_seconds):
+        yield url
 
 
 def open_socket(listen: str) -> socket.socket:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from rankscope_ingest.base.config import ServiceConfig
+from rankscope_ingest.base.file_limit import raise_file_limit
 from rankscope_ingest.base.memory import tune_allocator, unfreeze_gc
 from rankscope_ingest.base.stop_event import stop_on_signals
 from rankscope_ingest.base.tls import client_tls, server_tls
@@ -40,6 +41,7 @@ async def run(
     """
     stop = stop or asyncio.Event()
     tune_allocator()
+    raise_file_limit()
     try:
         # Parts that can reject the configuration come first: an invalid file must not create a store.
         notifiers = _notifiers(config)

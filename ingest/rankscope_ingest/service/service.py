@@ -9,8 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from aiohttp import web
-
 from rankscope_contract.metrics.catalogue import NOTIFICATIONS
 from rankscope_contract.security.tls import Reloading
 from rankscope_ingest.base import memory, tls
@@ -23,7 +21,7 @@ from rankscope_ingest.detect.stall_handler import StallHandler
 from rankscope_ingest.http.pages import Pages
 from rankscope_ingest.http.routes import alarms, make_application
 from rankscope_ingest.network.auth import own_names
-from rankscope_ingest.network.sockets import bind
+from rankscope_ingest.network.sockets import serving
 from rankscope_ingest.notify.announcer import Announcer
 from rankscope_ingest.notify.notifiers import Notifier
 from rankscope_ingest.pipeline.batcher import PendingBatch
@@ -245,14 +243,8 @@ class Service:
         section = self._config.service
         names = own_names(section)
         application = make_application(self._api, self._pages, self._config.token, names, is_guarded=section.is_guarded)
-        # With decompression, aiohttp itself would respond to unknown compressions, and log a traceback per request.
-        runner = web.AppRunner(application, access_log=None, handle_signals=False, auto_decompress=False)
-        await runner.setup()
-        try:
-            self._api.url = await bind(runner, self._config.service, self._tls)
+        async with serving(application, section, self._tls) as self._api.url:
             yield
-        finally:
-            await runner.cleanup()
 
 
 async def _results(task: str, works: Iterable[Awaitable[T]]) -> list[T]:

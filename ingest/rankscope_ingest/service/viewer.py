@@ -13,7 +13,7 @@ from rankscope_ingest.base.config_file import load_config
 from rankscope_ingest.http.pages import Pages
 from rankscope_ingest.http.routes import errors_as_text
 from rankscope_ingest.network.auth import own_names, refuse_web_pages, token_guard
-from rankscope_ingest.network.sockets import bind
+from rankscope_ingest.network.sockets import serving
 from rankscope_view.site import Site
 
 
@@ -32,10 +32,6 @@ async def serve_pages(
     guards = [errors_as_text, token_guard(config.token), refuse_web_pages(own_names(section))]
     application = web.Application(middlewares=guards)
     Pages(Site(store)).add_to(application)
-    runner = web.AppRunner(application, access_log=None, handle_signals=False, shutdown_timeout=1.0)
-    await runner.setup()
-    try:
-        on_ready(await bind(runner, section, None))
+    async with serving(application, section, None, shutdown_seconds=1.0) as url:
+        on_ready(url)
         await asyncio.Event().wait()
-    finally:
-        await runner.cleanup()

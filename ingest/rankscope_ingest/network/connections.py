@@ -1,0 +1,348 @@
+"""Accept the connections of the service, close those with an incomplete request, and keep files free for the store.
+
+A client that sends half a request and then nothing would otherwise occupy an open file of the process for ever. Time
+counts while a request arrives, and never while an answer is under way: event streams and long exports have no limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from aiohttp import web
+from aiohttp.abc import AbstractAccessLogger
+
+from rankscope_ingest.base.background import cancel
+from rankscope_ingest.base.file_limit import file_limit
+
+log = logging.getLogger(__name__)
+
+_MOST_CONNECTIONS: Final = 4096
+"""Maximum number of connections, however many files the process can open: each takes about 20 KB of memory."""
+
+_LOG_SECONDS: Final = 60.0
+_RETRY_SECONDS: Final = 0.2
+"""Time in seconds until the next attempt after a connection could not be accepted."""
+
+_LATE: Final = b"the request did not arrive in time"
+_FULL: Final = b"too many connections"
+
+
+def _most_connections() -> int:
+    """Return half of the files that the process can open. The other half is for the store and the polls of ranks."""
+    return min(_MOST_CONNECTIONS, file_limit() // 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits of the connections of one server; times are in seconds."""
+
+    head_seconds: float = 10.0
+    """From the first byte of a request to the end of its head; also for a TLS handshake."""
+    body_seconds: float = 30.0
+    """From one read of a body to the next."""
+    sweep_seconds: float = 1.0
+    """Interval at which connections that exceed their time limit are closed."""
+    most: int = field(default_factory=_most_connections)
+    """Maximum number of connections."""
+
+
+class _Phase(enum.Enum):
+    NEW = enum.auto()
+    """No byte of a request has arrived, or the TLS handshake is not complete."""
+    HEAD = enum.auto()
+    BODY = enum.auto()
+    """The request is being handled, but its body is not complete."""
+    ANSWER = enum.auto()
+    IDLE = enum.auto()
+    """The last request is answered, and the next one has not begun."""
+
+
+_ORDER: Final = {_Phase.IDLE: 0, _Phase.NEW: 1, _Phase.HEAD: 1, _Phase.BODY: 1}
+"""Order in which connections are closed to make room for others. One with an answer under way is not closed."""
+
+
+class Connection(asyncio.Protocol):
+    """One connection: passes all events to the protocol of aiohttp, and knows which part of a request it waits for."""
+
+    def __init__(self, inner: asyncio.Protocol, on_lost: Callable[[Connection], None]) -> None:
+        self._inner = inner
+        self._on_lost = on_lost
+        self._transport: asyncio.Transport | None = None
+        self._request: web.BaseRequest | None = None
+        self._phase = _Phase.NEW
+        self._since = time.monotonic()
+        self.opening: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Store the transport. With TLS, the handshake is complete."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._enter(_Phase.NEW)
+        self._inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Start the time limit of a head with its first byte, and that of a body again with each part."""
+        if self._phase in (_Phase.NEW, _Phase.IDLE):
+            self._enter(_Phase.HEAD)
+        elif self._phase is _Phase.BODY:
+            self._since = time.monotonic()
+        self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        """Pass the end of the client's data on."""
+        return self._inner.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Report the end of the connection."""
+        self._on_lost(self)
+        self._inner.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Pass on that the client reads slowly."""
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        """Pass on that the client has read."""
+        self._inner.resume_writing()
+
+    def on_head(self, request: web.BaseRequest) -> None:
+        """Note that the head of `request` is complete, and that its handler runs."""
+        self._request = request
+        self._enter(_Phase.ANSWER if request.content.is_eof() else _Phase.BODY)
+
+    def on_answer(self) -> None:
+        """Note that the handler has begun to answer."""
+        self._enter(_Phase.ANSWER)
+
+    def on_answered(self) -> None:
+        """Note that the answer is complete."""
+        self._request = None
+        self._enter(_Phase.IDLE)
+
+    @property
+    def is_opening(self) -> bool:
+        """Return whether the TLS handshake is not complete."""
+        return self._transport is None
+
+    def rank(self) -> tuple[int, float] | None:
+        """Return the order in which this connection is closed to make room; None if it is not closed for that."""
+        self._look()
+        if self._phase is _Phase.IDLE and self._transport is not None and self._transport.get_write_buffer_size():
+            return None  # the last bytes of an answer
+        return None if self._phase is _Phase.ANSWER else (_ORDER[self._phase], self._since)
+
+    def is_overdue(self, now: float, limits: Limits) -> bool:
+        """Return whether the client has exceeded a time limit at `now`."""
+        self._look()
+        seconds = {_Phase.HEAD: limits.head_seconds, _Phase.BODY: limits.body_seconds}.get(self._phase)
+        return seconds is not None and now - self._since > seconds
+
+    def close(self, *, is_late: bool = False) -> None:
+        """Close the connection now. If `is_late`, send status 408 first."""
+        if self._transport is None:
+            if self.opening is not None:
+                self.opening.cancel()
+            return
+        if is_late and not self._transport.get_write_buffer_size():
+            self._transport.write(_raw_answer(b"408 Request Timeout", _LATE))
+        self._transport.abort()  # close() would wait until a TLS client confirms
+
+    def _enter(self, phase: _Phase) -> None:
+        self._phase, self._since = phase, time.monotonic()
+
+    def _look(self) -> None:
+        """Update the phase of a body: it can be complete, or the handler does not read it at present."""
+        if self._phase is not _Phase.BODY or self._request is None or self._transport is None:
+            return
+        if self._request.content.is_eof():
+            self._enter(_Phase.ANSWER)
+        elif not self._transport.is_reading():
+            self._since = time.monotonic()
+
+
+class _Connections:
+    """All connections of one listening socket."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        protocol: Callable[[], asyncio.Protocol],
+        tls: ssl.SSLContext | None,
+        limits: Limits,
+    ) -> None:
+        self._socket = listening
+        self._protocol = protocol
+        self._tls = tls
+        self._limits = limits
+        self._open: set[Connection] = set()
+        self._next_log = 0.0
+
+    async def accept(self) -> None:
+        """Accept connections until the task is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(self._socket)
+            except OSError as error:
+                self._make_room()
+                self._log(f"a connection cannot be accepted, retrying in {_RETRY_SECONDS:g} s: {error}")
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            if len(self._open) < self._limits.most or self._make_room():
+                self._begin(accepted)
+            else:
+                self._log(f"new connections are refused: {len(self._open)} connections have an answer under way")
+                _refuse(accepted, is_clear=self._tls is None)
+            await asyncio.sleep(0)  # other tasks run, and closed connections are released
+
+    async def sweep(self) -> None:
+        """Close connections that exceed a time limit, until the task is cancelled."""
+        while True:
+            await asyncio.sleep(self._limits.sweep_seconds)
+            now = time.monotonic()
+            for connection in [found for found in self._open if found.is_overdue(now, self._limits)]:
+                self._close(connection, is_late=True)
+
+    def end_handshakes(self) -> None:
+        """Close the connections that aiohttp does not have yet, because their TLS handshake is not complete."""
+        for connection in [found for found in self._open if found.is_opening]:
+            self._close(connection)
+
+    def _begin(self, accepted: socket.socket) -> None:
+        connection = Connection(self._protocol(), self._open.discard)
+        self._open.add(connection)
+        connection.opening = asyncio.create_task(self._start(accepted, connection))
+
+        def release(opening: asyncio.Task[None]) -> None:
+            if opening.cancelled():  # perhaps before it began, so that nothing else closes the socket
+                accepted.close()
+
+        connection.opening.add_done_callback(release)
+
+    async def _start(self, accepted: socket.socket, connection: Connection) -> None:
+        seconds = None if self._tls is None else self._limits.head_seconds
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: connection, accepted, ssl=self._tls, ssl_handshake_timeout=seconds
+            )
+        except OSError as error:
+            log.debug("a client ended the TLS handshake: %s", error)
+            self._open.discard(connection)
+
+    def _make_room(self) -> bool:
+        """Close one connection without an answer under way; return False if there is none."""
+        ranked = [(rank, id(found), found) for found in self._open if (rank := found.rank()) is not None]
+        if not ranked:
+            return False
+        if len(self._open) >= self._limits.most:
+            self._log(
+                f"{len(self._open)} connections are open, the maximum for {file_limit()} files: idle connections and "
+                "incomplete requests are closed. Raise the limit of open files (ulimit -n) if this is the usual load"
+            )
+        self._close(min(ranked)[-1])
+        return True
+
+    def _close(self, connection: Connection, *, is_late: bool = False) -> None:
+        self._open.discard(connection)
+        connection.close(is_late=is_late)
+
+    def _log(self, text: str) -> None:
+        """Log a warning, at most one a minute."""
+        now = time.monotonic()
+        if now >= self._next_log:
+            self._next_log = now + _LOG_SECONDS
+            log.warning("%s", text)
+
+
+class _AnswerEnds(AbstractAccessLogger):
+    """Receives each complete answer from aiohttp. It writes no log."""
+
+    def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:  # noqa: ARG002 - the base class' signature
+        """Note that an answer is complete."""
+        if (connection := _connection(request)) is not None:
+            connection.on_answered()
+
+
+@contextlib.asynccontextmanager
+async def accepting(
+    application: web.Application,
+    listening: socket.socket,
+    tls: ssl.SSLContext | None,
+    *,
+    limits: Limits | None = None,
+    shutdown_seconds: float = 60.0,
+) -> AsyncIterator[None]:
+    """Serve `application` on a listening socket inside the block, and close the socket at its end.
+
+    `shutdown_seconds` is the time limit for requests that are being handled at the end.
+    """
+    application.middlewares.insert(0, _note_head)
+    application.on_response_prepare.append(_note_answer)
+    runner = web.AppRunner(
+        application,
+        access_log=log,
+        access_log_class=_AnswerEnds,
+        handle_signals=False,
+        auto_decompress=False,  # aiohttp would respond to unknown compressions, and log a traceback per request
+        shutdown_timeout=shutdown_seconds,
+    )
+    await runner.setup()
+    assert runner.server is not None
+    listening.setblocking(False)
+    connections = _Connections(listening, runner.server, tls, limits or Limits())
+    tasks = [asyncio.create_task(connections.accept()), asyncio.create_task(connections.sweep())]
+    try:
+        yield
+    finally:
+        await cancel(tasks)
+        listening.close()
+        connections.end_handshakes()
+        await runner.cleanup()
+
+
+@web.middleware
+async def _note_head(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    if (connection := _connection(request)) is not None:
+        connection.on_head(request)
+    try:
+        return await handler(request)
+    except ConnectionError:
+        if request.transport is not None and not request.transport.is_closing():
+            raise
+        return web.Response()  # it is not sent; aiohttp would log a traceback for each lost connection
+
+
+async def _note_answer(request: web.BaseRequest, _: web.StreamResponse) -> None:
+    if (connection := _connection(request)) is not None:
+        connection.on_answer()
+
+
+def _connection(request: web.BaseRequest) -> Connection | None:
+    protocol = None if request.transport is None else request.transport.get_protocol()
+    return protocol if isinstance(protocol, Connection) else None
+
+
+def _raw_answer(status: bytes, text: bytes) -> bytes:
+    return (
+        b"HTTP/1.1 " + status + b"\r\nContent-Type: text/plain; charset=utf-8\r\nRetry-After: 1\r\n"
+        b"Connection: close\r\nContent-Length: " + str(len(text)).encode() + b"\r\n\r\n" + text
+    )
+
+
+def _refuse(accepted: socket.socket, *, is_clear: bool) -> None:
+    """Close an accepted connection with status 503. With TLS it is only closed: an answer would need a handshake."""
+    with accepted, contextlib.suppress(OSError):
+        if is_clear:
+            accepted.send(_raw_answer(b"503 Service Unavailable", _FULL))
+            accepted.recv(65_536)  # with an unread request, close() would reset the connection

@@ -1,0 +1,253 @@
+"""Half-open, idle and slow connections of the service: time limits, the maximum number, and answers under way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import logging
+import resource
+import ssl
+
+import pytest
+from aiohttp import web
+
+from rankscope_contract.security.tls import server_context
+from rankscope_contract.security.web_config import TlsServer
+from rankscope_ingest.base import file_limit
+from rankscope_ingest.network import connections
+from rankscope_ingest.network.connections import Limits, accepting
+from rankscope_ingest.network.sockets import open_socket
+
+GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+HALF_OPEN = {
+    "no byte": b"",
+    "half a head": b"GET / HTTP/1.1\r\nX-A: ",
+    "half a body": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nabc",
+    "a GET without its body": b"GET /wait HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n",
+    "half a chunk": b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n9\r\nabc",
+}
+FAST = Limits(head_seconds=0.1, body_seconds=0.1, sweep_seconds=0.02, most=8)
+
+
+class Server:
+    """An application with a plain answer, one that takes until `go_on` is set, and a stream without an end."""
+
+    def __init__(self):
+        self.go_on = asyncio.Event()
+        self.clients = []  # asyncio closes a connection of which no writer exists
+        self.application = web.Application()
+        self.application.add_routes(
+            [
+                web.get("/", self.echo),
+                web.post("/", self.echo),
+                web.get("/wait", self.wait),
+                web.post("/wait", self.wait),
+                web.get("/stream", self.stream),
+            ]
+        )
+
+    @contextlib.asynccontextmanager
+    async def running(self, limits, tls=None):
+        listening = open_socket("127.0.0.1:0")
+        self.port = listening.getsockname()[1]
+        async with (
+            accepting(self.application, listening, tls, limits=limits, shutdown_seconds=0.1),
+            asyncio.timeout(20),
+        ):
+            yield self
+
+    async def echo(self, request):
+        return web.Response(body=b"got " + await request.read())
+
+    async def wait(self, request):
+        await self.go_on.wait()
+        return await self.echo(request)
+
+    async def stream(self, request):
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        await answer.write(b"data: 1\n\n")
+        await self.go_on.wait()
+        await answer.write(b"data: 2\n\n")
+        return answer
+
+    async def begin(self, data=b""):
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        self.clients.append(writer)
+        writer.write(data)
+        return reader, writer
+
+    async def get(self):
+        """Return the whole answer to a request on a new connection."""
+        reader, _ = await self.begin(GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        return await reader.read()
+
+
+@pytest.mark.parametrize("part", [name for name in HALF_OPEN if name != "no byte"])
+async def test_incomplete_request_is_closed_with_408(part, caplog):
+    async with Server().running(FAST) as server:
+        reader, _ = await server.begin(HALF_OPEN[part])
+        answer = await reader.read()
+
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert [] == [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+async def test_head_that_arrives_in_single_bytes_is_closed():
+    async with Server().running(FAST) as server:
+        reader, writer = await server.begin(HALF_OPEN["half a head"])
+        closed = asyncio.create_task(reader.readline())
+        while not closed.done():
+            writer.write(b"E")
+            await asyncio.sleep(0.02)
+
+    assert closed.result().startswith(b"HTTP/1.1 408 ")
+
+
+async def test_body_that_arrives_in_parts_has_time():
+    limits = Limits(head_seconds=0.05, body_seconds=30.0, sweep_seconds=0.01)
+    async with Server().running(limits) as server:
+        reader, writer = await server.begin(HALF_OPEN["half a body"])
+        await asyncio.sleep(0.2)
+        writer.write(b"defghi")
+        answer = await reader.readuntil(b"got abcdefghi")
+
+    assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+async def test_idle_connection_and_answers_have_no_time_limit():
+    async with Server().running(FAST) as server:
+        idle, idle_writer = await server.begin(GET)
+        await idle.readuntil(b"got ")
+        slow, _ = await server.begin(GET.replace(b"/ ", b"/wait "))
+        stream, _ = await server.begin(GET.replace(b"/ ", b"/stream "))
+        await stream.readuntil(b"data: 1\n\n")
+        await asyncio.sleep(0.3)
+        idle_writer.write(GET)
+        server.go_on.set()
+
+        assert (await idle.readuntil(b"got ")).startswith(b"HTTP/1.1 200 ")
+        assert (await slow.readuntil(b"got ")).startswith(b"HTTP/1.1 200 ")
+        assert (await stream.readuntil(b"data: 2\n\n")).endswith(b"data: 2\n\n")
+
+
+async def test_body_that_the_handler_does_not_read_has_no_time_limit():
+    size = 16 << 20
+    server = Server()
+    server.application = web.Application(client_max_size=2 * size)
+    server.application.add_routes([web.post("/wait", server.wait)])
+    async with server.running(FAST):
+        reader, writer = await server.begin(b"POST /wait HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % size)
+        writer.write(bytes(size))
+        await asyncio.sleep(0.3)
+        server.go_on.set()
+        head = await reader.readuntil(b"\r\n\r\n")
+
+    assert head.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("part", HALF_OPEN)
+async def test_others_are_answered_while_all_places_are_half_open(part, caplog):
+    limits = Limits(most=8)
+    async with Server().running(limits) as server:
+        held = [await server.begin(HALF_OPEN[part]) for _ in range(30)]
+        answers = [await server.get() for _ in range(3)]
+        closed = [reader for reader, _ in held if reader.at_eof()]
+
+    assert [b"200"] * 3 == [answer.split()[1] for answer in answers]
+    assert 22 <= len(closed)
+    assert 1 == sum("connections are open" in record.message for record in caplog.records)
+
+
+async def test_idle_connections_are_closed_first_and_oldest_first():
+    limits = Limits(most=3)
+    async with Server().running(limits) as server:
+        half_open, _ = await server.begin(HALF_OPEN["half a head"])
+        await asyncio.sleep(0.01)
+        old, _ = await server.begin(GET)
+        await old.readuntil(b"got ")
+        young, young_writer = await server.begin(GET)
+        await young.readuntil(b"got ")
+        await server.get()
+        assert b"" == await old.read()
+        young_writer.write(GET)
+
+        assert (await young.readuntil(b"got ")).startswith(b"HTTP/1.1 200 ")
+        assert not half_open.at_eof()
+
+
+async def test_connection_is_refused_if_all_have_an_answer_under_way(caplog):
+    limits = Limits(most=2)
+    async with Server().running(limits) as server:
+        streams = [(await server.begin(GET.replace(b"/ ", b"/stream ")))[0] for _ in range(2)]
+        for stream in streams:
+            await stream.readuntil(b"data: 1\n\n")
+        refused, _ = await server.begin()
+        answer = await refused.read()
+        server.go_on.set()
+
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert [b"data: 2\n\n"] * 2 == [(await stream.readuntil(b"data: 2\n\n"))[-9:] for stream in streams]
+    assert "new connections are refused" in caplog.text
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+async def test_half_of_a_tls_handshake_is_closed(certificates, is_full):
+    tls = server_context(TlsServer(cert_file=certificates.cert("server"), key_file=certificates.key("server")))
+    limits = Limits(most=3) if is_full else dataclasses.replace(FAST, head_seconds=0.3)
+    trusted = ssl.create_default_context(cafile=certificates.ca)
+    async with Server().running(limits, tls) as server:
+        held = [await server.begin(b"\x16\x03\x01") for _ in range(9)]
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port, ssl=trusted)
+        writer.write(GET)
+        answer = await reader.readuntil(b"got ")
+        closed = [await reader.read() for reader, _ in held[: 7 if is_full else 9]]
+
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert {b""} == set(closed)
+
+
+async def test_failed_accepts_are_logged_once_a_minute(monkeypatch, caplog):
+    failures = iter(range(20))
+    loop = asyncio.get_running_loop()
+    accept = loop.sock_accept
+
+    async def failing(listening):
+        if next(failures, None) is not None:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return await accept(listening)
+
+    monkeypatch.setattr(loop, "sock_accept", failing)
+    monkeypatch.setattr(connections, "_RETRY_SECONDS", 0.001)
+    async with Server().running(Limits()) as server:
+        answer = await server.get()
+
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert 1 == sum("cannot be accepted" in record.message for record in caplog.records)
+
+
+def test_connections_leave_half_of_the_files_to_the_store(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+
+    assert 128 == Limits().most
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((256, 4096), (4096, 4096)),
+        ((1024, resource.RLIM_INFINITY), (65_536, resource.RLIM_INFINITY)),
+        ((256, 256), None),
+        ((100_000, 1 << 20), None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+    ],
+)
+def test_soft_limit_of_files_is_raised_to_the_hard_limit(monkeypatch, before, after):
+    found = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: before)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: found.append(limits))
+    file_limit.raise_file_limit()
+
+    assert ([] if after is None else [after]) == found
