@@ -9,7 +9,9 @@ from __future__ import annotations
 import errno
 import functools
 import http.server
+import io
 import logging
+import math
 import os
 import socket
 import socketserver
@@ -42,11 +44,15 @@ from rankscope_exporter.serving.config import ServeConfig, server_tls
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 32
+HEAD_SECONDS: Final = 10.0
+"""Time limit in seconds from the first byte of a request to the end of its head."""
 CLIENT_SECONDS: Final = 30.0
-"""Time limit in seconds for a client to send a complete request.
+"""Time limit in seconds for a client to send its next request, or the next part of a body.
 
-The same limit applies to receiving the complete answer.
+The same limit applies to receiving the next part of an answer.
 """
+_PART_BYTES: Final = 1 << 20
+"""Size in bytes of the parts of an answer to which the time limit applies."""
 _SWEEP_SECONDS: Final = 0.5
 _MOST_WARNINGS: Final = 100
 """Maximum number of distinct TLS handshake failures that are logged as warnings.
@@ -109,17 +115,19 @@ class HttpServer(socketserver.ThreadingTCPServer):
         meter: CpuMeter,
         tls: MakeContext | None = None,
         max_connections: int = MAX_CONNECTIONS,
+        head_seconds: float = HEAD_SECONDS,
         client_seconds: float = CLIENT_SECONDS,
     ) -> None:
         self.application = application
         self.meter = meter
+        self.head_seconds = head_seconds
         self.client_seconds = client_seconds
         self._on_fault = on_fault
         self._tls = tls
         self._warned: set[str] = set()
         self._max_connections = max_connections
         self._lock = threading.Lock()
-        self._since: dict[socket.socket, float] = {}  # connection -> start of its current request or answer
+        self._deadlines: dict[socket.socket, float] = {}  # monotonic time at which a connection is closed
         self._thread: threading.Thread | None = None
         self.address_family, sockaddr = resolve(address)
         try:
@@ -180,31 +188,35 @@ class HttpServer(socketserver.ThreadingTCPServer):
             self._thread.join(timeout=2.0)
         self.server_close()
         with self._lock:
-            connections = list(self._since)
+            connections = list(self._deadlines)
         for connection in connections:
             hang_up(connection)
 
     def abandon(self) -> None:
         """Close the inherited descriptors in a forked child, without sending anything to the clients. Takes no lock."""
-        for connection in (self.socket, *self._since):
+        for connection in (self.socket, *self._deadlines):
             descriptor = connection.detach()
             if descriptor >= 0:
                 os.close(descriptor)
 
-    def touch(self, connection: socket.socket) -> None:
-        """Restart the time limit of a client connection, for example when a new request begins."""
+    def touch(self, connection: socket.socket, seconds: float | None = None) -> None:
+        """Restart the time limit of a client connection, for example when a new request begins.
+
+        The limit is `seconds`, or `client_seconds` if it is None.
+        """
         with self._lock:
-            if connection in self._since:
-                self._since[connection] = time.monotonic()
+            if connection in self._deadlines:
+                limit = self.client_seconds if seconds is None else seconds
+                self._deadlines[connection] = time.monotonic() + limit
 
     def service_actions(self) -> None:
         """Close connections that have exceeded their time limit.
 
         A socket timeout is not enough: it restarts with each received byte.
         """
-        oldest = time.monotonic() - self.client_seconds
+        now = time.monotonic()
         with self._lock:
-            overdue = [connection for connection, since in self._since.items() if since < oldest]
+            overdue = [connection for connection, deadline in self._deadlines.items() if deadline < now]
         for connection in overdue:
             hang_up(connection)
         self.meter.lap("http")
@@ -212,8 +224,8 @@ class HttpServer(socketserver.ThreadingTCPServer):
     def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002 - the base class' signature
         """Return whether the connection is accepted; answer 429 if the maximum number of connections is open."""
         with self._lock:
-            if len(self._since) < self._max_connections:
-                self._since[request] = time.monotonic()
+            if len(self._deadlines) < self._max_connections:
+                self._deadlines[request] = time.monotonic() + self.client_seconds
                 return True
         refuse(request)
         return False
@@ -221,7 +233,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
     def shutdown_request(self, request: Any) -> None:
         """Close a connection and stop measuring its time limit."""
         with self._lock:
-            self._since.pop(request, None)
+            self._deadlines.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - the base class' signature
@@ -261,12 +273,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             raise
 
     def handle_one_request(self) -> None:
+        assert isinstance(self.rfile, io.BufferedReader)
+        self.rfile.peek(1)  # waits for the first byte
+        self.server.touch(self.connection, self.server.head_seconds)
         super().handle_one_request()
         self.server.meter.lap("http")
 
     def parse_request(self) -> bool:
+        is_valid = super().parse_request()
         self.server.touch(self.connection)
-        if not super().parse_request():
+        if not is_valid:
             return False
         if self.request_version == "HTTP/0.9":
             self.send_error(HTTPStatus.BAD_REQUEST, "the request is not HTTP/1.1")
@@ -293,6 +309,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         headers = {name.lower(): value for name, value in self.headers.items()}
         request = Request(urllib.parse.unquote(target.path), query, headers, self.command, body)
+        self.server.touch(self.connection, math.inf)
         self._send(self.server.application(request))
 
     def _read_body(self) -> bytes | None:
@@ -302,7 +319,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """
         length = self.headers.get("Content-Length", "0")
         size = int(length) if length.isdecimal() else REQUEST_BODY_READ + 1
-        body = self.rfile.read(min(size, REQUEST_BODY_READ)) if length.isdecimal() else b""
+        wanted = min(size, REQUEST_BODY_READ) if length.isdecimal() else 0
+        body = b""
+        while len(body) < wanted and (part := self.rfile.read1(wanted - len(body))):
+            body += part
+            self.server.touch(self.connection)
         self.close_connection = True  # otherwise the unread rest would be read as the next request
         return body if size <= REQUEST_BODY_READ and "Transfer-Encoding" not in self.headers else None
 
@@ -313,6 +334,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._send(Answer.text(code, message or HTTPStatus(code).phrase))
 
     def _send(self, answer: Answer) -> None:
+        self.server.touch(self.connection)
         pieces = [memoryview(piece).cast("B") for piece in answer.pieces]
         self.send_response(answer.status)
         for name, value in answer.headers.items():
@@ -325,7 +347,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD" and answer.status != HTTPStatus.NO_CONTENT:
             for piece in pieces:
-                self.wfile.write(piece)
+                for start in range(0, len(piece), _PART_BYTES):
+                    self.wfile.write(piece[start : start + _PART_BYTES])
+                    self.server.touch(self.connection)
         self.server.touch(self.connection)
 
     def version_string(self) -> str:

@@ -6,10 +6,12 @@ import contextlib
 import http.client
 import socket
 import threading
+import time
 
 import pytest
 
 from rankscope_exporter.process.threads import CpuMeter
+from rankscope_exporter.serving import http_server
 from rankscope_exporter.serving.config import Address, ServeError
 from rankscope_exporter.serving.http_server import Answer, HttpServer
 
@@ -145,7 +147,7 @@ def test_disconnected_client_is_not_a_fault(new_server, until, capfd):
     begun.wait(10)
     client.close()
     go_on.set()
-    until(lambda: not server._since)
+    until(lambda: not server._deadlines)
 
     assert [] == server.faults
     assert ("", "") == capfd.readouterr()
@@ -157,24 +159,43 @@ def test_silent_client_is_disconnected(new_server):
 
 
 def test_slow_client_is_disconnected(new_server, until):
-    """Each byte would restart a socket timeout; the limit applies to the whole request."""
-    server = new_server(client_seconds=0.3)
+    """Each byte would restart a socket timeout; the limit applies to the whole head."""
+    server = new_server(head_seconds=0.3)
     with _connect(server) as client:
 
         def drip():
             with contextlib.suppress(OSError):
                 client.sendall(b"G")
-            return not server._since
+            return not server._deadlines
 
         until(drip)
+
+
+def test_half_a_body_is_disconnected(new_server):
+    server = new_server(client_seconds=0.3)
+
+    assert b"" == _say(server, b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\nabc")
+
+
+def test_slow_body_and_slow_answer_have_no_limit_in_total(new_server, monkeypatch):
+    monkeypatch.setattr(http_server, "_SWEEP_SECONDS", 0.05)
+    server = new_server(lambda request: time.sleep(0.8) or Answer(200, (request.body,)), client_seconds=0.6)
+    with _connect(server) as client:
+        client.sendall(b"POST / HTTP/1.1\r\nContent-Length: 4\r\nConnection: close\r\n\r\n")
+        for byte in (b"a", b"b", b"c", b"d"):
+            time.sleep(0.2)
+            client.sendall(byte)
+        answer = _read_all(client)
+
+    assert answer.endswith(b"\r\n\r\nabcd")
 
 
 def test_client_that_does_not_read_is_disconnected(new_server, until):
     server = new_server(lambda _: Answer(200, (b"x" * 50_000_000,)), client_seconds=0.3)
     with _connect(server) as client:
         client.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        until(lambda: server._since)
-        until(lambda: not server._since)
+        until(lambda: server._deadlines)
+        until(lambda: not server._deadlines)
 
     assert [] == server.faults
 
@@ -182,13 +203,13 @@ def test_client_that_does_not_read_is_disconnected(new_server, until):
 def test_connection_above_the_limit_gets_429(new_server, until):
     server = new_server(max_connections=2)
     with _connect(server), _connect(server):
-        until(lambda: len(server._since) == 2)
+        until(lambda: len(server._deadlines) == 2)
         refused = _say(server, b"GET / HTTP/1.1\r\n\r\n")
 
     assert refused.startswith(b"HTTP/1.1 429")
     assert b"\r\nRetry-After: 1\r\n" in refused
 
-    until(lambda: not server._since)
+    until(lambda: not server._deadlines)
 
     assert b"200" in _say(server, b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
 

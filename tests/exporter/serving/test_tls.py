@@ -94,7 +94,7 @@ def test_client_that_does_not_trust_the_rank_is_logged_once(new_server, certific
     for _ in range(3):
         with pytest.raises(ssl.SSLCertVerificationError):
             asked(server, client_context(certificates.other_ca, None, None))
-    until(lambda: not server._since)
+    until(lambda: not server._deadlines)
 
     assert ["TLS handshake with 127.0.0.1 failed: it does not trust our certificate: set its ca_file to our CA"] == [
         record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
@@ -115,10 +115,10 @@ def test_clients_that_stall_in_the_handshake_block_no_other(new_server, trusting
         clients = [stalled.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(5)]
         for client in clients[2:]:
             client.sendall(b"\x16\x03\x01\x02\x00\x01")
-        until(lambda: len(server._since) == 5)
+        until(lambda: len(server._deadlines) == 5)
         assert b"/hello\n" == asked(server, trusting)
-        still_there = len(server._since)
-        until(lambda: not server._since)
+        still_there = len(server._deadlines)
+        until(lambda: not server._deadlines)
 
     assert still_there >= len(clients)  # the answer did not wait for their timeouts
 
@@ -126,10 +126,10 @@ def test_clients_that_stall_in_the_handshake_block_no_other(new_server, trusting
 def test_connections_above_the_limit_close_without_handshake(new_server, trusting, until):
     server = new_server(limits={"max_connections": 1})
     with socket.create_connection(("127.0.0.1", server.port)):
-        until(lambda: len(server._since) == 1)
+        until(lambda: len(server._deadlines) == 1)
         with pytest.raises(OSError):
             asked(server, trusting)
-    until(lambda: not server._since)
+    until(lambda: not server._deadlines)
 
     assert b"/hello\n" == asked(server, trusting)
 
