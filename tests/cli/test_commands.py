@@ -16,6 +16,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from rankscope.__main__ import open_closed_streams
 from rankscope.commands import subcommands
 from rankscope_storage.connection import connect
 
@@ -146,6 +147,47 @@ def test_closed_pipe_is_not_an_error(sample_store):
 
     assert "range\n0\n" == done.stdout
     assert "" == done.stderr
+
+
+def test_closed_standard_streams_are_not_an_error(sample_store, tmp_path):
+    command = f"cd {tmp_path}; {sys.executable} -m rankscope runs --store {sample_store} >&- 2>&- <&-"
+    closed = subprocess.run(["bash", "-c", command], check=False)
+
+    assert 0 == closed.returncode
+
+
+@pytest.mark.parametrize("closed", ["stdin", "stdout", "stderr"])
+def test_a_closed_stream_is_replaced_by_the_null_device(monkeypatch, closed):
+    monkeypatch.setattr(sys, closed, None)
+    open_closed_streams()
+
+    assert os.devnull == getattr(sys, closed).name
+    assert os.get_inheritable(getattr(sys, closed).fileno())
+
+
+@pytest.fixture
+def removed_folder(monkeypatch, tmp_path):
+    """Make a folder that does not exist any more the working directory."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+
+
+@pytest.mark.usefixtures("removed_folder")
+def test_store_with_a_full_path_is_read_in_a_removed_folder(in_process, sample_store):
+    read = in_process("sql", "--store", sample_store, "--format", "csv", "select 3 as found from runs limit 1")
+
+    assert (0, "found\n3\n") == (read.returncode, read.stdout)
+
+
+@pytest.mark.usefixtures("removed_folder")
+@pytest.mark.parametrize("command", [("sql", "--store", "history", "select 1"), ("runs", "--store", "history")])
+def test_relative_store_in_a_removed_folder_is_a_one_line_error(in_process, command):
+    failed = in_process(*command)
+
+    assert (1, 1) == (failed.returncode, failed.stderr.count("\n"))
+    assert failed.stderr.startswith("rankscope: the working directory was removed: ")
 
 
 @pytest.mark.parametrize("name", sorted(subcommands()))

@@ -12,11 +12,12 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rankscope.base.errors import CommandError
+from rankscope.base.errors import FAILED, CommandError
 from rankscope_contract import __version__
 
 HELP = """Telemetry and time-series store for distributed PyTorch training.
@@ -85,6 +86,13 @@ def _modules() -> dict[str, Callable[..., None] | typer.Typer]:
     return found
 
 
+def _has_working_directory() -> bool:
+    try:
+        return bool(Path.cwd())
+    except OSError:
+        return False
+
+
 def main() -> None:
     """Run the `rankscope` command. An error is printed as one line on standard error, without a traceback."""
     try:
@@ -92,6 +100,12 @@ def main() -> None:
     except CommandError as error:
         print(f"rankscope: {error}", file=sys.stderr)
         sys.exit(error.code)
+    except FileNotFoundError:
+        if _has_working_directory():
+            raise
+        reason = "the working directory was removed: change to another one, or give only absolute paths"
+        print(f"rankscope: {reason}", file=sys.stderr)
+        sys.exit(FAILED)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:

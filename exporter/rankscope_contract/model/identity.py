@@ -20,10 +20,16 @@ The host and the other properties of the process are labels of rankscope_run_inf
 
 RUN_VARIABLE: Final = "RANKSCOPE_RUN"
 
+LONGEST_NAME: Final = 1000
+"""Maximum number of characters of each text of a registration. Each row of a rank repeats some of them."""
+
 # In order of precedence: torchrun, Slurm, Open MPI.
 _RANK_VARIABLES: Final = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 _LOCAL_RANK_VARIABLES: Final = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 _WORLD_SIZE_VARIABLES: Final = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
+
+_LONGEST_JOB: Final = 200
+"""Number of characters of a job id that are part of the launch id. torchrun accepts a text of any length."""
 
 _UNSET_ELASTIC_ID: Final = "none"  # torchrun's value without --rdzv-id
 
@@ -53,6 +59,16 @@ def run_from_environment(environment: Mapping[str, str]) -> str | None:
     return None
 
 
+def check_run_name(run: str) -> None:
+    """Raise ValueError with the reason if the service would reject the run name `run`."""
+    if len(run) > LONGEST_NAME:
+        raise ValueError(f"the name of the run has {len(run):,} characters; the maximum is {LONGEST_NAME:,}")
+    try:
+        run.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the name of the run, {run!a}, is not valid Unicode") from error
+
+
 def rank_from_environment(environment: Mapping[str, str]) -> tuple[int, int, int]:
     """Return (rank, local rank, world size) from the environment; (0, 0, 1) without a launcher."""
     rank = _first_integer(environment, _RANK_VARIABLES, 0)
@@ -74,6 +90,7 @@ def new_launch_id(environment: Mapping[str, str]) -> str:
     job = environment.get("SLURM_JOB_ID") or environment.get("TORCHELASTIC_RUN_ID", _UNSET_ELASTIC_ID)
     requeued = environment.get("SLURM_RESTART_COUNT", "")
     job = f"{job}-r{requeued}" if requeued.isdecimal() and int(requeued) else job
+    job = job[:_LONGEST_JOB].encode(errors="replace").decode()
     return f"{job}.{restart_count(environment)}.{uuid.uuid4().hex[:12]}"
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
+from rankscope_contract.model.identity import RUN_VARIABLE, check_run_name, run_from_environment
 from rankscope_contract.model.kinds import DEFAULT_OPS
 from rankscope_contract.rules import AnomalyRule, rule_from_config
 from rankscope_contract.rules.defaults import DEFAULT_RULES
@@ -135,7 +136,7 @@ class MonitorConfig:
     """
     phases: bool = True
     """True measures the phases of every step, such as forward, backward and optimizer."""
-    run: Annotated[str, some_text("a name")] | None = None
+    run: Annotated[str, some_text("a name"), Checked(check_run_name)] | None = None
     """Name of the run.
 
     The environment variable RANKSCOPE_RUN takes precedence. The default is the job id of the scheduler, such as Slurm;
@@ -294,7 +295,14 @@ class MonitorConfig:
             raise ConfigError(f"{path}: {error}") from error
 
     def with_environment(self, environment: Mapping[str, str] = os.environ) -> MonitorConfig:
-        """Return this configuration with the values of RANKSCOPE_* environment variables, which take precedence."""
+        """Return this configuration with the values of RANKSCOPE_* environment variables, which take precedence.
+
+        Raises ConfigError if one of them is invalid, or if the service would reject the name of the run.
+        """
+        try:
+            check_run_name(run_from_environment(environment) or "")
+        except ValueError as error:
+            raise ConfigError(f"{error}: set {RUN_VARIABLE} to another name") from error
         disabled = environment.get("RANKSCOPE_DISABLED", "") not in ("", "0")
         return replace(
             self,

@@ -64,6 +64,8 @@ class Console(StepObserver):
         if not self._enabled:
             return
         stream = self._stream or sys.stderr
+        if stream is None:  # the process was started with standard error closed
+            return
         try:
             stream.write(f"rankscope: {text}\n")
             stream.flush()

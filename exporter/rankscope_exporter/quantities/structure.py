@@ -290,7 +290,7 @@ class Structure(ModuleQuantity):
         self.text = structure_text(records)
         if self.options.print_struct:
             rank = rank_here(os.environ)
-            if rank == 0:
+            if rank == 0 and sys.stderr is not None:  # None: the process was started with standard error closed
                 with contextlib.suppress(OSError, ValueError):  # a closed stream
                     sys.stderr.write(f"{self.text}\n")
             self._write(structure_document(records), rank)

@@ -45,8 +45,8 @@ def load_config(
     `environment` is used. Raises ConfigError whose text lists all faults.
     """
     document = {} if path is None else _read(Path(path))
-    base = Path.cwd() if path is None else Path(path).resolve().parent
-    _resolve_paths(document, base)
+    if path is not None:
+        _resolve_paths(document, Path(path).resolve().parent)
     for key, value in (overrides or {}).items():
         _put(document, key, value)
     _take_token(document, environment)

@@ -8,14 +8,15 @@ Prometheus, a page is accepted or rejected as a whole.
 
 from __future__ import annotations
 
+import io
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from prometheus_client.metrics_core import Metric
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
-from prometheus_client.parser import text_string_to_metric_families as parse_text
+from prometheus_client.openmetrics.parser import text_fd_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_fd_to_metric_families as parse_text
 from prometheus_client.samples import Timestamp
 
 from rankscope_ingest.base.errors import DecodeError
@@ -49,20 +50,43 @@ def parse_exactly(text: str, *, openmetrics: bool = False) -> list[Sample]:
     plain = None if openmetrics else parse_plain(text)
     if plain is not None:
         return plain
+    lines = _Lines(text, has_comments=openmetrics)
+    place = ""
     try:
         if openmetrics:
-            families: Iterable[Metric] = parse_openmetrics(text)  # type: ignore[no-untyped-call] # as the library has it
+            families: Iterable[Metric] = parse_openmetrics(lines)  # type: ignore[no-untyped-call] # as the library has it
         else:
-            lines = (line for line in text.split("\n") if not line.strip().startswith("#"))
-            families = parse_text("\n".join(map(_without_exemplar, lines)))
-        return [
-            Sample(found.name, found.labels, _number(found.value), _micros(found.timestamp))
-            for family in families
-            for found in family.samples
-        ]
+            families = parse_text(lines)  # type: ignore[arg-type] # it only iterates over the lines
+        found = [sample for family in families for sample in family.samples]
+        samples = []
+        for sample in found:
+            place = f"sample {sample.name}"
+            samples.append(Sample(sample.name, sample.labels, _number(sample.value), _micros(sample.timestamp)))
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, AssertionError) as error:
         # The parsers raise ValueError for errors that they detect, and any of the others for the rest.
-        raise DecodeError(f"the page is not a valid exposition: {str(error)[:200] or type(error).__name__}") from error
+        reason = str(error)[:200] or type(error).__name__
+        raise DecodeError(f"the page is not a valid exposition: {place or f'line {lines.number}'}: {reason}") from error
+    return samples
+
+
+class _Lines:
+    """The lines of a page for a parser, without comments and exemplars unless `has_comments`.
+
+    The parsers of prometheus_client read line by line, so `number` is the line of the page at which a parser failed.
+    """
+
+    def __init__(self, text: str, *, has_comments: bool) -> None:
+        self.number = 0
+        self._text = text
+        self._has_comments = has_comments
+
+    def __iter__(self) -> Iterator[str]:
+        for line in io.StringIO(self._text):
+            self.number += 1
+            if self._has_comments:
+                yield line
+            elif not line.strip().startswith("#"):
+                yield _without_exemplar(line.rstrip("\n"))
 
 
 def parse_plain(text: str) -> list[Sample] | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from rankscope_contract import SCHEMA_VERSION
+from rankscope_contract.model.identity import LONGEST_NAME
 from rankscope_contract.protocol.channel import Registration, RegistrationReply
 from rankscope_ingest.base.config import Network
 from rankscope_ingest.base.errors import RegistrationError
@@ -60,7 +61,6 @@ _TEXTS = ("run", "host", "incarnation", "launch_id", "url", "state", "node")
 _INTEGERS = ("rank", "world_size", "local_rank", "pid", "schema_version", "started_at", "head")
 _OPTIONAL_INTEGERS = ("step", "planned_steps")
 _OPTIONAL_TEXTS = ("served_by", "phase")
-_LONGEST_TEXT = 1000  # each row of a rank repeats some of them
 _LATEST_START = 4_102_444_800_000_000
 
 HEARTBEATS_A_SECOND: Final = 100
@@ -287,8 +287,8 @@ def _wrong_values(registration: Registration) -> Iterable[str]:
         if not getattr(registration, name):
             yield f"{name} must not be empty"
     for name in _TEXTS:
-        if len(getattr(registration, name)) > _LONGEST_TEXT:
-            yield f"{name} must have at most {_LONGEST_TEXT} characters"
+        if len(getattr(registration, name)) > LONGEST_NAME:
+            yield f"{name} must have at most {LONGEST_NAME} characters"
     if not (registration.incarnation.isascii() and registration.incarnation.isprintable()):
         yield "incarnation must be printable ASCII: it is sent in a header"
     if not 0 <= registration.rank < registration.world_size <= 1 << 24:

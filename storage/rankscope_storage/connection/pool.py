@@ -168,6 +168,8 @@ def _database(root: Path, *, locked: bool, single_threaded: bool) -> duckdb.Duck
         f"CREATE TABLE {file_facts.NEWEST_TABLE} ({_columns(file_facts.NEWEST_SCHEMA, prefix='of_')}); "
         f"CREATE TABLE {file_facts.EXTENTS_TABLE} ({_columns(file_facts.EXTENTS_SCHEMA)})"
     )
+    if not _has_working_directory():
+        database.execute("SET temp_directory = ''")  # the default is a folder in the working directory
     if locked:
         # The order matters: no setting can change after the last line. DuckDB could still write into the store, so a
         # locked connection also checks the kind of every statement.
@@ -175,6 +177,13 @@ def _database(root: Path, *, locked: bool, single_threaded: bool) -> duckdb.Duck
         database.execute(f"SET allowed_directories = [{sql_string(f'{root}/')}]")
         database.execute("SET enable_external_access = false; SET lock_configuration = true")
     return database
+
+
+def _has_working_directory() -> bool:
+    try:
+        return bool(Path.cwd())
+    except OSError:  # it was removed
+        return False
 
 
 def _columns(schema: pa.Schema, *, prefix: str = "") -> str:

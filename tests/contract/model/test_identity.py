@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rankscope_contract.model.identity import (
+    LONGEST_NAME,
+    check_run_name,
     new_incarnation,
     new_launch_id,
     rank_from_environment,
@@ -76,3 +78,24 @@ def test_launch_id_contains_the_number_of_requeues():
 
 def test_incarnations_differ():
     assert new_incarnation() != new_incarnation()
+
+
+@pytest.mark.parametrize("name", ["x" * LONGEST_NAME, "a/../b", "a\nb\x00\x1b", " ", "ü\U0001f600"])
+def test_odd_names_of_runs_are_accepted(name):
+    check_run_name(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("x" * (LONGEST_NAME + 1), "1,001 characters"), ("a\udcff", r"'a\\udcff', is not valid Unicode")],
+)
+def test_name_that_the_service_would_reject_is_refused(name, reason):
+    with pytest.raises(ValueError, match=reason):
+        check_run_name(name)
+
+
+def test_launch_id_of_a_very_long_or_undecodable_job_id_is_valid():
+    found = new_launch_id({"TORCHELASTIC_RUN_ID": "\udcff" * 5000})
+
+    assert len(found) < LONGEST_NAME
+    assert found.startswith("???")

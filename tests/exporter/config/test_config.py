@@ -176,3 +176,18 @@ def test_environment_variables_override_the_file() -> None:
 
 def test_token_is_not_in_the_text_of_a_configuration() -> None:
     assert "secret" not in repr(MonitorConfig().with_environment({"RANKSCOPE_TOKEN": "secret"}))
+
+
+@pytest.mark.parametrize("variable", ["RANKSCOPE_RUN", "TORCHELASTIC_RUN_ID"])
+def test_too_long_run_name_of_the_environment_is_refused_in_one_sentence(variable):
+    with pytest.raises(
+        ConfigError, match=r"^the name of the run has 2,000 characters; .* set RANKSCOPE_RUN"
+    ) as refused:
+        MonitorConfig().with_environment({variable: "x" * 2000})
+
+    assert len(str(refused.value)) < 120
+
+
+def test_too_long_run_name_of_the_script_is_refused():
+    with pytest.raises(ConfigError, match=r"^run: the name of the run has 1,001 characters"):
+        MonitorConfig(run="x" * 1001)

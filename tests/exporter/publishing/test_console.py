@@ -49,6 +49,11 @@ def test_closed_stream_and_disabled_console_print_nothing() -> None:
     Console(0, enabled=True, stream=stream).line("nothing")
 
 
+def test_process_without_standard_error_prints_nothing(monkeypatch) -> None:
+    monkeypatch.setattr("sys.stderr", None)
+    Console(0, enabled=True).line("nothing")
+
+
 @pytest.mark.parametrize(
     ("service", "spool_dir", "reader"),
     [

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from tests.properties import examples
 
-from rankscope_ingest.scrape.exposition_parser import parse_plain
+from rankscope_ingest.base.errors import DecodeError
+from rankscope_ingest.scrape.exposition_parser import parse_exactly, parse_plain
 
 
 def braced(labels: dict[str, str]) -> str:
@@ -85,3 +86,16 @@ def test_typical_exporter_page_is_plain():
         one[:3] for one in (found[0], found[2])
     ]
     assert math.isnan(found[1].value)
+
+
+@pytest.mark.parametrize(
+    ("text", "openmetrics", "place"),
+    [
+        ('a 1\n# a comment\n\nb{x="1"} 2 5\nc d e\nf 1\n', False, "line 5: "),
+        ("# TYPE a gauge\na 1\nb b\n# EOF\n", True, "line 3: "),
+        ("a 1\nb 1 1e17\nc 1\n", False, "sample b: "),
+    ],
+)
+def test_invalid_page_is_reported_with_its_line(text, openmetrics, place):
+    with pytest.raises(DecodeError, match=f"^the page is not a valid exposition: {place}"):
+        parse_exactly(text, openmetrics=openmetrics)

@@ -322,6 +322,18 @@ def test_locked_connection_executes_statements_that_only_read(locked, query):
     assert locked.sql(query).fetchall()
 
 
+def test_locked_connection_works_in_a_removed_folder(store, writer, batch, tmp_path, monkeypatch):
+    writer.append(batch(range(3)))
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    with connect(store.root, locked=True) as connection:
+        assert [(3,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
+        with pytest.raises(duckdb.PermissionException):
+            connection.sql("FROM read_text('/etc/hostname')").fetchall()
+
+
 def test_locked_connection_reads_new_rows(locked, writer, batch):
     writer.append(batch(range(7)))
 
