@@ -1,4 +1,4 @@
-"""Situations of people who operate the service, each in a file of `tests/data/field_operations`."""
+"""Situations in the operation of the service, each in a file of `tests/data/field_operations`."""
 
 from __future__ import annotations
 

@@ -313,7 +313,7 @@ class Session:
             backend=backend_name(self._device, coming=self.config.statistics == "auto"),
             address=address,
             service=self.channel.service_url,
-            spool_dir=self.config.serve.spool_dir,
+            spool_dir=self.channel.persistence.root,
         )
         for line in (*lines, *filter(None, [self.watchdog.signal_note()])):
             self.console.line(line)

@@ -98,7 +98,7 @@ def banner(
     if service:
         reader = f"registering with service {service}"
     elif spool_dir:
-        reader = f"no service (RANKSCOPE_INGEST_URL): records are written to {Path(spool_dir).absolute()}"
+        reader = f"no service (RANKSCOPE_INGEST_URL): records are written to {spool_dir}"
     else:
         reader = "no service, and no file has the records: set RANKSCOPE_INGEST_URL, or scrape it with Prometheus"
     cadence = "every step" if every == 1 else f"every {every} steps"

@@ -196,8 +196,14 @@ The service numbers the attempts of a run in the order in which they register, s
 class Persistence:
     """Storage of a rank without a spool folder: it writes nothing to disk.
 
-    It is used if the setting `spool_dir` is "off"; otherwise `SpoolPersistence` is used.
+    It is used if the setting `spool_dir` is "off", or if it names a folder in a working directory that was removed;
+    otherwise `SpoolPersistence` is used.
     """
+
+    @property
+    def root(self) -> str | None:
+        """Return the absolute path of the folder with the spools of all ranks; None if nothing is written to disk."""
+        return None
 
     @property
     def folder(self) -> str | None:
@@ -293,6 +299,11 @@ class SpoolPersistence(Persistence):
             root, incarnation, max_bytes=config.spool_bytes, sync=config.spool_sync, service=self._service
         )
         self._writer = SpoolWriter(self._spool, describe, on_fault=on_fault, meter=meter)
+
+    @property
+    def root(self) -> str | None:
+        """Return the absolute path of the folder with the spools of all ranks."""
+        return self._root
 
     @property
     def folder(self) -> str | None:
@@ -399,9 +410,17 @@ def persistence_of(
 ) -> Persistence:
     """Return the storage that `config` selects: a spool in `spool_dir`; without it, one that writes nothing to disk.
 
-    A relative folder belongs to the present working directory, although the script may change it later.
+    A relative folder belongs to the present working directory, although the script may change it later. If this
+    directory was removed, the rank writes nothing to disk, and logs a warning.
     """
     if config.spool_dir is None:
         return Persistence()
-    root = str(Path(config.spool_dir).absolute())
+    try:
+        root = str(Path(config.spool_dir).absolute())
+    except FileNotFoundError:
+        log.warning(
+            "records are not written to disk, because the working directory was removed: set RANKSCOPE_SPOOL_DIR to "
+            "the full path of a folder"
+        )
+        return Persistence()
     return SpoolPersistence(root, config, incarnation, describe, on_fault=on_fault, meter=meter)

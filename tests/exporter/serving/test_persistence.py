@@ -42,6 +42,18 @@ def metric(page: str, reason: str) -> float:
     return float(line.rpartition(" ")[2])
 
 
+def test_rank_in_a_removed_folder_continues_without_a_spool(new_rank, record, tmp_path, monkeypatch, caplog):
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    rank = new_rank(spool_dir="rankscope-records")
+    rank.channel.publish(record(0, [ENTRY], [{"norm": 1.0}]))
+
+    assert [0] == rank.records(-1).seqs
+    assert "RANKSCOPE_SPOOL_DIR" in caplog.text
+
+
 def test_overwritten_records_are_served_from_disk(new_rank, record, tmp_path):
     """A service that was stopped for longer than the ring lasts gets all records."""
     rank = new_rank(ring_records=256, spool_dir=str(tmp_path))
