@@ -187,7 +187,17 @@ def test_relative_store_in_a_removed_folder_is_a_one_line_error(in_process, comm
     failed = in_process(*command)
 
     assert (1, 1) == (failed.returncode, failed.stderr.count("\n"))
-    assert failed.stderr.startswith("rankscope: the working directory was removed: ")
+    assert failed.stderr.startswith("rankscope: the working directory was removed or cannot be read: ")
+
+
+def test_unreadable_working_directory_is_a_one_line_error(in_process, monkeypatch):
+    def refused(_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "cwd", classmethod(refused))
+    failed = in_process("runs", "--store", "history")
+
+    assert (1, 1) == (failed.returncode, failed.stderr.count("\n"))
 
 
 @pytest.mark.parametrize("name", sorted(subcommands()))

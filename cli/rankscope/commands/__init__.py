@@ -100,10 +100,12 @@ def main() -> None:
     except CommandError as error:
         print(f"rankscope: {error}", file=sys.stderr)
         sys.exit(error.code)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         if _has_working_directory():
             raise
-        reason = "the working directory was removed: change to another one, or give only absolute paths"
+        reason = (
+            "the working directory was removed or cannot be read: change to another one, or give only absolute paths"
+        )
         print(f"rankscope: {reason}", file=sys.stderr)
         sys.exit(FAILED)
     except KeyboardInterrupt:

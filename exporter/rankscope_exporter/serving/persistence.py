@@ -411,16 +411,16 @@ def persistence_of(
     """Return the storage that `config` selects: a spool in `spool_dir`; without it, one that writes nothing to disk.
 
     A relative folder belongs to the present working directory, although the script may change it later. If this
-    directory was removed, the rank writes nothing to disk, and logs a warning.
+    directory was removed or cannot be read, the rank writes nothing to disk, and logs a warning.
     """
     if config.spool_dir is None:
         return Persistence()
     try:
         root = str(Path(config.spool_dir).absolute())
-    except FileNotFoundError:
+    except OSError:
         log.warning(
-            "records are not written to disk, because the working directory was removed: set RANKSCOPE_SPOOL_DIR to "
-            "the full path of a folder"
+            "records are not written to disk, because the working directory was removed or cannot be read: set "
+            "RANKSCOPE_SPOOL_DIR to the full path of a folder"
         )
         return Persistence()
     return SpoolPersistence(root, config, incarnation, describe, on_fault=on_fault, meter=meter)
