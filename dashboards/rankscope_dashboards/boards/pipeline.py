@@ -221,8 +221,8 @@ def _scrape_failures() -> PanelBuilder:
         minimum=0,
         empty=NO_SERVICE,
     )
-    query = f"{_rate(catalogue.SCRAPE_FAILURES)} > 0 or sum{_rate(catalogue.SCRAPE_FAILURES)}"
-    return time_series_panel(text, Query(query, "{{reason}}"))
+    rates = _rate(catalogue.SCRAPE_FAILURES)
+    return time_series_panel(text, Query(f"{rates} > 0", "{{reason}}"), Query(f"sum{rates}", "all reasons"))
 
 
 def _dropped() -> PanelBuilder:

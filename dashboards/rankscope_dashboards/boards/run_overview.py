@@ -190,7 +190,7 @@ def _latest_values() -> tuple[PanelBuilder, ...]:
         empty="The run has ended, or the script logs no tokens",
     )
     loss_query = f"avg by (run, loss) {once(catalogue.LOSS, at_end(catalogue.LOSS, RANKS))}"
-    rate_query = f"max by (run, group) ({at_end(catalogue.LEARNING_RATE, RANKS)})"
+    rate_query = _by_group(at_end(catalogue.LEARNING_RATE, RANKS))
     return (
         stat_panel(step, Query(f"max by (run) ({at_end(catalogue.STEP, RANKS)})", instant=True)),
         stat_panel(loss, Query(loss_query, "{{loss}}", instant=True), with_names=True),
@@ -240,8 +240,13 @@ def _learning_rate() -> PanelBuilder:
         decimals=2,
         empty="No optimizer is attached",
     )
-    query = f"max by (run, group) ({catalogue.LEARNING_RATE.name}{RANKS})"
+    query = _by_group(f"{catalogue.LEARNING_RATE.name}{RANKS}")
     return time_series_panel(text, Query(query, "{{group}}"), many=True)
+
+
+def _by_group(series: str) -> str:
+    """Return PromQL for the learning rates of all parameter groups. A group with the name 0 gets the text "group 0"."""
+    return f'label_replace(max by (run, group) ({series}), "group", "group $1", "group", "([0-9]+)")'
 
 
 def _tokens_per_second() -> PanelBuilder:
