@@ -62,7 +62,8 @@ def _notifiers(config: Path | None, to: Sequence[str] | None) -> list[Notifier]:
     if not section.urls:
         raise CommandError("no address: give --notify URL, or a file with [notify] urls", code=USAGE)
     try:
-        return make_notifiers([url.get_secret_value() for url in section.urls], timeout_seconds=section.timeout_seconds)
+        urls, proxy = [url.get_secret_value() for url in section.urls], section.proxy.get_secret_value()
+        return make_notifiers(urls, timeout_seconds=section.timeout_seconds, proxy=proxy)
     except ConfigError as error:
         raise CommandError(str(error), code=USAGE) from error
 

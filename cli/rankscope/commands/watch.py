@@ -185,7 +185,8 @@ def _watch(
     if sys.stdin.isatty():
         urls = [with_password(url, view.ask) for url in urls]
     try:
-        notifiers = make_notifiers(urls, timeout_seconds=section.timeout_seconds)
+        proxy = section.proxy.get_secret_value()
+        notifiers = make_notifiers(urls, timeout_seconds=section.timeout_seconds, proxy=proxy)
         follow = _follow(settings, sections, notifiers, view, shard=shard, once=once, until_finished=until_finished)
         return asyncio.run(follow)
     except ConfigError as error:

@@ -46,7 +46,7 @@ def service(environment: Environment, url: str, token: str | None) -> Iterator[C
         yield fail(AREA, f"{url} is degraded: {document.get('reason')}", "see the log of the service")
     yield from _clock(environment, response)
     yield _token(environment.get(url + TARGETS_PATH, token), token)
-    yield from _senders(environment, url, token)
+    yield from _others(environment, url, token)
 
 
 def store(environment: Environment, path: str) -> Iterator[CheckResult]:
@@ -106,18 +106,25 @@ def _token(response: Response, token: str | None) -> CheckResult:
     )
 
 
-def _senders(environment: Environment, url: str, token: str | None) -> Iterator[CheckResult]:
-    """Yield a failed check for each sender of remote write that gets only refusals."""
+def _others(environment: Environment, url: str, token: str | None) -> Iterator[CheckResult]:
+    """Yield the senders of remote write that get only refusals, and the receivers that do not get notifications.
+
+    An older service does not report them.
+    """
     try:
         document = environment.get(url + STATUS_PATH, token).json()
     except UnreachableError:
         return
-    for sender in document.get("refused_senders", ()) if isinstance(document, dict) else ():
+    if not isinstance(document, dict):
+        return
+    for sender in document.get("refused_senders", ()):
         yield fail(
             AREA,
             f"refuses all requests of the remote write sender {sender['name']}: {sender['reason']}",
             "the samples are lost; correct the remote_write settings of this sender, see docs/prometheus.md",
         )
+    if found := document.get("notifications"):
+        yield warn(AREA, f"notifications: {found}", "check the address in [notify] urls: rankscope notify test FILE")
 
 
 def _opened(folder: Path) -> CheckResult:

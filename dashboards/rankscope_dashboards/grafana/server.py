@@ -6,6 +6,7 @@ This module therefore uses its HTTP client, which has the authentication, the se
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +20,8 @@ from grafana_client.client import (
     GrafanaTimeoutError,
     GrafanaUnauthorizedError,
 )
+
+from rankscope_contract.security.proxies import ENVIRONMENT, proxy_of
 
 OLDEST_RELEASE: Final = (9, 4)
 TIMEOUT_SECONDS: Final = 10.0
@@ -75,9 +78,17 @@ class Server:
             "url_path_prefix": f"{parts.path.strip('/')}/".lstrip("/"),
             "protocol": parts.scheme,
             "timeout": timeout_seconds,
+            "verify": os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or True,
         }
-        self._client = GrafanaApi(credentials, organization_id=organisation, **address).client
-        self._anonymous = GrafanaApi(None, **address).client
+        self._client = self._direct(GrafanaApi(credentials, organization_id=organisation, **address).client)
+        self._anonymous = self._direct(GrafanaApi(None, **address).client)
+
+    def _direct(self, client: GrafanaClient) -> GrafanaClient:
+        """Return `client` without a login from ~/.netrc, and with a proxy only if Grafana is on another machine."""
+        proxy = proxy_of(self.url, ENVIRONMENT, os.environ)
+        client.s.trust_env = False  # otherwise the library reads netrc, and asks the proxy for loopback addresses
+        client.s.proxies = {} if proxy is None else {urlsplit(self.url).scheme: proxy}
+        return client
 
     def check(self) -> str:
         """Check the address, the release, the credentials and the organisation; return the release of Grafana.

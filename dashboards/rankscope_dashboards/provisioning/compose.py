@@ -31,7 +31,10 @@ PASSWORD_FILE: Final = "/run/secrets/grafana_password"  # noqa: S105 - the path 
 SERVICE_CONFIG: Final = "/etc/rankscope/rankscope.toml"
 
 _PROVISIONING: Final = "/etc/grafana/provisioning"
-_HEALTH: Final = f"import urllib.request as r; r.urlopen('http://127.0.0.1:{SERVICE_PORT}{HEALTH_PATH}', timeout=4)"
+_HEALTH: Final = (  # without the proxy of the environment, which cannot reach this address
+    "import urllib.request as r; r.build_opener(r.ProxyHandler({}))"
+    f".open('http://127.0.0.1:{SERVICE_PORT}{HEALTH_PATH}', timeout=4)"
+)
 
 _DOCKERFILE: Final = f"""\
 # The image of the ingest service. The build folder contains the wheel of Rankscope:

@@ -288,6 +288,11 @@ LAST_COMMIT = service_gauge(
     "rankscope_ingest_last_commit_timestamp_seconds", "Time of the latest commit, in UTC; 0 before the first commit."
 )
 NOTIFICATIONS = service_counter("rankscope_ingest_notifications_total", "Notifications sent, by outcome.", "outcome")
+NOTIFICATION_ATTEMPTS = service_counter(
+    "rankscope_ingest_notification_attempts_total",
+    "Attempts of the service to deliver a notification to one address, by outcome; a failed attempt is repeated.",
+    "outcome",
+)
 
 EXPORTERS = service_gauge(
     "rankscope_ingest_exporters", "External exporters that the service scrapes, by result of the last scrape.", "health"

@@ -138,7 +138,7 @@ def _dotted(location: tuple[int | str, ...]) -> str:
 
 
 def _is_secret(key: str) -> bool:
-    return "token" in key or key.startswith("notify.urls")
+    return "token" in key or key.startswith(("notify.urls", "notify.proxy"))
 
 
 def _allowed(location: tuple[int | str, ...]) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from rankscope_contract.model.events import Severity
+from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.notifiers import Message, Notifier, NotifyError
 from rankscope_ingest.runs import text
 from rankscope_ingest.runs.incident import MUTED, NOTIFIED, OPENED, RESOLVED, UNDELIVERED, Incident
@@ -55,18 +56,18 @@ class Announcer:
         *,
         record: Callable[[Incident, str], None],
         commit: Callable[[], Awaitable[None]],
-        count: Callable[[str], None],
+        deliveries: Deliveries,
         retry_seconds: Sequence[float] = RETRY_SECONDS,
     ) -> None:
         """Set the functions that the announcer calls.
 
         `record` adds a row with a state of an incident, such as opened, to the batch, and `commit` commits the batch.
-        `count` counts the outcome of a notification: `sent`, `failed` or `muted`.
+        `deliveries` counts the attempts and their outcomes.
         """
         self._notifiers = notifiers
         self._record = record
         self._commit = commit
-        self._count = count
+        self._deliveries = deliveries
         self._retry_seconds = retry_seconds
 
     async def announce(self, incident: Incident, *, is_repeated: bool = False) -> None:
@@ -79,7 +80,7 @@ class Announcer:
             self._record(incident, MUTED if incident.is_muted else OPENED)
             await self._commit_soon()
         if incident.is_muted:
-            self._count(MUTED)
+            self._deliveries.finished(MUTED)
         elif not self._notifiers:
             self._record(incident, NOTIFIED)  # this service sends nothing, so that a restart must not send it either
         else:
@@ -111,11 +112,14 @@ class Announcer:
             try:
                 await notifier.send(notice)
             except NotifyError as error:
-                log.warning("notification failed: %s", error)
+                self._deliveries.failed(notifier.label, notice.key, str(error), is_last=wait is None)
+                follows = "no further attempt" if wait is None else f"retrying in {wait:g} s"
+                log.warning("notification failed: %s (%s), %s", error, notifier.label, follows)
                 if wait is not None:
                     await asyncio.sleep(wait)
             else:
-                self._count("sent")
+                self._deliveries.delivered(notifier.label, notice.key)
+                self._deliveries.finished("sent")
                 return True
-        self._count("failed")
+        self._deliveries.finished("failed")
         return False

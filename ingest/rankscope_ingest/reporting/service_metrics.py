@@ -45,6 +45,7 @@ _INITIAL_LABELS: Final = {
     catalogue.COMPACTED_FILES: ("removed", "added"),
     catalogue.SCRAPE_FAILURES: FAILURE_REASONS,
     catalogue.NOTIFICATIONS: ("sent", "failed", "muted"),
+    catalogue.NOTIFICATION_ATTEMPTS: ("sent", "failed"),
     catalogue.EXPORTER_SCRAPES: ("ok", "failed", "skipped"),
     catalogue.EXPORTER_SAMPLES: ("layout", "exact"),
     catalogue.EXPORTER_SAMPLES_DROPPED: ("doubled", "repeated", "out_of_bounds"),

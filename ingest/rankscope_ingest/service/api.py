@@ -13,6 +13,7 @@ from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.detect.run_monitor import RunMonitor
 from rankscope_ingest.detect.stall_handler import RankAnswer, StallHandler
+from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.remote_read.handler import RemoteRead
 from rankscope_ingest.remote_write.handler import answer
 from rankscope_ingest.reporting.goodput import GoodputReader, read_goodput
@@ -40,6 +41,7 @@ class Api:
     external_exporters: ExternalExporters
     stalls: StallHandler
     faults: BackgroundFaults
+    deliveries: Deliveries
     url: str = ""
     is_draining: bool = False
 
@@ -113,6 +115,10 @@ class Api:
     def degraded(self) -> str | None:
         """Return the reason why the service is degraded, or None if it works normally."""
         return self.pipeline.degraded or self.faults.recent()
+
+    def undelivered(self) -> str | None:
+        """Return the number of notifications that could not be delivered, with the reason; None without such ones."""
+        return self.deliveries.trouble()
 
     def progress(self) -> Progress:
         """Return a snapshot of the service: its URL, the progress of runs, and the numbers of targets and rows."""

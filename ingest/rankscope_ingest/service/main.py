@@ -67,8 +67,9 @@ async def run(
 
 def _notifiers(config: ServiceConfig) -> list[Notifier]:
     """Return the notifiers that the configuration defines. Raises ConfigError for an unsupported notification URL."""
-    urls = [url.get_secret_value() for url in config.notify.urls] if config.notify.mode == "embedded" else []
-    return make_notifiers(urls, timeout_seconds=config.notify.timeout_seconds)
+    section = config.notify
+    urls = [url.get_secret_value() for url in section.urls] if section.mode == "embedded" else []
+    return make_notifiers(urls, timeout_seconds=section.timeout_seconds, proxy=section.proxy.get_secret_value())
 
 
 def _claim(config: ServiceConfig) -> Writer:

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from rankscope_contract.metrics.catalogue import NOTIFICATIONS
 from rankscope_contract.security.tls import Reloading
 from rankscope_ingest.base import memory, tls
 from rankscope_ingest.base.background import BackgroundFaults, Job, WakeUp, cancel, run_jobs
@@ -23,6 +22,7 @@ from rankscope_ingest.http.routes import alarms, make_application
 from rankscope_ingest.network.auth import own_names
 from rankscope_ingest.network.sockets import serving
 from rankscope_ingest.notify.announcer import Announcer
+from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.notifiers import Notifier
 from rankscope_ingest.pipeline.batcher import PendingBatch
 from rankscope_ingest.record_channel.client import Fetcher
@@ -78,16 +78,14 @@ class Service:
         )
         self._polling = Polling(config, fetcher, self._monitor, self._pipeline.watermark)
 
-        def count(outcome: str) -> None:
-            metrics.count(NOTIFICATIONS, 1, outcome)
-
+        deliveries = Deliveries(lambda spec, outcome: metrics.count(spec, 1, outcome))
         self._announcer = Announcer(
             notifiers,
             record=self._monitor.record_incident,
             commit=self._pipeline.flusher.commit_now,
-            count=count,
+            deliveries=deliveries,
         )
-        self._watched = WatchedLogs(config, writer, notifiers, self._faults, count=count)
+        self._watched = WatchedLogs(config, writer, notifiers, self._faults, deliveries=deliveries)
         self._stalls = StallHandler(self._monitor, self._announcer, fetcher.stacks, spawn=self._spawn)
         self._exporters = ExternalExporters(config, batcher, metrics)
         self._api = Api(
@@ -99,6 +97,7 @@ class Service:
             external_exporters=self._exporters,
             stalls=self._stalls,
             faults=self._faults,
+            deliveries=deliveries,
         )
 
         section = config.service

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from rankscope_ingest.base.background import BackgroundFaults, cancel
 from rankscope_ingest.base.config import ServiceConfig
+from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.notifiers import Notifier
 from rankscope_ingest.watch.session import Hooks, watching
 from rankscope_storage.api.store import Writer
@@ -28,14 +29,14 @@ class WatchedLogs:
         notifiers: Sequence[Notifier],
         faults: BackgroundFaults,
         *,
-        count: Callable[[str], None],
+        deliveries: Deliveries,
     ) -> None:
-        """`count` counts the outcome of each notification: `sent`, `failed` or `muted`."""
+        """`deliveries` counts the notifications, together with those of the service."""
         self._config = config
         self._writer = writer
         self._notifiers = notifiers
         self._faults = faults
-        self._hooks = Hooks(count=count)
+        self._hooks = Hooks(deliveries=deliveries)
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[None]:

@@ -85,6 +85,10 @@ class Parts(Protocol):
         """Return the reason why the service is degraded, or None if it works normally."""
         ...
 
+    def undelivered(self) -> str | None:
+        """Return the number of notifications that could not be delivered, with the reason; None without such ones."""
+        ...
+
 
 class StatusCollector:
     """Collects the status of the service.
@@ -166,6 +170,7 @@ class StatusCollector:
             last_commit_ago_seconds=round(max(0.0, self._wall() / 1e6 - last_commit), 3) if last_commit else None,
             records_lost=int(total(LOST_RECORDS)),
             samples_dropped=int(total(EXPORTER_SAMPLES_DROPPED)),
+            notifications=self._parts.undelivered(),
             remote={spec.name: total(spec) for spec in _REMOTE},
             refused_senders=self._refused_senders(),
         )

@@ -84,6 +84,8 @@ def _service(service: ServiceStatus, targets: Sequence[TargetStatus]) -> Iterato
     if service.reason is not None:
         yield f'<p class="alarm" role="alert"><strong>Degraded.</strong> {text(service.reason)}</p>'
     yield from _refused(service.refused_senders)
+    if service.notifications is not None:
+        yield f'<p class="alarm" role="alert"><strong>Notifications.</strong> {text(service.notifications)}</p>'
     worst = max((target.lag_seconds for target in targets), default=0.0)
     facts = {
         "last commit": ago(service.last_commit_ago_seconds),

@@ -11,11 +11,12 @@ import datetime as dt
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Final
 
 from rankscope_contract.model.events import Severity
 from rankscope_ingest.notify.announcer import RETRY_SECONDS, Announcer, resolved_message
+from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.notifiers import Notifier
 from rankscope_ingest.reporting.rows import Stamp, incident_row
 from rankscope_ingest.runs.incident import (
@@ -176,10 +177,10 @@ class Reporter:
         store: WatchStore,
         notifiers: Sequence[Notifier],
         *,
-        count: Callable[[str], None] = lambda _: None,
+        deliveries: Deliveries | None = None,
         retry_seconds: Sequence[float] = RETRY_SECONDS,
     ) -> None:
-        """`count` counts the outcome of each notification: `sent`, `failed` or `muted`."""
+        """`deliveries` counts the notifications, together with those of the service."""
         self._store = store
         self._rows: list[Row] = []
         self._batch: Batch | None = None  # a commit that failed
@@ -188,7 +189,11 @@ class Reporter:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._grouped: dict[tuple[str, str], tuple[float, list[Incident]]] = {}
         self._announcer = Announcer(
-            notifiers, record=self.record, commit=self.commit, count=count, retry_seconds=retry_seconds
+            notifiers,
+            record=self.record,
+            commit=self.commit,
+            deliveries=deliveries or Deliveries(),
+            retry_seconds=retry_seconds,
         )
 
     def record(self, incident: Incident, state: str) -> None:

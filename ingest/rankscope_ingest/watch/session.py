@@ -13,6 +13,7 @@ from rankscope_ingest.base.background import cancel
 from rankscope_ingest.base.errors import ConfigError
 from rankscope_ingest.base.watch_config import WatchSection
 from rankscope_ingest.importers import importers, run_name
+from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.notifiers import Notifier
 from rankscope_ingest.watch.address import LogAddress
 from rankscope_ingest.watch.files import LocalFile, LogFile, LogUnreadableError
@@ -27,10 +28,10 @@ from rankscope_storage.base.errors import StoreError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hooks:
-    """Functions that a session calls, and its sources of time."""
+    """Functions that a session calls, the counters of its notifications, and its sources of time."""
 
     on_change: OnChange = lambda _: None
-    count: Callable[[str], None] = lambda _: None
+    deliveries: Deliveries | None = None
     ask: Ask | None = None
     now: Callable[[], float] = time.time
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -134,7 +135,7 @@ async def watching(
     names = run_names(sections)
     hosts = SshHosts(ask=hooks.ask, now=hooks.now)
     store = WatchStore(folder, writer, compacts=is_alone)
-    reporter = Reporter(store, notifiers, count=hooks.count)
+    reporter = Reporter(store, notifiers, deliveries=hooks.deliveries)
     try:
         session = WatchSession(reporter, hooks.on_change)
         for section, name in zip(sections, names, strict=True):

@@ -17,6 +17,7 @@ from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.history import read_history
 from rankscope_ingest.detect.incidents import IncidentTracker
 from rankscope_ingest.notify.announcer import Announcer, message
+from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.notifiers import NotifyError, make_notifiers
 from rankscope_ingest.reporting.rows import Stamp, attempt_row, incident_row, launch_row
 from rankscope_ingest.runs.incident import RUN_FAILED, Symptom, run_incident
@@ -289,7 +290,7 @@ def announcer(*notifiers, **changes):
         notifiers,
         record=lambda incident, state: log.append(state),
         commit=changes.get("commit", commit),
-        count=lambda outcome: log.append(f"count {outcome}"),
+        deliveries=Deliveries(lambda spec, outcome: log.append(f"count {spec.name.split('_')[-2]} {outcome}")),
         retry_seconds=(0.0, 0.0),
     )
     return made, log
@@ -300,7 +301,7 @@ async def test_incident_is_committed_before_it_is_sent_and_again_after():
     made, log = announcer(notifier)
     await made.announce(some_incident())
 
-    assert ["opened", "commit", "count sent", "notified", "commit"] == log
+    assert ["opened", "commit", "count attempts sent", "count notifications sent", "notified", "commit"] == log
     assert 1 == len(notifier.messages)
 
 
@@ -310,7 +311,7 @@ async def test_repeated_message_contains_a_note():
     incident = some_incident()
     await made.announce(incident, is_repeated=True)
 
-    assert ["count sent", "notified", "commit"] == log
+    assert ["count attempts sent", "count notifications sent", "notified", "commit"] == log
     assert SENT_AGAIN in notifier.messages[0].body
     assert incident.key == notifier.messages[0].key
 
@@ -321,7 +322,8 @@ async def test_failing_notifier_is_retried_and_delays_no_other():
     await made.announce(some_incident())
 
     assert [1, 1, 0] == [len(notifier.messages) for notifier in (good, flaky, dead)]
-    assert ["count failed", "undelivered", "commit"] == log[-3:]
+    assert ["count attempts failed", "count notifications failed", "undelivered", "commit"] == log[-4:]
+    assert 5 == log.count("count attempts failed")
 
 
 async def test_message_is_sent_if_the_commit_times_out(monkeypatch):
@@ -340,7 +342,7 @@ async def test_muted_incident_is_stored_but_not_sent():
     made, log = announcer(notifier)
     await made.announce(dataclasses.replace(some_incident(), is_muted=True))
 
-    assert (["muted", "commit", "count muted"], []) == (log, notifier.messages)
+    assert (["muted", "commit", "count notifications muted"], []) == (log, notifier.messages)
 
 
 def test_unsupported_address_is_rejected_without_its_secret():

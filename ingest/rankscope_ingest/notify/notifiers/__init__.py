@@ -12,11 +12,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from rankscope_contract.security.proxies import ENVIRONMENT
 from rankscope_ingest.base.errors import ConfigError, IngestError
 
 
 class NotifyError(IngestError):
-    """A notifier could not deliver a message. The sender of the message may try again."""
+    """A notifier could not deliver a message, for the reason in the text. The sender of the message may try again.
+
+    The text does not name the receiver and contains no secret of its URL.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +42,7 @@ class Notifier(Protocol):
     For each URL, the service tries the classes in ascending order of this number.
     """
 
-    def __init__(self, url: str, *, timeout_seconds: float) -> None: ...
+    def __init__(self, url: str, *, timeout_seconds: float, proxy: str) -> None: ...
 
     @classmethod
     def handles(cls, url: str) -> bool:
@@ -62,8 +66,8 @@ def notifier_classes() -> list[type[Notifier]]:
     return sorted(found, key=lambda cls: cls.priority)
 
 
-def make_notifiers(urls: Iterable[str], *, timeout_seconds: float) -> list[Notifier]:
-    """Return one notifier per URL.
+def make_notifiers(urls: Iterable[str], *, timeout_seconds: float, proxy: str = ENVIRONMENT) -> list[Notifier]:
+    """Return one notifier per URL. `proxy` is the setting of that name in the section [notify].
 
     Raises ConfigError for an unsupported URL. The error text does not contain the secrets of the URL.
     """
@@ -78,5 +82,5 @@ def make_notifiers(urls: Iterable[str], *, timeout_seconds: float) -> list[Notif
                 f"notify.urls[{number}] ({scheme}://…) is not a supported notification URL: "
                 "use a URL that apprise supports, such as mailto://… or slack://…"
             )
-        notifiers.append(notifier_class(url, timeout_seconds=timeout_seconds))
+        notifiers.append(notifier_class(url, timeout_seconds=timeout_seconds, proxy=proxy))
     return notifiers

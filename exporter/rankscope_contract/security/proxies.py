@@ -1,0 +1,108 @@
+"""Decide which HTTP proxy a request uses. No name is resolved, and nothing is read but the given environment.
+
+Requests to this machine never use a proxy: a proxy cannot reach its loopback addresses.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Mapping
+from typing import Final
+from urllib.parse import urlsplit
+
+ENVIRONMENT: Final = "environment"
+NO_PROXY: Final = "none"
+PROXY_SCHEMES: Final = ("http", "https", "socks5", "socks5h", "socks4", "socks4a")
+
+_PORTS: Final = {"http": 80, "https": 443}
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether `host`, a name or an address, is this machine according to its text alone."""
+    name = _plain(host)
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    address = _address(name)
+    return address is not None and (address.is_loopback or address.is_unspecified)
+
+
+def proxy_of(url: str, setting: str, environment: Mapping[str, str]) -> str | None:
+    """Return the address of the proxy for a request to `url`; None if the request is sent directly.
+
+    `setting` is ENVIRONMENT, NO_PROXY, or the address of a proxy. With ENVIRONMENT, the proxy is that of the variables
+    `http_proxy`, `https_proxy` and `all_proxy`, also in upper case. The hosts in `no_proxy` never use a proxy.
+    """
+    parts = urlsplit(url)
+    host = _plain(parts.hostname or "")
+    if setting == NO_PROXY or is_loopback(host):
+        return None
+    if _is_listed(host, parts.port or _PORTS.get(parts.scheme), _variable(environment, "no_proxy")):
+        return None
+    if setting != ENVIRONMENT:
+        return setting
+    found = _variable(environment, f"{parts.scheme}_proxy") or _variable(environment, "all_proxy")
+    return (found if "://" in found else f"http://{found}") if found else None
+
+
+def _is_listed(host: str, port: int | None, no_proxy: str) -> bool:
+    return any(_matches(host, port, entry) for entry in no_proxy.replace(",", " ").split())
+
+
+def _matches(host: str, port: int | None, entry: str) -> bool:
+    """Return whether an entry of `no_proxy` names `host`: `*`, a name, a domain, an address or a network."""
+    if entry == "*":
+        return True
+    address = _address(host)
+    if address is not None and (network := _network(entry)) is not None:
+        return address in network
+    name, given = _without_port(entry)
+    if given is not None and given != port:
+        return False
+    if address is not None:
+        return address == _address(name)
+    domain = _plain(name.removeprefix("*")).lstrip(".")
+    return bool(domain) and (host == domain or host.endswith(f".{domain}"))
+
+
+def _without_port(entry: str) -> tuple[str, int | None]:
+    """Return name and port of `entry`. An IPv6 address has a port only if it stands in brackets."""
+    name, colon, port = entry.rpartition(":")
+    has_port = colon and port.isdecimal() and (":" not in name or name.endswith("]"))
+    return (_plain(name), int(port)) if has_port else (_plain(entry), None)
+
+
+def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    try:
+        return ipaddress.ip_network(text, strict=False) if "/" in text else None
+    except ValueError:
+        return None
+
+
+def _address(name: str) -> Address | None:
+    """Return the address that `name` is; None if it is a name. Short forms such as `127.1` are those of the system."""
+    try:
+        address = ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        try:
+            return ipaddress.IPv4Address(socket.inet_aton(name))
+        except (OSError, UnicodeEncodeError):
+            return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _plain(host: str) -> str:
+    return host.strip("[]").rstrip(".").lower()
+
+
+def _variable(environment: Mapping[str, str], name: str) -> str:
+    """Return a variable of the environment, of which the name in lower case takes precedence.
+
+    A CGI program receives the header `Proxy` of its client as HTTP_PROXY, which is therefore ignored there.
+    """
+    if name in environment:
+        return environment[name]
+    is_header = name == "http_proxy" and "REQUEST_METHOD" in environment
+    return "" if is_header else environment.get(name.upper(), "")
