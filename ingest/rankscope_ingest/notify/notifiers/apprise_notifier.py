@@ -28,6 +28,7 @@ _TYPES: Final = {
 }
 _EXCEPTION: Final = "Exception: "
 """End of the words before the text of an exception in the log records of apprise, such as `Socket Exception: `."""
+_NUMBER: Final = re.compile(r"^\[Errno -?\d+\] ")
 _SMTP_REPLY: Final = re.compile(r"\((\d{3}), b(['\"])(.*?)\2\)")
 """Status and text of a reply in the text of an exception of smtplib."""
 
@@ -82,8 +83,8 @@ class AppriseNotifier:
             )
         if is_delivered:
             return None
-        text = self._secrets.removed_from(requests.failure or _reason(records))
-        return ": ".join(filter(None, (requests.status, text)))
+        text = requests.failure if requests.has_failed else _reason(records)
+        return ": ".join(filter(None, (requests.status, self._secrets.removed_from(text))))
 
 
 def _reason(records: list[logging.LogRecord]) -> str:
@@ -92,7 +93,7 @@ def _reason(records: list[logging.LogRecord]) -> str:
     exceptions = [text.partition(_EXCEPTION)[2] for text in texts if _EXCEPTION in text]
     warnings = [record.getMessage() for record in records if record.levelno >= logging.WARNING]
     reason = "; ".join((exceptions or warnings)[-1:]) or "apprise gave no reason"
-    return _SMTP_REPLY.sub(r"\1 \3", reason)
+    return _SMTP_REPLY.sub(r"\1 \3", _NUMBER.sub("", reason)).strip("{}")
 
 
 def _label(url: str, shown: list[str]) -> tuple[str, str]:

@@ -38,6 +38,11 @@ class Exchange:
     status: str = ""  # status of the latest response, if it is an error
     failure: str = ""
 
+    @property
+    def has_failed(self) -> bool:
+        """Return whether the latest request failed."""
+        return bool(self.status or self.failure)
+
     def proxies(self, url: str) -> dict[str, str]:
         """Return the proxy for a request to `url`, in the form of the library requests."""
         proxy = proxy_of(url, self.proxy, os.environ)
@@ -123,7 +128,7 @@ def explain(error: BaseException, host: str) -> str:
     causes = list(_causes(error))
     for cause in causes:
         if isinstance(cause, socket.gaierror):
-            return f"the name {host} cannot be resolved: {cause.strerror}"
+            return f"the name {host} cannot be resolved: {cause.strerror or cause}"
         if isinstance(cause, ssl.SSLCertVerificationError):
             return f"TLS: the certificate of {host} is not valid: {cause.verify_message}; {_TRUST}"
         if isinstance(cause, ssl.SSLError):

@@ -51,8 +51,11 @@ def _secrets(url: str) -> Iterator[str]:
     yield user
     yield from user.split(":", 1)
     yield base64.b64encode(unquote(user).encode()).decode()  # of the header Authorization
-    host, slash, path = rest.partition("/")
-    yield from _DELIMITERS.split(re.sub(r":\d{1,5}$", "", host).strip("[]") + slash + path)
+    host, _, path = rest.partition("/")
+    host = re.sub(r":\d{1,5}$", "", host)
+    yield from [host.strip("[]")] if host.startswith("[") else _DELIMITERS.split(host)
+    yield from _DELIMITERS.split(path)
+    yield from _DELIMITERS.split(user)
 
 
 def _forms(secret: str) -> set[str]:
