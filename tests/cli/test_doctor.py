@@ -199,6 +199,24 @@ def test_service_without_ranks_prints_the_export_line(sample_store):
     )
 
 
+@pytest.mark.parametrize("status", [{"notifications": None}, {}, [], "<html>"])
+def test_delivered_notifications_add_no_line(sample_store, status):
+    environment = healthy_environment()
+    environment.pages[f"{SERVICE}/api/v1/status"] = status
+
+    assert "notifications:" not in report(environment, sample_store)
+
+
+def test_undelivered_notifications_are_reported_with_their_reason(sample_store):
+    environment = healthy_environment()
+    text = "2 messages wait since 40 s: 403 Forbidden (json://chat.example)"
+    environment.pages[f"{SERVICE}/api/v1/status"] = {"notifications": text}
+
+    assert f"WARN  notifications: {text}\n        -> check the address in [notify] urls" in report(
+        environment, sample_store
+    )
+
+
 @pytest.mark.parametrize("response", ["<html>", [], {"hello": 1}])
 def test_other_server_at_the_address_is_not_the_service(sample_store, response):
     environment = healthy_environment()

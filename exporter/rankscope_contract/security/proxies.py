@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 ENVIRONMENT: Final = "environment"
 NO_PROXY: Final = "none"
-PROXY_SCHEMES: Final = ("http", "https", "socks5", "socks5h", "socks4", "socks4a")
 
+_SCHEMES: Final = frozenset(["http", "https", "socks4", "socks4a", "socks5", "socks5h"])
 _PORTS: Final = {"http": 80, "https": 443}
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -27,6 +27,15 @@ def is_loopback(host: str) -> bool:
         return True
     address = _address(name)
     return address is not None and (address.is_loopback or address.is_unspecified)
+
+
+def is_proxy(url: str) -> bool:
+    """Return whether `url` is the address of a proxy, such as http://proxy:3128."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return False
+    return parts.scheme in _SCHEMES and bool(parts.hostname)
 
 
 def proxy_of(url: str, setting: str, environment: Mapping[str, str]) -> str | None:

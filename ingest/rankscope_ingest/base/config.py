@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from rankscope_contract.protocol.channel import DEFAULT_MAX_BYTES
-from rankscope_contract.security.proxies import ENVIRONMENT, NO_PROXY, PROXY_SCHEMES
+from rankscope_contract.security.proxies import ENVIRONMENT, NO_PROXY, is_proxy
 from rankscope_contract.security.web_config import WebConfig, WebConfigError
 from rankscope_ingest.base.tls import read_service_web_config
 from rankscope_ingest.base.watch_config import WatchSection
@@ -301,8 +301,7 @@ class NotifySection(_Section):
     @classmethod
     def _check_proxy(cls, proxy: SecretStr) -> SecretStr:
         text = proxy.get_secret_value()
-        parts = urlsplit(text)  # raises ValueError for an invalid address
-        if text not in {ENVIRONMENT, NO_PROXY} and (parts.scheme not in PROXY_SCHEMES or not parts.hostname):
+        if text not in {ENVIRONMENT, NO_PROXY} and not is_proxy(text):
             raise ValueError('must be "environment", "none", or the address of a proxy, such as http://proxy:3128')
         return proxy
 

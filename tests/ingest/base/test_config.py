@@ -114,6 +114,22 @@ def test_secrets_appear_neither_in_errors_nor_in_the_printed_config(tmp_path):
     assert "s3cret" not in str(error.value)
 
 
+@pytest.mark.parametrize("proxy", ["environment", "none", "http://u:s3cret@proxy:3128", "socks5h://proxy"])
+def test_proxy_of_notifications_is_a_word_or_an_address(tmp_path, proxy):
+    config = load_config(write(tmp_path, f"[store]\npath='x'\n[notify]\nproxy='{proxy}'"))
+
+    assert proxy == config.notify.proxy.get_secret_value()
+    assert "s3cret" not in repr(config)
+
+
+@pytest.mark.parametrize("proxy", ["", "s3cret", "ftp://s3cret", "http://", "http://[s3cret"])
+def test_wrong_proxy_of_notifications_is_rejected_without_its_text(tmp_path, proxy):
+    with pytest.raises(ConfigError, match=r"notify\.proxy: .*proxy") as error:
+        load_config(write(tmp_path, f"[store]\npath='x'\n[notify]\nproxy='{proxy}'"))
+
+    assert "s3cret" not in str(error.value)
+
+
 def test_missing_file_is_reported(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
         load_config(tmp_path / "absent.toml")
