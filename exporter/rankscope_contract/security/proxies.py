@@ -77,7 +77,7 @@ def _matches(host: str, port: int | None, entry: str) -> bool:
 
 
 def _without_port(entry: str) -> tuple[str, int | None]:
-    """Return name and port of `entry`. An IPv6 address has a port only if it stands in brackets."""
+    """Return name and port of `entry`. An IPv6 address has a port only if it is in brackets."""
     name, colon, port = entry.rpartition(":")
     has_port = colon and port.isdecimal() and (":" not in name or name.endswith("]"))
     return (_plain(name), int(port)) if has_port else (_plain(entry), None)

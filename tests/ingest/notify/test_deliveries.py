@@ -58,7 +58,7 @@ def test_lost_messages_are_named_until_their_receiver_gets_one():
     assert None is deliveries.trouble()
 
 
-def test_each_attempt_is_counted_at_once():
+def test_each_attempt_is_counted():
     counted: Counter[tuple[str, str]] = Counter()
     deliveries = Deliveries(lambda spec, outcome: counted.update([(spec.name, outcome)]))
     deliveries.failed("json://a", "first", "timed out", is_last=False)
