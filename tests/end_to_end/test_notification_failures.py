@@ -26,7 +26,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("case", ["notify_failure_is_seen", "notify_loopback_and_proxy", "notify_says_why"])
 def test_case_is_right(case: str, commands: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RANKSCOPE_BIN", str(commands))
-    command = [sys.executable, CASES / f"{case}.py.txt"]  # not *.py: the text is theirs, and no check of ours applies
+    command = [sys.executable, CASES / f"{case}.py.txt"]  # the checks of our texts read *.py
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
     assert 0 == done.returncode, done.stdout + done.stderr
