@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO
 
 from rankscope.base.errors import USAGE, CommandError, suggestion
+from rankscope.base.log_results import ImportResults, ProgressOf, print_some, progress_of
 
 if TYPE_CHECKING:
     from rankscope_contract.rules import AnomalyRule
-    from rankscope_ingest.importers import Importer, ImportReport, Options
+    from rankscope_ingest.importers import Importer, LogGroup, Options
 
 SHOWN_FAULTS: Final = 3
 TIME_ZONE: Final = "UTC+8"
@@ -44,18 +43,20 @@ def plan_logs(
 
     plan: list[Log] = []
     failures = []
+    notes: list[str] = []
     for path in paths:
         try:
             plan += [
                 Log(log, _in_time_zone(importer, time_zone), run or run_name(log))
-                for log, importer in _logs(path, chosen)
+                for log, importer in _logs(path, chosen, notes)
             ]
             newer = newer_log(path) if path.is_dir() and plan[-1].importer.name == "trainer_state" else None
             if newer is not None:
                 plan.append(Log(newer, named_importer("jsonl"), f"{plan[-1].run}-{newer.stem}"))
-                print(f"{newer} has later steps than {path}: imported as the run {plan[-1].run}", file=sys.stderr)
+                notes.append(f"{newer} has later steps than {path}: imported as the run {plan[-1].run}")
         except IngestError as error:
             failures.append(str(error))
+    print_some(notes)
     return plan, failures
 
 
@@ -71,43 +72,70 @@ def import_logs(
 ) -> list[str]:
     """Import the logs in `plan`, and return a message for each that cannot be read or contains no record.
 
-    The result of each import is printed to `out`, unless it is None, and its faults to standard error. `shown` is the
-    largest number of printed faults of a log.
+    Small logs are stored together. The results are printed to `out`, unless it is None, and faults to standard error,
+    both after they are stored. `shown` is the largest number of printed faults of a log; with None, the result of each
+    of many logs is printed too.
     """
-    from rankscope_ingest.base.errors import IngestError
-    from rankscope_ingest.importers import import_records, is_live, known_imports, stored_scalars
+    from rankscope_ingest.importers import GROUP_LOGS, LogGroup
     from rankscope_storage.api.store import Store as StoreFolder
+    from rankscope_storage.base.errors import StoreError
     from rankscope_storage.connection import connect
 
     owner = f"import, process {os.getpid()} on {socket.gethostname()}"
-    failures = []
-    with StoreFolder.open(store, create=True).claim(shard, owner=owner) as writer, connect(store) as connection:
-        for log in plan:
-            known = known_imports(connection, log.run)
-            try:
-                with _progress(log.path) as progress:
-                    report = import_records(
-                        log.path,
-                        writer,
-                        log.importer,
-                        run=log.run,
-                        progress=progress,
-                        known=known,
-                        rules=rules,
-                        is_live=is_live(connection, log.run),
-                        stored=stored_scalars(connection, log.run),
-                        options=options,
-                    )
-            except IngestError as error:
-                failures.append(str(error))
-                continue
-            _print_report(log.path, report, shown, out)
-            if not report.records:
-                failures.append(
-                    f"{log.path} contains no record in the format {report.source_kind}: `rankscope import {log.path} "
-                    "--explain` prints the detected formats, `--format` selects another one"
-                )
-    return failures
+    results = ImportResults(len(plan), shown, out)
+    with (
+        StoreFolder.open(store, create=True).claim(shard, owner=owner) as writer,
+        connect(store) as connection,
+        progress_of([log.path for log in plan], is_brief=results.is_brief) as progress,
+    ):
+        group = LogGroup(writer, connection)
+        try:
+            for number, log in enumerate(plan):
+                if number % GROUP_LOGS == 0:
+                    group.begin({each.run for each in plan[number : number + GROUP_LOGS]})
+                _import_log(log, group, rules, options, results, progress)
+                if group.is_stored:
+                    results.print_stored()
+        except StoreError:
+            raise
+        except BaseException:  # also of the user: the logs that were read completely are stored
+            group.flush()
+            results.print_stored()
+            raise
+        group.flush()
+    results.finish()
+    return results.failures
+
+
+def _import_log(
+    log: Log,
+    group: LogGroup,
+    rules: Sequence[AnomalyRule],
+    options: Options,
+    results: ImportResults,
+    progress: ProgressOf,
+) -> None:
+    from rankscope_ingest.base.errors import IngestError
+    from rankscope_ingest.importers import import_records
+
+    try:
+        with progress(log.path) as show:
+            report = import_records(
+                log.path,
+                group,
+                log.importer,
+                run=log.run,
+                progress=show,
+                known=group.known(log.run),
+                rules=rules,
+                is_live=group.is_live(log.run),
+                stored=group.stored(log.run),
+                options=options,
+            )
+    except IngestError as error:
+        results.failures.append(str(error))
+    else:
+        results.add(log.path, report)
 
 
 def named_importer(name: str) -> Importer:
@@ -132,10 +160,11 @@ def _in_time_zone(importer: Importer, time_zone: str) -> Importer:
     return Msprobe(time_zone) if isinstance(importer, Msprobe) else importer
 
 
-def _logs(path: Path, chosen: Importer | None) -> Iterator[tuple[Path, Importer]]:
+def _logs(path: Path, chosen: Importer | None, notes: list[str]) -> Iterator[tuple[Path, Importer]]:
     """Yield each log with its importer.
 
-    If `path` is a log (a file or a folder), it is the only log. Otherwise the logs are the files in the folder `path`.
+    If `path` is a log (a file or a folder), it is the only log. Otherwise the logs are the files in the folder `path`;
+    messages about the other files are added to `notes`.
     """
     from rankscope_ingest.base.errors import IngestError
     from rankscope_ingest.importers import find_importer
@@ -156,71 +185,5 @@ def _logs(path: Path, chosen: Importer | None) -> Iterator[tuple[Path, Importer]
                 others.append(str(error))
         if not found:
             raise
-        for other in others:
-            print(f"not imported: {other}", file=sys.stderr)
+        notes += [f"not imported: {other}" for other in others]
         yield from found
-
-
-@contextlib.contextmanager
-def _progress(path: Path) -> Iterator[Callable[[int], None] | None]:
-    """Yield a function that shows a progress bar of the bytes read on a terminal, and does nothing elsewhere."""
-    if not sys.stderr.isatty() or not path.is_file():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(path.name, total=path.stat().st_size)
-        yield lambda done: bar.update(task, completed=done)
-
-
-def _other(known: str, path: Path) -> str:
-    return "its earlier import" if known == str(path.absolute()) else known
-
-
-def _print_report(path: Path, report: ImportReport, shown: int | None, out: TextIO | None) -> None:
-    steps = "" if report.last_step is None else f", up to step {report.last_step:,}"
-    imported = f"{report.source_kind}, {report.records:,} records{steps}"
-    details = [
-        f"{report.attempts:,} attempts" if report.attempts > 1 else "",
-        f"{report.anomalies:,} anomalies" if report.anomalies else "",
-        f"{report.passed_over:,} lines without records" if report.passed_over else "",
-        "replaces another log at this path" if report.is_replacement else "",
-        "unchanged since the last import" if report.is_unchanged else "",
-    ]
-    more = f" ({', '.join(filter(None, details))})" if any(details) else ""
-    if out is not None:
-        print(f"{path}: {imported}; {report.rows_stored:,} new rows in {report.run}{more}", file=out)
-    for note in report.notes:
-        print(f"{path}: {note}", file=sys.stderr)
-    if report.branches_from is not None:
-        print(
-            f"{path}: differs from {_other(report.branches_from, path)} from step {report.first_step} on; "
-            f"its steps from there on are attempt {report.attempt} and supersede these steps of earlier imports",
-            file=sys.stderr,
-        )
-    if report.imported_from is not None:
-        print(
-            f"{path}: ranks have reported data of {report.run}; the log is kept apart from it, with the label "
-            f"imported_from={report.imported_from}",
-            file=sys.stderr,
-        )
-    if report.left_out:
-        print(
-            f"{path}: {report.left_out:,} rows without labels, such as tensor statistics, are left out; "
-            "to store them, import the log as another run with --run",
-            file=sys.stderr,
-        )
-    if report.is_unchanged and report.malformed:
-        print(f"{path}: {report.malformed:,} malformed lines at the last import", file=sys.stderr)
-    elif report.malformed:
-        lines = "; ".join(f"line {fault.line:,}: {fault.text}" for fault in report.faults[:shown])
-        print(f"{path}: {report.malformed:,} malformed lines ({lines})", file=sys.stderr)

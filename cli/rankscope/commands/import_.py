@@ -63,7 +63,12 @@ Reimport = Annotated[
     bool, typer.Option("--reimport", help="Remove the rows of earlier imports of the logs, and import them again.")
 ]
 Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Print the first 20 malformed lines of each log instead of 3.")
+    bool,
+    typer.Option(
+        "--verbose",
+        "-v",
+        help="Print the result of each of more than 20 logs; the first 20 malformed lines of each log instead of 3.",
+    ),
 ]
 
 

@@ -29,6 +29,7 @@ from rankscope_ingest.importers.common.importer import (
 )
 from rankscope_ingest.importers.common.lines import readable, refuse_binary, skip_hole
 from rankscope_ingest.importers.common.live_run import is_live
+from rankscope_ingest.importers.common.log_group import GROUP_LOGS, LogGroup
 from rankscope_ingest.importers.common.log_identity import KnownImport, known_imports
 from rankscope_ingest.importers.common.reimport import replaceable
 from rankscope_ingest.importers.common.report import ImportReport
@@ -38,6 +39,7 @@ from rankscope_ingest.importers.newer_log import newer_log
 from rankscope_ingest.importers.textlog import nearest_miss
 
 __all__ = [
+    "GROUP_LOGS",
     "IMPORT_RULES",
     "NOT_MINE",
     "NO_END",
@@ -51,6 +53,7 @@ __all__ = [
     "ImportedRun",
     "Importer",
     "KnownImport",
+    "LogGroup",
     "Options",
     "detections",
     "find_importer",

@@ -8,27 +8,39 @@ events and samples.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
 
 import pyarrow as pa
 
 from rankscope_contract.model.schema import IMPORT_PREFIX, IMPORTED_FROM, canonical_labels
+from rankscope_ingest.importers.common.log_identity import any_of
 from rankscope_storage.connection import Connection
 
 _KEPT: Final = ("scalars", "events", "samples")
-_LIVE: Final = """\
-SELECT 1 FROM attempts_history WHERE run = $run AND source_kind = 'live'
-UNION ALL SELECT 1 FROM runs_history WHERE run = $run AND source_kind = 'live'
-UNION ALL SELECT 1 FROM scalars WHERE run = $run AND NOT starts_with(incarnation, $prefix)
-LIMIT 1
+_BY_STATE: Final = """\
+SELECT run FROM attempts_history WHERE {condition} AND source_kind = 'live'
+UNION SELECT run FROM runs_history WHERE {condition} AND source_kind = 'live'
 """
+_BY_SCALARS: Final = "SELECT DISTINCT run FROM scalars WHERE {condition} AND NOT starts_with(incarnation, $prefix)"
 
 
 def is_live(connection: Connection, run: str) -> bool:
     """Return whether the store contains data of `run` that its ranks reported, now or earlier."""
-    return bool(connection.query(_LIVE, {"run": run, "prefix": IMPORT_PREFIX}).num_rows)
+    return run in live_runs(connection, [run])
+
+
+def live_runs(connection: Connection, runs: Collection[str]) -> frozenset[str]:
+    """Return those of `runs` of which the store contains data that their ranks reported, now or earlier."""
+    found: set[str] = set()
+    # The second query reads many rows, and is needed only for runs that the first one has not found.
+    for query, more in ((_BY_STATE, {}), (_BY_SCALARS, {"prefix": IMPORT_PREFIX})):
+        if others := [run for run in runs if run not in found]:
+            condition, parameters = any_of(others)
+            rows = connection.query(query.format(condition=condition), parameters | more)
+            found.update(rows["run"].to_pylist())
+    return frozenset(found)
 
 
 def label_of(path: Path) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -37,7 +37,7 @@ _ADDED: Final = (
     "choices",
 )  # import events of earlier releases do not have these fields
 
-KNOWN: Final = "SELECT details FROM events WHERE run = $run AND type = $type ORDER BY ordinal"
+_KNOWN: Final = "SELECT run, details FROM events WHERE {} AND type = $type ORDER BY ordinal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +128,29 @@ def known_imports(connection: Connection, run: str) -> list[KnownImport]:
 
     Each log has the facts of its last import.
     """
-    latest: dict[str, KnownImport] = {}
-    for row in connection.query(KNOWN, {"run": run, "type": EventType.IMPORT.value}).to_pylist():
+    return known_imports_of(connection, [run])[run]
+
+
+def known_imports_of(connection: Connection, runs: Collection[str]) -> dict[str, list[KnownImport]]:
+    """Return the result of `known_imports` for each of `runs`, with one query."""
+    condition, parameters = any_of(runs)
+    latest: dict[str, dict[str, KnownImport]] = {run: {} for run in runs}
+    for row in connection.query(_KNOWN.format(condition), parameters | {"type": EventType.IMPORT.value}).to_pylist():
         try:
             known = KnownImport.from_json(row["details"] or "")
         except ValueError:
             continue  # of a newer release or another program; the watermark still prevents duplicate rows
-        latest[known.incarnation] = known
-    return list(latest.values())
+        latest[row["run"]][known.incarnation] = known
+    return {run: list(logs.values()) for run, logs in latest.items()}
+
+
+def any_of(runs: Collection[str]) -> tuple[str, dict[str, str]]:
+    """Return an SQL condition that the column `run` is one of `runs`, and the parameters of the condition.
+
+    The store selects files by such a condition, but not by a condition with a list as its parameter.
+    """
+    named = {f"run_{number}": run for number, run in enumerate(runs)}
+    return f"run IN ({', '.join(f'${name}' for name in named)})", named
 
 
 def identify(path: Path, run: str, known: Sequence[KnownImport], identity: str | None = None) -> Source:
@@ -148,10 +163,11 @@ def identify(path: Path, run: str, known: Sequence[KnownImport], identity: str |
         before = next((log for log in known if log.incarnation == incarnation), None)
         return Source(incarnation=incarnation, before=before)
     named = [log for log in known if Path(log.path).name == path.name and log.marks]
-    moved = [log for log in known if log not in named and log.records and not _is_in_place(log, path)]
-    for candidates in (named, moved):
+    others = [log for log in known if log not in named and log.records]
+    beginning = _Beginning(path)
+    for candidates in (named, others):
         for log in sorted(candidates, key=lambda log: -log.marks[-1][0] if log.marks else 0):
-            if has_equal_beginning(path, log.marks):
+            if beginning.is_equal(log.marks) and (candidates is named or not _is_in_place(log, path)):
                 return Source(incarnation=log.incarnation, before=log)
     taken = {log.incarnation for log in known}
     free = (incarnation_of(path, run, generation=generation) for generation in itertools.count())
@@ -187,10 +203,27 @@ def has_equal_beginning(path: Path, known: Sequence[tuple[int, str]]) -> bool:
     `known` has pairs of a size and a digest of that many bytes of the imported log, by ascending size. Only one pair is
     compared: the one with the largest size that does not exceed the size of the file.
     """
-    with readable(path):
-        size = path.stat().st_size
-    fitting = [mark for mark in known if mark[0] <= size]
-    return bool(fitting) and _digest(path, fitting[-1][0]) == fitting[-1][1]
+    return _Beginning(path).is_equal(known)
+
+
+class _Beginning:
+    """The beginning of one file, which is read once for all imported logs to which it is compared."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with readable(path):
+            self._size = path.stat().st_size
+        self._digests: dict[int, str | None] = {}
+
+    def is_equal(self, known: Sequence[tuple[int, str]]) -> bool:
+        """Return the result of `has_equal_beginning`."""
+        fitting = next((mark for mark in reversed(known) if mark[0] <= self._size), None)
+        if fitting is None:
+            return False
+        size, digest = fitting
+        if size not in self._digests:
+            self._digests[size] = _digest(self._path, size)
+        return self._digests[size] == digest
 
 
 def _digest(path: Path, size: int) -> str | None:

@@ -368,7 +368,9 @@ class _Intake:
         waiting, self._waiting = self._waiting, defaultdict(list)
         touched, self._touched = self._touched, {}  # of a folder of many files, only those read since the last batch
         watermarks = {incarnation: source.records - 1 for incarnation, source in touched.items() if source.records}
-        return Batch(tables={name: _concat(name, tables) for name, tables in waiting.items()}, watermarks=watermarks)
+        return Batch(
+            tables={name: concatenated(name, tables) for name, tables in waiting.items()}, watermarks=watermarks
+        )
 
 
 def _grouped(imported: Iterator[Imported]) -> Iterator[list[ImportedRecord] | ImportedBlock | ImportedRun]:
@@ -398,7 +400,8 @@ def _moved(table: pa.Table, attempt: int) -> pa.Table:
     return table.set_column(position, table.schema.field(position), moved)
 
 
-def _concat(dataset: str, tables: Sequence[pa.Table]) -> pa.Table:
+def concatenated(dataset: str, tables: Sequence[pa.Table]) -> pa.Table:
+    """Return the rows of `tables`, which differ at most in the dictionary encoding of their text columns."""
     if any(table.schema != tables[0].schema for table in tables):
         tables = [table.cast(table_schema(dataset)) for table in tables]
     return pa.concat_tables(tables).unify_dictionaries()
