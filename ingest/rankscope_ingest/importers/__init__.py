@@ -7,6 +7,7 @@ since the last import.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 import re
@@ -74,8 +75,13 @@ _ROTATED: Final = re.compile(r"\.\d{1,9}$")
 
 def importers() -> dict[str, Importer]:
     """Return all importers of this package; the key is the name of the importer."""
+    return {importer.name: importer for importer in _importers()}
+
+
+@functools.cache  # the list of modules takes 3 ms, and is needed for each of thousands of logs
+def _importers() -> tuple[Importer, ...]:
     modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
-    return {module.IMPORTER.name: module.IMPORTER for module in modules if hasattr(module, "IMPORTER")}
+    return tuple(module.IMPORTER for module in modules if hasattr(module, "IMPORTER"))
 
 
 def detections(path: Path) -> list[tuple[Importer, Detection]]:
