@@ -13,11 +13,14 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.branches import StoredScalars, stored_scalars
 from rankscope_ingest.importers.common.live_run import live_runs
 from rankscope_ingest.importers.common.log_identity import KnownImport, known_imports_of
 from rankscope_ingest.importers.common.runner import Appender, concatenated
 from rankscope_storage.api.store import Batch, Commit
+from rankscope_storage.base.errors import BatchError
+from rankscope_storage.base.schema import conform
 from rankscope_storage.connection import Connection
 from rankscope_storage.writer.writer import newer
 
@@ -79,9 +82,15 @@ class LogGroup:
         return scalars
 
     def append(self, batch: Batch) -> Commit:
-        """Hold the new rows of `batch`; store all held rows if they are many. `rows` of the result has the new rows."""
+        """Hold the new rows of `batch`, whose number is in the result; store all held rows if they are many.
+
+        Raises IngestError for rows that the store would refuse, so that they do not prevent the storage of other logs.
+        """
         stored = {incarnation: self.watermark(incarnation) for incarnation in batch.watermarks}
-        tables = {name: newer(table, stored) for name, table in batch.tables.items()}
+        try:
+            tables = {name: newer(conform(table, name), stored) for name, table in batch.tables.items()}
+        except BatchError as error:
+            raise IngestError(str(error)) from error
         rows = {name: table.num_rows for name, table in tables.items() if table.num_rows}
         forward = {incarnation: seq for incarnation, seq in batch.watermarks.items() if seq > stored[incarnation]}
         self._note_imports(batch)

@@ -162,7 +162,7 @@ def identify(path: Path, run: str, known: Sequence[KnownImport], identity: str |
         incarnation = incarnation_of(path, run) if identity is None else stream_of(run, identity)
         before = next((log for log in known if log.incarnation == incarnation), None)
         return Source(incarnation=incarnation, before=before)
-    named = [log for log in known if Path(log.path).name == path.name and log.marks]
+    named = [log for log in known if log.path.rpartition("/")[2] == path.name and log.marks]
     others = [log for log in known if log not in named and log.records]
     beginning = _Beginning(path)
     for candidates in (named, others):

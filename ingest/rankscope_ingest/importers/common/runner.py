@@ -203,8 +203,9 @@ def _fingerprint(path: Path, importer: Importer) -> str | None:
 
 
 def _is_unchanged(path: Path, importer: Importer, fingerprint: str | None, before: KnownImport) -> bool:
-    is_same_log = before.kind == importer.name and before.path == str(path.absolute())
-    return is_same_log and fingerprint is not None and fingerprint == before.fingerprint
+    if fingerprint is None or fingerprint != before.fingerprint:
+        return False
+    return before.kind == importer.name and before.path == str(path.absolute())
 
 
 @dataclasses.dataclass
