@@ -7,6 +7,7 @@ life.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import signal
@@ -115,6 +116,8 @@ def main() -> None:
 
     for line in sys.stdin:
         job = json.loads(line)
+        if job["operation"] == "import":
+            importlib.import_module("rankscope_ingest.importers").importers()  # once for all children, not in each
         pid = os.fork()
         if pid == 0:
             _live(job)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -142,6 +143,22 @@ def repair_store(root: Path, acknowledge: Acknowledge) -> None:
     repair(root, sync_to_disk)
 
 
+def import_small_logs(root: Path, acknowledge: Acknowledge) -> None:
+    """Import five small logs with three commits. Their folder is next to the store, and the clock stands still."""
+    from rankscope.base.log_import import import_logs, plan_logs
+    from rankscope_ingest import importers
+
+    folder = root.parent / "logs"
+    folder.mkdir(exist_ok=True)
+    for number in range(5):
+        if not (path := folder / f"log{number}.jsonl").exists():
+            path.write_text("".join(f'{{"step": {step}, "loss": {number + 1 / step}}}\n' for step in range(1, 4)))
+    importers.GROUP_LOGS = 2  # type: ignore[misc]
+    plan, _ = plan_logs([folder], None, None, "UTC")
+    with mock.patch("time.time_ns", return_value=int(_LATER.timestamp()) * 1_000_000_000):
+        import_logs(plan, root, "0/1", rules=(), shown=None, options=importers.Options(), out=None)
+
+
 OPERATIONS: Final[dict[str, Callable[[Path, Acknowledge], None]]] = {
     "create": create,
     "append": append,
@@ -155,6 +172,7 @@ OPERATIONS: Final[dict[str, Callable[[Path, Acknowledge], None]]] = {
     "remove": remove_run,
     "join": join_runs,
     "repair": repair_store,
+    "import": import_small_logs,
 }
 
 
@@ -201,10 +219,15 @@ def age(root: Path) -> None:
 
 
 def content(root: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return all rows of the newest version, by dataset and sorted, without the query code of the package."""
+    """Return all rows of the newest version, by dataset and sorted, without the query code of the package.
+
+    The details of import events are omitted, because they contain the path of the log.
+    """
     found: dict[str, list[dict[str, Any]]] = {}
     for file in Log.open(root, sync_to_disk).snapshot().files.to_pylist():
-        found.setdefault(file["dataset"], []).extend(pq.ParquetFile(root / file["path"]).read().to_pylist())
+        table = pq.ParquetFile(root / file["path"]).read()
+        kept = [name for name in table.column_names if (file["dataset"], name) != ("events", "details")]
+        found.setdefault(file["dataset"], []).extend(table.select(kept).to_pylist())
     return {name: sorted(listed, key=repr) for name, listed in sorted(found.items())}
 
 

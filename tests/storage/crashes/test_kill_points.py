@@ -59,6 +59,8 @@ def die(killer, before, operation, at, root):
     assert after["whole"], where
     if operation in ("create", "append"):
         check_records(after["found"], max([0, *life.acknowledged]), where)
+    elif operation == "import":
+        check_logs(after["found"], old, new, where)
     else:
         check_tiers(after["found"], old, new, where)
     if operation in ONE_COMMIT:
@@ -89,6 +91,18 @@ def check_tiers(found, old, new, where):
     for tier in TIERS:
         states = [[content.get(name, []) for name in tier] for content in (old, new, found)]
         assert states[2] in states[:2], where
+
+
+def check_logs(found, old, new, where):
+    """Check that each imported log is stored completely, with its event and its run, or not at all."""
+    runs = {row["run"] for rows in new.values() for row in rows}
+    for run in runs:
+        states = [
+            {name: [row for row in rows if row["run"] == run] for name, rows in content.items()}
+            for content in (old, new, found)
+        ]
+        kept = [{name: rows for name, rows in state.items() if rows} for state in states]
+        assert kept[2] in kept[:2], where
 
 
 @pytest.mark.parametrize(("operation", "at"), A_FEW)
