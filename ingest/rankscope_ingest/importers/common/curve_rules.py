@@ -128,6 +128,8 @@ class CurveEvaluator:
         for rule in self._rules:
             is_judged = pc.is_in(names, pa.array([*rule.names, *rule.rates]))
             rows = np.flatnonzero(pc.and_(is_judged, pc.fill_null(is_finite, fill_value=False)).to_numpy())
+            if not len(rows):  # most logs lack the scalars of some rules
+                continue
             fired, medians = [np.empty(0, np.int64)], [np.empty(0)]
             for key, positions in _series(scalars.select([*_SERIES]).take(rows)):
                 own = rows[positions]
