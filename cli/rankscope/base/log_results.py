@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rankscope_ingest.importers import ImportReport
 
 LISTED_LOGS: Final = 20
-"""Of more logs than this, the result is one line for all, and at most this number of messages is printed."""
+"""Largest number of logs of which each result is printed, and largest number of printed messages about more logs."""
 
 ProgressOf = Callable[[Path], AbstractContextManager[Callable[[int], None] | None]]
 """A function that begins to show the progress of a log.

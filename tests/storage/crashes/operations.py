@@ -144,7 +144,7 @@ def repair_store(root: Path, acknowledge: Acknowledge) -> None:
 
 
 def import_small_logs(root: Path, acknowledge: Acknowledge) -> None:
-    """Import five small logs with three commits. Their folder is next to the store, and the clock stands still."""
+    """Import five small logs with three commits. Their folder is next to the store. The time is constant."""
     from rankscope.base.log_import import import_logs, plan_logs
     from rankscope_ingest import importers
 
