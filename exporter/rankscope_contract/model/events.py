@@ -27,6 +27,7 @@ class EventType(enum.StrEnum):
     BUDGET = "budget"  # max_overhead changed the sampling interval: `details` has was, now, share and max_overhead
     CAPTURE = "capture"  # extra measurements because a rule fired: `details` holds state, rank, steps and samples
     FLIGHT_RECORD = "flight_record"  # the latest collectives: `details` is a stacks.FlightRecord
+    CLOCK = "clock"  # the clock was set: `value` is the seconds, negative for back; `details` has offset_us
     XID = "xid"  # the driver reports a critical error of the GPU: `value` is its number, `details` holds xid and gpu
     # The following types come from imported logs.
     LOSS_MISSING = "loss_missing"  # a step was logged without a loss; some programs print a NaN loss this way

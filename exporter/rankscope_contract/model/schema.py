@@ -261,6 +261,12 @@ WIRE_FIELDS: Final = (
     Field("step", "int64"),
     Field("micro_step", "int32"),
     required("ts", "timestamp"),
+    Field(
+        "clock_offset",
+        "int64",
+        "Time by which the clock of `ts` was set forward since the process began; null if it was not set.",
+        unit="us",
+    ),
     Field("plan", "string", "Hash of the plan of the statistics; null without statistics."),
     Field(
         "values",

@@ -206,6 +206,7 @@ class Publisher:
             self._boundary.call(where, self._silent_kinds.judge, pending_step.expected, rows)
         record = StepRecord(
             ts=pending_step.ts,
+            monotonic=pending_step.monotonic,
             step=pending_step.step,
             statistics=statistics,
             scalars=tuple(scalars),
@@ -233,7 +234,7 @@ class Publisher:
             return False
         if pending_step.skip_is_certain or (statistics is not None and _is_overflow(statistics)):
             return True
-        self._skipped.skipped(pending_step.step, pending_step.ts)
+        self._skipped.skipped(pending_step)
         return False
 
     def _statistics(self, pending_step: PendingStep) -> tuple[Statistics | None, StepVerdict | None]:

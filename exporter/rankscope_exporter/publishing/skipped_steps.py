@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from rankscope_exporter.records.pending_step import skipped_event
+from rankscope_exporter.records.pending_step import PendingStep, skipped_event
 from rankscope_exporter.records.step_record import StepRecord
 
 MOST_PASSES: Final = 8
@@ -37,9 +37,10 @@ class SkippedSteps:
         self._passes = 0  # repeated number of skipped steps before each update; 0 if none is known
         self._is_irregular = False  # the latest numbers differed, and no event is held back
 
-    def skipped(self, step: int | None, ts: int) -> None:
-        """Add the step number `step`, which ended at the UTC time `ts` in microseconds without an update."""
-        self._held.append(StepRecord(ts=ts, step=step, events=(skipped_event(),)))
+    def skipped(self, step: PendingStep) -> None:
+        """Add `step`, which has ended without an update."""
+        record = StepRecord(ts=step.ts, monotonic=step.monotonic, step=step.step, events=(skipped_event(),))
+        self._held.append(record)
         self._count += 1
         if self._count > (self._passes or self._before or MOST_PASSES) or self._is_irregular:
             self._report()

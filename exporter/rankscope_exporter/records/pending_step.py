@@ -19,6 +19,8 @@ from rankscope_exporter.records.plan_version import PlanVersion
 from rankscope_exporter.records.step_record import Scalar
 from rankscope_exporter.statistics import HostCopy
 
+_STEADY_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
 UNITS: Final[dict[str, str]] = {
     "tokens": "tokens",
     "samples": "samples",
@@ -147,6 +149,7 @@ class PendingStep:
     call_order: list[int] = field(
         default_factory=list
     )  # by parameter: position of its gradient in the order of arrival, -1 if it did not arrive
+    monotonic: int = field(default_factory=lambda: monotonic_microseconds())  # at the time `ts`, microseconds
 
 
 def skipped_event() -> Event:
@@ -179,3 +182,8 @@ def timing(seconds: float, amounts: Mapping[str, float]) -> list[Pending]:
 def now_microseconds() -> int:
     """Return the current UTC time in microseconds since the epoch."""
     return time.time_ns() // 1000
+
+
+def monotonic_microseconds() -> int:
+    """Return the current time in microseconds of a clock that nobody sets and that also runs while the host sleeps."""
+    return time.clock_gettime_ns(_STEADY_CLOCK) // 1000

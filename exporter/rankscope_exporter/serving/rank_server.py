@@ -24,7 +24,9 @@ from rankscope_contract.protocol.channel import Registration, RegistrationReply
 from rankscope_contract.rules.base import AnomalyRule
 from rankscope_exporter.base.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter
+from rankscope_exporter.records.pending_step import monotonic_microseconds, now_microseconds
 from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.serving.clock_watch import ClockWatch
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.exposition import ExporterStats, Exposition
 from rankscope_exporter.serving.http_server import HttpServer, open_server
@@ -94,7 +96,8 @@ class RankServer:
             planned_steps=planned_steps,
             device=str(settings.get("device", "")),
         )
-        self._started_at = time.time_ns() // 1000
+        self._started_at = now_microseconds()
+        self._clock = ClockWatch(self._started_at, monotonic_microseconds())
         self._publishing = threading.Lock()
         self._server: HttpServer | None = None
         self._registration: RegistrationLoop | None = None
@@ -160,6 +163,7 @@ class RankServer:
         if self._abandoned:
             return _INERT
         with self._publishing:  # spool, ring and exposition must receive the records in the same order
+            record = self._clock.corrected(record)
             self.persistence.write(self.ring.head + 1, record)
             seq = self.ring.append(record)
             if record.step is not None:

@@ -62,6 +62,7 @@ def encode(first_seq: int, records: Sequence[StepRecord], *, whole: bool = False
         pa.array([record.step for record in records], pa.int64()),
         pa.array([record.micro_step for record in records], pa.int32()),
         pa.array([record.ts for record in records], SCHEMA.field("ts").type),
+        pa.array([record.clock_offset or None for record in records], pa.int64()),
         pa.array([record.statistics.plan.hash if record.statistics else None for record in records], pa.string()),
         _numbers([record.statistics.values if record.statistics else None for record in records], pa.float32()),
         _numbers([record.statistics.counts if record.statistics else None for record in records], pa.int64()),

@@ -20,6 +20,7 @@ from rankscope_exporter.records.pending_step import (
     Pending,
     PendingStep,
     amounts_of,
+    monotonic_microseconds,
     now_microseconds,
     take,
     timing,
@@ -345,7 +346,7 @@ class Recorder:
         pending = self._current.close()
         self._kept = ()
         self._awaiting = None
-        pending.ts = now_microseconds()
+        pending.ts, pending.monotonic = now_microseconds(), monotonic_microseconds()
         if not any(item.name == "learning_rate" for item in pending.pending):
             pending.pending += pending.learning_rates
         if timed is not None:

@@ -108,7 +108,7 @@ class RecordSink:
         if (tensors := monitor.versions.of_tensors(target, plans)) is not None:
             tables["tensors"] = tensors
         events = decode_one(body, "events")
-        first_causes, exits = symptoms(events), exit_reports(events)
+        first_causes, exits = symptoms(events), exit_reports(events, body.clock_offset)
         monitor.stalls.add(key, rank, events, now)
         monitor.replicas.add(decode_one(body, "hashes"), now)
         # No exception may occur from here on: rows in the batch must not be polled again, and cursor and batch must

@@ -79,7 +79,7 @@ class ValidBody:
 
     `missing` has the ranges of sequence numbers (first, last) that were no longer in the ring of the rank. `last_step`
     is the highest step, or None if no record has a step. `last_ts` is the latest time in UTC µs by the clock of the
-    rank. `tables` caches nested datasets that are already decoded, so that each is decoded once.
+    rank without its jumps; `clock_offset` is the sum of these jumps up to the last record, in µs. `tables` caches nested datasets that are already decoded, so that each is decoded once.
     """
 
     context: RowContext
@@ -92,6 +92,7 @@ class ValidBody:
     missing: tuple[tuple[int, int], ...]
     last_step: int | None
     last_ts: int
+    clock_offset: int = 0
     tables: dict[str, pa.Table] = field(default_factory=dict)
 
     @property
@@ -140,6 +141,9 @@ def check(
     used = flat["plan"].to_pylist()
     statistics = tuple(_measured(flat, used, plan_id, plans[plan_id]) for plan_id in _distinct(used))
     nested = {name: rows for name in NESTED if name in columns and (rows := _nested(columns, name)) is not None}
+    times = flat["ts"].view(pa.int64()).to_numpy()
+    offsets = flat["clock_offset"]
+    jumps = None if offsets.null_count == len(offsets) else offsets.fill_null(0).to_numpy()
     return ValidBody(
         context=context,
         first_ordinal=first_ordinal,
@@ -150,7 +154,8 @@ def check(
         rows=sum(map(_present, statistics)) + sum(map(len, nested.values())),
         missing=missing,
         last_step=_highest(flat["step"]),
-        last_ts=int(flat["ts"].view(pa.int64()).to_numpy().max()),
+        last_ts=int((times if jumps is None else times - jumps).max()),
+        clock_offset=0 if jumps is None else int(jumps[-1]),
     )
 
 

@@ -2,7 +2,7 @@
 
 The wall time of a launch is divided along the clock of one rank, the lowest one that logs step times. A step ends at
 the time of its record and lasts as long as the record states; steps never overlap. Time between two steps is classified
-by the records before and after it. The parts therefore always add up to the wall time. A run without rows that a rank
+by the records before and after it. Times are those of the rank's clock without its jumps. The parts therefore always add up to the wall time. A run without rows that a rank
 sent (such as an imported run) has no parts.
 """
 
@@ -12,6 +12,7 @@ from typing import Final
 
 from rankscope_contract.model.phases import STEP_PHASE_SECONDS, WITHIN_A_STEP, Phase
 from rankscope_contract.security.escaping import sql_string
+from rankscope_storage.sql.clock_jumps import without_jumps
 from rankscope_storage.sql.scalar_history import is_main_source
 
 PARTS: Final = (
@@ -44,20 +45,20 @@ CREATE OR REPLACE VIEW goodput_attempts AS
 WITH rank_scalars AS (
   SELECT run, attempt, min(rank) FILTER (name = 'step_seconds') AS rank,
     max(epoch(ts)) AS last_ts, min(epoch(ts)) AS first_ts
-  FROM scalars WHERE incarnation IS NOT NULL AND ts IS NOT NULL AND {is_main_source()} GROUP BY ALL
+  FROM {without_jumps("scalars")} WHERE incarnation IS NOT NULL AND ts IS NOT NULL AND {is_main_source()} GROUP BY ALL
 ), reporter AS (
   SELECT run, attempt, rank FROM rank_scalars WHERE rank IS NOT NULL
 ), seen AS (
   SELECT run, attempt, max(last_ts) AS last_ts, min(first_ts) AS first_ts FROM (
     SELECT run, attempt, last_ts, first_ts FROM rank_scalars
     UNION ALL
-    SELECT run, attempt, max(epoch(ts)), min(epoch(ts)) FROM events
+    SELECT run, attempt, max(epoch(ts)), min(epoch(ts)) FROM {without_jumps("events")}
     WHERE incarnation IS NOT NULL AND ts IS NOT NULL AND ts_origin = 'rank' GROUP BY ALL
   ) GROUP BY ALL
 ), logged AS (
   SELECT run, attempt, rank, incarnation, seq, step, epoch(ts) AS ts, name, value AS seconds,
     labels->>'$.phase' AS phase
-  FROM scalars JOIN reporter USING (run, attempt, rank)
+  FROM {without_jumps("scalars")} JOIN reporter USING (run, attempt, rank)
   WHERE name IN ('step_seconds', '{STEP_PHASE_SECONDS}') AND {is_main_source()}
 ), phase_seconds AS (
   SELECT run, incarnation, seq,
@@ -83,7 +84,7 @@ WITH rank_scalars AS (
   SELECT run, attempt, incarnation, epoch(ts) AS ts, details->>'$.state' AS state, value AS seconds,
     coalesce(lead(details->>'$.state') OVER (PARTITION BY run, attempt, incarnation ORDER BY ts) = 'ended', false)
       AS is_ended
-  FROM events JOIN reporter USING (run, attempt, rank)
+  FROM {without_jumps("events")} JOIN reporter USING (run, attempt, rank)
   WHERE type = 'hang' AND ts IS NOT NULL AND json_valid(details)
 ), launch AS (
   SELECT run, attempt, coalesce(epoch(started_at), first_ts) AS began, coalesce(epoch(ended_at), last_ts) AS ended

@@ -8,6 +8,7 @@ from tests.exporter.parts import session_of
 
 from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.publishing.skipped_steps import MOST_PASSES, SkippedSteps
+from rankscope_exporter.records.pending_step import PendingStep
 
 
 def reported(steps: str, *, is_over: bool = True) -> tuple[list[int | None], list[str]]:
@@ -17,7 +18,7 @@ def reported(steps: str, *, is_over: bool = True) -> tuple[list[int | None], lis
     skipped = SkippedSteps(lambda record: found.append(record.step), notices.append)
     for step, kind in enumerate(steps, 1):
         if kind == "s":
-            skipped.skipped(step, ts=step)
+            skipped.skipped(PendingStep(step, ts=step))
         else:
             skipped.updated()
     if is_over:

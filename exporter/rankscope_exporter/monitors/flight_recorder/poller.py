@@ -31,7 +31,7 @@ from rankscope_exporter.monitors.flight_recorder.torch_api import (
     read_without_stacks,
 )
 from rankscope_exporter.process.threads import OwnThread
-from rankscope_exporter.records.pending_step import PendingStep, now_microseconds
+from rankscope_exporter.records.pending_step import PendingStep, monotonic_microseconds, now_microseconds
 from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.records.step_record import StepRecord
 
@@ -224,7 +224,9 @@ class FlightRecorderPoller(StepObserver):
         self.overwritten += assigned.overwritten
         events = (_overwritten(assigned.overwritten),) if assigned.overwritten else ()
         if assigned.rows or events:
-            self._publish(StepRecord(ts=now_microseconds(), collectives=tuple(assigned.rows), events=events))
+            ts, monotonic = now_microseconds(), monotonic_microseconds()
+            rows = tuple(assigned.rows)
+            self._publish(StepRecord(ts=ts, monotonic=monotonic, collectives=rows, events=events))
 
 
 def _overwritten(count: int) -> Event:

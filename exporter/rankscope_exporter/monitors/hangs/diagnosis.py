@@ -22,7 +22,7 @@ from rankscope_exporter.monitors.flight_recorder.entry import take_flight_record
 from rankscope_exporter.monitors.hangs.stack_dump import read_stacks, take_stacks
 from rankscope_exporter.process.lifecycle import exit_event
 from rankscope_exporter.process.threads import OwnThread
-from rankscope_exporter.records.pending_step import now_microseconds
+from rankscope_exporter.records.pending_step import monotonic_microseconds, now_microseconds
 from rankscope_exporter.records.step_record import StepRecord
 
 MIN_SECONDS: Final = 2.0
@@ -186,7 +186,8 @@ class Diagnosis:
         self._publish_event(_event(EventType.FLIGHT_RECORD, severity, message, flight.to_json()))
 
     def _publish_event(self, event: Event) -> None:
-        self._publish(StepRecord(ts=now_microseconds(), step=self._last_step(), events=(event,)))
+        ts, monotonic = now_microseconds(), monotonic_microseconds()
+        self._publish(StepRecord(ts=ts, monotonic=monotonic, step=self._last_step(), events=(event,)))
 
 
 def _event(kind: EventType, severity: Severity, message: str, details: str) -> Event:

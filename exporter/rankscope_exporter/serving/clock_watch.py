@@ -1,0 +1,55 @@
+"""Find jumps of the wall clock between the records of one process, and correct later times by them.
+
+A clock jumps if a person or NTP sets it. The stored times of records stay those of the clock. Figures that are derived
+from them, such as tokens per second, subtract the offset of the record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Final
+
+from rankscope_contract.model.events import Event, EventType, Severity
+from rankscope_exporter.records.step_record import StepRecord
+
+JUMP_MICROSECONDS: Final = 2_000_000
+"""Smallest difference between wall clock and monotonic clock, from one record to the next, that counts as a jump.
+
+NTP corrects smaller differences slowly, and changes the speed of both clocks then."""
+
+
+class ClockWatch:
+    """Wall clock of one process, compared with its monotonic clock. Not thread-safe.
+
+    Records may arrive out of order, because several threads publish. A record from before a jump that arrives after it
+    undoes the jump, and the next record repeats it. Each record therefore has the offset of its own time.
+    """
+
+    def __init__(self, ts: int, monotonic: int) -> None:
+        """The offset is 0 for records of the time `ts`. Both times are read together, in microseconds."""
+        self._apart = ts - monotonic
+        self._offset = 0
+
+    def corrected(self, record: StepRecord) -> StepRecord:
+        """Return `record` with the offset of its time, and with an event if the clock has jumped before it."""
+        if record.monotonic is None:
+            return dataclasses.replace(record, clock_offset=self._offset) if self._offset else record
+        apart = record.ts - record.monotonic
+        jump, self._apart = apart - self._apart, apart
+        if abs(jump) > JUMP_MICROSECONDS:
+            self._offset += jump
+            events = (*record.events, _jump_event(jump, self._offset))
+            return dataclasses.replace(record, clock_offset=self._offset, events=events)
+        return dataclasses.replace(record, clock_offset=self._offset) if self._offset else record
+
+
+def _jump_event(jump: int, offset: int) -> Event:
+    direction = "back" if jump < 0 else "forward"
+    return Event(
+        type=EventType.CLOCK,
+        severity=Severity.WARNING,
+        value=jump / 1e6,
+        message=f"the clock of the host was set {direction} by {abs(jump) / 1e6:.1f} s; figures are corrected by it",
+        details=json.dumps({"direction": direction, "offset_us": offset, "seconds": jump / 1e6}, sort_keys=True),
+    )
