@@ -261,12 +261,6 @@ WIRE_FIELDS: Final = (
     Field("step", "int64"),
     Field("micro_step", "int32"),
     required("ts", "timestamp"),
-    Field(
-        "clock_offset",
-        "int64",
-        "Time by which the clock of `ts` was set forward since the process began; null if it was not set.",
-        unit="us",
-    ),
     Field("plan", "string", "Hash of the plan of the statistics; null without statistics."),
     Field(
         "values",
@@ -278,6 +272,7 @@ WIRE_FIELDS: Final = (
         ListOf("int64"),
         "Counts: the first one of the plan for all tensors, and so on. Null counts: no row in tensor_stats.",
     ),
+    Field("clock_offset", "int64", "Sum of the jumps of the rank's clock since the process began, in µs; null: none."),
     *(Field(name, ListOf(StructOf(fields))) for name, fields in NESTED.items()),
 )
 """Fields of a wire record, which has one row per StepRecord.

@@ -124,6 +124,16 @@ class ExpectedRows:
     """True if the quantity itself names the tensors that it has never measured."""
 
 
+def now_microseconds() -> int:
+    """Return the current UTC time in microseconds since the epoch."""
+    return time.time_ns() // 1000
+
+
+def monotonic_microseconds() -> int:
+    """Return the current time in microseconds of a clock that nobody sets and that also runs while the host sleeps."""
+    return time.clock_gettime_ns(_STEADY_CLOCK) // 1000
+
+
 @dataclass(slots=True)
 class PendingStep:
     """Data of one step, or of a point in time between steps, before its publication."""
@@ -149,7 +159,7 @@ class PendingStep:
     call_order: list[int] = field(
         default_factory=list
     )  # by parameter: position of its gradient in the order of arrival, -1 if it did not arrive
-    monotonic: int = field(default_factory=lambda: monotonic_microseconds())  # at the time `ts`, microseconds
+    monotonic: int = field(default_factory=monotonic_microseconds)  # at the time `ts`, microseconds
 
 
 def skipped_event() -> Event:
@@ -177,13 +187,3 @@ def timing(seconds: float, amounts: Mapping[str, float]) -> list[Pending]:
     """Return the duration of a step in seconds, and the rates per second of its logged amounts."""
     rates = [Pending(f"{name}_per_second", amount / seconds) for name, amount in amounts.items() if seconds > 0]
     return [Pending("step_seconds", seconds), *rates]
-
-
-def now_microseconds() -> int:
-    """Return the current UTC time in microseconds since the epoch."""
-    return time.time_ns() // 1000
-
-
-def monotonic_microseconds() -> int:
-    """Return the current time in microseconds of a clock that nobody sets and that also runs while the host sleeps."""
-    return time.clock_gettime_ns(_STEADY_CLOCK) // 1000

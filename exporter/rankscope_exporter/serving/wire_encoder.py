@@ -29,6 +29,7 @@ _OPTIONS: Final = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
 _COLUMN_TYPES: Final = {
     dataset: {field.name: arrow_type(pa, field.type) for field in fields} for dataset, fields in NESTED.items()
 }
+_OFFSET: Final = "clock_offset"
 _REFUSED: Final = (TypeError, ValueError, OverflowError)  # raised by pyarrow for a value that does not fit its column
 
 _ATTRIBUTES: Final = {"scalars": {"labels": "labels_text"}, "events": {}}
@@ -54,19 +55,22 @@ def encode(first_seq: int, records: Sequence[StepRecord], *, whole: bool = False
     """Return `records` as a stream with its end-of-stream mark; their sequence numbers start at `first_seq`.
 
     A dataset without rows has no column, because reading sixty empty struct columns takes nearly as long as reading the
-    statistics. With `whole`, all datasets have columns, so that streams can be concatenated. A nested row that does not
-    fit its columns is left out and counted, so that it does not block the records after it.
+    statistics. Offsets of the clock have a column only if the clock has jumped. With `whole`, there are all columns, so
+    that streams can be concatenated. A nested row that does not fit its columns is left out and counted, so that it
+    does not block the records after it.
     """
     arrays = [
         pa.array(range(first_seq, first_seq + len(records)), pa.int64()),
         pa.array([record.step for record in records], pa.int64()),
         pa.array([record.micro_step for record in records], pa.int32()),
         pa.array([record.ts for record in records], SCHEMA.field("ts").type),
-        pa.array([record.clock_offset or None for record in records], pa.int64()),
         pa.array([record.statistics.plan.hash if record.statistics else None for record in records], pa.string()),
         _numbers([record.statistics.values if record.statistics else None for record in records], pa.float32()),
         _numbers([record.statistics.counts if record.statistics else None for record in records], pa.int64()),
     ]
+    jumped = whole or any(record.clock_offset for record in records)
+    if jumped:
+        arrays.append(pa.array([record.clock_offset or None for record in records], pa.int64()))
     unencodable = 0
     nested = {dataset: [getattr(record, dataset) for record in records] for dataset in NESTED}
     present = tuple(dataset for dataset, rows in nested.items() if whole or any(rows))
@@ -74,7 +78,7 @@ def encode(first_seq: int, records: Sequence[StepRecord], *, whole: bool = False
         column, refused = _nested(dataset, nested[dataset])
         arrays.append(column)
         unencodable += refused
-    schema = _schema_with(present)
+    schema = _schema_with((*present, _OFFSET) if jumped else present)
     batch = pa.RecordBatch.from_arrays(arrays, schema=schema)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema, options=_OPTIONS) as writer:
@@ -83,9 +87,10 @@ def encode(first_seq: int, records: Sequence[StepRecord], *, whole: bool = False
 
 
 @lru_cache
-def _schema_with(datasets: Sequence[str]) -> Any:
-    """Return the Arrow schema of a stream that has columns only for the given nested datasets."""
-    return pa.schema([field for field in SCHEMA if field.name not in NESTED or field.name in datasets], SCHEMA.metadata)
+def _schema_with(names: Sequence[str]) -> Any:
+    """Return the Arrow schema of a stream that has, of the columns that may be absent, only `names`."""
+    absent = {*NESTED, _OFFSET}.difference(names)
+    return pa.schema([field for field in SCHEMA if field.name not in absent], SCHEMA.metadata)
 
 
 def _numbers(parts: Sequence[Any], item: Any) -> Any:

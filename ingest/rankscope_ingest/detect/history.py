@@ -44,7 +44,7 @@ _RANKS: Final = f"""\
 SELECT run, attempt, rank, incarnation, type, details, ts FROM {without_jumps("events")}
 WHERE (type = 'launch' AND ts_origin = 'ingest' OR type = 'exit') AND rank IS NOT NULL AND (run, attempt) IN (
   SELECT (run, attempt) FROM attempts WHERE state NOT IN ('completed', 'stopped'))
-ORDER BY ordinal"""
+ORDER BY ordinal"""  # noqa: S608 - our own names
 _GIVEN_UP: Final = """\
 SELECT incarnation, details FROM events
 WHERE type = 'gap' AND ts_origin = 'ingest' AND seq IS NULL AND incarnation IS NOT NULL ORDER BY ordinal"""

@@ -79,7 +79,8 @@ class ValidBody:
 
     `missing` has the ranges of sequence numbers (first, last) that were no longer in the ring of the rank. `last_step`
     is the highest step, or None if no record has a step. `last_ts` is the latest time in UTC µs by the clock of the
-    rank without its jumps; `clock_offset` is the sum of these jumps up to the last record, in µs. `tables` caches nested datasets that are already decoded, so that each is decoded once.
+    rank without its jumps, and `clock_offset` is the sum of these jumps up to the last record, in µs. `tables` caches
+    nested datasets that are already decoded, so that each is decoded once.
     """
 
     context: RowContext

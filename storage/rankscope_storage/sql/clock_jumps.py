@@ -33,8 +33,12 @@ def without_jumps(relation: str, *, run: str | None = None) -> str:
     `relation` has the columns of a dataset. The SQL expression `run` is the name of the run if all rows are of one run.
     """
     jumps = JUMPS if run is None else f"(SELECT * FROM {JUMPS} WHERE run = {run})"
+    # Runs without a jump, nearly all, need no other columns: joining all rows took a quarter of the time of a query.
     return f"""(
+    SELECT * FROM {relation} ANTI JOIN {jumps} AS jump USING (run)
+    UNION ALL BY NAME
     SELECT own.* REPLACE (
       CASE WHEN offset_us IS NULL THEN own.ts ELSE make_timestamptz(epoch_us(own.ts) - offset_us) END AS ts)
-    FROM {relation} AS own LEFT JOIN {jumps} AS jump ON own.run = jump.run AND own.incarnation = jump.incarnation
+    FROM (SELECT * FROM {relation} SEMI JOIN {jumps} AS jump USING (run)) AS own
+    LEFT JOIN {jumps} AS jump ON own.run = jump.run AND own.incarnation = jump.incarnation
       AND own.seq >= jump.seq AND own.seq < jump.next_seq)"""

@@ -1,9 +1,9 @@
 """SQL text of views that divide the wall time of a run: useful steps, lost steps, and time outside of steps.
 
-The wall time of a launch is divided along the clock of one rank, the lowest one that logs step times. A step ends at
-the time of its record and lasts as long as the record states; steps never overlap. Time between two steps is classified
-by the records before and after it. Times are those of the rank's clock without its jumps. The parts therefore always add up to the wall time. A run without rows that a rank
-sent (such as an imported run) has no parts.
+The wall time of a launch is divided along the clock of one rank, the lowest one that logs step times; jumps of the
+clock are removed. A step ends at the time of its record and lasts as long as the record states; steps never overlap.
+Time between two steps is classified by the records before and after it. The parts therefore always add up to the wall
+time. A run without rows that a rank sent (such as an imported run) has no parts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 
 from rankscope_contract.model.phases import STEP_PHASE_SECONDS, WITHIN_A_STEP, Phase
 from rankscope_contract.security.escaping import sql_string
-from rankscope_storage.sql.clock_jumps import without_jumps
+from rankscope_storage.sql.clock_jumps import CLOCK_JUMPS, without_jumps
 from rankscope_storage.sql.scalar_history import is_main_source
 
 PARTS: Final = (
@@ -165,4 +165,4 @@ SELECT run, count(*) AS attempts, min(began) AS began, max(ended) AS ended, sum(
 FROM goodput_attempts GROUP BY run
 """
 
-STATEMENTS: Final = (STEP_PHASES, GOODPUT_ATTEMPTS, GOODPUT)
+STATEMENTS: Final = (CLOCK_JUMPS, STEP_PHASES, GOODPUT_ATTEMPTS, GOODPUT)

@@ -194,7 +194,8 @@ WITH pace AS (
   SELECT run, attempt, step, max(ts) AS ts
   FROM (
     SELECT run, coalesce(attempt, 0) AS attempt, position AS step, ts
-    FROM {without_jumps(POSITIONS)} WHERE step IS NOT NULL AND ts_origin IS DISTINCT FROM 'ingest' AND {is_main_source()}
+    FROM {without_jumps(POSITIONS)}
+    WHERE step IS NOT NULL AND ts_origin IS DISTINCT FROM 'ingest' AND {is_main_source()}
   )
   GROUP BY run, attempt, step
   QUALIFY attempt = max(attempt) OVER (PARTITION BY run) AND step > max(step) OVER (PARTITION BY run, attempt) - 100

@@ -16,7 +16,6 @@ from rankscope_contract.security.escaping import sql_identifier, sql_string
 from rankscope_storage.base.schema import UNWRITTEN, dataset_schema, fingerprint, sql_null, sql_type, table_schema
 from rankscope_storage.files.partitioning import file_fingerprint
 from rankscope_storage.sql import goodput
-from rankscope_storage.sql.clock_jumps import CLOCK_JUMPS
 from rankscope_storage.sql.collective_calls import COLLECTIVE_CALLS
 from rankscope_storage.sql.rollups import TIMELINES, rollup_view
 from rankscope_storage.sql.scalar_curve import SCALAR_CURVE
@@ -118,7 +117,7 @@ def view_statements(*, prefix: str = "") -> Iterator[str]:
             yield rollup_view(_ROLLED_UP[dataset], raw)
         else:
             yield f"CREATE OR REPLACE VIEW {dataset} AS SELECT * FROM {raw}"
-    yield from (CLOCK_JUMPS, TENSOR_GLOBAL, *TIMELINES, DESYNC, COLLECTIVE_CALLS, *goodput.STATEMENTS, *MACROS)
+    yield from (TENSOR_GLOBAL, *TIMELINES, DESYNC, COLLECTIVE_CALLS, *goodput.STATEMENTS, *MACROS)
 
 
 @functools.cache
