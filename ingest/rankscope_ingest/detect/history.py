@@ -34,17 +34,16 @@ from rankscope_ingest.runs.incident import (
 from rankscope_ingest.runs.models import Attempt, Liveness, Rank
 from rankscope_ingest.runs.tracker import RunTracker
 from rankscope_storage.connection import Connection
-from rankscope_storage.sql.clock_jumps import without_jumps
 from rankscope_storage.sql.views import HISTORY_SUFFIX
 
 _ATTEMPTS: Final = "SELECT * FROM attempts WHERE source_kind = 'live' ORDER BY run, attempt"
 _IMPORTED: Final = """\
 SELECT run, max(attempt) AS attempt FROM attempts WHERE source_kind <> 'live' AND attempt IS NOT NULL GROUP BY run"""
-_RANKS: Final = f"""\
-SELECT run, attempt, rank, incarnation, type, details, ts FROM {without_jumps("events")}
+_RANKS: Final = """\
+SELECT run, attempt, rank, incarnation, type, details, ts FROM events_without_jumps
 WHERE (type = 'launch' AND ts_origin = 'ingest' OR type = 'exit') AND rank IS NOT NULL AND (run, attempt) IN (
   SELECT (run, attempt) FROM attempts WHERE state NOT IN ('completed', 'stopped'))
-ORDER BY ordinal"""  # noqa: S608 - our own names
+ORDER BY ordinal"""
 _GIVEN_UP: Final = """\
 SELECT incarnation, details FROM events
 WHERE type = 'gap' AND ts_origin = 'ingest' AND seq IS NULL AND incarnation IS NOT NULL ORDER BY ordinal"""

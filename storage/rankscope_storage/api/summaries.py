@@ -17,7 +17,6 @@ from rankscope_contract.model.events import EventType, causal_key
 from rankscope_contract.model.schema import DATASETS, IMPORT_PREFIX
 from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.connection import Connection
-from rankscope_storage.sql.clock_jumps import without_jumps
 from rankscope_storage.sql.scalar_history import is_main_source
 from rankscope_storage.sql.scalar_positions import IS_IMPORTED, POSITIONS
 from rankscope_storage.sql.views import files_select
@@ -31,9 +30,9 @@ WITH known AS (
   SELECT run, max(attempt) + 1 AS attempts, count(DISTINCT rank) AS ranks, max(step) AS last_step,
     min(ts) AS first_ts, max(ts) AS last_ts
   FROM (
-    SELECT run, attempt, rank, step, ts FROM {without_jumps("scalars")} WHERE {is_main_source()}
+    SELECT run, attempt, rank, step, ts FROM scalars_without_jumps WHERE {is_main_source()}
     UNION ALL
-    SELECT run, attempt, rank, step, CASE WHEN type <> 'import' THEN ts END AS ts FROM {without_jumps("events")}
+    SELECT run, attempt, rank, step, CASE WHEN type <> 'import' THEN ts END AS ts FROM events_without_jumps
     WHERE coalesce(NOT starts_with(incarnation, '{IMPORT_PREFIX}'), true)
       OR run NOT IN (SELECT run FROM attempts WHERE source_kind = 'live')
     UNION ALL
@@ -85,7 +84,7 @@ SELECT coalesce(
   (SELECT sum(tokens) / nullif(sum(seconds), 0) FROM (
     SELECT sum(tokens) AS tokens, max(seconds) AS seconds FROM (
       SELECT attempt, max(value) - min(value) AS tokens, epoch(max(ts)) - epoch(min(ts)) AS seconds
-      FROM {without_jumps("{scalars}", run="$run")} WHERE run = $run AND name = 'tokens_total' AND {is_main_source()}
+      FROM scalars_without_jumps WHERE run = $run AND name = 'tokens_total' AND {is_main_source()}
       GROUP BY attempt, rank, incarnation
     ) GROUP BY attempt)),
   (SELECT avg(value) FROM {{scalars}}

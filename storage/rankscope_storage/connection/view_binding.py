@@ -20,6 +20,7 @@ from rankscope_storage.log.snapshot import RowRanges, Snapshot
 from rankscope_storage.query import file_facts
 from rankscope_storage.query.pruning import ViewReference, row_ranges, view_references
 from rankscope_storage.query.statements import StatementCache, needed_definitions
+from rankscope_storage.sql.clock_jumps import JUMPS, NO_JUMPS
 from rankscope_storage.sql.scalar_curve import raw_curve, scalar_curve, sole_attempt_curve
 from rankscope_storage.sql.scalar_history import LOSS_LOGGED_ONCE, LOSS_OF_SOLE_ATTEMPT
 from rankscope_storage.sql.scalar_positions import POSITIONS, STEPS_ARE_POSITIONS
@@ -100,7 +101,7 @@ class BoundViews:
         definitions of these views rely, are computed and stored.
         """
         needed: dict[str, list[RowRanges]] = {}
-        rewritten: dict[str, list[RowRanges]] = {LATEST: [], CURVE: [], LOSS: [], POSITIONS: []}
+        rewritten: dict[str, list[RowRanges]] = {LATEST: [], CURVE: [], LOSS: [], POSITIONS: [], JUMPS: []}
         for reference in references:
             ranges = row_ranges(reference, parameters)
             for name in rewritten.keys() & _closure(reference.name):
@@ -113,6 +114,12 @@ class BoundViews:
         if rewritten[POSITIONS]:
             files, runs = self._files("scalars", rewritten[POSITIONS], snapshot), _runs(rewritten[POSITIONS])
             self._find(POSITIONS, (files, runs), lambda: file_facts.steps_are_positions(files, runs, self._table))
+        if rewritten[JUMPS]:
+            # A jump is in force for all later steps of the process.
+            of_runs = [RowRanges(runs=ranges.runs) for ranges in rewritten[JUMPS]]
+            needed.setdefault("events", []).extend(of_runs)
+            files, runs = self._files("events", of_runs, snapshot), _runs(of_runs)
+            self._find(JUMPS, (files, runs), lambda: file_facts.has_clock_jumps(files, runs, self._table))
         if rewritten[CURVE]:
             files, runs = self._files("scalars", rewritten[CURVE], snapshot), _runs(rewritten[CURVE])
             self._find(CURVE, (files, runs), lambda: self._fill_extents(files, runs))
@@ -192,6 +199,8 @@ class BoundViews:
             return LATEST_MEASURED_ONCE if self._fact(LATEST) else LATEST_OF_KNOWN
         if name == POSITIONS and self._fact(POSITIONS):
             return STEPS_ARE_POSITIONS
+        if name in NO_JUMPS and self._fact(JUMPS) is False:
+            return NO_JUMPS[name]
         if name in {CURVE, LOSS} and not self._fact(POSITIONS):
             return general
         if name == CURVE and self.files["scalar_rollups"]:

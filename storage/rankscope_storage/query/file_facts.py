@@ -28,6 +28,7 @@ import pyarrow.compute as pc
 
 from rankscope_contract.security.escaping import sql_identifier, sql_string
 from rankscope_storage.log.snapshot import RowRanges, divided
+from rankscope_storage.sql.clock_jumps import IS_JUMP
 from rankscope_storage.sql.scalar_history import LOSSES
 from rankscope_storage.sql.scalar_positions import EPOCHS, STEPLESS
 from rankscope_storage.sql.tensor_macros import OPTIONAL_KEYS
@@ -192,6 +193,15 @@ def steps_are_positions(files: Sequence[str], runs: Collection[str] | None, run_
             return False
         last[run, attempt] = last_step
     return True
+
+
+_JUMPS: Final = FileFact("events", "run", where=IS_JUMP, schema=pa.schema({"run": pa.string()}))
+
+
+def has_clock_jumps(files: Sequence[str], runs: Collection[str] | None, run_sql: RunSql) -> bool:
+    """Return whether `files` have the event of a clock jump of `runs` (None: all runs). `run_sql` executes SQL."""
+    found = set(_JUMPS.of(files, run_sql).column("run").to_pylist())
+    return bool(found if runs is None else found.intersection(runs))
 
 
 NEWEST_TABLE: Final = "rankscope_raw.tensor_newest"

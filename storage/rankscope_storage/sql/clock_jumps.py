@@ -8,17 +8,21 @@ from __future__ import annotations
 from typing import Final
 
 from rankscope_contract.model.events import EventType
+from rankscope_storage.sql.scalar_positions import POSITIONS
 
 JUMPS: Final = "clock_jumps"
 """Name of the view."""
 
-CLOCK_JUMPS: Final = f"""\
+IS_JUMP: Final = f"type = '{EventType.CLOCK}' AND incarnation IS NOT NULL AND seq IS NOT NULL"
+"""SQL condition that selects the rows of `events` which are jumps of a rank's clock."""
+
+_CLOCK_JUMPS: Final = f"""\
 CREATE OR REPLACE VIEW {JUMPS} AS
 SELECT run, attempt, rank, incarnation, seq, step, ts, value AS seconds, offset_us,
   lead(seq, 1, 9223372036854775807) OVER (PARTITION BY run, incarnation ORDER BY seq) AS next_seq
 FROM (
   SELECT *, CASE WHEN json_valid(details) THEN TRY_CAST(details->>'$.offset_us' AS BIGINT) END AS offset_us
-  FROM events WHERE type = '{EventType.CLOCK}' AND incarnation IS NOT NULL AND seq IS NOT NULL
+  FROM events WHERE {IS_JUMP}
 ) WHERE offset_us IS NOT NULL
 """
 """View with one row per jump of a rank's clock. `seconds` is negative if the clock was set back.
@@ -27,18 +31,23 @@ FROM (
 with the numbers from `seq` up to, but not including, `next_seq`."""
 
 
-def without_jumps(relation: str, *, run: str | None = None) -> str:
-    """Return an SQL relation with the rows of `relation`, in which `ts` is the time without the jumps of the clock.
+TIMED: Final = {f"{name}_without_jumps": name for name in ("scalars", "events", POSITIONS)}
+"""Views with the rows of another view, in which `ts` is the time without the jumps of the clock. The value is the name
+of the other view."""
 
-    `relation` has the columns of a dataset. The SQL expression `run` is the name of the run if all rows are of one run.
-    """
-    jumps = JUMPS if run is None else f"(SELECT * FROM {JUMPS} WHERE run = {run})"
-    # Runs without a jump, nearly all, need no other columns: joining all rows took a quarter of the time of a query.
-    return f"""(
-    SELECT * FROM {relation} ANTI JOIN {jumps} AS jump USING (run)
-    UNION ALL BY NAME
-    SELECT own.* REPLACE (
-      CASE WHEN offset_us IS NULL THEN own.ts ELSE make_timestamptz(epoch_us(own.ts) - offset_us) END AS ts)
-    FROM (SELECT * FROM {relation} SEMI JOIN {jumps} AS jump USING (run)) AS own
-    LEFT JOIN {jumps} AS jump ON own.run = jump.run AND own.incarnation = jump.incarnation
-      AND own.seq >= jump.seq AND own.seq < jump.next_seq)"""
+
+def _timed(name: str, source: str) -> str:
+    return f"""\
+CREATE OR REPLACE VIEW {name} AS
+SELECT own.* REPLACE (
+  CASE WHEN offset_us IS NULL THEN own.ts ELSE make_timestamptz(epoch_us(own.ts) - offset_us) END AS ts)
+FROM {source} AS own LEFT JOIN {JUMPS} AS jump ON own.run = jump.run AND own.incarnation = jump.incarnation
+  AND own.seq >= jump.seq AND own.seq < jump.next_seq
+"""
+
+
+_SCALARS, _EVENTS, TIMED_POSITIONS = (_timed(name, source) for name, source in TIMED.items())
+STATEMENTS: Final = (_CLOCK_JUMPS, _SCALARS, _EVENTS)
+
+NO_JUMPS: Final = {name: f"CREATE OR REPLACE VIEW {name} AS SELECT * FROM {source}" for name, source in TIMED.items()}
+"""Cheaper definitions of the views in TIMED, for runs without a jump: the join took a quarter of a query's time."""

@@ -12,7 +12,7 @@ from typing import Final
 
 from rankscope_contract.model.phases import STEP_PHASE_SECONDS, WITHIN_A_STEP, Phase
 from rankscope_contract.security.escaping import sql_string
-from rankscope_storage.sql.clock_jumps import CLOCK_JUMPS, without_jumps
+from rankscope_storage.sql import clock_jumps
 from rankscope_storage.sql.scalar_history import is_main_source
 
 PARTS: Final = (
@@ -45,20 +45,20 @@ CREATE OR REPLACE VIEW goodput_attempts AS
 WITH rank_scalars AS (
   SELECT run, attempt, min(rank) FILTER (name = 'step_seconds') AS rank,
     max(epoch(ts)) AS last_ts, min(epoch(ts)) AS first_ts
-  FROM {without_jumps("scalars")} WHERE incarnation IS NOT NULL AND ts IS NOT NULL AND {is_main_source()} GROUP BY ALL
+  FROM scalars_without_jumps WHERE incarnation IS NOT NULL AND ts IS NOT NULL AND {is_main_source()} GROUP BY ALL
 ), reporter AS (
   SELECT run, attempt, rank FROM rank_scalars WHERE rank IS NOT NULL
 ), seen AS (
   SELECT run, attempt, max(last_ts) AS last_ts, min(first_ts) AS first_ts FROM (
     SELECT run, attempt, last_ts, first_ts FROM rank_scalars
     UNION ALL
-    SELECT run, attempt, max(epoch(ts)), min(epoch(ts)) FROM {without_jumps("events")}
+    SELECT run, attempt, max(epoch(ts)), min(epoch(ts)) FROM events_without_jumps
     WHERE incarnation IS NOT NULL AND ts IS NOT NULL AND ts_origin = 'rank' GROUP BY ALL
   ) GROUP BY ALL
 ), logged AS (
   SELECT run, attempt, rank, incarnation, seq, step, epoch(ts) AS ts, name, value AS seconds,
     labels->>'$.phase' AS phase
-  FROM {without_jumps("scalars")} JOIN reporter USING (run, attempt, rank)
+  FROM scalars_without_jumps JOIN reporter USING (run, attempt, rank)
   WHERE name IN ('step_seconds', '{STEP_PHASE_SECONDS}') AND {is_main_source()}
 ), phase_seconds AS (
   SELECT run, incarnation, seq,
@@ -84,7 +84,7 @@ WITH rank_scalars AS (
   SELECT run, attempt, incarnation, epoch(ts) AS ts, details->>'$.state' AS state, value AS seconds,
     coalesce(lead(details->>'$.state') OVER (PARTITION BY run, attempt, incarnation ORDER BY ts) = 'ended', false)
       AS is_ended
-  FROM {without_jumps("events")} JOIN reporter USING (run, attempt, rank)
+  FROM events_without_jumps JOIN reporter USING (run, attempt, rank)
   WHERE type = 'hang' AND ts IS NOT NULL AND json_valid(details)
 ), launch AS (
   SELECT run, attempt, coalesce(epoch(started_at), first_ts) AS began, coalesce(epoch(ended_at), last_ts) AS ended
@@ -165,4 +165,4 @@ SELECT run, count(*) AS attempts, min(began) AS began, max(ended) AS ended, sum(
 FROM goodput_attempts GROUP BY run
 """
 
-STATEMENTS: Final = (CLOCK_JUMPS, STEP_PHASES, GOODPUT_ATTEMPTS, GOODPUT)
+STATEMENTS: Final = (*clock_jumps.STATEMENTS, STEP_PHASES, GOODPUT_ATTEMPTS, GOODPUT)

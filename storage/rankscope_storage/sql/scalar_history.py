@@ -10,7 +10,6 @@ from typing import Final
 
 from rankscope_contract.model.events import RunState
 from rankscope_contract.model.schema import IMPORTED_FROM
-from rankscope_storage.sql.clock_jumps import without_jumps
 from rankscope_storage.sql.rollups import ROLLED_STEPS
 from rankscope_storage.sql.scalar_positions import POSITIONS
 
@@ -194,7 +193,7 @@ WITH pace AS (
   SELECT run, attempt, step, max(ts) AS ts
   FROM (
     SELECT run, coalesce(attempt, 0) AS attempt, position AS step, ts
-    FROM {without_jumps(POSITIONS)}
+    FROM {POSITIONS}_without_jumps
     WHERE step IS NOT NULL AND ts_origin IS DISTINCT FROM 'ingest' AND {is_main_source()}
   )
   GROUP BY run, attempt, step

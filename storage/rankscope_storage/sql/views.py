@@ -16,6 +16,7 @@ from rankscope_contract.security.escaping import sql_identifier, sql_string
 from rankscope_storage.base.schema import UNWRITTEN, dataset_schema, fingerprint, sql_null, sql_type, table_schema
 from rankscope_storage.files.partitioning import file_fingerprint
 from rankscope_storage.sql import goodput
+from rankscope_storage.sql.clock_jumps import TIMED_POSITIONS
 from rankscope_storage.sql.collective_calls import COLLECTIVE_CALLS
 from rankscope_storage.sql.rollups import TIMELINES, rollup_view
 from rankscope_storage.sql.scalar_curve import SCALAR_CURVE
@@ -59,6 +60,7 @@ If no hash has a majority, the row has all ranks."""
 
 MACROS: Final = (
     SCALAR_POSITIONS,
+    TIMED_POSITIONS,
     *HISTORY_VIEWS,
     TENSOR_LATEST,
     NONFINITE,
