@@ -130,7 +130,7 @@ def now_microseconds() -> int:
 
 
 def monotonic_microseconds() -> int:
-    """Return the current time in microseconds of a clock that nobody sets and that also runs while the host sleeps."""
+    """Return the current time in microseconds of a clock that is never set and that also runs while the host sleeps."""
     return time.clock_gettime_ns(_STEADY_CLOCK) // 1000
 
 

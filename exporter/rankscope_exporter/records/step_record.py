@@ -89,5 +89,5 @@ class StepRecord:
     collectives: tuple[Mapping[str, Any], ...] = ()
     modules: tuple[Mapping[str, Any], ...] = ()
     firing: frozenset[tuple[str, str]] = frozenset()  # (rule, kind) pairs that fire at this step
-    monotonic: int | None = None  # microseconds of a clock that nobody sets, at the time `ts`; None if not read
+    monotonic: int | None = None  # microseconds of a clock that is never set, at the time `ts`; None if not read
     clock_offset: int = 0  # microseconds by which the wall clock was set forward since the process began

@@ -1,6 +1,6 @@
 """Find jumps of the wall clock between the records of one process, and correct later times by them.
 
-A clock jumps if a person or NTP sets it. The stored times of records stay those of the clock. Figures that are derived
+A clock jumps if a person or NTP sets it. The stored times of records are those of the clock. Figures that are derived
 from them, such as tokens per second, subtract the offset of the record.
 """
 

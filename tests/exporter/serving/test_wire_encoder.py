@@ -54,7 +54,15 @@ def test_dataset_without_rows_has_no_column():
 
     assert ["seq", "step", "micro_step", "ts", "plan", "values", "counts", "scalars"] == lean.column_names
     assert lean.equals(whole.select(lean.column_names), check_metadata=True)
-    assert {0} == {len(rows) for name in set(whole.column_names) - set(lean.column_names) for rows in whole[name]}
+    assert [None, None] == whole["clock_offset"].to_pylist()
+    more = set(whole.column_names).difference(lean.column_names, ["clock_offset"])
+    assert {0} == {len(rows) for name in more for rows in whole[name]}
+
+
+def test_offset_of_the_clock_is_sent_after_a_jump():
+    assert [None, -5] == [
+        row["clock_offset"] for row in _decoded([StepRecord(ts=0), StepRecord(ts=1, clock_offset=-5)])
+    ]
 
 
 def test_body_is_lz4_compressed_and_has_an_end_mark(record):

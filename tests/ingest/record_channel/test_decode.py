@@ -214,6 +214,14 @@ def test_body_of_an_older_sender_without_a_nullable_column_is_accepted(encode):
     assert [None] == decode([result])["scalars"]["micro_step"].to_pylist()
 
 
+def test_newest_time_of_a_body_is_that_without_jumps_of_the_clock(encode):
+    records = [{"seq": 0, "ts": 7_200_000_000}, {"seq": 1, "ts": 3_700_000_000, "clock_offset": -3_600_000_000}]
+    right, jumped = checked(encode(records[:1]), []), checked(encode(records), [])
+
+    assert (7_200_000_000, 0) == (right.last_ts, right.clock_offset)
+    assert (7_300_000_000, -3_600_000_000) == (jumped.last_ts, jumped.clock_offset)
+
+
 def test_body_of_a_newer_sender_with_more_columns_is_accepted(encode):
     schema = arrow_schema(pa, WIRE_FIELDS).append(pa.field("colour", pa.string()))
 

@@ -27,7 +27,7 @@ _NAMES: Final = ", ".join(map(sql_string, _SHOWN))
 
 # The mean over ranks at a step, of the first labels of a name: as in `read_history` and `summaries`.
 _LOGGED: Final = f"""\
-SELECT run, name, labels, coalesce(attempt, 0) AS attempt, position, ts, value FROM {POSITIONS}
+SELECT run, name, labels, coalesce(attempt, 0) AS attempt, position, ts, value FROM {POSITIONS}_without_jumps
 WHERE run IN (SELECT unnest($runs)) AND value IS NOT NULL AND position IS NOT NULL AND {is_main_source()}"""
 
 # Three scans with few groups take a fraction of the time of one group per step.

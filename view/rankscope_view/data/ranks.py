@@ -37,7 +37,7 @@ _LATEST_NAMES: Final = (
 _NAMES: Final = ", ".join(map(sql_string, (STEP_SECONDS, STEP_PHASE_SECONDS, PRE_COLLECTIVE_SECONDS, *_LATEST_NAMES)))
 
 _NEWEST: Final = """\
-SELECT rank, max(step) AS step, epoch(max(ts)) AS seen_at FROM {scalars}
+SELECT rank, max(step) AS step, epoch(max(ts)) AS seen_at FROM scalars_without_jumps
 WHERE run = $run AND rank IS NOT NULL AND coalesce(attempt, 0) = $attempt GROUP BY rank ORDER BY rank"""
 _ATTEMPT: Final = "SELECT max(coalesce(attempt, 0)) AS attempt FROM {scalars} WHERE run = $run AND rank IS NOT NULL"
 _MEANS: Final = f"""\
@@ -120,7 +120,7 @@ def rank_table(connection: Connection, run: str) -> RankTable:
         source = {"scalars": connection.relation("scalars", run=run)}
         attempt = connection.query(_ATTEMPT.format(**source), {"run": run})["attempt"].to_pylist()[0] or 0
         chosen = {"run": run, "attempt": attempt}
-        newest = {row["rank"]: row for row in connection.query(_NEWEST.format(**source), chosen).to_pylist()}
+        newest = {row["rank"]: row for row in connection.query(_NEWEST, chosen).to_pylist()}
         steps = [row["step"] for row in newest.values() if row["step"] is not None]
         last = max(steps, default=None)
         means = [] if last is None else connection.query(_MEANS.format(**source), chosen | {"last": last}).to_pylist()

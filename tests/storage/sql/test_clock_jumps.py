@@ -1,0 +1,103 @@
+"""Figures of runs whose clock was set equal those of the same run with a right clock; stored times do not change."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from rankscope_storage.api.store import Batch
+from rankscope_storage.api.summaries import runs, summary
+from rankscope_storage.base.schema import dataset_schema
+
+START = dt.datetime(2026, 11, 20, 12, tzinfo=dt.UTC)
+HOUR, DAYS = 3600.0, 40 * 86400.0
+STEPS, JUMPED_AT = 10, 6  # a step takes 10 s
+
+
+def rows_of(run: str, attempt: int, rank: int, began: float, jump: float | None) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of a process that makes STEPS steps from `began` on, with a jump before the step JUMPED_AT."""
+    scalars, events = [], []
+    for step in range(1, STEPS + 1):
+        is_off = jump is not None and step >= JUMPED_AT
+        seconds = began + 10 * step + (jump or 0.0) * is_off
+        row = {"run": run, "attempt": attempt, "rank": rank, "incarnation": f"{run}/{attempt}/{rank}", "seq": step}
+        row |= {"ts": START + dt.timedelta(seconds=seconds), "ts_origin": "rank", "step": attempt * STEPS + step}
+        values = {"step_seconds": 10.0, "tokens_total": 320.0 * step, "loss": 1.0}
+        scalars += [row | {"name": name, "value": value} for name, value in values.items()]
+        if is_off and step == JUMPED_AT:
+            details = json.dumps({"offset_us": round((jump or 0.0) * 1e6)})
+            events.append(row | {"type": "clock", "value": jump, "details": details})
+    return {"scalars": scalars, "events": events}
+
+
+def put(writer: Any, run: str, processes: list[dict[str, list[dict[str, Any]]]], launches: list[float]) -> None:
+    """Store the rows of `processes`, and an attempt that lasts 101 s for each start in `launches`."""
+    attempts = [
+        {"run": run, "attempt": number, "state": "completed", "source_kind": "live"}
+        | {
+            "started_at": START + dt.timedelta(seconds=began),
+            "ended_at": START + dt.timedelta(seconds=began + STEPS * 10 + 1),
+        }
+        for number, began in enumerate(launches)
+    ]
+    state = {"run": run, "state": "running", "planned_steps": 100, "source_kind": "live"}
+    rows = {name: [row for process in processes for row in process[name]] for name in ("scalars", "events")}
+    rows |= {"attempts": attempts, "runs": [state]}
+    tables = {name: pa.Table.from_pylist(of, schema=dataset_schema(name)) for name, of in rows.items() if of}
+    writer.append(Batch(tables=tables, watermarks={row["incarnation"]: STEPS for row in rows["scalars"]}))
+
+
+def figures(connection: Any, run: str) -> list[dict[str, Any]]:
+    """Return everything that is derived from times of `run`, without its name."""
+    whole = summary(connection, run)
+    found = [{"tokens": whole.tokens_per_second, "goodput": whole.goodput, "wall": whole.wall_seconds}]
+    for view in ("goodput_attempts", "goodput", "run_eta"):
+        found += connection.query(f"SELECT * EXCLUDE (run) FROM {view} WHERE run = $run", {"run": run}).to_pylist()
+    listed = next(row for row in runs(connection).to_pylist() if row["run"] == run)
+    return [*found, {name: listed[name] for name in ("started_at", "last_seen_at", "seconds")}]
+
+
+@pytest.mark.parametrize("jump", [-HOUR, HOUR, -DAYS, DAYS])
+def test_figures_of_a_run_do_not_depend_on_jumps_of_its_clock(jump, writer, connection):
+    """One rank of the second run jumps, both of the third."""
+    for run, jumps in (("right", (None, None)), ("one", (None, jump)), ("first", (jump, None)), ("all", (jump, jump))):
+        put(writer, run, [rows_of(run, 0, rank, 0, jumps[rank]) for rank in range(2)], [0])
+    right, *others = (figures(connection, run) for run in ("right", "one", "first", "all"))
+
+    assert right[0]["tokens"] == pytest.approx(64)
+    assert [right] * 3 == others
+
+
+def test_jumps_are_listed_and_stored_times_remain(writer, connection):
+    put(writer, "r", [rows_of("r", 0, 0, 0, -HOUR)], [0])
+    (jump,) = connection.query("SELECT rank, step, seconds FROM clock_jumps").to_pylist()
+    query = "SELECT epoch(max(ts) - min(ts)) AS span FROM {} WHERE name = 'loss'"
+    spans = [
+        connection.query(query.format(name)).to_pylist()[0]["span"] for name in ("scalars", "scalars_without_jumps")
+    ]
+
+    assert {"rank": 0, "step": JUMPED_AT, "seconds": -HOUR} == jump
+    assert [HOUR - 10 * (JUMPED_AT - 1) + 10 * (JUMPED_AT - 2), 10.0 * (STEPS - 1)] == spans
+
+
+@pytest.mark.parametrize("jump", [HOUR, DAYS])
+def test_jump_in_the_pause_between_attempts_is_downtime(jump, writer, connection):
+    """No process sees the jump, and wall time is the measure of the time between attempts."""
+    put(writer, "r", [rows_of("r", 0, 0, 0, None), rows_of("r", 1, 0, 150 + jump, None)], [0, 150 + jump])
+    first, second = connection.query("FROM goodput_attempts ORDER BY attempt").to_pylist()
+
+    assert (0, pytest.approx(49 + jump)) == (first["downtime_seconds"], second["downtime_seconds"])
+    assert (0, 0) == (first["lost_steps"], second["lost_steps"])
+    assert summary(connection, "r").tokens_per_second == pytest.approx(32)
+
+
+def test_jump_back_in_the_pause_between_attempts_leaves_the_speed(writer, connection):
+    put(writer, "r", [rows_of("r", 0, 0, 0, None), rows_of("r", 1, 0, 150 - HOUR, None)], [0, 150 - HOUR])
+    rows = connection.query("FROM goodput_attempts").to_pylist()
+
+    assert summary(connection, "r").tokens_per_second == pytest.approx(32)
+    assert all(row["downtime_seconds"] >= 0 and 0 <= row["goodput"] <= 1 for row in rows)
