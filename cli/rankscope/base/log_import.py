@@ -100,7 +100,7 @@ def import_logs(
             raise
         except BaseException:  # also of the user: the logs that were read completely are stored
             group.flush()
-            results.print_stored()
+            results.finish()
             raise
         group.flush()
     results.finish()

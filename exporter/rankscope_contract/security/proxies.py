@@ -106,6 +106,12 @@ def _plain(host: str) -> str:
     return host.strip("[]").rstrip(".").lower()
 
 
+def proxies_of(environment: Mapping[str, str]) -> list[str]:
+    """Return the addresses of all proxies in the environment variables. They may contain a user and a password."""
+    names = ("http_proxy", "https_proxy", "all_proxy")
+    return [address for name in names if (address := _variable(environment, name))]
+
+
 def _variable(environment: Mapping[str, str], name: str) -> str:
     """Return a variable of the environment, of which the name in lower case takes precedence.
 

@@ -297,13 +297,15 @@ class MonitorConfig:
     def with_environment(self, environment: Mapping[str, str] = os.environ) -> MonitorConfig:
         """Return this configuration with the values of RANKSCOPE_* environment variables, which take precedence.
 
-        Raises ConfigError if one of them is invalid, or if the service would reject the name of the run.
+        Raises ConfigError if one of them is invalid. Also raises it if the service would reject the name of the run,
+        unless the monitor is disabled.
         """
+        disabled = environment.get("RANKSCOPE_DISABLED", "") not in ("", "0")
         try:
-            check_run_name(run_from_environment(environment) or "")
+            if self.enabled and not disabled:
+                check_run_name(environment.get(RUN_VARIABLE) or self.run or run_from_environment(environment) or "")
         except ValueError as error:
             raise ConfigError(f"{error}: set {RUN_VARIABLE} to another name") from error
-        disabled = environment.get("RANKSCOPE_DISABLED", "") not in ("", "0")
         return replace(
             self,
             hang_after_seconds=_seconds(environment.get(_HANG_VARIABLE), self.hang_after_seconds),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -15,7 +14,7 @@ from rankscope_exporter.records.host_transfer import Deferred, Numbers, Row, Tra
 from rankscope_exporter.sampling.plan import PlanRegistry
 from rankscope_exporter.sampling.spec_changes import SpecChanges
 from rankscope_exporter.statistics import MeasureGroup, StatisticsTable, copy_entries
-from rankscope_exporter.statistics.isolation import Isolation
+from rankscope_exporter.statistics.isolation import Isolation, error_of
 from rankscope_exporter.statistics.selection import Ops
 from rankscope_exporter.statistics.table import on_device
 
@@ -177,16 +176,23 @@ class TableView(Table):
         whole = self._groups.get((rows, are_derived))
         if whole is None:
             whole = self._groups[rows, are_derived] = self._group(self._shifted(rows), are_derived=are_derived)
+        error = None
         if not self._isolation.has_failures(rows):
-            with contextlib.suppress(Exception):  # any operation of a tensor subclass may raise any error
-                whole.measure(tensors, self._buffers.table)
+            error = error_of(whole.measure, tensors, self._buffers.table)
+            if error is None:
                 return
-        self._measure_apart(whole, tensors, rows, are_derived=are_derived)
+        self._measure_apart(whole, tensors, rows, error, are_derived=are_derived)
 
     def _measure_apart(
-        self, group: MeasureGroup, tensors: Sequence[torch.Tensor | None], rows: range, *, are_derived: bool
+        self,
+        group: MeasureGroup,
+        tensors: Sequence[torch.Tensor | None],
+        rows: range,
+        error: Exception | None,
+        *,
+        are_derived: bool,
     ) -> None:
-        """Measure `tensors` without those that raise, and report these."""
+        """Measure `tensors` without those that raise, and report these. `error` is that of all of them together."""
         table = self._buffers.table
 
         def compute(positions: Sequence[int]) -> None:
@@ -208,7 +214,7 @@ class TableView(Table):
         entry = self._buffers.plan.entry
         what = lambda: entry(group.rows[0]).kind  # noqa: E731 - called after an error only
         name = lambda position: entry(group.rows[position]).label  # noqa: E731 - called after an error only
-        self._isolation.run(rows, tensors, compute, what=what, name=name, undo=undo)
+        self._isolation.run(rows, tensors, compute, what=what, name=name, undo=undo, error=error)
 
     def isolate(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -82,18 +82,20 @@ class Isolation:
         what: Callable[[], str],
         name: Callable[[int], str],
         undo: Callable[[Sequence[int]], None] = lambda _: None,
+        error: Exception | None = None,
     ) -> None:
         """Call `compute` with the positions of all elements of `tensors` that are measured.
 
         If `compute` raises, call `undo` with the same positions, and then `compute` with each half of the positions.
         Report the single tensors for which it raises. `scope` identifies the batch at later steps. For the report,
         `what` returns a description of the result of `compute`, and `name` the name of the tensor at a position.
+        `error` is the error of a call with all positions that the caller has made, and that is not repeated.
         """
         positions: Sequence[int] = range(len(tensors))
         if failures := self._failures.get(scope):
             left_out = {position for position in tuple(failures) if self._is_left_out(failures, position, tensors)}
             positions = [position for position in positions if position not in left_out] if left_out else positions
-        failed = dict(_failing(positions, compute, undo)) if positions else {}
+        failed = dict(_failing(positions, compute, undo, error)) if positions else {}
         if failed:
             self._note(scope, tensors, failed)
             self._report(what(), {name(position): error for position, error in failed.items()})
@@ -136,9 +138,12 @@ def _description(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _failing(
-    positions: Sequence[int], compute: Callable[[Sequence[int]], None], undo: Callable[[Sequence[int]], None]
+    positions: Sequence[int],
+    compute: Callable[[Sequence[int]], None],
+    undo: Callable[[Sequence[int]], None],
+    error: Exception | None = None,
 ) -> Iterable[tuple[int, Exception]]:
-    error = _error_of(positions, compute)
+    error = error or error_of(compute, positions)
     if error is None:
         return ()
     undo(positions)
@@ -149,10 +154,10 @@ def _failing(
     return list(itertools.chain.from_iterable(parts))
 
 
-def _error_of(positions: Sequence[int], compute: Callable[[Sequence[int]], None]) -> Exception | None:
-    """Call `compute` and return its error, without the frames that keep tensors alive; None without an error."""
+def error_of(function: Callable[..., None], *args: Any) -> Exception | None:
+    """Call `function(*args)` and return its error without frames, which keep tensors alive; None without an error."""
     try:
-        compute(positions)
+        function(*args)
     except Exception as error:  # noqa: BLE001 - any operation of a tensor subclass may raise any error
         error.__cause__ = error.__context__ = None
         return error.with_traceback(None)

@@ -32,6 +32,10 @@ _LOG_SECONDS: Final = 60.0
 _RETRY_SECONDS: Final = 0.2
 """Time in seconds until the next attempt after a connection could not be accepted."""
 
+_KEEP_ALIVE_SECONDS: Final = 75.0
+"""Time in seconds for which a connection remains open after an answer. It also limits a next request whose first bytes
+arrived together with the last one."""
+
 _LATE: Final = b"the request did not arrive in time"
 _FULL: Final = b"too many connections"
 
@@ -292,6 +296,7 @@ async def accepting(
         access_log=log,
         access_log_class=_AnswerEnds,
         handle_signals=False,
+        keepalive_timeout=_KEEP_ALIVE_SECONDS,
         auto_decompress=False,  # aiohttp would respond to unknown compressions, and log a traceback per request
         shutdown_timeout=shutdown_seconds,
     )

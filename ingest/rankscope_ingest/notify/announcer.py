@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
@@ -65,6 +66,7 @@ class Announcer:
         `deliveries` counts the attempts and their outcomes.
         """
         self._notifiers = notifiers
+        self._receivers = _distinct([notifier.label for notifier in notifiers])
         self._record = record
         self._commit = commit
         self._deliveries = deliveries
@@ -105,21 +107,32 @@ class Announcer:
 
     async def _send(self, notice: Message) -> bool:
         """Send the notification `notice` to all notifiers concurrently; return whether all of them delivered it."""
-        return all(await asyncio.gather(*(self._deliver(notifier, notice) for notifier in self._notifiers)))
+        receivers = zip(self._notifiers, self._receivers, strict=True)
+        return all(await asyncio.gather(*(self._deliver(notifier, name, notice) for notifier, name in receivers)))
 
-    async def _deliver(self, notifier: Notifier, notice: Message) -> bool:
+    async def _deliver(self, notifier: Notifier, receiver: str, notice: Message) -> bool:
         for wait in (*self._retry_seconds, None):
             try:
                 await notifier.send(notice)
             except NotifyError as error:
-                self._deliveries.failed(notifier.label, notice.key, str(error), is_last=wait is None)
+                self._deliveries.failed(receiver, notice.key, str(error), is_last=wait is None)
                 follows = "no further attempt" if wait is None else f"retrying in {wait:g} s"
-                log.warning("notification failed: %s (%s), %s", error, notifier.label, follows)
+                log.warning("notification failed: %s (%s), %s", error, receiver, follows)
                 if wait is not None:
                     await asyncio.sleep(wait)
             else:
-                self._deliveries.delivered(notifier.label, notice.key)
+                self._deliveries.delivered(receiver, notice.key)
                 self._deliveries.finished("sent")
                 return True
         self._deliveries.finished("failed")
         return False
+
+
+def _distinct(labels: Sequence[str]) -> list[str]:
+    """Return `labels` with a number after each that occurs more than once, such as two addresses of one host."""
+    seen: Counter[str] = Counter()
+    names = []
+    for label in labels:
+        seen[label] += 1
+        names.append(label if labels.count(label) == 1 else f"{label}, address {seen[label]}")
+    return names

@@ -272,8 +272,10 @@ def _apply(attempt: Attempt, decision: StateDecision, now: float, wall: int) -> 
         attempt.settled_at = now if has_ended else None
     attempt.judged_at = now if has_ended else None
     attempt.state, attempt.reason = decision.state, decision.reason
-    # The clock of a rank may be wrong. An end is never before the start, and never in the future.
-    moment = min(wall, max(attempt.started_at, wall if decision.moment is None else decision.moment))
+    # The clock of a rank may be wrong. An end is never before the start, and never in the future. A present time before
+    # the start means that the clock of this service was set back.
+    moment = max(attempt.started_at, wall if decision.moment is None else decision.moment)
+    moment = min(wall, moment) if wall >= attempt.started_at else moment
     attempt.ended_at = moment if has_ended else None
     return True
 

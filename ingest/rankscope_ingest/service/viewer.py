@@ -10,6 +10,7 @@ from aiohttp import web
 
 from rankscope_ingest.base.config import is_loopback, split_address
 from rankscope_ingest.base.config_file import load_config
+from rankscope_ingest.base.file_limit import raise_file_limit
 from rankscope_ingest.http.pages import Pages
 from rankscope_ingest.http.routes import errors_as_text
 from rankscope_ingest.network.auth import own_names, refuse_web_pages, token_guard
@@ -25,6 +26,7 @@ async def serve_pages(
     Other machines need the token in `environment`; processes on this machine need none. Raises ServiceError if the
     address cannot be used, and ConfigError if other machines can reach it and there is no token.
     """
+    raise_file_limit()
     is_local = is_loopback(split_address(listen)[0])
     settings = {"store.path": str(store), "service.listen": listen}
     config = load_config(None, settings, environment={} if is_local else environment)

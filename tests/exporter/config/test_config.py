@@ -178,6 +178,13 @@ def test_token_is_not_in_the_text_of_a_configuration() -> None:
     assert "secret" not in repr(MonitorConfig().with_environment({"RANKSCOPE_TOKEN": "secret"}))
 
 
+def test_name_that_is_not_used_is_not_refused():
+    long = {"TORCHELASTIC_RUN_ID": "x" * 1001}
+
+    assert "named" == MonitorConfig(run="named").with_environment(long).run
+    assert not MonitorConfig().with_environment({**long, "RANKSCOPE_DISABLED": "1"}).enabled
+
+
 @pytest.mark.parametrize("variable", ["RANKSCOPE_RUN", "TORCHELASTIC_RUN_ID"])
 def test_too_long_run_name_of_the_environment_is_refused_in_one_sentence(variable):
     with pytest.raises(

@@ -12,6 +12,7 @@ import pytest
 from rankscope_storage.api.store import Batch
 from rankscope_storage.api.summaries import runs, summary
 from rankscope_storage.base.schema import dataset_schema
+from rankscope_view.data.newest import read_newest
 
 START = dt.datetime(2026, 11, 20, 12, tzinfo=dt.UTC)
 HOUR, DAYS = 3600.0, 40 * 86400.0
@@ -70,6 +71,14 @@ def test_figures_of_a_run_do_not_depend_on_jumps_of_its_clock(jump, writer, conn
 
     assert right[0]["tokens"] == pytest.approx(64)
     assert [right] * 3 == others
+
+
+def test_time_left_on_pages_does_not_depend_on_jumps(writer, connection):
+    for run, jump in (("right", None), ("set", -HOUR)):
+        put(writer, run, [rows_of(run, 0, 0, 0, jump)], [0])
+    found = read_newest(connection, ["right", "set"], {"right": 100, "set": 100}, has_curves=True)
+
+    assert {"right": pytest.approx(900), "set": pytest.approx(900)} == found.etas
 
 
 def test_jumps_are_listed_and_stored_times_remain(writer, connection):

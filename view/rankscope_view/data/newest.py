@@ -70,6 +70,7 @@ kept AS (
 SELECT run, list({{place: place, value: value}} ORDER BY place) AS points, any_value(places) AS places
 FROM kept JOIN placed USING (run, place) GROUP BY run"""
 
+_JUMPED: Final = "SELECT DISTINCT run FROM clock_jumps WHERE run IN (SELECT unnest($runs))"
 _ETA: Final = "SELECT run, eta_seconds, seconds_per_step, step FROM run_eta WHERE run IN (SELECT unnest($runs))"
 
 
@@ -107,6 +108,9 @@ def read_newest(
     """
     found = Newest()
     rows = rows or (read_rows(connection, runs, set(_SHOWN)) if runs else RawRows())
+    if asked := sorted(live.keys() & set(runs)):
+        # The rows have the times of the clock, also if it was set meanwhile.
+        rows.for_sql.update(row["run"] for row in connection.query(_JUMPED, {"runs": asked}).to_pylist())
     for run in runs:
         if run not in rows.for_sql:
             _add(found, rows, run, live, has_curves=has_curves)

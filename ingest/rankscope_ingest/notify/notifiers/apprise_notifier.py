@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import contextvars
 import logging
+import os
 import re
 from collections.abc import Iterator
 from typing import ClassVar, Final
@@ -17,7 +18,7 @@ from urllib.parse import urlsplit
 import apprise
 
 from rankscope_contract.model.events import Severity
-from rankscope_contract.security.proxies import ENVIRONMENT
+from rankscope_contract.security.proxies import ENVIRONMENT, proxies_of
 from rankscope_ingest.notify.notifiers import Message, NotifyError
 from rankscope_ingest.notify.notifiers.http_session import exchange
 from rankscope_ingest.notify.notifiers.secrets import MASK, Secrets
@@ -46,7 +47,8 @@ class AppriseNotifier:
         self._apprise = apprise.Apprise(asset=asset)
         self._apprise.add(url)
         self._label, host = _label(url, self._apprise.urls(privacy=True))
-        self._secrets = Secrets([url, proxy], public=[host, urlsplit(proxy).hostname or ""])
+        proxies = proxies_of(os.environ) if proxy == ENVIRONMENT else [proxy]
+        self._secrets = Secrets([url, *proxies], public=[host, *map(_host, proxies)])
 
     @classmethod
     def handles(cls, url: str) -> bool:
@@ -84,7 +86,7 @@ class AppriseNotifier:
         if is_delivered:
             return None
         text = requests.failure if requests.has_failed else _reason(records)
-        return ": ".join(filter(None, (requests.status, self._secrets.removed_from(text))))
+        return ": ".join(self._secrets.removed_from(part) for part in (requests.status, text) if part)
 
 
 def _reason(records: list[logging.LogRecord]) -> str:
