@@ -22,6 +22,7 @@ with monitor:
 VIEWS = ("goodput", "tensor_timeline", "loss_curve", "scalar_history")
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_six_questions_are_answered_after_optimize_by_delta_rs(service, start_job, tmp_path):
     script = tmp_path / "rank.py"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from rankscope_storage.api.summaries import summary
 from rankscope_storage.connection import connect
 
 TRAINING = Path(__file__).with_name("set_clock_training.py")
 
 
+@pytest.mark.thorough
 def test_speed_of_a_run_whose_clock_is_set_back_by_an_hour(service, start_job):
     service.start()
     assert 0 == start_job(TRAINING, -3600, RANKSCOPE_RUN="clock").wait(120)
