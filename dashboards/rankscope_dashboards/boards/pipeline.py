@@ -222,7 +222,8 @@ def _scrape_failures() -> PanelBuilder:
         empty=NO_SERVICE,
     )
     rates = _rate(catalogue.SCRAPE_FAILURES)
-    return time_series_panel(text, Query(f"{rates} > 0", "{{reason}}"), Query(f"sum{rates}", "all reasons"))
+    total = f'label_replace(sum{rates}, "reason", "all reasons", "", "")'
+    return time_series_panel(text, Query(f"{rates} > 0 or {total}", "{{reason}}"))
 
 
 def _dropped() -> PanelBuilder:
