@@ -235,7 +235,9 @@ def _dropped() -> PanelBuilder:
         minimum=0,
         empty="The ranks dropped nothing",
     )
-    return time_series_panel(text, Query(f"sum by (run, reason) {rate(catalogue.DROPPED)}", "{{reason}}"))
+    rates = rate(catalogue.DROPPED)
+    total = f'label_replace(sum by (run) {rates}, "reason", "all reasons", "", "")'
+    return time_series_panel(text, Query(f"sum by (run, reason) {rates} > 0 or {total}", "{{reason}}"))
 
 
 def _overhead() -> PanelBuilder:
