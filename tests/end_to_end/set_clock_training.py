@@ -1,4 +1,4 @@
-"""A training of one rank whose wall clock is set by JUMP seconds before the step 20: set_clock_training.py JUMP."""
+"""A training of one rank. Its wall clock is set by JUMP seconds before the step 20: set_clock_training.py JUMP."""
 
 from __future__ import annotations
 

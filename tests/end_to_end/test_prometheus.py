@@ -141,7 +141,7 @@ OF_ACCELERATORS = ("rankscope_gpu_", "rankscope_device_memory_")
 """Metrics with simulated readings, because the ranks of this test have no GPU."""
 
 SIMULATED = {name for name, target in panel_targets() if any(prefix in target["expr"] for prefix in OF_ACCELERATORS)}
-"""Queries whose results are simulated. The documentation states their number."""
+"""Queries with simulated results. The documentation states their number."""
 
 
 def unanswered_panels(prometheus, seconds=30.0):

@@ -202,7 +202,7 @@ def _floats_and_times(root: Path) -> set[tuple[str, str]]:
 
 
 def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the name of each query, or column of a dataset, whose result differs."""
+    """Yield the name of each query, or column of a dataset, with a different result."""
     for name, value in expected.items():
         other = found.get(name)
         if isinstance(value, dict):

@@ -34,7 +34,7 @@ def pandas(path: str) -> Columns:
 
 
 def fastparquet(path: str) -> Columns:
-    """Read the file at `path` with fastparquet into pandas, without floats, whose encoding it does not support."""
+    """Read the file at `path` with fastparquet into pandas, without floats: it does not support their encoding."""
     import fastparquet
 
     file = fastparquet.ParquetFile(path)
@@ -44,7 +44,7 @@ def fastparquet(path: str) -> Columns:
 
 
 def polars(path: str) -> Columns:
-    """Read the file at `path` with polars, with the reader of its own."""
+    """Read the file at `path` with the reader that is part of polars."""
     import polars as pl
 
     return pl.read_parquet(path, hive_partitioning=False).to_dict(as_series=False)

@@ -222,8 +222,7 @@ def _scrape_failures() -> PanelBuilder:
         empty=NO_SERVICE,
     )
     rates = _rate(catalogue.SCRAPE_FAILURES)
-    total = f'label_replace(sum{rates}, "reason", "all reasons", "", "")'
-    return time_series_panel(text, Query(f"{rates} > 0 or {total}", "{{reason}}"))
+    return time_series_panel(text, _reasons(rates, f"sum{rates}"))
 
 
 def _dropped() -> PanelBuilder:
@@ -236,8 +235,7 @@ def _dropped() -> PanelBuilder:
         empty="The ranks dropped nothing",
     )
     rates = rate(catalogue.DROPPED)
-    total = f'label_replace(sum by (run) {rates}, "reason", "all reasons", "", "")'
-    return time_series_panel(text, Query(f"sum by (run, reason) {rates} > 0 or {total}", "{{reason}}"))
+    return time_series_panel(text, _reasons(f"sum by (run, reason) {rates}", f"sum by (run) {rates}"))
 
 
 def _overhead() -> PanelBuilder:
@@ -313,6 +311,11 @@ def _notifications() -> PanelBuilder:
         empty=NO_SERVICE,
     )
     return time_series_panel(text, Query(_rate(catalogue.NOTIFICATIONS), "{{outcome}}"))
+
+
+def _reasons(rates: str, total: str) -> Query:
+    """Return a query for the `rates` of the reasons that occur, and for the `total` with the name "all reasons"."""
+    return Query(f'{rates} > 0 or label_replace({total}, "reason", "all reasons", "", "")', "{{reason}}")
 
 
 def _rate(metric: MetricSpec) -> str:

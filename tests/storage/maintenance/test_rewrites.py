@@ -1,4 +1,4 @@
-"""Files of earlier releases, whose integers are split into bytes: they are read, counted and rewritten."""
+"""Files of earlier releases have integers that are split into bytes: they are read, counted and rewritten."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of runs whose clock was set equal those of the same run with a right clock; stored times do not change."""
+"""Figures of runs with a clock that was set equal those with a right clock; stored times do not change."""
 
 from __future__ import annotations
 
