@@ -286,5 +286,6 @@ def _new_attempt(registration: Registration, number: int, wall: int) -> Attempt:
         number=number,
         launch_id=registration.launch_id,
         world_size=registration.world_size,
-        started_at=registration.started_at or wall,
+        # The clock of a rank may be ahead. A start in the future would be later than the end of the attempt.
+        started_at=min(registration.started_at or wall, wall),
     )
