@@ -29,6 +29,15 @@ import torch
 from rankscope_exporter.base.errors import ErrorBoundary
 
 _TORCH_LIBRARIES: Final = ("libtorch_cpu.so", "libtorch_cpu.dylib")
+_TASKS: Final = Path("/proc/self/task")
+_NATIVE_POOL: Final = "PTThreadPool"
+"""Name of the threads of torch's pool if torch was built without OpenMP (aten/src/ATen/PTThreadPool.h)."""
+
+_NAMING_SECONDS: Final = 0.1
+"""Maximum seconds until the threads of a new pool have their name, which each thread sets when it begins to run."""
+
+_ELEMENTS_PER_THREAD: Final = 1 << 15
+"""Minimum number of elements per thread of an operation that torch divides (at::internal::GRAIN_SIZE)."""
 
 
 class OwnThread(threading.Thread):
@@ -84,6 +93,52 @@ def limit_this_thread() -> bool:
             set_mkl(1)
             break
     return True
+
+
+def intra_op_threads() -> tuple[int, ...]:
+    """Return the native ids of torch's threads that compute parts of CPU operations which the calling thread starts.
+
+    The calling thread is not included. Threads that do not exist yet are started, as the first operation would do.
+    The result is empty on systems without /proc/self/task.
+    """
+    if torch.get_num_threads() == 1 or not _TASKS.is_dir():
+        return ()
+    is_openmp = "ATen parallel backend: OpenMP" in torch.__config__.parallel_info()
+    found = _openmp_team() if is_openmp else _native_pool()
+    return tuple(sorted(found - {threading.get_native_id()}))
+
+
+def _openmp_team() -> set[int]:
+    """Return the native ids of the OpenMP team of the calling thread: each thread of the team reports its own id."""
+    found: list[int] = []
+    report = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: found.append(threading.get_native_id()))
+    for library in reversed(_libraries()):  # torch uses a preloaded OpenMP library instead of its own
+        if hasattr(library, "GOMP_parallel"):  # libgomp, libomp and libiomp5 have it
+            library.GOMP_parallel(report, None, ctypes.c_uint(0), ctypes.c_uint(0))  # 0: as many threads as torch uses
+            break
+    return set(found)
+
+
+def _native_pool() -> set[int]:
+    """Return the native ids of the threads of torch's own pools.
+
+    Threads for operations that run in parallel (`torch.jit.fork`) have the same name, and are included.
+    """
+    expected = torch.get_num_threads() - 1
+    torch.ones(_ELEMENTS_PER_THREAD * (expected + 1), device="cpu").add_(1)  # creates the pool
+    deadline = time.monotonic() + _NAMING_SECONDS
+    while len(found := _threads_with_name(_NATIVE_POOL)) < expected and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return found
+
+
+def _threads_with_name(name: str) -> set[int]:
+    found = set()
+    for task in _TASKS.iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
+            if (task / "comm").read_text().strip() == name:
+                found.add(int(task.name))
+    return found
 
 
 @functools.cache

@@ -1,31 +1,19 @@
 """CPU time that the monitor uses while the training calls it: on the training thread, and on torch's threads.
 
 Torch divides a CPU operation among the threads of its pool. The CPU clock of the calling thread does not include these
-threads. The module finds them by the CPU time that one operation adds to each thread, and reads their clocks before and
-after each measurement. If torch uses one thread, or if the tensors are on another device, no such threads exist.
+threads. Their clocks are read before and after each measurement. If torch uses one thread, or if the tensors are on
+another device, no such threads exist.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 from rankscope_exporter.base.errors import ErrorBoundary
+from rankscope_exporter.process.threads import intra_op_threads
 from rankscope_exporter.records.step_events import StepObserver
-
-_ELEMENTS_PER_THREAD: Final = 1 << 16
-"""Number of elements per thread in the operation by which torch's threads are found.
-
-Torch divides an operation so that each thread has at least 2**15 elements (at::internal::GRAIN_SIZE).
-"""
-
-_ROUNDS: Final = 2
-_TASKS: Final = Path("/proc/self/task")
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -55,7 +43,7 @@ class IntraOpThreads(StepObserver):
 
     def find(self) -> None:
         """Find the threads of torch's pool. Called on the training thread, which owns the pool."""
-        self._clocks = _pool() if torch.get_num_threads() > 1 and _TASKS.is_dir() else ()
+        self._clocks = tuple(map(_clock, intra_op_threads()))
 
     def on_measurement_begin(self) -> None:
         """Start to measure the CPU time of torch's threads before operations that torch may divide among them.
@@ -122,22 +110,6 @@ class HookClock:
         self.team.on_measurement_begin()
         self.timed(where, function, *args)
         self.team.on_measurement_end()
-
-
-def _pool() -> tuple[int, ...]:
-    """Return the CPU clocks of the threads among which torch divides an operation.
-
-    A thread is included if each of several runs of the same operation adds CPU time to its clock.
-    """
-    source = torch.ones(_ELEMENTS_PER_THREAD * torch.get_num_threads(), device="cpu")
-    source.add(source)  # creates the pool
-    ours = {thread.native_id for thread in threading.enumerate()}
-    clocks = {_clock(int(task.name)) for task in _TASKS.iterdir() if int(task.name) not in ours}
-    for _ in range(_ROUNDS):
-        before = {clock: time.clock_gettime(clock) for clock in clocks}
-        source.add(source)
-        clocks = {clock for clock, seconds in before.items() if time.clock_gettime(clock) > seconds}
-    return tuple(sorted(clocks))
 
 
 def _clock(thread: int) -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from typing import Any
 
@@ -148,8 +146,8 @@ assert 0.1 * own < team.seconds, (own, team.seconds)
 
 
 def test_torch_threads_count_only_during_measurements():
-    """In a process of its own, because threads that libraries started for other tests may run at the same moments."""
-    done = subprocess.run([sys.executable, "-c", _MEASUREMENT], stderr=subprocess.PIPE, text=True, check=False)
+    """In a forked process with one import of torch."""
+    done = run_program(_MEASUREMENT)
 
     assert 0 == done.returncode, done.stderr
 

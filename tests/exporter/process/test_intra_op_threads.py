@@ -1,0 +1,127 @@
+"""The threads of torch's pool are found exactly, while threads of other libraries compute.
+
+Each program runs in a new interpreter, and in a child that was forked after the import of torch. In Python 3.11, the
+`native_id` of the main thread of such a child is that of its parent.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.programs import run_program
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted by /proc")
+
+Program = Callable[[str], subprocess.CompletedProcess[str]]
+
+
+def _new_interpreter(code: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=False, env=environment
+    )
+
+
+@pytest.fixture(params=[_new_interpreter, run_program], ids=["new", "forked"])
+def program(request: pytest.FixtureRequest) -> Program:
+    run: Program = request.param
+    return run
+
+
+THREADS_OF_OTHERS = """
+import os, threading, time
+import duckdb, pyarrow, torch
+from rankscope_exporter.process.threads import intra_op_threads
+from rankscope_exporter.training.cpu_time import IntraOpThreads, _clock
+
+def native_threads():
+    return set(map(int, os.listdir("/proc/self/task")))
+
+def repeat(work):
+    threading.Thread(target=lambda: [work() for _ in iter(lambda: True, False)], daemon=True).start()
+
+torch.set_num_threads(THREADS)
+tensor = torch.empty(1 << 20)
+before = native_threads()
+if POOL_EXISTS:
+    tensor.fill_(1)
+pool = native_threads() - before
+
+pyarrow.set_cpu_count(4)
+table = pyarrow.table({"key": pyarrow.chunked_array([list(range(10_000))] * 20)})
+connection = duckdb.connect(config={"threads": 4})
+repeat(lambda: table.group_by("key").aggregate([("key", "sum")]))
+repeat(lambda: connection.execute("SELECT sum(hash(i)) FROM range(1_000_000) numbers(i)").fetchall())
+repeat(lambda: tensor.add(1))  # this thread has an OpenMP team of its own
+
+def busy_threads():
+    def seconds():
+        return {thread: time.clock_gettime(_clock(thread)) for thread in others & native_threads()}
+    others = native_threads() - pool - {os.getpid()}
+    earlier = seconds()
+    time.sleep(0.05)
+    return {thread for thread, now in seconds().items() if now > earlier[thread]}
+
+deadline = time.monotonic() + 60
+while len(busy_threads()) < 6:
+    assert time.monotonic() < deadline
+
+for _ in range(5):
+    found = set(intra_op_threads())
+    assert THREADS - 1 == len(found), found
+    if POOL_EXISTS:
+        assert pool == found, (pool, found)
+assert THREADS == torch.get_num_threads()
+
+team = IntraOpThreads()
+team.find()
+assert 0.0 == team.seconds
+earlier = {thread: time.clock_gettime(_clock(thread)) for thread in found}
+own = time.thread_time()
+team.on_measurement_begin()
+for _ in range(200):
+    tensor.add(tensor)
+team.on_measurement_end()
+own = time.thread_time() - own
+by_thread = [time.clock_gettime(_clock(thread)) - seconds for thread, seconds in earlier.items()]
+assert all(0.1 * own < seconds for seconds in by_thread), (own, by_thread)
+assert abs(team.seconds - sum(by_thread)) < 0.1 * team.seconds, (team.seconds, by_thread)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("pool_exists", [True, False], ids=["existing pool", "no pool"])
+def test_only_threads_of_the_pool_are_found(program, pool_exists):
+    """DuckDB, pyarrow and a second thread with torch compute all the time, each with several threads."""
+    done = program(THREADS_OF_OTHERS.replace("THREADS", "3").replace("POOL_EXISTS", str(pool_exists)))
+
+    assert 0 == done.returncode, done.stderr
+
+
+NATIVE_POOL = """
+import os, torch
+from rankscope_exporter.process.threads import _native_pool
+
+script = torch.jit.CompilationUnit('''
+def forked(tensor):
+    return torch.jit.wait(torch.jit.fork(torch.neg, tensor))
+''')
+torch.set_num_threads(torch.get_num_interop_threads() + 1)
+assert set() == _native_pool()
+before = set(os.listdir("/proc/self/task"))
+script.forked(torch.ones(1))
+added = set(map(int, set(os.listdir("/proc/self/task")) - before))
+assert added and added == _native_pool(), (added, _native_pool())
+"""
+
+
+def test_threads_of_a_native_pool_are_found_by_name(program):
+    """Torch with OpenMP uses the same class of pool for `torch.jit.fork`."""
+    done = program(NATIVE_POOL)
+
+    assert 0 == done.returncode, done.stderr
