@@ -93,7 +93,7 @@ class SpoolWriter:
             self._start()
         with self._changed:
             if self._closing:
-                self._spool.dropped[FAILED] += 1
+                self._spool.drop(FAILED)
                 return
             has_room = len(self._waiting) < BACKLOG_RECORDS and self._bytes + size <= BACKLOG_BYTES
             if self._skipped is not None and not has_room:

@@ -78,7 +78,7 @@ class Spool:
         self._segment_bytes = max(1, min(SEGMENT_BYTES, max_bytes // 8))
         self._sync = sync
         self._service = service
-        self._changed = threading.Lock()  # protects the fields that other threads read
+        self._changed = threading.Lock()  # protects the fields that other threads read or count
         self._segments: deque[_Segment] = deque()  # while `_file` is open, it is the file of the last segment
         self._bytes = 0
         self._committed = NOTHING
@@ -128,6 +128,11 @@ class Spool:
         finally:
             if not is_written:
                 self._close_file()  # the next record begins a new file: within a file no sequence number is missing
+
+    def drop(self, reason: str) -> None:
+        """Count a record that is not written to the spool in `dropped`. Any thread may call this method."""
+        with self._changed:
+            self.dropped[reason] += 1
 
     def commit(self, seq: int) -> None:
         """Mark records up to `seq` as committed, and delete the files that contain only committed records.
@@ -191,19 +196,19 @@ class Spool:
 
     def _append(self, seq: int, record: StepRecord) -> bool:
         if self._lock is None:  # the folder could not be opened, which was reported
-            self.dropped[FAILED] += 1
+            self.drop(FAILED)
             return False
         try:
             if record.statistics is not None:
                 self._write_plan(record.statistics.plan)
             message = memoryview(encode(seq, [record], whole=True).body)[len(schema_message()) : -len(END_OF_STREAM)]
             if not self._make_room(len(message)):
-                self.dropped[FULL] += 1
+                self.drop(FULL)
                 return False
             segment = self._segment(seq, len(message), record_bytes(record))
             self._write(segment, message)
         except BaseException:
-            self.dropped[FAILED] += 1
+            self.drop(FAILED)
             raise
         with self._changed:
             segment.last = seq

@@ -17,9 +17,10 @@ from rankscope_contract.protocol.channel import Registration, RegistrationReply
 from rankscope_contract.spool import Orphan, SpoolReader
 from rankscope_contract.spool.layout import read_service, service_name
 from rankscope_exporter.base.errors import ConfigError
+from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.serving import orphan_recovery, persistence
 from rankscope_exporter.serving.config import ServeConfig
-from rankscope_exporter.serving.spool import Spool, needed_plans
+from rankscope_exporter.serving.spool import FAILED, Spool, needed_plans
 
 ENTRY = PlanEntry(kind="param_after", tensor="w", shape=(2,))
 OWN = "feedc0de"
@@ -289,6 +290,39 @@ def test_record_refused_by_the_ring_is_not_spooled(new_rank, record, statistics,
     assert 0 == seq
     assert [f"{0:012d}.arrows"] == [path.name for path in (tmp_path / OWN).glob("*.arrows")]
     assert [] == rank.faults
+
+
+class _Switching(dict[str, int]):
+    """Switches to another thread between the read and the write of an addition."""
+
+    def __getitem__(self, key: str) -> int:
+        found = super().__getitem__(key)
+        time.sleep(0)
+        return found
+
+
+def test_failed_records_are_counted_exactly_by_several_threads(record, tmp_path):
+    """The spool thread cannot open its folder, while other threads publish records after the end of the writer."""
+    spool = Spool(str(tmp_path), OWN, max_bytes=1 << 20)
+    spool.dropped = _Switching(spool.dropped)
+    writer = persistence.SpoolWriter(spool, lambda: None, on_fault=lambda *_: None, meter=CpuMeter())
+    writer.close()
+    one, rounds, threads = record(0, [ENTRY], [{"norm": 1.0}]), 500, 8
+    begin = threading.Barrier(threads)
+
+    def run(work: Any, *more: int) -> None:
+        begin.wait()
+        for seq in range(rounds):
+            work(seq, one, *more)
+
+    started = [threading.Thread(target=run, args=(writer.write, 1)) for _ in range(threads - 1)]
+    started.append(threading.Thread(target=run, args=(spool.append,)))
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+
+    assert threads * rounds == spool.dropped[FAILED]
 
 
 def test_spool_folder_is_deleted_when_all_is_committed(new_rank, service, until, record, tmp_path):
