@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from tests.view.training import MAIN, append, event, events
 
 from rankscope_storage.api.store import Store
@@ -38,6 +40,31 @@ def test_anomalies_of_a_step_are_one_line(connection):
     assert all("more" in line.text for line in nan)
 
 
+def test_events_of_one_time_have_one_order_with_several_threads(tmp_path):
+    """4,000 events of one step and time, shuffled in each of 8 files."""
+    shuffled = random.Random(1)
+    types = ["error", "hang", "xid", "phase"]
+    listed = [
+        event("r", types[number % 4], 5, 5, rank=0, ordinal=1, message=f"message {number:04}", rule=None)
+        for number in range(3800)
+    ]
+    listed += [
+        event("r", "anomaly", 5, 5, rank=0, ordinal=1, rule="A", tensor=f"t{number:03}", op="norm", value=float(number))
+        for number in range(200)
+    ]
+    shuffled.shuffle(listed)
+    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
+        for part in range(8):
+            append(writer, events=events(listed[part::8]))
+    expected = ["A: t000 and 199 more"]
+    expected += [f"message {number:04}" for type_ in sorted(types) for number in range(types.index(type_), 3800, 4)]
+    with connect(tmp_path / "store") as opened:
+        opened.query("SET threads TO 4")
+        found = [[line.text for line in event_lines(opened, "r")] for _ in range(5)]
+
+    assert [expected] * 5 == found
+
+
 def test_markers_lie_on_the_axis_of_the_attempt(connection, course):
     loss = read_history(connection, MAIN, "loss")
     found = markers(event_lines(connection, MAIN), read_history(connection, MAIN, "eval_loss"), loss, Axis.ARRIVAL)
@@ -71,3 +98,18 @@ def test_anomalies_without_a_service_are_grouped_by_steps(tmp_path):
 
     assert [("t5", 2, 7), ("t90", 1, 90)] == [(one.tensor, one.events, one.last_step) for one in found]
     assert "gradient norm 9× its baseline" == happening(found[0])
+
+
+def test_first_cause_among_anomalies_of_one_time_is_always_the_same(tmp_path):
+    """The same 400 anomalies of one rank and step, in 8 files, in two stores with different orders."""
+    listed = [event("r", "anomaly", 5, 5, rank=0, rule="A", tensor=f"t{number:03}", op="norm") for number in range(400)]
+    found = []
+    for name, ordered in (("one", listed), ("two", listed[::-1])):
+        with Store.open(tmp_path / name, create=True).claim(owner="a test") as writer:
+            for part in range(8):
+                append(writer, events=events(ordered[part::8]))
+        with connect(tmp_path / name) as opened:
+            opened.query("SET threads TO 4")
+            found += [one.tensor for _ in range(5) for one in incidents(opened, ["r"])["r"]]
+
+    assert ["t000"] * 10 == found

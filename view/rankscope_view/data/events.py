@@ -53,21 +53,27 @@ _GROUPS: Final = {
 }
 _OF_PHASE: Final = {Phase.CHECKPOINT: Group.CHECKPOINT, Phase.EVALUATION: Group.EVALUATION}
 
-# One line for the same event on several ranks, and for all firings of a rule at a step.
+# One line for the same event on several ranks, and for all firings of a rule at a step. Lines with the same time have an
+# order, and so have events with the same time and rank: DuckDB returns equal rows in the order of its threads.
 _LINES: Final = """\
-WITH line AS (
+WITH event AS (
+  SELECT *, {ts: ts, rank: rank, tensor: tensor, op: op, value: value, message: message} AS place FROM events
+  WHERE run = $run
+),
+line AS (
   SELECT attempt, step, type, rule, epoch(min(ts)) AS happened_at, count(*) AS events,
     list(DISTINCT rank ORDER BY rank) AS ranks,
     max(severity) FILTER (severity = 'critical') AS critical, max(severity) AS severity,
-    arg_min(tensor, {ts: ts, rank: rank}) AS tensor, arg_min(op, {ts: ts, rank: rank}) AS op,
-    arg_min(value, {ts: ts, rank: rank}) AS value, arg_min(message, {ts: ts, rank: rank}) AS message,
-    any_value(CASE WHEN type = 'phase' AND json_valid(details) THEN details::JSON->>'$.phase' END) AS phase,
+    arg_min(tensor, place) AS tensor, arg_min(op, place) AS op,
+    arg_min(value, place) AS value, arg_min(message, place) AS message,
+    min(CASE WHEN type = 'phase' AND json_valid(details) THEN details::JSON->>'$.phase' END) AS phase,
     max(coalesce(ordinal, 0)) AS ordinal
-  FROM events WHERE run = $run
+  FROM event
   GROUP BY attempt, step, type, rule, CASE WHEN type IN ('anomaly', 'launch', 'exit') THEN NULL ELSE message END
 )
 SELECT * EXCLUDE (critical) REPLACE (coalesce(critical, severity) AS severity) FROM line
-ORDER BY happened_at DESC NULLS LAST, attempt DESC NULLS LAST, step DESC NULLS LAST, ordinal DESC"""
+ORDER BY happened_at DESC NULLS LAST, attempt DESC NULLS LAST, step DESC NULLS LAST, ordinal DESC,
+  type, rule NULLS FIRST, message NULLS FIRST"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
