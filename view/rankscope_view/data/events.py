@@ -53,8 +53,8 @@ _GROUPS: Final = {
 }
 _OF_PHASE: Final = {Phase.CHECKPOINT: Group.CHECKPOINT, Phase.EVALUATION: Group.EVALUATION}
 
-# One line for the same event on several ranks, and for all firings of a rule at a step. Lines with the same time have an
-# order, and so have events with the same time and rank: DuckDB returns equal rows in the order of its threads.
+# One line for the same event on several ranks, and for all firings of a rule at a step. Further keys order lines and
+# events that have the same time, because the order in which DuckDB returns equal rows depends on its threads.
 _LINES: Final = """\
 WITH event AS (
   SELECT *, {ts: ts, rank: rank, tensor: tensor, op: op, value: value, message: message} AS place FROM events
