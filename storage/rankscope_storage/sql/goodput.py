@@ -3,7 +3,8 @@
 The wall time of a launch is divided along the clock of one rank, the lowest one that logs step times; jumps of the
 clock are removed. A step ends at the time of its record and lasts as long as the record states; steps never overlap.
 Time between two steps is classified by the records before and after it. The parts therefore always add up to the wall
-time. A run without rows that a rank sent (such as an imported run) has no parts.
+time. A run without rows that a rank sent (such as an imported run) has no parts. `launch_order` has the order of the
+launches, and the time between them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Final
 from rankscope_contract.model.phases import STEP_PHASE_SECONDS, WITHIN_A_STEP, Phase
 from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.sql import clock_jumps
+from rankscope_storage.sql.launch_order import LAUNCHES
 from rankscope_storage.sql.scalar_history import is_main_source
 
 PARTS: Final = (
@@ -55,7 +57,7 @@ WITH rank_scalars AS (
     SELECT run, attempt, max(epoch(ts)), min(epoch(ts)) FROM events_without_jumps
     WHERE incarnation IS NOT NULL AND ts IS NOT NULL AND ts_origin = 'rank' GROUP BY ALL
   ) GROUP BY ALL
-), logged AS (
+), {LAUNCHES}, logged AS (
   SELECT run, attempt, rank, incarnation, seq, step, epoch(ts) AS ts, name, value AS seconds,
     labels->>'$.phase' AS phase
   FROM scalars_without_jumps JOIN reporter USING (run, attempt, rank)
@@ -69,14 +71,14 @@ WITH rank_scalars AS (
 ), skipped AS (
   SELECT DISTINCT run, incarnation, seq FROM events WHERE type = 'step_skipped'
 ), step_time AS (
-  SELECT run, attempt, rank, incarnation, logged.seq, step, ts AS ended, greatest(seconds, 0) AS seconds,
+  SELECT run, attempt, rank, incarnation, logged.seq, step, ts AS step_ended, greatest(seconds, 0) AS seconds,
     coalesce(checkpoint, 0) AS checkpoint, coalesce(evaluation, 0) AS evaluation,
-    coalesce(other_phase, 0) AS other_phase, skipped.seq IS NOT NULL AS is_skipped,
+    coalesce(other_phase, 0) AS other_phase, skipped.seq IS NOT NULL AS is_skipped, began, ended,
     row_number() OVER (PARTITION BY run, attempt, incarnation ORDER BY ts, logged.seq) = 1 AS is_first,
     coalesce(min(step) OVER (
-      PARTITION BY run ORDER BY ts, attempt, logged.seq ROWS BETWEEN 1 FOLLOWING AND UNBOUNDED FOLLOWING) <= step, false
+      PARTITION BY run ORDER BY ts - jumped, attempt, logged.seq ROWS BETWEEN 1 FOLLOWING AND UNBOUNDED FOLLOWING) <= step, false
     ) AS is_repeated
-  FROM logged
+  FROM logged JOIN bounds USING (run, attempt)
   LEFT JOIN phase_seconds USING (run, incarnation, seq)
   LEFT JOIN skipped USING (run, incarnation, seq)
   WHERE name = 'step_seconds' AND incarnation IS NOT NULL AND ts IS NOT NULL AND isfinite(seconds)
@@ -86,20 +88,9 @@ WITH rank_scalars AS (
       AS is_ended
   FROM events_without_jumps JOIN reporter USING (run, attempt, rank)
   WHERE type = 'hang' AND ts IS NOT NULL AND json_valid(details)
-), launch AS (
-  SELECT run, attempt, coalesce(epoch(started_at), first_ts) AS began, coalesce(epoch(ended_at), last_ts) AS ended
-  FROM (SELECT * FROM attempts WHERE source_kind = 'live' AND attempt IS NOT NULL)
-  FULL JOIN seen USING (run, attempt)
-  WHERE coalesce(epoch(started_at), first_ts) IS NOT NULL
-), bounds AS (
-  SELECT run, attempt, began, coalesce(least(greatest(ended, began), next_began), began) AS ended FROM (
-    SELECT *, lead(began) OVER (PARTITION BY run ORDER BY began, attempt) AS next_began FROM launch
-  )
 ), placed AS (
   SELECT *, coalesce(lag(stop) OVER (PARTITION BY run, attempt ORDER BY step_ended, seq), began) AS before FROM (
-    SELECT step_time.* EXCLUDE (ended), step_time.ended AS step_ended, bounds.began, bounds.ended,
-      least(greatest(step_time.ended, bounds.began), bounds.ended) AS stop
-    FROM step_time JOIN bounds USING (run, attempt)
+    SELECT *, least(greatest(step_ended, began), ended) AS stop FROM step_time
   )
 ), cut AS (
   SELECT *, least(greatest(step_ended - seconds, before), stop) AS start FROM placed
@@ -128,12 +119,10 @@ WITH rank_scalars AS (
     count(*) FILTER (is_repeated OR is_skipped) AS lost_steps
   FROM shared GROUP BY ALL
 ), tailed AS (
-  SELECT bounds.run, bounds.attempt, bounds.began, bounds.ended, summed.* EXCLUDE (run, attempt),
+  SELECT bounds.*, summed.* EXCLUDE (run, attempt),
     bounds.ended - coalesce(stop, bounds.began) AS tail,
     EXISTS (SELECT 1 FROM hang WHERE hang.run = bounds.run AND hang.attempt = bounds.attempt
-      AND hang.state = 'began' AND hang.ts > coalesce(stop, bounds.began)) AS hangs,
-    bounds.began - coalesce(lag(bounds.ended) OVER (PARTITION BY bounds.run ORDER BY bounds.began, bounds.attempt),
-      bounds.began) AS downtime
+      AND hang.state = 'began' AND hang.ts > coalesce(stop, bounds.began)) AS hangs
   FROM bounds LEFT JOIN summed USING (run, attempt)
 )
 SELECT run, attempt, make_timestamptz((began * 1e6)::BIGINT) AS began, make_timestamptz((ended * 1e6)::BIGINT) AS ended,
@@ -150,7 +139,8 @@ SELECT run, attempt, make_timestamptz((began * 1e6)::BIGINT) AS began, make_time
   downtime AS downtime_seconds,
   coalesce(steps, 0) AS steps,
   coalesce(lost_steps, 0) AS lost_steps,
-  coalesce(useful, 0) / nullif(ended - began + downtime, 0) AS goodput
+  coalesce(useful, 0) / nullif(ended - began + downtime, 0) AS goodput,
+  place
 FROM tailed
 """
 
@@ -158,7 +148,8 @@ _SUMS: Final = ",\n  ".join(f"sum({part}_seconds) AS {part}_seconds" for part in
 
 GOODPUT: Final = f"""\
 CREATE OR REPLACE VIEW goodput AS
-SELECT run, count(*) AS attempts, min(began) AS began, max(ended) AS ended, sum(wall_seconds) AS wall_seconds,
+SELECT run, count(*) AS attempts, min_by(began, place) AS began,
+  min_by(began, place) + to_microseconds((sum(wall_seconds) * 1e6)::BIGINT) AS ended, sum(wall_seconds) AS wall_seconds,
   {_SUMS},
   sum(steps)::BIGINT AS steps, sum(lost_steps)::BIGINT AS lost_steps,
   sum(useful_seconds) / nullif(sum(wall_seconds), 0) AS goodput

@@ -104,9 +104,78 @@ def test_jump_in_the_pause_between_attempts_is_downtime(jump, writer, connection
     assert summary(connection, "r").tokens_per_second == pytest.approx(32)
 
 
-def test_jump_back_in_the_pause_between_attempts_leaves_the_speed(writer, connection):
-    put(writer, "r", [rows_of("r", 0, 0, 0, None), rows_of("r", 1, 0, 150 - HOUR, None)], [0, 150 - HOUR])
-    rows = connection.query("FROM goodput_attempts").to_pylist()
+@pytest.mark.parametrize("jump", [-HOUR, -DAYS])
+def test_jump_back_in_the_pause_between_attempts_takes_no_time(jump, writer, connection):
+    """The attempts follow each other by their numbers, although the second one begins at an earlier time."""
+    put(writer, "r", [rows_of("r", 0, 0, 0, None), rows_of("r", 1, 0, 150 + jump, None)], [0, 150 + jump])
+    rows = connection.query("FROM goodput_attempts ORDER BY place").to_pylist()
+    (run,) = connection.query("FROM goodput").to_pylist()
 
+    assert [(0, 101, 0), (1, 101, 0)] == [
+        (row["attempt"], row["wall_seconds"], row["downtime_seconds"]) for row in rows
+    ]
+    assert (0, pytest.approx(180 / 202), START) == (run["lost_steps"], run["goodput"], run["began"])
     assert summary(connection, "r").tokens_per_second == pytest.approx(32)
-    assert all(row["downtime_seconds"] >= 0 and 0 <= row["goodput"] <= 1 for row in rows)
+
+
+def launch_of(run: str, attempt: int, registered_at: float, rank: int = 0) -> dict[str, Any]:
+    """Return the row of `events` with which a service reports the first registration of a launch."""
+    ts = START + dt.timedelta(seconds=registered_at)
+    row = {"run": run, "attempt": attempt, "rank": rank, "incarnation": f"{run}/{attempt}/{rank}", "type": "launch"}
+    return row | {"ts": ts, "ts_origin": "ingest", "ordinal": round(ts.timestamp() * 1e6)}
+
+
+@pytest.mark.parametrize("jump", [-HOUR, HOUR, -DAYS, DAYS, -30, 30])
+def test_jump_in_an_earlier_attempt_changes_no_time_between_attempts(jump, writer, connection):
+    """The host of the rank that jumps keeps its clock, and starts the next attempt after 49 s."""
+    for run, jumps in (("right", (0, 0)), ("all", (jump, jump)), ("first", (jump, 0)), ("second", (0, jump))):
+        first = [rows_of(run, 0, rank, 0, jumps[rank] or None) for rank in range(2)]
+        began, starter = (150 + jump, int(not jumps[0])) if any(jumps) else (150, 0)
+        second = [rows_of(run, 1, rank, began, None) for rank in range(2)]
+        if run == "second":
+            second[0]["events"].append(launch_of(run, 1, began, starter))
+        put(writer, run, [*first, *second], [0, began])
+    query = "SELECT * EXCLUDE ({}) FROM {} WHERE run = $run ORDER BY ALL"
+    found = {
+        run: [
+            row
+            for view, left_out in (("goodput_attempts", "run, began, ended"), ("goodput", "run"))
+            for row in connection.query(query.format(left_out, view), {"run": run}).to_pylist()
+        ]
+        for run in ("right", "all", "first", "second")
+    }
+
+    assert 49 == found["right"][1]["downtime_seconds"]
+    assert [found["right"]] * 3 == [found["all"], found["first"], found["second"]]
+
+
+def test_time_of_the_clock_that_starts_an_attempt_measures_the_time_before_it(writer, connection):
+    """Only the host of rank 1 was set. The clock of rank 0 starts the second attempt."""
+    first = [rows_of("r", 0, rank, 0, HOUR if rank else None) for rank in range(2)]
+    put(writer, "r", [*first, rows_of("r", 1, 0, 150, None)], [0, 150])
+    rows = connection.query("FROM goodput_attempts ORDER BY attempt").to_pylist()
+
+    assert [0, 49] == [row["downtime_seconds"] for row in rows]
+
+
+def test_attempt_whose_spool_is_found_later_precedes_those_that_began_later(writer, connection):
+    """The service was down during the first launch, which it therefore numbers as the second."""
+    older, newer = rows_of("r", 1, 0, 0, None), rows_of("r", 0, 0, 150, None)
+    older["events"].append(launch_of("r", 1, 160))
+    newer["events"].append(launch_of("r", 0, 151))
+    put(writer, "r", [newer, older], [150, 0])
+    rows = connection.query("FROM goodput_attempts ORDER BY place").to_pylist()
+
+    assert [(1, 0), (0, 49)] == [(row["attempt"], row["downtime_seconds"]) for row in rows]
+
+
+def test_short_jump_back_in_the_pause_cuts_no_step_of_the_attempt_before(writer, connection):
+    """The second attempt begins within the first one by the clock, but was registered after its end."""
+    first, second = rows_of("r", 0, 0, 0, None), rows_of("r", 1, 0, 50, None)
+    second["events"].append(launch_of("r", 1, 51) | {"ordinal": round((START.timestamp() + 120) * 1e6)})
+    put(writer, "r", [first, second], [0, 50])
+    rows = connection.query("FROM goodput_attempts ORDER BY attempt").to_pylist()
+
+    assert [(90, 101, 0), (90, 101, 0)] == [
+        (row["useful_seconds"], row["wall_seconds"], row["downtime_seconds"]) for row in rows
+    ]
