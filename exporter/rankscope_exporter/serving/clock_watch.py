@@ -22,13 +22,15 @@ NTP corrects smaller differences slowly, and changes the speed of both clocks th
 class ClockWatch:
     """Wall clock of one process, compared with its monotonic clock. Not thread-safe.
 
-    Records may arrive out of order, because several threads publish. A record from before a jump that arrives after it
-    undoes the jump, and the next record repeats it. Each record therefore has the offset of its own time.
+    Records may arrive out of order, because several threads publish. The sum of the jumps applies to all records after
+    the event that names it. A record from before a jump that arrives after this event therefore gets the time that the
+    clock would have shown if it had been set already.
     """
 
     def __init__(self, ts: int, monotonic: int) -> None:
         """The offset is 0 for records of the time `ts`. Both times are read together, in microseconds."""
         self._apart = ts - monotonic
+        self._newest = monotonic
         self._offset = 0
 
     def corrected(self, record: StepRecord) -> StepRecord:
@@ -36,7 +38,11 @@ class ClockWatch:
         if record.monotonic is None:
             return dataclasses.replace(record, clock_offset=self._offset) if self._offset else record
         apart = record.ts - record.monotonic
-        jump, self._apart = apart - self._apart, apart
+        if record.monotonic < self._newest:
+            is_from_before = abs(apart - self._apart) > JUMP_MICROSECONDS
+            ts = record.monotonic + self._apart if is_from_before else record.ts
+            return dataclasses.replace(record, ts=ts, clock_offset=self._offset) if self._offset else record
+        jump, self._apart, self._newest = apart - self._apart, apart, record.monotonic
         if abs(jump) > JUMP_MICROSECONDS:
             self._offset += jump
             events = (*record.events, _jump_event(jump, self._offset))

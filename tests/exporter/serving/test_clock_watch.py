@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.properties import examples
 
 from rankscope_contract.model.events import EventType
 from rankscope_exporter.records.step_record import StepRecord
@@ -51,10 +54,22 @@ def test_clock_that_is_corrected_slowly_has_not_jumped():
     assert records == watched(*records)
 
 
-def test_late_record_from_before_a_jump_keeps_its_time():
-    offsets = [one.clock_offset for one in watched(record(1), record(2.1, HOUR), record(2), record(3, HOUR))]
+@pytest.mark.parametrize("jump", [-HOUR, HOUR, -DAYS, DAYS])
+def test_late_record_from_before_a_jump_does_not_name_the_jump_again(jump):
+    records = watched(record(1), record(2.1, jump), record(2), record(1.5), record(3, jump))
 
-    assert [0, HOUR, 0, HOUR] == offsets
+    assert [0, 1, 0, 0, 0] == [len(one.events) for one in records]
+    assert [1, 2.1, 2, 1.5, 3] == [(one.ts - one.clock_offset - START) / SECOND for one in records]
+    assert [0, *[jump] * 4] == [one.clock_offset for one in records]
+
+
+@settings(max_examples=examples(50), deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(-0.99, 0.99)), max_size=20))
+def test_records_of_a_clock_without_a_jump_are_not_changed(records):
+    """They arrive in any order, and NTP corrects the clock by less than a jump."""
+    published = [record(seconds, round(apart * SECOND)) for seconds, apart in records]
+
+    assert published == watched(*published)
 
 
 def test_record_without_a_monotonic_time_has_the_offset_of_the_record_before():
