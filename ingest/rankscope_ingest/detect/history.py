@@ -44,6 +44,9 @@ SELECT run, attempt, rank, incarnation, type, details, ts FROM events_without_ju
 WHERE (type = 'launch' AND ts_origin = 'ingest' OR type = 'exit') AND rank IS NOT NULL AND (run, attempt) IN (
   SELECT (run, attempt) FROM attempts WHERE state NOT IN ('completed', 'stopped'))
 ORDER BY ordinal"""
+_SERVICE_JUMPS: Final = """\
+SELECT run, attempt, sum(value) AS seconds FROM events
+WHERE type = 'clock' AND ts_origin = 'ingest' AND incarnation IS NULL GROUP BY run, attempt"""
 _GIVEN_UP: Final = """\
 SELECT incarnation, details FROM events
 WHERE type = 'gap' AND ts_origin = 'ingest' AND seq IS NULL AND incarnation IS NOT NULL ORDER BY ordinal"""
@@ -138,6 +141,9 @@ def read_history(store: Connection, now: float) -> History:
     for event in store.query(_RANKS).to_pylist():
         if attempt := attempts.get((event["run"], event["attempt"])):
             _add_rank(attempt, event, now)
+    for jump in store.query(_SERVICE_JUMPS).to_pylist():
+        if attempt := attempts.get((jump["run"], jump["attempt"])):
+            attempt.clock_offset = round(jump["seconds"] * 1e6)
     starts: dict[str, int] = {}
     for attempt in attempts.values():
         starts[attempt.run] = min(starts.get(attempt.run, attempt.started_at), attempt.started_at)

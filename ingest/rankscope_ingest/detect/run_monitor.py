@@ -16,6 +16,7 @@ from typing import Final
 from rankscope_contract.model.events import REPLICA_DESYNC
 from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.base.config import ServiceConfig
+from rankscope_ingest.base.service_clock import ServiceClock, steady_microseconds
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.divergence import (
     MAX_EVENTS,
@@ -34,7 +35,7 @@ from rankscope_ingest.recovery.lost_records import LostRecords
 from rankscope_ingest.recovery.orphan_spools import register_orphan
 from rankscope_ingest.reporting.live_tail import LiveTails
 from rankscope_ingest.reporting.progress import RunMeter, RunProgress, run_progress
-from rankscope_ingest.reporting.rows import Row, Stamp, Versions, incident_row, launch_row
+from rankscope_ingest.reporting.rows import Row, Stamp, Versions, clock_row, incident_row, launch_row
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_ingest.runs.incident import RESOLVED, Incident
 from rankscope_ingest.runs.models import Attempt, AttemptKey
@@ -70,8 +71,12 @@ class RunMonitor:
         poll_now: PollNow,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], int] = lambda: time.time_ns() // 1000,
+        steady: Callable[[], int] = steady_microseconds,
     ) -> None:
-        """Restore the state in `history`. `clock` returns monotonic seconds; `wall` returns UTC µs."""
+        """Restore the state in `history`.
+
+        `clock` returns monotonic seconds, `wall` UTC µs, and `steady` µs of a clock that shows jumps of `wall`.
+        """
         heartbeat_seconds = config.runs.heartbeat_seconds
         self.registry = Registry(
             networks=config.service.allowed_networks,
@@ -97,6 +102,7 @@ class RunMonitor:
         self.tails = LiveTails(lambda run: poll_now(run, None))
         self.clock = clock
         self.wall = wall
+        self._service_clock = ServiceClock(wall, steady)
         self.versions = Versions(self.stamp, history.run_starts)
         self.losses = LostRecords(metrics, lambda target: self.meter(target.attempt_key), self.stamp, history.given_up)
         self._failures = FailureAlerts(history.announced_failures, wait_seconds=config.runs.failed_after_seconds)
@@ -138,13 +144,14 @@ class RunMonitor:
 
     def accept(self, registration: Registration, addresses: Iterable[Address]) -> Accepted:
         """Accept a registration or heartbeat of a rank. Raises RegistrationError if it is rejected."""
-        now = self.clock()
+        self._check_clock()
+        now, wall, jumped = self.clock(), self.wall(), self._service_clock.jumped
         accepted = self.registry.register(registration, addresses, now, is_over=self.runs.is_over)
         target = accepted.target
         if target.is_dead:
-            attempt = register_orphan(self.runs, target, now, self.wall())
+            attempt = register_orphan(self.runs, target, now, wall, jumped)
         else:
-            attempt = self.runs.registered(target.registration, target.attempt, target.liveness, self.wall())
+            attempt = self.runs.registered(target.registration, target.attempt, target.liveness, wall, jumped)
         if accepted.is_new_target:
             self.losses.recall(target)
             self.add_event(launch_row(target, self.stamp()))
@@ -180,6 +187,7 @@ class RunMonitor:
 
     def update_runs(self) -> list[Incident]:
         """Update the states of all runs, and return the incidents of failed attempts that must be announced now."""
+        self._check_clock()
         now, wall = self.clock(), self.wall()
         self._exclude_pause(now)
         changes = self.runs.tick(now, wall)
@@ -246,6 +254,18 @@ class RunMonitor:
             attempt.key: {rank.number: rank.last_step for rank in attempt.live_ranks}
             for attempt in self.runs.attempts()
         }
+
+    def _check_clock(self) -> None:
+        """Correct later times of all attempts if the wall clock was set, and add an event to each active attempt."""
+        jump = self._service_clock.check()
+        if not jump:
+            return
+        log.warning("the clock of this host was set by %.1f s; later figures are corrected by it", jump / 1e6)
+        self.runs.set_clock(jump)
+        self.versions.set_clock(jump)
+        for attempt in self.runs.attempts():
+            if not attempt.has_ended:
+                self.add_event(clock_row(attempt, jump, self.stamp()))
 
     def _exclude_pause(self, now: float) -> None:
         """Exclude a pause of this process from the timeouts of the ranks.

@@ -290,26 +290,26 @@ class SpoolScanner:
         self._follow(target)
 
 
-def register_orphan(runs: RunTracker, target: Target, now: float, wall: int) -> Attempt:
+def register_orphan(runs: RunTracker, target: Target, now: float, wall: int, jumped: int = 0) -> Attempt:
     """Record that the spool of a dead process is available; return the attempt of the process.
 
     An available spool does not count as a sign of life. A process that was already considered dead remains dead; any
     other process is considered dead when its spool is drained. If a newer process runs as the same rank, nothing
-    changes. `now` is in monotonic seconds, `wall` in UTC µs.
+    changes. `now` is in monotonic seconds, `wall` in UTC µs. `jumped` is the sum of the jumps of this clock, in µs.
     """
     attempt = runs.get(target.attempt_key)
     known = None if attempt is None else attempt.ranks.get(target.registration.rank)
     if attempt is not None and known is not None and known.incarnation != target.incarnation:
         return attempt
     before = None if known is None else replace(known)
-    attempt = runs.registered(target.registration, target.attempt, target.liveness, wall)
+    attempt = runs.registered(target.registration, target.attempt, target.liveness, wall, jumped)
     rank = attempt.ranks[target.registration.rank]
     if attempt.has_ended and attempt.settled_at is None:
         attempt.settled_at = now  # it ended under an earlier service; it is shown again for a while
     if before is not None and before.is_vanished:
         rank.is_vanished, rank.never_answered = True, before.never_answered
     elif attempt.state is RunState.FAILED and rank.exit_reason is None and not rank.is_closed:
-        rank.vanish(now, wall)
+        rank.vanish(now, wall - attempt.clock_offset)
         rank.silent_from = None  # unknown until its records are read
     return attempt
 
@@ -327,7 +327,7 @@ def drain_orphan(runs: RunTracker, target: Target, now: float, wall: int) -> Non
     if rank.exit_reason is not None or rank.is_closed:
         return
     if not rank.is_vanished:
-        rank.vanish(now, wall)
+        rank.vanish(now, wall - attempt.clock_offset)
         rank.silent_from = rank.silent_from if target.last_ts is None else target.last_ts
     elif rank.silent_from is None:
         rank.silent_from = target.last_ts

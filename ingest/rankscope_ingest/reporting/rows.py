@@ -69,6 +69,15 @@ def launch_row(target: Target, stamp: Stamp) -> Row:
     return event_row(stamp, EventType.LAUNCH, Severity.INFO, message, details, **_rank_columns(target))
 
 
+def clock_row(attempt: Attempt, jump: int, stamp: Stamp) -> Row:
+    """Return the row of `events` which reports that the clock of the service was set by `jump` µs."""
+    direction, seconds = "back" if jump < 0 else "forward", jump / 1e6
+    message = f"the clock of the service was set {direction} by {abs(seconds):.1f} s; figures are corrected by it"
+    details = {"direction": direction, "seconds": seconds}
+    columns = {"run": attempt.run, "attempt": attempt.number, "value": seconds}
+    return event_row(stamp, EventType.CLOCK, Severity.WARNING, message, details, **columns)
+
+
 def gap_row(target: Target, first: int, last: int, reason: str, stamp: Stamp) -> Row:
     """Return the row of `events` which reports that the records with seq `first` to `last` are lost."""
     records = last - first + 1
@@ -177,6 +186,10 @@ class Versions:
         if is_latest:
             tables["runs"] = rows_table("runs", [run_row(attempt, start, stamp)])
         return tables
+
+    def set_clock(self, jump: int) -> None:
+        """Record that the clock which `stamp` reads was set forward by `jump` µs."""
+        self._written_at = {key: at + jump for key, at in self._written_at.items()}
 
     def due(self, attempts: Iterable[Attempt], wall: int) -> list[Attempt]:
         """Return the active attempts of which the state was last stored REFRESH_MICROSECONDS ago or earlier.

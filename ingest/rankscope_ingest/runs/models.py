@@ -130,6 +130,7 @@ class Attempt:
     launch_id: str
     world_size: int
     started_at: int  # UTC µs
+    clock_offset: int = 0  # µs by which the clock of the service was set forward since the registration
     planned_steps: int | None = None
     config: dict[str, Any] = field(default_factory=dict)
     ranks: dict[int, Rank] = field(default_factory=dict)

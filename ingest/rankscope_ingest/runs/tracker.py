@@ -116,15 +116,17 @@ class RunTracker:
             return rank is not None and rank.incarnation != registration.incarnation
         return attempt.ended_at is not None and registration.started_at > attempt.ended_at
 
-    def registered(self, registration: Registration, number: int, liveness: Liveness, wall: int) -> Attempt:
+    def registered(
+        self, registration: Registration, number: int, liveness: Liveness, wall: int, jumped: int = 0
+    ) -> Attempt:
         """Record a registration or heartbeat for attempt `number`; return the attempt.
 
-        `wall` is the present time in UTC µs.
+        `wall` is the present time in UTC µs. `jumped` is the sum of the jumps of this clock so far, in µs.
         """
         key = (registration.run, number)
         attempt = self._wake(key)
         if attempt is None:
-            attempt = self._attempts[key] = _new_attempt(registration, number, wall)
+            attempt = self._attempts[key] = _new_attempt(registration, number, wall, jumped)
             newest_key = (attempt.run, self._newest.get(attempt.run, attempt.number))
             newest = self._attempts.get(newest_key) or self._past.get(newest_key) or attempt
             # A spool can belong to a launch that is older than the newest one, although it is found later.
@@ -222,17 +224,23 @@ class RunTracker:
             for rank in attempt.live_ranks:
                 rank.liveness.exclude(seconds, now)
 
+    def set_clock(self, jump: int) -> None:
+        """Record that the wall clock of the service was set forward by `jump` µs."""
+        for attempt in (*self._attempts.values(), *self._past.values()):
+            attempt.clock_offset += jump
+
     def tick(self, now: float, wall: int) -> RunChanges:
         """Find dead ranks and evaluate the state of every attempt. `now` is in monotonic seconds, `wall` in UTC µs."""
         changed, vanished = [], []
         for attempt in self._attempts.values():
+            moment = wall - attempt.clock_offset
             for rank in attempt.live_ranks:
                 if rank.liveness.has_vanished(now, self.limits):
-                    rank.vanish(now, wall)
+                    rank.vanish(now, moment)
                     attempt.note_activity()
                     vanished.append(rank)
-            decision = judge(attempt, now, wall, self.limits)
-            if decision is not None and _apply(attempt, decision, now, wall):
+            decision = judge(attempt, now, moment, self.limits)
+            if decision is not None and _apply(attempt, decision, now, moment):
                 changed.append(attempt)
         return RunChanges(changed=tuple(changed), vanished=tuple(vanished))
 
@@ -280,12 +288,15 @@ def _apply(attempt: Attempt, decision: StateDecision, now: float, wall: int) -> 
     return True
 
 
-def _new_attempt(registration: Registration, number: int, wall: int) -> Attempt:
+def _new_attempt(registration: Registration, number: int, wall: int, jumped: int) -> Attempt:
+    # The clock of a rank may be ahead. A start in the future would be later than the end of the attempt. If the clock
+    # of this service was set back, that of the rank may still be right.
+    started_at = min(registration.started_at or wall, max(wall, wall - jumped))
     return Attempt(
         run=registration.run,
         number=number,
         launch_id=registration.launch_id,
         world_size=registration.world_size,
-        # The clock of a rank may be ahead. A start in the future would be later than the end of the attempt.
-        started_at=min(registration.started_at or wall, wall),
+        started_at=started_at,
+        clock_offset=jumped if started_at > wall else 0,
     )

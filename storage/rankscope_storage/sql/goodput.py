@@ -76,8 +76,8 @@ WITH rank_scalars AS (
     coalesce(other_phase, 0) AS other_phase, skipped.seq IS NOT NULL AS is_skipped, began, ended,
     row_number() OVER (PARTITION BY run, attempt, incarnation ORDER BY ts, logged.seq) = 1 AS is_first,
     coalesce(min(step) OVER (
-      PARTITION BY run ORDER BY ts - jumped, attempt, logged.seq ROWS BETWEEN 1 FOLLOWING AND UNBOUNDED FOLLOWING) <= step, false
-    ) AS is_repeated
+      PARTITION BY run ORDER BY ts - jumped, attempt, logged.seq
+      ROWS BETWEEN 1 FOLLOWING AND UNBOUNDED FOLLOWING) <= step, false) AS is_repeated
   FROM logged JOIN bounds USING (run, attempt)
   LEFT JOIN phase_seconds USING (run, incarnation, seq)
   LEFT JOIN skipped USING (run, incarnation, seq)

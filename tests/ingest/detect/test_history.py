@@ -19,7 +19,7 @@ from rankscope_ingest.detect.incidents import IncidentTracker
 from rankscope_ingest.notify.announcer import Announcer, message
 from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.notifiers import NotifyError, make_notifiers
-from rankscope_ingest.reporting.rows import Stamp, attempt_row, incident_row, launch_row
+from rankscope_ingest.reporting.rows import Stamp, attempt_row, clock_row, incident_row, launch_row
 from rankscope_ingest.runs.incident import RUN_FAILED, Symptom, run_incident
 from rankscope_ingest.runs.models import Attempt, Liveness
 from rankscope_ingest.runs.target import Target
@@ -350,3 +350,11 @@ def test_unsupported_address_is_rejected_without_its_secret():
         make_notifiers(["nosuch://user:s3cret@host"], timeout_seconds=1)
 
     assert "s3cret" not in str(error.value)
+
+
+def test_jumps_of_the_clock_of_an_earlier_service_are_known_after_a_restart(store_and_read):
+    store, read = store_and_read
+    jumps = [clock_row(attempt(0), -3_600_000_000, stamp(2)), clock_row(attempt(0), 5_000_000, stamp(3))]
+    store(attempts=[attempt_row(attempt(number), stamp(number)) for number in range(2)], events=jumps)
+
+    assert [-3_595_000_000, 0] == [one.clock_offset for one in read().attempts]

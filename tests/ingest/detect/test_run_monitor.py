@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+import pytest
 
 from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.base.config import ServiceConfig
@@ -42,6 +43,7 @@ def run_monitor(wall, last_ordinal=0, clock=lambda: 0.0):
         poll_now=lambda run, rank: None,
         clock=clock,
         wall=wall,
+        steady=lambda: int(clock() * 1e6),
     )
 
 
@@ -173,3 +175,98 @@ def test_first_dead_process_is_named_when_all_spools_are_read():
         named.append(monitor.runs.get(("r", 0)).culprit)
 
     assert [None, 1] == named
+
+
+class Host:
+    """A host with a clock that can be set. `now` is the true time in seconds."""
+
+    def __init__(self) -> None:
+        self.now, self.offset = 0.0, 0.0
+
+    def wall(self) -> int:
+        return 10**15 + round((self.now + self.offset) * 1e6)
+
+    def monitor(self) -> RunMonitor:
+        return run_monitor(self.wall, clock=lambda: self.now)
+
+
+def live(host, monitor, incarnation, seconds):
+    """Let one process answer each poll for `seconds`."""
+    for _ in range(seconds):
+        host.now += 1
+        RecordSink(monitor).on_answer(monitor.registry.get(incarnation))
+        monitor.update_runs()
+
+
+def vanish(host, monitor, incarnation):
+    """End one process without an exit report, and return its attempt when it has failed."""
+    target = monitor.registry.get(incarnation)
+    for _ in range(60):
+        host.now += 1
+        RecordSink(monitor).on_failure(target, FetchError("refused", "connection refused"))
+        monitor.update_runs()
+    return monitor.runs.get(target.attempt_key)
+
+
+def events_of(monitor, kind):
+    return [row for row in monitor.batcher.take().tables()["events"].to_pylist() if row["type"] == kind]
+
+
+@pytest.mark.parametrize("jump", [-3600, 3600, 40 * 86400, -40 * 86400, -1.5, 1.5])
+def test_clock_set_on_the_host_of_service_and_rank_changes_no_duration(jump):
+    host, lasted, starts = Host(), [], []
+    monitor = host.monitor()
+    for incarnation, launch, offset in (("first", "l", jump), ("second", "m", jump)):
+        began = host.wall()
+        monitor.accept(replace(process(incarnation), launch_id=launch, started_at=began), ())
+        live(host, monitor, incarnation, 100)
+        host.offset = offset  # during the first attempt
+        live(host, monitor, incarnation, 100)
+        attempt = vanish(host, monitor, incarnation)
+        starts.append(attempt.started_at - began)
+        lasted.append((attempt.ended_at - attempt.started_at) / 1e6)
+    small = jump if abs(jump) < 2 else 0  # not a jump: wall time is used as it is
+    named = [(row["attempt"], row["value"]) for row in events_of(monitor, "clock")]
+
+    assert [0, 0] == starts
+    assert [200 + small, 200] == lasted
+    assert ([] if small else [(0, jump)]) == named
+
+
+def test_end_of_a_completed_attempt_is_not_before_its_start_on_a_clock_that_was_set_back():
+    host = Host()
+    monitor = host.monitor()
+    monitor.accept(replace(process("i"), started_at=host.wall()), ())
+    live(host, monitor, "i", 100)
+    host.offset = -3600.0
+    monitor.runs.exited(("r", 0), 0, "completed", None, at=host.wall() + 3600 * 10**6, incarnation="i")
+    monitor.update_runs()
+    attempt = monitor.runs.get(("r", 0))
+
+    assert ("completed", 100.0) == (attempt.state, (attempt.ended_at - attempt.started_at) / 1e6)
+
+
+def test_attempt_of_a_right_clock_starts_by_it_although_the_service_was_set_back():
+    host = Host()
+    monitor = host.monitor()
+    monitor.update_runs()
+    host.now, host.offset = 100.0, -3600.0
+    began = 10**15 + 100 * 10**6
+    monitor.accept(replace(process("i"), started_at=began), ())
+    live(host, monitor, "i", 50)
+    attempt = vanish(host, monitor, "i")
+
+    assert began == attempt.started_at
+    assert 50 == (attempt.ended_at - began) / 1e6
+
+
+def test_active_attempt_is_stored_each_minute_although_the_clock_was_set_back():
+    host = Host()
+    monitor = host.monitor()
+    monitor.accept(process("i"), ())
+    host.offset = -3600.0
+    live(host, monitor, "i", 130)
+
+    states = monitor.batcher.take().tables()["attempts"].column("state").to_pylist()
+
+    assert ["pending"] * 3 == states
