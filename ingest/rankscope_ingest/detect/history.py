@@ -47,6 +47,7 @@ ORDER BY ordinal"""
 _SERVICE_JUMPS: Final = """\
 SELECT run, attempt, sum(value) AS seconds FROM events
 WHERE type = 'clock' AND ts_origin = 'ingest' AND incarnation IS NULL GROUP BY run, attempt"""
+_RANK_JUMPS: Final = "SELECT incarnation, max_by(offset_us, seq) AS offset_us FROM clock_jumps GROUP BY incarnation"
 _GIVEN_UP: Final = """\
 SELECT incarnation, details FROM events
 WHERE type = 'gap' AND ts_origin = 'ingest' AND seq IS NULL AND incarnation IS NOT NULL ORDER BY ordinal"""
@@ -96,6 +97,7 @@ class History:
     announced_failures: frozenset[str] = frozenset()
     last_ordinal: int = 0
     given_up: Mapping[str, GivenUp] = field(default_factory=dict)
+    clock_offsets: Mapping[str, int] = field(default_factory=dict)  # sum of the clock jumps of each process, in µs
     diverged: tuple[Diverged, ...] = ()  # of active attempts
     hashes: pa.Table | None = None  # of steps that not all ranks of a group have reached
     processes: Mapping[str, int] = field(default_factory=dict)  # attempts of all registered incarnations
@@ -161,6 +163,7 @@ def read_history(store: Connection, now: float) -> History:
         announced_failures=frozenset(incident.key for incident, _ in incidents if incident.first.rule == RUN_FAILED),
         last_ordinal=_last_ordinal(store),
         given_up=_given_up(store),
+        clock_offsets={row["incarnation"]: row["offset_us"] for row in store.query(_RANK_JUMPS).to_pylist()},
         diverged=tuple(item for item in read_diverged(store) if item.attempt_key in unfinished),
         hashes=store.query(_HASHES),
         processes={row["incarnation"]: row["attempt"] for row in store.query(_PROCESSES).to_pylist()},

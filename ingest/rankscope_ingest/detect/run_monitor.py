@@ -104,7 +104,13 @@ class RunMonitor:
         self.wall = wall
         self._service_clock = ServiceClock(wall, steady)
         self.versions = Versions(self.stamp, history.run_starts)
-        self.losses = LostRecords(metrics, lambda target: self.meter(target.attempt_key), self.stamp, history.given_up)
+        self.losses = LostRecords(
+            metrics,
+            lambda target: self.meter(target.attempt_key),
+            self.stamp,
+            history.given_up,
+            history.clock_offsets,
+        )
         self._failures = FailureAlerts(history.announced_failures, wait_seconds=config.runs.failed_after_seconds)
         self._meters: dict[AttemptKey, RunMeter] = {}
         self._last_ordinal = history.last_ordinal

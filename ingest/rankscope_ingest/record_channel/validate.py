@@ -79,8 +79,8 @@ class ValidBody:
 
     `missing` has the ranges of sequence numbers (first, last) that were no longer in the ring of the rank. `last_step`
     is the highest step, or None if no record has a step. `last_ts` is the latest time in UTC µs by the clock of the
-    rank without its jumps, and `clock_offset` is the sum of these jumps up to the last record, in µs. `tables` caches
-    nested datasets that are already decoded, so that each is decoded once.
+    rank without its jumps. `offsets` has the sum of these jumps up to each record in µs, or is None if the clock has
+    not jumped. `tables` caches nested datasets that are already decoded, so that each is decoded once.
     """
 
     context: RowContext
@@ -93,13 +93,18 @@ class ValidBody:
     missing: tuple[tuple[int, int], ...]
     last_step: int | None
     last_ts: int
-    clock_offset: int = 0
+    offsets: Positions | None = None
     tables: dict[str, pa.Table] = field(default_factory=dict)
 
     @property
     def records(self) -> int:
         """Return the number of records in this body."""
         return len(self.seqs)
+
+    @property
+    def clock_offset(self) -> int:
+        """Return the sum of the jumps of the clock of the rank up to the last record, in µs."""
+        return 0 if self.offsets is None else int(self.offsets[-1])
 
     @property
     def first(self) -> int:
@@ -156,7 +161,7 @@ def check(
         missing=missing,
         last_step=_highest(flat["step"]),
         last_ts=int((times if jumps is None else times - jumps).max()),
-        clock_offset=0 if jumps is None else int(jumps[-1]),
+        offsets=jumps,
     )
 
 

@@ -11,13 +11,26 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow.compute as pc
+
+from rankscope_contract.model.events import EventType
+from rankscope_ingest.record_channel.decode import decode_one
 from rankscope_ingest.record_channel.validate import ValidBody
 from rankscope_ingest.reporting.progress import RunMeter
-from rankscope_ingest.reporting.rows import Row, Stamp, found_row, gap_row
+from rankscope_ingest.reporting.rows import Row, Stamp, found_row, gap_row, lost_jump_row
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_ingest.runs.target import Target
 
 log = logging.getLogger(__name__)
+
+
+def _named_jumps(body: ValidBody) -> npt.NDArray[np.bool_]:
+    """Return an array that is true for each record of `body` with an event of a jump of the clock."""
+    events = decode_one(body, "events")
+    seqs = [] if events is None else events.filter(pc.field("type") == EventType.CLOCK.value).column("seq").to_pylist()
+    return np.isin(body.seqs, seqs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +50,19 @@ class LostRecords:
         meter: Callable[[Target], RunMeter],
         stamp: Callable[[], Stamp],
         given_up: Mapping[str, GivenUp],
+        clock_offsets: Mapping[str, int],
     ) -> None:
         """Set the dependencies.
 
         `meter` returns the progress counters of a target's attempt. `stamp` returns the time and arrival number of a
         new row. `given_up` contains the records that were counted as lost before this service started, by incarnation
-        id.
+        id. `clock_offsets` contains the sum of the jumps of a process's clock that the store has, in µs.
         """
         self._metrics = metrics
         self._meter = meter
         self._stamp = stamp
         self._given_up = dict(given_up)
+        self._clock_offsets = dict(clock_offsets)
         self._accounts: dict[str, RunMeter] = {}  # meters that already include the lost records, by incarnation
 
     def recall(self, target: Target) -> None:
@@ -83,6 +98,27 @@ class LostRecords:
         rows = [self._lost(target, first, last, reason) for first, last in body.missing]
         if target.given_up > target.cursor:
             rows.append(self._found(target, target.cursor + 1, min(body.last, target.given_up)))
+        return rows + self._lost_jumps(target, body)
+
+    def _lost_jumps(self, target: Target, body: ValidBody) -> list[Row]:
+        """Return events for jumps of the rank's clock that happened in missing records, and record the latest offset.
+
+        The offset of the record after the missing ones shows such a jump. If this record has an event itself, that
+        event has the sum of all jumps.
+        """
+        known = self._clock_offsets.get(target.incarnation, 0)
+        if body.offsets is None and not known:
+            return []
+        offsets = np.zeros(body.records, np.int64) if body.offsets is None else body.offsets
+        self._clock_offsets[target.incarnation] = int(offsets[-1])
+        before = np.concatenate(([known], offsets[:-1]))
+        found = np.isin(body.seqs, [last + 1 for _, last in body.missing]) & (offsets != before) & ~_named_jumps(body)
+        rows = []
+        for place in map(int, np.flatnonzero(found)):
+            position = {name: body.columns[name][place].as_py() for name in ("ts", "step")}
+            jump, offset = int(offsets[place] - before[place]), int(offsets[place])
+            position["seq"] = int(body.seqs[place])
+            rows.append(lost_jump_row(target, jump, offset, position, self._stamp()))
         return rows
 
     def of_unread(self, target: Target, reason: str) -> list[Row]:

@@ -71,11 +71,25 @@ def launch_row(target: Target, stamp: Stamp) -> Row:
 
 def clock_row(attempt: Attempt, jump: int, stamp: Stamp) -> Row:
     """Return the row of `events` which reports that the clock of the service was set by `jump` µs."""
+    columns = {"run": attempt.run, "attempt": attempt.number}
+    return _jump_row(jump, stamp, columns, owner="service", remark="figures are corrected by it")
+
+
+def lost_jump_row(target: Target, jump: int, offset: int, position: Row, stamp: Stamp) -> Row:
+    """Return the row of `events` which replaces the lost event of a jump of a rank's clock by `jump` µs.
+
+    `offset` is the sum of the jumps so far in µs. `position` has the time, seq and step of the record that shows it.
+    """
+    columns = _rank_columns(target) | position | {"ts_origin": "rank"}
+    remark = "the rank's own event was lost"
+    return _jump_row(jump, stamp, columns, owner="host", remark=remark, offset_us=offset)
+
+
+def _jump_row(jump: int, stamp: Stamp, columns: Row, *, owner: str, remark: str, **details: int) -> Row:
     direction, seconds = "back" if jump < 0 else "forward", jump / 1e6
-    message = f"the clock of the service was set {direction} by {abs(seconds):.1f} s; figures are corrected by it"
-    details = {"direction": direction, "seconds": seconds}
-    columns = {"run": attempt.run, "attempt": attempt.number, "value": seconds}
-    return event_row(stamp, EventType.CLOCK, Severity.WARNING, message, details, **columns)
+    message = f"the clock of the {owner} was set {direction} by {abs(seconds):.1f} s; {remark}"
+    facts = details | {"direction": direction, "seconds": seconds}
+    return event_row(stamp, EventType.CLOCK, Severity.WARNING, message, facts, **(columns | {"value": seconds}))
 
 
 def gap_row(target: Target, first: int, last: int, reason: str, stamp: Stamp) -> Row:

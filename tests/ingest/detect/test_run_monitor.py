@@ -15,7 +15,8 @@ from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.detect.history import History
 from rankscope_ingest.detect.record_sink import RecordSink
 from rankscope_ingest.detect.run_monitor import RunMonitor
-from rankscope_ingest.record_channel.validate import RowContext, ValidBody
+from rankscope_ingest.record_channel.arrow_guard import open_stream
+from rankscope_ingest.record_channel.validate import RowContext, ValidBody, check
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_ingest.service.pipeline import make_batcher
 
@@ -270,3 +271,46 @@ def test_active_attempt_is_stored_each_minute_although_the_clock_was_set_back():
     states = monitor.batcher.take().tables()["attempts"].column("state").to_pylist()
 
     assert ["pending"] * 3 == states
+
+
+def body_of(encode, target, seconds, *, clock=(), offset=0):
+    """Return the body with a record per entry of `seconds`, by seq. The records in `clock` have an event of a jump."""
+    event = {"type": "clock", "severity": "warning", "value": offset / 1e6, "message": ""}
+    event["details"] = json.dumps({"offset_us": offset})
+    records = [
+        {"seq": seq, "ts": 10**15 + second * 10**6 + offset, "step": seq, "clock_offset": offset or None}
+        | ({"events": [event]} if seq in clock else {"scalars": [{"name": "loss", "value": 1.0}]})
+        for seq, second in seconds.items()
+    ]
+    context = RowContext(run="r", attempt=0, rank=0, incarnation=target.incarnation)
+    return check(open_stream(encode(records)), {}, context, first_ordinal=1, after=target.cursor)
+
+
+def take_body(monitor, target, body):
+    RecordSink(monitor).on_body(target, body, {}, size=1, inflated=1)
+
+
+@pytest.mark.parametrize("offset", [-3_600_000_000, 40 * 86_400_000_000])
+def test_jump_whose_event_was_lost_is_named_by_the_next_record(offset, encode):
+    host = Host()
+    monitor = host.monitor()
+    target = monitor.accept(process("i"), ()).target
+    take_body(monitor, target, body_of(encode, target, {0: 0, 1: 10}))
+    take_body(monitor, target, body_of(encode, target, {5: 50, 6: 60}, offset=offset))
+    take_body(monitor, target, body_of(encode, target, {9: 90}, offset=offset))
+    (named,) = events_of(monitor, "clock")
+    expected = {"seq": 5, "step": 5, "value": offset / 1e6, "ts_origin": "rank", "incarnation": "i"}
+
+    assert expected == {name: named[name] for name in expected}
+    assert offset == json.loads(named["details"])["offset_us"]
+    assert 10**9 + 50 + offset / 1e6 == named["ts"].timestamp()
+
+
+def test_jump_is_named_once_although_records_before_its_event_were_lost(encode):
+    host, offset = Host(), 3_600_000_000
+    monitor = host.monitor()
+    target = monitor.accept(process("i"), ()).target
+    take_body(monitor, target, body_of(encode, target, {5: 50, 6: 60}, clock={5}, offset=offset))
+    take_body(monitor, target, body_of(encode, target, {9: 90}, offset=offset))
+
+    assert [5] == [row["seq"] for row in events_of(monitor, "clock")]
