@@ -80,4 +80,4 @@ and `ended` the time of this clock without later jumps. `downtime` is the time s
 sum of the jumps of the clock during and between all launches before; both are seconds.
 
 A launch whose last row is older than its registration was dead when it registered: the service found its spool later.
-Its attempt number says nothing about the order, so it precedes the launches that began later."""
+Its attempt number does not show the order, so it precedes the launches that began later."""

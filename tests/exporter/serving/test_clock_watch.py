@@ -66,7 +66,7 @@ def test_late_record_from_before_a_jump_does_not_name_the_jump_again(jump):
 @settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(-0.99, 0.99)), max_size=20))
 def test_records_of_a_clock_without_a_jump_are_not_changed(records):
-    """They arrive in any order, and NTP corrects the clock by less than a jump."""
+    """Records arrive in any order, and NTP corrects the clock by less than a jump."""
     published = [record(seconds, round(apart * SECOND)) for seconds, apart in records]
 
     assert published == watched(*published)

@@ -234,7 +234,7 @@ def test_clock_set_on_the_host_of_service_and_rank_changes_no_duration(jump):
     assert ([] if small else [(0, jump)]) == named
 
 
-def test_end_of_a_completed_attempt_is_not_before_its_start_on_a_clock_that_was_set_back():
+def test_completed_attempt_ends_after_its_start_on_a_clock_set_back():
     host = Host()
     monitor = host.monitor()
     monitor.accept(replace(process("i"), started_at=host.wall()), ())
@@ -247,7 +247,7 @@ def test_end_of_a_completed_attempt_is_not_before_its_start_on_a_clock_that_was_
     assert ("completed", 100.0) == (attempt.state, (attempt.ended_at - attempt.started_at) / 1e6)
 
 
-def test_attempt_of_a_right_clock_starts_by_it_although_the_service_was_set_back():
+def test_attempt_starts_by_the_rank_if_the_service_was_set_back():
     host = Host()
     monitor = host.monitor()
     monitor.update_runs()
@@ -261,7 +261,7 @@ def test_attempt_of_a_right_clock_starts_by_it_although_the_service_was_set_back
     assert 50 == (attempt.ended_at - began) / 1e6
 
 
-def test_active_attempt_is_stored_each_minute_although_the_clock_was_set_back():
+def test_attempt_is_stored_each_minute_on_a_clock_set_back():
     host = Host()
     monitor = host.monitor()
     monitor.accept(process("i"), ())

@@ -149,7 +149,7 @@ def test_jump_in_an_earlier_attempt_changes_no_time_between_attempts(jump, write
     assert [found["right"]] * 3 == [found["all"], found["first"], found["second"]]
 
 
-def test_time_of_the_clock_that_starts_an_attempt_measures_the_time_before_it(writer, connection):
+def test_clock_that_starts_an_attempt_measures_the_time_before_it(writer, connection):
     """Only the host of rank 1 was set. The clock of rank 0 starts the second attempt."""
     first = [rows_of("r", 0, rank, 0, HOUR if rank else None) for rank in range(2)]
     put(writer, "r", [*first, rows_of("r", 1, 0, 150, None)], [0, 150])
