@@ -52,4 +52,6 @@ STATEMENTS: Final = (_CLOCK_JUMPS, _SCALARS, _EVENTS)
 NO_JUMPS: Final = {JUMPS: _CLOCK_JUMPS.replace(f"WHERE {IS_JUMP}", "WHERE false")} | {
     name: f"CREATE OR REPLACE VIEW {name} AS SELECT * FROM {source}" for name, source in TIMED.items()
 }
-"""Cheaper definitions of JUMPS and of the views in TIMED, for runs without a jump: the join took a quarter of a query's time."""
+"""Cheaper definitions of JUMPS and of the views in TIMED, for runs without a jump.
+
+The join took a quarter of a query's time."""
