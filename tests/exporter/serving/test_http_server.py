@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
 import socket
+import ssl
 import threading
 import time
 
 import pytest
 
+from rankscope_contract.security.tls import server_context
+from rankscope_contract.security.web_config import TlsServer
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.serving import http_server
 from rankscope_exporter.serving.config import Address, ServeError
@@ -241,3 +245,41 @@ def test_stop_frees_the_port_and_closes_connections(new_server):
         _read_all(client)
 
     HttpServer(Address("127.0.0.1", server.port), _echo, on_fault=lambda *_: None, meter=CpuMeter()).server_close()
+
+
+@contextlib.contextmanager
+def _slow_reader(server, context=None):
+    """Yield a client with a small receive buffer, which has sent a request."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
+        client.settimeout(10)
+        client.connect(("127.0.0.1", server.port))
+        with client if context is None else context.wrap_socket(client, server_hostname="localhost") as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+            yield connection
+
+
+def _read_slowly(client, bytes_per_second):
+    """Read the answer at this rate, and return its number of bytes."""
+    size, begun_at = 0, time.monotonic()
+    with contextlib.suppress(ConnectionResetError, ssl.SSLEOFError):
+        while chunk := client.recv(8192):
+            size += len(chunk)
+            time.sleep(max(0.0, begun_at + size / bytes_per_second - time.monotonic()))
+    return size
+
+
+@pytest.mark.parametrize("is_tls", [False, True])
+def test_client_that_reads_slowly_gets_the_whole_answer(new_server, certificates, is_tls, monkeypatch):
+    """A megabyte of the answer takes twice the time limit, which counts from the last accepted bytes."""
+    monkeypatch.setattr(http_server, "_SWEEP_SECONDS", 0.05)
+    body = os.urandom(6_000_000)  # more than the buffers of the sockets
+    tls = TlsServer(cert_file=certificates.cert("server"), key_file=certificates.key("server")) if is_tls else None
+    server = new_server(
+        lambda _: Answer(200, (body,)), client_seconds=0.5, tls=None if tls is None else lambda: server_context(tls)
+    )
+    trusted = ssl.create_default_context(cafile=certificates.ca) if is_tls else None
+    with _slow_reader(server, trusted) as client:
+        size = _read_slowly(client, 1_000_000)
+
+    assert size > len(body)
