@@ -13,6 +13,7 @@ import ssl
 import pytest
 from aiohttp import web
 
+from rankscope_contract.protocol import channel
 from rankscope_contract.security.tls import server_context
 from rankscope_contract.security.web_config import TlsServer
 from rankscope_ingest.base import file_limit
@@ -45,6 +46,8 @@ class Server:
                 web.get("/wait", self.wait),
                 web.post("/wait", self.wait),
                 web.get("/stream", self.stream),
+                web.get(channel.HEALTH_PATH, self.echo),
+                web.post(channel.REGISTER_PATH, self.echo),
             ]
         )
 
@@ -79,10 +82,15 @@ class Server:
         writer.write(data)
         return reader, writer
 
-    async def get(self):
+    async def get(self, request=GET):
         """Return the whole answer to a request on a new connection."""
-        reader, _ = await self.begin(GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        reader, _ = await self.begin(request.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
         return await reader.read()
+
+    async def streams(self, number):
+        """Return the readers of `number` new streams, and the head of each answer."""
+        readers = [(await self.begin(GET.replace(b"/ ", b"/stream ")))[0] for _ in range(number)]
+        return readers, [await reader.readuntil(b"\r\n\r\n") for reader in readers]
 
 
 @pytest.mark.parametrize("part", [name for name in HALF_OPEN if name != "no byte"])
@@ -191,6 +199,29 @@ async def test_connection_is_refused_if_all_have_an_answer_under_way(caplog):
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert [b"data: 2\n\n"] * 2 == [(await stream.readuntil(b"data: 2\n\n"))[-9:] for stream in streams]
     assert "new connections are refused" in caplog.text
+
+
+@pytest.mark.parametrize("part", ["no byte", "half a body"])
+async def test_health_and_ranks_are_answered_while_streams_use_all_other_places(part, caplog):
+    async with Server().running(Limits(most=8)) as server:
+        streams, answers = await server.streams(20)
+        for _ in range(10):
+            await server.begin(HALF_OPEN[part])
+        health = await server.get(GET.replace(b"/ ", b"%s " % channel.HEALTH_PATH.encode()))
+        rank = await server.get(
+            HALF_OPEN["half a body"].replace(b"/ ", b"%s " % channel.REGISTER_PATH.encode()) + b"defghi"
+        )
+        other = await server.get()
+        server.go_on.set()
+        ends = [await stream.readuntil(b"data: 2\n\n") for stream in streams[:6]]
+        await asyncio.sleep(0)
+
+        assert [b"200"] * 6 + [b"503"] * 14 == [answer.split()[1] for answer in answers]
+        assert all(b"\r\nRetry-After: " in answer for answer in answers[6:])
+        assert [b"200", b"200", b"503"] == [answer.split()[1] for answer in (health, rank, other)]
+        assert 6 == len(ends)
+        assert (await server.get()).startswith(b"HTTP/1.1 200 ")
+    assert 1 == sum("requests are refused" in record.message for record in caplog.records)
 
 
 @pytest.mark.parametrize("is_full", [False, True])
