@@ -180,6 +180,17 @@ def test_sender_of_which_all_requests_are_refused_is_reported(sample_store):
     ) in report(environment, sample_store)
 
 
+def test_senders_of_which_some_requests_are_refused_are_reported_in_ten_lines(sample_store):
+    environment = healthy_environment()
+    sender = {"name": "10.0.0.7 (p/3)", "reason": "malformed: x", "requests": 1250, "accepted_requests": 50}
+    environment.pages[f"{SERVICE}/api/v1/status"] = {"refused_senders": [sender] * 12}
+    text = report(environment, sample_store)
+
+    assert "FAIL  refuses 1,250 of 1,300 requests of the remote write sender 10.0.0.7 (p/3): malformed: x\n" in text
+    assert 10 == text.count("10.0.0.7")
+    assert "FAIL  refuses requests of 2 other remote write senders\n" in text
+
+
 def test_missing_wrong_and_correct_tokens(sample_store):
     environment = healthy_environment()
     environment.token = "right"

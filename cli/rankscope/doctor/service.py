@@ -11,7 +11,7 @@ from typing import Final
 from rankscope.base.http_client import Response, UnreachableError
 from rankscope.doctor.environment import Environment
 from rankscope.doctor.result import CheckResult, fail, ok, warn
-from rankscope_contract.protocol.channel import HEALTH_PATH, STATUS_PATH, TARGETS_PATH
+from rankscope_contract.protocol.channel import HEALTH_PATH, SERVICE_PAGE_PATH, STATUS_PATH, TARGETS_PATH
 
 AREA: Final = "Service"
 STORE: Final = "Store"
@@ -19,6 +19,7 @@ STORE: Final = "Store"
 SKEW_SECONDS: Final = 2.0  # the Date header has a resolution of one second
 LOW_BYTES: Final = 5 << 30
 NO_BYTES: Final = 512 << 20
+MAX_SENDERS: Final = 10  # of refused senders of remote write
 
 
 def service(environment: Environment, url: str, token: str | None) -> Iterator[CheckResult]:
@@ -107,7 +108,7 @@ def _token(response: Response, token: str | None) -> CheckResult:
 
 
 def _others(environment: Environment, url: str, token: str | None) -> Iterator[CheckResult]:
-    """Yield the senders of remote write that get only refusals, and the receivers that do not get notifications.
+    """Yield the senders of remote write whose requests are refused, and the receivers that do not get notifications.
 
     An older service does not report them.
     """
@@ -117,11 +118,18 @@ def _others(environment: Environment, url: str, token: str | None) -> Iterator[C
         return
     if not isinstance(document, dict):
         return
-    for sender in document.get("refused_senders", ()):
+    senders = document.get("refused_senders", ())
+    for sender in senders[:MAX_SENDERS]:
+        refused, accepted = sender["requests"], sender.get("accepted_requests", 0)
+        share = f"{refused:,} of {refused + accepted:,}" if accepted else "all"
         yield fail(
             AREA,
-            f"refuses all requests of the remote write sender {sender['name']}: {sender['reason']}",
+            f"refuses {share} requests of the remote write sender {sender['name']}: {sender['reason']}",
             "the samples are lost; correct the remote_write settings of this sender, see docs/prometheus.md",
+        )
+    if others := senders[MAX_SENDERS:]:
+        yield fail(
+            AREA, f"refuses requests of {len(others)} other remote write senders", f"see {url}{SERVICE_PAGE_PATH}"
         )
     if found := document.get("notifications"):
         yield warn(AREA, f"notifications: {found}", "check the address in [notify] urls: rankscope notify test FILE")

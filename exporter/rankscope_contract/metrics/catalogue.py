@@ -314,7 +314,8 @@ EXPORTER_SAMPLES_DROPPED = service_counter(
 )
 REMOTE_WRITE_REQUESTS = service_counter(
     "rankscope_ingest_remote_write_requests_total",
-    "Remote-write requests of Prometheus. Outcome busy: Prometheus must retry. Outcome repeated: already stored.",
+    "Remote-write requests of Prometheus. Outcome busy: Prometheus must retry. Outcome repeated: already stored. "
+    "Outcome refused: for example without a valid token.",
     "outcome",
 )
 REMOTE_WRITE_SAMPLES = service_counter(

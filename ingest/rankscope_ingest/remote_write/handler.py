@@ -29,6 +29,7 @@ from rankscope_ingest.pipeline.flusher import Flusher
 from rankscope_ingest.pipeline.quarantine import Quarantine
 from rankscope_ingest.remote_write.batcher import RECEIPTS, SampleBatcher, halves
 from rankscope_ingest.remote_write.decoder import DecodedRequest, WriteReader
+from rankscope_ingest.remote_write.outcomes import OUTCOME
 from rankscope_ingest.remote_write.senders import Senders, printable
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_storage.api.store import Commit, Writer
@@ -56,7 +57,6 @@ async def answer(receiver: RemoteWrite, counts: ServiceMetrics, request: web.Req
 
     Raises RegistrationError if the request is malformed, too large or in an unsupported format.
     """
-    sender = request.remote or "unknown address", request.headers.get("User-Agent", "")
     try:
         version = _version(request)
         written = await receiver.take(*await _body(receiver, request), version)
@@ -65,15 +65,13 @@ async def answer(receiver: RemoteWrite, counts: ServiceMetrics, request: web.Req
         counts.write_answered("busy")
         return web.Response(status=503, text=str(error), headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
     except DecodeError as error:
-        counts.write_answered("malformed")
-        receiver.senders.refused(*sender, f"malformed: {error}")
+        request[OUTCOME] = "malformed"
+        counts.write_answered(request[OUTCOME])
         raise RegistrationError(400, str(error)) from error
     except RegistrationError as error:
-        outcome = "too_large" if error.status == 413 else "unsupported"
-        counts.write_answered(outcome)
-        receiver.senders.refused(*sender, f"{outcome.replace('_', ' ')}: {error}")
+        request[OUTCOME] = "too_large" if error.status == 413 else "unsupported"
+        counts.write_answered(request[OUTCOME])
         raise
-    receiver.senders.accepted(*sender)
     return web.Response(status=204, headers=written_headers(request, written))
 
 

@@ -1,4 +1,4 @@
-"""Record which senders of remote write get only refusals: a sender drops refused samples, and its samples are lost.
+"""Record the senders of remote write whose requests are refused: a sender drops refused samples, which are lost.
 
 The module logs one line per such sender, and lists the senders for the status page. It does no I/O apart from logging.
 """
@@ -18,7 +18,16 @@ FORGIVEN_SECONDS: Final = 60.0
 Some senders repeat a refused request in another format, and others send a single malformed request.
 """
 
-SHOWN_SECONDS: Final = 3600.0  # after its last request, a sender is no longer listed
+MIXED_SECONDS: Final = 300.0
+"""A sender with accepted requests is listed until none of its requests was refused in this time."""
+
+_MIXED_CHANGES: Final = 3
+"""A sender with accepted requests is listed if this number of accepted requests was followed by a refused one.
+
+A sender that changes its format, or is corrected, has one such change.
+"""
+
+SHOWN_SECONDS: Final = 3600.0  # after its last request, a sender without accepted requests is no longer listed
 _MAX_SENDERS: Final = 256
 _LINE_SECONDS: Final = 1.0  # between two lines: programs may send any number of values of User-Agent
 _MAX_REASON: Final = 300
@@ -27,26 +36,52 @@ _MAX_AGENT: Final = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedSender:
-    """A sender of which all requests are refused. `requests` is their number since the last accepted request."""
+    """A sender whose requests are refused: all since the last accepted request, or some of its requests."""
 
     name: str  # address and User-Agent
     reason: str  # of the last refusal
-    requests: int
+    requests: int  # refused ones
+    accepted_requests: int = 0  # 0 if all are refused
     last_request_ago_seconds: float
+
+    @property
+    def share(self) -> str:
+        """Return which requests are refused, as a text: `all requests`, or `3 of 10 requests`."""
+        if not self.accepted_requests:
+            return "all requests"
+        return f"{self.requests:,} of {self.requests + self.accepted_requests:,} requests"
 
 
 @dataclass(slots=True)
 class _Sender:
     accepted_at: float | None = None
     refused_at: float = 0.0
-    requests: int = 0
+    accepted: int = 0  # since the last reset, as `refused`
+    refused: int = 0
+    changes: int = 0  # accepted requests that were followed by a refused one, in the last minutes
+    is_accepted: bool = False  # the last request
     reason: str = ""
-    is_refused: bool = False
+    is_refused: bool = False  # all requests
     is_logged: bool = False
+
+    @property
+    def is_mixed(self) -> bool:
+        return not self.is_refused and self.changes >= _MIXED_CHANGES
+
+    def is_over(self, now: float) -> bool:
+        """Return whether refusals of a sender with accepted requests are too long ago."""
+        return now - self.refused_at >= MIXED_SECONDS
+
+    def is_listed(self, now: float) -> bool:
+        return (self.is_mixed and not self.is_over(now)) or (self.is_refused and now - self.refused_at < SHOWN_SECONDS)
 
 
 class Senders:
-    """The latest senders of remote write, by address and User-Agent."""
+    """The latest senders of remote write, by address and User-Agent.
+
+    Several programs can have the same address and User-Agent. If all requests of one of them are refused, they are
+    shown as a part of the requests of one sender.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -55,46 +90,62 @@ class Senders:
 
     def accepted(self, address: str, user_agent: str) -> None:
         """Record an accepted request. A sender that was logged as refused gets one more line."""
-        sender = self._latest(address, user_agent)
-        if sender.is_logged:
-            log.info("remote write: requests of %s are accepted now", _name(address, user_agent))
-        self._senders[address, user_agent[:_MAX_AGENT]] = _Sender(accepted_at=self._clock())
+        now, sender = self._clock(), self._latest(address, user_agent)
+        if sender.is_refused or sender.is_over(now):
+            if sender.is_logged:
+                log.info("remote write: requests of %s are accepted now", _name(address, user_agent))
+            changes = 0 if sender.is_over(now) else sender.changes
+            sender = _Sender(refused_at=sender.refused_at, changes=changes)
+            self._senders[_key(address, user_agent)] = sender
+        sender.accepted_at, sender.is_accepted = now, True
+        sender.accepted += 1
 
     def refused(self, address: str, user_agent: str, reason: str) -> None:
-        """Record a refused request with its reason. Log it once if the sender gets only refusals."""
+        """Record a refused request with its reason. Log it once if the sender is listed."""
         now, sender = self._clock(), self._latest(address, user_agent)
-        sender.requests += 1
+        sender.refused += 1
+        sender.changes += sender.is_accepted
+        sender.is_accepted = False
+        limit = MIXED_SECONDS if sender.is_mixed else FORGIVEN_SECONDS
+        sender.is_refused = sender.accepted_at is None or now - sender.accepted_at >= limit
         sender.refused_at, sender.reason = now, printable(reason[:_MAX_REASON])
-        sender.is_refused = sender.accepted_at is None or now - sender.accepted_at >= FORGIVEN_SECONDS
-        if sender.is_refused and not sender.is_logged and now - self._logged_at >= _LINE_SECONDS:
+        if sender.is_listed(now) and not sender.is_logged and now - self._logged_at >= _LINE_SECONDS:
             sender.is_logged, self._logged_at = True, now
+            shown = _shown((address, user_agent), sender, now)
             log.warning(
-                "remote write: all requests of %s are refused, its samples are lost: %s;"
+                "remote write: %s of %s are refused, %s samples are lost: %s;"
                 " logged once, counted in rankscope_ingest_remote_write_requests_total",
-                _name(address, user_agent),
-                sender.reason,
+                shown.share,
+                shown.name,
+                "their" if shown.accepted_requests else "its",
+                shown.reason,
             )
 
     def listed(self) -> list[RefusedSender]:
-        """Return the senders that get only refusals and sent a request within the last hour, the latest first."""
+        """Return the senders whose requests are refused, the latest first."""
         now = self._clock()
-        return [
-            RefusedSender(
-                name=_name(*key),
-                reason=sender.reason,
-                requests=sender.requests,
-                last_request_ago_seconds=round(now - sender.refused_at, 3),
-            )
-            for key, sender in reversed(self._senders.items())
-            if sender.is_refused and now - sender.refused_at < SHOWN_SECONDS
-        ]
+        return [_shown(key, sender, now) for key, sender in reversed(self._senders.items()) if sender.is_listed(now)]
 
     def _latest(self, address: str, user_agent: str) -> _Sender:
-        key = address, user_agent[:_MAX_AGENT]
+        key = _key(address, user_agent)
         sender = self._senders[key] = self._senders.pop(key, _Sender())
         if len(self._senders) > _MAX_SENDERS:
             del self._senders[next(iter(self._senders))]
         return sender
+
+
+def _key(address: str, user_agent: str) -> tuple[str, str]:
+    return address, user_agent[:_MAX_AGENT]
+
+
+def _shown(key: tuple[str, str], sender: _Sender, now: float) -> RefusedSender:
+    return RefusedSender(
+        name=_name(*key),
+        reason=sender.reason,
+        requests=sender.refused,
+        accepted_requests=0 if sender.is_refused else sender.accepted,
+        last_request_ago_seconds=round(now - sender.refused_at, 3),
+    )
 
 
 def _name(address: str, user_agent: str) -> str:

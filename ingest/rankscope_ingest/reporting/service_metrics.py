@@ -49,7 +49,7 @@ _INITIAL_LABELS: Final = {
     catalogue.EXPORTER_SCRAPES: ("ok", "failed", "skipped"),
     catalogue.EXPORTER_SAMPLES: ("layout", "exact"),
     catalogue.EXPORTER_SAMPLES_DROPPED: ("doubled", "repeated", "out_of_bounds"),
-    catalogue.REMOTE_WRITE_REQUESTS: ("ok", "repeated", "busy", "malformed", "too_large", "unsupported"),
+    catalogue.REMOTE_WRITE_REQUESTS: ("ok", "repeated", "busy", "malformed", "too_large", "unsupported", "refused"),
     catalogue.REMOTE_WRITE_DROPPED: ("exemplar", "histogram", "metadata", "oversized", "repeated"),
 }
 """Label values with which counters are created at the start of the service, with value 0.

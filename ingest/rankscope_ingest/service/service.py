@@ -27,6 +27,7 @@ from rankscope_ingest.notify.notifiers import Notifier
 from rankscope_ingest.pipeline.batcher import PendingBatch
 from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.record_channel.loop import TargetLoop
+from rankscope_ingest.remote_write.outcomes import recording
 from rankscope_ingest.reporting.progress import Progress
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_ingest.runs.incident import Incident
@@ -242,6 +243,7 @@ class Service:
         section = self._config.service
         names = own_names(section)
         application = make_application(self._api, self._pages, self._config.token, names, is_guarded=section.is_guarded)
+        application.middlewares.insert(0, recording(self._pipeline.remote_write.senders, self._api.metrics))
         async with serving(application, section, self._tls) as self._api.url:
             yield
 

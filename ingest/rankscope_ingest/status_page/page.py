@@ -107,11 +107,12 @@ def _service(service: ServiceStatus, targets: Sequence[TargetStatus]) -> Iterato
 
 def _refused(senders: Sequence[RefusedSender]) -> Iterator[str]:
     for sender in senders[:MAX_SENDERS]:
-        yield '<p class="alarm" role="alert"><strong>Samples are lost.</strong> All requests of the remote write sender'
+        share = sender.share.capitalize()
+        yield f'<p class="alarm" role="alert"><strong>Samples are lost.</strong> {share} of the remote write sender'
         yield f"{text(sender.name)} are refused: {text(sender.reason)} ({count(sender.requests)} requests,"
         yield f"the last one {ago(sender.last_request_ago_seconds)})</p>"
     if others := senders[MAX_SENDERS:]:
-        yield f'<p class="dim">{count(len(others))} other senders of which all requests are refused are not shown.</p>'
+        yield f'<p class="dim">{count(len(others))} other senders whose requests are refused are not shown.</p>'
 
 
 def _facts_html(facts: Iterable[tuple[str, str]]) -> Iterator[str]:

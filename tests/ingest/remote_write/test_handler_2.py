@@ -187,3 +187,40 @@ async def test_sender_that_gets_only_refusals_is_logged_once_and_listed(start_se
     assert "127.0.0.1 (<vm>/1) are refused, its samples are lost: unsupported: Content-Encoding zstd" in said[0]
     assert "Samples are lost." in page
     assert "127.0.0.1 (&lt;vm&gt;/1) are refused: unsupported: Content-Encoding zstd" in page
+
+
+async def test_senders_that_are_refused_for_any_reason_are_listed(start_service, caplog):
+    """The reasons contain neither a token nor the path of a request. Another status than 4xx is no refusal."""
+    token = "for-ranks-and-readers"
+    good = packed(write_request_2((SERIES, [(NOW, 1.0)])))
+    version = {"X-Prometheus-Remote-Write-Version": "2.0.0"}
+    cases = {
+        "no token": (good, "/api/v1/write", {"Authorization": ""}, 401, "unauthorized: no valid token"),
+        "token": (good, "/api/v1/write", {"Authorization": "Bearer s3cret"}, 401, "unauthorized: no valid token"),
+        "path": (good, "/push/s3cret", version, 400, "wrong path: send remote write to /api/v1/write"),
+        "text": (good, "/api/v1/write", {"Content-Type": "text/plain"}, 415, "unsupported media type: this Content"),
+        "snappy": (b"\xff" * 9, "/api/v1/write", {}, 400, "malformed: "),
+        "inflated": (packed(b"x" * 70_000), "/api/v1/write", {}, 400, "malformed: "),
+        "size": (b"x" * 70_000, "/api/v1/write", {}, 413, "too large: "),
+        "gzip": (good, "/api/v1/write", {"Content-Encoding": "gzip"}, 415, "unsupported: Content-Encoding gzip"),
+    }
+    limits = {"remote_write.hold_seconds": 0.0, "remote_write.max_bytes": 65_536, "service.token": token}
+    common = {"Content-Type": V2, "Content-Encoding": "snappy", "Authorization": f"Bearer {token}"}
+    async with start_service(**limits) as service, aiohttp.ClientSession() as session:
+        for agent, (data, path, more, status, _) in cases.items():
+            headers = common | {"User-Agent": agent} | more
+            async with session.post(f"{service.url}{path}", data=data, headers=headers) as response:
+                assert (agent, status) == (agent, response.status)
+        async with session.post(f"{service.url}/api/v1/register", data="{}", headers=common) as response:
+            assert 400 == response.status  # not of a sender
+        _, document = await service.get("/api/v1/status", Authorization=f"Bearer {token}")
+        _, page = await service.get("/service", Authorization=f"Bearer {token}")
+        _, metrics = await service.get("/metrics", Authorization=f"Bearer {token}")
+
+    reasons = {one["name"]: one["reason"] for one in json.loads(document)["refused_senders"]}
+    assert {f"127.0.0.1 ({agent})" for agent in cases} == set(reasons)
+    for agent, (*_, reason) in cases.items():
+        assert reasons[f"127.0.0.1 ({agent})"].startswith(reason)
+        assert f"127.0.0.1 ({agent}) are refused: {reason}" in page
+    assert "s3cret" not in document + page + caplog.text
+    assert 'remote_write_requests_total{outcome="refused"} 4.0' in metrics

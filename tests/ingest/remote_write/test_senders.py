@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from rankscope_ingest.remote_write.senders import FORGIVEN_SECONDS, SHOWN_SECONDS, Senders
+import pytest
+
+from rankscope_ingest.remote_write.senders import FORGIVEN_SECONDS, MIXED_SECONDS, SHOWN_SECONDS, Senders
 
 
 class Clock:
@@ -24,6 +26,8 @@ def test_single_refusals_of_a_sender_that_is_accepted_are_not_listed(caplog):
         senders.accepted("10.0.0.1", "")
         clock.now += FORGIVEN_SECONDS - 1
         senders.refused("10.0.0.1", "", "malformed: x")
+        senders.accepted("10.0.0.1", "")
+        clock.now += MIXED_SECONDS
 
     assert ([], []) == (names(senders), caplog.records)
 
@@ -43,6 +47,48 @@ def test_sender_that_was_accepted_earlier_is_listed_and_later_recovers(caplog):
     assert ["are refused", "are accepted now"] == [
         text for one in caplog.records for text in ("are refused", "are accepted now") if text in one.getMessage()
     ]
+
+
+@pytest.mark.parametrize(
+    ("accepted_seconds", "share", "lines"),
+    [
+        (5, "120 of 240 requests", ["3 of 6"]),
+        (
+            120,
+            "72 of 75 requests",
+            ["all requests of", "requests of 10.0.0.1", "all requests of", "requests of 10.0.0.1", "1 of 2"],
+        ),
+    ],
+)
+def test_accepted_requests_do_not_hide_a_refused_sender_with_the_same_name(caplog, accepted_seconds, share, lines):
+    """Two programs behind one proxy, of which one sends every 5 s and gets only refusals."""
+    caplog.set_level("INFO")
+    clock = Clock()
+    senders = Senders(clock)
+    for moment in range(0, 600, 5):
+        clock.now += 5
+        if moment % accepted_seconds == 0:
+            senders.accepted("10.0.0.1", "p/3")
+        senders.refused("10.0.0.1", "p/3", "malformed: x")
+    (listed,) = senders.listed()
+
+    assert share == listed.share
+    assert lines == [" ".join(one.getMessage().split()[2:5]) for one in caplog.records]
+
+    clock.now += MIXED_SECONDS
+    assert [] == senders.listed()
+    senders.accepted("10.0.0.1", "p/3")
+    assert "accepted now" in caplog.messages[-1]
+
+
+def test_refusals_before_the_first_accepted_request_are_forgotten():
+    """Some senders try another format first, with several requests at the same time."""
+    senders = Senders(Clock())
+    for _ in range(8):
+        senders.refused("10.0.0.1", "p/3", "unsupported: x")
+    senders.accepted("10.0.0.1", "p/3")
+
+    assert [] == senders.listed()
 
 
 def test_senders_and_log_lines_are_bounded(caplog):
