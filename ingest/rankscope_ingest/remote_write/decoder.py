@@ -79,7 +79,13 @@ class DecodedRequest:
     exemplars: int = 0
     histograms: int = 0
     oversized: int = 0
-    repeated: int = 0
+    repeats: Sequence[tuple[KnownSeries, int]] = ()
+    """Series and times of the samples that repeat the latest sample of their series, and are not in `series`."""
+
+    @property
+    def repeated(self) -> int:
+        """Return the number of samples that are not stored again."""
+        return len(self.repeats)
 
     @property
     def rows(self) -> int:
@@ -90,9 +96,20 @@ class DecodedRequest:
     def written(self) -> int:
         """Return the number of samples that are in the store after the commit.
 
-        Repeated samples are included, because an earlier request stored them.
+        Repeated samples are included, because they are stored already, or are committed before or with this request.
         """
         return len(self.series) + self.repeated
+
+    def forget(self) -> frozenset[tuple[KnownSeries, int]]:
+        """Note that these samples are not stored, so that they are not dropped when they are received again.
+
+        Returns their series and times.
+        """
+        lost = frozenset(zip(self.series, self.times_ms.tolist(), strict=True))
+        for one, ms in lost:
+            if one.latest_ms == ms:
+                one.latest_ms = _NEVER_MS
+        return lost
 
 
 class WriteReader:
@@ -220,7 +237,9 @@ class WriteReader:
         """
         if times:
             _check_times(min(times), max(times))
-        if repeated := _repeated(series, times, values):
+        repeated = _repeated(series, times, values)
+        repeats = [(series[place], times[place]) for place in repeated]
+        if repeated:
             kept = [place for place in range(len(series)) if place not in repeated]
             series = [series[place] for place in kept]
             times, values = [times[place] for place in kept], [values[place] for place in kept]
@@ -228,7 +247,7 @@ class WriteReader:
             series=series,
             times_ms=np.array(times, np.int64),
             values=np.array(values, np.float64),
-            repeated=len(repeated),
+            repeats=repeats,
             **dropped,
         )
 

@@ -16,6 +16,7 @@ import email.message
 import enum
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -27,7 +28,7 @@ from rankscope_ingest.base.protobuf import unpacked
 from rankscope_ingest.pipeline.batcher import PendingBatch
 from rankscope_ingest.pipeline.flusher import Flusher
 from rankscope_ingest.pipeline.quarantine import Quarantine
-from rankscope_ingest.remote_write.batcher import RECEIPTS, SampleBatcher, halves
+from rankscope_ingest.remote_write.batcher import RECEIPTS, PendingSamples, SampleBatcher, halves
 from rankscope_ingest.remote_write.decoder import DecodedRequest, WriteReader
 from rankscope_ingest.remote_write.outcomes import OUTCOME
 from rankscope_ingest.remote_write.senders import Senders, printable
@@ -183,6 +184,8 @@ class RemoteWrite:
         )
         self.senders = Senders(clock)
         self._open: dict[str, asyncio.Future[int]] = {}  # by key of the receipt; the result is the number of samples
+        self._decoded: dict[str, DecodedRequest] = {}  # by key of the receipt, until the commit
+        self._unstored: Counter[str] = Counter()  # repeated samples that are in quarantine, by key of the receipt
         self._stored: dict[str, int] = {}  # numbers of samples by key of the receipt, the oldest first
         self._reading: set[asyncio.Task[None]] = set()
         self._reserved_bytes = 0
@@ -312,9 +315,9 @@ class RemoteWrite:
         try:
             async with self._reader_lock:
                 if len(body) < self._inline_bytes and not self._reader.must_sweep:
-                    decoded = self._decode(body, version)
+                    decoded = self._decode_body(body, version)
                 else:
-                    decoded = await asyncio.to_thread(self._decode, body, version)
+                    decoded = await asyncio.to_thread(self._decode_body, body, version)
             self._check_open()  # `close` may have been called meanwhile
         except BaseException as error:
             del self._open[key]
@@ -326,10 +329,11 @@ class RemoteWrite:
                 raise
             return
         receipt = key if version is Version.V1 else f"{key}:{decoded.written}"
+        self._decoded[key] = decoded
         self._batcher.add(decoded, receipt, self._clock())
         self._count(decoded)
 
-    def _decode(self, body: bytes, version: Version) -> DecodedRequest:
+    def _decode_body(self, body: bytes, version: Version) -> DecodedRequest:
         data = unpacked(body, self.max_bytes)
         if version is Version.V1:
             return self._reader.read(data)
@@ -367,15 +371,27 @@ class RemoteWrite:
                 )
 
     def _on_commit(self, batch: PendingBatch, commit: Commit) -> None:
-        # A quarantined request is alone in its batch, and its samples are not in the store.
-        lost = 0 if commit.rows.get("samples") else batch.rows
-        stored = {key: max(0, samples - lost) for key, samples in map(_receipt_parts, batch.info[RECEIPTS].split())}
+        lost = 0
+        if batch.rows and not commit.rows.get("samples"):  # a quarantined request is alone in its batch
+            lost = batch.rows
+            self._forget(batch)
+        stored = {}
+        for key, samples in map(_receipt_parts, batch.info[RECEIPTS].split()):
+            stored[key] = max(0, samples - lost - self._unstored.pop(key, 0))
+            del self._decoded[key]
         self._remember(stored)
         for key, samples in stored.items():
             waiting = self._open.pop(key)
             if not waiting.done():
                 waiting.set_result(samples)
         self._after_commit(batch, commit)
+
+    def _forget(self, batch: PendingBatch) -> None:
+        """Note that the samples of `batch` are in quarantine, also for open requests that repeat them."""
+        assert isinstance(batch, PendingSamples)
+        lost = frozenset[object]().union(*(request.forget() for request in batch.requests))
+        for key, request in self._decoded.items():
+            self._unstored[key] += sum(repeat in lost for repeat in request.repeats)
 
     def _remember(self, stored: Mapping[str, int]) -> None:
         self._stored.update(stored)

@@ -160,6 +160,53 @@ async def test_quarantined_samples_are_not_reported_as_stored(tmp_path, monkeypa
         assert 0 == await one.take(body_2(13.0), 0, Version.V2)
 
 
+async def test_repeated_samples_are_reported_as_stored_only_if_they_are(tmp_path, monkeypatch):
+    """Samples that occur twice in one request, and samples of an earlier request that is moved to quarantine."""
+    genuine = batcher.samples_table
+
+    def table(requests):
+        rows = genuine(requests)
+        if 13.0 in rows["value"].to_pylist():
+            raise BatchError("rows cannot be written as Parquet: a fault of ours")
+        return rows
+
+    monkeypatch.setattr(batcher, "samples_table", table)
+    quarantine = Quarantine(tmp_path, stamp=None, count=lambda _: None)
+    store = Memory()
+    bodies = [
+        packed(write_request_2((SERIES, [(NOW, 12.0), (NOW, 12.0)]))),
+        packed(write_request_2((SERIES, [(NOW + 1, 13.0), (NOW + 1, 13.0)]))),
+        packed(write_request_2((SERIES, [(NOW + 1, 13.0), (NOW + 2, 14.0)]))),  # the first sample is in quarantine
+        packed(write_request_2((SERIES, [(NOW + 2, 14.0)]), (SERIES | {"job": "k"}, [(NOW, 15.0)]))),
+    ]
+    async with receiver(store, aside=quarantine, hold_seconds=15.0) as one:
+        waiting = [asyncio.create_task(one.take(body, 0, Version.V2)) for body in bodies]
+        await until(lambda: one.pending_rows == 4)
+        await one.finish()
+
+        assert [2, 0, 1, 2] == await asyncio.gather(*waiting)
+    assert [12.0, 14.0, 15.0] == store.values
+
+
+async def test_sample_that_is_in_quarantine_is_not_dropped_as_repeated(tmp_path, monkeypatch):
+    genuine = batcher.samples_table
+
+    def table(requests):
+        rows = genuine(requests)
+        if [13.0] == rows["value"].to_pylist():
+            raise BatchError("rows cannot be written as Parquet: a fault of ours")
+        return rows
+
+    monkeypatch.setattr(batcher, "samples_table", table)
+    quarantine = Quarantine(tmp_path, stamp=None, count=lambda _: None)
+    store = Memory()
+    async with receiver(store, aside=quarantine, hold_seconds=0.0) as one:
+        found = [await one.take(body_2(*values), 0, Version.V2) for values in ((13.0,), (13.0, 14.0))]
+
+    assert [0, 2] == found
+    assert [13.0, 14.0] == store.values
+
+
 async def test_sender_that_gets_only_refusals_is_logged_once_and_listed(start_service, caplog):
     """Another sender at the same address is not listed; the sender is removed after an accepted request."""
     good = packed(write_request_2((SERIES, [(NOW, 1.0)])))
