@@ -45,10 +45,12 @@ def notify(
 
     rankscope notify test --notify json://127.0.0.1:8080/alerts
     """
+    from rankscope_ingest.notify.notifiers import receiver_names
+
     notifiers = _notifiers(config, to)
     failures = asyncio.run(_send(notifiers))
-    for notifier, failure in zip(notifiers, failures, strict=True):
-        print(f"{notifier.label}: {failure or 'sent'}")
+    for name, failure in zip(receiver_names(notifiers), failures, strict=True):
+        print(f"{name}: {failure or 'sent'}")
     failed = sum(failure is not None for failure in failures)
     if failed:
         raise CommandError(f"{failed} of {len(notifiers)} notifications failed")

@@ -35,7 +35,15 @@ def is_proxy(url: str) -> bool:
         parts = urlsplit(url)
     except ValueError:
         return False
-    return parts.scheme in _SCHEMES and bool(parts.hostname)
+    return parts.scheme in _SCHEMES and bool(parts.hostname) and port_of(url) != 0
+
+
+def port_of(url: str) -> int | None:
+    """Return the port in `url`; None if there is none, and 0 if it is not valid."""
+    try:
+        return urlsplit(url).port
+    except ValueError:
+        return 0
 
 
 def proxy_of(url: str, setting: str, environment: Mapping[str, str]) -> str | None:
@@ -48,7 +56,7 @@ def proxy_of(url: str, setting: str, environment: Mapping[str, str]) -> str | No
     host = _plain(parts.hostname or "")
     if setting == NO_PROXY or is_loopback(host):
         return None
-    if _is_listed(host, parts.port or _PORTS.get(parts.scheme), _variable(environment, "no_proxy")):
+    if _is_listed(host, port_of(url) or _PORTS.get(parts.scheme), _variable(environment, "no_proxy")):
         return None
     if setting != ENVIRONMENT:
         return setting

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from rankscope_contract.model.events import Severity
 from rankscope_ingest.notify.deliveries import Deliveries
-from rankscope_ingest.notify.notifiers import Message, Notifier, NotifyError
+from rankscope_ingest.notify.notifiers import Message, Notifier, NotifyError, receiver_names
 from rankscope_ingest.runs import text
 from rankscope_ingest.runs.incident import MUTED, NOTIFIED, OPENED, RESOLVED, UNDELIVERED, Incident
 
@@ -66,7 +65,7 @@ class Announcer:
         `deliveries` counts the attempts and their outcomes.
         """
         self._notifiers = notifiers
-        self._receivers = _distinct([notifier.label for notifier in notifiers])
+        self._receivers = receiver_names(notifiers)
         self._record = record
         self._commit = commit
         self._deliveries = deliveries
@@ -126,13 +125,3 @@ class Announcer:
                 return True
         self._deliveries.finished("failed")
         return False
-
-
-def _distinct(labels: Sequence[str]) -> list[str]:
-    """Return `labels` with a number after each that occurs more than once, such as two addresses of one host."""
-    seen: Counter[str] = Counter()
-    names = []
-    for label in labels:
-        seen[label] += 1
-        names.append(label if labels.count(label) == 1 else f"{label}, address {seen[label]}")
-    return names

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from rankscope_contract.security.proxies import is_loopback, proxy_of
+from rankscope_contract.security.proxies import is_loopback, is_proxy, proxy_of
 
 PROXY = "http://proxy.example:3128"
 EVERYWHERE = {"http_proxy": PROXY, "https_proxy": PROXY}
@@ -94,3 +94,9 @@ def test_hosts_in_no_proxy_are_reached_directly(no_proxy, host, is_direct, setti
 def test_setting_takes_precedence_over_the_environment():
     assert None is proxy_of("https://chat.example/", "none", EVERYWHERE)
     assert "http://other:1" == proxy_of("https://chat.example/", "http://other:1", EVERYWHERE)
+
+
+@pytest.mark.parametrize("port", ["99999", "x", "0", "-1"])
+def test_proxy_with_an_invalid_port_is_refused(port):
+    assert not is_proxy(f"http://proxy.example:{port}")
+    assert PROXY == proxy_of(f"http://host.example:{port}/", PROXY, {"no_proxy": "other.example:80"})

@@ -158,6 +158,18 @@ async def test_setting_names_the_proxy_and_a_failure_names_it_too(serve, free_po
     assert f"connection refused by 127.0.0.1 (sent to the proxy 127.0.0.1:{free_port})" == refused
 
 
+@pytest.mark.parametrize("port", ["99999", "x"])
+async def test_proxy_of_the_environment_with_an_invalid_port_is_the_reason(monkeypatch, port):
+    monkeypatch.setenv("http_proxy", f"http://me:s3cret@proxy.example:{port}")
+    reason = await failure("json://alerts.invalid/hook")
+
+    assert "the address of the proxy is not valid (sent to the proxy proxy.example)" == reason
+
+
+async def test_invalid_port_of_an_address_is_the_reason():
+    assert "Failed to parse: …" == await failure("json://127.0.0.1:99999/tok3n")
+
+
 async def test_redirect_to_loopback_leaves_the_proxy_and_uses_no_netrc(serve):
     receiver = serve()
     proxy = serve(status=307, location=f"http://127.0.0.1:{receiver.port}/moved")

@@ -7,13 +7,21 @@ in ascending order of `priority`.
 from __future__ import annotations
 
 import importlib
+import logging
 import pkgutil
-from collections.abc import Iterable
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Final, Protocol
 
-from rankscope_contract.security.proxies import ENVIRONMENT
+from rankscope_contract.security.proxies import ENVIRONMENT, NO_PROXY
 from rankscope_ingest.base.errors import ConfigError, IngestError
+
+log = logging.getLogger(__name__)
+
+_SEPARATOR: Final = re.compile(r"[,\s]+(?=[a-z0-9+.-]+://)", re.IGNORECASE)
+"""Characters between two URLs. A comma within a URL, such as between two addresses of mail, is not followed by one."""
 
 
 class NotifyError(IngestError):
@@ -54,6 +62,11 @@ class Notifier(Protocol):
         """Return the URL with secrets removed, for log messages."""
         ...
 
+    @property
+    def uses_proxy(self) -> bool:
+        """Return whether messages are sent by HTTP, so that the setting `notify.proxy` applies to them."""
+        ...
+
     async def send(self, message: Message) -> None:
         """Deliver `message`. Raises NotifyError if the delivery fails."""
         ...
@@ -69,18 +82,38 @@ def notifier_classes() -> list[type[Notifier]]:
 def make_notifiers(urls: Iterable[str], *, timeout_seconds: float, proxy: str = ENVIRONMENT) -> list[Notifier]:
     """Return one notifier per URL. `proxy` is the setting of that name in the section [notify].
 
+    A text in `urls` may contain several URLs, separated by spaces or commas, as for apprise.
     Raises ConfigError for an unsupported URL. The error text does not contain the secrets of the URL.
     """
     listed = list(urls)
     classes = notifier_classes() if listed else []  # loading apprise takes half a second
     notifiers = []
-    for number, url in enumerate(listed):
-        notifier_class = next((known for known in classes if known.handles(url)), None)
-        if notifier_class is None:
-            scheme = url.partition("://")[0]
-            raise ConfigError(
-                f"notify.urls[{number}] ({scheme}://…) is not a supported notification URL: "
-                "use a URL that apprise supports, such as mailto://… or slack://…"
-            )
-        notifiers.append(notifier_class(url, timeout_seconds=timeout_seconds, proxy=proxy))
+    for number, text in enumerate(listed):
+        for url in _SEPARATOR.split(text.strip(", \n")):
+            notifier_class = next((known for known in classes if known.handles(url)), None)
+            if notifier_class is None:
+                scheme = url.partition("://")[0]
+                raise ConfigError(
+                    f"notify.urls[{number}] ({scheme}://…) is not a supported notification URL: "
+                    "use a URL that apprise supports, such as mailto://… or slack://…"
+                )
+            notifiers.append(notifier_class(url, timeout_seconds=timeout_seconds, proxy=proxy))
+    if proxy not in {ENVIRONMENT, NO_PROXY}:
+        for notifier in notifiers:
+            if not notifier.uses_proxy:
+                log.warning("notify.proxy does not apply to %s, which is not reached by HTTP", notifier.label)
     return notifiers
+
+
+def receiver_names(notifiers: Sequence[Notifier]) -> list[str]:
+    """Return the labels of `notifiers`, with a number after each label that occurs more than once.
+
+    Examples are two addresses of one host, and two topics, which are secret.
+    """
+    labels = [notifier.label for notifier in notifiers]
+    seen: Counter[str] = Counter()
+    names = []
+    for label in labels:
+        seen[label] += 1
+        names.append(label if labels.count(label) == 1 else f"{label}, address {seen[label]}")
+    return names

@@ -11,6 +11,7 @@ import contextvars
 import logging
 import os
 import re
+import sys
 from collections.abc import Iterator
 from typing import ClassVar, Final
 from urllib.parse import urlsplit
@@ -46,7 +47,9 @@ class AppriseNotifier:
         asset = apprise.AppriseAsset(interpret_escapes=False, interpret_emojis=False)
         self._apprise = apprise.Apprise(asset=asset)
         self._apprise.add(url)
-        self._label, host = _label(url, self._apprise.urls(privacy=True))
+        plugins = list(self._apprise)
+        self._uses_proxy = any(map(_uses_http, plugins))
+        self._label, host = _label(url, self._apprise.urls(privacy=True), has_host=all(map(_has_host, plugins)))
         proxies = proxies_of(os.environ) if proxy == ENVIRONMENT else [proxy]
         self._secrets = Secrets([url, *proxies], public=[host, *map(_host, proxies)])
 
@@ -60,6 +63,11 @@ class AppriseNotifier:
     def label(self) -> str:
         """Return scheme, host and port of the URL, for log messages. The host is masked if it is a secret."""
         return self._label
+
+    @property
+    def uses_proxy(self) -> bool:
+        """Return whether messages are sent by HTTP. Mail is not, for example."""
+        return self._uses_proxy
 
     async def send(self, message: Message) -> None:
         """Deliver `message` in a thread, because apprise blocks during network I/O.
@@ -98,7 +106,19 @@ def _reason(records: list[logging.LogRecord]) -> str:
     return _SMTP_REPLY.sub(r"\1 \3", _NUMBER.sub("", reason)).strip("{}")
 
 
-def _label(url: str, shown: list[str]) -> tuple[str, str]:
+def _uses_http(plugin: apprise.NotifyBase) -> bool:
+    """Return whether `plugin` sends messages with the library requests, which its module then imports."""
+    modules = {base.__module__ for base in type(plugin).__mro__ if base.__module__.startswith("apprise.plugins.")}
+    return any(hasattr(sys.modules[module], "requests") for module in modules)
+
+
+def _has_host(plugin: apprise.NotifyBase) -> bool:
+    """Return whether the address of `plugin` begins with a host, and not with a token or a topic."""
+    is_cloud = getattr(plugin, "mode", None) == "cloud"  # of ntfy: `ntfy://topic`
+    return not is_cloud and any("{host}" in template for template in plugin.templates)
+
+
+def _label(url: str, shown: list[str], *, has_host: bool) -> tuple[str, str]:
     """Return the label of `url`, and its host if the host is not a secret.
 
     `shown` are the addresses in which apprise has masked some secrets, but not all of them.
@@ -106,7 +126,7 @@ def _label(url: str, shown: list[str]) -> tuple[str, str]:
     scheme, _, rest = url.partition("://")
     hosts = {_host(address) for address in shown}
     host = _host(url)
-    if not host or hosts != {host}:
+    if not has_host or not host or hosts != {host}:
         return f"{scheme}://{MASK}", ""
     netloc = rest.partition("/")[0].partition("?")[0].rpartition("@")[2]
     return f"{scheme}://{netloc}", host

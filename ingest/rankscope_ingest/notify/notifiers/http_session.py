@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import requests
 import requests.sessions
 
-from rankscope_contract.security.proxies import proxy_of
+from rankscope_contract.security.proxies import is_proxy, port_of, proxy_of
 
 _MAX_BYTES: Final = 2000  # of the body of a response; the reason is shorter
 _TAG: Final = re.compile(r"<[^>]*>")
@@ -58,16 +58,19 @@ class Exchange:
 
     def failed(self, error: requests.RequestException, url: str) -> None:
         """Note that a request to `url` got no response."""
-        peer = urlsplit(proxy_of(url, self.proxy, os.environ) or url).hostname
+        proxy = proxy_of(url, self.proxy, os.environ)
+        peer = urlsplit(proxy or url).hostname
+        is_valid = proxy is None or is_proxy(proxy)
         self.status = ""
-        self.failure = explain(error, peer or "the host") + self._way(url)
+        self.failure = explain(error, peer or "the host") if is_valid else "the address of the proxy is not valid"
+        self.failure += self._way(url)
 
     def _way(self, url: str) -> str:
         proxy = proxy_of(url, self.proxy, os.environ)
         if proxy is None:
             return ""
-        parts = urlsplit(proxy)
-        return f" (sent to the proxy {parts.hostname}{f':{parts.port}' if parts.port else ''})"
+        port = port_of(proxy)
+        return f" (sent to the proxy {urlsplit(proxy).hostname}{f':{port}' if port else ''})"
 
 
 _exchange: contextvars.ContextVar[Exchange | None] = contextvars.ContextVar("exchange", default=None)
