@@ -180,7 +180,7 @@ def test_sender_of_which_all_requests_are_refused_is_reported(sample_store):
     ) in report(environment, sample_store)
 
 
-def test_senders_of_which_some_requests_are_refused_are_reported_in_ten_lines(sample_store):
+def test_senders_with_some_refused_requests_are_at_most_ten_lines(sample_store):
     environment = healthy_environment()
     sender = {"name": "10.0.0.7 (p/3)", "reason": "malformed: x", "requests": 1250, "accepted_requests": 50}
     environment.pages[f"{SERVICE}/api/v1/status"] = {"refused_senders": [sender] * 12}

@@ -2,6 +2,7 @@
 
 A client that sends half a request and then nothing would otherwise occupy an open file of the process for ever. Time
 counts while a request arrives, and never while an answer is under way: event streams and long exports have no limit.
+They use a part of the connections only: the others are reserved for ranks and the health page.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from typing import Final
 
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 
+from rankscope_contract.protocol import channel
 from rankscope_ingest.base.background import cancel
 from rankscope_ingest.base.file_limit import file_limit
 
@@ -38,6 +40,11 @@ arrived together with the last one."""
 
 _LATE: Final = b"the request did not arrive in time"
 _FULL: Final = b"too many connections"
+_BUSY: Final = "too many requests are under way; send the request again"
+_RETRY_AFTER: Final = {"Retry-After": "1"}
+
+_RESERVED_PATHS: Final = frozenset({channel.HEALTH_PATH, channel.REGISTER_PATH, channel.POKE_PATH})
+"""Paths of requests by ranks and of the health page. Their answers are short."""
 
 
 def _most_connections() -> int:
@@ -58,6 +65,11 @@ class Limits:
     most: int = field(default_factory=_most_connections)
     """Maximum number of connections."""
 
+    @property
+    def most_under_way(self) -> int:
+        """Return the maximum number of requests under way, apart from those of ranks and of the health page."""
+        return self.most - self.most // 4
+
 
 class _Phase(enum.Enum):
     NEW = enum.auto()
@@ -77,9 +89,9 @@ _ORDER: Final = {_Phase.IDLE: 0, _Phase.NEW: 1, _Phase.HEAD: 1, _Phase.BODY: 1}
 class Connection(asyncio.Protocol):
     """One connection: passes all events to the protocol of aiohttp, and knows which part of a request it waits for."""
 
-    def __init__(self, inner: asyncio.Protocol, on_lost: Callable[[Connection], None]) -> None:
+    def __init__(self, inner: asyncio.Protocol, server: _Connections) -> None:
         self._inner = inner
-        self._on_lost = on_lost
+        self._server = server
         self._transport: asyncio.Transport | None = None
         self._request: web.BaseRequest | None = None
         self._phase = _Phase.NEW
@@ -107,7 +119,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Report the end of the connection."""
-        self._on_lost(self)
+        self._server.forget(self)
         self._inner.connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -118,10 +130,11 @@ class Connection(asyncio.Protocol):
         """Pass on that the client has read."""
         self._inner.resume_writing()
 
-    def on_head(self, request: web.BaseRequest) -> None:
-        """Note that the head of `request` is complete, and that its handler runs."""
+    def on_head(self, request: web.BaseRequest) -> bool:
+        """Note that the head of `request` is complete; return whether its handler may run."""
         self._request = request
         self._enter(_Phase.ANSWER if request.content.is_eof() else _Phase.BODY)
+        return request.path in _RESERVED_PATHS or self._server.admit(self)
 
     def on_answer(self) -> None:
         """Note that the handler has begun to answer."""
@@ -131,6 +144,7 @@ class Connection(asyncio.Protocol):
         """Note that the answer is complete."""
         self._request = None
         self._enter(_Phase.IDLE)
+        self._server.finished(self)
 
     @property
     def is_opening(self) -> bool:
@@ -188,6 +202,7 @@ class _Connections:
         self._tls = tls
         self._limits = limits
         self._open: set[Connection] = set()
+        self._under_way: set[Connection] = set()  # with a request, apart from those for reserved paths
         self._next_log = 0.0
 
     async def accept(self) -> None:
@@ -197,11 +212,11 @@ class _Connections:
             try:
                 accepted, _ = await loop.sock_accept(self._socket)
             except OSError as error:
-                self._make_room()
+                self._make_room(self._open)
                 self._log(f"a connection cannot be accepted, retrying in {_RETRY_SECONDS:g} s: {error}")
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
-            if len(self._open) < self._limits.most or self._make_room():
+            if len(self._open) < self._limits.most or self._make_room(self._open):
                 self._begin(accepted)
             else:
                 self._log(f"new connections are refused: {len(self._open)} connections have an answer under way")
@@ -221,8 +236,25 @@ class _Connections:
         for connection in [found for found in self._open if found.is_opening]:
             self._close(connection)
 
+    def admit(self, connection: Connection) -> bool:
+        """Return whether the request of `connection` may be handled. An incomplete request is closed for it."""
+        if len(self._under_way) >= self._limits.most_under_way and not self._make_room(self._under_way):
+            self._log(f"requests are refused: {len(self._under_way)} connections have an answer under way")
+            return False
+        self._under_way.add(connection)
+        return True
+
+    def finished(self, connection: Connection) -> None:
+        """Note that the request of `connection` is answered."""
+        self._under_way.discard(connection)
+
+    def forget(self, connection: Connection) -> None:
+        """Note that `connection` is closed."""
+        self._open.discard(connection)
+        self._under_way.discard(connection)
+
     def _begin(self, accepted: socket.socket) -> None:
-        connection = Connection(self._protocol(), self._open.discard)
+        connection = Connection(self._protocol(), self)
         self._open.add(connection)
         connection.opening = asyncio.create_task(self._start(accepted, connection))
 
@@ -240,11 +272,11 @@ class _Connections:
             )
         except OSError as error:
             log.debug("a client ended the TLS handshake: %s", error)
-            self._open.discard(connection)
+            self.forget(connection)
 
-    def _make_room(self) -> bool:
-        """Close one connection without an answer under way; return False if there is none."""
-        ranked = [(rank, id(found), found) for found in self._open if (rank := found.rank()) is not None]
+    def _make_room(self, candidates: Collection[Connection]) -> bool:
+        """Close one of `candidates` that has no answer under way; return False if there is none."""
+        ranked = [(rank, id(found), found) for found in candidates if (rank := found.rank()) is not None]
         if not ranked:
             return False
         if len(self._open) >= self._limits.most:
@@ -256,7 +288,7 @@ class _Connections:
         return True
 
     def _close(self, connection: Connection, *, is_late: bool = False) -> None:
-        self._open.discard(connection)
+        self.forget(connection)
         connection.close(is_late=is_late)
 
     def _log(self, text: str) -> None:
@@ -318,8 +350,11 @@ async def accepting(
 async def _note_head(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    if (connection := _connection(request)) is not None:
-        connection.on_head(request)
+    connection = _connection(request)
+    if connection is not None and not connection.on_head(request):
+        refused = web.Response(status=503, text=_BUSY, headers=_RETRY_AFTER)
+        refused.force_close()
+        return refused
     try:
         return await handler(request)
     except ConnectionError:

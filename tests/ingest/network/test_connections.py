@@ -88,9 +88,13 @@ class Server:
         return await reader.read()
 
     async def streams(self, number):
-        """Return the readers of `number` new streams, and the head of each answer."""
-        readers = [(await self.begin(GET.replace(b"/ ", b"/stream ")))[0] for _ in range(number)]
-        return readers, [await reader.readuntil(b"\r\n\r\n") for reader in readers]
+        """Return the readers of `number` new streams, and the head of each answer, one after the other."""
+        readers, heads = [], []
+        for _ in range(number):
+            reader, _ = await self.begin(GET.replace(b"/ ", b"/stream "))
+            readers.append(reader)
+            heads.append(await reader.readuntil(b"\r\n\r\n"))
+        return readers, heads
 
 
 @pytest.mark.parametrize("part", [name for name in HALF_OPEN if name != "no byte"])

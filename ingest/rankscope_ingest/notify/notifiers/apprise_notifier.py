@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar, Final
 from urllib.parse import urlsplit
 
@@ -115,7 +115,8 @@ def _uses_http(plugin: apprise.NotifyBase) -> bool:
 def _has_host(plugin: apprise.NotifyBase) -> bool:
     """Return whether the address of `plugin` begins with a host, and not with a token or a topic."""
     is_cloud = getattr(plugin, "mode", None) == "cloud"  # of ntfy: `ntfy://topic`
-    return not is_cloud and any("{host}" in template for template in plugin.templates)
+    templates: Iterable[str] = plugin.templates
+    return not is_cloud and any("{host}" in template for template in templates)
 
 
 def _label(url: str, shown: list[str], *, has_host: bool) -> tuple[str, str]:
