@@ -13,8 +13,11 @@ from tests.storage.older_encoding import split_integers
 
 from rankscope.commands import main
 from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
+from rankscope_storage.log.delta import Log
+from rankscope_storage.log.translation import Change
 from rankscope_storage.maintenance import compaction
 
 LONG_AGO = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
@@ -110,6 +113,34 @@ def test_compact_rewrites_the_files_that_check_counts(rankscope, tmp_path):
     assert ": 4 files, " in before.stdout
     assert "4 other files were rewritten with the current encoding" == done.stdout.splitlines()[-1]
     assert "older encoding" not in after.stdout
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_rewrite_reports_the_files_that_other_processes_prevented(tmp_path, monkeypatch, capsys, rounds):
+    """Another process commits a rewrite while the command writes each of its first two files."""
+    root, genuine, calls = tmp_path / "old", compaction._rewrite, iter(range(2))
+    with split_integers():
+        append(root, silent, records=4, per_commit=2)
+
+    def rewrite_beside_another(*arguments):
+        if next(calls, None) is not None:
+            Log.open(root, sync_to_disk).replace_files(Change)
+        return genuine(*arguments)
+
+    monkeypatch.setattr(compaction, "_rewrite", rewrite_beside_another)
+    monkeypatch.setattr(compaction, "REWRITE_ROUNDS", rounds)
+    monkeypatch.setattr("sys.argv", ["rankscope", "store", "compact", "--rewrite", "--store", str(root)])
+    code = 0
+    try:
+        main()
+    except SystemExit as ended:
+        code = ended.code
+    said = capsys.readouterr()
+
+    left = "2 files still have the older encoding: other processes changed the files of 2 merges: run the command again"
+    expected = [(1, f"rankscope: {left}\n"), (0, "")][rounds - 1]
+    assert expected == (code, said.err)
+    assert f"{2 * rounds} other files were rewritten with the current encoding" == said.out.splitlines()[-1]
 
 
 def test_second_concurrent_compaction_exits_with_1(in_flushes, monkeypatch, capsys):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -15,10 +15,15 @@ from rankscope.base.progress_bar import progress_bar
 from rankscope.output.rows import Format, Output, OutputFormat, write_rows
 
 if TYPE_CHECKING:
+    from rankscope_storage.maintenance.compaction import CompactionReport
     from rankscope_storage.maintenance.file_check import CheckReport
     from rankscope_storage.maintenance.repair import RepairReport
     from rankscope_storage.maintenance.retention import RetentionReport
     from rankscope_storage.maintenance.retention_policy import Retention
+
+
+_SHOWN_ERRORS: Final = 3
+"""Largest number of errors of merges in one message. On a full disk, all merges fail."""
 
 
 class Action(enum.StrEnum):
@@ -161,10 +166,23 @@ def _compact(root: Path, *, rewrite: bool) -> None:
     )
     if rewrite:
         print(f"{report.rewritten} other files were rewritten with the current encoding")
-    if report.refused and rewrite:
-        raise CommandError(f"other processes replaced files of {report.refused} merges: run the command again")
-    if report.refused:
+        _require_rewritten(report)
+    elif report.refused:
         raise CommandError("another compaction of this store is running: it will compact the remaining files")
+
+
+def _require_rewritten(report: CompactionReport) -> None:
+    """Raise CommandError, with the number of files and the reasons, if files with an older encoding are left."""
+    reasons = list(report.failed[:_SHOWN_ERRORS])
+    if len(report.failed) > _SHOWN_ERRORS:
+        reasons.append(f"{len(report.failed) - _SHOWN_ERRORS} other merges failed")
+    if report.refused and report.left:
+        reasons.append(f"other processes changed the files of {report.refused} merges: run the command again")
+    if report.left and not reasons:
+        reasons.append("another process added them, possibly a service of an earlier release")
+    if reasons:
+        left = f"{report.left} files still have the older encoding: " if report.left else ""
+        raise CommandError(left + "; ".join(reasons))
 
 
 def _policy(days: float | None, scalars: float | None, samples: float | None, rollups: float | None) -> Retention:

@@ -16,7 +16,7 @@ import datetime as dt
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -36,18 +36,27 @@ from rankscope_storage.log.delta import Log
 from rankscope_storage.log.translation import Change
 from rankscope_storage.maintenance.compaction_plan import SILENCE, Merge, plan, plan_rewrites
 
+Progress = Callable[[int, int], None]
+"""Function that receives the number of attempted merges and the number of all merges."""
+
 MOVED_ROWS: Final = 10_000
 """Smallest number of rows of a run that a merge moves from a shared part to the separate part of the run.
 
 The limit applies to runs that have a separate part already. Fewer rows are not worth a file."""
 
 
+REWRITE_ROUNDS: Final = 10
+"""Largest number of times that a compaction with `rewrite` is planned, because other processes change the store."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompactionReport:
     """The result of a compaction.
 
-    `refused` is the number of merges that another compaction prevented. `rewritten` is the number of files that were
-    not merged, but rewritten with the current encoding; the numbers of files and rows do not contain them.
+    `refused` is the number of merges that another process prevented. The other fields depend on `rewrite`. `rewritten`
+    is the number of files that were not merged, but rewritten with the current encoding; the numbers of files and rows
+    do not contain them. `left` is the number of files that still have an older encoding. `failed` has the errors of the
+    merges that failed.
     """
 
     files_removed: int = 0
@@ -55,53 +64,111 @@ class CompactionReport:
     rows: int = 0
     refused: int = 0
     rewritten: int = 0
+    left: int = 0
+    failed: tuple[str, ...] = ()
     seconds: float = 0.0
 
 
 def compact(
     root: Path,
     sync: Sync,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     *,
     now: dt.datetime | None = None,
     rewrite: bool = False,
 ) -> CompactionReport:
     """Execute the merges that are worthwhile at the newest version of the store at `root`, one commit per merge.
 
-    `progress` is called with the number of finished merges and the number of all merges. `now` replaces the current
-    time. With `rewrite`, all other files with an older encoding are also rewritten, one commit per file.
+    `progress` is called with the number of attempted merges and the number of all merges. `now` replaces the current
+    time. With `rewrite`, all other files with an older encoding are also rewritten, one commit per file. If another
+    process prevents this for some files, they are planned again, at most REWRITE_ROUNDS times in all. A failed merge
+    does not prevent the others. Raises StoreError for a merge that fails without `rewrite`.
     """
     started = time.monotonic()
     now = dt.datetime.now(dt.UTC) if now is None else now
-    log = Log.open(root, sync)
-    removed = added = rows = refused = rewritten = 0
-    merges = plan(log.snapshot(), now)
-    rewrites = plan_rewrites(log.snapshot(), merges) if rewrite else []
-    merges += rewrites
-    for done, merge in enumerate(merges, 1):
-        try:
-            files = _apply_merge(log, merge, sync, now)
-        except ConflictError:
-            refused += 1
-            if rewrite:
-                continue  # another compaction rewrites only the files that it merges
-            break  # another compaction is running and will do the rest
-        log.checkpoint_if_due()
-        if progress is not None:
-            progress(done, len(merges))
-        if done > len(merges) - len(rewrites):
-            rewritten += 1
-            continue
-        removed, added = removed + len(merge.files), added + len(files)
-        rows += sum(file.rows for file in files)
+    work = _Compaction(Log.open(root, sync), sync, now, progress)
+    left = work.rewrite_all() if rewrite else 0
+    if not rewrite:
+        work.merge_once()
+    merged = [(merge, files) for merge, files in work.done if not _is_rewrite(merge)]
     return CompactionReport(
-        files_removed=removed,
-        files_added=added,
-        rows=rows,
-        refused=refused,
-        rewritten=rewritten,
+        files_removed=sum(len(merge.files) for merge, _ in merged),
+        files_added=sum(len(files) for _, files in merged),
+        rows=sum(file.rows for _, files in merged for file in files),
+        refused=work.refused,
+        rewritten=len(work.done) - len(merged),
+        left=left,
+        failed=tuple(work.failed.values()),
         seconds=time.monotonic() - started,
     )
+
+
+def _is_rewrite(merge: Merge) -> bool:
+    return len(merge.files) == 1
+
+
+class _Compaction:
+    """The merges of one compaction: `done` with their new files, `failed` with their error by files, and `refused`."""
+
+    def __init__(self, log: Log, sync: Sync, now: dt.datetime, progress: Progress | None) -> None:
+        self.done: list[tuple[Merge, list[DataFile]]] = []
+        self.failed: dict[tuple[DataFile, ...], str] = {}
+        self.refused = 0
+        self._log, self._sync, self._now, self._progress = log, sync, now, progress
+
+    def merge_once(self) -> None:
+        """Execute the merges that are worthwhile, until another process prevents one: it will do the rest."""
+        merges = plan(self._log.snapshot(), self._now)
+        for merge in merges:
+            try:
+                self._apply(merge, len(merges))
+            except ConflictError:
+                break
+            self._log.checkpoint_if_due()
+
+    def rewrite_all(self) -> int:
+        """Execute all merges and rewrite all other files with an older encoding; return the number of files left."""
+        for _ in range(REWRITE_ROUNDS):
+            snapshot = self._log.snapshot()
+            merges = self._not_failed(plan(snapshot, self._now))
+            merges += self._not_failed(plan_rewrites(snapshot, merges))
+            self._try_each(merges)
+            self._log.refresh()
+            older = plan_rewrites(self._log.snapshot(), ())
+            if not self._not_failed(older):
+                break
+        return len(older)
+
+    def _not_failed(self, merges: Iterable[Merge]) -> list[Merge]:
+        return [merge for merge in merges if merge.files not in self.failed]
+
+    def _try_each(self, merges: Sequence[Merge]) -> None:
+        total = self._attempted + len(merges)
+        for merge in merges:
+            try:
+                self._apply(merge, total)
+            except ConflictError:
+                pass  # planned again in the next round
+            except StoreError as error:  # an unreadable file must not prevent that other files are rewritten
+                self.failed[merge.files] = str(error)
+            else:
+                self._log.checkpoint_if_due()
+
+    @property
+    def _attempted(self) -> int:
+        return len(self.done) + len(self.failed) + self.refused
+
+    def _apply(self, merge: Merge, total: int) -> None:
+        """Execute `merge`, which is one of `total` merges. Raises ConflictError, or StoreError if it fails."""
+        attempted = self._attempted + 1
+        try:
+            self.done.append((merge, _apply_merge(self._log, merge, self._sync, self._now)))
+        except ConflictError:
+            self.refused += 1
+            raise
+        finally:
+            if self._progress is not None:
+                self._progress(attempted, total)
 
 
 def _apply_merge(log: Log, merge: Merge, sync: Sync, now: dt.datetime) -> list[DataFile]:
@@ -139,7 +206,8 @@ def _rewrite(root: Path, merge: Merge, sync: Sync, now: dt.datetime) -> list[Dat
         raise ConflictError(f"a file to merge was deleted: {error}") from error
     except (OSError, pa.ArrowException) as error:
         discard(root, files)
-        raise StoreError(f"cannot merge files of {root}: {error}") from error
+        others = f" and {len(merge.files) - 1} other files" if len(merge.files) > 1 else ""
+        raise StoreError(f"cannot merge {root / merge.files[0].path}{others}: {error}") from error
     return files
 
 

@@ -105,27 +105,26 @@ def plan(snapshot: Snapshot, now: dt.datetime | None = None) -> list[Merge]:
 def plan_rewrites(snapshot: Snapshot, merges: Iterable[Merge]) -> list[Merge]:
     """Return a merge of one file into one file for each file with integers that are split into bytes.
 
-    Files that `merges` replace anyway are excluded, and so are files that cannot be read, which a check reports.
+    Files that `merges` replace anyway are excluded, and so are files that cannot be read, which a check reports. The
+    number of rows is read from the file, because the Delta log lacks it for some files of other tools.
     """
     replaced = {file.path for merge in merges for file in merge.files}
-    return [
-        Merge(
-            dataset=file["dataset"],
-            part=file["part"],
-            files=(DataFile.from_snapshot(file),),
-            closed=True,
-            rows=file["rows"],
-        )
-        for file in snapshot.files.to_pylist()
-        if file["rows"] and file["path"] not in replaced and _is_split(snapshot.root / file["path"])
-    ]
+    rewrites = []
+    for file in snapshot.files.to_pylist():
+        rows = 0 if file["path"] in replaced else _split_rows(snapshot.root / file["path"])
+        if rows:
+            own = (DataFile.from_snapshot(file),)
+            rewrites.append(Merge(dataset=file["dataset"], part=file["part"], files=own, closed=True, rows=rows))
+    return rewrites
 
 
-def _is_split(path: Path) -> bool:
+def _split_rows(path: Path) -> int:
+    """Return the number of rows of the file at `path` if it has integers that are split into bytes, otherwise 0."""
     try:
-        return has_split_integers(pq.read_metadata(path))
+        metadata = pq.read_metadata(path)
     except (OSError, pa.ArrowException):
-        return False
+        return 0
+    return metadata.num_rows if has_split_integers(metadata) else 0
 
 
 _PAST: Final = f"{SHARED_PREFIX}past"

@@ -63,9 +63,12 @@ class StoreStats:
 
 
 def store_stats(log: Log, *, by: str) -> StoreStats:
-    """Return the statistics of the newest version. `by` is the grouping: dataset, part, run or tier."""
+    """Return the statistics of the newest version. `by` is the grouping: dataset, part, run or tier.
+
+    Files whose number of rows is not in the Delta log count as files without rows.
+    """
     snapshot = log.snapshot()
-    files = snapshot.files.to_pylist()
+    files = [{**file, "rows": file["rows"] or 0} for file in snapshot.files.to_pylist()]
     on_disk = sum(size_of(path) for path in log.root.glob("dataset=*/part=*/*.parquet"))
     size = sum(file["size_bytes"] for file in files)
     return StoreStats(

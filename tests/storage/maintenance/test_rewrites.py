@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pyarrow.parquet as pq
 import pytest
 from tests.storage.crashes.operations import append, content, silent
@@ -12,11 +14,13 @@ from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import connect
 from rankscope_storage.files.encoding import has_split_integers
 from rankscope_storage.log.delta import Log
+from rankscope_storage.log.translation import Change
 from rankscope_storage.maintenance import compaction, compaction_plan
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.compaction import compact
 from rankscope_storage.maintenance.file_check import FindingKind
 from rankscope_storage.maintenance.repair import repair
+from rankscope_storage.maintenance.stats import store_stats
 
 SUMS = "SELECT count(*), sum(seq), sum(step), sum(numel), min(ts), max(ts) FROM tensor_stats"
 
@@ -81,22 +85,106 @@ def test_rewrite_merges_small_files_first(older, monkeypatch):
     assert ([], before) == (split_files(older), content(older))
 
 
+def overtaken(monkeypatch, action, times=1):
+    """Call `action` before each of the next `times` merges writes its files: as another process at this moment."""
+    genuine, calls = compaction._rewrite, iter(range(times))
+
+    def rewrite(root, merge, sync, now):
+        if next(calls, None) is not None:
+            action()
+        return genuine(root, merge, sync, now)
+
+    monkeypatch.setattr(compaction, "_rewrite", rewrite)
+
+
+def commit_without_files(root):
+    """Commit a rewrite of another process, which changes none of the files."""
+    Log.open(root, sync_to_disk).replace_files(Change)
+
+
 def test_rewrite_counts_files_that_another_compaction_replaced(older, monkeypatch):
     """Another process merges all files while the command writes the first one. No row is lost or doubled."""
-    rewrite = compaction._rewrite
 
-    def first(root, merge, sync, now):
-        monkeypatch.setattr(compaction, "_rewrite", rewrite)
+    def merge_all():
+        monkeypatch.setattr(compaction, "_rewrite", genuine)
         monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
-        compact(root, sync)
-        return rewrite(root, merge, sync, now)
+        compact(older, sync_to_disk)
 
-    before = content(older)
-    monkeypatch.setattr(compaction, "_rewrite", first)
+    genuine, before = compaction._rewrite, content(older)
+    overtaken(monkeypatch, merge_all)
     report = compact(older, sync_to_disk, rewrite=True)
 
-    assert (0, 6) == (report.rewritten, report.refused)
+    assert (0, 6, 0) == (report.rewritten, report.refused, report.left)
     assert ([], before) == (split_files(older), content(older))
+
+
+def test_rewrite_plans_refused_files_again(older, monkeypatch):
+    before, progress = content(older), []
+    overtaken(monkeypatch, lambda: commit_without_files(older), times=8)
+    report = compact(older, sync_to_disk, lambda done, total: progress.append((done, total)), rewrite=True)
+
+    assert (6, 8, 0) == (report.rewritten, report.refused, report.left)
+    assert ([], before) == (split_files(older), content(older))
+    assert [(done, 6) for done in range(1, 7)] == progress[:6]
+    assert (14, 14) == progress[-1]
+
+
+def test_rewrite_stops_after_a_number_of_rounds_and_counts_the_files_left(older, monkeypatch):
+    monkeypatch.setattr(compaction, "REWRITE_ROUNDS", 2)
+    before = content(older)
+    overtaken(monkeypatch, lambda: commit_without_files(older), times=10)
+    report = compact(older, sync_to_disk, rewrite=True)
+
+    assert (2, 10, 4) == (report.rewritten, report.refused, report.left)
+    assert (4, before) == (len(split_files(older)), content(older))
+
+
+def test_rewrite_includes_files_that_another_process_adds_meanwhile(older, monkeypatch):
+    def append_older():
+        with split_integers():
+            append(older, silent, records=15, per_commit=3)
+
+    overtaken(monkeypatch, append_older)
+    report = compact(older, sync_to_disk, rewrite=True)
+
+    assert (8, 0, 0) == (report.rewritten, report.refused, report.left)
+    assert [] == split_files(older)
+
+
+def test_damaged_file_does_not_prevent_the_rewriting_of_others(older):
+    damaged = max(split_files(older))
+    content_ = bytearray((older / damaged).read_bytes())
+    content_[4:200] = b"x" * 196
+    (older / damaged).write_bytes(content_)
+    progress = []
+    report = compact(older, sync_to_disk, lambda done, total: progress.append((done, total)), rewrite=True)
+
+    assert (5, 0, 1) == (report.rewritten, report.refused, report.left)
+    assert [damaged] == split_files(older)
+    assert [(done, 6) for done in range(1, 7)] == progress
+    (error,) = report.failed
+    assert error.startswith(f"cannot merge {older / damaged}: ")
+
+
+def test_file_whose_rows_the_log_does_not_count_is_rewritten(older):
+    """Some tools add files without statistics."""
+    forget_statistics(older)
+    before = content(older)
+    report = compact(older, sync_to_disk, rewrite=True)
+
+    assert (6, 0) == (report.rewritten, report.left)
+    assert ([], before) == (split_files(older), content(older))
+    assert check(older, deep=True).is_intact
+    assert 2 * 9 + 2 * 2 * 9 == store_stats(Log.open(older, sync_to_disk), by="dataset").rows  # the rewritten ones
+
+
+def forget_statistics(root):
+    """Remove the statistics of all files from the Delta log."""
+    for path in (root / "_delta_log").glob("*.json"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            line.get("add", {}).pop("stats", None)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_older_files_are_read_together_with_current_ones(older):
