@@ -142,13 +142,17 @@ class Log:
         return self._table.version()
 
     def refresh(self) -> None:
-        """Advance the handle to the newest version of the store."""
+        """Advance the handle to the newest version of the store.
+
+        Raises StoreError if another tool has enabled a table feature without which the files cannot be read directly.
+        """
         with _delta_errors(self.root):
             newest = newest_checkpoint(self.root) if self.version - self._base >= CHECKPOINT_COMMITS else self._base
             if newest > self._base:  # open it again there: a handle keeps all entries since its own checkpoint
                 self._table, self._base = DeltaTable(str(self.root)), newest
             else:
                 self._table.update_incremental()
+        _check_features(self._table, self.root)
 
     def snapshot(self) -> Snapshot:
         """Return the list of data files at the version of the handle."""

@@ -233,14 +233,42 @@ def test_retention_rolls_up_rewritten_files(stores, rewritten, tmp_path, days):
     assert check(rewritten).is_intact
 
 
+def enable(root: Path, feature: str) -> None:
+    """Enable a table feature of Delta that readers must know, as another tool does."""
+    entry = max((root / "_delta_log").glob("*.json"))
+    features = {"minReaderVersion": 3, "minWriterVersion": 7, "readerFeatures": [feature], "writerFeatures": [feature]}
+    (entry.parent / f"{int(entry.stem) + 1:020d}.json").write_text(json.dumps({"protocol": features}))
+
+
+REFUSED = r"has enabled deletionVectors .* drop this table feature"
+
+
 def test_table_with_deletion_vectors_is_refused_with_the_remedy(root):
     """DuckDB would read the deleted rows."""
-    entry = max((root / "_delta_log").glob("*.json"))
-    features = {"minReaderVersion": 3, "minWriterVersion": 7}
-    features |= {name: ["deletionVectors"] for name in ("readerFeatures", "writerFeatures")}
-    (entry.parent / f"{int(entry.stem) + 1:020d}.json").write_text(json.dumps({"protocol": features}))
-    with pytest.raises(StoreError, match=r"has enabled deletionVectors .* drop this table feature"):
+    enable(root, "deletionVectors")
+    with pytest.raises(StoreError, match=REFUSED):
         Log.open(root, sync_to_disk)
+
+
+def test_feature_that_is_enabled_later_is_refused_by_open_handles(root, writer, batch):
+    log = Log.open(root, sync_to_disk)
+    with connect(root) as connection:
+        enable(root, "timestampNtz")
+        writer.append(batch([4]))
+        rows = len(connection.sql("FROM scalars").fetchall())
+        enable(root, "deletionVectors")
+        before = stored_files(root)
+        uses = (log.refresh, lambda: connection.sql("FROM scalars"), lambda: writer.append(batch([5])))
+        for use in (*uses, *uses, lambda: connect(root)):
+            with pytest.raises(StoreError, match=REFUSED):
+                use()
+
+    assert 5 == rows
+    assert before == stored_files(root)
+
+
+def stored_files(root: Path) -> set[Path]:
+    return set(root.rglob("*.parquet"))
 
 
 # --- while another tool writes
