@@ -128,7 +128,7 @@ READERS: Final = (
         name="fastparquet",
         package="fastparquet",
         function="fastparquet",
-        reads="texts and integers of all datasets; see below",
+        reads="texts, integers and times of all datasets; see below",
         versions=("2024.2.0", "2024.11.0", "2026.9.0"),
         beside={"2024.2.0": ("numpy<2", "pandas<2.3"), "2024.11.0": ("pandas<2.3",)},
     ),
@@ -190,14 +190,14 @@ def _files(root: Path) -> dict[str, list[str]]:
     return found
 
 
-def _floats_and_times(root: Path) -> set[tuple[str, str]]:
-    """Return dataset and name of each column with floats or times."""
+def _floats(root: Path) -> set[tuple[str, str]]:
+    """Return dataset and name of each column with floats."""
     return {
         (dataset, field.name)
         for dataset, paths in _files(root).items()
         for path in paths
         for field in pq.read_schema(path)
-        if pa.types.is_floating(field.type) or pa.types.is_timestamp(field.type)
+        if pa.types.is_floating(field.type)
     }
 
 
@@ -218,7 +218,7 @@ def result(reader: Reader, version: str, root: Path, expected: Mapping[str, Mapp
     """Return the result of one version of a reader on the store at `root`."""
     wanted: Mapping[str, Any] = expected["views" if reader.function == "views" else "files"]
     if reader.function == "fastparquet":
-        excluded = _floats_and_times(root)
+        excluded = _floats(root)
         wanted = {
             name: {column: one for column, one in columns.items() if (name, column) not in excluded}
             for name, columns in wanted.items()

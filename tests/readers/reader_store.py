@@ -53,11 +53,21 @@ def _common(rank: int, step: int) -> dict[str, Any]:
 def _hashes() -> list[dict[str, Any]]:
     return [
         _common(rank, step)
-        | {"kind": "param_after", "tensor": f"t{number}", "replicas": "0-3", "hash": 7 + (rank == 2 and step > 300)}
+        | {
+            "kind": "param_after",
+            "tensor": f"t{number}",
+            "replicas": "0-3",
+            "hash": _hash(step) + (rank == 2 and step > 300),
+        }
         for step in range(295, 305)
         for rank in range(4)
         for number in range(3)
     ]
+
+
+def _hash(step: int) -> int:
+    """Return one of the numbers in the whole range of the column, as real hashes are."""
+    return (step * 0x9E3779B97F4A7C15) % (1 << 64) - (1 << 63)
 
 
 def _collectives() -> list[dict[str, Any]]:

@@ -12,7 +12,8 @@ zeros, subnormal numbers, and numbers that rounding would make infinite keep all
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
@@ -26,7 +27,15 @@ import pyarrow.parquet as pq
 from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.files.partitioning import file_mantissa_bits
-from rankscope_storage.files.sorting import LAID_TOGETHER, SORT_KEYS, is_constant, is_sorted, one_chunk, sort_order
+from rankscope_storage.files.sorting import (
+    LAID_TOGETHER,
+    SORT_KEYS,
+    Indices,
+    is_constant,
+    is_sorted,
+    one_chunk,
+    sort_order,
+)
 
 ROW_GROUP_ROWS: Final = 65_536
 """Number of rows of a row group, and also of a page.
@@ -73,11 +82,16 @@ _FAST_CODEC: Final = {"tensor_stats": ("step",)}
 The first level of zstd misses the repetitions of plain numbers that count: it takes up to ten times as long, and a byte
 per row."""
 
-_WIDE_RANGE: Final = 1 << 27
-"""Range from which integers of tensor statistics are plain: fastparquet returns wrong values for wider differences.
+_WIDE: Final = 1 << 27
+"""Difference of two integers that a row group with differences must not have: fastparquet returns wrong values.
 
-Other datasets have long series of wide numbers, such as times, which take several times as much space as plain numbers.
-"""
+It does so if two differences differ by 2^28. Most wide differences are those of times, where another series begins."""
+
+_LONG_SERIES: Final = 8_192
+"""Number of rows per wide difference from which row groups may end at these differences. A row group takes 2.5 KB."""
+
+_WIDE_LEVEL: Final = 3
+"""Level of zstd for plain numbers: level 1 misses repetitions at distances of 10,000 rows, and takes a byte per row."""
 
 _SPLIT: Final = "BYTE_STREAM_SPLIT"
 _INTEGER_TYPES: Final = ("INT32", "INT64")  # physical types of Parquet, of times too
@@ -99,19 +113,46 @@ def write_sorted(table: pa.Table, dataset: str, path: Path | IO[bytes], mantissa
         rows = sort_order(table, SORT_KEYS[dataset], together=together)
         # Reading the row numbers is a large part of moving four bytes per row: halve their size if they fit.
         order = pa.array(rows.astype(np.uint32) if len(rows) <= 1 << 32 else rows)
-    plain = {name for name, column in columns.items() if column.is_constant and not column.values[0].as_py()}
-    if dataset in _PLAIN_INTEGERS:
-        plain |= {name for name, column in columns.items() if column.is_wide()}
-    with pq.ParquetWriter(path, schema, **_options(dataset, plain)) as writer:
+    zero = {name for name, column in columns.items() if column.is_constant and not column.values[0].as_py()}
+    examined = {name: column for name, column in columns.items() if name not in _PLAIN_INTEGERS.get(dataset, ())}
+    wide, cuts = _wide_columns(examined, order, 0 if dataset in _PLAIN_INTEGERS else table.num_rows // _LONG_SERIES)
+    with pq.ParquetWriter(path, schema, **_options(dataset, zero, wide)) as writer:
         # One row group at a time: a sorted copy of the whole table would cost more than the sorting.
-        for start in range(0, table.num_rows, ROW_GROUP_ROWS):
-            count = min(ROW_GROUP_ROWS, table.num_rows - start)
-            places = None if order is None else order.slice(start, count)
-            arrays = [column.rows(start, count, places) for column in columns.values()]
+        for start, end in itertools.pairwise(_row_group_ends(table.num_rows, cuts)):
+            places = None if order is None else order.slice(start, end - start)
+            arrays = [column.rows(start, end - start, places) for column in columns.values()]
             writer.write_table(pa.Table.from_arrays(arrays, schema=schema), row_group_size=ROW_GROUP_ROWS)
         writer.add_key_value_metadata(dataset_schema(dataset).metadata)
         if mantissa_bits is not None:
             writer.add_key_value_metadata({MANTISSA_BITS_KEY: str(mantissa_bits)})
+
+
+def _wide_columns(columns: Mapping[str, _Column], order: pa.Array | None, most: int) -> tuple[set[str], set[int]]:
+    """Return the names of the columns to write as plain numbers, because rows in the order `order` differ widely.
+
+    Also return the rows at which a row group must begin, so that the other columns have no wide differences. These are
+    at most `most` rows per column. If `most` is 0, all columns with a wide range are written as plain numbers.
+    """
+    wide, cuts = set(), set[int]()
+    for name, column in columns.items():
+        if not column.is_wide():
+            continue
+        jumps = column.jumps(order, most) if most else None
+        if jumps is None:
+            wide.add(name)
+        else:
+            cuts.update(jumps.tolist())
+    return wide, cuts
+
+
+def _row_group_ends(rows: int, cuts: Collection[int]) -> Iterator[int]:
+    """Yield 0, and the end of each row group: after ROW_GROUP_ROWS rows, before each row in `cuts`, and at the end."""
+    start = 0
+    yield start
+    for cut in sorted({*cuts, rows} - {0}):
+        while start < cut:
+            start = min(start + ROW_GROUP_ROWS, cut)
+            yield start
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +177,27 @@ class _Column:
         return cls(values, is_same, values.null_count > 0)
 
     def is_wide(self) -> bool:
-        """Return whether these are integers, and differences of their differences can need more than 28 bits."""
-        if self.is_constant or not pa.types.is_integer(self.values.type):
+        """Return whether these are integers or times, or lists of integers, of which two can have a wide difference."""
+        if self.is_constant or (integers := _integers(self.values)) is None:
             return False
-        low, high = (end.as_py() for end in pc.min_max(self.values).values())
-        return bool(high - low >= _WIDE_RANGE)
+        low, high = (end.as_py() for end in pc.min_max(integers).values())
+        return low is not None and bool(high - low >= _WIDE)
+
+    def jumps(self, order: pa.Array | None, most: int) -> Indices | None:
+        """Return the rows with a wide difference to the row before, in the order `order`.
+
+        Return None if plain numbers take less space than row groups that begin at these rows: if there are more than
+        `most`, or if most values occur several times in a row group. Return None for nulls and lists, too.
+        """
+        integers = _integers(self.values)
+        if integers is None or integers.null_count or pa.types.is_list(self.values.type):
+            return None
+        ordered = integers if order is None else pc.take(integers, order, boundscheck=False)
+        differences = np.diff(ordered.to_numpy())  # they overflow as those of the encoder
+        jumps = np.flatnonzero((differences >= _WIDE) | (differences <= -_WIDE)) + 1
+        first = ordered.slice(0, ROW_GROUP_ROWS)
+        is_shared = len(jumps) and pc.count_distinct(first).as_py() <= len(first) // 2
+        return None if is_shared or len(jumps) > most else jumps
 
     def rows(self, start: int, count: int, places: pa.Array | None) -> pa.Array:
         """Return values of this column for one row group of the file, or for fewer rows.
@@ -153,6 +210,14 @@ class _Column:
         else:
             values = pc.take(self.values, places, boundscheck=False)
         return _without_unused(values) if pa.types.is_dictionary(values.type) else values
+
+
+def _integers(values: pa.Array) -> pa.Array | None:
+    """Return `values`, or the values in its lists, as integers; None if they are neither integers nor times."""
+    flat = values.flatten() if pa.types.is_list(values.type) else values
+    if pa.types.is_timestamp(flat.type):
+        return flat.view(pa.int64())
+    return flat if pa.types.is_integer(flat.type) else None
 
 
 def _without_unused(column: pa.DictionaryArray) -> pa.DictionaryArray:
@@ -178,10 +243,11 @@ def _without_unused(column: pa.DictionaryArray) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(pa.array(new_codes[codes], mask=nulls), used)
 
 
-def _options(dataset: str, plain: Collection[str]) -> dict[str, Any]:
+def _options(dataset: str, zero: Collection[str], wide: Collection[str]) -> dict[str, Any]:
     """Return the options of the Parquet writer for `dataset`.
 
-    `plain` names the columns without an encoding: those that are zero or null in all rows, and those of wide integers.
+    Two kinds of columns have no encoding: those in `zero` are zero or null in all rows, and those in `wide` have wide
+    differences.
     """
     encodings, leaves, fast = _encodings(dataset), list(_leaves(dataset)), _FAST_CODEC.get(dataset, ())
     unsearched = set(_UNSEARCHED)
@@ -192,12 +258,14 @@ def _options(dataset: str, plain: Collection[str]) -> dict[str, Any]:
     is_flat = all(name not in _FREE_TEXT and not name.endswith(".list.element") for name, _ in leaves)
     return {
         "compression": {name: "lz4" if name in fast else "zstd" for name, _ in leaves},
-        "compression_level": {name: 1 for name, _ in leaves if name not in fast},
+        "compression_level": {
+            name: _WIDE_LEVEL if _field(name) in wide else 1 for name, _ in leaves if name not in fast
+        },
         "use_dictionary": [name for name, encoding in encodings.items() if encoding == _DICTIONARY],
         # zstd compresses plain zeros faster than any other content. For another constant, it takes longer than the
         # encoder of differences, and its result is 20 times as large.
         "column_encoding": {
-            name: "PLAIN" if name in plain else encoding
+            name: "PLAIN" if name in zero or _field(name) in wide else encoding
             for name, encoding in encodings.items()
             if encoding != _DICTIONARY
         },
@@ -257,6 +325,11 @@ def _leaves(dataset: str) -> Iterator[tuple[str, pa.DataType]]:
         while pa.types.is_list(leaf):
             leaf, name = leaf.value_type, f"{name}.list.element"
         yield name, leaf
+
+
+def _field(leaf: str) -> str:
+    """Return the name of the column that has the leaf column `leaf`."""
+    return leaf.partition(".")[0]
 
 
 ROUNDED_COLUMNS: Final = {"tensor_stats": VALUE_OPS, "features": ("value",)}

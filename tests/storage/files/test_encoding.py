@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -105,6 +107,86 @@ def test_wide_integers_of_tensors_are_plain(tmp_path):
 
     assert {"DELTA_BINARY_PACKED", "RLE"} == set(encodings["ordinal"]) == set(encodings["zeros"])
     assert {"PLAIN", "RLE"} == set(encodings["numel"])
+
+
+def scalars(names: int, ranks: int, steps: int, *, pace: int = 300_000, shared: bool = True) -> pa.Table:
+    """Return a row per step, rank and name. Steps are `pace` microseconds apart, with an irregular part.
+
+    If `shared`, all names of a rank and step have the same time.
+    """
+    step, rank, name = (one.ravel() for one in np.indices((steps, ranks, names)))
+    ts = 1_790_000_000_000_000 + step * pace + step**2 % 997 + rank * 31 + (0 if shared else name * 17)
+    columns = {
+        **{key: [text] * len(step) for key, text in {"run": "r", "incarnation": "i", "ts_origin": "rank"}.items()},
+        "attempt": np.zeros(len(step), np.int32),
+        "rank": rank.astype(np.int32),
+        "step": step,
+        "ts": pa.array(ts).cast(pa.timestamp("us", tz="UTC")),
+        "name": pa.DictionaryArray.from_arrays(pa.array(name.astype(np.int32)), [f"n{one}" for one in range(names)]),
+        "value": step / 7,
+    }
+    return conform(pa.table(columns), "scalars")
+
+
+def widths(file: pq.ParquetFile, name: str) -> Iterator[int]:
+    """Yield the number of bits of the widest difference of `name`, per row group with differences."""
+    place = file.schema_arrow.get_field_index(name)
+    for group in range(file.num_row_groups):
+        if "DELTA_BINARY_PACKED" in file.metadata.row_group(group).column(place).encodings:
+            values = file.read_row_group(group, columns=[name])[name].cast(pa.int64()).to_numpy()
+            differences = np.diff(values)
+            yield (int(differences.max()) - int(differences.min())).bit_length()
+
+
+@pytest.mark.parametrize(
+    ("shape", "shared", "encoding", "groups"),
+    [
+        ((12, 4, 600), True, "PLAIN", 1),
+        ((1, 1, 20_000), True, "DELTA_BINARY_PACKED", 1),
+        ((1, 4, 10_000), True, "DELTA_BINARY_PACKED", 4),
+        ((2, 2, 10_000), False, "DELTA_BINARY_PACKED", 4),
+        ((1, 8, 2_000), True, "PLAIN", 1),
+        ((12, 4, 100), True, "DELTA_BINARY_PACKED", 1),
+    ],
+)
+def test_times_of_scalars_have_no_wide_differences(tmp_path, shape, shared, encoding, groups):
+    """Fastparquet returns wrong values if differences differ by 2^28. Shared times are plain, others are in groups."""
+    table = scalars(*shape, shared=shared)
+    write_sorted(table, "scalars", tmp_path / "f")
+    file = pq.ParquetFile(tmp_path / "f")
+    chunk = file.metadata.row_group(0).column(file.schema_arrow.get_field_index("ts"))
+
+    assert encoding in chunk.encodings
+    assert all(width <= 28 for width in widths(file, "ts"))
+    assert groups == file.num_row_groups
+    assert Counter(table["ts"].to_pylist()) == Counter(file.read()["ts"].to_pylist())
+
+
+@pytest.mark.parametrize("hashes", [[-(1 << 63), 0, (1 << 63) - 1], [5, 6, 7]])
+def test_hashes_are_plain_if_they_are_wide(tmp_path, hashes):
+    required = {name: ["x"] * 3 for name in ("run", "kind", "tensor")}
+    table = conform(pa.table({**required, "hash": hashes, "step": [1, 2, 3]}), "hashes")
+    write_sorted(table, "hashes", tmp_path / "f")
+    file = pq.ParquetFile(tmp_path / "f")
+    chunk = file.metadata.row_group(0).column(file.schema_arrow.get_field_index("hash"))
+
+    assert ("DELTA_BINARY_PACKED" in chunk.encodings) == (hashes == [5, 6, 7])
+    assert hashes == file.read()["hash"].to_pylist()
+
+
+def test_wide_integers_in_lists_are_plain(tmp_path):
+    required = {name: ["x"] * 2 for name in ("run", "kind", "tensor", "scheme")}
+    counts = [[1, 1 << 40], [3]]
+    table = conform(pa.table({**required, "counts": pa.array(counts, pa.list_(pa.int64()))}), "histograms")
+    write_sorted(table, "histograms", tmp_path / "f")
+    file = pq.ParquetFile(tmp_path / "f")
+    paths = {
+        chunk.path_in_schema: chunk
+        for chunk in map(file.metadata.row_group(0).column, range(file.metadata.num_columns))
+    }
+
+    assert "DELTA_BINARY_PACKED" not in paths["counts.list.element"].encodings
+    assert counts == file.read()["counts"].to_pylist()
 
 
 def test_row_group_has_one_page_per_float_column(tmp_path):
