@@ -189,6 +189,25 @@ def test_wide_integers_in_lists_are_plain(tmp_path):
     assert counts == file.read()["counts"].to_pylist()
 
 
+@pytest.mark.parametrize("jitter", [0, 100, 300, 3_000, 30_000])
+def test_times_of_tensors_take_few_bytes_with_any_jitter(tmp_path, jitter):
+    """The first level of zstd takes more than a byte per row for times whose differences vary by 0.1 ms."""
+    tensors, ranks, steps = 16, 64, 50
+    tensor, rank, step = (one.ravel() for one in np.indices((tensors, ranks, steps)))
+    noise = np.random.default_rng(3).integers(0, jitter + 1, (ranks, steps))
+    ts = pa.array(1_790_000_000_000_000 + step * 3_000_000 + noise[rank, step]).cast(pa.timestamp("us", tz="UTC"))
+    names = [f"{one:02d}" for one in tensor]
+    rows = rows_of({"tensor": names, "rank": rank, "step": step, "ts": ts}, coded=True)
+    group = stored(rows, tmp_path / "f").metadata.row_group(0)
+    (size,) = (
+        chunk.total_compressed_size
+        for chunk in map(group.column, range(group.num_columns))
+        if chunk.path_in_schema == "ts"
+    )
+
+    assert size / len(ts) < 0.5
+
+
 def test_row_group_has_one_page_per_float_column(tmp_path):
     """Each of the four byte streams of a page is as long as a block of zstd."""
     count = ROW_GROUP_ROWS
