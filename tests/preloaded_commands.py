@@ -2,10 +2,10 @@
 
 from importlib import import_module
 
-from rankscope.commands import build
+from rankscope.commands import command
 from rankscope_ingest.importers import importers
 
 for name in ("numpy.ma", "pyarrow.acero", "pyarrow.csv", "pydantic.type_adapter"):
     import_module(name)
-build()
+command()
 importers()

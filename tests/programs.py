@@ -1,9 +1,11 @@
 """Python programs for tests, each in a separate process, with only one import of torch.
 
 A first process imports torch, the modules of its optimizers, and the exporter, which takes seconds. It is forked for
-each program. The child has a separate `__main__`, environment and standard streams, and exits like any interpreter.
-Programs that depend on the import of modules, or that spawn children, need `subprocess` instead. `warm_processes()`
-does the same for functions, which exit like those of `multiprocessing`.
+each program. The child has a separate `__main__`, environment and standard streams. At its end it waits for threads,
+calls the functions of `atexit`, and destroys its own objects. It does not destroy the modules, which takes longer than
+most programs, unless the test needs a `whole_exit`. Programs that depend on the import of modules, or that spawn
+children, need `subprocess` instead. `warm_processes()` does the same for functions, which exit like those of
+`multiprocessing`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import Any
 import rankscope.__main__
 
 SERVER = """
-import gc, json, os, sys, types
+import atexit, gc, json, os, sys, threading, types
 import IMPORTED
 gc.collect()
 gc.freeze()  # an exiting program then searches only its own objects for cycles, not three times all of torch
@@ -61,7 +63,21 @@ sys.modules["__main__"] = main = types.ModuleType("__main__")
 if "script" in job:
     main.__file__ = job["script"]
     sys.path[0] = os.path.dirname(job["script"])
-exec(compile(job["code"], job.get("script", "<string>"), "exec"), main.__dict__)
+status = 0
+try:
+    exec(compile(job["code"], job.get("script", "<string>"), "exec"), main.__dict__)
+except SystemExit as end:
+    if job["whole_exit"] or not isinstance(end.code, int | None):
+        raise
+    status = end.code or 0
+if not job["whole_exit"]:
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    main.__dict__.clear()
+    gc.collect()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status & 255)
 """
 
 BEFORE_TWO_RANKS = """
@@ -141,7 +157,13 @@ class Server:
         self.lock = threading.RLock()  # threads of tests also poll: each question must get its own answer
 
     def run(
-        self, code: str, environment: dict[str, str], seconds: float, folder: Path | None = None
+        self,
+        code: str,
+        environment: dict[str, str],
+        seconds: float,
+        folder: Path | None = None,
+        *,
+        whole_exit: bool = False,
     ) -> subprocess.CompletedProcess[str]:
         """Run `code`; return its exit code and all output, also of its children. Kill all after the timeout."""
         with tempfile.TemporaryDirectory() as pipes, ThreadPoolExecutor(2) as readers:
@@ -150,7 +172,7 @@ class Server:
                 os.mkfifo(stream)
             texts = [readers.submit(stream.read_text, errors="replace") for stream in streams]
             with self.lock:
-                pid = self._fork(code, ["-c"], streams, environment, folder, waits=True)
+                pid = self._fork(code, ["-c"], streams, environment, folder, waits=True, whole_exit=whole_exit)
                 watchdog = threading.Timer(seconds, os.killpg, (pid, signal.SIGKILL))
                 watchdog.start()
                 try:
@@ -179,6 +201,7 @@ class Server:
         folder: Path | None,
         *,
         waits: bool = False,
+        whole_exit: bool = False,
         **more: str,
     ) -> int:
         job = {
@@ -188,6 +211,7 @@ class Server:
             "folder": str(folder or Path.cwd()),
             "streams": [str(stream) for stream in streams],
             "waits": waits,
+            "whole_exit": whole_exit,
         }
         return int(self._ask(json.dumps(job | more)))
 
@@ -218,8 +242,7 @@ OF_COMMANDS = (
 """Modules that most commands import, mainly those of the service. The import takes longer than the commands."""
 
 SERVICE = """
-import gc, sys
-gc.unfreeze()  # DuckDB reports objects that remain at the exit of a process
+import sys
 from {module} import main
 sys.exit(main())
 """
@@ -256,13 +279,15 @@ def run_program(
     folder: Path | None = None,
     seconds: float = 90.0,
     imported: Sequence[str] = OF_TRAINING,
+    whole_exit: bool = False,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run `code` like `python -c`, in this environment updated by `environment`.
 
-    The modules `imported` are imported already.
+    The modules `imported` are imported already. With `whole_exit`, the process exits like any interpreter.
     """
-    return server_of(*imported).run(code, {**os.environ, "OMP_NUM_THREADS": "1", **environment}, seconds, folder)
+    told = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return server_of(*imported).run(code, told, seconds, folder, whole_exit=whole_exit)
 
 
 def run_command(

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.programs import Started, start_module
 
 from rankscope.base.errors import TAKEN_OVER, USAGE, CommandError
 from rankscope.commands.serve import _run, load_settings
@@ -23,10 +24,6 @@ from rankscope.output.progress import fetch_runs
 from rankscope_storage.base.errors import ShardLostError
 
 UNITS = Path(__file__).parents[2] / "deploy" / "systemd"
-
-
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "rankscope", "serve", *map(str, arguments)]
 
 
 @pytest.fixture
@@ -42,10 +39,9 @@ def refused(rankscope):
 
 
 @contextmanager
-def serving(log: Path, *arguments: object) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def serving(log: Path, *arguments: object) -> Iterator[tuple[Started, str]]:
     """Start a service, yield its process and URL, and stop it."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(command(*arguments), stdout=output, stderr=subprocess.STDOUT)
+    process = start_module("rankscope.__main__", "serve", *arguments, log=log)
     try:
         deadline = time.monotonic() + 30
         while not (found := re.search(r"^listening on (http://\S+)$", log.read_text(), re.MULTILINE)):
@@ -55,7 +51,7 @@ def serving(log: Path, *arguments: object) -> Iterator[tuple[subprocess.Popen[by
         yield process, found[1]
     finally:
         process.kill()
-        process.wait()
+        process.wait(30)
 
 
 def test_log_lines_contain_the_known_context():

@@ -9,6 +9,7 @@ import urllib.request
 
 import aiohttp
 import pytest
+from tests.programs import run_command
 from tests.view.training import MAIN, Size, write_store
 
 from rankscope_ingest.base.errors import ConfigError
@@ -56,9 +57,7 @@ async def test_view_beyond_loopback_needs_the_token(tmp_path):
 
 
 def test_folder_without_a_store_is_one_line(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "rankscope", "view", tmp_path], capture_output=True, text=True, check=False
-    )
+    done = run_command("view", tmp_path)
 
     assert 1 == done.returncode
     assert "is not a Rankscope store" in done.stderr

@@ -7,13 +7,14 @@ Instead of a function, the file may have a `typer.Typer` with several commands, 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import pkgutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -93,10 +94,16 @@ def _has_working_directory() -> bool:
         return False
 
 
+@functools.cache
+def command() -> Callable[..., Any]:
+    """Return `build()` as a click command. To make it takes as long as many subcommands; a process makes it once."""
+    return typer.main.get_command(build())
+
+
 def main() -> None:
     """Run the `rankscope` command. An error is printed as one line on standard error, without a traceback."""
     try:
-        build()(prog_name="rankscope")
+        command()(prog_name="rankscope")
     except CommandError as error:
         print(f"rankscope: {error}", file=sys.stderr)
         sys.exit(error.code)

@@ -31,7 +31,7 @@ def step(net, optimizer):
 
 
 def run(body: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return run_program(PREAMBLE + textwrap.dedent(body), **environment)
+    return run_program(PREAMBLE + textwrap.dedent(body), whole_exit=True, **environment)
 
 
 def test_monitor_in_a_forked_child_is_inactive_and_holds_no_port() -> None:
