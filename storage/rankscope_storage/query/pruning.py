@@ -219,17 +219,19 @@ class _Reader:
             raise _NotUnderstoodError
 
 
-def _with_names(node: Any) -> Iterator[str]:
+def _with_names(tree: Node) -> Iterator[str]:
     """Yield every name that a WITH clause in the syntax tree defines, in any scope."""
-    if isinstance(node, list):
-        for member in node:
-            yield from _with_names(member)
-    elif isinstance(node, dict):
-        for entry in (node.get("cte_map") or {}).get("map", []):
-            yield entry["key"]
-        if node.get("type") in {"CTE_NODE", "RECURSIVE_CTE_NODE"}:
-            yield node["cte_name"]
-        yield from _with_names(list(node.values()))
+    unread: list[Any] = [tree]
+    while unread:
+        node = unread.pop()
+        if isinstance(node, list):
+            unread += node
+        elif isinstance(node, dict):
+            for entry in (node.get("cte_map") or {}).get("map", []):
+                yield entry["key"]
+            if node.get("type") in {"CTE_NODE", "RECURSIVE_CTE_NODE"}:
+                yield node["cte_name"]
+            unread += node.values()
 
 
 def _conditions(where: Any) -> Iterator[_OwnedCondition]:
