@@ -31,10 +31,10 @@ env: $(VENV)/.installed-dev ## create .venv with everything: package, tests, lin
 demo: $(VENV)/.installed-all ## train on two ranks, break it twice, see every step stored and two alerts delivered
 	$(BIN)/rankscope demo $(DEMO)
 
-test: $(VENV)/.installed-dev ## run the tests (PYTEST="-k name" for some of them)
+test: $(VENV)/.compiled ## run the tests (PYTEST="-k name" for some of them)
 	$(BIN)/python -m pytest $(SPREAD) $(PYTEST)
 
-test-thorough: $(VENV)/.installed-dev ## the same with four times the examples of each property, and cases that take long
+test-thorough: $(VENV)/.compiled ## the same with four times the examples of each property, and cases that take long
 	RANKSCOPE_THOROUGH=1 $(BIN)/python -m pytest $(SPREAD) $(PYTEST)
 
 test-all: test-thorough test-crashes soak test-examples test-frameworks test-readers $(if $(wildcard /dev/nvidia0),test-gpu) ## every suite, one after the other (hours)
@@ -116,6 +116,11 @@ $(VENV)/.torch: constraints.txt
 
 $(VENV)/.installed-%: $(VENV)/.torch pyproject.toml constraints.txt
 	$(UV) -c constraints.txt -e '.[$*]' || $(PIP) -c constraints.txt -e '.[$*]'
+	@touch $@
+
+# Test processes that start at the same time would each compile the same modules.
+$(VENV)/.compiled: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.compiled
 	@touch $@
 
 # DeepSpeed is built here, with the torch that is here and without its operators.

@@ -1,0 +1,22 @@
+"""Compile the modules that test processes import, each once.
+
+Run in a new environment, before several test processes start at the same time. Otherwise each of them compiles the
+modules of torch, and the kernel for statistics, because no other process has finished and written the results.
+"""
+
+from __future__ import annotations
+
+import os
+
+from tests.programs import IMPORTED, OF_COMMANDS, OF_TRAINING, server_of
+
+
+def main() -> None:
+    """Import all modules in two processes in parallel, of which one has torch."""
+    servers = [server_of(*names) for names in ((*IMPORTED, *OF_TRAINING), OF_COMMANDS)]
+    for server in servers:
+        assert 0 == server.run("pass", dict(os.environ), seconds=600.0).returncode
+
+
+if __name__ == "__main__":
+    main()
