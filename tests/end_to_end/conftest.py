@@ -207,7 +207,7 @@ def reference(tmp_path: Path) -> Callable[[], dict[tuple[int, int, str, str], di
     return read
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def parent() -> Iterator[subprocess.Popen[bytes]]:
     """Return a function that forks ranks, so that torch is imported only once."""
     process = subprocess.Popen([sys.executable, str(RANKS)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
