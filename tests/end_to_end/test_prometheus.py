@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.dashboards.generated import FILES
 from tests.programs import start_script
 
 from rankscope.output.board_preview import PreviewChoice, preview_html
@@ -25,7 +26,7 @@ from rankscope_dashboards.alerts.groups import alert_groups
 from rankscope_dashboards.boards.elements.pages import all_panels
 from rankscope_dashboards.boards.elements.selectors import RANKS, RATE_WINDOW, SERVICE_RANKS, rate
 from rankscope_dashboards.deploy.prometheus import DEFAULT_SERVICE
-from rankscope_dashboards.generate import PROVISIONING, generated_files
+from rankscope_dashboards.generate import PROVISIONING
 from rankscope_dashboards.preview.board import board_names
 
 TRAINING = Path(__file__).with_name("troubled_training.py")
@@ -48,7 +49,6 @@ VARIABLES = {
     "$kind": "grad_reduced",
     "$tensor": ALL,
 }
-FILES = generated_files()
 BOARDS = [json.loads(text) for name, text in FILES.items() if name.endswith(".json")]
 ALERTS = {" ".join((alert.name, *alert.labels.values())): alert for group in alert_groups() for alert in group.alerts}
 

@@ -11,16 +11,17 @@ from urllib.parse import parse_qsl, urlsplit
 import pytest
 import yaml
 from tests.dashboards.boards.promql import substituted
+from tests.dashboards.generated import FILES
 
 from rankscope_contract.metrics.catalogue import CATALOG
 from rankscope_dashboards import boards as boards_package
 from rankscope_dashboards.boards import boards
 from rankscope_dashboards.boards.elements.pages import BOARD_PAGES, PANEL_PAGES, all_panels, with_pages
-from rankscope_dashboards.generate import PROVISIONING, generated_files, stale_files
+from rankscope_dashboards.generate import PROVISIONING, stale_files
 from rankscope_storage.api.store import Store
 from rankscope_view.site import Site
 
-BOARDS = {Path(name).stem: json.loads(text) for name, text in generated_files().items() if name.endswith(".json")}
+BOARDS = {Path(name).stem: json.loads(text) for name, text in FILES.items() if name.endswith(".json")}
 PANELS = [(name, panel) for name, board in BOARDS.items() for panel in all_panels(board) if panel["type"] != "row"]
 EXPRESSIONS = [(panel["title"], target["expr"]) for _, panel in PANELS for target in panel["targets"]]
 ANNOTATIONS = [one for board in BOARDS.values() for one in board.get("annotations", {}).get("list", ())]
@@ -46,7 +47,7 @@ def test_committed_files_equal_the_generated_ones():
 
 
 def test_stale_files_lists_changed_missing_and_obsolete_files(tmp_path):
-    for name, text in generated_files().items():
+    for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / "prometheus/prometheus.yml").write_text("changed", encoding="utf-8")

@@ -7,12 +7,11 @@ import re
 
 import pytest
 import yaml
+from tests.dashboards.generated import FILES
 
 from rankscope_contract.metrics.catalogue import CATALOG
 from rankscope_dashboards.boards.elements.pages import all_panels
-from rankscope_dashboards.generate import generated_files
 
-FILES = generated_files()
 BOARDS = {name: json.loads(text) for name, text in FILES.items() if name.endswith(".json")}
 EXCLUSIONS = yaml.safe_load(FILES["dashboards/.lint"])["exclusions"]
 WITH_UNITS = {"stat", "singlestat", "graph", "table", "timeseries", "gauge"}

@@ -11,11 +11,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tests.dashboards.generated import FILES
 
 from rankscope_dashboards.boards.elements.pages import all_panels
-from rankscope_dashboards.generate import generated_files
 
-BOARDS = {Path(name).stem: json.loads(text) for name, text in generated_files().items() if name.endswith(".json")}
+BOARDS = {Path(name).stem: json.loads(text) for name, text in FILES.items() if name.endswith(".json")}
 MODULES = {
     "gauge": "gauge/panelcfg/x/GaugePanelCfg",
     "stat": "stat/panelcfg/x/StatPanelCfg",

@@ -6,11 +6,10 @@ import json
 
 import yaml
 from tests.dashboards.boards.promql import promql_error, query_of
+from tests.dashboards.generated import FILES
 
 from rankscope_dashboards.boards.elements.pages import all_panels
-from rankscope_dashboards.generate import generated_files
 
-FILES = generated_files()
 BOARD = json.loads(FILES["dashboards/rankscope/ranks.json"])
 query = query_of(BOARD)
 GPU = 'job="rankscope", run="r", gpu="GPU-{rank}", rank="{rank}"'

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 from tests.dashboards.boards.promql import AT, given_series, promql_error, promql_errors, query_of, series
+from tests.dashboards.generated import FILES
 
 from rankscope_dashboards.boards.elements.pages import all_panels
-from rankscope_dashboards.generate import generated_files
 
-FILES = generated_files()
 BOARDS = {Path(name).stem: json.loads(text) for name, text in FILES.items() if name.endswith(".json")}
 MAX_LINES = 20
 RANKS = 50

@@ -13,11 +13,11 @@ from tests.dashboards.boards.promql import (
     scraped_twice,
     substituted,
 )
+from tests.dashboards.generated import FILES
 
 from rankscope_dashboards.boards.elements.pages import all_panels
-from rankscope_dashboards.generate import generated_files
 
-BOARDS = [json.loads(text) for name, text in generated_files().items() if name.endswith(".json")]
+BOARDS = [json.loads(text) for name, text in FILES.items() if name.endswith(".json")]
 EXPRESSIONS = [
     f"round({substituted(item['expr'])}, 0.000001)"  # a sum of floats depends on their order
     for board in BOARDS

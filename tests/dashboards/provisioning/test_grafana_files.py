@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.dashboards.generated import FILES
 
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
@@ -19,7 +20,6 @@ from rankscope_dashboards.alerts.alert import Alert, AlertGroup
 from rankscope_dashboards.alerts.groups import alert_groups
 from rankscope_dashboards.alerts.panels import Panel
 from rankscope_dashboards.deploy.prometheus import seconds
-from rankscope_dashboards.generate import generated_files
 from rankscope_dashboards.provisioning import alert_rules as module
 from rankscope_dashboards.provisioning.alert_rules import alert_rules, panel_ids
 from rankscope_dashboards.provisioning.notifications import GROUP_WAIT
@@ -29,7 +29,6 @@ from rankscope_ingest.base.config import IngestSection, NotifySection
 DOCUMENTATION = Path(__file__).parents[3] / "docs" / "dashboards.md"
 OWN_GROUP_WAIT_SECONDS = seconds(GROUP_WAIT)
 
-FILES = generated_files()
 BOARDS = {json.loads(text)["uid"]: json.loads(text) for name, text in FILES.items() if name.endswith(".json")}
 SOURCES = yaml.safe_load(FILES["datasources/rankscope.yaml"])
 PROVIDERS = yaml.safe_load(FILES["dashboards/rankscope.yaml"])
