@@ -100,15 +100,17 @@ def conform(table: pa.Table, name: str) -> pa.Table:
     An absent nullable column is added as null. Text may be dictionary-encoded and keeps that encoding. Raises
     BatchError for unknown columns, values that do not fit their type, and nulls in required columns.
     """
-    schema = dataset_schema(name)
-    unknown = sorted(set(table.column_names) - set(schema.names))
-    if unknown:
+    schema, given = dataset_schema(name), set(table.column_names)
+    if unknown := sorted(given - set(schema.names)):
         raise BatchError(f"{name} has no column {', '.join(unknown)}: its columns are {', '.join(schema.names)}")
     absent, columns = _Absent(table.num_rows), {}
     try:
         for field in schema:
-            is_absent = field.name not in table.column_names
-            column = absent.column(field.type) if is_absent else _cast(_one_chunk(table[field.name]), field, name)
+            column = table.column(field.name) if field.name in given else None
+            if column is None:
+                column = absent.column(field.type)
+            elif column.num_chunks != 1 or column.type != field.type:
+                column = _cast(_one_chunk(column), field, name)
             if not field.nullable and column.null_count:
                 raise BatchError(f"{name}.{field.name} is null in {column.null_count} rows: it must have a value")
             columns[field.name] = column

@@ -21,10 +21,11 @@ WHERE run IN ('text', 'state', 'lines') GROUP BY ALL ORDER BY ALL"""
 
 
 class Counting:
-    """A writer that counts the appends, and fails from the append with the number `fails_at` on."""
+    """A writer that counts appends and refreshes, and fails from the append with the number `fails_at` on."""
 
     def __init__(self, writer, fails_at=None):
         self.writer, self.fails_at, self.appends = writer, fails_at, 0
+        self.refreshes = 0
 
     def append(self, batch):
         self.appends += 1
@@ -32,8 +33,9 @@ class Counting:
             raise StoreError("disk full")
         return self.writer.append(batch)
 
-    def watermark(self, incarnation):
-        return self.writer.watermark(incarnation)
+    def watermark(self, incarnation, *, refresh=True):
+        self.refreshes += refresh
+        return self.writer.watermark(incarnation, refresh=refresh)
 
 
 @pytest.fixture
@@ -109,7 +111,28 @@ def test_group_stores_the_same_as_single_imports(tmp_path, store, mixed):
     assert expected == connection.query(CONTENT).to_pylist()
     assert single == together
     assert {"text", "state", "lines", "csv"} == {row["run"] for row in connection.query("FROM runs").to_pylist()}
-    assert 1 == counting.appends
+    assert (1, 1) == (counting.appends, counting.refreshes)
+
+
+def test_rows_that_another_process_stores_meanwhile_are_not_stored_twice(tmp_path, store):
+    """The group does not read the watermarks of the store again before its commit."""
+    writer, connection = store
+    (tmp_path / "a.jsonl").write_text(lines(1, 5))
+    (tmp_path / "b.jsonl").write_text(lines(1, 5))
+    logs = [(tmp_path / "a.jsonl", "a"), (tmp_path / "b.jsonl", "b")]
+    group = LogGroup(writer, connection)
+    group.begin({"a", "b"})
+    with Store.open(tmp_path / "store").claim("1/2", owner="another import") as other:
+        for number, (path, run) in enumerate(logs):
+            import_records(path, group, find_importer(path), run=run, known=group.known(run))
+            if number == 0:
+                import_all(LogGroup(other, connection), logs)
+        group.flush()
+
+    assert [("a", 5), ("b", 5)] == [
+        tuple(row.values())
+        for row in connection.query("SELECT run, count(*) AS n FROM scalars GROUP BY 1 ORDER BY 1").to_pylist()
+    ]
 
 
 def test_failed_commit_neither_loses_nor_doubles_rows(tmp_path, store, monkeypatch):

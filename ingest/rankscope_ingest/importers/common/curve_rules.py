@@ -124,12 +124,13 @@ class CurveEvaluator:
         scalars = tables["scalars"]
         names = scalars.column("name").cast(pa.string())
         pauses, is_finite = self._pauses(tables, names), pc.is_finite(scalars.column("value"))
-        found = []
+        present, found = set(names.unique().to_pylist()), []
         for rule in self._rules:
-            is_judged = pc.is_in(names, pa.array([*rule.names, *rule.rates]))
-            rows = np.flatnonzero(pc.and_(is_judged, pc.fill_null(is_finite, fill_value=False)).to_numpy())
-            if not len(rows):  # most logs lack the scalars of some rules
+            judged = present.intersection((*rule.names, *rule.rates))
+            if not judged:  # most logs lack the scalars of some rules
                 continue
+            is_judged = pc.is_in(names, pa.array(judged))
+            rows = np.flatnonzero(pc.and_(is_judged, pc.fill_null(is_finite, fill_value=False)).to_numpy())
             fired, medians = [np.empty(0, np.int64)], [np.empty(0)]
             for key, positions in _series(scalars.select([*_SERIES]).take(rows)):
                 own = rows[positions]

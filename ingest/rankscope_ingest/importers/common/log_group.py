@@ -8,7 +8,7 @@ has therefore stored each small log completely or not at all.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Final
+from typing import Final, Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -17,7 +17,7 @@ from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.branches import StoredScalars, stored_scalars
 from rankscope_ingest.importers.common.live_run import live_runs
 from rankscope_ingest.importers.common.log_identity import KnownImport, known_imports_of
-from rankscope_ingest.importers.common.runner import Appender, concatenated
+from rankscope_ingest.importers.common.runner import concatenated
 from rankscope_storage.api.store import Batch, Commit
 from rankscope_storage.base.errors import BatchError
 from rankscope_storage.base.schema import conform
@@ -31,13 +31,26 @@ GROUP_ROWS: Final = 50_000
 """Number of held rows from which they are stored, a tenth of the rows that the import of one log holds."""
 
 
+class GroupWriter(Protocol):
+    """The methods of a store writer that a group uses."""
+
+    def append(self, batch: Batch) -> Commit:
+        """Store the rows of the batch durably, except those of records that are already stored."""
+
+    def watermark(self, incarnation: str, *, refresh: bool) -> int:
+        """Return the last stored sequence number of `incarnation`, or -1 if no record of it is stored.
+
+        With `refresh`, commits of other processes are included.
+        """
+
+
 class LogGroup:
     """Holds the batches of imported logs until they are stored together; the appender of `import_records`.
 
     The imports of a group see the rows of earlier logs of the group as if they were stored.
     """
 
-    def __init__(self, writer: Appender, connection: Connection) -> None:
+    def __init__(self, writer: GroupWriter, connection: Connection) -> None:
         self._writer = writer
         self._connection = connection
         self._known: dict[str, dict[str, KnownImport]] = {}
@@ -104,8 +117,8 @@ class LogGroup:
 
     def watermark(self, incarnation: str) -> int:
         """Return the last stored or held sequence number of `incarnation`, or -1 without one."""
-        if incarnation not in self._watermarks:
-            self._watermarks[incarnation] = self._writer.watermark(incarnation)
+        if incarnation not in self._watermarks:  # a refresh takes 2 ms: once for a group suffices
+            self._watermarks[incarnation] = self._writer.watermark(incarnation, refresh=not self._watermarks)
         return self._watermarks[incarnation]
 
     def flush(self) -> None:

@@ -335,7 +335,7 @@ def first_attempt(tables: Mapping[str, pa.Table], known: Iterable[KnownImport]) 
             if rank not in ends or _order(end) > _order(ends[rank]):
                 ends[rank] = end
     found = 0
-    for table in tables.values():
+    for table in tables.values() if ends else ():
         for row in _summary(table):
             before = ends.get(row["rank"])
             if before is not None and not row["attempt"]:
@@ -349,8 +349,9 @@ def overlapping(tables: Mapping[str, pa.Table], known: Iterable[KnownImport], at
     Return None if there is no such log. `tables` has the first rows of the new log. The rows of its attempt 0 are
     stored with the attempt number `attempt`.
     """
-    rows = [row for table in tables.values() for row in _summary(table)]
-    for log in known:
+    others = list(known)
+    rows = [row for table in tables.values() for row in _summary(table)] if others else []
+    for log in others:
         for row in rows:
             end = log.ends.get(row["rank"])
             first, last = row["step_min"], None if end is None else end.step
