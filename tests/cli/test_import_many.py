@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
+import sys
+from pathlib import Path
 
 import pytest
+
+from rankscope.base.log_results import ImportResults
+from rankscope_ingest.importers import ImportReport
+from rankscope_ingest.importers.common.log_group import GROUP_ROWS
+from rankscope_storage.files.parquet import STAGING
 
 
 @pytest.fixture(scope="module")
@@ -44,3 +53,47 @@ def test_verbose_import_prints_the_result_of_each_log(in_process, sweep, tmp_pat
 
     assert 21 == len(done.stdout.splitlines())
     assert f"{sweep}/run000.jsonl: jsonl, 5 records, up to step 5; 10 new rows in run000\n" in done.stdout
+
+
+class BreakingOutput(io.StringIO):
+    """A standard output that makes a store unwritable when it gets the first text."""
+
+    def __init__(self, store):
+        super().__init__()
+        self.staging = store / STAGING
+
+    def write(self, text):
+        if self.staging.is_dir():
+            shutil.rmtree(self.staging)
+            self.staging.write_text("no folder")
+        return super().write(text)
+
+
+def test_results_of_stored_logs_are_printed_before_an_error_of_the_store(in_process, tmp_path, monkeypatch):
+    """The rows of the first two logs are stored while the second one is read; then the store fails."""
+    for name, steps in (("a", 5), ("b", GROUP_ROWS), ("d", 5)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"step": {step}, "loss": 1.5}}\n' for step in range(steps)))
+    (tmp_path / "c.jsonl").write_text('{"step": 1, "text": "no number"}\n{"loss": "none"}\n')
+    output = BreakingOutput(tmp_path / "history")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", output)
+        done = in_process("import", *sorted(tmp_path.glob("*.jsonl")), "--store", tmp_path / "history")
+    rows = in_process("sql", "--store", tmp_path / "history", "--format", "csv", "select count(*) from scalars")
+
+    assert 1 == done.returncode
+    assert f"{tmp_path}/a.jsonl: jsonl, 5 records, up to step 4; 5 new rows in a\n" == output.getvalue()
+    assert "rankscope: cannot write to " in done.stderr.splitlines()[-1]
+    assert str(5 + GROUP_ROWS) == rows.stdout.splitlines()[1]
+
+
+def test_totals_of_a_failed_import_count_only_the_stored_logs():
+    out = io.StringIO()
+    results = ImportResults(21, 3, out)
+    for number in range(15):
+        counts = {"records": 5, "rows_stored": 5, "last_step": 4, "malformed": 0, "faults": ()}
+        results.add(Path(f"r{number}.jsonl"), ImportReport(run=f"r{number}", source_kind="jsonl", **counts))
+        if number == 9:
+            results.print_stored()
+    results.stop()
+
+    assert "10 logs: 10 jsonl; 50 records; 50 new rows in 10 runs\n" == out.getvalue()

@@ -73,8 +73,8 @@ def import_logs(
     """Import the logs in `plan`, and return a message for each that cannot be read or contains no record.
 
     Small logs are stored together. The results are printed to `out`, unless it is None, and faults to standard error,
-    both after they are stored. `shown` is the largest number of printed faults of a log; with None, the result of each
-    of many logs is printed too.
+    both after they are stored: if the store fails, the results of the logs that are stored. `shown` is the largest
+    number of printed faults of a log; with None, the result of each of many logs is printed too.
     """
     from rankscope_ingest.importers import GROUP_LOGS, LogGroup
     from rankscope_storage.api.store import Store as StoreFolder
@@ -88,7 +88,7 @@ def import_logs(
         connect(store) as connection,
         progress_of([log.path for log in plan], is_brief=results.is_brief) as progress,
     ):
-        group = LogGroup(writer, connection)
+        group = LogGroup(writer, connection, on_stored=results.print_stored)
         try:
             for number, log in enumerate(plan):
                 if number % GROUP_LOGS == 0:
@@ -96,13 +96,14 @@ def import_logs(
                 _import_log(log, group, rules, options, results, progress)
                 if group.is_stored:
                     results.print_stored()
-        except StoreError:
-            raise
-        except BaseException:  # also of the user: the logs that were read completely are stored
             group.flush()
-            results.finish()
+        except BaseException as error:
+            try:
+                if not isinstance(error, StoreError):  # also of the user: the logs that were read completely are stored
+                    group.flush()
+            finally:
+                results.stop()
             raise
-        group.flush()
     results.finish()
     return results.failures
 

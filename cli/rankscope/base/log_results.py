@@ -71,6 +71,12 @@ class ImportResults:
             print_some(_messages(path, report, self._shown), all_of_them=True)
         self._waiting.clear()
 
+    def stop(self) -> None:
+        """End an import that an error interrupts: print the results of the stored logs, and the failures so far."""
+        self._waiting.clear()
+        self.finish()
+        print_some([f"rankscope: {failure}" for failure in self.failures], all_of_them=True)
+
     def finish(self) -> None:
         """Print the results of all logs whose results were not printed yet."""
         self.print_stored()

@@ -7,7 +7,7 @@ has therefore stored each small log completely or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Final, Protocol
 
 import pyarrow as pa
@@ -47,12 +47,16 @@ class GroupWriter(Protocol):
 class LogGroup:
     """Holds the batches of imported logs until they are stored together; the appender of `import_records`.
 
-    The imports of a group see the rows of earlier logs of the group as if they were stored.
+    The imports of a group see the rows of earlier logs of the group as if they were stored. `on_stored` is called after
+    each commit, when all rows of the logs that were imported completely are stored.
     """
 
-    def __init__(self, writer: GroupWriter, connection: Connection) -> None:
+    def __init__(
+        self, writer: GroupWriter, connection: Connection, on_stored: Callable[[], None] = lambda: None
+    ) -> None:
         self._writer = writer
         self._connection = connection
+        self._on_stored = on_stored
         self._known: dict[str, dict[str, KnownImport]] = {}
         self._live: frozenset[str] = frozenset()
         self._held: list[Batch] = []
@@ -134,6 +138,7 @@ class LogGroup:
                 tables.setdefault(name, []).append(table)
         whole = {name: concatenated(name, parts) for name, parts in tables.items()}
         self._writer.append(Batch(tables=whole, watermarks=watermarks))
+        self._on_stored()
 
     def _note_imports(self, batch: Batch) -> None:
         """Add the import event of a log, which is in a batch without watermarks, to the known imports of its run."""
