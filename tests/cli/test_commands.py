@@ -182,6 +182,21 @@ def test_store_with_a_full_path_is_read_in_a_removed_folder(in_process, sample_s
 
 
 @pytest.mark.usefixtures("removed_folder")
+@pytest.mark.parametrize(
+    "arguments", [("runs",), ("summary", "my-run"), ("watch", "LOG", "--once"), ("import", "LOG", "--run", "log")]
+)
+def test_command_that_runs_as_a_module_works_in_a_removed_folder(sample_store, tmp_path, arguments):
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
+    store = shutil.copytree(sample_store, tmp_path / "history")
+    given = [str(tmp_path / "log.jsonl") if each == "LOG" else each for each in arguments]
+    command = [sys.executable, "-m", "rankscope", *given, "--store", store]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    assert 0 == done.returncode, done.stderr
+    assert done.stdout
+
+
+@pytest.mark.usefixtures("removed_folder")
 @pytest.mark.parametrize("command", [("sql", "--store", "history", "select 1"), ("runs", "--store", "history")])
 def test_relative_store_in_a_removed_folder_is_a_one_line_error(in_process, command):
     failed = in_process(*command)

@@ -306,3 +306,16 @@ def test_other_loss_of_an_imported_log_needs_reimport(rankscope, tmp_path, growt
 
     assert [1, 0, 0] == [done.returncode for done in (other, again, same)], again.stderr
     assert "`--reimport --loss avr_loss` imports it again" in other.stderr
+
+
+def test_run_name_that_ranks_could_not_have_is_refused_and_nothing_is_stored(in_process, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
+    imported = in_process("import", tmp_path / "a.jsonl", "--run", "x" * 1001, "--store", tmp_path / "history")
+    watched = in_process("watch", tmp_path / "a.jsonl", "--run", "x" * 1001, "--store", tmp_path / "history", "--once")
+
+    sentence = "the name of the run has 1,001 characters; the maximum is 1,000"
+    assert f"rankscope: --run: {sentence}\n" == imported.stderr
+    assert (2, 1) == (imported.returncode, watched.stderr.count("\n"))
+    assert watched.returncode
+    assert sentence in watched.stderr
+    assert not (tmp_path / "history").exists()

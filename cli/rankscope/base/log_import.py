@@ -36,11 +36,16 @@ def plan_logs(
     """Return the logs at `paths`, and a message for each path that is no readable log.
 
     A log that has later steps than the checkpoints next to it is imported as a separate run, because the log repeats
-    the steps of the checkpoints.
+    the steps of the checkpoints. Raises CommandError if no run can have the name `run`.
     """
+    from rankscope_contract.model.identity import check_run_name
     from rankscope_ingest.base.errors import IngestError
     from rankscope_ingest.importers import newer_log, run_name
 
+    try:
+        check_run_name(run or "")
+    except ValueError as error:
+        raise CommandError(f"--run: {error}", code=USAGE) from error
     plan: list[Log] = []
     failures = []
     notes: list[str] = []

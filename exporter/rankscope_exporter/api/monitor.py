@@ -35,6 +35,7 @@ from rankscope_exporter.config.resolve import Given, callable_or_none, config_of
 from rankscope_exporter.model.parameter_names import encodable
 from rankscope_exporter.monitors.hangs.diagnosis import CapturedStacks
 from rankscope_exporter.process import lifecycle
+from rankscope_exporter.process.standard_streams import occupy_standard_descriptors
 from rankscope_exporter.quantities.structure import Structure
 from rankscope_exporter.reactions.anomaly_callback import OnAnomaly
 from rankscope_exporter.sampling.sampling_config import SWITCH, sampling_config_from
@@ -144,6 +145,7 @@ class Monitor(CopiesDoNothing):
     def _attach(
         self, model: torch.nn.Module | Stage | Framework, optimizer: Optimizers, groups: Mapping[str, Any]
     ) -> None:
+        occupy_standard_descriptors()
         self._owner = owner = Owner(self._on_anomaly)
         session = attached(
             model,

@@ -17,7 +17,7 @@ from rankscope_contract.protocol.channel import DEFAULT_MAX_BYTES
 from rankscope_contract.security.proxies import ENVIRONMENT, NO_PROXY, is_proxy
 from rankscope_contract.security.web_config import WebConfig, WebConfigError
 from rankscope_ingest.base.tls import read_service_web_config
-from rankscope_ingest.base.watch_config import WatchSection
+from rankscope_ingest.base.watch_config import RunName, WatchSection
 from rankscope_storage.base.errors import is_url
 from rankscope_storage.maintenance.retention_policy import Retention
 
@@ -310,7 +310,7 @@ class StaticTarget(_Section):
     """Configuration section [[targets]]: a rank that does not register and is polled at a fixed address."""
 
     url: Annotated[str, _http_url("http://127.0.0.1:9400"), AfterValidator(lambda url: url.rstrip("/"))]
-    run: str
+    run: RunName
     rank: Annotated[int, Field(ge=0)] = 0
     world_size: Annotated[int, Field(ge=1)] = 1
     launch_id: str = "static"  # all its processes belong to one attempt, unless this key changes

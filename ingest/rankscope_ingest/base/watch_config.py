@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from rankscope_contract.model.identity import check_run_name
+
+
+def _checked(run: str) -> str:
+    check_run_name(run)
+    return run
+
+
+RunName = Annotated[str, AfterValidator(_checked)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Factor = Annotated[float, Field(gt=1, allow_inf_nan=False)]
 Rows = Annotated[int, Field(ge=1, le=1000)]
@@ -20,7 +29,7 @@ class WatchSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     log: Annotated[str, Field(min_length=1)]
-    run: str | None = None
+    run: RunName | None = None
     format: str = "auto"
     loss: str | None = None
     pattern: tuple[str, ...] = ()

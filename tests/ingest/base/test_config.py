@@ -139,3 +139,9 @@ def test_token_permits_an_address_that_is_not_loopback(tmp_path):
     text = "[store]\npath='x'\n[service]\nlisten='0.0.0.0:0'\ntoken='t'"
 
     assert "0.0.0.0:0" == load_config(write(tmp_path, text)).service.listen
+
+
+@pytest.mark.parametrize("section", ["[[watch]]\nlog='a.log'", "[[targets]]\nurl='http://127.0.0.1:9400'"])
+def test_run_name_that_ranks_could_not_have_is_rejected_in_one_sentence(tmp_path, section):
+    with pytest.raises(ConfigError, match=r"run: the name of the run has 1,001 characters; the maximum is 1,000"):
+        load_config(write(tmp_path, f"[store]\npath='x'\n{section}\nrun='{'x' * 1001}'"))
