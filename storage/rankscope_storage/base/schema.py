@@ -106,11 +106,10 @@ def conform(table: pa.Table, name: str) -> pa.Table:
     absent, columns = _Absent(table.num_rows), {}
     try:
         for field in schema:
-            column = table.column(field.name) if field.name in given else None
-            if column is None:
+            if field.name in given:
+                column = _cast(_one_chunk(table.column(field.name), field.type), field, name)
+            else:
                 column = absent.column(field.type)
-            elif column.num_chunks != 1 or column.type != field.type:
-                column = _cast(_one_chunk(column), field, name)
             if not field.nullable and column.null_count:
                 raise BatchError(f"{name}.{field.name} is null in {column.null_count} rows: it must have a value")
             columns[field.name] = column
@@ -138,7 +137,9 @@ class _Absent:
         return pa.Array.from_buffers(type_, self.rows, buffers, null_count=self.rows)
 
 
-def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
+def _one_chunk(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.Array:
+    if column.num_chunks == 1 and column.type == wanted:
+        return column.chunk(0)
     if pa.types.is_dictionary(column.type):
         try:
             column = _unified(column)
