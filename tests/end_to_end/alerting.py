@@ -42,6 +42,7 @@ flush_after_seconds = 1.0
 heartbeat_seconds = 1.0
 refused_after_seconds = 3.0
 failed_after_seconds = 8.0
+stalled_after_seconds = {stalled}
 [notify]
 urls = ["{url}"]
 """
@@ -124,7 +125,12 @@ class Alerting:
 
 @contextmanager
 def alerting(
-    folder: Path, prometheus: str, alertmanager: str, *, scrape_seconds: float = SCRAPE_SECONDS
+    folder: Path,
+    prometheus: str,
+    alertmanager: str,
+    *,
+    scrape_seconds: float = SCRAPE_SECONDS,
+    stalled_after_seconds: float = 300.0,
 ) -> Iterator[Alerting]:
     """Run the three programs in `folder`. One receiver gets all notifications, a mailbox those of Alertmanager."""
     postbox = Postbox()
@@ -134,7 +140,7 @@ def alerting(
         mail.start()
         stack.callback(mail.stop)
         config = folder / "service.toml"
-        config.write_text(CONFIG.format(url=receiver.notify_url))
+        config.write_text(CONFIG.format(url=receiver.notify_url, stalled=stalled_after_seconds))
         smtp = f"smtp://127.0.0.1:{mail.port}?to=oncall@example.invalid&tls=no"
         options = UpOptions(
             service=ServiceOptions(config=config, store=str(folder / "history"), host="127.0.0.1"),

@@ -1,8 +1,10 @@
 """Ranks that execute commands from standard input: `python faulty_rank.py RUN…`, then lines `RUN COMMAND`.
 
 Commands: `nan` sets one gradient to NaN; `nan-raise` also raises an exception after the step; `nan-die` kills the rank
-with SIGKILL a few steps later. Each rank trains between commands. Output: `bad RUN STEP SECONDS`, and `exit RUN CODE`
-at the end of a rank. All ranks are forked from one process, because torch takes long to load.
+with SIGKILL a few steps later. `nan-steps` sets the gradients to NaN until the next command, `large` multiplies one
+gradient by 100, and `pause` makes no step until the next command. Each rank trains between commands. Output: `bad RUN
+STEP SECONDS`, and `exit RUN CODE` at the end of a rank. All ranks are forked from one process, because torch takes long
+to load.
 """
 
 from __future__ import annotations
@@ -29,24 +31,26 @@ def train(run: str, commands: TextIO) -> None:
     """Train until a command arrives."""
     torch.manual_seed(0)
     net = nn.Linear(16, 4)
-    optimizer = torch.optim.Adam(net.parameters())
-    spoil = False
-    net.weight.register_hook(lambda gradient: gradient * float("nan") if spoil else gradient)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-5)  # the gradients stay as large as they are
+    factor = 1.0
+    net.weight.register_hook(lambda gradient: gradient * factor)
     lines: list[str] = []
     threading.Thread(target=lambda: lines.extend(line.strip() for line in commands), daemon=True).start()
     with rankscope.Monitor(rankscope.MonitorConfig(console=False, statistics="torch")).attach(
         net, optimizer
     ) as monitor:
-        step, left = 0, -1
+        step, left, command = 0, -1, ""
         while left != 0:
             step, left = step + 1, left - 1
-            command = lines.pop(0) if lines else ""
-            spoil = command.startswith("nan")
-            if spoil:
+            command = lines.pop(0) if lines else "nan-steps" if command == "nan-steps" else ""
+            factor = float("nan") if command.startswith("nan") else 100.0 if command == "large" else 1.0
+            if command:
                 print("bad", run, step, time.time(), flush=True)
+            while command == "pause" and not lines:
+                time.sleep(PAUSE_SECONDS)
             loss = net(torch.ones(2, 16)).square().mean()
             loss.backward()
-            if not spoil:  # like a gradient scaler
+            if factor == 1.0:  # like a gradient scaler
                 optimizer.step()
             optimizer.zero_grad()
             monitor.log(loss=loss)

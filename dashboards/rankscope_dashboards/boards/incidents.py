@@ -39,12 +39,13 @@ _COLUMNS: Final = {
     "rule": Column(heading="Rule", width=180),
     "severity": Column(heading="Severity", width=90),
     "kind": Column(heading="Kind", width=140),
-    "op": Column(heading="Statistic", width=90),
-    "rank": Column(heading="Rank", width=80, is_number=True),
+    "op": Column(heading="Statistic", width=120),
+    "rank": Column(heading="Rank", width=100, is_number=True),
     "step": Column(heading="Step", width=90, is_number=True),
     "Value": Column(heading="Latest firing", width=180, unit="dateTimeAsIso"),
 }
 _FIRING: Final = value_texts({"0": ("quiet", "green"), "1": ("fires", "red")})
+_NO_RULE: Final = "No rule, or the rank has ended"
 
 
 def board() -> builders.Dashboard:
@@ -153,10 +154,11 @@ def _rule_state() -> PanelBuilder:
         "them.",
         unit="none",
         mappings=_FIRING,
-        empty="No rule is configured, or the rank has ended",
+        empty=_NO_RULE,
     )
-    query = f"max by (run, rule, kind) ({catalogue.RULE_FIRING.name}{RANKS})"
-    return history_panel(text, Query(query, "{{rule}} {{kind}}"))
+    firing = f"{catalogue.RULE_FIRING.name}{RANKS}"
+    query = Query(f"max by (run, rule, kind) ({firing})", "{{rule}} {{kind}}")
+    return history_panel(text, query, "rule", firing)
 
 
 def _replayed() -> PanelBuilder:
@@ -198,7 +200,7 @@ def _thresholds() -> PanelBuilder:
         "with another threshold judges differently. NaN: the rule has no threshold. Change thresholds in the "
         "configuration.",
         unit="none",
-        empty="No rule is configured, or the rank has ended",
+        empty=_NO_RULE,
     )
     series = f"{catalogue.RULE_THRESHOLD.name}{RANKS}"
     columns = {

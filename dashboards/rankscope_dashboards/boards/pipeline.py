@@ -44,10 +44,10 @@ def board() -> builders.Dashboard:
             (
                 SizedPanel(_records(), 8, 8),
                 SizedPanel(_received_bytes(), 8, 8),
-                SizedPanel(_rows_committed(), 8, 8),
                 SizedPanel(_lag(), 8, 8),
-                SizedPanel(_since_commit(), 8, 8),
-                SizedPanel(_rows_pending(), 8, 8),
+                SizedPanel(_rows_committed(), 12, 8),
+                SizedPanel(_since_commit(), 6, 8),
+                SizedPanel(_rows_pending(), 6, 8),
             ),
         ),
         Section(
@@ -146,7 +146,7 @@ def _rows_committed() -> PanelBuilder:
         empty=NO_SERVICE,
     )
     query = _rate(catalogue.ROWS_COMMITTED)
-    return stacked(time_series_panel(text, Query(query, "{{dataset}}")))
+    return stacked(time_series_panel(text, Query(query, "{{dataset}}"), many=True))
 
 
 def _lag() -> PanelBuilder:

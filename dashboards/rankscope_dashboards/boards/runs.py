@@ -101,7 +101,9 @@ def _history() -> PanelBuilder:
         mappings=STATE_TEXTS,
         empty=NO_SERVICE,
     )
-    return history_panel(text, Query(f"topk({MAX_LINES}, {state_number(SEVERAL_RUNS)})", "{{run}}"))
+    query = Query(f"topk({MAX_LINES}, {state_number(SEVERAL_RUNS)})", "{{run}}")
+    states = (f"{catalogue.RUN_STATE.name}{selector}" for selector in (SERVICE_RUNS, RANKS_OF_RUNS))
+    return history_panel(text, query, "run", *states)
 
 
 def _loss() -> PanelBuilder:

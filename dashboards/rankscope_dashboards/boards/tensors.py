@@ -40,7 +40,7 @@ DEVIATION: Final = ((None, "blue"), (0.5, "green"), (1.5, "yellow"), (3, "red"))
 _TENSOR_COLUMNS: Final = {
     "tensor": Column(heading="Tensor"),
     "kind": Column(heading="Kind", width=140),
-    "op": Column(heading="Statistic", width=90),
+    "op": Column(heading="Statistic", width=120),
     "rank": Column(heading="Rank", width=70, is_number=True),
 }
 
@@ -109,7 +109,8 @@ def _heat_map() -> PanelBuilder:
         empty=NO_BASELINE,
     )
     query = f"topk({MAX_ROWS}, max by (run, tensor) ({_relative(OF_KIND, OF_TENSORS)}))"
-    return history_panel(text, Query(query, "{{tensor}}"))
+    baseline = f"{catalogue.TENSOR_BASELINE.name}{ranks(OF_KIND, OF_TENSORS)}"
+    return history_panel(text, Query(query, "{{tensor}}"), "tensor", baseline)
 
 
 def _top_deviations() -> PanelBuilder:

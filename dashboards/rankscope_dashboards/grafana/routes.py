@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from rankscope_dashboards.grafana.server import EDITABLE, GrafanaError, Server
 
 POLICIES: Final = "/v1/provisioning/policies"
-GROUP_WAIT: Final = "5s"
+GROUPING: Final[Mapping[str, Any]] = {
+    "group_by": ["grafana_folder", "alertname", "run"],
+    "group_wait": "5s",
+    "group_interval": "1m",
+}
+"""Grouping of our alerts, for the route and for the receiver of a rule.
+
+Each run has groups of its own: a fault of one run does not wait for the group interval after a fault of another run.
+"""
 
 
 def route(receiver: str, folder_title: str) -> dict[str, Any]:
     """Return the route of all alerts whose rules are in a folder."""
-    return {"receiver": receiver, "object_matchers": [["grafana_folder", "=", folder_title]], "group_wait": GROUP_WAIT}
+    return {"receiver": receiver, "object_matchers": [["grafana_folder", "=", folder_title]], **GROUPING}
 
 
 def our_routes(tree: dict[str, Any], folder_title: str) -> list[dict[str, Any]]:

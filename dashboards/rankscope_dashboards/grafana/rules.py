@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from rankscope_dashboards.grafana.changes import Action, Change, fingerprint, judged
+from rankscope_dashboards.grafana.routes import GROUPING
 from rankscope_dashboards.grafana.server import (
     EDITABLE,
     FOLDERS,
@@ -51,7 +52,7 @@ class Rules:
         self._server = server
         self._folder = folder
         self._force = force
-        settings = {RECEIVER_KEY: {"receiver": receiver, "group_wait": "5s"}} if receiver else {}
+        settings = {RECEIVER_KEY: {"receiver": receiver, **GROUPING}} if receiver else {}
         self._intervals = {rule["uid"]: group.interval_seconds for group in groups for rule in group.rules}
         self._rules = {rule["uid"]: rule | settings for group in groups for rule in group.rules}
 

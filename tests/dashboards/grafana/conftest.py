@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from tests.dashboards.grafana.contract_server import ContractServer
 
 from rankscope_dashboards.grafana.deployment import Options, deploy, undeploy
+from rankscope_dashboards.grafana.routes import POLICIES
 from rankscope_dashboards.grafana.server import EDITABLE, Server, read_credentials
 from rankscope_dashboards.grafana.shipped import Shipped, shipped
 
@@ -93,19 +95,38 @@ def contract() -> Iterator[ContractServer]:
     assert [] == server.alerting.mistakes
 
 
+URL = os.environ.get("RANKSCOPE_GRAFANA_URL")
+needs_server = pytest.mark.skipif(URL is None, reason="make test-grafana")
+"""Mark of tests that only a real server can pass, with its own rules, notifications or pages."""
+
+
+def real_server(folder: Path, content: Shipped) -> Grafana:
+    """Return the real server."""
+    assert URL is not None
+    credentials = read_credentials(Path(os.environ["RANKSCOPE_GRAFANA_TOKEN_FILE"]))
+    return Grafana(url=URL, credentials=credentials, folder=folder, content=content)
+
+
+@contextmanager
+def same_policies(user: Server) -> Iterator[None]:
+    """Restore the tree of notification policies at the end of the context."""
+    tree = user.get(POLICIES)
+    tree.pop("provenance", None)
+    yield
+    user.put(POLICIES, tree, headers=EDITABLE)
+
+
 @pytest.fixture
 def grafana(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Grafana]:
     """Yield a server without any of our objects, and remove them afterwards from a real one."""
-    url = os.environ.get("RANKSCOPE_GRAFANA_URL")
-    content = few()
-    if url is None:
+    if URL is None:
         server = request.getfixturevalue("contract")
-        yield Grafana(url=server.url, credentials="glsa_admin", folder=tmp_path, content=content)
+        yield Grafana(url=server.url, credentials="glsa_admin", folder=tmp_path, content=few())
         return
-    credentials = read_credentials(Path(os.environ["RANKSCOPE_GRAFANA_TOKEN_FILE"]))
-    made = Grafana(url=url, credentials=credentials, folder=tmp_path, content=content)
+    made = real_server(tmp_path, few())
     made.undeploy(force=True)
-    yield made
+    with same_policies(made.user):
+        yield made
     made.undeploy(force=True)
 
 

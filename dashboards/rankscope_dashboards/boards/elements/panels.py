@@ -25,6 +25,9 @@ By default, the Grafana SDK colours values from 80 on red, which has no meaning 
 ZERO_IS_GOOD: Final = ((None, "green"), (1, "red"))
 """Thresholds of a panel for counts that need attention from 1 on: green for 0, red from 1 on."""
 
+NEUTRAL: Final = "#6e7079"
+"""Colour of a panel without data: grey that is readable in light and dark."""
+
 NOT_MEASURED: Final = "No data of this run in the time range"
 NO_GPU: Final = "No GPU on this machine, or no rankscope[nvidia]"
 NO_TORCH_DEVICE: Final = "No GPU memory: PyTorch runs on the CPU"
@@ -145,6 +148,7 @@ def stat_panel(text: PanelText, *queries: Query, with_names: bool = False) -> st
     """Return a panel with the latest value of each series, coloured by the thresholds or mappings of `text`."""
     latest = common_builders.ReduceDataOptions().calcs(["lastNotNull"])
     panel = _configured(stat.Panel(), text, queries).graph_mode(common.BigValueGraphMode.NONE).reduce_options(latest)
+    panel = panel.mappings([*text.mappings, null_text(text.empty, NEUTRAL)])  # otherwise green, as if it were a value
     names = common.BigValueTextMode.VALUE_AND_NAME if with_names else common.BigValueTextMode.VALUE
     return panel.color_mode(common.BigValueColorMode.BACKGROUND).text_mode(names)
 
@@ -155,9 +159,18 @@ def gauge_panel(text: PanelText, *queries: Query) -> gauge.Panel:
     return _configured(gauge.Panel(), text, queries).reduce_options(latest)
 
 
-def history_panel(text: PanelText, query: Query) -> statushistory.Panel:
-    """Return a grid with one row for each series and one coloured cell for each interval."""
+def history_panel(text: PanelText, query: Query, label: str, *series: str) -> statushistory.Panel:
+    """Return a grid with one row for each series and one coloured cell for each interval.
+
+    Grafana ignores the no-value text of this type of panel. If none of the `series` that the query reads has a sample
+    in the time range, the panel has one grey row instead. The legend of the query must contain `label`: the name of
+    this row is the reason.
+    """
+    absent = " and on () ".join(f"absent_over_time({one}[$__range] @ end())" for one in series)
+    reason = f'max by ({label}) (label_replace({absent}, "{label}", "{text.empty}", "", "")) - 2'
+    query = replace(query, expression=f"{query.expression} or {reason}")
     panel = _configured(statushistory.Panel(), text, (query,)).max_data_points(60)
+    panel = panel.mappings([*text.mappings, *value_texts({"-1": ("no data", NEUTRAL)})])
     legend = common_builders.VizLegendOptions().show_legend(False).placement(common.LegendPlacement.BOTTOM)
     return (
         panel.show_value(common.VisibilityMode.NEVER)
@@ -171,8 +184,8 @@ def history_panel(text: PanelText, query: Query) -> statushistory.Panel:
 class Column:
     """A column of a table: heading, width in pixels (None: the remaining width), unit, value mappings and links.
 
-    A cell without a value shows the text `absent`. Grafana aligns labels to the left, also numbers: `is_number` aligns
-    them to the right, as values.
+    A cell without a value, or with an empty label, shows the text `absent`. Grafana aligns labels to the left, also
+    numbers: `is_number` aligns them to the right, as values.
     """
 
     heading: str
@@ -181,7 +194,7 @@ class Column:
     unit: str = ""
     decimals: int | None = None
     mappings: Sequence[dashboard.ValueMapping] = ()
-    absent: str = ""
+    absent: str = "–"
     links: Mapping[str, str] = field(default_factory=dict)
 
     def properties(self) -> list[dashboard.DynamicConfigValue]:
@@ -195,8 +208,7 @@ class Column:
             made["unit"] = self.unit
         if self.decimals is not None:
             made["decimals"] = self.decimals
-        if self.absent:
-            made["mappings"] = [null_text(self.absent)]
+        made["mappings"] = [null_text(self.absent), _special(dashboard.SpecialValueMatch.EMPTY, self.absent)]
         if self.mappings:  # their colours fill the cells
             made["mappings"] = list(self.mappings)
             made["custom.cellOptions"] = {"type": "color-background", "mode": "basic"}
@@ -214,8 +226,7 @@ def table_panel(text: PanelText, queries: Sequence[Query], columns: Mapping[str,
     """
     panel = _configured(table.Panel(), text, [replace(query, instant=True, as_table=True) for query in queries])
     for column in columns.values():
-        if settings := column.properties():
-            panel = panel.override_by_name(column.heading, settings)
+        panel = panel.override_by_name(column.heading, column.properties())
     if len(queries) > 1:
         panel = panel.with_transformation(dashboard.DataTransformerConfig(id_val="merge", options={}))
     options = {
@@ -236,15 +247,18 @@ def value_texts(texts: Mapping[str, tuple[str, str]]) -> list[dashboard.ValueMap
     return [dashboard.ValueMap(options=options)]
 
 
-def null_text(text: str) -> dashboard.ValueMapping:
-    """Return a Grafana value mapping, which shows `text` for a missing value.
+def null_text(text: str, colour: str | None = None) -> dashboard.ValueMapping:
+    """Return a Grafana value mapping, which shows `text` for a missing value, in `colour` if it is given.
 
     Without it, Grafana writes the no-value text of the panel next to each tick of an axis that has no label, and into
     each empty cell of a table.
     """
-    result = dashboard.ValueMappingResult(text=text)
-    options = dashboard.DashboardSpecialValueMapOptions(match=dashboard.SpecialValueMatch.NULL, result=result)
-    return dashboard.SpecialValueMap(options=options)
+    return _special(dashboard.SpecialValueMatch.NULL, text, colour)
+
+
+def _special(match: dashboard.SpecialValueMatch, text: str, colour: str | None = None) -> dashboard.ValueMapping:
+    result = dashboard.ValueMappingResult(text=text, color=colour)
+    return dashboard.SpecialValueMap(options=dashboard.DashboardSpecialValueMapOptions(match=match, result=result))
 
 
 def _thresholds(pairs: Sequence[tuple[float | None, str]]) -> dashboard_builders.ThresholdsConfig:
