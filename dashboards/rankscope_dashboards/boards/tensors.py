@@ -33,7 +33,7 @@ MAX_TENSORS: Final = 6
 MAX_ROWS: Final = 40
 NORM: Final = 'op="norm"'
 NOT_MEASURED: Final = "No tensor of this kind is measured, or the series limit leaves them out"
-NO_BASELINE: Final = "No baseline yet: it needs some sampled steps, and a rule on this kind"
+NO_BASELINE: Final = "No baseline, or no rule on this kind"
 DEVIATION: Final = ((None, "blue"), (0.5, "green"), (1.5, "yellow"), (3, "red"))
 """Colours of a value divided by its baseline."""
 
@@ -58,9 +58,9 @@ def board() -> builders.Dashboard:
                 SizedPanel(_parameters(), 8, 8),
                 SizedPanel(_gradients(), 8, 8),
                 SizedPanel(_activations(), 8, 8),
-                SizedPanel(_optimizer_state(), 8, 8),
-                SizedPanel(_communication(), 8, 8),
-                SizedPanel(_sampled_step(), 8, 8),
+                SizedPanel(_optimizer_state(), 6, 8),
+                SizedPanel(_communication(), 6, 8),
+                SizedPanel(_sampled_step(), 12, 8),
             ),
         ),
         Section("Features of modules", (SizedPanel(_features(), 24, 9),)),
@@ -241,7 +241,7 @@ def _sampled_step() -> PanelBuilder:
         empty="No tensor is measured in this run",
     )
     query = f"min by (run, kind) ({catalogue.KIND_STEP.name}{RANKS})"
-    return time_series_panel(text, Query(query, "{{kind}}"))
+    return time_series_panel(text, Query(query, "{{kind}}"), many=True)
 
 
 def _statistics() -> PanelBuilder:

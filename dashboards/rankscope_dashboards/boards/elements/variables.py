@@ -12,6 +12,7 @@ from grafana_foundation_sdk.builders import dashboard as builders
 from grafana_foundation_sdk.models import dashboard
 
 from rankscope_contract.metrics import catalogue
+from rankscope_contract.model.kinds import Kind
 from rankscope_dashboards.boards.elements.panels import DATASOURCE
 from rankscope_dashboards.boards.elements.selectors import ALL_RANKS, ALL_RUNS, OF_KIND, ranks
 
@@ -41,7 +42,9 @@ RANK: Final = _several(
 )
 KIND: Final = _query(
     "kind", "Kind", f"label_values({catalogue.TENSOR_VALUE.name}{ALL_RANKS}, kind)", Sort.ALPHABETICAL_ASC
-)
+).current(dashboard.VariableOption(selected=True, text=Kind.GRAD_REDUCED.value, value=Kind.GRAD_REDUCED.value))
+"""Selects one kind of tensors: gradients at first, or the first entry if the run has no gradients."""
+
 TENSOR: Final = _several(
     _query(
         "tensor",
