@@ -6,6 +6,16 @@ from rankscope_contract.metrics.catalogue import MetricSpec
 from rankscope_dashboards.deploy.prometheus import seconds
 
 
+def present_age(age: MetricSpec, matcher: str = "") -> str:
+    """Return PromQL for the value of a gauge of seconds since an event, plus the age of its latest sample.
+
+    After an outage, Prometheus returns the latest sample from before the outage until its next scrape. Such a sample
+    alone would show an old event as a new one.
+    """
+    series = f"{age.name}{matcher}"
+    return f"({series} - timestamp({series}) + time())"
+
+
 def increased(
     counter: MetricSpec,
     age: MetricSpec,
@@ -30,5 +40,5 @@ def increased(
     return (
         f"max by {groups} (increase({series}[{window}])) > 0\n  or\n"
         f"max by {groups} ({series} unless {series} offset {window}) > 0\n"
-        f"  unless{on}\nmin by {ages} ({age.name}{matcher}) > {seconds(window):g}"
+        f"  unless{on}\nmin by {ages} {present_age(age, matcher)} > {seconds(window):g}"
     )

@@ -12,6 +12,7 @@ from typing import Final
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.model.events import Severity
 from rankscope_dashboards.alerts.alert import Alert
+from rankscope_dashboards.alerts.counters import present_age
 from rankscope_dashboards.alerts.labels import NOT_KNOWN, with_all_labels
 from rankscope_dashboards.alerts.panels import ANOMALIES
 from rankscope_dashboards.deploy.alertmanager import NOT_APPLICABLE
@@ -49,7 +50,7 @@ def incident_alerts(window: str) -> tuple[Alert, ...]:
 
 def _incident(window: str) -> Alert:
     age = catalogue.INCIDENT_AGE
-    recent = f"group by ({', '.join(age.labels)}) ({age.name} < {seconds(window):g})"
+    recent = f"group by ({', '.join(age.labels)}) ({present_age(age)} < {seconds(window):g})"
     return Alert(
         name="AnomalyIncident",
         expression=with_all_labels(recent, ("rank", "kind", "tensor", "op", "step")),
@@ -65,7 +66,7 @@ def _incident(window: str) -> Alert:
 
 
 def _without_service(window: str) -> Alert:
-    age, followed = catalogue.ANOMALY_AGE.name, catalogue.RUN_STATE.name
+    age, followed = present_age(catalogue.ANOMALY_AGE), catalogue.RUN_STATE.name
     # The service reported a firing that is older than its own outage. A second message must not repeat it.
     away = f"time() - max by (run) (max_over_time(timestamp({followed})[{window}:{REPORTED_AFTER}]))"
     reported = f"{age} - {seconds(REPORTED_AFTER):g} > on (run) group_left () ({away})"

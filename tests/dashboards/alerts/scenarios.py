@@ -340,6 +340,9 @@ def incidents():
         yield Scenario(alert="AnomalyIncident", title=title, given=given, expected={0: alert, 11: alert, 12: []})
     later = {series(age, **SERVICE, **first, step="150"): "900+10x9"}
     yield Scenario(alert="AnomalyIncident", title="an old incident, seen late", given=later, expected={0: [], 9: []})
+    cut = {series(age, **SERVICE, **first, step="150"): "0 10 _x30"}
+    expected = {1: [{**first, "step": "150"}], 11: [{**first, "step": "150"}], 12: []}
+    yield Scenario(alert="AnomalyIncident", title="a sample from before an outage", given=cut, expected=expected)
     two = [{**first, "rank": rank, "step": step} for rank, step in (("0", "150"), ("1", "900"))]
     given = {series(age, **SERVICE, **labels): "0x9" for labels in two}
     yield Scenario(alert="AnomalyIncident", title="two incidents of a run", given=given, expected={0: two})
@@ -357,6 +360,7 @@ def incidents():
         ("a service that is away soon after the firing", {age: "5+10x60", state: "1 1 stale"}, {10: [], 11: []}),
         ("a service that is away at the firing", {state: "1x3 stale", **later}, {10: [], 12: alone, 17: alone, 18: []}),
         ("a service that is away directly after the firing", {state: "1x6 stale", **later}, {10: [], 13: alone}),
+        ("samples from before an outage", {age: "0 10 _x30"}, {6: alone, 11: alone, 12: []}),
         ("only one of two firings was reported", {**fired, state: "1x3 stale", **other_rank}, {11: [], 12: alone}),
     ):
         yield Scenario(alert="AnomalyWithoutService", title=title, given=given, expected=expected)
@@ -396,6 +400,9 @@ def lifecycle():
     ):
         yield Scenario(alert="IngestLosing", title=title, given={lost: values}, expected=expected)
     yield from after_downtime("IngestLosing", lost, {3: [], 9: []}, {3: run, 9: run, 26: []})
+    cut = {lost: "7 _x30", lost.replace("records_total", "records_age_seconds"): "200 _x30"}
+    expected = {0: run, 10: run, 11: []}
+    yield Scenario(alert="IngestLosing", title="a sample from before an outage", given=cut, expected=expected)
     two = {series("rankscope_ingest_lost_records_total", **SERVICE, run=run): "0 1" for run in "rs"}
     yield Scenario(
         alert="IngestLosing", title="one alert for each run", given=two, expected={1: [{"run": "r"}, {"run": "s"}]}

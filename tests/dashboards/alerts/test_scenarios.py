@@ -81,6 +81,7 @@ MUTANTS = {
         ("expr", "< 120", "< 130"),
         ("expr", "run, rank, rule, severity, kind, tensor, op, step", "run, rank, rule, severity, kind, tensor, op"),
         *[("expr", f'"{name}", "")', f'"{name}", "x")') for name in ("rank", "kind", "tensor", "op", "step")],
+        ("expr", "- timestamp(rankscope_ingest_incident_age_seconds) + time()", ""),
     ],
     "AnomalyWithoutService": [
         ("expr", "< 120", "< 60"),
@@ -158,6 +159,7 @@ MUTANTS = {
         ("expr", "> 0", ">= 0"),
         ("expr", "> 300", "> 1200"),
         ("expr", "> 300", "> 60"),
+        ("expr", "- timestamp(rankscope_ingest_lost_records_age_seconds) + time()", ""),
     ],
     "ServiceDown": [
         ("expr", "== 0", "== 1"),
