@@ -31,7 +31,7 @@ def train(run: str, commands: TextIO) -> None:
     """Train until a command arrives."""
     torch.manual_seed(0)
     net = nn.Linear(16, 4)
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-5)  # the gradients stay as large as they are
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-5)  # the gradients remain large
     factor = 1.0
     net.weight.register_hook(lambda gradient: gradient * factor)
     lines: list[str] = []

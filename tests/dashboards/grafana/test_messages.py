@@ -85,7 +85,7 @@ def test_service_away_is_one_message_that_names_its_address(all_programs: Watche
     assert all_programs.programs.urls["service"].rpartition("/")[2] in alert["annotations"]["summary"]
 
 
-def test_fault_fires_once_although_prometheus_is_away_for_longer_than_the_window(all_programs: Watched):
+def test_fault_fires_once_although_prometheus_is_away_for_long(all_programs: Watched):
     """Prometheus is away: one message, which names the data source. After it, the old fault does not fire again."""
     assert all_programs.seconds_until_message("once", "nan", "AnomalyNan") < WITHIN_SECONDS
     time.sleep(2 * EVALUATION_SECONDS)
