@@ -105,14 +105,14 @@ class Browser:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def wait(self, condition: str) -> Any:
+    def wait(self, condition: str, seconds: float = SECONDS) -> Any:
         """Return the value of `condition` as soon as it is true. An element of the page is returned as true."""
-        until = time.monotonic() + SECONDS
+        until = time.monotonic() + seconds
         while True:
             with contextlib.suppress(AssertionError):  # the page is being replaced
                 if found := self.run(f"((found) => (found instanceof Node ? true : found))({condition})"):
                     return found
-            assert time.monotonic() < until, f"not true within {SECONDS:g} s: {condition}"
+            assert time.monotonic() < until, f"not true within {seconds:g} s: {condition}"
             self.drain(0.05)
 
     def click(self, selector: str) -> None:

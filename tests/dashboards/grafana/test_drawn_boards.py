@@ -41,6 +41,9 @@ BOARDS = {board["uid"]: board for board in complete().boards}
 NO_REASON = {"No data", "No data in response", "Data is missing a number field", "Data is missing a time field"}
 """Texts of Grafana for a panel without data."""
 
+LOADED_WITHIN_SECONDS = 150.0
+"""Longest time for all queries of a board, on a machine with other work."""
+
 WIDTH, HEIGHT = 1600, 4200
 LOADED = """(() => {
     const panels = document.querySelectorAll("section.panel-container");
@@ -125,9 +128,9 @@ def test_board_is_drawn(training: Watched, chromium: Browser, uid: str, view: st
     chromium.look(WIDTH, HEIGHT, theme)
 
     chromium.open(f"{training.grafana.url}/d/{uid}?{address}&kiosk")
-    chromium.wait(f"({LOADED}) >= {len(titles)}")
+    chromium.wait(f"({LOADED}) >= {len(titles)}", LOADED_WITHIN_SECONDS)
     chromium.drain(1.0)
-    chromium.wait(f"({LOADED}) >= {len(titles)}")
+    chromium.wait(f"({LOADED}) >= {len(titles)}", LOADED_WITHIN_SECONDS)
     panels = chromium.run(PANELS)
     save_picture(chromium, f"{uid}-{view}-{theme}")
 
