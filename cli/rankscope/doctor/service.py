@@ -108,7 +108,7 @@ def _token(response: Response, token: str | None) -> CheckResult:
 
 
 def _others(environment: Environment, url: str, token: str | None) -> Iterator[CheckResult]:
-    """Yield the senders of remote write whose requests are refused, and the receivers that do not get notifications.
+    """Yield the senders of remote write with refused requests, and the receivers that do not get notifications.
 
     An older service does not report them.
     """

@@ -8,15 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Final
 
+from rankscope_contract.model.clock_jump import JUMP_MICROSECONDS, jump_details, jump_message
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_exporter.records.step_record import StepRecord
-
-JUMP_MICROSECONDS: Final = 2_000_000
-"""Smallest difference between wall clock and monotonic clock, from one record to the next, that counts as a jump.
-
-NTP corrects smaller differences slowly, and changes the speed of both clocks then."""
 
 
 class ClockWatch:
@@ -51,11 +46,10 @@ class ClockWatch:
 
 
 def _jump_event(jump: int, offset: int) -> Event:
-    direction = "back" if jump < 0 else "forward"
     return Event(
         type=EventType.CLOCK,
         severity=Severity.WARNING,
         value=jump / 1e6,
-        message=f"the clock of the host was set {direction} by {abs(jump) / 1e6:.1f} s; figures are corrected by it",
-        details=json.dumps({"direction": direction, "offset_us": offset, "seconds": jump / 1e6}, sort_keys=True),
+        message=jump_message(jump, owner="host", remark="figures are corrected by it"),
+        details=json.dumps(jump_details(jump) | {"offset_us": offset}, sort_keys=True),
     )

@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-JUMP_MICROSECONDS: Final = 2_000_000
-"""Smallest difference between both clocks, from one check to the next, that counts as a jump, as in the exporter."""
+from rankscope_contract.model.clock_jump import JUMP_MICROSECONDS
 
 _STEADY_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 

@@ -1,4 +1,4 @@
-"""Record the senders of remote write whose requests are refused: a sender drops refused samples, which are lost.
+"""Record the senders of remote write with refused requests: a sender drops refused samples, which are lost.
 
 The module logs one line per such sender, and lists the senders for the status page. It does no I/O apart from logging.
 """
@@ -36,7 +36,7 @@ _MAX_AGENT: Final = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedSender:
-    """A sender whose requests are refused: all since the last accepted request, or some of its requests."""
+    """A sender with refused requests: all since the last accepted request, or some of its requests."""
 
     name: str  # address and User-Agent
     reason: str  # of the last refusal
@@ -122,7 +122,7 @@ class Senders:
             )
 
     def listed(self) -> list[RefusedSender]:
-        """Return the senders whose requests are refused, the latest first."""
+        """Return the senders with refused requests, the latest first."""
         now = self._clock()
         return [_shown(key, sender, now) for key, sender in reversed(self._senders.items()) if sender.is_listed(now)]
 

@@ -1,9 +1,10 @@
 """Rows that the service adds to the store: launches, gaps, incidents, and versions of runs and attempts.
 
-A version is a row with the state of a run or attempt at one time. The column `ts_origin` of all these rows is "ingest".
-A gap row, which reports lost records, has the seq of the last lost record. The store drops rows with a seq that it
-already has. The store therefore drops a repeated gap row together with the repeated records around it. Other rows have
-no seq. A repeated version of a run does not change any query result.
+A version is a row with the state of a run or attempt at one time. The column `ts_origin` of these rows is "ingest".
+Only the row that replaces a lost event of a rank has the time, seq and origin of the rank's record. A gap row, which
+reports lost records, has the seq of the last lost record. The store drops rows with a seq that it already has. The
+store therefore drops a repeated gap row together with the repeated records around it. All other rows have no seq. A
+repeated version of a run does not change any query result.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
+from rankscope_contract.model.clock_jump import jump_details, jump_message
 from rankscope_contract.model.events import EventType, Severity
 from rankscope_ingest.base.tables import FROM_INGEST, rows_table
 from rankscope_ingest.record_channel.plans import PlanColumns
@@ -86,10 +88,9 @@ def lost_jump_row(target: Target, jump: int, offset: int, position: Row, stamp: 
 
 
 def _jump_row(jump: int, stamp: Stamp, columns: Row, *, owner: str, remark: str, **details: int) -> Row:
-    direction, seconds = "back" if jump < 0 else "forward", jump / 1e6
-    message = f"the clock of the {owner} was set {direction} by {abs(seconds):.1f} s; {remark}"
-    facts = details | {"direction": direction, "seconds": seconds}
-    return event_row(stamp, EventType.CLOCK, Severity.WARNING, message, facts, **(columns | {"value": seconds}))
+    message = jump_message(jump, owner=owner, remark=remark)
+    columns = columns | {"value": jump / 1e6}
+    return event_row(stamp, EventType.CLOCK, Severity.WARNING, message, details | jump_details(jump), **columns)
 
 
 def gap_row(target: Target, first: int, last: int, reason: str, stamp: Stamp) -> Row:

@@ -87,8 +87,10 @@ def compact(
     started = time.monotonic()
     now = dt.datetime.now(dt.UTC) if now is None else now
     work = _Compaction(Log.open(root, sync), sync, now, progress)
-    left = work.rewrite_all() if rewrite else 0
-    if not rewrite:
+    left = 0
+    if rewrite:
+        left = work.rewrite_all()
+    else:
         work.merge_once()
     merged = [(merge, files) for merge, files in work.done if not _is_rewrite(merge)]
     return CompactionReport(

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Final
 
+from rankscope_contract.model.clock_jump import JUMP_MICROSECONDS
 from rankscope_storage.sql.clock_jumps import JUMPS
 
-_JUMP_SECONDS: Final = 2
-"""Smallest difference of two clocks that counts as a jump, as in the exporter."""
+_JUMP_SECONDS: Final = JUMP_MICROSECONDS // 1_000_000
 
 LAUNCHES: Final = f"""\
 registered AS (  -- arrival numbers are times that never go back
@@ -74,7 +74,7 @@ registered AS (  -- arrival numbers are times that never go back
 """Common table expressions that end with `bounds`, which has one row per launch.
 
 They read `seen` and `reporter`. `seen` has the first and last time of the rows of the ranks of each attempt, without
-jumps of the clock. `reporter` has the rank of each attempt whose steps count.
+jumps of the clock. `reporter` has one rank of each attempt: its steps count.
 `place` is the position of the launch in its run, from 1. `began` is the time of the clock with which the launch began,
 and `ended` the time of this clock without later jumps. `downtime` is the time since the launch before, and `jumped` the
 sum of the jumps of the clock during and between all launches before; both are seconds.

@@ -37,7 +37,7 @@ def points(tmp_path: Path):
 
 @pytest.fixture
 def dropping(grafana: Grafana) -> Grafana:
-    """Return a server whose release drops the receiver of rules, as 9.4 does."""
+    """Return a server of a release that drops the receiver of rules, as 9.4 does."""
     if grafana.user.check().startswith("9."):
         return grafana
     pytest.skip("make test-grafana, with a release that drops the receiver of rules")

@@ -208,9 +208,9 @@ class Column:
             made["unit"] = self.unit
         if self.decimals is not None:
             made["decimals"] = self.decimals
-        made["mappings"] = [null_text(self.absent), _special(dashboard.SpecialValueMatch.EMPTY, self.absent)]
+        absent = (null_text(self.absent), _special(dashboard.SpecialValueMatch.EMPTY, self.absent))
+        made["mappings"] = list(self.mappings or absent)
         if self.mappings:  # their colours fill the cells
-            made["mappings"] = list(self.mappings)
             made["custom.cellOptions"] = {"type": "color-background", "mode": "basic"}
             made["custom.displayMode"] = "color-background-solid"  # name of the setting before Grafana 9.5
         if self.links:
