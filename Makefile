@@ -60,7 +60,7 @@ test-frameworks-heavy: $(VENV)/.installed-heavy
 	PATH="$(CURDIR)/$(BIN):$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VENV)/extensions" OMP_NUM_THREADS=1 \
 		RANKSCOPE_REQUIRE_FRAMEWORKS=1 $(BIN)/python -m pytest tests/frameworks_heavy
 
-test-gpu: $(VENV)/.installed-dev ## run the tests that need an NVIDIA GPU, then benchmarks/gpu.py; results in gpu-results (6 min)
+test-gpu: $(VENV)/.installed-dev ## run the tests that need an NVIDIA GPU, then benchmarks/gpu.py; results in gpu-results (8 min)
 	PYTHON=$(BIN)/python tests/gpu/check.sh gpu-results
 
 test-prometheus-3: $(VENV)/.installed-dev ## remote write 2.0 of a real Prometheus 3, the program RANKSCOPE_PROMETHEUS_3

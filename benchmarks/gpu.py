@@ -1,4 +1,4 @@
-"""Cost of the monitor on a GPU: step times, bandwidth of the statistics, kernels and memory of a sampled step.
+"""Cost of the monitor on a GPU: step times, bandwidth of the statistics, kernels, memory, reading of the state.
 
     python benchmarks/gpu.py [FOLDER]
 
@@ -30,13 +30,18 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter.monitors.hardware.gpu import Gpu, load_nvml, uuid_of
+from rankscope_exporter.monitors.hardware.nvml_metrics import READINGS
 from rankscope_exporter.quantities import quantity_classes
 from rankscope_exporter.statistics import MeasureGroup, StatisticsTable, backend_name
 from rankscope_exporter.statistics.kernels import kernel_of
 
 STAND_IN: Final = os.environ.get("RANKSCOPE_GPU_STAND_IN")
 DEVICE: Final = torch.device(STAND_IN or "cuda")
-EVERYTHING: Final = {"quantities": list(quantity_classes()), "ops": [*VALUE_OPS, "nans", "infs", "zeros"]}
+ALL_OPS: Final = [*VALUE_OPS, "nans", "infs", "zeros"]
+EVERYTHING: Final = {"quantities": list(quantity_classes()), "ops": ALL_OPS}
+NO_NORMS: Final = {"quantities": [name for name in quantity_classes() if name != "linear"], "ops": ALL_OPS}
+"""All quantities but `linear`, which computes the spectral norms of all weights and needs most of the time."""
 NEVER: Final = 1_000_000_000
 CONFIGURATIONS: Final[dict[str, dict[str, Any] | None]] = {
     "no monitor": None,
@@ -44,10 +49,15 @@ CONFIGURATIONS: Final[dict[str, dict[str, Any] | None]] = {
     "no step sampled": {"every": NEVER},
     "default, every 10": {"every": 10},
     "default, every step": {},
+    "all but linear, every step": NO_NORMS,
     "everything, every step": EVERYTHING,
 }
+COSTLY: Final = ("all but linear, every step", "everything, every step")
+"""Configurations that take part in the first two rounds only, with short blocks."""
 BLOCK: Final = 10 if not STAND_IN else 2
 """Steps of a block. With `every: 10`, a block has one sampled step."""
+SHORT_BLOCK: Final = 3 if not STAND_IN else 1
+"""Steps of a block of a costly configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +71,16 @@ class Shape:
     vocabulary: int
     batch: int
     context: int
-    rounds: int
     seconds: float
-    """Limit for all rounds; at least two rounds run."""
+    """Limit for all rounds of step times; at least two rounds run."""
 
 
 SHAPES: Final = (
-    (Shape("tiny", 2, 32, 4, 100, 2, 16, 2, 10), Shape("host-bound", 2, 32, 4, 100, 2, 16, 2, 10))
+    (Shape("tiny", 2, 32, 4, 100, 2, 16, 4), Shape("host-bound", 2, 32, 4, 100, 2, 16, 4))
     if STAND_IN
     else (
-        Shape("GPT 124M, 8x1024, bf16", 12, 768, 12, 50_304, 8, 1024, 7, 60),
-        Shape("12 layers of 256, 2x64, host-bound", 12, 256, 8, 1024, 2, 64, 9, 25),
+        Shape("GPT 124M, 8x1024, bf16", 12, 768, 12, 50_304, 8, 1024, 60),
+        Shape("12 layers of 256, 2x64, host-bound", 12, 256, 8, 1024, 2, 64, 45),
     )
 )
 
@@ -154,10 +163,11 @@ def run(folder: Path | None = None) -> list[Row]:
         print("no GPU: nothing is measured", file=sys.stderr)
         return []
     parts: list[Callable[[], list[Row]]] = [
-        *(lambda shape=shape: steps(shape) for shape in SHAPES),
         passes,
+        hardware,
         *(lambda shape=shape: sampled_step(shape) for shape in SHAPES),
         lambda: memory(SHAPES[0]),
+        *(lambda shape=shape: steps(shape) for shape in SHAPES),  # last: they take longest
     ]
     rows: list[Row] = []
     for fourths in (False, True):
@@ -177,49 +187,7 @@ def run(folder: Path | None = None) -> list[Row]:
     return rows
 
 
-# (a) Time of a step.
-
-
-def steps(shape: Shape) -> list[Row]:
-    """Return the milliseconds of a step for each configuration, and the ratios to a step without a monitor."""
-    training = Training(shape)
-    _block(training, None)
-    taken: dict[str, list[float]] = {name: [] for name in CONFIGURATIONS}
-    began, order = time.monotonic(), list(CONFIGURATIONS)
-    shuffle = random.Random(1)  # noqa: S311 - an order, no secret
-    for number in range(shape.rounds):
-        if number >= 2 and time.monotonic() - began > shape.seconds:
-            break
-        shuffle.shuffle(order)
-        for name in order:
-            with training.monitored(CONFIGURATIONS[name]) as monitor:
-                for _ in range(3):  # the first steps of a monitor allocate its buffers
-                    training.step(monitor)
-                taken[name].append(_block(training, monitor))
-    plain = taken["no monitor"]
-    return [
-        Row(f"{shape.name}: {name}", 1e3 * statistics.median(values), "ms", _ratios(values, plain))
-        for name, values in taken.items()
-    ]
-
-
-def _ratios(values: Sequence[float], plain: Sequence[float]) -> str:
-    ratios = [value / reference for value, reference in zip(values, plain, strict=True)]
-    middle, least, most = statistics.median(ratios), min(ratios), max(ratios)
-    return f"{middle:.3f} x no monitor ({least:.3f} to {most:.3f} in {len(ratios)} rounds of {BLOCK} steps)"
-
-
-def _block(training: Training, monitor: Monitor | None) -> float:
-    """Return the seconds of one step, of a block that ends when the device is done."""
-    synchronize()
-    began = time.perf_counter()
-    for _ in range(BLOCK):
-        training.step(monitor)
-    synchronize()
-    return (time.perf_counter() - began) / BLOCK
-
-
-# (b) Bandwidth of the statistics.
+# (a) Bandwidth of the statistics.
 
 
 def passes() -> list[Row]:
@@ -281,6 +249,45 @@ def _seconds(work: Callable[[], object], repeats: int = 2 if STAND_IN else 7) ->
     return statistics.median(whole), statistics.median(host)
 
 
+# (b) Reading of the GPU's state.
+
+
+def hardware() -> list[Row]:
+    """Return the microseconds of one reading of the GPU through NVML, on the thread that reads it."""
+    nvml, uuid = load_nvml(), uuid_of(DEVICE)
+    gpu = None if nvml is None or uuid is None else Gpu.open(nvml, uuid)
+    if gpu is None:
+        return []
+    metrics = gpu.read(_raised)  # the first reading drops the metrics that the GPU does not have
+    taken, used = [], []
+    for _ in range(50):
+        began, began_cpu = time.perf_counter(), time.thread_time()
+        gpu.read(_raised)
+        gpu.xids(_raised)
+        taken.append(time.perf_counter() - began)
+        used.append(time.thread_time() - began_cpu)
+    note = f"{1e6 * statistics.median(used):.3g} us of CPU time; {len(metrics)} metrics"
+    rows = [Row("one reading through NVML", 1e6 * statistics.median(taken), "us", note), *_slowest_readings(nvml, gpu)]
+    gpu.close()
+    return rows
+
+
+def _slowest_readings(nvml: Any, gpu: Gpu) -> list[Row]:
+    handle, rows = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid), []
+    for reading in READINGS:
+        with contextlib.suppress(nvml.NVMLError, AttributeError):
+            list(reading.read(nvml, handle))
+            began = time.perf_counter()
+            for _ in range(5):
+                list(reading.read(nvml, handle))
+            rows.append(Row(f"NVML: {reading.name}", 2e5 * (time.perf_counter() - began), "us", "mean of 5"))
+    return sorted(rows, key=lambda row: -row.value)[:5]
+
+
+def _raised(_operation: str, error: BaseException) -> None:
+    raise error
+
+
 # (c) One sampled step.
 
 
@@ -288,7 +295,7 @@ def sampled_step(shape: Shape) -> list[Row]:
     """Return the additional time of a sampled step on the host and on the device, and its kernels."""
     training = Training(shape)
     found: dict[str, tuple[float, float, int]] = {}
-    for name in ("no monitor", "no step sampled", "default, every step", "everything, every step"):
+    for name in (name for name in CONFIGURATIONS if name not in ("no monitor again", "default, every 10")):
         with training.monitored(CONFIGURATIONS[name]) as monitor:
             for _ in range(4):
                 training.step(monitor)
@@ -339,6 +346,53 @@ def _peak(training: Training, settings: dict[str, Any] | None) -> int:
             training.step(monitor)
         synchronize()
         return torch.cuda.max_memory_allocated()
+
+
+# (e) Time of a step.
+
+
+def steps(shape: Shape) -> list[Row]:
+    """Return the milliseconds of a step for each configuration, and the ratios to a step without a monitor."""
+    training = Training(shape)
+    _block(training, None)
+    taken: dict[str, list[float]] = {name: [] for name in CONFIGURATIONS}
+    began, order = time.monotonic(), list(CONFIGURATIONS)
+    shuffle = random.Random(1)  # noqa: S311 - an order, no secret
+    while len(taken["no monitor"]) < 2 or time.monotonic() - began < shape.seconds:
+        if len(taken["no monitor"]) == 2:
+            order = [name for name in order if name not in COSTLY]
+        shuffle.shuffle(order)
+        for name in order:
+            with training.monitored(CONFIGURATIONS[name]) as monitor:
+                for _ in range(1 if name in COSTLY else 3):  # the first steps of a monitor allocate its buffers
+                    training.step(monitor)
+                taken[name].append(_block(training, monitor, SHORT_BLOCK if name in COSTLY else BLOCK))
+    plain = taken["no monitor"]
+    return [
+        Row(f"{shape.name}: {name}", 1e3 * statistics.median(values), "ms", _ratios(values, plain))
+        for name, values in taken.items()
+    ]
+
+
+def _ratios(values: Sequence[float], plain: Sequence[float]) -> str:
+    """Return the median and the quartiles of the ratios of each round, and the fastest step's ratio."""
+    ratios = [value / reference for value, reference in zip(values, plain, strict=False)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    quickest = min(values) / min(plain)
+    return (
+        f"{middle:.3f} x no monitor (quartiles {low:.3f} to {high:.3f} of {len(ratios)} rounds); "
+        f"fastest block {1e3 * min(values):.3g} ms, {quickest:.3f} x"
+    )
+
+
+def _block(training: Training, monitor: Monitor | None, steps: int = BLOCK) -> float:
+    """Return the seconds of one step, of a block that ends when the device is done."""
+    synchronize()
+    began = time.perf_counter()
+    for _ in range(steps):
+        training.step(monitor)
+    synchronize()
+    return (time.perf_counter() - began) / steps
 
 
 def synchronize() -> None:

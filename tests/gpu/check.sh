@@ -1,5 +1,5 @@
 #!/bin/sh
-# Run the tests and the benchmark of a GPU in at most 6 minutes, and write their results to a folder:
+# Run the tests and the benchmark of a GPU in at most 8 minutes, and write their results to a folder:
 #     tests/gpu/check.sh FOLDER
 # A test that fails or hangs does not stop the rest. The packages of Rankscope need not be installed.
 set -u
@@ -35,12 +35,13 @@ print(torch.__version__, torch.version.cuda, torch.cuda.get_device_properties(0)
 suite tests "${TESTS_SECONDS:-150}" -n 1 tests/gpu/test_bits.py tests/gpu/test_waits.py tests/gpu/test_measurements.py \
 	tests/gpu/test_device_equals_cpu.py tests/gpu/test_definitions.py
 
-timeout -k 5 "${BENCHMARK_SECONDS:-160}" "$python" benchmarks/gpu.py "$out" >"$out/benchmark.log" 2>&1 || failed=1
+timeout -k 5 "${BENCHMARK_SECONDS:-220}" "$python" benchmarks/gpu.py "$out" >"$out/benchmark.log" 2>&1 || failed=1
 cat "$out/benchmark.log" | cut -c 1-200
 echo "benchmark: $(($(date +%s) - began)) s since the start"
 
-# Tests of the CPU again, with tensors on the GPU.
-RANKSCOPE_TEST_DEVICE=cuda suite loops "${LOOPS_SECONDS:-50}" -n 4 tests/exporter/training/test_whole_loops.py \
+# Tests of the CPU again, with tensors on the GPU. One test needs a process group of the CPU. Another one forks, and a
+# forked process cannot use a GPU.
+RANKSCOPE_TEST_DEVICE=cuda suite loops "${LOOPS_SECONDS:-50}" -n 4 -k "not fsdp2 and not forked_child" tests/exporter/training/test_whole_loops.py \
 	tests/exporter/training/test_misfortunes.py tests/exporter/quantities/test_micro_batches.py \
 	tests/exporter/quantities/test_activations.py tests/exporter/quantities/test_parameter_quantities.py
 exit $failed
