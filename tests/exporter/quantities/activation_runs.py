@@ -11,6 +11,7 @@ from tests.exporter.parts import session_of
 from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter.observers.throughput import ThroughputConfig
 from rankscope_exporter.records.step_record import StepRecord
 
 KINDS = {"in": ("act_in", "act_grad_in"), "out": ("act_out", "act_grad_out")}
@@ -84,6 +85,7 @@ def train(
         console=False,
         exit_wait_seconds=0,
         statistics="torch",
+        throughput=ThroughputConfig(method="off"),  # on a GPU, its absence would be one more notice
     )
     monitor = Monitor(config).attach(model, optimizer)
     for step in range(1, steps + 1):

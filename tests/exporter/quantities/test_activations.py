@@ -28,7 +28,7 @@ EVERYTHING: dict[str, Any] = {}
 
 
 def batch(step: int, micro: int = 0) -> torch.Tensor:
-    return torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + micro))
+    return torch.randn(3, 6, generator=torch.Generator(torch.get_default_device()).manual_seed(10 * step + micro))
 
 
 class Pair(NamedTuple):
@@ -675,14 +675,14 @@ def test_alert_counters_exist_before_the_first_step():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_changes_neither_statistics_nor_training(dtype):
     def loss(model: nn.Module, step: int) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=dtype):
+        with torch.autocast(torch.get_default_device().type, dtype=dtype):
             return model(batch(step).requires_grad_()).float().square().mean()
 
     def make() -> nn.Module:
         return stack(nn.Linear(6, 64), nn.ReLU(inplace=True), nn.Linear(64, 2))
 
     bare, run = train(make(), loss, 3, None), train(make(), loss, 3, EVERYTHING)
-    with torch.autocast("cpu", dtype=dtype):
+    with torch.autocast(torch.get_default_device().type, dtype=dtype):
         half = make()[0](batch(1)).detach()
 
     assert equal_bits(bare, run)

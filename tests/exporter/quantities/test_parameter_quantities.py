@@ -22,7 +22,7 @@ def net() -> nn.Sequential:
 
 
 def batch(step: int, micro: int = 0) -> torch.Tensor:
-    return torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + micro))
+    return torch.randn(5, 6, generator=torch.Generator(torch.get_default_device()).manual_seed(10 * step + micro))
 
 
 def watched(reader: Any, eventually: Any, quantities: tuple[str, ...], loop: Any, **options: Any) -> Any:
@@ -127,7 +127,7 @@ def test_gradients_assigned_by_the_loop_are_measured(reader, eventually):
 
 
 def test_gradient_scaler_changes_grad_clipped_only(reader, eventually):
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=256.0)
 
     class Scaled(Training):
         def train(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -309,7 +309,7 @@ class Rotation(nn.Module):
 
     def __init__(self, *, whole: bool) -> None:
         super().__init__()
-        pairs = torch.randn(3, 4, 2, generator=torch.Generator().manual_seed(1))
+        pairs = torch.randn(3, 4, 2, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
         self.weight = nn.Parameter(torch.view_as_complex(pairs) if whole else pairs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.func import functional_call
 
 from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter.observers.throughput import ThroughputConfig
 from rankscope_exporter.quantities.activations.quantity import Activations
 from rankscope_exporter.quantities.gradients import Gradients
 from rankscope_exporter.quantities.optimizer_state import OptimizerState
@@ -234,7 +235,13 @@ class Watched:
 
     def __init__(self, case: Callable[[], Run], *, every: int = 1) -> None:
         self.run = case()
-        config = MonitorConfig(quantities=QUANTITIES, every=every, console=False, exit_wait_seconds=0)
+        config = MonitorConfig(
+            quantities=QUANTITIES,
+            every=every,
+            console=False,
+            exit_wait_seconds=0,
+            throughput=ThroughputConfig(method="off"),  # on a GPU, its absence would be one more notice
+        )
         with Monitor(config).attach(self.run.net, self.run.optimizer) as monitor:
             session = session_of(monitor)
             self.run.train()
