@@ -67,6 +67,17 @@ def test_spectral_norm_is_equally_exact_for_every_dtype(dtype):
     assert expected == pytest.approx(spectral.tolist(), rel=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(40, 60), (60, 40)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_batched_products_have_the_numbers_of_single_products(dtype, shape):
+    weights = [(10.0**seed * normal(*shape, seed=seed)).to(dtype) for seed in range(4)]
+    weights[2] = torch.zeros(shape, dtype=dtype)
+    single = norms(spectral_numbers(weights, 1e-3, together=False).numpy())
+
+    for expected, found in zip(single, norms(spectral_numbers(weights, 1e-3, together=True).numpy()), strict=True):
+        assert expected == pytest.approx(found, rel=1e-5)
+
+
 def test_norms_of_zero_and_non_finite_weights():
     weights = [torch.zeros(6, 9), normal(6, 9), normal(6, 9), normal(6, 9)]
     weights[1][2, 3] = math.nan
