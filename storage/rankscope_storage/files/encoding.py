@@ -83,12 +83,15 @@ The first level of zstd misses the repetitions of plain numbers that count: it t
 per row."""
 
 _WIDE: Final = 1 << 27
-"""Difference of two integers that a row group with differences must not have: fastparquet returns wrong values.
+"""Difference of two integers that a page with differences must not have: fastparquet returns wrong values.
 
 It does so if two differences differ by 2^28. Most wide differences are those of times, where another series begins."""
 
-_LONG_SERIES: Final = 8_192
-"""Number of rows per wide difference from which row groups may end at these differences. A row group takes 2.5 KB."""
+_SHORT_SERIES: Final = 128
+"""Number of rows per wide difference from which pages end at these differences. A page takes 60 bytes."""
+
+_SAMPLED_ROWS: Final = 1 << 13
+"""Number of rows from which repeated integers are counted in a sixteenth of the rows."""
 
 _PLAIN_LEVEL: Final = 3
 """Level of zstd for plain numbers that are not all zero.
@@ -118,44 +121,49 @@ def write_sorted(table: pa.Table, dataset: str, path: Path | IO[bytes], mantissa
         order = pa.array(rows.astype(np.uint32) if len(rows) <= 1 << 32 else rows)
     zero = {name for name, column in columns.items() if column.is_constant and not column.values[0].as_py()}
     examined = {name: column for name, column in columns.items() if name not in _PLAIN_INTEGERS.get(dataset, ())}
-    wide, cuts = _wide_columns(examined, order, 0 if dataset in _PLAIN_INTEGERS else table.num_rows // _LONG_SERIES)
-    with pq.ParquetWriter(path, schema, **_options(dataset, zero, wide)) as writer:
+    most = table.num_rows // _SHORT_SERIES if dataset not in _PLAIN_INTEGERS and _is_flat(dataset) else 0
+    wide, pages = _wide_columns(examined, order, most)
+    with pq.ParquetWriter(path, schema, **_options(dataset, zero, wide, has_series=bool(pages))) as writer:
         # One row group at a time: a sorted copy of the whole table would cost more than the sorting.
-        for start, end in itertools.pairwise(_row_group_ends(table.num_rows, cuts)):
-            places = None if order is None else order.slice(start, end - start)
-            arrays = [column.rows(start, end - start, places) for column in columns.values()]
+        for start in range(0, table.num_rows, ROW_GROUP_ROWS):
+            count = min(ROW_GROUP_ROWS, table.num_rows - start)
+            places = None if order is None else order.slice(start, count)
+            arrays = [column.rows(start, count, places) for column in columns.values()]
+            for place, name in enumerate(columns):
+                if name in pages:
+                    arrays[place] = _in_pages(arrays[place], start, pages[name])
             writer.write_table(pa.Table.from_arrays(arrays, schema=schema), row_group_size=ROW_GROUP_ROWS)
         writer.add_key_value_metadata(dataset_schema(dataset).metadata)
         if mantissa_bits is not None:
             writer.add_key_value_metadata({MANTISSA_BITS_KEY: str(mantissa_bits)})
 
 
-def _wide_columns(columns: Mapping[str, _Column], order: pa.Array | None, most: int) -> tuple[set[str], set[int]]:
-    """Return the names of the columns to write as plain numbers, because rows in the order `order` differ widely.
+def _wide_columns(
+    columns: Mapping[str, _Column], order: pa.Array | None, most: int
+) -> tuple[set[str], dict[str, Indices]]:
+    """Return how to write the columns whose values, in the order `order`, have wide differences.
 
-    Also return the rows at which a row group must begin, so that the other columns have no wide differences. These are
-    at most `most` rows per column. If `most` is 0, all columns with a wide range are written as plain numbers.
+    The first result has the names of those to write as plain numbers. The second has, by name, the rows at which a page
+    must begin so that no page has a wide difference. These are at most `most` rows per column; if `most` is 0, all
+    columns with a wide range are written as plain numbers.
     """
-    wide, cuts = set(), set[int]()
+    wide, pages = set(), {}
     for name, column in columns.items():
         if not column.is_wide():
             continue
         jumps = column.jumps(order, most) if most else None
         if jumps is None:
             wide.add(name)
-        else:
-            cuts.update(jumps.tolist())
-    return wide, cuts
+        elif len(jumps):
+            pages[name] = jumps
+    return wide, pages
 
 
-def _row_group_ends(rows: int, cuts: Collection[int]) -> Iterator[int]:
-    """Yield 0, and the end of each row group: after ROW_GROUP_ROWS rows, before each row in `cuts`, and at the end."""
-    start = 0
-    yield start
-    for cut in sorted({*cuts, rows} - {0}):
-        while start < cut:
-            start = min(start + ROW_GROUP_ROWS, cut)
-            yield start
+def _in_pages(values: pa.Array, start: int, pages: Indices) -> pa.ChunkedArray:
+    """Return `values`, which begin at row `start` of the file, in chunks that begin at the sorted rows `pages`."""
+    first, last = np.searchsorted(pages, [start + 1, start + len(values)])
+    ends = itertools.pairwise([0, *(pages[first:last] - start).tolist(), len(values)])
+    return pa.chunked_array([values.slice(begin, end - begin) for begin, end in ends])
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,18 +197,16 @@ class _Column:
     def jumps(self, order: pa.Array | None, most: int) -> Indices | None:
         """Return the rows with a wide difference to the row before, in the order `order`.
 
-        Return None if plain numbers take less space than row groups that begin at these rows: if there are more than
-        `most`, or if most values occur several times in a row group. Return None for nulls and lists, too.
+        Return None if plain numbers take less space than pages that begin at these rows: if there are more than `most`,
+        or if many values are repeated in a row group. Return None for nulls and lists, too.
         """
         integers = _integers(self.values)
         if integers is None or integers.null_count or pa.types.is_list(self.values.type):
             return None
-        ordered = integers if order is None else pc.take(integers, order, boundscheck=False)
-        differences = np.diff(ordered.to_numpy())  # they overflow as those of the encoder
+        ordered = (integers if order is None else pc.take(integers, order, boundscheck=False)).to_numpy()
+        differences = np.diff(ordered)  # they overflow as those of the encoder
         jumps = np.flatnonzero((differences >= _WIDE) | (differences <= -_WIDE)) + 1
-        first = ordered.slice(0, ROW_GROUP_ROWS)
-        is_shared = len(jumps) and pc.count_distinct(first).as_py() <= len(first) // 2
-        return None if is_shared or len(jumps) > most else jumps
+        return None if len(jumps) > most or (len(jumps) and _are_repeated(ordered[:ROW_GROUP_ROWS])) else jumps
 
     def rows(self, start: int, count: int, places: pa.Array | None) -> pa.Array:
         """Return values of this column for one row group of the file, or for fewer rows.
@@ -213,6 +219,17 @@ class _Column:
         else:
             values = pc.take(self.values, places, boundscheck=False)
         return _without_unused(values) if pa.types.is_dictionary(values.type) else values
+
+
+def _are_repeated(integers: npt.NDArray[np.integer[Any]]) -> bool:
+    """Return whether the number of different values is at most two thirds of all: plain numbers then take less space.
+
+    Plain times take six bytes, and their differences four; zstd finds the repetitions of plain numbers only.
+    """
+    found = integers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # spreads the values over the range
+    if len(found) >= _SAMPLED_ROWS:
+        found = found[found < 1 << 60]  # about a sixteenth of the values, with all their repetitions
+    return 3 * len(np.unique(found)) <= 2 * len(found)
 
 
 def _integers(values: pa.Array) -> pa.Array | None:
@@ -246,20 +263,17 @@ def _without_unused(column: pa.DictionaryArray) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(pa.array(new_codes[codes], mask=nulls), used)
 
 
-def _options(dataset: str, zero: Collection[str], wide: Collection[str]) -> dict[str, Any]:
+def _options(dataset: str, zero: Collection[str], wide: Collection[str], *, has_series: bool) -> dict[str, Any]:
     """Return the options of the Parquet writer for `dataset`.
 
     Two kinds of columns have no encoding: those in `zero` are zero or null in all rows, and those in `wide` have wide
-    differences.
+    differences. If `has_series`, a page ends at the end of each chunk of a column.
     """
     level_3 = {*wide, *_PLAIN_INTEGERS.get(dataset, ())} - set(zero)
     encodings, leaves, fast = _encodings(dataset), list(_leaves(dataset)), _FAST_CODEC.get(dataset, ())
     unsearched = set(_UNSEARCHED)
     if dataset == "scalars":  # queries filter by labels, which are mostly null: such a range saves reading them
         unsearched.remove("labels")
-    # A range is computed per batch, 13 ns per row for short batches. A page ends only between two batches: batches of
-    # long texts and lists are short, because each row may have kilobytes.
-    is_flat = all(name not in _FREE_TEXT and not name.endswith(".list.element") for name, _ in leaves)
     return {
         "compression": {name: "lz4" if name in fast else "zstd" for name, _ in leaves},
         "compression_level": {
@@ -275,8 +289,10 @@ def _options(dataset: str, zero: Collection[str], wide: Collection[str]) -> dict
         },
         "store_schema": False,  # otherwise the footer would depend on the in-memory form of the text columns
         "write_statistics": [name for name in counted_columns(dataset) if name not in unsearched],
-        "write_batch_size": ROW_GROUP_ROWS if is_flat else _SHORT_BATCH,
-        "data_page_size": _PAGE_BYTES,
+        # A range is computed per batch, 13 ns per row for short batches. A page ends only between two batches, each of
+        # rows of one chunk.
+        "write_batch_size": ROW_GROUP_ROWS if _is_flat(dataset) else _SHORT_BATCH,
+        "data_page_size": 1 if has_series else _PAGE_BYTES,
         "max_rows_per_page": ROW_GROUP_ROWS,
         "dictionary_pagesize_limit": _PAGE_BYTES,
     }
@@ -305,6 +321,12 @@ def _encodings(dataset: str) -> dict[str, str]:
             is_plain = name in _PLAIN_INTEGERS.get(dataset, ())
             encodings[name] = "PLAIN" if is_plain else "DELTA_BINARY_PACKED"
     return encodings
+
+
+@functools.cache
+def _is_flat(dataset: str) -> bool:
+    """Return whether `dataset` has no long texts and no lists, so that a row has few bytes."""
+    return all(name not in _FREE_TEXT and not name.endswith(".list.element") for name, _ in _leaves(dataset))
 
 
 def has_split_integers(metadata: pq.FileMetaData) -> bool:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.properties import examples
+from tests.storage.files.page_headers import page_rows
 
 from rankscope_storage.base.schema import conform, dataset_schema
 from rankscope_storage.files.encoding import ROW_GROUP_ROWS, write_sorted
@@ -109,7 +110,7 @@ def test_wide_integers_of_tensors_are_plain(tmp_path):
     assert {"PLAIN", "RLE"} == set(encodings["numel"])
 
 
-def scalars(names: int, ranks: int, steps: int, *, pace: int = 300_000, shared: bool = True) -> pa.Table:
+def scalars(names: int, ranks: int, steps: int, pace: int = 300_000, *, shared: bool = True) -> pa.Table:
     """Return a row per step, rank and name. Steps are `pace` microseconds apart, with an irregular part.
 
     If `shared`, all names of a rank and step have the same time.
@@ -128,38 +129,61 @@ def scalars(names: int, ranks: int, steps: int, *, pace: int = 300_000, shared: 
     return conform(pa.table(columns), "scalars")
 
 
-def widths(file: pq.ParquetFile, name: str) -> Iterator[int]:
-    """Yield the number of bits of the widest difference of `name`, per row group with differences."""
+def widths(path: Path, name: str) -> Iterator[int]:
+    """Yield the number of bits of the widest difference of `name`, per page with differences."""
+    file = pq.ParquetFile(path)
     place = file.schema_arrow.get_field_index(name)
     for group in range(file.num_row_groups):
-        if "DELTA_BINARY_PACKED" in file.metadata.row_group(group).column(place).encodings:
-            values = file.read_row_group(group, columns=[name])[name].cast(pa.int64()).to_numpy()
-            differences = np.diff(values)
-            yield (int(differences.max()) - int(differences.min())).bit_length()
+        if "DELTA_BINARY_PACKED" not in file.metadata.row_group(group).column(place).encodings:
+            continue
+        values = file.read_row_group(group, columns=[name])[name].cast(pa.int64()).to_numpy()
+        for page in np.split(values, np.cumsum(page_rows(path, group, name))[:-1]):
+            differences = np.diff(page)
+            yield (int(differences.max()) - int(differences.min())).bit_length() if len(differences) else 0
 
 
 @pytest.mark.parametrize(
-    ("shape", "shared", "encoding", "groups"),
+    ("shape", "shared", "encoding", "pages"),
     [
-        ((12, 4, 600), True, "PLAIN", 1),
-        ((1, 1, 20_000), True, "DELTA_BINARY_PACKED", 1),
-        ((1, 4, 10_000), True, "DELTA_BINARY_PACKED", 4),
-        ((2, 2, 10_000), False, "DELTA_BINARY_PACKED", 4),
-        ((1, 8, 2_000), True, "PLAIN", 1),
-        ((12, 4, 100), True, "DELTA_BINARY_PACKED", 1),
+        ((12, 4, 600), True, "PLAIN", [28_800]),
+        ((1, 1, 20_000), True, "DELTA_BINARY_PACKED", [20_000]),
+        ((1, 4, 10_000), True, "DELTA_BINARY_PACKED", [10_000] * 4),
+        ((2, 2, 10_000), False, "DELTA_BINARY_PACKED", [10_000] * 4),
+        ((3, 1, 30_000), False, "DELTA_BINARY_PACKED", [30_000, 30_000, 5_536]),
+        ((1, 8, 1_000), True, "DELTA_BINARY_PACKED", [1_000] * 8),
+        ((1, 64, 450), True, "DELTA_BINARY_PACKED", [450] * 64),
+        ((1, 64, 125), True, "DELTA_BINARY_PACKED", [8_000]),
+        ((1, 64, 100, 3_000_000), True, "PLAIN", [6_400]),
+        ((12, 4, 100), True, "DELTA_BINARY_PACKED", [4_800]),
     ],
 )
-def test_times_of_scalars_have_no_wide_differences(tmp_path, shape, shared, encoding, groups):
-    """Fastparquet returns wrong values if differences differ by 2^28. Shared times are plain, others are in groups."""
+def test_times_of_scalars_have_no_wide_differences(tmp_path, shape, shared, encoding, pages):
+    """Fastparquet returns wrong values if differences in a page differ by 2^28."""
     table = scalars(*shape, shared=shared)
     write_sorted(table, "scalars", tmp_path / "f")
     file = pq.ParquetFile(tmp_path / "f")
     chunk = file.metadata.row_group(0).column(file.schema_arrow.get_field_index("ts"))
 
     assert encoding in chunk.encodings
-    assert all(width <= 28 for width in widths(file, "ts"))
-    assert groups == file.num_row_groups
+    assert all(width <= 28 for width in widths(tmp_path / "f", "ts"))
+    assert pages == page_rows(tmp_path / "f", 0, "ts")
+    assert -(-table.num_rows // ROW_GROUP_ROWS) == file.num_row_groups
+    assert [min(table.num_rows, ROW_GROUP_ROWS)] == page_rows(tmp_path / "f", 0, "step")
     assert Counter(table["ts"].to_pylist()) == Counter(file.read()["ts"].to_pylist())
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(st.lists(st.tuples(st.integers(-(1 << 62), 1 << 62), st.integers(1, 700)), min_size=1, max_size=6), st.data())
+def test_integers_with_wide_differences_are_read_back_unchanged(tmp_path_factory, series, data):
+    pace = data.draw(st.integers(-(1 << 28), 1 << 28))
+    seq = np.concatenate([first + pace * np.arange(count) for first, count in series])
+    required = {name: ["x"] * len(seq) for name in ("run", "name")}
+    table = conform(pa.table({**required, "step": np.arange(len(seq)), "seq": seq}), "scalars")
+    path = tmp_path_factory.mktemp("integers") / "f"
+    write_sorted(table, "scalars", path)
+
+    assert seq.tolist() == pq.read_table(path)["seq"].to_pylist()
+    assert all(width <= 28 for width in widths(path, "seq"))
 
 
 @pytest.mark.parametrize("hashes", [[-(1 << 63), 0, (1 << 63) - 1], [5, 6, 7]])
