@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import random
 import shutil
 import statistics
@@ -87,12 +88,16 @@ def _with_irregular_times(table: pa.Table) -> pa.Table:
     return table.set_column(place, "ts", pa.array(times, pa.timestamp("us", tz="UTC")))
 
 
-def scalars(names: int, ranks: int, steps: int) -> pa.Table:
-    """Return rows in the order of their arrival: by step, rank and name. All names of a step have the same time."""
+def scalars(names: int, ranks: int, steps: int, *, pace: int = 300_000, noise: float = 0.02) -> pa.Table:
+    """Return rows in the order of their arrival: by step, rank and name. All names of a step have the same time.
+
+    `pace` is the length of a step in microseconds, and `noise` its relative standard deviation. Ranks begin apart.
+    """
     step, rank, name = (one.ravel() for one in np.indices((steps, ranks, names)))
     random = np.random.default_rng(1)
-    paces = 300_000 * (1 + 0.02 * random.standard_normal((steps, ranks)))
-    times = 1_770_000_000_000_000 + np.cumsum(paces, axis=0).astype(np.int64)[step, rank]
+    paces = pace * (1 + noise * random.standard_normal((steps, ranks)))
+    starts = 1_770_000_000_000_000 + random.integers(0, 5_000_000, ranks)
+    times = (starts + np.cumsum(paces, axis=0).astype(np.int64))[step, rank]
     texts = {key: [text] * len(step) for key, text in {"run": "bench", "incarnation": "i", "ts_origin": "rank"}.items()}
     columns = {
         **{key: pa.array(text).dictionary_encode() for key, text in texts.items()},
@@ -115,16 +120,20 @@ def scalars(names: int, ranks: int, steps: int) -> pa.Table:
 def split_integers() -> Iterator[None]:
     """Write files as the releases that split integers into bytes."""
     options = functools.partial(_split_options, encoding._options)  # noqa: SLF001 - there is no setting
-    with mock.patch.multiple(encoding, _options=options, _wide_columns=lambda *_: (set(), {})):
+    with mock.patch.multiple(encoding, _options=options, _integer_encodings=_constant_plain, INTEGERS_KEY="unknown"):
         yield
 
 
+def _constant_plain(columns: dict[str, Any], *_: object) -> tuple[set[str], dict[str, Any]]:
+    return {name for name, column in columns.items() if column.is_constant}, {}
+
+
 def _split_options(
-    options: Callable[..., dict[str, Any]], dataset: str, zero: Collection[str], wide: Collection[str], **also: Any
+    options: Callable[..., dict[str, Any]], dataset: str, zero: Collection[str], constant: Collection[str], **also: Any
 ) -> dict[str, Any]:
-    found = options(dataset, zero, wide, **also)
+    found = options(dataset, zero, constant, **also)
     for field in dataset_schema(dataset):
-        if (pa.types.is_integer(field.type) or pa.types.is_timestamp(field.type)) and field.name not in zero:
+        if (pa.types.is_integer(field.type) or pa.types.is_timestamp(field.type)) and field.name not in constant:
             in_bytes = dataset == "tensor_stats" and field.name != "rank"
             found["column_encoding"][field.name] = SPLIT if in_bytes else DIFFERENCES
     return found | {"compression": "zstd", "compression_level": 1}
@@ -141,13 +150,19 @@ def _file_bytes(table: pa.Table, dataset: str) -> int:
 
 def _sizes() -> Iterable[Row]:
     """Scalars whose times are shared by all names of a step, for several numbers of names."""
-    for names, steps in ((20, 1_000), (4, 4_000), (4, 4_100), (2, 9_000), (1, 10_000), (1, 1_000)):
-        table = scalars(names, ranks=8, steps=steps)
+    shapes = ((20, 1_000), (4, 4_000), (4, 4_100), (2, 9_000), (1, 10_000), (1, 1_000))
+    tables = {
+        **{f"{names} names, 8 ranks, {steps:,} steps": scalars(names, ranks=8, steps=steps) for names, steps in shapes},
+        "1 name, 8 ranks, 10,000 steps of 5 minutes": scalars(1, ranks=8, steps=10_000, pace=300_000_000),
+        "1 name, 8 ranks, 10,000 steps of exactly 10 s": scalars(1, ranks=8, steps=10_000, pace=10_000_000, noise=0),
+        "1 name, 1,000 ranks, 200 steps of exactly 10 s": scalars(1, ranks=1_000, steps=200, pace=10_000_000, noise=0),
+        "1 name, 1,000 ranks, 100 steps of exactly 10 s": scalars(1, ranks=1_000, steps=100, pace=10_000_000, noise=0),
+    }
+    for name, table in tables.items():
         with split_integers():
             before = _file_bytes(table, "scalars") / table.num_rows
-        note = f"before {before:.2f}"
         now = _file_bytes(table, "scalars") / table.num_rows
-        yield Row(f"file of scalars: {names} names, 8 ranks, {steps:,} steps", now, "bytes per row", note)
+        yield Row(f"file of scalars: {name}", now, "bytes per row", f"before {before:.2f}")
 
 
 def _writing(tables: dict[str, list[pa.Table]]) -> Iterable[Row]:
@@ -168,6 +183,26 @@ def _writing(tables: dict[str, list[pa.Table]]) -> Iterable[Row]:
                 _file_bytes(table, dataset)
 
         yield _compared(name, write, rounds)
+    yield from _appending()
+
+
+def _appending() -> Iterable[Row]:
+    """Compare the whole way of scalars into a store: conform, sort, encode, synchronize with the disk, commit."""
+    flush = scalars(names=20, ranks=8, steps=40)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        writers = {
+            which: stack.enter_context(Store.open(Path(folder, which), create=True).claim(owner="bench"))
+            for which in ("before", "now")
+        }
+        numbers = itertools.count()
+
+        def append(which: str) -> None:
+            seq = pa.array(np.full(flush.num_rows, next(numbers)))
+            table = flush.set_column(flush.column_names.index("seq"), "seq", seq)
+            with split_integers() if which == "before" else contextlib.nullcontext():
+                writers[which].append(Batch(tables={"scalars": table}, watermarks={"i": seq[0].as_py()}))
+
+        yield _compared(f"append a flush of {flush.num_rows:,} scalars", append, 101)
 
 
 def _asking(stores: dict[str, Path]) -> Iterable[Row]:

@@ -1,4 +1,4 @@
-"""Write files of tensor statistics as earlier releases did: integers are split into bytes."""
+"""Write files as earlier releases did, with integers that some readers cannot read."""
 
 from __future__ import annotations
 
@@ -22,5 +22,12 @@ def split_integers() -> Iterator[None]:
             for name, one in current(dataset).items()
         }
 
-    with mock.patch.object(encoding, "_encodings", split):
+    with mock.patch.object(encoding, "_encodings", split), wide_differences():
+        yield
+
+
+@contextlib.contextmanager
+def wide_differences() -> Iterator[None]:
+    """Write integers as differences of any width."""
+    with mock.patch.multiple(encoding, _integer_encodings=lambda *_: (set(), {}), INTEGERS_KEY="unknown"):
         yield

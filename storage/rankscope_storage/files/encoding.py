@@ -26,6 +26,8 @@ import pyarrow.parquet as pq
 
 from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_storage.base.schema import dataset_schema
+from rankscope_storage.files.integer_pages import WIDE, page_starts
+from rankscope_storage.files.older_integers import INTEGERS_KEY
 from rankscope_storage.files.partitioning import file_mantissa_bits
 from rankscope_storage.files.sorting import (
     LAID_TOGETHER,
@@ -38,7 +40,7 @@ from rankscope_storage.files.sorting import (
 )
 
 ROW_GROUP_ROWS: Final = 65_536
-"""Number of rows of a row group, and also of a page.
+"""Number of rows of a row group, and also of a page of most columns.
 
 BYTE_STREAM_SPLIT divides the numbers of a page into streams of equal byte positions, which compress better when they
 are longer. With twice as many rows, files are 1.7 % smaller. But finding one tensor takes a sixth longer, because a
@@ -50,8 +52,8 @@ MANTISSA_BITS_KEY: Final = "rankscope_mantissa_bits"
 _PAGE_BYTES: Final = 1 << 26
 """Limit of the page size in bytes, larger than all numbers of a row group.
 
-A page therefore ends only at its limit of rows, and the Parquet writer never changes from dictionary encoding to plain
-encoding in the middle of a page."""
+A page therefore ends only at its limit of rows, or in files with short pages of integers at the end of a chunk. The
+Parquet writer never changes from dictionary encoding to plain encoding in the middle of a page."""
 
 _SMALL_DICTIONARY: Final = 4096
 """Number of texts up to which the dictionary of a text column is written completely into each row group.
@@ -82,17 +84,6 @@ _FAST_CODEC: Final = {"tensor_stats": ("step",)}
 The first level of zstd misses the repetitions of plain numbers that count: it takes up to ten times as long, and a byte
 per row."""
 
-_WIDE: Final = 1 << 27
-"""Difference of two integers that a page with differences must not have: fastparquet returns wrong values.
-
-It does so if two differences differ by 2^28. Most wide differences are those of times, where another series begins."""
-
-_SHORT_SERIES: Final = 128
-"""Number of rows per wide difference from which pages end at these differences. A page takes 60 bytes."""
-
-_SAMPLED_ROWS: Final = 1 << 13
-"""Number of rows from which repeated integers are counted in a sixteenth of the rows."""
-
 _PLAIN_LEVEL: Final = 3
 """Level of zstd for plain numbers that are not all zero.
 
@@ -100,7 +91,6 @@ Level 1 misses repetitions at distances of 10,000 rows. It also misses those of 
 and then takes a byte per row and four times as long."""
 
 _SPLIT: Final = "BYTE_STREAM_SPLIT"
-_INTEGER_TYPES: Final = ("INT32", "INT64")  # physical types of Parquet, of times too
 
 _UNSEARCHED: Final = ("incarnation", "labels", "ts_origin", "placement", "shard_group")
 """Text columns without minimum and maximum per row group: these are expensive to find and let no query skip data."""
@@ -120,10 +110,8 @@ def write_sorted(table: pa.Table, dataset: str, path: Path | IO[bytes], mantissa
         # Reading the row numbers is a large part of moving four bytes per row: halve their size if they fit.
         order = pa.array(rows.astype(np.uint32) if len(rows) <= 1 << 32 else rows)
     zero = {name for name, column in columns.items() if column.is_constant and not column.values[0].as_py()}
-    examined = {name: column for name, column in columns.items() if name not in _PLAIN_INTEGERS.get(dataset, ())}
-    most = table.num_rows // _SHORT_SERIES if dataset not in _PLAIN_INTEGERS and _is_flat(dataset) else 0
-    wide, pages = _wide_columns(examined, order, most)
-    with pq.ParquetWriter(path, schema, **_options(dataset, zero, wide, has_series=bool(pages))) as writer:
+    plain, pages = _integer_encodings(columns, order, dataset)
+    with pq.ParquetWriter(path, schema, **_options(dataset, zero, plain, has_short_pages=bool(pages))) as writer:
         # One row group at a time: a sorted copy of the whole table would cost more than the sorting.
         for start in range(0, table.num_rows, ROW_GROUP_ROWS):
             count = min(ROW_GROUP_ROWS, table.num_rows - start)
@@ -134,29 +122,30 @@ def write_sorted(table: pa.Table, dataset: str, path: Path | IO[bytes], mantissa
                     arrays[place] = _in_pages(arrays[place], start, pages[name])
             writer.write_table(pa.Table.from_arrays(arrays, schema=schema), row_group_size=ROW_GROUP_ROWS)
         writer.add_key_value_metadata(dataset_schema(dataset).metadata)
+        writer.add_key_value_metadata({INTEGERS_KEY: "1"})
         if mantissa_bits is not None:
             writer.add_key_value_metadata({MANTISSA_BITS_KEY: str(mantissa_bits)})
 
 
-def _wide_columns(
-    columns: Mapping[str, _Column], order: pa.Array | None, most: int
+def _integer_encodings(
+    columns: Mapping[str, _Column], order: pa.Array | None, dataset: str
 ) -> tuple[set[str], dict[str, Indices]]:
-    """Return how to write the columns whose values, in the order `order`, have wide differences.
+    """Return how to write the columns with a wide range, whose rows will be in the order `order`.
 
     The first result has the names of those to write as plain numbers. The second has, by name, the rows at which a page
-    must begin so that no page has a wide difference. These are at most `most` rows per column; if `most` is 0, all
-    columns with a wide range are written as plain numbers.
+    of differences must begin.
     """
-    wide, pages = set(), {}
+    always_plain = _PLAIN_INTEGERS.get(dataset)
+    plain, pages = set(), {}
     for name, column in columns.items():
-        if not column.is_wide():
+        if name in (always_plain or ()) or not column.is_wide():
             continue
-        jumps = column.jumps(order, most) if most else None
-        if jumps is None:
-            wide.add(name)
-        elif len(jumps):
-            pages[name] = jumps
-    return wide, pages
+        starts = None if always_plain else column.page_starts(order, may_cut=_is_flat(dataset))
+        if starts is None:
+            plain.add(name)
+        elif len(starts):
+            pages[name] = starts
+    return plain, pages
 
 
 def _in_pages(values: pa.Array, start: int, pages: Indices) -> pa.ChunkedArray:
@@ -192,21 +181,22 @@ class _Column:
         if self.is_constant or (integers := _integers(self.values)) is None:
             return False
         low, high = (end.as_py() for end in pc.min_max(integers).values())
-        return low is not None and bool(high - low >= _WIDE)
+        return low is not None and bool(high - low >= WIDE)
 
-    def jumps(self, order: pa.Array | None, most: int) -> Indices | None:
-        """Return the rows with a wide difference to the row before, in the order `order`.
+    def page_starts(self, order: pa.Array | None, *, may_cut: bool) -> Indices | None:
+        """Return the rows at which a page of differences must begin, if the rows are in the order `order`.
 
-        Return None if plain numbers take less space than pages that begin at these rows: if there are more than `most`,
-        or if many values are repeated in a row group. Return None for nulls and lists, too.
+        Return None if plain numbers take less space, and for lists; see integer_pages.page_starts.
         """
         integers = _integers(self.values)
-        if integers is None or integers.null_count or pa.types.is_list(self.values.type):
+        if integers is None or pa.types.is_list(self.values.type):
             return None
-        ordered = (integers if order is None else pc.take(integers, order, boundscheck=False)).to_numpy()
-        differences = np.diff(ordered)  # they overflow as those of the encoder
-        jumps = np.flatnonzero((differences >= _WIDE) | (differences <= -_WIDE)) + 1
-        return None if len(jumps) > most or (len(jumps) and _are_repeated(ordered[:ROW_GROUP_ROWS])) else jumps
+        ordered = integers if order is None else pc.take(integers, order, boundscheck=False)
+        if not ordered.null_count:
+            return page_starts(ordered.to_numpy(), ROW_GROUP_ROWS, may_cut=may_cut)
+        valid = np.flatnonzero(ordered.is_valid().to_numpy(zero_copy_only=False))
+        starts = page_starts(ordered.drop_null().to_numpy(), ROW_GROUP_ROWS, may_cut=may_cut)
+        return None if starts is None else valid[starts]
 
     def rows(self, start: int, count: int, places: pa.Array | None) -> pa.Array:
         """Return values of this column for one row group of the file, or for fewer rows.
@@ -219,17 +209,6 @@ class _Column:
         else:
             values = pc.take(self.values, places, boundscheck=False)
         return _without_unused(values) if pa.types.is_dictionary(values.type) else values
-
-
-def _are_repeated(integers: npt.NDArray[np.integer[Any]]) -> bool:
-    """Return whether the number of different values is at most two thirds of all: plain numbers then take less space.
-
-    Plain times take six bytes, and their differences four; zstd finds the repetitions of plain numbers only.
-    """
-    found = integers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # spreads the values over the range
-    if len(found) >= _SAMPLED_ROWS:
-        found = found[found < 1 << 60]  # about a sixteenth of the values, with all their repetitions
-    return 3 * len(np.unique(found)) <= 2 * len(found)
 
 
 def _integers(values: pa.Array) -> pa.Array | None:
@@ -263,13 +242,13 @@ def _without_unused(column: pa.DictionaryArray) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(pa.array(new_codes[codes], mask=nulls), used)
 
 
-def _options(dataset: str, zero: Collection[str], wide: Collection[str], *, has_series: bool) -> dict[str, Any]:
+def _options(dataset: str, zero: Collection[str], plain: Collection[str], *, has_short_pages: bool) -> dict[str, Any]:
     """Return the options of the Parquet writer for `dataset`.
 
-    Two kinds of columns have no encoding: those in `zero` are zero or null in all rows, and those in `wide` have wide
-    differences. If `has_series`, a page ends at the end of each chunk of a column.
+    Integer columns in `zero`, which are zero or null in all rows, and in `plain` are written as plain numbers. If
+    `has_short_pages`, a page ends at the end of each chunk of a column.
     """
-    level_3 = {*wide, *_PLAIN_INTEGERS.get(dataset, ())} - set(zero)
+    level_3 = {*plain, *_PLAIN_INTEGERS.get(dataset, ())} - set(zero)
     encodings, leaves, fast = _encodings(dataset), list(_leaves(dataset)), _FAST_CODEC.get(dataset, ())
     unsearched = set(_UNSEARCHED)
     if dataset == "scalars":  # queries filter by labels, which are mostly null: such a range saves reading them
@@ -283,7 +262,7 @@ def _options(dataset: str, zero: Collection[str], wide: Collection[str], *, has_
         # zstd compresses plain zeros faster than any other content. For another constant, it takes longer than the
         # encoder of differences, and its result is 20 times as large.
         "column_encoding": {
-            name: "PLAIN" if name in zero or _field(name) in wide else encoding
+            name: "PLAIN" if name in zero or _field(name) in plain else encoding
             for name, encoding in encodings.items()
             if encoding != _DICTIONARY
         },
@@ -292,7 +271,7 @@ def _options(dataset: str, zero: Collection[str], wide: Collection[str], *, has_
         # A range is computed per batch, 13 ns per row for short batches. A page ends only between two batches, each of
         # rows of one chunk.
         "write_batch_size": ROW_GROUP_ROWS if _is_flat(dataset) else _SHORT_BATCH,
-        "data_page_size": 1 if has_series else _PAGE_BYTES,
+        "data_page_size": 1 if has_short_pages else _PAGE_BYTES,
         "max_rows_per_page": ROW_GROUP_ROWS,
         "dictionary_pagesize_limit": _PAGE_BYTES,
     }
@@ -327,21 +306,6 @@ def _encodings(dataset: str) -> dict[str, str]:
 def _is_flat(dataset: str) -> bool:
     """Return whether `dataset` has no long texts and no lists, so that a row has few bytes."""
     return all(name not in _FREE_TEXT and not name.endswith(".list.element") for name, _ in _leaves(dataset))
-
-
-def has_split_integers(metadata: pq.FileMetaData) -> bool:
-    """Return whether a file has integers that are split into bytes, as earlier releases wrote tensor statistics.
-
-    Several readers support BYTE_STREAM_SPLIT only for floats: docs/readers.md lists them.
-    """
-    integers = [
-        place for place in range(metadata.num_columns) if metadata.schema.column(place).physical_type in _INTEGER_TYPES
-    ]
-    return any(
-        _SPLIT in metadata.row_group(group).column(place).encodings
-        for group in range(metadata.num_row_groups)
-        for place in integers
-    )
 
 
 def _leaves(dataset: str) -> Iterator[tuple[str, pa.DataType]]:

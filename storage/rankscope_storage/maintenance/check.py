@@ -107,7 +107,7 @@ def _files(snapshot: Snapshot, *, deep: bool, progress: Progress | None) -> Iter
     older = []
     for done, file in enumerate(files, 1):
         finding = check_file(snapshot.root, file, deep=deep)
-        if finding is not None and finding.kind is FindingKind.SPLIT_INTEGERS:
+        if finding is not None and finding.kind is FindingKind.OLDER_INTEGERS:
             older.append(file)
         elif finding is not None:
             yield finding
@@ -116,10 +116,10 @@ def _files(snapshot: Snapshot, *, deep: bool, progress: Progress | None) -> Iter
     if older:
         size = sum(file["size_bytes"] for file in older)
         text = (
-            f"{len(older)} files, {size} bytes, have integers that some readers, such as DuckDB 1.4, cannot read: "
-            "`rankscope store compact --rewrite` rewrites these files"
+            f"{len(older)} files, {size} bytes, have integers that some readers, such as DuckDB 1.4 or fastparquet, "
+            "cannot read: `rankscope store compact --rewrite` rewrites these files"
         )
-        yield Finding(kind=FindingKind.SPLIT_INTEGERS, path=older[0]["path"], text=text)
+        yield Finding(kind=FindingKind.OLDER_INTEGERS, path=older[0]["path"], text=text)
 
 
 def _unused(log: Log, snapshot: Snapshot) -> Iterator[Finding]:

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rankscope_contract.model.rollups import ROLLUPS
-from rankscope_storage.files.encoding import has_split_integers
+from rankscope_storage.files.older_integers import has_older_integers
 from rankscope_storage.files.parquet import DataFile
 from rankscope_storage.files.partitioning import SHARED_PREFIX, shared_part
 from rankscope_storage.log.snapshot import Snapshot, divided
@@ -103,7 +103,7 @@ def plan(snapshot: Snapshot, now: dt.datetime | None = None) -> list[Merge]:
 
 
 def plan_rewrites(snapshot: Snapshot, merges: Iterable[Merge]) -> list[Merge]:
-    """Return a merge of one file into one file for each file with integers that are split into bytes.
+    """Return a merge of one file into one file for each file with integers in an older encoding.
 
     Files that `merges` replace anyway are excluded, and so are files that cannot be read, which a check reports. The
     number of rows is read from the file, because the Delta log lacks it for some files of other tools.
@@ -111,20 +111,20 @@ def plan_rewrites(snapshot: Snapshot, merges: Iterable[Merge]) -> list[Merge]:
     replaced = {file.path for merge in merges for file in merge.files}
     rewrites = []
     for file in snapshot.files.to_pylist():
-        rows = 0 if file["path"] in replaced else _split_rows(snapshot.root / file["path"])
+        rows = 0 if file["path"] in replaced else _older_rows(snapshot.root / file["path"])
         if rows:
             own = (DataFile.from_snapshot(file),)
             rewrites.append(Merge(dataset=file["dataset"], part=file["part"], files=own, closed=True, rows=rows))
     return rewrites
 
 
-def _split_rows(path: Path) -> int:
-    """Return the number of rows of the file at `path` if it has integers that are split into bytes, otherwise 0."""
+def _older_rows(path: Path) -> int:
+    """Return the number of rows of the file at `path` if it has integers in an older encoding, otherwise 0."""
     try:
         metadata = pq.read_metadata(path)
     except (OSError, pa.ArrowException):
         return 0
-    return metadata.num_rows if has_split_integers(metadata) else 0
+    return metadata.num_rows if has_older_integers(metadata) else 0
 
 
 _PAST: Final = f"{SHARED_PREFIX}past"

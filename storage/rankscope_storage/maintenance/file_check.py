@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.model.schema import DATASETS
 from rankscope_storage.base.schema import DATASET_KEY, schema_version
-from rankscope_storage.files.encoding import has_split_integers
+from rankscope_storage.files.older_integers import has_older_integers
 
 
 class FindingKind(enum.StrEnum):
@@ -31,7 +31,7 @@ class FindingKind(enum.StrEnum):
     EMPTY_ENTRY = "empty log entry"
     ALIKE = "rows alike"
     GAP = "records missing"
-    SPLIT_INTEGERS = "older encoding"
+    OLDER_INTEGERS = "older encoding"
     UNUSED = "unused files"
     STAGED = "unfinished files"
 
@@ -42,7 +42,7 @@ class FindingKind(enum.StrEnum):
             FindingKind.EMPTY_ENTRY,
             FindingKind.ALIKE,
             FindingKind.GAP,
-            FindingKind.SPLIT_INTEGERS,
+            FindingKind.OLDER_INTEGERS,
             FindingKind.UNUSED,
             FindingKind.STAGED,
         )
@@ -100,8 +100,8 @@ def _defect(path: Path, file: Mapping[str, Any], *, deep: bool) -> tuple[Finding
         if deep:
             for group in range(content.metadata.num_row_groups):
                 content.read_row_group(group)
-        if has_split_integers(content.metadata):
-            return FindingKind.SPLIT_INTEGERS, "has integers that are split into bytes"
+        if has_older_integers(content.metadata):
+            return FindingKind.OLDER_INTEGERS, "has integers in an older encoding"
     except FileNotFoundError:
         return FindingKind.MISSING, "does not exist"
     except (OSError, pa.ArrowException) as error:

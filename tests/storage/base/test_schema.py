@@ -21,7 +21,7 @@ from rankscope_storage.base.schema import (
     schema_version,
     table_schema,
 )
-from rankscope_storage.files.encoding import has_split_integers
+from rankscope_storage.files.older_integers import has_older_integers
 from rankscope_storage.files.parquet import STAGING, write_file
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "parquet_schema.txt"
@@ -76,12 +76,12 @@ def test_schema_of_every_file_equals_the_golden_file(tmp_path):
 
 
 @pytest.mark.parametrize("dataset", DATASETS)
-def test_no_file_has_integers_that_are_split_into_bytes(tmp_path, dataset):
+def test_no_file_has_integers_in_an_older_encoding(tmp_path, dataset):
     """DuckDB 1.3 to 1.5, fastparquet and pyarrow 14 read BYTE_STREAM_SPLIT only of floats."""
     (tmp_path / STAGING).mkdir()
     file = write_file(tmp_path, dataset, "p", two_rows(dataset), sync_to_disk)
 
-    assert not has_split_integers(pq.read_metadata(tmp_path / file.path))
+    assert not has_older_integers(pq.read_metadata(tmp_path / file.path))
 
 
 @pytest.mark.parametrize("dataset", DATASETS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,9 +137,10 @@ def widths(path: Path, name: str) -> Iterator[int]:
     for group in range(file.num_row_groups):
         if "DELTA_BINARY_PACKED" not in file.metadata.row_group(group).column(place).encodings:
             continue
-        values = file.read_row_group(group, columns=[name])[name].cast(pa.int64()).to_numpy()
-        for page in np.split(values, np.cumsum(page_rows(path, group, name))[:-1]):
-            differences = np.diff(page)
+        values = file.read_row_group(group, columns=[name])[name].cast(pa.int64()).combine_chunks()
+        starts = np.cumsum([0, *page_rows(path, group, name)])
+        for start, end in itertools.pairwise(starts.tolist()):
+            differences = np.diff(values.slice(start, end - start).drop_null().to_numpy())
             yield (int(differences.max()) - int(differences.min())).bit_length() if len(differences) else 0
 
 
@@ -153,7 +155,7 @@ def widths(path: Path, name: str) -> Iterator[int]:
         ((1, 8, 1_000), True, "DELTA_BINARY_PACKED", [1_000] * 8),
         ((1, 64, 450), True, "DELTA_BINARY_PACKED", [450] * 64),
         ((1, 64, 125), True, "DELTA_BINARY_PACKED", [8_000]),
-        ((1, 64, 100, 3_000_000), True, "PLAIN", [6_400]),
+        ((1, 64, 100, 3_000_000), True, "DELTA_BINARY_PACKED", [100] * 64),
         ((12, 4, 100), True, "DELTA_BINARY_PACKED", [4_800]),
     ],
 )
@@ -172,17 +174,94 @@ def test_times_of_scalars_have_no_wide_differences(tmp_path, shape, shared, enco
     assert Counter(table["ts"].to_pylist()) == Counter(file.read()["ts"].to_pylist())
 
 
-@settings(max_examples=examples(30), deadline=None)
-@given(st.lists(st.tuples(st.integers(-(1 << 62), 1 << 62), st.integers(1, 700)), min_size=1, max_size=6), st.data())
-def test_integers_with_wide_differences_are_read_back_unchanged(tmp_path_factory, series, data):
-    pace = data.draw(st.integers(-(1 << 28), 1 << 28))
-    seq = np.concatenate([first + pace * np.arange(count) for first, count in series])
+def written_times(path: Path, seconds: np.ndarray, *, nulls: tuple[int, ...] = ()) -> pq.ColumnChunkMetaData:
+    """Write one series of scalars with these times to `path`; return the column `ts` of the first row group."""
+    valid = np.ones(len(seconds), np.bool_)
+    valid[list(nulls)] = False
+    times = pa.array(1_790_000_000_000_000 + np.rint(seconds * 1e6).astype(np.int64), mask=~valid)
+    required = {name: ["x"] * len(seconds) for name in ("run", "name")}
+    ts = times.cast(pa.timestamp("us", tz="UTC"))
+    table = conform(pa.table({**required, "step": np.arange(len(seconds)), "ts": ts}), "scalars")
+    write_sorted(table, "scalars", path)
+    file = pq.ParquetFile(path)
+
+    assert ts.to_pylist() == file.read()["ts"].to_pylist()
+    assert all(width <= 28 for width in widths(path, "ts"))
+    return file.metadata.row_group(0).column(file.schema_arrow.get_field_index("ts"))
+
+
+@pytest.mark.parametrize("pace", [130, 140, 300, 3_600])
+def test_long_steps_of_equal_length_need_one_page(tmp_path, pace):
+    """Differences may be wide if they are nearly equal."""
+    seconds = pace * (np.arange(2_000) + np.random.default_rng(1).uniform(-0.001, 0.001, 2_000))
+    chunk = written_times(tmp_path / "f", seconds)
+
+    assert "DELTA_BINARY_PACKED" in chunk.encodings
+    assert [2_000] == page_rows(tmp_path / "f", 0, "ts")
+
+
+def test_pauses_in_a_series_are_at_the_ends_of_pages(tmp_path):
+    step = np.arange(1_000)
+    chunk = written_times(tmp_path / "f", 2.0 * step + 200.0 * (step // 250))
+
+    assert "DELTA_BINARY_PACKED" in chunk.encodings
+    assert [250] * 4 == page_rows(tmp_path / "f", 0, "ts")
+
+
+def test_two_paces_have_a_page_each(tmp_path):
+    chunk = written_times(tmp_path / "f", np.cumsum(np.repeat([2.0, 600.0], 300)))
+
+    assert "DELTA_BINARY_PACKED" in chunk.encodings
+    assert [300, 300] == page_rows(tmp_path / "f", 0, "ts")
+
+
+def test_nulls_do_not_make_times_plain(tmp_path):
+    step = np.arange(1_000)
+    chunk = written_times(tmp_path / "f", 2.0 * step + 200.0 * (step // 500), nulls=(3, 499, 500))
+
+    assert "DELTA_BINARY_PACKED" in chunk.encodings
+    assert 2 == len(page_rows(tmp_path / "f", 0, "ts"))
+
+
+@pytest.mark.parametrize("first", ["a", "z"])
+def test_times_are_plain_if_most_of_them_are_repeated_anywhere(tmp_path, first):
+    """A long series of one name comes before or after those of many names, in other row groups."""
+    own, shared = scalars(1, 1, 100_000), scalars(40, 4, 2_000)
+    own = own.set_column(own.column_names.index("name"), "name", pa.array([first] * own.num_rows).dictionary_encode())
+    write_sorted(pa.concat_tables([own, shared]).unify_dictionaries(), "scalars", tmp_path / "f")
+    file = pq.ParquetFile(tmp_path / "f")
+
+    assert "PLAIN" in file.metadata.row_group(0).column(file.schema_arrow.get_field_index("ts")).encodings
+
+
+def test_events_in_the_order_of_their_times_have_differences(tmp_path):
+    """Their pages cannot be short, but no difference is wide."""
+    ts = pa.array(1_790_000_000_000_000 + 1_000_000 * np.arange(5_000)).cast(pa.timestamp("us", tz="UTC"))
+    required = {name: ["x"] * len(ts) for name in ("run", "type", "message")}
+    write_sorted(conform(pa.table({**required, "ts": ts}), "events"), "events", tmp_path / "f")
+    file = pq.ParquetFile(tmp_path / "f")
+
+    assert "DELTA_BINARY_PACKED" in file.metadata.row_group(0).column(file.schema_arrow.get_field_index("ts")).encodings
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(-(1 << 62), 1 << 62), st.integers(1, 700)), min_size=1, max_size=6),
+    st.lists(st.integers(-(1 << 40), 1 << 40), min_size=1, max_size=3),
+    st.sets(st.integers(0, 4_000), max_size=5),
+)
+def test_integers_with_wide_differences_are_read_back_unchanged(tmp_path_factory, series, paces, nulls):
+    seq = np.concatenate(
+        [first + paces[number % len(paces)] * np.arange(count) for number, (first, count) in enumerate(series)]
+    )
+    expected = [None if place in nulls else value for place, value in enumerate(seq.tolist())]
     required = {name: ["x"] * len(seq) for name in ("run", "name")}
-    table = conform(pa.table({**required, "step": np.arange(len(seq)), "seq": seq}), "scalars")
+    values = pa.array(expected, pa.int64())
+    table = conform(pa.table({**required, "step": np.arange(len(seq)), "seq": values}), "scalars")
     path = tmp_path_factory.mktemp("integers") / "f"
     write_sorted(table, "scalars", path)
 
-    assert seq.tolist() == pq.read_table(path)["seq"].to_pylist()
+    assert expected == pq.read_table(path)["seq"].to_pylist()
     assert all(width <= 28 for width in widths(path, "seq"))
 
 

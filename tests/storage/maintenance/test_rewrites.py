@@ -1,18 +1,21 @@
-"""Files of earlier releases have integers that are split into bytes: they are read, counted and rewritten."""
+"""Files of earlier releases with integers that some readers cannot read: they are read, counted and rewritten."""
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tests.storage.crashes.operations import append, content, silent
-from tests.storage.older_encoding import split_integers
+from tests.storage.older_encoding import split_integers, wide_differences
 
-from rankscope_storage.api.store import Store
+from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
-from rankscope_storage.files.encoding import has_split_integers
+from rankscope_storage.files.older_integers import has_older_integers
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.translation import Change
 from rankscope_storage.maintenance import compaction, compaction_plan
@@ -35,9 +38,9 @@ def older(tmp_path):
     return root
 
 
-def split_files(root):
+def older_files(root):
     files = Log.open(root, sync_to_disk).snapshot().files["path"].to_pylist()
-    return [path for path in files if has_split_integers(pq.read_metadata(root / path))]
+    return [path for path in files if has_older_integers(pq.read_metadata(root / path))]
 
 
 def asked(root):
@@ -50,14 +53,29 @@ def test_check_counts_the_files_with_an_older_encoding(older):
     (finding,) = report.findings
 
     assert report.is_intact
-    assert FindingKind.SPLIT_INTEGERS is finding.kind
+    assert FindingKind.OLDER_INTEGERS is finding.kind
     assert finding.text.startswith("6 files, ")
     assert finding.text.endswith("`rankscope store compact --rewrite` rewrites these files")
 
 
+def test_differences_of_any_width_are_an_older_encoding(tmp_path):
+    """One of the two files has narrow differences only. Fastparquet returns wrong values for the other."""
+    start = dt.datetime(2026, 3, 1, 12, tzinfo=dt.UTC)
+    rows = [{"run": "r", "name": "loss", "ts": start + dt.timedelta(seconds=at)} for at in (0, 1, 200)]
+    with wide_differences(), Store.open(tmp_path, create=True).claim(owner="test") as writer:
+        for some in (rows, rows[:2]):
+            table = pa.Table.from_pylist(some, dataset_schema("scalars"))
+            writer.append(Batch(tables={"scalars": table}, watermarks={}))
+    report = compact(tmp_path, sync_to_disk, rewrite=True)
+
+    assert (1, 0) == (report.rewritten, compact(tmp_path, sync_to_disk, rewrite=True).rewritten)
+    with connect(tmp_path) as connection:
+        assert 5 == connection.query("SELECT count(ts) AS rows FROM scalars")["rows"][0].as_py()
+
+
 def test_repair_leaves_files_with_an_older_encoding(older):
     assert () == repair(older, sync_to_disk).lost
-    assert 6 == len(split_files(older))
+    assert 6 == len(older_files(older))
 
 
 def test_rewrite_replaces_each_older_file_by_one_with_equal_rows(older):
@@ -66,14 +84,14 @@ def test_rewrite_replaces_each_older_file_by_one_with_equal_rows(older):
 
     assert (0, 0, 6, 0) == (report.files_removed, report.files_added, report.rewritten, report.refused)
     assert [(done, 6) for done in range(1, 7)] == progress
-    assert ([], before, sums) == (split_files(older), content(older), asked(older))
+    assert ([], before, sums) == (older_files(older), content(older), asked(older))
     assert () == tuple(one for one in check(older, deep=True).findings if one.kind is not FindingKind.UNUSED)
     assert 0 == compact(older, sync_to_disk, rewrite=True).rewritten
 
 
 def test_compaction_without_rewrite_leaves_older_files(older):
     assert 0 == compact(older, sync_to_disk).rewritten
-    assert 6 == len(split_files(older))
+    assert 6 == len(older_files(older))
 
 
 def test_rewrite_merges_small_files_first(older, monkeypatch):
@@ -82,7 +100,7 @@ def test_rewrite_merges_small_files_first(older, monkeypatch):
     report = compact(older, sync_to_disk, rewrite=True)
 
     assert (8, 2, 0) == (report.files_removed, report.files_added, report.rewritten)
-    assert ([], before) == (split_files(older), content(older))
+    assert ([], before) == (older_files(older), content(older))
 
 
 def overtaken(monkeypatch, action, times=1):
@@ -115,7 +133,7 @@ def test_rewrite_counts_files_that_another_compaction_replaced(older, monkeypatc
     report = compact(older, sync_to_disk, rewrite=True)
 
     assert (0, 6, 0) == (report.rewritten, report.refused, report.left)
-    assert ([], before) == (split_files(older), content(older))
+    assert ([], before) == (older_files(older), content(older))
 
 
 def test_rewrite_plans_refused_files_again(older, monkeypatch):
@@ -124,7 +142,7 @@ def test_rewrite_plans_refused_files_again(older, monkeypatch):
     report = compact(older, sync_to_disk, lambda done, total: progress.append((done, total)), rewrite=True)
 
     assert (6, 8, 0) == (report.rewritten, report.refused, report.left)
-    assert ([], before) == (split_files(older), content(older))
+    assert ([], before) == (older_files(older), content(older))
     assert [(done, 6) for done in range(1, 7)] == progress[:6]
     assert (14, 14) == progress[-1]
 
@@ -136,7 +154,7 @@ def test_rewrite_stops_after_a_number_of_rounds_and_counts_the_files_left(older,
     report = compact(older, sync_to_disk, rewrite=True)
 
     assert (2, 10, 4) == (report.rewritten, report.refused, report.left)
-    assert (4, before) == (len(split_files(older)), content(older))
+    assert (4, before) == (len(older_files(older)), content(older))
 
 
 def test_rewrite_includes_files_that_another_process_adds_meanwhile(older, monkeypatch):
@@ -148,11 +166,11 @@ def test_rewrite_includes_files_that_another_process_adds_meanwhile(older, monke
     report = compact(older, sync_to_disk, rewrite=True)
 
     assert (8, 0, 0) == (report.rewritten, report.refused, report.left)
-    assert [] == split_files(older)
+    assert [] == older_files(older)
 
 
 def test_damaged_file_does_not_prevent_the_rewriting_of_others(older):
-    damaged = max(split_files(older))
+    damaged = max(older_files(older))
     content_ = bytearray((older / damaged).read_bytes())
     content_[4:200] = b"x" * 196
     (older / damaged).write_bytes(content_)
@@ -160,7 +178,7 @@ def test_damaged_file_does_not_prevent_the_rewriting_of_others(older):
     report = compact(older, sync_to_disk, lambda done, total: progress.append((done, total)), rewrite=True)
 
     assert (5, 0, 1) == (report.rewritten, report.refused, report.left)
-    assert [damaged] == split_files(older)
+    assert [damaged] == older_files(older)
     assert [(done, 6) for done in range(1, 7)] == progress
     (error,) = report.failed
     assert error.startswith(f"cannot merge {older / damaged}: ")
@@ -173,7 +191,7 @@ def test_file_whose_rows_the_log_does_not_count_is_rewritten(older):
     report = compact(older, sync_to_disk, rewrite=True)
 
     assert (6, 0) == (report.rewritten, report.left)
-    assert ([], before) == (split_files(older), content(older))
+    assert ([], before) == (older_files(older), content(older))
     assert check(older, deep=True).is_intact
     assert 2 * 9 + 2 * 2 * 9 == store_stats(Log.open(older, sync_to_disk), by="dataset").rows  # the rewritten ones
 
