@@ -11,8 +11,8 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -53,9 +53,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect thorough cases: `make test-thorough` runs them; a shorter case tests the same behaviour."""
     if not THOROUGH:
-        left = [item for item in items if item.get_closest_marker("thorough")]
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in set(left)]
+        left = {item for item in items if item.get_closest_marker("thorough")} | set(_unusual(items))
+        config.hook.pytest_deselected(items=list(left))
+        items[:] = [item for item in items if item not in left]
+
+
+def _unusual(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield the cases of tests with a mark `usual(count)` that are not among the `count` cases of a usual run."""
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("usual") and not item.get_closest_marker("thorough"):
+            cases[item.path, item.originalname].append(item)
+    for found in cases.values():
+        (count,) = found[0].get_closest_marker("usual").args
+        kept = {len(found) * number // count for number in range(count)}  # spread over all combinations
+        yield from (item for place, item in enumerate(found) if place not in kept)
 
 
 @pytest.hookimpl(trylast=True)

@@ -181,6 +181,7 @@ def test_store_with_a_full_path_is_read_in_a_removed_folder(in_process, sample_s
     assert (0, "found\n3\n") == (read.returncode, read.stdout)
 
 
+@pytest.mark.usual(1)
 @pytest.mark.usefixtures("removed_folder")
 @pytest.mark.parametrize(
     "arguments", [("runs",), ("summary", "my-run"), ("watch", "LOG", "--once"), ("import", "LOG", "--run", "log")]

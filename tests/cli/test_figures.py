@@ -37,6 +37,7 @@ def test_plot_writes_a_png_of_300_dpi_named_after_the_run(in_process, logs, fold
     assert 3.6 * 300 == pytest.approx(height, rel=0.1)  # without a throughput, only the loss
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize(
     ("kind", "words"),
     [

@@ -52,6 +52,7 @@ def outputs(in_process) -> list[tuple[object, int, list[str]]]:
     return [(name, code, sorted(line.strip(" ,") for line in text.splitlines())) for name, code, text in shown]
 
 
+@pytest.mark.thorough
 def test_commands_give_the_same_output_after_a_rewrite(in_process, history):
     before = outputs(in_process)
     DeltaTable(str(history)).optimize.z_order(["rank", "step"])

@@ -68,6 +68,7 @@ def test_opened_run_is_shown_in_a_notebook(sample_store, tmp_path):
         rankscope.open_run(sample_store, "my-rn")
 
 
+@pytest.mark.thorough
 def test_script_receives_the_path_and_no_error(sample_store, tmp_path, capsys):
     path = rankscope.report(sample_store, "my-run", output=tmp_path / "end.html")
     late = rankscope.report(sample_store, output=tmp_path / "late.html", limit_seconds=0.01)

@@ -142,6 +142,7 @@ def _wait_for(condition: Callable[[], Any]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(150)
 def test_one_nan_on_all_tensors_is_one_small_message(post: Any) -> None:
     alerts = spread()

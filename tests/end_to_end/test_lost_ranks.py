@@ -163,6 +163,7 @@ def test_second_process_of_one_rank_is_rejected(service: Any, start_rank: StartR
     assert (1, last_printed(tmp_path, 0)) == (incarnations, steps)
 
 
+@pytest.mark.thorough
 def test_service_that_starts_late_stores_all_steps(service: Any, start_rank: StartRank, tmp_path: Path) -> None:
     ranks = [start_rank(service, rank, pause=0.05) for rank in range(2)]
     deadline = time.monotonic() + 60

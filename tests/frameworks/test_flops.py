@@ -102,6 +102,7 @@ def by_torch(model: nn.Module, batch: dict[str, torch.Tensor]) -> float:
     return counter.get_total_flops()
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize("make", [gpt, llama, mixture, adapted, vit, resnet])
 def test_count_is_within_a_tenth_of_flop_counter_mode(make):
     model = make()

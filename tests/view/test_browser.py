@@ -178,6 +178,7 @@ def test_cell_of_the_heat_map_has_its_exact_value_and_opens_its_tensor(reader, c
     assert "limit 4×" in legend
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize("run", ["only-nan", "no-loss", "no-times", "one-row", "mamba2-370m-32k-ctx"])
 def test_run_of_any_shape_has_pages_without_messages(chromium, address, run):
     chromium.problems.clear()

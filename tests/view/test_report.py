@@ -51,6 +51,7 @@ LEADS = {
 }
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize("run", few(4, RUNS))
 def test_run_of_any_shape_has_a_report_that_begins_with_its_state(made, run):
     found = Reader(made(run))
@@ -117,6 +118,7 @@ def test_curves_are_reduced_until_they_fit(connection):
     assert "rows drawn as" in json.loads(small)["step"]["grad_norm"]["notice"]
 
 
+@pytest.mark.thorough
 def test_run_of_100_000_steps_has_a_report_of_at_most_3_mb(tmp_path):
     steps = 100_000
     step, random = np.arange(steps), np.random.default_rng(1)

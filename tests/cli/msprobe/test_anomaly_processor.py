@@ -126,6 +126,7 @@ def test_wrong_arguments_are_errors_that_name_the_fix(arguments, message, tmp_pa
         analyse_anomalies(**{"data_path": FOLDER, "out_path": tmp_path, **arguments})
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize("steps", ["-s", "--step_list", "--step"])
 def test_module_runs_with_the_options_of_the_manual(steps, tmp_path):
     command = [sys.executable, "-m", "rankscope.msprobe.anomaly_processor", "-d", str(FOLDER), "-o", str(tmp_path)]

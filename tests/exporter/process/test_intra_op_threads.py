@@ -95,6 +95,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize("pool_exists", [True, False], ids=["existing pool", "no pool"])
 def test_only_threads_of_the_pool_are_found(program, pool_exists):
     """DuckDB, pyarrow and a second thread with torch compute all the time, each with several threads."""
@@ -120,6 +121,7 @@ assert added and added == _native_pool(), (added, _native_pool())
 """
 
 
+@pytest.mark.usual(1)
 def test_threads_of_a_native_pool_are_found_by_name(program):
     """Torch with OpenMP uses the same class of pool for `torch.jit.fork`."""
     done = program(NATIVE_POOL)

@@ -104,6 +104,7 @@ def test_magnitudes_from_1e_38_to_1e37(dtype, scale, measured, check):
         check(finished, entry, tensor)
 
 
+@pytest.mark.usual(10)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("value", [0.1, 0.7, -1e-3, 3.0])
 def test_equal_numbers_do_not_accumulate_rounding_errors(dtype, value, measured, check):

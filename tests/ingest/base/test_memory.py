@@ -138,6 +138,7 @@ print(*Store.seen[:3])
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc's allocator is configured")
 def test_memory_of_a_large_maintenance_task_is_returned_before_the_next_one():
     before, full, after = maintenance(400)
@@ -161,6 +162,7 @@ def maintenance(megabytes: int) -> list[int]:
     return [int(size) for size in done.stdout.split()]
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize("module", ["rankscope", "rankscope_ingest"])
 @pytest.mark.parametrize(("chosen", "used"), [(None, "system"), ("mimalloc", "mimalloc")])
 def test_threads_and_arrow_share_one_heap_unless_the_user_chose_another(module, chosen, used, tmp_path):

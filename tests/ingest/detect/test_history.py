@@ -223,6 +223,7 @@ def test_incident_is_restored_in_its_last_state(store_and_read, states, still_op
         assert message(incident).title == message(found).title
 
 
+@pytest.mark.usual(3)
 @pytest.mark.parametrize("dataset", sorted(DATASETS.keys() - ROLLUPS.values()))
 def test_last_ordinal_is_the_highest_of_all_datasets(store_and_read, dataset):
     store, read = store_and_read

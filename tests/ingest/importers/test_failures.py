@@ -61,6 +61,7 @@ def errors(logs) -> list[tuple]:
     return [tuple(row.values()) for row in rows]
 
 
+@pytest.mark.usual(12)
 @pytest.mark.parametrize("kind", ROWS)
 @pytest.mark.parametrize(
     "line", FAILURES, ids=[f"{name} {place}" for place, (name, *_) in enumerate(FAILURES.values())]

@@ -67,6 +67,7 @@ def test_almost_all_numbers_of_the_logs_are_stored():
     assert stored > 19 * sum(sum(counts.values()) for counts in unkept.values())
 
 
+@pytest.mark.usual(9)
 @pytest.mark.parametrize("name", READ or [pytest.param("", marks=needs_inputs)])
 def test_growing_log_gives_the_same_records_in_any_number_of_imports(tmp_path, name):
     path = tmp_path / name

@@ -90,6 +90,7 @@ def test_byte_order_mark_and_crlf_change_nothing(logs, kind):
     assert [1.5, 2.5, 3.5] == values(logs, kind)
 
 
+@pytest.mark.usual(5)
 @pytest.mark.parametrize("kind", SAMPLES)
 @pytest.mark.parametrize(("nan", "infinity"), [("NaN", "Infinity"), ("NaN", "1e999")])
 def test_nan_infinity_and_overflow_are_values(logs, kind, nan, infinity):
@@ -106,6 +107,7 @@ def readers():
     return server_of("rankscope_ingest.importers")
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize("kind", few(2, SAMPLES))
 def test_line_of_100_megabytes_is_counted_in_bounded_memory(tmp_path, readers, kind):
     """The file contains zeros, which take no disk space, within a value, so the parser itself must handle them."""

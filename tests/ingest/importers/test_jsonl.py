@@ -459,6 +459,7 @@ def test_grown_log_without_steps_continues_its_numbers(logs):
     assert [(1, "loss", 2.0), (2, "loss", 1.9), (3, "loss", 1.8)] == scalars(logs)
 
 
+@pytest.mark.usual(6)
 @pytest.mark.parametrize(
     ("spelled", "value"),
     [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime as dt
 import json
 
+import pytest
+
 FACTS_OF = "jsonl"
 
 LOSS = "(SELECT * FROM scalars WHERE name = 'loss' AND labels IS NULL)"
@@ -66,6 +68,7 @@ QUERIES = {
 }
 
 
+@pytest.mark.usual(4)
 def test_every_fact_is_reproduced(logs, recorded):
     """S3-01, S3-03, S3-04, S3-08, S3-10, S3-11: counts, extremes and durations, from the store only."""
     path, expected = recorded

@@ -121,6 +121,7 @@ def store(tmp_path: Path) -> Iterator[LiveStore]:
         yield LiveStore(tmp_path, writer, connection)
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize("steps", few(1, [[10, 500], [1, 20], [1, 3]]))
 @pytest.mark.parametrize("attempts", [1, 2])
 def test_log_changes_no_fact_about_a_live_run(store: LiveStore, steps: list[int], attempts: int) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 FACTS_OF = "megatron"
 
 ROWS = """(SELECT seq, any_value(rank) AS rank, any_value(attempt) AS attempt, any_value(step) AS step,
@@ -106,6 +108,7 @@ def as_printed(expected: Any, found: Any) -> Any:
     return found
 
 
+@pytest.mark.usual(6)
 def test_every_recorded_fact_is_reproduced_by_a_query(recorded, logs):
     """S0-07 to S0-13: queries of the store give all results that scripts compute from such a log.
 

@@ -50,6 +50,7 @@ def csv_file(logs, rows, *, header=HEADER, name="grad_reduced_0-9.csv", folder=F
     return logs.write(f"out/{folder}/{name}", "\n".join([header, *rows]) + "\n")
 
 
+@pytest.mark.usual(3)
 @pytest.mark.parametrize("family", KINDS)
 def test_every_parameter_row_is_imported(logs, family):
     """Steps count from 1. Adam's moments are taken before the step and belong to the step before."""
@@ -405,6 +406,7 @@ def test_output_of_monitor_v2_is_rejected_by_name(logs):
         logs.import_log(path)
 
 
+@pytest.mark.usual(5)
 @pytest.mark.parametrize(
     ("content", "good", "faults"),
     [

@@ -181,6 +181,7 @@ def test_calls_are_restored_separately_and_described_once(tmp_path):
     ]
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize("sample", [SINGLE, NAN], ids=lambda path: path.name)
 def test_output_of_msprobe_is_restored(tmp_path, sample):
     """Shapes and types of each slot are restored, too."""

@@ -368,6 +368,7 @@ def test_fuzzed_lines_are_read_or_rejected(tmp_path_factory, importer, text):
         list(importer.read(path, Faults()))
 
 
+@pytest.mark.usual(2)
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     "text", ["step:1 " + "a " * 4000, "step:1 " + "a" * 8000, "step:1 " + "1" * 8000, "a (b) " * 1300]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 FACTS_OF = "trainer_state"
 
 LOSS = "(SELECT * FROM scalars WHERE name = 'loss' AND labels IS NULL)"
@@ -76,6 +78,7 @@ QUERIES = {
 }
 
 
+@pytest.mark.usual(4)
 def test_every_fact_is_reproduced(logs, recorded):
     """S1-09, S1-10, S1-18: values, absent values and progress, from the store only."""
     path, expected = recorded

@@ -99,6 +99,7 @@ async def last_error(service, eventually):
     return await eventually(told)
 
 
+@pytest.mark.usual(3)
 @pytest.mark.parametrize(
     ("shown", "client", "complaint"),
     [

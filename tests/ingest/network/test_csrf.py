@@ -19,6 +19,7 @@ async def answer(service, method, path, **headers):
         return got.status, await got.text()
 
 
+@pytest.mark.usual(4)
 @pytest.mark.parametrize("path", ["/api/v1/register", "/api/v1/poke", "/api/v1/stacks"])
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
 async def test_post_that_a_foreign_web_page_can_send_is_rejected(start_service, path, kind):
@@ -48,6 +49,7 @@ async def test_foreign_host_header_is_rejected_with_the_setting(start_service, m
     assert all(words in text for words in ("'page.example'", "allowed_hosts", "set the same token"))
 
 
+@pytest.mark.usual(3)
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "10.1.2.3:9470", "[::1]:9470", "localhost:9470", "LocalHost", "sd.cluster"]
 )

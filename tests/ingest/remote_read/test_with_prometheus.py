@@ -175,6 +175,7 @@ async def test_series_ends_in_prometheus_when_its_exporter_stops_exposing_it(
             await eventually(lambda: are(["stays"]))
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(180)
 async def test_exporter_samples_are_returned_only_for_their_own_job(
     require_server, tmp_path, start_service, eventually, free_port

@@ -126,6 +126,7 @@ NEEDED = {"sleeps": {"flight", "stacks"}, "earlier": {"flight"}, "died": {"heart
 """The sources each of which singles out the rank."""
 
 
+@pytest.mark.usual(40)
 @pytest.mark.parametrize("sources", subsets(), ids=lambda sources: "+".join(sources) or "nothing")
 @pytest.mark.parametrize("situation", NEEDED)
 @pytest.mark.parametrize(("world", "rank"), [(2, 0), (2, 1), (3, 1), (8, 0), (8, 7)])

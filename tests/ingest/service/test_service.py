@@ -493,6 +493,7 @@ async def test_pokes_cause_at_most_four_extra_polls_per_second(start_service, fa
     assert 5 * 0.25 <= took + 0.1  # polls are recorded at their arrival, shortly after they were sent
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize("encoding", ["gzip", "zstd"])
 @pytest.mark.parametrize("path", ["register", "poke"])
 async def test_compressed_body_is_a_bad_request(start_service, encoding, path):

@@ -22,6 +22,7 @@ def remote(sshd: Sshd, replay: Replay) -> str:
     return sshd.address(replay.path)
 
 
+@pytest.mark.thorough
 async def test_slow_then_stuck_training_is_reported_once(remote, replay, watch, slow_lines, tmp_path):
     """S0-11, S0-12, S0-14, S0-16: two messages with the last ten rows and the guide, and the rows of one import."""
     async with watch.session(remote) as session:

@@ -20,6 +20,7 @@ from rankscope_storage.connection import Connection, connect
 from rankscope_storage.maintenance import compaction_plan
 
 
+@pytest.mark.usual(10)
 @pytest.mark.parametrize("dataset", DATASETS)
 @pytest.mark.parametrize("filled", [False, True])
 def test_every_dataset_has_a_view_with_its_columns(connection, writer, dataset, filled):
@@ -243,6 +244,7 @@ def test_runs_with_any_name_are_distinguished(connection, writer, batch, monkeyp
         ).fetchall()
 
 
+@pytest.mark.thorough
 def test_query_over_a_thousand_small_runs_reads_few_files(connection, writer, scalars):
     """Their rows share a part, so that a run needs no separate file."""
     for first in range(0, 1000, 50):
@@ -341,6 +343,7 @@ def test_locked_connection_reads_new_rows(locked, writer, batch):
     assert [(7,)] == locked.snapshot().sql("SELECT count(*) FROM scalars").fetchall()
 
 
+@pytest.mark.usual(8)
 @pytest.mark.parametrize(
     "query",
     [

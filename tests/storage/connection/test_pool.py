@@ -151,6 +151,7 @@ def test_long_lived_connection_replaces_its_full_instance(store, writer, batch, 
         assert first is not connection._views.instance
 
 
+@pytest.mark.thorough
 def test_queries_of_a_live_store_cache_few_footers_of_deleted_files(store, writer, batch, monkeypatch):
     """Compaction replaces hundreds of queried files per hour, each with a footer of about ten kilobytes."""
     monkeypatch.setattr(pool, "FOOTERS", 6)

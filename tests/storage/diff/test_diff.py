@@ -127,6 +127,7 @@ def test_statistic_missing_on_one_side_is_no_difference(put):
     assert divergence(put, A, B).first is None
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize(("a", "b"), [(math.nan, 1.0), (math.inf, 1.0), (math.inf, -math.inf), (1.0, math.nan)])
 def test_non_finite_values_exceed_every_tolerance(put, a, b):
     put("a", "scalars", {"step": 1, "name": "loss", "value": a})

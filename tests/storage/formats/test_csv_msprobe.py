@@ -99,6 +99,7 @@ def test_every_digit_is_exported(value):
     assert struct.pack("f", value) == struct.pack("f", float(text))
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize(
     ("value", "decimals", "text"), [(3.5e-11, 6, "0.0"), (0.12345678, 3, "0.123"), (2.0, 6, "2.0")]
 )
@@ -172,6 +173,7 @@ def test_second_export_adds_only_new_rows(shelf, rows):
     assert not list(target.rglob(".*"))
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize(
     ("window", "continued"),
     [
@@ -229,6 +231,7 @@ def test_each_attempt_and_rank_has_a_folder_named_after_its_beginning(shelf, row
     assert 4 == len(set(names))
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize(
     ("time_zone", "expected"),
     [("UTC", "Dec31_20-00-00"), ("UTC-05:30", "Dec31_14-30-00"), ("Asia/Tokyo", "Jan01_05-00-00")],
@@ -273,6 +276,7 @@ def test_partial_line_of_a_killed_writer_remains_a_separate_line(shelf, rows):
     assert first.files[0].read_text().startswith(f"{torn}\n0,w,1,1.5")
 
 
+@pytest.mark.usual(3)
 @pytest.mark.parametrize(
     "name", ["=cmd|' /C calc'!A0", "+1", "-1", "@sum", "'=x", 'a,"b"', "línea 学习", "tab\tnewline\nend"]
 )

@@ -64,6 +64,7 @@ def test_steps_are_partitioned(shelf, rows, ask):
     assert [("5",)] == ask("SELECT value FROM export_facts WHERE name = 'step_partition'", step_partition=5)
 
 
+@pytest.mark.thorough
 def test_more_partitions_than_sqlite_allows_in_one_union(shelf, rows, ask):
     shelf.put(tensor_stats=[rows["tensor"](step, norm=float(step)) for step in range(1, 1203)])
 

@@ -133,6 +133,7 @@ def test_second_export_into_a_folder_is_rejected(shelf, rows):
         shelf.export("tensorboard")
 
 
+@pytest.mark.thorough
 def test_many_windows_and_processes_write_the_same_bytes(shelf, rows, monkeypatch):
     shelf.put(
         scalars=[rows["scalar"](step, float(step), rank=rank) for rank in (0, 1) for step in range(40)],

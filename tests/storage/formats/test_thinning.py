@@ -39,6 +39,7 @@ def tensors(rows, names, steps):
             yield rows["tensor"](step, name, ts=None, **values)
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize(("count", "steps"), [(100, STEPS), (1_000, 24)])
 def test_event_files_are_at_most_four_times_as_large_as_the_store(shelf, rows, count, steps):
     names = [f"model.layers.{place}.self_attention.weight" for place in range(count)]
@@ -90,6 +91,7 @@ def test_all_points_are_written_on_request(shelf, rows):
     assert {STEPS} == {len(points) for points in read(target / "rank0").values()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("processes", few(1, [2, 1]))
 def test_ranges_of_steps_do_not_depend_on_memory_windows(shelf, rows, monkeypatch, processes):
     names = [f"model.layers.{place}.self_attention.weight" for place in range(40)]

@@ -274,6 +274,7 @@ def test_rows_stored_twice_and_missing_records_are_found(store, writer):
 NUMBERED = sorted(DATASETS.keys() - {*DIMENSIONS, *ROLLUPS.values()})
 
 
+@pytest.mark.usual(3)
 @pytest.mark.parametrize("dataset", NUMBERED)
 def test_record_stored_twice_is_found_in_every_dataset(store, writer, dataset):
     """Its copy arrived later, in a run with another name. Equal rows of one record are no copies."""
@@ -358,6 +359,7 @@ class Killed(BaseException):
     """Simulates a kill: the package does not catch it."""
 
 
+@pytest.mark.thorough
 def test_compaction_killed_at_any_fsync_can_be_repeated(left, monkeypatch):
     monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
     for moment in range(1, 30, 1 if THOROUGH else 3):

@@ -226,6 +226,7 @@ def test_compaction_moves_the_mutex_and_not_the_shard(store, writer, batch, eage
     assert (1, 5) == (log.transaction(MUTEX), log.transaction("ingest:0/1"))
 
 
+@pytest.mark.thorough
 def test_readers_see_whole_appends_during_appends_and_compactions(store, writer, batch, eager):
     """One appender, two concurrent compactions, one reader: each result is a whole number of appends."""
     appends, failures, done = 60, [], threading.Event()

@@ -62,6 +62,7 @@ def stored(connection) -> tuple[int, int]:
     return connection.sql(f"SELECT {', '.join(counts)}").fetchall()[0]
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize("work", [age, compact, maintain])
 def test_appends_and_reads_work_while_maintenance_is_blocked(store, writer, connection, batch, monkeypatch, work):
     monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)

@@ -151,6 +151,7 @@ def test_rewritten_files_have_the_columns_of_all_datasets(stores):
     assert set(table_schema().names) - {"dataset", "part"} == set(pq.read_schema(file).names)
 
 
+@pytest.mark.usual(1)
 def test_every_view_has_the_same_rows_and_types_after_a_rewrite(stores, rewritten):
     assert_same_answers(stores["own"], rewritten)
 
@@ -183,6 +184,7 @@ def test_file_without_required_columns_is_damage(stores, tmp_path):
     assert finding.text.startswith("lacks the columns tensor of the dataset tensor_stats")
 
 
+@pytest.mark.usual(1)
 def test_compaction_restores_files_with_own_columns(stores, rewritten, monkeypatch):
     monkeypatch.setattr(compaction_plan, "SMALL_FILES", 0)
     monkeypatch.setattr(compaction_plan, "PAST_FILES", 0)
@@ -201,6 +203,7 @@ def test_compaction_restores_files_with_own_columns(stores, rewritten, monkeypat
     assert check(rewritten, deep=True).is_intact
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize("change", ["rename", "merge", "remove"])
 def test_run_in_rewritten_files_can_be_edited(stores, rewritten, tmp_path, change):
     own = Path(shutil.copytree(stores["own"], tmp_path / "own"))
@@ -218,6 +221,7 @@ def test_run_in_rewritten_files_can_be_edited(stores, rewritten, tmp_path, chang
     assert check(rewritten, deep=True).is_intact
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize("days", [0, 1], ids=["all", "a part"])
 def test_retention_rolls_up_rewritten_files(stores, rewritten, tmp_path, days):
     own = Path(shutil.copytree(stores["own"], tmp_path / "own"))
@@ -305,6 +309,7 @@ def root(writer, batch) -> Path:
     return writer._log.root
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_append_during_an_operation_of_another_tool_is_stored_once(root, writer, batch, operation):
     writer._sync = Interrupted(lambda: other_tool(root, operation))
@@ -350,6 +355,7 @@ def rewrite(root: Path, monkeypatch, change: str) -> None:
         edit.rename(root, "r", "new", sync_to_disk)
 
 
+@pytest.mark.usual(3)
 @pytest.mark.parametrize("operation", [*REWRITES, "delete"])
 @pytest.mark.parametrize("change", ["compaction", "retention", "rename"])
 def test_other_tool_cannot_add_rows_again_that_a_rewrite_moved(root, writer, monkeypatch, change, operation):

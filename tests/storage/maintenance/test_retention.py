@@ -53,6 +53,7 @@ def stored(root) -> list[str]:
     return sorted(Log.open(root, sync_to_disk).snapshot().files["dataset"].to_pylist())
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize(
     ("policy", "going"),
     [
@@ -188,6 +189,7 @@ def test_service_continues_and_removed_rows_do_not_return(store, writer, batch):
     assert (0, 3) == (count(store.root, "features"), count(store.root, "scalars"))
 
 
+@pytest.mark.thorough
 def test_retention_makes_at_most_the_requested_commits(store, writer, monkeypatch):
     monkeypatch.setattr(retention_plan, "WORK_ROWS", 2)
     for number in range(5):

@@ -147,6 +147,7 @@ def test_rewrite_plans_refused_files_again(older, monkeypatch):
     assert (14, 14) == progress[-1]
 
 
+@pytest.mark.thorough
 def test_rewrite_stops_after_a_number_of_rounds_and_counts_the_files_left(older, monkeypatch):
     monkeypatch.setattr(compaction, "REWRITE_ROUNDS", 2)
     before = content(older)

@@ -74,6 +74,7 @@ def test_only_matching_series_count_for_the_limit(many):
         History(many).ask(few, series=2)
 
 
+@pytest.mark.thorough
 def test_series_up_to_the_limit_are_returned_with_their_labels(many):
     found = History(many).ask(("mode", "=~", "idle|user"), series=MANY, samples=MANY)
 
@@ -95,6 +96,7 @@ def odd(tmp_path_factory):
         yield History(connection)
 
 
+@pytest.mark.usual(4)
 @pytest.mark.parametrize(
     ("matcher", "expected"),
     [

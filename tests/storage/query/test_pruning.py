@@ -198,6 +198,7 @@ def test_statement_deeper_than_the_recursion_limit_is_executed(scattered):
             assert store.sql(f"SELECT max({'+'.join(['step'] * terms)}) FROM scalars").fetchall() == [(6 * terms,)]
 
 
+@pytest.mark.usual(12)
 @pytest.mark.parametrize("name", [name for name in DEFINITIONS if "VIEW" in DEFINITIONS[name].statement[:30]])
 def test_rows_of_a_run_in_a_view_do_not_depend_on_files_of_others(scattered, name):
     with connect(scattered) as few, connect(scattered) as every:

@@ -43,6 +43,7 @@ def test_script_of_an_empty_store_has_all_views_without_rows(store):
             assert connection.sql(f"FROM {dataset}").types == database.sql(f"FROM {dataset}").types
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize(
     "run", few(5, ['it\'s "q"', "", "a\nb", "%41", "..", "r", "a/b", "a=b", "学习", "123", "2026-11-20"])
 )
@@ -73,6 +74,7 @@ def test_script_has_curves_and_macros(store, writer, batch):
     assert [(10,)] == database.sql(question.format("ema(c, step, loss, 0.1)")).fetchall()
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize("clean", [False, True])
 @pytest.mark.parametrize("appends", few(2, [1, 20, 19, 45]))
 def test_script_lists_the_same_files_as_delta_rs(store, writer, batch: Callable, appends, clean, monkeypatch):

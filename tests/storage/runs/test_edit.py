@@ -53,6 +53,7 @@ def root(request, store, writer, batch: Callable, monkeypatch):
     return store.root
 
 
+@pytest.mark.usual(1)
 def test_removed_run_has_no_rows_and_others_are_unchanged(root):
     report = edit.remove(root, "b", sync_to_disk)
 
@@ -63,6 +64,7 @@ def test_removed_run_has_no_rows_and_others_are_unchanged(root):
         assert [("a",), ("c",)] == connection.sql("SELECT run FROM runs ORDER BY run").fetchall()
 
 
+@pytest.mark.usual(1)
 def test_renamed_run_has_all_rows_under_its_new_name(root):
     edit.rename(root, "b", "new/name", sync_to_disk)
 
@@ -72,6 +74,7 @@ def test_renamed_run_has_all_rows_under_its_new_name(root):
         assert not any("part=b/" in file for file in connection.files("scalars"))
 
 
+@pytest.mark.usual(1)
 def test_merged_run_has_attempts_after_those_of_the_other(root):
     edit.merge(root, "b", "a", sync_to_disk)
 
@@ -133,6 +136,7 @@ def test_no_service_can_claim_during_the_rename_of_a_dead_run(store, writer, bat
     store.claim(owner="b").close()
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize("act", ["rename", "merge", "remove"])
 def test_rows_appended_during_an_edit_are_edited_too(store, writer, batch, monkeypatch, act):
     """The run has ended according to the store, but a ring still had records of it."""
@@ -164,6 +168,7 @@ def test_rows_appended_during_an_edit_are_edited_too(store, writer, batch, monke
     assert 6 == done.rows  # five scalars and the row in `runs`
 
 
+@pytest.mark.thorough
 def test_refusals_are_counted_from_the_last_success_and_reported(store, writer, batch, monkeypatch):
     """A compaction commits first again and again, and the service appends each time."""
     writer.append(batch(range(1), incarnation="ir"))
@@ -219,6 +224,7 @@ def test_removed_import_can_be_repeated_but_ranks_do_not_send_again(store, batch
     assert again == len(told(store.root).get("r", []))
 
 
+@pytest.mark.usual(1)
 def test_removal_killed_before_its_commit_changes_nothing(root):
     class Killed(BaseException):
         pass
@@ -235,6 +241,7 @@ def test_removal_killed_before_its_commit_changes_nothing(root):
     assert before["b"] == told(root)["z"]
 
 
+@pytest.mark.usual(4)
 @pytest.mark.parametrize("name", ["", "  ", "x" * 1001, "a\nb", "\udcff"])
 def test_unprintable_or_empty_run_names_are_refused(root, name):
     """Rows without a run are samples of exporters. A shell converts a byte that is no UTF-8 to a lone surrogate."""

@@ -62,6 +62,7 @@ def figures(connection: Any, run: str) -> list[dict[str, Any]]:
     return [*found, {name: listed[name] for name in ("started_at", "last_seen_at", "seconds")}]
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize("jump", [-HOUR, HOUR, -DAYS, DAYS])
 def test_figures_of_a_run_do_not_depend_on_jumps_of_its_clock(jump, writer, connection):
     """One rank of the second run jumps, both of the third."""
@@ -104,6 +105,7 @@ def test_jump_in_the_pause_between_attempts_is_downtime(jump, writer, connection
     assert summary(connection, "r").tokens_per_second == pytest.approx(32)
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize("jump", [-HOUR, -DAYS])
 def test_jump_back_in_the_pause_between_attempts_takes_no_time(jump, writer, connection):
     """The attempts follow each other by their numbers, although the second one begins at an earlier time."""
@@ -125,6 +127,7 @@ def launch_of(run: str, attempt: int, registered_at: float, rank: int = 0) -> di
     return row | {"ts": ts, "ts_origin": "ingest", "ordinal": round(ts.timestamp() * 1e6)}
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize("jump", [-HOUR, HOUR, -DAYS, DAYS, -30, 30])
 def test_jump_in_an_earlier_attempt_changes_no_time_between_attempts(jump, writer, connection):
     """The host of the rank that jumps keeps its clock, and starts the next attempt after 49 s."""

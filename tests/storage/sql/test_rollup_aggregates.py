@@ -37,6 +37,7 @@ def summed(dataset: str, rows: pa.Table, facts: RowFacts | None = None) -> pa.Ta
         return engine.from_arrow(rows).query("rows", question).to_arrow_table()
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize(("dataset", "shapes"), [("tensor_stats", TENSOR_ROWS), ("scalars", SCALAR_ROWS)])
 @settings(max_examples=examples(30), deadline=None)
 @given(st.data())

@@ -160,6 +160,7 @@ def steps(first: int, end: int, *, per_day: int = 100, **columns) -> list[Row]:
     ]
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize("dataset", ["tensor_stats", "scalars"])
 def test_rollups_are_equal_for_any_number_of_slices(tmp_path, monkeypatch, dataset):
     """Slices are divided at row groups. Some names contain a quote, and names are no numbers."""

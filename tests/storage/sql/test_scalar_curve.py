@@ -45,6 +45,7 @@ def reference(rows: list[dict], points: int) -> list[tuple]:
     ]
 
 
+@pytest.mark.usual(4)
 @pytest.mark.parametrize("attempts", [[0], [None], [0, 1, 2], [2, None]])
 @pytest.mark.parametrize("points", [1, 7, 4000])
 def test_curve_has_mean_and_range_of_buckets_without_superseded_steps(writer, connection, attempts, points):
@@ -127,6 +128,7 @@ def test_scalars_and_labels_have_separate_curves_and_nan_is_visible(writer, conn
     assert [] == connection.sql("FROM scalar_curve('nobody')").fetchall()
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize("seed", few(2, range(8)))
 def test_raw_curve_equals_the_macro_with_rollups(writer, connection, seed):
     """Several files: null attempts, rewinds, attempts without values, repeated steps, NaN and labels."""

@@ -207,6 +207,7 @@ def test_runs_names_and_labels_have_separate_histories(writer, connection):
     assert [(*key, value) for key, value in zip(expected, (1.0, 2.0, 3.0, 4.0), strict=True)] == found
 
 
+@pytest.mark.usual(3)
 @pytest.mark.parametrize("said", few(1, ["again in another file", "once", "again in a file"]))
 @pytest.mark.parametrize(
     ("attempts", "less"),

@@ -133,6 +133,7 @@ MIXED = {
 }
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize("case", MIXED)
 def test_records_without_steps_remain_between_steps(writer, connection, case):
     steps, positions = MIXED[case]
@@ -172,6 +173,7 @@ def test_only_ranks_are_averaged(writer, connection):
     )
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize(
     ("records", "expected"),
     [

@@ -111,6 +111,7 @@ def test_bucket_deviations_compare_a_peak_with_the_previous_mean(writer, connect
     assert [ratio for *_, ratio in found] == sorted((ratio for *_, ratio in found), reverse=True)
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize("absent", [(), ("attempt",), ("micro_step", "index"), OPTIONAL_KEYS])
 def test_bucket_deviations_group_by_every_key_that_has_a_value(writer, connection, absent):
     """The step is the first one with the highest norm. A column without values is null, with its usual type."""

@@ -53,6 +53,7 @@ def test_infinite_perplexity_and_nan_are_not_numbers_of_the_loss():
     assert losses_of(history([1.0, np.nan])).perplexity is None
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize("run", ODD)
 def test_run_of_any_shape_has_a_summary(connection, run):
     found = read_summary(connection, run)

@@ -248,6 +248,7 @@ def drawn(connection, run) -> list[Figure]:
     ]
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize("run", ["one-row", "only-nan", "no-loss", "no-times", "mamba2-370m-32k-ctx", HOSTILE])
 def test_run_of_any_shape_has_all_figures(connection, run):
     for figure in drawn(connection, run):
@@ -263,6 +264,7 @@ def test_panel_without_data_names_the_missing_data(connection):
     assert "no cells" == heat_map("r", empty_grid("no cells"), title="t", unit="").axes[0].texts[0].get_text()
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize("value", [0.0, -1.0, 1e-300, 1e300])
 def test_extreme_gradient_norms_can_be_drawn(connection, value):
     detail = read_detail(connection, "one-row")
@@ -280,6 +282,7 @@ def test_constant_throughput_has_no_row_below_p10():
     assert (5.0, 0) == (constant.low, constant.rows_below)
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
 def test_figures_are_saved_in_the_format_of_the_suffix(main, tmp_path, suffix, magic):
     path = tmp_path / f"figure.{suffix}"
