@@ -150,9 +150,11 @@ def _file_bytes(table: pa.Table, dataset: str) -> int:
 
 def _sizes() -> Iterable[Row]:
     """Scalars whose times are shared by all names of a step, for several numbers of names."""
-    shapes = ((20, 1_000), (4, 4_000), (4, 4_100), (2, 9_000), (1, 10_000), (1, 1_000))
+    shapes = ((20, 1_000), (4, 4_000), (4, 4_100), (2, 9_000))
     tables = {
-        **{f"{names} names, 8 ranks, {steps:,} steps": scalars(names, ranks=8, steps=steps) for names, steps in shapes},
+        **{f"{names} names, 8 ranks, {steps:,} steps": scalars(names, 8, steps) for names, steps in shapes},
+        "1 name, 8 ranks, 10,000 steps": scalars(1, ranks=8, steps=10_000),
+        "1 name, 8 ranks, 1,000 steps": scalars(1, ranks=8, steps=1_000),
         "1 name, 8 ranks, 10,000 steps of 5 minutes": scalars(1, ranks=8, steps=10_000, pace=300_000_000),
         "1 name, 8 ranks, 10,000 steps of exactly 10 s": scalars(1, ranks=8, steps=10_000, pace=10_000_000, noise=0),
         "1 name, 1,000 ranks, 200 steps of exactly 10 s": scalars(1, ranks=1_000, steps=200, pace=10_000_000, noise=0),
