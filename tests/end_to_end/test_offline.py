@@ -137,6 +137,7 @@ def test_running_training_can_be_read_but_is_not_imported(tmp_path: Path) -> Non
         imported = command("import", records, "--store", store)
     finally:
         training.kill()
+        training.wait(60.0)
 
     assert "1 process still running; the records are read up to now" in read.stderr
     assert f"{STEPS - 1} rows" in read.stdout or f"{STEPS} rows" in read.stdout
