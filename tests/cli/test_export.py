@@ -45,6 +45,7 @@ def test_run_named_like_a_path_is_written_into_the_folder(rankscope, tmp_path):
     assert ["%2E.%2Fother%20run-parquet"] == [path.name for path in tmp_path.iterdir()]
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize("form", sorted(export_formats()))
 def test_run_name_longer_than_a_file_name_can_be_exported(rankscope, tmp_path, form):
     """80 of these characters are 720 bytes in a file name."""

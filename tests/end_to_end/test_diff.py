@@ -163,6 +163,7 @@ def test_later_differences_are_listed_in_causal_order(stored: tuple[Path, dict[s
     assert sorted(places) == places
 
 
+@pytest.mark.thorough
 def test_tolerance_hides_smaller_differences(stored: tuple[Path, dict[str, Seen]]) -> None:
     store, seen = stored
     tight, wide = (compared(store, "first", "scaled", Tolerance(relative=value)) for value in (0.09, 0.11))

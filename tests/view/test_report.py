@@ -172,6 +172,7 @@ def test_equal_consecutive_events_are_one_line(connection):
     ]
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize("run", few(2, [MAIN, HOSTILE, "no-loss", "mamba2-370m-32k-ctx"]))
 def test_fragment_for_notebooks_needs_no_script(connection, run):
     content = read_content(connection, run, made_at=NOW, source="history")

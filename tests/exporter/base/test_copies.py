@@ -371,6 +371,7 @@ def test_saved_model_does_not_contain_the_token(kind, request):
     assert TOKEN.encode() not in pickle.dumps(Holding(LIVE[kind](request)))
 
 
+@pytest.mark.usual(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_original_continues_after_copies_are_used_and_deleted(way, request):
     model = Holding()

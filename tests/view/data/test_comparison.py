@@ -73,6 +73,7 @@ def test_difference_of_two_curves_equals_sql(opened):
     assert expected["value"].to_pylist() == pytest.approx(found.value)
 
 
+@pytest.mark.thorough
 def test_three_sides_have_their_settings_and_differences_from_the_first(opened):
     names = ("same", "other", "long")
     found = compare(opened, [Side(letter=letter, run=run) for letter, run in zip("abc", names, strict=True)])
