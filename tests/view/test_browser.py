@@ -40,6 +40,8 @@ class Reader:
     def __init__(self, page: Browser, address: str) -> None:
         self.page = page
         self.clicks = 0
+        # The page before may still send requests to a server that has ended.
+        page.call("Page.navigate", url="about:blank")
         page.problems.clear()
         page.look(1280, 900)
         page.open(address + "/")

@@ -88,7 +88,6 @@ def test_entry_without_a_declared_number_of_lines_is_accepted(left):
     assert check(left).is_intact
 
 
-@pytest.mark.usual(2)
 @pytest.mark.parametrize("kept", [0, 1, 1000, -1])
 def test_torn_checkpoint_is_moved_away_and_entries_are_read(left, batch, kept):
     write_checkpoint(left, sync_to_disk)

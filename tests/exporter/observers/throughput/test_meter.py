@@ -55,18 +55,17 @@ class Run:
             throughput=ThroughputConfig(**throughput),
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        self.took: list[float] = []
+        began = time.monotonic()
         with Monitor(config).attach(model, optimizer) as monitor:
             for _ in range(4):
                 optimizer.zero_grad()
-                began = time.monotonic()
                 for _ in range(forwards):
                     model(batch).sum().backward()
                 time.sleep(sleep)
                 optimizer.step()
                 monitor.log(**(logged or {}))
-                self.took.append(time.monotonic() - began)
             monitor.end_step()
+            self.took = time.monotonic() - began
             seen = reader(monitor)
             eventually(lambda: len(seen.scalars("step_seconds")) == 4)
             self.records = seen.records()
@@ -105,9 +104,8 @@ def run(reader, eventually):
 def test_rates_of_a_step_with_known_duration(run):
     made = run(Tokens(), IDS, sleep=SLEEP, logged={"samples": BATCH, "tokens": 1000}, peak_tflops=0.001)
 
-    for seconds, took in zip(made.values("step_seconds"), made.took, strict=True):
-        assert SLEEP <= seconds
-        assert took * 0.5 <= seconds
+    assert SLEEP <= min(made.values("step_seconds"))
+    assert sum(made.values("step_seconds")) <= made.took
     rates = zip(made.values("samples_per_second"), made.values("tokens_per_second"), strict=True)
     for (samples, tokens), seconds in zip(rates, made.values("step_seconds"), strict=True):
         assert BATCH / seconds == pytest.approx(samples)
