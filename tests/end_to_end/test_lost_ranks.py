@@ -109,7 +109,6 @@ def test_killed_rank_fails_the_run_and_lost_records_are_counted(
     assert 0 <= lost <= died_after - stored[1] + 1
 
 
-@pytest.mark.thorough
 def test_killed_training_with_a_spool_loses_no_published_step(
     service: Any, start_rank: StartRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +163,6 @@ def test_second_process_of_one_rank_is_rejected(service: Any, start_rank: StartR
     assert (1, last_printed(tmp_path, 0)) == (incarnations, steps)
 
 
-@pytest.mark.thorough
 def test_service_that_starts_late_stores_all_steps(service: Any, start_rank: StartRank, tmp_path: Path) -> None:
     ranks = [start_rank(service, rank, pause=0.05) for rank in range(2)]
     deadline = time.monotonic() + 60

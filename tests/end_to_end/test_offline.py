@@ -7,7 +7,6 @@ import signal
 import subprocess
 from pathlib import Path
 
-import pytest
 from tests.end_to_end.conftest import Service
 from tests.exporter.conftest import wait_until
 from tests.programs import run_command, run_program, start_script
@@ -159,7 +158,6 @@ def test_unreadable_spool_is_named_and_the_others_are_read(tmp_path: Path) -> No
     assert done.stdout.startswith(f"{records}: 1 process, ")
 
 
-@pytest.mark.thorough
 def test_next_training_with_a_service_delivers_the_earlier_records(tmp_path: Path, service: Service) -> None:
     """The folder is removed when the store has all its records."""
     assert 0 == trained(tmp_path).returncode

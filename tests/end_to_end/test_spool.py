@@ -115,7 +115,6 @@ def test_next_ranks_of_the_host_serve_the_spools_of_killed_ranks(service: Any, h
     assert {"r": "running"} == {run["run"]: run["state"] for run in states}
 
 
-@pytest.mark.thorough
 def test_without_a_spool_lost_records_of_a_killed_rank_are_counted(service: Any, host: Host) -> None:
     service.start()
     life = host.start(service, 0, "first", steps=10_000, pause=0.002, end="linger", spool=False)

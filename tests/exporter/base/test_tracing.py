@@ -470,7 +470,6 @@ def trained(case: Callable[[], Loop], monitor: Monitor | None = None) -> tuple[L
     return loop, (bits, loop.collected, graphs)
 
 
-@pytest.mark.usual(12)
 @pytest.mark.filterwarnings("ignore")  # deprecation warnings of torch about its tracers
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_training_is_bit_identical_and_its_rows_are_right(case, reader, eventually):
