@@ -149,7 +149,7 @@ def _file_bytes(table: pa.Table, dataset: str) -> int:
 
 
 def _sizes() -> Iterable[Row]:
-    """Scalars whose times are shared by all names of a step, for several numbers of names."""
+    """Return the sizes of files of scalars. All names of a step have the same time."""
     shapes = ((20, 1_000), (4, 4_000), (4, 4_100), (2, 9_000))
     tables = {
         **{f"{names} names, 8 ranks, {steps:,} steps": scalars(names, 8, steps) for names, steps in shapes},

@@ -51,8 +51,7 @@ LEADS = {
 }
 
 
-@pytest.mark.usual(1)
-@pytest.mark.parametrize("run", few(4, RUNS))
+@pytest.mark.parametrize("run", few(1, RUNS))
 def test_run_of_any_shape_has_a_report_that_begins_with_its_state(made, run):
     found = Reader(made(run))
 
@@ -172,8 +171,7 @@ def test_equal_consecutive_events_are_one_line(connection):
     ]
 
 
-@pytest.mark.usual(1)
-@pytest.mark.parametrize("run", few(2, [MAIN, HOSTILE, "no-loss", "mamba2-370m-32k-ctx"]))
+@pytest.mark.parametrize("run", few(1, [MAIN, HOSTILE, "no-loss", "mamba2-370m-32k-ctx"]))
 def test_fragment_for_notebooks_needs_no_script(connection, run):
     content = read_content(connection, run, made_at=NOW, source="history")
     found = Reader(fragment(content))

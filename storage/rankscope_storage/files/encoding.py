@@ -130,15 +130,15 @@ def write_sorted(table: pa.Table, dataset: str, path: Path | IO[bytes], mantissa
 def _integer_encodings(
     columns: Mapping[str, _Column], order: pa.Array | None, dataset: str
 ) -> tuple[set[str], dict[str, Indices]]:
-    """Return how to write the columns with a wide range, whose rows will be in the order `order`.
+    """Return how to write the columns with a wide range. Their rows will be in the order `order`.
 
     The first result has the names of those to write as plain numbers. The second has, by name, the rows at which a page
     of differences must begin.
     """
-    always_plain = _PLAIN_INTEGERS.get(dataset)
+    always_plain = _PLAIN_INTEGERS.get(dataset, ())
     plain, pages = set(), {}
     for name, column in columns.items():
-        if name in (always_plain or ()) or not column.is_wide():
+        if name in always_plain or not column.is_wide():
             continue
         starts = None if always_plain else column.page_starts(order, may_cut=_is_flat(dataset))
         if starts is None:

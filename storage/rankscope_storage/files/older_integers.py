@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from rankscope_storage.files.integer_pages import WIDE
 
 INTEGERS_KEY: Final = "rankscope_integers"
-"""Key in the metadata of a file whose integers all readers can read. Earlier releases do not write it."""
+"""Key in the metadata of each file of this release: all readers read its integers. Older files lack the key."""
 
 _INTEGER_TYPES: Final = ("INT32", "INT64")  # physical types of Parquet, of times too
 
