@@ -87,9 +87,33 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{count} skipped: {reason}")
 
 
+FILES_AT_THE_START: Final = pytest.StashKey[set[str]]()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Remember the files of the checkout that are not committed."""
+    session.config.stash[FILES_AT_THE_START] = _uncommitted(session.config.rootpath)
+
+
+def _uncommitted(root: Path) -> set[str]:
+    """Return the untracked files and folders below `root`, also ignored ones, except for caches of tools."""
+    command = ["git", "-C", str(root), "status", "--porcelain", "--ignored=matching", "--untracked-files=all", "-z"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\0")
+    except OSError:  # the tests also run without git
+        return set()
+    names = {line[3:] for line in listed if line.startswith(("?? ", "!! "))}
+    return {name for name in names if not any(part == "__pycache__" or part[0] == "." for part in Path(name).parts)}
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail if servers are required and a test was skipped that no other command runs."""
+    """Fail if tests wrote into the checkout, or if servers are required and a test was skipped that nothing runs."""
+    if not hasattr(session.config, "workerinput"):
+        written = _uncommitted(session.config.rootpath) - session.config.stash[FILES_AT_THE_START]
+        if written:
+            print(f"\nwritten into the checkout while the tests ran: {', '.join(sorted(written))}")
+            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or not os.environ.get("RANKSCOPE_REQUIRE_SERVERS"):
         return

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.options import STANDARD_OUTPUT, output_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,7 +22,8 @@ FigureFile = Annotated[
     typer.Option(
         "--output",
         "-o",
-        help="File of the figure; the suffix is png, svg or pdf. Default: a png in the working directory.",
+        help="File of the figure; the suffix is png, svg or pdf. - is standard output, as png. "
+        "Default: a png in the working directory.",
         show_default=False,
     ),
 ]
@@ -52,17 +54,20 @@ def figure_path(output: Path | None, name: str) -> Path:
     path = output or Path(f"{re.sub(r'[^A-Za-z0-9._-]+', '_', name).strip('._') or 'figure'}.png")
     with drawing():
         from rankscope_view.figures.style import FORMATS
-    if path.suffix[1:].lower() not in FORMATS:
+    if path != STANDARD_OUTPUT and path.suffix[1:].lower() not in FORMATS:
         raise CommandError(f"--output {path}: name a file with the suffix {', '.join(FORMATS)}", code=USAGE)
     return path
 
 
 def write_figure(figure: Figure, path: Path, dpi: int) -> None:
-    """Write `figure` to `path`, and print the path on standard error."""
+    """Write `figure` to `path`, or to standard output as png if it is `-`. Print the path on standard error."""
     from rankscope_view.figures.style import save
 
     try:
-        save(figure, path, dpi=dpi)
+        with output_file(path, ".png") as file:
+            save(figure, file, dpi=dpi)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error.strerror}") from error
-    print(f"wrote {path}", file=sys.stderr)
+    print(f"wrote {'the figure to standard output' if path == STANDARD_OUTPUT else path}", file=sys.stderr)

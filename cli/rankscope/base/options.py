@@ -1,13 +1,50 @@
-"""Options that several commands share, each with one spelling and one help text, and the parser of step ranges."""
+"""Options that several commands share, each with one spelling and one help text, and the parsers of their values."""
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
 from rankscope.base.errors import USAGE, CommandError
+
+STANDARD_OUTPUT: Final = Path("-")
+"""Value of an option for an output file: standard output."""
+
+
+def named_folder(text: str) -> Path:
+    """Return the folder that an option names. Raises CommandError for `-`, because a folder cannot be a stream."""
+    path = Path(text)
+    if path == STANDARD_OUTPUT:
+        raise CommandError("- is standard output, which cannot be a folder: name a folder", code=USAGE)
+    return path
+
+
+@contextlib.contextmanager
+def output_file(path: Path, suffix: str) -> Iterator[Path]:
+    """Yield `path`; for `-`, a temporary file with the `suffix`, which is written to standard output at the end.
+
+    Raises CommandError if standard output is a terminal and the file is binary.
+    """
+    if path != STANDARD_OUTPUT:
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="rankscope-") as temporary:
+        file = Path(temporary, f"output{suffix}")
+        yield file
+        with file.open("rb") as content:
+            if sys.stdout.isatty() and b"\0" in content.read(4096):
+                raise CommandError("the output is binary: write it to a file with --output, or to a pipe", code=USAGE)
+            content.seek(0)
+            sys.stdout.flush()
+            shutil.copyfileobj(content, sys.stdout.buffer)
+            sys.stdout.buffer.flush()
 
 
 def store_folder(text: str) -> Path:
@@ -19,7 +56,7 @@ def store_folder(text: str) -> Path:
 
     if is_url(text):
         raise CommandError(f"--store {text}: a store is a local folder, not a URL; name a folder", code=USAGE)
-    return Path(text)
+    return named_folder(text)
 
 
 Store = Annotated[

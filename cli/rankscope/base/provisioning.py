@@ -8,10 +8,14 @@ from typing import Annotated
 import typer
 
 from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.options import named_folder
 
 
 def provision(
-    into: Annotated[Path, typer.Option("--into", help="Folder for the files. It must be empty or written before.")],
+    into: Annotated[
+        Path,
+        typer.Option("--into", parser=named_folder, help="Folder for the files. It must be empty or written before."),
+    ],
     prometheus_url: Annotated[
         str, typer.Option(help="Address of Prometheus, as Grafana reaches it.")
     ] = "http://127.0.0.1:9090",

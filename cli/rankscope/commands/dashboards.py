@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.options import STANDARD_OUTPUT
 from rankscope.base.provisioning import provision
 
 if TYPE_CHECKING:
@@ -131,7 +132,13 @@ def undeploy(
 def preview(
     board: Annotated[str, typer.Argument(help="Name of the board, such as run_overview.", metavar="BOARD")],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="File to write, with the suffix html or png.", show_default=False)
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            help="File to write, with the suffix html or png; - is standard output, as html.",
+            show_default=False,
+        ),
     ],
     run: Annotated[
         list[str] | None, typer.Option("--run", help="Run that the board shows; the board runs takes several.")
@@ -173,7 +180,8 @@ def preview(
         end=None if end is None else parse_time("--to", end, now),
     )
     write_preview(choice, output, now)
-    print(f"preview of {board}: {output.absolute().as_uri()}")
+    if output != STANDARD_OUTPUT:
+        print(f"preview of {board}: {output.absolute().as_uri()}")
 
 
 def _server(url: str, token_file: Path, org: int | None) -> Server:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +11,7 @@ import typer
 
 from rankscope.base.errors import USAGE, CommandError, suggestion
 from rankscope.base.open_store import open_store, resolve_run
-from rankscope.base.options import Run, Store, step_range
+from rankscope.base.options import STANDARD_OUTPUT, Run, Store, output_file, step_range
 from rankscope.base.progress_bar import progress_bar
 
 if TYPE_CHECKING:
@@ -22,7 +21,12 @@ if TYPE_CHECKING:
 
 Target = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="File or folder to write. Default: a name made of the run and the format."),
+    typer.Option(
+        "--output",
+        "-o",
+        help="File or folder to write; - is standard output, if the format is one file. "
+        "Default: a name made of the run and the format.",
+    ),
 ]
 TimeStart = Annotated[
     str | None, typer.Option(help="Only rows from this time: 2026-03-01T12:00:00, or Mar01_12-00-00 (UTC).")
@@ -102,8 +106,10 @@ def export(
             all_points=all_points,
         )
         target = output or Path(f"{own_part(name)}-{form}{exporter.suffix}")
-        with progress_bar("rows", _plain(name)) as progress:
-            report = exporter.export(connection, name, target, options, progress)
+        if target == STANDARD_OUTPUT and not exporter.suffix:
+            raise CommandError(f"{form} writes a folder: name one with --output", code=USAGE)
+        with output_file(target, exporter.suffix) as file, progress_bar("rows", _plain(name)) as progress:
+            report = exporter.export(connection, name, file, options, progress)
     _print_report(name, form, target, report)
 
 
@@ -150,14 +156,13 @@ def _ranks(text: str | None) -> tuple[int, ...]:
 
 def _print_report(name: str, form: str, target: Path, report: ExportReport) -> None:
     counts = ", ".join(f"{count:,} {dataset}" for dataset, count in report.rows.items() if count)
-    files = f"{len(report.files):,} files below {target}" if _is_many(report.files, target) else str(target)
-    print(f"{_plain(name)}: {form}, rows: {counts or 'no new rows'}; in {files}")
+    is_stream = target == STANDARD_OUTPUT
+    is_many = not is_stream and tuple(report.files) != (target,)
+    files = f"{len(report.files):,} files below {target}" if is_many else "standard output" if is_stream else target
+    counted = f"{_plain(name)}: {form}, rows: {counts or 'no new rows'}; in {files}"
+    print(counted, file=sys.stderr if is_stream else sys.stdout)
     for reason, count in report.omitted.items():
         print(f"omitted {count:,}: {reason}", file=sys.stderr)
-
-
-def _is_many(files: Sequence[Path], target: Path) -> bool:
-    return tuple(files) != (target,)
 
 
 def _plain(name: str) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.options import named_folder
 
 msprobe = typer.Typer(
     help="""Convert or analyse the output folder of msprobe's monitor, without a store.
@@ -36,7 +38,11 @@ def csv2tensorboard(
     process_num: ProcessNum = 1,
     data_type_list: DataTypes = None,
     output_dirpath: Annotated[
-        str | None, typer.Option(help="Output folder. Default: TIME-csv2tensorboard_by_step in the monitor's folder.")
+        Path | None,
+        typer.Option(
+            parser=named_folder,
+            help="Output folder. Default: TIME-csv2tensorboard_by_step in the monitor's folder.",
+        ),
     ] = None,
 ) -> None:
     """Write the CSV files of msprobe's monitor as TensorBoard event files, one folder per rank and data type.
@@ -52,7 +58,9 @@ def csv2tensorboard(
     from rankscope.msprobe import csv2tensorboard_by_step
 
     with _one_line_errors():
-        csv2tensorboard_by_step(monitor_path, time_start, time_end, process_num, _names(data_type_list), output_dirpath)
+        csv2tensorboard_by_step(
+            monitor_path, time_start, time_end, process_num, _names(data_type_list), _text(output_dirpath)
+        )
 
 
 @msprobe.command("csv2db")
@@ -63,7 +71,11 @@ def csv2db(
     process_num: ProcessNum = 1,
     data_type_list: DataTypes = None,
     output_dirpath: Annotated[
-        str | None, typer.Option(help="Folder of the database. Default: TIME-csv2db in the monitor's folder.")
+        Path | None,
+        typer.Option(
+            parser=named_folder,
+            help="Folder of the database. Default: TIME-csv2db in the monitor's folder.",
+        ),
     ] = None,
     step_partition: Annotated[int, typer.Option(help="Number of steps in one table, at least 10.")] = 500,
 ) -> None:
@@ -84,7 +96,7 @@ def csv2db(
                 time_end=time_end,
                 process_num=process_num,
                 data_type_list=_names(data_type_list),
-                output_dirpath=output_dirpath,
+                output_dirpath=_text(output_dirpath),
                 step_partition=step_partition,
             )
         )
@@ -96,8 +108,13 @@ def anomaly(
         str, typer.Option("--data-path", "-d", help="Folder of the anomalies: monitor_output/anomaly_detected.")
     ],
     out_path: Annotated[
-        str | None,
-        typer.Option("--out-path", "-o", help="Folder of anomaly_analyse.json. Default: the folder of the anomalies."),
+        Path | None,
+        typer.Option(
+            "--out-path",
+            "-o",
+            parser=named_folder,
+            help="Folder of anomaly_analyse.json. Default: the folder of the anomalies.",
+        ),
     ] = None,
     topk: Annotated[int, typer.Option("--topk", "-k", help="Largest number of anomalies.")] = 8,
     step_list: Annotated[
@@ -118,7 +135,11 @@ def anomaly(
     from rankscope.msprobe import analyse_anomalies
 
     with _one_line_errors():
-        analyse_anomalies(data_path, out_path or "", topk, step_list)
+        analyse_anomalies(data_path, _text(out_path) or "", topk, step_list)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _names(text: str | None) -> list[str] | None:

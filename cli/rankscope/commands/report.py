@@ -9,11 +9,14 @@ from typing import Annotated
 import typer
 
 from rankscope.base.errors import USAGE, CommandError
-from rankscope.base.options import Store
+from rankscope.base.options import STANDARD_OUTPUT, Store
 from rankscope.base.sources import Checkpoint, Choice, Latest, Outputs, RunOption, Source, open_run
 
 Output = Annotated[
-    Path | None, typer.Option("--output", "-o", help="File to write. Default: the name of the run with .html.")
+    Path | None,
+    typer.Option(
+        "--output", "-o", help="File to write; - is standard output. Default: the name of the run with .html."
+    ),
 ]
 Summary = Annotated[bool, typer.Option("--summary", help="Print the summary of the run, too.")]
 
@@ -54,6 +57,8 @@ def report(
         with open_run(named) as chosen:
             made, name = make_report(chosen.connection, chosen.run, str(path or store)), chosen.run
     written = made.write(output, name)
+    facts = sys.stderr if written == STANDARD_OUTPUT else sys.stdout
     if summary:
-        sys.stdout.write(made.summary)
-    print(f"report of {name}: {written.absolute().as_uri()}")
+        facts.write(made.summary)
+    where = "standard output" if written == STANDARD_OUTPUT else written.absolute().as_uri()
+    print(f"report of {name}: {where}", file=facts)

@@ -11,7 +11,7 @@ import typer
 
 from rankscope.base.errors import USAGE, CommandError
 from rankscope.base.open_store import open_store, resolve_run
-from rankscope.base.options import Store
+from rankscope.base.options import STANDARD_OUTPUT, Store
 from rankscope.output.rows import Format, Output, OutputFormat, as_json, write_rows, write_text
 from rankscope.output.runs_text import run_lines, terminal_width
 
@@ -64,7 +64,7 @@ def runs(
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="rm: do not ask for confirmation.")] = False,
     form: OutputFormat = Format.TABLE,
-    output: Output = None,
+    output: Output = STANDARD_OUTPUT,
 ) -> None:
     """List the runs of a store, the latest first; or show, tag, remove, rename or merge runs.
 
@@ -101,7 +101,7 @@ def _run_action(
     store: Path,
     tag: Sequence[str],
     form: Format,
-    output: Path | None,
+    output: Path,
     *,
     yes: bool,
 ) -> None:
@@ -134,7 +134,7 @@ def _fits(action: Action, count: int) -> bool:
     return count >= wanted if _NAMES[action].endswith("…") else count == wanted
 
 
-def _list(store: Path, tags: Sequence[str], form: Format, output: Path | None) -> None:
+def _list(store: Path, tags: Sequence[str], form: Format, output: Path) -> None:
     from rankscope_storage.api import summaries
 
     with open_store(store) as connection:
@@ -142,7 +142,7 @@ def _list(store: Path, tags: Sequence[str], form: Format, output: Path | None) -
     if tags:
         rows = _having(rows, tags)
     if form is Format.TABLE:
-        width = terminal_width() if output is None else None
+        width = terminal_width() if output == STANDARD_OUTPUT else None
         write_text("".join(f"{line}\n" for line in run_lines(rows, width)), output)
     else:
         write_rows(rows, form, output)
@@ -163,7 +163,7 @@ def _having(rows: pa.Table, wanted: Sequence[str]) -> pa.Table:
     return rows.filter([fits(parse_tags(text)) for text in rows["tags"].to_pylist()])
 
 
-def _show(store: Path, run: str, form: Format, output: Path | None) -> None:
+def _show(store: Path, run: str, form: Format, output: Path) -> None:
     from rankscope.output.runs_text import run_detail_lines, run_details
 
     if form not in (Format.TABLE, Format.JSON):

@@ -10,7 +10,7 @@ import typer
 
 from rankscope.base.errors import USAGE, CommandError
 from rankscope.base.open_store import open_store
-from rankscope.base.options import Store
+from rankscope.base.options import STANDARD_OUTPUT, Store
 from rankscope.output.rows import TABLE_ROWS, Format, Output, OutputFormat, write_rows, write_text
 
 
@@ -19,7 +19,7 @@ def sql(
     store: Store = Path("history"),
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the query from this file.")] = None,
     form: OutputFormat = Format.TABLE,
-    output: Output = None,
+    output: Output = STANDARD_OUTPUT,
     rows: Annotated[int, typer.Option(min=0, help="Largest number of rows in a table.")] = TABLE_ROWS,
     emit_views: Annotated[
         bool, typer.Option("--emit-views", help="Print a SQL script that creates the same views in the duckdb program.")
@@ -63,7 +63,7 @@ def _statement(query: str | None, file: Path | None) -> str:
     return sys.stdin.read()
 
 
-def _emit_views(store: Path, output: Path | None) -> None:
+def _emit_views(store: Path, output: Path) -> None:
     from rankscope_storage.query.sql_script import emit_views
 
     with open_store(store):  # raises CommandError if the folder is not a valid store

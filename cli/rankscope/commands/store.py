@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.options import STANDARD_OUTPUT
 from rankscope.base.options import Store as Folder
 from rankscope.base.progress_bar import progress_bar
 from rankscope.output.rows import Format, Output, OutputFormat, write_rows
@@ -73,7 +74,7 @@ def store(
     rollup_days: RollupDays = None,
     by: Annotated[By, typer.Option(help="stats: column by which the rows are grouped.")] = By.DATASET,
     form: OutputFormat = Format.TABLE,
-    output: Output = None,
+    output: Output = STANDARD_OUTPUT,
 ) -> None:
     """Check a store, print its size, compact small files, delete old rows, or repair damage.
 
@@ -138,13 +139,13 @@ def _print_check(report: CheckReport) -> None:
     )
 
 
-def _stats(root: Path, by: By, form: Format, output: Path | None) -> None:
+def _stats(root: Path, by: By, form: Format, output: Path) -> None:
     from rankscope_storage.base.fsync import sync_to_disk
     from rankscope_storage.log.delta import Log
     from rankscope_storage.maintenance.stats import store_stats
 
     found = store_stats(Log.open(root, sync_to_disk), by=by)
-    if form is Format.TABLE and output is None:
+    if form is Format.TABLE and output == STANDARD_OUTPUT:
         span = f", {found.oldest:%Y-%m-%d %H:%M} to {found.newest:%Y-%m-%d %H:%M} UTC" if found.oldest else ""
         print(
             f"store version {found.version}: {found.files} files, {found.rows:,} rows, {found.size_bytes:,} bytes{span}"
@@ -199,7 +200,7 @@ def _policy(days: float | None, scalars: float | None, samples: float | None, ro
         raise CommandError(str(error), code=USAGE) from error
 
 
-def _retain(root: Path, policy: Retention, form: Format, output: Path | None, *, dry_run: bool) -> None:
+def _retain(root: Path, policy: Retention, form: Format, output: Path, *, dry_run: bool) -> None:
     from rankscope_storage.base.fsync import sync_to_disk
     from rankscope_storage.maintenance.retention import retain
 
@@ -211,7 +212,7 @@ def _retain(root: Path, policy: Retention, form: Format, output: Path | None, *,
     with progress_bar("commits") as progress:
         report = retain(root, policy, sync_to_disk, now=now, dry_run=dry_run, progress=progress)
     write_rows(report.groups, form, output)
-    if form is Format.TABLE and output is None:
+    if form is Format.TABLE and output == STANDARD_OUTPUT:
         _print_retention(report, dry_run=dry_run)
     if report.failed:
         raise CommandError("; ".join(report.failed))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rankscope.base.errors import USAGE, CommandError
 from rankscope.base.http_client import UnreachableError, get
+from rankscope.base.options import STANDARD_OUTPUT, output_file
 from rankscope.base.service_settings import environment_tls
 from rankscope.output.screenshot import chromium, write_picture
 from rankscope_dashboards.preview.board import BoardContent, Mark, read_board, read_content, run_window
@@ -50,8 +51,11 @@ class PreviewChoice:
 
 
 def write_preview(choice: PreviewChoice, path: Path, now: float) -> None:
-    """Write a preview to `path`, as HTML or as PNG by its suffix. `now` is in UTC seconds. Raises CommandError."""
-    suffix = path.suffix.lower()
+    """Write a preview to `path`, as HTML or as PNG by its suffix; to standard output as HTML if `path` is `-`.
+
+    `now` is in UTC seconds. Raises CommandError.
+    """
+    suffix = ".html" if path == STANDARD_OUTPUT else path.suffix.lower()
     if suffix not in {".html", ".png"}:
         raise CommandError(f"--output {path}: name a file with the suffix html or png", code=USAGE)
     program = chromium() if suffix == ".png" else ""
@@ -61,7 +65,10 @@ def write_preview(choice: PreviewChoice, path: Path, now: float) -> None:
         if program:
             write_picture(program, html, path)
         else:
-            path.write_text(html, encoding="utf-8", errors="replace")
+            with output_file(path, ".html") as file:
+                file.write_text(html, encoding="utf-8", errors="replace")
+    except BrokenPipeError:
+        raise
     except OSError as error:
         raise CommandError(f"{path} cannot be written: {error.strerror or error}") from error
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from rankscope.base.errors import CommandError
 from rankscope.base.http_client import UnreachableError, get
+from rankscope.base.options import output_file
 from rankscope.base.service_settings import environment_tls
 from rankscope.output.summary_text import lines_of
 from rankscope_contract.reports.child import report_name
@@ -40,11 +41,14 @@ class ReportFile:
         return "\n".join([*lines_of(title, sections), ""])
 
     def write(self, path: Path | None, run: str) -> Path:
-        """Write the file, by default in the working directory, and return its path. Raises CommandError."""
+        """Write the file, by default in the working directory, and return its path, as given. Raises CommandError."""
         path = path or Path(report_name(run))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(self.html.encode("utf-8", "replace"))
+            with output_file(path, ".html") as file:
+                file.write_bytes(self.html.encode("utf-8", "replace"))
+        except BrokenPipeError:
+            raise
         except OSError as error:
             raise CommandError(f"{path} cannot be written: {error.strerror or error}") from error
         return path

@@ -26,7 +26,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.errors import CommandError
+from rankscope.base.options import STANDARD_OUTPUT, output_file
 
 TABLE_ROWS = 40
 """Number of rows that a table shows by default. All other formats write every row."""
@@ -42,33 +43,32 @@ class Format(enum.StrEnum):
 
 
 OutputFormat = Annotated[Format, typer.Option("--format", help="Output format of the rows.")]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the rows to this file.", show_default=False)]
+Output = Annotated[Path, typer.Option("--output", "-o", help="File for the rows; - is standard output.")]
 
 
-def write_rows(rows: pa.Table, form: Format, output: Path | None, *, limit: int = TABLE_ROWS) -> None:
-    """Write `rows` in the selected format to the file `output`, or to standard output if `output` is None."""
-    with _writing(output):
-        if form is Format.PARQUET:
-            _write_parquet(rows, output)
-        elif output is not None:
-            output.write_text(as_text(rows, form, limit=limit), encoding="utf-8")
-        elif form is Format.TABLE:
+def write_rows(rows: pa.Table, form: Format, output: Path, *, limit: int = TABLE_ROWS) -> None:
+    """Write `rows` in the selected format to the file `output`, or to standard output if `output` is `-`."""
+    if form is Format.PARQUET:
+        with _writing(output), output_file(output, ".parquet") as file:
+            _write_parquet(rows, file)
+    elif form is Format.TABLE and output == STANDARD_OUTPUT:
+        with _writing(output):
             print_table(rows, limit=limit)
-        else:
-            sys.stdout.write(as_text(rows, form))
+    else:
+        write_text(as_text(rows, form, limit=limit), output)
 
 
-def write_text(text: str, output: Path | None) -> None:
-    """Write `text` to the file `output`, or to standard output if `output` is None."""
+def write_text(text: str, output: Path) -> None:
+    """Write `text` to the file `output`, or to standard output if `output` is `-`."""
     with _writing(output):
-        if output is None:
+        if output == STANDARD_OUTPUT:
             sys.stdout.write(text)
         else:
             output.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
-def _writing(output: Path | None) -> Iterator[None]:
+def _writing(output: Path) -> Iterator[None]:
     """Raise CommandError if `output` cannot be written.
 
     BrokenPipeError is not converted: it means that the reader of the pipe exited.
@@ -78,7 +78,8 @@ def _writing(output: Path | None) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise CommandError(f"cannot write {output or 'standard output'}: {error.strerror}") from error
+        name = "standard output" if output == STANDARD_OUTPUT else output
+        raise CommandError(f"cannot write {name}: {error.strerror}") from error
 
 
 def as_text(rows: pa.Table, form: Format, *, limit: int = TABLE_ROWS) -> str:
@@ -254,14 +255,8 @@ def _quoted(text: str) -> str:
     return '"' + text.replace('"', '""') + '"'
 
 
-def _write_parquet(rows: pa.Table, output: Path | None) -> None:
-    rows = _with_interval_texts(rows.rename_columns(distinct_names(rows.column_names)))
-    if output is None:
-        if sys.stdout.isatty():
-            raise CommandError("parquet is binary: write it to a file with --output, or to a pipe", code=USAGE)
-        pq.write_table(rows, sys.stdout.buffer)
-        return
-    pq.write_table(rows, output)
+def _write_parquet(rows: pa.Table, file: Path) -> None:
+    pq.write_table(_with_interval_texts(rows.rename_columns(distinct_names(rows.column_names))), file)
 
 
 def _with_interval_texts(rows: pa.Table) -> pa.Table:
