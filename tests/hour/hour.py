@@ -97,7 +97,7 @@ def plans(folder: Path, chance: random.Random) -> dict[str, dict[str, Any]]:
 
 @dataclass
 class Hour:
-    """All processes of the hour, in `folder`. `looks` has what was read, in the order of time."""
+    """All processes of the hour, in `folder`. `looks` has all texts that were read, in the order of time."""
 
     folder: Path
     seed: int
@@ -267,7 +267,7 @@ class Hour:
         return all(self.jobs[name].poll() is not None for name in names)
 
     def window(self, name: str) -> Browser:
-        """Open a browser of its own, as a window that stays open."""
+        """Open a browser of its own, as a window that is left open."""
         profile = self.folder / f"chromium-{name}"
         profile.mkdir()
         window = self.stack.enter_context(browser(self.chromium, profile))
@@ -295,7 +295,7 @@ class Hour:
                 running = tuple(next(waves, ())) + tuple(name for name in running if not self.are_ended([name]))
                 self.start_all([name for name in running if name not in self.jobs], listing)
         self.until(lambda: all(state in {"completed", "failed"} for state in self.states()), "all runs have ended")
-        time.sleep(8)  # the pages that stay open are loaded again
+        time.sleep(8)  # the pages that are left open are loaded again
         self.page(listing, None, of="list, open, at the end")
         self.page(following, None, of="run, open, at the end", run=slow.run)
         self.look_at_all(listing, following, visiting)

@@ -1,4 +1,4 @@
-"""The person's hour: everything that pages, commands and messages show is compared with what the trainings did.
+"""The person's hour: everything that pages, commands and messages show is compared with the trainings' own files.
 
 A look may be older than the training by `LAG_SECONDS` and one step. Numbers are compared with the digits shown.
 """
@@ -90,7 +90,7 @@ def progress(text: str) -> tuple[int, int] | None:
 
 
 def untrue_progress(look: Look, training: Training, text: str) -> str | None:
-    """Return what is wrong with the progress and the loss in `text`, the part of a look that is about `training`."""
+    """Return the error in the progress in `text`, the part of a look that is about `training`."""
     low, high = training.step_at(look.before - LAG_SECONDS - training.plan["seconds"]), training.step_at(look.after) + 1
     found = progress(text)
     if found is None:
@@ -174,7 +174,7 @@ def test_page_of_each_run_shows_progress_and_loss(hour):
     assert "" == lines(found)
 
 
-def test_page_that_stays_open_never_goes_back(hour):
+def test_page_left_open_never_goes_back(hour):
     steps = [progress(look.text.partition(" steps")[0][-40:]) for look in hour.looks if look.of.startswith("run, open")]
     seen = [found[0] for found in steps if found]
 
@@ -182,7 +182,7 @@ def test_page_that_stays_open_never_goes_back(hour):
     assert hour.trainings["slow"].plan["steps"] == seen[-1]
 
 
-def test_page_that_stayed_open_has_every_row_of_the_run(hour):
+def test_page_left_open_has_every_row_of_the_run(hour):
     text = last(hour, "run, open, at the end", hour.trainings["slow"].run).text
 
     assert f"{hour.trainings['slow'].plan['steps']} rows stored" in text

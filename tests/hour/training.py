@@ -1,4 +1,4 @@
-"""A two-rank training for the person's hour, which writes what it did to a file, without Rankscope.
+"""A two-rank training for the person's hour, which writes its own record of each step, without Rankscope.
 
     torchrun --nproc-per-node 2 training.py PLAN
 

@@ -1,4 +1,4 @@
-"""What the trainings of the person's hour did, read from the files that they wrote without Rankscope."""
+"""The trainings of the person's hour, read from the files that they wrote without Rankscope."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass
 class Training:
-    """One run: its plan, and what its ranks wrote about each step."""
+    """One run: its plan, and the lines of its ranks about each step."""
 
     plan: dict[str, Any]
     ranks: int = 2
