@@ -105,3 +105,35 @@ def test_markdown_has_a_table_for_each_section(in_process, logs):
         "# megatron, stopped (imported from a log)\n\n## Progress\n\n|  |  |\n|---|---|\n| step | 20 / 100"
     )
     assert "\n## Loss\n" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"), [("data_time_s", 1.0), ("data_time", 1.0), ("dataloader_time_ms", 1e3), ("time/data", 1.0)]
+)
+def test_log_that_waits_for_data_has_the_share_and_a_hint(in_process, tmp_path, name, factor):
+    """Most rows are fast, and one row in three waits for 8 s: the mean share is 84 %, the median share 20 %."""
+    waits = [0.05, 0.05, 7.8] * 20
+    rows = [
+        {"loss": 2.0, "global_batch_size": 64, "throughput": 64 / (wait + 0.5), "step_time_s": wait + 0.5}
+        for wait in waits
+    ]
+    lines = [json.dumps(row | {name: wait * factor}) for row, wait in zip(rows, waits, strict=True)]
+    log = tmp_path / "train.jsonl"
+    log.write_text("\n".join(lines), encoding="utf-8")
+    found = json.loads(in_process("summary", log, "--format", "json").stdout)
+    share = sum(waits) / sum(wait + 0.5 for wait in waits)
+
+    assert share == pytest.approx(found["speed"]["data_wait"]["value"])
+    assert f"data wait {100 * share:.1f} %, rest {100 - 100 * share:.1f} %" == found["speed"]["time_spent"]
+    assert [f"{100 * share:.0f} %"] == [
+        hint["observation"][:4] for hint in found["hints"] if "waiting for data" in hint["observation"]
+    ]
+    assert pytest.approx(1 - share) == found["utilization"]["value"]
+
+
+def test_time_for_data_outside_of_the_steps_is_a_share_of_both(in_process, tmp_path):
+    log = tmp_path / "train.jsonl"
+    log.write_text("\n".join('{"loss": 2.0, "step_time_s": 0.1, "data_time": 0.4}' for _ in range(30)))
+    found = json.loads(in_process("summary", log, "--format", "json").stdout)
+
+    assert (pytest.approx(0.8), "data_time / (data_time + step_seconds)") == tuple(found["speed"]["data_wait"].values())

@@ -184,3 +184,12 @@ def test_unreachable_service_is_reported_and_the_records_are_kept(tmp_path: Path
     assert f"{url} did not commit " in done.stderr
     assert f"rankscope import {tmp_path / 'rankscope-records'}" in done.stderr
     assert STEPS == len(rows(tmp_path / "rankscope-records", LOSSES))
+
+
+def test_training_prints_at_its_end_where_the_time_went(tmp_path):
+    done = trained(tmp_path, after="pass", spool_dir=str(tmp_path / "records"))
+    (line,) = [text for text in done.stderr.splitlines() if "step time of rank 0: " in text]
+    found = json.loads(command("summary", "--store", tmp_path / "records", "--format", "json").stdout)
+
+    assert found["speed"]["time_spent"] == line.partition("step time of rank 0: ")[2]
+    assert {"forward", "backward", "optimizer", "data"} <= set(line.replace(",", "").split())

@@ -112,11 +112,12 @@ def _behind() -> PanelBuilder:
 def _time_by_phase() -> PanelBuilder:
     text = fraction_text(
         "Time by phase",
-        "Fraction of the time in each phase, mean of the ranks; the sum is 1. If `data_wait` grows, check the data "
-        "loader. If `collective` grows, a rank or a link is slow: see the first row of this board.",
+        "Time of all ranks in each phase, divided by their whole time; the sum is 1. If `data_wait` grows, check the "
+        "data loader. If `collective` grows, a rank or a link is slow: see the first row of this board.",
         maximum=None,
     )
-    query = f"avg by (run, {LABEL}) {rate(catalogue.PHASE_SECONDS)}"
+    seconds = rate(catalogue.PHASE_SECONDS)  # not the mean of a phase: ranks may lack a phase
+    query = f"sum by (run, {LABEL}) {seconds} / on (run) group_left () sum by (run) {seconds}"
     return stacked(time_series_panel(text, Query(query, f"{{{{{LABEL}}}}}")))
 
 
@@ -129,7 +130,9 @@ def _latest_step() -> PanelBuilder:
         unit="s",
         minimum=0,
     )
-    query = f"avg by (run, {LABEL}) {_each(catalogue.STEP_PHASE_SECONDS)}"
+    seconds = _each(catalogue.STEP_PHASE_SECONDS)
+    ranks_with_steps = f"count by (run) (count by (run, rank) {seconds})"
+    query = f"sum by (run, {LABEL}) {seconds} / on (run) group_left () {ranks_with_steps}"
     return stacked(time_series_panel(text, Query(query, f"{{{{{LABEL}}}}}")))
 
 

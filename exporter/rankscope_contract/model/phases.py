@@ -6,6 +6,7 @@ Phases do not overlap, and together they cover the whole time of a run. A script
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from typing import Final
 
 
@@ -37,6 +38,7 @@ COMPUTING: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Ph
 """Phases in which a rank computes before it waits for other ranks."""
 
 LABEL: Final = "phase"
+_LEAST_PERCENT: Final = 0.05
 
 STEP_PHASE_SECONDS: Final = "step_phase_seconds"
 PHASE_SECONDS: Final = "phase_seconds"
@@ -47,3 +49,14 @@ PRE_COLLECTIVE_TOTAL: Final = "pre_collective_seconds_total"
 `PHASE_SECONDS` and `PRE_COLLECTIVE_TOTAL` are totals since the monitor was attached. `STEP_PHASE_SECONDS` and
 `PRE_COLLECTIVE_SECONDS` are durations in one step.
 """
+
+
+def shares_text(seconds: Mapping[str, float]) -> str:
+    """Return the share of each phase in the sum of `seconds`, the largest first: `data wait 33.6 %, forward 30.1 %`.
+
+    Shares below 0.05 % are left out. The text is empty if the sum is 0.
+    """
+    whole = sum(seconds.values())
+    ordered = sorted(seconds.items(), key=lambda item: -item[1])
+    shares = [(phase.replace("_", " "), 100 * part / whole) for phase, part in ordered if whole > 0]
+    return ", ".join(f"{phase} {share:.1f} %" for phase, share in shares if share >= _LEAST_PERCENT)

@@ -337,6 +337,7 @@ class Session:
         self._boundary.call("detach()", self.step_observers.collectives.stop, left_seconds)
         for part in (self.publisher, self.reactions):
             self._boundary.call("end of training", part.stop, max(PUBLISH_SECONDS, deadline - time.monotonic()))
+        self.notices.time_spent(self.step_observers.phases.step_seconds)
         left = self.channel.drain(max(0.0, deadline - time.monotonic()))
         if left and self.channel.service_url:
             self.notices.say(f"{self.channel.service_url} did not commit {left} records within {wait_seconds:g} s")

@@ -11,6 +11,7 @@ import torch
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.phases import shares_text
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules import AnomalyRule
 from rankscope_exporter.adapters.base import Hooking
@@ -83,6 +84,12 @@ class Notices:
         elif self._identity.local_rank == 0:
             for line in records_note(kept.folder, kept.records):
                 self._console.line(line)
+
+    def time_spent(self, seconds: Mapping[str, float]) -> None:
+        """Print on rank 0 where the time of its steps went: the share of each phase in `seconds`."""
+        shares = shares_text(seconds) if self._identity.rank == 0 else ""
+        if shares:
+            self._console.line(f"step time of rank 0: {shares}")
 
     def fault(self, where: str, error: BaseException) -> None:
         """Publish an error inside the monitor as an event. `where` names the operation that failed.

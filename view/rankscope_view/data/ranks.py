@@ -42,7 +42,7 @@ WHERE run = $run AND rank IS NOT NULL AND coalesce(attempt, 0) = $attempt GROUP 
 _ATTEMPT: Final = "SELECT max(coalesce(attempt, 0)) AS attempt FROM {scalars} WHERE run = $run AND rank IS NOT NULL"
 _MEANS: Final = f"""\
 SELECT rank, name, labels->>'$.phase' AS phase, labels->>'$.clock' AS clock,
-  avg(value) AS mean, arg_max(value, step) AS latest
+  avg(value) AS mean, count(*) AS rows, arg_max(value, step) AS latest
 FROM {{scalars}} WHERE run = $run AND coalesce(attempt, 0) = $attempt AND name IN ({_NAMES})
   AND step > $last - {RECENT_STEPS} AND isfinite(value) GROUP BY ALL"""
 _STEPS: Final = """\
@@ -141,7 +141,9 @@ def hosts_and_world(connection: Connection, run: str) -> tuple[dict[int, str], i
 
 
 def _row(rank: int, newest: Mapping[str, Any] | None, host: str | None, means: list[dict[str, Any]]) -> RankRow:
-    phases = {one["phase"]: one["mean"] for one in means if one["name"] == STEP_PHASE_SECONDS and one["phase"]}
+    timed = [one for one in means if one["name"] == STEP_PHASE_SECONDS and one["phase"]]
+    steps = max((one["rows"] for one in timed), default=0)  # a step may lack a phase
+    phases = {one["phase"]: one["mean"] * one["rows"] / steps for one in timed}
     plain = {one["name"]: one for one in means if one["name"] != STEP_PHASE_SECONDS and one["clock"] in (None, "sm")}
     compute = plain.get(PRE_COLLECTIVE_SECONDS, {}).get("mean")
     if compute is None and phases:

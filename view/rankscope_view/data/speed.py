@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from rankscope_contract.model.phases import STEP_PHASE_SECONDS, Phase
+from rankscope_contract.model.phases import STEP_PHASE_SECONDS, Phase, shares_text
 from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.sql.scalar_history import is_main_source
@@ -33,32 +33,44 @@ MOST_DEVIATION: Final = 0.1
 
 _TOTALS: Final = {"samples_total": "samples_per_second", "tokens_total": "tokens_per_second"}
 _BATCH_NAMES: Final = ("global_batch_size", "global_batch", "global_train_batch_size")
-_DATA_NAMES: Final = (
-    "data_time",
-    "data_seconds",
-    "data_wait",
-    "data_wait_seconds",
-    "data_loading_time",
-    "data_load_time",
-    "data_load_seconds",
-    "dataloader_time",
-    "dataloading_time",
-    "load_time",
-    "time/data",
+_LOADING: Final = "(data|data_?load(er|ing)?|data_?(fetch|read)(ing)?|batch_(fetch|load|generator)|reader)"
+_DATA_NAME: Final = (
+    rf"(.*[/.])?({_LOADING}_?(wait_?)?(time|wait|cost|seconds|secs|duration)|load_time)([_/.](s|secs?|seconds|ms))?"
+    rf"|(.*[/.])?{_LOADING}_(s|ms)|(.*[/.])?(time|times|timers?|timing)[/.]{_LOADING}|data"
 )
+"""Regular expression for names of the time in which a step waits for data, after `-` and blanks became `_`."""
+_STEPS_NAMED: Final = f"'{STEP_SECONDS}', 'time', 'batch_time', 'batch_cost', 'train_batch_cost'"
+"""Names of the time of a step; MMEngine, Detectron2 and torchvision write `time`, PaddlePaddle `batch_cost`."""
 _DATA_TIMERS: Final = ("batch-generator", "data-loading", "data_loading")
 
 _STEPS: Final = 1 << 40
 """Larger than any position of a step, so that attempt and position are one number."""
 
 _PHASES: Final = f"""\
-SELECT labels->>'$.phase' AS phase, avg(value) AS seconds FROM {{scalars}}
-WHERE run = $run AND name = '{STEP_PHASE_SECONDS}' AND isfinite(value) AND {is_main_source()} GROUP BY ALL"""
+WITH phase AS (
+  SELECT incarnation, seq, labels->>'$.phase' AS phase, value AS seconds FROM {{scalars}}
+  WHERE run = $run AND name = '{STEP_PHASE_SECONDS}' AND isfinite(value) AND {is_main_source()}
+)
+SELECT phase, sum(seconds) AS seconds FROM phase
+ANTI JOIN (SELECT * FROM phase WHERE phase = '{Phase.FIRST_STEP}' AND seconds > 0) USING (incarnation, seq)
+GROUP BY phase ORDER BY seconds DESC, phase"""
 _LOGGED: Final = f"""\
-SELECT name, labels->>'$.timer' AS timer, avg(value) AS seconds, min(unit) AS unit FROM {{scalars}}
-WHERE run = $run AND isfinite(value) AND (lower(name) IN ({", ".join(map(sql_string, _DATA_NAMES))})
-  OR name = 'timer_seconds' AND labels->>'$.timer' IN ({", ".join(map(sql_string, _DATA_TIMERS))}))
-GROUP BY ALL ORDER BY ALL"""
+WITH chosen AS (
+  SELECT name FROM (SELECT DISTINCT name FROM {{scalars}} WHERE run = $run)
+  WHERE lower(name) IN ({_STEPS_NAMED}, 'timer_seconds')
+    OR regexp_full_match(regexp_replace(lower(name), '[- ]', '_', 'g'), '{_DATA_NAME}')
+), scalar AS (
+  SELECT coalesce(attempt, 0) AS attempt, coalesce(step, seq) AS position, name, labels->>'$.timer' AS timer,
+    avg(value * CASE WHEN unit IS NULL AND regexp_matches(lower(name), '[_/.]ms$') THEN 0.001 ELSE 1 END) AS seconds
+  FROM {{scalars}} WHERE run = $run AND isfinite(value) AND name IN (SELECT name FROM chosen) GROUP BY ALL
+)
+SELECT * FROM (SELECT coalesce('timer ' || loading.timer, loading.name) AS source, step.name AS whole,
+  sum(loading.seconds) AS loading, sum(step.seconds) AS step, count(*) AS rows
+FROM scalar AS loading JOIN scalar AS step USING (attempt, position)
+WHERE lower(step.name) IN ({_STEPS_NAMED}) AND lower(loading.name) NOT IN ({_STEPS_NAMED})
+  AND coalesce(loading.timer IN ({", ".join(map(sql_string, _DATA_TIMERS))}), loading.name != 'timer_seconds')
+GROUP BY ALL HAVING sum(loading.seconds) >= 0)
+ORDER BY whole = '{STEP_SECONDS}' DESC, rows DESC, source, whole"""
 _RANKS: Final = "SELECT count(DISTINCT rank) AS ranks FROM {scalars} WHERE run = $run AND name = $name"
 
 
@@ -134,6 +146,8 @@ class Speed:
     batch_check: BatchCheck | None
     data_wait: Share | None
     collective: Share | None
+    time_spent: str = ""
+    """The share of each phase in the time of all steps after the first, the largest first; empty if unknown."""
 
 
 def read_speed(connection: Connection, run: str, histories: Mapping[str, History], config: str | None) -> Speed:
@@ -144,12 +158,15 @@ def read_speed(connection: Connection, run: str, histories: Mapping[str, History
         throughput = _throughput(read, step_times)
         batch = _global_batch(read, config)
         phases = read.rows(_PHASES)
-        logged = read.rows(_LOGGED)
+        logged = [] if phases else read.rows(_LOGGED)
         samples = read.history("samples_per_second")
         ranks = read.ranks("samples_per_second") if samples is not None else 1
     times = _finite(step_times)
     step_seconds = float(np.median(times)) if len(times) else None
     seconds = {row["phase"]: row["seconds"] for row in phases}
+    data_wait = _phase_share(seconds, Phase.DATA_WAIT) or _logged_share(logged)
+    if not seconds and data_wait is not None:
+        seconds = {Phase.DATA_WAIT: data_wait.value, "rest": 1 - data_wait.value}
     return Speed(
         throughput=throughput,
         step_times=step_times,
@@ -157,8 +174,9 @@ def read_speed(connection: Connection, run: str, histories: Mapping[str, History
         first_step_seconds=float(times[0]) if len(times) else None,
         global_batch=batch,
         batch_check=_check(_finite(samples) * ranks, step_seconds, batch),
-        data_wait=_phase_share(seconds, Phase.DATA_WAIT) or _logged_share(logged, step_seconds),
+        data_wait=data_wait,
         collective=_phase_share(seconds, Phase.COLLECTIVE),
+        time_spent=shares_text(seconds),
     )
 
 
@@ -278,11 +296,14 @@ def _phase_share(seconds: Mapping[str, float], phase: Phase) -> Share | None:
     return Share(value=seconds[phase] / total, source="timed in each step")
 
 
-def _logged_share(rows: Sequence[Mapping[str, Any]], step_seconds: float | None) -> Share | None:
-    """Return the share of the time for data that a log has; a number without a unit is taken as seconds."""
-    if not rows or not step_seconds:
+def _logged_share(rows: Sequence[Mapping[str, Any]]) -> Share | None:
+    """Return the share of the time for data that a log has; a number without a unit is taken as seconds.
+
+    A time for data that is longer than the steps is no part of them: the share is then that of both together.
+    """
+    if not rows or not rows[0]["loading"] + rows[0]["step"]:
         return None
-    row = rows[0]
-    share = row["seconds"] / step_seconds
-    name = row["name"] if row["timer"] is None else f"timer {row['timer']}"
-    return Share(value=share, source=f"{name} / {STEP_SECONDS}") if 0 <= share <= 1 else None
+    name, whole, loading, step = rows[0]["source"], rows[0]["whole"], rows[0]["loading"], rows[0]["step"]
+    if loading > step:
+        return Share(value=loading / (loading + step), source=f"{name} / ({name} + {whole})")
+    return Share(value=loading / step, source=f"{name} / {whole}")

@@ -360,6 +360,7 @@ def summary_document(found: Summary) -> dict[str, Any]:
             | {"difference": speed.batch_check.difference, "is_off": speed.batch_check.is_off},
             "data_wait": None if speed.data_wait is None else asdict(speed.data_wait),
             "collective": None if speed.collective is None else asdict(speed.collective),
+            "time_spent": speed.time_spent or None,
         },
         "utilization": None
         if found.utilization is None

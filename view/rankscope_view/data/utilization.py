@@ -49,7 +49,8 @@ _WORDS: Final = {
     Method.FIELD: f"measured: field {FIELD} of the log",
     Method.NVML: "measured: NVML",
     Method.FLOPS: "estimated: achieved FLOP/s divided by the peak (MFU)",
-    Method.PACE: "estimated: throughput divided by global batch / step time of the fastest 5 % of steps",
+    Method.PACE: "estimated: throughput divided by global batch / step time of the fastest 5 % of steps, "
+    "at most the time without data wait",
 }
 
 
@@ -160,4 +161,5 @@ def _pace(speed: Speed) -> float | None:
     if measured.name != "samples_per_second" or len(times) < _FEWEST_STEPS:
         return None
     ideal = speed.global_batch / float(np.quantile(times, _FASTEST))
-    return min(1.0, measured.median * measured.ranks / ideal)
+    most = 1.0 if speed.data_wait is None else 1.0 - speed.data_wait.value
+    return min(most, measured.median * measured.ranks / ideal)

@@ -165,6 +165,8 @@ def _speed(found: Summary) -> Iterator[tuple[str, str]]:
         yield "tokens", f"{found.stored.tokens_per_second:,.0f} tokens/s"
     if speed.step_seconds is not None and speed.first_step_seconds is not None:
         yield "step time", f"{speed.step_seconds:.4g} s (median; first step {speed.first_step_seconds:.4g} s)"
+    if speed.time_spent:
+        yield "time of a step", speed.time_spent
     for name, share in (("data wait", speed.data_wait), ("collective wait", speed.collective)):
         if share is not None:
             yield name, f"{100 * share.value:.1f} % of the step time ({share.source})"

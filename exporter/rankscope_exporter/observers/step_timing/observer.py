@@ -164,6 +164,8 @@ class StepTimingObserver(StepObserver):
         self._has_step = False
         self._is_last = False
         self._published: Mapping[str, float] = {}  # phases of the last step; used only by the publisher thread
+        self.step_seconds: dict[str, float] = {}
+        """Seconds of all published steps after the first, by phase. The publisher thread writes them."""
         self.left_out = 0
         """Number of steps for which no phases are published.
 
@@ -301,6 +303,8 @@ class StepTimingObserver(StepObserver):
         # A phase of the last step that this step does not have is published as 0, so that the page does not keep it.
         phases = {**dict.fromkeys(self._published, 0.0), **found.phases}
         self._published = found.phases
+        for phase, seconds in () if is_first else found.phases.items():
+            self.step_seconds[phase] = self.step_seconds.get(phase, 0.0) + seconds
         steps = [Scalar(STEP_PHASE_SECONDS, seconds, UNIT, {LABEL: phase}) for phase, seconds in phases.items()]
         if found.pre_collective is not None:
             steps.append(Scalar(PRE_COLLECTIVE_SECONDS, found.pre_collective, UNIT))
