@@ -1,7 +1,7 @@
 """Entry point of the `rankscope` command and of `python -m rankscope`.
 
-An installation that is only for ranks lacks the libraries of this command. A missing library is therefore reported with
-the command that installs it.
+An installation that is only for ranks lacks the libraries of this command. The help and the version are printed
+without them, and a missing library is reported with the command that installs it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+
+from rankscope.base.overview import need, overview
+from rankscope_contract import __version__
 
 
 def open_closed_streams() -> None:
@@ -26,8 +29,12 @@ def open_closed_streams() -> None:
 def main() -> None:
     """Run the `rankscope` command; if a library is missing, print the installation command and exit with status 1."""
     open_closed_streams()
+    arguments = sys.argv[1:]
+    if arguments in ([], ["--help"], ["-h"], ["--version"]) and "_RANKSCOPE_COMPLETE" not in os.environ:
+        sys.stdout.write(f"rankscope {__version__}\n" if arguments == ["--version"] else overview())
+        return
     try:
-        if sys.argv[1:2] == ["serve"]:
+        if arguments[:1] == ["serve"]:
             from rankscope_ingest.base.memory import share_allocator
 
             share_allocator()
@@ -37,9 +44,7 @@ def main() -> None:
     except ModuleNotFoundError as missing:
         if missing.name is None or missing.name.startswith("rankscope"):
             raise
-        remedy = "run pip install '.[all]' in a checkout of Rankscope"
-        message = f"rankscope: the command needs {missing.name}, which is not installed: {remedy}"
-        print(message, file=sys.stderr)
+        print(f"rankscope: {need(arguments[0], missing.name.partition('.')[0])}", file=sys.stderr)
         sys.exit(1)
 
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import email
 import importlib.metadata
+import json
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from tests.programs import run_command
+
+import rankscope
+from rankscope.base.overview import MODULES, NEEDED, USUAL, command_files
 
 ROOT = Path(__file__).parents[2]
 RANK_NEEDS = ("torch", "numpy", "pyarrow", "prometheus_client")
@@ -103,6 +109,14 @@ def test_base_requirements_are_those_of_a_rank(wheel):
     assert ["numpy", "prometheus-client", "pyarrow"] == sorted(names)
 
 
+def test_extra_all_contains_pandas_for_results_of_queries(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("dist-info/METADATA"))
+        required = email.message_from_bytes(archive.read(name)).get_all("Requires-Dist") or []
+
+    assert any(re.match(r"pandas\b.*extra == .all.", text) for text in required), required
+
+
 @pytest.fixture(scope="module")
 def rank_install(wheel, tmp_path_factory):
     """Return a folder like the site-packages of a rank: the wheel and all its requirements."""
@@ -145,12 +159,133 @@ def test_installed_wheel_monitors_with_base_requirements_only(rank_install):
     assert done.stdout.startswith(str(rank_install))
 
 
-def test_command_on_a_rank_names_the_extra_to_install(rank_install):
-    done = run_on_rank(rank_install, "import runpy; runpy.run_module('rankscope', run_name='__main__')")
+def run_command_on(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run `rankscope ARGUMENTS` in an interpreter that can import only from `folder`."""
+    argv = ["rankscope", *map(str, arguments)]
+    return run_on_rank(
+        folder, f"sys.argv[:] = {argv!r}; import runpy; runpy.run_module('rankscope', run_name='__main__')"
+    )
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_help_on_a_rank_names_the_extras_of_each_command(rank_install, arguments):
+    done = run_command_on(rank_install, *arguments)
+
+    assert (0, "") == (done.returncode, done.stderr)
+    for name in command_files():
+        assert re.search(rf"^  {name} ", done.stdout, re.MULTILINE), name
+    assert "Needs cli, store, service, plot." in " ".join(done.stdout.split())
+    assert "pip install 'rankscope[cli,store,service,plot,boards]'" in " ".join(done.stdout.split())
+
+
+def test_version_on_a_rank(rank_install):
+    done = run_command_on(rank_install, "--version")
+
+    assert (0, f"rankscope {rankscope.__version__}\n", "") == (done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("command", "extras"),
+    [
+        *(("summary", "cli,store,service"), ("runs --help", "cli,store,service"), ("version", "cli")),
+        *(("plot", "cli,store,service,plot"), ("dashboards deploy", "cli,store,service,boards")),
+    ],
+)
+def test_command_on_a_rank_names_the_extras_to_install(rank_install, command, extras):
+    done = run_command_on(rank_install, *command.split())
 
     assert 1 == done.returncode
-    assert "run pip install '.[all]'" in done.stderr
+    assert f"`rankscope {command.split()[0]}` needs typer, which is not installed" in done.stderr
+    assert f"pip install 'rankscope[{extras}]'" in done.stderr
     assert 1 == done.stderr.count("\n")
+
+
+ON_A_STORE = {
+    "anomalies": [],
+    "compare": ["a", "b", "-o", "FILE.svg"],
+    "diff": ["a", "b"],
+    "events": [],
+    "export": ["--format", "tensorboard", "-o", "FILE.svg"],
+    "import": ["LOG", "--store", "NEW"],
+    "plot": ["-o", "FILE.svg"],
+    "report": ["-o", "-"],
+    "runs": [],
+    "sql": ["select 1 as one"],
+    "store": ["check"],
+    "summary": [],
+    "version": [],
+    "watch": ["LOG", "--once", "--store", "NEW"],
+}
+"""The arguments of commands that end. The others need a server, a training, or another tool's files."""
+
+
+@pytest.fixture(scope="module")
+def small_store(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("store")
+    for number, name in enumerate("ab"):
+        rows = [{"step": step, "loss": number + 1 / step} for step in range(1, 9)]
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    done = run_command("import", folder / "a.jsonl", folder / "b.jsonl", "--store", folder / "history")
+    assert 0 == done.returncode, done.stderr
+    return folder
+
+
+@pytest.mark.usual(2)
+@pytest.mark.parametrize("name", sorted(ON_A_STORE))
+def test_command_needs_only_the_extras_that_it_names(rank_install, small_store, tmp_path, name):
+    """The command runs where exactly the requirements of its extras are installed."""
+    extras = NEEDED.get(name, USUAL)
+    needed = [re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in importlib.metadata.requires("rankscope") or []
+              if any(f"extra == '{extra}'" in text for extra in extras)]  # fmt: skip
+    site = shutil.copytree(rank_install, tmp_path / "site", symlinks=True)
+    link_distributions(distributions_needed_by(tuple({*needed} - {"rankscope"})), site)
+    given = [
+        {"LOG": small_store / "a.jsonl", "FILE.svg": tmp_path / "file.svg", "NEW": tmp_path / "new"}.get(each, each)
+        for each in ON_A_STORE[name]
+    ]
+    is_free = name == "version" or "--store" in given
+    done = run_command_on(site, name, *given, *([] if is_free else ["--store", small_store / "history"]))
+
+    assert "not installed:" not in done.stderr
+    assert done.returncode in {0, 1} if name == "diff" else done.returncode == 0, done.stderr
+
+
+def test_modules_of_each_extra_are_of_its_requirements():
+    providers = importlib.metadata.packages_distributions()
+    requires = importlib.metadata.requires("rankscope") or []
+    for extra, modules in MODULES.items():
+        own = " ".join(text for text in requires if f"extra == '{extra}'" in text).lower()
+        for module in modules:
+            assert any(name.lower() in own for name in providers[module]), (extra, module)
+
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_help_and_version_import_no_library(option):
+    script = f"""
+import sys
+sys.argv[:] = ["rankscope", {option!r}]
+from rankscope.__main__ import main
+main()
+print([name for name in ("typer", "rich", "numpy", "pyarrow", "duckdb", "pydantic") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=120)
+
+    assert "[]" == done.stdout.splitlines()[-1], done.stderr
+
+
+def test_a_command_imports_no_other_command():
+    script = """
+import sys
+sys.argv[:] = ["rankscope", "version"]
+from rankscope.__main__ import main
+try:
+    main()
+finally:
+    print(sorted(name for name in sys.modules if name.startswith("rankscope.commands.")))
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=120)
+
+    assert "['rankscope.commands.version']" == done.stdout.splitlines()[-1], done.stderr
 
 
 def test_connect_on_a_rank_names_the_extra_to_install(rank_install):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 import tempfile
@@ -59,20 +60,36 @@ def store_folder(text: str) -> Path:
     return named_folder(text)
 
 
+def _found_store(context: typer.Context, store: Path) -> Path:
+    """Return `store`; if no one named it and it is no store, the folder in which a training here wrote its records."""
+    from rankscope_contract.spool.layout import DEFAULT_SPOOL_DIR, spool_folders
+    from rankscope_storage.api.store import is_store
+
+    source = context.get_parameter_source("store")
+    records = Path(os.environ.get("RANKSCOPE_SPOOL_DIR") or DEFAULT_SPOOL_DIR)
+    if source is None or source.name != "DEFAULT" or is_store(store) or not spool_folders(records):
+        return store
+    print(f"{store} is no store: showing the records in {records}", file=sys.stderr)
+    return records
+
+
+_STORE: Final = {"parser": store_folder, "metavar": "FOLDER"}
+_NAMES: Final = ("--store", "-s")
+
 Store = Annotated[
     Path,
     typer.Option(
-        "--store",
-        "-s",
+        *_NAMES,
         envvar="RANKSCOPE_STORE",
-        help="Folder of the store.",
-        show_default=True,
-        parser=store_folder,
-        metavar="FOLDER",
+        help="Folder of the store, or of records of ranks. Without a store, rankscope-records is used.",
+        callback=_found_store,
+        **_STORE,
     ),
 ]
-OptionalStore = Annotated[
-    Path | None, typer.Option("--store", "-s", help="Folder of the store.", parser=store_folder, metavar="FOLDER")
+WrittenStore = Annotated[Path, typer.Option(*_NAMES, envvar="RANKSCOPE_STORE", help="Folder of the store.", **_STORE)]
+OptionalStore = Annotated[Path | None, typer.Option(*_NAMES, help="Folder of the store.", **_STORE)]
+Listen = Annotated[
+    str | None, typer.Option(help="Listen address of the service, host:port; port 0 selects a free port.")
 ]
 Run = Annotated[str | None, typer.Argument(help="Name of the run. Default: the latest run.", show_default=False)]
 

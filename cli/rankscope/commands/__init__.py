@@ -10,30 +10,20 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from rankscope.base.errors import FAILED, CommandError
+from rankscope.base.overview import HELP, command_files
 from rankscope_contract import __version__
 
-HELP = """Telemetry and time-series store for distributed PyTorch training.
 
-[bold]Collect[/bold]: rankscope serve --store history
-[bold]Train[/bold]:   RANKSCOPE_INGEST_URL=http://127.0.0.1:9470 torchrun … train.py
-[bold]Query[/bold]:   rankscope summary --store history
-         rankscope plot --store history
-         rankscope sql --store history "select * from runs"
-
-`rankscope demo` runs all of it in three minutes."""
-
-
-def build() -> typer.Typer:
-    """Return the typer application with all subcommands in this folder."""
+def build(*names: str) -> typer.Typer:
+    """Return the typer application with the subcommands `names`, or without names with all in this folder."""
     app = typer.Typer(
         help=HELP,
         no_args_is_help=True,
@@ -42,7 +32,7 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_options)
-    for name, command in _modules().items():
+    for name, command in _modules(names or command_files()).items():
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         else:
@@ -61,16 +51,13 @@ def _options(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Options of the command `rankscope` itself.
-
-    The subcommand `rankscope version` also prints the versions of the libraries.
-    """
+    """Telemetry and time-series store for distributed PyTorch training; `rankscope --help` lists all commands."""
 
 
 def subcommands() -> dict[str, Callable[..., None]]:
     """Return the functions of all subcommands, by name. The name of a command in a group is `<group> <command>`."""
     found: dict[str, Callable[..., None]] = {}
-    for name, command in _modules().items():
+    for name, command in _modules(command_files()).items():
         if isinstance(command, typer.Typer):
             found |= {f"{name} {own.name}": own.callback for own in command.registered_commands if own.callback}
         else:
@@ -78,13 +65,10 @@ def subcommands() -> dict[str, Callable[..., None]]:
     return found
 
 
-def _modules() -> dict[str, Callable[..., None] | typer.Typer]:
-    """Return the function of each file in this folder, or its group of commands, by name."""
-    found = {}
-    for module in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name):
-        loaded = importlib.import_module(f"rankscope.commands.{module.name}")
-        found[module.name.rstrip("_")] = getattr(loaded, module.name)
-    return found
+def _modules(names: Iterable[str]) -> dict[str, Callable[..., None] | typer.Typer]:
+    """Return the function of each command in `names`, or its group of commands, by name."""
+    stems = {name: command_files()[name].stem for name in names}
+    return {name: getattr(importlib.import_module(f"rankscope.commands.{stem}"), stem) for name, stem in stems.items()}
 
 
 def _has_working_directory() -> bool:
@@ -95,15 +79,16 @@ def _has_working_directory() -> bool:
 
 
 @functools.cache
-def command() -> Callable[..., Any]:
-    """Return `build()` as a click command. To make it takes as long as many subcommands; a process makes it once."""
-    return typer.main.get_command(build())
+def command(*names: str) -> Callable[..., Any]:
+    """Return `build(*names)` as a click command, which a process makes once."""
+    return typer.main.get_command(build(*names))
 
 
 def main() -> None:
     """Run the `rankscope` command. An error is printed as one line on standard error, without a traceback."""
     try:
-        command()(prog_name="rankscope")
+        # The import of all subcommands takes longer than most of them: only the named one is imported.
+        command(*[name for name in sys.argv[1:2] if name in command_files()])(prog_name="rankscope")
     except CommandError as error:
         print(f"rankscope: {error}", file=sys.stderr)
         sys.exit(error.code)

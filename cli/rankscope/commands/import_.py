@@ -12,7 +12,7 @@ import typer
 
 from rankscope.base.errors import USAGE, CommandError
 from rankscope.base.log_import import SHOWN_FAULTS, TIME_ZONE, Log, import_logs, named_importer, plan_logs
-from rankscope.base.options import Store
+from rankscope.base.options import WrittenStore
 from rankscope.base.spools import processes, store_spools
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ Verbose = Annotated[
 
 def import_(
     files: Annotated[list[Path], typer.Argument(help="Log files or folders to import.", metavar="PATH...")],
-    store: Store = Path("history"),
+    store: WrittenStore = Path("history"),
     run: Run = None,
     kind: Kind = AUTOMATIC,
     rules: Rules = None,

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from rankscope.base.errors import TAKEN_OVER, USAGE, CommandError
-from rankscope.base.options import OptionalStore
+from rankscope.base.options import Listen, OptionalStore
 from rankscope.base.service_settings import load_settings
 from rankscope.output.log_lines import log_to
 
@@ -35,7 +35,7 @@ If the systemd unit has a watchdog, systemd restarts a service that no longer se
 def serve(
     config: Annotated[Path | None, typer.Argument(help="TOML file; docs/configuration.md lists its keys.")] = None,
     store: OptionalStore = None,
-    listen: Annotated[str | None, typer.Option(help="Listen address, host:port.")] = None,
+    listen: Listen = None,
     notify: Annotated[list[str] | None, typer.Option(help="Apprise URL to notify; may be repeated.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only events, no progress.")] = False,
 ) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from rankscope.base.errors import USAGE, CommandError
 from rankscope.base.options import STANDARD_OUTPUT
-from rankscope.base.options import Store as Folder
+from rankscope.base.options import WrittenStore as Folder
 from rankscope.base.progress_bar import progress_bar
 from rankscope.output.rows import Format, Output, OutputFormat, write_rows
 

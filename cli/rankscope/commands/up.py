@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from rankscope.base.errors import CommandError
-from rankscope.base.options import OptionalStore, named_folder
+from rankscope.base.options import Listen, OptionalStore, named_folder
 from rankscope.output.rows import columns
 from rankscope.up.ports import PortChoice
 
@@ -41,7 +41,7 @@ NotifyAddresses = Annotated[
 def up(
     config: Annotated[Path | None, typer.Argument(help="TOML file of the service, as for `rankscope serve`.")] = None,
     store: OptionalStore = None,
-    listen: Annotated[str | None, typer.Option(help="Listen address of the service, host:port.")] = None,
+    listen: Listen = None,
     notify: NotifyAddresses = None,
     ports: Annotated[
         PortChoice,

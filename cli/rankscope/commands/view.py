@@ -10,21 +10,21 @@ from typing import Annotated
 import typer
 
 from rankscope.base.errors import USAGE, CommandError
-from rankscope.base.options import store_folder
+from rankscope.base.options import Listen, Store, store_folder
 from rankscope.base.spools import readable_store
 
 
 def view(
-    store: Annotated[
-        Path,
-        typer.Argument(envvar="RANKSCOPE_STORE", help="Store, or folder with records of ranks.", parser=store_folder),
-    ] = Path("history"),
-    listen: Annotated[
-        str,
-        typer.Option(
-            help="Listen address, host:port; port 0 selects a free port. Beyond loopback, readers need the token."
+    source: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Store, or folder with records of ranks. Default: that of --store.",
+            parser=store_folder,
+            metavar="FOLDER",
         ),
-    ] = "127.0.0.1:0",
+    ] = None,
+    store: Store = Path("history"),
+    listen: Listen = "127.0.0.1:0",
 ) -> None:
     """Show the runs of a store as web pages, until Ctrl-C. The pages follow a store that a service writes.
 
@@ -35,6 +35,7 @@ def view(
     """
     from rankscope_ingest.base.config import split_address
 
+    store, listen = source or store, listen or "127.0.0.1:0"
     try:
         split_address(listen)
     except ValueError as error:
