@@ -33,7 +33,7 @@ def test_report_of_a_run_and_of_a_log_is_a_file(in_process, sample_store, tmp_pa
         (["no-such-run"], 2, "run 'no-such-run' not found"),
         (["http://127.0.0.1:9"], 2, "--run is missing"),
         (["http://127.0.0.1:9", "--run", "my-run"], 1, "http://127.0.0.1:9/runs/my-run/report: "),
-        (["my-run", "--output", "/proc/report.html"], 1, "/proc/report.html cannot be written"),
+        (["my-run", "--output", "/proc/report.html"], 1, "cannot write /proc/report.html: No such file or directory"),
     ],
 )
 def test_report_that_cannot_be_made_is_one_line(in_process, sample_store, arguments, code, message):

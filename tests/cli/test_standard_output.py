@@ -21,7 +21,7 @@ FILES = {
 }
 """The arguments of each command that writes a file, and the first bytes of the file."""
 
-FOLDERS = {"demo --folder", "doctor --state", "up --state", "dashboards provision --into", "msprobe anomaly --out-path"}
+FOLDERS = {"dashboards provision --into", "msprobe anomaly --out-path"}
 FOLDERS |= {"msprobe csv2tensorboard --output-dirpath", "msprobe csv2db --output-dirpath"}
 
 
@@ -32,7 +32,7 @@ def options() -> Iterator[tuple[str, str]]:
         path, command = pending.pop()
         pending += [(f"{path} {name}".strip(), each) for name, each in getattr(command, "commands", {}).items()]
         for parameter in command.params:
-            if (parameter.name or "").startswith(("output", "out_", "into", "folder", "state")):
+            if (parameter.name or "").startswith(("output", "out_", "into")):
                 yield path, max(parameter.opts, key=len)
 
 

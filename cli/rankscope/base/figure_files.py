@@ -63,11 +63,6 @@ def write_figure(figure: Figure, path: Path, dpi: int) -> None:
     """Write `figure` to `path`, or to standard output as png if it is `-`. Print the path on standard error."""
     from rankscope_view.figures.style import save
 
-    try:
-        with output_file(path, ".png") as file:
-            save(figure, file, dpi=dpi)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror}") from error
+    with output_file(path, ".png") as file:
+        save(figure, file, dpi=dpi)
     print(f"wrote {'the figure to standard output' if path == STANDARD_OUTPUT else path}", file=sys.stderr)

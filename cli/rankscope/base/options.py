@@ -28,24 +28,34 @@ def named_folder(text: str) -> Path:
 
 
 @contextlib.contextmanager
-def output_file(path: Path, suffix: str) -> Iterator[Path]:
+def output_file(path: Path, suffix: str = "") -> Iterator[Path]:
     """Yield `path`; for `-`, a temporary file with the `suffix`, which is written to standard output at the end.
 
-    Raises CommandError if standard output is a terminal and the file is binary.
+    Raises CommandError if the file cannot be written, or if standard output is a terminal and the file is binary.
+    BrokenPipeError is not converted: it means that the reader of the pipe exited.
     """
-    if path != STANDARD_OUTPUT:
-        yield path
-        return
-    with tempfile.TemporaryDirectory(prefix="rankscope-") as temporary:
-        file = Path(temporary, f"output{suffix}")
-        yield file
-        with file.open("rb") as content:
-            if sys.stdout.isatty() and b"\0" in content.read(4096):
-                raise CommandError("the output is binary: write it to a file with --output, or to a pipe", code=USAGE)
-            content.seek(0)
-            sys.stdout.flush()
-            shutil.copyfileobj(content, sys.stdout.buffer)
-            sys.stdout.buffer.flush()
+    is_stream = path == STANDARD_OUTPUT
+    try:
+        with tempfile.TemporaryDirectory(prefix="rankscope-") as temporary:
+            file = Path(temporary, f"output{suffix}") if is_stream else path
+            yield file
+            if is_stream:
+                _copy_to_standard_output(file)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        name = "standard output" if is_stream else path
+        raise CommandError(f"cannot write {name}: {error.strerror or error}") from error
+
+
+def _copy_to_standard_output(file: Path) -> None:
+    with file.open("rb") as content:
+        if sys.stdout.isatty() and b"\0" in content.read(4096):
+            raise CommandError("the output is binary: write it to a file with --output, or to a pipe", code=USAGE)
+        content.seek(0)
+        sys.stdout.flush()
+        shutil.copyfileobj(content, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
 
 
 def store_folder(text: str) -> Path:

@@ -13,13 +13,12 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from rankscope.base.errors import FAILED, CommandError
 from rankscope.base.overview import HELP, command_files
-from rankscope_contract import __version__
 
 
 def build(*names: str) -> typer.Typer:
@@ -31,27 +30,13 @@ def build(*names: str) -> typer.Typer:
         rich_markup_mode="rich",
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(_options)
+    app.callback()(lambda: None)  # an application with one command remains a group
     for name, command in _modules(names or command_files()).items():
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         else:
             app.command(name)(command)
     return app
-
-
-def _print_version(value: bool) -> None:
-    if value:
-        print(f"rankscope {__version__}")
-        raise typer.Exit
-
-
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    """Telemetry and time-series store for distributed PyTorch training; `rankscope --help` lists all commands."""
 
 
 def subcommands() -> dict[str, Callable[..., None]]:

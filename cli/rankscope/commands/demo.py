@@ -16,7 +16,6 @@ import typer
 from rich.console import Console
 
 from rankscope.base.errors import USAGE, CommandError
-from rankscope.base.options import named_folder
 from rankscope.demo.checks import ExpectedRun, Fault, reported_by_alertmanager
 from rankscope.demo.receiver import AlertReceiver, Sender
 from rankscope.output.progress import View, fetch_runs, view_for
@@ -50,10 +49,9 @@ urls = ["{notify_url}"]
 
 
 def demo(
-    folder: Annotated[
-        Path,
-        typer.Option(parser=named_folder, help="Folder for all files. An earlier demo folder is replaced."),
-    ] = Path("demo-data"),
+    folder: Annotated[Path, typer.Option(help="Folder for all files. An earlier demo folder is replaced.")] = Path(
+        "demo-data"
+    ),
     steps: Annotated[int, typer.Option(min=130, help="Training steps. Faults are injected at steps 60 and 120.")] = 200,
     batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and step. With fewer, a step is faster.")] = 8,
     seed: Annotated[int, typer.Option(help="Seed of the model and the data.")] = 1,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from rankscope.base.errors import CommandError
-from rankscope.base.options import OptionalStore, named_folder
+from rankscope.base.options import OptionalStore
 from rankscope.base.service_settings import load_settings
 
 if TYPE_CHECKING:
@@ -25,11 +25,7 @@ def doctor(
     url: Annotated[str | None, typer.Option(envvar="RANKSCOPE_INGEST_URL", help="Address of the service.")] = None,
     store: OptionalStore = None,
     state: Annotated[
-        Path | None,
-        typer.Option(
-            parser=named_folder,
-            help="State folder of `rankscope up`. Default: rankscope-live next to the store.",
-        ),
+        Path | None, typer.Option(help="State folder of `rankscope up`. Default: rankscope-live next to the store.")
     ] = None,
     prometheus: Annotated[str | None, typer.Option(help="Address of Prometheus.")] = None,
     alertmanager: Annotated[str | None, typer.Option(help="Address of Alertmanager.")] = None,

@@ -156,11 +156,9 @@ def _ranks(text: str | None) -> tuple[int, ...]:
 
 def _print_report(name: str, form: str, target: Path, report: ExportReport) -> None:
     counts = ", ".join(f"{count:,} {dataset}" for dataset, count in report.rows.items() if count)
-    is_stream = target == STANDARD_OUTPUT
-    is_many = not is_stream and tuple(report.files) != (target,)
-    files = f"{len(report.files):,} files below {target}" if is_many else "standard output" if is_stream else target
-    counted = f"{_plain(name)}: {form}, rows: {counts or 'no new rows'}; in {files}"
-    print(counted, file=sys.stderr if is_stream else sys.stdout)
+    files = f"{len(report.files):,} files below {target}" if len(report.files) > 1 else str(target)
+    out = sys.stderr if target == STANDARD_OUTPUT else sys.stdout
+    print(f"{_plain(name)}: {form}, rows: {counts or 'no new rows'}; in {files}", file=out)
     for reason, count in report.omitted.items():
         print(f"omitted {count:,}: {reason}", file=sys.stderr)
 

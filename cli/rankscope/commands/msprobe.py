@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,11 +22,23 @@ In Python: from rankscope.msprobe import csv2tensorboard_by_step, csv2db, CSV2DB
     context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
 )
 
+
+def _folder(text: str) -> str:
+    return str(named_folder(text))
+
+
 MonitorPath = Annotated[str, typer.Option(help="Output folder of the monitor, with the folders of the ranks.")]
 TimeStart = Annotated[str | None, typer.Option(help="Only folders from this time: Dec03_21-34-40.")]
 TimeEnd = Annotated[str | None, typer.Option(help="Only folders up to and including this time.")]
 ProcessNum = Annotated[int, typer.Option(help="Number of ranks to read at the same time, up to 128.")]
 DataTypes = Annotated[str | None, typer.Option(help="Only files of these data types: actv,grad_reduced. Default: all.")]
+
+OutputFolder = Annotated[
+    str | None,
+    typer.Option(
+        parser=_folder, help="Output folder. Default: TIME-csv2… with the name of the command, in --monitor-path."
+    ),
+]
 
 
 @msprobe.command("csv2tensorboard")
@@ -37,13 +48,7 @@ def csv2tensorboard(
     time_end: TimeEnd = None,
     process_num: ProcessNum = 1,
     data_type_list: DataTypes = None,
-    output_dirpath: Annotated[
-        Path | None,
-        typer.Option(
-            parser=named_folder,
-            help="Output folder. Default: TIME-csv2tensorboard_by_step in the monitor's folder.",
-        ),
-    ] = None,
+    output_dirpath: OutputFolder = None,
 ) -> None:
     """Write the CSV files of msprobe's monitor as TensorBoard event files, one folder per rank and data type.
 
@@ -58,9 +63,7 @@ def csv2tensorboard(
     from rankscope.msprobe import csv2tensorboard_by_step
 
     with _one_line_errors():
-        csv2tensorboard_by_step(
-            monitor_path, time_start, time_end, process_num, _names(data_type_list), _text(output_dirpath)
-        )
+        csv2tensorboard_by_step(monitor_path, time_start, time_end, process_num, _names(data_type_list), output_dirpath)
 
 
 @msprobe.command("csv2db")
@@ -70,13 +73,7 @@ def csv2db(
     time_end: TimeEnd = None,
     process_num: ProcessNum = 1,
     data_type_list: DataTypes = None,
-    output_dirpath: Annotated[
-        Path | None,
-        typer.Option(
-            parser=named_folder,
-            help="Folder of the database. Default: TIME-csv2db in the monitor's folder.",
-        ),
-    ] = None,
+    output_dirpath: OutputFolder = None,
     step_partition: Annotated[int, typer.Option(help="Number of steps in one table, at least 10.")] = 500,
 ) -> None:
     """Write the CSV files of msprobe's monitor to the SQLite database monitor_metrics.db, with msprobe's tables.
@@ -96,7 +93,7 @@ def csv2db(
                 time_end=time_end,
                 process_num=process_num,
                 data_type_list=_names(data_type_list),
-                output_dirpath=_text(output_dirpath),
+                output_dirpath=output_dirpath,
                 step_partition=step_partition,
             )
         )
@@ -108,13 +105,8 @@ def anomaly(
         str, typer.Option("--data-path", "-d", help="Folder of the anomalies: monitor_output/anomaly_detected.")
     ],
     out_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--out-path",
-            "-o",
-            parser=named_folder,
-            help="Folder of anomaly_analyse.json. Default: the folder of the anomalies.",
-        ),
+        str | None,
+        typer.Option("--out-path", "-o", parser=_folder, help="Folder of anomaly_analyse.json. Default: --data-path."),
     ] = None,
     topk: Annotated[int, typer.Option("--topk", "-k", help="Largest number of anomalies.")] = 8,
     step_list: Annotated[
@@ -135,11 +127,7 @@ def anomaly(
     from rankscope.msprobe import analyse_anomalies
 
     with _one_line_errors():
-        analyse_anomalies(data_path, _text(out_path) or "", topk, step_list)
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
+        analyse_anomalies(data_path, out_path or "", topk, step_list)
 
 
 def _names(text: str | None) -> list[str] | None:

@@ -60,5 +60,5 @@ def report(
     facts = sys.stderr if written == STANDARD_OUTPUT else sys.stdout
     if summary:
         facts.write(made.summary)
-    where = "standard output" if written == STANDARD_OUTPUT else written.absolute().as_uri()
-    print(f"report of {name}: {where}", file=facts)
+    if written != STANDARD_OUTPUT:
+        print(f"report of {name}: {written.absolute().as_uri()}")

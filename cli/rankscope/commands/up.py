@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from rankscope.base.errors import CommandError
-from rankscope.base.options import Listen, OptionalStore, named_folder
+from rankscope.base.options import Listen, OptionalStore
 from rankscope.output.rows import columns
 from rankscope.up.ports import PortChoice
 
@@ -49,10 +49,7 @@ def up(
             help="fixed: default ports (another port if one is in use); free: ports of the last start, or free ports."
         ),
     ] = PortChoice.FIXED,
-    state: Annotated[
-        Path | None,
-        typer.Option(parser=named_folder, help="State folder. Default: rankscope-live next to the store."),
-    ] = None,
+    state: Annotated[Path | None, typer.Option(help="State folder. Default: rankscope-live next to the store.")] = None,
     scrape: Annotated[float, typer.Option(min=0.5, max=60, help="Scrape interval of Prometheus in seconds.")] = 5.0,
     retention: Annotated[str, typer.Option(help="Retention time of Prometheus.")] = "15d",
     without_prometheus: Annotated[

@@ -60,17 +60,12 @@ def write_preview(choice: PreviewChoice, path: Path, now: float) -> None:
         raise CommandError(f"--output {path}: name a file with the suffix html or png", code=USAGE)
     program = chromium() if suffix == ".png" else ""
     html = preview_html(choice, now, scripts=[HEIGHT_SCRIPT] if program else [])
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with output_file(path) as file:
+        file.parent.mkdir(parents=True, exist_ok=True)
         if program:
-            write_picture(program, html, path)
+            write_picture(program, html, file)
         else:
-            with output_file(path, ".html") as file:
-                file.write_text(html, encoding="utf-8", errors="replace")
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise CommandError(f"{path} cannot be written: {error.strerror or error}") from error
+            file.write_text(html, encoding="utf-8", errors="replace")
 
 
 def preview_html(choice: PreviewChoice, now: float, *, scripts: Sequence[str] = ()) -> str:

@@ -43,14 +43,9 @@ class ReportFile:
     def write(self, path: Path | None, run: str) -> Path:
         """Write the file, by default in the working directory, and return its path, as given. Raises CommandError."""
         path = path or Path(report_name(run))
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with output_file(path, ".html") as file:
-                file.write_bytes(self.html.encode("utf-8", "replace"))
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise CommandError(f"{path} cannot be written: {error.strerror or error}") from error
+        with output_file(path) as file:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(self.html.encode("utf-8", "replace"))
         return path
 
 

@@ -6,7 +6,6 @@ empty field, and the empty string as two quotation marks.
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import enum
 import io
@@ -26,7 +25,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from rankscope.base.errors import CommandError
 from rankscope.base.options import STANDARD_OUTPUT, output_file
 
 TABLE_ROWS = 40
@@ -48,38 +46,20 @@ Output = Annotated[Path, typer.Option("--output", "-o", help="File for the rows;
 
 def write_rows(rows: pa.Table, form: Format, output: Path, *, limit: int = TABLE_ROWS) -> None:
     """Write `rows` in the selected format to the file `output`, or to standard output if `output` is `-`."""
-    if form is Format.PARQUET:
-        with _writing(output), output_file(output, ".parquet") as file:
-            _write_parquet(rows, file)
-    elif form is Format.TABLE and output == STANDARD_OUTPUT:
-        with _writing(output):
-            print_table(rows, limit=limit)
+    if form is Format.TABLE and output == STANDARD_OUTPUT:
+        print_table(rows, limit=limit)
+    elif form is Format.PARQUET:
+        named = rows.rename_columns(distinct_names(rows.column_names))
+        with output_file(output) as file:
+            pq.write_table(_with_interval_texts(named), file)
     else:
         write_text(as_text(rows, form, limit=limit), output)
 
 
 def write_text(text: str, output: Path) -> None:
     """Write `text` to the file `output`, or to standard output if `output` is `-`."""
-    with _writing(output):
-        if output == STANDARD_OUTPUT:
-            sys.stdout.write(text)
-        else:
-            output.write_text(text, encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _writing(output: Path) -> Iterator[None]:
-    """Raise CommandError if `output` cannot be written.
-
-    BrokenPipeError is not converted: it means that the reader of the pipe exited.
-    """
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        name = "standard output" if output == STANDARD_OUTPUT else output
-        raise CommandError(f"cannot write {name}: {error.strerror}") from error
+    with output_file(output) as file:
+        file.write_text(text, encoding="utf-8")
 
 
 def as_text(rows: pa.Table, form: Format, *, limit: int = TABLE_ROWS) -> str:
@@ -253,10 +233,6 @@ def _csv_cell(value: object) -> str:
 
 def _quoted(text: str) -> str:
     return '"' + text.replace('"', '""') + '"'
-
-
-def _write_parquet(rows: pa.Table, file: Path) -> None:
-    pq.write_table(_with_interval_texts(rows.rename_columns(distinct_names(rows.column_names))), file)
 
 
 def _with_interval_texts(rows: pa.Table) -> pa.Table:
