@@ -237,7 +237,7 @@ def scalar_curve(connection: Connection, asked: Asked) -> Response:
     """Return the curve of a scalar with its markers as JSON."""
     run, name = asked.query.get("run", ""), asked.query.get("name", LOSS)
     choice = chart_choice(asked)
-    if tensor := asked.query.get("tensor"):
+    if (tensor := asked.query.get("tensor")) is not None:
         attempt = asked.count("attempt") if "attempt" in asked.query else None
         axis = choice.request.axis if attempt is not None else Axis.ARRIVAL  # ranks of several attempts share an axis
         detail = tensor_detail(connection, run, asked.query.get("kind", ""), name, tensor)

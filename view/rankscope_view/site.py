@@ -252,7 +252,9 @@ class Site:
         detail, drawn = None, None
         leaving = first_to_leave(connection, row.run)
         if choice is not None:
-            name = choice.tensor or next((one["tensor"] for one in leaving if one["kind"] == choice.kind), None)
+            name = choice.tensor
+            if name is None:
+                name = next((one.tensor for one in leaving if one.kind == choice.kind), None)
             if name is not None:
                 detail = tensor_detail(connection, row.run, choice.kind, choice.op, name)
                 request = CurveRequest(axis=Axis.ARRIVAL, smoothing=Smoothing.NONE, points=800)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from grafana_foundation_sdk.builders import dashboard as builders
 
 from rankscope_contract.metrics import catalogue, hardware
@@ -168,10 +170,11 @@ def _latest_values() -> tuple[PanelBuilder, ...]:
     loss = PanelText(
         title="Latest loss",
         description="Last logged loss of each name in the time range, mean of the ranks. Compare it with the curve "
-        "below: it should fall or remain level. NaN is not shown here and counts as an anomaly.",
+        "below: it should fall or remain level. NaN and infinite values are red.",
         unit="none",
         decimals=4,
         empty="The script logs no loss",
+        thresholds=((None, "green"), (sys.float_info.max, "red")),  # the second one is that of an infinite loss
     )
     learning_rate = PanelText(
         title="Latest learning rate",

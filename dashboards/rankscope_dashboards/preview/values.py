@@ -18,10 +18,11 @@ class Cell(NamedTuple):
 
 def mapped(value: float, settings: Mapping[str, Any]) -> Cell | None:
     """Return the text and the colour that a value mapping gives to `value`; None without a mapping."""
-    if not math.isfinite(value):
-        return None
     for one in settings.get("mappings") or ():
-        found = one["options"].get(f"{value:g}") if one["type"] == "value" else None
+        options = one["options"]
+        found = options.get(f"{value:g}") if one["type"] == "value" and math.isfinite(value) else None
+        if one["type"] == "special" and options["match"] == "nan" and math.isnan(value):
+            found = options["result"]
         if found:
             return Cell(found["text"], found.get("color", ""))
     return None

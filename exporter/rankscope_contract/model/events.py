@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -93,12 +94,30 @@ class Event:
     details: str | None = None  # JSON
 
 
-def causal_stage(kind: str | None) -> float:
+WHOLE_MODEL: Final = "(model)"
+"""Name that users read for the outermost module, of which torch has the empty name."""
+
+
+def subject_name(tensor: str | None, op: str | None) -> str | None:
+    """Return the name for users of the tensor, module or scalar that an anomaly is about; None if it has no name."""
+    return op if tensor is None else tensor or WHOLE_MODEL
+
+
+EVALUATION_NAME: Final = r"(^|[/._])(eval|evaluation|val|valid|validation|dev|test)[/._]"
+"""Regular expression for the names of scalars of an evaluation, such as `eval_loss` and `val/loss`."""
+
+
+def causal_stage(kind: str | None, op: str | None = None) -> float:
     """Return the position of `kind` in the causal order of a step.
 
-    An event without a kind summarises the tensors of the step, like a scalar, and has the position `SCALAR_STAGE`.
+    An event without a kind summarises the tensors of the step, like a scalar, and has the position `SCALAR_STAGE`. Of
+    the scalars `op` of a step, the loss comes first, and the results of an evaluation after training come last.
     """
-    return SCALAR_STAGE if kind is None else CAUSAL_STAGE.get(kind, SCALAR_STAGE)
+    if kind is not None:
+        return CAUSAL_STAGE.get(kind, SCALAR_STAGE)
+    if op is None or op == "loss":
+        return SCALAR_STAGE
+    return SCALAR_STAGE + (0.2 if re.search(EVALUATION_NAME, op) else 0.1)
 
 
 NO_CALL: Final = 1 << 62
@@ -127,14 +146,15 @@ def causal_key(
     vpp_stage: int | None,
     pp_stage: int | None,
     call_id: int | None,
+    op: str | None = None,
 ) -> tuple[float, ...]:
     """Return a sort key that puts the first cause first.
 
     The order is: step, micro-batch, stage within the step, virtual and real pipeline stage, call order. Pipeline stages
     ascend before the backward pass and descend after it, because gradients flow from the last stage to the first.
-    Missing elements sort last.
+    Missing elements sort last. `op` is the scalar of an event without a kind.
     """
-    stage = causal_stage(kind)
+    stage = causal_stage(kind, op)
     forward = stage < CAUSAL_STAGE["act_grad_in"]
     sign = 1 if forward else -1
     return (

@@ -317,6 +317,7 @@ def in_causal_order(step: int | None, events: Iterable[Event]) -> tuple[Event, .
             vpp_stage=event.vpp_stage,
             pp_stage=event.pp_stage,
             call_id=event.call_id,
+            op=event.op,
         )
 
     return tuple(sorted(events, key=key))

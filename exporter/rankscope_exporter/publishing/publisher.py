@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.model.events import Event, EventType
+from rankscope_contract.model.events import WHOLE_MODEL, Event, EventType
 from rankscope_contract.model.kinds import COUNT_OPS, GRADIENT_KINDS, OPS, VALUE_OPS
 from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
 from rankscope_exporter.adapters.monitored_model import with_chunk_number
@@ -324,7 +324,7 @@ def _is_overflow(statistics: Statistics) -> bool:
 
 
 def _message(firing: Firing, entry: PlanEntry) -> str:
-    where = f"{firing.rule.name} on {entry.kind} of {entry.label}: {firing.op} is {firing.value:g}"
+    where = f"{firing.rule.name} on {entry.kind} of {entry.label or WHOLE_MODEL}: {firing.op} is {firing.value:g}"
     if firing.baseline:
         return f"{where}, {firing.value / firing.baseline:.3g} times its average"
     return f"{where} of {firing.numel} elements" if firing.op in ("nans", "infs") else where

@@ -135,6 +135,7 @@ def _symptom(row: dict[str, Any], level: int, count: int, subjects: frozenset[Su
             vpp_stage=row["vpp_stage"],
             pp_stage=row["pp_stage"],
             call_id=row["call_id"],
+            op=row["op"],
         ),
         events=count,
         further_subjects=subjects,
@@ -149,7 +150,8 @@ def _causal_columns(events: pa.Table) -> list[npt.NDArray[Any]]:
     The arrays contain the elements of the sort key `causal_key`, one value per event; the most significant element is
     first.
     """
-    stages = _by_word(events["kind"], causal_stage)
+    of_scalar = _by_word(events["op"], lambda op: causal_stage(None, op))
+    stages = np.where(events["kind"].is_null(), of_scalar, _by_word(events["kind"], causal_stage))
     sign = np.where(stages < CAUSAL_STAGE["act_grad_in"], 1, -1)
     micro_steps = _integers(events["micro_step"], NO_CALL)
     without = _by_word(events["kind"], lambda kind: causal_micro_step(None, causal_stage(kind))).astype(np.int64)

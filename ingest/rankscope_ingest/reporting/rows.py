@@ -133,7 +133,8 @@ def incident_row(incident: Incident, state: str, stamp: Stamp) -> Row:
         **{name: value for name, value in evidence.items() if value},
     }
     columns = {name: getattr(first, name) for name in ("run", "attempt", "rank", "step", *SYMPTOM_COLUMNS)}
-    return event_row(stamp, EventType.INCIDENT, incident.severity, headline(first), details, **columns)
+    message = (first.message if first.op is None else None) or headline(first)
+    return event_row(stamp, EventType.INCIDENT, incident.severity, message, details, **columns)
 
 
 def run_row(attempt: Attempt, started_at: int, stamp: Stamp) -> Row:

@@ -13,6 +13,7 @@ from typing import Final
 from rankscope_contract.diagnostics.collective_calls import sentences, sites_of
 from rankscope_contract.diagnostics.rank_groups import Standing, grouped, ranks_text
 from rankscope_contract.diagnostics.stacks import FlightRecord
+from rankscope_contract.model.events import subject_name
 from rankscope_ingest.runs.incident import LOG_UNREADABLE, RUN_FAILED, RUN_SLOW, RUN_STALLED, Incident, Symptom
 from rankscope_ingest.runs.models import Attempt, Rank
 from rankscope_ingest.runs.root_cause import CLOCKS_DIFFER_MICROSECONDS, Cause, EndKind
@@ -210,7 +211,8 @@ def wait_places(
 
 def headline(first: Symptom) -> str:
     """Return a line that names the rule, kind, tensor, rank and step of `first`, the first anomaly of an incident."""
-    place = " of ".join(part for part in (first.kind, first.tensor) if part)
+    name = subject_name(first.tensor, first.op if first.kind is None else None)
+    place = " of ".join(part for part in (first.kind, name) if part)
     rule = " in ".join(filter(None, (first.rule or "anomaly", place)))
     return ", ".join([rule, first.ranks_named, *([] if first.step is None else [f"step {first.step}"])])
 
@@ -230,7 +232,7 @@ def body(incident: Incident, *, is_repeated: bool = False) -> str:
         "run": f"{first.run} (attempt {first.attempt})",
         "rank" if incident.log is None else "log monitor": first.ranks_named.removeprefix("rank "),
         "step": first.step,
-        "tensor": first.tensor,
+        "tensor": subject_name(first.tensor, None),
         "kind": first.kind,
         "statistic": first.op,
         "value": first.value,

@@ -114,12 +114,13 @@ def _slow(rows: LogRows, facts: Facts, limits: WatchSection) -> Verdict | None:
         if len(times) < FEWEST_TIMES or last.step_seconds is None or last.is_after_phase:
             return None
         median, compared = statistics.median(times), [last.step_seconds]
-    if not any(seconds > limits.slow_factor * median for seconds in compared):
+    slow = [at for at, seconds in enumerate(reversed(compared)) if seconds > limits.slow_factor * median]
+    if not slow:
         return None
-    value = times[-1]
+    value, which = compared[-1 - slow[0]], f"a step {slow[0]} rows ago" if slow[0] else "the last step"
     return Verdict(
         condition=Condition.SLOW,
-        reason=f"the last step took {value:.3g} s, {value / median:.2g} times the median of {median:.3g} s",
+        reason=f"{which} took {value:.3g} s, {value / median:.3g} times the median of {median:.3g} s",
         value=value,
         baseline=median,
         threshold=limits.slow_factor,

@@ -248,10 +248,10 @@ def anomalies(connection: Connection, run: str, *, top: int, steps: tuple[int, i
     first, last = steps or (None, None)
     parameters = {"run": run, "type": EventType.ANOMALY.value, "first": first, "last": last, "top": top}
     rows = [AnomalyRow(**row) for row in connection.query(query, parameters).to_pylist()]
-    return sorted(rows, key=_order)[:top]
+    return sorted(rows, key=causal_order)[:top]
 
 
-def _order(row: AnomalyRow) -> tuple[float, ...]:
+def causal_order(row: AnomalyRow) -> tuple[float, ...]:
     """Return the sort key of an anomaly: attempt, position in the causal order (causes before effects), rank.
 
     The attempt comes first, because an anomaly cannot have its cause in a later attempt.
@@ -263,6 +263,7 @@ def _order(row: AnomalyRow) -> tuple[float, ...]:
         vpp_stage=row.vpp_stage,
         pp_stage=row.pp_stage,
         call_id=row.call_id,
+        op=row.op,
     )
     return (-1 if row.attempt is None else row.attempt, *key, -1 if row.rank is None else row.rank)
 

@@ -79,6 +79,14 @@ def test_long_slow_phase_does_not_become_normal():
     assert Condition.SLOW == condition(rows, 1.0, slow_since=1.0)
 
 
+def test_slow_steps_that_are_not_over_are_described_by_the_last_slow_one():
+    verdict = judge(
+        rows_of([*[1.0] * 30, 5.0, 1.0, 1.0]), Facts(silence=1.0, quiet=1.0, clock="", slow_since=1.0), LIMITS
+    )
+
+    assert "a step 2 rows ago took 5 s, 5 times the median of 1 s" == verdict.reason
+
+
 def test_due_evaluation_extends_the_time_without_a_row():
     before = rows_of([1.0] * 29, evaluations=(10, 20))
     due = rows_of([1.0] * 30, evaluations=(10, 20))

@@ -213,7 +213,7 @@ function charts() {
     query.set("name", chart.options.name);
     query.set("markers", "1");
     const { tensor, kind, attempt } = chart.box.dataset;
-    for (const [name, value] of [...new URLSearchParams(holder.dataset.query), ...Object.entries({ run, tensor, kind, attempt })]) if (value) query.set(name, value);
+    for (const [name, value] of [...new URLSearchParams(holder.dataset.query), ...Object.entries({ run, tensor, kind, attempt })]) if (value || (name === "tensor" && value === "")) query.set(name, value);
     const curve = await readCurve(`${base}/data/${chart.options.compare ? "compare" : "curve"}`, query, own);
     if (chart.box.dataset.firsts) curve.markers = JSON.parse(chart.box.dataset.firsts).map((/** @type {[string, number]} */ [letter, step]) => ["incident", step, step, letter, true]);
     loaded.set(chart, curve);

@@ -45,7 +45,11 @@ class Advice:
 
 def early_stopping(evaluation: History, training: History) -> Advice:
     """Return advice on early stopping, from the evaluation loss and the training loss without superseded steps."""
-    evaluation = evaluation.select(evaluation.stands & np.isfinite(evaluation.value))
+    evaluation = evaluation.select(evaluation.stands)
+    if len(evaluation) and not np.isfinite(evaluation.value[-1]):
+        text = "The newest evaluation loss is not finite: early stopping cannot be judged."
+        return Advice(text=text, is_action=False)
+    evaluation = evaluation.select(np.isfinite(evaluation.value))
     if len(evaluation) < 2:
         count = "no evaluation loss" if not len(evaluation) else "one evaluation loss"
         return Advice(text=f"There is {count} so far: early stopping cannot be judged.", is_action=False)

@@ -55,7 +55,7 @@ class RunDetail:
     steps_again: int
     advice: tuple[Advice, ...]
     perplexity: float | None
-    loss_change: float | None  # of the mean of the newest rows, against as many rows before them
+    loss_change: tuple[float, int] | None  # of the mean of the newest rows against as many before them; that number
 
     def history(self, name: str) -> History:
         """Return the history of the scalar `name`, without rows if the run has none."""
@@ -146,13 +146,12 @@ def _restarts(loss: History) -> tuple[Restart, ...]:
     )
 
 
-def _change(loss: History) -> float | None:
-    known = loss.stands & np.isfinite(loss.value)
-    values = loss.value if known.all() else loss.value[known]
+def _change(loss: History) -> tuple[float, int] | None:
+    values = loss.value if loss.stands.all() else loss.value[loss.stands]
     rows = min(RECENT_ROWS, len(values) // 2)
-    if rows < 5:
+    if rows < 5 or not np.isfinite(values[-2 * rows :]).all():
         return None
-    return float(values[-rows:].mean() - values[-2 * rows : -rows].mean())
+    return float(values[-rows:].mean() - values[-2 * rows : -rows].mean()), rows
 
 
 def speed_change(history: History) -> tuple[float, int] | None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from rankscope_contract.model.events import EventType
+from rankscope_contract.model.events import EventType, subject_name
 from rankscope_contract.model.phases import Phase
 from rankscope_storage.connection import Connection
 from rankscope_view.data.curves import Axis, on_axis
@@ -193,7 +193,7 @@ def _line(row: dict[str, Any]) -> EventLine:
     text = row["message"] or row["rule"] or kind.replace("_", " ")
     if kind == EventType.ANOMALY:
         more = f" and {row['events'] - 1:,} more" if row["events"] > 1 else ""
-        text = f"{row['rule'] or 'anomaly'}: {row['tensor'] or row['op'] or text}{more}"
+        text = f"{row['rule'] or 'anomaly'}: {subject_name(row['tensor'], row['op']) or text}{more}"
     elif kind == EventType.LAUNCH:
         count = len(row["ranks"])
         text = f"attempt {row['attempt'] or 0}: {count:,} rank{'' if count == 1 else 's'} registered"

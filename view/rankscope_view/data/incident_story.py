@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from rankscope_contract.model.events import subject_name
 from rankscope_storage.api.summaries import AnomalyRow, anomalies
 from rankscope_storage.connection import Connection
 from rankscope_view.data.incidents import Incident
@@ -121,7 +122,7 @@ def grouped(found: Sequence[AnomalyRow]) -> list[AnomalyGroup]:
     """
     groups: dict[tuple[str | None, str | None], list[AnomalyRow]] = {}
     for row in found:
-        name = row.tensor or row.op or ""
+        name = subject_name(row.tensor, row.op) or ""
         layer = layer_of.group(1) if (layer_of := _LAYER.match(name)) else name
         groups.setdefault((layer, row.rule), []).append(row)
     return [

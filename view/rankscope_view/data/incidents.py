@@ -9,14 +9,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope_contract.model.events import Severity
+from rankscope_contract.model.events import EVALUATION_NAME, Severity, subject_name
 from rankscope_contract.model.kinds import CAUSAL_STAGE, SCALAR_STAGE
 from rankscope_storage.api.summaries import INCIDENT_GAP_STEPS
 from rankscope_storage.connection import Connection
 
 CLOSED: Final = frozenset({"resolved"})
 _WORDS: Final = {"nans": "became NaN", "infs": "became infinite"}
-_STAGE: Final = "CASE kind " + " ".join(f"WHEN '{kind}' THEN {at}" for kind, at in CAUSAL_STAGE.items())
+_STAGE: Final = f"""\
+CASE kind {" ".join(f"WHEN '{kind}' THEN {at}" for kind, at in CAUSAL_STAGE.items())} ELSE {SCALAR_STAGE} + CASE
+  WHEN kind IS NOT NULL OR op IS NULL OR op = 'loss' THEN 0 WHEN regexp_matches(op, '{EVALUATION_NAME}') THEN 0.2
+  ELSE 0.1 END END"""
+CAUSAL_PLACE: Final = f"""\
+{{step: coalesce(step, -1), micro: coalesce(micro_step, 1000000000), stage: {_STAGE},
+  call: coalesce(call_id, 1000000000), rank: rank, kind: kind, tensor: tensor, op: op, rule: rule}}"""
+"""SQL of a sort key of anomalies of an attempt, which puts the first cause first."""
+
 
 _REPORTED: Final = """\
 SELECT run, attempt, rank, step, epoch(ts) AS at, severity, rule, kind, tensor, op, value, baseline, threshold, message,
@@ -30,16 +38,14 @@ SELECT DISTINCT run FROM events WHERE type = 'anomaly' AND run IN (SELECT unnest
 # Anomalies of one attempt belong to one group if at most INCIDENT_GAP_STEPS are between them, as in `summaries`.
 _GROUPED: Final = f"""\
 WITH anomaly AS (
-  SELECT *, {_STAGE} ELSE {SCALAR_STAGE} END AS stage,
+  SELECT *, {CAUSAL_PLACE} AS place,
     coalesce(step - lag(step) OVER earlier > {INCIDENT_GAP_STEPS}, true) AS begins
   FROM events WHERE type = 'anomaly' AND run IN (SELECT unnest($runs))
   WINDOW earlier AS (PARTITION BY run, attempt ORDER BY step NULLS FIRST)
 ),
 numbered AS (
   SELECT *, sum(begins::INTEGER) OVER (PARTITION BY run, attempt ORDER BY step NULLS FIRST
-    RANGE BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW) AS number,
-    {{step: coalesce(step, -1), micro: coalesce(micro_step, 1000000000), stage: stage,
-      call: coalesce(call_id, 1000000000), rank: rank, kind: kind, tensor: tensor, op: op, rule: rule}} AS place
+    RANGE BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW) AS number
   FROM anomaly
 )
 SELECT run, attempt, arg_min(rank, place) AS rank, min(step) AS step, max(step) AS last_step, epoch(min(ts)) AS at,
@@ -151,10 +157,11 @@ def _details(text: str | None) -> dict[str, Any]:
 
 def happening(one: Incident) -> str:
     """Return a clause about the first cause of an incident, such as `grad became NaN` or `norm 9.1× its baseline`."""
-    if one.op in _WORDS and one.tensor:
+    if one.op in _WORDS and one.tensor is not None:
         return f"{_quantity(one.kind)} {_WORDS[one.op]}"
     if one.value is not None and not math.isfinite(one.value):
-        return f"{one.op or one.tensor or 'value'} became {'NaN' if math.isnan(one.value) else 'infinite'}"
+        word = "NaN" if math.isnan(one.value) else "infinite"
+        return f"{one.op or subject_name(one.tensor, None) or 'value'} became {word}"
     if one.value is not None and one.baseline and math.isfinite(one.baseline):
         return f"{_quantity(one.kind)} {one.op or 'value'} {one.value / one.baseline:,.3g}× its baseline".strip()
     return (one.message or one.rule or "reported").partition("\n")[0]

@@ -46,10 +46,11 @@ WHERE run = $run AND name IN ('skipped_iterations', 'nan_iterations', 'loss_scal
 
 
 class Trend(enum.StrEnum):
-    """Direction of the loss: the mean of its last ten finite values against the ten before them."""
+    """Direction of the loss: the mean of its last ten values against the finite ones of the ten before them."""
 
     FALLING = "falling"
     RISING = "rising"
+    NOT_FINITE = "not finite"  # a NaN or Inf among the last ten
     INSUFFICIENT = "insufficient data"
     NO_DATA = "no data"
 
@@ -95,6 +96,7 @@ class Losses:
     trend: Trend
     perplexity: float | None  # infinite above a loss of 709.78
     last_finite: float | None
+    last_finite_step: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,20 +251,24 @@ def losses_of(loss: History) -> Losses:
         lowest_step=None if lowest is None else int(finite.step[lowest]),
         highest=float(finite.value.max()) if len(finite) else None,
         mean=float(finite.value.mean()) if len(finite) else None,
-        trend=trend(finite.value),
+        trend=trend(loss.value),
         perplexity=None if current is None or math.isnan(current) else float(perplexity(np.array([current]))[0]),
         last_finite=last,
+        last_finite_step=int(finite.step[-1]) if len(finite) else None,
     )
 
 
 def trend(losses: Floats) -> Trend:
-    """Return the direction of finite losses: the mean of the last ten against that of up to ten before them.
+    """Return the direction of losses: the mean of the last ten against that of the finite ones of ten before them.
 
-    Without a loss before the last ten, the data are insufficient. An equal mean counts as rising.
+    Without a finite loss before the last ten, the data are insufficient. An equal mean counts as rising.
     """
     if not len(losses):
         return Trend.NO_DATA
     newest, before = losses[-TREND_ROWS:], losses[-2 * TREND_ROWS : -TREND_ROWS]
+    if not np.isfinite(newest).all():
+        return Trend.NOT_FINITE
+    before = before[np.isfinite(before)]
     if not len(before):
         return Trend.INSUFFICIENT
     return Trend.FALLING if newest.mean() < before.mean() else Trend.RISING

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 import numpy as np
 
-from rankscope_contract.model.kinds import JUDGED_OPS, OPS
+from rankscope_contract.model.kinds import COUNT_OPS, JUDGED_OPS, OPS
 from rankscope_contract.security.escaping import sql_identifier
-from rankscope_storage.api.summaries import INCIDENT_GAP_STEPS
+from rankscope_storage.api.summaries import INCIDENT_GAP_STEPS, AnomalyRow, causal_order
 from rankscope_storage.connection import Connection
 from rankscope_view.data.curves import Curve, CurveRequest, Firing, Line, Role, curve, on_axis
 from rankscope_view.data.history import Floats, History
+from rankscope_view.data.incidents import CAUSAL_PLACE
 
 MOST_FIRINGS: Final = 50
 MOST_LINES: Final = 16
@@ -24,9 +25,11 @@ MOST_LINES: Final = 16
 OTHER_POINTS: Final = 1000
 """Limit of the number of points of each line that is not about the subject of the chart."""
 
+# The value of a row that people read: a statistic of the finite elements alone would hide the others. Counts are exact.
+_MEASURED: Final = """\
+CASE WHEN nans > 0 THEN 'nan'::DOUBLE WHEN infs > 0 THEN 'inf'::DOUBLE ELSE {op}::DOUBLE END"""
 _CURVE: Final = """\
-SELECT coalesce(attempt, 0)::BIGINT AS attempt, step, epoch(max(ts)) AS time,
-  CASE WHEN max(nans) > 0 THEN 'nan'::DOUBLE WHEN max(infs) > 0 THEN 'inf'::DOUBLE ELSE max({op})::DOUBLE END AS value,
+SELECT coalesce(attempt, 0)::BIGINT AS attempt, step, epoch(max(ts)) AS time, max({measured}) AS value,
   min({op})::DOUBLE AS lowest, max({op})::DOUBLE AS highest
 FROM {source} WHERE run = $run AND kind = $kind AND tensor = $tensor AND step IS NOT NULL
   AND coalesce(attempt, 0) = coalesce($attempt, attempt, 0)
@@ -36,12 +39,20 @@ SELECT rank, coalesce(attempt, 0)::BIGINT AS attempt, step, max({op})::DOUBLE AS
   max({baseline})::DOUBLE AS baseline
 FROM {source} WHERE run = $run AND kind = $kind AND tensor = $tensor AND step IS NOT NULL
   AND coalesce(attempt, 0) = coalesce($attempt, attempt, 0) AND rank IN (SELECT unnest($ranks)) GROUP BY ALL"""
+# All of the newest row, so that a rank that is NaN now does not show its last finite value as the newest one.
 _RANKS: Final = """\
-SELECT rank, arg_max(step, (coalesce(attempt, 0), step)) AS step,
-  arg_max({op}, (coalesce(attempt, 0), step))::DOUBLE AS value, max({op})::DOUBLE AS highest,
-  arg_max(step, {op}) AS highest_step, sum(nans)::BIGINT AS nans, sum(infs)::BIGINT AS infs,
-  arg_max({baseline}, (coalesce(attempt, 0), step))::DOUBLE AS baseline
-FROM {source} WHERE run = $run AND kind = $kind AND tensor = $tensor GROUP BY rank ORDER BY rank"""
+WITH own AS (
+  SELECT rank, step, nans, infs, {baseline} AS baseline, {measured} AS value, (coalesce(attempt, 0), step) AS place,
+    max(CASE WHEN isfinite({measured}) THEN place END) OVER (PARTITION BY rank) AS finite
+  FROM {source} WHERE run = $run AND kind = $kind AND tensor = $tensor
+)
+SELECT rank, max_by(step, place) AS step, arg_max_null(value, place) AS value,
+  arg_max(step, place) FILTER (place = finite) AS finite_step,
+  arg_max(value, place) FILTER (place = finite) AS finite_value,
+  arg_min(step, place) FILTER (NOT isfinite(value) AND (finite IS NULL OR place > finite)) AS bad_since,
+  max(value) FILTER (isfinite(value)) AS highest, arg_max(step, value) FILTER (isfinite(value)) AS highest_step,
+  sum(nans)::BIGINT AS nans, sum(infs)::BIGINT AS infs, arg_max_null(baseline, place)::DOUBLE AS baseline
+FROM own GROUP BY rank ORDER BY rank"""
 _FIRINGS: Final = """\
 SELECT attempt, rank, step, rule, severity, op, value, baseline, threshold FROM events
 WHERE run = $run AND type = 'anomaly' AND tensor = $tensor AND kind IS NOT DISTINCT FROM $kind
@@ -51,10 +62,13 @@ SELECT arg_max(threshold, ts) AS threshold FROM events
 WHERE run = $run AND type = 'anomaly' AND kind = $kind AND op = $op AND rule = $rule AND threshold IS NOT NULL"""
 _CONFIG: Final = "SELECT config FROM runs_history WHERE run = $run AND config IS NOT NULL ORDER BY ordinal DESC LIMIT 1"
 _TURBULENCE: Final = "AnomalyTurbulence"
-_LEAVING: Final = """\
-SELECT attempt, arg_min(rank, step) AS rank, min(step) AS step, kind, tensor FROM events
+_LEAVING: Final = f"""\
+SELECT {", ".join(field.name for field in fields(AnomalyRow))} FROM events
 WHERE run = $run AND type = 'anomaly' AND tensor IS NOT NULL
-GROUP BY attempt, kind, tensor ORDER BY attempt, step, tensor LIMIT 8"""
+QUALIFY row_number() OVER (PARTITION BY tensor ORDER BY coalesce(attempt, 0), {CAUSAL_PLACE}) = 1"""
+_FIRED: Final = """\
+SELECT count(*) AS firings, count(*) FILTER (tensor = $tensor) AS of_tensor FROM events
+WHERE run = $run AND type = 'anomaly' AND (tensor, kind) IS DISTINCT FROM ($tensor, $kind)"""
 _SHAPE: Final = "SELECT shape, dtype, numel FROM tensors WHERE run = $run AND kind = $kind AND tensor = $tensor LIMIT 1"
 
 
@@ -77,6 +91,7 @@ class TensorDetail:
     firings: tuple[dict[str, Any], ...]  # the newest first
     limit: Limit | None
     shape: dict[str, Any] | None
+    firings_elsewhere: tuple[int, int] = (0, 0)  # of the run, and those of other kinds of this tensor
 
     @property
     def subject(self) -> dict[str, Any] | None:
@@ -86,19 +101,24 @@ class TensorDetail:
         return found or max(self.ranks, key=lambda row: (row["nans"] or 0, row["highest"] or 0), default=None)
 
 
-def _column(op: str) -> tuple[str, str]:
+def _columns(op: str) -> dict[str, str]:
+    """Return the SQL of a statistic: its column, its value as people read it, and its baseline."""
     known = op if op in OPS else "norm"
-    return sql_identifier(known), sql_identifier(f"{known}_baseline") if known in JUDGED_OPS else "NULL::FLOAT"
+    column = sql_identifier(known)
+    return {
+        "op": column,
+        "measured": f"{column}::DOUBLE" if known in COUNT_OPS else _MEASURED.format(op=column),
+        "baseline": sql_identifier(f"{known}_baseline") if known in JUDGED_OPS else "NULL::FLOAT",
+    }
 
 
 def tensor_history(
     connection: Connection, run: str, kind: str, op: str, tensor: str, *, attempt: int | None = None
 ) -> History:
     """Return the largest value over ranks at each sampled step, and the range of the ranks, in the order of arrival."""
-    column, _ = _column(op)
     source = connection.relation("tensor_stats", run=run)
     parameters = {"run": run, "kind": kind, "tensor": tensor, "attempt": attempt}
-    rows = connection.query(_CURVE.format(op=column, source=source), parameters)
+    rows = connection.query(_CURVE.format(**_columns(op), source=source), parameters)
     columns = {
         name: rows[name].to_numpy(zero_copy_only=False).astype(np.float64)
         for name in ("time", "value", "lowest", "highest")
@@ -112,10 +132,10 @@ def tensor_history(
 
 def tensor_detail(connection: Connection, run: str, kind: str, op: str, tensor: str) -> TensorDetail:
     """Return the numbers of one tensor of one kind."""
-    column, baseline = _column(op)
     source = connection.relation("tensor_stats", run=run)
     parameters = {"run": run, "kind": kind, "tensor": tensor}
-    ranks = connection.query(_RANKS.format(op=column, baseline=baseline, source=source), parameters)
+    ranks = connection.query(_RANKS.format(**_columns(op), source=source), parameters)
+    fired = connection.query(_FIRED, parameters).to_pylist()[0]
     return TensorDetail(
         tensor=tensor,
         kind=kind,
@@ -124,6 +144,7 @@ def tensor_detail(connection: Connection, run: str, kind: str, op: str, tensor: 
         firings=tuple(connection.query(_FIRINGS, parameters).to_pylist()),
         limit=allowed_range(connection, run, kind, op),
         shape=next(iter(connection.query(_SHAPE, parameters).to_pylist()), None),
+        firings_elsewhere=(fired["firings"], fired["of_tensor"]),
     )
 
 
@@ -207,10 +228,9 @@ def _matrix(
     if not any(rank is not None for rank in ranks):
         values[0] = whole.value
         return values, baseline
-    column, judged = _column(detail.op)
     source = connection.relation("tensor_stats", run=run)
     parameters = {"run": run, "kind": detail.kind, "tensor": detail.tensor, "attempt": attempt, "ranks": list(ranks)}
-    rows = connection.query(_BY_RANK.format(op=column, baseline=judged, source=source), parameters)
+    rows = connection.query(_BY_RANK.format(**_columns(detail.op), source=source), parameters)
     keys = whole.attempt * (1 << 40) + whole.step
     own = rows["attempt"].to_numpy() * (1 << 40) + rows["step"].to_numpy()
     at = np.minimum(np.searchsorted(keys, own), max(0, len(keys) - 1))
@@ -299,7 +319,7 @@ def _firing_group(group: Sequence[Mapping[str, Any]]) -> FiringGroup:
     return FiringGroup(**same, first=group[0]["step"], last=group[-1]["step"], times=len(group))
 
 
-def first_to_leave(connection: Connection, run: str) -> list[dict[str, Any]]:
-    """Return the tensors whose rules fired first, at most eight."""
-    found: list[dict[str, Any]] = connection.query(_LEAVING, {"run": run}).to_pylist()
-    return found
+def first_to_leave(connection: Connection, run: str) -> list[AnomalyRow]:
+    """Return the first firing of each tensor in causal order, at most eight."""
+    rows = [AnomalyRow(**row) for row in connection.query(_LEAVING, {"run": run}).to_pylist()]
+    return sorted(rows, key=causal_order)[:8]

@@ -57,10 +57,11 @@ def sentence(one: Incident) -> str:
     """Return the heading of an incident as HTML."""
     where = "" if one.rank is None else f"Rank {one.rank}: "
     step = "" if one.step is None else f" at step {count(one.step)}"
-    if one.tensor:
+    if one.tensor is not None:
         what = happening(one)
         return f"{where}{text(what.split(' ')[0])} of {tensor_name(one.tensor)} {text(' '.join(what.split(' ')[1:]))}{step}"
-    return f"{where}{text(happening(one))}{step}"
+    what = happening(one) if one.rank is None else happening(one).removeprefix(f"rank {one.rank}: ")
+    return f"{where}{text(what)}{step}"
 
 
 def page(place: Place, row: RunRow, one: Incident, story: Story) -> str:
@@ -101,7 +102,7 @@ def _evidence(one: Incident) -> str:
     first, last = window(one)
     span = f'data-from="{first}" data-to="{last}" data-axis="attempt"'
     legend = '<span class="legend"></span>'
-    if one.tensor and one.kind:
+    if one.tensor is not None and one.kind:
         op = one.op if one.op in {"norm", "mean", "min", "max"} else "norm"
         known = text(f'{{"name": "{op}", "log": true, "fixed": true, "zero": false, "tensor": true}}')
         plot = f'<div class="plot" data-chart="{known}" data-tensor="{text(one.tensor)}" data-kind="{text(one.kind)}" data-attempt="{one.attempt or 0}" {span} tabindex="0"></div>'
@@ -161,7 +162,7 @@ def _order(one: Incident, story: Story) -> str:
 def _group(one: Incident, group: AnomalyGroup) -> str:
     row = group.first
     is_first = (row.step, row.rank, row.tensor, row.rule) == (one.step, one.rank, one.tensor, one.rule)
-    name = tensor_name(row.tensor) if row.tensor else text(row.op or NOTHING)
+    name = text(row.op or NOTHING) if row.tensor is None else tensor_name(row.tensor)
     more = ""
     if group.others:
         ranks = f" on rank{'' if len(group.ranks) == 1 else 's'} {rank_list(group.ranks)}" if group.ranks else ""
@@ -210,7 +211,7 @@ def _actions(place: Place, one: Incident, story: Story) -> str:
     lines.append(
         f'<b>List all anomalies.</b> <button class="copy" data-text="{command}">Copy</button><code>{command}</code>'
     )
-    if one.tensor and one.kind:
+    if one.tensor is not None and one.kind:
         url = place.url("runs", one.run, "tensors", kind=one.kind, tensor=one.tensor)
         lines.append(f'<b>See how it spread.</b> <a href="{url}">On the heat map</a>')
     items = "".join(f"<li>{line}</li>" for line in lines)
@@ -232,7 +233,7 @@ def _resume(one: Incident, story: Story) -> str:
 def _first_cause(one: Incident) -> str:
     facts = [
         ("rank", _count(one.rank)),
-        ("tensor", tensor_name(one.tensor) if one.tensor else NOTHING),
+        ("tensor", NOTHING if one.tensor is None else tensor_name(one.tensor)),
         ("kind", text(kind_words(one.kind)) if one.kind else NOTHING),
         ("step", f"{_count(one.step)}, attempt {one.attempt or 0}"),
         ("rule", text(one.rule or NOTHING)),

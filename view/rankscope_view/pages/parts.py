@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote, urlencode
 
-from rankscope_contract.model.events import RunState
+from rankscope_contract.model.events import WHOLE_MODEL, RunState
 from rankscope_contract.security.escaping import path_segment
 from rankscope_view.data.incidents import Incident, happening
 from rankscope_view.data.runs import STOPPING, RunRow
@@ -99,6 +99,7 @@ def tag_list(tags: Iterable[tuple[str, str]]) -> str:
 
 def tensor_name(name: str) -> str:
     """Return the name of a tensor on one line, of which the prefix and the middle give way first."""
+    name = name or WHOLE_MODEL
     parts = name.split(".")
     at = next((number for number, part in enumerate(parts[:-1]) if part.isdigit()), None)
     if at is None:
@@ -115,13 +116,15 @@ def tensor_name(name: str) -> str:
 def incident_line(one: Incident, more: int = 0) -> str:
     """Return an incident in two lines: rank and tensor, then the event and the step."""
     subject = [f"rank {one.rank}"] if one.rank is not None else []
-    first = " · ".join([*subject, *([tensor_name(one.tensor)] if one.tensor else [])]) or text(one.rule or "incident")
+    first = " · ".join([*subject, *([] if one.tensor is None else [tensor_name(one.tensor)])]) or text(
+        one.rule or "incident"
+    )
     step = "" if one.step is None else f" at step {count(one.step)}"
     further = f' <span class="count">+{more}</span>' if more else ""
     severity = "critical" if one.is_critical else "warning"
     what = happening(one)
-    if one.rank is not None and not one.tensor:
-        what = what.removeprefix(f"rank {one.rank} ")  # the line above names the rank
+    if one.rank is not None and one.tensor is None:
+        what = what.removeprefix(f"rank {one.rank}").lstrip(": ")  # the line above names the rank
     return (
         f'<span class="trouble">{icon(severity)}<span><span class="first">{first}{further}</span>'
         f'<span class="second">{text(what)}{step}</span></span></span>'

@@ -93,7 +93,7 @@ def sentences(content: ReportContent) -> Iterator[str]:
     yield _loss(content.summary)
     slow = {row.rank for row in content.ranks.rows if row.is_slow}
     # A sentence below names a slow rank, so its incident is not counted a second time.
-    yield from _first_incident([one for one in content.incidents if one.tensor or one.rank not in slow])
+    yield from _first_incident([one for one in content.incidents if one.tensor is not None or one.rank not in slow])
     for row in content.ranks.rows:
         if row.is_slow:
             since = "" if row.slow_since is None else f" since step {count(row.slow_since)}"
@@ -125,7 +125,7 @@ def _loss(found: Summary) -> str:
     trend = f" and {losses.trend}" if losses.trend in {Trend.FALLING, Trend.RISING} else ""
     if math.isfinite(losses.current):
         return f"Loss {measure(losses.current)}{trend}."
-    return f"Loss {measure(losses.current)}; the last finite loss is {measure(losses.last_finite)}."
+    return f"Loss {measure(losses.current)}; the last finite loss is {measure(losses.last_finite)} at step {count(losses.last_finite_step or 0)}."
 
 
 def _summary(found: Summary) -> str:

@@ -57,6 +57,8 @@ _GROUP_WORDS: Final = {
 OUTSIDE: Final = f'<span class="mark">{icon("outside")} outside of the axis (Fit all)</span>'
 """Entry of a legend for the triangles at the edges of a chart."""
 
+_BAD: Final = ' class="bad"'
+_NOT_FINITE: Final = frozenset(measure(value) for value in (np.nan, np.inf, -np.inf))
 _SUMMED: Final = ("tokens_per_second", "samples_per_second")
 """Speeds of each rank, of which the header has the sum over ranks and the chart the mean."""
 
@@ -133,7 +135,7 @@ def header(place: Place, found: RunDetail) -> str:
     marks = [one.last_step / row.planned_steps for one in found.restarts] if row.planned_steps else []
     bar = svg.bar(row.share, row.state or "unknown", marks) if row.share is not None else ""
     figures = "".join(
-        f'<div><dt>{label}</dt><dd><b><bdi data-value="{name}">{value}</bdi>{_unit(name)}</b><span>{line}</span></dd></div>'
+        f'<div><dt>{label}</dt><dd><b{_BAD if value in _NOT_FINITE else ""}><bdi data-value="{name}">{value}</bdi>{_unit(name)}</b><span>{line}</span></dd></div>'
         for name, label, value, line in _figures(place, found)
     )
     report = f'<a class="button" href="{place.url("runs", row.run, "report")}" download>Report</a>'
@@ -168,7 +170,7 @@ def _figures(place: Place, found: RunDetail) -> Iterator[tuple[str, str, str, st
     """Yield (name, label, value, line of context) of the figures in the header. Only known values are shown."""
     row = found.row
     change = found.loss_change
-    yield LOSS, "Loss", measure(row.loss), "" if change is None else f"{change:+.3g} in 100 rows".replace("-", "−", 1)
+    yield LOSS, "Loss", measure(row.loss), _loss_line(change, found.history(LOSS))
     if found.perplexity is not None:
         yield PERPLEXITY, "Perplexity", measure(found.perplexity), "exp(loss): equal choices"
     if row.learning_rate is not None:
@@ -202,6 +204,16 @@ def _figures(place: Place, found: RunDetail) -> Iterator[tuple[str, str, str, st
             NOTHING,
             f'<span data-pending="{place.url("data", "goodput", run=row.run)}">{link}</span>',
         )
+
+
+def _loss_line(change: tuple[float, int] | None, loss: History) -> str:
+    """Return the change of the loss over its newest rows; of a loss that is not finite, its last finite value."""
+    values = loss.value[loss.stands]
+    finite = np.flatnonzero(np.isfinite(values))
+    if len(values) and len(finite) and finite[-1] != len(values) - 1:
+        step = int(loss.step[loss.stands][finite[-1]])
+        return f"last finite {measure(float(values[finite[-1]]))} at step {count(step)}"
+    return "" if change is None else f"{change[0]:+.3g} in {change[1]} rows".replace("-", "−", 1)
 
 
 def goodput_texts(share: float | None, lost: float | None) -> tuple[str, str] | None:

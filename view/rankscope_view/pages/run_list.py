@@ -133,7 +133,7 @@ def _loss(row: RunRow) -> str:
     """Return the newest loss and its sparkline, or words for a run without one."""
     if not row.sparkline.points:
         return f'<span class="dim">{"no row yet" if row.state == RunState.PENDING else "no loss logged"}</span>'
-    bad = " bad" if row.loss is not None and math.isnan(row.loss) else ""
+    bad = " bad" if row.loss is not None and not math.isfinite(row.loss) else ""
     return f'<span class="value{bad}">{measure(row.loss)}</span>{svg.sparkline(row.sparkline)}'
 
 

@@ -51,6 +51,10 @@ def _six(value: float | None) -> str:
     return f"{value:.6f}" if math.isfinite(value) and abs(value) < 1e9 else number(value)
 
 
+def _decimals(value: float) -> str:
+    return f"{value:.4f}" if math.isfinite(value) else number(value)
+
+
 def _at(step: int | None) -> str:
     return "" if step is None else f" at step {count(step)}"
 
@@ -86,10 +90,10 @@ def _progress(found: Summary) -> Iterator[tuple[str, str]]:
 
 def _loss(found: Summary) -> Iterator[tuple[str, str]]:
     losses = found.losses
-    current = _six(losses.current)
-    if losses.current is not None and math.isnan(losses.current) and losses.last_finite is not None:
-        current += f", last finite {_six(losses.last_finite)}"
-    yield "current", current + _at(losses.current_step)
+    current = _six(losses.current) + _at(losses.current_step)
+    if losses.current is not None and not math.isfinite(losses.current) and losses.last_finite is not None:
+        current += f"; last finite {_six(losses.last_finite)}{_at(losses.last_finite_step)}"
+    yield "current", current
     yield "lowest", _six(losses.lowest) + _at(losses.lowest_step)
     yield "highest", _six(losses.highest)
     yield "mean", _six(losses.mean)
@@ -120,7 +124,7 @@ def _evaluation(one: Evaluation) -> str:
 def _parameters(found: Summary) -> Iterator[tuple[str, str]]:
     known = found.parameters
     yield "learning rate", NOTHING if known.learning_rate is None else f"{known.learning_rate:.2e}"
-    norm = NOTHING if known.grad_norm is None else f"{known.grad_norm:.4f}"
+    norm = NOTHING if known.grad_norm is None else _decimals(known.grad_norm)
     bad = f", {_rows(known.nonfinite_grad_norms)} NaN or infinite" if known.nonfinite_grad_norms else ""
     yield "gradient norm", norm + bad
     again = found.detail.steps_again

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from rankscope_contract.model.kinds import OPS
+from rankscope_storage.api.summaries import AnomalyRow
 from rankscope_view.data.curves import Curve
 from rankscope_view.data.grid import Order, TensorKinds
 from rankscope_view.data.runs import RunRow
@@ -51,7 +53,7 @@ class TensorChoice:
 def page(
     place: Place, row: RunRow, kinds: TensorKinds, choice: TensorChoice | None, *,
     detail: TensorDetail | None, curve: Curve | None,
-    leaving: Sequence[Mapping[str, Any]],
+    leaving: Sequence[AnomalyRow],
 ) -> str:  # fmt: skip
     """Return the page of the tensors of a run."""
     crumbs = [(row.run, place.url("runs", row.run)), ("Tensors", None)]
@@ -88,9 +90,11 @@ def _toolbar(place: Place, run: str, kinds: TensorKinds, choice: TensorChoice) -
         for kind, number in kinds.counts.items()
     )
     whole = choice.url(place, run, rows=None, columns=None)
-    kept = {"absolute": "" if choice.is_relative else "1", "order": choice.order, "tensor": choice.tensor or ""}
+    kept = {"absolute": None if choice.is_relative else "1", "order": choice.order or None, "tensor": choice.tensor}
     hidden = "".join(
-        f'<input type="hidden" name="{name}" value="{text(value)}">' for name, value in kept.items() if value
+        f'<input type="hidden" name="{name}" value="{text(value)}">'
+        for name, value in kept.items()
+        if value is not None
     )
     ranks = "".join(
         f'<option value="{rank}"{" selected" if rank == choice.rank else ""}>rank {rank}</option>'
@@ -132,7 +136,7 @@ def _tensor(detail: TensorDetail, curve: Curve) -> str:
     ranks = "".join(_rank(row, is_subject=row is subject) for row in detail.ranks[:_RANKS])
     more = f'<p class="empty">{count(len(detail.ranks) - _RANKS)} more ranks.</p>' if len(detail.ranks) > _RANKS else ""
     table = (
-        '<table class="list"><tr><th class="n">rank<th class="n">step<th class="n">newest<th class="n">highest<th class="n">at step'
+        '<table class="list"><tr><th class="n">rank<th class="n">step<th class="n">newest<th class="n">highest finite<th class="n">at step'
         f'<th class="n">NaN<th class="n">Inf</tr>{ranks}</table>{more}'
     )
     legend = '<span class="legend"></span>'
@@ -147,7 +151,7 @@ def _rank(row: Mapping[str, Any], *, is_subject: bool) -> str:
     cells = [
         NOTHING if row["rank"] is None else str(row["rank"]),
         _count(row["step"]),
-        measure(row["value"]),
+        _bold(row["value"]),
         measure(row["highest"]),
     ]
     cells.append(_count(row["highest_step"]))
@@ -157,20 +161,27 @@ def _rank(row: Mapping[str, Any], *, is_subject: bool) -> str:
     return f"<tr{bad}>{''.join(f'<td class=n>{cell}</td>' for cell in cells)}{bad_elements}</tr>"
 
 
+def _bold(value: float | None) -> str:
+    """Return a value as text; one that is not finite is marked, as the first thing to see."""
+    return measure(value) if value is None or math.isfinite(value) else f'<b class="bad">{measure(value)}</b>'
+
+
 def _count(value: float | None) -> str:
     return NOTHING if value is None else count(value)
 
 
 def _aside(
-    place: Place, run: str, choice: TensorChoice, detail: TensorDetail | None, leaving: Sequence[Mapping[str, Any]]
+    place: Place, run: str, choice: TensorChoice, detail: TensorDetail | None, leaving: Sequence[AnomalyRow]
 ) -> str:
     items = "".join(
-        f'<a class="item" href="{choice.url(place, run, tensor=one["tensor"], kind=one["kind"])}"><span class="figures">'
-        f"{tensor_name(one['tensor'])}<b>{_count(one['step'])}</b></span></a>"
+        f'<a class="item" href="{choice.url(place, run, tensor=one.tensor, kind=one.kind)}"><span class="figures">'
+        f"{tensor_name(one.tensor or '')}<b>{_count(one.step)}</b></span>"
+        f'<span class="dim">{text(kind_words(one.kind or ""))}{"" if one.rank is None else f", rank {one.rank}"}: '
+        f"{text(one.rule or 'rule')}</span></a>"
         for one in leaving
     )
     empty = '<p class="empty">No rule fired for a tensor.</p>'
-    first = panel("First to leave the baseline", items or empty, note="by step")
+    first = panel("First firing of each tensor", items or empty, note="causes first, with the step")
     if detail is None:
         return first
     groups = firing_groups(detail.firings)
@@ -178,8 +189,17 @@ def _aside(
     rows = "".join(_firing(one) for one in groups[:MOST_FIRINGS])
     table = f'<div class="scroll"><table class="list tight">{head}{rows}</table></div>'
     number = f'Firings <span class="count">{count(len(detail.firings))}</span>'
-    fired = panel(number, table if rows else '<p class="empty">No rule fired.</p>', note="the first one above")
+    none = f'<p class="empty">{_unfired(detail)}</p>'
+    fired = panel(number, table if rows else none, note="the first one above" if rows else "")
     return f"{first}{panel('Tensor', _facts(detail, groups))}{fired}"
+
+
+def _unfired(detail: TensorDetail) -> str:
+    """Return which rules fired although none did for this tensor and kind."""
+    of_run, of_tensor = detail.firings_elsewhere
+    also = f", {count(of_tensor)} of them for other kinds of this tensor" if of_tensor else ""
+    elsewhere = f" {count(of_run)} firings elsewhere in this run{also}." if of_run else ""
+    return f"No rule fired for {text(kind_words(detail.kind))} of this tensor.{elsewhere}"
 
 
 def _facts(detail: TensorDetail, groups: Sequence[FiringGroup]) -> str:
@@ -189,7 +209,10 @@ def _facts(detail: TensorDetail, groups: Sequence[FiringGroup]) -> str:
     if subject is not None:
         where = NOTHING if subject["rank"] is None else str(subject["rank"])
         facts += [("rank", where), *_worst(detail, groups)]
-        facts.append((f"newest {text(detail.op)}, step {_count(subject['step'])}", measure(subject["value"])))
+        facts.append((f"newest {text(detail.op)}, step {_count(subject['step'])}", _bold(subject["value"])))
+        if subject["bad_since"] is not None and subject["finite_step"] is not None:
+            last = measure(subject["finite_value"])
+            facts.append((f"last finite {text(detail.op)}, step {_count(subject['finite_step'])}", last))
         facts += [
             ("its baseline", measure(subject["baseline"])),
             *_against(detail, subject["value"], subject["baseline"]),
@@ -208,7 +231,7 @@ def _facts(detail: TensorDetail, groups: Sequence[FiringGroup]) -> str:
 
 
 def _worst(detail: TensorDetail, groups: Sequence[FiringGroup]) -> list[tuple[str, str]]:
-    """Return the value that is farthest from its baseline, and the first step without finite values, of all firings."""
+    """Return the value that is farthest from its baseline, and the steps without finite values."""
     facts = []
     judged = [one for one in groups if one.op == detail.op and one.ratio is not None]
     worst = max(judged, key=lambda one: max(one.ratio or 0.0, 1 / (one.ratio or 1.0)), default=None)
@@ -218,11 +241,13 @@ def _worst(detail: TensorDetail, groups: Sequence[FiringGroup]) -> list[tuple[st
     elif detail.subject is not None:
         highest = detail.subject
         facts.append(
-            (f"highest {text(detail.op)}, step {_count(highest['highest_step'])}", measure(highest["highest"]))
+            (f"highest finite {text(detail.op)}, step {_count(highest['highest_step'])}", measure(highest["highest"]))
         )
-    bad = next((one for one in groups if one.op in NONFINITE), None)
-    if bad is not None:
-        facts.append((f"{NONFINITE[bad.op or '']} since step", f'<b class="bad">{_count(bad.first)}</b>'))
+    subject = detail.subject
+    if subject is not None and subject["bad_since"] is not None:
+        facts.append(("not finite since step", f'<b class="bad">{_count(subject["bad_since"])}</b>'))
+    elif (bad := next((one for one in groups if one.op in NONFINITE), None)) is not None:
+        facts.append((f"{NONFINITE[bad.op or '']} at steps", f'<b class="bad">{_steps(bad)}</b>'))
     return facts
 
 
@@ -234,19 +259,23 @@ def _against(detail: TensorDetail, value: float | None, baseline: float | None) 
     facts = [] if limit is None else [("threshold", f"{measure(limit.high * baseline)} ({limit.high:.3g}×)")]
     if limit is not None and limit.low is not None:
         facts.append(("lower threshold", f"{measure(limit.low * baseline)} ({limit.low:.3g}×)"))
-    return [*facts, ("newest / baseline", NOTHING if value is None else f"{measure(value / baseline)}×")]
+    ratio = NOTHING if value is None or not math.isfinite(value) else f"{measure(value / baseline)}×"
+    return [*facts, ("newest / baseline", ratio)]
+
+
+def _steps(one: FiringGroup) -> str:
+    return _count(one.first) if one.first == one.last else f"{_count(one.first)}–{_count(one.last)}"
 
 
 def _firing(one: FiringGroup) -> str:
     severity = "critical" if one.severity == "critical" else "warning"
     rank = NOTHING if one.rank is None else str(one.rank)
-    steps = _count(one.first) if one.first == one.last else f"{_count(one.first)}–{_count(one.last)}"
     if one.op in NONFINITE:
         value = f'<span class="bad">{NONFINITE[one.op or ""]}</span>'
     else:
         value = measure(one.value) if one.ratio is None else f"{measure(one.ratio)}×"
     times = f'<br><span class="dim">{count(one.times)} times</span>' if one.times > 1 else ""
     return (
-        f'<tr><td class="n">{steps}</td><td class="n">{rank}</td><td class="n">{value}</td>'
+        f'<tr><td class="n">{_steps(one)}</td><td class="n">{rank}</td><td class="n">{value}</td>'
         f"<td>{icon(severity)} {text(one.rule or 'rule')}{times}</td></tr>"
     )

@@ -148,7 +148,9 @@ def stat_panel(text: PanelText, *queries: Query, with_names: bool = False) -> st
     """Return a panel with the latest value of each series, coloured by the thresholds or mappings of `text`."""
     latest = common_builders.ReduceDataOptions().calcs(["lastNotNull"])
     panel = _configured(stat.Panel(), text, queries).graph_mode(common.BigValueGraphMode.NONE).reduce_options(latest)
-    panel = panel.mappings([*text.mappings, null_text(text.empty, NEUTRAL)])  # otherwise green, as if it were a value
+    # Otherwise green, as if they were good values.
+    absent, bad = null_text(text.empty, NEUTRAL), _special(dashboard.SpecialValueMatch.NA_N, "NaN", "red")
+    panel = panel.mappings([*text.mappings, absent, bad])
     names = common.BigValueTextMode.VALUE_AND_NAME if with_names else common.BigValueTextMode.VALUE
     return panel.color_mode(common.BigValueColorMode.BACKGROUND).text_mode(names)
 
