@@ -28,7 +28,7 @@ with Monitor(SETTINGS).attach(model, optimizer) as monitor:
         loss = model(torch.ones(4, 8)).square().mean()
         loss.backward()
         optimizer.step()
-        monitor.log(loss=float(step))
+        monitor.log(loss=float(step), tokens=4)
     AFTER
 """
 
@@ -63,12 +63,15 @@ def content(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
+RATES = """select name, count(*) as rows from scalars
+where name in ('step_seconds', 'tokens_per_second') group by name order by name"""
+"""No wait for data follows the last step, so that its duration is too short for a rate."""
 LOSSES = "select step, value from scalars where name = 'loss' order by step"
 
 
 def test_training_without_service_is_read_from_its_folder_and_imported(tmp_path: Path) -> None:
     """The end of training names the folder and the command; the folder is not changed by them."""
-    done = trained(tmp_path)
+    done = trained(tmp_path, throughput={"method": "off"})  # without a note about a missing formula
     records, store = tmp_path / "rankscope-records", tmp_path / "history"
     before = content(records)
     expected = [{"step": step, "value": float(step)} for step in range(1, STEPS + 1)]
@@ -78,6 +81,10 @@ def test_training_without_service_is_read_from_its_folder_and_imported(tmp_path:
     assert f"rankscope import {records} --store history" in done.stderr
     assert "alone, completed" in command("summary", "--store", records).stdout
     assert rows(records, LOSSES) == expected
+    assert rows(records, RATES) == [
+        {"name": "step_seconds", "rows": STEPS},
+        {"name": "tokens_per_second", "rows": STEPS - 1},
+    ]
 
     first = command("import", records, "--store", store)
     again = command("import", records, "--store", store)

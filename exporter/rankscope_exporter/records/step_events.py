@@ -19,11 +19,12 @@ from rankscope_exporter.records.step_record import StepRecord
 
 P = ParamSpec("P")
 
-Cause = Literal["forward", "backward", "update", "script"]
+Cause = Literal["forward", "backward", "update", "script", "end"]
 """Reason why a step ended.
 
 With "forward", "backward" or "update", a forward pass, a backward pass or an optimizer update began the next step. With
-"script", the script ended the step.
+"script", the script ended the step. With "end", training ended: the duration of the step lacks the time until a next
+step, such as a wait for data, so that rates per second of this step would be too high and are not computed.
 """
 
 

@@ -292,8 +292,8 @@ class Recorder:
             self._notice_updates()
             before, begun_only = self._current.last_step, self._tracker.stage is StepStage.OPEN
             self._events.on_training_end()
-            self._after(self._tracker.end(skipped=False), "script")
-            self._time_late(time.monotonic(), "script")
+            self._after(self._tracker.end(skipped=False), "end")
+            self._time_late(time.monotonic(), "end")
             return before if begun_only else self._current.last_step
 
     def flush_idle(self, after_seconds: float) -> None:
@@ -315,7 +315,7 @@ class Recorder:
         now = time.monotonic()
         if ended is not None and self._current.pending is not None:
             self._close(ended, (now - self._began, cause))
-        if cause != "script" and self._current.pending is None:
+        if cause not in {"script", "end"} and self._current.pending is None:
             self._open(now, cause)
         self._last_seen = now
 
@@ -350,7 +350,7 @@ class Recorder:
         if not any(item.name == "learning_rate" for item in pending.pending):
             pending.pending += pending.learning_rates
         if timed is not None:
-            pending.pending += timing(timed[0], amounts_of(pending.pending))
+            pending.pending += timing(timed[0], {} if timed[1] == "end" else amounts_of(pending.pending))
             pending.ended_at = self._began + timed[0]
         self._events.on_step_end(pending)
         if timed is not None:
@@ -364,7 +364,7 @@ class Recorder:
     def _time_late(self, now: float, cause: Cause) -> None:
         if self._late is not None:
             late, self._late = self._late, None
-            pending = timing(now - late.began, late.amounts)
+            pending = timing(now - late.began, {} if cause == "end" else late.amounts)
             timed = PendingStep(late.step, now_microseconds(), pending=pending, ended_at=now)
             self._events.on_step_timed(timed, cause)
             self._current.hand_over(timed)

@@ -268,7 +268,7 @@ class StepTimingObserver(StepObserver):
         self._is_last = True
         if self._times_steps and not self._has_step:
             pending_step = PendingStep(None, now_microseconds())
-            self._close(pending_step, "script")
+            self._close(pending_step, "end")
             self._hand_over(pending_step)
 
     def _close(self, pending_step: PendingStep, cause: Cause) -> None:

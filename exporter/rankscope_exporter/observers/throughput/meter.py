@@ -125,9 +125,9 @@ class Throughput(StepObserver):
         """Store the number of forward passes and the logged scalars of the step. The step's duration may be unknown."""
         self._work, self._forwards = Work(self._forwards, pending_step.pending), 0
 
-    def on_step_timed(self, pending_step: PendingStep, cause: Cause) -> None:  # noqa: ARG002 - independent of the cause
+    def on_step_timed(self, pending_step: PendingStep, cause: Cause) -> None:
         """Schedule the computation of TFLOP/s and MFU on the publisher thread."""
-        if self._config.method != "off":
+        if self._config.method != "off" and cause != "end":
             seconds = next((item.value for item in pending_step.pending if item.name == "step_seconds"), 0.0)
             if isinstance(seconds, float) and seconds > 0:
                 pending_step.later.append(functools.partial(self._scalars, self._work, seconds))
