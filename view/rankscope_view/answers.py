@@ -14,8 +14,8 @@ from rankscope_contract.model.kinds import OPS
 from rankscope_storage.connection import Connection
 from rankscope_view.data.cell_value import cell_value
 from rankscope_view.data.comparison import DIFFERENCE, LETTERS, Side, difference
-from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve, on_axis
-from rankscope_view.data.detail import read_chart, read_charts
+from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve, joined
+from rankscope_view.data.detail import CHARTS, nothing, read_charts
 from rankscope_view.data.evaluation import evaluation_curve
 from rankscope_view.data.events import event_lines, markers
 from rankscope_view.data.grid import (
@@ -26,6 +26,7 @@ from rankscope_view.data.grid import (
     tensor_grid,
 )
 from rankscope_view.data.history import EVAL_LOSS, LOSS, History
+from rankscope_view.data.metrics import metric_curve, metric_histories, named_history, read_metrics
 from rankscope_view.data.ranks import RankOrder, rank_grid, rank_table
 from rankscope_view.data.runs import run_goodput
 from rankscope_view.data.tensor import tensor_curve, tensor_detail
@@ -143,31 +144,18 @@ def compared_curve(sides: Sequence[Side], histories: Sequence[History], name: st
 
     If the name is DIFFERENCE, the lines are those of all other sides minus the first one, on the axis of common steps.
     """
-    places = [x for x in (on_axis(history, Axis.STEP)[1] for history in histories) if len(x)]
     letters = [side.letter.upper() for side in sides]
     if name == DIFFERENCE:
         histories = [difference(histories[0], other) for other in histories[1:]]
         letters = [f"{letter} − {letters[0]}" for letter in letters[1:]]
-        places = [x for x in (on_axis(history, Axis.STEP)[1] for history in histories) if len(x)]
-    curves = [curve(history, replace(request, axis=Axis.STEP)) for history in histories]
-    lines = [replace(line, label=label) for one, label in zip(curves, letters, strict=True) for line in one.lines]
-    bulks = [one.bulk for one in curves if one.bulk is not None]
-    return replace(
-        curves[0],
-        lines=tuple(lines),
-        nonfinite=tuple(found for one in curves for found in one.nonfinite),
-        restarts=(),
-        rows=sum(one.rows for one in curves),
-        extent=(float(min(x[0] for x in places)), float(max(x[-1] for x in places))) if places else None,
-        bulk=(min(one[0] for one in bulks), max(one[1] for one in bulks)) if bulks else None,
-    )
+    return replace(joined([curve(one, replace(request, axis=Axis.STEP)) for one in histories], letters), restarts=())
 
 
 def compared_curves(connection: Connection, asked: Asked) -> Response:
     """Return the curves of a scalar of several sides as JSON."""
     sides, name = compared_sides(asked), asked.query.get("name", LOSS)
     source = LOSS if name == DIFFERENCE else name
-    histories = [read_chart(connection, side.run, source, side.rank) for side in sides]
+    histories = [named_history(connection, side.run, source, side.rank) for side in sides]
     if len(histories) < 2:
         raise NotFoundError("A comparison needs two sides.")
     return _json(compared_curve(sides, histories, name, chart_choice(asked).request).document())
@@ -244,6 +232,12 @@ def scalar_curve(connection: Connection, asked: Asked) -> Response:
         request = replace(choice.request, smoothing=Smoothing.NONE, axis=axis)
         return _json(tensor_curve(connection, run, detail, request, attempt).document())
     has_markers = bool(asked.query.get("markers"))
+    metric = None if name in CHARTS else read_metrics(connection, run).find(name)
+    if metric is not None:
+        histories = metric_histories(connection, run, metric)
+        found = markers(event_lines(connection, run), nothing(EVAL_LOSS), histories[0], choice.request.axis)
+        marks = [[one.group, one.x, one.step, one.text, one.is_critical] for one in found]
+        return _json(metric_curve(metric, histories, choice.request).document() | {"markers": marks})
     others = [EVAL_LOSS] if has_markers else []
     read = read_charts(connection, run, [name, *others, *([LOSS] if name == EVAL_LOSS else [])])
     history = read[name]
@@ -267,7 +261,7 @@ def goodput(connection: Connection, asked: Asked) -> Response:
 def curve_csv(connection: Connection, asked: Asked) -> Response:
     """Return all stored rows of a scalar in the zoom window as CSV."""
     run, name = asked.query.get("run", ""), asked.query.get("name", LOSS)
-    history = read_chart(connection, run, name)
+    history = named_history(connection, run, name)
     sheet = io.StringIO()
     writer = csv.writer(sheet)
     writer.writerow(("attempt", "step", "cumulative_step", "time", name, "lowest", "highest", "is_superseded"))

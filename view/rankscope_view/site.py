@@ -48,6 +48,7 @@ from rankscope_view.data.grid import tensor_kinds
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LOSS
 from rankscope_view.data.incident_story import incident_story
 from rankscope_view.data.incidents import incidents
+from rankscope_view.data.metrics import read_metrics
 from rankscope_view.data.ranks import rank_table
 from rankscope_view.data.runs import RunQuery, RunRow, known_runs, run_list, run_row
 from rankscope_view.data.tensor import first_to_leave, tensor_curve, tensor_detail
@@ -219,7 +220,8 @@ class Site:
         if EVAL_LOSS in found.histories:
             curves[EVAL_LOSS] = evaluation_curve(found.history(EVAL_LOSS), found.history(LOSS), request)
         log = _log(found)
-        return _page(run_page.page(place, found, choice, curves, log))
+        metrics = read_metrics(connection, asked.run)
+        return _page(run_page.page(place, found, choice, curves=curves, log=log, metrics=metrics))
 
     def _events(self, connection: Connection, asked: Asked) -> Response:
         place, found = self._detail(connection, asked)

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from rankscope_contract.model.events import Event, EventType, Severity
+from rankscope_contract.model.scalar_names import logged_name
 from rankscope_exporter.base.tracing import untransformed
 from rankscope_exporter.records.host_transfer import Deferred, Row, Transfer
 from rankscope_exporter.records.plan_version import PlanVersion
@@ -56,29 +57,29 @@ class Pending:
 def take(name: str, value: Any) -> Iterator[Pending]:
     """Yield the numbers of a call `log(name=value)`: one number, or one per key of a mapping.
 
-    Yield nothing if the value is None. Raises TypeError if the value is not a number, ValueError for a tensor with
-    several elements.
+    Other names of losses, such as `val/loss`, are replaced. Yield nothing if the value is None. Raises TypeError if the
+    value is not a number, ValueError for a tensor with several elements.
     """
     if value is None:
         return
+    stored, labels = logged_name(name)
     if isinstance(value, Mapping):
-        label = LABEL_OF_GROUP.get(name, "key")
+        label = LABEL_OF_GROUP.get(stored, "key")
         for key, item in value.items():
             for pending in take(name, item):
-                yield Pending(name, pending.value, {label: str(key)})
-    elif isinstance(value, torch.Tensor):
-        yield _take_tensor(name, value)
+                yield Pending(stored, pending.value, {**pending.labels, label: str(key)})
     else:
-        yield Pending(name, float(value))
+        number = _copied(name, value) if isinstance(value, torch.Tensor) else float(value)
+        yield Pending(stored, number, labels)
 
 
-def _take_tensor(name: str, value: torch.Tensor) -> Pending:
+def _copied(name: str, value: torch.Tensor) -> Transfer:
     value = _without_mesh(name, untransformed(value).detach())
     if value.numel() != 1:
         raise ValueError(f"log({name}=…) takes one number, not a tensor of shape {tuple(value.shape)}")
     if value.is_complex() or value.is_meta:
         raise ValueError(f"log({name}=…) must be a real number, not a tensor of {value.dtype} on device {value.device}")
-    return Pending(name, Transfer.of(value.reshape(())))
+    return Transfer.of(value.reshape(()))
 
 
 def _without_mesh(name: str, value: torch.Tensor) -> torch.Tensor:

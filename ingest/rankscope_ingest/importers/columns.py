@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope_ingest.importers.common.aliases import canonical
+from rankscope_contract.model.scalar_names import canonical
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.common.keys import EPOCH, Role, role_of
 from rankscope_ingest.importers.common.lines import is_binary, is_settled, sample_lines, shown, torn_size

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope_ingest.importers.common.aliases import canonical
+from rankscope_contract.model.scalar_names import canonical
 from rankscope_ingest.importers.common.bars import Bars
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.common.keys import Role, role_of

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope_contract.model.events import EventType
-from rankscope_ingest.importers.common.aliases import canonical
+from rankscope_contract.model.scalar_names import canonical
 from rankscope_ingest.importers.common.bars import bar_lines
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.common.keys import EPOCH

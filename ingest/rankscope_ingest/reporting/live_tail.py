@@ -18,17 +18,27 @@ from typing import Any, Final
 
 import pyarrow as pa
 
+from rankscope_contract.metrics.catalogue import HARDWARE_SCALARS, MONITOR_SCALARS
 from rankscope_ingest.record_channel.validate import ValidBody
 
-NAMES: Final = frozenset(
+_LEFT_OUT: Final = HARDWARE_SCALARS | MONITOR_SCALARS
+"""Scalars that the page of a run reads from the store only: several for each step, which nobody follows live."""
+
+_FIRST: Final = frozenset(
     {
         *("loss", "eval_loss", "grad_norm", "learning_rate"),
         *("tokens_per_second", "samples_per_second", "steps_per_second", "step_seconds"),
     }
 )
-"""Scalars that the page of a run shows."""
+"""Scalars that are always kept, because the head of the page of a run shows them."""
+
+MOST_NAMES: Final = 300
+"""Largest number of other scalars of a run that are kept."""
 
 KEPT_STEPS: Final = 600
+KEPT_VALUES: Final = 60_000
+"""Limit of the number of kept values of a run. With many scalars, fewer steps are kept."""
+
 _SUMMED: Final = frozenset({"tokens_per_second", "samples_per_second"})
 
 
@@ -56,12 +66,16 @@ class _Step:
     scalars: dict[tuple[str, str], _Values] = field(default_factory=lambda: defaultdict(_Values))
 
     def document(self) -> dict[str, Any]:
-        """Return the scalars for JSON: of the first labels of each name, and the sum over ranks of a throughput."""
+        """Return the scalars for JSON: by name those of the first labels, and by name and labels all with labels.
+
+        A throughput has the sum over ranks, too.
+        """
         found: dict[str, Any] = {}
         for name, labels in sorted(self.scalars, reverse=True):
             values = self.scalars[name, labels]
             total = sum(values.by_rank.values())
             found[name] = values.row() + ([total] if name in _SUMMED and math.isfinite(total) else [])
+            found[f"{name}{labels}"] = found[name]
         return found
 
 
@@ -70,8 +84,15 @@ class _Run:
     viewers: int = 0
     changes: int = 0
     steps: dict[tuple[int, int], _Step] = field(default_factory=dict)
+    names: set[tuple[str, str]] = field(default_factory=set)  # with labels
     event: asyncio.Event = field(default_factory=asyncio.Event)
     text: tuple[int, int, str] = (-1, -1, "")  # the newest answer, and the changes between which it is
+
+    def keeps(self, name: str, labels: str) -> bool:
+        """Return whether the values of a scalar are kept."""
+        if len(self.names) < MOST_NAMES and name not in _LEFT_OUT:
+            self.names.add((name, labels))
+        return name in _FIRST or (name, labels) in self.names
 
 
 class LiveTails:
@@ -111,14 +132,15 @@ class LiveTails:
         steps, times = body.columns["step"].to_pylist(), body.columns["ts"].to_pylist()
         for name, labels, value, record in _rows(scalars.columns, scalars.records.tolist()):
             step = steps[record]
-            if name not in NAMES or value is None or step is None:
+            if value is None or step is None or not run.keeps(name, labels or ""):
                 continue
             at = run.steps.get((attempt, step))
             if at is None:
                 at = run.steps[attempt, step] = _Step(time=_seconds(times[record]))
             at.changed = run.changes
             at.scalars[name, labels or ""].by_rank[rank] = value
-        for key in sorted(run.steps)[:-KEPT_STEPS]:
+        kept = min(KEPT_STEPS, max(1, KEPT_VALUES // max(1, len(run.names))))
+        for key in sorted(run.steps)[:-kept]:
             del run.steps[key]
         run.event.set()
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from rankscope_ingest.importers import importers
-from rankscope_ingest.importers.common.aliases import canonical
+from rankscope_contract.model.scalar_names import canonical
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "importing-training-logs.md"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope_ingest.importers.common.aliases import canonical
+from rankscope_contract.model.scalar_names import canonical
 from rankscope_ingest.importers.common.step_streams import StepStreams
 from rankscope_ingest.importers.common.values import micros, number, quantity, seconds, whole
 

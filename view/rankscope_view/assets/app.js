@@ -204,10 +204,11 @@ function charts() {
   /** @type {Map<Chart, import("./logic.js").Curve>} The curves as the server sent them. */ const loaded = new Map();
   /** @type {Map<Chart, import("./tail.js").Grown>} The curves as they were drawn, with rows that are not stored yet. */ const drawn = new Map();
   /** @type {import("./tail.js").Row[]} */ let tail = [];
+  /** @type {Set<Element>} The places of metrics that are in view or near it: only these are drawn. */ const near = new Set();
   const zoom = (/** @type {number | null} */ from, /** @type {number | null} */ to) => set({ from, to });
 
   const draw = async (/** @type {Chart} */ chart) => {
-    if (!chart.box.offsetParent) return;
+    if (!chart.box.offsetParent || (chart.options.keys && !near.has(chart.box))) return;
     const own = windowOf(chart, state);
     const query = new URLSearchParams(writeState(own));
     query.set("name", chart.options.name);
@@ -233,7 +234,7 @@ function charts() {
     for (const chart of charts) planned.add(chart);
     if (!isFirst || !planned.size) return;
     requestAnimationFrame(() => {
-      const visible = [...planned].filter((chart) => chart.box.offsetParent); // read before all changes: after each, it costs a layout
+      const visible = [...planned].filter((chart) => chart.box.offsetParent && (!chart.options.keys || near.has(chart.box))); // read before all changes: after each, it costs a layout
       for (const chart of visible) {
         const [curve, own] = [loaded.get(chart), windowOf(chart, state)];
         if (!curve) continue;
@@ -248,6 +249,7 @@ function charts() {
 
   const extend = (/** @type {import("./tail.js").Row[]} */ rows) => {
     tail = merged(tail, rows);
+    for (const row of rows) for (const name of Object.keys(row[3])) if (!known.has(name)) addMetric(name, row);
     if (!document.hidden) plan(loaded.keys());
   };
 
@@ -276,11 +278,34 @@ function charts() {
     if (word) word.textContent = state.smooth === "none" ? "" : isAverage ? `${state.strength} rows` : `α ${state.strength}`;
   };
 
-  for (const box of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll(".plot[data-chart]"))) {
-    const chart = new Chart(box, JSON.parse(box.dataset.chart ?? "{}"), zoom, () => zoom(null, null));
+  /** @type {Map<Element, Chart>} */ const made = new Map();
+  const make = (/** @type {HTMLElement} */ box) => {
+    const chart = new Chart(box, optionsOf(box), zoom, () => zoom(null, null));
+    made.set(box, chart);
     all.push(chart);
     box.parentElement?.querySelector(".save")?.addEventListener("click", (event) => menu(/** @type {HTMLElement} */ (event.currentTarget), chart, run));
+    return chart;
+  };
+  const watch = new IntersectionObserver((entries) => {
+    for (const { target, isIntersecting } of entries) {
+      isIntersecting ? near.add(target) : near.delete(target);
+      if (isIntersecting) void draw(made.get(target) ?? make(/** @type {HTMLElement} */ (target)));
+    }
+  }, { rootMargin: "200px" });
+  /** @type {Set<string>} The scalars that have a chart. */ const known = new Set(["perplexity"]);
+  for (const box of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll(".plot[data-chart]"))) {
+    const { name, keys } = optionsOf(box);
+    for (const one of keys ?? [name]) known.add(one);
+    keys ? watch.observe(box) : make(box);
   }
+  const addMetric = (/** @type {string} */ name, /** @type {import("./tail.js").Row} */ row) => {
+    known.add(name);
+    const end = name.indexOf('{"');
+    if (end < 0 || !row[3][name.slice(0, end)]) newMetric(name).forEach((box) => watch.observe(box)); // otherwise a line of a metric
+  };
+  searchMetrics();
+  // The rows of the machine do not come with those of the training.
+  if (document.body.dataset.live) setInterval(() => document.hidden || [...near].forEach((box) => optionsOf(/** @type {HTMLElement} */ (box)).slow && void draw(/** @type {Chart} */ (made.get(box)))), 10_000);
   const more = /** @type {HTMLDetailsElement | null} */ (byId("more"));
   more?.addEventListener("toggle", () => {
     keep("more", more.open ? "1" : "");
@@ -321,6 +346,68 @@ function charts() {
   extensions.push(extend);
   marks();
   void update();
+}
+
+/**
+ * @param {HTMLElement} box
+ * @returns {import("./chart.js").Options}
+ */
+function optionsOf(box) {
+  return JSON.parse(box.dataset.chart ?? "{}");
+}
+
+/**
+ * Add a chart of a scalar that appeared after the page was loaded, and return its place, if the page has charts of metrics.
+ * @param {string} name
+ * @returns {HTMLElement[]}
+ */
+function newMetric(name) {
+  const forms = /** @type {HTMLTemplateElement | null} */ (byId("metricforms"));
+  const list = byId("metrics");
+  if (!forms || !list) return [];
+  const form = /** @type {HTMLElement} */ (/** @type {HTMLElement} */ (forms.content.firstElementChild).cloneNode(true));
+  const title = JSON.parse(forms.dataset.titles ?? "{}")[name] ?? name;
+  const group = name.indexOf("/") > 0 ? name.slice(0, name.indexOf("/")) : "Own metrics";
+  const panel = /** @type {HTMLElement} */ (form.querySelector(".metric"));
+  const box = /** @type {HTMLElement} */ (panel.querySelector(".plot"));
+  box.dataset.chart = JSON.stringify({ ...optionsOf(box), name, keys: [name] });
+  box.setAttribute("aria-label", title);
+  const word = /** @type {HTMLElement} */ (panel.querySelector("h2 bdi"));
+  [word.textContent, word.title] = [title, name];
+  let place = [.../** @type {NodeListOf<HTMLElement>} */ (list.querySelectorAll("details"))].find((one) => one.dataset.group === group);
+  if (!place) {
+    place = form;
+    place.dataset.group = group;
+    /** @type {HTMLElement} */ (place.querySelector("summary bdi")).textContent = group;
+    place.querySelector(".grid2")?.replaceChildren();
+    list.append(place);
+  }
+  list.hidden = false;
+  place.querySelector(".grid2")?.append(panel);
+  const count = place.querySelectorAll(".metric").length;
+  /** @type {HTMLElement} */ (place.querySelector("summary .dim")).textContent = `${count} chart${count === 1 ? "" : "s"}`;
+  return [box];
+}
+
+/** Show only those charts of metrics whose names have all words of the search; their groups are opened. */
+function searchMetrics() {
+  const field = /** @type {HTMLInputElement | null} */ (byId("metricsearch"));
+  /** @type {Map<HTMLDetailsElement, boolean>} */ const before = new Map();
+  field?.addEventListener("input", () => {
+    const words = field.value.toLowerCase().split(/\s+/).filter(Boolean);
+    for (const group of /** @type {NodeListOf<HTMLDetailsElement>} */ (document.querySelectorAll("#metrics details"))) {
+      if (!before.has(group)) before.set(group, group.open);
+      let found = 0;
+      for (const panel of /** @type {NodeListOf<HTMLElement>} */ (group.querySelectorAll(".metric"))) {
+        const name = panel.querySelector("h2")?.textContent?.toLowerCase() ?? "";
+        panel.hidden = !words.every((word) => name.includes(word));
+        found += panel.hidden ? 0 : 1;
+      }
+      group.hidden = !found;
+      group.open = words.length ? true : Boolean(before.get(group));
+    }
+    if (!words.length) before.clear();
+  });
 }
 
 /**

@@ -4,7 +4,7 @@
  * @typedef {{axis: string, smooth: string, strength: number, from: number | null, to: number | null,
  *   log: boolean, fit: boolean, tail: number}} State
  * @typedef {{label: string | null, x: number[], step: number[], value: (number | null)[], smoothed: (number | null)[],
- *   low: (number | null)[], high: (number | null)[], role?: string | null}} Line
+ *   low: (number | null)[], high: (number | null)[], role?: string | null, key?: string | null}} Line
  * @typedef {{name: string, axis: string, lines: Line[], nonfinite: [number, number, string][], restarts: number[],
  *   rows: number, buckets: number, extent: [number, number] | null, bulk: [number, number] | null, notice: string,
  *   firings?: [number, number | null, string][], attempt?: number, markers?: [string, number, number, string, boolean][]}} Curve

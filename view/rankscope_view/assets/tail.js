@@ -45,26 +45,41 @@ export function grown(before, curve, rows, state) {
   const at = before?.last && before.curve === curve && before.choice === choice && before.shown !== curve ? rows.lastIndexOf(before.last) : -1;
   if (!before || at < 0) return { curve, choice, shown: extended(curve, rows, state), last };
   const shown = { ...before.shown };
-  const line = shown.lines[shown.lines.length - 1];
-  for (const row of ownRows(rows.slice(at + 1), curve)) append(line, row, curve, shown.nonfinite, state);
-  shown.extent = reaching(shown.extent, line);
+  for (const [name, line] of growing(shown)) {
+    for (const row of ownRows(rows.slice(at + 1), curve, name)) append(line, row, curve, shown.nonfinite, state, name);
+    shown.extent = reaching(shown.extent, line);
+  }
   return { curve, choice, shown, last };
 }
 
 /**
  * @param {Row[]} rows
  * @param {Curve} curve
+ * @param {string} name
  */
-function ownRows(rows, curve) {
-  return rows.filter((row) => row[0] === curve.attempt && valuesOf(row, curve.name));
+function ownRows(rows, curve, name) {
+  return rows.filter((row) => (row[0] === curve.attempt || !curve.rows) && valuesOf(row, name));
+}
+
+/**
+ * Return the lines of a curve that new rows extend, each with the name under which the rows have its values.
+ * @param {Curve} curve
+ * @returns {[string, import("./logic.js").Line][]}
+ */
+function growing(curve) {
+  const last = curve.lines.at(-1);
+  if (!last || last.role || curve.lines[0].label?.length === 1) return [];
+  const keyed = new Map(curve.lines.map((line) => [line.key ?? curve.name, line]));
+  return last.key ? [...keyed] : [[curve.name, last]];
 }
 
 /**
  * @param {[number, number] | null} extent
  * @param {import("./logic.js").Line} line
- * @returns {[number, number]}
+ * @returns {[number, number] | null}
  */
 function reaching(extent, line) {
+  if (!line.x.length) return extent;
   const last = line.x[line.x.length - 1];
   return [extent?.[0] ?? line.x[0], Math.max(extent?.[1] ?? last, last)];
 }
@@ -77,19 +92,26 @@ function reaching(extent, line) {
  * @returns {Curve}
  */
 export function extended(curve, rows, state) {
-  const line = curve.lines.at(-1);
-  const own = ownRows(rows, curve);
-  if (!line || line.role || curve.lines[0].label?.length === 1 || state.to !== null || !own.length) return curve;
-  let end = line.x.length;
-  while (end > 0 && line.step[end - 1] >= own[0][1]) end -= 1;
-  if (end === 0 || end < line.x.length - KEPT) return curve;
-  const next = { ...line };
-  for (const name of /** @type {("x" | "step" | "value" | "smoothed" | "low" | "high")[]} */ (["x", "step", "value", "smoothed", "low", "high"])) {
-    next[name] = /** @type {any} */ (line[name].slice(0, end));
+  if (state.to !== null) return curve;
+  /** @type {Curve} */ const shown = { ...curve, lines: [...curve.lines], nonfinite: curve.nonfinite.map(([...range]) => range) };
+  if (!curve.rows && !curve.lines.length) shown.lines.push({ label: null, x: [], step: [], value: [], smoothed: [], low: [], high: [] });
+  let isExtended = false;
+  for (const [name, line] of growing(shown)) {
+    const own = ownRows(rows, curve, name);
+    let end = line.x.length;
+    while (own.length && end > 0 && line.step[end - 1] >= own[0][1]) end -= 1;
+    if (line.x.length && (end === 0 || end < line.x.length - KEPT)) continue;
+    const next = { ...line };
+    for (const part of /** @type {("x" | "step" | "value" | "smoothed" | "low" | "high")[]} */ (["x", "step", "value", "smoothed", "low", "high"])) {
+      next[part] = /** @type {any} */ (line[part].slice(0, end));
+    }
+    if (!isExtended && own.length) shown.nonfinite = shown.nonfinite.filter(([first]) => first <= next.x[end - 1]);
+    for (const row of own) append(next, row, curve, shown.nonfinite, state, name);
+    shown.lines[shown.lines.indexOf(line)] = next;
+    shown.extent = reaching(shown.extent, next);
+    isExtended ||= own.length > 0;
   }
-  /** @type {[number, number, string][]} */ const nonfinite = curve.nonfinite.filter(([first]) => first <= next.x[end - 1]).map(([...range]) => range);
-  for (const row of own) append(next, row, curve, nonfinite, state);
-  return { ...curve, lines: [...curve.lines.slice(0, -1), next], nonfinite, extent: reaching(curve.extent, next) };
+  return isExtended ? shown : curve;
 }
 
 /**
@@ -99,12 +121,13 @@ export function extended(curve, rows, state) {
  * @param {Curve} curve
  * @param {[number, number, string][]} nonfinite
  * @param {State} state
+ * @param {string} name
  */
-function append(line, row, curve, nonfinite, state) {
+function append(line, row, curve, nonfinite, state, name) {
   const [, step, time] = row;
-  const [value, low, high] = /** @type {(number | null)[]} */ (valuesOf(row, curve.name));
+  const [value, low, high] = /** @type {(number | null)[]} */ (valuesOf(row, name));
   const before = line.x.length - 1;
-  const places = { arrival: line.x[before] + 1, cumulative: line.x[before] + step - line.step[before], time };
+  const places = before < 0 ? { time } : { arrival: line.x[before] + 1, cumulative: line.x[before] + step - line.step[before], time };
   const x = /** @type {Record<string, number>} */ (places)[curve.axis] ?? step;
   const range = nonfinite.at(-1);
   if (value === null && range && range[1] === line.x[before]) range[1] = x;

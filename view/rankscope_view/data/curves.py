@@ -11,7 +11,7 @@ import enum
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -108,6 +108,7 @@ class Line:
     low: Floats
     high: Floats
     role: Role | None = None
+    key: str | None = None  # name and labels of the scalar, for rows of a live run; None: the name of the curve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +186,7 @@ def _range_label(one: NonfiniteRange) -> str:
 def _line_document(line: Line) -> dict[str, Any]:
     names = ("x", "value", "smoothed", "low", "high")
     arrays: dict[str, Any] = {name: _nulls(getattr(line, name)) for name in names}
-    return {"label": line.label, "role": line.role, "step": line.step.tolist(), **arrays}
+    return {"label": line.label, "role": line.role, "key": line.key, "step": line.step.tolist(), **arrays}
 
 
 def _nulls(values: Floats) -> list[float | None]:
@@ -234,6 +235,29 @@ def curve(history: History, request: CurveRequest) -> Curve:
         bulk=_bulk(history.value),
         attempt=newest_attempt,
     )
+
+
+def joined(curves: Sequence[Curve], labels: Sequence[str]) -> Curve:
+    """Return several curves on the same axis as one. The label of a curve begins that of each of its lines."""
+    lines = [
+        replace(line, label=", ".join(part for part in (label, line.label) if part))
+        for one, label in zip(curves, labels, strict=False)
+        for line in one.lines
+    ]
+    bulks, extents = ([getattr(one, name) for one in curves] for name in ("bulk", "extent"))
+    return replace(
+        curves[0],
+        lines=tuple(lines),
+        nonfinite=tuple(found for one in curves for found in one.nonfinite),
+        rows=sum(one.rows for one in curves),
+        extent=_union(extents),
+        bulk=_union(bulks),
+    )
+
+
+def _union(ranges: Sequence[tuple[float, float] | None]) -> tuple[float, float] | None:
+    known = [one for one in ranges if one is not None]
+    return (min(low for low, _ in known), max(high for _, high in known)) if known else None
 
 
 def on_axis(history: History, axis: Axis) -> tuple[History, Floats]:

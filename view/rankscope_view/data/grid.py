@@ -11,6 +11,7 @@ import itertools
 import json
 import re
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -144,19 +145,25 @@ class TensorKinds:
 
 def tensor_kinds(connection: Connection, run: str) -> TensorKinds:
     """Return the kinds of `run` with their numbers of tensors, and its ranks."""
-    groups = connection.row_groups("tensor_stats", [run], {"run": [run]}, ("rank",))
-    found: dict[str, set[str]] = {}
-    for batch in groups.batches(["run", "kind", "tensor"]):
-        run_, kind, tensor = (batch.column(name) for name in ("run", "kind", "tensor"))
-        names, kinds = tensor.dictionary.to_pylist(), kind.dictionary.to_pylist()
-        pairs = tensor.indices.to_numpy() * len(kinds) + kind.indices.to_numpy()
-        if run_.dictionary.to_pylist() != [run]:
-            pairs = pairs[run_.indices.to_numpy() == run_.dictionary.index(run).as_py()]
-        for pair in np.flatnonzero(np.bincount(pairs, minlength=len(names) * len(kinds))).tolist():
-            found.setdefault(kinds[pair % len(kinds)], set()).add(names[pair // len(kinds)])
-    bounds = groups.bounds("rank")
+    bounds = connection.row_groups("tensor_stats", [run], {"run": [run]}, ("rank",)).bounds("rank")
     ranks = () if bounds is None else tuple(range(bounds[0], bounds[1] + 1))
-    return TensorKinds(counts={kind: len(found[kind]) for kind in sorted(found)}, ranks=ranks)
+    counts = Counter(kind for kind, _ in pairs(connection, "tensor_stats", run, "kind", "tensor"))
+    return TensorKinds(counts={kind: counts[kind] for kind in sorted(counts)}, ranks=ranks)
+
+
+def pairs(connection: Connection, dataset: str, run: str, first: str, second: str) -> set[tuple[str, str]]:
+    """Return the different pairs of two columns of names in the rows of `run`; null is an empty text."""
+    found: set[tuple[str, str]] = set()
+    for batch in connection.row_groups(dataset, [run], {"run": [run]}).batches(["run", first, second]):
+        run_, *columns = (batch.column(name) for name in ("run", first, second))
+        names, others = ([*column.dictionary.to_pylist(), ""] for column in columns)
+        at, behind = (column.indices.fill_null(len(column.dictionary)).to_numpy() for column in columns)
+        numbers = at * len(others) + behind
+        if run_.dictionary.to_pylist() != [run]:
+            numbers = numbers[run_.indices.to_numpy() == run_.dictionary.index(run).as_py()]
+        for number in np.flatnonzero(np.bincount(numbers, minlength=len(names) * len(others))).tolist():
+            found.add((names[number // len(others)], others[number % len(others)]))
+    return found
 
 
 def tensor_grid(connection: Connection, run: str, request: GridRequest) -> Grid:

@@ -23,19 +23,36 @@ def raw_histories(
     `rows` has the rows of the loss and of `names`, if they were read before.
     """
     rows = rows or read_rows(connection, [run], {LOSS, *names})
+    main = {name: min(rows.parts.get((run, name), {}), default="") for name in names}
+    found = raw_series(connection, run, list(main.items()), rank, rows)
+    return None if found is None else {name: history for (name, _), history in found.items()}
+
+
+def raw_series(
+    connection: Connection,
+    run: str,
+    series: Collection[tuple[str, str]],
+    rank: int | None = None,
+    rows: RawRows | None = None,
+) -> dict[tuple[str, str], History] | None:
+    """Return the series of `run` by name and labels, of all ranks or one, or None if SQL is needed.
+
+    Labels are empty for a scalar without labels. `rows` has the rows of the loss and of all names, if they are known.
+    """
+    rows = rows or read_rows(connection, [run], {LOSS, *(name for name, _ in series)})
     if run in rows.for_sql:
         return None
     training = _training([one for found in rows.parts.get((run, LOSS), {}).values() for one in found])
     histories = {}
-    for name in names:
-        found = rows.main(run, name, rank)
+    for name, labels in series:
+        found = rows.series(run, name, labels, rank)
         if found is None:
             continue
         columns = by_step(found)
         if columns is None:
             return None
-        labels = min(rows.parts[run, name]) or None
-        histories[name] = numbered(name, columns, labels, training if columns["attempt"].any() else None)
+        own = training if columns["attempt"].any() else None
+        histories[name, labels] = numbered(name, columns, labels or None, own)
     return histories
 
 

@@ -61,8 +61,11 @@ class RawRows:
 
     def main(self, run: str, name: str, rank: int | None = None) -> SeriesRows | None:
         """Return the rows of the first labels of a scalar, of all ranks or one; None without any."""
-        found = self.parts.get((run, name), {})
-        parts = found[min(found)] if found else []
+        return self.series(run, name, min(self.parts.get((run, name), {}), default=""), rank)
+
+    def series(self, run: str, name: str, labels: str, rank: int | None = None) -> SeriesRows | None:
+        """Return the rows of a scalar with exactly these labels, of all ranks or one; None without any."""
+        parts = self.parts.get((run, name), {}).get(labels)
         if not parts:
             return None
         rows = parts[0]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 from rankscope_contract.model.events import RunState
 from rankscope_contract.security.escaping import sql_string
@@ -25,13 +24,9 @@ from rankscope_view.pages.format import NOTHING, count, duration, measure, text,
 from rankscope_view.pages.parts import incident_line, pill, segmented, state_word, tag_list
 from rankscope_view.pages.run import AXES, ChartChoice, chart_panel, event_rows, signed
 from rankscope_view.pages.sections import sections
+from rankscope_view.pages.settings import configuration
 
 MOST_INCIDENTS: Final = 50
-MOST_SETTINGS: Final = 60
-LONGEST_CONFIG: Final = 100_000
-_OF_TRAINING: Final = ("hyperparameters", "argv", "git_commit", "device", "quantities", "every")
-"""Settings in the configuration of a monitor that describe the training. The others are only in the folded JSON."""
-
 _BLOCKS: Final = ("progress", "loss", "parameters", "time", "speed")
 _CHARTS: Final = (PERPLEXITY, GRAD_NORM, LEARNING_RATE, EVAL_LOSS, *SPEEDS)
 
@@ -66,7 +61,7 @@ def body(content: ReportContent) -> str:
         _section("Incidents", _incidents(content.incidents)),
         _section("Ranks", _ranks(content)),
         _section("Curves", _curves(content)),
-        f'<section class="grid2"><div>{_events(content.log)}</div><div class="plain">{_settings(found)}</div></section>',
+        f'<section class="grid2"><div>{_events(content.log)}</div><div class="plain">{configuration(found, is_report=True)}</div></section>',
         _section("Queries", _queries(content)),
     ]
     return "".join(parts)
@@ -243,55 +238,6 @@ def condensed(lines: Sequence[EventLine]) -> list[EventLine]:
 def _text(line: EventLine) -> str:
     """Return the text of a line without its step, which messages of checkpoints contain."""
     return line.text if line.step is None else re.sub(rf"\b{line.step}\b", "", line.text)
-
-
-def settings(found: RunDetail) -> list[tuple[str, str]]:
-    """Return facts about the run and its configuration as (name, value). Nested settings have names with dots."""
-    row, facts = found.row, found.facts
-    known = [("source", row.source_kind), ("ranks", row.world_size), ("hosts", ", ".join(facts.hosts[:8]))]
-    known += [("started", utc(row.started_at, "%Y-%m-%d %H:%M:%S UTC") if row.started_at is not None else None)]
-    known += [("ended", utc(row.ended_at, "%Y-%m-%d %H:%M:%S UTC") if row.ended_at is not None else None)]
-    known += [(name, version) for name, version in facts.versions.items()]
-    listed = [(name, str(value)) for name, value in known if value not in (None, "")]
-    return listed + list(_flat(_config(facts.config)))
-
-
-def _config(document: str | None) -> dict[str, Any]:
-    try:
-        found = json.loads(document or "{}")
-    except ValueError:
-        return {}
-    if not isinstance(found, dict):
-        return {}
-    if "serve" not in found:  # the configuration of an imported run
-        return found
-    return {name: found[name] for name in _OF_TRAINING if name in found}
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, one in value.items():
-        if isinstance(one, dict):
-            yield from _flat(one, f"{prefix}{name}.")
-        elif one not in (None, "", []):
-            words = isinstance(one, list) and all(isinstance(part, str | int | float) for part in one)
-            shown = " ".join(map(str, one)) if words else one if isinstance(one, str) else json.dumps(one)
-            yield f"{prefix}{name}".removeprefix("hyperparameters."), shown
-
-
-def _settings(found: RunDetail) -> str:
-    listed = settings(found)
-    rows = "".join(
-        f"<tr><td>{text(name)}</td><td>{text(_short(value))}</td></tr>" for name, value in listed[:MOST_SETTINGS]
-    )
-    config = found.facts.config
-    whole = ""
-    if config and len(config) <= LONGEST_CONFIG:
-        whole = f'<details><summary>All settings as JSON</summary><pre class="sql">{text(config)}</pre></details>'
-    return f'<h2 class="part">Configuration</h2><table class="facts">{rows}</table>{whole}'
-
-
-def _short(value: str, longest: int = 200) -> str:
-    return value if len(value) <= longest else f"{value[:longest]}…"
 
 
 def _queries(content: ReportContent) -> str:

@@ -14,11 +14,14 @@ from rankscope_view.data.curves import POINTS, Axis, Curve, CurveRequest, Smooth
 from rankscope_view.data.detail import PERPLEXITY, RECENT_ROWS, STEP_SECONDS, RunDetail, speed_change
 from rankscope_view.data.events import NEWEST, EventLine, EventLog, Group
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, SPEEDS, History
+from rankscope_view.data.metrics import Metrics
 from rankscope_view.data.runs import RunRow
 from rankscope_view.pages import svg
 from rankscope_view.pages.format import NOTHING, count, duration, measure, percent, short, text, utc
+from rankscope_view.pages.metrics import metric_groups
 from rankscope_view.pages.parts import Place, document, icon, incident_line, panel, pill, segmented, tabs, tag_list
 from rankscope_view.pages.run_list import SPEED_UNITS
+from rankscope_view.pages.settings import configuration
 
 AXES: Final = (
     (Axis.STEP, "Step", "Last value of each step"),
@@ -92,7 +95,9 @@ class ChartChoice:
         }
 
 
-def page(place: Place, found: RunDetail, choice: ChartChoice, curves: dict[str, Curve], log: EventLog) -> str:
+def page(
+    place: Place, found: RunDetail, choice: ChartChoice, *, curves: dict[str, Curve], log: EventLog, metrics: Metrics
+) -> str:
     """Return the page of a run. `curves` are drawn for readers without scripts, by the name of the scalar."""
     row = found.row
     main = chart_panel(found, LOSS, curves[LOSS], choice, is_main=True) if LOSS in curves else _no_loss(place, found)
@@ -105,8 +110,9 @@ def page(place: Place, found: RunDetail, choice: ChartChoice, curves: dict[str, 
     )
     body = (
         f'{header(place, found)}<div class="columns" id="run" data-run="{text(row.run)}" data-live-run="{row.is_live:d}"><div>'
-        f"{toolbar(lambda values: place.url('runs', row.run, **values), choice, is_long=is_long(curves))}{main}{group if more else ''}</div>"
-        f"<aside>{_incidents(place, row)}{_events(place, row, log)}{_advice(found.advice)}</aside></div>"
+        f"{toolbar(lambda values: place.url('runs', row.run, **values), choice, is_long=is_long(curves))}{main}{group if more else ''}"
+        f"{metric_groups(metrics.found.values(), _TITLES)}</div>"
+        f"<aside>{_incidents(place, row)}{_events(place, row, log)}{_advice(found.advice)}{configuration(found)}</aside></div>"
     )
     return document(place, row.run, body, crumbs=[(row.run, None)], nav=tabs(place, row, ""), page="run")
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from rankscope_ingest.importers.common.aliases import canonical
+from rankscope_contract.model.scalar_names import canonical
 from rankscope_ingest.importers.common.keys import BAR, Role, role_of
 from rankscope_ingest.importers.common.shapes import EVALUATION_MARK
 from rankscope_ingest.importers.common.tools import match_of

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from rankscope_contract.model.events import EventType, RunState, Severity
-from rankscope_ingest.importers.common.aliases import printable
+from rankscope_contract.model.scalar_names import printable
 
 _MESSAGE_CHARACTERS: Final = 500
 _MAX_SEEN: Final = 10_000

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from rankscope_contract.model.events import EventType, Severity
-from rankscope_ingest.importers.common.aliases import Alias, canonical, in_unit, under_own_name
+from rankscope_contract.model.scalar_names import Alias, canonical, in_unit, under_own_name
 from rankscope_ingest.importers.common.values import micros, plain, quantity, seconds
 
 

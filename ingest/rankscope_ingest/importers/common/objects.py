@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from rankscope_contract.model.events import EventType, ExitReason, RunState, Severity
+from rankscope_contract.model.scalar_names import SOURCE_NAME, UNITS, Alias, canonical, in_unit
 from rankscope_contract.model.schema import canonical_labels
-from rankscope_ingest.importers.common.aliases import SOURCE_NAME, UNITS, Alias, canonical, in_unit
 from rankscope_ingest.importers.common.choices import LOSS, Choices, decide, is_training
 from rankscope_ingest.importers.common.dates import Clock, Dates
 from rankscope_ingest.importers.common.importer import FROM_LOG, BlockBuilder, Faults, ImportedRun

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from rankscope_ingest.importers.common.aliases import UNITS, canonical, is_known
+from rankscope_contract.model.scalar_names import UNITS, canonical, is_known
 from rankscope_ingest.importers.common.choices import AVERAGE
 from rankscope_ingest.importers.common.keys import BATCH, COUNTER_NAME, EPOCH, Role, role_of
 from rankscope_ingest.importers.common.lines import prefix_fields

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from rankscope_contract.model.events import EventType, ExitReason, RunState, Severity
+from rankscope_contract.model.scalar_names import canonical, printable
 from rankscope_contract.model.schema import canonical_labels
-from rankscope_ingest.importers.common.aliases import canonical, printable
 from rankscope_ingest.importers.common.failures import LABELS, failure_event
 from rankscope_ingest.importers.common.importer import ImportedRun
 from rankscope_ingest.importers.megatron.rows import TIME_PATTERN, Meaning, micros, number, printer, split_part

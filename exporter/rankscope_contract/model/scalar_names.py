@@ -1,6 +1,7 @@
-"""Map the names of quantities in logs to stored names and units: `lr`, `optim/lr` and others become `learning_rate`.
+"""Map names of quantities to stored names and units: `lr`, `optim/lr` and others in logs become `learning_rate`.
 
-An unknown name is stored unchanged. A unit in parentheses after a name, as in `data time (ms)`, is recognized with
+The same table names the losses that a training script logs: `val/loss` becomes `eval_loss`. An unknown name is stored
+unchanged. A unit in parentheses after a name, as in `data time (ms)`, is recognized with
 known and unknown names. Names are compared without regard to case; a space, a dash and an underscore count as the same
 character.
 """
@@ -14,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from rankscope_contract.model.schema import canonical_labels
-from rankscope_ingest.importers.common.values import clean_text
 
 SOURCE_NAME: Final = "source_name"
 SOURCE_UNIT: Final = "source_unit"
@@ -100,6 +100,7 @@ grad_norm                  -         global_norm total_grad_norm
 loss_scale                 -         grad_scale
 epoch                      -         epochs train/epoch
 eval_loss                  -         val_loss valid_loss validation_loss dev_loss tel lm~loss~value
+eval_loss                  -         loss/val loss/valid loss/validation loss/eval evaluation_loss
 perplexity                 -         ppl train_ppl
 eval_perplexity            -         eval_ppl val_ppl valid_ppl val_perplexity lm~loss~ppl
 eval_accuracy              -         eval_acc val_acc val_accuracy valid_acc
@@ -161,7 +162,7 @@ def _folded(name: str) -> str:
 _TABLE: Final = _table()
 _UNIT_AT_END: Final = re.compile(r"^(?P<name>[^()]*[^()\s])\s*\((?P<unit>[^()]{1,16})\)\s*$")
 _TRAIN: Final = re.compile(r"^train(?:ing)?/(?:.*/)?(?P<rest>[^/]+)$")
-_EVALUATION: Final = re.compile(r"^(?:eval|val|valid|validation|dev)/(?P<rest>[^/]+)$")
+_EVALUATION: Final = re.compile(r"^(?:eval|evaluation|val|valid|validation|dev)/(?P<rest>[^/]+)$")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -189,6 +190,25 @@ def is_known(name: str) -> bool:
     return folded in _TABLE or _by_path(folded) is not None
 
 
+LOSSES: Final = ("loss", "eval_loss")
+"""Stored names of the quantities that a training script may log under each of their names in logs."""
+
+
+def logged_name(name: str) -> tuple[str, dict[str, str]]:
+    """Return the stored name and the labels of a number that a training script logs as `name`.
+
+    Only names of losses are replaced. `source_name` is then the name in the script, as in imported logs.
+    """
+    known = canonical(name)
+    is_other = known.name in LOSSES and known.name != name and known.source_unit is None
+    return (known.name, {SOURCE_NAME: name}) if is_other else (name, {})
+
+
+def names_of(stored: str) -> list[str]:
+    """Return all names of the quantity that is stored as `stored`, without those of the form `val/…` and `train/…`."""
+    return sorted(name for name, alias in _TABLE.items() if alias.name == stored)
+
+
 def in_unit(alias: Alias, unit: str) -> Alias:
     """Return a copy of `alias` (name and unit of a quantity) that converts logged values in `unit` to the stored unit.
 
@@ -210,7 +230,7 @@ def under_own_name(name: str) -> Alias:
 
 def printable(name: str) -> str:
     """Return `name` as text that every store accepts: at most 256 characters, without lone surrogates."""
-    return clean_text(name, _NAME_CHARACTERS)
+    return name[:_NAME_CHARACTERS].encode("utf-8", "replace").decode()
 
 
 def _split_unit(name: str) -> tuple[str, str | None]:

@@ -1,0 +1,142 @@
+"""All scalars of a run, as one metric for each name that the script logged, and their histories.
+
+A metric has one line for each text of labels. Losses under other names, such as `val/loss`, are stored under a common
+name with the label `source_name`; they are metrics of their own unless the page of the run has a chart of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from rankscope_contract.metrics.catalogue import HARDWARE_SCALARS, MONITOR_SCALARS
+from rankscope_contract.model.scalar_names import SOURCE_NAME, SOURCE_UNIT
+from rankscope_contract.model.schema import IMPORTED_FROM
+from rankscope_storage.connection import Connection
+from rankscope_view.data.curves import Curve, CurveRequest, curve, joined
+from rankscope_view.data.detail import CHARTS, PERPLEXITY, nothing, read_chart
+from rankscope_view.data.grid import pairs
+from rankscope_view.data.history import History, read_history
+from rankscope_view.data.raw_history import raw_series
+
+HARDWARE: Final = "Host and GPU"
+MONITOR: Final = "Step phases and monitor"
+UNGROUPED: Final = "Own metrics"
+MOST_LINES: Final = 24
+"""Largest number of lines of a metric, which a chart shows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One scalar of a run. `labels` has the texts of labels of its lines."""
+
+    name: str  # as the script logged it
+    stored: str
+    labels: tuple[str | None, ...]
+
+    @property
+    def group(self) -> str:
+        """Return the heading below which pages show the metric: the part of its name before the first slash."""
+        if self.stored in HARDWARE_SCALARS or self.stored in MONITOR_SCALARS:
+            return HARDWARE if self.stored in HARDWARE_SCALARS else MONITOR
+        return group_of(self.name)
+
+    @property
+    def is_own(self) -> bool:
+        """Return whether the script logged the metric, not the monitor."""
+        return self.group not in (HARDWARE, MONITOR)
+
+    def words(self, labels: str | None) -> str:
+        """Return the labels of a line as words such as `group 0`; empty without labels."""
+        kept = {key: value for key, value in _parsed(labels).items() if key not in (SOURCE_NAME, SOURCE_UNIT)}
+        return ", ".join(f"{key} {value}" for key, value in kept.items())
+
+
+def group_of(name: str) -> str:
+    """Return the heading below which pages show a metric of the script."""
+    prefix, slash, _ = name.partition("/")
+    return prefix if slash and prefix else UNGROUPED
+
+
+def _parsed(labels: str | None) -> Mapping[str, str]:
+    try:
+        found = json.loads(labels or "{}")
+    except ValueError:
+        return {"labels": labels or ""}
+    return found if isinstance(found, dict) else {"labels": str(labels)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """The metrics of a run by name, in alphabetical order, without those of CHARTS.
+
+    `sources` has the names under which the script logged scalars of CHARTS, where they differ from the stored names.
+    """
+
+    found: Mapping[str, Metric]
+    sources: Mapping[str, str]
+
+    def find(self, name: str) -> Metric | None:
+        """Return the metric that is stored or was logged as `name`; None if there is none, or if CHARTS has it."""
+        return self.found.get(name)
+
+
+def read_metrics(connection: Connection, run: str) -> Metrics:
+    """Return the metrics of `run`."""
+    series: dict[str, set[str]] = {}
+    for dataset in ("scalars", "scalar_rollups"):
+        for name, labels in pairs(connection, dataset, run, "name", "labels"):
+            if f'"{IMPORTED_FROM}":' not in labels:
+                series.setdefault(name, set()).add(labels)
+    found: dict[str, list[str | None]] = {}
+    stored_as, sources = {}, {}
+    for stored, texts in series.items():
+        main = min(texts) if stored in CHARTS and stored != PERPLEXITY else None
+        for labels in sorted(texts):
+            parsed = _parsed(labels)
+            name = str(parsed.get(SOURCE_NAME, stored))
+            if labels == main:
+                sources |= {stored: name} if name != stored else {}
+                continue
+            if name in CHARTS:  # such as the learning rates of several groups
+                name = f"{name} by {' and '.join(parsed)}" if parsed else f"logged {name}"
+                found.setdefault(name, [main or None] if main is not None and parsed else [])
+            stored_as[name] = stored
+            found.setdefault(name, []).append(labels or None)
+    metrics = {name: Metric(name=name, stored=stored_as[name], labels=tuple(found[name])) for name in sorted(found)}
+    return Metrics(found=metrics, sources=sources)
+
+
+def metric_histories(connection: Connection, run: str, metric: Metric, rank: int | None = None) -> list[History]:
+    """Return the histories of the lines of a metric, of all ranks or one, in the order of `labels`."""
+    chosen = [(metric.stored, labels or "") for labels in metric.labels[:MOST_LINES]]
+    found = raw_series(connection, run, chosen, rank)
+    if found is not None:
+        return [found.get(one) or nothing(metric.stored) for one in chosen]
+    return [read_history(connection, run, metric.stored, labels or None, rank) for _, labels in chosen]
+
+
+def metric_curve(metric: Metric, histories: Sequence[History], request: CurveRequest) -> Curve:
+    """Return the curve of a metric, with one line for each of its `histories`, in the order of its labels."""
+    curves = [
+        _keyed(curve(one, request), f"{metric.stored}{labels or ''}")
+        for one, labels in zip(histories, metric.labels, strict=False)
+    ]
+    words = [metric.words(labels) for labels in metric.labels]
+    return joined(curves, words) if any(words) else curves[0]
+
+
+def _keyed(one: Curve, key: str) -> Curve:
+    return replace(one, lines=tuple(replace(line, key=key) for line in one.lines))
+
+
+def named_history(connection: Connection, run: str, name: str, rank: int | None = None) -> History:
+    """Return the history of a scalar of CHARTS, or of the first line of a metric; it may have no rows."""
+    metric = None if name in CHARTS else read_metrics(connection, run).find(name)
+    return (
+        read_chart(connection, run, name, rank)
+        if metric is None
+        else metric_histories(connection, run, metric, rank)[0]
+    )
