@@ -27,12 +27,15 @@ from rankscope.commands import subcommands
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.model import schema
 from rankscope_contract.model.fields import Field, FieldType, ListOf, StructOf
+from rankscope_contract.model.scalar_names import names_of
 from rankscope_contract.rules import rule_classes
 from rankscope_exporter import CaptureConfig, MonitorConfig
 from rankscope_exporter.config.sections import TABLES
+from rankscope_exporter.records.pending_step import AMOUNTS, LABEL_OF_GROUP
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.importers import Faults, ImportedBlock, find_importer
 from rankscope_ingest.importers.common.tools import TOOLS
+from rankscope_view.data.history import SPEEDS
 
 DOCS = Path(__file__).parent
 BLOCK = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -163,6 +166,31 @@ def command_reference() -> str:
     return "\n\n".join(parts)
 
 
+def logged_names() -> str:
+    """Return the table of the names that `Monitor.log` treats in a special way."""
+
+    def others(stored: str) -> str:
+        return ", ".join(f"`{name}`" for name in names_of(stored) if name != stored and " " not in name)
+
+    labels = ", ".join(f"`{name}` (label `{label}`)" for name, label in LABEL_OF_GROUP.items())
+    rows = (
+        ("`loss`", "The training loss: main chart, summary, incidents, comparison."),
+        (others("loss"), "Stored as `loss` with the label `source_name`, also with a prefix `train/` or `training/`."),
+        ("`eval_loss`", "The evaluation loss: chart, advice on early stopping."),
+        (
+            others("eval_loss"),
+            "Stored as `eval_loss` with the label `source_name`; also `loss` after `val/`, `eval/`, …",
+        ),
+        (", ".join(f"`{name}`" for name in AMOUNTS), "Amounts of the step: their totals and rates are derived."),
+        ("`flops`", "Work of the step, for [TFLOP/s and MFU](throughput.md)."),
+        ("`learning_rate`, `grad_norm`, " + ", ".join(f"`{name}`" for name in SPEEDS), "Charts next to the loss."),
+        ("a mapping", f"One line for each key, with the label `key`; of {labels}."),
+        ("`step`", "The number of the step; it is not a number that is logged."),
+        ("any other name", "A chart under this name. The part before the first `/` is its group."),
+    )
+    return table(("name in `log()`", "effect"), rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "rank-metrics": lambda: metric_table("rank"),
     "service-metrics": lambda: metric_table("service"),
@@ -174,6 +202,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "monitor-settings": monitor_settings,
     "commands": command_reference,
     "tools": tool_table,
+    "logged-names": logged_names,
 }
 
 

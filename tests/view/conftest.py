@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.view.browser import Browser, browser
 from tests.view.training import Size, Trajectory, write_store
 
 from rankscope_storage.connection import Connection, connect
@@ -31,3 +32,9 @@ def course(written: tuple[Path, Trajectory]) -> Trajectory:
 def connection(store_path: Path) -> Iterator[Connection]:
     with connect(store_path) as opened:
         yield opened
+
+
+@pytest.fixture(scope="session")
+def chromium(require_server: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(require_server("chromium"), tmp_path_factory.mktemp("chromium")) as found:
+        yield found

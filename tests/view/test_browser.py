@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from tests.view.browser import Browser, browser
+from tests.view.browser import Browser
 from tests.view.served import served
 from tests.view.training import MAIN, START, append, event, events, run_row, scalars
 
@@ -20,12 +20,6 @@ from rankscope_view.pages.format import percent
 from rankscope_view.site import Site
 
 NOW = START / 1e6 + 6000
-
-
-@pytest.fixture(scope="session")
-def chromium(require_server, tmp_path_factory):
-    with browser(require_server("chromium"), tmp_path_factory.mktemp("chromium")) as found:
-        yield found
 
 
 @pytest.fixture(scope="session")

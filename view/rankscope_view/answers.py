@@ -232,7 +232,7 @@ def scalar_curve(connection: Connection, asked: Asked) -> Response:
         request = replace(choice.request, smoothing=Smoothing.NONE, axis=axis)
         return _json(tensor_curve(connection, run, detail, request, attempt).document())
     has_markers = bool(asked.query.get("markers"))
-    metric = None if name in CHARTS else read_metrics(connection, run).find(name)
+    metric = None if name in CHARTS else read_metrics(connection, run).found.get(name)
     if metric is not None:
         histories = metric_histories(connection, run, metric)
         found = markers(event_lines(connection, run), nothing(EVAL_LOSS), histories[0], choice.request.axis)

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 
 from rankscope_storage.connection import Connection
 from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve
-from rankscope_view.data.detail import RunDetail, nothing
+from rankscope_view.data.detail import CHARTS, RunDetail, nothing
 from rankscope_view.data.evaluation import evaluation_curve
 from rankscope_view.data.events import Group, Marker, event_log, markers
 from rankscope_view.data.history import EVAL_LOSS, LOSS, History
 from rankscope_view.data.incidents import incidents
+from rankscope_view.data.metrics import own_histories
 from rankscope_view.data.ranks import rank_table
 from rankscope_view.data.summary import read_summary
 from rankscope_view.pages import report as report_page
@@ -36,6 +38,10 @@ _MAIN_FACTOR: Final = 4
 """The loss has this many times the points of other curves."""
 
 _DRAWN_POINTS: Final = 600
+_METRIC_POINTS: Final = 150
+
+MOST_METRICS: Final = 24
+"""Largest number of own metrics that a report draws. Its summary has their values, too."""
 
 
 def report(connection: Connection, run: str, *, made_at: float, source: str) -> File | None:
@@ -68,6 +74,12 @@ def read_content(connection: Connection, run: str, *, made_at: float, source: st
         if summary is None:
             return None
         found = summary.detail
+        histories = {
+            **{name: one for name in CHARTS if (one := found.histories.get(name)) is not None},
+            **own_histories(connection, run, MOST_METRICS),
+        }
+        summary = replace(summary, detail=replace(found, histories=histories))
+        found = summary.detail
         listed = incidents(connection, [run]).get(run, [])
         ranks = rank_table(connection, run)
     axes = offered_axes(found)
@@ -78,7 +90,11 @@ def read_content(connection: Connection, run: str, *, made_at: float, source: st
         incidents=listed,
         ranks=ranks,
         log=event_log(found.lines, found.history(LOSS), (), found.history(EVAL_LOSS), groups=groups),
-        curves={name: curve(history, request) for name, history in found.histories.items() if len(history)},
+        curves={
+            name: curve(history, request if name in CHARTS else replace(request, points=_METRIC_POINTS))
+            for name, history in found.histories.items()
+            if len(history)
+        },
         axes=axes,
         choice=ChartChoice(request=request),
         made_at=made_at,

@@ -297,7 +297,8 @@ class Site:
             drawn = compared_curve(sides, histories, name, _smaller(choice.request))
             curves |= {name: drawn} if drawn.rows else {}
         place = self._place_of(asked, is_live=any(one.detail.row.is_live for one in found.sides))
-        return _page(compare_page.page(place, found, choice, curves))
+        own = {one.name: one for run in {side.run for side in sides} for one in read_metrics(connection, run).own}
+        return _page(compare_page.page(place, found, choice, curves, list(own.values())))
 
 
 def _log(found: RunDetail, groups: Sequence[Group] = (), newest: int = NEWEST) -> EventLog:

@@ -31,7 +31,7 @@ def compare(
         ),
     ],
     store: Store = Path("history"),
-    scalar: Annotated[str, typer.Option(help="Scalar of the figure, such as grad_norm.")] = "loss",
+    scalar: Annotated[str, typer.Option(help="Scalar of the figure, such as grad_norm or val/accuracy.")] = "loss",
     axis: Annotated[AxisName, typer.Option(help="Horizontal axis of the figure.")] = "step",
     output: FigureFile = None,
     dpi: Dpi = 300,
@@ -81,7 +81,9 @@ def _first_difference(opened: Sequence[OpenRun]) -> Divergence | None:
 
 def _figure(opened: Sequence[OpenRun], scalar: str, axis: AxisName) -> Figure:
     from rankscope_view.data.curves import Axis
-    from rankscope_view.data.detail import read_chart
+    from rankscope_view.data.metrics import named_history
     from rankscope_view.figures.overlay import overlay
 
-    return overlay(scalar, [(one.run, read_chart(one.connection, one.run, scalar)) for one in opened], axis=Axis(axis))
+    return overlay(
+        scalar, [(one.run, named_history(one.connection, one.run, scalar)) for one in opened], axis=Axis(axis)
+    )

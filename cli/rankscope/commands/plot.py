@@ -49,9 +49,12 @@ def plot(
     kind: Annotated[
         FigureKind, typer.Option(help="Figure: overview, speed, gpu, tensors, updates or ranks.")
     ] = FigureKind.OVERVIEW,
+    scalar: Annotated[
+        str | None, typer.Option(help="Figure of this logged scalar, such as val/accuracy.", show_default=False)
+    ] = None,
     output: FigureFile = None,
     dpi: Dpi = 300,
-    axis: Annotated[AxisName, typer.Option(help="Horizontal axis of overview and speed.")] = "step",
+    axis: Annotated[AxisName, typer.Option(help="Horizontal axis of overview, speed and --scalar.")] = "step",
     tensor_kind: Annotated[
         str | None, typer.Option(help="tensors: kind of tensors. Default: a gradient.", show_default=False)
     ] = None,
@@ -76,14 +79,16 @@ def plot(
 
     rankscope plot train.log --kind speed --output speed.svg
 
+    rankscope plot my-run --scalar val/accuracy
+
     rankscope plot --latest --output training.png
     """
     choice = Choice(source=source, store=store, run=run, checkpoint=checkpoint, outputs=outputs, latest=latest)
     figure_path(output, "figure")  # a wrong suffix is reported before the run is read
     with open_run(choice) as chosen, drawing():
         tensors = _Tensors(kind=tensor_kind, op=op, rank=rank, is_relative=not absolute)
-        figure = _figure(chosen, kind, axis, tensors)
-        write_figure(figure, figure_path(output, f"{chosen.run}-{kind}"), dpi)
+        figure = _figure(chosen, kind, axis, tensors) if scalar is None else _metric(chosen, scalar, axis)
+        write_figure(figure, figure_path(output, f"{chosen.run}-{scalar or kind}"), dpi)
 
 
 def _figure(chosen: OpenRun, kind: FigureKind, axis: AxisName, tensors: _Tensors) -> Figure:
@@ -96,6 +101,18 @@ def _figure(chosen: OpenRun, kind: FigureKind, axis: AxisName, tensors: _Tensors
             return _rank_map(chosen)
         case _:
             return _curves(chosen, kind, axis)
+
+
+def _metric(chosen: OpenRun, name: str, axis: AxisName) -> Figure:
+    from rankscope_view.data.curves import Axis
+    from rankscope_view.data.metrics import close_names, scalar_lines
+    from rankscope_view.figures.metric import metric_figure
+
+    lines = scalar_lines(chosen.connection, chosen.run, name)
+    if not lines:
+        known = ", ".join(close_names(chosen.connection, chosen.run, name)) or "none"
+        raise CommandError(f"{chosen.run} has no scalar {name!r}; similar names: {known}", code=USAGE)
+    return metric_figure(chosen.run, name, lines, axis=Axis(axis))
 
 
 def _curves(chosen: OpenRun, kind: FigureKind, axis: AxisName) -> Figure:

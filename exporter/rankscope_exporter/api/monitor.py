@@ -187,6 +187,7 @@ class Monitor(CopiesDoNothing):
     def log(self, *, step: int | None = None, **values: Any) -> None:
         """Log numbers of the current step: `log(loss=loss, grad_norm=norm, tokens=n)`.
 
+        Each name has a chart on the page of the run. docs/pages.md lists names with another effect, such as `val/loss`.
         Values are numbers, one-element tensors (read later, without waiting for the device), None (absent), or mappings
         of these: `loss={"lm": …, "aux": …}`, `learning_rate={"0": …}`. NaN and Inf are kept. `tokens` and `samples` are
         the numbers of tokens and samples of this step on this rank. The monitor derives their totals, and their rates

@@ -22,7 +22,7 @@ from rankscope_contract.metrics.catalogue import HARDWARE_SCALARS, MONITOR_SCALA
 from rankscope_ingest.record_channel.validate import ValidBody
 
 _LEFT_OUT: Final = HARDWARE_SCALARS | MONITOR_SCALARS
-"""Scalars that the page of a run reads from the store only: several for each step, which nobody follows live."""
+"""Scalars that the page of a run reads from the store only: each step has several of them."""
 
 _FIRST: Final = frozenset(
     {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rankscope_ingest.importers import importers
 from rankscope_contract.model.scalar_names import canonical
+from rankscope_ingest.importers import importers
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "importing-training-logs.md"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow as pa
 
-from rankscope_ingest.reporting.live_tail import KEPT_STEPS, LiveTails
+from rankscope_ingest.reporting.live_tail import KEPT_STEPS, KEPT_VALUES, MOST_NAMES, LiveTails
 
 
 def body(rank: int, values: dict[int, float | None], *, name="loss", labels=None, attempt=0):
@@ -61,11 +61,25 @@ async def test_nan_is_null_and_throughput_has_its_sum():
         tails.add(body(1, {1: 30.0}, name="tokens_per_second"))
         tails.add(body(0, {1: 9.0}, name="learning_rate", labels='{"group":"1"}'))
         tails.add(body(0, {1: 8.0}, name="learning_rate", labels='{"group":"0"}'))
-        tails.add(body(0, {1: 7.0}, name="not shown"))
+        tails.add(body(0, {1: 7.0}, name="process_threads"))
         _, found = await rows(tails)
 
     values = {"loss": [None] * 3, "tokens_per_second": [20.0, 10.0, 30.0, 40.0], "learning_rate": [8.0] * 3}
-    assert values == found[0][3]
+    groups = {'learning_rate{"group":"0"}': [8.0] * 3, 'learning_rate{"group":"1"}': [9.0] * 3}
+    assert values | groups == found[0][3]
+
+
+async def test_every_name_that_the_script_logs_is_kept_within_a_limit():
+    tails = LiveTails()
+    with tails.viewing("r"):
+        for number in range(MOST_NAMES + 50):
+            tails.add(body(0, dict.fromkeys(range(250), 1.0), name=f"val/m{number}"))
+        tails.add(body(0, {250: 1.0}, name="loss"))
+        _, found = await rows(tails)
+
+    assert {f"val/m{number}" for number in range(MOST_NAMES)} == {name for row in found[:-1] for name in row[3]}
+    assert ["loss"] == list(found[-1][3])
+    assert KEPT_VALUES >= len(found) * MOST_NAMES
 
 
 async def test_run_without_a_viewer_keeps_nothing():

@@ -380,7 +380,7 @@ function newMetric(name) {
     place.dataset.group = group;
     /** @type {HTMLElement} */ (place.querySelector("summary bdi")).textContent = group;
     place.querySelector(".grid2")?.replaceChildren();
-    list.append(place);
+    list.insertBefore(place, list.querySelector("details[data-group='Host and GPU'], details[data-group='Step phases and monitor']"));
   }
   list.hidden = false;
   place.querySelector(".grid2")?.append(panel);

@@ -208,6 +208,9 @@ def compared_values(runs: Sequence[Summary]) -> tuple[ComparedValue, ...]:
         best = [{evaluation.name: evaluation for evaluation in one.evaluations}.get(name) for one in runs]
         columns[f"last {name}"] = [None if one is None else one.last for one in best]
         columns[f"best {name}"] = [None if one is None else one.best for one in best]
+    for name in dict.fromkeys(metric.name for one in runs for metric in one.metrics):
+        last = [{metric.name: metric.last for metric in one.metrics}.get(name) for one in runs]
+        columns[f"last {name}"] = [*last]
     return tuple(ComparedValue(name=name, values=tuple(values)) for name, values in columns.items())
 
 

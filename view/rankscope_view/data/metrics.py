@@ -6,6 +6,8 @@ name with the label `source_name`; they are metrics of their own unless the page
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +30,16 @@ MOST_LINES: Final = 24
 """Largest number of lines of a metric, which a chart shows."""
 
 
+_SUMMARIES: Final = """\
+SELECT name, labels, count(*) AS rows, arg_max(value, (attempt, cumulative_step)) AS last,
+  arg_max(step, (attempt, cumulative_step)) AS last_step,
+  min(value) FILTER (isfinite(value)) AS lowest,
+  arg_min(step, (value, cumulative_step)) FILTER (isfinite(value)) AS lowest_step,
+  max(value) FILTER (isfinite(value)) AS highest,
+  arg_max(step, (value, -cumulative_step)) FILTER (isfinite(value)) AS highest_step
+FROM scalar_history WHERE run = $run AND stands AND name IN (SELECT unnest($names)) GROUP BY name, labels"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
     """One scalar of a run. `labels` has the texts of labels of its lines."""
@@ -43,15 +55,15 @@ class Metric:
             return HARDWARE if self.stored in HARDWARE_SCALARS else MONITOR
         return group_of(self.name)
 
-    @property
-    def is_own(self) -> bool:
-        """Return whether the script logged the metric, not the monitor."""
-        return self.group not in (HARDWARE, MONITOR)
-
     def words(self, labels: str | None) -> str:
         """Return the labels of a line as words such as `group 0`; empty without labels."""
         kept = {key: value for key, value in _parsed(labels).items() if key not in (SOURCE_NAME, SOURCE_UNIT)}
         return ", ".join(f"{key} {value}" for key, value in kept.items())
+
+    def title(self, labels: str | None) -> str:
+        """Return the name of the line with these labels."""
+        words = self.words(labels)
+        return f"{self.name} ({words})" if words else self.name
 
 
 def group_of(name: str) -> str:
@@ -78,9 +90,11 @@ class Metrics:
     found: Mapping[str, Metric]
     sources: Mapping[str, str]
 
-    def find(self, name: str) -> Metric | None:
-        """Return the metric that is stored or was logged as `name`; None if there is none, or if CHARTS has it."""
-        return self.found.get(name)
+    @property
+    def own(self) -> list[Metric]:
+        """Return the metrics that the script logged, those without a prefix first."""
+        own = (metric for metric in self.found.values() if metric.group not in (HARDWARE, MONITOR))
+        return sorted(own, key=lambda metric: (metric.group != UNGROUPED, metric.name))
 
 
 def read_metrics(connection: Connection, run: str) -> Metrics:
@@ -91,7 +105,8 @@ def read_metrics(connection: Connection, run: str) -> Metrics:
             if f'"{IMPORTED_FROM}":' not in labels:
                 series.setdefault(name, set()).add(labels)
     found: dict[str, list[str | None]] = {}
-    stored_as, sources = {}, {}
+    stored_as: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for stored, texts in series.items():
         main = min(texts) if stored in CHARTS and stored != PERPLEXITY else None
         for labels in sorted(texts):
@@ -132,11 +147,71 @@ def _keyed(one: Curve, key: str) -> Curve:
     return replace(one, lines=tuple(replace(line, key=key) for line in one.lines))
 
 
+def scalar_lines(connection: Connection, run: str, name: str, rank: int | None = None) -> list[tuple[str, History]]:
+    """Return the lines of a scalar of `run`, of all ranks or one, as pairs of words and rows; empty without any.
+
+    `name` is stored, a name under which the script logged the scalar, or the perplexity.
+    """
+    metrics = read_metrics(connection, run)
+    if (metric := metrics.found.get(name)) is not None:
+        histories = metric_histories(connection, run, metric, rank)
+        return [(metric.words(labels), one) for labels, one in zip(metric.labels, histories, strict=False)]
+    stored = next((stored for stored, source in metrics.sources.items() if source == name), name)
+    history = read_chart(connection, run, stored, rank)
+    return [("", history)] if len(history) else []
+
+
+def own_histories(connection: Connection, run: str, most: int) -> dict[str, History]:
+    """Return the histories of the first lines of metrics that the script of `run` logged, by name and labels."""
+    found: dict[str, History] = {}
+    for metric in read_metrics(connection, run).own[:most]:
+        for labels, history in zip(metric.labels, metric_histories(connection, run, metric), strict=False):
+            found[metric.title(labels)] = history
+    return dict(itertools.islice(found.items(), most))
+
+
 def named_history(connection: Connection, run: str, name: str, rank: int | None = None) -> History:
-    """Return the history of a scalar of CHARTS, or of the first line of a metric; it may have no rows."""
-    metric = None if name in CHARTS else read_metrics(connection, run).find(name)
-    return (
-        read_chart(connection, run, name, rank)
-        if metric is None
-        else metric_histories(connection, run, metric, rank)[0]
-    )
+    """Return the history of the first line of a scalar; it may have no rows."""
+    if name in CHARTS:
+        return read_chart(connection, run, name, rank)
+    lines = scalar_lines(connection, run, name, rank)
+    return lines[0][1] if lines else nothing(name)
+
+
+def close_names(connection: Connection, run: str, name: str) -> list[str]:
+    """Return names of scalars of `run` that are similar to `name`, or the first ones."""
+    metrics = read_metrics(connection, run)
+    known = [*metrics.found, *metrics.sources.values(), *CHARTS]
+    return difflib.get_close_matches(name, known, n=5, cutoff=0.4) or known[:5]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSummary:
+    """The newest value of a line of a metric, and its range over the steps that are not superseded.
+
+    A value is the mean over the ranks that logged it at the step. `lowest` and `highest` are of finite values,
+    each with the first step that has it.
+    """
+
+    name: str
+    rows: int
+    last: float
+    last_step: int | None
+    lowest: float | None
+    lowest_step: int | None
+    highest: float | None
+    highest_step: int | None
+
+
+def metric_summaries(connection: Connection, run: str) -> tuple[MetricSummary, ...]:
+    """Return the summaries of all metrics that the script of `run` logged."""
+    own = read_metrics(connection, run).own
+    rows = connection.query(_SUMMARIES, {"run": run, "names": sorted({one.stored for one in own})}).to_pylist()
+    stored = {(row.pop("name"), row.pop("labels")): row for row in rows}
+    found = []
+    for metric in own:
+        for labels in metric.labels:
+            row = stored.get((metric.stored, labels))
+            if row is not None:
+                found.append(MetricSummary(name=metric.title(labels), **row))
+    return tuple(found)

@@ -20,6 +20,7 @@ from rankscope_view.data.advice import perplexity
 from rankscope_view.data.detail import RunDetail, read_detail
 from rankscope_view.data.hints import Hint, tuning_hints
 from rankscope_view.data.history import GRAD_NORM, LEARNING_RATE, LOSS, Floats, History, main_labels, read_history
+from rankscope_view.data.metrics import MetricSummary, metric_summaries
 from rankscope_view.data.ranks import rank_table
 from rankscope_view.data.speed import Speed, numbers_of, read_speed
 from rankscope_view.data.utilization import Utilization, read_utilization
@@ -141,6 +142,7 @@ class Summary:
     progress: Progress
     losses: Losses
     evaluations: tuple[Evaluation, ...]
+    metrics: tuple[MetricSummary, ...]  # the other scalars that the script logged
     best: Best | None
     parameters: Parameters
     times: Times
@@ -171,6 +173,8 @@ def read_summary(
         utilization = read_utilization(connection, run, speed, peak_tflops=peak_tflops)
         hints = tuning_hints(speed, utilization, rank_table(connection, run))
         evaluations = _evaluations(connection, run, scalars)
+        named = {one.name for one in evaluations}
+        metrics = tuple(one for one in metric_summaries(connection, run) if one.name not in named)
         stored = summaries.summary(connection, run, with_goodput=False)
     stored = replace(stored, goodput=detail.facts.goodput, wall_seconds=detail.facts.wall_seconds)
     state = _trainer_state(detail.facts.config)
@@ -179,6 +183,7 @@ def read_summary(
         progress=_progress(detail, state, epochs),
         losses=losses_of(detail.history(LOSS)),
         evaluations=evaluations,
+        metrics=metrics,
         best=_best(state),
         parameters=_parameters(detail, totals),
         times=_times(detail, stored, totals),
@@ -350,6 +355,7 @@ def summary_document(found: Summary) -> dict[str, Any]:
         "reason": found.stored.reason,
         **document,
         "evaluations": [asdict(one) for one in found.evaluations],
+        "metrics": [asdict(one) for one in found.metrics],
         "best": None if found.best is None else asdict(found.best),
         "speed": {
             "throughput": None

@@ -250,7 +250,7 @@ def _line(whole: History, values: Floats, request: CurveRequest, role: Role, lab
         return None
     names = ("x", "step", "value", "smoothed", "low", "high")
     joined = {name: np.concatenate([getattr(line, name) for line in drawn]) for name in names}
-    return Line(label=label, role=role, **joined)
+    return Line(label=label, role=role, key=None, **joined)
 
 
 def _firings(

@@ -46,16 +46,23 @@ class _End:
     color: str
 
 
-def overlay(name: str, histories: Sequence[tuple[str, History]], *, axis: Axis = Axis.STEP) -> Figure:
+def overlay(
+    name: str, histories: Sequence[tuple[str, History]], *, axis: Axis = Axis.STEP, title: str | None = None
+) -> Figure:
     """Return a figure of 15 × 8 inches with the scalar `name` of several runs, which are pairs of a label and rows.
 
-    The runs differ by colour, line style and marker, so that a grey print distinguishes them.
+    `title` replaces the name and the number of the runs. The runs differ by colour, line style and marker, so that a
+    grey print distinguishes them.
     """
     with style(_TEXT_SIZE):
         figure = new_figure(*SIZE)
         axes: Axes = figure.subplots()
         known = [(label, history) for label, history in histories if np.isfinite(history.value).any()]
-        axes.set_title(f"{name.replace('_', ' ').capitalize()} of {len(known)} run{'' if len(known) == 1 else 's'}")
+        axes.set_title(
+            shown(title)
+            if title
+            else f"{name.replace('_', ' ').capitalize()} of {len(known)} run{'' if len(known) == 1 else 's'}"
+        )
         if not known:
             show_nothing(axes, f"no run has a finite {name.replace('_', ' ')}")
             return figure

@@ -12,8 +12,10 @@ from rankscope_view.data.comparison import DIFFERENCE, LETTERS, ComparedSide, Co
 from rankscope_view.data.curves import Curve, notice
 from rankscope_view.data.detail import STEP_SECONDS
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS
+from rankscope_view.data.metrics import Metric
 from rankscope_view.pages import svg
 from rankscope_view.pages.format import NOTHING, count, kind_words, measure, text
+from rankscope_view.pages.metrics import metric_groups
 from rankscope_view.pages.parts import Place, document, icon, panel, state_word, tensor_name, verdict
 from rankscope_view.pages.run import OUTSIDE, ChartChoice, is_long, title, toolbar
 
@@ -25,8 +27,13 @@ _NOTES: Final = {
 _SHOWN_SETTINGS: Final = 200
 
 
-def page(place: Place, found: Comparison, choice: ChartChoice, curves: Mapping[str, Curve]) -> str:
-    """Return the comparison of several sides. `curves` have a line for each side, by the name of the scalar."""
+def page(
+    place: Place, found: Comparison, choice: ChartChoice, curves: Mapping[str, Curve], metrics: Sequence[Metric]
+) -> str:
+    """Return the comparison of several sides. `curves` have a line for each side, by the name of the scalar.
+
+    `metrics` are the other scalars that the script of any side logged.
+    """
     sides = [one.side for one in found.sides]
     letters = [side.letter.upper() for side in sides]
     bar = toolbar(
@@ -42,7 +49,7 @@ def page(place: Place, found: Comparison, choice: ChartChoice, curves: Mapping[s
     query = text(_address(Place(), sides).partition("?")[2].replace("&amp;", "&"))
     body = (
         f'{_names(place, sides)}{_verdicts(found)}<div class="columns" id="run" data-run="" data-query="{query}">'
-        f"<div>{bar}{charts}{_points(found)}</div><aside>{_summary(found)}{_settings(found)}</aside></div>"
+        f"<div>{bar}{charts}{_points(found)}{metric_groups(metrics, {}, compare=True)}</div><aside>{_summary(found)}{_settings(found)}</aside></div>"
     )
     what = "runs" if len({side.run for side in sides}) > 1 else "ranks"
     heading = f"Compare {len(sides)} {what}"

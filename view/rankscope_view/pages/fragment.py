@@ -11,7 +11,7 @@ from rankscope_view.pages.parts import state_word
 from rankscope_view.pages.report import ReportContent, sentences
 from rankscope_view.pages.sections import sections
 
-_SECTIONS: Final = ("progress", "loss", "parameters", "time", "speed")
+_SECTIONS: Final = ("progress", "loss", "parameters", "time", "speed", "metrics")
 _STYLE: Final = """\
 .rankscope { max-width: 820px; font-size: 13px; } .rankscope .chart { width: 100%; height: auto; }
 .rankscope .tensor { font-family: monospace; } .rankscope .raw { opacity: .45; } .rankscope .smooth { stroke-width: 1.8; }

@@ -12,9 +12,9 @@ from typing import Final
 from rankscope_contract.model.events import RunState
 from rankscope_contract.security.escaping import sql_string
 from rankscope_view.data.curves import Axis, Curve
-from rankscope_view.data.detail import PERPLEXITY, RunDetail
+from rankscope_view.data.detail import RunDetail
 from rankscope_view.data.events import EventLine, EventLog, Group
-from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, SPEEDS
+from rankscope_view.data.history import LOSS
 from rankscope_view.data.incidents import Incident
 from rankscope_view.data.ranks import RankTable
 from rankscope_view.data.summary import Summary, Trend
@@ -27,8 +27,7 @@ from rankscope_view.pages.sections import sections
 from rankscope_view.pages.settings import configuration
 
 MOST_INCIDENTS: Final = 50
-_BLOCKS: Final = ("progress", "loss", "parameters", "time", "speed")
-_CHARTS: Final = (PERPLEXITY, GRAD_NORM, LEARNING_RATE, EVAL_LOSS, *SPEEDS)
+_BLOCKS: Final = ("progress", "loss", "parameters", "time", "speed", "metrics")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +162,7 @@ def _curves(content: ReportContent) -> str:
     if not content.curves:
         return '<p class="empty">No curve is stored for this run.</p>'
     main = chart_panel(found, LOSS, content.curves[LOSS], choice, is_main=True) if LOSS in content.curves else ""
-    more = [name for name in _CHARTS if name in content.curves]
+    more = [name for name in content.curves if name != LOSS]
     grid = "".join(chart_panel(found, name, content.curves[name], choice, is_main=False) for name in more)
     return (
         f'{_toolbar(content)}<div id="run" data-run="{text(found.row.run)}">{main}<div class="grid2">{grid}</div></div>'

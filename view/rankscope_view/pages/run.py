@@ -100,9 +100,14 @@ def page(
 ) -> str:
     """Return the page of a run. `curves` are drawn for readers without scripts, by the name of the scalar."""
     row = found.row
-    main = chart_panel(found, LOSS, curves[LOSS], choice, is_main=True) if LOSS in curves else _no_loss(place, found)
+    main = _no_loss(place, found)
+    sources = metrics.sources
+    if LOSS in curves:
+        main = chart_panel(found, LOSS, curves[LOSS], choice, is_main=True, source=sources.get(LOSS))
     more = [name for name in (GRAD_NORM, LEARNING_RATE, EVAL_LOSS, *SPEEDS, PERPLEXITY) if name in curves]
-    folded = "".join(chart_panel(found, name, curves[name], choice, is_main=False) for name in more)
+    folded = "".join(
+        chart_panel(found, name, curves[name], choice, is_main=False, source=sources.get(name)) for name in more
+    )
     words = ", ".join(title(name).lower() for name in more)
     group = (
         f'<details class="more" id="more" open><summary>{words.capitalize()} <span class="dim">{len(more)} charts</span> '
@@ -290,14 +295,20 @@ def toolbar(
     )
 
 
-def chart_panel(found: RunDetail, name: str, curve: Curve, choice: ChartChoice, *, is_main: bool) -> str:
-    """Return the panel of one chart. The scripts of the page replace the drawing of the server."""
+def chart_panel(
+    found: RunDetail, name: str, curve: Curve, choice: ChartChoice, *, is_main: bool, source: str | None = None
+) -> str:
+    """Return the panel of one chart. The scripts of the page replace the drawing of the server.
+
+    `source` is the name under which the script logged the scalar, if it differs from the stored one.
+    """
     hint = _HINTS.get(name, _SPEED_HINT if name in SPEEDS else "")
     axis = next(line for axis, _, line in AXES if axis is choice.request.axis)
     ranks = found.row.world_size or 0
     note = {LOSS: f"mean of {ranks} ranks" if ranks > 1 else "", PERPLEXITY: "exp(loss)", **SPEED_UNITS}.get(name, "")
     if ranks > 1 and name in _SUMMED:
         note += " per rank"
+    note = ", ".join(part for part in (note, f"logged as {source}" if source else "") if part)
     is_log = choice.is_log or name == GRAD_NORM
     legend = '<span class="legend"></span><button class="save" title="Save as CSV or PNG" aria-label="Save">⤓</button>'
     text_below = (

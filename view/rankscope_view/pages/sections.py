@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from rankscope_view.data.advice import LARGEST_EXPONENT
 from rankscope_view.data.summary import TREND_ROWS, Evaluation, Summary, Trend
 from rankscope_view.pages.format import NOTHING, count, duration, number, short, utc
 
+MOST_METRICS: Final = 20
 _TIME = "%Y-%m-%d %H:%M:%S UTC"
 
 
@@ -32,6 +34,7 @@ def sections(found: Summary) -> tuple[Section, ...]:
         "parameters": _parameters(found),
         "time": _time(found),
         "speed": _speed(found),
+        "metrics": _metrics(found),
         "hints": _hints(found),
         "run": _stored(found),
     }
@@ -181,6 +184,20 @@ def _speed(found: Summary) -> Iterator[tuple[str, str]]:
         verdict = "do not match" if check.is_off else "match"
         samples = f"throughput × step time is {check.samples:,.4g} samples, global batch {check.global_batch:,.0f}"
         yield "batch check", f"{samples}: they {verdict} ({100 * check.difference:+.1f} %)"
+
+
+def _metrics(found: Summary) -> Iterator[tuple[str, str]]:
+    for one in found.metrics[:MOST_METRICS]:
+        varies = one.lowest is not None and one.lowest != one.highest
+        bounds = (
+            f"; lowest {_six(one.lowest)}{_at(one.lowest_step)}, highest {_six(one.highest)}{_at(one.highest_step)}"
+        )
+        yield one.name, f"{_six(one.last)}{_at(one.last_step)}{bounds if varies else ''}"
+    if len(found.metrics) > MOST_METRICS:
+        yield (
+            "more",
+            f"{count(len(found.metrics) - MOST_METRICS)} metrics, in the summary as JSON and on the page of the run",
+        )
 
 
 def _hints(found: Summary) -> Iterator[tuple[str, str]]:

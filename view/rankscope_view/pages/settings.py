@@ -15,16 +15,18 @@ LONGEST_CONFIG: Final = 100_000
 _OF_TRAINING: Final = ("hyperparameters", "argv", "git_commit", "device", "quantities", "every")
 """Settings in the configuration of a monitor that describe the training. The others are only in the folded JSON."""
 
+_WORDS: Final = {"argv": "command", "git_commit": "commit"}
+
 
 def settings(found: RunDetail) -> list[tuple[str, str]]:
-    """Return facts about the run and its configuration as (name, value). Nested settings have names with dots."""
+    """Return the configuration of a run and facts about it as (name, value). Nested settings have names with dots."""
     row, facts = found.row, found.facts
     known = [("source", row.source_kind), ("ranks", row.world_size), ("hosts", ", ".join(facts.hosts[:8]))]
     known += [("started", utc(row.started_at, "%Y-%m-%d %H:%M:%S UTC") if row.started_at is not None else None)]
     known += [("ended", utc(row.ended_at, "%Y-%m-%d %H:%M:%S UTC") if row.ended_at is not None else None)]
     known += [(name, version) for name, version in facts.versions.items()]
     listed = [(name, str(value)) for name, value in known if value not in (None, "")]
-    return listed + list(_flat(_config(facts.config)))
+    return [(_WORDS.get(name, name), value) for name, value in _flat(_config(facts.config))] + listed
 
 
 def _config(document: str | None) -> dict[str, Any]:
@@ -52,9 +54,9 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 def configuration(found: RunDetail, *, is_report: bool = False) -> str:
     """Return the configuration as HTML: a panel of the page of the run, or a part of its report."""
     listed = settings(found)
-    rows = "".join(
-        f"<tr><td>{text(name)}</td><td>{text(_short(value))}</td></tr>" for name, value in listed[:MOST_SETTINGS]
-    )
+    if len(listed) > MOST_SETTINGS:
+        listed = [*listed[: MOST_SETTINGS - 1], ("more", f"{len(listed) - MOST_SETTINGS + 1} settings")]
+    rows = "".join(f"<tr><td>{text(name)}</td><td>{text(_short(value))}</td></tr>" for name, value in listed)
     config = found.facts.config
     whole = ""
     if config and len(config) <= LONGEST_CONFIG:

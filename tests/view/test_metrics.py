@@ -1,0 +1,180 @@
+"""Every scalar that a script logged, on the page of its run, in summary, report, figures and the comparison."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from tests.view.served import served
+from tests.view.training import HOSTILE, START, append, run_row, scalars
+
+from rankscope_storage.api.store import Store
+from rankscope_storage.connection import connect
+from rankscope_view.data.comparison import compared_values
+from rankscope_view.data.metrics import read_metrics, scalar_lines
+from rankscope_view.data.summary import read_summary
+from rankscope_view.pages.sections import sections
+from rankscope_view.report import report
+from rankscope_view.site import Site
+
+STEPS = np.arange(200)
+LONG = "layers." * 30 + "entropy"
+CONFIG = {
+    "serve": {},
+    "hyperparameters": {"optimizer": {"name": "adamw"}, "batch_size": 32},
+    "argv": ["train.py", "--fast"],
+    "git_commit": "0123abcd",
+}
+
+
+def write_run(writer, run: str, names: dict[str, np.ndarray], labelled=()) -> None:
+    tables = [
+        scalars(run, name, steps, np.asarray(values, float)[steps], ts=START + steps * 1_000_000, labels=labels)
+        for name, values, steps, labels in [*((name, values, STEPS, None) for name, values in names.items()), *labelled]
+    ]
+    config = json.dumps(CONFIG)
+    row = run_row(run, "completed", last_step=199, planned_steps=200, config=config)
+    append(writer, scalars=pa.concat_tables(tables), runs=row)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("metrics") / "store"
+    wave = np.sin(STEPS / 20)
+    with Store.open(path, create=True).claim(owner="a test") as writer:
+        broken = np.where(STEPS % 50 == 7, np.nan, wave)
+        names = {"loss": 5 - STEPS / 100, "my_metric": 2.0 * STEPS, "val/accuracy": STEPS / 200, "broken": broken}
+        names |= {HOSTILE: wave, LONG: wave, "host_cpu_utilization": wave}
+        labelled = [
+            ("acc", wave + number, STEPS, json.dumps({"key": name}, separators=(",", ":")))
+            for number, name in enumerate(("top1", "top5"))
+        ]
+        labelled += [("once", wave, STEPS[3:4], None), ("rare", 1.0 * STEPS, STEPS[::100], None)]
+        labelled += [("eval_loss", 4 - STEPS / 100, STEPS[::20], '{"source_name":"val/loss"}')]
+        write_run(writer, "own", names, labelled)
+        write_run(writer, "other", {"loss": 5 - STEPS / 90, "my_metric": 3.0 * STEPS})
+        many = [(f"g{at % 25}/m{at}", wave + at, STEPS[:30], None) for at in range(500)]
+        write_run(writer, "many", {"loss": 5 - STEPS / 100}, many)
+    return path
+
+
+@pytest.fixture(scope="module")
+def address(store):
+    with served(Site(store, clock=lambda: START / 1e6 + 300)) as found:
+        yield found
+
+
+def panel(name: str) -> str:
+    """Return an expression: the panel of a metric."""
+    title = f"JSON.parse(one.querySelector('.plot').dataset.chart).name === {json.dumps(name)}"
+    return f"[...document.querySelectorAll('.metric')].find((one) => {title})"
+
+
+def drawn(name: str) -> str:
+    """Return a condition: the chart of a metric has a plot."""
+    return f"{panel(name)}?.querySelector('.uplot')"
+
+
+def legend(name: str) -> str:
+    return f"{panel(name)}.querySelector('.legend').innerText"
+
+
+def opened(chromium, address: str) -> None:
+    chromium.problems.clear()
+    chromium.look(1280, 900)
+    chromium.open(address)
+    chromium.wait("document.querySelector('#chart-loss .uplot')")
+    chromium.run("document.querySelectorAll('#metrics details').forEach((one) => (one.open = true))")
+
+
+NAMES = ["my_metric", "val/accuracy", "broken", HOSTILE, LONG, "acc", "once", "rare", "host_cpu_utilization"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_logged_name_has_a_chart_on_the_page_of_the_run(chromium, address, name):
+    if not chromium.run("location.href").endswith("/runs/own"):
+        opened(chromium, f"{address}/runs/own")
+    chromium.run(f"{panel(name)}.scrollIntoView()")
+
+    chromium.wait(drawn(name))
+    assert [] == chromium.problems
+
+
+def test_chart_shows_values_labels_and_gaps(chromium, address):
+    opened(chromium, f"{address}/runs/own")
+    chromium.run("document.querySelector('#metricsearch').scrollIntoView()")
+    for name in ("my_metric", "acc"):
+        chromium.wait(drawn(name))
+
+    assert "398.0" in chromium.run(legend("my_metric"))
+    assert "key top1" in chromium.run(legend("acc"))
+    assert "key top5" in chromium.run(legend("acc"))
+    assert "logged as val/loss" in chromium.run("document.querySelector('#chart-eval_loss').innerText")
+
+
+def test_page_of_a_run_has_its_configuration(chromium, address):
+    opened(chromium, f"{address}/runs/own")
+
+    words = chromium.run("document.querySelector('#config').innerText").split("\n")
+    assert {"optimizer.name\tadamw", "batch_size\t32", "command\ttrain.py --fast", "commit\t0123abcd"} <= set(words)
+
+
+def test_500_names_are_folded_and_found_by_a_search(chromium, address):
+    chromium.look(1280, 900)
+    chromium.open(f"{address}/runs/many")
+    chromium.wait("document.querySelector('#chart-loss .uplot')")
+
+    assert 25 == chromium.run("document.querySelectorAll('#metrics details:not([open])').length")
+    assert 0 == chromium.run("document.querySelectorAll('#metrics .uplot').length")
+    chromium.run("(({value}) => 0)(Object.assign(document.querySelector('#metricsearch'), {value: 'G3 m478'}))")
+    chromium.run("document.querySelector('#metricsearch').dispatchEvent(new Event('input'))")
+    chromium.wait(drawn("g3/m478"))
+    assert 1 == chromium.run("[...document.querySelectorAll('.metric')].filter((one) => one.checkVisibility()).length")
+
+
+def test_summary_has_the_values_of_all_names(store):
+    with connect(store) as connection:
+        found = read_summary(connection, "own")
+    rows = dict(next(one.rows for one in sections(found) if one.title == "metrics"))
+
+    assert "398.000000 at step 199; lowest 0.000000 at step 0, highest 398.000000 at step 199" == rows["my_metric"]
+    assert {"val/accuracy", "acc (key top1)", "acc (key top5)", "once", "rare", "broken", HOSTILE, LONG} <= set(rows)
+    assert "val/loss" not in rows  # it is the evaluation loss
+    assert ["eval_loss"] == [one.name for one in found.evaluations]
+
+
+def test_report_draws_the_metrics(store, chromium, tmp_path):
+    with connect(store) as connection:
+        made = report(connection, "own", made_at=START / 1e6, source="store")
+    file = tmp_path / "report.html"
+    file.write_text(made.html)
+    chromium.open(file.as_uri())
+    chromium.wait("document.querySelector('#chart-my_metric .uplot')")
+
+    assert "398.0" in chromium.run("document.querySelector('#chart-my_metric .legend').innerText")
+
+
+def test_comparison_has_the_metrics_of_both_runs(chromium, address, store):
+    chromium.open(f"{address}/compare?a=own&b=other&smooth=none")
+    chromium.wait("document.querySelector('.uplot') && document.querySelector('#metrics')")
+    chromium.run("document.querySelector('#metrics').scrollIntoView()")
+    chromium.wait(drawn("my_metric"))
+    with connect(store) as connection:
+        values = compared_values([read_summary(connection, run) for run in ("own", "other")])
+
+    assert ["A398.0", "B597.0"] == chromium.run(legend("my_metric")).split()
+    assert (398.0, 597.0) == next(one.values for one in values if one.name == "last my_metric")
+
+
+def test_lines_of_a_metric_are_the_stored_rows(store):
+    with connect(store) as connection:
+        lines = dict(scalar_lines(connection, "own", "acc"))
+        logged = scalar_lines(connection, "own", "val/loss")
+
+        assert ["key top1", "key top5"] == list(lines)
+        assert (np.sin(STEPS / 20) + 1).tolist() == lines["key top5"].value.tolist()
+        assert STEPS[::20].tolist() == logged[0][1].step.tolist()
+        assert 501 == len(read_metrics(connection, "many").found) + 1
