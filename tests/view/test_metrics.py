@@ -122,6 +122,19 @@ def test_page_of_a_run_has_its_configuration(chromium, address):
     assert {"optimizer.name\tadamw", "batch_size\t32", "command\ttrain.py --fast", "commit\t0123abcd"} <= set(words)
 
 
+def test_few_controls_are_before_the_first_curve_and_the_rest_is_folded(chromium, address):
+    opened(chromium, f"{address}/runs/own")
+    found = "[...document.querySelectorAll('#toolbar a, #toolbar summary, #toolbar input')]"
+    controls = f"{found}.filter((one) => one.checkVisibility()).map((one) => one.innerText)"
+
+    assert ["None", "EMA", "Average", "Linear", "Log", "Axis and more"] == chromium.run(controls)
+    chromium.click("#toolbar summary")
+    chromium.click("#toolbar [data-axis=time]")
+    chromium.wait("location.search.includes('axis=time')")
+    chromium.open(chromium.run("location.href"))  # the address restores the choice, and shows it
+    chromium.wait("document.querySelector('#toolbar [data-axis=time][aria-current]')?.checkVisibility()")
+
+
 def test_500_names_are_folded_and_found_by_a_search(chromium, address):
     chromium.look(1280, 900)
     chromium.open(f"{address}/runs/many")

@@ -314,6 +314,7 @@ function charts() {
   // Open from the beginning, but on a narrow screen the incidents below come first.
   const kept = recall("more");
   if (more && (kept === "" || (kept === null && matchMedia("(max-width: 760px)").matches))) more.open = false;
+  if (matchMedia("(max-width: 760px)").matches) for (const group of /** @type {NodeListOf<HTMLDetailsElement>} */ (document.querySelectorAll("#metrics details"))) group.open = false;
   byId("toolbar")?.addEventListener("click", (event) => {
     const link = /** @type {HTMLElement} */ (event.target).closest("a");
     if (!link) return;

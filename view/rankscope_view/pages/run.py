@@ -286,12 +286,16 @@ def toolbar(
             f"Newest {count(POINTS)}</a>"
         )
     whole = address(values | {"from_": None, "to": None})
+    is_used = choice.fits_all or request.newest or (has_axes and request.axis is not Axis.STEP)
+    rare = (
+        f"{segmented('Axis', axes, request.axis.value, 'axis') if has_axes else ''}{slider}"
+        f'<a class="button" id="fit" href="{fit}"{" aria-current=true" if choice.fits_all else ""}>Fit all</a>{newest}'
+    )
     return (
-        f'<div class="toolbar charts" id="toolbar">{segmented("Axis", axes, request.axis.value, "axis") if has_axes else ""}'
-        f"{segmented('' if has_axes else 'Smoothing', smoothings, request.smoothing.value, 'smooth')}{slider}"
+        f'<div class="toolbar charts" id="toolbar">{segmented("Smoothing", smoothings, request.smoothing.value, "smooth")}'
         f"{segmented('', scales, '1' if choice.is_log else '', 'log')}"
-        f'<a class="button" id="fit" href="{fit}"{" aria-current=true" if choice.fits_all else ""}>Fit all</a>'
-        f'{newest}<a class="button{"" if is_zoomed else " off"}" id="whole" href="{whole}">Reset zoom <kbd>0</kbd></a></div>'
+        f'<details class="options"{" open" if is_used else ""}><summary class="button">{"Axis and more" if has_axes else "More"}</summary>{rare}</details>'
+        f'<a class="button{"" if is_zoomed else " off"}" id="whole" href="{whole}">Reset zoom <kbd>0</kbd></a></div>'
     )
 
 
