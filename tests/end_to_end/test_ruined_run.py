@@ -97,7 +97,7 @@ def test_tensor_without_a_firing_refers_to_the_firings_elsewhere(site):
 
 
 def test_root_module_has_a_name_on_every_page(site):
-    links = {attributes.get("href") or "" for tag, attributes in read(site, "runs", "ruined").elements if tag == "a"}
+    links = [attributes.get("href") or "" for _, attributes in read(site, "runs", "ruined", "incidents").elements]
     (key,) = {link.rsplit("/", 1)[1] for link in links if "/incidents/" in link}
     incident = read(site, "runs", "ruined", "incidents", key).text
 

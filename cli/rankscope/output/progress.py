@@ -162,7 +162,7 @@ def progress_parts(run: RunProgress) -> Iterator[str]:
 def figures(run: RunProgress) -> Iterator[str]:
     """Yield the known figures of a run as texts: loss, throughput, rows stored, lag, live ranks and lost records."""
     if run.loss is not None:
-        yield f"loss {run.loss:.4f}"
+        yield f"loss {run.loss:.4f}{run.loss_note}"
     if run.tokens_per_second is not None:
         yield f"{run.tokens_per_second:,.0f} tokens/s"
     yield f"{run.rows_stored:,} rows stored"
@@ -189,4 +189,8 @@ def _number(value: Any, key: str) -> Any:
 
     The text fields run, state and reason are not converted, because a run can be named NaN.
     """
-    return _NON_FINITE.get(value, value) if isinstance(value, str) and key not in ("run", "state", "reason") else value
+    return (
+        _NON_FINITE.get(value, value)
+        if isinstance(value, str) and key not in ("run", "state", "reason", "nonfinite_loss")
+        else value
+    )

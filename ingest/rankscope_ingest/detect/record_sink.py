@@ -125,7 +125,11 @@ class RecordSink:
         monitor.runs.stepped(key, rank, body.last_step, now, target.incarnation)
         scalars = body.nested.get("scalars")
         monitor.tails.add(body)
-        monitor.meter(key).observe(rank, scalars and scalars.columns, body.last_ts, body.last_step)
+        columns, steps = scalars and scalars.columns, None
+        if scalars is not None:
+            records = scalars.records
+            steps = lambda position: body.columns["step"][int(records[position])].as_py()  # noqa: E731 - called here
+        monitor.meter(key).observe(rank, columns, body.last_ts, body.last_step, steps)
         for symptom in first_causes:
             if monitor.incidents.observe(symptom, now) is not None:
                 monitor.poll_now(symptom.run, None)

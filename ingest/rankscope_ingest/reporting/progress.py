@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -29,7 +29,10 @@ class RunProgress:
     reason: str | None
     step: int | None
     planned_steps: int | None
-    loss: float | None  # NaN or infinite if the latest loss of any rank is
+    loss: float | None  # mean over the ranks that logged it at its newest step
+    loss_ranks: int | None = None  # number of these ranks
+    loss_ranks_missing: int = 0  # ranks that logged the loss before, and not at its newest step
+    nonfinite_loss: str | None = None  # name of a loss, or of a part of one, of which a newest value is NaN or infinite
     tokens_per_second: float | None
     rows_stored: int
     lag_records: int
@@ -44,9 +47,10 @@ class RunProgress:
     steps_per_second: float | None = None
 
     @property
-    def has_nonfinite_loss(self) -> bool:
-        """Return whether the latest loss is NaN or infinite."""
-        return self.loss is not None and not math.isfinite(self.loss)
+    def loss_note(self) -> str:
+        """Return the number of ranks in the mean of the loss, if ranks are missing: ` (1 of 2 ranks)`."""
+        of = (self.loss_ranks or 0) + self.loss_ranks_missing
+        return f" ({self.loss_ranks} of {of} ranks)" if self.loss_ranks_missing else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,20 +69,27 @@ class Progress:
 class RunMeter:
     """Loss, speed and counts of one attempt, collected from the poll responses of its ranks."""
 
-    loss: float | None = None
     rows_stored: int = 0
     records_lost: int = 0
     last_step_at: int | None = None
-    _losses: dict[tuple[int, str, str | None], float] = field(default_factory=dict)  # by rank, name and labels
-    _latest_loss: float | None = None
+    _losses: dict[int, tuple[int, float]] = field(default_factory=dict)  # newest step and value, by rank
+    _parts: dict[tuple[int, str, str | None], float] = field(default_factory=dict)  # by rank, name and labels
     _tokens: dict[int, deque[tuple[float, float]]] = field(default_factory=dict)
     _steps: deque[tuple[float, float]] = field(default_factory=deque)
 
-    def observe(self, rank: int, scalars: Mapping[str, pa.Array] | pa.Table | None, ts: int, step: int | None) -> None:
+    def observe(
+        self,
+        rank: int,
+        scalars: Mapping[str, pa.Array] | pa.Table | None,
+        ts: int,
+        step: int | None,
+        steps: Callable[[int], int | None] | None = None,
+    ) -> None:
         """Update the values from the scalars of one poll response of a rank.
 
         `step` is the last step in the response. `ts` is the time of that step in UTC µs by the clock of the rank; if
-        the arrival time were used instead, a backlog would look like a high rate.
+        the arrival time were used instead, a backlog would look like a high rate. `steps` returns the step of the
+        scalar with a number; without it, all have the last step.
         """
         seconds = ts / 1e6
         newest = self._steps[-1][1] if self._steps else None
@@ -88,25 +99,41 @@ class RunMeter:
             _remember(self._steps, seconds, step)
         if scalars is None:
             return
-        self._observe_losses(rank, scalars)
+        self._observe_losses(rank, scalars, steps or (lambda _: step))
         tokens = last_value(scalars, TOKENS)
         if tokens is not None:
             _remember(self._tokens.setdefault(rank, deque()), seconds, tokens)
 
-    def _observe_losses(self, rank: int, scalars: Mapping[str, pa.Array] | pa.Table) -> None:
-        """Update the loss: a NaN or infinite one if there is any, or else the latest value of the scalar `loss`.
+    @property
+    def loss(self) -> tuple[float, int, int] | None:
+        """Return the mean of the loss over the ranks that logged it at its newest step; None without a loss.
 
-        A run can log parts of its loss: values with labels, and scalars with names such as `train_loss`. A finite part,
-        or the finite loss of another rank, must not hide one that is NaN.
+        The further values are the numbers of these ranks and of those that logged it before only. Pages and queries of
+        the store have the same mean. Of a pipeline, the ranks of one stage log the loss.
         """
+        newest = max((step for step, _ in self._losses.values()), default=None)
+        values = [value for step, value in self._losses.values() if step == newest]
+        count = len(values)
+        return (sum(values) / count, count, len(self._losses) - count) if count else None
+
+    def _observe_losses(
+        self, rank: int, scalars: Mapping[str, pa.Array] | pa.Table, steps: Callable[[int], int | None]
+    ) -> None:
+        """Update the loss, and its parts: values with labels, and scalars with names such as `train_loss`."""
         for position, name in enumerate(scalars["name"].to_pylist()):
             if name == LOSS or name.endswith(_LOSS_ENDINGS):
                 value = scalars["value"][position].as_py()
                 if value is not None:
-                    self._losses[rank, name, scalars["labels"][position].as_py()] = value
-        latest = last_value(scalars, LOSS)
-        self._latest_loss = self._latest_loss if latest is None else latest
-        self.loss = next((value for value in self._losses.values() if not math.isfinite(value)), self._latest_loss)
+                    self._parts[rank, name, scalars["labels"][position].as_py()] = value
+        at = _last_position(scalars, LOSS)
+        value, step = (None, None) if at is None else (scalars["value"][at].as_py(), steps(at))
+        if value is not None and step is not None:
+            self._losses[rank] = step, value
+
+    @property
+    def nonfinite_loss(self) -> str | None:
+        """Return the name of a loss, or part of one, of which the newest value of a rank is NaN or infinite."""
+        return next((name for (_, name, _), value in self._parts.items() if not math.isfinite(value)), None)
 
     def tokens_per_second(self) -> float | None:
         """Return the tokens per second over the last 30 s, summed over the ranks, or None if unknown."""
@@ -130,6 +157,7 @@ class RunMeter:
 
 def run_progress(attempt: Attempt, meter: RunMeter, targets: Iterable[Target]) -> RunProgress:
     """Return the progress of `attempt`. `meter` has the rates of the attempt, and `targets` its ranks."""
+    loss, ranks, missing = meter.loss or (None, None, 0)
     return RunProgress(
         run=attempt.run,
         attempt=attempt.number,
@@ -137,7 +165,10 @@ def run_progress(attempt: Attempt, meter: RunMeter, targets: Iterable[Target]) -
         reason=attempt.reason,
         step=attempt.last_step,
         planned_steps=attempt.planned_steps,
-        loss=meter.loss,
+        loss=loss,
+        loss_ranks=ranks,
+        loss_ranks_missing=missing,
+        nonfinite_loss=meter.nonfinite_loss,
         tokens_per_second=meter.tokens_per_second(),
         rows_stored=meter.rows_stored,
         lag_records=sum(target.lag_records for target in targets if not target.is_gone),
@@ -156,16 +187,19 @@ def run_progress(attempt: Attempt, meter: RunMeter, targets: Iterable[Target]) -
 def last_value(scalars: Mapping[str, pa.Array] | pa.Table, name: str) -> float | None:
     """Return the newest value of the scalar `name`, or None if there is none.
 
-    Values without labels are preferred. A value with labels is used only if there is no value without labels.
+    Values without labels are preferred, or else the first labels.
     """
+    at = _last_position(scalars, name)
+    value: float | None = None if at is None else scalars["value"][at].as_py()
+    return value
+
+
+def _last_position(scalars: Mapping[str, pa.Array] | pa.Table, name: str) -> int | None:
     # A body has a few dozen scalars: a Python loop over them is faster than one call of an Arrow kernel.
     found = [position for position, known in enumerate(scalars["name"].to_pylist()) if known == name]
-    if not found:
-        return None
-    labels = scalars["labels"]
-    plain = [position for position in found if not labels[position].is_valid]
-    value: float | None = scalars["value"][(plain or found)[-1]].as_py()
-    return value
+    labels = {position: scalars["labels"][position].as_py() or "" for position in found}
+    main = min(labels.values(), default="")
+    return max((position for position in found if labels[position] == main), default=None)
 
 
 def _remember(series: deque[tuple[float, float]], at: float, value: float) -> None:

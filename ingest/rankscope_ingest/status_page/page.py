@@ -6,6 +6,7 @@ number of rows is limited; the page shows how many rows are left out, and the JS
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
@@ -22,7 +23,7 @@ from rankscope_ingest.status_page.target_html import (
     exporter_table,
     target_tables,
 )
-from rankscope_view.pages.format import ago, count, duration, number, percent, text
+from rankscope_view.pages.format import ago, count, duration, measure, number, percent, text
 
 MAX_RUNS: Final = 100
 MAX_SENDERS: Final = 10  # of refused senders of remote write
@@ -66,7 +67,7 @@ def _title(status: Status) -> str:
         return "degraded · Rankscope"
     states = Counter(run.progress.state for run in status.runs)
     bad = [f"{states[state]} {state}" for state in (RunState.FAILED, RunState.STALLED) if states[state]]
-    diverged = sum(run.progress.has_nonfinite_loss and run.progress.state not in ENDED for run in status.runs)
+    diverged = sum(run.progress.nonfinite_loss is not None and run.progress.state not in ENDED for run in status.runs)
     bad += [f"{diverged} with NaN or infinite loss"] if diverged else []
     return text(", ".join([*bad, f"{states[RunState.RUNNING]} running"])) + " · Rankscope"
 
@@ -212,8 +213,8 @@ def _head(run: RunStatus) -> Iterator[str]:
     progress = run.progress
     yield '<div class="head">'
     yield f'<span class="badge {_colour(progress)}">{text(progress.state)}</span>'
-    if progress.has_nonfinite_loss and progress.loss is not None:
-        yield f'<span class="badge red">loss {number(progress.loss)}</span>'
+    if progress.nonfinite_loss is not None:
+        yield f'<span class="badge red">{text(progress.nonfinite_loss)} not finite</span>'
     yield f"<h3><bdi>{text(progress.run)}</bdi></h3>"
     yield f'<span class="dim">attempt {progress.attempt}</span>'
     for key, value in sorted(run.tags.items()):
@@ -222,7 +223,7 @@ def _head(run: RunStatus) -> Iterator[str]:
 
 
 def _colour(progress: RunProgress) -> str:
-    if progress.state == RunState.RUNNING and progress.has_nonfinite_loss:
+    if progress.state == RunState.RUNNING and progress.nonfinite_loss is not None:
         return COLOURS[RunState.FAILED]  # it runs, but its training has failed
     return COLOURS[RunState(progress.state)]
 
@@ -258,8 +259,9 @@ def _facts(run: RunStatus) -> Iterator[tuple[str, str]]:
     if run.last_seen_ago_seconds is not None:
         yield "last seen", ago(run.last_seen_ago_seconds)
     if progress.loss is not None:
-        loss = number(progress.loss)
-        yield "loss", f'<span class="red">{loss}</span>' if progress.has_nonfinite_loss else loss
+        loss = measure(progress.loss)
+        marked = loss if math.isfinite(progress.loss) else f'<span class="red">{loss}</span>'
+        yield "loss", marked + progress.loss_note
     if progress.steps_per_second is not None and progress.state not in ENDED:
         yield "speed", _speed(progress.steps_per_second)
     if progress.tokens_per_second is not None and progress.state not in ENDED:

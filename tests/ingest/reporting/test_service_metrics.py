@@ -60,38 +60,39 @@ def losses(*rows):
     )
 
 
-def test_nan_loss_of_one_rank_is_not_hidden_by_other_ranks():
+def test_loss_is_the_mean_over_the_ranks_that_logged_it_at_its_newest_step():
     meter = RunMeter()
     meter.observe(0, losses(("loss", 2.0, None)), 0, 1)
     meter.observe(1, losses(("loss", math.nan, None)), 0, 1)
+    first = meter.loss
     meter.observe(0, losses(("loss", 1.9, None)), 1, 2)
-    during = meter.loss
-    meter.observe(1, losses(("loss", 1.8, None)), 1, 2)
+    second = meter.loss
+    meter.observe(1, losses(("loss", 1.8, None), ("loss", 1.7, None)), 1, 3, lambda position: position + 1)
 
-    assert math.isnan(during)
-    assert 1.8 == meter.loss
+    assert math.isnan(first[0])
+    assert (1.9, 1, 1) == second
+    assert (pytest.approx(1.8), 2, 0) == meter.loss
 
 
 @pytest.mark.parametrize(
-    "rows",
+    ("rows", "loss", "part"),
     [
-        [("loss", 2.0, None), ("loss", math.inf, '{"loss":"lm"}'), ("loss", 0.1, '{"loss":"aux"}')],
-        [("train_loss", math.inf, None), ("loss", 2.0, None)],
-        [("train/loss", math.inf, None)],
+        ([("loss", 2.0, None), ("loss", math.inf, '{"loss":"lm"}'), ("loss", 0.1, '{"loss":"aux"}')], 2.0, "loss"),
+        ([("train_loss", math.inf, None), ("loss", 2.0, None)], 2.0, "train_loss"),
+        ([("train/loss", math.inf, None)], None, "train/loss"),
+        ([("eval_loss", 3.0, None)], None, None),
+        (
+            [("loss", 3.0, '{"loss":"b"}'), ("loss", 2.0, '{"loss":"a"}')],
+            2.0,
+            None,
+        ),  # the first labels, as on the pages
     ],
 )
-def test_infinite_part_of_a_loss_is_the_loss_of_the_run(rows):
+def test_part_of_a_loss_that_is_not_finite_is_named_with_the_loss(rows, loss, part):
     meter = RunMeter()
     meter.observe(0, losses(*rows), 0, 1)
 
-    assert math.inf == meter.loss
-
-
-def test_part_of_a_loss_is_not_shown_as_the_loss_while_it_is_finite():
-    meter = RunMeter()
-    meter.observe(0, losses(("eval_loss", 3.0, None)), 0, 1)
-
-    assert meter.loss is None
+    assert (loss, part) == (meter.loss and meter.loss[0], meter.nonfinite_loss)
 
 
 def test_token_rates_of_ranks_are_summed_and_a_reset_restarts_one():

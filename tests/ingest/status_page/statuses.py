@@ -120,6 +120,7 @@ def small() -> Status:
                 step=812,
                 planned_steps=1000,
                 loss=float("nan"),
+                nonfinite_loss="loss",
                 reason="rank 1: ValueError: loss is not finite",
                 ranks_alive=0,
                 eta_seconds=None,

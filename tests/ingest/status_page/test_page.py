@@ -169,14 +169,15 @@ def test_nan_or_infinite_loss_is_shown(loss):
 
 @pytest.mark.parametrize("loss", NONFINITE)
 def test_running_run_with_nan_or_infinite_loss_is_not_green(loss):
-    found = page(standing_of(run(loss=loss), run("completed", loss=loss, run="a"), run(run="b")))
+    bad = {"loss": loss, "nonfinite_loss": "loss"}
+    found = page(standing_of(run(**bad), run("completed", **bad, run="a"), run(run="b")))
     bad, healthy, ended = (f"{part}</article>" for part in found.split("</article>")[:3])
 
     assert "<title>1 with NaN or infinite loss, 2 running · Rankscope</title>" in found
     for part, state, colour in ((bad, "running", "red"), (ended, "completed", "blue"), (healthy, "running", "green")):
         assert f'<span class="badge {colour}">{state}</span>' in part
         assert f'<progress class="{colour}"' in part
-    badge = f'<span class="badge red">loss {number(loss)}</span>'
+    badge = '<span class="badge red">loss not finite</span>'
     assert [True, True, False] == [badge in part for part in (bad, ended, healthy)]
 
 

@@ -14,7 +14,7 @@ from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.sql.scalar_history import is_main_source
 from rankscope_storage.sql.scalar_positions import POSITIONS
-from rankscope_view.data.history import LEARNING_RATE, LOSS, SPEEDS, Floats, is_constant
+from rankscope_view.data.history import LEARNING_RATE, LOSS, SPEEDS, Floats, Integers, is_constant
 from rankscope_view.data.raw_history import by_step
 from rankscope_view.data.raw_rows import RawRows, SeriesRows, read_rows
 
@@ -27,7 +27,7 @@ _NAMES: Final = ", ".join(map(sql_string, _SHOWN))
 
 # The mean over ranks at a step, of the first labels of a name: as in `read_history` and `summaries`.
 _LOGGED: Final = f"""\
-SELECT run, name, labels, coalesce(attempt, 0) AS attempt, position, ts, value FROM {POSITIONS}_without_jumps
+SELECT run, name, labels, coalesce(attempt, 0) AS attempt, rank, position, ts, value FROM {POSITIONS}_without_jumps
 WHERE run IN (SELECT unnest($runs)) AND value IS NOT NULL AND position IS NOT NULL AND {is_main_source()}"""
 
 # Three scans with few groups take a fraction of the time of one group per step.
@@ -38,10 +38,11 @@ first AS (
   FROM (SELECT run, name, coalesce(labels, '') AS chosen, max(attempt) AS attempt FROM logged GROUP BY ALL) GROUP BY ALL
 ),
 newest AS (
-  SELECT run, name, chosen, attempt, max(position) AS position
+  SELECT run, name, chosen, attempt, max(position) AS position, count(DISTINCT rank) AS known
   FROM logged JOIN first USING (run, name, attempt) WHERE coalesce(labels, '') = chosen GROUP BY ALL
 )
-SELECT run, name, position, epoch(max(ts)) AS logged_at, avg(value) AS value, sum(value) AS total
+SELECT run, name, position, epoch(max(ts)) AS logged_at, avg(value) AS value, sum(value) AS total,
+  count(DISTINCT rank) AS ranks, max(known) - count(DISTINCT rank) AS missing
 FROM logged JOIN newest USING (run, name, attempt, position) WHERE coalesce(labels, '') = chosen GROUP BY ALL"""
 
 # A third of the points each: the lowest, the highest and the last value of a part of the curve.
@@ -140,13 +141,21 @@ def _newest(rows: SeriesRows) -> dict[str, Any]:
     if is_older:
         own = own[rows.attempt[own] == attempt]
     values = rows.value[own]
+    known, ranks = (_ranks(rows.rank[chosen]) for chosen in (rows.attempt == attempt if is_older else slice(None), own))
     at, total = float(np.fmax.reduce(rows.time[own])), float(values.sum())
     return {
         "value": total / len(own),
         "total": total,
         "position": step,
         "logged_at": None if math.isnan(at) else at,
+        "ranks": ranks,
+        "missing": known - ranks,
     }
+
+
+def _ranks(rank: Integers) -> int:
+    """Return the number of different ranks, of which -1 is none."""
+    return int(rank[0] >= 0) if is_constant(rank) else int(np.count_nonzero(np.bincount(rank + 1)[1:]))
 
 
 def _sparkline(values: Floats) -> Sparkline:

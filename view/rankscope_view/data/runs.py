@@ -53,7 +53,9 @@ class RunRow:
     attempt: int | None
     tags: Mapping[str, str] = field(default_factory=dict)
     note: str | None = None
-    loss: float | None = None
+    loss: float | None = None  # mean over the ranks that logged it at its newest step
+    loss_ranks: int = 0  # number of these ranks; 0 for a log without ranks
+    loss_ranks_missing: int = 0  # ranks that logged the loss before, and not at its newest step
     learning_rate: float | None = None
     speed: float | None = None
     speed_name: str | None = None  # one of SPEEDS
@@ -67,6 +69,12 @@ class RunRow:
         if self.step is None or not self.planned_steps:
             return None
         return min(1.0, max(0.0, self.step / self.planned_steps))
+
+    @property
+    def loss_note(self) -> str:
+        """Return the number of ranks in the mean of the loss, if ranks are missing: `1 of 2 ranks`."""
+        of = self.loss_ranks + self.loss_ranks_missing
+        return f"{self.loss_ranks} of {of} ranks" if self.loss_ranks_missing else ""
 
     @property
     def is_live(self) -> bool:
@@ -249,6 +257,8 @@ def _run_row(row: Mapping[str, Any], newest: Newest, listed: Sequence[Incident])
         step=max(positions, default=None),
         seen_at=max(times, default=row["ended_at"] or row["updated_at"]),
         loss=latest.get((run, LOSS), {}).get("value"),
+        loss_ranks=latest.get((run, LOSS), {}).get("ranks", 0),
+        loss_ranks_missing=latest.get((run, LOSS), {}).get("missing", 0),
         learning_rate=latest.get((run, LEARNING_RATE), {}).get("value"),
         speed=None if speed is None else speed["value" if per_rank else "total"],
         speed_name=speed_name,

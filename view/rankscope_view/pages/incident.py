@@ -120,7 +120,7 @@ def _evidence(one: Incident) -> str:
         panel(
             "Loss",
             f'<div class="plot" data-chart="{known}" {span} tabindex="0"></div>',
-            note="mean of ranks",
+            note="mean of the ranks that logged it",
             aside=legend,
             kind="chartbox",
         )

@@ -181,7 +181,7 @@ def _figures(place: Place, found: RunDetail) -> Iterator[tuple[str, str, str, st
     """Yield (name, label, value, line of context) of the figures in the header. Only known values are shown."""
     row = found.row
     change = found.loss_change
-    yield LOSS, "Loss", measure(row.loss), _loss_line(change, found.history(LOSS))
+    yield LOSS, "Loss", measure(row.loss), _loss_line(row, change, found.history(LOSS))
     if found.perplexity is not None:
         yield PERPLEXITY, "Perplexity", measure(found.perplexity), "exp(loss): equal choices"
     if row.learning_rate is not None:
@@ -217,8 +217,10 @@ def _figures(place: Place, found: RunDetail) -> Iterator[tuple[str, str, str, st
         )
 
 
-def _loss_line(change: tuple[float, int] | None, loss: History) -> str:
+def _loss_line(row: RunRow, change: tuple[float, int] | None, loss: History) -> str:
     """Return the change of the loss over its newest rows; of a loss that is not finite, its last finite value."""
+    if row.loss_note:
+        return row.loss_note
     values = loss.value[loss.stands]
     finite = np.flatnonzero(np.isfinite(values))
     if len(values) and len(finite) and finite[-1] != len(values) - 1:
@@ -308,8 +310,9 @@ def chart_panel(
     """
     hint = _HINTS.get(name, _SPEED_HINT if name in SPEEDS else "")
     axis = next(line for axis, _, line in AXES if axis is choice.request.axis)
-    ranks = found.row.world_size or 0
-    note = {LOSS: f"mean of {ranks} ranks" if ranks > 1 else "", PERPLEXITY: "exp(loss)", **SPEED_UNITS}.get(name, "")
+    ranks, logging = found.row.world_size or 0, found.row.loss_ranks + found.row.loss_ranks_missing
+    of_loss = f"mean of {logging} ranks" if logging > 1 else "logged by 1 rank" if logging and ranks > 1 else ""
+    note = {LOSS: of_loss, PERPLEXITY: "exp(loss)", **SPEED_UNITS}.get(name, "")
     if ranks > 1 and name in _SUMMED:
         note += " per rank"
     note = ", ".join(part for part in (note, f"logged as {source}" if source else "") if part)

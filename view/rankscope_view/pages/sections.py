@@ -93,7 +93,8 @@ def _progress(found: Summary) -> Iterator[tuple[str, str]]:
 
 def _loss(found: Summary) -> Iterator[tuple[str, str]]:
     losses = found.losses
-    current = _six(losses.current) + _at(losses.current_step)
+    note = f" ({found.detail.row.loss_note})" if found.detail.row.loss_note else ""
+    current = _six(losses.current) + _at(losses.current_step) + note
     if losses.current is not None and not math.isfinite(losses.current) and losses.last_finite is not None:
         current += f"; last finite {_six(losses.last_finite)}{_at(losses.last_finite_step)}"
     yield "current", current

@@ -1,0 +1,83 @@
+"""A run has one loss on all pages, in all commands and in the service: the mean over the ranks that logged it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from tests.end_to_end.conftest import Service
+from tests.programs import run_command, run_program
+
+EXPECTED = {"unequal": "3.620", "missing": "2.120", "stage": "7.120", "diverged": "NaN"}
+NOTES = {"missing": "1 of 2 ranks"}
+
+TRAINING = """
+import os
+rank = 1 if (child := os.fork()) == 0 else 0  # before any thread is started
+import torch
+from torch import nn
+from rankscope_exporter import Monitor
+
+os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+LOSSES = {
+    "unequal": lambda rank, step: 2.0 + 3 * rank + step / 100,
+    "missing": lambda rank, step: None if rank == 1 and step == 12 else 2.0 + 3 * rank + step / 100,
+    "stage": lambda rank, step: 7.0 + step / 100 if rank == 1 else None,  # only the last stage of a pipeline
+    "diverged": lambda rank, step: float("nan") if rank == 0 and step == 12 else 2.0,
+}
+
+for port, (run, loss) in enumerate(LOSSES.items()):
+    os.environ["MASTER_PORT"] = str(port + 1)  # the identity of a launch
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Monitor({"run": run, "exit_wait_seconds": 30.0}, total_steps=12).attach(model, optimizer) as monitor:
+        for step in range(1, 13):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.log(loss=loss(rank, step))
+if rank == 0:
+    assert 0 == os.waitpid(child, 0)[1]
+"""
+
+
+def test_loss_of_a_run_is_one_number_everywhere(service: Service) -> None:
+    service.poll_seconds = service.flush_after_seconds = 0.1
+    service.start()
+    done = run_program(TRAINING, folder=service.folder, RANKSCOPE_INGEST_URL=service.url)
+    assert 0 == done.returncode, done.stderr
+
+    def ended() -> dict[str, dict[str, Any]] | None:
+        found = {run["run"]: run for run in service.runs()}
+        return found if len(found) == len(EXPECTED) and all(run["ended_at"] for run in found.values()) else None
+
+    live = service.wait_for(ended)
+    listed, status = (_words(service.get(path)) for path in ("/", "/service"))
+    for run, expected in EXPECTED.items():
+        page, report = (_words(service.get(f"/runs/{run}{path}")) for path in ("", "/report"))
+        words = run_command("summary", run, "--store", service.store).stdout
+        stored = json.loads(run_command("summary", run, "--store", service.store, "--format", "json").stdout)
+        note = NOTES.get(run)
+        found = {
+            "status": _shown(live[run]["loss"]),
+            "status page": re.search(rf"\b{run} attempt 0 .*? loss (\S+)", status).group(1),
+            "list": re.search(rf"\b{run} Completed .*? s (\S+)", listed).group(1),
+            "page": re.search(r" Loss (\S+)", page).group(1),
+            "report": re.search(r" Loss (\S+?)[.;]? ", report).group(1),
+            "summary": _shown(float(re.search(r"current: ([^ ;]+)", words).group(1))),
+            "summary json": _shown(float(stored["losses"]["current"])),
+            "stored": _shown(float(stored["stored"]["loss_last"])),
+        }
+
+        assert dict.fromkeys(found, expected) == found
+        assert [note is not None] * 3 == [bool(note) and note in text for text in (page, words, status)]
+        assert live[run]["loss_ranks_missing"] == (1 if note else 0)
+
+
+def _words(page: str) -> str:
+    return " ".join(re.sub(r"<(style|script)\b.*?</\1>|<[^>]+>", " ", page, flags=re.DOTALL).split())
+
+
+def _shown(value: float | str) -> str:
+    return "NaN" if float(value) != float(value) else f"{float(value):.3f}"
