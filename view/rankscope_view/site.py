@@ -126,6 +126,7 @@ class Site:
             return _asset(asked.segments[-1])
         with connect(self._path, single_threaded=self._is_single) as connection:
             version = connection.version
+            asked = replace(asked, version=version)
             key = (asked.segments, tuple(sorted(query.items())), asked.alarms)
             if known := self._known(key, version):
                 return known
@@ -202,7 +203,7 @@ class Site:
         search = asked.query.get("q", "")
         state, sort = asked.query.get("state"), asked.query.get("sort", "")
         found = run_list(connection, RunQuery.parse(search, state=state, sort=sort, page=asked.count("page")))
-        place = self._place_of(asked, is_live=any(row.is_live for row in found.rows))
+        place = self._place_of(asked, is_live=True)  # a run may begin at any time
         return _page(list_page.page(place, found, search, self._clock(), asked.alarms))
 
     def _detail(self, connection: Connection, asked: Asked) -> tuple[Place, RunDetail]:

@@ -287,6 +287,11 @@ RANK_VANISHED = service_gauge(
 LAST_COMMIT = service_gauge(
     "rankscope_ingest_last_commit_timestamp_seconds", "Time of the latest commit, in UTC; 0 before the first commit."
 )
+BACKGROUND_ERRORS = service_counter(
+    "rankscope_ingest_background_errors_total",
+    "Unexpected errors in background tasks of the service, by task; the task is started again.",
+    "task",
+)
 NOTIFICATIONS = service_counter("rankscope_ingest_notifications_total", "Notifications sent, by outcome.", "outcome")
 NOTIFICATION_ATTEMPTS = service_counter(
     "rankscope_ingest_notification_attempts_total",

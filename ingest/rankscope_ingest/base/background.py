@@ -13,7 +13,9 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -73,17 +75,24 @@ class WakeUp:
 class BackgroundFaults:
     """Faults of background tasks. Each distinct fault is logged once; /healthz reports the recent faults.
 
-    An operator must see these faults, because a task that fails at every start makes no progress.
+    An operator must see these faults, because a task that fails at every start makes no progress. `counts` is the
+    number of faults of each task since the start. `on_fault` is called with the name of the task.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, on_fault: Callable[[str], object] = lambda _: None
+    ) -> None:
         self._clock = clock
+        self._on_fault = on_fault
+        self.counts: Counter[str] = Counter()
         self._latest: dict[str, tuple[float, str]] = {}
         self._logged: set[tuple[str, str]] = set()
 
     def report(self, task: str, error: Exception) -> None:
         """Record a fault of `task`, and log it unless the same fault was logged before."""
         text = repr(error)
+        self.counts[task] += 1
+        self._on_fault(task)
         self._latest[task] = (self._clock(), text[:_MAX_TEXT])
         if (task, text) not in self._logged:
             log.error("unexpected error in %s, retrying", task, exc_info=error)
@@ -103,6 +112,35 @@ class BackgroundFaults:
         now = self._clock()
         recent = [f"{task}: {text}" for task, (at, text) in self._latest.items() if now - at < RECENT_SECONDS]
         return f"background tasks failed, see the service's log: {'; '.join(recent)}" if recent else None
+
+
+FAULTS: Final[ContextVar[BackgroundFaults]] = ContextVar("FAULTS", default=BackgroundFaults())  # noqa: B039 - only the service's own context replaces it
+"""Faults of the service in whose context the code runs; each task inherits them from the task that started it."""
+
+RETRY_SECONDS: Final = 1.0
+
+
+def start_task(
+    task: str, work: Callable[[], Coroutine[Any, Any, object]], *, is_repeated: bool = False
+) -> asyncio.Task[None]:
+    """Start `work()` as the task named `task`, and return it. An error is a fault of the task and is not raised.
+
+    With `is_repeated`, `work` is called again after `RETRY_SECONDS`; otherwise an error ends the task. All tasks that
+    no other code awaits are started here, so that none of them ends unseen.
+    """
+
+    async def guarded() -> None:
+        while True:
+            try:
+                await work()
+            except Exception as error:  # noqa: BLE001 - it is logged, counted and reported
+                FAULTS.get().report(task, error)
+                if is_repeated:
+                    await asyncio.sleep(RETRY_SECONDS)
+                    continue
+            return
+
+    return asyncio.create_task(guarded(), name=task)
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final
 
 from rankscope_contract.model.events import REPLICA_DESYNC
@@ -99,7 +99,7 @@ class RunMonitor:
         )
         self.metrics = metrics
         self.poll_now = poll_now
-        self.tails = LiveTails(lambda run: poll_now(run, None))
+        self.tails = LiveTails(lambda run: poll_now(run, None), kept_seconds=config.ingest.flush_after_seconds + 5.0)
         self.clock = clock
         self.wall = wall
         self._service_clock = ServiceClock(wall, steady)
@@ -115,6 +115,14 @@ class RunMonitor:
         self._meters: dict[AttemptKey, RunMeter] = {}
         self._last_ordinal = history.last_ordinal
         self._updated_at: float | None = None
+        self._commits_with_states = 0
+
+    def may_have_states(self, commit: Collection[str]) -> bool:
+        """Return whether a commit with rows of these datasets may contain a new state of a run."""
+        if "attempts" not in commit or not self._commits_with_states:
+            return False
+        self._commits_with_states -= 1
+        return True
 
     def ordinals(self, count: int) -> int:
         """Reserve `count` new arrival numbers; return the first one.
@@ -163,6 +171,7 @@ class RunMonitor:
             self.add_event(launch_row(target, self.stamp()))
         if accepted.is_new_launch:
             self._write_state(attempt)
+            self.batcher.want_flush()  # a person waits for the run to be in the list
         return accepted
 
     def committed(self, batch: PendingBatch, rows: Mapping[str, int], seconds: float) -> list[Target]:
@@ -208,8 +217,8 @@ class RunMonitor:
                 "state of the run changed to %s", attempt.state, extra={"run": attempt.run, "reason": attempt.reason}
             )
             self._write_state(attempt)
-            if attempt.has_ended:
-                self.batcher.want_flush()
+            self.batcher.want_flush()
+            self._commits_with_states = 2  # one may be under way
         for attempt in self.versions.due(self.runs.attempts(), wall):
             self._write_state(attempt)
         self.check_replicas()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import time
@@ -18,7 +19,7 @@ from typing import Final
 import duckdb
 from aiohttp import web
 
-from rankscope_ingest.base.background import cancel
+from rankscope_ingest.base.background import cancel, start_task
 from rankscope_ingest.reporting.live_tail import LiveTails
 from rankscope_storage.base.errors import StoreError
 
@@ -37,7 +38,7 @@ _SHARE: Final = 0.05
 _OF_TRAINING: Final = frozenset(
     {"scalars", "tensor_stats", "features", "hashes", "samples", "tensors", "runs", "attempts"}
 )
-"""Datasets whose commits do not change the page of a run beyond its rows. A new state has an event, too."""
+"""Datasets whose commits do not change the page of a run beyond its rows."""
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class LiveUpdates:
         self._stopped = asyncio.Event()
 
     def committed(self, version: int, datasets: Collection[str]) -> None:
-        """Send the version to open pages after a commit with rows of `datasets`."""
+        """Send the version to open pages after a commit with rows of `datasets`; "states" is a new state of a run."""
         self._version = max(self._version, version)
         is_late = time.monotonic() - self._notable_at >= RELOAD_SECONDS
         if is_late or not _OF_TRAINING.issuperset(datasets):
@@ -77,21 +78,22 @@ class LiveUpdates:
         return self._notable if has_rows else self._version
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        """Send events until the reader closes the page."""
+        """Send events until the reader closes the page, or sending fails: the browser then connects again."""
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         stream = web.StreamResponse(headers=headers)
         await stream.prepare(request)
         run, known = request.query.get("run"), request.query.get("version", "")
         seen = int(known) if known.isdecimal() and len(known) < 19 else -1
-        sending = None
-        if run is not None and self._tails is not None:
-            sending = asyncio.create_task(self._send_rows(stream, self._tails, run))
+        tails = None if run is None else self._tails
+        senders = [functools.partial(self._send_versions, stream, seen, has_rows=tails is not None)]
+        if run is not None and tails is not None:
+            senders.append(functools.partial(self._send_rows, stream, tails, run))
+        tasks = [start_task("sending live updates to a page", sender) for sender in senders]
         try:
-            with self._watching(), contextlib.suppress(ConnectionResetError):  # the reader closed the page
-                await self._send_versions(stream, seen, has_rows=sending is not None)
+            with self._watching():
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if sending is not None:
-                await cancel([sending])
+            await cancel(tasks)
         return stream
 
     def stop(self) -> None:
@@ -100,7 +102,7 @@ class LiveUpdates:
         self._changed.set()
 
     async def _send_rows(self, stream: web.StreamResponse, tails: LiveTails, run: str) -> None:
-        with tails.viewing(run), contextlib.suppress(ConnectionResetError):
+        with tails.viewing(run), contextlib.suppress(ConnectionResetError):  # the reader closed the page
             seen = 0
             while True:
                 await tails.changed(run, seen)
@@ -109,21 +111,20 @@ class LiveUpdates:
                 await stream.write(f"event: rows\ndata: {text}\n\n".encode())
 
     async def _send_versions(self, stream: web.StreamResponse, seen: int, *, has_rows: bool) -> None:
-        while not self._stopped.is_set():
-            try:
-                async with asyncio.timeout(PING_SECONDS):
-                    while (
-                        newest := self._notable if has_rows else self._version
-                    ) <= seen and not self._stopped.is_set():
-                        self._changed.clear()
-                        await self._changed.wait()
-            except TimeoutError:
-                await stream.write(b": no change\n\n")
-                continue
-            if newest > seen:
-                seen = newest
-                await stream.write(f"data: {seen}\n\n".encode())
-                await self._rest()
+        with contextlib.suppress(ConnectionResetError):
+            while not self._stopped.is_set():
+                try:
+                    async with asyncio.timeout(PING_SECONDS):
+                        while (newest := self.newest(has_rows=has_rows)) <= seen and not self._stopped.is_set():
+                            self._changed.clear()
+                            await self._changed.wait()
+                except TimeoutError:
+                    await stream.write(b"event: ping\ndata:\n\n")
+                    continue
+                if newest > seen:
+                    seen = newest
+                    await stream.write(f"data: {seen}\n\n".encode())
+                    await self._rest()
 
     async def _rest(self) -> None:
         """Wait until pages may be loaded again, so that reloads take at most a small share of one processor."""
@@ -135,7 +136,7 @@ class LiveUpdates:
     def _watching(self) -> Iterator[None]:
         self._open += 1
         if self._watch is None:
-            self._watch = asyncio.create_task(self._follow())
+            self._watch = start_task("reading the version of the store", self._follow, is_repeated=True)
         try:
             yield
         finally:

@@ -12,6 +12,7 @@ from urllib.parse import unquote
 import duckdb
 from aiohttp import web
 
+from rankscope_ingest.base.background import FAULTS
 from rankscope_ingest.http.live import LiveUpdates
 from rankscope_ingest.reporting.live_tail import LiveTails
 from rankscope_storage.base.errors import StoreError
@@ -48,6 +49,7 @@ class Pages:
         self._site = site
         self.base = base
         self._alarms = alarms
+        self._faults = FAULTS.get()
         self._threads = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="rankscope-pages")
         seconds = WATCH_SECONDS if tails is None else OTHERS_SECONDS
         self._preparation: asyncio.TimerHandle | None = None
@@ -98,6 +100,8 @@ class Pages:
             self._site.prepare()
         except (StoreError, duckdb.Error, OSError) as error:
             log.warning("the pages are not prepared, the first request takes longer: %s", error)
+        except Exception as error:  # noqa: BLE001 - it is logged and reported
+            self._faults.report("preparing the pages", error)
 
     async def _stop(self, _: web.Application) -> None:
         if self._preparation is not None:

@@ -22,7 +22,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 
 from rankscope_contract.protocol import channel
-from rankscope_ingest.base.background import cancel
+from rankscope_ingest.base.background import cancel, start_task
 from rankscope_ingest.base.file_limit import file_limit
 
 log = logging.getLogger(__name__)
@@ -256,7 +256,7 @@ class _Connections:
     def _begin(self, accepted: socket.socket) -> None:
         connection = Connection(self._protocol(), self)
         self._open.add(connection)
-        connection.opening = asyncio.create_task(self._start(accepted, connection))
+        connection.opening = start_task("opening a connection", lambda: self._start(accepted, connection))
 
         def release(opening: asyncio.Task[None]) -> None:
             if opening.cancelled():  # perhaps before it began, so that nothing else closes the socket
@@ -273,6 +273,10 @@ class _Connections:
         except OSError as error:
             log.debug("a client ended the TLS handshake: %s", error)
             self.forget(connection)
+        except Exception:
+            self.forget(connection)
+            accepted.close()
+            raise
 
     def _make_room(self, candidates: Collection[Connection]) -> bool:
         """Close one of `candidates` that has no answer under way; return False if there is none."""
@@ -336,7 +340,10 @@ async def accepting(
     assert runner.server is not None
     listening.setblocking(False)
     connections = _Connections(listening, runner.server, tls, limits or Limits())
-    tasks = [asyncio.create_task(connections.accept()), asyncio.create_task(connections.sweep())]
+    tasks = [
+        start_task("accepting connections", connections.accept, is_repeated=True),
+        start_task("closing late connections", connections.sweep, is_repeated=True),
+    ]
     try:
         yield
     finally:

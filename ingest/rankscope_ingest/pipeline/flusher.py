@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from rankscope_ingest.base.background import WakeUp
+from rankscope_ingest.base.background import FAULTS, WakeUp
 from rankscope_ingest.pipeline.batcher import FlushClock, PendingBatch
 from rankscope_ingest.pipeline.quarantine import Quarantine, halves
 from rankscope_storage.api.store import Batch, Commit, Writer
@@ -141,7 +141,7 @@ class Flusher:
         self._batcher.release(flight.pending)
         self._pending_commits.popleft()
         self._failures, self.trouble = 0, None
-        self._on_commit(flight.pending, commit)
+        FAULTS.get().attempt("handling a commit", lambda: self._on_commit(flight.pending, commit))
         for waiter in flight.waiters:
             if not waiter.done():
                 waiter.set_result(None)

@@ -21,6 +21,7 @@ from rankscope_contract.model.events import RunState
 from rankscope_contract.protocol.channel import STATE_DRAINING, Registration
 from rankscope_contract.spool import Orphan, SpoolError
 from rankscope_contract.spool.layout import folders
+from rankscope_ingest.base.background import start_task
 from rankscope_ingest.base.errors import DecodeError, FetchError, RegistrationError
 from rankscope_ingest.network.dialing import Address
 from rankscope_ingest.record_channel.arrow_guard import open_stream
@@ -231,7 +232,7 @@ class SpoolScanner:
 
         If a disk does not respond, the method returns after START_SECONDS, and the scan continues in the background.
         """
-        self._first = asyncio.create_task(self._scan_safely())
+        self._first = start_task("scanning for spools", self._scan)
         done, _ = await asyncio.wait([self._first], timeout=START_SECONDS)
         if not done:
             log.warning("[spool] folders: scan timed out after %g s, continuing in the background", START_SECONDS)
@@ -244,13 +245,7 @@ class SpoolScanner:
         """
         if self._first is not None:
             await self._first
-        await self._scan_safely()
-
-    async def _scan_safely(self) -> None:
-        try:
-            await self._scan()
-        except Exception:  # files of any content must neither stop the service nor prevent its start
-            log.exception("unexpected error in the scan for spools, retrying")
+        await self._scan()
 
     async def _scan(self) -> None:
         for registration in await self._spools.find():

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import email.message
 import enum
+import functools
 import hashlib
 import logging
 from collections import Counter
@@ -22,6 +23,7 @@ from typing import Final
 
 from aiohttp import web
 
+from rankscope_ingest.base.background import start_task
 from rankscope_ingest.base.config import RemoteWriteSection
 from rankscope_ingest.base.errors import BusyError, DecodeError, RegistrationError
 from rankscope_ingest.base.protobuf import unpacked
@@ -305,7 +307,8 @@ class RemoteWrite:
         self._open[key] = waiting
         # A separate task, not the handler of the request, which is cancelled when the sender disconnects: the reader
         # detects decoded samples as repeated from then on, so they must also be stored.
-        task = asyncio.create_task(self._gather(body, key, waiting, version))
+        gathering = functools.partial(self._gather, body, key, waiting, version)
+        task = start_task("decoding a remote-write request", gathering)
         self._reading.add(task)
         task.add_done_callback(self._reading.discard)
         task.add_done_callback(lambda _: self.release(reserved))
@@ -319,19 +322,18 @@ class RemoteWrite:
                 else:
                     decoded = await asyncio.to_thread(self._decode_body, body, version)
             self._check_open()  # `close` may have been called meanwhile
+            receipt = key if version is Version.V1 else f"{key}:{decoded.written}"
+            self._batcher.add(decoded, receipt, self._clock())
+            self._decoded[key] = decoded
+            self._count(decoded)
         except BaseException as error:
             del self._open[key]
             _fail(
                 waiting,
                 error if isinstance(error, Exception) else BusyError("decoding was cancelled; send the request again"),
             )
-            if not isinstance(error, Exception):
+            if not isinstance(error, (BusyError, DecodeError, RegistrationError)):
                 raise
-            return
-        receipt = key if version is Version.V1 else f"{key}:{decoded.written}"
-        self._decoded[key] = decoded
-        self._batcher.add(decoded, receipt, self._clock())
-        self._count(decoded)
 
     def _decode_body(self, body: bytes, version: Version) -> DecodedRequest:
         data = unpacked(body, self.max_bytes)

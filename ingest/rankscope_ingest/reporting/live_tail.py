@@ -1,7 +1,8 @@
 """Newest scalars of runs with open pages, before they are committed: the pages show them within seconds.
 
 A commit per second would cost many times the CPU time of the service. Instead, the scalars of polled records are kept
-here for a few minutes, as the mean and the range over ranks of each step. Nothing is kept for all other runs.
+here for a few minutes, as the mean and the range over ranks of each step. Of all other runs, only the newest responses
+are kept: a page that is opened then shows the rows between the newest commit and its first update.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import contextlib
 import datetime as dt
 import json
 import math
-from collections import Counter, defaultdict
+import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -39,6 +41,7 @@ KEPT_STEPS: Final = 600
 KEPT_VALUES: Final = 60_000
 """Limit of the number of kept values of a run. With many scalars, fewer steps are kept."""
 
+_MOST_BODIES: Final = 1000
 _SUMMED: Final = frozenset({"tokens_per_second", "samples_per_second"})
 
 
@@ -96,10 +99,15 @@ class _Run:
 
 
 class LiveTails:
-    """The newest scalars of all runs that are viewed. Runs on the event loop. `on_view` receives the name of a run."""
+    """The newest scalars of all runs that are viewed. Runs on the event loop. `on_view` receives the name of a run.
 
-    def __init__(self, on_view: Callable[[str], None] = lambda _: None) -> None:
+    `kept_seconds` must be longer than the time from a poll to the commit of its rows.
+    """
+
+    def __init__(self, on_view: Callable[[str], None] = lambda _: None, kept_seconds: float = 15.0) -> None:
         self._on_view = on_view
+        self._kept_seconds = kept_seconds
+        self._recent: deque[tuple[float, ValidBody]] = deque(maxlen=_MOST_BODIES)
         self._runs: dict[str, _Run] = {}
         self.viewers: Counter[str] = Counter()
 
@@ -113,6 +121,7 @@ class LiveTails:
         known = self._runs.setdefault(run, _Run())
         known.viewers += 1
         if known.viewers == 1:
+            self._begin(run, known)
             self._on_view(run)
         try:
             yield
@@ -121,28 +130,29 @@ class LiveTails:
             if not known.viewers:
                 self._runs.pop(run, None)
 
+    def _begin(self, run: str, known: _Run) -> None:
+        """Add the newest responses of `run`: each scalar from the first step of all its ranks on."""
+        for _, body in self._recent:
+            if body.context.run == run:
+                _add(known, body)
+        firsts: dict[tuple[str, str], dict[int, tuple[int, int]]] = defaultdict(dict)
+        for key in sorted(known.steps):
+            for scalar, values in known.steps[key].scalars.items():
+                firsts[scalar] |= {rank: key for rank in values.by_rank if rank not in firsts[scalar]}
+        for key, step in known.steps.items():
+            for scalar in [scalar for scalar in step.scalars if key < max(firsts[scalar].values())]:
+                del step.scalars[scalar]
+
     def add(self, body: ValidBody) -> None:
-        """Add the scalars of one poll response, if its run is viewed."""
-        run = self._runs.get(body.context.run)
-        scalars = body.nested.get("scalars")
-        if run is None or scalars is None:
+        """Add the scalars of one poll response."""
+        if body.nested.get("scalars") is None:
             return
-        run.changes += 1
-        rank, attempt = body.context.rank, body.context.attempt
-        steps, times = body.columns["step"].to_pylist(), body.columns["ts"].to_pylist()
-        for name, labels, value, record in _rows(scalars.columns, scalars.records.tolist()):
-            step = steps[record]
-            if value is None or step is None or not run.keeps(name, labels or ""):
-                continue
-            at = run.steps.get((attempt, step))
-            if at is None:
-                at = run.steps[attempt, step] = _Step(time=_seconds(times[record]))
-            at.changed = run.changes
-            at.scalars[name, labels or ""].by_rank[rank] = value
-        kept = min(KEPT_STEPS, max(1, KEPT_VALUES // max(1, len(run.names))))
-        for key in sorted(run.steps)[:-kept]:
-            del run.steps[key]
-        run.event.set()
+        now = time.monotonic()
+        self._recent.append((now, body))
+        while now - self._recent[0][0] > self._kept_seconds:
+            self._recent.popleft()
+        if (run := self._runs.get(body.context.run)) is not None:
+            _add(run, body)
 
     async def changed(self, run: str, seen: int) -> tuple[int, str]:
         """Return the number of the newest change, and the steps since the change `seen` as JSON; wait for a change.
@@ -158,8 +168,28 @@ class LiveTails:
         return known.changes, known.text[2]
 
 
+def _add(run: _Run, body: ValidBody) -> None:
+    """Add the shown scalars of one poll response, as one change. A response without such scalars is no change."""
+    scalars, change = body.nested["scalars"], run.changes + 1
+    rank, attempt = body.context.rank, body.context.attempt
+    steps, times = body.columns["step"].to_pylist(), body.columns["ts"].to_pylist()
+    for name, labels, value, record in _rows(scalars.columns, scalars.records.tolist()):
+        step = steps[record]
+        if value is None or step is None or not run.keeps(name, labels or ""):
+            continue
+        at = run.steps.get((attempt, step))
+        if at is None:
+            at = run.steps[attempt, step] = _Step(time=_seconds(times[record]))
+        at.changed = run.changes = change
+        at.scalars[name, labels or ""].by_rank[rank] = value
+    kept = min(KEPT_STEPS, max(1, KEPT_VALUES // max(1, len(run.names))))
+    for key in sorted(run.steps)[:-kept]:
+        del run.steps[key]
+    run.event.set()
+
+
 def _text(run: _Run, seen: int) -> str:
-    first = min(key for key, step in run.steps.items() if step.changed > seen) if run.steps else (0, 0)
+    first = min((key for key, step in run.steps.items() if step.changed > seen), default=(math.inf, 0))
     chosen = sorted(key for key in run.steps if key >= first)
     rows = [
         [attempt, step, run.steps[attempt, step].time, run.steps[attempt, step].document()] for attempt, step in chosen

@@ -9,14 +9,16 @@ exporters do not delay healthy ones.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import pyarrow as pa
 
+from rankscope_ingest.base.background import start_task
 from rankscope_ingest.base.errors import DecodeError, FetchError
 from rankscope_ingest.scrape.discovery import ScrapeTarget
 from rankscope_ingest.scrape.exposition_parser import OPENMETRICS
@@ -168,7 +170,8 @@ class Scraper:
             # With a new address or new labels, series that do not occur again get staleness markers.
             followed = Followed(exporter=wanted[name], active=active.get(name, ActiveSeries()))
             self._followed[name] = followed
-            self._tasks[name] = asyncio.create_task(self._scrape_forever(followed))
+            scraping = functools.partial(self._scrape_forever, followed)
+            self._tasks[name] = start_task(f"scraping the exporter {name}", scraping, is_repeated=True)
         self._parser.keep(set(wanted))
 
     async def scrape(self, followed: Followed) -> None:
@@ -256,13 +259,7 @@ class Scraper:
         while True:
             await asyncio.sleep(every - (self._clock() - offset) % every)
             started = self._clock()
-            try:
-                await self.scrape(followed)
-            except Exception:  # a page can have any content, and an error must not end the scrapes of any exporter
-                log.exception(
-                    "unexpected error in the scrape of exporter %s, retrying at the scrape interval",
-                    followed.exporter.name,
-                )
+            await self.scrape(followed)
             for _ in range(int((self._clock() - started) / every)):
                 self._sink.scraped("skipped")  # the scrape, with its waiting time, took longer than the interval
 
@@ -299,7 +296,7 @@ class PageQueue:
         future: asyncio.Future[PageRows | DecodeError] = asyncio.get_running_loop().create_future()
         self._waiting.append((page, future))
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._read_all())
+            self._task = start_task("parsing pages of exporters", self._read_all)
         result = await future
         if isinstance(result, DecodeError):
             raise result
@@ -308,10 +305,13 @@ class PageQueue:
     async def _read_all(self) -> None:
         while self._waiting:
             waiting, self._waiting = self._waiting, []
-            results = await asyncio.to_thread(self._read, [page for page, _ in waiting])
-            for (_, future), result in zip(waiting, results, strict=True):
-                if not future.done():
-                    future.set_result(result)
+            results: Sequence[PageRows | DecodeError] = [DecodeError("the page cannot be parsed")] * len(waiting)
+            try:
+                results = await asyncio.to_thread(self._read, [page for page, _ in waiting])
+            finally:
+                for (_, future), result in zip(waiting, results, strict=True):
+                    if not future.done():
+                        future.set_result(result)
 
     def _read(self, pages: list[Page]) -> list[PageRows | DecodeError]:
         kept, self._kept = self._kept, None

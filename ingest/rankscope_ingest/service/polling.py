@@ -6,7 +6,6 @@ exporters.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
@@ -16,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from rankscope_contract.protocol.channel import Registration
-from rankscope_ingest.base.background import Job, cancel
+from rankscope_ingest.base.background import Job, cancel, start_task
 from rankscope_ingest.base.config import ServiceConfig, StaticTarget
 from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.base.tls import client_tls
@@ -172,7 +171,7 @@ class ExternalExporters:
             lists = [
                 ExporterList(section, self._fetcher, self._scraper.show) for section in self._config.exporter_lists
             ]
-            tasks = [asyncio.create_task(exporter_list.run()) for exporter_list in lists]
+            tasks = [start_task("reading a list of exporters", one.run, is_repeated=True) for one in lists]
             try:
                 yield
             finally:

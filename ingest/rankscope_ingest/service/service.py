@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from rankscope_contract.metrics import catalogue
 from rankscope_contract.security.tls import Reloading
 from rankscope_ingest.base import memory, tls
-from rankscope_ingest.base.background import BackgroundFaults, Job, WakeUp, cancel, run_jobs
+from rankscope_ingest.base.background import FAULTS, BackgroundFaults, Job, WakeUp, cancel, run_jobs, start_task
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.base.errors import ServiceError
 from rankscope_ingest.detect.history import History
@@ -70,8 +71,9 @@ class Service:
         self._tls = tls
         self._wake_up = WakeUp()
         self._background: set[asyncio.Task[Any]] = set()
-        self._faults = BackgroundFaults()
         metrics = ServiceMetrics()
+        self._faults = BackgroundFaults(on_fault=lambda task: metrics.count(catalogue.BACKGROUND_ERRORS, 1, task))
+        FAULTS.set(self._faults)
         batcher = make_batcher(config)
         self._monitor = RunMonitor(config, history, batcher=batcher, metrics=metrics, poll_now=self._poll_now)
         self._pipeline = Pipeline(
@@ -86,7 +88,7 @@ class Service:
             commit=self._pipeline.flusher.commit_now,
             deliveries=deliveries,
         )
-        self._watched = WatchedLogs(config, writer, notifiers, self._faults, deliveries=deliveries)
+        self._watched = WatchedLogs(config, writer, notifiers, deliveries=deliveries)
         self._stalls = StallHandler(self._monitor, self._announcer, fetcher.stacks, spawn=self._spawn)
         self._exporters = ExternalExporters(config, batcher, metrics)
         self._api = Api(
@@ -176,7 +178,7 @@ class Service:
             self._spawn(self._announcer.announce(incident))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+        task = start_task("notifying of an incident", lambda: work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
@@ -186,7 +188,8 @@ class Service:
         self._polling.poll_now(run, rank)
 
     def _on_commit(self, batch: PendingBatch, commit: Commit) -> None:
-        self._pages.committed(commit.version, commit.rows.keys())
+        states = ["states"] if self._monitor.may_have_states(commit.rows) else []
+        self._pages.committed(commit.version, [*commit.rows, *states])
         for target in self._monitor.committed(batch, commit.rows, commit.seconds):
             self._polling.poke(target.incarnation)
 

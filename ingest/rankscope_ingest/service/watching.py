@@ -8,14 +8,13 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from rankscope_ingest.base.background import BackgroundFaults, cancel
+from rankscope_ingest.base.background import cancel, start_task
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.notifiers import Notifier
 from rankscope_ingest.watch.session import Hooks, watching
 from rankscope_storage.api.store import Writer
 
-RETRY_SECONDS: Final = 10.0
 FINISH_SECONDS: Final = 5.0
 
 
@@ -27,7 +26,6 @@ class WatchedLogs:
         config: ServiceConfig,
         writer: Writer,
         notifiers: Sequence[Notifier],
-        faults: BackgroundFaults,
         *,
         deliveries: Deliveries,
     ) -> None:
@@ -35,7 +33,6 @@ class WatchedLogs:
         self._config = config
         self._writer = writer
         self._notifiers = notifiers
-        self._faults = faults
         self._hooks = Hooks(deliveries=deliveries)
 
     @contextlib.asynccontextmanager
@@ -45,7 +42,7 @@ class WatchedLogs:
             yield
             return
         stop = asyncio.Event()
-        task = asyncio.create_task(self._follow(stop))
+        task = start_task("following logs", lambda: self._follow(stop), is_repeated=True)
         try:
             yield
         finally:
@@ -54,19 +51,13 @@ class WatchedLogs:
             await cancel([task])
 
     async def _follow(self, stop: asyncio.Event) -> None:
-        while not stop.is_set():
-            try:
-                async with watching(
-                    self._config.watch,
-                    self._writer,
-                    Path(self._config.store.path),
-                    self._notifiers,
-                    hooks=self._hooks,
-                    is_alone=False,
-                    finish_seconds=FINISH_SECONDS,
-                ) as session:
-                    await session.run(stop)
-            except Exception as error:  # noqa: BLE001 - it is logged and reported; the service continues
-                self._faults.report("following logs", error)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(stop.wait(), RETRY_SECONDS)
+        async with watching(
+            self._config.watch,
+            self._writer,
+            Path(self._config.store.path),
+            self._notifiers,
+            hooks=self._hooks,
+            is_alone=False,
+            finish_seconds=FINISH_SECONDS,
+        ) as session:
+            await session.run(stop)

@@ -17,6 +17,7 @@ from rankscope_contract.metrics.catalogue import (
     ROWS_COMMITTED,
     MetricSpec,
 )
+from rankscope_ingest.base.background import FAULTS
 from rankscope_ingest.base.config import StoreSection
 from rankscope_ingest.remote_write.senders import RefusedSender
 from rankscope_ingest.reporting.progress import RunProgress
@@ -170,6 +171,7 @@ class StatusCollector:
             last_commit_ago_seconds=round(max(0.0, self._wall() / 1e6 - last_commit), 3) if last_commit else None,
             records_lost=int(total(LOST_RECORDS)),
             samples_dropped=int(total(EXPORTER_SAMPLES_DROPPED)),
+            background_errors=dict(FAULTS.get().counts),
             notifications=self._parts.undelivered(),
             remote={spec.name: total(spec) for spec in _REMOTE},
             refused_senders=self._refused_senders(),

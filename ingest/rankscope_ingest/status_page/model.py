@@ -35,6 +35,7 @@ class ServiceStatus:
     last_commit_ago_seconds: float | None
     records_lost: int  # of the known runs
     samples_dropped: int  # of exporters: repeated, doubled or out of bounds
+    background_errors: Mapping[str, int] = field(default_factory=dict)  # unexpected ones, by task
     notifications: str | None = None  # those that could not be delivered, with the reason
     remote: Mapping[str, float] = field(default_factory=dict)  # counters of remote write and read, by their names
     refused_senders: Sequence[RefusedSender] = ()  # of remote write, the latest first

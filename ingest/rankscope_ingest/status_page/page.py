@@ -97,6 +97,7 @@ def _service(service: ServiceStatus, targets: Sequence[TargetStatus]) -> Iterato
         "records lost": _bad(service.records_lost),
         "samples dropped": count(service.samples_dropped),
     }
+    facts |= {f"errors in {task}": _bad(number) for task, number in service.background_errors.items()}
     facts |= {_remote_name(name): count(value) for name, value in service.remote.items()}
     yield "<dl>"
     yield from _facts_html(facts.items())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Final
 
 from rankscope_contract.protocol.channel import NOTHING, Registration
+from rankscope_ingest.base.background import start_task
 from rankscope_ingest.base.config import StaticTarget
 from rankscope_ingest.base.errors import FetchError, RegistrationError
 from rankscope_ingest.record_channel.client import Fetcher, OtherProcess
@@ -43,8 +45,8 @@ class Pollers:
         """Start the poll loop of `target` unless it is already running. Return `target`."""
         task = self._tasks.get(target.incarnation)
         if task is None or task.done():
-            task = self._tasks[target.incarnation] = asyncio.create_task(self._poll(target))
-            task.add_done_callback(_log_error)
+            polling = functools.partial(self._poll, target)
+            self._tasks[target.incarnation] = start_task("polling a rank", polling, is_repeated=True)
         return target
 
     def poke(self, incarnation: str) -> None:
@@ -74,17 +76,6 @@ class Pollers:
         await loop.run()
         # The target is gone. A service can see thousands of them. If the process returns, it gets a new loop.
         del self._loops[target.incarnation], self._tasks[target.incarnation]
-
-
-def _log_error(task: asyncio.Task[None]) -> None:
-    """Log the unexpected error, if any, that has ended the poll loop of a rank.
-
-    The next heartbeat of the rank starts a new loop.
-    """
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error(
-            "unexpected error in the poll loop of a rank, restarting at its next heartbeat: %r", error, exc_info=error
-        )
 
 
 _NO_INCARNATION: Final = "-"

@@ -15,6 +15,7 @@ from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Final
 
 from rankscope_contract.model.events import Severity
+from rankscope_ingest.base.background import start_task
 from rankscope_ingest.notify.announcer import RETRY_SECONDS, Announcer, resolved_message
 from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.notifiers import Notifier
@@ -284,7 +285,7 @@ class Reporter:
         await self.commit()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
+        task = start_task("notifying of an incident of a log", lambda: work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

@@ -475,7 +475,7 @@ async def test_service_starts_after_an_error_in_the_scan_for_spools(
     async with start_service(**settings(root)):
         await eventually(lambda: not any(root.iterdir()))
 
-    assert "unexpected error in the scan for spools" in caplog.text
+    assert "unexpected error in scanning for spools" in caplog.text
 
 
 async def test_hanging_disk_delays_the_start_by_a_limited_time(

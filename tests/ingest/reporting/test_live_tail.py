@@ -82,10 +82,9 @@ async def test_every_name_that_the_script_logs_is_kept_within_a_limit():
     assert KEPT_VALUES >= len(found) * MOST_NAMES
 
 
-async def test_run_without_a_viewer_keeps_nothing():
+async def test_at_most_the_newest_steps_are_kept():
     viewed = []
     tails = LiveTails(viewed.append)
-    tails.add(body(0, {1: 1.0}))
     with tails.viewing("r"), tails.viewing("r"):
         tails.add(body(0, dict.fromkeys(range(2 * KEPT_STEPS), 1.0)))
         _, found = await rows(tails)
@@ -93,3 +92,41 @@ async def test_run_without_a_viewer_keeps_nothing():
     assert ["r"] == viewed
     assert KEPT_STEPS == len(found)
     assert not tails.is_viewed("r")
+
+
+async def test_page_that_is_opened_gets_rows_that_are_not_stored_yet():
+    """Steps that one rank sent before and another after the kept time have no mean."""
+    tails = LiveTails()
+    tails.add(body(1, {1: 5.0, 2: 5.0}))
+    tails.add(body(0, {2: 1.0, 3: 1.0}))
+    tails.add(body(0, {1: 0.5}, name="eval_loss"))
+    with tails.viewing("r"):
+        _, found = await rows(tails)
+
+    assert [(1, {"eval_loss": [0.5] * 3}), (2, {"loss": [3.0, 1.0, 5.0]}), (3, {"loss": [1.0] * 3})] == [
+        (step, values) for _, step, _, values in found
+    ]
+
+
+async def test_old_responses_are_not_kept():
+    tails = LiveTails(kept_seconds=0.0)
+    tails.add(body(0, {1: 1.0}))
+    tails.add(body(0, {2: 1.0}))
+    with tails.viewing("r"):
+        _, found = await rows(tails)
+
+    assert [2] == [step for _, step, _, _ in found]
+
+
+async def test_response_without_a_shown_scalar_is_no_change():
+    tails = LiveTails()
+    with tails.viewing("r"):
+        tails.add(body(0, {1: 1.0}))
+        seen, _ = await rows(tails)
+        waiting = asyncio.create_task(rows(tails, seen))
+        tails.add(body(0, {1: 7.0}, name="host_cpu_utilization"))
+        await asyncio.sleep(0)
+        tails.add(body(0, {2: 2.0}))
+        _, found = await waiting
+
+    assert [2] == [step for _, step, _, _ in found]

@@ -56,8 +56,8 @@ test("a restart alone gives no label to a heat map", () => {
 
 test("the nearest value is found", () => assert.deepEqual([0, 1, 3], [-5, 1.4, 9].map((x) => nearest([0, 1, 2, 3], x))));
 
-test("live rows remain in their places and new ones come last", () => {
-  assert.deepEqual(["b", "a", "c"], keptOrder(["b", "gone", "a"], ["a", "c", "b"]));
+test("live rows remain in their places and new ones come first", () => {
+  assert.deepEqual(["c", "b", "a"], keptOrder(["b", "gone", "a"], ["a", "c", "b"]));
 });
 
 test("the scale has the colours of viridis at its ends", () => {

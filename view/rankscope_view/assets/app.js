@@ -26,7 +26,7 @@ const EXACT = ["eval_loss", "learning_rate"];
 /** @type {Record<string, string>} */
 const MAP_KEYS = { "← → ↑ ↓": "in a heat map: move the cursor, with Shift by ten", Enter: "in a heat map: open the tensor, or zoom" };
 /** @type {(() => Promise<void>)[]} */ const updates = [() => refresh(location.href, true)];
-/** @type {((rows: import("./tail.js").Row[]) => void)[]} */ const extensions = [];
+/** @type {((rows: import("./tail.js").Row[], isNew: boolean) => void)[]} */ const extensions = [];
 /** @type {(() => void)[]} */ const redraws = [forgetColours];
 
 /** @param {string} id */
@@ -119,9 +119,9 @@ if (document.querySelector(".plot[data-chart]")) charts();
 void fillPending();
 if (byId("heat")) void import("./heat.js").then((heat) => heat.start(bind, updates, redraws));
 for (const button of document.querySelectorAll(".copy")) button.addEventListener("click", () => void copy(/** @type {HTMLElement} */ (button)));
-if (document.body.dataset.live) {
+if (document.body.dataset.version) {
   const run = page === "run" ? (byId("run")?.dataset.run ?? "") : "";
-  follow(async () => void (await Promise.all(updates.map((update) => update()))), run, (rows) => extensions.forEach((extend) => extend(rows)));
+  follow(async () => void (await Promise.all(updates.map((update) => update()))), run, (rows, isNew) => extensions.forEach((extend) => extend(rows, isNew)));
 }
 
 /**
@@ -247,10 +247,10 @@ function charts() {
     });
   }
 
-  const extend = (/** @type {import("./tail.js").Row[]} */ rows) => {
-    tail = merged(tail, rows);
+  const extend = (/** @type {import("./tail.js").Row[]} */ rows, /** @type {boolean} */ isNew) => {
+    tail = merged(isNew ? [] : tail, rows);
     for (const row of rows) for (const name of Object.keys(row[3])) if (!known.has(name)) addMetric(name, row);
-    if (!document.hidden) plan(loaded.keys());
+    plan(loaded.keys());
   };
 
   /** @param {Partial<import("./logic.js").State>} changes */

@@ -1,5 +1,6 @@
 // Follow the store: when a version is committed, the parts of the page that changed are replaced.
 import { keptOrder } from "./logic.js";
+import { showLatest } from "./newest.js";
 
 const base = document.body.dataset.base ?? "";
 
@@ -29,11 +30,13 @@ export async function refresh(url, keepsOrder) {
   const next = await load(url);
   for (const part of document.querySelectorAll("[data-live][id]")) {
     const other = next.getElementById(part.id);
+    if (!other && part.id === "empty") location.reload(); // the first run
     if (!other || part.isEqualNode(other)) continue;
     const fresh = /** @type {HTMLElement} */ (document.importNode(other, true));
     if (part.id === "runs") merge(/** @type {HTMLElement} */ (part), fresh, keepsOrder);
     const scroll = part.querySelector(".scroll")?.scrollTop ?? 0;
     part.replaceWith(fresh);
+    if (part.id === "head") showLatest(); // the store is behind the rows that the page has received
     const box = fresh.querySelector(".scroll");
     if (box) box.scrollTop = scroll;
   }
@@ -84,21 +87,27 @@ function merge(before, after, keepsOrder) {
   }
 }
 
+/** Time in milliseconds without an event after which the page connects again. The server sends one every 15 s. */
+const QUIET = 40_000;
+
 /**
- * Call `update` once per version of the store while the page is visible, and `extend` with new rows of the run of the
- * page. Mark the page if the connection is lost.
+ * Call `update` once per version of the store, and `extend` with new rows of the run of the page. Mark the page if the
+ * connection is lost. A hidden page has no connection, because a browser permits only six of them to one server.
  * @param {() => Promise<void>} update
  * @param {string} run empty: a page of several runs
- * @param {(rows: import("./tail.js").Row[]) => void} extend
+ * @param {(rows: import("./tail.js").Row[], isNew: boolean) => void} extend the first rows of a new connection are not behind those before
  */
 export function follow(update, run, extend) {
   const query = new URLSearchParams({ version: document.body.dataset.version ?? "" });
   if (run) query.set("run", run);
-  const source = new EventSource(`${base}/data/live?${query}`);
+  /** @type {EventSource | null} */ let source = null;
+  let heard = 0; // time of the last event, in milliseconds
+  let opened = 0; // number of connections so far
+  let isNew = false;
   let isBusy = false;
   let isWaiting = false;
   const next = async () => {
-    if (document.hidden || isBusy) {
+    if (isBusy) {
       isWaiting = true;
       return;
     }
@@ -113,11 +122,46 @@ export function follow(update, run, extend) {
     isBusy = false;
     if (isWaiting) setTimeout(next, 100); // the newest version is never left out
   };
-  source.onopen = () => late(false);
-  source.onmessage = () => void next();
-  source.addEventListener("rows", (event) => extend(JSON.parse(event.data)));
-  source.onerror = () => late(true);
-  document.addEventListener("visibilitychange", () => isWaiting && !document.hidden && next());
+  const connect = () => {
+    const one = new EventSource(`${base}/data/live?${query}`);
+    source = one;
+    heard = Date.now();
+    /** @type {Record<string, (event: MessageEvent) => void>} */
+    const actions = {
+      open: () => {
+        late(false);
+        isNew = true;
+        if ((opened += 1) > 1) void next(); // versions and rows may have been missed
+      },
+      ping: () => late(false),
+      message: () => void next(),
+      rows: (event) => {
+        extend(JSON.parse(event.data), isNew);
+        isNew = false;
+      },
+    };
+    for (const [kind, act] of Object.entries(actions)) {
+      one.addEventListener(kind, (event) => {
+        heard = Date.now();
+        act(/** @type {MessageEvent} */ (event));
+      });
+    }
+    one.onerror = () => source === one && late(true);
+  };
+  const reconnect = () => {
+    source?.close();
+    source = null;
+    if (!document.hidden) connect();
+  };
+  connect();
+  document.addEventListener("visibilitychange", reconnect);
+  // A browser does not connect again after an answer that is no stream, and does not notice a lost network.
+  setInterval(() => {
+    const isLost = Date.now() - heard > (source?.readyState === EventSource.CLOSED ? QUIET / 8 : QUIET);
+    if (!source || !isLost) return;
+    late(true);
+    reconnect();
+  }, 1000);
 }
 
 /** @param {boolean} isLate */

@@ -244,7 +244,7 @@ export function valueRange(curve, choice) {
 }
 
 /**
- * Return the rows of a table in the order of `before`, with new rows at the end, so that rows do not move.
+ * Return the rows of a table in the order of `before`, so that they do not change places, below the new rows.
  * @param {string[]} before
  * @param {string[]} after
  * @returns {string[]}
@@ -252,7 +252,7 @@ export function valueRange(curve, choice) {
 export function keptOrder(before, after) {
   const present = new Set(after);
   const known = new Set(before);
-  return [...before.filter((one) => present.has(one)), ...after.filter((one) => !known.has(one))];
+  return [...after.filter((one) => !known.has(one)), ...before.filter((one) => present.has(one))];
 }
 
 const VIRIDIS = ["440154", "482878", "3e4a89", "31688e", "26828e", "1f9e89", "35b779", "6dcd59", "b4de2c", "fde725"];

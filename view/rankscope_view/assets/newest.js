@@ -27,7 +27,21 @@ export function setText(element, text) {
 export function showNewest(rows) {
   const last = rows.at(-1);
   if (!last) return;
+  latest = rows;
+  showLatest();
+  const word = document.querySelector(".live span");
+  const behind = Math.max(0, Date.now() / 1000 - last[2]);
+  setText(word, `Live, ${behind < 10 ? behind.toFixed(1) : Math.round(behind)} s behind`);
+  if (!timer) timer = setTimeout(addLatest, Math.max(0, linesAt + LINES_EVERY - performance.now()));
+}
+
+/** Show the newest values in the header of the page, unless the header of the server is of a later step. */
+export function showLatest() {
   const head = document.getElementById("head");
+  const [attempt, at] = [Number(head?.dataset.attempt), Number(head?.dataset.step || -1)];
+  const rows = latest.filter((row) => row[0] > attempt || (row[0] === attempt && row[1] > at));
+  const last = rows.at(-1);
+  if (!last) return;
   for (const place of /** @type {NodeListOf<HTMLElement>} */ (head?.querySelectorAll("[data-value]") ?? [])) {
     const name = place.dataset.value ?? "";
     if (name === "step") setText(place, grouped(last[1]));
@@ -38,11 +52,7 @@ export function showNewest(rows) {
   const planned = Number(head?.dataset.planned);
   const [bar, width] = [head?.querySelector(".bar rect + rect"), Math.min(1000, (1000 * last[1]) / planned).toFixed(1)];
   if (planned && bar && bar.getAttribute("width") !== width) bar.setAttribute("width", width);
-  const word = document.querySelector(".live span");
-  const behind = Math.max(0, Date.now() / 1000 - last[2]);
-  setText(word, `Live, ${behind < 10 ? behind.toFixed(1) : Math.round(behind)} s behind`);
-  latest = rows;
-  if (!timer) timer = setTimeout(addLatest, Math.max(0, linesAt + LINES_EVERY - performance.now()));
+  setText(head?.querySelector("[data-share]") ?? null, `${Math.floor(Math.min(1000, (1000 * last[1]) / planned)) / 10} %`);
 }
 
 function addLatest() {

@@ -97,10 +97,10 @@ export function extended(curve, rows, state) {
   if (!curve.rows && !curve.lines.length) shown.lines.push({ label: null, x: [], step: [], value: [], smoothed: [], low: [], high: [] });
   let isExtended = false;
   for (const [name, line] of growing(shown)) {
-    const own = ownRows(rows, curve, name);
+    const own = ownRows(rows, curve, name).filter((row) => !line.x.length || row[1] > line.step[0]); // its first point remains
     let end = line.x.length;
     while (own.length && end > 0 && line.step[end - 1] >= own[0][1]) end -= 1;
-    if (line.x.length && (end === 0 || end < line.x.length - KEPT)) continue;
+    if (end < line.x.length - KEPT) continue;
     const next = { ...line };
     for (const part of /** @type {("x" | "step" | "value" | "smoothed" | "low" | "high")[]} */ (["x", "step", "value", "smoothed", "low", "high"])) {
       next[part] = /** @type {any} */ (line[part].slice(0, end));

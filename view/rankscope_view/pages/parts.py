@@ -188,9 +188,9 @@ def document(
         for name, url in crumbs
     )
     state = (
-        '<span class="live"><i></i><span>Live</span></span>'
+        '<span class="live" id="following" data-live><i></i><span>Live</span></span>'
         if place.is_live
-        else '<span class="history"><i></i>History</span>'
+        else '<span class="history" id="following" data-live><i></i>History</span>'
     )
     asset = f"{place.base}/assets/{place.assets}"
     service = f'<a href="{place.url("service")}">Service</a>' if place.has_service else ""
@@ -207,9 +207,9 @@ def document(
 <script src="{asset}/uPlot.iife.js" defer></script>
 <script src="{asset}/app.js" type="module"></script>
 </head>
-<body data-page="{page}" data-base="{text(place.base)}" data-live="{"1" if place.is_live else ""}" data-version="{place.version}">
+<body data-page="{page}" data-base="{text(place.base)}" data-version="{"" if place.version < 0 else place.version}">
 <header class="top"><a class="brand" href="{place.url()}" data-go="r">{icon("logo")}<b>Rankscope</b></a>
-<span class="crumbs"><a href="{place.url()}">Runs</a>{steps}{f'<span class="dim">{about}</span>' if about else ""}</span>
+<span class="crumbs"><a href="{place.url()}">Runs</a>{steps}{f'<span class="dim" id="about" data-live>{about}</span>' if about else ""}</span>
 <span class="right">{service}{state}<button id="theme" title="Theme (T)" aria-label="Change the theme">{icon("theme")}</button>
 <button id="help" title="Keys (?)" aria-label="Keys"><kbd>?</kbd></button></span></header>
 {nav}

@@ -152,7 +152,7 @@ def header(place: Place, found: RunDetail) -> str:
     report = f'<a class="button" href="{place.url("runs", row.run, "report")}" download>Report</a>'
     compare = f'<a class="button" href="{place.url("compare", run=row.run)}">Compare</a>'
     return (
-        f'<div class="runhead" id="head" data-planned="{row.planned_steps or ""}" data-live><div class="title"><h1><bdi>{text(row.run)}</bdi></h1>{pill(row.state)}'
+        f'<div class="runhead" id="head" data-planned="{row.planned_steps or ""}" data-attempt="{row.attempt or 0}" data-step="{"" if row.step is None else row.step}" data-live><div class="title"><h1><bdi>{text(row.run)}</bdi></h1>{pill(row.state)}'
         f'{tag_list(sorted(row.tags.items()))}<span class="dim">{about}</span><span class="aside">{report}{compare}</span></div>{reason}{note}'
         f'<div class="figures"><span>{_progress(row)}</span><span class="dim">{again}</span></div>{bar}'
         f"<dl>{figures}</dl></div>"
@@ -168,7 +168,7 @@ def _progress(row: RunRow) -> str:
         else f'step <b data-value="step">{count(row.step)}</b>'
     ]
     if row.share is not None:
-        parts.append(percent(row.share))
+        parts.append(f"<span data-share>{percent(row.share)}</span>")
     if row.is_live and row.eta_seconds is not None:
         about = f", about {utc((row.seen_at or 0) + row.eta_seconds, '%d %b %H:%M')} UTC" if row.seen_at else ""
         parts.append(f"<b>{duration(row.eta_seconds)}</b> left{about}")

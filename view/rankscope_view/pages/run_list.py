@@ -43,7 +43,7 @@ def page(place: Place, found: RunList, search: str, now: float, alarms: Sequence
     """Return the list of runs. `search` is the text of the search field; `alarms` are problems of the service."""
     active = sum(number for state, number in found.states.items() if state not in ENDED and state != "unknown")
     title = f"{found.with_incidents} with incidents, {active} active"
-    body = [_alarm(place, alarm) for alarm in alarms]
+    body = [f'<div id="alarms" data-live>{"".join(_alarm(place, alarm) for alarm in alarms)}</div>']
     body.append(_toolbar(place, found, search))
     if not found.total:
         body.append(_empty())
@@ -194,6 +194,6 @@ def _pages(place: Place, found: RunList, search: str) -> str:
 
 def _empty() -> str:
     return (
-        f'<div class="panel blank">{icon("running")}<strong>Nothing has been stored here</strong>'
+        f'<div class="panel blank" id="empty" data-live>{icon("running")}<strong>Nothing has been stored here</strong>'
         "<p>Start a training with a monitor, or look at a demo.</p><code>rankscope demo</code></div>"
     )

@@ -1,0 +1,203 @@
+"""Background tasks of the service: each raises once, which the pages show, and the parts that depend on it recover."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import aiohttp
+import pytest
+from tests.ingest.remote_write.messages import write_request
+from tests.ingest.scrape.test_exporters import FakeExporter
+
+import rankscope_ingest
+from rankscope_ingest.base import background
+from rankscope_ingest.base.protobuf import packed
+from rankscope_ingest.http.pages import Pages
+from rankscope_ingest.network.connections import _Connections
+from rankscope_ingest.notify.announcer import Announcer
+from rankscope_ingest.record_channel.loop import TargetLoop
+from rankscope_ingest.recovery.orphan_spools import Spools
+from rankscope_ingest.remote_write.handler import RemoteWrite
+from rankscope_ingest.reporting.live_tail import LiveTails
+from rankscope_ingest.scrape.discovery import ExporterList
+from rankscope_ingest.scrape.scraper import PageQueue, Scraper
+from rankscope_ingest.watch.session import WatchSession
+
+TASKS = {
+    "accepting connections": (_Connections, "_begin"),
+    "closing late connections": (_Connections, "sweep"),
+    "decoding a remote-write request": (RemoteWrite, "_decode_body"),
+    "following logs": (WatchSession, "run"),
+    "notifying of an incident": (Announcer, "announce"),
+    "notifying of an incident of a log": (Announcer, "announce"),
+    "opening a connection": (_Connections, "_start"),
+    "parsing pages of exporters": (PageQueue, "_read"),
+    "polling a rank": (TargetLoop, "run"),
+    "reading a list of exporters": (ExporterList, "look"),
+    "reading the version of the store": (Pages, "_version"),
+    "scanning for spools": (Spools, "find"),
+    "scraping the exporter ": (Scraper, "scrape"),
+    "sending live updates to a page": (LiveTails, "changed"),
+}
+"""Each background task of the service, and a method of it that raises in the test."""
+
+AWAITED = {
+    ("base/background.py", "start_task"),
+    ("base/background.py", "start"),
+    ("service/offline.py", "_serve_until_read"),
+    ("service/service.py", "_drain"),
+    ("service/service.py", "serve"),
+    ("watch/session.py", "run"),
+}
+"""Functions that start tasks and await them, so that their errors are raised there."""
+
+SOURCES = Path(rankscope_ingest.__file__).parent
+STARTS = {
+    "create_task",
+    "ensure_future",
+    "TaskGroup",
+    "Thread",
+    "Timer",
+    "start_new_thread",
+    "run_coroutine_threadsafe",
+}
+
+
+def calls():
+    """Yield the file, the enclosing function, the name and the arguments of each call in the package."""
+    for path in SOURCES.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if any(word in text for word in (*STARTS, "start_task")):
+            yield from calls_in(ast.parse(text), path.relative_to(SOURCES).as_posix())
+
+
+def calls_in(node, file, function=""):
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Call):
+            name = child.func.attr if isinstance(child.func, ast.Attribute) else getattr(child.func, "id", "")
+            yield file, function, name, child.args
+        is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
+        yield from calls_in(child, file, child.name if is_function else function)
+
+
+def test_every_task_of_the_service_is_listed_here():
+    """A new task is started by `start_task` and gets a row in TASKS, or is awaited by the function that starts it."""
+    names = [arguments[0] for _, _, name, arguments in calls() if name == "start_task"]
+    known = {one.value if isinstance(one, ast.Constant) else one.values[0].value for one in names}
+    others = {(file, function) for file, function, name, _ in calls() if name in STARTS}
+
+    assert set(TASKS) == known
+    assert set() == others - AWAITED
+
+
+class Raising:
+    """Makes each task raise once in its method. `again` has the tasks whose method was called again afterwards."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.raised: set[str] = set()
+        self.again: set[str] = set()
+        for owner, method in set(TASKS.values()):
+            patch.setattr(
+                owner,
+                method,
+                self.wrapped(
+                    getattr(owner, method), {task for task, place in TASKS.items() if place == (owner, method)}
+                ),
+            )
+
+    def wrapped(self, function, tasks):
+        def called(*arguments, **named):
+            name = asyncio.current_task().get_name() if len(tasks) > 1 else next(iter(tasks))
+            if name in self.raised:
+                self.again.add(name)
+                return function(*arguments, **named)
+            self.raised.add(name)
+            raise RuntimeError(f"injected into {name}")
+
+        async def awaited(*arguments, **named):
+            return await called(*arguments, **named)
+
+        return awaited if asyncio.iscoroutinefunction(function) else called
+
+
+@pytest.fixture
+def raising(monkeypatch):
+    monkeypatch.setattr(background, "RETRY_SECONDS", 0.1)
+    return Raising(monkeypatch)
+
+
+async def requested(call):
+    """Return the result of a request, which is repeated while the service closes the connection or reports an error."""
+    for _ in range(20):
+        try:
+            if (found := await asyncio.wait_for(call(), 1)) is not None:
+                return found
+        except (aiohttp.ClientError, TimeoutError):
+            pass
+        await asyncio.sleep(0.05)
+    raise AssertionError("no answer in 20 attempts")
+
+
+async def pushed(service):
+    body = packed(write_request(({"__name__": "pushed", "instance": "pusher"}, [(1_770_000_000_000, 4.0)])))
+    headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "snappy"}
+    timeout = aiohttp.ClientTimeout(total=5)
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as session,
+        session.post(f"{service.url}/api/v1/write", data=body, headers=headers) as response,
+    ):
+        return response.status if response.status < 300 else None
+
+
+async def first_rows(service):
+    """Return the first rows that a page receives; None if the stream ends before."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"{service.url}/data/live?run=r", timeout=aiohttp.ClientTimeout(total=5)) as stream,
+    ):
+        is_next = False
+        async for line in stream.content:
+            if is_next:
+                return json.loads(line.partition(b": ")[2])
+            is_next = line.startswith(b"event: rows")
+    return None
+
+
+async def test_each_task_raises_once_and_the_service_continues(raising, fake_rank, start_service, eventually, tmp_path):
+    log, listed = tmp_path / "train.log", tmp_path / "targets.json"
+    log.write_text("".join(f"step {step} loss 2.0\n" for step in range(1, 25)))
+    os.utime(log, (1_740_759_937, 1_740_759_937))  # its training has stalled
+    (tmp_path / "spools").mkdir()
+    quick = {"every_seconds": 0.1, "timeout_seconds": 5}
+    async with fake_rank() as rank, FakeExporter(b"named 1\n") as exporter, FakeExporter(b"listed 2\n") as other:
+        listed.write_text(json.dumps([{"targets": [other.address]}]))
+        changes = {
+            "exporters": [{"url": exporter.url, "name": "named", **quick}],
+            "exporter_lists": [{"file": str(listed), "refresh_seconds": 0.1, **quick}],
+            "spool.folders": [str(tmp_path / "spools")],
+            "spool.scan_seconds": 0.1,
+            "watch": [{"log": str(log), "run": "log", "poll_seconds": 0.05, "settle_seconds": 0.0}],
+        }
+        async with start_service(**changes) as service:
+            await requested(lambda: rank.register(service.url))
+            rank.publish_steps(3)
+            rank.publish(events=[{"type": "anomaly", "severity": "critical", "rule": "AnomalyNan", "tensor": "w"}])
+            assert await requested(lambda: first_rows(service))
+            await requested(lambda: pushed(service))
+            await eventually(lambda: sorted(set(TASKS) - raising.raised) == [], seconds=20)
+            stored = "SELECT metric FROM samples WHERE metric IN ('named', 'listed', 'pushed') GROUP BY metric"
+            await eventually(lambda: len(service.rows(stored)) == 3, seconds=20)
+            await eventually(lambda: len(service.rows("SELECT 1 FROM scalars WHERE run = 'log'")) == 24, seconds=20)
+            await eventually(lambda: rank.committed == 3, seconds=20)
+            _, page = await requested(lambda: service.get("/service"))
+            _, metrics = await service.get("/metrics")
+
+    unseen = [task for task in TASKS if f"errors in {task}" not in page or f'{{task="{task}' not in metrics]
+    assert [] == unseen
+    assert "injected into" in page
+    once = {"notifying of an incident", "notifying of an incident of a log"}  # sent again by the next service
+    assert set(TASKS) - once == raising.again - once

@@ -1,0 +1,133 @@
+"""Open pages of a real service in a real browser: complete curves, one progress, new runs, and streams that fail."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.ingest.conftest import FakeRank, eventually, running_service
+from tests.view.browser import browser
+
+from rankscope_ingest.reporting.live_tail import LiveTails
+
+POINTS = """(() => {
+  const plot = document.querySelector('#chart-loss .plot'), legend = document.querySelector('#chart-loss .legend');
+  if (!plot?.querySelector('.uplot')) return null;
+  const found = {};
+  const press = (shiftKey, key) => plot.dispatchEvent(new KeyboardEvent('keydown', {key, shiftKey}));
+  for (let count = 0; count < 20; count += 1) press(true, 'ArrowRight');
+  for (let count = 0; count < 60; count += 1) {
+    const [, step] = /^step ([\\d,]+)/.exec(legend.innerText) ?? [];
+    if (step) found[step] = legend.querySelector('b')?.innerText;
+    press(false, 'ArrowLeft');
+  }
+  return Object.entries(found).map(([step, value]) => [Number(step), value]);
+})()"""
+"""The steps of the loss curve and the value of each, as the legend shows them when the cursor moves over the chart."""
+
+NOTED = """new MutationObserver(() => {
+  const head = document.querySelector('#head [data-value=step]')?.parentElement?.innerText;
+  window.noted ??= [];
+  if (head && window.noted.at(-1) !== head) window.noted.push(head);
+}).observe(document.querySelector('main'), {subtree: true, childList: true, characterData: true})"""
+"""Keeps each text of the progress that the page shows."""
+
+
+@pytest.fixture(scope="module")
+def page(require_server, tmp_path_factory):
+    with browser(require_server("chromium"), tmp_path_factory.mktemp("chromium")) as found:
+        found.look(1280, 900)
+        yield found
+
+
+def in_thread(function, *arguments):
+    return asyncio.to_thread(function, *arguments)
+
+
+async def leave(page):
+    """End the stream of events of the page."""
+    await asyncio.to_thread(lambda: page.call("Page.navigate", url="about:blank"))
+
+
+async def ends(rank, service):
+    rank.publish(step=None, events=[{"type": "exit", "details": '{"reason": "completed"}'}])
+    rank.state = "draining"
+    await rank.register(service.url)
+
+
+async def shows_step(page, step):
+    await in_thread(page.wait, f"document.querySelector('#head [data-value=step]').innerText === '{step}'")
+
+
+async def test_curve_is_complete_and_progress_is_one_number(page, tmp_path, monkeypatch):
+    """Each second poll brings only scalars of the machine, as for a run whose steps take longer than a poll.
+
+    Once, the sender of rows fails.
+    """
+    fails = [False, False, False, True]
+    changed = LiveTails.changed
+
+    async def fragile(tails, run, seen):
+        if fails and fails.pop(0):
+            raise RuntimeError("injected")
+        return await changed(tails, run, seen)
+
+    monkeypatch.setattr(LiveTails, "changed", fragile)
+    changes = {"ingest.flush_after_seconds": 2.0}
+    async with running_service(tmp_path / "store", **changes) as service, FakeRank(planned_steps=9) as rank:
+        rank.publish_steps(3)
+        await rank.register(service.url)
+        await eventually(lambda: service.rows("FROM runs WHERE state = 'running'"))
+        rank.publish_steps(2)
+        await eventually(lambda: len(rank.polls) > 3)
+        await in_thread(page.open, f"{service.url}/runs/r")
+        await in_thread(page.wait, "document.querySelector('#chart-loss .uplot')")
+        await in_thread(page.run, NOTED)
+        await shows_step(page, 4)
+        requests = await in_thread(page.run, "performance.getEntriesByType('resource').map((one) => one.name)")
+        for step in range(5, 9):
+            polls = len(rank.polls)
+            rank.publish(step=None, scalars=[{"name": "host_cpu_utilization", "value": 1.0}])
+            await eventually(lambda before=polls: len(rank.polls) > before + 2)
+            rank.publish(step=step, scalars=[{"name": "loss", "value": float(step)}])
+            await shows_step(page, step)
+        points = sorted(await in_thread(page.run, POINTS))
+        rank.publish(step=9, scalars=[{"name": "loss", "value": 9.0}])
+        await ends(rank, service)
+        await in_thread(page.wait, "document.querySelector('#head .pill.completed')")
+        await in_thread(page.wait, "document.querySelector('#following').innerText === 'History'")
+        noted = await in_thread(page.run, "window.noted")
+        await leave(page)
+
+    assert [] == fails
+    assert list(range(9)) == [step for step, _ in points]
+    assert ["5.000", "6.000", "7.000", "8.000"] == [value for _, value in points[-4:]]
+    steps = [int(text.split()[0]) for text in noted]
+    assert sorted(steps) == steps
+    assert 9 == steps[-1]
+    assert [f"{1000 * step // 9 / 10:g} %" for step in steps] == [text.split(" · ")[1] for text in noted]
+    assert 1 == sum("/data/curve?" in one and "name=loss" in one for one in requests)
+    assert [] == page.problems
+
+
+async def test_open_list_shows_a_new_run_and_its_first_step(page, tmp_path):
+    """The list is opened while the store is empty, and then while all runs have ended."""
+    async with running_service(tmp_path / "store", **{"ingest.flush_after_seconds": 60.0}) as service:
+        await in_thread(page.open, service.url)
+        for run in ("first", "second"):
+            async with FakeRank(run=run) as rank:
+                await rank.register(service.url)
+                row = f"document.querySelector('#runs tr:has([value={run}])')"
+                await in_thread(page.wait, row, 10)
+                rank.publish_steps(3)
+                await in_thread(page.wait, f"{row}.innerText.includes('Running')", 10)
+                assert "2" in await in_thread(page.run, f"{row}.querySelector('.progress').innerText")
+                await ends(rank, service)
+                await in_thread(page.wait, f"{row}.innerText.includes('Completed')", 10)
+        names = await in_thread(page.run, "[...document.querySelectorAll('#runs input')].map((one) => one.value)")
+        about = await in_thread(page.run, "document.querySelector('#about').innerText")
+        await leave(page)
+
+    assert ["second", "first"] == names
+    assert "2 runs, 0 active" == about
+    assert [] == page.problems
