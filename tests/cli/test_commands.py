@@ -120,7 +120,7 @@ def test_emitted_views_return_the_same_rows_in_duckdb(rankscope):
         (["sql", "selec 1"], 1, "selec"),
         (["sql", "select 1", "-f", "x.sql"], 2, "not both"),
         (["sql", "-f", "missing.sql"], 2, "missing.sql"),
-        (["runs", "--store", "/nowhere"], 1, "/nowhere is not a Rankscope store"),
+        (["runs", "--store", "/nowhere"], 2, "/nowhere is not a Rankscope store"),
         (["sql", "select 1", "--store", "/etc/passwd"], 1, "/etc/passwd"),
     ],
 )

@@ -40,6 +40,16 @@ def test_a_notification_is_sent_to_each_address_of_the_option(rankscope, receive
     assert ["[test] Rankscope notification"] == [document["title"] for document in received]
 
 
+def test_addresses_of_alertmanager_have_the_same_form_here(rankscope, receiver):
+    """Each command accepts the addresses of `rankscope up`. A message of another severity is not sent."""
+    address, received = receiver
+    web = address.replace("json://", "http://")
+    done = rankscope("notify", "test", "--notify", web, "--notify", f"info={web}", "--notify", f"critical={web}")
+
+    assert 0 == done.returncode, done.stderr
+    assert 2 == len(received)
+
+
 def test_addresses_are_read_from_the_configuration_file(rankscope, receiver, tmp_path):
     address, received = receiver
     (tmp_path / "service.toml").write_text(f"[store]\npath = 'history'\n[notify]\nurls = ['{address}']\n")

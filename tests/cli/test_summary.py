@@ -16,7 +16,7 @@ def test_checkpoint_has_the_four_sections_and_its_facts(in_process, logs):
     assert [60 * "="] * 3 == [line for line in lines if line.startswith("=")]
     assert ["progress", "loss", "parameters", "time"] == [line for line in lines if line[0] not in " ="][1:5]
     for line in (
-        "checkpoint-60, stopped (imported from a log)",
+        "outputs, stopped (imported from a log)",
         "  step: 60 / 90, 66.67 %",
         "  epoch: 2.00 / 3, 66.67 %",
         "  lowest: 0.448509 at step 60",
@@ -36,7 +36,7 @@ def test_latest_is_the_checkpoint_with_the_largest_number(in_process, logs, monk
     named = in_process("summary", "--outputs", "outputs", "--format", "json")
     without_store = in_process("summary", "--format", "json")
 
-    assert "checkpoint-60" == json.loads(named.stdout)["run"]
+    assert "outputs" == json.loads(named.stdout)["run"]
     assert named.stdout.replace("60", "") == without_store.stdout.replace("60", "")
     assert "history is no store: showing outputs/checkpoint-60\n" == without_store.stderr
 
@@ -48,7 +48,7 @@ def test_latest_is_the_checkpoint_with_the_largest_number(in_process, logs, monk
         (["--outputs", "."], 1, "name one of outputs with --outputs"),
         (["--checkpoint", "empty"], 1, "empty contains no trainer_state.json"),
         (["--checkpoint", "missing"], 1, "missing does not exist"),
-        (["missing.log"], 1, "missing.log is no file or folder"),
+        (["missing.log"], 2, "missing.log is no file or folder"),
         (["metrics.jsonl", "--latest"], 2, "name one of"),
         (["metrics.jsonl", "--run", "other"], 2, "run 'other' not found"),
     ],

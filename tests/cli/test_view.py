@@ -59,5 +59,5 @@ async def test_view_beyond_loopback_needs_the_token(tmp_path):
 def test_folder_without_a_store_is_one_line(tmp_path):
     done = run_command("view", tmp_path)
 
-    assert 1 == done.returncode
+    assert 2 == done.returncode
     assert "is not a Rankscope store" in done.stderr

@@ -72,7 +72,7 @@ def test_a_named_store_is_never_replaced_by_the_records_folder(folder: Path) -> 
     named = run_command("runs", "--store", "history", folder=folder, RANKSCOPE_SPOOL_DIR="")
     told = run_command("runs", folder=folder, RANKSCOPE_SPOOL_DIR="", RANKSCOPE_STORE="history")
 
-    assert (1, 1) == (named.returncode, told.returncode)
+    assert (2, 2) == (named.returncode, told.returncode)
     assert "history is not a Rankscope store" in named.stderr
     assert "history is not a Rankscope store" in told.stderr
 

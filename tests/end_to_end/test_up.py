@@ -224,6 +224,9 @@ def test_failed_start_prints_the_end_of_the_log(start_up, tmp_path):
     assert "service exited with code 1 during the start" in up.output()
     assert "is a file" in up.output()
     assert "Traceback" not in up.output()
+    # The programs were stopped during the start, so `rankscope doctor` must not search for them at their free ports.
+    report = run_command("doctor", "--store", "history", folder=tmp_path).stdout
+    assert set(re.findall(r"127\.0\.0\.1:(\d+)", report)) <= {"9470", "9090", "9093"}
 
 
 def test_missing_prometheus_error_names_the_package(tmp_path):

@@ -60,9 +60,14 @@ def figure_path(output: Path | None, name: str) -> Path:
 
 
 def write_figure(figure: Figure, path: Path, dpi: int) -> None:
-    """Write `figure` to `path`, or to standard output as png if it is `-`. Print the path on standard error."""
-    from rankscope_view.figures.style import save
+    """Write `figure` to `path`, or to standard output as png if it is `-`. Print the path on standard error.
 
+    Raises CommandError if no panel has data.
+    """
+    from rankscope_view.figures.style import notices, save
+
+    if empty := notices(figure):
+        raise CommandError(f"there is no data for this figure, and no file is written: {', '.join(empty)}")
     with output_file(path, ".png") as file:
         save(figure, file, dpi=dpi)
     print(f"wrote {'the figure to standard output' if path == STANDARD_OUTPUT else path}", file=sys.stderr)

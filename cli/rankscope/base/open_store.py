@@ -6,9 +6,10 @@ A command that only reads also accepts a folder with the records that ranks wrot
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rankscope.base.errors import USAGE, CommandError, suggestion
 from rankscope.base.spools import readable_store
@@ -17,24 +18,39 @@ if TYPE_CHECKING:
     from rankscope_storage.connection import Connection
 
 
+SHOWN_RUNS: Final = 10
+
+
 @contextlib.contextmanager
 def open_store(store: Path, *, locked: bool = True) -> Iterator[Connection]:
     """Yield a connection to `store`, which is a store or a folder with spools of ranks.
 
-    StoreError and duckdb.Error are raised as CommandError with the same text.
+    See `store_errors` for its errors.
     """
-    import duckdb
-
-    from rankscope_storage.base.errors import StoreError
     from rankscope_storage.connection import connect
 
+    with store_errors(), readable_store(store) as folder, connect(folder, locked=locked) as connection:
+        yield connection
+
+
+@contextlib.contextmanager
+def store_errors() -> Iterator[None]:
+    """Raise CommandError for each error of a store, with the exit code USAGE if there is no store."""
+    import duckdb
+    import pyarrow as pa
+
+    from rankscope_storage.base.errors import NotAStoreError, StoreError
+
     try:
-        with readable_store(store) as folder, connect(folder, locked=locked) as connection:
-            yield connection
-    except StoreError as error:
-        raise CommandError(_one_line(str(error))) from error
-    except duckdb.Error as error:
-        raise CommandError(_one_line(str(error))) from error
+        yield
+    except NotAStoreError as error:
+        raise CommandError(str(error), code=USAGE) from error
+    except (StoreError, duckdb.Error, pa.ArrowInvalid) as error:
+        text = _one_line(str(error))
+        damaged = re.search(r"'([^']+\.parquet)'", text)
+        if damaged is not None and "magic bytes" in text:
+            text = f"{damaged[1]} is damaged: `rankscope store check` names the run and the steps of its rows"
+        raise CommandError(text) from error
 
 
 def resolve_run(connection: Connection, run: str | None) -> str:
@@ -49,7 +65,11 @@ def resolve_run(connection: Connection, run: str | None) -> str:
             raise CommandError(f"{connection.path} contains no run yet")
         return known[0]
     if run not in known:
-        hint = suggestion(run, known) or f" Runs in the store: {', '.join(sorted(known)[:10]) or 'none yet'}."
+        more = f", and {len(known) - SHOWN_RUNS:,} more: see rankscope runs" if len(known) > SHOWN_RUNS else ""
+        hint = (
+            suggestion(run, known)
+            or f" Runs in the store: {', '.join(sorted(known)[:SHOWN_RUNS]) or 'none yet'}{more}."
+        )
         raise CommandError(f"run {run!r} not found.{hint}", code=USAGE)
     return run
 

@@ -98,6 +98,16 @@ Store = Annotated[
 ]
 WrittenStore = Annotated[Path, typer.Option(*_NAMES, envvar="RANKSCOPE_STORE", help="Folder of the store.", **_STORE)]
 OptionalStore = Annotated[Path | None, typer.Option(*_NAMES, help="Folder of the store.", **_STORE)]
+Notify = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--notify",
+        envvar="RANKSCOPE_NOTIFY",
+        metavar="ADDRESS",
+        help="Address to notify: any Apprise URL, https://… for a webhook, slack+https://… for Slack, or "
+        "smtp://host:port?to=… for mail; may be repeated. The prefix critical= selects critical messages.",
+    ),
+]
 Listen = Annotated[
     str | None, typer.Option(help="Listen address of the service, host:port; port 0 selects a free port.")
 ]

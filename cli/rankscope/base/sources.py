@@ -9,8 +9,7 @@ import contextlib
 import re
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, TypeVar
@@ -101,7 +100,8 @@ class Choice:
             if not _has_store(self.store):
                 raise CommandError(
                     f"{self.source} is no file or folder, and {self.store} is not a Rankscope store: name "
-                    "a log, or the store of the run with --store"
+                    "a log, or the store of the run with --store",
+                    code=USAGE,
                 )
             return None
         return None if self.run is None and _is_run(self.source, self.store) else path
@@ -135,11 +135,10 @@ def open_runs(sources: Sequence[str], store: Path) -> Iterator[list[OpenRun]]:
     """
     paths = {source: Choice(source=source, store=store).path() for source in sources}
     logs = {source: path for source, path in paths.items() if path is not None and not _has_store(path)}
-    names = Counter(_label(path) for path in logs.values())
     with contextlib.ExitStack() as stack:
         found: dict[str, OpenRun] = {}
         if logs:
-            labels = {source: _label(path) if names[_label(path)] == 1 else source for source, path in logs.items()}
+            labels = _labels(logs)
             connection = stack.enter_context(_imported([(logs[source], labels[source]) for source in logs]))
             rows = "SELECT DISTINCT run FROM scalars UNION SELECT DISTINCT run FROM tensor_stats"
             known = connection.query(rows)["run"].to_pylist()
@@ -153,6 +152,20 @@ def open_runs(sources: Sequence[str], store: Path) -> Iterator[list[OpenRun]]:
                 opened[folder] = stack.enter_context(open_store(folder))
             found[source] = OpenRun(opened[folder], resolve_run(opened[folder], source if path is None else None))
         yield [found[source] for source in sources if source in found]
+
+
+def _labels(logs: Mapping[str, Path]) -> dict[str, str]:
+    """Return the run name of each log: that of an import, or of checkpoints of one run the names of their folders."""
+    from rankscope_ingest.importers import run_name
+
+    folders = {source: path.parent if path.name == STATE_FILE else path for source, path in logs.items()}
+    for labels in (
+        {source: run_name(path) for source, path in logs.items()},
+        {source: path.name for source, path in folders.items()},
+    ):
+        if len(set(labels.values())) == len(labels):
+            return labels
+    return {source: source for source in logs}
 
 
 def latest_checkpoint(outputs: Path) -> Path:
@@ -201,22 +214,13 @@ def _has_store(path: Path) -> bool:
     return is_store(path) or bool(spool_folders(path))
 
 
-def _label(path: Path) -> str:
-    """Return the run name of a log: the name of a checkpoint, or else the name that `rankscope import` gives."""
-    from rankscope_ingest.importers import run_name
-
-    folder = path.parent if path.name == STATE_FILE else path
-    return folder.name if _CHECKPOINT.fullmatch(folder.name) else run_name(path)
-
-
 @contextlib.contextmanager
 def _open_path(path: Path, run: str | None) -> Iterator[OpenRun]:
     if _has_store(path):
         with open_store(path) as connection:
             yield OpenRun(connection, resolve_run(connection, run))
         return
-    label = None if path.is_dir() and not _CHECKPOINT.fullmatch(path.name) else _label(path)
-    with _imported([(path, label)]) as connection:
+    with _imported([(path, None)]) as connection:
         chosen = resolve_run(connection, run)
         known: list[str] = connection.query("SELECT run FROM runs ORDER BY run")["run"].to_pylist()
         if run is None and len(known) > 1:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -35,7 +37,8 @@ def build(*names: str) -> typer.Typer:
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         else:
-            app.command(name)(command)
+            # Only [bold] is markup; rich would remove the names of sections of configuration files, such as [notify].
+            app.command(name, help=re.sub(r"\[(?!/?bold\])", r"\\[", inspect.getdoc(command) or ""))(command)
     return app
 
 

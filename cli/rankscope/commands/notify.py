@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.options import Notify
 from rankscope.base.service_settings import load_settings
 
 if TYPE_CHECKING:
@@ -29,10 +30,7 @@ def notify(
     config: Annotated[
         Path | None, typer.Argument(help="Configuration file of the service.", show_default=False)
     ] = None,
-    to: Annotated[
-        list[str] | None,
-        typer.Option("--notify", help="Apprise URL to notify instead of those in the file; may be repeated."),
-    ] = None,
+    to: Notify = None,
 ) -> None:
     """Send one test notification to every receiver, without retries; exit with 1 if a notification fails.
 

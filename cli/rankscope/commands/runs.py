@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from rankscope.base.errors import USAGE, CommandError
-from rankscope.base.open_store import open_store, resolve_run
+from rankscope.base.open_store import open_store, resolve_run, store_errors
 from rankscope.base.options import STANDARD_OUTPUT, Store
 from rankscope.output.rows import Format, Output, OutputFormat, as_json, write_rows, write_text
 from rankscope.output.runs_text import run_lines, terminal_width
@@ -190,14 +190,11 @@ def _wanted(action: Action, given: Sequence[str]) -> TagsEdit:
 
 
 def _relabelled(root: Path, run: str, change: TagsEdit) -> TagsAndNote:
-    from rankscope_storage.base.errors import StoreError
     from rankscope_storage.base.fsync import sync_to_disk
     from rankscope_storage.runs.tags import edit_tags
 
-    try:
+    with store_errors():
         return edit_tags(root, run, change, sync_to_disk)
-    except StoreError as error:
-        raise CommandError(str(error)) from error
 
 
 def _print_labels(labels: TagsAndNote) -> None:
@@ -206,14 +203,11 @@ def _print_labels(labels: TagsAndNote) -> None:
 
 
 def _change(action: Action, root: Path, run: str, other: str) -> RewriteReport:
-    from rankscope_storage.base.errors import StoreError
     from rankscope_storage.base.fsync import sync_to_disk
     from rankscope_storage.runs import edit as care
 
-    try:
+    with store_errors():
         if action is Action.RM:
             return care.remove(root, run, sync_to_disk)
         change = care.rename if action is Action.RENAME else care.merge
         return change(root, run, other, sync_to_disk)
-    except StoreError as error:
-        raise CommandError(str(error)) from error

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from rankscope.base.errors import TAKEN_OVER, USAGE, CommandError
-from rankscope.base.options import Listen, OptionalStore
+from rankscope.base.options import Listen, Notify, OptionalStore
 from rankscope.base.service_settings import load_settings
 from rankscope.output.log_lines import log_to
 
@@ -36,7 +36,7 @@ def serve(
     config: Annotated[Path | None, typer.Argument(help="TOML file; docs/configuration.md lists its keys.")] = None,
     store: OptionalStore = None,
     listen: Listen = None,
-    notify: Annotated[list[str] | None, typer.Option(help="Apprise URL to notify; may be repeated.")] = None,
+    notify: Notify = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only events, no progress.")] = False,
 ) -> None:
     """Store the records of all ranks that register, until Ctrl-C or SIGTERM; then store pending rows and exit.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.open_store import store_errors
 from rankscope.base.options import STANDARD_OUTPUT
 from rankscope.base.options import WrittenStore as Folder
 from rankscope.base.progress_bar import progress_bar
@@ -97,10 +98,8 @@ def store(
 
     rankscope store repair --dry-run
     """
-    from rankscope_storage.base.errors import StoreError
-
     root = store.absolute()
-    try:
+    with store_errors():
         if action is Action.CHECK:
             _check(root, deep=deep)
         elif action is Action.STATS:
@@ -111,8 +110,6 @@ def store(
             _retain(root, _policy(days, scalars_days, samples_days, rollup_days), form, output, dry_run=dry_run)
         else:
             _repair(root, deep=deep, dry_run=dry_run, force=force)
-    except StoreError as error:
-        raise CommandError(str(error)) from error
 
 
 def _check(root: Path, *, deep: bool) -> None:

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from rankscope.base.errors import CommandError
-from rankscope.base.options import Listen, OptionalStore
+from rankscope.base.options import Listen, Notify, OptionalStore
 from rankscope.output.rows import columns
 from rankscope.up.ports import PortChoice
 
@@ -28,21 +28,11 @@ SHOW_SECONDS: Final = 1.0
 HEAD: Final = ("program", "address", "state", "log")
 
 
-NotifyAddresses = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Address that Alertmanager notifies: https://… for a webhook, slack+https://… for a chat that "
-        "accepts Slack's fields, smtp://host:port?to=… for mail; may be repeated. Prefix critical= sends "
-        "only critical alerts."
-    ),
-]
-
-
 def up(
     config: Annotated[Path | None, typer.Argument(help="TOML file of the service, as for `rankscope serve`.")] = None,
     store: OptionalStore = None,
     listen: Listen = None,
-    notify: NotifyAddresses = None,
+    notify: Notify = None,
     ports: Annotated[
         PortChoice,
         typer.Option(
@@ -113,7 +103,7 @@ def _run(plan: StartPlan, *, quiet: bool) -> None:
     console, stop_signals = Console(highlight=False), StopSignals()
     plan.folder.create()
     with plan.folder.locked(), stop_signals.caught(), view_for(console) as view:
-        plan.prepare()
+        plan.folder.write(plan.files)
         print_line = _ignoring_lost_terminal(view.print_line)
         supervisor = Supervisor(
             plan.programs,
@@ -124,6 +114,7 @@ def _run(plan: StartPlan, *, quiet: bool) -> None:
         )
         try:
             supervisor.start()
+            plan.save_addresses()
             _print_report(plan, supervisor, view)
             _watch(plan, supervisor, stop_signals, view, quiet=quiet)
         finally:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.open_store import store_errors
 from rankscope.base.options import Listen, Store, store_folder
 from rankscope.base.spools import readable_store
 
@@ -42,17 +43,14 @@ def view(
         raise CommandError(str(error), code=USAGE) from error
     from rankscope_ingest.base.errors import IngestError
     from rankscope_ingest.service.viewer import serve_pages
-    from rankscope_storage.base.errors import StoreError
     from rankscope_storage.connection import connect
 
     def ready(url: str) -> None:
         print(f"pages of {store}: {url}", flush=True)
 
     with readable_store(store) as folder:
-        try:
+        with store_errors():
             connect(folder).close()
-        except StoreError as error:
-            raise CommandError(str(error)) from error
         try:
             asyncio.run(serve_pages(folder, listen, environment=os.environ, on_ready=ready))
         except IngestError as error:

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from rankscope.base.errors import FAILED, TAKEN_OVER, USAGE, CommandError
-from rankscope.base.options import OptionalStore
+from rankscope.base.options import Notify, OptionalStore
 from rankscope.base.service_settings import load_settings
 from rankscope.output.log_lines import log_to
 from rankscope.output.watch_text import WatchView
@@ -41,7 +41,6 @@ Runs = Annotated[
     list[str] | None,
     typer.Option("--run", help="Name of the run: once for all logs, or once for each. Default: the name of each log."),
 ]
-Notify = Annotated[list[str] | None, typer.Option(help="Apprise URL to notify; may be repeated.")]
 PollSeconds = Annotated[float | None, typer.Option(help="Time between two reads of a log.", show_default="10")]
 StalledFactor = Annotated[
     float | None, typer.Option(help="Stalled: no row for this multiple of the usual time.", show_default="3")

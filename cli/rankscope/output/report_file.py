@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from rankscope.base.errors import CommandError
+from rankscope.base.errors import USAGE, CommandError
 from rankscope.base.http_client import UnreachableError, get
 from rankscope.base.options import output_file
 from rankscope.base.service_settings import environment_tls
@@ -70,7 +70,7 @@ def fetch_report(url: str, run: str) -> ReportFile:
     except UnreachableError as error:
         raise CommandError(str(error)) from error
     if answer.status == 404:
-        raise CommandError(f"the service at {url} has no run {run!r}")
+        raise CommandError(f"the service at {url} has no run {run!r}", code=USAGE)
     if answer.status != 200:
         raise CommandError(f"{address}: status {answer.status}")
     return ReportFile(answer.body.decode("utf-8", "replace"))

@@ -85,16 +85,27 @@ def as_json(document: object) -> str:
 def print_table(rows: pa.Table, *, limit: int = TABLE_ROWS, file: io.StringIO | None = None) -> None:
     """Print the first `limit` rows as a table with right-aligned numbers, then a note about the number of rows.
 
-    The note has the number of all rows and the number of rows that are not shown.
+    The note has the number of all rows and the number of rows that are not shown. If the table is wider than a
+    terminal, each row is printed as a block with a line for each column.
     """
     console = _console(file)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for field in rows.schema:
         numeric = pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
         table.add_column(field.name, justify="right" if numeric else "left", no_wrap=not console.is_terminal)
-    for row in _rows(rows.slice(0, limit)):
-        table.add_row(*map(cell, row))
-    console.print(table, markup=False, highlight=False)
+    shown = [tuple(map(cell, row)) for row in _rows(rows.slice(0, limit))]
+    for row in shown:
+        table.add_row(*row)
+    if (
+        console.is_terminal
+        and console.measure(table, options=console.options.update(width=10_000)).maximum > console.width
+    ):
+        indent = max(map(len, rows.column_names))
+        for number, row in enumerate(shown, 1):
+            block = [f"{name.ljust(indent)}  {text}" for name, text in zip(rows.column_names, row, strict=True)]
+            print("\n".join([f"row {number}".ljust(indent, "─"), *block]))
+    else:
+        console.print(table, markup=False, highlight=False)
     left = rows.num_rows - limit
     note = f"{rows.num_rows} rows" if left <= 0 else f"{rows.num_rows} rows, {left} not shown: --rows {rows.num_rows}"
     console.print(f"({note})" if rows.num_rows != 1 else "(1 row)", markup=False, highlight=False)

@@ -1,13 +1,13 @@
 """Create the start plan of `rankscope up` from its options: read the configuration, find executables, select ports.
 
-The module also parses the addresses of `--notify` into Alertmanager receivers: webhooks, Slack and mail. Addresses
-for the service have another syntax, that of Apprise.
+The module also parses the addresses of `--notify` into Alertmanager receivers: webhooks, Slack and mail. The service
+notifies all other addresses, such as those that only Apprise supports.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -31,49 +31,40 @@ from rankscope.up.programs import (
     timing_text,
 )
 from rankscope.up.state_dir import StateDir
-from rankscope_contract.model.events import Severity
 from rankscope_dashboards.deploy.alertmanager import Mail, Receiver, Slack, Webhook
 from rankscope_dashboards.deploy.prometheus import RANKS_JOB, Tls, duration
 
-ADDRESS_FORMS: Final = (
-    "https://host/path for a webhook, slack+https://host/path for Slack or a chat that accepts its fields "
-    "(https://hooks.slack.com/… is recognized), or "
-    "smtp://[user:password@]host:port?to=ADDRESS[&from=ADDRESS][&tls=no] for mail; "
-    "prefix critical= for critical alerts only"
-)
 DEFAULT_SENDER: Final = "rankscope@localhost"
 _SLACK_SCHEMES: Final = ("slack+http", "slack+https")
 _MAIL_KEYS: Final = {"to", "from", "tls"}
 
 
-def receivers(addresses: Iterable[str]) -> list[Receiver]:
-    """Return one Alertmanager receiver per address.
+def receivers(addresses: Sequence[str]) -> tuple[list[Receiver], list[str]]:
+    """Return one Alertmanager receiver per address, and the addresses that only the service can notify.
 
-    Raises CommandError for an address in an unknown form. The message lists the valid forms and contains no secret.
+    Raises CommandError for an address in a wrong form. The message lists the valid forms and contains no secret.
     """
-    return [_receiver(number, address) for number, address in enumerate(addresses, 1)]
+    from rankscope_ingest.base.errors import ConfigError
+    from rankscope_ingest.notify.notifiers import make_notifiers, split_severity
 
-
-def _receiver(number: int, address: str) -> Receiver:
-    severity, url = _severity(address)
-    scheme = url.partition("://")[0]
+    made, others = [], []
+    for number, address in enumerate(addresses, 1):
+        severity, url = split_severity(address)
+        try:
+            way = _integration(url, urlsplit(url))
+        except ValueError as error:
+            scheme = url.partition("://")[0]
+            raise CommandError(f"--notify address {number} ({scheme}://…): {error}", code=USAGE) from error
+        if way is None:
+            others.append(address)
+        else:
+            severities = (severity,) if severity else ()
+            made.append(Receiver(name=f"address-{number}", integrations=(way,), severities=severities))
     try:
-        parts = urlsplit(url)
-        way = _integration(url, parts)
-    except ValueError as error:
-        raise CommandError(f"--notify address {number} ({scheme}://…): {error}", code=USAGE) from error
-    if way is None:
-        raise CommandError(
-            f"--notify address {number} ({scheme}://…) is not supported by Alertmanager: write {ADDRESS_FORMS}. "
-            'The service itself supports all Apprise addresses: [notify] mode = "embedded"',
-            code=USAGE,
-        )
-    return Receiver(name=f"address-{number}", integrations=(way,), severities=(severity,) if severity else ())
-
-
-def _severity(address: str) -> tuple[Severity | None, str]:
-    word, equals, rest = address.partition("=")
-    return (Severity(word), rest) if equals and word in tuple(Severity) else (None, address)
+        make_notifiers(others, timeout_seconds=1.0)
+    except ConfigError as error:
+        raise CommandError(f"--notify: {error}", code=USAGE) from error
+    return made, others
 
 
 def _integration(url: str, parts: SplitResult) -> Webhook | Slack | Mail | None:
@@ -146,6 +137,7 @@ class StartPlan:
     files: dict[str, str]
     programs: Sequence[Program]
     warnings: tuple[str, ...]  # ports that differ from the expected ones
+    notify: tuple[str, ...]  # addresses that the service notifies, if they differ from those in the configuration
     notification_lines: tuple[str, ...]  # receivers of notifications, and the delay
     left_out: dict[str, str]
     advertised: str  # URL of the service for ranks
@@ -163,8 +155,9 @@ class StartPlan:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the environment variables for the programs: if there is a token, the path of its file."""
-        return {} if self.token_file is None else {"RANKSCOPE_TOKEN_FILE": str(self.token_file)}
+        """Return the environment variables for the programs: the file of the token, and addresses, which are secret."""
+        token = {} if self.token_file is None else {"RANKSCOPE_TOKEN_FILE": str(self.token_file)}
+        return token | ({"RANKSCOPE_NOTIFY": " ".join(self.notify)} if self.notify else {})
 
     def redacted_files(self) -> dict[str, str]:
         """Return the generated configuration files without secrets, for display.
@@ -178,9 +171,8 @@ class StartPlan:
         ]
         return files(replace(self.options, service=service, receivers=redacted), self.folder)
 
-    def prepare(self) -> None:
-        """Write the configuration files, and save ports and URLs for the next start and for `rankscope doctor`."""
-        self.folder.write(self.files)
+    def save_addresses(self) -> None:
+        """Save the ports and URLs of the started programs for the next start and for `rankscope doctor`."""
         addresses = {program.name: program.url for program in self.programs}
         self.folder.save_notes({"ports": dict(self.options.ports), "urls": addresses})
 
@@ -193,13 +185,16 @@ def make_plan(command_line: CommandLine) -> StartPlan:
     _check_retention(command_line.retention)
     settings = load_settings(command_line.config, command_line.store, command_line.listen, None)
     folder = StateDir(command_line.state) if command_line.state else StateDir.next_to(settings.store.path)
-    addresses = (*_alertmanager_addresses(settings), *command_line.notify)
-    if addresses and not command_line.with_alertmanager:
+    mode, urls = settings.notify.mode, [url.get_secret_value() for url in settings.notify.urls]
+    addresses = [*(urls if mode == "alertmanager" else ()), *command_line.notify]
+    made, others = receivers(addresses) if command_line.with_alertmanager else ([], addresses)
+    if others and mode != "embedded":
         raise CommandError(
-            '--notify and mode = "alertmanager" need Alertmanager: '
-            'set [notify] mode = "embedded" with urls for the service, or run Alertmanager',
+            f'{len(others)} addresses are for the service, but [notify] mode is "{mode}": set mode = "embedded", or '
+            "name addresses that Alertmanager supports: https://…, slack+https://… or smtp://…",
             code=USAGE,
         )
+    notified = [*(urls if mode == "embedded" else ()), *others]
     wanted = {PROMETHEUS: "--without-prometheus"} if command_line.with_prometheus else {}
     executables = find_required(
         wanted | ({ALERTMANAGER: "--without-alertmanager"} if command_line.with_alertmanager else {})
@@ -210,7 +205,7 @@ def make_plan(command_line: CommandLine) -> StartPlan:
         ports=chosen,
         prometheus=executables.get(PROMETHEUS),
         alertmanager=executables.get(ALERTMANAGER),
-        receivers=receivers(addresses),
+        receivers=made,
         scrape_seconds=command_line.scrape_seconds,
         event_window=duration(max(EVENT_SECONDS, 4 * command_line.scrape_seconds)),  # a rate needs several scrapes
         keep_firing_for=duration(max(KEEP_SECONDS, 2 * command_line.scrape_seconds)),
@@ -222,20 +217,12 @@ def make_plan(command_line: CommandLine) -> StartPlan:
         files=files(options, folder),
         programs=programs(options, folder),
         warnings=tuple(notes),
-        notification_lines=tuple(_notification_lines(options, settings)),
+        notify=tuple(notified) if others else (),
+        notification_lines=tuple(_notification_lines(options, len(notified))),
         advertised=_advertised_url(settings, chosen[SERVICE]),
         client_tls=service_tls(settings),
         left_out={name: _LEFT_OUT for name in ("prometheus", "alertmanager") if getattr(options, name) is None},
     )
-
-
-def _alertmanager_addresses(settings: ServiceConfig) -> list[str]:
-    """Return the addresses in the service configuration that Alertmanager must notify.
-
-    There are none unless [notify] mode is "alertmanager".
-    """
-    notify = settings.notify
-    return [url.get_secret_value() for url in notify.urls] if notify.mode == "alertmanager" else []
 
 
 def _ports(command_line: CommandLine, settings: ServiceConfig, folder: StateDir) -> tuple[dict[str, int], list[str]]:
@@ -328,17 +315,13 @@ def _absolute(path: str | None) -> str | None:
     return None if path is None else str(Path(path).expanduser().absolute())
 
 
-def _notification_lines(options: UpOptions, settings: ServiceConfig) -> list[str]:
-    """Return one line for each program, for display at start.
+def _notification_lines(options: UpOptions, count: int) -> list[str]:
+    """Return one line for each program that sends notifications or serves data, for display at start.
 
-    The line of the service has the number of addresses that it notifies, the line of Alertmanager the type of each
-    address that it notifies. The line of Prometheus names the data that it serves. Programs that are not started have
-    no line.
+    `count` is the number of addresses that the service notifies. The line of Alertmanager has the type of each address
+    that it notifies, the line of Prometheus the data that it serves.
     """
-    mode, count = settings.notify.mode, len(settings.notify.urls)
-    addresses = f"{count} addresses" if count != 1 else "1 address"
-    service = addresses if mode == "embedded" and count else f'no address ([notify] mode = "{mode}")'
-    lines = [f"service notifies       {service}"]
+    lines = [f"service notifies       {count} address{'' if count == 1 else 'es'}"] if count else []
     if options.alertmanager is not None:
         receivers = ", ".join(_receiver_text(receiver.integrations[0]) for receiver in options.receivers)
         lines.append(

@@ -117,9 +117,10 @@ FROM (
 )
 """
 
+_CHOSEN_ANOMALIES: Final = "run = $run AND type = $type AND (step BETWEEN $first AND $last OR $first IS NULL)"
 _ANOMALIES: Final = """\
 SELECT {columns} FROM {events}
-WHERE run = $run AND type = $type AND (step BETWEEN $first AND $last OR $first IS NULL)
+WHERE {chosen}
 QUALIFY rank() OVER (ORDER BY attempt NULLS FIRST, step NULLS LAST) <= $top
 """
 
@@ -244,11 +245,24 @@ def _summary(connection: Connection, run: str, *, with_goodput: bool) -> RunSumm
 def anomalies(connection: Connection, run: str, *, top: int, steps: tuple[int, int] | None = None) -> list[AnomalyRow]:
     """Return the first `top` anomalies of `run` within the closed range `steps`, causes before their effects."""
     columns = ", ".join(f'"{field.name}"' for field in fields(AnomalyRow))
-    query = _ANOMALIES.format(columns=columns, events=connection.relation("events", run=run, steps=steps))
+    rows = _of_anomalies(connection, _ANOMALIES.replace("{columns}", columns), run, steps, top=top)
+    return sorted((AnomalyRow(**row) for row in rows), key=causal_order)[:top]
+
+
+def count_anomalies(connection: Connection, run: str, *, steps: tuple[int, int] | None = None) -> int:
+    """Return the number of anomalies of `run` within the closed range `steps`."""
+    (row,) = _of_anomalies(connection, "SELECT count(*) AS count FROM {events} WHERE {chosen}", run, steps)
+    return int(row["count"])
+
+
+def _of_anomalies(
+    connection: Connection, query: str, run: str, steps: tuple[int, int] | None, **more: int
+) -> list[dict[str, Any]]:
     first, last = steps or (None, None)
-    parameters = {"run": run, "type": EventType.ANOMALY.value, "first": first, "last": last, "top": top}
-    rows = [AnomalyRow(**row) for row in connection.query(query, parameters).to_pylist()]
-    return sorted(rows, key=causal_order)[:top]
+    parameters = {"run": run, "type": EventType.ANOMALY.value, "first": first, "last": last, **more}
+    text = query.format(events=connection.relation("events", run=run, steps=steps), chosen=_CHOSEN_ANOMALIES)
+    found: list[dict[str, Any]] = connection.query(text, parameters).to_pylist()
+    return found
 
 
 def causal_order(row: AnomalyRow) -> tuple[float, ...]:

@@ -36,6 +36,24 @@ FROM (SELECT TRY_CAST(regexp_extract(version(), 'v([0-9]+)[.]([0-9]+)', 1) AS IN
   TRY_CAST(regexp_extract(version(), 'v([0-9]+)[.]([0-9]+)', 2) AS INTEGER) AS minor);
 """
 
+# The script is copied with its store. On Linux, the command line of the program has the path that the program reads.
+# Without it, the working directory may be the copy.
+_PLACE: Final = """\
+SET VARIABLE rankscope_command_query = (
+  SELECT 'SELECT ' || CASE WHEN count(*) = 0 THEN 'NULL' ELSE 'content FROM read_text(''/proc/self/cmdline'')' END
+  FROM glob('/proc/self/cmdline')
+);
+SET VARIABLE rankscope_place = (
+  SELECT CASE WHEN regexp_matches(command, '(^|[\\x00/ ])rankscope[.]sql\\x00')
+    THEN regexp_extract(command, '([.]read +)?([^\\x00]*)rankscope[.]sql\\x00', 2) ELSE '' END
+  FROM query(getvariable('rankscope_command_query')) AS found(command)
+);
+SET VARIABLE rankscope_root = (
+  SELECT CASE WHEN count(*) > 0 THEN getvariable('rankscope_place') ELSE getvariable('rankscope_root') END
+  FROM glob(getvariable('rankscope_place') || 'rankscope.sql')
+);
+"""
+
 # A checkpoint has the files of its version, and later entries have the changes. query() is needed because the query for
 # a missing one must not be bound: reading an empty list of files is an error.
 _FILE_LIST: Final = """\
@@ -79,10 +97,11 @@ QUALIFY row_number() OVER (PARTITION BY path ORDER BY version DESC) = 1 AND adde
 """
 
 
-def emit_views(path: str | Path) -> str:
+def emit_views(path: str | Path, *, is_in_store: bool = False) -> str:
     """Return the text of a DuckDB script that creates the views of the store at `path`.
 
-    When the script runs, it lists the files in the Delta log of the store.
+    When the script runs, it lists the files in the Delta log of the store. With `is_in_store`, the script is a file of
+    the store, and reads the copy of the store whose script the program executes.
     """
     root = f"{Path(path).absolute()}/"
     lines = [
@@ -90,7 +109,8 @@ def emit_views(path: str | Path) -> str:
         _VERSION_CHECK,
         "SET TimeZone = 'UTC';",
         f"SET VARIABLE rankscope_root = {sql_string(root)};",
-        f"SET VARIABLE rankscope_log = {sql_string(f'{root}{LOG_FOLDER}/')};",
+        _PLACE if is_in_store else "",
+        f"SET VARIABLE rankscope_log = getvariable('rankscope_root') || '{LOG_FOLDER}/';",
         _FILE_LIST,
     ]
     for dataset in DATASETS:
@@ -106,7 +126,7 @@ def write_sql_script(root: Path) -> None:
     """
     staged = root / STAGING / f"{uuid.uuid4().hex}.sql"
     try:
-        staged.write_text(emit_views(root), encoding="utf-8")
+        staged.write_text(emit_views(root, is_in_store=True), encoding="utf-8")
         staged.rename(root / FILE_NAME)
     except OSError as error:
         with contextlib.suppress(OSError):  # remove the incomplete script

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -117,3 +120,24 @@ def test_claim_of_a_moved_store_writes_its_script_again(store, writer, batch, tm
     Store.open(moved).claim(owner="me").close()
 
     assert [(3,)] == plain((moved / FILE_NAME).read_text()).sql("SELECT count(*) FROM scalars").fetchall()
+
+
+READ = """
+import duckdb, sys
+database = duckdb.connect()
+database.execute(open(sys.argv[1]).read())
+print(database.sql("SELECT count(*) FROM scalars").fetchall()[0][0])
+"""
+
+
+@pytest.mark.parametrize(("where", "script"), [("", "the copy/rankscope.sql"), ("the copy", "rankscope.sql")])
+def test_script_of_a_copied_store_reads_the_copy(store, writer, batch, tmp_path, where, script):
+    writer.append(batch(range(3)))
+    shutil.copytree(store.root, tmp_path / "the copy")
+    writer.append(batch(range(3, 7)))
+    done = subprocess.run(
+        [sys.executable, "-c", READ, script], cwd=tmp_path / where, capture_output=True, text=True, check=False
+    )
+
+    assert "3\n" == done.stdout, done.stderr
+    assert [(7,)] == plain((store.root / FILE_NAME).read_text()).sql("SELECT count(*) FROM scalars").fetchall()

@@ -136,8 +136,15 @@ def foot(figure: Figure, text: str) -> None:
     figure.supxlabel("\n".join(map(shown, text.splitlines())), x=0.012, ha="left", fontsize="small", color=FAINT)
 
 
+def notices(figure: Figure) -> list[str]:
+    """Return the texts of the panels of `figure` if no panel has data; otherwise an empty list."""
+    texts = [str(axes.get_label()) for axes in figure.axes]
+    return list(dict.fromkeys(texts)) if all(texts) else []
+
+
 def show_nothing(axes: Axes, text: str) -> None:
-    """Show a panel without data: the reason in its middle."""
+    """Show a panel without data: the reason in its middle, and as the label of `axes` for `notices`."""
+    axes.set_label(text)
     axes.grid(visible=False)
     axes.set_xticks([])
     axes.set_yticks([])

@@ -1,0 +1,165 @@
+"""Answers of the commands to a person: an unknown name, a figure without data, wide rows, a damaged file, a log."""
+
+from __future__ import annotations
+
+import fcntl
+import inspect
+import json
+import os
+import pty
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+import typer
+from tests.programs import run_command
+
+from rankscope.commands import build, subcommands
+
+RUN_OF = {
+    "anomalies": ["gone"],
+    "compare": ["gone", "my-run", "--no-figure"],
+    "diff": ["gone", "my-run"],
+    "events": ["gone"],
+    "export": ["gone"],
+    "plot": ["gone"],
+    "report": ["gone"],
+    "runs": ["show", "gone"],
+    "summary": ["gone"],
+}
+OF_STORES = {**RUN_OF, "sql": ["select 1"], "store": ["check"], "view": []}
+
+
+@pytest.mark.usual(3)
+@pytest.mark.parametrize("command", sorted(RUN_OF))
+def test_unknown_run_and_unknown_store_have_one_exit_code(in_process, sample_store, command):
+    run = in_process(command, *RUN_OF[command], "--store", sample_store)
+
+    assert (2, 1) == (run.returncode, run.stderr.count("\n")), run.stderr
+    assert "run 'gone' not found" in run.stderr
+
+
+@pytest.mark.usual(5)
+@pytest.mark.parametrize("command", sorted(OF_STORES))
+def test_unknown_store_has_the_exit_code_of_wrong_usage(in_process, tmp_path, command):
+    store = in_process(command, *OF_STORES[command], "--store", tmp_path / "nowhere")
+
+    assert (2, 1) == (store.returncode, store.stderr.count("\n")), store.stderr
+    assert "is not a Rankscope store" in store.stderr
+
+
+@pytest.fixture(scope="module")
+def many_runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("many")
+    for number in range(12):
+        (folder / f"log{number}.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
+    done = run_command("import", folder, "--store", folder / "history")
+    assert 0 == done.returncode, done.stderr
+    return folder / "history"
+
+
+def test_unknown_run_lists_some_runs_and_the_number_of_the_others(in_process, many_runs):
+    done = in_process("summary", "xyz", "--store", many_runs)
+
+    assert "log6, log7, and 2 more: see rankscope runs." in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("ranks", "no step times"), ("updates", "no norms of updates"), ("tensors", "no statistics")]
+)
+def test_figure_without_data_is_not_written(in_process, logs, tmp_path, kind, reason):
+    done = in_process("plot", logs / "metrics.jsonl", "--kind", kind, "--output", tmp_path / "figure.png")
+
+    assert (1, "") == (done.returncode, done.stdout)
+    assert f"there is no data for this figure, and no file is written: {reason}" in done.stderr
+    assert [] == list(tmp_path.iterdir())
+
+
+def on_a_terminal(*arguments: object, columns: int) -> list[str]:
+    """Return the lines that `rankscope ARGUMENTS` prints on a terminal of this width."""
+    main, other = pty.openpty()
+    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"} | {"TERM": "xterm"}
+    command = [sys.executable, "-m", "rankscope", *map(str, arguments)]
+    with subprocess.Popen(command, stdout=other, env=environment):
+        os.close(other)
+        text = b""
+        while True:
+            try:
+                text += os.read(main, 1 << 16)
+            except OSError:  # the other end is closed
+                break
+    os.close(main)
+    return re.sub(r"\x1b\[[0-9;]*m", "", text.decode()).splitlines()
+
+
+def test_rows_wider_than_a_terminal_have_a_line_for_each_column(sample_store):
+    wide = on_a_terminal("sql", "select * from runs order by run", "--store", sample_store, columns=100)
+    narrow = on_a_terminal("sql", "select run, state from runs order by run", "--store", sample_store, columns=100)
+
+    assert "planned_steps  30" in wide
+    assert "run            my-run" in wide
+    assert 2 == sum(line.startswith("row ") for line in wide)
+    assert ["run", "state"] == narrow[0].split()
+    assert ["my-run", "completed"] in [line.split() for line in narrow]
+
+
+def test_anomalies_of_a_log_are_counted(in_process, tmp_path):
+    losses = [0.5] * 20 + ["NaN"] * 39
+    lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, 1)]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    done = in_process("anomalies", tmp_path / "train.jsonl", "--top", "3")
+
+    assert (0, "") == (done.returncode, done.stderr)
+    assert ["21", "22", "23"] == [line.split()[0] for line in done.stdout.splitlines()[2:5]]
+    assert "3 of 39 anomalies in train; --top 39 shows all" == done.stdout.splitlines()[-1]
+
+
+def test_checkpoint_has_the_name_of_its_import(in_process, logs, tmp_path):
+    checkpoint = logs / "outputs" / "checkpoint-60"
+    shown = in_process("summary", checkpoint).stdout.splitlines()[1]
+    imported = in_process("import", checkpoint, "--store", tmp_path / "history").stdout
+
+    assert shown.startswith("outputs, ")
+    assert " new rows in outputs" in imported
+
+
+@pytest.mark.parametrize("command", [("sql", "select sum(value) from scalars"), ("summary", "my-run"), ("runs",)])
+def test_damaged_file_is_named_with_the_command_that_checks_the_store(in_process, sample_store, tmp_path, command):
+    store = shutil.copytree(sample_store, tmp_path / "history")
+    (file,) = (store / "dataset=scalars").rglob("*.parquet")
+    os.truncate(file, 200)
+    done = in_process(*command, "--store", store)
+
+    assert 1 == done.returncode
+    assert (
+        f"rankscope: {file} is damaged: `rankscope store check` names the run and the steps of its rows\n"
+        == done.stderr
+    )
+
+
+@pytest.mark.usual(4)
+@pytest.mark.parametrize("name", sorted(subcommands()))
+def test_help_contains_all_sections_in_brackets(rankscope, name):
+    named = re.findall(r"\[(?!/?bold\])[^\]]+\]", inspect.getdoc(subcommands()[name]) or "")
+    shown = rankscope(*name.split(), "--help", env={"COLUMNS": "200"}).stdout
+
+    assert [] == [section for section in named if section not in shown]
+    assert "notify" != name or "[notify]" in named
+
+
+def test_an_option_has_one_form_in_all_commands():
+    """The options --store, --listen and --notify have the same spellings, variable and kind of value everywhere."""
+    forms: dict[str, set[object]] = {}
+    for command in typer.main.get_command(build()).commands.values():
+        for option in command.params:
+            if option.name in {"store", "listen", "notify", "to"} and option.opts[0].startswith("--"):
+                shown = (option.metavar, option.multiple, *option.opts)
+                forms.setdefault(option.opts[0], set()).add(shown)
+
+    assert {"--store", "--listen", "--notify"} == forms.keys()
+    assert dict.fromkeys(forms, 1) == {name: len(found) for name, found in forms.items()}
