@@ -13,6 +13,7 @@ from rankscope_contract import __version__
 
 if TYPE_CHECKING:
     from rankscope.reports import open_run, report
+    from rankscope_contract.rules.curve import CurveRule
     from rankscope_contract.rules.nan import AnomalyNan
     from rankscope_contract.rules.turbulence import AnomalyTurbulence
     from rankscope_exporter import Anomaly, CaptureConfig, Monitor, MonitorConfig, count_flops
@@ -24,6 +25,7 @@ __all__ = [
     "AnomalyNan",
     "AnomalyTurbulence",
     "CaptureConfig",
+    "CurveRule",
     "Monitor",
     "MonitorConfig",
     "TrainerMon",
@@ -39,6 +41,7 @@ _MODULES: Final = {
     "AnomalyNan": "rankscope_contract.rules.nan",
     "AnomalyTurbulence": "rankscope_contract.rules.turbulence",
     "CaptureConfig": "rankscope_exporter",
+    "CurveRule": "rankscope_contract.rules.curve",
     "Monitor": "rankscope_exporter",
     "MonitorConfig": "rankscope_exporter",
     "TrainerMon": "rankscope_exporter.compat.msprobe",

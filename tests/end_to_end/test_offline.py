@@ -193,6 +193,25 @@ def test_unreachable_service_is_reported_and_the_records_are_kept(tmp_path: Path
     assert STEPS == len(rows(tmp_path / "rankscope-records", LOSSES))
 
 
+def test_rules_that_replace_default_rules_are_named(tmp_path):
+    done = trained(tmp_path, spool_dir=str(tmp_path / "records"), rules=[{"rule_name": "AnomalyNan"}])
+
+    assert (
+        'rules replaces the default rules AnomalyTurbulence, LearningRateJump, LossSpike: add "default"' in done.stderr
+    )
+
+
+def test_rule_for_one_scalar_is_one_line_next_to_the_default_rules(tmp_path):
+    rule = {"rule_name": "CurveRule", "args": {"name": "High", "names": ["loss"], "ratio": 1.2, "fewest": 3}}
+    rule["args"] |= {"deviations": 0.0, "in_a_row": 3}
+    done = trained(tmp_path, spool_dir=str(tmp_path / "records"), rules=["default", rule])
+    anomalies = command("anomalies", "--store", tmp_path / "records").stdout
+
+    assert "replaces" not in done.stderr
+    assert "step 6, rank 0: High: loss is 6, the median before it is 3" in done.stderr
+    assert ["6", "0", "High", "null", "null", "loss", "6", "3", "1.2"] == anomalies.split()[10:19]
+
+
 def test_training_prints_at_its_end_where_the_time_went(tmp_path):
     done = trained(tmp_path, after="pass", spool_dir=str(tmp_path / "records"))
     (line,) = [text for text in done.stderr.splitlines() if "step time of rank 0: " in text]

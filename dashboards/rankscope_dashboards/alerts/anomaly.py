@@ -22,6 +22,7 @@ from rankscope_contract.metrics.spec import MetricSpec
 from rankscope_contract.model.events import Severity
 from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_contract.rules import AnomalyRule
+from rankscope_contract.rules.curve import CurveRule
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.scalars import LIMITED, NOT_LIMITED
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
@@ -138,7 +139,8 @@ def _(rule: AnomalyTurbulence) -> RulePromql:
     series = _selector(rule, rule.ops)
     value, baseline = f"abs({catalogue.TENSOR_VALUE.name}{series})", f"{catalogue.TENSOR_BASELINE.name}{series}"
     factor = f"{_beside(catalogue.TENSOR_BASELINE, catalogue.RULE_THRESHOLD)} (1 + {_threshold(rule)})"
-    high = f"{value} > ({baseline} * {factor})"
+    floor = f" > {rule.floor!r}" if rule.floor else ""
+    high = f"{value} > ({baseline} * {factor}){floor}"
     low = f"{value} < ({baseline} / {factor})"
     return RulePromql([high] if rule.direction == "up" else [high, low])
 
@@ -151,6 +153,12 @@ def _(rule: AnomalyNan) -> RulePromql:
         above = f"> {_beside(catalogue.TENSOR_VALUE, catalogue.RULE_THRESHOLD)} {_threshold(rule)}"
         tensors.append(f"abs({catalogue.TENSOR_VALUE.name}{values}) {above}")
     return RulePromql(tensors, [part for scalar in _SCALARS for part in _nonfinite(rule, scalar)])
+
+
+@rule_promql.register
+def _(rule: CurveRule) -> RulePromql:
+    # The rule needs the history of a series: only the result of the rank exists.
+    return RulePromql([], [f'{catalogue.RULE_FIRING.name}{{rule="{label_value(rule.name)}", kind=""}} == 1'])
 
 
 def _nonfinite(rule: AnomalyNan, spec: MetricSpec) -> Iterable[str]:

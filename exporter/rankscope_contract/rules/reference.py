@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from rankscope_contract.rules.base import AnomalyRule
+from rankscope_contract.rules.curve import Curve, CurveRule
 
 EMA_KEEP: Final = 0.99
 EMA_TAKE: Final = 0.01
@@ -71,6 +72,8 @@ class SeriesEvaluator:
             self._judging = [rule for rule in rules if rule.judges(kind, op)]
         else:
             self._judging = [rule for each in rules if (rule := each.for_scalar(scalar)) is not None]
+        curve_rules = (rule for rule in rules if isinstance(rule, CurveRule) and scalar in rule.names)
+        self._curves = [(rule, Curve()) for rule in curve_rules]
         self._op = op
         self._stored_as_float64 = op == "value"  # scalars; statistics of tensors are float32
         self._missing_values = needed_values(self._judging, kind, op)
@@ -99,10 +102,13 @@ class SeriesEvaluator:
         self._missing_values -= math.isfinite(value)
         # The first value is compared with itself. AnomalyTurbulence therefore never fires for it.
         self.compared = self._baseline if math.isnan(before) and not is_early else before
-        for rule in self._judging:
-            if rule.fires(self._op, value, self.compared):
-                return Firing(self._position, rule, value, before)
-        return None
+        fires = (rule for rule in self._judging if rule.fires(self._op, value, self.compared))
+        found = next((Firing(self._position, rule, value, before) for rule in fires), None)
+        for curve_rule, curve in self._curves:
+            middle = curve.observe(curve_rule, value)
+            if found is None and middle is not None:
+                found = Firing(self._position, curve_rule, value, middle)
+        return found
 
 
 def evaluate(rules: Sequence[AnomalyRule], kind: str | None, op: str, series: Iterable[float]) -> Iterator[Firing]:

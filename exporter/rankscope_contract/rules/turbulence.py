@@ -16,7 +16,8 @@ class AnomalyTurbulence(AnomalyRule):
     The baseline starts at |x₀| and becomes 0.99 · baseline + 0.01 · |x| after each comparison. Non-finite values never
     change it. The rule evaluates only `ops`, by default norm and mean. The first `after_values` finite values of a
     series only form the baseline. If several rules evaluate a series, the smallest `after_values` counts for all.
-    `scalars` has the names of scalars that it evaluates as well, such as "loss" and "grad_norm".
+    `scalars` has the names of scalars that it evaluates as well, such as "loss" and "grad_norm". A value of at most
+    `floor` never is too high: the gradient of a bias before a batch normalisation is 0 except for rounding.
     """
 
     threshold: float
@@ -25,10 +26,12 @@ class AnomalyTurbulence(AnomalyRule):
     ops: tuple[str, ...] = JUDGED_OPS
     after_values: int = 0
     scalars: tuple[str, ...] = ()
+    floor: float = 0.0
 
     def __post_init__(self) -> None:
         AnomalyRule.__post_init__(self)
         self.check_threshold(self.threshold)
+        self.check_threshold(self.floor)
         if not self.threshold > 0:
             raise ValueError(f"{self.name}: threshold must be above 0, not {self.threshold}")
         if self.direction not in ("up", "both"):
@@ -62,7 +65,7 @@ class AnomalyTurbulence(AnomalyRule):
 
         The result is False if the value or the baseline is NaN.
         """
-        high = abs(value) > baseline * (1 + self.threshold)
+        high = (abs(value) > baseline * (1 + self.threshold)) & (abs(value) > self.floor)
         if self.direction == "up":
             return high
         return high | (abs(value) < baseline / (1 + self.threshold))

@@ -14,6 +14,7 @@ from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_contract.model.phases import shares_text
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules import AnomalyRule
+from rankscope_contract.rules.curve import RANK_RULES
 from rankscope_exporter.adapters.base import Hooking
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.base.errors import ErrorBoundary, fault_text
@@ -109,6 +110,11 @@ class Notices:
         ]
         sentences = [*config.remarks]
         sentences += [f"{where}{text}" for where, names in [("", config.ops), *options] for text in op_notices(names)]
+        left_out = {rule.name for rule in RANK_RULES} - {rule.name for rule in rules}
+        if rules and left_out and self._identity.rank == 0:
+            sentences.append(
+                f'rules replaces the default rules {", ".join(sorted(left_out))}: add "default" to keep them'
+            )
         for sentence in (*sentences, *rule_notices(rules, published)):
             if sentence not in self._published:
                 self._published.add(sentence)

@@ -9,7 +9,7 @@ import copy
 import functools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, Literal
 from rankscope_contract.model.identity import RUN_VARIABLE, check_run_name, run_from_environment
 from rankscope_contract.model.kinds import DEFAULT_OPS
 from rankscope_contract.rules import AnomalyRule, rule_from_config
-from rankscope_contract.rules.defaults import DEFAULT_RULES
+from rankscope_contract.rules.curve import RANK_RULES
 from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.base.validation import (
     Allowed,
@@ -26,7 +26,6 @@ from rankscope_exporter.base.validation import (
     at_least,
     check_keys,
     is_list,
-    list_of,
     number,
     one_of,
     share_of,
@@ -64,11 +63,33 @@ _SWITCH_VARIABLE: Final = "RANKSCOPE_SWITCH_FILE"
 
 DEFAULT_QUANTITIES: Final = ("parameters", "gradients", "optimizer_state")
 
-_RULES: Final = list_of(AnomalyRule, "a list of AnomalyRule values such as AnomalyNan()")
 _SOME_SIGNALS: Final = Allowed(
     f"a list of some of {', '.join(STOP_SIGNALS)}",
     lambda value: is_list(value) and all(name in STOP_SIGNALS for name in value),
 )
+
+
+DEFAULT: Final = "default"
+_RULES: Final = Allowed("a list of AnomalyRule values such as AnomalyNan()", is_list)
+
+
+def _rules(given: Sequence[Any]) -> tuple[AnomalyRule, ...]:
+    """Return the rules in the setting `rules`: rules, tables of a file, and "default" for all default rules."""
+    return tuple(rule for entry in given for rule in (RANK_RULES if entry == DEFAULT else (_rule(entry),)))
+
+
+def _rule(entry: Any) -> AnomalyRule:
+    if isinstance(entry, AnomalyRule):
+        return entry
+    if not isinstance(entry, dict):
+        example = '{"rule_name": "AnomalyNan"}'
+        raise ConfigError(
+            f'rules must be a list of rules, or of tables such as {example}, or of "default", not {entry!r}'
+        )
+    try:
+        return rule_from_config(entry)
+    except ValueError as error:
+        raise ConfigError(f"rules: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +144,8 @@ class MonitorConfig:
     """Maximum share of the training time that measurements may take, such as 0.01 or "1 %"; null sets no limit."""
     capture: Annotated[CaptureConfig | None, Converted(CaptureConfig.of)] = None
     """Capture: additional measurements for some steps after a rule fires. null disables captures."""
-    rules: Annotated[tuple[AnomalyRule, ...], _RULES] = DEFAULT_RULES
+    rules: Annotated[tuple[AnomalyRule, ...], _RULES, Converted(_rules)] = RANK_RULES
+    """Anomaly rules, in order. They replace the default rules; the text "default" in the list adds them."""
     zero_below: Annotated[float, number("a number of at least 0", 0)] = 0.0
     """Threshold of the statistic `zeros`, which counts the elements x with |x| less than this threshold.
 
@@ -269,8 +291,6 @@ class MonitorConfig:
         """
         values = own_settings(settings)
         check_keys(values, setting_names(), also_near=dialect_keys())
-        if is_list(values.get("rules")):
-            values["rules"] = tuple(_rule(entry) for entry in values["rules"])
         return cls(**{**values, **tables_of(values)})
 
     @classmethod
@@ -342,14 +362,3 @@ def _seconds(text: str | None, default: float) -> float:
 def _signals(text: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
     names = tuple((text or "").replace(",", " ").split())
     return () if names == (OFF,) else names or default
-
-
-def _rule(entry: Any) -> AnomalyRule:
-    if isinstance(entry, AnomalyRule):
-        return entry
-    if not isinstance(entry, dict):
-        raise ConfigError(f'rules must be a list of tables such as {{"rule_name": "AnomalyNan"}}, not {entry!r}')
-    try:
-        return rule_from_config(entry)
-    except ValueError as error:
-        raise ConfigError(f"rules: {error}") from error

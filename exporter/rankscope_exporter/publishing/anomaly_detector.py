@@ -21,6 +21,7 @@ from rankscope_contract.model.kinds import CAUSAL_STAGE, COUNT_OPS, JUDGED_OPS, 
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.reference import EMA_KEEP, EMA_TAKE, SeriesEvaluator, needed_values
+from rankscope_contract.rules.reference import Firing as SeriesFiring
 from rankscope_exporter.statistics import Finished
 
 _COUNTS_JUDGED: Final = ("nans", "infs")
@@ -162,8 +163,8 @@ class AnomalyDetector:
             order = {firing.entry: int(calls[firing.entry]) for firing in firings}
             return StepVerdict(shown, firings, left_out, self._firing(verdicts), order)
 
-    def check_scalar(self, name: str, value: float, labels: str | None = None) -> AnomalyRule | None:
-        """Return the first rule that holds for `value`, a value of the scalar `name`; None if no rule holds.
+    def check_scalar(self, name: str, value: float, labels: str | None = None) -> SeriesFiring | None:
+        """Return the firing of the first rule that holds for `value`, a value of the scalar `name`; None without one.
 
         `labels` is the text of the labels. Each combination of name and labels has its own baseline.
         """
@@ -172,8 +173,7 @@ class AnomalyDetector:
             return None
         if series is None:
             series = self._scalars[name, labels] = SeriesEvaluator(self._rules, None, "value", name)
-        firing = series.observe(value)
-        return None if firing is None else firing.rule
+        return series.observe(value)
 
     def _advance(self, finished: Finished) -> tuple[Float32s, Float32s]:
         """Update the baselines with the statistics of a step. Return two arrays [len(JUDGED_OPS), entries].

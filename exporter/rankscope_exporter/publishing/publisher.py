@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from rankscope_contract.model.events import WHOLE_MODEL, Event, EventType
 from rankscope_contract.model.kinds import COUNT_OPS, GRADIENT_KINDS, OPS, VALUE_OPS
 from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
+from rankscope_contract.rules.curve import CurveRule
 from rankscope_exporter.adapters.monitored_model import with_chunk_number
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.base.graph_capture import others_may_capture
@@ -289,17 +290,22 @@ class Publisher:
 
     def _scalar_anomalies(self, scalars: Sequence[Scalar]) -> Iterator[Event]:
         for scalar in scalars:
-            rule = self._detector.check_scalar(scalar.name, scalar.value, scalar.labels_text)
-            if rule is not None:
+            firing = self._detector.check_scalar(scalar.name, scalar.value, scalar.labels_text)
+            if firing is not None:
+                rule, baseline = firing.rule, None
+                text = f"{rule.name}: {scalar.name} is {scalar.value:g}"
+                if isinstance(rule, CurveRule):
+                    baseline, text = firing.baseline, rule.message(scalar.name, scalar.value, firing.baseline)
                 yield Event(
                     type=EventType.ANOMALY,
                     severity=rule.severity,
                     rule=rule.name,
                     op=scalar.name,
                     value=scalar.value,
+                    baseline=baseline,
                     threshold=rule.limit(),
                     pp_stage=self._pp_stage,
-                    message=f"{rule.name}: {scalar.name} is {scalar.value:g}",
+                    message=text,
                 )
 
     def _running_totals(self, scalars: Sequence[Scalar]) -> list[Scalar]:

@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 from typing import Final
 
+from rankscope_contract.rules.curve import IMPORT_RULES
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.branches import stored_scalars
 from rankscope_ingest.importers.common.importer import (
@@ -34,7 +35,6 @@ from rankscope_ingest.importers.common.log_group import GROUP_LOGS, LogGroup
 from rankscope_ingest.importers.common.log_identity import KnownImport, known_imports
 from rankscope_ingest.importers.common.reimport import replaceable
 from rankscope_ingest.importers.common.report import ImportReport
-from rankscope_ingest.importers.common.rules import IMPORT_RULES
 from rankscope_ingest.importers.common.runner import NO_END, import_records
 from rankscope_ingest.importers.newer_log import newer_log
 from rankscope_ingest.importers.textlog import nearest_miss

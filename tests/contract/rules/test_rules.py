@@ -268,6 +268,13 @@ def test_series_judged_in_parts_has_the_same_firings(series, cut):
     assert repr(list(evaluate(rules, "grad_reduced", "norm", series))) == repr([f for f in observed if f])
 
 
+def test_norm_that_is_zero_except_for_rounding_is_not_blamed():
+    bias_before_batch_norm, bias = [1.5e-7] * 150 + [1.1e-5], [1.5e-3] * 150 + [0.11]
+
+    assert [] == list(evaluate(DEFAULT_RULES, "grad_reduced", "norm", bias_before_batch_norm))
+    assert [150] == [firing.position for firing in evaluate(DEFAULT_RULES, "grad_reduced", "norm", bias)]
+
+
 def test_rules_have_the_names_of_their_classes():
     assert {"AnomalyNan", "AnomalyTurbulence"} <= set(rule_classes())
     assert "AnomalyTurbulence" == rule_from_config({"rule_name": "AnomalyTurbulence", "args": {"threshold": 1}}).name

@@ -59,7 +59,7 @@ def test_toml_file_gives_the_same_configuration_as_python(tmp_path: Path) -> Non
         ({"quantities": None}, ["quantities must be a list"]),
         ({"tensors": [1]}, ["tensors must be a list of names"]),
         ({"run": 5}, ["run must be a name"]),
-        ({"rules": [5]}, ["rules must be a list of tables"]),
+        ({"rules": [5]}, ["rules must be a list of rules, or of tables"]),
         ({"serve": 5}, ["serve must be a table"]),
         ({"serve": {"ring_records": "512"}}, ["ring_records must be a whole number"]),
         ({"serve": {"listen": 5}}, ["listen must be text"]),

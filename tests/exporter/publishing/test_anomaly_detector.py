@@ -263,8 +263,8 @@ def test_scalars_are_evaluated_by_scalar_rules():
     detector = AnomalyDetector([AnomalyTurbulence(threshold=0.5), AnomalyNan()], [])
 
     assert [None, None, "AnomalyNan", "AnomalyNan"] == [
-        rule and rule.name
-        for rule in (detector.check_scalar("loss", value) for value in (1.0, 100.0, math.nan, -math.inf))
+        firing and firing.rule.name
+        for firing in (detector.check_scalar("loss", value) for value in (1.0, 100.0, math.nan, -math.inf))
     ]
 
 

@@ -9,7 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from rankscope_ingest.importers.common.curve_rules import CURVE_RULES, CurveEvaluator
+from rankscope_contract.rules.curve import IMPORT_RULES, CurveRule
+from rankscope_contract.rules.reference import SeriesEvaluator
+from rankscope_ingest.importers.common.curve_rules import CurveEvaluator
+
+CURVE_RULES = tuple(rule for rule in IMPORT_RULES if isinstance(rule, CurveRule))
 
 ROWS = 20_000
 HEALTHY_RECORDED = (
@@ -93,15 +97,67 @@ def test_spikes_fire_once_where_they_begin():
     norm = np.exp(0.1 * noise(2)[:300])
     norm[[119, 200]] *= 45
 
-    assert [("LossSpike", 120), ("LossSpike", 250), ("GradNormSpike", 119), ("GradNormSpike", 200)] == firings(
-        {"loss": loss, "grad_norm": norm}
-    )
+    assert [
+        ("LossSpike", 40),
+        ("LossSpike", 120),
+        ("LossSpike", 250),
+        ("GradNormSpike", 119),
+        ("GradNormSpike", 200),
+    ] == firings({"loss": loss, "grad_norm": norm})
+
+
+def test_rules_apply_from_the_20th_row_on():
+    loss = np.r_[np.full(19, 2.0), 9.0]
+    rate = np.r_[np.full(19, 1e-3), 2e-3]
+
+    assert [("LossSpike", 19), ("LearningRateJump", 19)] == firings({"loss": loss, "learning_rate": rate})
+    assert [] == firings({"loss": loss[1:], "learning_rate": rate[1:]})
+
+
+SCHEDULE = np.arange(600)
+HEALTHY_RATES: Mapping[str, np.ndarray] = {
+    "linear warm-up and cosine": np.minimum(1, (SCHEDULE + 1) / 60) * (1 + np.cos(np.pi * SCHEDULE / 600)),
+    "warm-up of 10,000 steps, one row in 100": np.minimum(1, SCHEDULE / 100),
+    "steps": 0.1 ** (SCHEDULE // 150),
+    "one cycle": np.interp(SCHEDULE, [0, 180, 600], [0.04, 1, 4e-6]),
+    "warm restarts": 1 + np.cos(np.pi * (SCHEDULE % 100) / 100),
+    "falling warm restarts": 0.7 ** (SCHEDULE // 100) * (1 + np.cos(np.pi * (SCHEDULE % 100) / 100)),
+    "triangles": 0.01 + np.abs((SCHEDULE + 50) % 100 - 50) / 50,
+    "inverse square root": np.minimum((SCHEDULE + 1) * 40**-1.5, (SCHEDULE + 1) ** -0.5),
+    "printed with 6 digits": np.round(np.minimum(1, SCHEDULE / 500) * 1e-5, 6),
+}
+
+
+@pytest.mark.parametrize("schedule", HEALTHY_RATES)
+def test_schedule_of_the_learning_rate_is_no_jump(schedule):
+    assert [] == firings({"learning_rate": 3e-4 * HEALTHY_RATES[schedule]})
+
+
+@pytest.mark.parametrize("schedule", ["linear warm-up and cosine", "steps", "one cycle"])
+def test_learning_rate_above_every_earlier_one_is_a_jump(schedule):
+    rate = HEALTHY_RATES[schedule].copy()
+    rate[250:] *= 20
+
+    assert [("LearningRateJump", 250)] == firings({"learning_rate": rate})
+
+
+def test_ranks_judge_each_value_as_imports_judge_the_table():
+    random = np.random.default_rng(8)
+    curve = np.exp(0.3 * random.normal(size=900)) * np.where(random.random(900) < 0.02, 40, 1)
+    curve[random.random(900) < 0.05] = np.nan
+    rate = np.cumprod(1 + (random.random(900) < 0.02) * random.random(900))
+    for name, values in {"loss": curve, "learning_rate": rate, "grad_norm": curve**2}.items():
+        evaluator = SeriesEvaluator(CURVE_RULES, None, "value", name)
+        found = [(f.rule.name, f.position) for value in values.tolist() if (f := evaluator.observe(value)) is not None]
+
+        assert firings({name: values}) == found
+        assert len(found) > 2
 
 
 def test_nonfinite_values_do_not_count_as_history():
     loss = np.r_[np.full(30, 2.0), np.full(30, np.nan), np.full(15, 2.0), 12.0, np.full(5, 2.0), 12.0]
 
-    assert [("LossSpike", 81)] == firings({"loss": loss})
+    assert [("LossSpike", 75), ("LossSpike", 81)] == firings({"loss": loss})
 
 
 @pytest.mark.parametrize("name", ["step_seconds", "tokens_per_second"])

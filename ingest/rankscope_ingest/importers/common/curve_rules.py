@@ -1,13 +1,12 @@
-"""Rules for the curves of a log: spikes of the loss and of the gradient norm, and steps that become slow.
+"""Evaluates the curve rules for all rows of a table together: spikes of the loss, steps that become slow, and others.
 
-A rule compares each value with the running median of the values before it, for all rows of a table together. Rules that
-ranks evaluate too are in `rankscope_contract`; rules with a median would need a history of each series on the rank.
+The rules and the evaluation of single values, which ranks use, are in `rankscope_contract.rules.curve`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -16,62 +15,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.events import EventType
-from rankscope_contract.rules import AnomalyRule
+from rankscope_contract.rules.curve import Curve, CurveRule, Numbers
 
-Numbers = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
 
 _SERIES: Final = ("rank", "attempt", "name", "labels")
 _PAUSES: Final = (EventType.EVALUATION.value, EventType.CHECKPOINT.value)
 _BATCH_ROWS: Final = 10_000
-_LOGARITHMIC_SHARE: Final = 0.75
-_TINY: Final = float(np.finfo(np.float64).tiny)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CurveRule(AnomalyRule):
-    """Fires for a value above `ratio` times the median of the last `rows` values, if nine tenths of them are positive.
-
-    The value must also exceed the median by `deviations` median absolute deviations, and in a logarithmic scale by
-    three quarters of that number: where values often reach multiples of the median, a multiple is not an anomaly. The
-    rule fires once, at the row that completes `in_a_row` such rows. Values of `names` are judged as they are, values
-    of `rates`, such as tokens per second, by their reciprocal. With `skips_pauses`, rows next to an evaluation or a
-    checkpoint do not count.
-    """
-
-    ratio: float
-    rows: int
-    names: tuple[str, ...]
-    rates: tuple[str, ...] = ()
-    deviations: float = 0.0
-    in_a_row: int = 1
-    skips_pauses: bool = False
-
-    def judges(self, kind: str | None, op: str) -> bool:  # noqa: ARG002 - the signature of every rule
-        """Return False: the rule needs the history of a series, which evaluators of single values do not have."""
-        return False
-
-    def limit(self) -> float | None:
-        """Return the ratio."""
-        return self.ratio
-
-
-CURVE_RULES: Final = (
-    CurveRule(name="LossSpike", ratio=4.0, rows=50, deviations=8.0, names=("loss",)),
-    CurveRule(name="GradNormSpike", ratio=30.0, rows=50, deviations=8.0, names=("grad_norm",)),
-    CurveRule(
-        name="SlowSteps",
-        ratio=2.7,
-        rows=10,
-        in_a_row=3,
-        deviations=3.0,
-        skips_pauses=True,
-        names=("step_seconds",),
-        rates=("tokens_per_second", "tokens_per_second_per_gpu", "samples_per_second"),
-    ),
-)
-"""The rules that apply to the curves of imported logs, in addition to those of ranks, if the user configures none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,29 +35,28 @@ class CurveFiring:
 
 
 @dataclass(slots=True)
-class _Curve:
-    """The last finite values of one series, and how its last rows compared with the rule."""
-
-    values: Numbers = field(default_factory=lambda: np.empty(0))
-    above: int = 0  # number of rows above the limit, up to the last row
+class _Curve(Curve):
     seq: int = -1
 
     def firings(self, rule: CurveRule, values: Numbers, seqs: Integers, pauses: Integers) -> tuple[Integers, Numbers]:
         """Return the positions in `values` at which `rule` fires, and the medians before them; then add the values."""
-        missing = max(0, rule.rows - len(self.values))
-        history = np.concatenate([self.values, values])
         previous = np.append(self.seq, seqs[:-1])
-        is_above, medians = np.zeros(len(values), np.bool_), np.full(len(values), np.nan)
-        if len(history) > rule.rows:
+        single = len(values) if rule.above == "highest" else max(0, rule.rows - len(self.values))
+        found = [self.compared(rule, value) for value in values[:single].tolist()]
+        medians = np.full(len(values), np.nan)
+        medians[: len(found)] = np.array(found, np.float64)  # None becomes NaN
+        is_above, judged = np.isfinite(medians), values[single:]
+        if len(judged):
+            history = np.concatenate([self.values, judged])
             windows = np.lib.stride_tricks.sliding_window_view(history[:-1], rule.rows)
-            judged = values[missing:]
             # The median is not below the lowest value: few rows need a median.
             for rows in _batches(np.flatnonzero(judged >= rule.ratio * _lowest(history[:-1], rule.rows))):
-                is_above[missing + rows], medians[missing + rows] = _compared(rule, judged[rows], windows[rows])
+                is_above[single + rows], medians[single + rows] = rule.compare(judged[rows], windows[rows])
+            self.values, self.count = history[-rule.rows :].tolist(), self.count + len(judged)
         if rule.skips_pauses:
             is_above &= np.searchsorted(pauses, previous, "right") == np.searchsorted(pauses, seqs, "right")
         runs = _run_lengths(is_above, self.above)
-        self.values, self.above, self.seq = history[-rule.rows :], int(runs[-1]), int(seqs[-1])
+        self.above, self.seq = int(runs[-1]), int(seqs[-1])
         fired = np.flatnonzero(runs == rule.in_a_row)
         return fired, medians[fired]
 
@@ -160,21 +110,6 @@ class CurveEvaluator:
         pauses = np.unique(np.concatenate([before, *found]))
         self._last_pauses[incarnation] = pauses[-1:]
         return pauses
-
-
-def _compared(rule: CurveRule, values: Numbers, windows: Numbers) -> tuple[Flags, Numbers]:
-    """Return whether each value is above the limit of `rule`, and the medians of the windows before the values."""
-    low, middle = np.quantile(windows, (0.1, 0.5), axis=1)
-    is_above = (low > 0) & (values >= rule.ratio * middle)
-    is_above &= values - middle >= rule.deviations * _spread(windows, middle)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        logarithms, center = np.log(np.maximum(windows, _TINY)), np.log(middle)
-        is_above &= np.log(values) - center >= _LOGARITHMIC_SHARE * rule.deviations * _spread(logarithms, center)
-    return is_above, middle
-
-
-def _spread(windows: Numbers, middle: Numbers) -> Numbers:
-    return np.asarray(np.median(np.abs(windows - middle[:, None]), axis=1))
 
 
 def _batches(rows: Integers) -> list[Integers]:

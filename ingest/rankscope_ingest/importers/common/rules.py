@@ -18,19 +18,15 @@ import pyarrow.compute as pc
 from rankscope_contract.model.events import EventType
 from rankscope_contract.model.kinds import JUDGED_OPS, VALUE_OPS
 from rankscope_contract.rules import AnomalyRule
-from rankscope_contract.rules.defaults import DEFAULT_RULES
+from rankscope_contract.rules.curve import CurveRule
 from rankscope_contract.rules.reference import SeriesEvaluator
 from rankscope_ingest.base.tables import table_schema
-from rankscope_ingest.importers.common.curve_rules import CURVE_RULES, CurveEvaluator, CurveRule
+from rankscope_ingest.importers.common.curve_rules import CurveEvaluator
 
 _SERIES: Final = ("rank", "attempt", "vpp_stage", "micro_step", "kind", "tensor", "index", "call_seq")
 _SCALAR_SERIES: Final = ("rank", "attempt", "name", "labels")
 _PLACE: Final = ("run", "attempt", "rank", "incarnation", "seq", "ordinal", "step", "micro_step", "ts", "ts_origin")
 _COUNTS: Final = ("nans", "infs")
-
-
-IMPORT_RULES: Final = (*DEFAULT_RULES, *CURVE_RULES)
-"""The rules that apply to imported logs if the user configures none."""
 
 
 class RuleEvaluator:
@@ -74,7 +70,7 @@ class RuleEvaluator:
             rows = tables["scalars"].take(pa.array(firing.rows))
             names, values = (rows.column(name).to_pylist() for name in ("name", "value"))
             message = [
-                f"{firing.rule.name}: {name} is {value:.6g}, the median before it is {median:.6g}"
+                firing.rule.message(name, value, median)
                 for name, value, median in zip(names, values, firing.medians.tolist(), strict=True)
             ]
             columns = {"op": pa.array(names), "value": pa.array(values), "baseline": pa.array(firing.medians)}

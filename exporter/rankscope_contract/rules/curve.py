@@ -1,0 +1,156 @@
+"""CurveRule: fires on a value far above the earlier values of its series, such as a spike of the loss.
+
+Ranks judge each value when it is logged. Imports judge all rows of a table together, with the same comparison.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from rankscope_contract.rules.base import AnomalyRule
+from rankscope_contract.rules.defaults import DEFAULT_RULES
+
+Numbers = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+FEWEST_ROWS: Final = 19
+"""Number of values before the first one that is judged: rules apply from the 20th row on."""
+
+_LOGARITHMIC_SHARE: Final = 0.75
+_TINY: Final = float(np.finfo(np.float64).tiny)
+_LARGER_RISE: Final = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveRule(AnomalyRule):
+    """Fires for a scalar in `names` of at least `ratio` times the median of its last 19 values.
+
+    At least `fewest` values must exist, and nine tenths of the last `rows` must be positive. The value must also exceed
+    the median by `deviations` median deviations of these rows, and in a logarithmic scale by three quarters of that
+    number: where values often reach multiples of the median, a multiple is not an anomaly. A deviation is measured
+    between values in a row, so that a falling curve does not hide a spike. The rule fires once, at the row that
+    completes `in_a_row` such rows.
+
+    With `above="highest"`, the value is compared with the highest value before it, and must rise more than three times
+    as far as any value before it. A schedule that returns to an earlier value or rises in equal stairs is no anomaly.
+
+    Only imports use `rates` and `skips_pauses`. Values of `rates`, such as tokens per second, are judged by their
+    reciprocal. With `skips_pauses`, rows next to an evaluation or a checkpoint do not count.
+    """
+
+    ratio: float
+    names: tuple[str, ...]
+    rows: int = 50
+    fewest: int = FEWEST_ROWS
+    above: Literal["median", "highest"] = "median"
+    rates: tuple[str, ...] = ()
+    deviations: float = 10.0
+    in_a_row: int = 1
+    skips_pauses: bool = False
+
+    def __post_init__(self) -> None:
+        AnomalyRule.__post_init__(self)
+        self.check_threshold(self.ratio)
+        for name in ("names", "rates"):
+            given: object = getattr(self, name)
+            if isinstance(given, str) or not all(isinstance(one, str) for one in getattr(self, name)):
+                raise ValueError(f'{self.name}: {name} must be a list of names such as ["loss"], not {given!r}')
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    def judges(self, kind: str | None, op: str) -> bool:
+        """Return whether the series is one of scalars."""
+        return kind is None and op == "value"
+
+    def for_scalar(self, name: str) -> None:  # noqa: ARG002 - the signature of every rule
+        """Return None: the rule needs the history of a series, which is in a `Curve`."""
+        return
+
+    def limit(self) -> float | None:
+        """Return the ratio."""
+        return self.ratio
+
+    def message(self, name: str, value: float, before: float) -> str:
+        """Return the text of an event. `before` is the median or the highest value before `value`."""
+        return f"{self.name}: {name} is {value:.6g}, the {self.above} before it is {before:.6g}"
+
+    def compare(self, values: Numbers, windows: Numbers) -> tuple[Flags, Numbers]:
+        """Return whether each value is above the limit, and the medians of the windows before the values."""
+        low = np.quantile(windows, 0.1, axis=1)
+        middle = np.median(windows[:, -FEWEST_ROWS:], axis=1)
+        is_above = (low > 0) & (values >= self.ratio * middle)
+        is_above &= values - middle >= self.deviations * _spread(windows)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            logarithms, center = np.log(np.maximum(windows, _TINY)), np.log(middle)
+            is_above &= np.log(values) - center >= _LOGARITHMIC_SHARE * self.deviations * _spread(logarithms)
+        return is_above, middle
+
+
+def _spread(windows: Numbers) -> Numbers:
+    """Return the median distance of two values in a row, as a median deviation: a trend does not widen it."""
+    return np.asarray(np.median(np.abs(np.diff(windows, axis=1)), axis=1)) / math.sqrt(2)
+
+
+@dataclass(slots=True)
+class Curve:
+    """The last finite values of one series, and how its last values compared with the rule."""
+
+    values: list[float] = field(default_factory=list)
+    count: int = 0
+    highest: float = -math.inf
+    rise: float = 0.0  # the largest rise of the highest value that was no anomaly
+    above: int = 0  # number of rows above the limit, up to the last row
+
+    def observe(self, rule: CurveRule, value: float) -> float | None:
+        """Add `value`; if the rule fires for it, return the median or the highest value before it, otherwise None."""
+        if not math.isfinite(value):
+            return None
+        before = self.compared(rule, value)
+        self.above = 0 if before is None else self.above + 1
+        return before if self.above == rule.in_a_row else None
+
+    def compared(self, rule: CurveRule, value: float) -> float | None:
+        """Add a finite `value`; if it is above the limit, return the value that it was compared with."""
+        before: float | None = None
+        if self.count >= rule.fewest:
+            if rule.above == "highest":
+                is_steep = value - self.highest > _LARGER_RISE * self.rise
+                before = self.highest if is_steep and value >= rule.ratio * self.highest > 0 else None
+            elif value >= rule.ratio * min(self.values):  # as is the median
+                is_above, middle = rule.compare(np.array([value]), np.array([self.values]))
+                before = float(middle[0]) if is_above[0] else None
+        if value > self.highest >= 0 and before is None:
+            self.rise = max(self.rise, value - self.highest)
+        self.highest = max(self.highest, value)
+        self.values = [*self.values[1 - rule.rows :], value] if rule.rows > 1 else [value]
+        self.count += 1
+        return before
+
+
+RANK_RULES: Final = (
+    *DEFAULT_RULES,
+    CurveRule(name="LossSpike", ratio=3.0, names=("loss",)),
+    CurveRule(name="LearningRateJump", ratio=1.5, names=("learning_rate",), above="highest"),
+)
+"""The rules that apply on ranks if the user configures none."""
+
+IMPORT_RULES: Final = (
+    *RANK_RULES,
+    CurveRule(name="GradNormSpike", ratio=30.0, deviations=8.0, fewest=50, names=("grad_norm",)),
+    CurveRule(
+        name="SlowSteps",
+        ratio=2.7,
+        rows=10,
+        fewest=10,
+        in_a_row=3,
+        deviations=3.0,
+        skips_pauses=True,
+        names=("step_seconds",),
+        rates=("tokens_per_second", "tokens_per_second_per_gpu", "samples_per_second"),
+    ),
+)
+"""The rules that apply to imported logs if the user configures none."""
