@@ -7,9 +7,10 @@ import sys
 from typing import get_args
 
 import pytest
-from tests.cli.conftest import NAN_STEP
+from tests.cli.conftest import NAN_STEP, table
 
 from rankscope.base.figure_files import AxisName
+from rankscope_storage.api.store import Batch, Store
 from rankscope_view.data.curves import Axis
 
 
@@ -157,3 +158,57 @@ def test_unknown_type_of_event_suggests_the_nearest(in_process, sample_store):
         done.returncode,
         done.stderr,
     )
+
+
+@pytest.fixture(scope="module")
+def own_store(tmp_path_factory):
+    """Return a store whose run has own metrics, and histograms of two tensors."""
+    folder = tmp_path_factory.mktemp("own") / "history"
+    source = {"run": "own", "rank": 0, "attempt": 0, "incarnation": "own-0", "ts_origin": "rank"}
+    bins = {"kind": "adam_update", "scheme": "linear:-1.0:1.0:4", "counts": [1, 2, 3, 4], "below": 5, "above": 0}
+    scalars, histograms = [], []
+    for step in range(20):
+        common = source | {"step": step, "seq": step, "ordinal": step}
+        names = {"loss": (4 - step / 10, None), "val/accuracy": (step / 20, None)}
+        scalars += [
+            common | {"name": name, "value": value, "labels": labels} for name, (value, labels) in names.items()
+        ]
+        scalars.append(common | {"name": "acc", "value": 0.5, "labels": '{"key":"top1"}'})
+        scalars.append(common | {"name": "acc", "value": 0.75, "labels": '{"key":"top5"}'})
+        scalars.append(common | {"name": "eval_loss", "value": 2.0, "labels": '{"source_name":"val/loss"}'})
+        histograms += [common | bins | {"tensor": name, "nonfinite": 0} for name in ("0.weight", "1.weight")]
+    ended = {"run": "own", "state": "completed", "last_step": 19, "ordinal": 1, "ts_origin": "ingest"}
+    tables = {"scalars": table("scalars", scalars), "histograms": table("histograms", histograms)}
+    tables["runs"] = table("runs", [ended])
+    with Store.open(folder, create=True).claim(owner="test") as writer:
+        writer.append(Batch(tables=tables, watermarks={"own-0": 19}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--scalar", "val/accuracy"], ["val/accuracy", "20 rows stored, all drawn"]),
+        (["--scalar", "val/loss"], ["val/loss"]),
+        (["--scalar", "acc"], ["own: acc", "key top1", "key top5"]),
+        (
+            ["--kind", "histograms"],
+            ["Adam update of 0.weight by step", "-0.5 to 0", "below -1", "share of the elements"],
+        ),
+        (["--kind", "histograms", "--tensor", "1.weight"], ["Adam update of 1.weight by step"]),
+    ],
+)
+def test_own_metrics_and_histograms_are_drawn(in_process, own_store, folder, options, words):
+    done = in_process("plot", "own", "--store", own_store, *options, "--output", "figure.svg")
+    text = (folder / "figure.svg").read_text(encoding="utf-8")
+
+    assert (0, "wrote figure.svg\n") == (done.returncode, done.stderr)
+    assert [] == [word for word in words if word not in text.replace("−", "-")]
+
+
+def test_unknown_scalar_is_refused_with_similar_names(in_process, own_store, folder):
+    done = in_process("plot", "own", "--store", own_store, "--scalar", "val/accurcy")
+
+    assert 2 == done.returncode
+    assert "own has no scalar 'val/accurcy'; similar names: val/accuracy" in done.stderr
+    assert [] == list(folder.iterdir())

@@ -25,6 +25,7 @@ from rankscope_view.data.grid import (
     TensorKinds,
     tensor_grid,
 )
+from rankscope_view.data.histograms import histogram_grid
 from rankscope_view.data.history import EVAL_LOSS, LOSS, History
 from rankscope_view.data.metrics import metric_curve, metric_histories, named_history, read_metrics
 from rankscope_view.data.ranks import RankOrder, rank_grid, rank_table
@@ -187,6 +188,13 @@ def _grid_request(asked: Asked) -> GridRequest:
 def tensor_map(connection: Connection, asked: Asked) -> Response:
     """Return the grid of all tensors of one kind as bytes."""
     found = tensor_grid(connection, asked.query.get("run", ""), _grid_request(asked))
+    return Response(type=BYTES, body=found.encoded())
+
+
+def histogram_map(connection: Connection, asked: Asked) -> Response:
+    """Return the grid of the histograms of one tensor as bytes."""
+    query = asked.query
+    found = histogram_grid(connection, query.get("run", ""), query.get("kind", ""), query.get("tensor", ""))
     return Response(type=BYTES, body=found.encoded())
 
 

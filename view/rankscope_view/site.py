@@ -32,6 +32,7 @@ from rankscope_view.answers import (
     compared_sides,
     curve_csv,
     goodput,
+    histogram_map,
     rank_map,
     rank_order,
     scalar_curve,
@@ -45,6 +46,7 @@ from rankscope_view.data.detail import RunDetail, nothing, read_detail
 from rankscope_view.data.evaluation import evaluation_curve
 from rankscope_view.data.events import NEWEST, EventLog, Group, event_log
 from rankscope_view.data.grid import tensor_kinds
+from rankscope_view.data.histograms import histogram_tensors
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LOSS
 from rankscope_view.data.incident_story import incident_story
 from rankscope_view.data.incidents import incidents
@@ -178,6 +180,8 @@ class Site:
                 return self._compare(connection, asked)
             case ("data", "grid"):
                 return tensor_map(connection, asked)
+            case ("data", "histogram"):
+                return histogram_map(connection, asked)
             case ("data", "ranks"):
                 return rank_map(connection, asked)
             case ("data", "cell"):
@@ -262,7 +266,13 @@ class Site:
                 detail = tensor_detail(connection, row.run, choice.kind, choice.op, name)
                 request = CurveRequest(axis=Axis.ARRIVAL, smoothing=Smoothing.NONE, points=800)
                 drawn = tensor_curve(connection, row.run, detail, request)
-        return _page(tensor_page.page(place, row, kinds, choice, detail=detail, curve=drawn, leaving=leaving))
+        histograms = histogram_tensors(connection, row.run)
+        return _page(
+            tensor_page.page(
+                place, row, kinds, choice, detail=detail, curve=drawn, leaving=leaving, histograms=histograms,
+                histogram=asked.query.get("histogram"),
+            )
+        )  # fmt: skip
 
     def _ranks(self, connection: Connection, asked: Asked) -> Response:
         place, row = self._row(connection, asked)

@@ -27,12 +27,14 @@ class FigureKind(enum.StrEnum):
     TENSORS = "tensors"
     UPDATES = "updates"
     RANKS = "ranks"
+    HISTOGRAMS = "histograms"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tensors:
     """Options of the heat maps of tensors."""
 
+    tensor: str | None
     kind: str | None
     op: str
     rank: int | None
@@ -47,7 +49,7 @@ def plot(
     outputs: Outputs = None,
     latest: Latest = False,
     kind: Annotated[
-        FigureKind, typer.Option(help="Figure: overview, speed, gpu, tensors, updates or ranks.")
+        FigureKind, typer.Option(help="Figure: overview, speed, gpu, tensors, updates, ranks or histograms.")
     ] = FigureKind.OVERVIEW,
     scalar: Annotated[
         str | None, typer.Option(help="Figure of this logged scalar, such as val/accuracy.", show_default=False)
@@ -56,12 +58,21 @@ def plot(
     dpi: Dpi = 300,
     axis: Annotated[AxisName, typer.Option(help="Horizontal axis of overview, speed and --scalar.")] = "step",
     tensor_kind: Annotated[
-        str | None, typer.Option(help="tensors: kind of tensors. Default: a gradient.", show_default=False)
+        str | None,
+        typer.Option(
+            help="tensors: kind of tensors, a gradient by default. histograms: adam_update or adam_ratio.",
+            show_default=False,
+        ),
+    ] = None,
+    tensor: Annotated[
+        str | None, typer.Option(help="histograms: tensor. Default: the first one.", show_default=False)
     ] = None,
     op: Annotated[str, typer.Option(help="tensors: statistic.")] = "norm",
     rank: Annotated[
         int | None,
-        typer.Option(help="tensors, updates: only this rank. Default: the largest of all.", show_default=False),
+        typer.Option(
+            help="tensors, updates, histograms: only this rank. Default: all, or the farthest.", show_default=False
+        ),
     ] = None,
     absolute: Annotated[
         bool, typer.Option("--absolute", help="tensors: values instead of ratios to the median of each tensor.")
@@ -71,7 +82,8 @@ def plot(
 
     overview has loss, learning rate, gradient norm and the distribution of losses. speed has loss and throughput, with
     rows below P10 marked. gpu has a box plot of the utilisation of each GPU. tensors, updates and ranks are heat maps
-    over steps: of a statistic of tensors, of update sizes, and of the step times of ranks.
+    over steps: of a statistic of tensors, of update sizes, and of the step times of ranks. histograms is a heat map of
+    bins over steps, of Adam's update or ratio of one tensor.
 
     [bold]Examples[/bold]
 
@@ -86,7 +98,7 @@ def plot(
     choice = Choice(source=source, store=store, run=run, checkpoint=checkpoint, outputs=outputs, latest=latest)
     figure_path(output, "figure")  # a wrong suffix is reported before the run is read
     with open_run(choice) as chosen, drawing():
-        tensors = _Tensors(kind=tensor_kind, op=op, rank=rank, is_relative=not absolute)
+        tensors = _Tensors(tensor=tensor, kind=tensor_kind, op=op, rank=rank, is_relative=not absolute)
         figure = _figure(chosen, kind, axis, tensors) if scalar is None else _metric(chosen, scalar, axis)
         write_figure(figure, figure_path(output, f"{chosen.run}-{scalar or kind}"), dpi)
 
@@ -95,6 +107,8 @@ def _figure(chosen: OpenRun, kind: FigureKind, axis: AxisName, tensors: _Tensors
     match kind:
         case FigureKind.TENSORS:
             return _tensor_map(chosen, tensors)
+        case FigureKind.HISTOGRAMS:
+            return _histogram_map(chosen, tensors)
         case FigureKind.UPDATES:
             return _update_map(chosen, tensors)
         case FigureKind.RANKS:
@@ -176,3 +190,23 @@ def _rank_map(chosen: OpenRun) -> Figure:
         grid = rank_grid(chosen.connection, chosen.run, table, whole_step=True)
         return heat_map(chosen.run, grid, title="Step time by rank and step", unit="÷ median rank")
     return heat_map(chosen.run, grid, title="Time before collectives by rank and step", unit="÷ median rank")
+
+
+def _histogram_map(chosen: OpenRun, tensors: _Tensors) -> Figure:
+    from rankscope_view.data.histograms import histogram_grid, histogram_tensors
+    from rankscope_view.figures.heatmaps import heat_map
+
+    known = histogram_tensors(chosen.connection, chosen.run)
+    if not known:
+        raise CommandError(f"{chosen.run} has no histograms: measure the quantity adam_updates")
+    kind = tensors.kind or next(iter(known))
+    if kind not in known:
+        raise CommandError(f"{chosen.run} has no histograms of {kind!r}; it has {', '.join(known)}", code=USAGE)
+    tensor = tensors.tensor or known[kind][0]
+    if tensor not in known[kind]:
+        listed = ", ".join(known[kind][:8])
+        raise CommandError(f"{chosen.run} has no histograms of the tensor {tensor!r}; it has {listed}", code=USAGE)
+    grid = histogram_grid(chosen.connection, chosen.run, kind, tensor, tensors.rank)
+    where = "" if tensors.rank is None else f", rank {tensors.rank}"
+    title = f"{kind.replace('_', ' ').capitalize()} of {tensor} by step{where}"
+    return heat_map(chosen.run, grid, title=title, unit="share of the elements")

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rankscope_storage.tensorboard.events import EventFile
 
 OPS: Final = (*VALUE_OPS, *COUNT_OPS, *BASELINE_OPS)
-DATASETS: Final = ("tensor_stats", "scalars", "features")
+DATASETS: Final = ("tensor_stats", "scalars", "features", "histograms")
 NO_STEP: Final = "rows without a step"
 THINNED: Final = "points that would make the event files larger than four times the stored rows: see --all-points"
 NO_OP: Final = "tensors without some statistics, for the same reason"
@@ -195,10 +195,7 @@ def _streams(selection: Selection) -> list[Stream]:
 
 def _omitted(selection: Selection) -> dict[str, int]:
     counts = {NO_STEP: sum(selection.count(name, "step IS NULL") for name in DATASETS)}
-    counts |= {
-        f"{name}: not in event files": selection.count(name)
-        for name in ("events", "histograms", "hashes", "collectives")
-    }
+    counts |= {f"{name}: not in event files": selection.count(name) for name in ("events", "hashes", "collectives")}
     return {reason: count for reason, count in counts.items() if count}
 
 

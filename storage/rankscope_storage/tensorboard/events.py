@@ -10,9 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from rankscope_contract.msprobe.event_tags import labelled
+from rankscope_contract.msprobe.event_tags import buckets, event_tag, labelled
 from rankscope_storage.tensorboard.frames import frame
-from rankscope_storage.tensorboard.messages import Event, put_number
+from rankscope_storage.tensorboard.messages import Event, Histogram, put_number
 from rankscope_storage.tensorboard.tags import OPS, TensorTag, parse_tensor_tag, tensor_tag
 
 WRITER: Final = b"rankscope "
@@ -70,6 +70,8 @@ class EventFile:
                     event = self._event(step, ts)
                 if dataset == "tensor_stats":
                     self._add_tensor(event, row)
+                elif dataset == "histograms":
+                    self._add_histogram(event, row)
                 else:
                     self._add_number(event, dataset, row)
         if event.summary.value:
@@ -90,6 +92,17 @@ class EventFile:
             self.omitted["tensors without any statistic"] += 1
         for op in present:
             self._add(event, "tensor_stats", row, row[op], op)
+
+    def _add_histogram(self, event: Any, row: Mapping[str, Any]) -> None:
+        found = buckets(row)
+        if found is None:
+            self.omitted["histograms without linear bins"] += 1
+            return
+        value = event.summary.value.add()
+        tag = event_tag(row["tensor"], row["kind"], rank=self._rank or 0, vpp_stage=row["vpp_stage"] or 0)
+        value.tag = tag.encode("utf-8", "replace")
+        fields = {name: getattr(found, name) for name in ("low", "total", "squares", "limits", "counts")}
+        value.histo = Histogram(high=found.limits[-1], count=sum(found.counts), **fields).SerializeToString()
 
     def _add_number(self, event: Any, dataset: str, row: Mapping[str, Any]) -> None:
         if row["value"] is None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
-__all__ = ["SESSION_START", "DecodeError", "Event", "put_number", "scalar_value", "text_value"]
+__all__ = ["SESSION_START", "DecodeError", "Event", "Histogram", "put_number", "scalar_value", "text_value"]
 
 SESSION_START: Final = 1
 _FLOAT: Final = struct.Struct("<f")
@@ -49,6 +49,15 @@ _MESSAGES: Final[dict[str, tuple[tuple[int, str, str, bool, str], ...]]] = {
         (8, "tensor", "TensorProto", False, "value"),
         (9, "metadata", "SummaryMetadata", False, ""),
         (_EXACT_FIELD, "exact", "double", False, "exactly"),
+    ),
+    "Histogram": (
+        (1, "low", "double", False, ""),
+        (2, "high", "double", False, ""),
+        (3, "count", "double", False, ""),
+        (4, "total", "double", False, ""),
+        (5, "squares", "double", False, ""),
+        (6, "limits", "double", True, ""),
+        (7, "counts", "double", True, ""),
     ),
     "SummaryMetadata": (
         (1, "plugin_data", "PluginData", False, ""),
@@ -101,7 +110,10 @@ def _file() -> descriptor_pb2.FileDescriptorProto:
 # A separate pool, because the default one may contain TensorFlow's messages and duplicate names are an error.
 _pool = descriptor_pool.DescriptorPool()
 _pool.Add(_file())
-Event: Any = message_factory.GetMessageClass(_pool.FindMessageTypeByName(f"{_PACKAGE}.Event"))
+Event, Histogram = (  # the fields of a histogram are those of TensorFlow's HistogramProto, under other names
+    cast("Any", message_factory.GetMessageClass(_pool.FindMessageTypeByName(f"{_PACKAGE}.{name}")))
+    for name in ("Event", "Histogram")
+)
 
 
 # Format of one number in `tensor_content`, and the repeated field used otherwise, by TensorFlow's data type.

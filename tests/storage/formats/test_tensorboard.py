@@ -74,6 +74,29 @@ def test_scalar_tags_are_name_and_labels(shelf, rows):
     assert {"loss", "learning_rate/group=a", "learning_rate/group=b"} == set(found)
 
 
+def test_histograms_are_those_of_the_store(shelf, rows):
+    """TensorBoard shows the histograms of Adam's update on its page of histograms and distributions."""
+    known = {"kind": "adam_update", "scheme": "linear:-1.0:1.0:4", "rank": 0, "nonfinite": 0}
+    first = rows["row"](step=1, tensor="w", counts=[1, 2, 3, 4], below=5, above=0, **known)
+    shelf.put(
+        histograms=[
+            first,
+            rows["row"](step=2, tensor="w", counts=[0, 9, 0, 1], below=0, above=2, **known),
+            rows["row"](step=2, tensor="w", counts=[1], below=0, above=0, **(known | {"scheme": "log2"})),
+        ]
+    )
+    target, report = shelf.export("tensorboard")
+    accumulator = EventAccumulator(str(target / "rank0"), size_guidance={"histograms": 0})
+    accumulator.Reload()
+    before, after = (one.histogram_value for one in accumulator.Histograms("0:w/rank0/adam_update"))
+
+    assert [-1.0, -0.5, 0.0, 0.5, 1.0] == list(before.bucket_limit)
+    assert [5.0, 1.0, 2.0, 3.0, 4.0] == list(before.bucket)
+    assert (-1.5, 1.0, 15.0) == (before.min, before.max, before.num)
+    assert [0.0, 9.0, 0.0, 1.0, 2.0] == list(after.bucket)
+    assert {"histograms without linear bins": 1} == report.omitted
+
+
 def test_tensorboard_shows_a_run_per_rank_and_attempt(shelf, rows):
     """As its web page gets them: through the data provider, with times."""
     make = rows["scalar"]

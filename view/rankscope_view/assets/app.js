@@ -117,7 +117,7 @@ document.addEventListener("keydown", (event) => {
 if (page === "list") list();
 if (document.querySelector(".plot[data-chart]")) charts();
 void fillPending();
-if (byId("heat")) void import("./heat.js").then((heat) => heat.start(bind, updates, redraws));
+if (document.querySelector(".heat")) void import("./heat.js").then((heat) => heat.start(bind, updates, redraws));
 for (const button of document.querySelectorAll(".copy")) button.addEventListener("click", () => void copy(/** @type {HTMLElement} */ (button)));
 if (document.body.dataset.version) {
   const run = page === "run" ? (byId("run")?.dataset.run ?? "") : "";

@@ -17,6 +17,7 @@ class HeatMap {
   constructor(box) {
     this.box = box;
     this.isRanks = box.dataset.source === "ranks";
+    this.isBins = box.dataset.source === "histogram";
     this.canvas = document.createElement("canvas");
     box.replaceChildren(this.canvas);
     /** @type {Header | null} */ this.header = null;
@@ -45,7 +46,7 @@ class HeatMap {
    */
   choices() {
     const high = this.area()[3];
-    const own = ["run", "kind", "op", "rank", "whole"].map((name) => /** @type {[string, string]} */ ([name, this.box.dataset[name] ?? ""]));
+    const own = ["run", "kind", "op", "rank", "whole", "tensor"].map((name) => /** @type {[string, string]} */ ([name, this.box.dataset[name] ?? ""]));
     const size = Math.max(1, devicePixelRatio);
     return [...own.filter(([, value]) => value), ["height", String(Math.round(high * size))]];
   }
@@ -70,7 +71,7 @@ class HeatMap {
     this.cells = new Uint8Array(bytes, 4 + length);
     if (this.isRanks && this.header) this.box.style.height = `${Math.max(90, Math.min(480, this.header.rows.length * 14 + BOTTOM + 8))}px`;
     const notice = document.getElementById("gridnotice");
-    if (notice && this.header && !this.isRanks) notice.textContent = this.header.notice;
+    if (notice && this.header && this.box.id === "heat" && !this.isRanks) notice.textContent = this.header.notice;
     this.draw();
   }
 
@@ -90,7 +91,7 @@ class HeatMap {
     const pixels = context.createImageData(image.width, image.height);
     const words = new Uint32Array(pixels.data.buffer);
     const colours = Array.from({ length: 256 }, (_, code) => packed(code));
-    const middle = isAbsolute() ? 0 : (-header.scale[0] / (header.scale[1] - header.scale[0])) * LEVELS;
+    const middle = isAbsolute() || this.isBins ? 0 : (-header.scale[0] / (header.scale[1] - header.scale[0])) * LEVELS;
     const cells = poolColumns(this.cells, header.rows.length, columns, middle);
     for (let at = 0; at < cells.length; at += 1) words[at] = colours[cells[at]];
     context.putImageData(pixels, 0, 0);
@@ -158,10 +159,12 @@ class HeatMap {
     clearTimeout(this.timer);
     const header = this.header;
     if (!header || row < 0) return;
-    const facts = [["", this.isRanks || header.rows[row][1] === 1 ? this.holder(row) : this.pooled(row)], ["step", stepWord(header, column)], ["attempt", String(header.attempts[column])]];
-    if (this.isRanks) readout([...facts, ["against the median", this.levelWord(row, column)]]);
+    const facts = [["", this.isRanks || this.isBins || header.rows[row][1] === 1 ? this.holder(row) : this.pooled(row)], ["step", stepWord(header, column)], ["attempt", String(header.attempts[column])]];
+    const show = (/** @type {string[][]} */ listed) => readout(listed, this.box);
+    if (this.isRanks) show([...facts, ["against the median", this.levelWord(row, column)]]);
+    else if (this.isBins) show([...facts, ["share of elements", this.levelWord(row, column)]]);
     else {
-      readout(facts);
+      show(facts);
       this.timer = setTimeout(() => void this.exact(row, column), 120);
     }
   }
@@ -186,6 +189,7 @@ class HeatMap {
     const code = this.cells[row * header.steps.length + column];
     const [low, high] = header.scale;
     const level = low + (code / LEVELS) * (high - low);
+    if (this.isBins && code <= LEVELS) return code ? `about ${Number((100 * 10 ** level).toPrecision(2))} %` : `at most ${Number((100 * 10 ** low).toPrecision(3))} %`;
     return code === ABSENT ? "absent" : code === NAN ? "NaN" : code === INFINITE ? "Inf" : `${Number(level.toPrecision(3))}×`;
   }
 
@@ -204,10 +208,10 @@ class HeatMap {
     const found = await (await fetch(`${base}/data/cell?${query}`)).json();
     if (this.cursor[0] !== row || this.cursor[1] !== column) return;
     const header = /** @type {Header} */ (this.header);
-    if (!found) return readout([["", count === 1 ? this.holder(row) : this.pooled(row)], ["step", stepWord(header, column)], ["", "absent"]]);
+    if (!found) return readout([["", count === 1 ? this.holder(row) : this.pooled(row)], ["step", stepWord(header, column)], ["", "absent"]], this.box);
     const word = found.nans ? `NaN in ${found.nans} elements` : found.infs ? `Inf in ${found.infs} elements` : shown(found.value);
     const more = count > 1 ? [[`largest of ${count} tensors,`, `${names[first]} to ${names[first + count - 1]}`]] : [];
-    readout([["", found.tensor], ["step", found.step.toLocaleString("en")], ["attempt", String(found.attempt)], [this.box.dataset.op ?? "", word], ...(found.rank === null ? [] : [["rank", String(found.rank)]]), ...more]);
+    readout([["", found.tensor], ["step", found.step.toLocaleString("en")], ["attempt", String(found.attempt)], [this.box.dataset.op ?? "", word], ...(found.rank === null ? [] : [["rank", String(found.rank)]]), ...more], this.box);
   }
 
   /** @param {PointerEvent} event */
@@ -215,7 +219,7 @@ class HeatMap {
     const [row, column] = this.cell(event);
     const from = this.drag;
     this.drag = -1;
-    if (row < 0 || this.isRanks) return;
+    if (row < 0 || this.isRanks || this.isBins) return;
     if (from >= 0 && Math.abs(column - from) > 3) this.zoom({ columns: this.span(from, column) });
     else this.open(row);
   }
@@ -264,7 +268,7 @@ class HeatMap {
       const step = event.shiftKey ? 10 : 1;
       this.moved(clamp(row + move[0] * step, header.rows.length), clamp(column + move[1] * step, header.steps.length));
       event.preventDefault();
-    } else if (event.key === "Enter" && !this.isRanks) this.open(row);
+    } else if (event.key === "Enter" && !this.isRanks && !this.isBins) this.open(row);
   }
 }
 
@@ -295,9 +299,12 @@ function stepWord(header, column) {
   return first === last ? first.toLocaleString("en") : `${first.toLocaleString("en")}–${last.toLocaleString("en")}`;
 }
 
-/** @param {string[][]} facts */
-function readout(facts) {
-  const box = document.getElementById("readout");
+/**
+ * @param {string[][]} facts
+ * @param {HTMLElement} map
+ */
+function readout(facts, map) {
+  const box = map.parentElement?.querySelector(".readout") ?? document.getElementById("readout");
   box?.replaceChildren(
     ...facts.map(([name, value]) => {
       const part = document.createElement("span");
@@ -323,6 +330,8 @@ export function start(bind, updates, redraws) {
   redraws.push(() => maps.forEach((map) => map.draw()));
   const bar = /** @type {HTMLFormElement | null} */ (document.getElementById("heatbar"));
   bar?.addEventListener("change", () => bar.submit());
+  const chosen = /** @type {HTMLFormElement | null} */ (document.querySelector("form.chosen"));
+  chosen?.addEventListener("change", () => chosen.submit());
   if (bar) {
     bind("/", "search tensors", () => document.getElementById("search")?.focus());
     bind("0", "whole map", () => document.getElementById("whole")?.click());

@@ -7,7 +7,7 @@ import { colour, hatch } from "./marks.js";
  * @typedef {{names: string[], base: number, rows: [number, number, number][], attempts: number[], steps: number[], lastSteps: number[],
  *   scale: [number, number], log: boolean, tensors: number, columns: number, firstBad: [number, number] | null,
  *   notice: string}} Header
- * @typedef {{header: Header | null, cells: Uint8Array, isRanks: boolean, cursor: number[], area: () => [number, number, number, number],
+ * @typedef {{header: Header | null, cells: Uint8Array, isRanks: boolean, isBins: boolean, cursor: number[], area: () => [number, number, number, number],
  *   holder: (row: number) => string}} HeatView
  */
 
@@ -62,7 +62,7 @@ export function labels(context, map) {
   const order = new URLSearchParams(location.search).get("order");
   header.rows.forEach(([first], row) => {
     const name = header.names[first];
-    const word = map.isRanks || header.names.length <= 30 ? name : order === "part" ? partOf(name) : layerOf(name);
+    const word = map.isRanks || map.isBins || header.names.length <= 30 ? name : order === "part" ? partOf(name) : layerOf(name);
     const y = top + ((row + 0.5) / count) * high + 4;
     if (word === group || y - last < 14) return;
     [group, last] = [word, y];
@@ -92,7 +92,7 @@ export function legend(context, map) {
   context.textAlign = "left";
   context.fillStyle = colour("text-3");
   const [low, most] = header.scale;
-  const isRelative = !map.isRanks && !isAbsolute();
+  const isRelative = !map.isRanks && !map.isBins && !isAbsolute();
   // Step times have no decades; 1 is the median rank.
   const steps = header.log ? Array.from({ length: Math.floor(most) - Math.ceil(low) + 1 }, (_, at) => Math.ceil(low) + at) : map.isRanks ? [1, 1.1, 1.2, 1.3] : [low, (low + most) / 2, most];
   for (const step of steps) {

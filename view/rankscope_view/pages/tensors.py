@@ -18,6 +18,7 @@ from rankscope_view.pages.format import NONFINITE, NOTHING, count, kind_words, m
 from rankscope_view.pages.parts import Place, document, icon, panel, segmented, tabs, tensor_name
 
 _RANKS: Final = 64
+_MOST_HISTOGRAMS: Final = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,26 +53,63 @@ class TensorChoice:
 
 def page(
     place: Place, row: RunRow, kinds: TensorKinds, choice: TensorChoice | None, *,
-    detail: TensorDetail | None, curve: Curve | None,
-    leaving: Sequence[AnomalyRow],
+    detail: TensorDetail | None, curve: Curve | None, leaving: Sequence[AnomalyRow],
+    histograms: Mapping[str, Sequence[str]], histogram: str | None,
 ) -> str:  # fmt: skip
-    """Return the page of the tensors of a run."""
+    """Return the page of the tensors of a run.
+
+    `histograms` has the tensors with histograms by kind; `histogram` is the chosen one, as `kind:tensor`.
+    """
     crumbs = [(row.run, place.url("runs", row.run)), ("Tensors", None)]
-    if choice is None:
+    bins = _histogram(place, row.run, histograms, histogram, choice) if histograms else ""
+    if choice is not None:
+        number = kinds.counts.get(choice.kind, 0)
         body = (
+            f'{_toolbar(place, row.run, kinds, choice)}<div class="columns"><div>{_map(choice, row.run, number)}'
+            f"{_tensor(detail, curve) if detail and curve else ''}{bins}</div><aside>{_aside(place, row.run, choice, detail, leaving)}</aside></div>"
+        )
+    else:
+        body = bins or (
             f'<div class="panel blank">{icon("unknown")}<strong>No statistics of tensors are stored for this run</strong>'
             "<p>Imported logs have none. A monitor measures gradients by default.</p></div>"
         )
-        return document(
-            place, f"Tensors of {row.run}", body, crumbs=crumbs, nav=tabs(place, row, "tensors"), page="tensors"
-        )
-    number = kinds.counts.get(choice.kind, 0)
-    body = (
-        f'{_toolbar(place, row.run, kinds, choice)}<div class="columns"><div>{_map(choice, row.run, number)}'
-        f"{_tensor(detail, curve) if detail and curve else ''}</div><aside>{_aside(place, row.run, choice, detail, leaving)}</aside></div>"
-    )
     return document(
         place, f"Tensors of {row.run}", body, crumbs=crumbs, nav=tabs(place, row, "tensors"), page="tensors"
+    )
+
+
+def _histogram(
+    place: Place, run: str, found: Mapping[str, Sequence[str]], chosen: str | None, choice: TensorChoice | None
+) -> str:
+    """Return the heat map of the histograms of one tensor over the steps, with the choice of another one."""
+    known = [(kind, tensor) for kind, tensors in found.items() for tensor in tensors]
+    opened = None if choice is None else choice.tensor
+    kind, tensor = next(
+        (one for one in known if f"{one[0]}:{one[1]}" == chosen),
+        next((one for one in known if one[1] == opened), known[0]),
+    )
+    options = "".join(
+        f'<option value="{text(f"{one}:{name}")}"{" selected" if (one, name) == (kind, tensor) else ""}>{text(f"{kind_words(one)}, {name}")}</option>'
+        for one, name in dict.fromkeys([(kind, tensor), *known[:_MOST_HISTOGRAMS]])
+    )
+    kept = [] if choice is None else [("kind", choice.kind), ("op", choice.op), ("tensor", choice.tensor or "")]
+    hidden = "".join(f'<input type="hidden" name="{name}" value="{text(value)}">' for name, value in kept if value)
+    form = (
+        f'<form class="chosen" action="{place.url("runs", run, "tensors")}#histogram"><select name="histogram" aria-label="Histogram">{options}</select>'
+        f"{hidden}<noscript><button>Show</button></noscript></form>"
+    )
+    body = (
+        f'<div class="heat" data-run="{text(run)}" data-source="histogram" data-kind="{text(kind)}" data-tensor="{text(tensor)}" tabindex="0" role="img" '
+        f'aria-label="Histogram of {text(tensor)} by step"></div><noscript><p class="empty">The heat map needs scripts.</p></noscript>'
+        '<div class="readout"><span>Colours: share of the elements in a bin at a step. Point at a cell for its value.</span></div>'
+    )
+    words = kind_words(kind)
+    return panel(
+        f"{text(words[:1].upper() + words[1:])}: histogram by step",
+        body,
+        note=tensor_name(tensor),
+        aside=form,
+        name="histogram",
     )
 
 

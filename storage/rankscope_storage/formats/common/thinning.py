@@ -4,11 +4,12 @@ TensorBoard's event files repeat the tag of a series in every value, so that a v
 store needs a few bits. The steps are divided into ranges of equal width. Of each series and range, the rows with the
 lowest and the highest value are kept, or a row with a NaN or Inf instead of the highest. The first and the last step
 are kept completely. If the ranges would be too wide, fewer statistics of each tensor are kept. Two points of the norm
-of each tensor are always kept.
+of each tensor are always kept. Of histograms, every n-th step is kept.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -27,6 +28,7 @@ _MARGIN: Final = 0.9  # the sizes of rows are estimated
 _MIN_RANGES: Final = 10  # with fewer ranges of steps, a curve is too coarse: statistics are omitted instead
 _VALUE_BYTES: Final = 30  # of one value, without the names of its tensor and kind
 _SERIES_BYTES: Final = 300  # of the description of a series, in its first value
+_HISTOGRAM_BYTES: Final = 700  # of a histogram of 30 bins and its tag
 _SERIES: Final = {
     "tensor_stats": ("kind", "tensor", "index", "vpp_stage", "micro_step", "placement", "shard_group", "call_seq"),
     "scalars": ("name", "labels", "unit", "vpp_stage", "micro_step"),
@@ -58,6 +60,8 @@ class Thinning:
         width = self.widths.get(dataset, 1)
         if width == 1:
             return ""
+        if dataset == "histograms":  # the parts of a histogram have no order: every step of this width
+            return f" AND (step - {self.ends[0]}) % {width} = 0"
         value = "norm" if dataset == "tensor_stats" else sql_identifier("value")
         broken = "coalesce(nans, 0) + coalesce(infs, 0) > 0 DESC, " if dataset == "tensor_stats" else ""
         first, last = self.ends
@@ -71,20 +75,25 @@ def thinning(selection: Selection, counts: Mapping[str, int], ops: tuple[str, ..
 
     `counts` has the number of exported rows of each dataset. `ops` are all statistics that the format contains.
     """
-    left = _MARGIN * max(SMALL_BYTES, SIZE_RATIO * _stored_bytes(selection, counts))
-    present = [name for name in _SHARES if counts.get(name)]
+    left = _MARGIN * max(
+        SMALL_BYTES, SIZE_RATIO * _stored_bytes(selection, {name: counts.get(name, 0) for name in _SHARES})
+    )
+    present = [name for name in (*_SHARES, "histograms") if counts.get(name)]
     steps = " UNION ALL ".join(f"SELECT step FROM {selection.source(name)}" for name in present)
     row = selection.query(f"SELECT min(step) AS low, max(step) AS high FROM ({steps})").to_pylist()[0]
     ends = (row["low"] or 0, row["high"] or 0)
-    kept = Thinning(ops, {}, ends)
-    for dataset in present:
+    rows = counts.get("histograms", 0)
+    most = max(SMALL_BYTES, SIZE_RATIO * _stored_bytes(selection, {"histograms": rows}))
+    every = math.ceil(rows * _HISTOGRAM_BYTES / most)
+    kept = Thinning(ops, {"histograms": every} if every > 1 else {}, ends)
+    for dataset in [name for name in present if name in _SHARES]:
         limit, span = left * _SHARES[dataset], ends[1] - ends[0] + 1
         coarse = max(1, span // _MIN_RANGES)
         tiers = ((ops, coarse), (MSPROBE_OPS, coarse), (MAIN_OPS, coarse), (("norm",), span))
-        for used, most in tiers if dataset == "tensor_stats" else ((ops, span),):
+        for used, widest in tiers if dataset == "tensor_stats" else ((ops, span),):
             width, size = 1, _size(selection, dataset, Thinning(used, {dataset: 1}, ends))
-            while size > limit and width < most:
-                width = min(most, width + 1 + width // 4)
+            while size > limit and width < widest:
+                width = min(widest, width + 1 + width // 4)
                 size = _size(selection, dataset, Thinning(used, {dataset: width}, ends))
             kept = Thinning(used, {**kept.widths, dataset: width}, ends)
             if size <= limit:
