@@ -3,7 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-TORCH  := torch==2.13.0
+TORCH_OF_TESTS := 2.13.0# `make test-torch TORCH=2.15.0` runs with another release
 WORKERS ?= 3# test processes; most tests wait for servers, not for the processor
 # Files are distributed in the order of their names. By default, xdist starts with the files of the most tests, and at the
 # end two processes wait for a file with few long tests.
@@ -25,7 +25,7 @@ UV = UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$($(INDEX))}" UV_INDEX="$${UV_INDEX
 	$(BIN)/python -m uv pip install --python $(BIN)/python --index-strategy unsafe-best-match
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-thorough test-all test-crashes soak test-hour test-examples test-frameworks test-frameworks-heavy test-gpu test-grafana test-prometheus-3 boards-check test-readers lint bench pictures generate clean
+.PHONY: help env demo test test-thorough test-all test-crashes soak test-hour test-examples test-frameworks test-frameworks-heavy test-torch test-gpu test-grafana test-prometheus-3 boards-check test-readers lint bench pictures generate clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -67,6 +67,14 @@ test-frameworks-heavy: $(VENV)/.installed-heavy
 	rm -f $(VENV)/extensions/*/lock
 	PATH="$(CURDIR)/$(BIN):$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VENV)/extensions" OMP_NUM_THREADS=1 \
 		RANKSCOPE_REQUIRE_FRAMEWORKS=1 $(BIN)/python -m pytest tests/frameworks_heavy
+
+# The environment has one release of torch, and the rank's part of Rankscope only. Each takes about 5 GB.
+test-torch: $(VENV)/.installed-dev ## README, DDP and FSDP2 with another torch: make test-torch TORCH=2.15.0
+	@test -n "$(TORCH)" || { echo "set TORCH to a release: make test-torch TORCH=2.15.0"; exit 1; }
+	$(MAKE) VENV=.venv-torch-$(TORCH) TORCH_OF_TESTS=$(TORCH) .venv-torch-$(TORCH)/.installed-rank
+	rm -rf .venv-torch-$(TORCH)/check
+	OMP_NUM_THREADS=1 .venv-torch-$(TORCH)/bin/python tests/torch_releases/train.py .venv-torch-$(TORCH)/check
+	$(BIN)/python tests/torch_releases/compare.py .venv-torch-$(TORCH)/check
 
 test-gpu: $(VENV)/.installed-dev ## run the tests that need an NVIDIA GPU, then benchmarks/gpu.py; results in gpu-results (8 min)
 	PYTHON=$(BIN)/python tests/gpu/check.sh gpu-results
@@ -111,7 +119,7 @@ generate: $(VENV)/.installed-dev ## rewrite the generated files: boards, alert r
 	$(BIN)/python docs/generate.py
 
 clean: ## remove the environment, caches and the demo's data
-	rm -rf $(VENV) .venv-frameworks demo-data build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-frameworks .venv-torch-* demo-data build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # One stamp file per set of extras: a second call installs nothing unless the requirements changed.
 # torch is installed first and alone, so that the build that fits the machine is used and never replaced.
@@ -119,11 +127,16 @@ $(VENV)/.torch: constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make demo PYTHON=/path/to/python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -c constraints.txt uv || echo "uv is not available: pip installs, which takes longer"
-	$(UV) $(TORCH) || $(PIP) $(TORCH)
+	$(UV) torch==$(TORCH_OF_TESTS) || $(PIP) torch==$(TORCH_OF_TESTS)
 	@touch $@
 
 $(VENV)/.installed-%: $(VENV)/.torch pyproject.toml constraints.txt
 	$(UV) -c constraints.txt -e '.[$*]' || $(PIP) -c constraints.txt -e '.[$*]'
+	@touch $@
+
+$(VENV)/.installed-rank: $(VENV)/.torch pyproject.toml constraints.txt
+	sed '/^torch==/d' constraints.txt > $(VENV)/constraints.txt
+	$(UV) -c $(VENV)/constraints.txt -e . || $(PIP) -c $(VENV)/constraints.txt -e .
 	@touch $@
 
 # Test processes that start at the same time would each compile the same modules.

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from rankscope_contract.rules.curve import CurveRule
     from rankscope_contract.rules.nan import AnomalyNan
     from rankscope_contract.rules.turbulence import AnomalyTurbulence
-    from rankscope_exporter import Anomaly, CaptureConfig, Monitor, MonitorConfig, count_flops
-    from rankscope_exporter.compat.msprobe import TrainerMon
+    from rankscope_exporter import Anomaly, CaptureConfig, Monitor, MonitorConfig, TrainerMon, count_flops
     from rankscope_storage.connection import connect
 
 __all__ = [
@@ -44,7 +43,7 @@ _MODULES: Final = {
     "CurveRule": "rankscope_contract.rules.curve",
     "Monitor": "rankscope_exporter",
     "MonitorConfig": "rankscope_exporter",
-    "TrainerMon": "rankscope_exporter.compat.msprobe",
+    "TrainerMon": "rankscope_exporter",
     "connect": "rankscope_storage.connection",
     "count_flops": "rankscope_exporter",
     "open_run": "rankscope.reports",

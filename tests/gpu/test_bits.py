@@ -24,7 +24,6 @@ from tests.gpu.trainings import (
 )
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope_exporter import MonitorConfig
@@ -64,8 +63,6 @@ def test_training_ends_with_equal_bits(name, configuration, device):
 
 
 def sharded(model: nn.Module) -> nn.Module:
-    if not hasattr(FSDPState(), "_fsdp_param_groups"):  # before torch 2.13, a module has one group of parameters
-        FSDPState._fsdp_param_groups = property(lambda state: filter(None, [state._fsdp_param_group]))
     if isinstance(model, Block):
         fully_shard(model.block)
     fully_shard(model)

@@ -182,7 +182,10 @@ class FullyShard(Framework):
     def _groups(self) -> Iterator[Any]:
         for module in self.root.modules():
             if _is_sharded(module):
-                yield from module._get_fsdp_state()._fsdp_param_groups  # noqa: SLF001 - see the top
+                state = module._get_fsdp_state()  # noqa: SLF001 - see the top
+                groups = getattr(state, "_fsdp_param_groups", None)
+                # Before torch 2.12, a module has one group or None.
+                yield from filter(None, (state._fsdp_param_group,)) if groups is None else groups  # noqa: SLF001
 
 
 def _local_gradient(source: Any) -> torch.Tensor | None:
@@ -195,7 +198,8 @@ def _local_gradient(source: Any) -> torch.Tensor | None:
         return None
     own: torch.Tensor | None = gathered.grad
     earlier: torch.Tensor | None = source.unsharded_accumulated_grad
-    if own is None or earlier is None:
+    # Since torch 2.15, both are the same tensor, which has the sum.
+    if own is None or earlier is None or own is earlier:
         return earlier if own is None else own
     return local_tensor(earlier) + local_tensor(own).to(earlier.dtype)
 

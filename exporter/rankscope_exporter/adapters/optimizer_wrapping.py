@@ -19,7 +19,9 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     Raise ConfigError if there is no torch optimizer.
     """
     inner = optimizer
-    while not isinstance(inner, torch.optim.Optimizer) or not hasattr(inner, "_optimizer_step_pre_hooks"):
+    while not isinstance(inner, torch.optim.Optimizer) or "param_groups" not in vars(
+        inner
+    ):  # a wrapper without a table
         if not hasattr(inner, "optimizer"):
             raise ConfigError(
                 f"{type(optimizer).__name__} is not a torch optimizer and has none as `.optimizer`: "

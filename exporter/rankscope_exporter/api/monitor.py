@@ -13,6 +13,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -22,6 +23,7 @@ from rankscope_contract.diagnostics.stacks import stacks_text
 from rankscope_contract.model.events import Event, EventType, ExitReason
 from rankscope_contract.model.phases import WITHIN_A_STEP
 from rankscope_exporter.adapters import Framework, Stage
+from rankscope_exporter.adapters.ddp import Plain
 from rankscope_exporter.api.owner import Owner
 from rankscope_exporter.api.phase import OpenPhases, Phase, opaque
 from rankscope_exporter.api.session import Session
@@ -29,6 +31,7 @@ from rankscope_exporter.api.session_end import EndedRun, SessionEnd, note_other_
 from rankscope_exporter.api.session_factory import Optimizers, attached
 from rankscope_exporter.base.copies import CopiesDoNothing
 from rankscope_exporter.base.errors import ErrorBoundary
+from rankscope_exporter.base.torch_names import missing_name
 from rankscope_exporter.base.tracing import is_dynamo_compiling, on_compilation
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.config.resolve import Given, callable_or_none, config_of, steps_from
@@ -147,16 +150,20 @@ class Monitor(CopiesDoNothing):
     ) -> None:
         occupy_standard_descriptors()
         self._owner = owner = Owner(self._on_anomaly)
-        session = attached(
-            model,
-            optimizer,
-            self._config,
-            self._boundary,
-            groups=groups,
-            first_step=self._first_step,
-            total_steps=self._total_steps,
-            owner=owner,
-        )
+        options: dict[str, Any] = {
+            "groups": groups,
+            "first_step": self._first_step,
+            "total_steps": self._total_steps,
+            "owner": owner,
+        }
+        try:
+            session = attached(model, optimizer, self._config, self._boundary, **options)
+        except (AttributeError, ImportError) as error:
+            if missing_name(error) is None or not isinstance(model, torch.nn.Module):
+                raise
+            self._boundary.report("measuring the tensors of the model", error)
+            config = replace(self._config, quantities=())
+            session = attached(Plain(model), optimizer, config, self._boundary, **options)
         self._session_end = SessionEnd(session, owner, self._boundary, self._total_steps)
         self._sinks = session.sinks.by_name
         for name in self._phases.names:

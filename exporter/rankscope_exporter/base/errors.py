@@ -11,7 +11,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
+import torch
+
 from rankscope_contract.spool import SpoolError
+from rankscope_exporter.base.torch_names import missing_name
 
 
 class RankscopeError(Exception):
@@ -41,15 +44,15 @@ class ErrorBoundary:
 
     The attribute `count` is the number of caught exceptions, which is exported as rankscope_exporter_faults_total. The
     first exception of each type in each named operation is logged. The log contains its traceback, unless the error is
-    that a spool folder cannot be used. Further exceptions are only counted, so that a hook that fails at every step
-    does not flood the console.
+    that a spool folder cannot be used. If torch lacks a name, one line is logged for this name, whichever operations
+    need it. Further exceptions are only counted, so that a hook that fails at every step does not flood the console.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.on_first: Callable[[str, BaseException], None] | None = None
         """Function that is called with each logged error, and stores the error as an event."""
-        self._seen: set[tuple[str, type[BaseException]]] = set()
+        self._seen: set[tuple[str, type[BaseException]] | str] = set()
         self._lock = (
             threading.RLock()
         )  # reentrant: a signal handler of the training may call the error boundary while this thread holds the lock
@@ -67,12 +70,15 @@ class ErrorBoundary:
 
         Log it if it is the first one of its type in the operation `where`.
         """
+        missing = missing_name(error)
+        key = missing or (where, type(error))
         with self._lock:
             self.count += 1
-            first = (where, type(error)) not in self._seen
-            self._seen.add((where, type(error)))
+            first = key not in self._seen
+            self._seen.add(key)
         if first:
-            log.error("%s", fault_text(where, error), exc_info=None if isinstance(error, SpoolError) else error)
+            is_known = missing is not None or isinstance(error, SpoolError)
+            log.error("%s", fault_text(where, error), exc_info=None if is_known else error)
             if self.on_first is not None:
                 with contextlib.suppress(Exception):  # reporting a fault must not raise
                     self.on_first(where, error)
@@ -80,7 +86,9 @@ class ErrorBoundary:
 
 def fault_text(where: str, error: BaseException) -> str:
     """Return the message that describes an error: the failed operation, and the type and text of the exception."""
-    return f"{where} failed, training continues: {error_text(error)}"
+    missing = missing_name(error)
+    reason = error_text(error) if missing is None else f"torch {torch.__version__} has no {missing}, which it needs"
+    return f"{where} failed, training continues: {reason}"
 
 
 def error_text(error: BaseException) -> str:

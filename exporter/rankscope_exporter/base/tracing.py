@@ -31,35 +31,67 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, Final, TypeVar
 
 import torch
-from torch._C._dynamo import eval_frame
-from torch.autograd import forward_ad
-from torch.fx import _symbolic_trace
-from torch.utils import _python_dispatch
 
 from rankscope_exporter.base.copies import NotCopied
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.base.graph_capture import is_capturing
+from rankscope_exporter.base.torch_names import torch_name, torch_variable
 
-# None of these has a public name. Missing ones fail at import, which the tests of a new release of torch show.
-_dispatch_modes: Final = torch._C._len_torch_dispatch_stack  # noqa: SLF001 - see above
-_function_modes: Final = torch._C._len_torch_function_stack  # noqa: SLF001 - see above
-_jit_state: Final = torch._C._get_tracing_state  # noqa: SLF001 - see above
-_transform: Final = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001 - see above
-_infra_mode: Final = torch._C._get_dispatch_mode  # noqa: SLF001 - see above
-_INFRA_KEYS: Final = tuple(
-    getattr(torch._C._TorchDispatchModeKey, name)  # noqa: SLF001 - see above
-    for name in ("PROXY", "FAKE", "FUNCTIONAL")
+_STACKED: Final = "modes of the script remain active in hooks"
+_UNSEEN: Final = "hooks do not recognize that a tracer or transform runs"
+_UNREAD: Final = "logged tensors of torch.func are not read"
+
+
+def _none(*_: Any) -> None:
+    """Replace a function that this torch lacks: no mode, tracer or transform is active."""
+
+
+# None of these has a public name, except `is_compiling`.
+_dispatch_modes: Final = torch_name("torch._C._len_torch_dispatch_stack", _none, _UNSEEN)
+_function_modes: Final = torch_name("torch._C._len_torch_function_stack", _none, _STACKED)
+_jit_state: Final = torch_name("torch._C._get_tracing_state", _none, _UNSEEN)
+_transform: Final = torch_name("torch._C._functorch.peek_interpreter_stack", _none, _UNSEEN)
+_infra_mode: Final = torch_name("torch._C._get_dispatch_mode", _none, _UNSEEN)
+_INFRA_KEYS: Final = (
+    torch_name("torch._C._TorchDispatchModeKey.PROXY", None, _UNSEEN),
+    torch_name("torch._C._TorchDispatchModeKey.FAKE", None, _UNSEEN),
+    torch_name("torch._C._TorchDispatchModeKey.FUNCTIONAL", None, _UNSEEN),
 )
-_pop_function_mode: Final = torch._C._pop_torch_function_stack  # noqa: SLF001 - see above
-_push_function_mode: Final = torch._C._push_on_torch_function_stack  # noqa: SLF001 - see above
-_pre_dispatch_modes: Final[Callable[[], int]] = torch._ops._len_torch_dispatch_stack_pre_dispatch  # noqa: SLF001 - see above
-_compiler: Final = torch.compiler
+_pop_function_mode: Final = torch_name("torch._C._pop_torch_function_stack", None, _STACKED)
+_push_function_mode: Final = torch_name("torch._C._push_on_torch_function_stack", None, _STACKED)
+_pre_dispatch_modes: Final = torch_name("torch._ops._len_torch_dispatch_stack_pre_dispatch", _none, _UNSEEN)
+_fx_traces: Final = torch_name(  # newer releases also have the earlier name, which warns there
+    "torch.fx._symbolic_trace.is_fx_symbolic_tracing", _none, _UNSEEN, earlier="torch.fx._symbolic_trace.is_fx_tracing"
+)
+_derivative_level: Final = torch_variable("torch.autograd.forward_ad._current_level", -1, _UNSEEN)
+_without_modes: Final = torch_name(
+    "torch.utils._python_dispatch._disable_current_modes", contextlib.nullcontext, _STACKED
+)
+_is_wrapped: Final = torch_name("torch._C._functorch.is_functorch_wrapped_tensor", _none, _UNREAD)
+_unwrapped: Final = torch_name("torch._C._functorch.get_unwrapped", torch.detach, _UNREAD)
+_is_compiling: Final = torch.compiler.is_compiling
 
-_skip: Final = eval_frame._FrameAction.SKIP  # noqa: SLF001 - see above
-_SKIPPED: Final = eval_frame._FrameExecStrategy(_skip, _skip)  # noqa: SLF001 - see above
-_set_strategy: Final = eval_frame.set_code_exec_strategy
+
+def _frame_skipper() -> Callable[[CodeType], object]:
+    """Return the function that excludes a code object, and the functions that its frames call, from compilation.
+
+    Before torch 2.7, the function excludes the code object only.
+    """
+    skip = torch_name("torch._C._dynamo.eval_frame._FrameAction.SKIP", None)
+    strategy = torch_name("torch._C._dynamo.eval_frame._FrameExecStrategy", None)
+    set_strategy = torch_name("torch._C._dynamo.eval_frame.set_code_exec_strategy", None)
+    if None in (skip, strategy, set_strategy):
+        without = "Dynamo may compile hooks that C++ code calls"
+        return torch_name("torch._C._dynamo.eval_frame.skip_code", _none, without)  # type: ignore[no-any-return]
+    skipped = strategy(skip, skip)
+    return lambda code: set_strategy(code, skipped)
+
+
+_skip_frames: Final = _frame_skipper()
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -82,8 +114,8 @@ def is_plain() -> bool:
         _dispatch_modes()
         or _transform() is not None
         or _function_modes()
-        or _symbolic_trace._is_fx_tracing_flag  # noqa: SLF001 - the function of torch.fx for it warns
-        or _compiler._is_compiling_flag  # noqa: SLF001 - without the question for TorchScript
+        or _fx_traces()
+        or _is_compiling()
         or _jit_state() is not None
         or is_capturing()
     )
@@ -94,7 +126,7 @@ def is_traced() -> bool:
 
     Call it only if `is_plain` returned False.
     """
-    if _symbolic_trace._is_fx_tracing_flag or _compiler._is_compiling_flag or _jit_state() is not None:  # noqa: SLF001
+    if _fx_traces() or _is_compiling() or _jit_state() is not None:
         return True
     if _pre_dispatch_modes() or is_capturing():
         return True
@@ -103,13 +135,13 @@ def is_traced() -> bool:
 
 def is_transformed() -> bool:
     """Return whether a transform of `torch.func`, or forward-mode differentiation, runs on this thread."""
-    return _transform() is not None or forward_ad._current_level >= 0  # noqa: SLF001 - see above
+    return _transform() is not None or _derivative_level() >= 0
 
 
 def untransformed(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor inside of the wrappers that transforms of `torch.func` put around `tensor`."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001 - see above
-        tensor = torch._C._functorch.get_unwrapped(tensor)  # noqa: SLF001 - see above
+    while _is_wrapped(tensor):
+        tensor = _unwrapped(tensor)
     return tensor
 
 
@@ -123,11 +155,12 @@ def is_stand_in(value: Any) -> bool:
 
 def call_outside_of_modes(function: Callable[..., Any], *args: Any) -> Any:
     """Call `function(*args)` with all modes and transforms of this thread disabled, and return the result."""
-    functions = [_pop_function_mode() for _ in range(_function_modes())]
+    can_stack = _pop_function_mode is not None and _push_function_mode is not None
+    functions = [_pop_function_mode() for _ in range((can_stack and _function_modes()) or 0)]
     try:
         with contextlib.ExitStack() as stack:
             if _dispatch_modes():
-                stack.enter_context(_python_dispatch._disable_current_modes())  # noqa: SLF001 - torch's own way to do it
+                stack.enter_context(_without_modes())  # torch's own way to do it
             if _transform() is not None:
                 pyfunctorch = importlib.import_module("torch._functorch.pyfunctorch")  # a transform has loaded it
                 stack.enter_context(pyfunctorch.temporarily_clear_interpreter_stack())
@@ -162,7 +195,7 @@ def uncompiled(function: F) -> F:
     Dynamo may still inline the function into a frame that it compiles. The first line of the function must therefore
     call `is_dynamo_compiling`.
     """
-    _set_strategy(function.__code__, _SKIPPED)
+    _skip_frames(function.__code__)
     return function
 
 
@@ -186,8 +219,8 @@ def on_compilation(listener: Callable[[], object]) -> Callable[[], int]:
 class Entry(NotCopied):
     """A hook that torch calls.
 
-    It does nothing while a compiler or tracer is active. If the module or tensor with this hook is copied, the copy has
-    a function that does nothing instead.
+    It does nothing while a compiler or tracer is active, and `boundary` catches all its errors. If the module or tensor
+    with this hook is copied, the copy has a function that does nothing instead.
 
     The function `was_compiled` reports a compilation of the hook: Dynamo calls it when it compiles the hook. It must be
     a result of `on_compilation`. The function `transformed` is called instead of the hook, without arguments, while a
@@ -198,12 +231,14 @@ class Entry(NotCopied):
     def __init__(
         self,
         function: Callable[..., Any],
+        boundary: ErrorBoundary,
         was_compiled: Callable[[], int] | None = None,
         *,
         transformed: Callable[[], None] | None = None,
         owner: object = None,
     ) -> None:
         super().__init__(function)
+        self._boundary = boundary
         self._was_compiled = was_compiled
         self._transformed = transformed
         self._owner = owner
@@ -216,6 +251,9 @@ class Entry(NotCopied):
             if self._was_compiled is not None:
                 self._was_compiled()
             return None
+        return self._boundary.call("a hook", self._called, *args)
+
+    def _called(self, *args: Any) -> Any:
         if self._transformed is not None and _transform() is not None and not is_traced():
             self._transformed()
         return call_untransformed(self._call, *args)

@@ -172,8 +172,12 @@ class Publisher:
 
     def _call(self, where: str, function: Callable[..., object], *args: Any) -> None:
         """Call `function(*args)`, which may query the device while the training captures a CUDA graph."""
-        with others_may_capture():
-            self._boundary.call(where, function, *args)
+
+        def call() -> None:
+            with others_may_capture():
+                function(*args)
+
+        self._boundary.call(where, call)
 
     def _publish(self, pending_step: PendingStep) -> None:
         statistics, verdict = self._boundary.call(

@@ -12,8 +12,15 @@ from torch.utils.hooks import unserializable_hook
 
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import GRADIENT, ParameterHook, Removable, TensorHook
+from rankscope_exporter.base.torch_names import torch_name
 from rankscope_exporter.model.module_names import NamedModule
 from rankscope_exporter.quantities.base import Hook, Hooking, SamplingGate
+
+NO_PASS: Final = -1
+current_pass: Final = torch_name(
+    "torch._C._current_graph_task_id", lambda: NO_PASS, "gradients are read when the optimizer steps"
+)
+"""Function that returns the number of the backward pass of this thread, nested passes included; NO_PASS if none."""
 
 NAMES_SHOWN: Final = 3
 MODEL: Final = "the model"
@@ -157,4 +164,4 @@ def _hook(hooking: Hooking, named: NamedModule, hook: Hook, register: Callable[[
 
 def in_backward() -> bool:
     """Return whether a backward pass runs on this thread. A forward pass inside a backward pass is a recomputation."""
-    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001 - torch has no public name for it
+    return bool(current_pass() != NO_PASS)

@@ -36,8 +36,10 @@ class GatedHook(Entry):
     this quantity is measured.
     """
 
-    def __init__(self, call: Callable[..., None], gate: SamplingGate, in_forward: Callable[[], bool]) -> None:
-        super().__init__(call, on_compilation(self._compiles))
+    def __init__(
+        self, call: Callable[..., None], boundary: ErrorBoundary, gate: SamplingGate, in_forward: Callable[[], bool]
+    ) -> None:
+        super().__init__(call, boundary, on_compilation(self._compiles))
         self._gate = gate
         self._in_forward = in_forward
         self.was_called = False
@@ -52,6 +54,9 @@ class GatedHook(Entry):
             if self._was_compiled is not None:
                 self._was_compiled()
             return
+        self._boundary.call("a hook", self._called, *args)
+
+    def _called(self, *args: Any) -> None:
         self.was_called = True
         if self._gate.is_open:
             if is_transformed() and self._in_forward() and not is_traced():
@@ -132,7 +137,7 @@ class HookContext:
                 with torch.no_grad():
                     self.clock.timed_reading(where, function, *args)
 
-        return GatedHook(call, gate, lambda: self.in_forward)
+        return GatedHook(call, self._boundary, gate, lambda: self.in_forward)
 
     def always(self, where: str, function: Callable[..., None]) -> Callable[..., None]:
         """Return a hook that calls `function` at every step, sampled or not. Errors of the function are caught."""
@@ -141,11 +146,11 @@ class HookContext:
             if self.active:
                 self._boundary.call(where, function, *args)
 
-        return Entry(call)
+        return Entry(call, self._boundary)
 
     def call(self, where: str, function: Callable[..., Any], *args: Any) -> Any:
         """Return `function(*args)` for a call of the script; None if the function raises or if a tracer is active."""
-        return call_untraced(self.clock.timed, where, function, *args)
+        return self._boundary.call(where, call_untraced, self.clock.timed, where, function, *args)
 
     def between(self, function: Callable[[], None]) -> None:
         """Call `function` under the lock of the current step, so that no step begins or ends meanwhile."""

@@ -26,7 +26,7 @@ from rankscope_exporter.base.tracing import (
     uncompiled,
 )
 from rankscope_exporter.quantities.base import BACKWARD, REMEDY, UPDATE, Quantity
-from rankscope_exporter.quantities.hook_handles import in_backward
+from rankscope_exporter.quantities.hook_handles import NO_PASS, current_pass, in_backward
 from rankscope_exporter.records.step_events import StepEvents
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 from rankscope_exporter.training.cpu_time import HookClock
@@ -35,9 +35,6 @@ from rankscope_exporter.training.gradient_hooks import GradientHooks, HookFactor
 from rankscope_exporter.training.hook_context import HookContext
 from rankscope_exporter.training.model_changes import ModelChanges, NewOptimizers
 from rankscope_exporter.training.recorder import Recorder
-
-_NO_BACKWARD: Final = -1
-"""The number that torch returns, while no backward pass runs, as the id of the current task of the autograd engine."""
 
 _COMPILED_UPDATE: Final = (
     "the optimizer's step runs inside compiled code, where no hook runs: the monitor detects the step at the next "
@@ -96,7 +93,7 @@ class Hooks(HookContext):
         It shows the watchdog that the training makes progress.
         """
         self._new_optimizers = NewOptimizers(monitored.optimizers, self._new_optimizer, monitored.in_model)
-        self._backward = self._idle = _NO_BACKWARD
+        self._backward = self._idle = NO_PASS
         self._passes = 0  # backward passes that have begun and not ended: reentrant checkpointing nests them
         self._updated_in_pass = False
         self._handled = id(None)  # the exception that the training handled when the forward pass began, by identity
@@ -111,13 +108,13 @@ class Hooks(HookContext):
         The model holds `owner` through the hooks on its forward pass; this object does not.
         """
         self.clock.start()
-        forward = Entry(self._forward_begins, transformed=self._forward_is_transformed, owner=owner)
+        forward = Entry(self._forward_begins, self._boundary, transformed=self._forward_is_transformed, owner=owner)
         self.keep(self._monitored.framework.on_forward(forward))
-        self.keep(self._monitored.framework.on_forward_end(Entry(self._forward_ended, owner=owner)))
+        self.keep(self._monitored.framework.on_forward_end(Entry(self._forward_ended, self._boundary, owner=owner)))
         self._boundary.call("registering hooks of the framework", self._monitored.framework.install, self)
         active_quantities.install(self)
         self.keep(self._gradients)
-        self._gradients.install(self._gradient_hooks())
+        self._boundary.call("registering gradient hooks", self._gradients.install, self._gradient_hooks())
         for optimizer in self._monitored.optimizers:
             self._follow(optimizer)
         self._new_optimizers.install(self.keep, self.always)
@@ -127,7 +124,7 @@ class Hooks(HookContext):
     def gradient_arrives(self) -> None:
         """Handle a gradient that is about to be added to a parameter. A step may begin with this gradient."""
         if self._gradients.begin_steps:
-            backward = torch._C._current_graph_task_id()  # noqa: SLF001 - as in _gradient_hooks
+            backward = current_pass()
             if backward != self._backward:
                 self._boundary.call("a backward hook", self._pass_begins, backward)
 
@@ -176,9 +173,7 @@ class Hooks(HookContext):
     # Backward passes.
 
     def _gradient_hooks(self) -> HookFactory:
-        # A number for each backward pass, nested passes included. Torch has no public name for it.
-        current_pass = torch._C._current_graph_task_id  # noqa: SLF001 - see above
-        was_compiled = self._backward_was_compiled
+        was_compiled, call = self._backward_was_compiled, self._boundary.call
 
         def hook_of(index: int) -> Callable[[GradientSource], None]:
             def ready(holder: GradientSource) -> None:
@@ -186,7 +181,7 @@ class Hooks(HookContext):
                     was_compiled()
                 # At a step that is not sampled, the call for a witness is sufficient: skip the others of the same pass.
                 elif current_pass() != self._idle:
-                    call_untransformed(self._gradient_ready, index, holder, current_pass())
+                    call("a gradient hook", call_untransformed, self._gradient_ready, index, holder, current_pass())
 
             return ready
 
@@ -215,7 +210,7 @@ class Hooks(HookContext):
             self._gradients.keep_all()
             self._note_lost_hooks()
         self._events.on_backward_begin()
-        _when_backward_ends(Entry(self._gradients_ready))
+        _when_backward_ends(Entry(self._gradients_ready, self._boundary))
 
     def _note_lost_hooks(self) -> None:
         """Publish a notice if a step begins with a gradient because other code has removed the forward hooks."""
@@ -230,7 +225,9 @@ class Hooks(HookContext):
         if self._current.is_sampled:
             self.clock.timed("reading local gradients", self._recorder.measure, Quantity.on_gradients_ready)
         self._boundary.call(
-            "adding a callback at the end of backward", _when_backward_ends, Entry(self._backward_ended)
+            "adding a callback at the end of backward",
+            _when_backward_ends,
+            Entry(self._backward_ended, self._boundary),
         )
 
     def _backward_ended(self) -> None:
@@ -255,7 +252,8 @@ class Hooks(HookContext):
     # Updates.
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
-        begins, updated = Entry(self._update_begins, self._update_was_compiled), Entry(self._updated)
+        begins = Entry(self._update_begins, self._boundary, self._update_was_compiled)
+        updated = Entry(self._updated, self._boundary)
         self._handles += self._monitored.framework.on_update(optimizer, begins, updated)
 
     def _new_optimizer(self, optimizer: torch.optim.Optimizer, *, replaces: bool) -> None:
@@ -300,7 +298,7 @@ class Hooks(HookContext):
 
     def _updates_in_backward(self, optimizer: torch.optim.Optimizer, *, has_stepped: bool = False) -> None:
         """Handle a step of `optimizer` inside a backward pass. The update ends with the pass to which it belongs."""
-        backward = torch._C._current_graph_task_id()  # noqa: SLF001 - as in _gradient_hooks
+        backward = current_pass()
         if backward != self._backward:
             self.clock.timed("a backward hook", self._pass_begins, backward)
         self._updated_in_pass = True

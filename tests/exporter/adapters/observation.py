@@ -171,7 +171,8 @@ def left_behind(model: torch.nn.Module) -> list[str]:
 
 def _hooks_of(module: torch.nn.Module) -> list[Any]:
     gathered = getattr(module, "_get_fsdp_state", lambda: None)()
-    groups = gathered._fsdp_param_groups if gathered is not None else ()
+    groups = () if gathered is None else getattr(gathered, "_fsdp_param_groups", None)
+    groups = filter(None, (gathered._fsdp_param_group,)) if groups is None else groups  # before torch 2.12
     tensors = [source._unsharded_param for group in groups for source in group.fsdp_params]
     on_tensors = [hook for tensor in tensors for hook in (tensor._backward_hooks or {}).values()]
     on_tensors += [hook for item in tensors for hook in (item._post_accumulate_grad_hooks or {}).values()]

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.base.tracing import Entry, is_plain, is_traced, on_compilation
 
 STEPS = 4
@@ -516,7 +517,7 @@ def test_gate_distinguishes_modes_from_tracers(how, plain, traced):
 @pytest.mark.parametrize("how", [{}, {"tracing_mode": "fake"}, {"tracing_mode": "symbolic"}, {"pre_dispatch": True}])
 def test_hook_entry_does_not_run_while_make_fx_traces(how):
     calls = []
-    entry = Entry(lambda: calls.append(1))
+    entry = Entry(lambda: calls.append(1), ErrorBoundary())
 
     def traced(x: torch.Tensor) -> torch.Tensor:
         entry()
@@ -533,11 +534,12 @@ def test_modes_are_restored_in_order_after_an_entry_that_raises():
         assert is_plain()
         raise RuntimeError("no")
 
+    boundary = ErrorBoundary()
     with CountedFunctions() as outer, CountedFunctions() as inner, CountedOperations() as operations:
-        with pytest.raises(RuntimeError, match="no"):
-            Entry(fails)()
+        Entry(fails, boundary)()
         torch.ones(2).sum()
 
+    assert 1 == boundary.count
     assert outer.counted == inner.counted
     assert 1 == operations.counted["aten.sum.default"]
 
@@ -545,7 +547,7 @@ def test_modes_are_restored_in_order_after_an_entry_that_raises():
 def test_compiled_entry_reports_each_compilation_and_does_not_run():
     torch._dynamo.reset()
     calls: list[str] = []
-    entry = Entry(lambda: calls.append("ran"), on_compilation(lambda: calls.append("compiled")))
+    entry = Entry(lambda: calls.append("ran"), ErrorBoundary(), on_compilation(lambda: calls.append("compiled")))
 
     @torch.compile(backend="eager", fullgraph=True)
     def frame(x: torch.Tensor) -> torch.Tensor:

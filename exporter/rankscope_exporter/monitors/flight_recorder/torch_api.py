@@ -244,7 +244,7 @@ def _ask_device(handler: str, *, is_urgent: bool, seconds: float) -> bytes:
 
     The handler queries the device, which may not respond.
     """
-    if not hasattr(_c10d(), "_WorkerServer"):
+    if not all(hasattr(_c10d(), name) for name in ("_WorkerServer", "_register_handler")):
         raise RuntimeError("this release of torch has no worker server, which the flight recorder of the device needs")
     relay = f"{_RELAY}{handler}"
     register_handler(relay, functools.partial(_relay, handler))

@@ -185,5 +185,6 @@ def _policy(module: nn.Module) -> Any:
 
 def multiplies_in_tf32() -> bool:
     """Return whether torch may multiply float32 matrices in TF32."""
-    # Not torch.get_float32_matmul_precision(): it raises if a script has set this newer attribute.
-    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+    # Not torch.get_float32_matmul_precision(): it raises if a script has set the attribute that torch 2.9 added.
+    matmul = torch.backends.cuda.matmul
+    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else bool(matmul.allow_tf32)
