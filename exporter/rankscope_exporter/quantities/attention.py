@@ -15,9 +15,11 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.module_names import NamedModule
 from rankscope_exporter.quantities.attention_options import Arguments, AttentionOptions
-from rankscope_exporter.quantities.base import QuantityOptions
+from rankscope_exporter.quantities.base import QuantityOptions, Table
+from rankscope_exporter.quantities.hook_handles import hook_after
 from rankscope_exporter.quantities.module_quantity import (
     ModuleQuantity,
     Running,
@@ -31,6 +33,10 @@ from rankscope_exporter.statistics.tensor_access import why_not_measurable
 
 _SIGNATURE: Final = inspect.signature(nn.MultiheadAttention.forward)
 _BATCHED: Final = 3
+_MOST_NODES: Final = 64
+_PRODUCTS: Final = ("Bmm", "Mm")
+_KEEP_SCORES: Final = ("View", "UnsafeView", "Permute", "Transpose", "Expand", "ToCopy", "Div", "Mul", "Softmax")
+"""Names of operations between the product of query and key and the softmax that hide no key."""
 
 
 def is_multihead(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
@@ -116,15 +122,23 @@ class Attention(ModuleQuantity):
     queries i of max_j p_ij. The plain maximum would always be 1 under a causal mask, because the first query sees one
     key. A query without a visible key does not count, and a head without such queries has no rows. A NaN among the
     visible numbers makes both features NaN.
+
+    A call without a mask and without a causal flag may mask inside of the module. If the autograd graph of its output
+    shows a causal mask or none, this is used; otherwise, the module is reported and has no rows.
     """
 
     name: ClassVar[str] = "attention"
     options_class: ClassVar[type[QuantityOptions]] = AttentionOptions
     options: AttentionOptions
 
+    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
+        super().__init__(monitored, options)
+        self._unseen: dict[str, list[int]] = {}  # way of the calls of which the mask is not known yet, by module
+
     def _follow(self, named: NamedModule) -> None:
         if (module := named.module) is not None:
             self.before(named, functools.partial(self._read, Arguments(module, self.options)))
+            self._register(named, hook_after, f"{self.name} of modules", functools.partial(self._ended, named))
 
     def _read(self, arguments: Arguments, call: Running, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         module = call.module
@@ -137,14 +151,57 @@ class Attention(ModuleQuantity):
             self.missing(found, call.named)
             return
         query, key, mask = found
-        sums = attention_sums(
-            query,
-            key,
-            Mask(mask, causal=not own and arguments.causal(module, args, kwargs)),
-            scale=None if own else arguments.scale(args, kwargs),
-            rows=self.options.rows,
-        )
-        self._gate.table.defer("features", sums, functools.partial(_rows, call.named.name, call.micro_step))
+        scale = None if own else arguments.scale(args, kwargs)
+        causal = False if own else arguments.causal(module, args, kwargs)
+        ways = (False, True) if causal is None else (causal,)
+        sums = [attention_sums(query, key, Mask(mask, causal=one), scale=scale, rows=self.options.rows) for one in ways]
+        way = [] if causal is None else [0]
+        if causal is None:
+            self._unseen[call.named.name] = way
+        rows = functools.partial(_rows, call.named.name, call.micro_step, way)
+        self._gate.table.defer("features", torch.stack(sums), rows)
+
+    def _ended(self, named: NamedModule, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        way = self._unseen.pop(named.name, None)
+        if way is None:
+            return
+        if (causal := _causal_inside(output)) is None:
+            self.missing(
+                "gets no mask, and may have one inside that cannot be seen: set causal, or mask to none", named
+            )
+        else:
+            way.append(int(causal))
+
+    def on_step_begin(self, table: Table) -> None:
+        """Delete the stored module calls of the last sampled step."""
+        super().on_step_begin(table)
+        self._unseen.clear()
+
+
+def _causal_inside(output: Any) -> bool | None:
+    """Return whether the call that returned `output` hides later keys, from its graph; None if it has another mask.
+
+    A saved tensor with a hook is not read, because the hook may compute a part of the model again.
+    """
+    found = output[0] if isinstance(output, tuple) and output else output
+    node, is_scores = getattr(found, "grad_fn", None), False
+    for _ in range(_MOST_NODES):
+        if node is None:
+            return None
+        name = node.name()
+        if isinstance(is_causal := getattr(node, "_saved_is_causal", None), bool):
+            return is_causal or (False if _has_no_bias(node) else None)
+        if is_scores and not name.startswith(_KEEP_SCORES):
+            return False if name.startswith(_PRODUCTS) else None
+        is_scores |= "Softmax" in name
+        node = node.next_functions[0][0] if node.next_functions else None
+    return None
+
+
+def _has_no_bias(node: Any) -> bool:
+    names = {"_saved_attn_mask", "_saved_attn_bias"} & set(dir(node))
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)(True)  # noqa: SLF001 - no public name
+    return not names or (hooks is None and all(getattr(node, name) is None for name in names))
 
 
 def _found(
@@ -191,8 +248,9 @@ def _why_unusable(label: str, tensor: Any) -> str | None:
     return None if reason is None else f"{label} is {reason}"
 
 
-def _rows(module: str, micro_step: int, sums: Numbers) -> Iterable[Row]:
-    for head, (entropy, largest, count) in enumerate(sums.T.tolist()):
+def _rows(module: str, micro_step: int, way: Sequence[int], sums: Numbers) -> Iterable[Row]:
+    """Yield the rows of a call. `way` has the position in `sums` of its mask, and is empty if the mask is unknown."""
+    for head, (entropy, largest, count) in enumerate(sums[way[0]].T.tolist() if way else ()):
         if count:
             for kind, total in ((ENTROPY, entropy), (SOFTMAX_MAX, largest)):
                 yield {"kind": kind, "module": module, "index": head, "micro_step": micro_step, "value": total / count}

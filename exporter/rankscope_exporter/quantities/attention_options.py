@@ -72,6 +72,7 @@ class AttentionOptions(QuantityOptions):
     """Hide keys after the position of a query in addition to the mask: true, false or "auto".
 
     "auto" reads the arguments is_causal, causal and attn_mask_type, then the attributes of the module with these names.
+    Without them and without a mask, it reads the autograd graph of the call, which has the mask inside of the module.
     """
     scale: Annotated[float, _FINITE] | None = None
     """Factor of the products of query and key.
@@ -127,15 +128,17 @@ class Arguments:
             return not f"{self._home}.".startswith(_TRUE_HIDES)
         return meaning == "attends"
 
-    def causal(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether a call of `module` hides later keys from each query."""
+    def causal(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool | None:
+        """Return whether a call of `module` hides later keys from each query; None if neither has a mask or says so."""
         wanted = self._options.causal
         if isinstance(wanted, bool):
             return wanted
         flags = [self._get(name, args, kwargs) for name in _CAUSAL]
         # The dictionary itself: a property could compute anything.
         flags += [vars(module).get(name) for name in _CAUSAL]
-        return next((answer for answer in map(_causal_or_none, flags) if answer is not None), False)
+        is_told = self._options.mask == NONE or self.mask(args, kwargs) is not None
+        flags += [False] if is_told else []
+        return next((answer for answer in map(_causal_or_none, flags) if answer is not None), None)
 
     def scale(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
         """Return the factor by which a call multiplies the products of query and key; None for the default factor."""

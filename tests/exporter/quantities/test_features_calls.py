@@ -231,7 +231,8 @@ CALLS: dict[str, tuple[nn.Module, Callable[[nn.Module, torch.Tensor], Any], dict
 @pytest.mark.parametrize("name", CALLS)
 def test_query_key_mask_and_scale_are_found_in_a_call(name):
     core, call, options, expected = CALLS[name]
-    settings = {"targets": ["core"], "order": "b,h,s,d", **options}
+    unmasked = {} if "causal" in name or "mask" in name.lower() else {"causal": False}
+    settings = {"targets": ["core"], "order": "b,h,s,d", **unmasked, **options}
     run = train(Called(core, call), [lambda model, _step: model(X)], {"attention": settings}, steps=1)
 
     assert (0, []) == (run.faults, run.notices)
@@ -259,3 +260,47 @@ def test_unreadable_attention_call_is_reported_once_and_has_no_rows(call, notice
     assert (0, {}) == (run.faults, run.rows)
     assert 1 == len(run.notices)
     assert run.notices[0].startswith(f"attention: core: {notices}")
+
+
+class Inside(nn.Module):
+    """A core that gets query, key and value only. `way` names the mask that it has inside."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q = q * self.weight
+        if self.way.startswith("sdpa"):
+            mask = {"attn_mask": TRIL[0].expand(5, 5)} if self.way == "sdpa window" else {}
+            causal = self.way == "sdpa causal"
+            return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, **mask).transpose(1, 2)
+        scores = q @ k.transpose(-1, -2) / 2
+        if self.way == "masked_fill":
+            scores = scores.masked_fill(~TRIL, -math.inf)
+        return torch.softmax(scores, -1) @ v
+
+
+@pytest.mark.parametrize(
+    ("way", "expected"),
+    [
+        ("sdpa", entropies()),
+        ("sdpa causal", entropies(hidden=~TRIL)),
+        ("sdpa window", None),
+        ("softmax", entropies()),
+        ("masked_fill", None),
+    ],
+)
+def test_mask_inside_of_a_module_is_used_or_the_module_is_reported(way, expected):
+    call = lambda core, x: core(x, x, x)  # noqa: E731 - as in CALLS
+    settings = {"targets": ["core"], "order": "b,h,s,d"}
+    run = train(Called(Inside(way), call), [lambda model, _step: model(X)], {"attention": settings}, steps=1)
+    found = [run.rows.get(1, {}).get(Feature("attention_entropy", "core", head, 0)) for head in range(3)]
+
+    assert 0 == run.faults
+    if expected is None:
+        assert [None] * 3 == found
+        assert "attention: core: gets no mask, and may have one inside that cannot be seen" in run.notices[0]
+    else:
+        assert ([], pytest.approx(expected, rel=1e-5)) == (run.notices, found)

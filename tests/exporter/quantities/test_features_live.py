@@ -94,7 +94,7 @@ def losses(note_of: Callable[[int], Note] = lambda _micro: nothing) -> list[Call
 
 
 EVERYTHING: dict[str, dict[str, Any]] = {
-    "attention": {"targets": ["*.core"]},
+    "attention": {"targets": ["*.core"], "causal": False},
     "linear": {},
     "router": {"targets": ["*.gate"]},
 }
@@ -282,7 +282,7 @@ def test_compiled_modules_are_reported_and_their_weights_measured():
     model = net()
     for block in model.blocks:
         block.compile(backend="eager", fullgraph=True)
-    run = train(model, losses(), {"attention": {"targets": ["*.core"]}, "linear": {}}, steps=2)
+    run = train(model, losses(), {"attention": {"targets": ["*.core"], "causal": False}, "linear": {}}, steps=2)
 
     assert {"spectral_norm", "stable_rank"} == {key.kind for key in run.rows[2]}
     assert 0 == run.faults
