@@ -127,7 +127,10 @@ def spans(numbers: Sequence[int]) -> str:
 
 def _named(point: Point) -> str:
     tensor = cell(point.tensor) + ("" if point.index is None else f"[{point.index}]")
+    from rankscope_view.pages.run import scalar_words
+
     where = [f"{point.kind} of {tensor}" if tensor else f"{point.kind} of the whole model", point.op]
+    where = [scalar_words(tensor)] if point.kind == "scalar" else where
     where += [] if point.micro_step is None else [f"micro-batch {point.micro_step}"]
     where += [] if point.vpp_stage is None else [f"chunk {point.vpp_stage}"]
     where += [] if point.call_seq is None else [f"call {point.call_seq}"]

@@ -129,7 +129,7 @@ class Arguments:
         return meaning == "attends"
 
     def causal(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool | None:
-        """Return whether a call of `module` hides later keys from each query; None if neither has a mask or says so."""
+        """Return whether a call of `module` hides later keys from each query; None if nothing states it."""
         wanted = self._options.causal
         if isinstance(wanted, bool):
             return wanted

@@ -7,6 +7,8 @@ import json
 import numpy as np
 import pyarrow as pa
 import pytest
+from tests.programs import run_command
+from tests.view.test_site import Reader
 from tests.view.training import append, rows, run_row, scalars
 
 from rankscope_storage.api.store import Store
@@ -116,3 +118,18 @@ def test_page_of_two_ranks_names_the_command_for_them(folder):
 
     assert "The ranks differ first at step 40" in page
     assert "a.rank=1&amp;b=long&amp;b.rank=0" in page  # swap
+
+
+def test_first_difference_of_a_scalar_is_in_words_for_people(tmp_path):
+    store = tmp_path / "store"
+    with Store.open(store, create=True).claim(owner="a test") as writer:
+        for run, rate in (("a", 0.0), ("b", 1e-3)):
+            rates = scalars(run, "learning_rate", np.arange(5), np.full(5, rate), labels='{"group":"0"}')
+            append(writer, runs=run_row(run, "completed"), scalars=rates)
+    page = Reader(Site(store).respond(("compare",), {"a": "a", "b": "b"}).body.decode()).text
+    printed = run_command("compare", "a", "b", "--store", store, "--no-figure").stdout
+
+    assert "The runs differ first at step 0, in the learning rate, group 0" in page
+    assert "Learning rate, group 0: 0 against 0.001000, a difference of 100 %." in page
+    assert "first difference at step 0: learning rate, group 0, rank 0" in printed
+    assert "{" not in printed

@@ -17,7 +17,7 @@ from rankscope_view.pages import svg
 from rankscope_view.pages.format import NOTHING, count, kind_words, measure, text
 from rankscope_view.pages.metrics import metric_groups
 from rankscope_view.pages.parts import Place, document, icon, panel, state_word, tensor_name, verdict
-from rankscope_view.pages.run import OUTSIDE, ChartChoice, is_long, title, toolbar
+from rankscope_view.pages.run import OUTSIDE, ChartChoice, is_long, scalar_words, title, toolbar
 
 _NOTES: Final = {
     DIFFERENCE: "below 0: lower loss than A",
@@ -62,6 +62,9 @@ def _address(place: Place, sides: Sequence[Side], **more: object) -> str:
     for letter, side in zip(LETTERS, sides, strict=False):
         parameters |= {letter: side.run, f"{letter}.rank": side.rank}
     return place.url("compare", **(parameters | more))
+
+
+_LEAST_PERCENT: Final = 1e-4
 
 
 def _word(side: Side) -> str:
@@ -153,18 +156,22 @@ def _verdict(a: Side, b: Side, result: Divergence | None, *, is_pair: bool) -> s
 
 
 def _subject(point: Point) -> str:
-    return tensor_name(point.tensor) if point.kind != "scalar" else f"the {text(title(point.tensor).lower())}"
+    return tensor_name(point.tensor) if point.kind != "scalar" else f"the {text(scalar_words(point.tensor))}"
 
 
 def _what(point: Point) -> str:
     if point.kind == "scalar":
-        return text(title(point.tensor))
+        words = scalar_words(point.tensor)
+        return text(f"{words[:1].upper()}{words[1:]}:")
     words = kind_words(point.kind)
     return text(f"{words[:1].upper()}{words[1:]}, {point.op}:")
 
 
 def _share(point: Point) -> str:
-    return "" if point.relative is None else f", a difference of {100 * point.relative:.2g} %"
+    if point.relative is None:
+        return ""
+    size = f"{100 * point.relative:.3g} %" if point.relative >= _LEAST_PERCENT else f"{point.relative:.1g} of the value"
+    return f", a difference of {size}"
 
 
 def _chart(name: str, curve: Curve, firsts: Sequence[tuple[str, int]], letters: Sequence[str]) -> str:
@@ -205,7 +212,7 @@ def _points(found: Comparison) -> str:
 def _point(number: int, point: Point) -> str:
     return (
         f'<tr class="{"hot" if number == 0 else ""}"><td class="n">{count(point.step)}</td><td class="n">{NOTHING if point.rank is None else point.rank}</td>'
-        f'<td>{tensor_name(point.tensor)}</td><td>{text(point.op)}</td><td class="n">{measure(point.a)}</td><td class="n">{measure(point.b)}</td>'
+        f'<td>{tensor_name(point.tensor) if point.kind != "scalar" else text(scalar_words(point.tensor))}</td><td>{text(point.op)}</td><td class="n">{measure(point.a)}</td><td class="n">{measure(point.b)}</td>'
         f'<td class="n">{NOTHING if point.relative is None else f"{point.relative:.2g}"}</td></tr>'
     )
 

@@ -132,6 +132,16 @@ def title(name: str) -> str:
     return _TITLES.get(name, name.replace("_", " ").capitalize())
 
 
+def scalar_words(name: str) -> str:
+    """Return the words for a scalar with its labels as JSON, such as `learning rate, group 0`."""
+    plain, brace, labels = name.partition('{"')
+    try:
+        known = json.loads(brace + labels) if brace else {}
+    except ValueError:
+        plain, known = name, {}
+    return ", ".join((title(plain).lower(), *(f"{key} {value}" for key, value in known.items())))
+
+
 def header(place: Place, found: RunDetail) -> str:
     """Return name, state, progress and current values of a run."""
     row, facts = found.row, found.facts
