@@ -120,13 +120,14 @@ def _figure(chosen: OpenRun, kind: FigureKind, axis: AxisName, tensors: _Tensors
 def _metric(chosen: OpenRun, name: str, axis: AxisName) -> Figure:
     from rankscope_view.data.curves import Axis
     from rankscope_view.data.metrics import close_names, scalar_lines
-    from rankscope_view.figures.metric import metric_figure
+    from rankscope_view.figures.overlay import overlay
 
     lines = scalar_lines(chosen.connection, chosen.run, name)
     if not lines:
         known = ", ".join(close_names(chosen.connection, chosen.run, name)) or "none"
         raise CommandError(f"{chosen.run} has no scalar {name!r}; similar names: {known}", code=USAGE)
-    return metric_figure(chosen.run, name, lines, axis=Axis(axis))
+    named = [(words or name, history) for words, history in lines]
+    return overlay(name, named, axis=Axis(axis), title=f"{chosen.run}: {name}")
 
 
 def _curves(chosen: OpenRun, kind: FigureKind, axis: AxisName) -> Figure:
@@ -200,12 +201,10 @@ def _histogram_map(chosen: OpenRun, tensors: _Tensors) -> Figure:
     if not known:
         raise CommandError(f"{chosen.run} has no histograms: measure the quantity adam_updates")
     kind = tensors.kind or next(iter(known))
-    if kind not in known:
-        raise CommandError(f"{chosen.run} has no histograms of {kind!r}; it has {', '.join(known)}", code=USAGE)
-    tensor = tensors.tensor or known[kind][0]
-    if tensor not in known[kind]:
-        listed = ", ".join(known[kind][:8])
-        raise CommandError(f"{chosen.run} has no histograms of the tensor {tensor!r}; it has {listed}", code=USAGE)
+    tensor = tensors.tensor or (known.get(kind) or [""])[0]
+    if tensor not in known.get(kind, ()):
+        listed = ", ".join(known[kind][:8] if kind in known else known)
+        raise CommandError(f"{chosen.run} has no histograms of {tensor or kind!r}; it has {listed}", code=USAGE)
     grid = histogram_grid(chosen.connection, chosen.run, kind, tensor, tensors.rank)
     where = "" if tensors.rank is None else f", rank {tensors.rank}"
     title = f"{kind.replace('_', ' ').capitalize()} of {tensor} by step{where}"

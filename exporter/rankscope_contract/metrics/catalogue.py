@@ -354,18 +354,11 @@ Scalars without such a metric are exported as samples of rankscope_scalar.
 """
 
 HARDWARE_SCALARS: Final = frozenset(
-    spec.stored_as.removeprefix("scalars:")
-    for spec in vars(hardware).values()
-    if isinstance(spec, MetricSpec) and spec.stored_as
+    name for name, spec in SCALARS_WITH_OWN_METRIC.items() if spec in vars(hardware).values()
 )
 """Names of the scalars that describe device, process and host."""
 
-MONITOR_SCALARS: Final = frozenset(
-    {
-        *(phases.PHASE_SECONDS, phases.STEP_PHASE_SECONDS),
-        *(phases.PRE_COLLECTIVE_SECONDS, phases.PRE_COLLECTIVE_TOTAL),
-        *SCALARS_WITH_OWN_METRIC,
-    }
-    - {*HARDWARE_SCALARS, "loss", "learning_rate", "grad_norm"}
-)
+MONITOR_SCALARS: Final = frozenset(SCALARS_WITH_OWN_METRIC).difference(
+    HARDWARE_SCALARS, ("loss", "learning_rate", "grad_norm")
+) | {phases.PHASE_SECONDS, phases.STEP_PHASE_SECONDS, phases.PRE_COLLECTIVE_SECONDS, phases.PRE_COLLECTIVE_TOTAL}
 """Names of the other scalars that the monitor adds to those of the training script."""
