@@ -52,6 +52,7 @@ def store(tmp_path_factory) -> Path:
             ("acc", wave + number, STEPS, json.dumps({"key": name}, separators=(",", ":")))
             for number, name in enumerate(("top1", "top5"))
         ]
+        labelled += [("device_memory_bytes", 1e9 * wave, STEPS, '{"source_name":"memory_gb","source_unit":"GB"}')]
         labelled += [("once", wave, STEPS[3:4], None), ("rare", 1.0 * STEPS, STEPS[::100], None)]
         labelled += [("eval_loss", 4 - STEPS / 100, STEPS[::20], '{"source_name":"val/loss"}')]
         write_run(writer, "own", names, labelled)
@@ -90,7 +91,18 @@ def opened(chromium, address: str) -> None:
     chromium.run("document.querySelectorAll('#metrics details').forEach((one) => (one.open = true))")
 
 
-NAMES = ["my_metric", "val/accuracy", "broken", HOSTILE, LONG, "acc", "once", "rare", "host_cpu_utilization"]
+NAMES = [
+    "my_metric",
+    "val/accuracy",
+    "device_memory_bytes",
+    "broken",
+    HOSTILE,
+    LONG,
+    "acc",
+    "once",
+    "rare",
+    "host_cpu_utilization",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -106,12 +118,14 @@ def test_every_logged_name_has_a_chart_on_the_page_of_the_run(chromium, address,
 def test_chart_shows_values_labels_and_gaps(chromium, address):
     opened(chromium, f"{address}/runs/own")
     chromium.run("document.querySelector('#metricsearch').scrollIntoView()")
-    for name in ("my_metric", "acc"):
+    for name in ("my_metric", "acc", "val/accuracy"):
+        chromium.run(f"{panel(name)}.scrollIntoView()")
         chromium.wait(drawn(name))
 
     assert "398.0" in chromium.run(legend("my_metric"))
     assert "key top1" in chromium.run(legend("acc"))
     assert "key top5" in chromium.run(legend("acc"))
+    assert "smoothed" not in chromium.run(legend("val/accuracy"))  # an evaluation is a mean already
     assert "logged as val/loss" in chromium.run("document.querySelector('#chart-eval_loss').innerText")
 
 

@@ -22,7 +22,7 @@ const CHART_KEYS = {
   drag: "in a chart: zoom; with Shift pan; a double click shows the whole range",
 };
 /** Scalars without an average: an evaluation is a mean already, and a rate has no noise. */
-const EXACT = ["eval_loss", "learning_rate"];
+const EXACT = /^learning_rate$|^(eval|evaluation|val|valid|validation|test|dev)[_/]/;
 /** @type {Record<string, string>} */
 const MAP_KEYS = { "← → ↑ ↓": "in a heat map: move the cursor, with Shift by ten", Enter: "in a heat map: open the tensor, or zoom" };
 /** @type {(() => Promise<void>)[]} */ const updates = [() => refresh(location.href, true)];
@@ -418,7 +418,7 @@ function searchMetrics() {
  */
 function windowOf(chart, state) {
   const { from, to, axis } = chart.box.dataset;
-  if (EXACT.includes(chart.options.name)) state = { ...state, smooth: "none", strength: 0 };
+  if (EXACT.test(chart.options.name)) state = { ...state, smooth: "none", strength: 0 };
   if (!from || !to || state.from !== null) return axis ? { ...state, axis } : state;
   return { ...state, axis: axis ?? state.axis, from: Number(from), to: Number(to), smooth: "none", strength: 0 };
 }

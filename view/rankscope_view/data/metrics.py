@@ -111,7 +111,8 @@ def read_metrics(connection: Connection, run: str) -> Metrics:
         main = min(texts) if stored in CHARTS and stored != PERPLEXITY else None
         for labels in sorted(texts):
             parsed = _parsed(labels)
-            name = str(parsed.get(SOURCE_NAME, stored))
+            # A value that an import converted to another unit is not that of the original name.
+            name = stored if SOURCE_UNIT in parsed else str(parsed.get(SOURCE_NAME, stored))
             if labels == main:
                 sources |= {stored: name} if name != stored else {}
                 continue

@@ -37,7 +37,7 @@ def _config(document: str | None) -> dict[str, Any]:
     if not isinstance(found, dict):
         return {}
     if "serve" not in found:  # the configuration of an imported run
-        return found
+        return {name: value for name, value in found.items() if name != "import"}
     return {name: found[name] for name in _OF_TRAINING if name in found}
 
 
