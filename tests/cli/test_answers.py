@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import termios
+import zipfile
 
 import pytest
 import typer
@@ -163,3 +164,57 @@ def test_an_option_has_one_form_in_all_commands():
 
     assert {"--store", "--listen", "--notify"} == forms.keys()
     assert dict.fromkeys(forms, 1) == {name: len(found) for name, found in forms.items()}
+
+
+def of_state(steps: int, step: int) -> str:
+    """Return a trainer_state.json with one entry per line, as some tools write it."""
+    entries = [json.dumps({"step": number, "loss": 5 / number}) for number in range(1, steps + 1)]
+    facts = json.dumps({"epoch": step / 30, "global_step": step, "max_steps": 90, "num_train_epochs": 3})
+    return facts[:-1] + ', "log_history": [\n' + ",\n".join(entries) + "\n]}"
+
+
+def test_checkpoint_without_logged_entries_has_its_progress_and_no_data(in_process, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "trainer_state.json").write_text(of_state(0, 15))
+    done = in_process("summary", tmp_path / "run" / "trainer_state.json")
+
+    assert (0, "") == (done.returncode, done.stderr)
+    assert "  step: 15 / 90, 16.67 %" in done.stdout.splitlines()
+    assert "  trend: no data" in done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_archive_of_a_checkpoint_is_read_with_any_compression(in_process, tmp_path, compression):
+    with zipfile.ZipFile(tmp_path / "run.zip", "w", compression) as archive:
+        archive.writestr("checkpoint-30/trainer_state.json", of_state(30, 30))
+    done = in_process("summary", tmp_path / "run.zip")
+
+    assert (0, "") == (done.returncode, done.stderr)
+    assert "  logged losses: 30" in done.stdout.splitlines()
+
+
+def test_losses_without_a_step_are_on_the_axis_of_rows(in_process, tmp_path):
+    rows = [
+        row
+        for number in range(30)
+        for row in (
+            {"event": "train", "loss": 5 - 0.05 * number},
+            {"event": "gpu", "step": 10 * number, "gpu_util": 50},
+        )
+    ]
+    (tmp_path / "events.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    done = in_process("summary", tmp_path / "events.jsonl")
+
+    assert "  logged losses: 30" in done.stdout.splitlines()
+    assert "  highest: 5.000000" in done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("command", [("import",), ("watch", "--once")])
+def test_slow_steps_of_a_log_are_an_event_by_import_and_by_watch(in_process, tmp_path, command):
+    rows = [{"step": step, "loss": 5 / step, "step_time_s": 1.0 if step <= 61 else 2.4} for step in range(1, 123)]
+    name, *options = command
+    (tmp_path / "slow.jsonl").write_text("\n".join(map(json.dumps, rows[: 62 if name == "watch" else 122])))
+    in_process(name, tmp_path / "slow.jsonl", *options, "--store", tmp_path / "history")
+    found = in_process("events", "slow", "--store", tmp_path / "history", "--type", "incident")
+
+    assert re.search(r"^.* (62|64) .* warning .*Slow", found.stdout, re.MULTILINE), found.stdout

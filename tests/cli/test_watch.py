@@ -6,6 +6,8 @@ import contextlib
 import io
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -46,6 +48,17 @@ def test_once_prints_the_state_and_stores_the_rows(log, tmp_path):
     assert f"following {log} as the run train, every 10 s" in printed
     assert "train  training  step 39, a row every 1 s; clock of this machine" in printed
     assert [{"n": 40}] == rows
+
+
+def test_watch_prints_immediately_that_it_reads_and_how_long_it_waits(log, tmp_path):
+    command = [sys.executable, "-m", "rankscope", "watch", str(log), "--store", str(tmp_path / "history")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        lines = [watching.stdout.readline().rstrip() for _ in range(3)]
+        watching.send_signal(signal.SIGINT)
+
+    expected = "train: reading the log; a log that has just begun is stored after 60 s, when its format is certain"
+    assert expected == lines[2]
 
 
 def test_stalled_training_has_its_own_exit_code(log, tmp_path):

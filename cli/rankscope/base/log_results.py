@@ -53,7 +53,7 @@ class ImportResults:
     def add(self, path: Path, report: ImportReport) -> None:
         """Add the result of the log at `path`, whose rows may not be stored yet."""
         self._waiting.append((path, report))
-        if not report.records:
+        if not report.records and report.last_step is None:
             self.failures.append(
                 f"{path} contains no record in the format {report.source_kind}: `rankscope import {path} --explain` "
                 "prints the detected formats, `--format` selects another one"

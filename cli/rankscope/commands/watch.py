@@ -229,6 +229,10 @@ async def _follow(
         view.print_line(f"store: {path}")
         for section, name in zip(sections, run_names(sections), strict=True):
             view.print_line(f"following {section.log} as the run {name}, every {section.poll_seconds:g} s")
+            wait = (
+                f"; a log that has just begun is stored after {section.settle_seconds:g} s, when its format is certain"
+            )
+            view.print_line(f"{name}: reading the log{'' if once else wait}")
         for notifier in notifiers:
             view.print_line(f"notifications: {notifier.label}")
         async with watching(sections, writer, path, notifiers, hooks=hooks) as session:

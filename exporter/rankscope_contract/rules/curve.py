@@ -138,12 +138,15 @@ RANK_RULES: Final = (
 )
 """The rules that apply on ranks if the user configures none."""
 
+SLOW_FACTOR: Final = 2.0
+"""Ratio of a step time to the median from which a step is slow, of followed and of imported logs."""
+
 IMPORT_RULES: Final = (
     *RANK_RULES,
     CurveRule(name="GradNormSpike", ratio=30.0, deviations=8.0, fewest=50, names=("grad_norm",)),
     CurveRule(
         name="SlowSteps",
-        ratio=2.7,
+        ratio=SLOW_FACTOR,
         rows=10,
         fewest=10,
         in_a_row=3,

@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from rankscope_contract.model.identity import check_run_name
+from rankscope_contract.rules.curve import SLOW_FACTOR
 
 
 def _checked(run: str) -> str:
@@ -41,7 +42,7 @@ class WatchSection(BaseModel):
     stalled_factor: Factor = 3.0
     stalled_after_seconds: Seconds = 60.0
     stalled_in_phase_after_seconds: Seconds = 1800.0
-    slow_factor: Factor = 2.0
+    slow_factor: Factor = SLOW_FACTOR
     warm_up_rows: Rows = 10
     recovered_rows: Rows = 5
     failed_after_seconds: Seconds = 30.0

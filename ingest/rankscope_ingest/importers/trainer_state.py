@@ -68,7 +68,7 @@ class TrainerState:
         if path.is_dir():
             return Detection(0.9, f"a folder with {STATE_FILE}") if any(_walk(path)) else NOT_MINE
         if head.startswith(b"PK\x03\x04"):
-            return Detection(0.9, f"an archive with {STATE_FILE}") if _is_archive(path) else NOT_MINE
+            return Detection(0.99, f"an archive with {STATE_FILE}") if _is_archive(path) else NOT_MINE
         text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
         if text.startswith(b"{") and _has_history(text):
             return Detection(0.98, 'the file is a JSON object with the key "log_history"')
@@ -161,6 +161,7 @@ class _Reading:
             state=RunState.COMPLETED if reached else found.state,
             reason="global_step has reached max_steps" if reached else found.reason,
             planned_steps=planned if is_planned else None,
+            last_step=None if self._entries else step,
             ended_at=None if self._modified is None else int(self._modified * 1e6),
         )
 

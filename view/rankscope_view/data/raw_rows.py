@@ -227,6 +227,10 @@ def _add(
     batch: pa.RecordBatch, runs: Collection[str], names: Collection[str], constants: Mapping[str, Any], found: RawRows
 ) -> None:
     """Add the rows of a batch to `found`."""
+    imported = _imported(batch)
+    if imported.any() and (step := batch.column("step")).null_count:  # these rows only show that the run needs SQL
+        place = batch.schema.get_field_index("step")
+        batch = batch.set_column(place, "step", pc.if_else(pa.array(imported), step.fill_null(0), step))
     batch = _complete(batch)
     named = [batch.column(one) for one in _SERIES]
     codes = [_filled(column.indices, -1) for column in named]

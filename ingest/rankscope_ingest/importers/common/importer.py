@@ -92,6 +92,7 @@ class ImportedRun:
     state: str | None = None  # a RunState
     reason: str | None = None
     planned_steps: int | None = None
+    last_step: int | None = None  # of a log without records
     world_size: int | None = None
     config: str | None = None  # JSON
     started_at: int | None = None  # UTC µs

@@ -160,7 +160,7 @@ def _report(intake: _Intake, faults: Faults, rows_stored: int) -> ImportReport:
         source_kind=intake.kind,
         records=intake.records,
         rows_stored=rows_stored,
-        last_step=intake.extents.last_step,
+        last_step=intake.facts.get("last_step", intake.extents.last_step),
         malformed=faults.count,
         faults=tuple(faults.first),
         notes=(
@@ -310,7 +310,10 @@ class _Intake:
         before = [end.attempt for log in self.others for end in log.ends.values()]
         tables = {"attempts": rows_table("attempts", rows)}
         if rows[-1]["attempt"] >= max(before, default=0):
-            whole = {"last_step": self.extents.last_step, "started_at": rows[0].get("started_at")}
+            whole = {
+                "last_step": self.facts.get("last_step", self.extents.last_step),
+                "started_at": rows[0].get("started_at"),
+            }
             tables["runs"] = rows_table("runs", [rows[-1] | whole])
         return tables
 
