@@ -91,11 +91,13 @@ class Site:
         *,
         base: str = "",
         has_service: bool = False,
+        store: Path | None = None,
         clock: Callable[[], float] = time.time,
         most_step_times: int = MOST_STEP_TIMES,
     ) -> None:
         self._path = path
-        self._place = Place(base=base, assets=digest(), has_service=has_service)
+        folder = str((store or path).absolute())  # `path` may be a temporary copy of it
+        self._place = Place(base=base, assets=digest(), has_service=has_service, store=folder)
         self._is_single = has_service  # the threads of DuckDB would slow the flushes of a service
         self._clock = clock
         self._most_step_times = most_step_times

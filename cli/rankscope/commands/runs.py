@@ -135,10 +135,19 @@ def _fits(action: Action, count: int) -> bool:
 
 
 def _list(store: Path, tags: Sequence[str], form: Format, output: Path) -> None:
+    import pyarrow as pa
+
     from rankscope_storage.api import summaries
+    from rankscope_view.data.incidents import incidents
+    from rankscope_view.data.runs import end_sentence
 
     with open_store(store) as connection:
         rows = summaries.runs(connection)
+        listed = incidents(connection, rows["run"].to_pylist())
+    open_ = [[one for one in listed.get(run, ()) if one.is_open] for run in rows["run"].to_pylist()]
+    ends = map(end_sentence, rows["state"].to_pylist(), open_)
+    rows = rows.append_column("open_incidents", pa.array(map(len, open_), pa.int64()))
+    rows = rows.append_column("end", pa.array(ends, pa.string()))
     if tags:
         rows = _having(rows, tags)
     if form is Format.TABLE:

@@ -52,6 +52,6 @@ def view(
         with store_errors():
             connect(folder).close()
         try:
-            asyncio.run(serve_pages(folder, listen, environment=os.environ, on_ready=ready))
+            asyncio.run(serve_pages(folder, listen, environment=os.environ, on_ready=ready, named=store))
         except IngestError as error:
             raise CommandError(str(error)) from error

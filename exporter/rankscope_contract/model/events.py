@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -71,6 +72,47 @@ REPLICA_DESYNC: Final = "ReplicaDesync"
 
 Only the service detects replica divergence.
 """
+
+RUN_FAILED: Final = "RunFailed"
+"""Rule name of the incident that reports a failed run. No rule that a rank evaluates has this name."""
+
+RUN_STALLED: Final = "RunStalled"
+"""Rule name of the incident that reports a stalled run."""
+
+RUN_SLOW: Final = "RunSlow"
+"""Rule name of the incident that reports slow steps in a log."""
+
+RUN_FINISHED: Final = "RunFinished"
+"""Rule name of the incident that reports the planned end of a run according to its log."""
+
+RUN_STOPPED: Final = "RunStopped"
+"""Rule name of the incident that reports that a user or the scheduler stopped a run, according to its log."""
+
+LOG_UNREADABLE: Final = "LogUnreadable"
+"""Rule name of the incident that reports that a log cannot be read."""
+
+RULES_OF_RUNS: Final = frozenset({RUN_FAILED, RUN_STALLED, RUN_SLOW, RUN_FINISHED, RUN_STOPPED, LOG_UNREADABLE})
+"""Rule names of the incidents of runs and logs. All other incidents are groups of anomalies."""
+
+
+CLOSED: Final = "closed"
+"""State of an incident that a person closed: `details` of the event holds user and note."""
+
+INCIDENT_STATES: Final[Mapping[str, bool | None]] = {
+    "opened": True,
+    "muted": True,  # opened, without a message
+    "notified": None,
+    "undelivered": None,
+    "resolved": False,  # its cause was seen to be gone
+    CLOSED: False,
+}
+"""States that events of type `incident` report, and whether the incident is open then; None does not change it."""
+
+
+def is_open(states: Iterable[str]) -> bool:
+    """Return whether an incident is open after `states`, in order. An unknown state does not change it."""
+    changes = (INCIDENT_STATES.get(state) for state in states)
+    return next((change for change in reversed(list(changes)) if change is not None), True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -247,6 +247,11 @@ class DivergenceTracker:
         group = (key["run"], key["attempt"]), key["replicas"]
         self._steps[group].setdefault(key["step"], _Step()).add(key["rank"], digest, content, now)
 
+    @property
+    def diverged(self) -> set[AttemptKey]:
+        """Return the active attempts with replicas that differ now."""
+        return {group[0] for group, reported in self._reported.items() if reported}
+
     def _has_diverged(self, key: AttemptKey) -> bool:
         return any(reported for (attempt, _), reported in self._reported.items() if attempt == key)
 

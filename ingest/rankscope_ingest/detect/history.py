@@ -7,30 +7,21 @@ of the store; the service stores no other local state.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import pyarrow as pa
 
-from rankscope_contract.model.events import EventType, RunState
+from rankscope_contract.model.events import RUN_FAILED, RUN_STALLED, EventType, RunState, is_open
 from rankscope_contract.model.rollups import ROLLUPS
 from rankscope_contract.model.schema import DATASETS, DIMENSIONS
 from rankscope_ingest.detect.divergence import Diverged, largest_first
-from rankscope_ingest.detect.incidents import IncidentTracker
+from rankscope_ingest.detect.incidents import MOST_ENDED, IncidentTracker
 from rankscope_ingest.detect.symptoms import exit_report, parse_details
 from rankscope_ingest.recovery.lost_records import GivenUp
 from rankscope_ingest.reporting.rows import SYMPTOM_COLUMNS
-from rankscope_ingest.runs.incident import (
-    OPENED,
-    RESOLVED,
-    RUN_FAILED,
-    RUN_STALLED,
-    Incident,
-    LogReport,
-    Symptom,
-    failure_key,
-)
+from rankscope_ingest.runs.incident import OPENED, RESOLVED, Incident, LogReport, Symptom, failure_key
 from rankscope_ingest.runs.models import Attempt, Liveness, Rank
 from rankscope_ingest.runs.tracker import RunTracker
 from rankscope_storage.connection import Connection
@@ -57,6 +48,12 @@ WHERE type = 'launch' AND ts_origin = 'ingest' AND incarnation IS NOT NULL"""
 _INCIDENTS: Final = """\
 SELECT run, attempt, rank, step, severity, details, rule, kind, tensor, op, value, baseline, threshold FROM events
 WHERE type = 'incident' AND ts_origin = 'ingest' ORDER BY ordinal"""
+# The events of an incident do not contain the anomalies that joined it later.
+_LAST_ANOMALIES: Final = """\
+SELECT run, attempt, rule, max(step) AS step FROM events
+WHERE type = 'anomaly' AND (run, attempt) IN (
+  SELECT (run, attempt) FROM attempts WHERE state NOT IN ('completed', 'stopped', 'failed'))
+GROUP BY run, attempt, rule HAVING max(step) IS NOT NULL"""
 _DIVERGENCES: Final = """\
 SELECT run, attempt, step, kind, tensor, vpp_stage, details, type FROM events
 WHERE rule = 'ReplicaDesync' AND ts_origin = 'ingest' AND type IN ('anomaly', 'note') AND step IS NOT NULL
@@ -90,7 +87,7 @@ class History:
     attempts: tuple[Attempt, ...] = ()
     imported: Mapping[str, int] = field(default_factory=dict)  # highest attempt of each run from a log
     run_starts: Mapping[str, int] = field(default_factory=dict)
-    open_incidents: tuple[Incident, ...] = ()
+    open_incidents: tuple[Incident, ...] = ()  # of active attempts, and the newest ones of ended attempts
     past_incidents: tuple[Incident, ...] = ()  # of active attempts
     open_stalls: tuple[Incident, ...] = ()
     unsent: tuple[Incident, ...] = ()
@@ -150,13 +147,16 @@ def read_history(store: Connection, now: float) -> History:
     for attempt in attempts.values():
         starts[attempt.run] = min(starts.get(attempt.run, attempt.started_at), attempt.started_at)
     incidents = stored_incidents(store, now)
-    active = [(incident, state == RESOLVED) for incident, state in incidents if incident.attempt_key in unfinished]
+    own = [(one, state == RESOLVED) for one, state in incidents if one.attempt_key in attempts and one.log is None]
+    active = [(one, is_over) for one, is_over in own if one.attempt_key in unfinished]
+    ended = [one for one, is_over in own if one.attempt_key not in unfinished and not is_over]
+    _add_last_steps(store, [one for one, is_over in active if not is_over])
     anomalies = [(one, is_over) for one, is_over in active if one.first.rule not in {RUN_FAILED, RUN_STALLED}]
     return History(
         attempts=tuple(attempts.values()),
         imported={row["run"]: row["attempt"] for row in store.query(_IMPORTED).to_pylist()},
         run_starts=starts,
-        open_incidents=tuple(one for one, is_over in anomalies if not is_over),
+        open_incidents=(*ended[-MOST_ENDED:], *(one for one, is_over in anomalies if not is_over)),
         past_incidents=tuple(one for one, is_over in anomalies if is_over),
         open_stalls=tuple(one for one, is_over in active if one.first.rule == RUN_STALLED and not is_over),
         unsent=tuple(incident for incident, state in incidents if state == OPENED),
@@ -169,6 +169,15 @@ def read_history(store: Connection, now: float) -> History:
         processes={row["incarnation"]: row["attempt"] for row in store.query(_PROCESSES).to_pylist()},
         read_at=now,
     )
+
+
+def _add_last_steps(store: Connection, incidents: Iterable[Incident]) -> None:
+    """Set the last step of open incidents to that of the last anomaly of the same rule in the same attempt."""
+    rows = store.query(_LAST_ANOMALIES).to_pylist()
+    last = {(row["run"], row["attempt"], row["rule"]): row["step"] for row in rows}
+    for one in incidents:
+        if one.last_step is not None:
+            one.last_step = max(one.last_step, last.get((*one.attempt_key, one.first.rule), one.last_step))
 
 
 def _given_up(store: Connection) -> dict[str, GivenUp]:
@@ -237,11 +246,11 @@ def _add_rank(attempt: Attempt, event: Mapping[str, Any], now: float) -> None:
 
 
 def stored_incidents(store: Connection, now: float) -> list[tuple[Incident, str]]:
-    """Return each incident that is stored, with the latest state that is stored for it.
+    """Return each incident that is stored, with its latest state, which is RESOLVED for each one that is not open.
 
     `now` is the time at which the incidents count as opened, in monotonic seconds.
     """
-    latest: dict[str, tuple[Incident, str]] = {}
+    latest: dict[str, tuple[Incident, list[str]]] = {}
     for row in store.query(_INCIDENTS).to_pylist():
         details = parse_details(row["details"])
         log = _log_report(details.get("log"))
@@ -270,8 +279,9 @@ def stored_incidents(store: Connection, now: float) -> list[tuple[Incident, str]
             is_settled=True,
             fixed_key=str(details.get("key")),
         )
-        latest[incident.key] = (incident, str(details.get("state")))
-    return list(latest.values())
+        _, states = latest.get(incident.key, (incident, []))
+        latest[incident.key] = (incident, [*states, str(details.get("state"))])
+    return [(one, states[-1] if is_open(states) else RESOLVED) for one, states in latest.values()]
 
 
 def _log_report(details: object) -> LogReport | None:

@@ -12,6 +12,10 @@ after `group_wait_seconds`. It is then announced once. After a restart of the se
 that have not been polled yet, because these ranks may have the first cause. A resolved incident is remembered, so that
 late records which belong to it do not open another incident.
 
+**An incident is open until its cause is seen to be gone.** The end of a run is no such sign: an incident whose cause
+lasted to the end remains open, without further messages, until a later attempt passes its step without the cause, or
+until a person closes it in the store. A failure is such an incident, too.
+
 **Each message is sent once.** When an incident settles, an event of type `incident` with state `opened` is committed
 together with the records that caused it. Then the message is sent, and then such an event with state `notified` is
 added. A starting service reads these events. Records up to the watermark are never polled again and cannot open the
@@ -26,10 +30,9 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
-from rankscope_contract.model.events import REPLICA_DESYNC, RunState
+from rankscope_contract.model.events import REPLICA_DESYNC, RULES_OF_RUNS, RUN_FAILED, RUN_STALLED, RunState
 from rankscope_ingest.runs.incident import (
     NON_FINITE,
-    RUN_FAILED,
     Incident,
     Symptom,
     failure_key,
@@ -40,6 +43,7 @@ from rankscope_ingest.runs.incident import (
 from rankscope_ingest.runs.models import Attempt, AttemptKey
 from rankscope_ingest.runs.root_cause import CLOCKS_DIFFER_MICROSECONDS
 from rankscope_ingest.runs.text import last_reports
+from rankscope_ingest.runs.tracker import RunTracker
 
 ANNOUNCED_PER_HOUR: Final = 30
 """Maximum number of incident messages per run, severity and hour.
@@ -53,6 +57,9 @@ _WIDESPREAD_EVENTS: Final = 64
 
 A rank sends at most this number of anomalies per step.
 """
+
+MOST_ENDED: Final = 256
+"""Maximum number of open incidents of ended runs that the service keeps in memory, over all runs; the store has all."""
 
 _HOUR_SECONDS: Final = 3600.0
 _REMEMBERED: Final = 256
@@ -98,7 +105,7 @@ class IncidentTracker:
         return incident
 
     def restore(self, incident: Incident) -> None:
-        """Add an incident that was open when an earlier service stopped."""
+        """Add an announced incident: that of a failure, or one that was open when an earlier service stopped."""
         self._open[incident.attempt_key].append(incident)
 
     def remember(self, incident: Incident) -> None:
@@ -106,9 +113,13 @@ class IncidentTracker:
         if incident.last_step is not None:
             self._over.append(incident)
 
+    def open(self) -> list[Incident]:
+        """Return the open incidents in memory, those of ended runs included."""
+        return [incident for incidents in self._open.values() for incident in incidents]
+
     def unsettled(self) -> list[Incident]:
         """Return the incidents that are not announced yet, because they still wait for records of other ranks."""
-        return [incident for incidents in self._open.values() for incident in incidents if not incident.is_settled]
+        return [incident for incident in self.open() if not incident.is_settled]
 
     def settle(
         self,
@@ -131,26 +142,34 @@ class IncidentTracker:
                 settled.append(incident)
         return settled
 
-    def resolve(self, steps: Mapping[AttemptKey, Mapping[int, int | None]]) -> list[Incident]:
+    def resolve(self, runs: RunTracker, diverged: Collection[AttemptKey] = ()) -> list[Incident]:
         """Remove the resolved incidents from the open ones and return them. Incidents not announced yet are kept.
 
-        An incident is resolved when all live ranks are more than `quiet_steps` past the last step of the incident, or
-        when no rank is alive. `steps` contains, for each attempt, the last step of each live rank.
+        An incident is resolved when all live ranks are more than `quiet_steps` past its last step. After the end of the
+        attempt, it is resolved if a step was sampled after its last step, or when a later attempt has passed its first
+        step without it. `diverged` contains the attempts with replicas that differ now.
         """
-        resolved = []
-        for key, incidents in list(self._open.items()):
-            live = steps.get(key, {})
-            over = [incident for incident in incidents if incident.is_settled and self._is_over(incident, live)]
-            self._open[key] = [incident for incident in incidents if incident not in over]
-            if not self._open[key]:
-                del self._open[key]
-            resolved += over
-        for incident in resolved:
+        resolved, ended = [], []
+        for key, incidents in self._open.items():
+            attempt, later = runs.known(key), runs.later(key)
+            for incident in incidents:
+                if not incident.is_settled:
+                    continue
+                if self._is_over(incident, runs, diverged) or any(self._is_passed(incident, one) for one in later):
+                    resolved.append(incident)
+                elif attempt is None or not attempt.live_ranks:
+                    ended.append(incident)
+        ended.sort(key=lambda incident: incident.opened_at)
+        for incident in (*resolved, *ended[:-MOST_ENDED]):  # only the store keeps the oldest open ones of ended runs
+            self._open[incident.attempt_key].remove(incident)
             self.remember(incident)
+        self._open = defaultdict(list, {key: incidents for key, incidents in self._open.items() if incidents})
         return resolved
 
     def _belongs(self, symptom: Symptom, incident: Incident) -> bool:
         first, last, step = incident.first.step, incident.last_step, symptom.step
+        if incident.first.rule in RULES_OF_RUNS:
+            return False
         if incident.is_settled and _is_worse(symptom, incident):
             return step is not None and step == first and symptom.subjects <= incident.subjects  # of another rank
         rules, known = ({rule for rule, _ in one.subjects} for one in (symptom, incident))
@@ -169,10 +188,28 @@ class IncidentTracker:
         # A comparison with a score of NaN is false.
         return _shares_subject(symptom, incident) and (is_next or not symptom.score > incident.first.score)
 
-    def _is_over(self, incident: Incident, live: Mapping[int, int | None]) -> bool:
-        if incident.last_step is None:
-            return not live
-        return _all_passed(live, incident.last_step + self._quiet_steps + 1)
+    def _is_over(self, incident: Incident, runs: RunTracker, diverged: Collection[AttemptKey]) -> bool:
+        """Return whether the cause of `incident` is seen to be gone in its own attempt, which is evaluated."""
+        rule, last, attempt = incident.first.rule, incident.last_step, runs.get(incident.attempt_key)
+        if rule == RUN_STALLED or attempt is None:
+            return rule == RUN_STALLED  # that of an attempt which ended while no service ran
+        if rule == RUN_FAILED:
+            is_active = attempt.state is RunState.RUNNING and _has_passed(attempt, last)
+            return is_active or attempt.state is RunState.COMPLETED
+        if last is None or (rule == REPLICA_DESYNC and attempt.key in diverged):
+            return False
+        if live := {rank.number: rank.last_step for rank in attempt.live_ranks}:
+            return _all_passed(live, last + self._quiet_steps + 1)
+        ranks = (attempt.ranks[number] for number in incident.ranks & attempt.ranks.keys())
+        end = min((rank.last_step for rank in ranks if rank.last_step is not None), default=attempt.last_step)
+        return end is not None and end >= last + attempt.sampling_interval
+
+    def _is_passed(self, incident: Incident, later: Attempt) -> bool:
+        """Return whether `later`, an attempt after that of `incident`, has passed its step without its cause."""
+        if incident.first.rule == RUN_FAILED:
+            return later.state is RunState.COMPLETED or _has_passed(later, incident.first.step)
+        same = (one for one in self._open.get(later.key, ()) if not one.subjects.isdisjoint(incident.subjects))
+        return _has_passed(later, incident.first.step) and not any(same)
 
     def _apply_rate_limit(self, incident: Incident, now: float) -> None:
         """Mute the incident if ANNOUNCED_PER_HOUR messages of its run and severity were sent within the last hour."""
@@ -211,6 +248,16 @@ def _join(incident: Incident, symptom: Symptom, now: float) -> None:
         incident.first = symptom
     if not incident.is_settled and _is_worse(symptom, incident):
         incident.severity = symptom.severity
+
+
+def _has_passed(attempt: Attempt, step: int | None) -> bool:
+    """Return whether a step of `attempt` after `step` was sampled on all live ranks, or is the end of the attempt."""
+    if not (live := attempt.live_ranks):
+        return attempt.last_step is not None and (step is None or attempt.last_step > step)
+    if step is None:
+        return all(rank.last_step is not None for rank in live)
+    first = step if attempt.first_step is None else max(step, attempt.first_step)
+    return _all_passed({rank.number: rank.last_step for rank in live}, first + attempt.sampling_interval)
 
 
 def _all_passed(live: Mapping[int, int | None], step: int | None) -> bool:

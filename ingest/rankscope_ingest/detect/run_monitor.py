@@ -223,6 +223,8 @@ class RunMonitor:
             self._write_state(attempt)
         self.check_replicas()
         failures = self._failures.due(self.runs.attempts(), now)
+        for failure in failures:
+            self.incidents.restore(failure)
         self._forget(now)
         return failures
 
@@ -261,8 +263,9 @@ class RunMonitor:
 
     def resolve_incidents(self) -> None:
         """Add an event with state `resolved` to the current batch for each open incident that is now resolved."""
-        for incident in self.incidents.resolve(self._live_steps()):
+        for incident in self.incidents.resolve(self.runs, self.replicas.diverged):
             self.record_incident(incident, RESOLVED)
+            self.batcher.want_flush()
 
     def _live_steps(self) -> dict[AttemptKey, dict[int, int | None]]:
         return {

@@ -12,26 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from rankscope_contract.model.events import Severity
+from rankscope_contract.model.events import RUN_FAILED, RUN_STALLED, Severity
 from rankscope_ingest.runs.models import Attempt, AttemptKey
-
-RUN_FAILED: Final = "RunFailed"
-"""Rule name of the incident that reports a failed run. No rule that a rank evaluates has this name."""
-
-RUN_STALLED: Final = "RunStalled"
-"""Rule name of the incident that reports a stalled run."""
-
-RUN_SLOW: Final = "RunSlow"
-"""Rule name of the incident that reports slow steps in a log."""
-
-RUN_FINISHED: Final = "RunFinished"
-"""Rule name of the incident that reports the planned end of a run according to its log."""
-
-RUN_STOPPED: Final = "RunStopped"
-"""Rule name of the incident that reports that a user or the scheduler stopped a run, according to its log."""
-
-LOG_UNREADABLE: Final = "LogUnreadable"
-"""Rule name of the incident that reports that a log cannot be read."""
 
 OPENED: Final = "opened"
 NOTIFIED: Final = "notified"

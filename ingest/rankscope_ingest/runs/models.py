@@ -142,6 +142,7 @@ class Attempt:
     ended_at: int | None = None  # UTC µs
     settled_at: float | None = None  # time at which the service found that the attempt had ended
     progressed_at: float = 0.0  # last step, registration or change of phase of a rank
+    first_step: int | None = None  # lowest last step of the records of a response
     last_step: int | None = None
     has_activity: bool = False  # a rank was active after the end of the attempt
     is_reopened: bool = False  # a rank trained after the end of the attempt
@@ -155,6 +156,14 @@ class Attempt:
     def has_ended(self) -> bool:
         """Return whether the attempt is completed, stopped or failed."""
         return self.state in ENDED
+
+    @property
+    def sampling_interval(self) -> int:
+        """Return the largest number of steps between two samples of a tensor, according to the configuration."""
+        options = self.config.get("options")
+        tables = (self.config, *(options.values() if isinstance(options, dict) else ()))
+        every = (table.get("every") for table in tables if isinstance(table, dict))
+        return max((one for one in every if isinstance(one, int)), default=1)
 
     @property
     def live_ranks(self) -> list[Rank]:

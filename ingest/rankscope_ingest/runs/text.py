@@ -13,8 +13,8 @@ from typing import Final
 from rankscope_contract.diagnostics.collective_calls import sentences, sites_of
 from rankscope_contract.diagnostics.rank_groups import Standing, grouped, ranks_text
 from rankscope_contract.diagnostics.stacks import FlightRecord
-from rankscope_contract.model.events import subject_name
-from rankscope_ingest.runs.incident import LOG_UNREADABLE, RUN_FAILED, RUN_SLOW, RUN_STALLED, Incident, Symptom
+from rankscope_contract.model.events import LOG_UNREADABLE, RUN_FAILED, RUN_SLOW, RUN_STALLED, subject_name
+from rankscope_ingest.runs.incident import Incident, Symptom
 from rankscope_ingest.runs.models import Attempt, Rank
 from rankscope_ingest.runs.root_cause import CLOCKS_DIFFER_MICROSECONDS, Cause, EndKind
 

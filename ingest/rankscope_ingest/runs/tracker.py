@@ -53,6 +53,16 @@ class RunTracker:
         """
         return self._attempts.get(key)
 
+    def known(self, key: AttemptKey) -> Attempt | None:
+        """Return the attempt with this key, also if its state is no longer evaluated; None if the key is unknown."""
+        return self._attempts.get(key) or self._past.get(key)
+
+    def later(self, key: AttemptKey) -> list[Attempt]:
+        """Return the known attempts of the same run after the attempt `key`."""
+        run, number = key
+        numbers = range(number + 1, self._newest.get(run, number) + 1)
+        return [attempt for one in numbers if (attempt := self.known((run, one))) is not None]
+
     def latest(self) -> dict[str, Attempt]:
         """Return the newest attempt of each run, by run.
 
@@ -108,7 +118,7 @@ class RunTracker:
         When such a rank is started again, it derives the same launch id. A known launch id therefore does not prove
         that the attempt continues.
         """
-        attempt = self._attempts.get(key) or self._past.get(key)
+        attempt = self.known(key)
         if attempt is None or attempt.live_ranks:
             return False
         if attempt.ranks:
@@ -181,6 +191,7 @@ class RunTracker:
         if step != known:  # a rank that hangs reports this under its last step, which is no progress
             attempt.progressed_at = now
         attempt.last_step = step if attempt.last_step is None else max(attempt.last_step, step)
+        attempt.first_step = step if attempt.first_step is None else min(attempt.first_step, step)
         if found is not None:
             rank = found[1]
             rank.last_step = step

@@ -19,12 +19,18 @@ from rankscope_view.site import Site
 
 
 async def serve_pages(
-    store: Path, listen: str, *, environment: Mapping[str, str], on_ready: Callable[[str], None]
+    store: Path,
+    listen: str,
+    *,
+    environment: Mapping[str, str],
+    on_ready: Callable[[str], None],
+    named: Path | None = None,
 ) -> None:
     """Serve the pages of `store` at `listen` until the task is cancelled. `on_ready` receives the address.
 
-    Other machines need the token in `environment`; processes on this machine need none. Raises ServiceError if the
-    address cannot be used, and ConfigError if other machines can reach it and there is no token.
+    Commands on the pages name the folder `named`, of which `store` may be a temporary copy. Other machines need the
+    token in `environment`; processes on this machine need none. Raises ServiceError if the address cannot be used, and
+    ConfigError if other machines can reach it and there is no token.
     """
     raise_file_limit()
     is_local = is_loopback(split_address(listen)[0])
@@ -33,7 +39,7 @@ async def serve_pages(
     section = config.service
     guards = [errors_as_text, token_guard(config.token), refuse_web_pages(own_names(section))]
     application = web.Application(middlewares=guards)
-    Pages(Site(store)).add_to(application)
+    Pages(Site(store, store=named)).add_to(application)
     async with serving(application, section, None, shutdown_seconds=1.0) as url:
         on_ready(url)
         await asyncio.Event().wait()

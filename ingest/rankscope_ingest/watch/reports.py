@@ -14,25 +14,21 @@ import time
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Final
 
-from rankscope_contract.model.events import Severity
-from rankscope_ingest.base.background import start_task
-from rankscope_ingest.notify.announcer import RETRY_SECONDS, Announcer, resolved_message
-from rankscope_ingest.notify.deliveries import Deliveries
-from rankscope_ingest.notify.notifiers import Notifier
-from rankscope_ingest.reporting.rows import Stamp, incident_row
-from rankscope_ingest.runs.incident import (
+from rankscope_contract.model.events import (
     LOG_UNREADABLE,
-    MUTED,
-    RESOLVED,
     RUN_FAILED,
     RUN_FINISHED,
     RUN_SLOW,
     RUN_STALLED,
     RUN_STOPPED,
-    Incident,
-    LogReport,
-    Symptom,
+    Severity,
 )
+from rankscope_ingest.base.background import start_task
+from rankscope_ingest.notify.announcer import RETRY_SECONDS, Announcer, resolved_message
+from rankscope_ingest.notify.deliveries import Deliveries
+from rankscope_ingest.notify.notifiers import Notifier
+from rankscope_ingest.reporting.rows import Stamp, incident_row
+from rankscope_ingest.runs.incident import MUTED, RESOLVED, Incident, LogReport, Symptom
 from rankscope_ingest.watch.intake import Row, WatchStore, event_batch
 from rankscope_ingest.watch.judge import Condition, Verdict
 from rankscope_ingest.watch.rows import LogRow, LogRows

@@ -12,10 +12,10 @@ from typing import Final
 
 import tenacity
 
-from rankscope_contract.model.events import RunState, Severity
+from rankscope_contract.model.events import LOG_UNREADABLE, RUN_FAILED, RUN_FINISHED, RUN_STOPPED, RunState, Severity
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.base.watch_config import WatchSection
-from rankscope_ingest.runs.incident import LOG_UNREADABLE, MUTED, OPENED, RESOLVED, RUN_FINISHED, Incident
+from rankscope_ingest.runs.incident import MUTED, OPENED, RESOLVED, Incident
 from rankscope_ingest.watch.clock import RemoteClock
 from rankscope_ingest.watch.files import FileState, LogFile, LogUnreadableError
 from rankscope_ingest.watch.follower import Follower, Part
@@ -102,6 +102,7 @@ class LogWatcher:
         self._rows = LogRows()
         self._clock = RemoteClock()
         self._open: dict[str, Incident] = {}
+        self._ended: list[Incident] = []  # open failures of earlier attempts
         self._unreadable: str | None = None
         self._unreadable_since: float | None = None
         self._began_at = now()
@@ -128,6 +129,7 @@ class LogWatcher:
             if sends_again and state == OPENED:
                 self._reporter.send_again(incident)
             if state != RESOLVED and incident.first.rule:
+                self._ended += filter(None, [self._open.get(incident.first.rule)])
                 self._open[incident.first.rule] = incident
 
     async def run(self) -> None:
@@ -242,6 +244,7 @@ class LogWatcher:
     def _report(self, verdict: Verdict, now: float) -> None:
         """Announce the incident of a new condition, and resolve the incidents of conditions that are over."""
         rule = RULES[verdict.condition][0] if verdict.condition in RULES else None
+        self._close_failures(verdict)
         for known, incident in list(self._open.items()):
             # A stall does not end slow steps: no further step shows that they are over.
             is_kept = known in {rule, LOG_UNREADABLE} or (
@@ -264,6 +267,18 @@ class LogWatcher:
         if found is not None:
             self._open[rule] = found
             self._announce(found, now)
+
+    def _close_failures(self, verdict: Verdict) -> None:
+        """Resolve the failures of attempts before the present one, without a message, if it has passed their steps."""
+        for known in (RUN_FAILED, RUN_STOPPED):
+            if known in self._open and self._open[known].first.attempt < self._rows.attempt:
+                self._ended.append(self._open.pop(known))
+        step = -1 if self._rows.last is None else self._rows.last.step or -1
+        is_finished = verdict.condition is Condition.FINISHED
+        for incident in list(self._ended):
+            if is_finished or (verdict.condition not in _ENDED and step > (incident.first.step or 0)):
+                self._ended.remove(incident)
+                self._reporter.resolve(incident, has_continued=False)
 
     def _announce(self, incident: Incident, now: float) -> None:
         machine = self._file.address.machine

@@ -69,7 +69,8 @@ class RunSeries:
         state = f"SELECT run, one AS state, ts, (state = one)::INT AS value FROM ({each})"
         yield from self._series(catalogue.RUN_STATE, ("run", "state"), state)
         labels = ", ".join(f"{value} AS {sql_identifier(name)}" for name, value in _INCIDENT_LABELS.items())
-        incidents = f"type = {sql_string(EventType.INCIDENT)} AND json_extract_string(details, '$.state') <> 'resolved'"
+        is_end = "json_extract_string(details, '$.state') IN ('resolved', 'closed')"
+        incidents = f"type = {sql_string(EventType.INCIDENT)} AND NOT {is_end}"
         rows = f"SELECT {labels}, ts, 0 AS value FROM {self._rows('events')} AND {incidents}"
         yield from self._series(catalogue.INCIDENT_AGE, tuple(_INCIDENT_LABELS), rows)
         minutes = (

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from rankscope_contract.model.events import RunState
+from rankscope_contract.model.events import RUN_FAILED, RunState
 from rankscope_contract.model.rollups import ROLLUPS
 from rankscope_contract.model.schema import DATASETS
 from rankscope_contract.protocol.channel import Registration
@@ -20,7 +20,7 @@ from rankscope_ingest.notify.announcer import Announcer, message
 from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.notifiers import NotifyError, make_notifiers
 from rankscope_ingest.reporting.rows import Stamp, attempt_row, clock_row, incident_row, launch_row
-from rankscope_ingest.runs.incident import RUN_FAILED, Symptom, run_incident
+from rankscope_ingest.runs.incident import Symptom, run_incident
 from rankscope_ingest.runs.models import Attempt, Liveness
 from rankscope_ingest.runs.target import Target
 from rankscope_ingest.runs.text import SENT_AGAIN

@@ -9,23 +9,37 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope_contract.model.events import causal_key
+from rankscope_contract.model.events import RUN_FAILED, RunState, causal_key
 from rankscope_contract.model.fields import arrow_schema
 from rankscope_contract.model.kinds import CAUSAL_STAGE
 from rankscope_contract.model.schema import DATASETS
-from rankscope_ingest.detect.incidents import ANNOUNCED_PER_HOUR, IncidentTracker
+from rankscope_ingest.base.config import RunsSection
+from rankscope_ingest.detect.incidents import ANNOUNCED_PER_HOUR, MOST_ENDED, IncidentTracker
 from rankscope_ingest.detect.symptoms import symptoms
 from rankscope_ingest.notify.announcer import message
-from rankscope_ingest.runs.incident import SEVERITIES, Symptom, incident_key, urgency
+from rankscope_ingest.runs.incident import SEVERITIES, Symptom, incident_key, run_incident, urgency
+from rankscope_ingest.runs.models import Attempt, Liveness, Rank
 from rankscope_ingest.runs.text import MUTE_FOLLOWS
+from rankscope_ingest.runs.tracker import RunTracker
 
 ATTEMPT = ("r", 0)
+DONE = RunState.COMPLETED
 
 
-def symptom(step=60, *, rank=0, kind="grad_reduced", severity="critical", tensor="w", rule="AnomalyNan", run="r"):
+def symptom(
+    step=60, *, rank=0, kind="grad_reduced", severity="critical", tensor="w", rule="AnomalyNan", run="r", attempt=0
+):
     key = causal_key(step=step, micro_step=None, kind=kind, vpp_stage=None, pp_stage=None, call_id=None)
     return Symptom(
-        run=run, attempt=0, rank=rank, step=step, severity=severity, causal=key, rule=rule, kind=kind, tensor=tensor
+        run=run,
+        attempt=attempt,
+        rank=rank,
+        step=step,
+        severity=severity,
+        causal=key,
+        rule=rule,
+        kind=kind,
+        tensor=tensor,
     )
 
 
@@ -35,6 +49,126 @@ def tracker(**changes):
 
 def live(**steps):
     return {ATTEMPT: {int(rank[1:]): step for rank, step in steps.items()}}
+
+
+def attempt(number=0, state=RunState.RUNNING, *, every=1, first=None, **steps):
+    """Return an attempt whose ranks are at `steps`; they are alive while it is running."""
+    made = Attempt(run="r", number=number, launch_id="", world_size=1, started_at=0, state=state)
+    for name, step in steps.items():
+        rank = int(name[1:])
+        alive = Liveness(last_sign=0.0)
+        made.ranks[rank] = Rank(number=rank, incarnation="", host="h", liveness=alive, known_since=0.0, last_step=step)
+        made.ranks[rank].is_vanished = state is not RunState.RUNNING
+    made.first_step, made.last_step, made.config = (
+        first,
+        max(filter(None, steps.values()), default=None),
+        {"every": every},
+    )
+    return made
+
+
+def runs_with(*attempts):
+    runs = RunTracker(RunsSection())
+    for one in attempts:
+        runs.restore(one)
+    return runs
+
+
+def at(**steps):
+    return runs_with(attempt(**steps))
+
+
+def opened(*symptoms):
+    """Return a tracker with the announced incident of `symptoms`."""
+    incidents = tracker()
+    for one in symptoms:
+        incidents.observe(one, 0.0)
+    incidents.settle(1.0, {})
+    return incidents
+
+
+NAN_TO_THE_END = (symptom(60), *(symptom(step) for step in range(61, 161)))
+
+
+@pytest.mark.parametrize(
+    ("symptoms", "run", "is_resolved"),
+    [
+        pytest.param(NAN_TO_THE_END, attempt(state=RunState.COMPLETED, r0=160), False, id="to the end"),
+        pytest.param(NAN_TO_THE_END, attempt(state=RunState.FAILED, r0=160, r1=None), False, id="to the crash"),
+        pytest.param(
+            NAN_TO_THE_END[:90], attempt(state=RunState.COMPLETED, r0=160), True, id="11 steps before the end"
+        ),
+        pytest.param(
+            NAN_TO_THE_END, attempt(state=RunState.COMPLETED, r0=160, r1=170), False, id="one rank trained on"
+        ),
+        pytest.param(
+            [symptom(150)], attempt(state=RunState.COMPLETED, every=10, r0=159), False, id="in the last sample"
+        ),
+        pytest.param([symptom(140)], attempt(state=RunState.COMPLETED, every=10, r0=159), True, id="a sample follows"),
+        pytest.param([symptom(None)], attempt(state=RunState.COMPLETED, r0=160), False, id="without a step"),
+    ],
+)
+def test_incident_whose_cause_lasted_to_the_end_of_the_run_remains_open(symptoms, run, is_resolved):
+    incidents = opened(*symptoms)
+
+    assert is_resolved == bool(incidents.resolve(runs_with(run)))
+    assert not incidents.resolve(runs_with(run))
+
+
+@pytest.mark.parametrize(
+    ("later", "again", "is_resolved"),
+    [
+        pytest.param(attempt(1, first=30, r0=60, r1=80), [], False, id="one rank is at its step"),
+        pytest.param(attempt(1, first=30, r0=61, r1=61), [], True, id="it has passed the step"),
+        pytest.param(attempt(1, first=30, r0=70), [symptom(60, attempt=1)], False, id="with the same cause"),
+        pytest.param(attempt(1, first=30, r0=70), [symptom(60, attempt=1, tensor="v")], True, id="with another cause"),
+        pytest.param(attempt(1, first=101, every=10, r0=105), [], False, id="no sample since its start"),
+        pytest.param(attempt(1, state=RunState.FAILED, r0=50), [], False, id="it failed before the step"),
+        pytest.param(attempt(1, state=RunState.COMPLETED, r0=160), [], True, id="it has completed"),
+    ],
+)
+def test_later_attempt_that_passes_the_step_resolves_an_incident(later, again, is_resolved):
+    incidents = opened(*NAN_TO_THE_END, *again)
+    runs = runs_with(attempt(state=RunState.FAILED, r0=160), later)
+
+    assert is_resolved == any(one.first.attempt == 0 for one in incidents.resolve(runs))
+
+
+@pytest.mark.parametrize(
+    ("later", "is_resolved"),
+    [
+        pytest.param(attempt(1, r0=60), False, id="at the step"),
+        pytest.param(attempt(1, first=50, r0=61), True, id="past the step"),
+        pytest.param(attempt(1, state=RunState.FAILED, r0=40), False, id="failed earlier"),
+        pytest.param(attempt(1, state=RunState.COMPLETED, r0=40), True, id="completed with fewer steps"),
+    ],
+)
+def test_failure_is_open_until_a_later_attempt_passes_its_step_or_completes(later, is_resolved):
+    failed = attempt(state=RunState.FAILED, r0=60)
+    incidents = tracker()
+    incidents.restore(run_incident(RUN_FAILED, failed, rank=0, reason="disk full", cause="", opened_at=0.0))
+
+    assert [] == incidents.resolve(runs_with(failed))
+    assert is_resolved == bool(incidents.resolve(runs_with(failed, later)))
+
+
+@pytest.mark.parametrize(("diverged", "count"), [({ATTEMPT}, 0), ((), 1)])
+@pytest.mark.parametrize("state", [RunState.RUNNING, RunState.COMPLETED])
+def test_replica_divergence_is_open_until_the_replicas_are_equal(diverged, count, state):
+    incidents = opened(symptom(60, rule="ReplicaDesync"))
+
+    assert count == len(incidents.resolve(runs_with(attempt(state=state, r0=160)), diverged))
+
+
+def test_memory_of_open_incidents_of_ended_runs_is_bounded():
+    incidents = tracker()
+    for number in range(MOST_ENDED + 20):
+        incidents.observe(symptom(60, run=f"r{number}"), float(number))
+    incidents.settle(1000.0, {})
+
+    assert [] == incidents.resolve(runs_with())
+    assert MOST_ENDED == len(incidents.open())
+    assert "r20" == incidents.open()[0].first.run
 
 
 def test_anomalies_of_a_step_are_one_incident_named_by_the_first_cause():
@@ -78,8 +212,8 @@ def test_later_steps_join_and_a_quiet_time_resolves_the_incident():
 
     assert [None] * 39 == opened
     assert (159, 40) == (incident.last_step, incident.events)
-    assert [] == incidents.resolve(live(r0=200, r1=179))
-    assert [incident] == incidents.resolve(live(r0=200, r1=180))
+    assert [] == incidents.resolve(at(r0=200, r1=179))
+    assert [incident] == incidents.resolve(at(r0=200, r1=180))
     assert incidents.observe(symptom(181), 3.0) is not None
 
 
@@ -109,7 +243,7 @@ def test_late_critical_event_is_not_absorbed_by_a_settled_warning(rule, step, is
     incidents.observe(symptom(216, severity="warning", rule="AnomalyTurbulence", tensor="v"), 0.0)
     incidents.settle(1.0, {})
     if is_past:
-        incidents.resolve(live(r0=300))
+        incidents.resolve(at(r0=300))
     opened = incidents.observe(symptom(step, rule=rule), 2.0)
 
     assert opened is not None
@@ -212,7 +346,7 @@ def test_late_rank_does_not_reopen_a_past_incident():
     incidents = tracker()
     incidents.observe(symptom(60, rank=1, kind="grad_unreduced"), 0.0)
     (incident,) = incidents.settle(1.0, {})
-    incidents.resolve(live(r1=90))
+    incidents.resolve(at(r1=90))
     after = tracker()
     after.remember(incident)
     for known in (incidents, after):
@@ -227,7 +361,7 @@ def test_higher_severity_than_a_past_incident_opens_a_new_one():
     incidents = tracker()
     incidents.observe(symptom(60, severity="warning"), 0.0)
     incidents.settle(1.0, {})
-    incidents.resolve(live(r1=90))
+    incidents.resolve(at(r1=90))
 
     assert incidents.observe(symptom(61), 30.0) is not None
 

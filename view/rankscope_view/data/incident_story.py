@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_contract.model.events import subject_name
+from rankscope_contract.model.events import CLOSED, subject_name
 from rankscope_storage.api.summaries import AnomalyRow, anomalies
 from rankscope_storage.connection import Connection
-from rankscope_view.data.incidents import Incident
+from rankscope_view.data.incidents import Incident, in_order
 
 _BEFORE: Final = 60
 _AFTER: Final = 30
@@ -77,7 +77,7 @@ def incident_story(connection: Connection, one: Incident, found: Sequence[Incide
     listed = anomalies(connection, one.run, top=1_000_000, steps=steps)
     own = [each for each in listed if (each.attempt or 0) == (one.attempt or 0)]
     growth = tuple(each for each in own if _grows(each, one))
-    keys = [each.key for each in sorted(found, key=lambda each: (each.attempt or 0, each.step or 0, each.key))]
+    keys = [each.key for each in sorted(found, key=in_order)]
     at = keys.index(one.key)
     safe, bad = _checkpoints(connection, one, growth)
     return Story(
@@ -100,8 +100,13 @@ def _grows(each: AnomalyRow, one: Incident) -> bool:
 
 def _moments(connection: Connection, one: Incident, growth: Sequence[AnomalyRow]) -> tuple[Moment, ...]:
     found = [
-        Moment(at=at, icon="incident" if state == "opened" else "info", text=f"incident {state}")
+        Moment(
+            at=at,
+            icon="incident" if state == "opened" else "info",
+            text=f"incident {state}{f' by {one.closed_by}' if state == CLOSED else ''}",
+        )
         for at, state in one.states
+        if at is not None
     ]
     for first in growth[:1]:
         seconds = None if first.ts is None else first.ts.timestamp()

@@ -5,16 +5,15 @@ from __future__ import annotations
 import datetime as dt
 import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from rankscope_contract.model.events import EVALUATION_NAME, Severity, subject_name
+from rankscope_contract.model.events import CLOSED, EVALUATION_NAME, RULES_OF_RUNS, Severity, is_open, subject_name
 from rankscope_contract.model.kinds import CAUSAL_STAGE, SCALAR_STAGE
 from rankscope_storage.api.summaries import INCIDENT_GAP_STEPS
 from rankscope_storage.connection import Connection
 
-CLOSED: Final = frozenset({"resolved"})
 _WORDS: Final = {"nans": "became NaN", "infs": "became infinite"}
 _STAGE: Final = f"""\
 CASE kind {" ".join(f"WHEN '{kind}' THEN {at}" for kind, at in CAUSAL_STAGE.items())} ELSE {SCALAR_STAGE} + CASE
@@ -30,6 +29,10 @@ _REPORTED: Final = """\
 SELECT run, attempt, rank, step, epoch(ts) AS at, severity, rule, kind, tensor, op, value, baseline, threshold, message,
   details FROM events WHERE type = 'incident' AND run IN (SELECT unnest($runs))
 ORDER BY run, ordinal, ts, details NULLS FIRST, rank NULLS FIRST, tensor NULLS FIRST"""
+
+_ENDS: Final = """\
+SELECT run, coalesce(attempt, 0) AS attempt, last_step FROM attempts
+WHERE run IN (SELECT unnest($runs)) AND last_step IS NOT NULL"""
 
 # Without anomalies, as in most runs, this takes a fifth of the time of the statement that groups them.
 _WITH_ANOMALIES: Final = """\
@@ -79,13 +82,15 @@ class Incident:
     events: int
     ranks: tuple[int, ...]
     states: tuple[tuple[float | None, str], ...]  # UTC seconds and state: opened, notified, …, resolved
+    number: int = 0  # of the incident within its run, from 1, in the order of attempts and steps
     cause: str | None = None  # evidence against the rank
+    closed_by: str = ""  # name of the user that closed it, and the note in quotation marks
     where: tuple[str, ...] = ()  # places in which ranks wait
 
     @property
     def is_open(self) -> bool:
-        """Return whether the incident is not resolved."""
-        return not self.states or self.states[-1][1] not in CLOSED
+        """Return whether the incident is neither resolved nor closed by a person."""
+        return is_open(state for _, state in self.states)
 
     @property
     def is_critical(self) -> bool:
@@ -106,22 +111,63 @@ def incidents(connection: Connection, runs: Sequence[str]) -> dict[str, list[Inc
     for row in connection.query(_REPORTED, parameters).to_pylist():
         details = _details(row.pop("details"))
         reported.setdefault((row["run"], str(details.get("key"))), []).append(row | {"details": details})
+    closings = {key: rows for key, rows in reported.items() if rows[0]["details"].get("state") == CLOSED}
     for (run, key), rows in reported.items():
-        found.setdefault(run, []).append(_reported(key, rows))
-    ungrouped = [run for run in runs if run not in found]
+        if (run, key) not in closings:
+            found.setdefault(run, []).append(_reported(key, rows))
+    # A service or `watch` may have reported only the end of a run, such as that of a log.
+    ungrouped = [run for run in runs if all(one.rule in RULES_OF_RUNS for one in found.get(run, ()))]
     if ungrouped:
         ungrouped = connection.query(_WITH_ANOMALIES, {"runs": ungrouped})["run"].to_pylist()
-    for row in connection.query(_GROUPED, {"runs": ungrouped}).to_pylist() if ungrouped else ():
-        found.setdefault(row["run"], []).append(_grouped(row))
-    return {run: sorted(listed, key=_urgency) for run, listed in found.items()}
+    for one in _groups(connection, ungrouped) if ungrouped else ():
+        if (one.run, one.key) in closings:
+            last = _reported(one.key, closings[one.run, one.key])
+            one = replace(one, states=(*one.states, *last.states), closed_by=last.closed_by)  # noqa: PLW2901 - its end
+        found.setdefault(one.run, []).append(one)
+    numbered = {
+        run: [replace(one, number=number) for number, one in enumerate(sorted(listed, key=in_order), start=1)]
+        for run, listed in found.items()
+    }
+    return {run: sorted(listed, key=_urgency) for run, listed in numbered.items()}
+
+
+def in_order(one: Incident) -> tuple[int, int, str]:
+    """Return the sort key of an incident in the order of attempts and steps."""
+    return one.attempt or 0, one.step or 0, one.key
+
+
+def _groups(connection: Connection, runs: Sequence[str]) -> Iterator[Incident]:
+    """Yield the groups of anomalies of `runs`. A group is resolved if a later step is stored without its rule.
+
+    The step is one of the same attempt, or one of a later attempt after the first step of the group.
+    """
+    ends: dict[str, dict[int, int]] = {}
+    for row in connection.query(_ENDS, {"runs": list(runs)}).to_pylist():
+        ends.setdefault(row["run"], {})[row["attempt"]] = row["last_step"]
+    found = [_grouped(row) for row in connection.query(_GROUPED, {"runs": list(runs)}).to_pylist()]
+    lasting = {
+        (one.run, one.attempt or 0, one.rule)
+        for one in found
+        if (one.last_step or 0) >= ends.get(one.run, {}).get(one.attempt or 0, 0)
+    }
+    for one in found:
+        own, known = one.attempt or 0, ends.get(one.run, {})
+        later = [number for number, end in known.items() if number > own and end > (one.step or 0)]
+        is_over = (one.run, own, one.rule) not in lasting
+        if is_over or any((one.run, number, one.rule) not in lasting for number in later):
+            yield replace(one, states=(*one.states, (None, "resolved")))
+        else:
+            yield one
 
 
 def _urgency(one: Incident) -> tuple[Any, ...]:
-    return not one.is_open, not one.is_critical, one.attempt or 0, one.step or 0, one.key
+    return not one.is_open, not one.is_critical, *in_order(one)
 
 
 def _reported(key: str, rows: Sequence[dict[str, Any]]) -> Incident:
     first, details = rows[0], rows[-1]["details"]
+    ends = [row["details"] for row in rows if row["details"].get("state") == CLOSED]
+    closed = ends[-1] if ends else {}
     columns = {name: value for name, value in first.items() if name not in {"at", "details"}}
     return Incident(
         **columns,
@@ -131,6 +177,7 @@ def _reported(key: str, rows: Sequence[dict[str, Any]]) -> Incident:
         ranks=tuple(_numbers(details.get("ranks"))),
         states=tuple((row["at"], str(row["details"].get("state"))) for row in rows),
         cause=details.get("cause"),
+        closed_by=" ".join(filter(None, (closed.get("user"), f"“{note}”" if (note := closed.get("note")) else None))),
         where=tuple(str(place) for place in details.get("where") or ()),
     )
 
@@ -165,6 +212,26 @@ def happening(one: Incident) -> str:
     if one.value is not None and one.baseline and math.isfinite(one.baseline):
         return f"{_quantity(one.kind)} {one.op or 'value'} {one.value / one.baseline:,.3g}× its baseline".strip()
     return (one.message or one.rule or "reported").partition("\n")[0]
+
+
+def sentence_of(one: Incident) -> str:
+    """Return a clause about an incident with its rank, tensor and step, which begins with a capital letter."""
+    what = happening(one)
+    if (name := subject_name(one.tensor, None)) is not None:
+        quantity = _quantity(one.kind)
+        what = f"{quantity} of {name} {what.removeprefix(quantity).lstrip()}"
+    where = "" if one.rank is None or what.startswith("rank") else f"rank {one.rank}: "
+    step = "" if one.step is None else f" at step {one.step:,}"
+    clause = f"{where}{what}{step}"
+    return f"{clause[:1].upper()}{clause[1:]}"
+
+
+def closing_columns(one: Incident) -> dict[str, Any]:
+    """Return the columns of an event that ends an incident, with `details` as a mapping."""
+    names = ("run", "attempt", "rank", "step", "severity", "rule", "kind", "tensor", "op", "value", "baseline")
+    details = {"key": one.key, "events": one.events, "ranks": list(one.ranks), "last_step": one.last_step}
+    message = sentence_of(one)
+    return {name: getattr(one, name) for name in (*names, "threshold")} | {"message": message, "details": details}
 
 
 def _quantity(kind: str | None) -> str:

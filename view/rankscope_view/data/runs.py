@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from rankscope_contract.model.events import RunState
+from rankscope_contract.model.events import RUN_FAILED, RunState
 from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.runs.tags import parse_tags
 from rankscope_view.data.history import LEARNING_RATE, LOSS, SPEEDS
-from rankscope_view.data.incidents import Incident, incidents
+from rankscope_view.data.incidents import Incident, happening, incidents, sentence_of
 from rankscope_view.data.newest import NO_CURVE, Newest, Sparkline, read_newest
 from rankscope_view.data.raw_rows import RawRows
 
@@ -77,9 +77,30 @@ class RunRow:
         return f"{self.loss_ranks} of {of} ranks" if self.loss_ranks_missing else ""
 
     @property
+    def end_sentence(self) -> str:
+        """Return the sentence which states that the run has ended with open incidents; empty if that is not so."""
+        return end_sentence(self.state, self.incidents)
+
+    @property
     def is_live(self) -> bool:
         """Return whether the run has not ended, so that pages follow it. A run without a state is history."""
         return self.state is not None and self.state not in ENDED
+
+
+def open_count(number: int) -> str:
+    """Return a number of open incidents as text, such as `2 open incidents`."""
+    return f"{number:,} open incident{'' if number == 1 else 's'}"
+
+
+def end_sentence(state: str | None, found: Sequence[Incident]) -> str:
+    """Return the sentence which states that a run in `state` has ended with the open incidents `found`, or ""."""
+    if state not in ENDED or not found:
+        return ""
+    first = found[0]
+    if first.rule == RUN_FAILED and len(found) == 1:
+        step = "" if first.step is None else f" at step {first.step:,}"
+        return f"{state.capitalize()}{step}: {happening(first).rstrip('.')}."
+    return f"{state.capitalize()} with {open_count(len(found))}: {sentence_of(first)}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

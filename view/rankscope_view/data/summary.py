@@ -20,6 +20,7 @@ from rankscope_view.data.advice import perplexity
 from rankscope_view.data.detail import RunDetail, read_detail
 from rankscope_view.data.hints import Hint, tuning_hints
 from rankscope_view.data.history import GRAD_NORM, LEARNING_RATE, LOSS, Floats, History, main_labels, read_history
+from rankscope_view.data.incidents import sentence_of
 from rankscope_view.data.metrics import MetricSummary, metric_summaries
 from rankscope_view.data.ranks import rank_table
 from rankscope_view.data.speed import Speed, numbers_of, read_speed
@@ -353,6 +354,8 @@ def summary_document(found: Summary) -> dict[str, Any]:
     return {
         "run": found.run,
         "reason": found.stored.reason,
+        "open_incidents": [sentence_of(one) for one in found.detail.row.incidents],
+        "end": found.detail.row.end_sentence or None,
         **document,
         "evaluations": [asdict(one) for one in found.evaluations],
         "metrics": [asdict(one) for one in found.metrics],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import Final
 
@@ -11,7 +12,7 @@ from rankscope_view.data.incident_story import AnomalyGroup, Story, window
 from rankscope_view.data.incidents import Incident, happening
 from rankscope_view.data.runs import RunRow
 from rankscope_view.pages.format import NONFINITE, NOTHING, count, kind_words, measure, text, utc
-from rankscope_view.pages.parts import Place, document, icon, incident_line, panel, tabs, tensor_name
+from rankscope_view.pages.parts import Place, close_command, document, icon, incident_line, panel, tabs, tensor_name
 
 _SHOWN: Final = 8
 _MOST_GROUPS: Final = 200
@@ -23,7 +24,11 @@ def list_page(place: Place, row: RunRow, found: Sequence[Incident]) -> str:
     crumbs = [(row.run, place.url("runs", row.run)), ("Incidents", None)]
     head = '<tr><th>Incident<th class="n">step<th class="n rare">attempt<th class="n rare">events<th class="rare">opened, UTC<th>state</tr>'
     rows = "".join(_row(place, row.run, one) for one in found)
-    body = panel(
+    is_open = any(one.is_open for one in found)
+    close = (
+        f'<p class="empty">Close all open ones: {close_command(place, row.run)}</p>' if is_open and place.store else ""
+    )
+    body = close + panel(
         "Incidents",
         f'<table class="list">{head}{rows}</table>' if rows else '<p class="empty">None is stored for this run.</p>',
         kind="scrolls",
@@ -38,8 +43,14 @@ def _row(place: Place, run: str, one: Incident) -> str:
     return (
         f'<tr class="{"" if one.is_open else "off"}"><td><a href="{url}">{incident_line(one)}</a></td><td class="n">{_count(one.step)}</td>'
         f'<td class="n rare">{_count(one.attempt)}</td><td class="n rare">{count(one.events)}</td>'
-        f'<td class="rare">{utc(one.opened_at, "%Y-%m-%d %H:%M:%S")}</td><td>{text(one.states[-1][1] if one.states else "opened")}</td></tr>'
+        f'<td class="rare">{utc(one.opened_at, "%Y-%m-%d %H:%M:%S")}</td><td>{_state(one)}</td></tr>'
     )
+
+
+def _state(one: Incident) -> str:
+    """Return whether an incident is open, and its last state, with the user and the note of its end."""
+    state = one.states[-1][1] if one.states else "opened"
+    return f"{'open, ' if one.is_open else ''}{text(' by '.join(filter(None, (state, one.closed_by))))}"
 
 
 def sql(one: Incident) -> str:
@@ -69,7 +80,7 @@ def page(place: Place, row: RunRow, one: Incident, story: Story) -> str:
     crumbs = [(row.run, place.url("runs", row.run)), (f"Incident {one.key}", None)]
     severity = "critical" if one.is_critical else "warning"
     word = "Critical" if one.is_critical else "Warning"
-    state = "Open" if one.is_open else "Resolved"
+    state = "Open" if one.is_open else one.states[-1][1].capitalize()
     kind = "pending" if one.is_open else "completed"
     ranks = f"Ranks concerned: {rank_list(story.ranks)}." if story.ranks else ""
     about = f"First of {count(max(story.total, one.events))} anomalies. {_growth(story)}{ranks} {text(one.cause or '')}"
@@ -200,7 +211,8 @@ def _sql(one: Incident) -> str:
 
 def _actions(place: Place, one: Incident, story: Story) -> str:
     first, last = window(one)
-    command = text(f"rankscope anomalies {one.run} --steps {first}:{last}")
+    store = ["--store", place.store] if place.store else []
+    command = text(shlex.join(["rankscope", "anomalies", one.run, "--steps", f"{first}:{last}", *store]))
     lines = []
     if one.rank is not None and one.step is not None:
         lines.append(
@@ -214,6 +226,8 @@ def _actions(place: Place, one: Incident, story: Story) -> str:
     if one.tensor is not None and one.kind:
         url = place.url("runs", one.run, "tensors", kind=one.kind, tensor=one.tensor)
         lines.append(f'<b>See how it spread.</b> <a href="{url}">On the heat map</a>')
+    if one.is_open and place.store:
+        lines.append(f"<b>Close it</b> once you know the cause. {close_command(place, one.run, one.number)}")
     items = "".join(f"<li>{line}</li>" for line in lines)
     return panel("Next actions", f'<div class="prose actions"><ol>{items}</ol></div>')
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -10,7 +11,7 @@ from urllib.parse import quote, urlencode
 from rankscope_contract.model.events import WHOLE_MODEL, RunState
 from rankscope_contract.security.escaping import path_segment
 from rankscope_view.data.incidents import Incident, happening
-from rankscope_view.data.runs import STOPPING, RunRow
+from rankscope_view.data.runs import STOPPING, RunRow, open_count
 from rankscope_view.pages.format import count, text
 
 ICONS: Final = {
@@ -57,6 +58,7 @@ class Place:
     assets: str = ""  # digest in the addresses of style sheet and scripts
     is_live: bool = False
     has_service: bool = False
+    store: str = ""  # folder, for commands on the page; empty if they have no effect on its rows
     version: int = -1  # of the store
 
     def url(self, *segments: str, **query: object) -> str:
@@ -87,6 +89,19 @@ def pill(state: str | None) -> str:
     """Return the state of a run as icon and word on a coloured ground."""
     kind = state if state is not None and state in STATES else "unknown"
     return f'<span class="pill {kind}">{icon(kind)}{text(state_word(state))}</span>'
+
+
+def run_pill(row: RunRow) -> str:
+    """Return the state of a run; that of an ended run with the number of its open incidents, in their colour."""
+    if not row.end_sentence or row.state == RunState.FAILED:
+        return pill(row.state)
+    words = f"{state_word(row.state)}, {open_count(len(row.incidents))}"
+    return f'<span class="pill failed">{icon("critical")}{words}</span>'
+
+
+def page_title(row: RunRow, title: str) -> str:
+    """Return the title of a page of a run, which begins with the number of open incidents if there are any."""
+    return f"{open_count(len(row.incidents))}: {title}" if row.incidents else title
 
 
 def tag_list(tags: Iterable[tuple[str, str]]) -> str:
@@ -129,6 +144,13 @@ def incident_line(one: Incident, more: int = 0) -> str:
         f'<span class="trouble">{icon(severity)}<span><span class="first">{first}{further}</span>'
         f'<span class="second">{text(what)}{step}</span></span></span>'
     )
+
+
+def close_command(place: Place, run: str, number: int | None = None) -> str:
+    """Return the command that closes the open incidents of a run, or only one, with a button that copies it."""
+    words = ["rankscope", "incidents", "close", run, *([] if number is None else [str(number)]), "--store", place.store]
+    command = text(shlex.join(words))
+    return f'<button class="copy" data-text="{command}">Copy</button><code>{command}</code>'
 
 
 def panel(title: str, body: str, *, note: str = "", aside: str = "", kind: str = "", name: str = "") -> str:

@@ -21,7 +21,7 @@ from rankscope_view.data.summary import Summary, Trend
 from rankscope_view.pages import incident as incident_page
 from rankscope_view.pages import ranks as rank_page
 from rankscope_view.pages.format import NOTHING, count, duration, measure, text, utc
-from rankscope_view.pages.parts import incident_line, pill, segmented, state_word, tag_list
+from rankscope_view.pages.parts import incident_line, run_pill, segmented, state_word, tag_list
 from rankscope_view.pages.run import AXES, ChartChoice, chart_panel, event_rows, signed
 from rankscope_view.pages.sections import sections
 from rankscope_view.pages.settings import configuration
@@ -75,7 +75,7 @@ def _head(content: ReportContent) -> str:
     made = f"Report of {utc(content.made_at, '%d %b %Y, %H:%M')} UTC · works offline"
     note = f'<p class="note">{text(row.note)}</p>' if row.note else ""
     return (
-        f'<div class="runhead"><div class="title"><h1><bdi>{text(row.run)}</bdi></h1>{pill(row.state)}'
+        f'<div class="runhead"><div class="title"><h1><bdi>{text(row.run)}</bdi></h1>{run_pill(row)}'
         f'{tag_list(sorted(row.tags.items()))}<span class="aside dim">{made}</span></div>'
         f'<p class="lead">{" ".join(sentences(content))}</p>{note}</div>'
     )
@@ -83,11 +83,15 @@ def _head(content: ReportContent) -> str:
 
 def sentences(content: ReportContent) -> Iterator[str]:
     """Yield the sentences at the top of the report as HTML: progress, loss, first cause, slow ranks."""
+    ended = content.detail.row.end_sentence
+    if ended:
+        yield text(ended)
     yield _progress(content.detail)
     yield _loss(content.summary)
     slow = {row.rank for row in content.ranks.rows if row.is_slow}
     # A sentence below names a slow rank, so its incident is not counted a second time.
-    yield from _first_incident([one for one in content.incidents if one.tensor is not None or one.rank not in slow])
+    if not ended:
+        yield from _first_incident([one for one in content.incidents if one.tensor is not None or one.rank not in slow])
     for row in content.ranks.rows:
         if row.is_slow:
             since = "" if row.slow_since is None else f" since step {count(row.slow_since)}"
@@ -125,7 +129,7 @@ def _loss(found: Summary) -> str:
 def _summary(found: Summary) -> str:
     listed = {section.title: section.rows for section in sections(found)}
     blocks = "".join(
-        _block(name, [row for row in listed[name] if row[0] != "advice" and row[1] != NOTHING])
+        _block(name, [row for row in listed[name] if row[0] not in {"advice", "end"} and row[1] != NOTHING])
         for name in _BLOCKS
         if name in listed
     )

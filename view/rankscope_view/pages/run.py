@@ -19,7 +19,19 @@ from rankscope_view.data.runs import RunRow
 from rankscope_view.pages import svg
 from rankscope_view.pages.format import NOTHING, count, duration, measure, percent, short, text, utc
 from rankscope_view.pages.metrics import metric_groups
-from rankscope_view.pages.parts import Place, document, icon, incident_line, panel, pill, segmented, tabs, tag_list
+from rankscope_view.pages.parts import (
+    Place,
+    close_command,
+    document,
+    icon,
+    incident_line,
+    page_title,
+    panel,
+    run_pill,
+    segmented,
+    tabs,
+    tag_list,
+)
 from rankscope_view.pages.run_list import SPEED_UNITS
 from rankscope_view.pages.settings import configuration
 
@@ -119,7 +131,8 @@ def page(
         f"{metric_groups(metrics.found.values(), _TITLES)}</div>"
         f"<aside>{_incidents(place, row)}{_events(place, row, log)}{_advice(found.advice)}{configuration(found)}</aside></div>"
     )
-    return document(place, row.run, body, crumbs=[(row.run, None)], nav=tabs(place, row, ""), page="run")
+    title_ = page_title(row, row.run)
+    return document(place, title_, body, crumbs=[(row.run, None)], nav=tabs(place, row, ""), page="run")
 
 
 def is_long(curves: Mapping[str, Curve]) -> bool:
@@ -150,6 +163,7 @@ def header(place: Place, found: RunDetail) -> str:
     parts += [f"torch {facts.versions['torch']}" if "torch" in facts.versions else ""]
     about = " · ".join(text(part) for part in parts if part)
     reason = f'<p class="reason">{text(row.reason)}</p>' if row.reason else ""
+    ended = f'<p class="reason bad">{text(row.end_sentence)}</p>' if row.end_sentence else ""
     note = f'<p class="note">{text(row.note)}</p>' if row.note else ""
     restarts = ", ".join(f"{count(one.last_step)} → {count(one.first_step)}" for one in found.restarts[:4])
     again = f"restarts at {restarts}, {count(found.steps_again)} steps trained again" if restarts else ""
@@ -162,8 +176,8 @@ def header(place: Place, found: RunDetail) -> str:
     report = f'<a class="button" href="{place.url("runs", row.run, "report")}" download>Report</a>'
     compare = f'<a class="button" href="{place.url("compare", run=row.run)}">Compare</a>'
     return (
-        f'<div class="runhead" id="head" data-planned="{row.planned_steps or ""}" data-attempt="{row.attempt or 0}" data-step="{"" if row.step is None else row.step}" data-live><div class="title"><h1><bdi>{text(row.run)}</bdi></h1>{pill(row.state)}'
-        f'{tag_list(sorted(row.tags.items()))}<span class="dim">{about}</span><span class="aside">{report}{compare}</span></div>{reason}{note}'
+        f'<div class="runhead" id="head" data-planned="{row.planned_steps or ""}" data-attempt="{row.attempt or 0}" data-step="{"" if row.step is None else row.step}" data-live><div class="title"><h1><bdi>{text(row.run)}</bdi></h1>{run_pill(row)}'
+        f'{tag_list(sorted(row.tags.items()))}<span class="dim">{about}</span><span class="aside">{report}{compare}</span></div>{ended}{reason}{note}'
         f'<div class="figures"><span>{_progress(row)}</span><span class="dim">{again}</span></div>{bar}'
         f"<dl>{figures}</dl></div>"
     )
@@ -359,6 +373,8 @@ def _incidents(place: Place, row: RunRow) -> str:
         for one in row.incidents[:5]
     )
     every = f'<a href="{place.url("runs", row.run, "incidents")}">All</a>'
+    if row.end_sentence and place.store:
+        items += f'<p class="empty">The run has ended. To close: {close_command(place, row.run)}</p>'
     badge = f'<span class="count bad">{len(row.incidents)}</span>'
     return f'<div id="incidents" data-live>{panel(f"Open incidents {badge}", items, aside=every)}</div>'
 

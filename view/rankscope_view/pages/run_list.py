@@ -10,7 +10,7 @@ from rankscope_contract.model.events import RunState
 from rankscope_view.data.runs import ENDED, INCIDENTS, PAGE_RUNS, STOPPING, RunList, RunRow
 from rankscope_view.pages import svg
 from rankscope_view.pages.format import NOTHING, age, count, duration, measure, percent, short, text
-from rankscope_view.pages.parts import Place, document, icon, incident_line, pill, state_word, tag_list, verdict
+from rankscope_view.pages.parts import Place, document, icon, incident_line, run_pill, state_word, tag_list, verdict
 
 _ORDER: Final = (
     *(RunState.RUNNING, RunState.STALLED, STOPPING, RunState.PENDING, RunState.FAILED, RunState.STOPPED),
@@ -118,12 +118,14 @@ def _row(place: Place, row: RunRow, now: float) -> str:
     lead = _reason(row)
     if row.incidents:
         link = place.url("runs", row.run, "incidents", row.incidents[0].key)
-        lead = f'<a class="plain" href="{link}">{incident_line(row.incidents[0], len(row.incidents) - 1)}</a>'
+        ended = f'<span class="trouble">{icon("critical")}<span>{text(row.end_sentence)}</span></span>'
+        line = ended if row.end_sentence else incident_line(row.incidents[0], len(row.incidents) - 1)
+        lead = f'<a class="plain" href="{link}">{line}</a>'
     seen = NOTHING if row.seen_at is None else age(max(0.0, now - row.seen_at))
     return (
         f'<tr class="{"" if row.state in _MOVING else "still"}"><td class="pick"><input type="checkbox" name="run" value="{text(row.run)}" aria-label="Select {text(row.run)}">'
         f'</td><td class="name"><a href="{url}"><bdi>{text(row.run)}</bdi></a><span class="tags">'
-        f'{tag_list(sorted(row.tags.items()))}</span></td><td class="state">{pill(row.state)}</td>'
+        f'{tag_list(sorted(row.tags.items()))}</span></td><td class="state">{run_pill(row)}</td>'
         f'<td class="progress">{progress(row)}</td><td class="loss">{_loss(row)}</td><td class="n wide">{measure(row.learning_rate)}</td>'
         f'<td class="n wide">{speed(row)}</td><td class="why">{lead}</td><td class="n seen">{seen}</td></tr>'
     )

@@ -80,6 +80,8 @@ def _progress(found: Summary) -> Iterator[tuple[str, str]]:
             if progress.planned_steps is None
             else f"{progress.step:,} / {progress.planned_steps:,}"
         )
+    if found.detail.row.end_sentence:
+        yield "end", found.detail.row.end_sentence
     yield "step", step + _share(progress.step_share)
     if progress.epoch is None:
         epoch = NOTHING

@@ -1,0 +1,125 @@
+"""`rankscope incidents`: list the incidents of a run, and close them."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.open_store import open_store, resolve_run
+from rankscope.base.options import STANDARD_OUTPUT, Store
+from rankscope.output.rows import Format, Output, OutputFormat, printable, write_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import pyarrow as pa
+
+    from rankscope_view.data.incidents import Incident
+
+CLOSE = "close"
+_SHOWN = ("n", "state", "severity", "attempt", "step", "opened", "incident", "closed")
+_FURTHER = ("key", "rule", "rank", "kind", "tensor", "op", "value", "baseline", "threshold", "last_step", "events")
+
+
+def incidents(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN] | close RUN [N]",
+            help="RUN: the run whose incidents are listed, by default the latest one. close RUN: close its open "
+            "incidents, or only number N of the list.",
+            show_default=False,
+        ),
+    ] = None,
+    store: Store = Path("history"),
+    note: Annotated[str, typer.Option("--note", help="close: a text that is stored with the end.")] = "",
+    form: OutputFormat = Format.TABLE,
+    output: Output = STANDARD_OUTPUT,
+) -> None:
+    """List the incidents of a run, open ones first; or close open incidents.
+
+    An incident is open until its cause is seen to be gone, or until a person closes it. close stores the user, the
+    time and the note, also while a service writes the run.
+
+    [bold]Examples[/bold]
+
+    rankscope incidents my-run
+
+    rankscope incidents close my-run 2 --note "bad batch, skipped"
+    """
+    given = words or []
+    if given[:1] != [CLOSE] or len(given) == 1:
+        if len(given) > 1:
+            raise CommandError("write: rankscope incidents RUN, or rankscope incidents close RUN [N]", code=USAGE)
+        _list(store, given[0] if given else None, form, output)
+    elif len(given) > 3 or not all(number.isdecimal() for number in given[2:]):
+        raise CommandError("write: rankscope incidents close RUN [N]; N is a number of the list", code=USAGE)
+    else:
+        _close(store, given[1], int(given[2]) if given[2:] else None, note)
+
+
+def _found(store: Path, run: str | None) -> tuple[str, Sequence[Incident]]:
+    from rankscope_view.data.incidents import incidents as read
+
+    with open_store(store) as connection:
+        name = resolve_run(connection, run)
+        return name, read(connection, [name]).get(name, [])
+
+
+def _list(store: Path, run: str | None, form: Format, output: Path) -> None:
+    name, found = _found(store, run)
+    is_table = form is Format.TABLE
+    if not found and is_table and output == STANDARD_OUTPUT:
+        print(f"no incident in {name}")
+        return
+    write_rows(_table(found, _SHOWN if is_table else (*_SHOWN, *_FURTHER)), form, output)
+    if is_table and output == STANDARD_OUTPUT and any(one.is_open for one in found):
+        print(f"close one with: rankscope incidents close {shlex.quote(name)} N --store {shlex.quote(str(store))}")
+
+
+def _table(found: Sequence[Incident], columns: Sequence[str]) -> pa.Table:
+    import pyarrow as pa
+
+    from rankscope_view.data.incidents import sentence_of, utc
+
+    rows: list[dict[str, Any]] = [
+        {
+            **{name: getattr(one, name) for name in (*_FURTHER, "severity", "attempt", "step")},
+            "n": one.number,
+            "state": "open" if one.is_open else one.states[-1][1],
+            "opened": "" if (at := utc(one.opened_at)) is None else f"{at:%Y-%m-%d %H:%M:%S}",
+            "incident": printable(sentence_of(one)),
+            "closed": one.closed_by,
+        }
+        for one in found
+    ]
+    return pa.Table.from_pylist([{name: row[name] for name in columns} for row in rows])
+
+
+def _close(store: Path, run: str, number: int | None, note: str) -> None:
+    from rankscope_contract.spool.layout import spool_folders
+    from rankscope_storage.base.errors import StoreError
+    from rankscope_storage.base.fsync import sync_to_disk
+    from rankscope_storage.runs.incidents import close_incidents
+    from rankscope_view.data.incidents import closing_columns, sentence_of
+
+    if spool_folders(store):
+        raise CommandError(f"{store} has records of ranks: store them with `rankscope import {store}`, then close")
+    name, found = _found(store, run)
+    chosen = [one for one in found if (one.is_open if number is None else one.number == number)]
+    if not chosen and number is not None:
+        raise CommandError(f"{name} has no incident {number}: its incidents are 1 to {len(found)}", code=USAGE)
+    closed = [one for one in chosen if one.is_open]
+    if not closed:
+        print(f"{name} has no open incident" if number is None else f"incident {number} of {name} is not open")
+        return
+    try:
+        close_incidents(store.absolute(), [closing_columns(one) for one in closed], note, sync_to_disk)
+    except StoreError as error:
+        raise CommandError(str(error)) from error
+    for one in closed:
+        print(f"closed: {one.number}  {printable(sentence_of(one))}")

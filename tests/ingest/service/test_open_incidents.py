@@ -1,0 +1,141 @@
+"""Texts about a run that ended with an open incident: pages, commands and messages, over real HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import html
+import io
+import json
+import re
+
+from aiohttp import web
+from tests.ingest.service.test_service_life_cycle import end, is_in
+
+from rankscope.commands.incidents import incidents
+from rankscope.commands.runs import Action, runs
+from rankscope.commands.summary import summary
+from rankscope.output.rows import Format
+from rankscope_view.site import Site
+
+SENTENCE = "Completed with 1 open incident: Rank 0: gradient of layers.3 became NaN at step 12."
+NAN = {"severity": "critical", "rule": "AnomalyNan", "kind": "grad_unreduced", "tensor": "layers.3", "op": "nans"}
+
+
+def nan_event(**columns):
+    return {"type": "anomaly", "value": 4.0, "message": "AnomalyNan on layers.3", **NAN, **columns}
+
+
+async def train(rank, service, eventually, *, steps, nan=(), reason="completed", error=None):
+    """Publish `steps`, with NaN at those in `nan`, and end the rank."""
+    for step in steps:
+        events = [nan_event()] if step in nan else []
+        rank.publish(step=step, scalars=[{"name": "loss", "value": 1.0}], events=events)
+    await rank.register(service.url)
+    await eventually(lambda: rank.committed == rank.head)
+    await end(rank, service, eventually, reason, error)
+
+
+def printed(command, *arguments, **options):
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), write_through=True)) as output:
+        command(*arguments, **options)
+    return output.buffer.getvalue().decode()
+
+
+def page_of(store, *segments):
+    body = Site(store).respond(segments, {}).body.decode()
+    title = re.search("<title>(.*?)</title>", body)[1]
+    return html.unescape(title), html.unescape(re.sub(r"<(script|svg).*?</\1>|<[^>]+>", "", body, flags=re.DOTALL))
+
+
+def texts_of(store, run):
+    """Return the texts about `run` that people see: list, page, report, `runs`, `runs show` and `summary`."""
+    listed, shown, report = (page_of(store, *path)[1] for path in ((), ("runs", run), ("runs", run, "report")))
+    table = printed(runs, store=store)
+    details = printed(runs, Action.SHOW, [run], store=store)
+    return [listed, shown, report, table, details, printed(summary, run, store=store)]
+
+
+@contextlib.asynccontextmanager
+async def receiver():
+    """Yield the address of a receiver of messages, and the titles that it receives."""
+    titles = []
+
+    async def receive(request):
+        titles.append((await request.json())["title"])
+        return web.Response()
+
+    application = web.Application()
+    application.add_routes([web.post("/", receive)])
+    runner = web.AppRunner(application)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"json://127.0.0.1:{runner.addresses[0][1]}", titles
+    finally:
+        await runner.cleanup()
+
+
+async def test_run_that_ends_with_nan_has_an_open_incident_on_all_pages(start_service, fake_rank, eventually):
+    async with receiver() as (address, titles):
+        start = functools.partial(start_service, **{"notify.urls": [address]})
+        async with start() as service:
+            async with fake_rank() as rank:
+                await train(rank, service, eventually, steps=range(1, 31), nan=range(12, 31))
+            await eventually(lambda: is_in(service, "completed"))
+            await service.end()
+            store = service.store
+        ended = texts_of(store, "r")
+        titles_of_pages = [page_of(store, "runs", "r")[0], page_of(store)[0]]
+        async with start() as service:  # the service was restarted in between
+            async with fake_rank(launch_id="second", incarnation="later") as rank:
+                await train(rank, service, eventually, steps=range(5, 31))
+            await eventually(lambda: is_in(service, "completed", attempt=1))
+            await service.end()
+
+    assert [1] * 6 == [text.count(SENTENCE) for text in ended]
+    assert ["1 open incident: r · Rankscope", "1 with incidents, 0 active · Rankscope"] == titles_of_pages
+    assert ["[critical] r"] == [title.partition(":")[0] for title in titles]
+    assert [0] * 6 == [text.count("open incident") for text in texts_of(store, "r")]
+    assert "None." in page_of(store, "runs", "r")[1]
+
+
+async def test_nan_that_is_over_before_the_end_and_an_open_one_of_two(start_service, fake_rank, eventually):
+    async with start_service() as service:
+        async with fake_rank() as rank:
+            await train(rank, service, eventually, steps=range(1, 31), nan=range(12, 28))
+        async with fake_rank(run="crash") as rank:
+            await train(
+                rank, service, eventually, steps=range(1, 31), nan=[30], reason="exception", error="OSError: disk full"
+            )
+        await eventually(lambda: is_in(service, "completed"))
+        await eventually(lambda: service.rows("SELECT 1 FROM events WHERE rule = 'RunFailed'"))
+        await service.end()
+        store = service.store
+    printed(incidents, ["close", "crash", "1"], store=store, note="bad disk")
+    rows = json.loads(printed(incidents, ["crash"], store=store, form=Format.JSON))
+    (closing,) = service.rows("SELECT ts, details->>'$.user' AS user FROM events WHERE details->>'$.state' = 'closed'")
+
+    assert [0] * 6 == [text.count("Completed with") for text in texts_of(store, "r")]
+    assert [(2, "open", ""), (1, "closed", f"{closing['user']} “bad disk”")] == [
+        (row["n"], row["state"], row["closed"]) for row in rows
+    ]
+    assert closing["user"]
+    assert closing["ts"]
+    assert [1] * 6 == [
+        text.count("Failed at step 30: rank 0: OSError: disk full.") for text in texts_of(store, "crash")
+    ]
+    assert f"rankscope incidents close crash --store {store}" in page_of(store, "runs", "crash")[1]
+
+
+async def test_failure_is_closed_when_a_second_attempt_completes(start_service, fake_rank, eventually):
+    async with start_service() as service:
+        async with fake_rank() as rank:
+            await train(rank, service, eventually, steps=range(1, 31), reason="exception", error="OSError: disk full")
+        await eventually(lambda: is_in(service, "failed"))
+        async with fake_rank(launch_id="second", incarnation="later") as rank:
+            await train(rank, service, eventually, steps=range(1, 21))
+        await eventually(lambda: is_in(service, "completed", attempt=1))
+        await service.end()
+
+    assert [0] * 6 == [text.count("open incident") for text in texts_of(service.store, "r")]
