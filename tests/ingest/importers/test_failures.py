@@ -139,3 +139,29 @@ def test_restart_from_an_earlier_step_ends_no_run(logs, tmp_path):
     )
 
     assert report.state is None
+
+
+HEADING, FRAME = "Traceback (most recent call last):", '  File "train.py", line 80, in main'
+OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+CHAIN = "During handling of the above exception, another exception occurred:"
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ([HEADING, FRAME, OUT_OF_MEMORY], f"out_of_memory: {OUT_OF_MEMORY}"),
+        ([HEADING, FRAME, FAILED], f"cuda: {FAILED}"),
+        ([HEADING, FRAME, "OSError: disk full"], "exception: OSError: disk full"),
+        ([HEADING, "KeyError: 'w'", "", CHAIN, "", HEADING, "ValueError: no w"], "exception: ValueError: no w"),
+        ([HEADING, OUT_OF_MEMORY, "", CHAIN, "", HEADING, "ValueError: x"], f"out_of_memory: {OUT_OF_MEMORY}"),
+        ([HEADING, "OSError: disk full", "[rank1]: DistBackendError: NCCL error"], "exception: OSError: disk full"),
+        ([HEADING, FRAME, "KeyboardInterrupt"], "signal: KeyboardInterrupt"),
+        ([HEADING, "OSError: disk full", CANCELLED], "exception: OSError: disk full"),
+        ([HEADING, FRAME], f"exception: {HEADING}"),
+    ],
+)
+def test_cause_is_the_exception_and_not_the_first_line_of_its_traceback(logs, tmp_path, lines, reason):
+    logs.import_log(write(tmp_path, "textlog", *ROWS["textlog"], *lines), kind="textlog")
+
+    assert reason == logs.value("SELECT reason FROM runs")
+    assert reason.partition(": ")[2] in [row["message"] for row in logs.query("SELECT message FROM events")]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 
-from tests.view.training import MAIN, append, event, events
+import numpy as np
+from tests.view.training import MAIN, START, append, event, events, scalars
 
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
 from rankscope_view.data.curves import Axis
+from rankscope_view.data.detail import nothing
 from rankscope_view.data.events import Group, event_lines, event_log, markers
 from rankscope_view.data.history import read_history
 from rankscope_view.data.incidents import happening, incidents
@@ -23,6 +25,20 @@ def test_log_merges_steps_and_events_the_newest_first(connection):
     assert "loss 2.809, grad 0.5963" == found.lines[0].text
     times = [line.at for line in found.lines]
     assert sorted(times, reverse=True) == times
+
+
+def test_event_without_a_time_follows_the_row_of_its_step(tmp_path):
+    """A traceback in a log whose rows have times."""
+    steps = np.arange(1, 401)
+    error = event("r", "error", 250, None, ordinal=250, message="Traceback")
+    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
+        append(writer, scalars=scalars("r", "loss", steps, 1.0, ts=START + steps * 1_000_000), events=events([error]))
+    with connect(tmp_path / "store") as connection:
+        loss = read_history(connection, "r", "loss")
+        found = event_log(event_lines(connection, "r"), loss, (), nothing("eval_loss"), newest=1000)
+    place = [line.text for line in found.lines].index("Traceback")
+
+    assert [251, 250, 250] == [line.step for line in found.lines[place - 1 : place + 2]]
 
 
 def test_log_of_one_group_has_only_this_group(connection):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import enum
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -126,13 +126,32 @@ def event_log(
     chosen = [line for line in known if not groups or line.group in groups]
     if not groups or Group.STEP in groups:
         chosen += step_lines(loss, others, newest)
-    chosen.sort(key=_newest_first)
+    times = _times(loss)
+    chosen.sort(key=lambda line: _newest_first(line, times))
     return EventLog(lines=tuple(chosen[:newest]), counts=counts)
 
 
-def _newest_first(line: EventLine) -> tuple[float, ...]:
-    at = -math.inf if line.at is None else line.at
-    return -at, -(line.attempt or 0), -(line.step or 0), line.group is not Group.STEP
+def _times(loss: History) -> dict[int, tuple[list[int], list[float]]]:
+    """Return the steps of each attempt that have a time, in ascending order, with their times."""
+    rows = sorted(zip(loss.attempt.tolist(), loss.step.tolist(), loss.time.tolist(), strict=True))
+    found: dict[int, tuple[list[int], list[float]]] = {}
+    for attempt, step, at in rows:
+        if not math.isnan(at):
+            steps, times = found.setdefault(attempt, ([], []))
+            steps.append(step)
+            times.append(at)
+    return found
+
+
+def _newest_first(line: EventLine, times: Mapping[int, tuple[list[int], list[float]]]) -> tuple[float, ...]:
+    """Return the sort key of a line. A line without a time follows the row of its step, or the last row before it."""
+    at, is_later = line.at, False
+    known, of_rows = times.get(line.attempt or 0, ([], []))
+    if at is None and line.step is not None and known:
+        before = bisect.bisect_right(known, line.step) - 1
+        at, is_later = of_rows[max(before, 0)], before >= 0
+    at = -math.inf if at is None else at
+    return -at, -(line.attempt or 0), -(line.step or 0), not is_later, line.group is not Group.STEP
 
 
 def step_lines(loss: History, others: Collection[History], newest: int) -> list[EventLine]:

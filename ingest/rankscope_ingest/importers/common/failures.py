@@ -22,6 +22,16 @@ LABELS: Final = re.compile(
 )
 """A regular expression for the labels that a launcher prints before the lines of each rank."""
 
+_HEADING: Final = r"Traceback \(most recent call last\)"
+"""A regular expression for the first line of a traceback, which does not name the exception."""
+
+_CHAIN: Final = re.compile(
+    r"^(During handling of the above exception, another exception occurred|The above exception was the direct cause of)"
+)
+"""Line between an exception and the traceback of a further exception that followed from it."""
+
+_NAMELESS: Final = re.compile(f"{_HEADING}|{_CHAIN.pattern[1:]}")
+
 _CERTAIN: Final[tuple[tuple[str, re.Pattern[str]], ...]] = (
     ("cancelled", re.compile(r"CANCELLED AT|DUE TO TIME LIMIT|Job step aborted|scancel")),
     ("out_of_memory", re.compile(r"(?:CUDA|NPU|HIP|XPU) out of memory|OutOfMemoryError|oom-kill|Out of memory:")),
@@ -35,10 +45,10 @@ _CERTAIN: Final[tuple[tuple[str, re.Pattern[str]], ...]] = (
     ("cuda", re.compile(r"CUDA error|CUBLAS_STATUS_(?!SUCCESS)|device-side assert|Xid \(")),
     ("signal", re.compile(r"(?:[Rr]eceived|[Gg]ot|[Cc]aught|[Cc]losing) (?:\d+ )?(?:death )?signal\b(?!s)"
                           r"|(?:[Rr]eceived|[Gg]ot|[Cc]aught|by) (?:signal )?SIG(?:TERM|INT|KILL|ABRT|SEGV)\b"
-                          r"|Killing subprocess|[Kk]illed by signal|task \d+: Killed|^Killed$")),
+                          r"|Killing subprocess|[Kk]illed by signal|task \d+: Killed|^Killed$|^KeyboardInterrupt\b")),
     ("segmentation_fault", re.compile(r"[Ss]egmentation fault|core dumped")),
     ("no_space", re.compile(r"No space left on device")),
-    ("exception", re.compile(r"Traceback \(most recent call last\)|^[A-Za-z_][\w.]*(?:Error|Exception)(?::|$)")),
+    ("exception", re.compile(_HEADING + r"|^[A-Za-z_][\w.]*(?:Error|Exception)(?::|$)")),
 )  # fmt: skip
 _POSSIBLE: Final[tuple[tuple[str, re.Pattern[str]], ...]] = (
     ("nccl", re.compile(r"NCCL WARN|ProcessGroupNCCL.*(?:timeout|Watchdog|abort)")),
@@ -56,7 +66,7 @@ _STOPPING: Final = frozenset({"cancelled", "signal"})
 _PARTS: Final = (
     b"rror", b"xception", b"Traceback", b"atchdog", b"NCCL", b"HCCL", b"EI000", b"gloo", b"ut of memory", b"oom-kill",
     b"CANCELLED", b"TIME LIMIT", b"step aborted", b"scancel", b"endezvous", b"CUDNN_", b"CUBLAS_", b"-side assert",
-    b"Xid", b" SIG", b"signal", b"Kill", b"egmentation", b"core dumped", b"No space",
+    b"Xid", b" SIG", b"signal", b"Kill", b"egmentation", b"core dumped", b"No space", b"KeyboardI",
 )  # fmt: skip
 """Texts of which every certain failure contains at least one. To find them takes less time than to match patterns."""
 
@@ -65,17 +75,42 @@ def failure_event(text: str, *, is_certain: bool = True) -> tuple[dict[str, Any]
     """Return the event of a line that reports a failure, and the state and reason of a run that ends with the line.
 
     `text` is the line without labels and colours. With `is_certain`, only patterns apply that no healthy program
-    prints. Return None for any other line. Only the first 4,096 characters are examined.
+    prints. The event of a line between chained exceptions is empty. Return None for any other line. Only the first
+    4,096 characters are examined.
     """
     text = text[:_EXAMINED_CHARACTERS]
     patterns = _CERTAIN if is_certain else (*_CERTAIN[:-1], *_POSSIBLE, _CERTAIN[-1])
     name = next((name for name, pattern in patterns if pattern.search(text)), None)
+    if _CHAIN.search(text):
+        return {}, (RunState.FAILED, f"exception: {printable(text)}")
     if name is None:
         return None
     is_stop = name in _STOPPING
     severity = Severity.WARNING if is_stop else Severity.CRITICAL
     event = {"type": EventType.ERROR, "severity": severity, "message": text[:_MESSAGE_CHARACTERS], "op": name}
     return event, (RunState.STOPPED if is_stop else RunState.FAILED, f"{name}: {printable(text)}")
+
+
+def failure_key(event: Mapping[str, Any], rank: int | None) -> tuple[str, int | None]:
+    """Return a key of an event of a failure. Only the first event of each key is stored, until training continues."""
+    name = str(event["op"])
+    if name == "exception" and not re.search(_HEADING, event["message"]):
+        name = event["message"].partition(":")[0]  # the type of the exception
+    return name, rank
+
+
+def ending_after(known: tuple[str, str] | None, found: tuple[str, str]) -> tuple[str, str]:
+    """Return the end of a run (state and reason) after another failure in its log.
+
+    A failure makes the scheduler cancel other ranks, and cancelled ranks print failures: the first one is the cause.
+    The first line of a traceback names no cause, so that the failure below it is taken. Of chained exceptions, the last
+    one ends the program; an error such as that of CUDA is more precise than the exceptions that follow from it.
+    """
+    if known is None:
+        return found
+    is_chained = bool(_CHAIN.search(found[1].removeprefix("exception: "))) and known[1].startswith("exception: ")
+    is_named = found[0] == RunState.FAILED or "KeyboardInterrupt" in found[1]
+    return found if is_chained or (_NAMELESS.search(known[1]) and is_named) else known
 
 
 class FailureLine(NamedTuple):
@@ -91,7 +126,7 @@ class FailureLine(NamedTuple):
     @property
     def key(self) -> tuple[str, int | None]:
         """The failure and the rank. Only the first of the lines with the same key is stored."""
-        return self.event["op"], self.rank
+        return failure_key(self.event, self.rank) if self.event else ("", self.rank)
 
 
 class FailureLines:
@@ -127,11 +162,10 @@ class FailureLines:
     def event(self, failure: FailureLine) -> dict[str, Any] | None:
         """Return the columns of the event of a line; None if it reports no new failure."""
         event, ending, *_ = failure
-        if failure.key in self._seen or len(self._seen) >= _MAX_SEEN:
+        self.ending = ending_after(self.ending, ending)
+        if not event or failure.key in self._seen or len(self._seen) >= _MAX_SEEN:
             return None
         self._seen.add(failure.key)
-        # A failure makes the scheduler cancel other ranks, and cancelled ranks print failures: the first is the cause.
-        self.ending = self.ending or ending
         return event
 
 

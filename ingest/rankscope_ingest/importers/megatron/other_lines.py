@@ -16,7 +16,7 @@ from typing import Any, Final
 from rankscope_contract.model.events import EventType, ExitReason, RunState, Severity
 from rankscope_contract.model.scalar_names import canonical, printable
 from rankscope_contract.model.schema import canonical_labels
-from rankscope_ingest.importers.common.failures import LABELS, failure_event
+from rankscope_ingest.importers.common.failures import LABELS, ending_after, failure_event, failure_key
 from rankscope_ingest.importers.common.importer import ImportedRun
 from rankscope_ingest.importers.megatron.rows import TIME_PATTERN, Meaning, micros, number, printer, split_part
 
@@ -254,9 +254,8 @@ class Companions:
         if found is None:
             return []
         event, ending = found
-        # A failure makes the scheduler cancel other ranks, and cancelled ranks print failures: the first is the cause.
-        self.ending = self.ending or ending
-        return [Companion(events=(event,), rank=rank, once=("error", event["op"], rank))]
+        self.ending = ending_after(self.ending, ending)
+        return [Companion(events=(event,), rank=rank, once=("error", *failure_key(event, rank)))] if event else []
 
 
 def _event(type: str, text: str, *, severity: str = Severity.INFO, **columns: Any) -> dict[str, Any]:  # noqa: A002 - column
