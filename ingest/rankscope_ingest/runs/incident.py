@@ -181,11 +181,13 @@ def run_incident(
     The incident is settled, which means that it does not wait for further records before it is announced. `rank` is the
     rank that failed first or that blocks the others, or None if it is unknown. `cause` is the evidence for that rank.
     """
+    failed = attempt.ranks.get(rank) if rank is not None and rule == RUN_FAILED else None
     first = Symptom(
         run=attempt.run,
         attempt=attempt.number,
         rank=rank,
-        step=attempt.last_step,
+        # Other ranks may have begun the next step.
+        step=attempt.last_step if failed is None or failed.last_step is None else failed.last_step,
         severity=Severity.CRITICAL,
         causal=(),
         rule=rule,

@@ -128,6 +128,27 @@ async def test_nan_that_is_over_before_the_end_and_an_open_one_of_two(start_serv
     assert f"rankscope incidents close crash --store {store}" in page_of(store, "runs", "crash")[1]
 
 
+async def test_crash_is_shown_with_its_exception_and_the_step_of_its_rank(start_service, fake_rank, eventually):
+    """Rank 0 has begun the step 31 when rank 1 raises at step 30."""
+    crash = "OSError: disk full"
+    async with receiver() as (address, titles), start_service(**{"notify.urls": [address]}) as service:
+        async with fake_rank(world_size=2) as zero, fake_rank(rank=1, world_size=2) as one:
+            for rank, last in ((zero, 31), (one, 30)):
+                for step in range(1, last + 1):
+                    rank.publish(step=step, scalars=[{"name": "loss", "value": 1.0}])
+                await rank.register(service.url)
+            await end(one, service, eventually, "exception", crash)
+            await end(zero, service, eventually, "exception", "RuntimeError: Connection closed by peer")
+        await eventually(lambda: is_in(service, "failed"))
+        await eventually(lambda: titles)
+        await service.end()
+
+    assert [1] * 6 == [
+        text.count("Failed at step 30: rank 1: OSError: disk full.") for text in texts_of(service.store, "r")
+    ]
+    assert ["step 30"] == [title.rpartition(", ")[2] for title in titles]
+
+
 async def test_failure_is_closed_when_a_second_attempt_completes(start_service, fake_rank, eventually):
     async with start_service() as service:
         async with fake_rank() as rank:

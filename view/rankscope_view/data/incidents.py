@@ -31,8 +31,9 @@ SELECT run, attempt, rank, step, epoch(ts) AS at, severity, rule, kind, tensor, 
 ORDER BY run, ordinal, ts, details NULLS FIRST, rank NULLS FIRST, tensor NULLS FIRST"""
 
 _ENDS: Final = """\
-SELECT run, coalesce(attempt, 0) AS attempt, last_step FROM attempts
-WHERE run IN (SELECT unnest($runs)) AND last_step IS NOT NULL"""
+SELECT run, coalesce(attempt, 0) AS attempt, max(last_step) AS last_step
+FROM (SELECT run, attempt, last_step FROM attempts UNION ALL SELECT run, attempt, last_step FROM runs)
+WHERE run IN (SELECT unnest($runs)) AND last_step IS NOT NULL GROUP BY ALL"""
 
 # Without anomalies, as in most runs, this takes a fifth of the time of the statement that groups them.
 _WITH_ANOMALIES: Final = """\

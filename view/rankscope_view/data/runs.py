@@ -13,7 +13,7 @@ from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.runs.tags import parse_tags
 from rankscope_view.data.history import LEARNING_RATE, LOSS, SPEEDS
-from rankscope_view.data.incidents import Incident, happening, incidents, sentence_of
+from rankscope_view.data.incidents import Incident, happening, in_order, incidents, sentence_of
 from rankscope_view.data.newest import NO_CURVE, Newest, Sparkline, read_newest
 from rankscope_view.data.raw_rows import RawRows
 
@@ -93,14 +93,19 @@ def open_count(number: int) -> str:
 
 
 def end_sentence(state: str | None, found: Sequence[Incident]) -> str:
-    """Return the sentence which states that a run in `state` has ended with the open incidents `found`, or ""."""
+    """Return the sentence which states that a run in `state` has ended with the open incidents `found`, or "".
+
+    Of a failed run, it begins with the step and the exception.
+    """
     if state not in ENDED or not found:
         return ""
-    first = found[0]
-    if first.rule == RUN_FAILED and len(found) == 1:
-        step = "" if first.step is None else f" at step {first.step:,}"
-        return f"{state.capitalize()}{step}: {happening(first).rstrip('.')}."
-    return f"{state.capitalize()} with {open_count(len(found))}: {sentence_of(first)}."
+    failure = max((one for one in found if one.rule == RUN_FAILED), key=in_order, default=None)
+    if failure is None or state != RunState.FAILED:
+        return f"{state.capitalize()} with {open_count(len(found))}: {sentence_of(found[0])}."
+    step = "" if failure.step is None else f" at step {failure.step:,}"
+    others = [one for one in found if one is not failure]
+    more = f" It has {open_count(len(others))} more: {sentence_of(others[0])}." if others else ""
+    return f"Failed{step}: {happening(failure).rstrip('.')}.{more}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,7 +106,7 @@ def _progress(found: RunDetail) -> str:
     ends = [at for at in (row.ended_at, row.seen_at) if at is not None]
     spent = f" in {duration(max(0.0, ends[0] - row.started_at))}" if row.started_at is not None and ends else ""
     attempts = f"{' and' if spent else ' in'} {len(found.restarts) + 1} attempts" if found.restarts else ""
-    if row.state in {RunState.FAILED, RunState.STOPPED}:
+    if row.state in {RunState.FAILED, RunState.STOPPED} and not row.end_sentence:
         planned = f" of {count(row.planned_steps)}" if row.planned_steps else ""
         reason = f": {text(row.reason.rstrip('.'))}" if row.reason else ""
         return f"{state_word(row.state)} at step {count(row.step)}{planned}{spent}{attempts}{reason}."
