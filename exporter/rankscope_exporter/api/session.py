@@ -239,7 +239,11 @@ class Session:
             self.console,
             *self.reactions.observers,
             self.change_queue,  # after the observers that request changes for the same step
-            *([KernelWarmUp(self._device)] if config.statistics == "auto" else []),
+            *(
+                [KernelWarmUp(self._device, self.active_quantities.use_compiled_kernel)]
+                if config.statistics == "auto"
+                else []
+            ),
             changes,  # finds parameters under new names before their hooks are registered
             gradients,
             OverheadReporter(self.overhead, lambda: controller.stretch),

@@ -49,6 +49,18 @@ WARM_UP_AT_STEP: Final = 3
 A script that only inspects its model makes fewer steps, and does not wait for the build.
 """
 
+COMPILED_FROM_STEP: Final = 10
+"""The number of a training's steps after which the compiled kernel measures.
+
+The first steps that take 0.1 s or longer leave enough time for a build that the cache of numba contains.
+"""
+
+BUILD_SECONDS: Final = 30.0
+"""Longest time in seconds that this step waits for the build, which takes 3 s without the cache, and 0.5 s with it.
+
+If the build takes longer, torch operations measure all steps of the run.
+"""
+
 
 class Notices:
     """Publishes notices for the user: on the console, and as events of type `note`."""
@@ -122,22 +134,37 @@ class Notices:
 
 
 class KernelWarmUp(StepObserver):
-    """Builds the compiled kernel for statistics at the first sampled step, but not before the third step."""
+    """Builds the compiled kernel for statistics, and calls `use` at the step from which on it measures.
 
-    def __init__(self, device: torch.device) -> None:
+    The step depends on the sampling only, not on the duration of the build: the compiled kernel and torch operations
+    round differently, and equal trainings must have equal statistics.
+    """
+
+    def __init__(self, device: torch.device, use: Callable[[], None]) -> None:
         self._device = device
+        self._use = use
         self._steps = 0
-        self._is_started = False
+        self._is_started = self._is_decided = False
 
     def on_sampling_decided(self, sampled: bool) -> None:  # noqa: FBT001 - an event has positional arguments
         """Count the step.
 
-        If the compiled kernel for statistics must be built now, start the build on a separate thread.
+        If the compiled kernel must be built now, start the build on a separate thread. If it must be used from now on,
+        wait for the end of the build.
         """
         self._steps += 1
-        if sampled and self._steps >= WARM_UP_AT_STEP and not self._is_started:
+        if not sampled or self._is_decided:
+            return
+        if not self._is_started and self._steps >= WARM_UP_AT_STEP:
             self._is_started = True
             warm_up(self._device)
+        elif self._is_started and self._steps >= COMPILED_FROM_STEP:
+            self._is_decided = True
+            build = warm_up(self._device)
+            if build is not None:
+                build.join(BUILD_SECONDS)
+            if build is None or not build.is_alive():
+                self._use()
 
 
 class StepObservers:

@@ -65,6 +65,7 @@ class ActiveQuantities:
         self._hooking: ModelHookContext | None = None
         first = sum(len(quantity.first_entries) for quantity, _ in quantities)
         table = StatisticsTable(first, device)
+        table.may_compile = False  # until `use_compiled_kernel`
         tell = lambda message: None if self._hooking is None else self._hooking.tell(message)  # noqa: E731 - short
         self._buffers = StepBuffers(self.plan, table, measurement or Measurement(), tell)
         self._is_clear = True  # the table has no rows of a step that could not be ended
@@ -192,6 +193,10 @@ class ActiveQuantities:
     def quantity(self, name: str) -> Quantity | None:
         """Return the active quantity `name`; None if there is none."""
         return next((member.quantity for member in self._members if member.quantity.name == name), None)
+
+    def use_compiled_kernel(self) -> None:
+        """Measure with the compiled kernel from the present step on."""
+        self._buffers.table.may_compile = True
 
     # One step.
 

@@ -64,6 +64,8 @@ class StatisticsTable:
         self.extra_sums: tuple[str, ...] = ()
         self._free_host_buffers: collections.deque[torch.Tensor] = collections.deque()
         self._indices: dict[Rows, torch.Tensor] = {}
+        self.may_compile = True
+        """True if the compiled kernel measures once it is ready."""
         self._kernel: Kernel | object | None = _UNKNOWN
         self.buffer = self._new_buffer(device)
         self.device = self.buffer.device  # with an index, like the devices of tensors
@@ -83,7 +85,7 @@ class StatisticsTable:
         a step.
         """
         if self._kernel is _UNKNOWN:
-            self._kernel = ready()
+            self._kernel = ready() if self.may_compile else None
         return self._kernel  # type: ignore[return-value]  # no sentinel any more
 
     def grow(self, size: int) -> None:

@@ -1,4 +1,4 @@
-"""The warm-up of the compiled kernel, in separate processes: it is optional, slow, and never blocks training."""
+"""The warm-up of the compiled kernel, in separate processes: it is optional, and equal runs have equal statistics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.programs import run_program
+from tests.programs import run_command, run_program
 
 needs_numba = pytest.mark.skipif(
     importlib.util.find_spec("numba") is None, reason="numba is not installed: run pip install numba"
@@ -130,3 +130,41 @@ print("parent", os.waitpid(child, 0)[1])
     )
 
     assert ["child numba [4.0]", "parent 0"] == done.stdout.splitlines(), done.stderr
+
+
+TWO_TRAININGS = """
+import sys
+import torch
+from rankscope_exporter import Monitor, MonitorConfig, statistics
+
+def trained(run):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = MonitorConfig(run=run, console=False, exit_wait_seconds=0)
+    with Monitor(config).attach(model, optimizer):
+        for step in range(14):
+            generator = torch.Generator().manual_seed(step)
+            model(torch.randn(32, 64, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+trained("kernel-is-built")
+build = statistics.warm_up()
+if build is not None:
+    build.join()
+trained("kernel-was-ready")
+"""
+
+
+@needs_numba
+def test_statistics_do_not_depend_on_when_the_kernel_was_ready(tmp_path: Path):
+    records, store = tmp_path / "rankscope-records", tmp_path / "history"
+    imported = ("torch", "rankscope_exporter")
+    done = run_program(TWO_TRAININGS, seconds=120, imported=imported, RANKSCOPE_SPOOL_DIR=str(records))
+    assert 0 == done.returncode, done.stderr
+    assert 0 == run_command("import", records, "--store", store).returncode
+
+    diff = run_command("diff", "kernel-is-built", "kernel-was-ready", "--store", store)
+
+    assert "no difference" in diff.stdout, diff.stdout
