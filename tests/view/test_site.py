@@ -94,6 +94,17 @@ def test_page_of_a_long_run_requests_its_goodput(store_path, connection):
     assert f"Goodput {answer[0]}" in read(site, "runs", MAIN, goodput="1").text
 
 
+def test_events_are_events_and_restarts_are_counted(site):
+    """Each logged step is a line only if steps are chosen. A launch and an exit are no restart."""
+    run, log, steps = read(site, "runs", MAIN), read(site, "runs", MAIN, "events"), ("runs", MAIN, "events")
+
+    assert "loss 2.809, grad 0.5963" not in run.text
+    assert "loss 2.809, grad 0.5963" not in log.text
+    assert "loss 2.809, grad 0.5963" in read(site, *steps, group="step").text
+    assert "Restart 2 " in log.text
+    assert "Restart" not in read(site, "runs", "mamba2-370m-32k-ctx", "events").text
+
+
 def test_prepared_site_has_the_same_answers(store_path, site):
     prepared = Site(store_path, clock=lambda: NOW)
     prepared.prepare()

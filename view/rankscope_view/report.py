@@ -16,7 +16,7 @@ from rankscope_storage.connection import Connection
 from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve
 from rankscope_view.data.detail import CHARTS, RunDetail, nothing
 from rankscope_view.data.evaluation import evaluation_curve
-from rankscope_view.data.events import Group, Marker, event_log, markers
+from rankscope_view.data.events import EVENT_GROUPS, Marker, event_log, markers
 from rankscope_view.data.history import EVAL_LOSS, LOSS, History
 from rankscope_view.data.incidents import incidents
 from rankscope_view.data.metrics import own_histories
@@ -84,12 +84,11 @@ def read_content(connection: Connection, run: str, *, made_at: float, source: st
         ranks = rank_table(connection, run)
     axes = offered_axes(found)
     request = CurveRequest(axis=axes[0], points=_DRAWN_POINTS)
-    groups = [group for group in Group if group is not Group.STEP]
     return report_page.ReportContent(
         summary=summary,
         incidents=listed,
         ranks=ranks,
-        log=event_log(found.lines, found.history(LOSS), (), found.history(EVAL_LOSS), groups=groups),
+        log=event_log(found.lines, found.history(LOSS), (), found.history(EVAL_LOSS), groups=EVENT_GROUPS),
         curves={
             name: curve(history, request if name in CHARTS else replace(request, points=_METRIC_POINTS))
             for name, history in found.histories.items()

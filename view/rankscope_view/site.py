@@ -44,7 +44,7 @@ from rankscope_view.data.comparison import DIFFERENCE, LETTERS, SCALARS, Side, c
 from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve
 from rankscope_view.data.detail import RunDetail, nothing, read_detail
 from rankscope_view.data.evaluation import evaluation_curve
-from rankscope_view.data.events import NEWEST, EventLog, Group, event_log
+from rankscope_view.data.events import EVENT_GROUPS, NEWEST, EventLog, Group, event_log
 from rankscope_view.data.grid import tensor_kinds
 from rankscope_view.data.histograms import histogram_tensors
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LOSS
@@ -316,7 +316,8 @@ class Site:
 
 def _log(found: RunDetail, groups: Sequence[Group] = (), newest: int = NEWEST) -> EventLog:
     others = [found.history(GRAD_NORM)]
-    return event_log(found.lines, found.history(LOSS), others, found.history(EVAL_LOSS), groups=groups, newest=newest)
+    evaluations, groups = found.history(EVAL_LOSS), groups or EVENT_GROUPS
+    return event_log(found.lines, found.history(LOSS), others, evaluations, groups=groups, newest=newest)
 
 
 def _page(html: str) -> Response:

@@ -20,7 +20,7 @@ def test_log_merges_steps_and_events_the_newest_first(connection):
     loss, evaluations = read_history(connection, MAIN, "loss"), read_history(connection, MAIN, "eval_loss")
     found = event_log(event_lines(connection, MAIN), loss, [read_history(connection, MAIN, "grad_norm")], evaluations)
 
-    assert 3 == found.counts[Group.RESTART]
+    assert (3, 2) == (found.counts[Group.RESTART], found.restarts)
     assert (138, len(evaluations)) == (found.counts[Group.STEP], found.counts[Group.EVALUATION])
     assert "loss 2.809, grad 0.5963" == found.lines[0].text
     times = [line.at for line in found.lines]

@@ -10,7 +10,7 @@ import numpy as np
 
 from rankscope_contract.model.events import EventType, Severity
 from rankscope_view.data.detail import RunDetail
-from rankscope_view.data.events import NEWEST, EventLine, EventLog, Group, event_log
+from rankscope_view.data.events import EVENT_GROUPS, NEWEST, EventLine, EventLog, Group, event_log
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS
 
 TYPES: Final = tuple(dict.fromkeys(str(name) for name in (*Group, *EventType)))
@@ -53,7 +53,7 @@ def select_events(detail: RunDetail, query: EventQuery) -> EventLog:
     others = [detail.history(name) for name in (GRAD_NORM, LEARNING_RATE)]
     whole = event_log(detail.lines, detail.history(LOSS), others, detail.history(EVAL_LOSS), newest=0)
     has_steps = query.rank is None and (not query.types or Group.STEP in query.types)
-    groups = () if has_steps else tuple(group for group in Group if group is not Group.STEP)
+    groups = () if has_steps else EVENT_GROUPS
     every = len(detail.lines) + len(detail.history(EVAL_LOSS)) + query.newest
     found = event_log(detail.lines, loss, others, detail.history(EVAL_LOSS), groups=groups, newest=every)
     lines = [line for line in found.lines if query.selects(line)]

@@ -32,6 +32,9 @@ class Group(enum.StrEnum):
     OTHER = "other"
 
 
+EVENT_GROUPS: Final = tuple(group for group in Group if group is not Group.STEP)
+"""The groups of events. The lines of logged steps repeat the loss, and a page shows them only if they are chosen."""
+
 _GROUPS: Final = {
     EventType.EVALUATION: Group.EVALUATION,
     EventType.CHECKPOINT: Group.CHECKPOINT,
@@ -98,6 +101,7 @@ class EventLog:
 
     lines: tuple[EventLine, ...]
     counts: dict[Group, int]
+    restarts: int = 0  # launches after the first one
 
 
 def event_lines(connection: Connection, run: str) -> list[EventLine]:
@@ -128,7 +132,8 @@ def event_log(
         chosen += step_lines(loss, others, newest)
     times = _times(loss)
     chosen.sort(key=lambda line: _newest_first(line, times))
-    return EventLog(lines=tuple(chosen[:newest]), counts=counts)
+    launches = sum(line.type == EventType.LAUNCH for line in known)
+    return EventLog(lines=tuple(chosen[:newest]), counts=counts, restarts=max(0, launches - 1))
 
 
 def _times(loss: History) -> dict[int, tuple[list[int], list[float]]]:

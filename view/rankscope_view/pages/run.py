@@ -395,13 +395,17 @@ def _event_row(line: EventLine) -> str:
     )
 
 
+def _shown_count(log: EventLog, group: Group) -> int:
+    return log.restarts if group is Group.RESTART else log.counts.get(group, 0)
+
+
 def _events(place: Place, row: RunRow, log: EventLog) -> str:
-    total = sum(log.counts.values())
+    total = sum(log.counts.values()) - log.counts.get(Group.STEP, 0)
     note = f"newest {min(NEWEST, total)} of {count(total)}, UTC"
     chips = "".join(
         f'<a href="{place.url("runs", row.run, "events", group=group)}">{icon(group)}{_GROUP_WORDS.get(group, group.capitalize())}</a>'
         for group in Group
-        if log.counts.get(group)
+        if _shown_count(log, group)
     )
     body = f'<nav class="chips small" id="groups">{chips}</nav><div class="scroll">{event_rows(log.lines)}</div>'
     link = f'<a href="{place.url("runs", row.run, "events")}">Full history</a>'
@@ -416,12 +420,12 @@ def _advice(advice: Sequence[Advice]) -> str:
 def events_page(place: Place, found: RunDetail, log: EventLog, group: Group | None, page_number: int) -> str:
     """Return the full event log of a run, `NEWEST` lines at a time."""
     row, run = found.row, found.row.run
-    chips = [f'<a href="{place.url("runs", run, "events")}"{"" if group else " aria-current=true"}>All</a>']
+    chips = [f'<a href="{place.url("runs", run, "events")}"{"" if group else " aria-current=true"}>All events</a>']
     chips += [
         f'<a href="{place.url("runs", run, "events", group=one)}"{" aria-current=true" if one is group else ""}>{icon(one)}'
         f"{_GROUP_WORDS.get(one, one.capitalize())} <b>{count(number)}</b></a>"
-        for one, number in log.counts.items()
-        if number
+        for one in log.counts
+        if (number := _shown_count(log, one))
     ]
     lines = log.lines[page_number * NEWEST : (page_number + 1) * NEWEST]
     older = place.url("runs", run, "events", group=group, page=page_number + 1)
