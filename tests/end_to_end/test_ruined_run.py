@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -30,7 +31,7 @@ class Net(nn.Module):
 torch.manual_seed(0)
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-facts = {"loss": {}, "norm": {}}
+facts = {"loss": {}, "norm": {}, "total": {}}
 with Monitor({"run": "ruined", "quantities": ["gradients", "activations"]}).attach(model, optimizer) as monitor:
     for step in range(1, 61):
         loss = model(torch.randn(4, 8), 20 <= step < 24).square().mean()
@@ -39,6 +40,7 @@ with Monitor({"run": "ruined", "quantities": ["gradients", "activations"]}).atta
         loss.backward()
         facts["loss"][step] = loss.item()
         facts["norm"][step] = model.a.weight.grad.norm().item()
+        facts["total"][step] = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
         if not 20 <= step < 24:  # training continues as before
             optimizer.step()
         optimizer.zero_grad()
@@ -132,3 +134,19 @@ def test_first_cause_in_a_log_is_the_loss_and_not_its_evaluation(tmp_path: Path)
 
     assert "loss became NaN at step 30" in (text := read(Site(store), "runs", "log", "incidents").text)
     assert "eval_loss became NaN" not in text
+
+
+def test_gradient_norm_that_is_not_logged_is_that_of_all_gradients(site, ruined):
+    """A model without tokens has no perplexity."""
+    store, facts = ruined
+    asked = {"run": "ruined", "name": "grad_norm"}
+    line = json.loads(site.respond(("data", "curve"), asked).body)["lines"][0]
+    drawn = {int(step): value for step, value in zip(line["step"], line["value"], strict=True) if value is not None}
+    words = run_command("summary", "ruined", "--store", store).stdout
+    page = read(site, "runs", "ruined").text
+
+    finite = {step: value for step, value in facts["total"].items() if math.isfinite(value)}
+    assert pytest.approx(finite, rel=1e-6) == drawn
+    assert "gradient norm: NaN, 25 rows NaN or infinite" in words
+    assert "Gradient norm NaN" in page
+    assert "erplexity" not in page + words

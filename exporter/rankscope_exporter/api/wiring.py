@@ -194,7 +194,6 @@ class StepObservers:
             parallel,
             device=device,
             report=notices.tell,
-            print_line=notices.say,
             is_first=rank == 0,
         )
         self.phases = StepTimingObserver.of(monitored, device, hand_over, times_steps=config.phases)

@@ -6,11 +6,22 @@ import json
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pytest
-from tests.view.training import MAIN
+from tests.view.training import MAIN, append, rows
 
+from rankscope_storage.api.store import Store
+from rankscope_storage.connection import connect
 from rankscope_view.data.curves import Axis, CurveRequest, Role, Smoothing
-from rankscope_view.data.tensor import Limit, _configured, allowed_range, firing_groups, tensor_curve, tensor_detail
+from rankscope_view.data.tensor import (
+    Limit,
+    _configured,
+    allowed_range,
+    firing_groups,
+    tensor_curve,
+    tensor_detail,
+    total_gradient_norm,
+)
 
 TENSOR, KIND = "layers.1.mlp.down_proj.weight", "grad_unreduced"
 REQUEST = CurveRequest(axis=Axis.ARRIVAL, smoothing=Smoothing.NONE)
@@ -120,3 +131,17 @@ def test_limit_is_known_from_the_configuration_without_a_firing():
 
 def test_statistic_without_a_baseline_has_no_limit(connection):
     assert allowed_range(connection, MAIN, KIND, "max") is None
+
+
+def test_total_gradient_norm_has_each_replica_once_and_all_shards(tmp_path):
+    store = tmp_path / "store"
+    with Store.open(store, create=True).claim(owner="a test") as writer:
+        parts = [
+            rows("tensor_stats", run="r", attempt=0, rank=rank, incarnation=f"r-{rank}", seq=[0], step=[0],
+                 tensor=tensor, kind="grad_reduced", placement=placement, shard_group=group, norm=norm, numel=4)
+            for rank in (0, 1)
+            for tensor, placement, group, norm in (("a", "replica", None, 12.0), ("b", "shard", "0-1", 3.0 + rank))
+        ]  # fmt: skip
+        append(writer, tensor_stats=pa.concat_tables(parts))
+    with connect(store) as connection:
+        assert [13.0] == total_gradient_norm(connection, "r").value.tolist()

@@ -26,10 +26,16 @@ from rankscope_view.data.history import (
 from rankscope_view.data.raw_history import raw_histories
 from rankscope_view.data.raw_rows import RawRows, read_rows
 from rankscope_view.data.runs import RunFacts, RunRow, run_facts, run_row
+from rankscope_view.data.tensor import total_gradient_norm
 
 PERPLEXITY: Final = "perplexity"
 STEP_SECONDS: Final = "step_seconds"
 CHARTS: Final = (LOSS, PERPLEXITY, GRAD_NORM, LEARNING_RATE, EVAL_LOSS, *SPEEDS)
+_TOKENS: Final = """\
+SELECT 1 FROM scalars WHERE run = $run AND (name IN ('tokens_per_second', 'tokens_total')
+  OR (name = 'tflops_per_gpu' AND NOT contains(coalesce(labels, ''), 'given'))) LIMIT 1"""
+"""A live run with a row is that of a language model: it logs tokens, or its model takes tokens."""
+
 RECENT_ROWS: Final = 100
 """Number of the newest rows that the header of a run compares with those before."""
 
@@ -90,13 +96,16 @@ def main_histories(
 ) -> dict[str, History]:
     """Return the main series of those scalars in `names` that `run` has, of all ranks or one.
 
-    `rows` has their rows, if they were read before.
+    `rows` has their rows, if they were read before. A gradient norm that is not logged is that of all gradients.
     """
     found = raw_histories(connection, run, names, rank, rows)
-    if found is not None:
-        return found
-    labels = main_labels(connection, run, names)
-    return {name: read_history(connection, run, name, text, rank) for name, text in labels.items()}
+    if found is None:
+        labels = main_labels(connection, run, names)
+        found = {name: read_history(connection, run, name, text, rank) for name, text in labels.items()}
+    if GRAD_NORM in names and GRAD_NORM not in found and rank is None:
+        total = total_gradient_norm(connection, run)
+        found |= {} if total is None else {GRAD_NORM: total}
+    return found
 
 
 def read_detail(connection: Connection, run: str, *, most_step_times: int | None = None) -> RunDetail | None:
@@ -112,9 +121,10 @@ def read_detail(connection: Connection, run: str, *, most_step_times: int | None
             return None
         histories = main_histories(connection, run, names, rows=rows)
         lines = event_lines(connection, run)
+        has_tokens = row.source_kind != "live" or bool(connection.query(_TOKENS, {"run": run}).num_rows)
         facts = run_facts(connection, run, with_goodput=_needs_goodput(rows, run, most_step_times))
     loss = histories.get(LOSS) or nothing(LOSS)
-    if len(loss):
+    if len(loss) and has_tokens:
         histories[PERPLEXITY] = perplexity_history(loss)
     advice = [early_stopping(histories.get(EVAL_LOSS) or nothing(EVAL_LOSS), loss), logging_interval(loss)]
     return RunDetail(
@@ -125,7 +135,9 @@ def read_detail(connection: Connection, run: str, *, most_step_times: int | None
         restarts=_restarts(loss),
         steps_again=int((~loss.stands).sum()),
         advice=tuple(one for one in advice if one is not None),
-        perplexity=None if row.loss is None else float(perplexity(np.array([row.loss]))[0]),
+        perplexity=None
+        if row.loss is None or math.isnan(row.loss) or not has_tokens
+        else float(perplexity(np.array([row.loss]))[0]),
         loss_change=_change(loss),
     )
 

@@ -182,7 +182,7 @@ def read_summary(
     return Summary(
         run=run,
         progress=_progress(detail, state, epochs),
-        losses=losses_of(detail.history(LOSS)),
+        losses=replace(losses_of(detail.history(LOSS)), perplexity=detail.perplexity),
         evaluations=evaluations,
         metrics=metrics,
         best=_best(state),

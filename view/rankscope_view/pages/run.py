@@ -45,7 +45,7 @@ AXES: Final = (
 _SMOOTHINGS: Final = ((Smoothing.NONE, "None"), (Smoothing.EMA, "EMA"), (Smoothing.AVERAGE, "Average"))
 _HINTS: Final = {
     PERPLEXITY: "10 means: as unsure as among 10 words of equal chance. Lower is better.",
-    GRAD_NORM: "Above 100: clip. Near 0: vanishing.",
+    GRAD_NORM: "Before clipping. Above 100: clip. Near 0: vanishing.",
     LEARNING_RATE: "Warm-up, then the shape of the schedule. A jump at a restart is a changed setting.",
     EVAL_LOSS: "Training falls while evaluation rises: overfitting.",
 }

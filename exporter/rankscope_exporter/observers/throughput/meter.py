@@ -72,12 +72,10 @@ class Throughput(StepObserver):
         *,
         device: torch.device,
         report: Callable[[str], None],
-        print_line: Callable[[str], None] = lambda _message: None,
         is_first: bool = True,
     ) -> None:
-        """Store two functions for messages to the user.
+        """Store the function `report`, which publishes its text as an event and as a console line.
 
-        `report` publishes its text as an event and as a console line. `print_line` only writes a console line.
         `is_first` is true on rank 0.
         """
         self._framework = framework
@@ -85,7 +83,6 @@ class Throughput(StepObserver):
         self._parallel = replace(parallel, ranks=config.model_parallel or parallel.ranks)
         self._device = device
         self._report = report
-        self._print_line = print_line
         self._reports_absence = is_first or parallel.pipeline > 1  # without pipeline, all ranks have the same reason
         self._inputs: Inputs | None = None
         self._cost: Cost | None = None
@@ -168,7 +165,7 @@ class Throughput(StepObserver):
             return None
         flops = None if self._cost is None else _flops_of(self._cost, work.forwards, tokens, samples)
         if self._cost is None or flops is None:
-            self._report_absence(is_expected=tokens is not None or samples is not None)
+            self._report_absence(is_expected=tokens is not None)
             return None
         return flops, self._cost.method
 
@@ -183,17 +180,15 @@ class Throughput(StepObserver):
             self._absence = f"no formula fits the model ({error}); {_LOG_GIVEN if given else _COUNT}"
 
     def _report_absence(self, *, is_expected: bool) -> None:
-        """Report once why TFLOP/s and MFU are not published.
+        """Report once why TFLOP/s and MFU are not published, if the user probably expects them.
 
-        The report is a console line. It is also an event if the user probably expects TFLOP/s. This is so if the script
-        logs tokens or samples, if a throughput setting is not the default, or if the device is not a CPU.
+        This is so if the script logs tokens, or if a throughput setting is not the default.
         """
         if self._has_reported or not self._reports_absence:
             return
         self._has_reported = True
-        is_expected = is_expected or self._device.type != "cpu" or self._config != ThroughputConfig()
-        report = self._report if is_expected else self._print_line
-        report(f"TFLOP/s and MFU are absent: {self._absence}")
+        if is_expected or self._config != ThroughputConfig():
+            self._report(f"TFLOP/s and MFU are absent: {self._absence}")
 
     def _known_peak(self) -> float | None:
         if not self._peak_is_known:
