@@ -31,7 +31,7 @@ def main() -> None:
             optimizer.zero_grad()
             values = {"my_metric": 2 * step, "val/accuracy": 1 - 1 / (1 + step), "val/loss": 3 / step}
             late = {"late/bleu": 7.25} if (FOLDER / "late").exists() else {}
-            monitor.log(loss=loss, **values, **late)
+            monitor.log(loss=loss, acc={"top1": step, "top5": 10 * step}, **values, **late)
             time.sleep(0.02)
 
 

@@ -29,6 +29,7 @@ def test_own_metrics_are_on_the_page_while_the_run_is_live(service, start_job, t
         page.wait(f"({shown('my_metric')} ?? '').match(/raw/)")
         page.wait("document.querySelector('#chart-eval_loss')?.innerText.includes('logged as val/loss')")
         page.wait(f"!!{shown('val/accuracy')}")
+        page.wait(f"({shown('acc')} ?? '').includes('key top5')")
         assert not page.run(shown("late/bleu"))
         (tmp_path / "late").touch()
 
@@ -36,6 +37,8 @@ def test_own_metrics_are_on_the_page_while_the_run_is_live(service, start_job, t
         assert "late" in page.run(
             "[...document.querySelectorAll('#metrics summary')].map((one) => one.innerText).join()"
         )
+        names = page.run("[...document.querySelectorAll('.metric h2')].map((one) => one.textContent)")
+        assert len(set(names)) == len(names)
         (tmp_path / "stop").touch()
         assert 0 == training.wait(60)
         assert [] == page.problems

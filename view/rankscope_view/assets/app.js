@@ -295,7 +295,7 @@ function charts() {
   /** @type {Set<string>} The scalars that have a chart. */ const known = new Set(["perplexity"]);
   for (const box of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll(".plot[data-chart]"))) {
     const { name, keys } = optionsOf(box);
-    for (const one of keys ?? [name]) known.add(one);
+    for (const one of keys ?? [name]) known.add(one).add(one.split('{"')[0]);
     keys ? watch.observe(box) : make(box);
   }
   const addMetric = (/** @type {string} */ name, /** @type {import("./tail.js").Row} */ row) => {
@@ -304,8 +304,12 @@ function charts() {
     if (end < 0 || !row[3][name.slice(0, end)]) newMetric(name).forEach((box) => watch.observe(box)); // otherwise a line of a metric
   };
   searchMetrics();
-  // The rows of the machine do not come with those of the training.
-  if (document.body.dataset.live) setInterval(() => document.hidden || [...near].forEach((box) => optionsOf(/** @type {HTMLElement} */ (box)).slow && void draw(/** @type {Chart} */ (made.get(box)))), 10_000);
+  // Rows of the machine, and those of very many names, do not come with the rows of the training.
+  const comes = (/** @type {string[]} */ keys) => keys.some((key) => tail.some((row) => row[3][key]));
+  const fetchOthers = () => {
+    for (const box of document.hidden ? [] : near) if (!comes(optionsOf(/** @type {HTMLElement} */ (box)).keys ?? [])) void draw(/** @type {Chart} */ (made.get(box)));
+  };
+  if (document.body.dataset.live) setInterval(fetchOthers, 10_000);
   const more = /** @type {HTMLDetailsElement | null} */ (byId("more"));
   more?.addEventListener("toggle", () => {
     keep("more", more.open ? "1" : "");

@@ -7,7 +7,7 @@ import { bandsOf, isDrawn, seriesOf } from "./series.js";
 /** @typedef {import("./logic.js").Curve} Curve */
 /** @typedef {import("./series.js").Series} Series */
 /** @typedef {{name: string, log: boolean, fixed: boolean, zero: boolean, tensor?: boolean, compare?: boolean,
- *   keys?: string[], slow?: boolean}} Options keys: of a metric, the names under which new rows have its lines */
+ *   keys?: string[]}} Options keys: of a metric, the names under which new rows have its lines */
 
 const LANE = 42;
 /** @type {Record<string, {width: number, dash?: number[]}>} Width and dashes by style. */

@@ -34,13 +34,7 @@ def metric_groups(metrics: Iterable[Metric], titles: Mapping[str, str], *, compa
         listed = list(found)
         is_open = group not in _LAST and drawn + len(listed) <= _MOST_OPEN
         drawn += len(listed) if is_open else 0
-        groups.append(
-            _group(
-                group,
-                [_chart(one.name, _keys(one), is_slow=group in _LAST, compare=compare) for one in listed],
-                is_open=is_open,
-            )
-        )
+        groups.append(_group(group, [_chart(one.name, _keys(one), compare=compare) for one in listed], is_open=is_open))
     search = f'<label class="searchbox">{icon("search")}<input id="metricsearch" placeholder="Search {len(ordered)} metrics" aria-label="Search metrics"></label>'
     forms = f'<template id="metricforms" data-titles="{text(json.dumps(dict(titles)))}">{_group("", [_chart("", [])], is_open=True)}</template>'
     hide = "" if ordered else " hidden"
@@ -59,24 +53,12 @@ def _keys(metric: Metric) -> list[str]:
     return [f"{metric.stored}{labels or ''}" for labels in metric.labels]
 
 
-def _chart(name: str, keys: Sequence[str], *, is_slow: bool = False, compare: bool = False) -> str:
-    known = {
-        "name": name,
-        "log": False,
-        "fixed": False,
-        "zero": False,
-        "keys": keys,
-        "slow": is_slow,
-        "compare": compare,
-    }
+def _chart(name: str, keys: Sequence[str], *, compare: bool = False) -> str:
+    known = {"name": name, "log": False, "fixed": False, "zero": False, "keys": keys, "compare": compare}
     save = "" if compare else '<button class="save" title="Save as CSV or PNG" aria-label="Save">⤓</button>'
     body = (
         f'<div class="plot" data-chart="{text(json.dumps(known))}" tabindex="0" role="group" aria-label="{text(name)}">'
         "<noscript>The chart needs scripts.</noscript></div>"
     )
-    return panel(
-        f'<bdi title="{text(name)}">{text(name)}</bdi>',
-        body,
-        aside=f'<span class="legend"></span>{save}',
-        kind="chartbox metric",
-    )
+    title, aside = f'<bdi title="{text(name)}">{text(name)}</bdi>', f'<span class="legend"></span>{save}'
+    return panel(title, body, aside=aside, kind="chartbox metric")
