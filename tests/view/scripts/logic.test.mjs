@@ -100,6 +100,14 @@ for (const smooth of ["none", "ema", "average"]) {
   });
 }
 
+test("a range of NaN that began before the first live row remains, and grows", () => {
+  const stored = { ...curve, axis: "step", attempt: 0, nonfinite: [[40, 100, "NaN 40–100"]], lines: [{ label: null, x: [38, 39], step: [38, 39], value: [4, 3], smoothed: [4, 3], low: [4, 3], high: [4, 3] }], extent: [38, 100] };
+  const rows = [...Array(30).keys()].map((at) => [0, 90 + at, 1e9 + at, { loss: [null, null, null] }]);
+  assert.deepEqual([[40, 119, "NaN 40–119"]], extended(stored, rows, readState("")).nonfinite);
+  rows.push([0, 120, 1e9, { loss: [2, 2, 2] }], [0, 121, 1e9, { loss: [null, null, null] }]);
+  assert.deepEqual([[40, 119, "NaN 40–119"], [121, 121, "NaN 121"]], extended(stored, rows, readState("")).nonfinite);
+});
+
 test("the training loss is behind the evaluations, with a name", () => {
   const behind = { ...line, label: "training loss", role: "training" };
   const own = { ...line, smoothed: line.value.map(() => null), high: line.value, low: line.value };

@@ -105,13 +105,30 @@ export function extended(curve, rows, state) {
     for (const part of /** @type {("x" | "step" | "value" | "smoothed" | "low" | "high")[]} */ (["x", "step", "value", "smoothed", "low", "high"])) {
       next[part] = /** @type {any} */ (line[part].slice(0, end));
     }
-    if (!isExtended && own.length) shown.nonfinite = shown.nonfinite.filter(([first]) => first <= next.x[end - 1]);
+    if (!isExtended && own.length) {
+      const from = placeOf(next, own[0], curve, undefined);
+      shown.nonfinite = shown.nonfinite.filter(([first]) => first < from).map(([first, last, word]) => [first, Math.min(last, from), word]);
+    }
     for (const row of own) append(next, row, curve, shown.nonfinite, state, name);
     shown.lines[shown.lines.indexOf(line)] = next;
     shown.extent = reaching(shown.extent, next);
     isExtended ||= own.length > 0;
   }
   return isExtended ? shown : curve;
+}
+
+/**
+ * Return the place of a row behind a line, which may end with rows that are not finite and have no point.
+ * @param {import("./logic.js").Line} line
+ * @param {Row} row
+ * @param {Curve} curve
+ * @param {[number, number, string] | undefined} range the last range without finite values
+ * @returns {number}
+ */
+function placeOf(line, [, step, time], curve, range) {
+  const before = line.x.length - 1;
+  const places = before < 0 ? { time } : { arrival: Math.max(line.x[before], range?.[1] ?? 0) + 1, cumulative: line.x[before] + step - line.step[before], time };
+  return /** @type {Record<string, number>} */ (places)[curve.axis] ?? step;
 }
 
 /**
@@ -124,14 +141,14 @@ export function extended(curve, rows, state) {
  * @param {string} name
  */
 function append(line, row, curve, nonfinite, state, name) {
-  const [, step, time] = row;
+  const step = row[1];
   const [value, low, high] = /** @type {(number | null)[]} */ (valuesOf(row, name));
-  const before = line.x.length - 1;
-  const places = before < 0 ? { time } : { arrival: line.x[before] + 1, cumulative: line.x[before] + step - line.step[before], time };
-  const x = /** @type {Record<string, number>} */ (places)[curve.axis] ?? step;
   const range = nonfinite.at(-1);
-  if (value === null && range && range[1] === line.x[before]) range[1] = x;
-  else if (value === null) nonfinite.push([x, x, `NaN ${step.toLocaleString("en")}`]);
+  const x = placeOf(line, row, curve, range);
+  if (value === null && range && range[1] >= (line.x.at(-1) ?? x)) {
+    range[1] = x;
+    range[2] = `${range[2].split("–")[0]}–${step.toLocaleString("en")}`;
+  } else if (value === null) nonfinite.push([x, x, `NaN ${step.toLocaleString("en")}`]);
   line.x.push(x);
   line.step.push(step);
   line.value.push(value);
