@@ -121,7 +121,7 @@ def test_keys_open_pages_and_the_help_lists_all(reader):
     page.press("?")
     keys = page.wait("[...document.querySelectorAll('dialog kbd')].map((one) => one.textContent)")
 
-    assert {"g r", "g o", "g t", "g k", "g i", "g c", "[", "]", "T", "?", "s", "l", "f", "0", "← →", "drag"} <= set(
+    assert {"g r", "g o", "g t", "g k", "g i", "g c", "[", "]", "T", "?", "s", "l", "o", "0", "← →", "drag"} <= set(
         keys
     )
 

@@ -102,13 +102,13 @@ def chart_choice(asked: Asked) -> run_page.ChartChoice:
         axis=axis,
         smoothing=smoothing,
         decay=min(max(strength, 0.0), 0.999) if strength is not None and smoothing is Smoothing.EMA else 0.9,
-        width=int(min(max(strength, 1), 500)) if strength is not None and smoothing is Smoothing.AVERAGE else 20,
+        width=int(min(max(strength, 1), 500)) if strength is not None and smoothing is not Smoothing.EMA else 20,
         first=asked.number("from"),
         last=asked.number("to"),
         points=min(max(asked.count("points") or 4000, 8), 100_000),
         newest=asked.count("tail") or None,
     )
-    return run_page.ChartChoice(request=request, is_log=bool(query.get("log")), fits_all=bool(query.get("fit")))
+    return run_page.ChartChoice(request=request, is_log=bool(query.get("log")), is_cut=bool(query.get("cut")))
 
 
 def tensor_choice(asked: Asked, kinds: TensorKinds) -> tensor_page.TensorChoice | None:

@@ -30,6 +30,9 @@ FigureFile = Annotated[
 AxisName = Literal["step", "cumulative", "attempt", "arrival", "time"]
 """Values of `rankscope_view.data.curves.Axis`, of which the import takes half a second."""
 
+AverageName = Literal["none", "ema", "average", "both"]
+"""Values of `rankscope_view.data.curves.Smoothing`."""
+
 Dpi = Annotated[int, typer.Option(min=20, max=1200, help="Pixels per inch of a png.")]
 
 

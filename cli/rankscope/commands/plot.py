@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rankscope.base.errors import USAGE, CommandError
-from rankscope.base.figure_files import AxisName, Dpi, FigureFile, drawing, figure_path, write_figure
+from rankscope.base.figure_files import AverageName, AxisName, Dpi, FigureFile, drawing, figure_path, write_figure
 from rankscope.base.options import Store
 from rankscope.base.sources import Checkpoint, Choice, Latest, OpenRun, Outputs, RunOption, Source, open_run
 
@@ -41,6 +41,14 @@ class _Tensors:
     is_relative: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loss:
+    """Options of the curve of the loss."""
+
+    smoothing: AverageName
+    is_cut: bool
+
+
 def plot(
     source: Source = None,
     store: Store = Path("history"),
@@ -57,6 +65,10 @@ def plot(
     output: FigureFile = None,
     dpi: Dpi = 300,
     axis: Annotated[AxisName, typer.Option(help="Horizontal axis of overview, speed and --scalar.")] = "step",
+    smoothing: Annotated[
+        AverageName, typer.Option(help="Average of the loss; both is a moving average of the EMA.")
+    ] = "average",
+    cut: Annotated[bool, typer.Option("--cut", help="Limit the axis of the loss to most values.")] = False,
     tensor_kind: Annotated[
         str | None,
         typer.Option(
@@ -99,11 +111,12 @@ def plot(
     figure_path(output, "figure")  # a wrong suffix is reported before the run is read
     with open_run(choice) as chosen, drawing():
         tensors = _Tensors(tensor=tensor, kind=tensor_kind, op=op, rank=rank, is_relative=not absolute)
-        figure = _figure(chosen, kind, axis, tensors) if scalar is None else _metric(chosen, scalar, axis)
+        look = _Loss(smoothing=smoothing, is_cut=cut)
+        figure = _figure(chosen, kind, axis, tensors, look) if scalar is None else _metric(chosen, scalar, axis)
         write_figure(figure, figure_path(output, f"{chosen.run}-{scalar or kind}"), dpi)
 
 
-def _figure(chosen: OpenRun, kind: FigureKind, axis: AxisName, tensors: _Tensors) -> Figure:
+def _figure(chosen: OpenRun, kind: FigureKind, axis: AxisName, tensors: _Tensors, look: _Loss) -> Figure:
     match kind:
         case FigureKind.TENSORS:
             return _tensor_map(chosen, tensors)
@@ -114,7 +127,7 @@ def _figure(chosen: OpenRun, kind: FigureKind, axis: AxisName, tensors: _Tensors
         case FigureKind.RANKS:
             return _rank_map(chosen)
         case _:
-            return _curves(chosen, kind, axis)
+            return _curves(chosen, kind, axis, look)
 
 
 def _metric(chosen: OpenRun, name: str, axis: AxisName) -> Figure:
@@ -130,8 +143,8 @@ def _metric(chosen: OpenRun, name: str, axis: AxisName) -> Figure:
     return overlay(name, named, axis=Axis(axis), title=f"{chosen.run}: {name}")
 
 
-def _curves(chosen: OpenRun, kind: FigureKind, axis: AxisName) -> Figure:
-    from rankscope_view.data.curves import Axis
+def _curves(chosen: OpenRun, kind: FigureKind, axis: AxisName, look: _Loss) -> Figure:
+    from rankscope_view.data.curves import Axis, Smoothing
     from rankscope_view.data.detail import read_detail
     from rankscope_view.data.speed import read_speed
     from rankscope_view.data.utilization import read_utilization
@@ -140,11 +153,12 @@ def _curves(chosen: OpenRun, kind: FigureKind, axis: AxisName) -> Figure:
     from rankscope_view.figures.speed import loss_and_throughput
 
     detail = chosen.stored(read_detail(chosen.connection, chosen.run))
+    average = Smoothing(look.smoothing)
     if kind is FigureKind.OVERVIEW:
-        return overview(detail, axis=Axis(axis))
+        return overview(detail, axis=Axis(axis), smoothing=average, is_cut=look.is_cut)
     speed = read_speed(chosen.connection, chosen.run, detail.histories, detail.facts.config)
     if kind is FigureKind.SPEED:
-        return loss_and_throughput(detail, speed.throughput, axis=Axis(axis))
+        return loss_and_throughput(detail, speed.throughput, axis=Axis(axis), smoothing=average, is_cut=look.is_cut)
     return gpu_boxes(chosen.run, read_utilization(chosen.connection, chosen.run, speed))
 
 

@@ -8,7 +8,7 @@ from tests.view.training import MAIN
 
 from rankscope_view.data.curves import Axis, CurveRequest, Smoothing, curve, notice
 from rankscope_view.data.history import History, read_history
-from rankscope_view.data.smoothing import ema, ema_at
+from rankscope_view.data.smoothing import ema, ema_at, moving_average
 
 
 def history(values, *, attempt=None, step=None, time=None) -> History:
@@ -120,13 +120,32 @@ def test_axis_of_time_without_times_is_empty():
     assert found.extent is None
 
 
-def test_ema_equals_the_macro_of_the_store(connection):
+def test_ema_is_the_macro_of_the_store_without_its_bias_to_the_first_value(connection):
     found = curve(read_history(connection, "no-times", "loss"), CurveRequest(decay=0.9))
     expected = connection.query(
         "WITH points AS (SELECT step, loss FROM loss_curve WHERE run = 'no-times') FROM ema(points, step, loss, 0.1)"
     )
 
-    np.testing.assert_allclose(found.lines[0].smoothed, expected["ema"].to_numpy())
+    weight = 0.9 ** np.arange(1, len(expected) + 1)  # of the first value, which the macro counts for all before it
+
+    corrected = (expected["ema"].to_numpy() - weight * expected["loss"].to_numpy()[0]) / (1 - weight)
+    np.testing.assert_allclose(found.lines[0].smoothed, corrected)
+
+
+def test_both_is_the_moving_average_of_the_exponential_one():
+    values = np.random.default_rng(0).normal(size=60)
+    series = np.zeros(60, np.int64)
+    found = curve(history(values), CurveRequest(smoothing=Smoothing.BOTH, width=5))
+
+    np.testing.assert_allclose(found.lines[0].smoothed, moving_average(ema(values, series, 0.9), series, 5))
+
+
+def test_range_of_the_axis_has_all_values_unless_a_reader_cuts_it():
+    values = np.r_[np.linspace(9, 3, 30), np.full(60, 2.5), 40.0, np.full(60, 2.4)]
+    found = curve(history(values), CurveRequest())
+
+    assert (2.4, 40.0) == found.range()
+    assert 9 > found.range(is_cut=True)[1]
 
 
 @pytest.mark.parametrize("spike", [1.0, 1e30, np.nan])

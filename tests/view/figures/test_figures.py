@@ -99,9 +99,12 @@ def test_restarts_and_ranges_of_nan_are_marked(connection, main):
     assert "NaN 151–186" in [text.get_text() for text in loss.texts]
 
 
-def test_values_outside_of_the_axis_are_marked_and_counted(connection, main):
-    axes = main.axes[0]
+def test_axis_has_all_values_unless_it_is_cut(connection, main):
+    (highest,) = column(connection, f"SELECT max(loss) FROM loss_curve WHERE run = '{MAIN}' AND isfinite(loss)")
+    axes = overview(read_detail(connection, MAIN), is_cut=True).axes[0]
     top = axes.get_ylim()[1]
+
+    assert top < highest < main.axes[0].get_ylim()[1]
     query = f"SELECT step::DOUBLE FROM loss_curve WHERE run = '{MAIN}' AND loss > {top} ORDER BY step"
     expected = column(connection, query)
 
@@ -193,8 +196,8 @@ def test_overlay_has_one_average_and_one_label_per_run():
     axes = overlay("grad_norm", runs).axes[0]
 
     assert ["a", "b"] == [text.get_text() for text in axes.get_legend().get_texts()]
-    assert 2 == len({line.get_linestyle() for line in artists(axes, "average")})
-    assert ["b  19.50", "a  29.50"] == [text.get_text() for text in axes.texts if "  " in text.get_text()]
+    assert 2 == len({line.get_linestyle() for line in artists(axes, "raw")})
+    assert ["b  29.00", "a  39.00"] == [text.get_text() for text in axes.texts if "  " in text.get_text()]
 
 
 def test_map_of_tensors_has_a_cell_for_each_value_and_names_the_first_nan(connection, course):

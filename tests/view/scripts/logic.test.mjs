@@ -2,6 +2,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
+import { clipped, common } from "../../../view/rankscope_view/assets/heat_marks.js";
 import { csv, expanded, keptOrder, nearest, placeLabel, readState, replaceState, roundSteps, shown, sliced, stepSplits, tickLabel, valueRange, viridis, writeState } from "../../../view/rankscope_view/assets/logic.js";
 import { seriesOf } from "../../../view/rankscope_view/assets/series.js";
 import { extended, grown } from "../../../view/rankscope_view/assets/tail.js";
@@ -10,8 +11,8 @@ const line = { label: null, x: [0, 1, 2, 3], step: [30, 10, 20, 30], value: [4, 
 const curve = { name: "loss", axis: "arrival", lines: [line], nonfinite: [], restarts: [1], rows: 4, buckets: 0, extent: [0, 3], bulk: [1, 2], notice: "" };
 
 test("an address restores all choices", () => {
-  const search = "axis=arrival&smooth=average&strength=7&from=1.5&to=9&log=1&fit=1&tail=4000";
-  assert.deepEqual({ axis: "arrival", smooth: "average", strength: 7, from: 1.5, to: 9, log: true, fit: true, tail: 4000 }, readState(search));
+  const search = "axis=arrival&smooth=average&strength=7&from=1.5&to=9&log=1&cut=1&tail=4000";
+  assert.deepEqual({ axis: "arrival", smooth: "average", strength: 7, from: 1.5, to: 9, log: true, cut: true, tail: 4000 }, readState(search));
   assert.equal(search, writeState(readState(search)));
   assert.equal("", writeState(readState("")));
 });
@@ -38,15 +39,15 @@ test("labels on the axis of arrival are raw steps", () => {
   assert.deepEqual([0, 2, 3], stepSplits(curve, [0, 3], 4));
 });
 
-test("the range is the bulk, or everything on request", () => {
-  assert.deepEqual([0.94, 2.06], valueRange(curve, { log: false, fit: false, zero: false }));
-  assert.deepEqual(["0.82", "4.18"], valueRange(curve, { log: false, fit: true, zero: false }).map((one) => one.toFixed(2)));
-  assert.equal(0, valueRange(curve, { log: false, fit: false, zero: true })[0]);
-  assert.deepEqual([0.1 / 1.3, 13], valueRange({ ...curve, lines: [] }, { log: true, fit: false, zero: false }));
+test("the range is everything, or the bulk on request", () => {
+  assert.deepEqual([0.94, 2.06], valueRange(curve, { log: false, cut: true, zero: false }));
+  assert.deepEqual(["0.82", "4.18"], valueRange(curve, { log: false, cut: false, zero: false }).map((one) => one.toFixed(2)));
+  assert.equal(0, valueRange(curve, { log: false, cut: false, zero: true })[0]);
+  assert.deepEqual([0.1 / 1.3, 13], valueRange({ ...curve, lines: [] }, { log: true, cut: false, zero: false }));
 });
 
 test("the range of a difference has zero", () => {
-  const range = valueRange({ ...curve, bulk: [-3, -1] }, { log: false, fit: false, zero: true });
+  const range = valueRange({ ...curve, bulk: [-3, -1] }, { log: false, cut: true, zero: true });
   assert.deepEqual([true, true], [range[0] < -3, range[1] >= 0]);
 });
 
@@ -85,9 +86,9 @@ test("a curve of a report is saved as CSV", () => {
   assert.deepEqual(["line,step,step,loss,smoothed,lowest,highest", "0,1,1,4,4,4,5", "0,2,2,,,,"], csv(expanded(kept, true)).split("\n").slice(0, 3));
 });
 
-for (const smooth of ["none", "ema", "average"]) {
+for (const smooth of ["none", "ema", "average", "both"]) {
   test(`a curve that grows equals the one made at once: ${smooth}`, () => {
-    const state = { ...readState(`smooth=${smooth}`), strength: smooth === "average" ? 2 : 0.5 };
+    const state = { ...readState(`smooth=${smooth}`), strength: smooth === "ema" ? 0.5 : 2 };
     const stored = { ...curve, axis: "step", attempt: 0, lines: [{ label: null, x: [1, 2], step: [1, 2], value: [4, 3], smoothed: [4, 3], low: [4, 3], high: [4, 3] }], extent: [1, 2] };
     const rows = [2.5, null, null, 2].map((one, at) => [0, 3 + at, 1e9 + at, { loss: [one, one, one] }]);
     let made = grown(undefined, stored, [], state);
@@ -108,9 +109,27 @@ test("a range of NaN that began before the first live row remains, and grows", (
   assert.deepEqual([[40, 119, "NaN 40–119"], [121, 121, "NaN 121"]], extended(stored, rows, readState("")).nonfinite);
 });
 
+test("averages of live rows begin with the first value, and have no bias to it", () => {
+  const stored = { ...curve, axis: "step", attempt: 0, lines: [{ label: null, x: [1], step: [1], value: [4], smoothed: [4], low: [4], high: [4] }], extent: [1, 1], restarts: [] };
+  const rows = [2, 0].map((one, at) => [0, 2 + at, 1e9 + at, { loss: [one, one, one] }]);
+  const found = (smooth, strength) => extended(stored, rows, { ...readState(`smooth=${smooth}`), strength }).lines[0].smoothed.map((one) => one.toFixed(4));
+  assert.deepEqual(["4.0000", "2.6667", "1.1429"], found("ema", 0.5));
+  assert.deepEqual(["4.0000", "3.4737", "2.4036"], found("both", 2));
+});
+
 test("the training loss is behind the evaluations, with a name", () => {
   const behind = { ...line, label: "training loss", role: "training" };
   const own = { ...line, smoothed: line.value.map(() => null), high: line.value, low: line.value };
   const found = seriesOf({ ...curve, name: "eval_loss", lines: [behind, own] });
   assert.deepEqual([["behind", "training loss"], ["raw", "evaluation"]], found.map((one) => [one.style, one.label]));
+});
+
+test("names at a heat map keep what distinguishes them", () => {
+  const names = [0, 1].flatMap((layer) => ["qkv", "output"].map((leaf) => `module.transformer.blocks.${layer}.attention.${leaf}.weight`));
+  const [start, end] = common(names);
+  const context = { measureText: (/** @type {string} */ text) => ({ width: text.length }) };
+  const shown = (width) => names.map((name) => clipped(context, name.slice(start, name.length - end), width));
+  assert.deepEqual(["0.attention.qkv", "0.attention.output", "1.attention.qkv", "1.attention.output"], shown(20));
+  assert.deepEqual(["0.att.qkv", "0.att.output", "1.att.qkv", "1.att.output"], shown(12));
+  assert.deepEqual([0, 0], common(["weight"]));
 });

@@ -267,15 +267,15 @@ function charts() {
       isChosen ? link.setAttribute("aria-current", "true") : link.removeAttribute("aria-current");
     }
     byId("whole")?.classList.toggle("off", state.from === null && state.to === null);
-    for (const [id, isOn] of /** @type {[string, boolean][]} */ ([["fit", state.fit], ["tail", Boolean(state.tail)]])) {
+    for (const [id, isOn] of /** @type {[string, boolean][]} */ ([["cut", state.cut], ["tail", Boolean(state.tail)]])) {
       isOn ? byId(id)?.setAttribute("aria-current", "true") : byId(id)?.removeAttribute("aria-current");
     }
     const [slider, word] = [/** @type {HTMLInputElement | null} */ (byId("strength")), byId("strength-word")];
     if (!slider) return;
-    const isAverage = state.smooth === "average";
+    const isAverage = state.smooth === "average" || state.smooth === "both";
     Object.assign(slider, { min: isAverage ? "2" : "0", max: isAverage ? "200" : "0.99", step: isAverage ? "1" : "0.01", disabled: state.smooth === "none" });
     slider.value = String(state.strength);
-    if (word) word.textContent = state.smooth === "none" ? "" : isAverage ? `${state.strength} rows` : `α ${state.strength}`;
+    if (word) word.textContent = state.smooth === "none" ? "" : isAverage ? `${state.smooth === "both" ? `α ${STRENGTH.ema}, ` : ""}${state.strength} rows` : `α ${state.strength}`;
   };
 
   /** @type {Map<Element, Chart>} */ const made = new Map();
@@ -327,18 +327,18 @@ function charts() {
     if (axis) set({ axis, from: null, to: null });
     else if (smooth) set({ smooth, strength: STRENGTH[smooth] });
     else if (log !== undefined) set({ log: Boolean(log) });
-    else if (link.id === "fit") set({ fit: !state.fit });
+    else if (link.id === "cut") set({ cut: !state.cut });
     else if (link.id === "tail") set({ tail: state.tail ? 0 : 4000, from: null, to: null });
     else zoom(null, null);
   });
   byId("strength")?.addEventListener("change", (event) => set({ strength: Number(/** @type {HTMLInputElement} */ (event.target).value) }));
   ["step", "cumulative", "attempt", "arrival", "time"].forEach((axis, at) => bind(String(at + 1), `axis: ${axis}`, () => set({ axis, from: null, to: null })));
   bind("s", "smoothing", () => {
-    const smooth = { ema: "average", average: "none" }[state.smooth] ?? "ema";
+    const smooth = { ema: "average", average: "both", both: "none" }[state.smooth] ?? "ema";
     set({ smooth, strength: STRENGTH[smooth] });
   });
   bind("l", "logarithmic scale", () => set({ log: !state.log }));
-  bind("f", "fit all values", () => set({ fit: !state.fit }));
+  bind("o", "cut outliers off the axis", () => set({ cut: !state.cut }));
   bind("0", "whole range", () => zoom(null, null));
   bind("m", "more charts", () => more && (more.open = !more.open));
   addEventListener("popstate", () => {

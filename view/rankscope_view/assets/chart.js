@@ -1,6 +1,6 @@
 // One chart of a curve: lines by uPlot; NaN ranges, restarts and markers are drawn over them.
 import { placeLabel, shown, stepSplits, tickLabel, valueAt, valueRange } from "./logic.js";
-import { clip, colour, cross, glyph, hatch, labelFont, lineAcross, ring, triangle } from "./marks.js";
+import { clip, colour, cross, glyph, hatch, labelFont, lineAcross, MAP_LEFT, ring, triangle } from "./marks.js";
 import { setText } from "./newest.js";
 import { bandsOf, isDrawn, seriesOf } from "./series.js";
 
@@ -11,7 +11,7 @@ import { bandsOf, isDrawn, seriesOf } from "./series.js";
 
 const LANE = 42;
 /** @type {Record<string, {width: number, dash?: number[]}>} Width and dashes by style. */
-const STYLES = { edge: { width: 0 }, behind: { width: 1 }, raw: { width: 1 }, main: { width: 1.8 }, other: { width: 1 }, baseline: { width: 1.5, dash: [8, 4] }, limit: { width: 1.2, dash: [2, 3] } };
+const STYLES = { edge: { width: 0 }, behind: { width: 1 }, raw: { width: 1.5 }, main: { width: 1.5 }, other: { width: 1 }, baseline: { width: 1.5, dash: [8, 4] }, limit: { width: 1.2, dash: [2, 3] } };
 
 export class Chart {
   /**
@@ -53,7 +53,7 @@ export class Chart {
     this.curve = curve;
     this.series = seriesOf(curve);
     const log = state.log || this.options.log;
-    this.range = valueRange(curve, { log, fit: state.fit || this.options.fixed, zero: this.options.zero });
+    this.range = valueRange(curve, { log, cut: state.cut && !this.options.fixed, zero: this.options.zero });
     const [low, high] = curve.extent ?? [0, 1];
     const margin = high > low ? 0 : Math.abs(low) * 0.5 || 1;
     this.window = [state.from ?? low - margin, state.to ?? high + margin];
@@ -97,7 +97,7 @@ export class Chart {
     const curve = /** @type {Curve} */ (this.curve);
     return {
       ...this.size(),
-      padding: [lane, this.isBelowMap() ? 80 : 18, 0, 0],
+      padding: [lane, () => (this.isBelowMap() ? 80 : Math.max(18, 4 + 3.3 * this.longestPlace())), 0, 0], // the last label is as wide as half of it
       series: [{}, ...series],
       bands: bandsOf(this.series).map(([upper, lower, name]) => ({ series: [upper + 1, lower + 1], fill: colour(name) })),
       scales: {
@@ -106,7 +106,7 @@ export class Chart {
       },
       axes: [
         { ...axis, space: 70, size: 26, splits: curve.axis === "arrival" ? () => stepSplits(this.curve, this.window ?? [0, 1], this.box.clientWidth / 75) : undefined, values: (/** @type {any} */ u, /** @type {number[]} */ ticks) => this.places(u, ticks) },
-        { ...axis, ...(log ? { grid: decades } : {}), size: this.isBelowMap() ? 102 : 52, values: (/** @type {any} */ _, /** @type {(number | null)[]} */ ticks) => ticks.map((one) => (one === null || (log && !isLabelled(one, this.range ?? [1, 10])) ? "" : tickLabel(one))) },
+        { ...axis, ...(log ? { grid: decades } : {}), size: (/** @type {any} */ _, /** @type {string[] | null} */ words) => (this.isBelowMap() ? MAP_LEFT + 6 : Math.max(52, 16 + 6.3 * Math.max(0, ...(words ?? []).map((one) => one.length)))), values: (/** @type {any} */ _, /** @type {(number | null)[]} */ ticks) => ticks.map((one) => (one === null || (log && !isLabelled(one, this.range ?? [1, 10])) ? "" : tickLabel(one))) },
       ],
       cursor: {
         sync: { key: "run" },
@@ -124,6 +124,12 @@ export class Chart {
         setSelect: [(/** @type {any} */ u) => this.selected(u)],
       },
     };
+  }
+
+  /** Return the number of characters of the label at the right end of the axis. */
+  longestPlace() {
+    const [first, last] = this.window ?? [0, 1];
+    return this.curve ? placeLabel(this.curve, last, last - first).length : 0;
   }
 
   /**

@@ -1,5 +1,5 @@
 // Heat maps on a canvas: all tensors over the steps of a run, or the step times of all ranks.
-import { colour, hatch } from "./marks.js";
+import { colour, hatch, MAP_LEFT } from "./marks.js";
 import { poolColumns } from "./cells.js";
 import { bad, isAbsolute, labels, legend, lines, marks } from "./heat_marks.js";
 import { shown, viridis } from "./logic.js";
@@ -8,7 +8,6 @@ import { shown, viridis } from "./logic.js";
 
 const base = document.body.dataset.base ?? "";
 const [ABSENT, INFINITE, NAN, LEVELS] = [253, 254, 255, 250];
-const LEFT = 96;
 const RIGHT = 74;
 const BOTTOM = 22;
 
@@ -100,7 +99,8 @@ class HeatMap {
 
   /** @returns {[number, number, number, number]} */
   area() {
-    return [LEFT, 4, Math.max(20, this.box.clientWidth - 24 - LEFT - RIGHT), Math.max(20, this.box.clientHeight - BOTTOM - 8)];
+    const left = this.isRanks ? 96 : MAP_LEFT;
+    return [left, 4, Math.max(20, this.box.clientWidth - 24 - left - RIGHT), Math.max(20, this.box.clientHeight - BOTTOM - 8)];
   }
 
   draw() {
@@ -116,7 +116,7 @@ class HeatMap {
     const [left, top, wide, high] = this.area();
     this.paint(Math.floor(wide * ratio));
     if (!header || !this.image) {
-      context.fillText(header ? header.notice : this.isLate ? "Loading …" : "", LEFT, 40);
+      context.fillText(header ? header.notice : this.isLate ? "Loading …" : "", this.area()[0], 40);
       return;
     }
     context.fillStyle = hatch(context, "absent", "sunken");

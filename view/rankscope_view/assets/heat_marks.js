@@ -60,13 +60,14 @@ export function labels(context, map) {
   let last = -99;
   let group = "";
   const order = new URLSearchParams(location.search).get("order");
+  const [start, end] = map.isRanks ? [0, 0] : common(header.names);
   header.rows.forEach(([first], row) => {
     const name = header.names[first];
     const word = map.isRanks || map.isBins || header.names.length <= 30 ? name : order === "part" ? partOf(name) : layerOf(name);
     const y = top + ((row + 0.5) / count) * high + 4;
     if (word === group || y - last < 14) return;
     [group, last] = [word, y];
-    context.fillText(clipped(context, word, left - 10), left - 6, y);
+    context.fillText(clipped(context, word === name ? name.slice(start, name.length - end) : word, left - 10), left - 6, y);
   });
   context.fillText("step", left - 22, top + high + 15);
   context.textAlign = "center";
@@ -94,11 +95,16 @@ export function legend(context, map) {
   const [low, most] = header.scale;
   const isRelative = !map.isRanks && !map.isBins && !isAbsolute();
   // Step times have no decades; 1 is the median rank.
-  const steps = header.log ? Array.from({ length: Math.floor(most) - Math.ceil(low) + 1 }, (_, at) => Math.ceil(low) + at) : map.isRanks ? [1, 1.1, 1.2, 1.3] : [low, (low + most) / 2, most];
-  for (const step of steps) {
+  const scale = header.log ? Array.from({ length: Math.floor(most) - Math.ceil(low) + 1 }, (_, at) => Math.ceil(low) + at) : map.isRanks ? [1, 1.1, 1.2, 1.3] : [low, (low + most) / 2, most];
+  const inside = scale.filter((step) => step >= low && step <= most);
+  /** @type {number[]} */ const taken = []; // places of labels, of which none covers another
+  for (const step of new Set([...(inside.length > 1 ? [inside[0], inside[inside.length - 1], ...inside] : [low, most])])) {
+    const y = Math.min(Math.max(top + bar - ((step - low) / (most - low || 1)) * bar + 4, top + 9), top + bar);
+    if (taken.some((one) => Math.abs(one - y) < 13)) continue;
+    taken.push(y);
     const value = header.log ? 10 ** step : step;
     const word = `${Number(value.toPrecision(3))}${isRelative || map.isRanks ? "×" : ""}`;
-    context.fillText(word, x + 16, Math.min(Math.max(top + bar - ((step - low) / (most - low)) * bar + 4, top + 9), top + bar));
+    context.fillText(word, x + 16, y);
   }
   const keys = map.isRanks ? [["absent", ""]] : [["NaN", "nan"], ["Inf", "inf"], ["absent", ""]];
   keys.forEach(([word, name], at) => {
@@ -173,14 +179,39 @@ export function isAbsolute() {
 }
 
 /**
- * Return the end of a word that fits into a width.
- * @param {CanvasRenderingContext2D} context
+ * Return the lengths of the beginning and the end that all names share, in whole parts: they distinguish none of them.
+ * @param {string[]} names
+ * @returns {[number, number]}
+ */
+export function common(names) {
+  const parts = names.map((name) => name.split("."));
+  const [one] = parts;
+  const most = Math.min(...parts.map((part) => part.length)) - 1;
+  const shared = (/** @type {(part: string[], at: number) => string} */ of) => {
+    let count = 0;
+    while (names.length > 1 && count < most && parts.every((part) => of(part, count) === of(one, count))) count += 1;
+    return count;
+  };
+  const first = shared((part, at) => part[at]);
+  const last = Math.min(shared((part, at) => part[part.length - 1 - at]), most - first);
+  const length = (/** @type {string[]} */ some) => some.reduce((sum, part) => sum + part.length + 1, 0);
+  return [length(one?.slice(0, first) ?? []), last > 0 ? length(one.slice(-last)) : 0];
+}
+
+/**
+ * Return a name that fits into a width: its inner parts are cut to three letters one after the other, then its middle.
+ * @param {{measureText: (text: string) => {width: number}}} context
  * @param {string} word
  * @param {number} width
  */
 export function clipped(context, word, width) {
-  if (context.measureText(word).width <= width) return word;
-  let end = word.slice(-Math.floor(width / 6));
-  while (end.length > 4 && context.measureText(`…${end}`).width > width) end = end.slice(1);
-  return `…${end}`;
+  const fits = (/** @type {string} */ text) => context.measureText(text).width <= width;
+  const parts = word.split(".");
+  for (let at = 0; at < parts.length - 1 && !fits(parts.join(".")); at += 1) parts[at] = parts[at].slice(0, 3);
+  const name = parts.join(".");
+  if (fits(name)) return name;
+  const short = (/** @type {number} */ length) => `${name.slice(0, Math.floor(length / 2))}…${name.slice(-Math.ceil(length / 2))}`;
+  let length = name.length - 1;
+  while (length > 4 && !fits(short(length))) length -= 1;
+  return short(length);
 }

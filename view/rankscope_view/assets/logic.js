@@ -2,7 +2,7 @@
 
 /**
  * @typedef {{axis: string, smooth: string, strength: number, from: number | null, to: number | null,
- *   log: boolean, fit: boolean, tail: number}} State
+ *   log: boolean, cut: boolean, tail: number}} State
  * @typedef {{label: string | null, x: number[], step: number[], value: (number | null)[], smoothed: (number | null)[],
  *   low: (number | null)[], high: (number | null)[], role?: string | null, key?: string | null}} Line
  * @typedef {{name: string, axis: string, lines: Line[], nonfinite: [number, number, string][], restarts: number[],
@@ -27,7 +27,7 @@ export function grouped(value) {
 }
 
 /** @type {Record<string, number>} Default strength by kind of smoothing. */
-export const STRENGTH = { ema: 0.9, average: 20, none: 0 };
+export const STRENGTH = { ema: 0.9, average: 20, both: 20, none: 0 };
 
 /**
  * Return the choices that an address contains.
@@ -37,7 +37,7 @@ export const STRENGTH = { ema: 0.9, average: 20, none: 0 };
  */
 export function readState(search, usual = "step") {
   const query = new URLSearchParams(search);
-  const smooth = ["none", "ema", "average"].find((one) => one === query.get("smooth")) ?? "ema";
+  const smooth = ["none", "ema", "average", "both"].find((one) => one === query.get("smooth")) ?? "ema";
   const strength = Number(query.get("strength") ?? NaN);
   return {
     axis: ["step", "cumulative", "attempt", "arrival", "time"].find((one) => one === query.get("axis")) ?? usual,
@@ -46,7 +46,7 @@ export function readState(search, usual = "step") {
     from: finite(query.get("from")),
     to: finite(query.get("to")),
     log: Boolean(query.get("log")),
-    fit: Boolean(query.get("fit")),
+    cut: Boolean(query.get("cut")),
     tail: Number(query.get("tail")) || 0,
   };
 }
@@ -73,7 +73,7 @@ export function writeState(state, usual = "step") {
   if (state.strength !== STRENGTH[state.smooth]) query.set("strength", String(state.strength));
   if (state.from !== null) query.set("from", String(state.from));
   if (state.to !== null) query.set("to", String(state.to));
-  for (const name of /** @type {("log" | "fit")[]} */ (["log", "fit"])) if (state[name]) query.set(name, "1");
+  for (const name of /** @type {("log" | "cut")[]} */ (["log", "cut"])) if (state[name]) query.set(name, "1");
   if (state.tail) query.set("tail", String(state.tail));
   return query.toString();
 }
@@ -87,7 +87,7 @@ export function writeState(state, usual = "step") {
  */
 export function replaceState(search, state, usual = "step") {
   const query = new URLSearchParams(search);
-  for (const name of ["axis", "smooth", "strength", "from", "to", "log", "fit", "tail"]) query.delete(name);
+  for (const name of ["axis", "smooth", "strength", "from", "to", "log", "cut", "tail"]) query.delete(name);
   for (const [name, value] of new URLSearchParams(writeState(state, usual))) query.set(name, value);
   return query.toString();
 }
@@ -218,14 +218,14 @@ export function valueAt(series, x) {
 }
 
 /**
- * Return the range of the y axis: most values, or all of them, with a margin.
+ * Return the range of the y axis: all values, or most of them if the axis is cut, with a margin.
  * @param {Curve} curve
- * @param {{log: boolean, fit: boolean, zero: boolean}} choice
+ * @param {{log: boolean, cut: boolean, zero: boolean}} choice
  * @returns {[number, number]}
  */
 export function valueRange(curve, choice) {
   let [low, high] = curve.bulk ?? [0, 1];
-  if (choice.fit || choice.log) {
+  if (!choice.cut || choice.log) {
     [low, high] = [Infinity, -Infinity];
     for (const { value } of curve.lines) {
       for (const one of value) {

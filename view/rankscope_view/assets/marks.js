@@ -1,5 +1,8 @@
 // Marks on the canvas of a chart: hatched ranges, lines across the plot, glyphs in the lane above it, triangles at its edges.
 
+/** Width in pixels of the names of tensors at the left of a heat map, with which the chart below it shares its axis. */
+export const MAP_LEFT = typeof matchMedia === "function" && matchMedia("(max-width: 760px)").matches ? 96 : 150;
+
 /** @type {Map<string, string>} */ const colours = new Map();
 /** @type {Map<string, CanvasPattern | string>} */ const patterns = new Map();
 

@@ -10,7 +10,7 @@
 export const COLOURS = ["s1", "s2", "s3", "s4", "s5", "s6"];
 
 /**
- * Return the series of a curve. A sole line has edges of its range, if it has one; a training loss is behind evaluations; each other line has a raw and a smoothed series.
+ * Return the series of a curve. A sole line has edges of its range, if it has one; a training loss is behind evaluations; each other line has a strong series of its values and a light one of their average.
  * @param {Curve} curve
  * @returns {Series[]}
  */
@@ -61,14 +61,14 @@ function edges(line) {
 /**
  * @param {Line} line
  * @param {string} colour
- * @param {string} faded colour of the raw values under an average
+ * @param {string} faded colour of an average over the values
  * @param {string} label
  * @returns {Series[]}
  */
 function pair(line, colour, faded, label) {
   const isSmooth = line.smoothed.some((one) => one !== null);
-  /** @type {Series} */ const raw = { x: line.x, y: line.value, style: "raw", colour: isSmooth ? faded : colour, label };
-  return isSmooth ? [raw, { x: line.x, y: line.smoothed, style: "main", colour, label }] : [raw];
+  /** @type {Series} */ const raw = { x: line.x, y: line.value, style: "raw", colour, label };
+  return isSmooth ? [raw, { x: line.x, y: line.smoothed, style: "main", colour: faded, label }] : [raw];
 }
 
 /**

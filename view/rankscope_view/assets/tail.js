@@ -1,5 +1,7 @@
 // Rows of a live run that are not in the store yet: they extend the curves of the server. No function touches the document.
 
+import { STRENGTH } from "./logic.js";
+
 /** @typedef {import("./logic.js").Curve} Curve */
 /** @typedef {import("./logic.js").State} State */
 /** @typedef {[number, number, number, Record<string, (number | null)[]>]} Row attempt, step, UTC seconds, and by name: mean, lowest, highest, sum */
@@ -154,22 +156,40 @@ function append(line, row, curve, nonfinite, state, name) {
   line.value.push(value);
   line.low.push(low);
   line.high.push(high);
-  line.smoothed.push(value === null ? null : smoothed(line, value, state));
+  line.smoothed.push(value === null ? null : smoothed(line, state, curve.restarts.at(-1) ?? -Infinity));
+}
+
+/** Number of values after which older ones have no weight in the average of an average. */
+const REACH = 300;
+
+/**
+ * Return the average at the end of a line, whose last value is finite.
+ * @param {import("./logic.js").Line} line
+ * @param {State} state
+ * @param {number} restart place of the last restart, at which averages begin again
+ * @returns {number | null}
+ */
+function smoothed(line, state, restart) {
+  if (state.smooth === "none") return null;
+  const begin = line.x.findLastIndex((x) => x < restart) + 1;
+  const finite = (/** @type {number} */ count) => /** @type {number[]} */ (line.value.slice(Math.max(begin, line.value.length - count)).filter((one) => one !== null));
+  const mean = (/** @type {number[]} */ values) => values.reduce((sum, one) => sum + one, 0) / values.length;
+  if (state.smooth === "average") return mean(finite(state.strength));
+  if (state.smooth === "both") return mean(averages(finite(REACH + state.strength), STRENGTH.ema).slice(-state.strength));
+  return averages(finite(state.strength <= 0.9 ? REACH : Infinity), state.strength).at(-1) ?? null;
 }
 
 /**
- * Return the average at the end of a line, whose newest value is `value`.
- * @param {import("./logic.js").Line} line
- * @param {number} value
- * @param {State} state
- * @returns {number | null}
+ * Return the exponential moving averages of values, each divided by the sum of its weights.
+ * @param {number[]} values
+ * @param {number} decay
+ * @returns {number[]}
  */
-function smoothed(line, value, state) {
-  if (state.smooth === "none") return null;
-  if (state.smooth === "average") {
-    const values = line.value.slice(-state.strength).filter((one) => one !== null);
-    return values.reduce((sum, one) => sum + /** @type {number} */ (one), 0) / values.length;
-  }
-  const last = line.smoothed.findLast((one) => one !== null) ?? value;
-  return state.strength * last + (1 - state.strength) * value;
+function averages(values, decay) {
+  let [sum, weight] = [0, 0];
+  return values.map((value) => {
+    sum = decay * sum + (1 - decay) * value;
+    weight = decay * weight + 1 - decay;
+    return sum / weight;
+  });
 }

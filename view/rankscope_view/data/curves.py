@@ -18,7 +18,7 @@ import numpy as np
 import numpy.ma
 
 from rankscope_view.data.history import Floats, History, Integers, restarts
-from rankscope_view.data.smoothing import ema_at, moving_average
+from rankscope_view.data.smoothing import ema, ema_at, moving_average
 
 POINTS: Final = 4000
 """Default limit of the number of points of a curve."""
@@ -29,13 +29,13 @@ _PAUSE_FACTOR: Final = 10.0
 """On an axis of time, the line is broken if no value came for this many times the median distance of two values."""
 
 _BULK: Final = (0.005, 0.975)
-"""Quantiles of the values that the default range of a chart contains. Values outside are marked at the edge."""
+"""Quantiles of the values that the range of a chart contains if a reader cuts it. Others are marked at the edge."""
 
 _FENCE: Final = 3.0
-"""The default range ends at most this many interquartile ranges above the upper quartile or below the lower one."""
+"""The cut range ends at most this many interquartile ranges above the upper quartile or below the lower one."""
 
 _BULK_SHARE: Final = 0.6
-"""The default range is the range of all values if the bulk takes at least this share of it."""
+"""The range is not cut if the bulk takes at least this share of it."""
 
 
 class Axis(enum.StrEnum):
@@ -54,6 +54,7 @@ class Smoothing(enum.StrEnum):
     NONE = "none"
     EMA = "ema"
     AVERAGE = "average"
+    BOTH = "both"  # a moving average of the exponential one
 
 
 class Role(enum.StrEnum):
@@ -138,9 +139,17 @@ class Curve:
     bucket_width: float | None  # None: every row is drawn
     buckets: int
     extent: tuple[float, float] | None  # of the axis, over all rows
-    bulk: tuple[float, float] | None  # range of most values
+    bulk: tuple[float, float] | None  # range of most values, to which a reader can cut the axis
     attempt: int = 0  # of the newest row
     firings: tuple[Firing, ...] = ()
+
+    def range(self, *, is_cut: bool = False) -> tuple[float, float]:
+        """Return the range of the vertical axis: all values, or most of them."""
+        if is_cut and self.bulk is not None:
+            return self.bulk
+        known = [values[np.isfinite(values)] for values in (line.value for line in self.lines)]
+        finite = np.concatenate([np.array([]), *known])
+        return (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
 
     def document(self) -> dict[str, Any]:
         """Return the curve for JSON, with null in place of NaN."""
@@ -287,9 +296,11 @@ def _smoothed(history: History, request: CurveRequest, parts: Sequence[Integers]
     rows = np.concatenate([np.array([], np.int64), *parts])
     if request.smoothing is Smoothing.EMA:
         found = ema_at(history.value, history.attempt, min(max(request.decay, 0.0), 0.9999), rows)
-    elif request.smoothing is Smoothing.AVERAGE:
-        full = request.needs_full_window
-        found = moving_average(history.value, history.attempt, request.width, needs_full_window=full)[rows]
+    elif request.smoothing is not Smoothing.NONE:
+        values, full = history.value, request.needs_full_window
+        if request.smoothing is Smoothing.BOTH:
+            values = ema(values, history.attempt, request.decay)
+        found = moving_average(values, history.attempt, request.width, needs_full_window=full)[rows]
     else:
         found = np.full(len(rows), np.nan)
     return np.split(found, np.cumsum([len(one) for one in parts])[:-1]) if parts else []
@@ -435,7 +446,7 @@ def _nonfinite(history: History, x: Floats) -> tuple[NonfiniteRange, ...]:
 
 
 def _bulk(values: Floats) -> tuple[float, float] | None:
-    """Return the default range of a chart: the range of most values, or of all values if that is not much larger."""
+    """Return the cut range of a chart: that of most values, or of all values if that is not much larger."""
     ordered = np.sort(values)  # a partition by four ranks takes longer; NaN comes last
     first = int(np.searchsorted(ordered, -np.inf, "right"))
     finite = ordered[first : int(np.searchsorted(ordered, np.inf, "left"))]

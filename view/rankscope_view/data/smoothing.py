@@ -1,7 +1,9 @@
-"""Smooth a curve: exponential moving average and moving average, seeded with the first value.
+"""Smooth a curve: exponential moving average and moving average.
 
-The averages equal those of the SQL macros `ema` and `moving_average`, except that a value which is not finite has no
-average. The average starts again with each series, for example at a restart.
+The moving average equals that of the SQL macro `moving_average`, except that a value that is not finite has none.
+The exponential one is corrected for its bias: its weights add up to 1 from the first row on, while the macro `ema`, as
+the rules, gives the first value the weight of all values before it. Averages start again with each series, for example
+at a restart.
 """
 
 from __future__ import annotations
@@ -95,12 +97,15 @@ def _by_series(values: Floats, series: Integers, smooth: Callable[[Floats], Floa
 
 
 def _ema(values: Floats, decay: float) -> Floats:
-    """Return the average of finite `values`; in a block, it is a power of `decay` times a sum of y / decay^i."""
+    """Return the average of finite `values`; in a block, it is a power of `decay` times a sum of y / decay^i.
+
+    It begins at 0, and is divided by the sum of the weights, 1 - decay^n of n values.
+    """
     if decay <= 0:
         return values
     block = max(1, int(_LARGEST_EXPONENT / max(-math.log(decay), 1e-13)))
     result = np.empty(len(values))
-    previous = values[0] if len(values) else 0.0
+    previous = 0.0
     powers = decay ** np.arange(1, min(block, len(values)) + 1)
     weights = (1 - decay) / powers
     for start in range(0, len(values), block):  # without arrays of the length of `values`, whose memory costs more
@@ -111,4 +116,5 @@ def _ema(values: Floats, decay: float) -> Floats:
         own += previous
         own *= powers[: len(part)]
         previous = own[-1]
+        own /= 1.0 - decay**start * powers[: len(part)]
     return result

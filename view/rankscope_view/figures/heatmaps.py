@@ -106,6 +106,7 @@ def _hatch(axes: Axes, grid: Grid) -> None:
 def _label_rows(axes: Axes, grid: Grid) -> None:
     """Label all rows, or the first row of each layer, or evenly distributed rows if there are too many."""
     names = [row.name for row in grid.rows]
+    names = _without_common_ends(names)
     if len(names) <= _MOST_LABELS:
         axes.set_yticks(np.arange(len(names)) + 0.5, [_short(name) for name in names])
         return
@@ -113,7 +114,7 @@ def _label_rows(axes: Axes, grid: Grid) -> None:
     starts = [at for at, layer in enumerate(layers) if at == 0 or layer != layers[at - 1]]
     labels = layers
     if len(starts) > len(names) // 2:  # no layers in the names
-        starts, labels = list(range(len(names))), [_short(name) for name in names]
+        starts, labels = list(range(len(names))), names
     shown_rows = [starts[0]]
     for at in starts:
         if at - shown_rows[-1] >= len(names) / _MOST_LABELS:
@@ -121,8 +122,25 @@ def _label_rows(axes: Axes, grid: Grid) -> None:
     axes.set_yticks([at + 0.5 for at in shown_rows], [_short(labels[at]) for at in shown_rows])
 
 
+def _without_common_ends(names: Sequence[str]) -> list[str]:
+    """Return names without the parts at their beginning and end that all of them share."""
+    parts = [name.split(".") for name in names]
+    if len(names) < 2:
+        return list(names)
+    most = min(map(len, parts)) - 1
+    first = next((at for at in range(most) if len({one[at] for one in parts}) > 1), most)
+    last = next((at for at in range(most - first) if len({one[-1 - at] for one in parts}) > 1), most - first)
+    return [".".join(one[first : len(one) - last]) for one in parts]
+
+
 def _short(name: str) -> str:
-    return shown(name if len(name) <= _LONGEST_NAME else f"…{name[-_LONGEST_NAME:]}")
+    """Return a name whose inner parts are cut to three letters, one after the other, until it is short enough."""
+    parts = name.split(".")
+    for at in range(len(parts) - 1):
+        if len(".".join(parts)) > _LONGEST_NAME:
+            parts[at] = parts[at][:3]
+    name, half = ".".join(parts), _LONGEST_NAME // 2
+    return shown(name if len(name) <= _LONGEST_NAME else f"{name[:half]}…{name[-half:]}")
 
 
 def _label_steps(axes: Axes, grid: Grid) -> None:

@@ -29,33 +29,42 @@ _MOST_LABELS: Final = 4
 """Largest number of ranges of NaN that have a label; further ones are only hatched."""
 
 
-def request(axis: Axis, *, width: int = 0, needs_full_window: bool = False) -> CurveRequest:
-    """Return the request of a curve with a moving average of `width` rows, or without one for 0."""
-    smoothing = Smoothing.AVERAGE if width else Smoothing.NONE
+def request(
+    axis: Axis, *, width: int = 0, smoothing: Smoothing = Smoothing.AVERAGE, needs_full_window: bool = False
+) -> CurveRequest:
+    """Return the request of a curve with an average, of `width` rows if it is a moving one; without one for 0 rows."""
+    smoothing = smoothing if width else Smoothing.NONE
     return CurveRequest(axis=axis, smoothing=smoothing, width=max(width, 1), needs_full_window=needs_full_window)
 
 
 def draw(
     axes: Axes, history: History, asked: CurveRequest, *, unit: str, average: str = "-", label: str = "each row"
 ) -> Curve:
-    """Draw the curve of `history` into `axes`, and return it. `average` is the line style of the moving average."""
+    """Draw the curve of `history` into `axes`, and return it. `average` is the line style of the average."""
     found = curve(history, asked)
-    has_average = asked.smoothing is Smoothing.AVERAGE
     for line in found.lines:
         x = scaled(line.x, found)
         if (line.high > line.low).any():
             axes.fill_between(x, line.low, line.high, color=RAW, alpha=0.18, linewidth=0, gid="range")
-        color, width = (RAW, 0.9) if has_average else (BLUE, 1.1)
-        axes.plot(x, line.value, color=color, linewidth=width, label=label, gid="raw")
-        _draw_single_points(axes, x, line.value, color)
-        if has_average and np.isfinite(line.smoothed).any():
-            words = f"moving average of {asked.width} rows"
-            axes.plot(x, line.smoothed, color=BLUE, linewidth=1.8, linestyle=average, label=words, gid="average")
+        axes.plot(x, line.value, color=BLUE, linewidth=1.1, label=label, gid="raw")
+        _draw_single_points(axes, x, line.value, BLUE)
+        if np.isfinite(line.smoothed).any():
+            words = average_words(asked)
+            axes.plot(
+                x, line.smoothed, color=RAW, alpha=0.7, linewidth=1.6, linestyle=average, label=words, gid="average"
+            )
     hatch_nonfinite(axes, found)
     mark_restarts(axes, found)
     label_axis(axes, found, history)
     axes.set_ylabel(unit)
     return found
+
+
+def average_words(asked: CurveRequest) -> str:
+    """Return the name of the average of a curve, with its strength."""
+    moving = f"moving average of {asked.width} rows"
+    words = {Smoothing.EMA: f"EMA {asked.decay:g}", Smoothing.BOTH: f"EMA {asked.decay:g}, then {moving}"}
+    return words.get(asked.smoothing, moving)
 
 
 def scaled(x: Floats, found: Curve) -> Floats:

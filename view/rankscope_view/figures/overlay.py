@@ -13,8 +13,18 @@ from matplotlib.figure import Figure
 from rankscope_view.data.curves import Axis, Curve, curve, notice
 from rankscope_view.data.history import History
 from rankscope_view.figures import lines
-from rankscope_view.figures.style import DASHES, SERIES, foot, new_figure, note, show_nothing, shown, style
-from rankscope_view.pages.format import count, measure
+from rankscope_view.figures.style import (
+    DASHES,
+    SERIES,
+    foot,
+    legend_below,
+    new_figure,
+    note,
+    show_nothing,
+    shown,
+    style,
+)
+from rankscope_view.pages.format import measure
 
 SIZE: Final = (15.0, 8.0)
 AVERAGE_ROWS: Final = 20
@@ -73,13 +83,10 @@ def overlay(
         lines.label_axis(axes, curves[0][1], known[0][1])
         axes.set_ylabel(name.replace("_", " "))
         _label_ends(axes, ends)
-        axes.legend(loc="upper right")
-        note(axes, f"thin: each row · thick: moving average of {AVERAGE_ROWS} rows")
+        legend_below(axes)
+        note(axes, f"line and number at its end: rows · light: moving average of {AVERAGE_ROWS} rows")
         missing = [label for label, _ in histories if label not in dict(known)]
-        remarks = [
-            f"{label}: {notice(found)}{_outside(axes, rows)}"
-            for (label, found), (_, rows) in zip(curves, known, strict=True)
-        ]
+        remarks = [f"{label}: {notice(found)}" for label, found in curves]
         remarks += [f"{label}: no finite value" for label in missing]
         foot(figure, "\n".join(remarks[:8]))
     return figure
@@ -93,37 +100,29 @@ def _draw(axes: Axes, label: str, found: Curve, look: _Look) -> _End:
     """Draw the lines of one run, and return the label at its end."""
     last = (0.0, 0.0)
     for number, line in enumerate(found.lines):
-        axes.plot(line.x, line.value, color=look.color, linewidth=0.8, alpha=0.35, gid="raw")
         every = max(1, len(line.x) // _MARKED_ROWS)
         axes.plot(
-            line.x, line.smoothed, color=look.color, linewidth=2, linestyle=look.dash, marker=look.marker,
-            markevery=every, markersize=5, label=shown(label) if number == 0 else None, gid="average",
+            line.x, line.value, color=look.color, linewidth=1.4, linestyle=look.dash, marker=look.marker,
+            markevery=every, markersize=5, label=shown(label) if number == 0 else None, gid="raw",
         )  # fmt: skip
-        rows = np.flatnonzero(np.isfinite(line.smoothed))
+        axes.plot(line.x, line.smoothed, color=look.color, linewidth=2.4, alpha=0.35, gid="average")
+        rows = np.flatnonzero(np.isfinite(line.value))
         if len(rows):
-            last = float(line.x[rows[-1]]), float(line.smoothed[rows[-1]])
+            last = float(line.x[rows[-1]]), float(line.value[rows[-1]])
     lines.hatch_nonfinite(axes, found, name=f"{label}: ")
     return _End(*last, f"{label}  {measure(last[1])}", look.color)
 
 
 def _limit(axes: Axes, curves: Sequence[Curve], longest: int) -> None:
-    """Limit the vertical axis to the bulk of the values, and leave space at the right for `longest` characters."""
-    bulks = [found.bulk for found in curves if found.bulk is not None]
-    low, high = min(low for low, _ in bulks), max(high for _, high in bulks)
+    """Limit the vertical axis to all values, and leave space at the right for `longest` characters."""
+    ranges = [found.range() for found in curves]
+    low, high = min(low for low, _ in ranges), max(high for _, high in ranges)
     margin = 0.06 * (high - low) or abs(high) * 0.06 or 0.5
     axes.set_ylim(low - margin, high + margin)
     extents = [found.extent for found in curves if found.extent is not None]
     first, last = min(first for first, _ in extents), max(last for _, last in extents)
     span = (last - first) or 1.0
     axes.set_xlim(first - 0.02 * span, last + (0.03 + _CHARACTER * longest) * span)
-
-
-def _outside(axes: Axes, history: History) -> str:
-    """Return a remark about the values outside of the vertical axis."""
-    low, high = axes.get_ylim()
-    values = history.value[history.stands & np.isfinite(history.value)]
-    outside = int(((values < low) | (values > high)).sum())
-    return f"; {count(outside)} value{'' if outside == 1 else 's'} outside of the axis" if outside else ""
 
 
 def _label_ends(axes: Axes, ends: Sequence[_End]) -> None:

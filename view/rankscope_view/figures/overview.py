@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from rankscope_view.data.curves import Axis, Curve, notice
+from rankscope_view.data.curves import Axis, Curve, Smoothing, notice
 from rankscope_view.data.detail import RunDetail
 from rankscope_view.data.history import GRAD_NORM, LEARNING_RATE, LOSS, Floats, History
 from rankscope_view.data.summary import losses_of
@@ -20,6 +20,7 @@ from rankscope_view.figures.style import (
     foot,
     formatter,
     head,
+    legend_below,
     new_figure,
     note,
     plain,
@@ -36,14 +37,16 @@ _SMOOTHED_ROWS: Final = 10
 _TEXT_SIZE: Final = 11.5
 
 
-def overview(detail: RunDetail, *, axis: Axis = Axis.STEP) -> Figure:
+def overview(
+    detail: RunDetail, *, axis: Axis = Axis.STEP, smoothing: Smoothing = Smoothing.AVERAGE, is_cut: bool = False
+) -> Figure:
     """Return the overview of a run: a figure of 15 × 10 inches with 2 × 2 panels."""
     loss = detail.history(LOSS)
     with style(_TEXT_SIZE):
         figure = new_figure(*SIZE)
         ((upper_left, upper_right), (lower_left, lower_right)) = figure.subplots(2, 2)
         curves = [
-            _loss_panel(upper_left, loss, axis),
+            _loss_panel(upper_left, loss, axis, smoothing, is_cut=is_cut),
             _rate_panel(upper_right, detail.history(LEARNING_RATE), axis),
             _norm_panel(lower_left, detail.history(GRAD_NORM), axis),
         ]
@@ -75,15 +78,17 @@ def _facts(detail: RunDetail, loss: History) -> str:
     return " · ".join(parts)
 
 
-def _loss_panel(axes: Axes, loss: History, axis: Axis) -> Curve | None:
+def _loss_panel(axes: Axes, loss: History, axis: Axis, smoothing: Smoothing, *, is_cut: bool) -> Curve | None:
     axes.set_title("Loss")
     if not len(loss):
         show_nothing(axes, "no loss logged")
         return None
-    asked = lines.request(axis, width=average_width(int(loss.stands.sum())), needs_full_window=True)
+    width = average_width(int(loss.stands.sum()))
+    asked = lines.request(axis, width=width, smoothing=smoothing, needs_full_window=True)
     found = lines.draw(axes, loss, asked, unit="loss")
-    lines.limit_to_bulk(axes, loss, found)
-    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.11), ncols=2, frameon=False)  # below: it hides no NaN
+    if is_cut:
+        lines.limit_to_bulk(axes, loss, found)
+    legend_below(axes)
     note(axes, _spread(loss))
     return found
 

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from rankscope_view.data.curves import Axis, Curve, curve
+from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve
 from rankscope_view.data.detail import RunDetail
 from rankscope_view.data.events import Group, markers
 from rankscope_view.data.history import EVAL_LOSS, LEARNING_RATE, LOSS, History
@@ -24,6 +24,7 @@ from rankscope_view.figures.style import (
     foot,
     formatter,
     head,
+    legend_below,
     new_figure,
     note,
     scientific,
@@ -37,7 +38,14 @@ AVERAGE_ROWS: Final = 20
 _HEIGHT_OF_LOSS: Final = 3.6
 
 
-def loss_and_throughput(detail: RunDetail, throughput: Throughput | None, *, axis: Axis = Axis.STEP) -> Figure:
+def loss_and_throughput(
+    detail: RunDetail,
+    throughput: Throughput | None,
+    *,
+    axis: Axis = Axis.STEP,
+    smoothing: Smoothing = Smoothing.AVERAGE,
+    is_cut: bool = False,
+) -> Figure:
     """Return a figure of 8 × 6 inches with loss and throughput. Without a throughput, it has only the loss."""
     with style():
         if throughput is None:
@@ -46,32 +54,33 @@ def loss_and_throughput(detail: RunDetail, throughput: Throughput | None, *, axi
         else:
             figure = new_figure(*SIZE)
             panels = list(figure.subplots(2, 1, sharex=True, height_ratios=[3, 2]))
-        curves = [_loss_panel(panels[0], detail.history(LOSS), detail.history(LEARNING_RATE), axis)]
+        asked = lines.request(axis, width=AVERAGE_ROWS, smoothing=smoothing)
+        curves = [_loss_panel(panels[0], detail.history(LOSS), detail.history(LEARNING_RATE), asked, is_cut=is_cut)]
         if throughput is not None:
             drawn = _throughput_panel(panels[1], throughput, axis)
             _mark_events(panels[1], detail, throughput.history, drawn)
             panels[0].set_xlabel("")
-            panels[1].legend(loc="lower left", bbox_to_anchor=(0, 0.08), ncols=2)
+            legend_below(panels[1])
             curves.append(drawn)
         head(figure, detail.row.run)
         foot(figure, reduction(curves))
     return figure
 
 
-def _loss_panel(axes: Axes, loss: History, rate: History, axis: Axis) -> Curve | None:
+def _loss_panel(axes: Axes, loss: History, rate: History, asked: CurveRequest, *, is_cut: bool) -> Curve | None:
     axes.set_title("Loss")
     if not len(loss):
         show_nothing(axes, "no loss logged")
         return None
-    found = lines.draw(axes, loss, lines.request(axis, width=AVERAGE_ROWS), unit="loss", average="--")
-    lines.limit_to_bulk(axes, loss, found)
+    found = lines.draw(axes, loss, asked, unit="loss", average="--")
+    if is_cut:
+        lines.limit_to_bulk(axes, loss, found)
     handles, labels = axes.get_legend_handles_labels()
     if len(rate):
-        second = _rate_axis(axes, rate, axis)
+        second = _rate_axis(axes, rate, asked.axis)
         more = second.get_legend_handles_labels()
         handles, labels = handles + more[0], labels + more[1]
-    named = dict(zip(labels, handles, strict=True))
-    axes.legend(named.values(), named.keys(), loc="upper right", ncols=2)
+    legend_below(axes, dict(zip(labels, handles, strict=True)))
     return found
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import matplotlib as mpl
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import fontManager
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter
+from matplotlib.transforms import ScaledTranslation
 
 INK, SOFT, FAINT, GRID, LINE = "#14181d", "#454d57", "#626b76", "#eceef1", "#c9ced5"
 BLUE, ORANGE, GREEN, PURPLE, OLIVE, GREY = "#0068a8", "#c24e00", "#00795a", "#a8487f", "#5a4a00", "#57606b"
@@ -128,6 +130,18 @@ def beside(axes: Axes, text: str, x: float, height: float, *, color: str, has_ha
     axes.annotate(
         shown(text), (x, height), xycoords=("data", "axes fraction"), xytext=(4, 0), textcoords="offset points",
         color=color, fontsize="small", va="center", annotation_clip=False, path_effects=[HALO] if has_halo else None,
+    )  # fmt: skip
+
+
+def legend_below(axes: Axes, entries: Mapping[str, Artist] | None = None) -> None:
+    """Place the legend below the panel, where it covers no mark. `entries` are those of two axes, by label."""
+    handles, labels = axes.get_legend_handles_labels()
+    named = entries or dict(zip(labels, handles, strict=True))
+    points = 34 if axes.xaxis.get_tick_params()["labelbottom"] else 6  # below the labels of the axis
+    offset = ScaledTranslation(0, -points / 72, axes.figure.dpi_scale_trans)
+    axes.legend(
+        list(named.values()), list(named), loc="upper left", bbox_to_anchor=(0, 0), borderaxespad=0, ncols=3,
+        bbox_transform=axes.transAxes + offset, frameon=False,
     )  # fmt: skip
 
 

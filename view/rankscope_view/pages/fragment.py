@@ -14,7 +14,7 @@ from rankscope_view.pages.sections import sections
 _SECTIONS: Final = ("progress", "loss", "parameters", "time", "speed", "metrics")
 _STYLE: Final = """\
 .rankscope { max-width: 820px; font-size: 13px; } .rankscope .chart { width: 100%; height: auto; }
-.rankscope .tensor { font-family: monospace; } .rankscope .raw { opacity: .45; } .rankscope .smooth { stroke-width: 1.8; }
+.rankscope .tensor { font-family: monospace; } .rankscope .raw { stroke-width: 1.4; } .rankscope .smooth { opacity: .5; }
 .rankscope .grid { stroke: currentColor; opacity: .12; } .rankscope .restart { stroke: #8f6fe0; stroke-dasharray: 4 3; }
 .rankscope .chart text { fill: currentColor; opacity: .7; } .rankscope .nan { fill: #e5308a; opacity: .35; stroke: none; }
 .rankscope td { text-align: left; vertical-align: top; } .rankscope summary { cursor: pointer; }"""

@@ -183,7 +183,7 @@ def _toolbar(content: ReportContent) -> str:
         f'<div class="toolbar charts" id="toolbar">{chosen}'
         f"{segmented('', [('none', 'Raw', '#'), ('ema', 'EMA 0.9', '#')], 'ema', 'smooth')}"
         f"{segmented('', [('', 'Linear', '#'), ('1', 'Log', '#')], '', 'log')}"
-        '<a class="button" id="fit" href="#">Fit all</a><span class="dim">Drag in a chart to zoom.</span>'
+        '<a class="button" id="cut" href="#">Cut outliers</a><span class="dim">Drag in a chart to zoom.</span>'
         '<a class="button off" id="whole" href="#">Reset zoom <kbd>0</kbd></a></div>'
     )
 

@@ -42,7 +42,10 @@ AXES: Final = (
     (Axis.ARRIVAL, "Arrival", "Order of arrival; labels are the raw steps, so they go back at a restart"),
     (Axis.TIME, "Time", "Time in UTC; a pause is a gap"),
 )
-_SMOOTHINGS: Final = ((Smoothing.NONE, "None"), (Smoothing.EMA, "EMA"), (Smoothing.AVERAGE, "Average"))
+_SMOOTHINGS: Final = (
+    *((Smoothing.NONE, "None"), (Smoothing.EMA, "EMA"), (Smoothing.AVERAGE, "Average")),
+    (Smoothing.BOTH, "EMA, then average"),
+)
 _HINTS: Final = {
     PERPLEXITY: "10 means: as unsure as among 10 words of equal chance. Lower is better.",
     GRAD_NORM: "Before clipping. Above 100: clip. Near 0: vanishing.",
@@ -69,7 +72,7 @@ _GROUP_WORDS: Final = {
 }
 
 
-OUTSIDE: Final = f'<span class="mark">{icon("outside")} outside of the axis (Fit all)</span>'
+OUTSIDE: Final = f'<span class="mark">{icon("outside")} outside of a cut axis</span>'
 """Entry of a legend for the triangles at the edges of a chart."""
 
 _BAD: Final = ' class="bad"'
@@ -89,7 +92,7 @@ class ChartChoice:
 
     request: CurveRequest
     is_log: bool = False
-    fits_all: bool = False
+    is_cut: bool = False  # the axis has most values, not all
 
     def values(self) -> dict[str, object]:
         """Return the parameters of an address with these choices."""
@@ -102,7 +105,7 @@ class ChartChoice:
             "from_": request.first,
             "to": request.last,
             "log": 1 if self.is_log else None,
-            "fit": 1 if self.fits_all else None,
+            "cut": 1 if self.is_cut else None,
             "tail": request.newest,
         }
 
@@ -217,10 +220,8 @@ def _figures(place: Place, found: RunDetail) -> Iterator[tuple[str, str, str, st
         history = found.history(name)
         if not len(history):
             continue
-        changed = speed_change(history)
-        line = (
-            "" if changed is None else f'<span class="amber">{signed(changed[0])} since step {count(changed[1])}</span>'
-        )
+        changed = speed_change(history) if row.is_live else None
+        line = "" if changed is None else f"{signed(changed[0])} since step {count(changed[1])}"
         value = float(history.value[-1])
         shown = (
             measure(value)
@@ -302,7 +303,7 @@ def toolbar(
         f'<label class="strength"><input id="strength" type="range" min="{low}" max="{high}" step="{step}" value="{strength:g}">'
         f'<output id="strength-word">{strength:g}</output></label>'
     )
-    fit = address(values | {"fit": None if choice.fits_all else 1})
+    cut = address(values | {"cut": None if choice.is_cut else 1})
     newest = ""
     if is_long or request.newest:
         tail = address(values | {"tail": None if request.newest else POINTS})
@@ -312,10 +313,10 @@ def toolbar(
             f"Newest {count(POINTS)}</a>"
         )
     whole = address(values | {"from_": None, "to": None})
-    is_used = choice.fits_all or request.newest or (has_axes and request.axis is not Axis.STEP)
+    is_used = choice.is_cut or request.newest or (has_axes and request.axis is not Axis.STEP)
     rare = (
         f"{segmented('Axis', axes, request.axis.value, 'axis') if has_axes else ''}{slider}"
-        f'<a class="button" id="fit" href="{fit}"{" aria-current=true" if choice.fits_all else ""}>Fit all</a>{newest}'
+        f'<a class="button" id="cut" href="{cut}"{" aria-current=true" if choice.is_cut else ""}>Cut outliers</a>{newest}'
     )
     return (
         f'<div class="toolbar charts" id="toolbar">{segmented("Smoothing", smoothings, request.smoothing.value, "smooth")}'
@@ -354,7 +355,7 @@ def chart_panel(
     body = (
         f'{f"<p class=hint>{hint}</p>" if hint else ""}<div class="plot{" tall" if name == LOSS else ""}" '
         f'data-chart="{text(known)}" tabindex="0" role="group" aria-label="{title(name)}">'
-        f"{svg.line_chart(curve, label=title(name), height=height, width=820 if is_main else 400)}</div>{text_below}"
+        f"{svg.line_chart(curve, label=title(name), height=height, width=820 if is_main else 400, is_cut=choice.is_cut)}</div>{text_below}"
     )
     return panel(title(name), body, note=text(note), aside=legend, kind="chartbox", name=f"chart-{name}")
 

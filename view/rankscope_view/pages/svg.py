@@ -17,6 +17,8 @@ _HEIGHT: Final = 26
 _LEFT: Final = 46
 _BOTTOM: Final = 20
 _TOP: Final = 6
+_CHARACTER: Final = 6.4
+"""Width of a character of a label, in units of a chart."""
 
 Point = tuple[float, float]
 
@@ -83,25 +85,29 @@ def stacked(parts: Sequence[tuple[str, float]], whole: float) -> str:
     )
 
 
-def line_chart(curve: Curve, *, label: str, width: int = 760, height: int = 220) -> str:
+def line_chart(curve: Curve, *, label: str, width: int = 760, height: int = 220, is_cut: bool = False) -> str:
     """Return the chart of `curve` for readers without scripts: axes, lines, NaN ranges and restarts."""
     if curve.extent is None:
         return f'<p class="empty">No rows of {text(label)}.</p>'
     x_low, x_high = _wider(_visible(curve))
-    low, high = _wider(curve.bulk or (0.0, 1.0))
+    low, high = _wider(curve.range(is_cut=is_cut))
+
+    words = {tick: f"{tick:g}" for tick in ticks(low, high, 5)}
+    edge = max(_LEFT, 10 + _CHARACTER * max(map(len, words.values()), default=0))
 
     def place(x: float, y: float) -> Point:
-        across = _LEFT + (x - x_low) / (x_high - x_low) * (width - _LEFT - 8)
+        across = edge + (x - x_low) / (x_high - x_low) * (width - edge - 8)
         return across, _TOP + (high - y) / (high - low) * (height - _TOP - _BOTTOM)
 
     found = [f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{text(label)}">']
-    for tick in ticks(low, high, 5):
+    for tick, word in words.items():
         y = place(x_low, tick)[1]
-        found.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{width - 8}"/>')
-        found.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
+        found.append(f'<path class="grid" d="M{edge:g} {y:.1f}H{width - 8}"/>')
+        found.append(f'<text x="{edge - 6:g}" y="{y + 4:.1f}" text-anchor="end">{word}</text>')
     for tick in ticks(x_low, x_high, 7):
-        x = place(tick, low)[0]
-        found.append(f'<text x="{x:.1f}" y="{height - 5}" text-anchor="middle">{_axis_label(curve, tick)}</text>')
+        word = _axis_label(curve, tick)
+        x = min(place(tick, low)[0], width - _CHARACTER * len(word) / 2)  # the last label is not cut
+        found.append(f'<text x="{x:.1f}" y="{height - 5}" text-anchor="middle">{word}</text>')
     for one in curve.nonfinite:
         left, right = place(one.first, high)[0], place(one.last, high)[0]
         area = f'y="{_TOP}" width="{max(2.0, right - left):.1f}" height="{height - _TOP - _BOTTOM}"'
@@ -110,8 +116,8 @@ def line_chart(curve: Curve, *, label: str, width: int = 760, height: int = 220)
         f'<path class="restart" d="M{place(at, low)[0]:.1f} {_TOP}V{height - _BOTTOM}"/>' for at in curve.restarts
     ]
     # An inner element clips the lines at the range: values outside of it are not drawn at its edge.
-    wide, tall = width - _LEFT - 8, height - _TOP - _BOTTOM
-    area = f'x="{_LEFT}" y="{_TOP}" width="{wide}" height="{tall}" viewBox="{_LEFT} {_TOP} {wide} {tall}"'
+    wide, tall = width - edge - 8, height - _TOP - _BOTTOM
+    area = f'x="{edge:g}" y="{_TOP}" width="{wide:g}" height="{tall}" viewBox="{edge:g} {_TOP} {wide:g} {tall}"'
     found.append(f"<svg {area}>")
     for line in curve.lines:
         for kind, values in ((line.role or "raw", line.value), ("smooth", line.smoothed)):
