@@ -17,7 +17,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, SecretStr
 from pydantic_core import PydanticUndefined
@@ -102,7 +102,7 @@ def service_settings() -> str:
     parts = []
     for section, description in ServiceConfig.model_fields.items():
         model = _model_in(description.annotation)
-        heading = f"[[{section}]]" if section in {"targets", "watch"} else f"[{section}]"
+        heading = f"[[{section}]]" if get_origin(description.annotation) is tuple else f"[{section}]"
         rows = [
             (f"`{key}`", _written(_pydantic_default(field)), meanings.pop(f"{section}.{key}"))
             for key, field in model.model_fields.items()
@@ -121,7 +121,8 @@ def monitor_settings() -> str:
         for field in fields(cls):
             if not prefix and field.name in tables:
                 continue  # the rows of its settings replace it
-            default = "see below" if field.name == "rules" else _written(field.default)
+            made = field.default if field.default_factory is MISSING else field.default_factory() or None
+            default = "see below" if field.name == "rules" else _written(made)
             rows.append((f"`{prefix}{field.name}`", default, meanings.pop(prefix + field.name)))
     _nothing_left(meanings)
     return table(("setting", "default", "meaning"), rows)

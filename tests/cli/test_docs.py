@@ -134,3 +134,11 @@ def test_tests_named_in_guarantees_exist():
 
     assert len(named) > 20
     assert [] == [(file, name) for file, name in named if f"def {name}" not in sources.get(file, "")]
+
+
+def test_configuration_page_requires_no_optional_setting():
+    page = (DOCS / "configuration.md").read_text(encoding="utf-8")
+
+    assert "### `[[exporters]]`" in page
+    for setting in ("options", "sinks", "hyperparameters", "capture.options"):
+        assert f"| `{setting}` | none |" in page
