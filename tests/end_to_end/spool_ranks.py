@@ -22,8 +22,8 @@ import pyarrow as pa
 from rankscope_contract.model.events import Event
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.model.schema import Plan, PlanEntry
+from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.records.step_record import NamedPlan, Scalar, Statistics, StepRecord
-from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.rank_server import RankServer
 
 PLAN = NamedPlan.of(Plan((PlanEntry(kind="param_after", tensor="w"),)))
@@ -45,7 +45,7 @@ def live(order: dict[str, Any]) -> None:
     identity = Identity(
         run="r", launch_id=life, rank=rank, world_size=2, local_rank=rank, host="h", incarnation=f"{life}-{rank}"
     )
-    config = ServeConfig().with_environment({**os.environ, **order["environment"]})
+    config = MonitorConfig().with_environment({**os.environ, **order["environment"]}).serve
     channel = RankServer(
         identity,
         dataclasses.replace(config, ring_records=order["ring"]),

@@ -5,6 +5,7 @@ The identity is read from the environment, without a collective.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import uuid
@@ -48,14 +49,16 @@ class Identity:
 
 
 def run_from_environment(environment: Mapping[str, str]) -> str | None:
-    """Return the run name from the environment, or None.
+    """Return the run name from the environment, or None. A name that the service would reject is not used.
 
     The variables are RANKSCOPE_RUN, SLURM_JOB_ID and TORCHELASTIC_RUN_ID, in this order.
     """
     for variable in (RUN_VARIABLE, "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
         value = environment.get(variable, "")
         if value and not (variable == "TORCHELASTIC_RUN_ID" and value == _UNSET_ELASTIC_ID):
-            return value
+            with contextlib.suppress(ValueError):
+                check_run_name(value)
+                return value
     return None
 
 

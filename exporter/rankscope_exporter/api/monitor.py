@@ -1,7 +1,7 @@
 """The interface of a training script: create a Monitor, attach it, and use it as a context manager.
 
 An error in a method of the monitor is caught, counted, and logged once: training never stops because of telemetry. Only
-the constructor and `switch` raise an error, for a wrong configuration.
+the constructor raises an error, for a wrong argument.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from rankscope_exporter.api.session import Session
 from rankscope_exporter.api.session_end import EndedRun, SessionEnd, note_other_monitors
 from rankscope_exporter.api.session_factory import Optimizers, attached
 from rankscope_exporter.base.copies import CopiesDoNothing
-from rankscope_exporter.base.errors import ErrorBoundary
+from rankscope_exporter.base.errors import ConfigError, ErrorBoundary
 from rankscope_exporter.base.torch_names import missing_name
 from rankscope_exporter.base.tracing import is_dynamo_compiling, on_compilation
-from rankscope_exporter.config.monitor_config import MonitorConfig
+from rankscope_exporter.config.monitor_config import MonitorConfig, warn
 from rankscope_exporter.config.resolve import Given, callable_or_none, config_of, steps_from
 from rankscope_exporter.model.parameter_names import encodable
 from rankscope_exporter.monitors.hangs.diagnosis import CapturedStacks
@@ -53,9 +53,10 @@ _COMPILED_CALL: Final = (
 class Monitor(CopiesDoNothing):
     """Monitors one model: `with Monitor(total_steps=1000) as monitor: monitor.attach(model, optimizer); …`.
 
-    Construction checks the configuration and raises ConfigError, and so does `switch`; no other method raises into
-    training. Before `attach`, no socket is opened and no thread is started. All methods are cheap and have no effect on
-    a monitor that is not attached, that is disabled, or that runs in a forked child process.
+    Construction checks its arguments and raises ConfigError; no other method raises into training. A wrong value in a
+    configuration file or in the environment is logged, and its setting has the default. Before `attach`, no socket is
+    opened and no thread is started. All methods are cheap and have no effect on a monitor that is not attached, that is
+    disabled, or that runs in a forked child process.
 
     If neither the script nor the model of the monitor exists any more, the run ends as at the end of the process. A
     monitor without references continues while its model exists.
@@ -292,13 +293,16 @@ class Monitor(CopiesDoNothing):
 
         `config` may contain `quantities`, `options`, `every`, `times` and `ops`. Settings that `config` does not
         contain get the values that they had at `attach`. With `on=False`, nothing is measured until the next call of
-        this method. Call it on every rank. Raises ConfigError if `config` is invalid, because this is an error in the
-        script.
+        this method. Call it on every rank. An invalid `config` is logged and changes nothing.
         """
         if self.is_copy:
             return
         document = {SWITCH: on, **(config or {})}
-        sampling_config_from(document, self._config, on=on)
+        try:
+            sampling_config_from(document, self._config, on=on)
+        except ConfigError as error:
+            warn(f"switch() changes nothing: {error}")
+            return
         session = self._session
         if session is not None:
             session.hooks.call("switch()", session.switch, document)

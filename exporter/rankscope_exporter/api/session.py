@@ -33,13 +33,14 @@ from rankscope_exporter.process import lifecycle
 from rankscope_exporter.process.identity import resolve_identity
 from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector
 from rankscope_exporter.publishing.console import Console, banner
-from rankscope_exporter.publishing.publisher import Publisher, StepQueue
+from rankscope_exporter.publishing.publisher import STALL_SECONDS, Publisher, StepQueue
 from rankscope_exporter.publishing.silent_kinds import SilentKinds
 from rankscope_exporter.reactions.anomaly_callback import FindCallback
 from rankscope_exporter.reactions.anomaly_reactions import AnomalyReactions, ReactionDependencies
 from rankscope_exporter.reconfiguration.agreement import agreement_of
 from rankscope_exporter.reconfiguration.change_queue import TIMES, ChangeQueue, SamplingChange, StepPace
 from rankscope_exporter.reconfiguration.change_sources import ChangeSources
+from rankscope_exporter.records.pending_step import PendingStep, now_microseconds
 from rankscope_exporter.records.step_events import StepEvents
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sampling.sampling_config import SamplingConfig, selected_parts
@@ -61,11 +62,21 @@ CATCH_UP_SECONDS: Final = 1.0
 Reading a step normally takes milliseconds.
 """
 
-PUBLISH_SECONDS: Final = 3.0
-"""Smallest time limit in seconds for publishing the last steps of a training, even if `exit_wait_seconds` is 0.
+PUBLISH_SECONDS: Final = 60.0
+"""Time limit in seconds for publishing the last records at the end of a training.
 
-Publishing them normally takes milliseconds, and longer only on an overloaded machine.
+Publishing them normally takes milliseconds, and longer only if the disk or the machine is slow. Records that are not
+published by then are counted as lost.
 """
+
+STOP_PUBLISH_SECONDS: Final = 2.5
+"""The same limit if a signal has requested the end. The sender of a signal usually kills the process soon."""
+
+REACTION_SECONDS: Final = 3.0
+"""Smallest time limit in seconds for the last reading of collectives and for the last calls of `on_anomaly`."""
+
+PATIENCE_SECONDS: Final = 1.0
+"""Time in seconds of publishing the last records after which the console names the time limit."""
 
 BYTES_PER_ENTRY: Final = 4 * len(WIRE_VALUE_OPS) + 8 * len(COUNT_OPS)
 """Size in bytes of the statistics of one tensor in a record, before compression."""
@@ -330,24 +341,41 @@ class Session:
         reason, error = lifecycle.weighed_reason(
             ending.reason, ending.error, last_step, ending.total_steps, ending.signal
         )
-        self.current_step.publish_event(lifecycle.exit_event(reason, error, last_step))
+        event = lifecycle.exit_event(reason, error, last_step)
+        last = PendingStep(self.current_step.last_step, now_microseconds(), events=[event])
+        self.steps.items.put(lambda: self.publisher.publish_exit(last))
 
-    def drain(self, deadline: float, wait_seconds: float) -> int:
-        """Publish the remaining records, and wait until the service has committed them, but not after `deadline`.
+    def drain(self, wait_seconds: float, *, is_hurried: bool) -> int:
+        """Publish the remaining records, and wait at most `wait_seconds` until the service has committed them.
 
-        Records that the service has not committed by then are reported. Return their number.
+        Records that were not published, and records that the service has not committed, are reported. Return the number
+        of the latter. If the end `is_hurried` by a signal, the time for publishing is part of `wait_seconds`.
         """
-        left_seconds = max(PUBLISH_SECONDS, deadline - time.monotonic())
-        self._boundary.call("detach()", self.step_observers.collectives.stop, left_seconds)
-        for part in (self.publisher, self.reactions):
-            self._boundary.call("end of training", part.stop, max(PUBLISH_SECONDS, deadline - time.monotonic()))
+        began = time.monotonic()
+        limit = STOP_PUBLISH_SECONDS if is_hurried else PUBLISH_SECONDS
+        self._boundary.call("detach()", self.step_observers.collectives.stop, max(REACTION_SECONDS, wait_seconds))
+        self._boundary.call("end of training", self._publish_last, limit)
+        left_seconds = max(0.0, wait_seconds + began - time.monotonic())
+        self._boundary.call("end of training", self.reactions.stop, max(REACTION_SECONDS, left_seconds))
         self.notices.time_spent(self.step_observers.phases.step_seconds)
-        left = self.channel.drain(max(0.0, deadline - time.monotonic()))
+        left = self.channel.drain(left_seconds if is_hurried else wait_seconds)
         if left and self.channel.service_url:
             self.notices.say(f"{self.channel.service_url} did not commit {left} records within {wait_seconds:g} s")
         if left:
+            self.channel.persistence.flush(limit)
             self.notices.uncommitted(left, self.channel.persistence, self.config.serve)
         return left
+
+    def _publish_last(self, limit_seconds: float) -> None:
+        if not self.publisher.stop(min(PATIENCE_SECONDS, limit_seconds)):
+            waiting = f"{self.steps.items.qsize():,} records wait to be published"
+            self.notices.say(f"{waiting}; the end of training waits for them for at most {limit_seconds:g} s")
+            if not self.publisher.stop(limit_seconds - PATIENCE_SECONDS):
+                self.publisher.drop_queue(min(limit_seconds, STALL_SECONDS))
+        if self.steps.dropped:
+            self.notices.say(
+                f"{self.steps.dropped:,} records of this rank are lost: the disk or this machine was too slow for them"
+            )
 
     # Sampling.
 
@@ -384,7 +412,8 @@ class Session:
 
     def _publish(self, record: StepRecord) -> None:
         self._boundary.call("publishing a record", self.channel.publish, record)
-        self.sinks.put(record)
+        if self.publisher.is_current_thread:
+            self.sinks.put(record)
 
     def current(self, kinds: tuple[str, ...]) -> tuple[Row, ...]:
         """Return the rows of statistics of the step in progress.

@@ -6,8 +6,8 @@ the session in use, also without any reference to the monitor.
 
 from __future__ import annotations
 
+import functools
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -109,16 +109,17 @@ class SessionEnd:
         if session is None or not self._may_end.acquire(blocking=False):
             return NotCopied(lambda: self._await_end(wait_seconds))
         self.session, self._ending = None, session
-        deadline = time.monotonic() + wait_seconds
+        is_hurried = reason is ExitReason.SIGNAL or self._stop_signal is not None
         self._boundary.call("detach()", session.hooks.remove)
         self._boundary.call("detach()", session.watchdog.stop)
         self._boundary.call("detach()", session.step_observers.hardware.stop)
         ending = Ending(reason=reason, error=error, total_steps=self._total_steps, signal=self._stop_signal)
         self._boundary.call("end of training", session.record_end, ending)
-        return NotCopied(lambda: self._finish_serving(session, deadline, wait_seconds))
+        return NotCopied(lambda: self._finish_serving(session, wait_seconds, is_hurried=is_hurried))
 
-    def _finish_serving(self, session: Session, deadline: float, wait_seconds: float) -> None:
-        left = self._boundary.call("end of training", session.drain, deadline, wait_seconds)
+    def _finish_serving(self, session: Session, wait_seconds: float, *, is_hurried: bool) -> None:
+        drain = functools.partial(session.drain, wait_seconds, is_hurried=is_hurried)
+        left = self._boundary.call("end of training", drain)
         folder = session.channel.persistence.folder
         self._callback.last = None
         self._boundary.call("detach()", session.change_sources.stop)

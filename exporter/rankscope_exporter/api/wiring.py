@@ -89,13 +89,15 @@ class Notices:
     def uncommitted(self, records: int, kept: Persistence, config: ServeConfig) -> None:
         """Print the folder with the records that no service has committed. Only one rank of a host prints the folder.
 
-        If these records are in no file, print that they are lost with the process.
+        If some of them are in no file, print that they are lost with the process.
         """
-        if kept.folder is None:
-            if config.ingest_url or config.spool_dir:
-                self.say(f"{records} records are lost with this process: they are in no file")
-        elif self._identity.local_rank == 0:
-            for line in records_note(kept.folder, kept.records):
+        lost = records if kept.unwritten is None else kept.unwritten
+        if config.ingest_url:
+            lost = min(lost, records)
+        if lost and (config.ingest_url or config.spool_dir):
+            self.say(f"{lost} records are lost with this process: they are in no file")
+        if kept.records and kept.root is not None and self._identity.local_rank == 0:
+            for line in records_note(kept.root, kept.records):
                 self._console.line(line)
 
     def time_spent(self, seconds: Mapping[str, float]) -> None:

@@ -6,9 +6,12 @@ After `attach`, no error of the monitor is raised into training: `ErrorBoundary`
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import sys
 import threading
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, Final
 
 import torch
@@ -18,7 +21,31 @@ from rankscope_exporter.base.torch_names import missing_name
 
 
 class RankscopeError(Exception):
-    """Base class of all errors that the exporter raises."""
+    """Base class of all errors that the exporter raises.
+
+    If no code catches one, its traceback ends at the line of the script that caused it.
+    """
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)
+        _shorten_tracebacks()
+
+
+@functools.cache
+def _shorten_tracebacks() -> None:
+    former, own = sys.excepthook, __name__.partition(".")[0]
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if isinstance(error, RankscopeError):
+            error.__cause__, error.__suppress_context__ = None, True
+            entry = traceback
+            while entry is not None and entry.tb_next is not None:
+                if str(entry.tb_next.tb_frame.f_globals.get("__name__")).partition(".")[0] == own:
+                    entry.tb_next = None
+                entry = entry.tb_next
+        former(kind, error, traceback)
+
+    sys.excepthook = hook
 
 
 class ConfigError(RankscopeError, ValueError):
@@ -44,8 +71,9 @@ class ErrorBoundary:
 
     The attribute `count` is the number of caught exceptions, which is exported as rankscope_exporter_faults_total. The
     first exception of each type in each named operation is logged. The log contains its traceback, unless the error is
-    that a spool folder cannot be used. If torch lacks a name, one line is logged for this name, whichever operations
-    need it. Further exceptions are only counted, so that a hook that fails at every step does not flood the console.
+    one of this package, whose text names the remedy, or that a spool folder cannot be used. If torch lacks a name, one
+    line is logged for this name, whichever operations need it. Further exceptions are only counted, so that a hook that
+    fails at every step does not flood the console.
     """
 
     def __init__(self) -> None:
@@ -77,7 +105,7 @@ class ErrorBoundary:
             first = key not in self._seen
             self._seen.add(key)
         if first:
-            is_known = missing is not None or isinstance(error, SpoolError)
+            is_known = missing is not None or isinstance(error, SpoolError | RankscopeError)
             log.error("%s", fault_text(where, error), exc_info=None if is_known else error)
             if self.on_first is not None:
                 with contextlib.suppress(Exception):  # reporting a fault must not raise
@@ -93,6 +121,8 @@ def fault_text(where: str, error: BaseException) -> str:
 
 def error_text(error: BaseException) -> str:
     """Return the type and the text of an exception, cut to MOST_CHARACTERS characters."""
+    if isinstance(error, RankscopeError):
+        return str(error)[:MOST_CHARACTERS]
     has_path = isinstance(error, OSError) and error.filename is not None  # repr omits the path
     text = f"{type(error).__name__}: {error}" if has_path else repr(error)
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"

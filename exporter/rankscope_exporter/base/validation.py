@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import re
@@ -205,6 +206,36 @@ def check_keys(
             near = difflib.get_close_matches(str(key), {*known, *also_near}, n=1)
             hint = f" Did you mean {prefix}{near[0]}?" if near else ""
             raise ConfigError(f"unknown setting {prefix}{key}; valid settings are {', '.join(sorted(known))}.{hint}")
+
+
+def accepted_settings(
+    build: Callable[[dict[str, Any]], object], settings: Mapping[str, Any], refuse: Callable[[str], object]
+) -> dict[str, Any]:
+    """Return the entries of `settings` with which `build` raises no ConfigError. Tables are tested entry by entry.
+
+    `refuse` is called with the reason for each entry that is left out.
+    """
+    good: dict[str, Any] = {}
+    refused = dict.fromkeys(settings, "")
+    while True:  # until nothing changes, because an entry may need one that comes later
+        left, refused = refused, {}
+        for name in left:
+            try:
+                build({**good, name: settings[name]})
+                good[name] = settings[name]
+            except ConfigError as error:
+                refused[name] = str(error)
+        if left.keys() == refused.keys():
+            break
+    for name, reason in refused.items():
+        value = settings[name]
+        if isinstance(value, Mapping) and value:
+            with contextlib.suppress(ConfigError):
+                build({**good, name: {}})
+                good[name] = accepted_settings(lambda part: build({**good, name: part}), value, refuse)  # noqa: B023
+                continue
+        refuse(reason)
+    return good
 
 
 _PERCENT: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")

@@ -6,15 +6,17 @@ The sources are Python, a JSON or TOML file, and the environment.
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
+import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from rankscope_contract.model.identity import RUN_VARIABLE, check_run_name, run_from_environment
+from rankscope_contract.model.identity import RUN_VARIABLE, check_run_name, rank_from_environment
 from rankscope_contract.model.kinds import DEFAULT_OPS
 from rankscope_contract.rules import AnomalyRule, rule_from_config
 from rankscope_contract.rules.curve import RANK_RULES
@@ -23,6 +25,7 @@ from rankscope_exporter.base.validation import (
     Allowed,
     Checked,
     Converted,
+    accepted_settings,
     at_least,
     check_keys,
     is_list,
@@ -41,16 +44,15 @@ from rankscope_exporter.observers.throughput.peaks import ThroughputConfig
 from rankscope_exporter.process.stop_signals import DEFAULT_SIGNALS
 from rankscope_exporter.quantities import Quantity, select_quantities
 from rankscope_exporter.quantities.base import QuantityOptions, TargetNames
-from rankscope_exporter.serving.config import OFF, ServeConfig
+from rankscope_exporter.serving.config import OFF, PREFIX, SERVE_VARIABLES, ServeConfig, flag_of
 from rankscope_exporter.sinks import Sink, sink_class
 from rankscope_exporter.statistics.selection import chosen_ops
+
+log = logging.getLogger("rankscope")
 
 STOP_SIGNALS: Final = ("SIGTERM", "SIGHUP", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 """Names of the signals with which users and schedulers stop a job."""
 
-_HANG_VARIABLE: Final = "RANKSCOPE_HANG_AFTER_SECONDS"
-_SIGNAL_VARIABLE: Final = "RANKSCOPE_STACKS_SIGNAL"
-_STOP_VARIABLE: Final = "RANKSCOPE_STOP_SIGNALS"
 _MOST_SECONDS: Final = 1e9
 """Maximum value of each setting that is a number of seconds.
 
@@ -59,7 +61,6 @@ It is longer than any job, and near the maximum timeout with which a Python thre
 _SECONDS: Final = f"a number of seconds of at least 0 and at most {_MOST_SECONDS:g}"
 Seconds = Annotated[float, number(_SECONDS, 0, _MOST_SECONDS)]
 HangSeconds = Annotated[float, number(_SECONDS, 0, _MOST_SECONDS, "; 0 disables the detection of hangs")]
-_SWITCH_VARIABLE: Final = "RANKSCOPE_SWITCH_FILE"
 
 DEFAULT_QUANTITIES: Final = ("parameters", "gradients", "optimizer_state")
 
@@ -305,36 +306,80 @@ class MonitorConfig:
     def from_file(cls, path: str | Path) -> MonitorConfig:
         """Return the configuration in a `.toml` or `.json` file.
 
-        Raises ConfigError with the file name and the reason.
+        A setting with a wrong value, or an unknown one, is logged and has its default. Raises ConfigError if there is
+        no such file.
         """
-        path = Path(path)
-        settings = read_settings(path)
+        path, settings = Path(path), {}
+        if not path.is_file():
+            raise ConfigError(f"{path}: there is no such file, or its path is invalid")
         try:
-            return cls.from_mapping(settings)
+            settings = own_settings(read_settings(path))
         except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
+            warn(f"{error}; the file is not used")
+        return cls.from_mapping(accepted_settings(cls.from_mapping, settings, lambda text: warn(f"{path}: {text}")))
 
     def with_environment(self, environment: Mapping[str, str] = os.environ) -> MonitorConfig:
         """Return this configuration with the values of RANKSCOPE_* environment variables, which take precedence.
 
-        Raises ConfigError if one of them is invalid. Also raises it if the service would reject the name of the run,
-        unless the monitor is disabled.
+        A variable with a wrong value is logged and not used. A variable whose name resembles that of a setting is
+        logged with this name.
         """
-        disabled = environment.get("RANKSCOPE_DISABLED", "") not in ("", "0")
-        try:
-            if self.enabled and not disabled:
-                check_run_name(environment.get(RUN_VARIABLE) or self.run or run_from_environment(environment) or "")
-        except ValueError as error:
-            raise ConfigError(f"{error}: set {RUN_VARIABLE} to another name") from error
-        return replace(
-            self,
-            hang_after_seconds=_seconds(environment.get(_HANG_VARIABLE), self.hang_after_seconds),
-            stacks_signal=environment.get(_SIGNAL_VARIABLE) or self.stacks_signal,
-            stop_signals=_signals(environment.get(_STOP_VARIABLE), self.stop_signals),
-            switch_file=environment.get(_SWITCH_VARIABLE) or self.switch_file,
-            serve=self.serve.with_environment(environment),
-            enabled=self.enabled and not disabled,
-        )
+        config = self
+        if environment.get(f"{PREFIX}TOKEN") and environment.get(f"{PREFIX}TOKEN_FILE"):
+            warn(f"{PREFIX}TOKEN_FILE is not used: {PREFIX}TOKEN is set, too")
+            environment = {**environment, f"{PREFIX}TOKEN_FILE": ""}
+        for name, change in VARIABLES.items():
+            if text := environment.get(name):
+                try:
+                    config = change(config, text)
+                except ConfigError as error:
+                    warn(f"{name} is not used: {error}")
+        for name in sorted(environment.keys() - VARIABLES.keys() - OTHER_VARIABLES):
+            names = [known.removeprefix(PREFIX) for known in VARIABLES]  # all of them agree in the prefix
+            near = difflib.get_close_matches(name.removeprefix(PREFIX), names, n=1)
+            if near and name.startswith(PREFIX):
+                warn(f"the environment variable {name} has no effect. Did you mean {PREFIX}{near[0]}?")
+        return config
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"use a number of seconds, or 0 to disable hang detection, not {text!r}") from None
+
+
+def _signals(text: str) -> tuple[str, ...]:
+    names = tuple(text.replace(",", " ").split())
+    return () if names == (OFF,) else names
+
+
+def _with_serve(name: str, config: MonitorConfig, text: str) -> MonitorConfig:
+    return replace(config, serve=config.serve.with_variable(name, text))
+
+
+VARIABLES: Final[Mapping[str, Callable[[MonitorConfig, str], MonitorConfig]]] = {
+    f"{PREFIX}DISABLED": lambda config, text: replace(config, enabled=config.enabled and not flag_of(text)),
+    RUN_VARIABLE: lambda config, text: replace(config, run=text),
+    f"{PREFIX}HANG_AFTER_SECONDS": lambda config, text: replace(config, hang_after_seconds=_seconds(text)),
+    f"{PREFIX}STACKS_SIGNAL": lambda config, text: replace(config, stacks_signal=text),
+    f"{PREFIX}STOP_SIGNALS": lambda config, text: replace(config, stop_signals=_signals(text)),
+    f"{PREFIX}SWITCH_FILE": lambda config, text: replace(config, switch_file=text),
+    **{f"{PREFIX}{name.upper()}": functools.partial(_with_serve, name) for name in SERVE_VARIABLES},
+}
+"""The environment variables that set a setting of a rank, with the function that applies one to a configuration.
+
+The function raises ConfigError for a wrong value. A setting follows those that its check reads.
+"""
+
+OTHER_VARIABLES: Final = frozenset({f"{PREFIX}STORE"})
+"""Environment variables that only commands and the service read."""
+
+
+def warn(text: str) -> None:
+    """Log a warning about a setting, on one rank of each host."""
+    if rank_from_environment(os.environ)[1] == 0:
+        log.warning("%s", text)
 
 
 def setting_names() -> set[str]:
@@ -350,15 +395,3 @@ def own_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return translated_settings(settings, setting_names())
 
 
-def _seconds(text: str | None, default: float) -> float:
-    try:
-        return float(text) if text else default
-    except ValueError:
-        raise ConfigError(
-            f"{_HANG_VARIABLE} is {text!r}: use a number of seconds, or 0 to disable hang detection"
-        ) from None
-
-
-def _signals(text: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
-    names = tuple((text or "").replace(",", " ").split())
-    return () if names == (OFF,) else names or default

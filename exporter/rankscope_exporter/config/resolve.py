@@ -27,7 +27,10 @@ def config_of(given: Given) -> MonitorConfig:
         return given
     if isinstance(given, Mapping):
         return MonitorConfig.from_mapping(given)
-    path = os.fspath(given)
+    try:
+        path = os.fspath(given)
+    except TypeError as error:
+        raise ConfigError(f"the configuration must be a MonitorConfig, a mapping or a path, not {given!r}") from error
     config = MonitorConfig.from_file(path)
     is_watched = config.switch_file is None and os.environ.get("DYNAMIC_MONITOR", "").lower() == "true"
     return replace(config, switch_file=path) if is_watched else config

@@ -66,7 +66,8 @@ def resolve_identity(environment: Mapping[str, str], run: str | None) -> Identit
 
 def _launch(environment: Mapping[str, str], run: str | None, rank: int, world_size: int) -> dict[str, str]:
     # Most specific first: RANKSCOPE_RUN applies to this launch, `run` to the script; the job id is only a fallback.
-    named = environment.get(RUN_VARIABLE) or run or run_from_environment(environment)
+    own = {RUN_VARIABLE: environment.get(RUN_VARIABLE, "")}
+    named = run_from_environment(own) or run or run_from_environment(environment)
     if world_size == 1:
         return {"run": named or _generated_run(), "launch_id": new_launch_id(environment)}
     store = group_store()

@@ -13,6 +13,7 @@ thread that the process starts later.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -20,6 +21,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -40,13 +42,44 @@ _ELEMENTS_PER_THREAD: Final = 1 << 15
 """Minimum number of elements per thread of an operation that torch divides (at::internal::GRAIN_SIZE)."""
 
 
+EXIT_SECONDS: Final = 5.0
+"""Maximum seconds for which the exit of the interpreter waits for threads of the monitor that are ending."""
+
+_running: weakref.WeakSet[OwnThread] = weakref.WeakSet()
+
+
+def _join_at_exit() -> None:
+    """Wait for the threads of the monitor, which were all asked to end.
+
+    A daemon thread that returns from native code while the interpreter ends aborts the process.
+    """
+    deadline = time.monotonic() + EXIT_SECONDS
+    for thread in tuple(_running):
+        if thread.is_alive() and thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+atexit.register(_join_at_exit)  # runs after the functions that end the monitors, because they are registered later
+
+
 class OwnThread(threading.Thread):
-    """A thread of the monitor, in which torch uses one CPU thread. It is a daemon unless `daemon` is False."""
+    """A thread of the monitor, in which torch uses one CPU thread. It is a daemon unless `daemon` is False.
+
+    The exit of the interpreter waits for its end, unless `ends` is False: such a thread waits forever.
+    """
 
     def __init__(
-        self, *, target: Callable[..., object], name: str, args: tuple[Any, ...] = (), daemon: bool = True
+        self,
+        *,
+        target: Callable[..., object],
+        name: str,
+        args: tuple[Any, ...] = (),
+        daemon: bool = True,
+        ends: bool = True,
     ) -> None:
         super().__init__(target=target, name=name, args=args, daemon=daemon)
+        if ends:
+            _running.add(self)
         self._clock: int | None = None
         self._spent: float | None = None  # after the end of the thread
 

@@ -6,7 +6,6 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final, TextIO
 
 from rankscope_contract.model.events import EventType
@@ -108,13 +107,12 @@ def banner(
     ]
 
 
-def records_note(folder: str, records: int) -> list[str]:
-    """Return the lines that name the spool folder with the `records` uncommitted records of a rank.
+def records_note(root: str, records: int) -> list[str]:
+    """Return the lines that name the folder `root` of spools, with the `records` uncommitted records of a rank.
 
     They also name the commands that read the records, and the command that imports them into a store.
     """
-    root = Path(folder).parent
-    place = shlex.quote(str(root))
+    place = shlex.quote(root)
     return [
         f"no service has stored the last {records:,} records of this rank; they are in {root}",
         f"to read them: rankscope summary --store {place}; to store them: rankscope import {place} --store history",

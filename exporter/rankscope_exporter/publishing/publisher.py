@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import queue
 import threading
@@ -15,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.model.events import WHOLE_MODEL, Event, EventType
+from rankscope_contract.model.events import WHOLE_MODEL, Event, EventType, Severity
 from rankscope_contract.model.kinds import COUNT_OPS, GRADIENT_KINDS, OPS, VALUE_OPS
 from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
 from rankscope_contract.rules.curve import CurveRule
@@ -27,7 +28,12 @@ from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector, Firi
 from rankscope_exporter.publishing.silent_kinds import SilentKinds
 from rankscope_exporter.publishing.skipped_steps import SkippedSteps
 from rankscope_exporter.records.host_transfer import Deferred, Row
-from rankscope_exporter.records.pending_step import PendingStep, skipped_event
+from rankscope_exporter.records.pending_step import (
+    PendingStep,
+    monotonic_microseconds,
+    now_microseconds,
+    skipped_event,
+)
 from rankscope_exporter.records.step_record import Scalar, Statistics, StepRecord
 from rankscope_exporter.sampling.active_quantities import StepBacklog
 from rankscope_exporter.serving.latest_values import NO_KIND
@@ -44,6 +50,12 @@ MAX_QUEUE: Final = 10_000
 """Largest number of records that wait for the publisher.
 
 Further records are dropped and counted, so that waiting records do not fill the memory.
+"""
+
+STALL_SECONDS: Final = 10.0
+"""Time in seconds after which the publisher thread counts as blocked at the end of training, if it publishes nothing.
+
+A record whose statistics wait for the last operations of the device normally takes less.
 """
 
 _OF_CHUNKS: Final = frozenset({"features", "histograms"})
@@ -116,6 +128,9 @@ class Publisher:
         self._has_chunks = has_chunks
         self._thread = OwnThread(target=self._run, name="rankscope-publisher")
         self._totals: dict[str, float] = {}
+        self._taken = 0  # items that the thread has taken from the queue
+        self._reported_lost = 0  # dropped records for which an event was published
+        self._drops = self._is_blocked = False
         self.events_left_out = 0
 
     @property
@@ -129,17 +144,49 @@ class Publisher:
 
     def catch_up(self, timeout_seconds: float) -> bool:
         """Wait until all records that are queued now are published; return False after `timeout_seconds`."""
-        if threading.current_thread() is self._thread:
+        if self.is_current_thread:
             return False
         reached = threading.Event()
         self._steps.items.put(reached.set)
         return reached.wait(timeout_seconds)
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Publish the queued records and end the thread; return whether this took at most `timeout_seconds`."""
+        """Publish the queued records and end the thread; return whether it has ended.
+
+        Wait while the thread publishes at least one record in STALL_SECONDS (10 s), at most `timeout_seconds`.
+        """
         self._steps.items.put(None)
-        self._thread.join(timeout_seconds)
+        deadline, taken, taken_at = time.monotonic() + timeout_seconds, -1, 0.0
+        while self._thread.is_alive() and (now := time.monotonic()) < deadline:
+            if self._taken != taken:
+                taken, taken_at = self._taken, now
+            elif now - taken_at > STALL_SECONDS:
+                break
+            self._thread.join(min(0.1, deadline - now))  # polls, to see whether the thread advances
         return not self._thread.is_alive()
+
+    def drop_queue(self, timeout_seconds: float) -> None:
+        """Drop and count the queued records, publish the exit event, and end the thread.
+
+        If the thread is blocked for `timeout_seconds`, for example by the device, the calling thread does this. The
+        record that blocks the thread then counts as dropped.
+        """
+        self._drops = True
+        self._thread.join(timeout_seconds)
+        if self._thread.is_alive():
+            self._is_blocked = True
+            self._steps.dropped += 1
+            self._process_queue()
+
+    def publish_exit(self, pending_step: PendingStep) -> None:
+        """Publish the number of records that were dropped, and then the exit event. Called after the last record."""
+        self._report_lost()
+        self._publish(pending_step)
+
+    @property
+    def is_current_thread(self) -> bool:
+        """True if the publisher thread calls this property."""
+        return threading.current_thread() is self._thread
 
     def _run(self) -> None:
         checked_at = time.monotonic()
@@ -147,6 +194,7 @@ class Publisher:
             # Also while other records arrive: an evaluation that announces phases must not delay the step before it.
             if time.monotonic() - checked_at >= IDLE_FLUSH_SECONDS / 2:
                 self._call("publishing the last step of an idle training loop", self._flush_idle, IDLE_FLUSH_SECONDS)
+                self._report_lost()
                 checked_at = time.monotonic()
             try:
                 item = self._steps.items.get(timeout=IDLE_FLUSH_SECONDS / 2)
@@ -156,19 +204,40 @@ class Publisher:
                 break
             self._process(item)
         # The last records can report a fault, whose record is behind the None.
+        self._process_queue()
+        self._process(self.report_skipped)
+        if not self._is_blocked:
+            self._finished()
+
+    def _process_queue(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 item = self._steps.items.get_nowait()
                 if item is not None:
                     self._process(item)
-        self._process(self.report_skipped)
-        self._finished()
 
     def _process(self, item: PendingStep | Callable[[], object]) -> None:
-        if isinstance(item, PendingStep):
-            self._call("publishing a step", self._publish, item)
-        else:
+        self._taken += 1
+        if not isinstance(item, PendingStep):
             self._call("a function after the records before it", item)
+        elif self._drops:
+            self._steps.dropped += 1
+        else:
+            self._call("publishing a step", self._publish, item)
+
+    def _report_lost(self) -> None:
+        """Publish an event with the number of records that were dropped since the last such event."""
+        lost, self._reported_lost = self._steps.dropped - self._reported_lost, self._steps.dropped
+        if lost:
+            why = "the disk or the machine of the rank was too slow for them"
+            event = Event(
+                type=EventType.GAP,
+                severity=Severity.WARNING,
+                value=float(lost),
+                message=f"{lost} records lost: {why}",
+                details=json.dumps({"records": lost, "reason": why}),
+            )
+            self._publish_record(StepRecord(ts=now_microseconds(), monotonic=monotonic_microseconds(), events=(event,)))
 
     def _call(self, where: str, function: Callable[..., object], *args: Any) -> None:
         """Call `function(*args)`, which may query the device while the training captures a CUDA graph."""
@@ -222,6 +291,8 @@ class Publisher:
         self._publish_record(record)
 
     def _publish_record(self, record: StepRecord) -> None:
+        if self._is_blocked and self.is_current_thread:
+            return  # it was counted as dropped, and the exit event is published
         self._boundary.call("publishing a step", self.publish, record)
         self._on_record(record)
 

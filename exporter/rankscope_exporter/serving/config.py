@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import ssl
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
@@ -81,14 +81,16 @@ MIN_RING_RECORDS: Final = 256
 When the service returns after a restart, the ring must still contain the records that the service has not committed.
 """
 
-_TEXTS: Final = (
-    *("listen", "advertise", "token", "token_file", "web_config", "ca_file", "cert_file", "key_file"),
+PREFIX: Final = "RANKSCOPE_"
+_BOOLS: Final = ("insecure", "node_page", "spool_sync")
+SERVE_VARIABLES: Final = (
+    *_BOOLS,
+    *("token", "token_file", "web_config", "listen", "advertise", "ca_file", "cert_file", "key_file"),
     *("ingest_url", "discovery_dir", "spool_dir"),
 )
-_BOOLS: Final = ("insecure", "node_page", "spool_sync")
-"""Settings of type text and bool that environment variables can override.
+"""Settings that environment variables can override; RANKSCOPE_SPOOL_DIR overrides `spool_dir`.
 
-For example, RANKSCOPE_SPOOL_DIR overrides `spool_dir`.
+A setting follows those that its check reads: an address beyond this machine needs a token.
 """
 FilePath = Annotated[str, Converted(lambda name: str(Path(name).expanduser()))]
 OFF: Final = "off"
@@ -226,15 +228,17 @@ class ServeConfig:
             return Address(wanted.host, wanted.port + bound_port - own.port)
         return Address(wanted.host, wanted.port or bound_port)
 
-    def with_environment(self, environment: Mapping[str, str]) -> Self:
-        """Return this configuration, overridden by RANKSCOPE_* variables; an empty variable counts as unset."""
-        given = {name: text for name in (*_TEXTS, *_BOOLS) if (text := environment.get(_variable(name)))}
-        chosen: dict[str, Any] = {name: _bool(name, text) if name in _BOOLS else text for name, text in given.items()}
+    def with_variable(self, name: str, text: str) -> Self:
+        """Return this configuration with the setting `name` set to the `text` of its environment variable.
+
+        Raises ServeError if it is invalid.
+        """
+        changed: dict[str, Any] = {name: flag_of(text) if name in _BOOLS else text}
         # A token in the environment replaces the token of the configuration file, however the two are set.
-        for name, other in (("token", "token_file"), ("token_file", "token")):
-            if name in chosen:
-                chosen.setdefault(other, None)
-        return replace(self, **chosen)
+        for one, other in (("token", "token_file"), ("token_file", "token")):
+            if name == one:
+                changed[other] = None
+        return replace(self, **changed)
 
 
 def _check_service_url(url: str) -> None:
@@ -251,12 +255,9 @@ def _check_service_url(url: str) -> None:
         raise ServeError("ingest_url contains a user or password: set the secret as token (RANKSCOPE_TOKEN)")
 
 
-def _variable(name: str) -> str:
-    return f"RANKSCOPE_{name.upper()}"
-
-
-def _bool(name: str, text: str) -> bool:
+def flag_of(text: str) -> bool:
+    """Return the value of an environment variable that is on or off. Raises ServeError for another text."""
     value = text.strip().lower()
     if value not in (*_TRUE, *_FALSE):
-        raise ServeError(f"{_variable(name)} is {text!r}: use 1 or 0")
+        raise ServeError(f"use 1 or 0, not {text!r}")
     return value in _TRUE

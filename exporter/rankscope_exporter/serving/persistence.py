@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -38,6 +39,9 @@ Afterwards readers get the record from the ring, although it may not be on disk.
 
 CLOSE_SECONDS: Final = 2.0
 """Maximum seconds for which the end of training waits for the disk."""
+
+STALL_SECONDS: Final = 5.0
+"""Time in seconds without a written record after which `flush` no longer waits for the disk."""
 
 BACKLOG_RECORDS: Final = 64
 BACKLOG_BYTES: Final = 16 * 1024 * 1024
@@ -117,13 +121,40 @@ class SpoolWriter:
             self._committed = max(self._committed, seq)
             self._changed.notify_all()
 
+    @property
+    def unwritten(self) -> int:
+        """Return the number of records that are not on disk, although they were published."""
+        return self.behind + len(self._waiting)
+
+    def flush(self, timeout_seconds: float) -> None:
+        """Wait until the backlog is on disk, at most `timeout_seconds`.
+
+        Return earlier if the disk has written no record for STALL_SECONDS (5 s).
+        """
+        deadline = time.monotonic() + timeout_seconds
+        with self._changed:
+            while self._waiting and (left := deadline - time.monotonic()) > 0:
+                handled = self._handled
+                if not self._changed.wait_for(lambda: self._handled != handled, min(left, STALL_SECONDS)):  # noqa: B023 - called at once
+                    break
+
     def close(self) -> None:
-        """Write the backlog and close the spool; wait for the disk at most CLOSE_SECONDS (2 s)."""
+        """Write the backlog and close the spool; wait for the disk at most CLOSE_SECONDS (2 s).
+
+        Afterwards only the last record of the backlog is written, which is the exit report of the rank. The others
+        count as not spooled.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(CLOSE_SECONDS)
+        if self._thread is None:
+            return
+        self._thread.join(CLOSE_SECONDS)
+        with self._changed:
+            while len(self._waiting) > 2:  # the one that is being written, and the last
+                del self._waiting[1]
+                self.behind += 1
+        self._thread.join(CLOSE_SECONDS)
 
     def _start(self) -> None:
         thread = OwnThread(target=self._run, name="rankscope-spool-writer")
@@ -238,6 +269,14 @@ class Persistence:
         use its sequence number again, so the spool would contain this number twice.
         """
 
+    def flush(self, timeout_seconds: float) -> None:
+        """Wait at most `timeout_seconds` until all published records are on disk."""
+
+    @property
+    def unwritten(self) -> int | None:
+        """Return the number of published records that are not on disk; None if nothing is written to disk."""
+        return None
+
     def commit(self, seq: int) -> None:
         """Mark all records up to `seq` as committed by a store."""
 
@@ -338,6 +377,15 @@ class SpoolPersistence(Persistence):
         Raises ValueError if the statistics do not match the plan.
         """
         self._writer.write(seq, record, record_bytes(record))
+
+    def flush(self, timeout_seconds: float) -> None:
+        """Wait at most `timeout_seconds` until all published records are on disk."""
+        self._writer.flush(timeout_seconds)
+
+    @property
+    def unwritten(self) -> int | None:
+        """Return the number of published records that are not on disk."""
+        return self._writer.unwritten + sum(self._spool.dropped.values())
 
     def commit(self, seq: int) -> None:
         """Mark all records up to `seq` as committed by a store; the spool thread deletes their files."""

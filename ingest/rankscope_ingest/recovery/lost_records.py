@@ -33,6 +33,13 @@ def _named_jumps(body: ValidBody) -> npt.NDArray[np.bool_]:
     return np.isin(body.seqs, seqs)
 
 
+def _reported_loss(body: ValidBody) -> int:
+    """Return the number of records that events of the rank in `body` report as lost."""
+    events = decode_one(body, "events")
+    values = [] if events is None else events.filter(pc.field("type") == EventType.GAP.value).column("value")
+    return int(pc.sum(values).as_py() or 0) if len(values) else 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenUp:
     """The records of a dead process that were counted as lost: their last sequence number, and how many they are."""
@@ -92,8 +99,12 @@ class LostRecords:
         """Return rows of `events` for missing records and for lost records that have arrived.
 
         Missing records are those that `body` skips: their sequence numbers are above that of the last record received
-        from `target` earlier and below that of the last record of `body`.
+        from `target` earlier and below that of the last record of `body`. Records that the rank itself reports as lost
+        are counted, too: the rank has not published them, so no sequence number is missing.
         """
+        if reported := _reported_loss(body):
+            self._add(target, reported)
+            self._metrics.lost(target.registration.run, reported)
         reason = "neither the spool nor a store has them" if target.is_dead else "the ring had overwritten them"
         rows = [self._lost(target, first, last, reason) for first, last in body.missing]
         if target.given_up > target.cursor:

@@ -90,7 +90,7 @@ def test_banner_names_tensors_cost_and_reader(service, spool_dir, reader) -> Non
 
 
 def test_note_about_records_quotes_the_folder_in_its_commands() -> None:
-    first, second = records_note("/data/my runs/records/incarnation", 1234)
+    first, second = records_note("/data/my runs/records", 1234)
 
     assert "no service has stored the last 1,234 records of this rank; they are in /data/my runs/records" == first
     assert "rankscope import '/data/my runs/records' --store history" in second

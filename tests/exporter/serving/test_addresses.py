@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope_exporter.base.errors import ServeError
+from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.serving.addresses import Address
 from rankscope_exporter.serving.config import ServeConfig
@@ -134,17 +135,19 @@ def test_token_file_replaces_token(tmp_path):
     path.write_text("open-sesame\n")
 
     assert "open-sesame" == ServeConfig(listen="0.0.0.0:0", token_file=str(path)).secret
-    assert "open-sesame" == ServeConfig().with_environment({"RANKSCOPE_TOKEN_FILE": str(path)}).secret
+    assert "open-sesame" == MonitorConfig().with_environment({"RANKSCOPE_TOKEN_FILE": str(path)}).serve.secret
 
 
 def test_environment_replaces_token_and_token_file(tmp_path):
     path = tmp_path / "token"
     path.write_text("from-file")
 
-    given = ServeConfig(token_file=str(path)).with_environment({"RANKSCOPE_TOKEN": "set-directly"})
-    named = ServeConfig(token="set-directly").with_environment({"RANKSCOPE_TOKEN_FILE": str(path)})
+    by_file = MonitorConfig(serve=ServeConfig(token_file=str(path)))
+    given = by_file.with_environment({"RANKSCOPE_TOKEN": "set-directly"})
+    direct = MonitorConfig(serve=ServeConfig(token="set-directly"))
+    named = direct.with_environment({"RANKSCOPE_TOKEN_FILE": str(path)})
 
-    assert ("set-directly", "from-file") == (given.secret, named.secret)
+    assert ("set-directly", "from-file") == (given.serve.secret, named.serve.secret)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from rankscope_contract.protocol.channel import Registration, RegistrationReply
 from rankscope_contract.spool import Orphan, SpoolReader
 from rankscope_contract.spool.layout import read_service, service_name
 from rankscope_exporter.base.errors import ConfigError
+from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.serving import orphan_recovery, persistence
 from rankscope_exporter.serving.config import ServeConfig
@@ -619,12 +620,12 @@ def test_disk_error_of_an_orphaned_spool_is_answered_with_500(new_rank, service,
 
 
 def test_spool_settings_are_checked():
-    found = ServeConfig().with_environment({"RANKSCOPE_SPOOL_DIR": "~/spool", "RANKSCOPE_SPOOL_SYNC": "1"})
+    found = MonitorConfig().with_environment({"RANKSCOPE_SPOOL_DIR": "~/spool", "RANKSCOPE_SPOOL_SYNC": "1"}).serve
 
     assert (str(Path("~/spool").expanduser()), True) == (found.spool_dir, found.spool_sync)
     assert "rankscope-records" == ServeConfig().spool_dir
     assert ServeConfig(spool_dir="off").spool_dir is ServeConfig(spool_dir=None).spool_dir is None
-    assert ServeConfig().with_environment({"RANKSCOPE_SPOOL_DIR": "off"}).spool_dir is None
+    assert MonitorConfig().with_environment({"RANKSCOPE_SPOOL_DIR": "off"}).serve.spool_dir is None
     with pytest.raises(ConfigError, match="spool_bytes must be a whole number of at least 1, not 0"):
         ServeConfig(spool_bytes=0)
     with pytest.raises(ConfigError, match="spool_dir must be text"):

@@ -168,7 +168,7 @@ class Diagnosis:
             for failure in failures:
                 self._boundary.report(*failure)
 
-        self._reader = OwnThread(target=read, name="rankscope-flight-record")
+        self._reader = OwnThread(target=read, name="rankscope-flight-record", ends=False)
         self._reader.start()
         is_read.wait(FLIGHT_SECONDS)
         return found[0] if found else None

@@ -1,0 +1,118 @@
+"""Ends of a training whose publisher is behind: every step is stored or counted as lost, and the exit code is kept."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.end_to_end.conftest import Service
+from tests.programs import run_command, run_program
+
+STEPS = 20
+
+TRAINING = """
+import os, signal, sys, time, torch
+from rankscope_exporter import Monitor
+from rankscope_exporter.api import session
+session.PUBLISH_SECONDS = LIMIT
+session.STOP_PUBLISH_SECONDS = 0.4
+session.PATIENCE_SECONDS = 0.1
+write, spool = os.write, os.path.realpath(os.environ["RANKSCOPE_SPOOL_DIR"])
+def slow_write(descriptor, data):
+    if os.readlink(f"/proc/self/fd/{descriptor}").startswith(spool):
+        time.sleep(0.1)
+    return write(descriptor, data)
+os.write = slow_write
+model = torch.nn.Linear(8, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+with Monitor({"run": "slow", "statistics": "torch"}, total_steps=20).attach(model, optimizer) as monitor:
+    for step in range(1, 21):
+        model(torch.ones(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        monitor.log(loss=float(step))
+    END
+"""
+
+
+def trained(
+    folder: Path, end: str = "pass", *, limit: float = 60.0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    code = TRAINING.replace("END", end).replace("LIMIT", str(limit))
+    return run_program(code, whole_exit=True, RANKSCOPE_SPOOL_DIR=str(folder), **environment)
+
+
+QUERY = """
+SELECT (SELECT count(DISTINCT step) FROM scalars WHERE name = 'loss') AS steps,
+  (SELECT coalesce(sum(value), 0)::INT FROM events WHERE type = 'gap') AS lost,
+  (SELECT string_agg(details->>'reason') FROM events WHERE type = 'exit') AS reason
+"""
+
+
+def found(folder: Path) -> tuple[int, int, str]:
+    """Return the number of steps with a loss, the number of records counted as lost, and the exit reason."""
+    done = run_command("sql", QUERY, "--store", folder, "--format", "json")
+    (row,) = json.loads(done.stdout)
+    return row["steps"], row["lost"], row["reason"]
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "reason"),
+    [
+        ("pass", 0, "completed"),
+        pytest.param("raise ValueError('own')", 1, "exception", marks=pytest.mark.thorough),
+        pytest.param("sys.exit(3)", 3, "exception", marks=pytest.mark.thorough),
+    ],
+)
+def test_slow_disk_delays_the_end_until_every_step_is_published(
+    end: str, status: int, reason: str, tmp_path: Path
+) -> None:
+    done = trained(tmp_path, end)
+
+    assert status == done.returncode, done.stderr
+    assert (STEPS, 0, reason) == found(tmp_path)
+    assert "records wait to be published; the end of training waits for them for at most 60 s" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "reason"),
+    [
+        ("pass", 0, "completed"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, "signal"),
+        pytest.param("os.kill(os.getpid(), signal.SIGINT)", 1, "signal", marks=pytest.mark.thorough),
+    ],
+)
+def test_steps_that_are_not_published_in_time_count_as_lost(end: str, status: int, reason: str, tmp_path: Path) -> None:
+    done = trained(tmp_path, end, limit=0.4)
+    steps, lost, reported = found(tmp_path)
+
+    assert status == done.returncode, done.stderr
+    assert (STEPS, reason) == (steps + lost, reported)
+    assert f"{lost} records of this rank are lost: the disk or this machine was too slow" in done.stderr
+    assert lost > 0
+
+
+def test_service_counts_the_steps_that_the_rank_did_not_publish(tmp_path: Path, service: Service) -> None:
+    service.start()
+    done = trained(tmp_path / "spool", limit=0.4, RANKSCOPE_INGEST_URL=service.url)
+    (run,) = service.wait_for(lambda: [run for run in service.runs() if run["state"] == "completed"])
+    assert 0 == service.stop()
+    steps, lost, _ = found(service.store)
+
+    assert 0 == done.returncode, done.stderr
+    assert STEPS == steps + lost
+    assert run["records_lost"] == lost > 0
+
+
+@pytest.mark.thorough
+def test_blocked_publisher_does_not_prevent_the_exit_report(tmp_path: Path) -> None:
+    """The device may not respond. The thread that waits for it can then publish nothing."""
+    begin = "monitor.current(); monitor._session.steps.items.put(lambda: __import__('threading').Event().wait())"
+    done = trained(tmp_path, begin, limit=0.4)
+    steps, lost, reason = found(tmp_path)
+
+    assert 0 == done.returncode, done.stderr
+    assert (STEPS + 1, "completed") == (steps + lost, reason)  # the function counts as a record
