@@ -5,12 +5,18 @@ Whatever happens to the child process, the caller continues: it receives a line 
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import urllib.parse
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,12 +30,38 @@ FOLDER: Final = "rankscope-reports"
 
 _OF_COMMANDS: Final = ("typer", "rich")
 _OF_STORE: Final = ("duckdb", "deltalake")
+_OF_ALL: Final = (*_OF_COMMANDS, *_OF_STORE, "aiohttp", "pydantic")
+"""Modules of the extras that the commands need, one or two of each extra."""
 
 # The alarm ends the child also if its parent was killed. The folder of the script is not searched for modules.
 _PROGRAM: Final = (
     *(sys.executable, "-P", "-c"),
     "import signal, sys; signal.alarm(int(sys.argv.pop(1))); from rankscope.__main__ import main; main()",
 )
+
+
+def command_line(*arguments: str) -> str:
+    """Return the command `rankscope` with `arguments` as a person enters it, with the environment of this process."""
+    program, folder = shutil.which("rankscope"), Path(sys.executable).parent
+    is_own = program is not None and Path(program).parent == folder
+    return shlex.join([*(["rankscope"] if is_own else [sys.executable, "-m", "rankscope"]), *arguments])
+
+
+def installation(needed: Sequence[str] = _OF_ALL) -> str | None:
+    """Return the command that installs the libraries of the commands; None if all modules in `needed` are found.
+
+    A package that was installed from a folder or from a file is installed from there again.
+    """
+    if all(map(importlib.util.find_spec, needed)):
+        return None
+    source = "rankscope"
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError, LookupError):
+        origin = json.loads(importlib.metadata.distribution(source).read_text("direct_url.json") or "{}")
+        url = urllib.parse.urlsplit(origin["url"])
+        source = urllib.request.url2pathname(url.path) if url.scheme == "file" else source
+    has_pip = importlib.util.find_spec("pip") is not None
+    program = [sys.executable, "-m", "pip", "install"] if has_pip else ["uv", "pip", "install", "-p", sys.executable]
+    return shlex.join([*program, f"{source}[cli,store,service]"])
 
 
 def report_name(run: str) -> str:
@@ -65,7 +97,7 @@ class ReportJob:
     @property
     def command(self) -> str:
         """Return the command that makes the report, for people."""
-        return shlex.join(["rankscope", *self.arguments])
+        return command_line(*self.arguments)
 
 
 def make_report(
@@ -83,7 +115,8 @@ def make_report(
     """
     missing = [name for name in (job.needed if needed is None else needed) if importlib.util.find_spec(name) is None]
     if missing:
-        say(f"the report needs {missing[0]}, which is not installed here; to make it: {job.command}")
+        how = f"{installation(missing)}, then {job.command}"
+        say(f"the report needs {missing[0]}, which is not installed here; to make it: {how}")
         return None
     arguments = [*program, str(max(1, round(limit_seconds))), *job.arguments]
     try:

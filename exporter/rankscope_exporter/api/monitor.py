@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import torch
 
@@ -67,6 +67,8 @@ class Monitor(CopiesDoNothing):
 
     The class has more than 20 methods because it is the whole public interface. Each method only calls the session.
     """
+
+    _completes_at_exit: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -165,7 +167,9 @@ class Monitor(CopiesDoNothing):
             self._boundary.report("measuring the tensors of the model", error)
             config = replace(self._config, quantities=())
             session = attached(Plain(model), optimizer, config, self._boundary, **options)
-        self._session_end = SessionEnd(session, owner, self._boundary, self._total_steps)
+        self._session_end = SessionEnd(
+            session, owner, self._boundary, self._total_steps, completes_at_exit=self._completes_at_exit
+        )
         self._sinks = session.sinks.by_name
         for name in self._phases.names:
             session.events.on_phase_begin(name)
@@ -182,6 +186,8 @@ class Monitor(CopiesDoNothing):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._owner is None and error is None and self._config.enabled and not self.is_copy:
+            warn("rankscope: nothing was measured, because monitor.attach(model, optimizer) was not called")
         self.end_of_process(*lifecycle.exit_reason(error))
 
     def end_of_process(self, reason: ExitReason, error: str | None) -> None:

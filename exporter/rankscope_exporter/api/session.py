@@ -372,6 +372,7 @@ class Session:
             self.notices.say(f"{waiting}; the end of training waits for them for at most {limit_seconds:g} s")
             if not self.publisher.stop(limit_seconds - PATIENCE_SECONDS):
                 self.publisher.drop_queue(min(limit_seconds, STALL_SECONDS))
+        self.console.finish()
         if self.steps.dropped:
             self.notices.say(
                 f"{self.steps.dropped:,} records of this rank are lost: the disk or this machine was too slow for them"

@@ -49,13 +49,23 @@ class SessionEnd:
     The process-wide lists of monitors hold this object. It holds neither the monitor nor the model.
     """
 
-    def __init__(self, session: Session, owner: Owner, boundary: ErrorBoundary, total_steps: int | None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        owner: Owner,
+        boundary: ErrorBoundary,
+        total_steps: int | None,
+        *,
+        completes_at_exit: bool = False,
+    ) -> None:
+        """If `completes_at_exit`, an end of the process without a known error completes the run."""
         self.session: Session | None = session
         """The session; None after its end has begun, and in a forked child."""
         self.ended: EndedRun | None = None
         self._exit_wait_seconds = session.config.exit_wait_seconds
         self._boundary = boundary
         self._total_steps = total_steps
+        self._completes_at_exit = completes_at_exit
         self._callback = owner.callback
         self._ending: Session | None = None  # while its last records are published
         self._may_end = threading.Lock()  # taken, without waiting, by the first caller that ends the session
@@ -66,10 +76,14 @@ class SessionEnd:
     def watch(self, signals: Iterable[str]) -> None:
         """End the session when the process ends, or when one of `signals` ends the process."""
         lifecycle.watch(self)
+        if self._completes_at_exit:
+            lifecycle.note_calls_of_exit()
         self._boundary.call("stop_signals", stop_signals.install, self, signals)
 
     def end_of_process(self, reason: ExitReason, error: str | None) -> None:
         """Publish the exit record and wait until the service has committed it. Called when the interpreter exits."""
+        if self._completes_at_exit and reason is ExitReason.UNKNOWN:
+            reason, error = lifecycle.exit_reason(lifecycle.called_exit())
         self._leave(reason, error, self._exit_wait_seconds)()
 
     def abandon_after_fork(self) -> None:

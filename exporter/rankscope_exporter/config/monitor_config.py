@@ -393,5 +393,3 @@ def own_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     Raises ConfigError if a setting in that format is invalid.
     """
     return translated_settings(settings, setting_names())
-
-

@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from typing import Final, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 from rankscope_contract.model.events import Event, EventType, ExitReason, Severity
 from rankscope_exporter.model.parameter_names import encodable
@@ -47,6 +47,7 @@ hold no reference to a model.
 
 _registered = False
 _earlier_error: BaseException | None = None
+_called_exit: SystemExit | None = None
 
 
 def watch(monitor: AttachedMonitor) -> None:
@@ -69,6 +70,25 @@ def watched() -> list[AttachedMonitor]:
 def forget(monitor: AttachedMonitor) -> None:
     """Remove `monitor` from the monitors that are called at forks and at the end of the process."""
     _attached.discard(monitor)
+
+
+def note_calls_of_exit() -> None:
+    """Store the status of later calls of `sys.exit`: at the end of the process, the interpreter does not show it."""
+    former = sys.exit
+    if former.__module__ == __name__:
+        return
+
+    def exit(status: Any = None, /) -> NoReturn:  # noqa: A001 - replaces the function of this name
+        global _called_exit  # noqa: PLW0603 - see `watch`
+        _called_exit = SystemExit(status)
+        former(status)
+
+    sys.exit = exit
+
+
+def called_exit() -> SystemExit | None:
+    """Return the exception of the last call of `sys.exit`; None without one, or if the calls are not stored."""
+    return _called_exit
 
 
 def _after_fork() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, TextIO
 
-from rankscope_contract.model.events import EventType
+from rankscope_contract.model.events import Event, EventType
+from rankscope_contract.reports.child import command_line, installation
 from rankscope_exporter.publishing.anomaly_detector import in_causal_order
 from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.records.step_record import StepRecord
@@ -34,26 +34,47 @@ class Console(StepObserver):
         self._stream = stream
         self._clock = clock
         self._lines = 0
-        self._suppressed = 0
+        self._suppressed = 0  # steps with firings that were not printed since the last line
+        self._held: dict[str | None, int] = {}  # firings of these steps by rule
+        self._held_step: int | None = None
+        self._seen: set[tuple[str | None, str]] = set()  # rules and severities of all firings so far
         self._last = float("-inf")
 
     def on_record(self, record: StepRecord) -> None:
         """Print a line about the firings in `record`, with the first of them in causal order.
 
-        If the rate limit does not allow the line, it is counted and not printed.
+        The first firing of each rule and severity has a line of its own. If the rate limit does not allow a line about
+        others, they are counted and not printed.
         """
         anomalies = [event for event in record.events if event.type == EventType.ANOMALY]
         if not anomalies:
             return
+        ordered = in_causal_order(record.step, anomalies)
+        new = [first for key, first in _first_of_each(ordered).items() if key not in self._seen]
+        self._seen |= _first_of_each(ordered).keys()
         now = self._clock()
-        if self._lines >= FREE_LINES and now - self._last < MIN_SECONDS_BETWEEN_LINES:
+        if not new and self._lines >= FREE_LINES and now - self._last < MIN_SECONDS_BETWEEN_LINES:
             self._suppressed += 1
+            for event in anomalies:
+                self._held[event.rule] = self._held.get(event.rule, 0) + 1
+            self._held_step = record.step
             return
-        first = in_causal_order(record.step, anomalies)[0]
-        more = f" (and {len(anomalies) - 1} more at this step)" if len(anomalies) > 1 else ""
+        shown = new or ordered[:1]
+        more = f" (and {len(anomalies) - len(shown)} more at this step)" if len(anomalies) > len(shown) else ""
         earlier = f" [{self._suppressed} steps with firings not shown]" if self._suppressed else ""
-        self.line(f"step {record.step}, rank {self._rank}: {first.message}{more}{earlier}")
+        for event in shown:
+            note = f"{more}{earlier}" if event is shown[0] else ""
+            self.line(f"step {record.step}, rank {self._rank}: {event.message}{note}")
         self._lines, self._suppressed, self._last = self._lines + 1, 0, now
+        self._held.clear()
+
+    def finish(self) -> None:
+        """Print the number of firings of each rule that the rate limit has held back since the last line."""
+        if self._suppressed:
+            rules = ", ".join(f"{count:,} of {rule}" for rule, count in self._held.items())
+            steps = f"at {self._suppressed:,} more steps, the last is step {self._held_step}"
+            self.line(f"rank {self._rank}: firings {steps}: {rules}")
+            self._suppressed = 0
 
     def line(self, text: str) -> None:
         """Print `text` with the prefix "rankscope:".
@@ -70,6 +91,10 @@ class Console(StepObserver):
             stream.flush()
         except (OSError, ValueError):  # the user has closed the stream or the pipe: print nothing more
             self._enabled = False
+
+
+def _first_of_each(events: Sequence[Event]) -> dict[tuple[str | None, str], Event]:
+    return {(event.rule, event.severity): event for event in reversed(events)}
 
 
 def banner(
@@ -110,10 +135,12 @@ def banner(
 def records_note(root: str, records: int) -> list[str]:
     """Return the lines that name the folder `root` of spools, with the `records` uncommitted records of a rank.
 
-    They also name the commands that read the records, and the command that imports them into a store.
+    They also name the commands that read the records, and the command that imports them into a store. If this
+    environment lacks libraries of these commands, the command that installs them comes first.
     """
-    place = shlex.quote(root)
+    read, store = command_line("summary", "--store", root), command_line("import", root, "--store", "history")
+    first = f"first {need}, then " if (need := installation()) else ""
     return [
         f"no service has stored the last {records:,} records of this rank; they are in {root}",
-        f"to read them: rankscope summary --store {place}; to store them: rankscope import {place} --store history",
+        f"to read them: {first}{read}; to store them: {store}",
     ]

@@ -123,7 +123,7 @@ class Csv(Sink):
         self._naming = files.naming(squash=options.squash_name)
         self._chosen: Path | None = None
         self._files = _Files(options.steps_per_file)
-        self._tensor_lines = PlannedRows(_TensorLines, self._naming, options.ops)
+        self.tensor_rows = PlannedRows(_TensorLines, self._naming, options.ops)
         self._stacks: dict[str, str] = {}
 
     def put(self, record: StepRecord) -> None:
@@ -143,9 +143,9 @@ class Csv(Sink):
         """
         ops, digits = self._options.ops, self._options.digits
         if record.statistics is not None:
-            columns = columns_of(record.statistics)
-            printed = {op: _texts(columns[op], digits) for op in ops}
-            for lines in self._tensor_lines.of(record.statistics):
+            columns, families = columns_of(record.statistics), self.tensor_rows.of(record.statistics)
+            printed = {op: _texts(columns[op], digits) for op in self.tensor_rows.ops}
+            for lines in families:
                 step = their_step(lines.rows.kind, ours, first)
                 yield lines.rows.family, step, lines.header, lines.at(step, columns["numel"], printed)
         step = their_step(None, ours, first)

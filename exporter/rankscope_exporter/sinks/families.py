@@ -157,10 +157,14 @@ class PlannedRows(Generic[T]):
     def __init__(self, prepare: Callable[[FamilyRows, Sequence[str]], T], naming: Naming, ops: Sequence[str]) -> None:
         self._prepare = prepare
         self._naming = naming
-        self._ops = ops
+        self.ops = ops
         self._plan = ""
         self._published: Sequence[frozenset[str]] | None = None
         self._prepared: Sequence[T] = ()
+
+    def add_ops(self, ops: Sequence[str]) -> None:
+        """Select more statistics, because the script publishes them from a later step on. Any thread may call this."""
+        self.ops = (*ops, *(op for op in self.ops if op not in ops))
 
     def of(self, statistics: Statistics) -> Sequence[T]:
         """Call `prepare` for each msprobe family, with the rows of the family in the plan of `statistics`.
@@ -169,7 +173,7 @@ class PlannedRows(Generic[T]):
         """
         if statistics.plan.hash != self._plan or statistics.ops is not self._published:
             families = family_rows(statistics.plan.plan.entries, self._naming, statistics.ops)
-            chosen = [(rows, [op for op in self._ops if op in rows.ops]) for rows in families]
+            chosen = [(rows, [op for op in self.ops if op in rows.ops]) for rows in families]
             self._prepared = [self._prepare(rows, ops) for rows, ops in chosen if ops]
             self._plan, self._published = statistics.plan.hash, statistics.ops
         return self._prepared

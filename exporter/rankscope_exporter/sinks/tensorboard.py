@@ -222,7 +222,7 @@ class TensorBoard(Sink):
         self._numbering = files.Numbering()
         self._naming = files.naming(squash=options.squash_name)
         prepare = functools.partial(_Tagged, rank=identity.rank)
-        self._tagged = PlannedRows(prepare, self._naming, options.ops)
+        self.tensor_rows = PlannedRows(prepare, self._naming, options.ops)
 
     def put(self, record: StepRecord) -> None:
         """Write the scalars, statistics, features and histograms of a record to the event files."""
@@ -238,7 +238,7 @@ class TensorBoard(Sink):
         yield SCALARS, step, [_scalar_value(scalar, record.micro_step) for scalar in record.scalars]
         if record.statistics is not None:
             columns = columns_of(record.statistics)
-            for tagged in self._tagged.of(record.statistics):
+            for tagged in self.tensor_rows.of(record.statistics):
                 yield tagged.rows.family, their_step(tagged.rows.kind, ours, first), tagged.values(columns)
         for family, rows in feature_rows(record.features, self._naming).items():
             yield family, step, [value for row in rows for value in _feature_values(family, row, self._rank)]

@@ -65,7 +65,9 @@ def test_missing_library_prints_the_command_and_starts_nothing(tmp_path):
     path, text = made(tmp_path, WRITES, needed=("sys", "no_such_library"))
 
     assert path is None
-    assert "no_such_library, which is not installed here; to make it: rankscope report 'the store'" in text
+    assert "no_such_library, which is not installed here; to make it: " in text
+    assert "[cli,store,service]', then " in text
+    assert "rankscope report 'the store'" in text
     assert not (tmp_path / "new").exists()
 
 

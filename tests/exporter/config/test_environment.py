@@ -124,3 +124,12 @@ def test_mistake_of_the_script_ends_at_its_line_with_one_sentence(tmp_path: Path
     ]
 
     assert expected == done.stderr.splitlines()
+
+
+def test_monitor_without_attach_is_one_line() -> None:
+    done = run_program("from rankscope_exporter import Monitor\nwith Monitor():\n    print('trained')\n")
+
+    assert "trained\n" == done.stdout
+    assert ["rankscope: nothing was measured, because monitor.attach(model, optimizer) was not called"] == (
+        done.stderr.splitlines()
+    )

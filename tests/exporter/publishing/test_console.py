@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from rankscope_contract.model.events import Event, EventType, ExitReason
+from rankscope_contract.model.events import Event, EventType, ExitReason, Severity
 from rankscope_exporter.process.lifecycle import encodable, exit_reason, weighed_reason
 from rankscope_exporter.publishing.console import FREE_LINES, MIN_SECONDS_BETWEEN_LINES, Console, banner, records_note
 from rankscope_exporter.records.step_record import StepRecord
@@ -14,6 +14,10 @@ from rankscope_exporter.records.step_record import StepRecord
 
 def anomaly(kind: str, message: str) -> Event:
     return Event(type=EventType.ANOMALY, kind=kind, message=message)
+
+
+def fired(rule: str, severity: Severity, message: str) -> Event:
+    return Event(type=EventType.ANOMALY, rule=rule, severity=severity, kind="grad_reduced", message=message)
 
 
 def record(step: int, *events: Event) -> StepRecord:
@@ -39,6 +43,32 @@ def test_many_firings_do_not_flood_the_console() -> None:
 
     assert FREE_LINES + 1 == len(lines)
     assert f"[{100 - FREE_LINES} steps with firings not shown]" in lines[-1]
+
+
+def test_first_firing_of_each_rule_and_severity_is_printed_immediately() -> None:
+    """A NaN after several warnings of another rule must not wait."""
+    stream, now = io.StringIO(), [0.0]
+    console = Console(0, enabled=True, stream=stream, clock=lambda: now[0])
+    for step in range(20):
+        console.on_record(record(step, fired("AnomalyTurbulence", Severity.WARNING, "spike")))
+    console.on_record(
+        record(20, fired("AnomalyTurbulence", Severity.WARNING, "spike"), fired("AnomalyNan", Severity.CRITICAL, "nan"))
+    )
+    console.on_record(record(21, fired("AnomalyTurbulence", Severity.CRITICAL, "worse")))
+    for step in range(22, 30):
+        console.on_record(record(step, fired("AnomalyNan", Severity.CRITICAL, "nan")))
+    console.finish()
+    console.finish()
+    lines = stream.getvalue().splitlines()
+
+    assert [
+        "rankscope: step 0, rank 0: spike",
+        "rankscope: step 1, rank 0: spike",
+        "rankscope: step 2, rank 0: spike",
+        "rankscope: step 20, rank 0: nan (and 1 more at this step) [17 steps with firings not shown]",
+        "rankscope: step 21, rank 0: worse",
+        "rankscope: rank 0: firings at 8 more steps, the last is step 29: 8 of AnomalyNan",
+    ] == lines
 
 
 def test_closed_stream_and_disabled_console_print_nothing() -> None:
@@ -87,6 +117,16 @@ def test_banner_names_tensors_cost_and_reader(service, spool_dir, reader) -> Non
         "run 'my run' on 2 ranks; gradients of 3 tensors (1,234,567 elements) every 5 steps, numba kernel" == lines[0]
     )
     assert lines[1] == f"12 series, about 0 kB per step; http://127.0.0.1:9/metrics; {reader}"
+
+
+def test_note_about_records_names_the_installation_first(monkeypatch) -> None:
+    """With only the part for ranks installed, `rankscope summary` lacks its libraries."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    _, second = records_note("/data", 3)
+
+    assert "to read them: first " in second
+    assert "[cli,store,service]', then " in second
+    assert "rankscope summary --store /data; to store them: " in second
 
 
 def test_note_about_records_quotes_the_folder_in_its_commands() -> None:

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import torch
 
-from rankscope_contract.model.kinds import VALUE_OPS, Kind
+from rankscope_contract.model.kinds import OPS, VALUE_OPS, Kind
 from rankscope_contract.msprobe.files import anomaly_tag
 from rankscope_exporter.api.monitor import Monitor
 from rankscope_exporter.base.copies import CopiesDoNothing
@@ -32,7 +32,9 @@ from rankscope_exporter.config.monitor_config import MonitorConfig, setting_name
 from rankscope_exporter.process.identity import place_in, rank_here
 from rankscope_exporter.sampling.sampling_config import CHANGEABLE, SWITCH
 from rankscope_exporter.sinks.anomaly_file import Anomalies
+from rankscope_exporter.sinks.csv_msprobe import Csv
 from rankscope_exporter.sinks.memory import Row
+from rankscope_exporter.sinks.tensorboard import TensorBoard
 from rankscope_exporter.statistics.selection import ALL_OPS, FALLBACK, chosen_ops
 
 Metrics = dict[str, dict[str, torch.Tensor]]
@@ -72,6 +74,12 @@ def statistic(op: str, numbers: Mapping[str, Any]) -> float:
 
 DYNAMIC_VARIABLE: Final = "DYNAMIC_MONITOR"
 _ACTIVATIONS: Final = "activations"
+
+
+class _Monitor(Monitor):
+    """A Monitor that a script for msprobe never detaches: the end of the script without an error completes the run."""
+
+    _completes_at_exit = True
 
 
 class TrainerMon(CopiesDoNothing):
@@ -172,7 +180,7 @@ class TrainerMon(CopiesDoNothing):
             self._remarks[sentence] = None
         is_watched = os.environ.get(DYNAMIC_VARIABLE, "").lower() == "true"
         config = replace(self._config, switch_file=os.fspath(self._path)) if is_watched else self._config
-        monitor = Monitor(config, first_step=first_step(given))
+        monitor = _Monitor(config, first_step=first_step(given))
         groups = {"dp_group": given.dp_group, "tp_group": given.tp_group, "pp_group": self._hints.process_group}
         monitor.attach(given.watched, given.optimizer, **groups)
         self._monitor = monitor
@@ -234,6 +242,10 @@ class TrainerMon(CopiesDoNothing):
             self._remark_once(f"ops remain {self.ops}: {error}")
             return
         self._config = replace(self._config, ops=tuple(names))
+        for name in (Csv.name, TensorBoard.name):
+            sink = None if self._monitor is None else self._monitor.sink(name)
+            if isinstance(sink, Csv | TensorBoard):
+                sink.tensor_rows.add_ops([op for op in dict.fromkeys(names) if op in OPS])
         self._switch({"ops": list(names)})
 
     def reload_xy(self, xy_distribution: bool = False) -> None:  # noqa: FBT001, FBT002 - msprobe's signature
