@@ -28,12 +28,12 @@ within 2 s even if the store is slow.
 """
 
 
-def message(incident: Incident, *, is_repeated: bool = False) -> Message:
-    """Return the notification of `incident`.
+def message(incident: Incident, *, is_repeated: bool = False, place: text.Place = text.NO_PLACE) -> Message:
+    """Return the notification of `incident`, with the command and the page of `place`.
 
     If `is_repeated`, the text states that it may have been delivered before.
     """
-    body = text.body(incident, is_repeated=is_repeated)
+    body = text.body(incident, is_repeated=is_repeated, place=place)
     return Message(key=incident.key, title=text.title(incident), body=body, severity=incident.severity)
 
 
@@ -58,8 +58,9 @@ class Announcer:
         commit: Callable[[], Awaitable[None]],
         deliveries: Deliveries,
         retry_seconds: Sequence[float] = RETRY_SECONDS,
+        place: Callable[[], text.Place] = text.Place,
     ) -> None:
-        """Set the functions that the announcer calls.
+        """Set the functions that the announcer calls, and the store and pages that messages name.
 
         `record` adds a row with a state of an incident, such as opened, to the batch, and `commit` commits the batch.
         `deliveries` counts the attempts and their outcomes.
@@ -70,6 +71,7 @@ class Announcer:
         self._commit = commit
         self._deliveries = deliveries
         self._retry_seconds = retry_seconds
+        self._place = place
 
     async def announce(self, incident: Incident, *, is_repeated: bool = False) -> None:
         """Store and send `incident`.
@@ -85,7 +87,7 @@ class Announcer:
         elif not self._notifiers:
             self._record(incident, NOTIFIED)  # this service sends nothing, so that a restart must not send it either
         else:
-            is_delivered = await self._send(message(incident, is_repeated=is_repeated))
+            is_delivered = await self._send(message(incident, is_repeated=is_repeated, place=self._place()))
             self._record(incident, NOTIFIED if is_delivered else UNDELIVERED)
             await self._commit_soon()
 

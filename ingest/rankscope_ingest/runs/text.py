@@ -7,13 +7,25 @@ notifications.
 from __future__ import annotations
 
 import bisect
+import math
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from rankscope_contract.diagnostics.collective_calls import sentences, sites_of
 from rankscope_contract.diagnostics.rank_groups import Standing, grouped, ranks_text
 from rankscope_contract.diagnostics.stacks import FlightRecord
-from rankscope_contract.model.events import LOG_UNREADABLE, RUN_FAILED, RUN_SLOW, RUN_STALLED, subject_name
+from rankscope_contract.model.events import (
+    LOG_UNREADABLE,
+    RULES_OF_RUNS,
+    RUN_FAILED,
+    RUN_SLOW,
+    RUN_STALLED,
+    subject_name,
+)
+from rankscope_contract.security.escaping import path_segment
 from rankscope_ingest.runs.incident import Incident, Symptom
 from rankscope_ingest.runs.models import Attempt, Rank
 from rankscope_ingest.runs.root_cause import CLOCKS_DIFFER_MICROSECONDS, Cause, EndKind
@@ -33,6 +45,10 @@ _AGES: Final = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 21_600.0,
 Ranks are polled at different times, so the ages of their last reports differ slightly. Ranks whose reports are in the
 same class share a line of the text.
 """
+
+_NON_FINITE_COUNTS: Final = {"nans": "NaN", "infs": "infinite"}
+_LONGEST_REASON: Final = 120
+"""Number of characters of an exception in the title of a notification."""
 
 _SILENT: Final = "stopped responding without an exit report"
 _UNSEEN: Final = "did not respond after the service restarted (ended or killed while it was down)"
@@ -217,15 +233,57 @@ def headline(first: Symptom) -> str:
     return ", ".join([rule, first.ranks_named, *([] if first.step is None else [f"step {first.step}"])])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The folder of the store, and the address of the pages, which notifications name; empty if they are unknown."""
+
+    store: str = ""
+    url: str = ""
+
+    @classmethod
+    def of(cls, store: Path, url: str = "") -> Place:
+        """Return the place of the store in the folder `store`."""
+        return cls(store=str(store.absolute()), url=url)
+
+    def command(self, name: str, run: str) -> str:
+        """Return the subcommand `name` of rankscope for `run` and this store."""
+        return shlex.join(["rankscope", name, run, *(["--store", self.store] if self.store else [])])
+
+    def page(self, incident: Incident) -> str:
+        """Return the address of the page of `incident`."""
+        return f"{self.url}/runs/{path_segment(incident.first.run)}/incidents/{path_segment(incident.key)}"
+
+
+NO_PLACE: Final = Place()
+
+
 def title(incident: Incident) -> str:
-    """Return the title of the notification of `incident`."""
-    return f"[{incident.severity}] {incident.first.run}: {headline(incident.first)}"
+    """Return the title of the notification of `incident`: rule, place, and the values that are wrong."""
+    wrong = _wrong(incident.first)
+    return f"[{incident.severity}] {incident.first.run}: {headline(incident.first)}{': ' if wrong else ''}{wrong}"
 
 
-def body(incident: Incident, *, is_repeated: bool = False) -> str:
+def _wrong(first: Symptom) -> str:
+    """Return the values or the exception of `first`, such as `loss 9.7, 8 times its average`; empty if unknown."""
+    if first.rule == RUN_FAILED:
+        return _shortened((first.message or "").partition("\n")[0].removeprefix(f"{first.ranks_named}: "))
+    if first.rule in RULES_OF_RUNS or first.value is None or first.op is None:
+        return ""
+    if first.op in _NON_FINITE_COUNTS:
+        return f"{first.value:,.0f} elements are {_NON_FINITE_COUNTS[first.op]}"
+    if not math.isfinite(first.value) or not first.baseline:
+        return f"{first.op} {first.value:.3g}"
+    return f"{first.op} {first.value:.3g}, {first.value / first.baseline:.2g} times its average"
+
+
+def _shortened(line: str) -> str:
+    return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]}…"
+
+
+def body(incident: Incident, *, is_repeated: bool = False, place: Place = NO_PLACE) -> str:
     """Return the body of the notification of `incident`.
 
-    It contains run, rank, step, values, evidence, and a command that shows details.
+    It contains run, rank, step, values, evidence, and the command and the page that show details.
     """
     first = incident.first
     values = {
@@ -256,7 +314,9 @@ def body(incident: Incident, *, is_repeated: bool = False) -> str:
     if command == "anomalies":
         ranks = f" on {ranks_text(sorted(incident.ranks))}" if incident.ranks else ""
         lines.append(f"anomaly events so far: {incident.events}{ranks}")
-    lines += [f"details: rankscope {command} {first.run}", f"incident: {incident.key}"]
+    lines.append(f"details: {place.command(command, first.run)}")
+    lines += [f"page: {place.page(incident)}"] if place.url else []
+    lines.append(f"incident: {incident.key}")
     lines += [SENT_AGAIN] * is_repeated + [MUTE_FOLLOWS] * incident.is_last_before_mute
     return "\n".join(lines)
 

@@ -32,6 +32,7 @@ from rankscope_ingest.remote_write.outcomes import recording
 from rankscope_ingest.reporting.progress import Progress
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_ingest.runs.incident import Incident
+from rankscope_ingest.runs.text import Place
 from rankscope_ingest.service.api import Api
 from rankscope_ingest.service.pipeline import Pipeline, make_batcher
 from rankscope_ingest.service.polling import ExternalExporters, Polling
@@ -87,6 +88,7 @@ class Service:
             record=self._monitor.record_incident,
             commit=self._pipeline.flusher.commit_now,
             deliveries=deliveries,
+            place=lambda: Place.of(Path(config.store.path), f"{self._api.url}{config.service.base_path}"),
         )
         self._watched = WatchedLogs(config, writer, notifiers, deliveries=deliveries)
         self._stalls = StallHandler(self._monitor, self._announcer, fetcher.stacks, spawn=self._spawn)

@@ -29,6 +29,7 @@ from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.notifiers import Notifier
 from rankscope_ingest.reporting.rows import Stamp, incident_row
 from rankscope_ingest.runs.incident import MUTED, RESOLVED, Incident, LogReport, Symptom
+from rankscope_ingest.runs.text import NO_PLACE, Place
 from rankscope_ingest.watch.intake import Row, WatchStore, event_batch
 from rankscope_ingest.watch.judge import Condition, Verdict
 from rankscope_ingest.watch.rows import LogRow, LogRows
@@ -176,6 +177,7 @@ class Reporter:
         *,
         deliveries: Deliveries | None = None,
         retry_seconds: Sequence[float] = RETRY_SECONDS,
+        place: Place = NO_PLACE,
     ) -> None:
         """`deliveries` counts the notifications, together with those of the service."""
         self._store = store
@@ -191,6 +193,7 @@ class Reporter:
             commit=self.commit,
             deliveries=deliveries or Deliveries(),
             retry_seconds=retry_seconds,
+            place=lambda: place,
         )
 
     def record(self, incident: Incident, state: str) -> None:

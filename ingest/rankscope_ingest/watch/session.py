@@ -15,6 +15,7 @@ from rankscope_ingest.base.watch_config import WatchSection
 from rankscope_ingest.importers import importers, run_name
 from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.notifiers import Notifier
+from rankscope_ingest.runs.text import Place
 from rankscope_ingest.watch.address import LogAddress
 from rankscope_ingest.watch.files import LocalFile, LogFile, LogUnreadableError
 from rankscope_ingest.watch.follower import Follower, LocalFollower, RemoteFollower
@@ -135,7 +136,7 @@ async def watching(
     names = run_names(sections)
     hosts = SshHosts(ask=hooks.ask, now=hooks.now)
     store = WatchStore(folder, writer, compacts=is_alone)
-    reporter = Reporter(store, notifiers, deliveries=hooks.deliveries)
+    reporter = Reporter(store, notifiers, deliveries=hooks.deliveries, place=Place.of(folder))
     try:
         session = WatchSession(reporter, hooks.on_change)
         for section, name in zip(sections, names, strict=True):

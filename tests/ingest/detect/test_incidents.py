@@ -19,7 +19,7 @@ from rankscope_ingest.detect.symptoms import symptoms
 from rankscope_ingest.notify.announcer import message
 from rankscope_ingest.runs.incident import SEVERITIES, Symptom, incident_key, run_incident, urgency
 from rankscope_ingest.runs.models import Attempt, Liveness, Rank
-from rankscope_ingest.runs.text import MUTE_FOLLOWS
+from rankscope_ingest.runs.text import MUTE_FOLLOWS, Place
 from rankscope_ingest.runs.tracker import RunTracker
 
 ATTEMPT = ("r", 0)
@@ -423,6 +423,31 @@ def test_message_contains_run_rank_tensor_kind_and_step():
     assert "[critical] r: AnomalyNan in grad_unreduced of blocks.3.weight, rank 1, step 60" == text.title
     for line in ("run: r (attempt 0)", "rank: 1", "step: 60", "tensor: blocks.3.weight", f"incident: {incident.key}"):
         assert line in text.body.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("columns", "wrong"),
+    [
+        ({"op": "loss", "value": 9.7, "baseline": 1.2}, "loss 9.7, 8.1 times its average"),
+        ({"op": "nans", "value": 64.0}, "64 elements are NaN"),
+        ({"op": "loss", "value": float("nan")}, "loss nan"),
+        ({"op": "norm", "value": 2e6, "threshold": 1e4}, "norm 2e+06"),
+        ({"rule": "RunFailed", "message": "rank 1: OSError: disk full"}, "OSError: disk full"),
+    ],
+)
+def test_title_of_a_message_names_the_wrong_values(columns, wrong):
+    incidents = opened(dataclasses.replace(symptom(60, rank=1), **columns))
+    (incident,) = incidents.open()
+
+    assert f", rank 1, step 60: {wrong}" in message(incident).title
+
+
+def test_message_has_the_page_and_the_command_with_its_store():
+    (incident,) = opened(symptom(60, run="a b/c")).open()
+    lines = message(incident, place=Place(store="/data/my store", url="http://h:9470/x")).body.splitlines()
+
+    assert "details: rankscope anomalies 'a b/c' --store '/data/my store'" in lines
+    assert f"page: http://h:9470/x/runs/a%20b%2Fc/incidents/{incident.key}" in lines
 
 
 SMALL = st.none() | st.integers(0, 3)

@@ -96,6 +96,7 @@ async def test_run_that_ends_with_nan_has_an_open_incident_on_all_pages(start_se
     assert [1] * 6 == [text.count(SENTENCE) for text in ended]
     assert ["1 open incident: r · Rankscope", "1 with incidents, 0 active · Rankscope"] == titles_of_pages
     assert ["[critical] r"] == [title.partition(":")[0] for title in titles]
+    assert titles[0].endswith(", step 12: 4 elements are NaN")
     assert [0] * 6 == [text.count("open incident") for text in texts_of(store, "r")]
     assert "None." in page_of(store, "runs", "r")[1]
 
@@ -146,7 +147,7 @@ async def test_crash_is_shown_with_its_exception_and_the_step_of_its_rank(start_
     assert [1] * 6 == [
         text.count("Failed at step 30: rank 1: OSError: disk full.") for text in texts_of(service.store, "r")
     ]
-    assert ["step 30"] == [title.rpartition(", ")[2] for title in titles]
+    assert ["step 30: OSError: disk full"] == [title.rpartition(", ")[2] for title in titles]
 
 
 async def test_failure_is_closed_when_a_second_attempt_completes(start_service, fake_rank, eventually):
