@@ -141,7 +141,7 @@ def test_few_controls_are_before_the_first_curve_and_the_rest_is_folded(chromium
     found = "[...document.querySelectorAll('#toolbar a, #toolbar summary, #toolbar input')]"
     controls = f"{found}.filter((one) => one.checkVisibility()).map((one) => one.innerText)"
 
-    assert ["None", "EMA", "Average", "Linear", "Log", "Axis and more"] == chromium.run(controls)
+    assert ["None", "EMA", "Average", "EMA, then average", "Linear", "Log", "Axis and more"] == chromium.run(controls)
     chromium.click("#toolbar summary")
     chromium.click("#toolbar [data-axis=time]")
     chromium.wait("location.search.includes('axis=time')")
