@@ -68,6 +68,7 @@ class RunState(enum.StrEnum):
 
 
 REPLICA_DESYNC: Final = "ReplicaDesync"
+SLOW_RANK: Final = "SlowRank"
 """Name of the rule for replica divergence, which fires if a tensor that must be bit-identical differs between ranks.
 
 Only the service detects replica divergence.

@@ -6,23 +6,21 @@ Ranks judge each value when it is logged. Imports judge all rows of a table toge
 from __future__ import annotations
 
 import math
+import statistics
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final, Literal
-
-import numpy as np
-import numpy.typing as npt
 
 from rankscope_contract.rules.base import AnomalyRule
 from rankscope_contract.rules.defaults import DEFAULT_RULES
 
-Numbers = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
-
 FEWEST_ROWS: Final = 19
 """Number of values before the first one that is judged: rules apply from the 20th row on."""
 
-_LOGARITHMIC_SHARE: Final = 0.75
-_TINY: Final = float(np.finfo(np.float64).tiny)
+LOGARITHMIC_SHARE: Final = 0.75
+TINY: Final = sys.float_info.min
 _LARGER_RISE: Final = 3.0
 
 
@@ -78,21 +76,27 @@ class CurveRule(AnomalyRule):
         """Return the text of an event. `before` is the median or the highest value before `value`."""
         return f"{self.name}: {name} is {value:.6g}, the {self.above} before it is {before:.6g}"
 
-    def compare(self, values: Numbers, windows: Numbers) -> tuple[Flags, Numbers]:
-        """Return whether each value is above the limit, and the medians of the windows before the values."""
-        low = np.quantile(windows, 0.1, axis=1)
-        middle = np.median(windows[:, -FEWEST_ROWS:], axis=1)
-        is_above = (low > 0) & (values >= self.ratio * middle)
-        is_above &= values - middle >= self.deviations * _spread(windows)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            logarithms, center = np.log(np.maximum(windows, _TINY)), np.log(middle)
-            is_above &= np.log(values) - center >= _LOGARITHMIC_SHARE * self.deviations * _spread(logarithms)
-        return is_above, middle
+    def compare(self, value: float, window: Sequence[float]) -> float | None:
+        """Return the median before `value` if it is above the limit, otherwise None. `window` has the values before."""
+        middle = statistics.median(window[-FEWEST_ROWS:])
+        if not value >= self.ratio * middle > 0 or not _low(window) > 0:
+            return None
+        logarithms = [math.log(max(one, TINY)) for one in window]
+        is_far = value - middle >= self.deviations * _spread(window)
+        least = LOGARITHMIC_SHARE * self.deviations * _spread(logarithms)
+        return middle if is_far and math.log(value) - math.log(middle) >= least else None
 
 
-def _spread(windows: Numbers) -> Numbers:
+def _low(window: Sequence[float]) -> float:
+    """Return the quantile 0.1 with linear interpolation."""
+    ordered, place = sorted(window), 0.1 * (len(window) - 1)
+    below = math.floor(place)
+    return ordered[below] + (place - below) * (ordered[min(below + 1, len(ordered) - 1)] - ordered[below])
+
+
+def _spread(window: Sequence[float]) -> float:
     """Return the median distance of two values in a row, as a median deviation: a trend does not widen it."""
-    return np.asarray(np.median(np.abs(np.diff(windows, axis=1)), axis=1)) / math.sqrt(2)
+    return statistics.median(abs(after - before) for before, after in pairwise(window)) / math.sqrt(2)
 
 
 @dataclass(slots=True)
@@ -121,8 +125,7 @@ class Curve:
                 is_steep = value - self.highest > _LARGER_RISE * self.rise
                 before = self.highest if is_steep and value >= rule.ratio * self.highest > 0 else None
             elif value >= rule.ratio * min(self.values):  # as is the median
-                is_above, middle = rule.compare(np.array([value]), np.array([self.values]))
-                before = float(middle[0]) if is_above[0] else None
+                before = rule.compare(value, self.values)
         if value > self.highest >= 0 and before is None:
             self.rise = max(self.rise, value - self.highest)
         self.highest = max(self.highest, value)

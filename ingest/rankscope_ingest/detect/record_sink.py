@@ -111,6 +111,7 @@ class RecordSink:
         first_causes, exits = symptoms(events), exit_reports(events, body.clock_offset)
         monitor.stalls.add(key, rank, events, now)
         monitor.replicas.add(decode_one(body, "hashes"), now)
+        monitor.stragglers.add(key, rank, body)
         # No exception may occur from here on: rows in the batch must not be polled again, and cursor and batch must
         # agree.
         monitor.batcher.add_body(body, now)

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final
 
-from rankscope_contract.model.events import REPLICA_DESYNC
+from rankscope_contract.model.events import REPLICA_DESYNC, SLOW_RANK
 from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.base.service_clock import ServiceClock, steady_microseconds
@@ -28,6 +28,8 @@ from rankscope_ingest.detect.divergence import (
 from rankscope_ingest.detect.history import History
 from rankscope_ingest.detect.incidents import FailureAlerts, IncidentTracker
 from rankscope_ingest.detect.stall_tracker import StallTracker
+from rankscope_ingest.detect.stragglers import StragglerTracker
+from rankscope_ingest.detect.symptoms import symptoms
 from rankscope_ingest.network.dialing import Address
 from rankscope_ingest.pipeline.batcher import Batcher, PendingBatch
 from rankscope_ingest.record_channel.admission import PollBudget
@@ -93,6 +95,7 @@ class RunMonitor:
         self.stalls = StallTracker(history.open_stalls)
         self.replicas = DivergenceTracker(history.diverged)
         self.replicas.add(history.hashes, history.read_at)
+        self.stragglers = StragglerTracker()
         self.batcher = batcher
         self.poll_budget = PollBudget(
             lambda: batcher.free_rows, max_rows=batcher.max_pending_rows, max_bytes=config.ingest.max_bytes
@@ -222,6 +225,7 @@ class RunMonitor:
         for attempt in self.versions.due(self.runs.attempts(), wall):
             self._write_state(attempt)
         self.check_replicas()
+        self.check_stragglers()
         failures = self._failures.due(self.runs.attempts(), now)
         for failure in failures:
             self.incidents.restore(failure)
@@ -243,6 +247,15 @@ class RunMonitor:
                 self.metrics.fired(key[0], item.rank, {(REPLICA_DESYNC, item.kind): 1})
             if key in changes.opened and self.incidents.observe(divergence_symptom(found), now) is not None:
                 self.poll_now(key[0], None)
+
+    def check_stragglers(self) -> None:
+        """Add an event for each rank that has become slow; while the rank is slow, its incident is open."""
+        for row, is_new in self.stragglers.check((attempt.key for attempt in self.runs.attempts()), self.stamp):
+            if is_new:
+                self.add_event(row)
+                self.metrics.fired(row["run"], row["rank"], {(SLOW_RANK, ""): 1})
+            for symptom in symptoms(rows_table("events", [row])):
+                self.incidents.observe(symptom, self.clock())
 
     def due_incidents(self) -> list[Incident]:
         """Return the incidents that must be announced now.

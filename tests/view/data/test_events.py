@@ -129,3 +129,24 @@ def test_first_cause_among_anomalies_of_one_time_is_always_the_same(tmp_path):
             found += [one.tensor for _ in range(5) for one in incidents(opened, ["r"])["r"]]
 
     assert ["t000"] * 10 == found
+
+
+def test_firings_of_one_cause_are_one_line(tmp_path):
+    """A NaN from step 40 to step 160 gives 119 events in each step, and one that comes back later its own line."""
+    listed = [
+        event("r", "anomaly", step, 1_000_000 * step, rule="AnomalyNan", severity="critical", tensor=f"layer.{number}")
+        for step in (*range(40, 161), 300)
+        for number in range(119)
+    ]
+    listed += [event("r", "anomaly", None, 5, rule="AnomalyNan", tensor="a"), event("r", "note", 50, 9, message="note")]
+    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
+        append(writer, events=events(listed))
+    with connect(tmp_path / "store") as opened:
+        found = event_lines(opened, "r")
+
+    assert [
+        (300, 119, "AnomalyNan: layer.0 and 118 more"),
+        (40, 121 * 119, "AnomalyNan: layer.0 and 14,398 more until step 160"),
+        (50, 1, "note"),
+        (None, 1, "AnomalyNan: a"),
+    ] == [(line.step, line.events, line.text) for line in found]

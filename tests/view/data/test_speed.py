@@ -14,6 +14,7 @@ from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
 from rankscope_view.data.hints import Side, tuning_hints
 from rankscope_view.data.ranks import RankRow, RankTable
+from rankscope_view.data.slow_ranks import SlowRank
 from rankscope_view.data.speed import BatchCheck, Share, Speed, Throughput, read_speed
 from rankscope_view.data.utilization import Method, Utilization, read_utilization
 
@@ -129,7 +130,8 @@ def speed(**changes) -> Speed:
     return Speed(**(dict.fromkeys(names) | changes))
 
 
-SLOW_RANK = RankRow(rank=3, host="gpu-a", is_slow=True, against_median=0.31, slow_since=790)
+SLOW = SlowRank(row=3, seconds=0.9, share=0.31, phase="forward", steps=20, pauses=0)
+SLOW_RANK = RankRow(rank=3, host="gpu-a", is_slow=True, slow=SLOW, slow_since=790)
 
 
 @pytest.mark.parametrize(
@@ -143,9 +145,9 @@ SLOW_RANK = RankRow(rank=3, host="gpu-a", is_slow=True, against_median=0.31, slo
         (Side.SYSTEM, "fallen by 30 %", {"throughput": throughput(np.where(STEP < 30, 100.0, 70.0))}, {}),
         (
             Side.SYSTEM,
-            "rank 3 on gpu-a computes 31 % longer since step 790",
+            "rank 3 on gpu-a is slow in forward: the others wait 0.9 s a step, 31 % of the time, since step 790",
             {},
-            {"ranks": RankTable(attempt=0, rows=(SLOW_RANK,), last_step=9, median_compute=1.0, median_step=1.0)},
+            {"ranks": RankTable(attempt=0, rows=(SLOW_RANK,), last_step=9, median_step=1.0)},
         ),
     ],
 )

@@ -13,6 +13,7 @@ import numpy as np
 
 from rankscope_contract.model.events import EventType, subject_name
 from rankscope_contract.model.phases import Phase
+from rankscope_storage.api.summaries import INCIDENT_GAP_STEPS
 from rankscope_storage.connection import Connection
 from rankscope_view.data.curves import Axis, on_axis
 from rankscope_view.data.history import History
@@ -56,15 +57,23 @@ _GROUPS: Final = {
 }
 _OF_PHASE: Final = {Phase.CHECKPOINT: Group.CHECKPOINT, Phase.EVALUATION: Group.EVALUATION}
 
-# One line for the same event on several ranks, and for all firings of a rule at a step. Further keys order lines and
-# events that have the same time, because the order in which DuckDB returns equal rows depends on its threads.
-_LINES: Final = """\
-WITH event AS (
-  SELECT *, {ts: ts, rank: rank, tensor: tensor, op: op, value: value, message: message} AS place FROM events
-  WHERE run = $run
+# One line for the same event on several ranks, and for all firings of a rule in steps that are at most
+# INCIDENT_GAP_STEPS apart: a NaN that remains gives thousands of firings. Further keys order lines and events that have
+# the same time, because the order in which DuckDB returns equal rows depends on its threads.
+_LINES: Final = f"""\
+WITH placed AS (
+  SELECT *, {{ts: ts, rank: rank, tensor: tensor, op: op, value: value, message: message}} AS place,
+    coalesce(coalesce(step, 0) - lag(coalesce(step, 0)) OVER firing > {INCIDENT_GAP_STEPS}, true)::INT AS begins
+  FROM events WHERE run = $run WINDOW firing AS (PARTITION BY attempt, type, rule, step IS NULL ORDER BY step)
+),
+event AS (
+  SELECT *, CASE WHEN type = 'anomaly' THEN sum(begins) OVER firing ELSE step END AS stretch FROM placed
+  WINDOW firing AS (
+    PARTITION BY attempt, type, rule, step IS NULL ORDER BY step, begins DESC ROWS UNBOUNDED PRECEDING)
 ),
 line AS (
-  SELECT attempt, step, type, rule, epoch(min(ts)) AS happened_at, count(*) AS events,
+  SELECT attempt, min(step) AS step, max(step) AS last_step, type, rule, epoch(min(ts)) AS happened_at,
+    count(*) AS events,
     list(DISTINCT rank ORDER BY rank) AS ranks,
     max(severity) FILTER (severity = 'critical') AS critical, max(severity) AS severity,
     arg_min(tensor, place) AS tensor, arg_min(op, place) AS op,
@@ -72,7 +81,8 @@ line AS (
     min(CASE WHEN type = 'phase' AND json_valid(details) THEN details::JSON->>'$.phase' END) AS phase,
     max(coalesce(ordinal, 0)) AS ordinal
   FROM event
-  GROUP BY attempt, step, type, rule, CASE WHEN type IN ('anomaly', 'launch', 'exit') THEN NULL ELSE message END
+  GROUP BY attempt, stretch, step IS NULL, type, rule,
+    CASE WHEN type IN ('anomaly', 'launch', 'exit') THEN NULL ELSE message END
 )
 SELECT * EXCLUDE (critical) REPLACE (coalesce(critical, severity) AS severity) FROM line
 ORDER BY happened_at DESC NULLS LAST, attempt DESC NULLS LAST, step DESC NULLS LAST, ordinal DESC,
@@ -217,6 +227,7 @@ def _line(row: dict[str, Any]) -> EventLine:
     text = row["message"] or row["rule"] or kind.replace("_", " ")
     if kind == EventType.ANOMALY:
         more = f" and {row['events'] - 1:,} more" if row["events"] > 1 else ""
+        more += f" until step {row['last_step']:,}" if row["last_step"] != row["step"] else ""
         text = f"{row['rule'] or 'anomaly'}: {subject_name(row['tensor'], row['op']) or text}{more}"
     elif kind == EventType.LAUNCH:
         count = len(row["ranks"])

@@ -9,6 +9,7 @@ from typing import Final
 
 import numpy as np
 
+from rankscope_contract.model.phases import Phase
 from rankscope_view.data.detail import speed_change
 from rankscope_view.data.ranks import RankRow, RankTable
 from rankscope_view.data.speed import MOST_DEVIATION, Speed, Throughput
@@ -153,13 +154,13 @@ def _communication_hints(speed: Speed) -> Iterator[Hint]:
 
 def _system_hints(speed: Speed, ranks: RankTable | None) -> Iterator[Hint]:
     for row in () if ranks is None else ranks.rows:
-        if row.is_slow and row.against_median is not None:
+        if row.slow is not None:
             where = f" on {row.host}" if row.host else ""
-            since = "" if row.slow_since is None else f" since step {row.slow_since:,}"
+            since = "" if row.slow_since is None else f", since step {row.slow_since:,}"
             yield Hint(
                 side=Side.SYSTEM,
-                observation=f"rank {row.rank}{where} computes {_percent(row.against_median)} longer{since}",
-                actions=SYSTEM_ACTIONS,
+                observation=f"rank {row.rank}{where} {row.slow.words}{since}",
+                actions=DATA_ACTIONS if row.slow.phase == Phase.DATA_WAIT else SYSTEM_ACTIONS,
             )
     if speed.throughput is None:
         return

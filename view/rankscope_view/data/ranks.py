@@ -9,17 +9,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from rankscope_contract.model.phases import COMPUTING, PRE_COLLECTIVE_SECONDS, STEP_PHASE_SECONDS
+from rankscope_contract.model.phases import STEP_PHASE_SECONDS
 from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_view.data.grid import ABSENT, LEVELS, Grid, Row, empty_grid, row_medians
 from rankscope_view.data.history import Floats
+from rankscope_view.data.slow_ranks import SlowRank, find_slow_ranks, of_others, own_seconds
 
 RECENT_STEPS: Final = 20
 STRIP_STEPS: Final = 200
-SLOW: Final = 1.1
-"""A rank is slow if it computes at least this many times as long as the median rank."""
-
 SILENT_STEPS: Final = 3
 """A rank is silent if its last step is at least this many steps behind the newest step of any rank."""
 
@@ -34,7 +32,7 @@ _LATEST_NAMES: Final = (
     "gpu_temperature_celsius",
     "resident_memory_bytes",
 )
-_NAMES: Final = ", ".join(map(sql_string, (STEP_SECONDS, STEP_PHASE_SECONDS, PRE_COLLECTIVE_SECONDS, *_LATEST_NAMES)))
+_NAMES: Final = ", ".join(map(sql_string, (STEP_SECONDS, STEP_PHASE_SECONDS, *_LATEST_NAMES)))
 
 _NEWEST: Final = """\
 SELECT rank, max(step) AS step, epoch(max(ts)) AS seen_at FROM scalars_without_jumps
@@ -49,11 +47,10 @@ _STEPS: Final = """\
 SELECT rank, step, avg(value) AS value FROM {scalars}
 WHERE run = $run AND coalesce(attempt, 0) = $attempt AND name = $name AND step > $last - $steps AND rank IS NOT NULL
 GROUP BY ALL"""
-_COMPUTING: Final = ", ".join(sorted(sql_string(phase) for phase in COMPUTING))
-_COMPUTE_STEPS: Final = f"""\
-SELECT rank, step, sum(value) AS value FROM {{scalars}}
+_PHASES: Final = f"""\
+SELECT rank, step, labels->>'$.phase' AS phase, avg(value) AS value FROM {{scalars}}
 WHERE run = $run AND coalesce(attempt, 0) = $attempt AND name = '{STEP_PHASE_SECONDS}' AND step > $last - $steps
-  AND labels->>'$.phase' IN ({_COMPUTING}) AND $name = $name AND rank IS NOT NULL GROUP BY ALL"""
+  AND rank IS NOT NULL AND isfinite(value) GROUP BY ALL"""
 _HOSTS: Final = """\
 SELECT rank, arg_max(details->>'$.host', ts) AS host FROM events
 WHERE run = $run AND type = 'launch' AND json_valid(details) AND rank IS NOT NULL GROUP BY rank"""
@@ -69,12 +66,13 @@ class RankRow:
     last_step: int | None = None  # None: the rank has no row
     seen_at: float | None = None
     step_seconds: float | None = None
-    compute_seconds: float | None = None  # before the rank waits for others
+    compute_seconds: float | None = None  # input, computation and pauses: a step without the wait for others
     phases: Mapping[str, float] = field(default_factory=dict)
     latest: Mapping[str, float] = field(default_factory=dict)
     is_slow: bool = False
+    slow: SlowRank | None = None
     is_silent: bool = False
-    against_median: float | None = None  # 0.31: 31 % slower
+    against_median: float | None = None  # 0.31: 31 % longer than the median of the others
     slow_since: int | None = None
 
     @property
@@ -98,7 +96,6 @@ class RankTable:
     attempt: int
     rows: tuple[RankRow, ...]
     last_step: int | None
-    median_compute: float | None
     median_step: float | None
 
     def ordered(self, order: RankOrder) -> RankTable:
@@ -125,12 +122,12 @@ def rank_table(connection: Connection, run: str) -> RankTable:
         last = max(steps, default=None)
         means = [] if last is None else connection.query(_MEANS.format(**source), chosen | {"last": last}).to_pylist()
         hosts, world = hosts_and_world(connection, run)
-        matrix = compute_matrix(connection, run, attempt, last) if last is not None else None
+        phases = read_phases(connection, run, attempt, last or 0)
     ranks = sorted({*newest, *range(world), *hosts})
     rows = [
         _row(rank, newest.get(rank), hosts.get(rank), [one for one in means if one["rank"] == rank]) for rank in ranks
     ]
-    return _judged(attempt, rows, last, matrix)
+    return _judged(attempt, rows, last, phases)
 
 
 def hosts_and_world(connection: Connection, run: str) -> tuple[dict[int, str], int]:
@@ -145,41 +142,46 @@ def _row(rank: int, newest: Mapping[str, Any] | None, host: str | None, means: l
     steps = max((one["rows"] for one in timed), default=0)  # a step may lack a phase
     phases = {one["phase"]: one["mean"] * one["rows"] / steps for one in timed}
     plain = {one["name"]: one for one in means if one["name"] != STEP_PHASE_SECONDS and one["clock"] in (None, "sm")}
-    compute = plain.get(PRE_COLLECTIVE_SECONDS, {}).get("mean")
-    if compute is None and phases:
-        compute = sum(seconds for phase, seconds in phases.items() if phase in COMPUTING)
     return RankRow(
         rank=rank,
         host=host,
         last_step=None if newest is None else newest["step"],
         seen_at=None if newest is None else newest["seen_at"],
         step_seconds=plain.get(STEP_SECONDS, {}).get("mean"),
-        compute_seconds=compute,
         phases=phases,
         latest={name: plain[name]["latest"] for name in _LATEST_NAMES if name in plain},
     )
 
 
-def _judged(attempt: int, rows: list[RankRow], last: int | None, matrix: StepMatrix | None) -> RankTable:
+def _judged(attempt: int, rows: list[RankRow], last: int | None, phases: PhaseSteps) -> RankTable:
     silent = {
         row.rank for row in rows if last is not None and (row.last_step is None or last - row.last_step >= SILENT_STEPS)
     }
-    known = [row.compute_seconds for row in rows if row.compute_seconds is not None and row.rank not in silent]
     times = [row.step_seconds for row in rows if row.step_seconds is not None and row.rank not in silent]
-    median = float(np.median(known)) if len(known) > 1 else None
+    middle = float(np.median(times)) if times else None
+    matrix = phases.own()
+    heard = [at for at, rank in enumerate(phases.ranks) if rank not in silent]
+    slow = {phases.ranks[heard[one.row]]: one for one in find_slow_ranks(phases.seconds[heard], phases.phases)}
+    recent = matrix.seconds[:, np.array(matrix.steps) > (last or 0) - RECENT_STEPS]
+    counts = np.isfinite(recent).sum(axis=1)
+    own = np.where(counts, np.nansum(recent, axis=1) / np.maximum(counts, 1), np.nan)
+    usual = dict(zip(phases.ranks, zip(own.tolist(), of_others(own).tolist(), strict=True), strict=True))
     judged = []
     for row in rows:
-        against = row.compute_seconds / median - 1 if median and row.compute_seconds is not None else None
-        is_slow = against is not None and against >= SLOW - 1 and row.rank not in silent
-        since = matrix.slow_since(row.rank) if is_slow and matrix is not None else None
-        values = {
-            name: getattr(row, name)
-            for name in ("rank", "host", "last_step", "seen_at", "step_seconds", "compute_seconds")
-        }
-        values |= {"phases": row.phases, "latest": row.latest, "against_median": against, "slow_since": since}
-        judged.append(RankRow(**values, is_slow=is_slow, is_silent=row.rank in silent))
-    middle = float(np.median(times)) if times else None
-    return RankTable(attempt=attempt, rows=tuple(judged), last_step=last, median_compute=median, median_step=middle)
+        mine, others = usual.get(row.rank, (np.nan, np.nan))
+        found = slow.get(row.rank)
+        judged.append(
+            replace(
+                row,
+                compute_seconds=mine if np.isfinite(mine) else None,
+                against_median=mine / others - 1 if len(usual) > 1 and mine >= 0 and others > 0 else None,
+                is_slow=found is not None,
+                slow=found,
+                slow_since=None if found is None or found.pauses else matrix.slow_since(row.rank),
+                is_silent=row.rank in silent,
+            )
+        )
+    return RankTable(attempt=attempt, rows=tuple(judged), last_step=last, median_step=middle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,18 +210,38 @@ class StepMatrix:
         return self.steps[min(int(usual[-1]) + 1 if len(usual) else 0, len(self.steps) - 1)]
 
 
-def compute_matrix(connection: Connection, run: str, attempt: int, last: int) -> StepMatrix:
-    """Return the time before collectives of each rank in the newest steps, or the time of its computing phases."""
-    found = step_matrix(connection, run, attempt, last, PRE_COLLECTIVE_SECONDS)
-    return found if found.ranks else step_matrix(connection, run, attempt, last, STEP_PHASE_SECONDS)
+@dataclass(frozen=True, slots=True)
+class PhaseSteps:
+    """Seconds [ranks, steps, phases] of the newest steps; a step that a rank does not have is NaN."""
+
+    ranks: list[int]
+    steps: list[int]
+    phases: list[str]
+    seconds: Floats
+
+    def own(self) -> StepMatrix:
+        """Return the time in which each rank does not wait for others: input, computation and pauses."""
+        return StepMatrix(self.ranks, self.steps, own_seconds(self.seconds, self.phases))
+
+
+def read_phases(connection: Connection, run: str, attempt: int, last: int) -> PhaseSteps:
+    """Return the phases of the newest steps of all ranks of an attempt."""
+    source = connection.relation("scalars", run=run, steps=(max(0, last - STRIP_STEPS), last))
+    parameters = {"run": run, "attempt": attempt, "last": last, "steps": STRIP_STEPS}
+    rows = connection.query(_PHASES.format(scalars=source), parameters)
+    axes = [np.unique(rows[name].to_numpy(), return_inverse=True) for name in ("rank", "step", "phase")]
+    (ranks, rank), (steps, step), (phases, phase) = axes
+    seconds = np.full((len(ranks), len(steps), len(phases)), np.nan)
+    seconds[rank, step] = 0.0
+    seconds[rank, step, phase] = rows["value"].to_numpy()
+    return PhaseSteps(ranks.tolist(), steps.tolist(), phases.tolist(), seconds)
 
 
 def step_matrix(connection: Connection, run: str, attempt: int, last: int, name: str) -> StepMatrix:
     """Return the scalar `name` of each rank in the newest steps of an attempt."""
-    query = _COMPUTE_STEPS if name == STEP_PHASE_SECONDS else _STEPS
     source = connection.relation("scalars", run=run, steps=(max(0, last - STRIP_STEPS), last))
     parameters = {"run": run, "attempt": attempt, "name": name, "last": last, "steps": STRIP_STEPS}
-    rows = connection.query(query.format(scalars=source), parameters)
+    rows = connection.query(_STEPS.format(scalars=source), parameters)
     ranks, steps = sorted(set(rows["rank"].to_pylist())), sorted(set(rows["step"].to_pylist()))
     seconds = np.full((len(ranks), len(steps)), np.nan)
     where = [{value: at for at, value in enumerate(values)} for values in (ranks, steps)]
@@ -229,13 +251,13 @@ def step_matrix(connection: Connection, run: str, attempt: int, last: int, name:
 
 
 def rank_grid(connection: Connection, run: str, table: RankTable, *, whole_step: bool) -> Grid:
-    """Return the strips of all ranks against the median rank: the time before collectives, or the whole step."""
+    """Return the strips of all ranks against the median rank: the time without waiting, or the whole step."""
     if table.last_step is None:
         return empty_grid("no step times")
     if whole_step:
         matrix = step_matrix(connection, run, table.attempt, table.last_step, STEP_SECONDS)
     else:
-        matrix = compute_matrix(connection, run, table.attempt, table.last_step)
+        matrix = read_phases(connection, run, table.attempt, table.last_step).own()
     if not matrix.ranks:
         return empty_grid("no step times by rank")
     ratio = matrix.against_median()

@@ -38,7 +38,9 @@ def page(place: Place, row: RunRow, table: RankTable, order: RankOrder, now: flo
     if not found:
         found = [
             verdict(
-                "info", f"No rank of {len(table.rows)} is slow or silent", "Compared with the median rank of each step."
+                "info",
+                f"No rank of {len(table.rows)} is slow or silent",
+                "Compared by input, computation and pauses of each step.",
             )
         ]
     body = f'<div id="verdicts" data-live>{"".join(found[:_MOST_VERDICTS])}{more}</div>{_toolbar(place, row.run, table, order)}{_strips(row.run)}{_table(table.ordered(order), now)}'
@@ -52,18 +54,10 @@ def verdicts(
 
     `link` returns the actions of a slow rank as HTML.
     """
-    for row in sorted(table.rows, key=lambda row: -(row.against_median or 0)):
-        if row.is_slow:
-            waits = [other.wait_seconds for other in table.rows if other.wait_seconds is not None and not other.is_slow]
-            wait = f"; the others wait {float(np.median(waits)):.1f} s a step" if waits else ""
-            since = "" if row.slow_since is None else f" since step {count(row.slow_since)}"
-            slower = signed(row.against_median or 0).lstrip("+")
-            yield verdict(
-                "critical",
-                f"Rank {row.rank} computes {slower} slower than the others{since}{wait}",
-                _evidence(row, table),
-                link(row.rank),
-            )
+    for row in sorted(table.rows, key=lambda row: -(row.slow.share if row.slow else 0)):
+        if row.slow is not None:
+            since = "" if row.slow_since is None else f", since step {count(row.slow_since)}"
+            yield verdict("critical", f"Rank {row.rank} {row.slow.words}{since}", _evidence(row, table), link(row.rank))
     for row in table.rows:
         if row.is_silent:
             last = (
@@ -83,9 +77,9 @@ def verdicts(
 def _evidence(row: RankRow, table: RankTable) -> str:
     others = [other for other in table.rows if other.rank != row.rank and not other.is_silent]
     parts = []
-    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.DATA_WAIT):
+    for phase in row.phases:
         usual = [other.phases[phase] for other in others if phase in other.phases]
-        if phase in row.phases and usual and row.phases[phase] > 1.05 * float(np.median(usual)):
+        if phase != Phase.COLLECTIVE and usual and row.phases[phase] > 1.05 * float(np.median(usual)):
             parts.append(f"{phase.replace('_', ' ')} {row.phases[phase]:.3g} s against {float(np.median(usual)):.3g} s")
     clock, usual = (
         row.latest.get("gpu_clock_hertz"),

@@ -22,7 +22,7 @@ from rankscope_view.pages import incident as incident_page
 from rankscope_view.pages import ranks as rank_page
 from rankscope_view.pages.format import NOTHING, count, duration, measure, text, utc
 from rankscope_view.pages.parts import incident_line, run_pill, segmented, state_word, tag_list
-from rankscope_view.pages.run import AXES, ChartChoice, chart_panel, event_rows, signed
+from rankscope_view.pages.run import AXES, ChartChoice, chart_panel, event_rows
 from rankscope_view.pages.sections import sections
 from rankscope_view.pages.settings import configuration
 
@@ -93,9 +93,9 @@ def sentences(content: ReportContent) -> Iterator[str]:
     if not ended:
         yield from _first_incident([one for one in content.incidents if one.tensor is not None or one.rank not in slow])
     for row in content.ranks.rows:
-        if row.is_slow:
-            since = "" if row.slow_since is None else f" since step {count(row.slow_since)}"
-            yield f"Rank {row.rank} computes {signed(row.against_median or 0).lstrip('+')} slower than the others{since}."
+        if row.slow is not None:
+            since = "" if row.slow_since is None else f", since step {count(row.slow_since)}"
+            yield f"Rank {row.rank} {row.slow.words}{since}."
             break
 
 

@@ -5,6 +5,7 @@ The rules and the evaluation of single values, which ranks use, are in `rankscop
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,8 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.events import EventType
-from rankscope_contract.rules.curve import Curve, CurveRule, Numbers
+from rankscope_contract.rules.curve import FEWEST_ROWS, LOGARITHMIC_SHARE, TINY, Curve, CurveRule
 
+Numbers = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
 
@@ -51,7 +53,7 @@ class _Curve(Curve):
             windows = np.lib.stride_tricks.sliding_window_view(history[:-1], rule.rows)
             # The median is not below the lowest value: few rows need a median.
             for rows in _batches(np.flatnonzero(judged >= rule.ratio * _lowest(history[:-1], rule.rows))):
-                is_above[single + rows], medians[single + rows] = rule.compare(judged[rows], windows[rows])
+                is_above[single + rows], medians[single + rows] = _compare(rule, judged[rows], windows[rows])
             self.values, self.count = history[-rule.rows :].tolist(), self.count + len(judged)
         if rule.skips_pauses:
             is_above &= np.searchsorted(pauses, previous, "right") == np.searchsorted(pauses, seqs, "right")
@@ -110,6 +112,20 @@ class CurveEvaluator:
         pauses = np.unique(np.concatenate([before, *found]))
         self._last_pauses[incarnation] = pauses[-1:]
         return pauses
+
+
+def _compare(rule: CurveRule, values: Numbers, windows: Numbers) -> tuple[Flags, Numbers]:
+    """Return the results of `CurveRule.compare` for all values together: the flags, and the medians before them."""
+    low, middle = np.quantile(windows, 0.1, axis=1), np.median(windows[:, -FEWEST_ROWS:], axis=1)
+    is_above = (low > 0) & (values >= rule.ratio * middle) & (values - middle >= rule.deviations * _spread(windows))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        least = LOGARITHMIC_SHARE * rule.deviations * _spread(np.log(np.maximum(windows, TINY)))
+        is_above &= np.log(values) - np.log(middle) >= least
+    return is_above, middle
+
+
+def _spread(windows: Numbers) -> Numbers:
+    return np.asarray(np.median(np.abs(np.diff(windows, axis=1)), axis=1)) / math.sqrt(2)
 
 
 def _batches(rows: Integers) -> list[Integers]:

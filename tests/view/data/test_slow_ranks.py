@@ -1,0 +1,71 @@
+"""Ranks that make the others wait, in generated steps: slow input and computation, pauses, and only noise."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rankscope_view.data.slow_ranks import find_slow_ranks
+
+PHASES = ("data_wait", "forward", "backward", "collective", "optimizer", "checkpoint")
+STEPS = 200
+
+
+def steps(ranks: int = 4, *, late=None, has_waits: bool = True, seed: int = 0) -> np.ndarray:
+    """Return seconds of healthy ranks; `late` maps (rank, phase) to further seconds of each step."""
+    random = np.random.default_rng(seed)
+    seconds = np.array([0.01, 0.1, 0.2, 0.0, 0.02, 0.0]) * random.lognormal(0, 0.1, (ranks, STEPS, len(PHASES)))
+    for (rank, phase), more in (late or {}).items():
+        seconds[rank, :, PHASES.index(phase)] += more
+    own = seconds.sum(axis=2)
+    waits = own.max(axis=0) - own
+    seconds[:, :, PHASES.index("collective" if has_waits else "forward")] += waits
+    return seconds
+
+
+def every(interval: int, seconds: float) -> np.ndarray:
+    return np.where(np.arange(STEPS) % interval == interval - 1, seconds, 0.0)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("phase", ["data_wait", "forward", "backward", "optimizer"])
+def test_slow_rank_has_its_share_and_phase(ranks, phase):
+    (found,) = find_slow_ranks(steps(ranks, late={(1, phase): 0.33}), PHASES)
+
+    assert (1, phase, 0) == (found.row, found.phase, found.pauses)
+    assert (0.5, 0.33) == (pytest.approx(found.share, abs=0.03), pytest.approx(found.seconds, abs=0.03))
+
+
+@pytest.mark.parametrize(("phase", "interval"), [("checkpoint", 10), ("data_wait", 30), ("forward", 50)])
+def test_rank_that_pauses_is_slow_until_its_pauses_stop(phase, interval):
+    pauses = every(interval, 0.1 * interval)
+    (found,) = find_slow_ranks(steps(2, late={(0, phase): pauses}), PHASES)
+
+    assert (0, phase, STEPS // interval) == (found.row, found.phase, found.pauses)
+    assert [] == find_slow_ranks(steps(2, late={(0, phase): np.where(np.arange(STEPS) < 80, pauses, 0)}), PHASES)
+
+
+def test_pauses_of_all_ranks_make_no_rank_slow():
+    late = {(rank, "checkpoint"): every(10, 2.0) for rank in range(4)}
+
+    assert [] == find_slow_ranks(steps(late=late), PHASES)
+
+
+def test_slow_input_is_found_where_waits_are_part_of_forward():
+    (found,) = find_slow_ranks(steps(late={(2, "data_wait"): 0.33}, has_waits=False), PHASES)
+
+    assert (2, "data_wait") == (found.row, found.phase)
+    assert [] == find_slow_ranks(steps(late={(2, "forward"): 0.33}, has_waits=False), PHASES)  # looks like a wait
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 16])
+def test_healthy_ranks_are_not_slow(ranks):
+    assert [] == [one for seed in range(40) for one in find_slow_ranks(steps(ranks, seed=seed), PHASES)]
+
+
+def test_missing_steps_of_a_rank_are_not_compared():
+    seconds = steps(late={(1, "forward"): 0.33})
+    seconds[0, :150], seconds[3, 190:] = np.nan, np.nan
+    (found,) = find_slow_ranks(seconds, PHASES)
+
+    assert (1, "forward") == (found.row, found.phase)
