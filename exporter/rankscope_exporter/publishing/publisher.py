@@ -23,6 +23,7 @@ from rankscope_contract.rules.curve import CurveRule
 from rankscope_exporter.adapters.monitored_model import with_chunk_number
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.base.graph_capture import others_may_capture
+from rankscope_exporter.process.forks import no_fork
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector, Firing, StepVerdict
 from rankscope_exporter.publishing.silent_kinds import SilentKinds
@@ -243,7 +244,7 @@ class Publisher:
         """Call `function(*args)`, which may query the device while the training captures a CUDA graph."""
 
         def call() -> None:
-            with others_may_capture():
+            with others_may_capture(), no_fork():
                 function(*args)
 
         self._boundary.call(where, call)

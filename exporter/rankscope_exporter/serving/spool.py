@@ -31,6 +31,7 @@ from rankscope_contract.spool.layout import (
 )
 from rankscope_contract.spool.orphan import remove_folder
 from rankscope_contract.spool.reader import END_OF_STREAM
+from rankscope_exporter.process.forks import no_fork
 from rankscope_exporter.records.step_record import NamedPlan, StepRecord
 from rankscope_exporter.serving.ring import record_bytes
 from rankscope_exporter.serving.wire_encoder import SCHEMA, encode
@@ -316,6 +317,7 @@ def schema_message() -> bytes:
     return message
 
 
+@no_fork()
 def needed_plans(stream: bytes) -> list[str] | None:
     """Return the hashes of the plans that the records of `stream` use; None if Arrow cannot read the whole stream."""
     try:

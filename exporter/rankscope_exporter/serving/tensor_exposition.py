@@ -21,6 +21,7 @@ from rankscope_contract.model.kinds import JUDGED_OPS
 from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_contract.rules.base import AnomalyRule
 from rankscope_contract.security.escaping import label_value
+from rankscope_exporter.process.forks import no_fork
 from rankscope_exporter.records.step_record import NamedPlan, Statistics
 from rankscope_exporter.serving.latest_values import Sampled
 
@@ -135,6 +136,7 @@ class TensorRenderer:
         self._layouts: OrderedDict[tuple[str, frozenset[str], int, int | None], _Layout] = OrderedDict()
         self._micro_steps: OrderedDict[tuple[str, frozenset[str]], MicroSteps] = OrderedDict()
 
+    @no_fork()
     def render(self, tensors: Iterable[Sampled]) -> TensorLines:
         """Return the lines of all statistics in `tensors`, grouped by metric family as the text format requires."""
         values: list[Any] = []

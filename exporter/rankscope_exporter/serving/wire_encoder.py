@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from rankscope_contract.model.fields import arrow_schema, arrow_type
 from rankscope_contract.model.schema import NESTED, WIRE_FIELDS, WIRE_METADATA
+from rankscope_exporter.process.forks import no_fork
 from rankscope_exporter.records.step_record import StepRecord
 
 SCHEMA: Final = arrow_schema(pa, WIRE_FIELDS, WIRE_METADATA)
@@ -51,6 +52,7 @@ class Encoded:
     unencodable: int
 
 
+@no_fork()
 def encode(first_seq: int, records: Sequence[StepRecord], *, whole: bool = False) -> Encoded:
     """Return `records` as a stream with its end-of-stream mark; their sequence numbers start at `first_seq`.
 
