@@ -206,7 +206,8 @@ class StepMatrix:
         present = ratio[np.isfinite(ratio)][-RECENT_STEPS:]
         if not len(present):
             return None
-        usual = np.flatnonzero(~(ratio > 1 + (float(np.median(present)) - 1) / 2))
+        # The last step of a run has no wait for data after it.
+        usual = np.flatnonzero(~(ratio[:-1] > 1 + (float(np.median(present)) - 1) / 2))
         return self.steps[min(int(usual[-1]) + 1 if len(usual) else 0, len(self.steps) - 1)]
 
 
