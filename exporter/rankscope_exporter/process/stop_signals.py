@@ -236,12 +236,12 @@ def _start_threads() -> None:
     """
     global _worker, _pipe  # noqa: PLW0603 - see forget_after_fork
     if _worker is None:
-        _worker = OwnThread(target=_run, name="rankscope-stop", ends=False)
+        _worker = OwnThread(target=_run, name="rankscope-stop", ends=False, on_fault=_log_fault)
         _worker.start()
     if _pipe is None:
         _pipe = os.pipe()
         os.set_blocking(_pipe[1], False)
-        OwnThread(target=_watch, args=(_pipe[0],), name="rankscope-stop-watch", ends=False).start()
+        OwnThread(target=_watch, args=(_pipe[0],), name="rankscope-stop-watch", ends=False, on_fault=_log_fault).start()
     other = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
     if other not in (-1, _pipe[1]):  # an event loop of the script uses this mechanism itself
         signal.set_wakeup_fd(other)
@@ -252,6 +252,10 @@ def _leave_pipe() -> None:
         present = signal.set_wakeup_fd(-1)
         if _pipe is None or present != _pipe[1]:
             signal.set_wakeup_fd(present)
+
+
+def _log_fault(where: str, error: BaseException) -> None:
+    log.error("unexpected error in %s, which is started again", where, exc_info=error)
 
 
 def _run() -> None:

@@ -35,6 +35,9 @@ _TASKS: Final = Path("/proc/self/task")
 _NATIVE_POOL: Final = "PTThreadPool"
 """Name of the threads of torch's pool if torch was built without OpenMP (aten/src/ATen/PTThreadPool.h)."""
 
+RESTART_SECONDS: Final = 1.0
+_MOST_STARTS: Final = 10
+
 _NAMING_SECONDS: Final = 0.1
 """Maximum seconds until the threads of a new pool have their name, which each thread sets when it begins to run."""
 
@@ -66,6 +69,9 @@ class OwnThread(threading.Thread):
     """A thread of the monitor, in which torch uses one CPU thread. It is a daemon unless `daemon` is False.
 
     The exit of the interpreter waits for its end, unless `ends` is False: such a thread waits forever.
+
+    A thread that works until the training ends has `on_fault`: an error of `target` is passed to it with the name of
+    the thread, and `target` is called again after `RESTART_SECONDS`, at most `_MOST_STARTS` times in all.
     """
 
     def __init__(
@@ -76,8 +82,11 @@ class OwnThread(threading.Thread):
         args: tuple[Any, ...] = (),
         daemon: bool = True,
         ends: bool = True,
+        on_fault: Callable[[str, BaseException], object] | None = None,
     ) -> None:
-        super().__init__(target=target, name=name, args=args, daemon=daemon)
+        super().__init__(name=name, daemon=daemon)
+        self._work = functools.partial(target, *args)
+        self._on_fault = on_fault
         if ends:
             _running.add(self)
         self._clock: int | None = None
@@ -89,9 +98,25 @@ class OwnThread(threading.Thread):
         if hasattr(time, "pthread_getcpuclockid"):  # not on macOS
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
-            super().run()
+            for _ in range(_MOST_STARTS):
+                if self._attempt():
+                    break
+                time.sleep(RESTART_SECONDS)
         finally:
             self._spent = time.thread_time()
+            del self._work  # it can refer to the thread
+
+    def _attempt(self) -> bool:
+        """Call the target; return False if its error was reported."""
+        if self._on_fault is None:
+            self._work()
+            return True
+        try:
+            self._work()
+        except Exception as error:  # noqa: BLE001 - thread boundary: no thread of the monitor ends unseen
+            self._on_fault(f"the thread {self.name}", error)
+            return False
+        return True
 
     @property
     def cpu_seconds(self) -> float:
@@ -253,7 +278,9 @@ class BackgroundWorker:
         """Queue the function `chore` to run on the thread. Never waits. Any thread may call it."""
         with self._lock:
             if self._thread is None:
-                self._thread = OwnThread(target=self._run, name=f"rankscope-{self._name.replace('_', '-')}")
+                self._thread = OwnThread(
+                    target=self._run, name=f"rankscope-{self._name.replace('_', '-')}", on_fault=self._boundary.report
+                )
                 self._thread.start()
         try:
             self._queue.put_nowait(chore)

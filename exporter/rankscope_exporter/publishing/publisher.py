@@ -127,7 +127,7 @@ class Publisher:
         self._skipped = SkippedSteps(self._publish_record, silent_kinds.tell)
         self._pp_stage = pp_stage
         self._has_chunks = has_chunks
-        self._thread = OwnThread(target=self._run, name="rankscope-publisher")
+        self._thread = OwnThread(target=self._run, name="rankscope-publisher", on_fault=boundary.report)
         self._totals: dict[str, float] = {}
         self._taken = 0  # items that the thread has taken from the queue
         self._reported_lost = 0  # dropped records for which an event was published

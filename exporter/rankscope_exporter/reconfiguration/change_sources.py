@@ -102,7 +102,7 @@ class ChangeSources(StepObserver):
         self._wake = threading.Event()
         self._agreeing = threading.Lock()  # held from reading the store until the queue has the changes
         self._is_delayed = False  # the training has waited for that lock without success
-        self._thread = OwnThread(target=self._run, name="rankscope-switch")
+        self._thread = OwnThread(target=self._run, name="rankscope-switch", on_fault=boundary.report)
         self._is_end_handled = False
         self._requested_on = False  # whether the last request switches sampling on
 

@@ -181,7 +181,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
     def start(self) -> None:
         """Start a daemon thread that accepts connections."""
         serve = functools.partial(self.serve_forever, poll_interval=_SWEEP_SECONDS)
-        self._thread = OwnThread(target=serve, name="rankscope-http")
+        self._thread = OwnThread(target=serve, name="rankscope-http", on_fault=self._on_fault)
         self._thread.start()
 
     def stop(self) -> None:

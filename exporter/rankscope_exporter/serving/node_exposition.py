@@ -89,7 +89,8 @@ class NodePeers:
             self._socket = _listening(self._folder / self._name)
         except OSError as error:
             raise ServeError(f"node_page: cannot use the folder {self._folder}: {error.strerror or error}") from error
-        OwnThread(target=self._serve, args=(self._socket,), name="rankscope-node").start()
+        thread = OwnThread(target=self._serve, args=(self._socket,), name="rankscope-node", on_fault=self._on_fault)
+        thread.start()
 
     def gather(self, seconds: float = GATHER_SECONDS) -> Gathered:
         """Return the metrics pages of all other ranks of this launch on this host, sorted by rank.

@@ -73,7 +73,7 @@ class OrphanRecovery:
         self._logged: set[str] = set()
         self._stopping = threading.Event()
         self._searched = threading.Event()
-        self._thread = OwnThread(target=self._run, name="rankscope-spool")
+        self._thread = OwnThread(target=self._run, name="rankscope-spool", on_fault=on_fault)
 
     def start(self) -> None:
         """Start the thread that searches the spool folder and registers the spools of dead processes."""

@@ -157,7 +157,7 @@ class SpoolWriter:
         self._thread.join(CLOSE_SECONDS)
 
     def _start(self) -> None:
-        thread = OwnThread(target=self._run, name="rankscope-spool-writer")
+        thread = OwnThread(target=self._run, name="rankscope-spool-writer", on_fault=self._on_fault)
         try:
             thread.start()
         except RuntimeError as error:  # no thread can be started, for example while the interpreter exits

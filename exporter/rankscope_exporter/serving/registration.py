@@ -253,7 +253,7 @@ class RegistrationLoop:
         self._sent_at = self._polled_at = -math.inf
         self._logged: set[str] = set()
         self._attempted = threading.Event()
-        self._thread = OwnThread(target=self._run, name="rankscope-registration")
+        self._thread = OwnThread(target=self._run, name="rankscope-registration", on_fault=on_fault)
 
     def start(self) -> None:
         """Start the registration thread."""

@@ -186,7 +186,7 @@ class FlightRecorderPoller(StepObserver):
     def _start(self) -> bool:
         if not has_groups():
             return False
-        self._thread = OwnThread(target=self._run, name="rankscope-collectives")
+        self._thread = OwnThread(target=self._run, name="rankscope-collectives", on_fault=self._boundary.report)
         self._thread.start()
         return True
 

@@ -134,7 +134,7 @@ class Watchdog:
         self._print_line = print_line
         self._active_at = time.monotonic()
         self._stopped = threading.Event()
-        self._thread = OwnThread(target=self._run, name="rankscope-watchdog")
+        self._thread = OwnThread(target=self._run, name="rankscope-watchdog", on_fault=boundary.report)
         self._seconds = min(_MOST_SECONDS, limits.training / _CHECKS_PER_LIMIT) if limits.is_on else _MOST_SECONDS
 
     @property

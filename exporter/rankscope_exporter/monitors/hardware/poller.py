@@ -39,7 +39,7 @@ class HardwarePoller:
         self._boundary = boundary
         self._load_nvml = nvml
         self._stopped = threading.Event()
-        self._thread = OwnThread(target=self._run, name="rankscope-hardware")
+        self._thread = OwnThread(target=self._run, name="rankscope-hardware", on_fault=boundary.report)
 
     @property
     def cpu_seconds(self) -> float:
