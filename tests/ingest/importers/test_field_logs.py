@@ -24,7 +24,7 @@ MISREAD = {
     *("clu_writer.log", "coqui_tts.log", "docker_json.log", "glued_ranks.log", "mlagents.log", "mlperf_mllog.log"),
     *("nnunet.log", "rsl_rl.log", "run-demo_version_0-tag-train_loss.csv", "sb3_table.log"),
 }
-"""Logs that are refused, or read with a wrong axis or missing series. A repair removes its name, because `strict` fails."""
+"""Logs that are refused, or read with a wrong axis or missing series. A repair has to remove the name of its log."""
 
 UNKEPT = {
     "bigdl_console.log": {"Train": 40, "in": 40},  # "Train 1792 in 4.3878seconds"
