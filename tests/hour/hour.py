@@ -42,16 +42,20 @@ Object.defineProperty(window, "uPlot", {
   }}),
 });
 """
-READ_CHARTS: Final = """
-Object.fromEntries((window.drawn ?? []).filter((plot) => plot.root.isConnected).map((plot) => [
+READ: Final = """
+document.readyState === "complete" && document.body && {
+text: document.body.innerText,
+title: document.title,
+charts: Object.fromEntries((window.drawn ?? []).filter((plot) => plot.root.isConnected).map((plot) => [
   plot.root.closest("[id]").id,
   Object.fromEntries(plot.series.slice(1).map((series, at) => [
     `${at} ${series.label}`,
     plot.data[0].map((x, place) => [x, plot.data[at + 1][place]]).filter(([, y]) => y != null),
   ])),
-]))
+]))}
 """
-"""The points of all lines of each chart, by the id of its box. Charts have no interface for it, so uPlot is wrapped."""
+"""Text, title, and points of all lines of each chart by the id of its box. Charts have no interface for their points,
+so uPlot is wrapped. All are read in one call, because an open page may be loaded again at any time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,12 +152,10 @@ class Hour:
             window.drain(1.5)  # scripts fill it
         else:
             window.drain(0.1)
-        text, title = window.run("document.body.innerText"), window.run("document.title")
+        shown = window.wait(READ)
         problems = tuple(window.problems)
         window.problems.clear()
-        charts = window.run(READ_CHARTS)
-        times = {"before": before, "after": time.time()}
-        look = Look(of=of, run=run, text=text, title=title, problems=problems, charts=charts, **times)
+        look = Look(of=of, run=run, problems=problems, before=before, after=time.time(), **shown)
         return self._keep(look, window.picture())
 
     def _keep(self, look: Look, picture: bytes = b"") -> Look:
@@ -307,7 +309,7 @@ class Hour:
         waiting = set(names)
         deadline = time.monotonic() + 40
         while waiting and time.monotonic() < deadline:
-            text = listing.run("document.body.innerText")
+            text = listing.wait(READ)["text"]
             for name in [name for name in waiting if self.trainings[name].run in text]:
                 self.appeared[name] = time.time()
                 waiting.remove(name)
