@@ -72,6 +72,11 @@ class Look:
     charts: dict[str, dict[str, list[tuple[float, float]]]] = field(default_factory=dict)
 
 
+def usual_environment() -> dict[str, str]:
+    """Return the environment of a user. Other tests set variables of Rankscope, such as the folder for records."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("RANKSCOPE_", "TRITON_"))}
+
+
 def plans(folder: Path, chance: random.Random) -> dict[str, dict[str, Any]]:
     """Return the plan of each training by a short name. Steps, ranks and tensors of the faults are drawn."""
 
@@ -134,7 +139,7 @@ class Hour:
         done = subprocess.run(
             [sys.executable, "-m", "rankscope", *words],
             cwd=folder or self.folder,
-            env=os.environ | {"COLUMNS": "200", "RANKSCOPE_STORE": ""},
+            env=usual_environment() | {"COLUMNS": "200"},
             capture_output=True,
             text=True,
             check=False,
@@ -206,7 +211,9 @@ class Hour:
             f"127.0.0.1:{self.port}",
         ]
         log = self.stack.enter_context((self.folder / "service.log").open("ab"))
-        self.service = subprocess.Popen([*command, "--notify", self.receiver.notify_url], stdout=log, stderr=log)
+        self.service = subprocess.Popen(
+            [*command, "--notify", self.receiver.notify_url], stdout=log, stderr=log, env=usual_environment()
+        )
         self.stack.callback(self.end, self.service)
         self.until(self._answers, "the service answers")
 
@@ -221,7 +228,7 @@ class Hour:
         """Start a training under torchrun. It restarts once after a failure."""
         training = self.trainings[name]
         training.ranks, training.started = ranks, time.time()
-        environment = os.environ | {
+        environment = usual_environment() | {
             "OMP_NUM_THREADS": "1",
             "RANKSCOPE_RUN": training.run,
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
