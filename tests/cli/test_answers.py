@@ -109,15 +109,19 @@ def test_rows_wider_than_a_terminal_have_a_line_for_each_column(sample_store):
     assert ["my-run", "completed"] in [line.split() for line in narrow]
 
 
-def test_anomalies_of_a_log_are_counted(in_process, tmp_path):
-    losses = [0.5] * 20 + ["NaN"] * 39
+def test_anomalies_with_one_cause_are_one_line_with_steps_and_number(in_process, tmp_path):
+    losses = [0.5] * 20 + ["NaN"] * 39 + [0.5] * 30 + ["NaN"]
     lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, 1)]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    done = in_process("anomalies", tmp_path / "train.jsonl", "--top", "3")
+    done = in_process("anomalies", tmp_path / "train.jsonl", "--top", "1")
+    every = in_process("anomalies", tmp_path / "train.jsonl")
+    rows = json.loads(in_process("anomalies", tmp_path / "train.jsonl", "--format", "json", "--top", "50").stdout)
 
     assert (0, "") == (done.returncode, done.stderr)
-    assert ["21", "22", "23"] == [line.split()[0] for line in done.stdout.splitlines()[2:5]]
-    assert "3 of 39 anomalies in train; --top 39 shows all" == done.stdout.splitlines()[-1]
+    assert re.fullmatch(r"21-59 .* 39", done.stdout.splitlines()[2].strip())
+    assert "1 of 2 lines, 40 anomalies in train; --top 2 shows all lines" == done.stdout.splitlines()[-1]
+    assert ["21-59", "90"] == [line.split()[0] for line in every.stdout.splitlines()[2:4]]
+    assert [*range(21, 60), 90] == [row["step"] for row in rows]
 
 
 def test_checkpoint_has_the_name_of_its_import(in_process, logs, tmp_path):

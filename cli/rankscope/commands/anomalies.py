@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rankscope.base.options import STANDARD_OUTPUT, Store, step_range
 from rankscope.base.sources import Choice, RunOption, Source, open_run
 from rankscope.output.rows import Format, Output, OutputFormat, write_rows
-from rankscope.output.summary_text import SHOWN, anomaly_table
+from rankscope.output.summary_text import anomaly_table, line_table
+
+if TYPE_CHECKING:
+    from rankscope_storage.api.summaries import AnomalyLine
 
 
 def anomalies(
@@ -24,7 +28,8 @@ def anomalies(
 ) -> None:
     """Show the first anomalies of a run or log: by step, then by the stage of the step in which they appear.
 
-    The last line has the number of all anomalies.
+    A table has one line for each cause: a rule that fires for one tensor and statistic in consecutive steps. It has the
+    range of steps, the ranks, the first values and the number of firings. The other formats have a row for each firing.
 
     [bold]Examples[/bold]
 
@@ -38,12 +43,20 @@ def anomalies(
 
     bounds = step_range(steps)
     with open_run(Choice(source=source, store=store, run=run)) as chosen:
-        found = summaries.anomalies(chosen.connection, chosen.run, top=top, steps=bounds)
-        count = summaries.count_anomalies(chosen.connection, chosen.run, steps=bounds)
-    if not found and form is Format.TABLE and output == STANDARD_OUTPUT:
-        print(f"no anomalies in {chosen.run}")
-        return
-    write_rows(anomaly_table(found, SHOWN if form is Format.TABLE else None), form, output, limit=top)
-    if form is Format.TABLE and output == STANDARD_OUTPUT:
-        more = f"; --top {count} shows all" if count > top else ""
-        print(f"{len(found):,} of {count:,} anomalies in {chosen.run}{more}")
+        if form is not Format.TABLE:
+            found = summaries.anomalies(chosen.connection, chosen.run, top=top, steps=bounds)
+            write_rows(anomaly_table(found), form, output)
+            return
+        lines = summaries.anomaly_lines(chosen.connection, chosen.run, steps=bounds)
+    if lines or output != STANDARD_OUTPUT:
+        write_rows(line_table(lines[:top]), form, output, limit=top)
+    if output == STANDARD_OUTPUT:
+        print(_total(lines, top, chosen.run))
+
+
+def _total(lines: Sequence[AnomalyLine], top: int, run: str) -> str:
+    if not lines:
+        return f"no anomalies in {run}"
+    count = sum(line.firings for line in lines)
+    more = f"; --top {len(lines)} shows all lines" if len(lines) > top else ""
+    return f"{min(top, len(lines)):,} of {len(lines):,} lines, {count:,} anomalies in {run}{more}"

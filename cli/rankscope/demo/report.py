@@ -19,7 +19,7 @@ from rankscope.demo.page import show_page
 from rankscope.demo.receiver import Alert
 from rankscope.output.report_file import make_report
 from rankscope.output.rows import columns, print_table
-from rankscope.output.summary_text import SHOWN, TextFormat, anomaly_table, summary_text
+from rankscope.output.summary_text import TextFormat, line_table, summary_text
 from rankscope.up.executables import ALERTMANAGER, PROMETHEUS
 from rankscope.up.ports import free_port
 from rankscope.up.programs import SERVICE, ServiceOptions, UpOptions, files, programs
@@ -116,9 +116,8 @@ def report(console: Console, folder: Path, expected: ExpectedRun, alerts: Sequen
         if known is not None:
             console.print(summary_text(known, TextFormat.TEXT), markup=False, soft_wrap=True, end="")
         _heading(console, "Anomalies in causal order")
-        found = summaries.anomalies(connection, expected.run, top=8)
-        if found:
-            print_table(anomaly_table(found, SHOWN))
+        if found := summaries.anomaly_lines(connection, expected.run)[:8]:
+            print_table(line_table(found))
         else:
             console.print("none")
         for question, statement in STATEMENTS:

@@ -12,15 +12,15 @@ import pyarrow as pa
 import typer
 
 from rankscope.output.rows import as_json, printable
+from rankscope_contract.diagnostics.collective_format import spans
 
 if TYPE_CHECKING:
-    from rankscope_storage.api.summaries import AnomalyRow
+    from rankscope_storage.api.summaries import AnomalyLine, AnomalyRow
     from rankscope_view.data.summary import Summary
 
 RULE: Final = "=" * 60
 
-SHOWN = ("step", "rank", "rule", "kind", "tensor", "op", "value", "baseline", "threshold")
-"""Columns of the list of anomalies in the output format `table`. The other formats have all columns."""
+_SHOWN: Final = ("rule", "kind", "tensor", "op", "value", "baseline", "threshold")
 
 
 class TextFormat(enum.StrEnum):
@@ -75,13 +75,27 @@ def markdown_cell(text: str) -> str:
     return escaped.replace("&", "&amp;")
 
 
-def anomaly_table(found: Sequence[AnomalyRow], columns: Sequence[str] | None = None) -> pa.Table:
-    """Return the anomalies as an Arrow table with `columns`; None selects all columns."""
+def anomaly_table(found: Sequence[AnomalyRow]) -> pa.Table:
+    """Return the anomalies as an Arrow table with the types of their columns in the store."""
     from rankscope_storage.base.schema import dataset_schema
 
     schema = dataset_schema("events")
-    names = columns or tuple(asdict(found[0]) if found else schema.names)
+    names = tuple(asdict(found[0]) if found else schema.names)
     rows = [asdict(row) for row in found]
-    return pa.table(
-        [pa.array([row[name] for row in rows], schema.field(name).type) for name in names], names=list(names)
-    )
+    return pa.table([pa.array([row[name] for row in rows], schema.field(name).type) for name in names], names=names)
+
+
+def line_table(lines: Sequence[AnomalyLine]) -> pa.Table:
+    """Return a table of the range of steps, the ranks, the first values and the number of firings of each line."""
+    from rankscope_storage.base.schema import dataset_schema
+
+    values = [dataset_schema("events").field(name) for name in _SHOWN]
+    schema = pa.schema([("steps", pa.string()), ("ranks", pa.string()), *values, ("firings", pa.int64())])
+    rows = [{**asdict(one), "steps": _steps(one), "ranks": spans(one.ranks) or None} for one in lines]
+    return pa.Table.from_pylist(rows, schema)
+
+
+def _steps(line: AnomalyLine) -> str | None:
+    if line.step == line.last_step:
+        return None if line.step is None else str(line.step)
+    return f"{line.step}-{line.last_step}"

@@ -124,6 +124,22 @@ WHERE {chosen}
 QUALIFY rank() OVER (ORDER BY attempt NULLS FIRST, step NULLS LAST) <= $top
 """
 
+_ANOMALY_LINES: Final = f"""\
+WITH firing AS (
+  SELECT *, CASE WHEN coalesce(step - lag(step) OVER same > {INCIDENT_GAP_STEPS}, true) THEN step END AS begins
+  FROM {{events}} WHERE {{chosen}}
+  WINDOW same AS (PARTITION BY attempt, rank, rule, kind, tensor, op, step IS NULL ORDER BY step)
+),
+placed AS (
+  SELECT *, max(begins) OVER (
+    PARTITION BY attempt, rank, rule, kind, tensor, op, step IS NULL ORDER BY step) AS first_step
+  FROM firing
+)
+SELECT {{columns}}, max(step) AS last_step, count(*) AS firings,
+  coalesce(list(DISTINCT rank ORDER BY rank) FILTER (rank IS NOT NULL), []) AS ranks
+FROM placed GROUP BY attempt, rule, kind, tensor, op, first_step ORDER BY kind, tensor, op, rule
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
@@ -176,6 +192,18 @@ class AnomalyRow:
     vpp_stage: int | None
     call_id: int | None
     message: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnomalyLine(AnomalyRow):
+    """The first of several anomalies with one cause: one rule, tensor and statistic, and one first step on all ranks.
+
+    On a rank, consecutive firings belong together if at most INCIDENT_GAP_STEPS steps are between them.
+    """
+
+    last_step: int | None
+    firings: int
+    ranks: list[int]
 
 
 def runs(connection: Connection) -> pa.Table:
@@ -249,10 +277,14 @@ def anomalies(connection: Connection, run: str, *, top: int, steps: tuple[int, i
     return sorted((AnomalyRow(**row) for row in rows), key=causal_order)[:top]
 
 
-def count_anomalies(connection: Connection, run: str, *, steps: tuple[int, int] | None = None) -> int:
-    """Return the number of anomalies of `run` within the closed range `steps`."""
-    (row,) = _of_anomalies(connection, "SELECT count(*) AS count FROM {events} WHERE {chosen}", run, steps)
-    return int(row["count"])
+def anomaly_lines(connection: Connection, run: str, *, steps: tuple[int, int] | None = None) -> list[AnomalyLine]:
+    """Return all anomalies of `run` within the closed range `steps`, one line for each cause, in causal order."""
+    columns = ", ".join(
+        f'first("{field.name}" ORDER BY step, micro_step, call_id, rank) AS "{field.name}"'
+        for field in fields(AnomalyRow)
+    )
+    rows = _of_anomalies(connection, _ANOMALY_LINES.replace("{columns}", columns), run, steps)
+    return sorted((AnomalyLine(**row) for row in rows), key=causal_order)
 
 
 def _of_anomalies(

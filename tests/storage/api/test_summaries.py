@@ -236,6 +236,22 @@ def test_only_top_anomalies_are_returned_also_if_many_share_a_step(asking, put):
     assert [5, 6, None] == [row.step for row in summaries.anomalies(asking, "r", top=99)[-3:]]
 
 
+def test_anomalies_with_one_cause_are_one_line_with_all_ranks(asking, put):
+    both = [anomaly(step, kind="grad_reduced", rank=rank) for step in (*range(10, 40), 61) for rank in (0, 1)]
+    put("events", *both, anomaly(10, kind="grad_unreduced", rank=1), anomaly(12, kind="grad_reduced", rank=2))
+    put("events", anomaly(None), anomaly(None), anomaly(11, kind="grad_reduced", attempt=1))
+    lines = summaries.anomaly_lines(asking, "r")
+
+    assert [
+        (0, 10, 10, "grad_unreduced", [1], 1),
+        (0, 10, 39, "grad_reduced", [0, 1], 60),
+        (0, 12, 12, "grad_reduced", [2], 1),
+        (0, 61, 61, "grad_reduced", [0, 1], 2),
+        (0, None, None, None, [0], 2),
+        (1, 11, 11, "grad_reduced", [0], 1),
+    ] == [(line.attempt, line.step, line.last_step, line.kind, line.ranks, line.firings) for line in lines]
+
+
 def test_anomalies_of_a_range_of_steps(asking, put):
     put("events", *(anomaly(step) for step in range(10)))
 
