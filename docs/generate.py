@@ -34,12 +34,12 @@ from rankscope_exporter.config.sections import TABLES
 from rankscope_exporter.records.pending_step import AMOUNTS, LABEL_OF_GROUP
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.importers import Faults, ImportedBlock, find_importer
-from rankscope_ingest.importers.common.tools import TOOLS
 from rankscope_view.data.history import SPEEDS
 
 DOCS = Path(__file__).parent
 BLOCK = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 MEANINGS = DOCS / "settings.toml"
+TOOLS = DOCS / "tools.toml"
 
 
 def pages() -> dict[Path, str]:
@@ -140,16 +140,17 @@ def tool_table() -> str:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "train.log"
-        for tool in TOOLS:
-            path.write_text(f"{tool.example}\n", encoding="utf-8")
+        for tool in tomllib.loads(TOOLS.read_text(encoding="utf-8"))["tool"]:
+            path.write_text(f"{tool['example']}\n", encoding="utf-8")
             importer = find_importer(path)
             blocks = [item for item in importer.read(path, Faults()) if isinstance(item, ImportedBlock)]
             stored = {name for block in blocks for name in block.tables["scalars"]["name"].to_pylist()}
-            names = [f"`{name}`" for name in sorted(stored - {"epoch", "loss", tool.loss})]
-            if tool.loss:
-                names.insert(0, "`loss`" if tool.loss == "loss" else f"`loss` from `{tool.loss}`")
-            source = "a real log" if tool.is_seen else "its documentation"
-            rows.append((tool.name, f"`{importer.name}`", tool.axis, ", ".join(names), source))
+            loss = tool.get("loss", "loss")
+            names = [f"`{name}`" for name in sorted(stored - {"epoch", "loss", loss})]
+            if loss:
+                names.insert(0, "`loss`" if loss == "loss" else f"`loss` from `{loss}`")
+            source = "a real log" if tool.get("seen", True) else "its documentation"
+            rows.append((tool["name"], f"`{importer.name}`", tool.get("axis", "step"), ", ".join(names), source))
     return table(("tool", "format", "axis", "names in the store", "known from"), rows)
 
 

@@ -21,7 +21,6 @@ from rankscope_dashboards.alerts.alert import RUNBOOKS, Alert, AlertGroup
 from rankscope_dashboards.alerts.panels import LAST_COMMIT, Panel
 from rankscope_dashboards.deploy.prometheus import LIVE_SOURCE, seconds
 from rankscope_dashboards.provisioning.datasources import ORGANISATION
-from rankscope_dashboards.provisioning.shipped_uids import SHIPPED_UIDS
 
 FOLDER: Final = "Training alerts"
 """Title of the folder of alert rules.
@@ -76,9 +75,7 @@ def alert_rules(groups: Sequence[AlertGroup], panels: PanelIds, runbooks: str = 
     """
     made = [_group(group, panels, runbooks, _CONDITION) for group in groups]
     made.append(_group(AlertGroup("rankscope-data-source", [_unreachable()]), panels, runbooks, _WATCH))
-    uids = {rule["uid"] for group in made for rule in group["rules"]}
-    dropped = [{"orgId": ORGANISATION, "uid": uid} for uid in SHIPPED_UIDS if uid not in uids]
-    return {"apiVersion": 1, "groups": made, "deleteRules": dropped}
+    return {"apiVersion": 1, "groups": made}
 
 
 def _titled(panels: Iterable[dict[str, Any]]) -> Iterable[tuple[str, int]]:

@@ -36,8 +36,14 @@ from rankscope_ingest.importers.common.lines import (
 )
 from rankscope_ingest.importers.common.log_records import read_log
 from rankscope_ingest.importers.common.pairs import Line, parse
-from rankscope_ingest.importers.common.shapes import EVALUATION_MARK, Tables, in_english, pattern_of, rewritten
-from rankscope_ingest.importers.common.tools import match_of
+from rankscope_ingest.importers.common.shapes import (
+    EVALUATION_MARK,
+    Tables,
+    in_english,
+    match_of,
+    pattern_of,
+    rewritten,
+)
 
 MAX_LINE_CHARACTERS: Final = 8192
 

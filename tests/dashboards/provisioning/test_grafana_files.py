@@ -20,10 +20,8 @@ from rankscope_dashboards.alerts.alert import Alert, AlertGroup
 from rankscope_dashboards.alerts.groups import alert_groups
 from rankscope_dashboards.alerts.panels import Panel
 from rankscope_dashboards.deploy.prometheus import seconds
-from rankscope_dashboards.provisioning import alert_rules as module
 from rankscope_dashboards.provisioning.alert_rules import alert_rules, panel_ids
 from rankscope_dashboards.provisioning.notifications import GROUP_WAIT
-from rankscope_dashboards.provisioning.shipped_uids import SHIPPED_UIDS
 from rankscope_ingest.base.config import IngestSection, NotifySection
 
 DOCUMENTATION = Path(__file__).parents[3] / "docs" / "dashboards.md"
@@ -87,8 +85,7 @@ def a_rule(**changes):
 
 
 def test_files_contain_only_keys_that_grafana_reads():
-    assert {"apiVersion", "groups", "deleteRules"} == ALERTING.keys()
-    assert all({"orgId", "uid"} == deleted.keys() for deleted in ALERTING["deleteRules"])
+    assert {"apiVersion", "groups"} == ALERTING.keys()
     assert {"apiVersion", "datasources"} == SOURCES.keys()
     assert {"apiVersion", "providers"} == PROVIDERS.keys()
     assert [1, 1, 1] == [document["apiVersion"] for document in (ALERTING, SOURCES, PROVIDERS)]
@@ -138,17 +135,6 @@ def test_failed_queries_are_one_message_that_names_no_run():
     assert "Prometheus (data source rankscope-live)" in WATCH["annotations"]["summary"]
     assert "$labels" not in "".join(WATCH["annotations"].values())
     assert "vector(0)" == WATCH["data"][0]["model"]["expr"], "one series, never above zero"
-
-
-def test_every_rule_that_was_ever_shipped_is_kept_or_deleted(monkeypatch):
-    now = {rule["uid"] for rule in RULES}
-    shorter = alert_rules(alert_groups()[1:], PANELS)
-    monkeypatch.setattr(module, "SHIPPED_UIDS", (*SHIPPED_UIDS, "rankscope-dropped"))
-
-    assert now <= set(SHIPPED_UIDS), "add the uids of new rules to shipped_uids.py"
-    assert sorted(set(SHIPPED_UIDS) - now) == [one["uid"] for one in ALERTING["deleteRules"]]
-    assert {"orgId": 1, "uid": "rankscope-anomaly-nan"} in shorter["deleteRules"]
-    assert {"orgId": 1, "uid": "rankscope-dropped"} in alert_rules(alert_groups(), PANELS)["deleteRules"]
 
 
 def test_alerts_resolve_no_sooner_than_in_prometheus():

@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from rankscope_contract.model.scalar_names import canonical
 from rankscope_ingest.importers.common.keys import BAR, Role, role_of
-from rankscope_ingest.importers.common.shapes import EVALUATION_MARK
-from rankscope_ingest.importers.common.tools import match_of
+from rankscope_ingest.importers.common.shapes import EVALUATION_MARK, match_of
 
 _BAR: Final = re.compile(
     r"\d{1,3}%\|[^\r|]{0,400}\|\s{0,20}(?P<step>\d{1,15})/(?P<planned>\d{1,15}) "

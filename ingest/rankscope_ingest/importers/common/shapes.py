@@ -1,8 +1,8 @@
 """Rewrite lines that name their numbers by position, so that the grammar of names and values can read them.
 
-A shape is one value of `TOOLS`, in the module `tools`, or one `--pattern` of the user: a regular expression whose named
-groups are the counters `epoch`, `step` (of `total`) and `batch` (of `batches`), and the quantities on a line. Tables
-within a text, and Chinese words, are rewritten in the same way.
+A shape is a pattern of a tool or one `--pattern` of the user: a regular expression whose named groups are the counters
+`epoch`, `step` (of `total`) and `batch` (of `batches`), and the quantities on a line. Tables within a text, and Chinese
+words, are rewritten in the same way.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.keys import EPOCH
+from rankscope_ingest.importers.common.values import NUMBER
 
 EVALUATION: Final = "evaluation"
 """Name of a group that begins an evaluation, which has the counters of the record before it."""
@@ -26,6 +27,34 @@ _COUNTERS: Final = {
     "batch": ("[{}/{}] ", "batch {} | "),
 }
 _PLANS: Final = {"step": "total", "batch": "batches", "epoch": "epochs"}
+
+# Logs of these tools are in `docs/tools.toml`. "^" is matched: a search would try each position of the text.
+_PATTERNS: Final = (
+    rf"^(?P<step>\d{{1,15}}) train (?P<loss>{NUMBER})$",  # build-nanogpt
+    rf"^(?P<step>\d{{1,15}}) val (?P<val_loss>{NUMBER})$",
+    # Keras
+    r"^(\d+)/\1 (?:\[=*\]|━+|- \d+m?s)[\s-]*(?:\d+m?s\s+)?(?:\d+[mun]?s/(?:step|epoch))?[\s-]*",
+    rf"^(?P<epoch>\d{{1,9}})\|(?P<step>\d{{1,15}})\|Loss: (?P<loss>{NUMBER}).*$",  # torchtune
+    r"^\[(?:batch|ba|iteration|iter)=(?P<step>\d{1,15})(?:/(?P<total>\d{1,15}))?\]:?$",  # Composer
+    r"^\[epoch=(?P<epoch>\d{1,9})(?:/\d+)?\]\[batch=(?P<batch>\d{1,15})(?:/(?P<batches>\d{1,15}))?\]:?$",
+    r"^\[Eval batch=\d+/\d+\] (?P<evaluation>Eval) on .{0,80} data:$",
+    r"^\[(?P<step>\d{1,15})\]\t",  # XGBoost, LightGBM
+    rf"^(?P<step>\d{{1,15}}):\tlearn: (?P<loss>{NUMBER})",  # CatBoost
+    # timm
+    r"Train: (?P<epoch>\d{1,9}) \[\s*(?P<batch>\d{1,15})/(?P<batches>\d{1,15}) \(\s*\d+%\)\]",
+    r"(?<=: )(?P<epoch>\d{1,9})epoch:train:\d{1,15}-(?P<batch>\d{1,15})batch: ",  # ESPnet
+    # Levanter
+    (
+        r"Progress on:train (?P<step>\d{1,15})(?:\.\d)?it/(?P<total>\d{1,15})(?:\.\d)?it "
+        r"rate:(?P<rate>\S{1,20}) remaining:(?P<remaining>\S{1,20}) elapsed:(?P<elapsed>\S{1,20}) postfix:"
+    ),
+)
+_MATCHES: Final = [re.compile(text).match if text[0] == "^" else re.compile(text).search for text in _PATTERNS]
+
+
+def match_of(text: str) -> re.Match[str] | None:
+    """Return the match of the pattern of a tool in `text`, or None."""
+    return next((found for match in _MATCHES if (found := match(text))), None)
 
 
 def pattern_of(text: str) -> re.Pattern[str]:
