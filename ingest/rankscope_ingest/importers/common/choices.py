@@ -9,15 +9,16 @@ import dataclasses
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from rankscope_contract.model.scalar_names import canonical
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.dates import Dates
 from rankscope_ingest.importers.common.keys import BATCH, EPOCH, EVALUATION_SPLITS, Role, role_of, step_rank
+from rankscope_ingest.importers.common.records import Record
 
 MAX_RECORDS: Final = 2_000
 MAX_BYTES: Final = 1 << 20
@@ -134,26 +135,7 @@ class Choices:
         return [note for note in (loss, self.dates.why if self.dates else "") if note]
 
 
-class Sampled(Protocol):
-    """A record of the log, as the decision needs it."""
-
-    split: str | None
-
-    @property
-    def stream(self) -> tuple[Any, ...]:
-        """The rank and the writer of the record."""
-
-    def candidates(self) -> Mapping[str, int]:
-        """Return the values of the counters, and of plans that may be counters, by name."""
-
-    def epoch(self) -> float | None:
-        """Return the epoch of the record, or None if it has none."""
-
-    def quantities(self) -> Iterable[str]:
-        """Return the names of the numbers of the record."""
-
-
-def decide(records: Sequence[Sampled], *, numbers_rows: bool, loss: str | None = None) -> Choices:
+def decide(records: Sequence[Record], *, numbers_rows: bool, loss: str | None = None) -> Choices:
     """Return the decision for a log that begins with `records`.
 
     With `numbers_rows`, the number of a record is its step if the records have no counter. `loss` is the name that the
@@ -184,7 +166,7 @@ def _is_stored_as_loss(name: str) -> bool:
     return canonical(name).name == LOSS
 
 
-def _check_name(loss: str, records: Sequence[Sampled]) -> None:
+def _check_name(loss: str, records: Sequence[Record]) -> None:
     names = {name for record in records for name in record.quantities()}
     if records and loss not in names:
         shown = ", ".join(sorted(names)[:_SHOWN_NAMES]) or "none"
@@ -192,7 +174,7 @@ def _check_name(loss: str, records: Sequence[Sampled]) -> None:
         raise IngestError(f"no quantity in the first {len(records):,} records is named {loss}; names: {shown}{more}")
 
 
-def is_training(record: Sampled) -> bool:
+def is_training(record: Record) -> bool:
     """Return whether `record` is a row of training, and not of an evaluation."""
     return record.split not in EVALUATION_SPLITS and any(map(_is_of_training, record.quantities()))
 
@@ -210,7 +192,7 @@ def is_loss_name(name: str) -> bool:
     return is_loss and canonical(name).name != LOSS and len(name) <= 64
 
 
-def _steps(records: Sequence[Sampled]) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
+def _steps(records: Sequence[Record]) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
     """Return the counters that may be the step, those that are not, and whether the steps begin again with each epoch.
 
     A counter that falls while another one rises is not the step, and neither is one that begins again with each epoch
@@ -240,7 +222,7 @@ def _steps(records: Sequence[Sampled]) -> tuple[tuple[str, ...], tuple[str, ...]
     return steps, tuple(sorted(set(values) - set(steps))), best != (0, 0)
 
 
-def _are_epochs_steps(records: Sequence[Sampled]) -> bool:
+def _are_epochs_steps(records: Sequence[Record]) -> bool:
     """Return whether most records have another epoch than the record before, so that the epoch counts the records."""
     epochs = [epoch for record in records if (epoch := record.epoch()) is not None]
     changes = sum(later != earlier for earlier, later in pairwise(epochs))

@@ -5,7 +5,6 @@ The rules and the evaluation of single values, which ranks use, are in `rankscop
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.events import EventType
-from rankscope_contract.rules.curve import FEWEST_ROWS, LOGARITHMIC_SHARE, TINY, Curve, CurveRule
+from rankscope_contract.rules.curve import Curve, CurveRule
 
 Numbers = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -24,7 +23,6 @@ Integers = npt.NDArray[np.int64]
 
 _SERIES: Final = ("rank", "attempt", "name", "labels")
 _PAUSES: Final = (EventType.EVALUATION.value, EventType.CHECKPOINT.value)
-_BATCH_ROWS: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +45,16 @@ class _Curve(Curve):
         found = [self.compared(rule, value) for value in values[:single].tolist()]
         medians = np.full(len(values), np.nan)
         medians[: len(found)] = np.array(found, np.float64)  # None becomes NaN
-        is_above, judged = np.isfinite(medians), values[single:]
+        judged = values[single:]
         if len(judged):
             history = np.concatenate([self.values, judged])
             windows = np.lib.stride_tricks.sliding_window_view(history[:-1], rule.rows)
             # The median is not below the lowest value: few rows need a median.
-            for rows in _batches(np.flatnonzero(judged >= rule.ratio * _lowest(history[:-1], rule.rows))):
-                is_above[single + rows], medians[single + rows] = _compare(rule, judged[rows], windows[rows])
+            for row in np.flatnonzero(judged >= rule.ratio * windows.min(axis=1)).tolist():
+                median = rule.compare(float(judged[row]), windows[row].tolist())
+                medians[single + row] = np.nan if median is None else median
             self.values, self.count = history[-rule.rows :].tolist(), self.count + len(judged)
+        is_above = np.isfinite(medians)
         if rule.skips_pauses:
             is_above &= np.searchsorted(pauses, previous, "right") == np.searchsorted(pauses, seqs, "right")
         runs = _run_lengths(is_above, self.above)
@@ -112,34 +112,6 @@ class CurveEvaluator:
         pauses = np.unique(np.concatenate([before, *found]))
         self._last_pauses[incarnation] = pauses[-1:]
         return pauses
-
-
-def _compare(rule: CurveRule, values: Numbers, windows: Numbers) -> tuple[Flags, Numbers]:
-    """Return the results of `CurveRule.compare` for all values together: the flags, and the medians before them."""
-    low, middle = np.quantile(windows, 0.1, axis=1), np.median(windows[:, -FEWEST_ROWS:], axis=1)
-    is_above = (low > 0) & (values >= rule.ratio * middle) & (values - middle >= rule.deviations * _spread(windows))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        least = LOGARITHMIC_SHARE * rule.deviations * _spread(np.log(np.maximum(windows, TINY)))
-        is_above &= np.log(values) - np.log(middle) >= least
-    return is_above, middle
-
-
-def _spread(windows: Numbers) -> Numbers:
-    return np.asarray(np.median(np.abs(np.diff(windows, axis=1)), axis=1)) / math.sqrt(2)
-
-
-def _batches(rows: Integers) -> list[Integers]:
-    return np.split(rows, range(_BATCH_ROWS, len(rows), _BATCH_ROWS)) if len(rows) else []
-
-
-def _lowest(values: Numbers, width: int) -> Numbers:
-    """Return the lowest of each `width` consecutive values."""
-    covered = 1
-    while covered < width:
-        shift = min(covered, width - covered)
-        values = np.minimum(values[:-shift], values[shift:])
-        covered += shift
-    return values
 
 
 def _run_lengths(flags: Flags, before: int) -> Integers:

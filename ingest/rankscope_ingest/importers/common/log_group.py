@@ -8,7 +8,7 @@ has therefore stored each small log completely or not at all.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Final, Protocol
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,7 +18,7 @@ from rankscope_ingest.importers.common.branches import StoredScalars, stored_sca
 from rankscope_ingest.importers.common.live_run import live_runs
 from rankscope_ingest.importers.common.log_identity import KnownImport, known_imports_of
 from rankscope_ingest.importers.common.runner import concatenated
-from rankscope_storage.api.store import Batch, Commit
+from rankscope_storage.api.store import Batch, Commit, Writer
 from rankscope_storage.base.errors import BatchError
 from rankscope_storage.base.schema import conform
 from rankscope_storage.connection import Connection
@@ -31,19 +31,6 @@ GROUP_ROWS: Final = 50_000
 """Number of held rows from which they are stored, a tenth of the rows that the import of one log holds."""
 
 
-class GroupWriter(Protocol):
-    """The methods of a store writer that a group uses."""
-
-    def append(self, batch: Batch) -> Commit:
-        """Store the rows of the batch durably, except those of records that are already stored."""
-
-    def watermark(self, incarnation: str, *, refresh: bool) -> int:
-        """Return the last stored sequence number of `incarnation`, or -1 if no record of it is stored.
-
-        With `refresh`, commits of other processes are included.
-        """
-
-
 class LogGroup:
     """Holds the batches of imported logs until they are stored together; the appender of `import_records`.
 
@@ -51,9 +38,7 @@ class LogGroup:
     each commit, when all rows of the logs that were imported completely are stored.
     """
 
-    def __init__(
-        self, writer: GroupWriter, connection: Connection, on_stored: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, writer: Writer, connection: Connection, on_stored: Callable[[], None] = lambda: None) -> None:
         self._writer = writer
         self._connection = connection
         self._on_stored = on_stored
