@@ -14,11 +14,9 @@ import json
 import math
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
-
-import pyarrow as pa
 
 from rankscope_contract.metrics.catalogue import HARDWARE_SCALARS, MONITOR_SCALARS
 from rankscope_ingest.record_channel.validate import ValidBody
@@ -27,10 +25,8 @@ _LEFT_OUT: Final = HARDWARE_SCALARS | MONITOR_SCALARS
 """Scalars that the page of a run reads from the store only: each step has several of them."""
 
 _FIRST: Final = frozenset(
-    {
-        *("loss", "eval_loss", "grad_norm", "learning_rate"),
-        *("tokens_per_second", "samples_per_second", "steps_per_second", "step_seconds"),
-    }
+    {"loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second", "samples_per_second"}
+    | {"steps_per_second", "step_seconds"}
 )
 """Scalars that are always kept, because the head of the page of a run shows them."""
 
@@ -46,39 +42,25 @@ _SUMMED: Final = frozenset({"tokens_per_second", "samples_per_second"})
 
 
 @dataclass(slots=True)
-class _Values:
-    """The values of one scalar at one step, by rank."""
-
-    by_rank: dict[int, float] = field(default_factory=dict)
-
-    def row(self) -> list[float | None]:
-        """Return mean, lowest and highest value; null for a mean that is not finite."""
-        values = self.by_rank.values()
-        mean = sum(values) / len(values)
-        if not math.isfinite(mean):
-            return [None, None, None]
-        return [mean, min(values), max(values)]
-
-
-@dataclass(slots=True)
 class _Step:
-    """One step of one attempt: its time in UTC seconds, and its scalars by name and labels."""
+    """One step of one attempt: its time in UTC seconds, and its scalars by name and labels, and by rank."""
 
     time: float
     changed: int = 0  # number of the change
-    scalars: dict[tuple[str, str], _Values] = field(default_factory=lambda: defaultdict(_Values))
+    scalars: dict[tuple[str, str], dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
 
     def document(self) -> dict[str, Any]:
         """Return the scalars for JSON: by name those of the first labels, and by name and labels all with labels.
 
-        A throughput has the sum over ranks, too.
+        A scalar has the mean, the lowest and the highest value, which are null if the mean is not finite. A throughput
+        has the sum over ranks, too.
         """
         found: dict[str, Any] = {}
         for name, labels in sorted(self.scalars, reverse=True):
-            values = self.scalars[name, labels]
-            total = sum(values.by_rank.values())
-            found[name] = values.row() + ([total] if name in _SUMMED and math.isfinite(total) else [])
-            found[f"{name}{labels}"] = found[name]
+            values = self.scalars[name, labels].values()
+            total = sum(values)
+            row = [total / len(values), min(values), max(values), *([total] if name in _SUMMED else [])]
+            found[name] = found[f"{name}{labels}"] = row if math.isfinite(total) else [None, None, None]
         return found
 
 
@@ -138,7 +120,7 @@ class LiveTails:
         firsts: dict[tuple[str, str], dict[int, tuple[int, int]]] = defaultdict(dict)
         for key in sorted(known.steps):
             for scalar, values in known.steps[key].scalars.items():
-                firsts[scalar] |= {rank: key for rank in values.by_rank if rank not in firsts[scalar]}
+                firsts[scalar] |= {rank: key for rank in values if rank not in firsts[scalar]}
         for key, step in known.steps.items():
             for scalar in [scalar for scalar in step.scalars if key < max(firsts[scalar].values())]:
                 del step.scalars[scalar]
@@ -173,15 +155,15 @@ def _add(run: _Run, body: ValidBody) -> None:
     scalars, change = body.nested["scalars"], run.changes + 1
     rank, attempt = body.context.rank, body.context.attempt
     steps, times = body.columns["step"].to_pylist(), body.columns["ts"].to_pylist()
-    for name, labels, value, record in _rows(scalars.columns, scalars.records.tolist()):
+    columns = (scalars.columns[name].to_pylist() for name in ("name", "labels", "value"))
+    for name, labels, value, record in zip(*columns, scalars.records.tolist(), strict=True):
         step = steps[record]
         if value is None or step is None or not run.keeps(name, labels or ""):
             continue
-        at = run.steps.get((attempt, step))
-        if at is None:
+        if (at := run.steps.get((attempt, step))) is None:
             at = run.steps[attempt, step] = _Step(time=_seconds(times[record]))
         at.changed = run.changes = change
-        at.scalars[name, labels or ""].by_rank[rank] = value
+        at.scalars[name, labels or ""][rank] = value
     kept = min(KEPT_STEPS, max(1, KEPT_VALUES // max(1, len(run.names))))
     for key in sorted(run.steps)[:-kept]:
         del run.steps[key]
@@ -191,15 +173,7 @@ def _add(run: _Run, body: ValidBody) -> None:
 def _text(run: _Run, seen: int) -> str:
     first = min((key for key, step in run.steps.items() if step.changed > seen), default=(math.inf, 0))
     chosen = sorted(key for key in run.steps if key >= first)
-    rows = [
-        [attempt, step, run.steps[attempt, step].time, run.steps[attempt, step].document()] for attempt, step in chosen
-    ]
-    return json.dumps(rows, allow_nan=False)
-
-
-def _rows(columns: Mapping[str, pa.Array], records: list[int]) -> Iterator[tuple[str, str | None, float | None, int]]:
-    names, labels, values = (columns[name].to_pylist() for name in ("name", "labels", "value"))
-    yield from zip(names, labels, values, records, strict=True)
+    return json.dumps([[*key, run.steps[key].time, run.steps[key].document()] for key in chosen], allow_nan=False)
 
 
 def _seconds(at: dt.datetime | int) -> float:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol
 
 import pyarrow as pa
 
@@ -180,7 +180,14 @@ class Faults:
 
 
 class Importer(Protocol):
-    """An importer: detects and reads one log format."""
+    """An importer: detects and reads one log format.
+
+    It may have further members. `options` has the names of the fields of `Options` that apply to the format.
+    `identity(path)` returns a text that all versions and copies of the log share, or None if the log has no record yet:
+    for files that are rewritten completely when the log grows, so that only the first record remains. An importer that
+    leaves out the last records of a file while another process may still write it has `is_settled(path)`, which returns
+    whether the file has not changed for a long time.
+    """
 
     name: str
     """The name of the format; it is stored as `source_kind` of the run."""
@@ -198,40 +205,6 @@ class Importer(Protocol):
         or a rank of a log folder. A log that has grown must therefore yield the previous records first, in the same
         order.
         """
-
-
-@runtime_checkable
-class KnownByContent(Protocol):
-    """An importer whose files are rewritten completely when the log grows.
-
-    The first bytes of such a file change, but its first record does not. Rankscope therefore recognizes a log that was
-    imported before by a text that the importer derives from the first record.
-    """
-
-    def identity(self, path: Path) -> str | None:
-        """Return a text that all versions and copies of the log at `path` share.
-
-        Return None if the log has no record yet.
-        """
-
-
-@runtime_checkable
-class DependsOnAge(Protocol):
-    """An importer that leaves out the last records of a file while another process may still write the file."""
-
-    def is_settled(self, path: Path) -> bool:
-        """Return whether the file at `path` has not changed for a long time.
-
-        Only then does the importer yield the last records of the file too.
-        """
-
-
-@runtime_checkable
-class HasOptions(Protocol):
-    """An importer of lines, which applies the options of the user."""
-
-    options: tuple[str, ...]
-    """Names of the fields of `Options` that apply to the format."""
 
 
 class BlockBuilder:

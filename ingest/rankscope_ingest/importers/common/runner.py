@@ -25,15 +25,12 @@ from rankscope_ingest.base.tables import FROM_INGEST, rows_table, table_schema
 from rankscope_ingest.importers.common.branches import StoredScalars, branch_of, without_beginning
 from rankscope_ingest.importers.common.choices import Choices
 from rankscope_ingest.importers.common.importer import (
-    DependsOnAge,
     Faults,
-    HasOptions,
     Imported,
     ImportedBlock,
     ImportedRecord,
     ImportedRun,
     Importer,
-    KnownByContent,
     Options,
 )
 from rankscope_ingest.importers.common.lines import readable
@@ -119,7 +116,7 @@ def import_records(
 
 def refuse_options(path: Path, importer: Importer, options: Options) -> None:
     """Raise IngestError if the user has given options that the format of the log does not have."""
-    known = importer.options if isinstance(importer, HasOptions) else ()
+    known = getattr(importer, "options", ())
     if unknown := " and ".join(f"--{name}" for name in options.given() if name not in known):
         raise IngestError(f"{path} has the format {importer.name}, to which {unknown} does not apply: omit the option")
 
@@ -188,7 +185,7 @@ def source_of(
 ) -> Source:
     """Return the identity of the log at `path`; `import_records` describes the arguments."""
     with readable(path):
-        identity = importer.identity(path) if isinstance(importer, KnownByContent) else None
+        identity: str | None = getattr(importer, "identity", lambda _: None)(path)
     source = identify(path, run, known, identity)
     if source.before is None or identity is None or stored is None:
         return source
@@ -198,7 +195,7 @@ def source_of(
 
 def _fingerprint(path: Path, importer: Importer) -> str | None:
     with readable(path):
-        if isinstance(importer, DependsOnAge) and not importer.is_settled(path):
+        if not getattr(importer, "is_settled", lambda _: True)(path):
             return None
     return fingerprint_of(path)
 
