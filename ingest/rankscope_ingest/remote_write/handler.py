@@ -23,6 +23,7 @@ from typing import Final
 
 from aiohttp import web
 
+from rankscope_contract.metrics.catalogue import REMOTE_WRITE_DROPPED, REMOTE_WRITE_REQUESTS, REMOTE_WRITE_SAMPLES
 from rankscope_ingest.base.background import start_task
 from rankscope_ingest.base.config import RemoteWriteSection
 from rankscope_ingest.base.errors import BusyError, DecodeError, RegistrationError
@@ -65,15 +66,15 @@ async def answer(receiver: RemoteWrite, counts: ServiceMetrics, request: web.Req
         written = await receiver.take(*await _body(receiver, request), version)
     except BusyError as error:
         # 503 and not 429: unless it is configured otherwise, Prometheus drops a request after status 429.
-        counts.write_answered("busy")
+        counts.count(REMOTE_WRITE_REQUESTS, 1, "busy")
         return web.Response(status=503, text=str(error), headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
     except DecodeError as error:
         request[OUTCOME] = "malformed"
-        counts.write_answered(request[OUTCOME])
+        counts.count(REMOTE_WRITE_REQUESTS, 1, request[OUTCOME])
         raise RegistrationError(400, str(error)) from error
     except RegistrationError as error:
         request[OUTCOME] = "too_large" if error.status == 413 else "unsupported"
-        counts.write_answered(request[OUTCOME])
+        counts.count(REMOTE_WRITE_REQUESTS, 1, request[OUTCOME])
         raise
     return web.Response(status=204, headers=written_headers(request, written))
 
@@ -275,7 +276,7 @@ class RemoteWrite:
         waiting = self._begin(body, reserved, version)
         del body  # do not keep a large body in memory while the store is slow
         if isinstance(waiting, int):
-            self._counts.write_answered("repeated")
+            self._counts.count(REMOTE_WRITE_REQUESTS, 1, "repeated")
             return waiting
         done, _ = await asyncio.wait([waiting], timeout=self._answer_seconds)
         if not done:
@@ -284,7 +285,7 @@ class RemoteWrite:
                 " send the request again"
             )
         written = waiting.result()
-        self._counts.write_answered("ok")
+        self._counts.count(REMOTE_WRITE_REQUESTS, 1, "ok")
         return written
 
     def _begin(self, body: bytes, reserved: int, version: Version) -> asyncio.Future[int] | int:
@@ -354,7 +355,7 @@ class RemoteWrite:
             )
 
     def _count(self, decoded: DecodedRequest) -> None:
-        self._counts.written(decoded.rows)
+        self._counts.count(REMOTE_WRITE_SAMPLES, decoded.rows)
         for reason, count in (
             ("exemplar", decoded.exemplars),
             ("histogram", decoded.histograms),
@@ -364,7 +365,7 @@ class RemoteWrite:
         ):
             if not count:
                 continue
-            self._counts.write_dropped(reason, count)
+            self._counts.count(REMOTE_WRITE_DROPPED, count, reason)
             if reason in _WARNINGS and reason not in self._warned:
                 self._warned.add(reason)
                 log.warning(

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
+from rankscope_contract.metrics.catalogue import REMOTE_WRITE_REQUESTS
 from rankscope_contract.protocol.channel import REMOTE_WRITE_PATH
 from rankscope_ingest.remote_write.senders import Senders
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
@@ -38,7 +39,7 @@ def recording(senders: Senders, counts: ServiceMetrics) -> Any:
             senders.accepted(*sender)
         elif response.status < 500 and request.transport is not None:  # None: the client has disconnected
             if OUTCOME not in request:
-                counts.write_answered("refused")
+                counts.count(REMOTE_WRITE_REQUESTS, 1, "refused")
             senders.refused(*sender, _reason(request, response))
         return response
 

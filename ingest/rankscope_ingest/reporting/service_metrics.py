@@ -145,34 +145,6 @@ class ServiceMetrics:
             self.count(catalogue.ANOMALIES_INGESTED, count, *labels)
             self.ages.fired(run, labels)
 
-    def scraped(self, outcome: str) -> None:
-        """Count a scrape of an external exporter. `outcome` is ok, failed or skipped."""
-        self.count(catalogue.EXPORTER_SCRAPES, 1, outcome)
-
-    def read(self, parser: str, samples: int) -> None:
-        """Count the samples of a scrape by the parser that read them.
-
-        With `layout`, only the numbers of the page were parsed, because its other bytes were those of an earlier page.
-        With `exact`, the page was parsed completely.
-        """
-        self.count(catalogue.EXPORTER_SAMPLES, samples, parser)
-
-    def dropped(self, reason: str, samples: int) -> None:
-        """Count the samples of a scrape that were not stored, by reason."""
-        self.count(catalogue.EXPORTER_SAMPLES_DROPPED, samples, reason)
-
-    def write_answered(self, outcome: str) -> None:
-        """Count a remote-write request by its outcome, such as ok or busy."""
-        self.count(catalogue.REMOTE_WRITE_REQUESTS, 1, outcome)
-
-    def written(self, samples: int) -> None:
-        """Count the samples of a remote-write request that were stored."""
-        self.count(catalogue.REMOTE_WRITE_SAMPLES, samples)
-
-    def write_dropped(self, reason: str, count: int) -> None:
-        """Count the items of a remote-write request that were not stored, by reason."""
-        self.count(catalogue.REMOTE_WRITE_DROPPED, count, reason)
-
     def show_exporters(self, up: Iterable[bool | None]) -> None:
         """Set the gauges of the numbers of external exporters, by the result of the last scrape.
 

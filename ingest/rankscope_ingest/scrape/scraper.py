@@ -18,6 +18,8 @@ from typing import Final, Protocol
 
 import pyarrow as pa
 
+from rankscope_contract.metrics.catalogue import EXPORTER_SAMPLES, EXPORTER_SAMPLES_DROPPED, EXPORTER_SCRAPES
+from rankscope_contract.metrics.spec import MetricSpec
 from rankscope_ingest.base.background import start_task
 from rankscope_ingest.base.errors import DecodeError, FetchError
 from rankscope_ingest.scrape.discovery import ScrapeTarget
@@ -62,23 +64,11 @@ class Sink(Protocol):
         """Add the samples of one scrape to the current batch."""
         ...
 
-    def scraped(self, outcome: str) -> None:
-        """Count one scrape with its outcome: ok, failed or skipped."""
-        ...
+    def count(self, spec: MetricSpec, amount: float, *labels: str) -> None:
+        """Increase the counter `spec`, whose labels have the values `labels`: that of scrapes, or of samples.
 
-    def read(self, how: str, samples: int) -> None:
-        """Count samples by the parser that read them.
-
-        `layout`: only the numbers of the page were parsed, because its other bytes were those of an earlier page.
-        `exact`: the page was parsed completely.
-        """
-        ...
-
-    def dropped(self, reason: str, samples: int) -> None:
-        """Count samples that are not stored, with the reason: doubled, repeated or out_of_bounds.
-
-        `doubled`: the series and the time occur twice on the page. `repeated`: the sample is not newer than the last
-        one of its series. `out_of_bounds`: the time is too old or in the future.
+        Scrapes are ok, failed or skipped. Samples are counted by the parser that read them: `layout` if only the
+        numbers of the page were parsed, because its other bytes were those of an earlier page, and otherwise `exact`.
         """
         ...
 
@@ -182,7 +172,7 @@ class Scraper:
         """
         exporter, sink = followed.exporter, self._sink
         if sink.is_full:
-            sink.scraped("skipped")
+            sink.count(EXPORTER_SCRAPES, 1, "skipped")
             return
         async with self._failing_slots if followed.is_up is False else self._slots:
             ts, started = self._wall(), self._clock()
@@ -222,7 +212,7 @@ class Scraper:
             self._end(followed.exporter, _own_names(followed).without(SeriesNames.of(samples.series)), ts)
         followed.is_up, followed.last_error = False, str(error)
         followed.last_scrape_seconds, followed.last_samples = seconds, None
-        self._sink.scraped("failed")
+        self._sink.count(EXPORTER_SCRAPES, 1, "failed")
         self._sink.scrape(samples)
 
     def _end(self, exporter: ScrapeTarget, ended: SeriesNames | None, ts: int) -> None:
@@ -231,12 +221,12 @@ class Scraper:
             self._sink.samples(staleness_markers(exporter.name, ended, ts))
 
     def _count(self, rows: PageRows, fresh: PageRows) -> None:
-        self._sink.scraped("ok")
-        self._sink.read("exact" if rows.exact else "layout", rows.rows)
+        self._sink.count(EXPORTER_SCRAPES, 1, "ok")
+        self._sink.count(EXPORTER_SAMPLES, rows.rows, "exact" if rows.exact else "layout")
         repeated, outside = rows.rows - fresh.rows - fresh.out_of_bounds, fresh.out_of_bounds
         for reason, count in (("doubled", rows.doubled), ("repeated", repeated), ("out_of_bounds", outside)):
             if count:
-                self._sink.dropped(reason, count)
+                self._sink.count(EXPORTER_SAMPLES_DROPPED, count, reason)
 
     def _stop(self, name: str, *, is_gone: bool) -> ActiveSeries:
         """Stop scraping the exporter `name`, and return the series of its last page.
@@ -261,7 +251,9 @@ class Scraper:
             started = self._clock()
             await self.scrape(followed)
             for _ in range(int((self._clock() - started) / every)):
-                self._sink.scraped("skipped")  # the scrape, with its waiting time, took longer than the interval
+                self._sink.count(
+                    EXPORTER_SCRAPES, 1, "skipped"
+                )  # the scrape, with its waiting time, took longer than the interval
 
 
 def _own_names(followed: Followed) -> SeriesNames:

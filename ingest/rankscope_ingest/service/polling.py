@@ -137,7 +137,7 @@ class ExternalExporters:
         self._fetcher = PageFetcher(
             networks=config.service.allowed_networks, tls=client_tls(config.service.ca_file, None, None)
         )
-        self.scraped, self.read, self.dropped = metrics.scraped, metrics.read, metrics.dropped
+        self.count = metrics.count
         self._scraper = Scraper(self._fetcher, self, clock=time.monotonic, wall=lambda: time.time_ns() // 1000)
 
     @property

@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 from tests.ingest.remote_write.messages import write_request
 
+from rankscope_contract.metrics.catalogue import REMOTE_WRITE_DROPPED, REMOTE_WRITE_REQUESTS
 from rankscope_ingest.base.config import RemoteWriteSection
 from rankscope_ingest.base.errors import BusyError, DecodeError
 from rankscope_ingest.base.protobuf import packed
@@ -58,16 +59,11 @@ class Memory:
 
 class Counts:
     def __init__(self):
-        self.outcomes, self.samples, self.dropped = Counter(), 0, Counter()
+        self.outcomes, self.samples, self.dropped = Counter(), Counter(), Counter()
 
-    def write_answered(self, outcome):
-        self.outcomes[outcome] += 1
-
-    def written(self, samples):
-        self.samples += samples
-
-    def write_dropped(self, reason, count):
-        self.dropped[reason] += count
+    def count(self, spec, amount, *labels):
+        by_spec = {REMOTE_WRITE_REQUESTS: self.outcomes, REMOTE_WRITE_DROPPED: self.dropped}
+        by_spec.get(spec, self.samples)["".join(labels)] += amount
 
 
 class HeldReader(WriteReader):

@@ -40,14 +40,8 @@ class Fake:
     def scrape(self, scrape):
         self.tables.append(scrape.table())
 
-    def scraped(self, outcome):
-        self.counts[outcome] += 1
-
-    def read(self, how, samples):
-        self.counts[how] += samples
-
-    def dropped(self, reason, samples):
-        self.counts[reason] += samples
+    def count(self, spec, amount, *labels):
+        self.counts[labels[0]] += amount
 
     def scraper(self):
         return Scraper(self, self, clock=lambda: self.now, wall=lambda: int(self.now * 1e6))
