@@ -31,23 +31,9 @@ SERIES_ALONE: Final = "series"
 Prometheus sends such queries when it lists series, for example for the menus of Grafana.
 """
 
-_ONE_VALUE: Final = frozenset(
-    {
-        "",
-        "sum",
-        "avg",
-        "min",
-        "max",
-        "count",
-        "group",
-        "topk",
-        "bottomk",
-        "quantile",
-        "stddev",
-        "stdvar",
-        "count_values",
-    }
-)
+_ONE_VALUE: Final = frozenset({
+    "", "sum", "avg", "min", "max", "count", "group", "topk", "bottomk", "quantile", "stddev", "stdvar", "count_values",
+})  # fmt: skip
 """Function names in the hints of queries that need one value of each series at each time of evaluation.
 
 These are aggregations over series, and "" for no function."""
