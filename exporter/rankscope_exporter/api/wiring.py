@@ -55,10 +55,10 @@ COMPILED_FROM_STEP: Final = 10
 The first steps that take 0.1 s or longer leave enough time for a build that the cache of numba contains.
 """
 
-BUILD_SECONDS: Final = 30.0
+BUILD_SECONDS: Final = 5.0
 """Longest time in seconds that this step waits for the build, which takes 3 s without the cache, and 0.5 s with it.
 
-If the build takes longer, torch operations measure all steps of the run.
+If the build takes longer, as on a loaded machine, the steps with ten, a hundred times this number try again.
 """
 
 
@@ -146,6 +146,7 @@ class KernelWarmUp(StepObserver):
         self._device = device
         self._use = use
         self._steps = 0
+        self._try_at = COMPILED_FROM_STEP
         self._is_started = self._is_decided = False
 
     def on_sampling_decided(self, sampled: bool) -> None:  # noqa: FBT001 - an event has positional arguments
@@ -160,12 +161,13 @@ class KernelWarmUp(StepObserver):
         if not self._is_started and self._steps >= WARM_UP_AT_STEP:
             self._is_started = True
             warm_up(self._device)
-        elif self._is_started and self._steps >= COMPILED_FROM_STEP:
-            self._is_decided = True
+        elif self._is_started and self._steps >= self._try_at:
+            self._try_at *= 10
             build = warm_up(self._device)
             if build is not None:
                 build.join(BUILD_SECONDS)
             if build is None or not build.is_alive():
+                self._is_decided = True
                 self._use()
 
 
