@@ -133,7 +133,7 @@ def test_checkpoint_has_the_name_of_its_import(in_process, logs, tmp_path):
     assert " new rows in outputs" in imported
 
 
-@pytest.mark.parametrize("command", [("sql", "select sum(value) from scalars"), ("summary", "my-run"), ("runs",)])
+@pytest.mark.parametrize("command", [("sql", "select sum(value) from scalars"), ("summary", "my-run")])
 def test_damaged_file_is_named_with_the_command_that_checks_the_store(in_process, sample_store, tmp_path, command):
     store = shutil.copytree(sample_store, tmp_path / "history")
     (file,) = (store / "dataset=scalars").rglob("*.parquet")
@@ -145,6 +145,39 @@ def test_damaged_file_is_named_with_the_command_that_checks_the_store(in_process
         f"rankscope: {file} is damaged: `rankscope store check` names the run and the steps of its rows\n"
         == done.stderr
     )
+
+
+@pytest.fixture(scope="module")
+def store_with_a_damaged_file(tmp_path_factory):
+    """Return a store of the runs alpha and beta, and the file with the losses of beta, which is damaged."""
+    folder = tmp_path_factory.mktemp("damaged")
+    store, files = folder / "history", set()
+    for run in ("alpha", "beta"):
+        (folder / f"{run}.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.25}\n')
+        assert 0 == run_command("import", folder / f"{run}.jsonl", "--store", store).returncode
+        (new,) = {*(store / "dataset=scalars").rglob("*.parquet")} - files
+        files.add(new)
+    os.truncate(new, 200)
+    return store, f"rankscope: {new} is damaged: `rankscope store check` names the run and the steps of its rows\n"
+
+
+@pytest.mark.parametrize("command", ["summary", "events", "anomalies", "report"])
+def test_damaged_file_blocks_only_its_run(in_process, store_with_a_damaged_file, tmp_path, command):
+    store, message = store_with_a_damaged_file
+    page = ("--output", tmp_path / "report.html") if command == "report" else ()
+    other = in_process(command, "alpha", "--store", store, *page)
+    own = in_process(command, "beta", "--store", store, *page)
+
+    assert (0, "") == (other.returncode, other.stderr)
+    assert command == "anomalies" or (1, message) == (own.returncode, own.stderr)
+
+
+def test_damaged_file_leaves_the_list_of_runs_complete(in_process, store_with_a_damaged_file):
+    store, message = store_with_a_damaged_file
+    done = in_process("runs", "--store", store)
+
+    assert (1, message) == (done.returncode, done.stderr)
+    assert ["alpha", "beta"] == sorted(line.split()[0] for line in done.stdout.splitlines()[1:])
 
 
 @pytest.mark.usual(4)

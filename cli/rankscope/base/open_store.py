@@ -46,11 +46,19 @@ def store_errors() -> Iterator[None]:
     except NotAStoreError as error:
         raise CommandError(str(error), code=USAGE) from error
     except (StoreError, duckdb.Error, pa.ArrowInvalid) as error:
-        text = _one_line(str(error))
-        damaged = re.search(r"'([^']+\.parquet)'", text)
-        if damaged is not None and "magic bytes" in text:
-            text = f"{damaged[1]} is damaged: `rankscope store check` names the run and the steps of its rows"
-        raise CommandError(text) from error
+        damaged = damaged_file(error)
+        raise CommandError(_one_line(str(error)) if damaged is None else damage_text(damaged)) from error
+
+
+def damaged_file(error: BaseException) -> str | None:
+    """Return the path of the data file that `error` reports as damaged; None for another error."""
+    found = re.search(r"'([^']+\.parquet)'", str(error))
+    return found[1] if found is not None and re.search("magic bytes|too small|file size is", str(error)) else None
+
+
+def damage_text(path: str) -> str:
+    """Return the message about the damaged data file at `path`."""
+    return f"{path} is damaged: `rankscope store check` names the run and the steps of its rows"
 
 
 def resolve_run(connection: Connection, run: str | None) -> str:

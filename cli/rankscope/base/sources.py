@@ -124,7 +124,9 @@ def open_run(choice: Choice) -> Iterator[OpenRun]:
             yield stack.enter_context(_open_path(path, choice.run))
             return
         connection = stack.enter_context(open_store(choice.store))
-        yield OpenRun(connection, resolve_run(connection, choice.source or choice.run))
+        run = resolve_run(connection, choice.source or choice.run)
+        connection.restrict(run=run)  # a damaged file of other runs is not read
+        yield OpenRun(connection, run)
 
 
 @contextlib.contextmanager

@@ -57,6 +57,6 @@ def anomalies(
 def _total(lines: Sequence[AnomalyLine], top: int, run: str) -> str:
     if not lines:
         return f"no anomalies in {run}"
-    count = sum(line.firings for line in lines)
     more = f"; --top {len(lines)} shows all lines" if len(lines) > top else ""
+    count = sum(line.firings for line in lines)
     return f"{min(top, len(lines)):,} of {len(lines):,} lines, {count:,} anomalies in {run}{more}"

@@ -91,11 +91,5 @@ def line_table(lines: Sequence[AnomalyLine]) -> pa.Table:
 
     values = [dataset_schema("events").field(name) for name in _SHOWN]
     schema = pa.schema([("steps", pa.string()), ("ranks", pa.string()), *values, ("firings", pa.int64())])
-    rows = [{**asdict(one), "steps": _steps(one), "ranks": spans(one.ranks) or None} for one in lines]
+    rows = [{**asdict(one), "ranks": spans(one.ranks) or None} for one in lines]
     return pa.Table.from_pylist(rows, schema)
-
-
-def _steps(line: AnomalyLine) -> str | None:
-    if line.step == line.last_step:
-        return None if line.step is None else str(line.step)
-    return f"{line.step}-{line.last_step}"

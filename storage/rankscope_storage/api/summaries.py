@@ -135,7 +135,8 @@ placed AS (
     PARTITION BY attempt, rank, rule, kind, tensor, op, step IS NULL ORDER BY step) AS first_step
   FROM firing
 )
-SELECT {{columns}}, max(step) AS last_step, count(*) AS firings,
+SELECT {{columns}}, min(step) || CASE WHEN max(step) > min(step) THEN '-' || max(step) ELSE '' END AS steps,
+  count(*) AS firings,
   coalesce(list(DISTINCT rank ORDER BY rank) FILTER (rank IS NOT NULL), []) AS ranks
 FROM placed GROUP BY attempt, rule, kind, tensor, op, first_step ORDER BY kind, tensor, op, rule
 """
@@ -201,7 +202,7 @@ class AnomalyLine(AnomalyRow):
     On a rank, consecutive firings belong together if at most INCIDENT_GAP_STEPS steps are between them.
     """
 
-    last_step: int | None
+    steps: str | None  # such as 10 or 21-59
     firings: int
     ranks: list[int]
 

@@ -16,6 +16,7 @@ from typing import Any, Never, Self, TypeVar
 
 import duckdb
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rankscope_storage.base.errors import FilesGoneError, QueryError, local_folder
 from rankscope_storage.base.fsync import sync_to_disk
@@ -30,7 +31,7 @@ from rankscope_storage.connection.pool import (
 )
 from rankscope_storage.connection.view_binding import BoundViews
 from rankscope_storage.log.delta import Log
-from rankscope_storage.log.snapshot import FileFilter, RowRanges, Snapshot
+from rankscope_storage.log.snapshot import FileFilter, RowRanges, Snapshot, of_run
 from rankscope_storage.query.column_scan import RowGroups, row_groups
 from rankscope_storage.query.statements import check_selects, only_selects
 from rankscope_storage.sql.views import files_select
@@ -95,6 +96,17 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
     def version(self) -> int:
         """Return the version of the store that the last query of this connection read."""
         return self._snapshot.version
+
+    def restrict(self, *, run: str | None = None, without: str | None = None) -> None:
+        """Make all later queries read this version of the store, and of it only a part of the files.
+
+        These are the files that can contain rows of `run`, and not the one at the path `without`; None restricts
+        nothing. A damaged file that is left out cannot make a query of other rows fail.
+        """
+        kept = pc.scalar(True) if run is None else of_run(run)
+        if without is not None:
+            kept &= pc.field("path") != without.removeprefix(f"{self.path}/")
+        self._snapshot, self._pinned = Snapshot(self.path, self.version, self._snapshot.files.filter(kept)), True
 
     def sql(self, query: str, params: object = None) -> duckdb.DuckDBPyRelation:
         """Execute `query` and return its result as a DuckDB relation.

@@ -46,7 +46,7 @@ class FileFilter:
         """
         wanted = pc.field("dataset") == self.dataset
         if self.run is not None:
-            wanted &= _may_overlap("run", self.run, self.run)
+            wanted &= of_run(self.run)
         if self.steps is not None:
             wanted &= _may_overlap("step", *self.steps)
         if self.times is not None:
@@ -74,6 +74,11 @@ class RowRanges:
         if self.runs is not None and low is not None and not any(low <= run <= high for run in self.runs):
             return False
         return _overlaps(file, "attempt", self.attempts) and _overlaps(file, "step", self.steps)
+
+
+def of_run(run: str) -> pc.Expression:
+    """Return the Arrow predicate that selects the files that can contain rows of `run`."""
+    return _may_overlap("run", run, run)
 
 
 def _overlaps(file: Mapping[str, Any], column: str, range_: tuple[float, float]) -> bool:
