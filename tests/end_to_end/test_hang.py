@@ -50,7 +50,7 @@ def ask(service: Any, *arguments: str, token: str | None = TOKEN) -> subprocess.
     return run_command("stacks", *arguments, "--service", service.url, **environment)
 
 
-def assert_message_names_both_places(text: str) -> None:
+def assert_message_names_both_places(text: str, service: Any) -> None:
     lines = text.splitlines()
     where = lines.index("where:")
 
@@ -71,7 +71,7 @@ def assert_message_names_both_places(text: str) -> None:
         rf" called at hanging_training\.py:{line_of('# rank 0 waits here')} in main",
         lines[where + 3],
     ), text
-    assert "details: rankscope stacks hangs" in lines
+    assert f"details: rankscope stacks hangs --service {service.url}" in lines
 
 
 @pytest.mark.thorough
@@ -100,7 +100,7 @@ def test_hang_notification_has_the_place_of_each_rank_and_is_resolved(
         "[critical] hangs: RunStalled, rank 1, step 5",
         "[resolved] hangs: RunStalled, training continues",
     ] == titles
-    assert_message_names_both_places(alert.text)
+    assert_message_names_both_places(alert.text, service)
     assert (0, "") == (asked.returncode, asked.stderr)
     assert_printed_groups(asked.stdout)
     assert [1] == [rank["rank"] for rank in json.loads(only_one.stdout)["ranks"]]
@@ -172,7 +172,7 @@ def test_without_a_token_ranks_report_hangs_and_send_stacks_on_loopback(
     assert 0 == service.stop(), service.log()
 
     assert "[critical] hangs: RunStalled, rank 1, step 5" == alert.title
-    assert_message_names_both_places(alert.text)
+    assert_message_names_both_places(alert.text, service)
     assert 0 == answer.returncode, answer.stderr
     assert "hanging_training.py" in answer.stdout
     log = (tmp_path / "training.log").read_text()

@@ -113,7 +113,7 @@ class StallHandler:
         for incident in actions.due:
             self._spawn(self._announcer.announce(incident))
         for incident, has_continued in actions.over:
-            notice = resolved_message(incident, has_continued=has_continued)
+            notice = resolved_message(incident, has_continued=has_continued, place=self._announcer.place())
             self._spawn(self._announcer.resolve(incident, notice))
 
     async def request(self, run: str, attempt: int, ranks: Collection[int] | None) -> list[RankAnswer]:

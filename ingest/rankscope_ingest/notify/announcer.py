@@ -37,13 +37,13 @@ def message(incident: Incident, *, is_repeated: bool = False, place: text.Place 
     return Message(key=incident.key, title=text.title(incident), body=body, severity=incident.severity)
 
 
-def resolved_message(incident: Incident, *, has_continued: bool) -> Message:
-    """Return the notification that an incident is over.
+def resolved_message(incident: Incident, *, has_continued: bool, place: text.Place = text.NO_PLACE) -> Message:
+    """Return the notification that an incident is over, with the command of `place`.
 
     `has_continued` is true if training continues, and false if the run ended.
     """
     title = text.resolved_title(incident, has_continued=has_continued)
-    body = text.resolved_body(incident, has_continued=has_continued)
+    body = text.resolved_body(incident, has_continued=has_continued, place=place)
     return Message(key=f"{incident.key}:resolved", title=title, body=body, severity=Severity.INFO)
 
 
@@ -71,7 +71,7 @@ class Announcer:
         self._commit = commit
         self._deliveries = deliveries
         self._retry_seconds = retry_seconds
-        self._place = place
+        self.place = place
 
     async def announce(self, incident: Incident, *, is_repeated: bool = False) -> None:
         """Store and send `incident`.
@@ -87,7 +87,7 @@ class Announcer:
         elif not self._notifiers:
             self._record(incident, NOTIFIED)  # this service sends nothing, so that a restart must not send it either
         else:
-            is_delivered = await self._send(message(incident, is_repeated=is_repeated, place=self._place()))
+            is_delivered = await self._send(message(incident, is_repeated=is_repeated, place=self.place()))
             self._record(incident, NOTIFIED if is_delivered else UNDELIVERED)
             await self._commit_soon()
 

@@ -246,8 +246,9 @@ class Place:
         return cls(store=str(store.absolute()), url=url)
 
     def command(self, name: str, run: str) -> str:
-        """Return the subcommand `name` of rankscope for `run` and this store."""
-        return shlex.join(["rankscope", name, run, *(["--store", self.store] if self.store else [])])
+        """Return the subcommand `name` of rankscope for `run` and this store; `stacks` asks the service."""
+        option, value = ("--service", self.url) if name == "stacks" else ("--store", self.store)
+        return shlex.join(["rankscope", name, run, *([option, value] if value else [])])
 
     def page(self, incident: Incident) -> str:
         """Return the address of the page of `incident`."""
@@ -326,13 +327,13 @@ def resolved_title(incident: Incident, *, has_continued: bool) -> str:
     return f"[resolved] {incident.first.run}: {incident.first.rule}, {_outcome(incident, has_continued=has_continued)}"
 
 
-def resolved_body(incident: Incident, *, has_continued: bool) -> str:
+def resolved_body(incident: Incident, *, has_continued: bool, place: Place = NO_PLACE) -> str:
     """Return the body of the notification that an incident is over: training continues, or the run ended."""
     first = incident.first
     outcome = _outcome(incident, has_continued=has_continued)
     before = "the stall" if first.rule == RUN_STALLED else "it"
     last = "" if first.step is None else f" The last step before {before} was {first.step}."
-    details = "" if has_continued else f"details: rankscope summary {first.run}\n"
+    details = "" if has_continued else f"details: {place.command('summary', first.run)}\n"
     log = "" if incident.log is None else f"log monitor: {incident.log.address}\n"
     return (
         f"run: {first.run} (attempt {first.attempt})\n{log}{outcome[0].upper()}{outcome[1:]}.{last}\n"

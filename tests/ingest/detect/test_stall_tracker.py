@@ -17,6 +17,7 @@ from rankscope_ingest.detect.stall_handler import parse_stacks_request
 from rankscope_ingest.detect.stall_tracker import QUIET_SECONDS, WAIT_SECONDS, StallTracker
 from rankscope_ingest.notify.announcer import message, resolved_message
 from rankscope_ingest.runs.models import Attempt, Liveness, Rank
+from rankscope_ingest.runs.text import Place
 from rankscope_ingest.runs.tracker import RunTracker
 
 KEY = ("r", 0)
@@ -234,8 +235,9 @@ def test_texts_of_the_notifications_of_a_stall():
     add_reports_of_both(tracker, 200)
     tracker.check([run], 200)
     (incident,) = tracker.check([run], 200 + QUIET_SECONDS).due
-    began, ended = message(incident), resolved_message(incident, has_continued=True)
-    stopped = resolved_message(incident, has_continued=False)
+    place = Place(store="/data/history", url="http://service:9470")
+    began, ended = message(incident, place=place), resolved_message(incident, has_continued=True)
+    stopped = resolved_message(incident, has_continued=False, place=place)
 
     assert "[critical] r: RunStalled, rank 1, step 41" == began.title
     assert (
@@ -249,7 +251,8 @@ where:
   rank 1 never entered all_reduce 41 of default_pg; rank 0 is in it since 300 s, called at train.py[88]
   rank 1 at train.py:12 in main; its last collective was all_reduce 40
   rank 0 in all_reduce seq 41 (gloo, default_pg), called at train.py:88 in main
-details: rankscope stacks r
+details: rankscope stacks r --service http://service:9470
+page: http://service:9470/runs/r/incidents/RunStalled%3A0%3A41%3Ar
 incident: RunStalled:0:41:r"""
         == began.body
     )
@@ -263,7 +266,7 @@ incident: RunStalled:0:41:r"""
         """\
 run: r (attempt 0)
 The run ended. The last step before the stall was 41.
-details: rankscope summary r
+details: rankscope summary r --store /data/history
 incident: RunStalled:0:41:r"""
         == stopped.body
     )
