@@ -161,7 +161,7 @@ trained("kernel-was-ready")
 def test_statistics_do_not_depend_on_when_the_kernel_was_ready(tmp_path: Path):
     records, store = tmp_path / "rankscope-records", tmp_path / "history"
     imported = ("torch", "rankscope_exporter")
-    run_program("from rankscope_exporter import statistics; statistics.warm_up().join()", imported=imported)  # the cache
+    run_program("from rankscope_exporter import statistics; statistics.warm_up().join()", imported=imported)  # cache
     done = run_program(TWO_TRAININGS, seconds=120, imported=imported, RANKSCOPE_SPOOL_DIR=str(records))
     assert 0 == done.returncode, done.stderr
     assert 0 == run_command("import", records, "--store", store).returncode
