@@ -267,10 +267,7 @@ RUN_STEPS_PLANNED = service_gauge(
     stored_as="attempts.planned_steps",
 )
 RUN_PROGRESS = service_gauge(
-    "rankscope_run_progress_ratio",
-    "Completed steps divided by planned steps.",
-    "run",
-    stored_as="attempts.last_step",
+    "rankscope_run_progress_ratio", "Completed steps divided by planned steps.", "run", stored_as="attempts.last_step"
 )
 RUN_ETA = service_gauge(
     "rankscope_run_eta_seconds",

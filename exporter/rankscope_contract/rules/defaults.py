@@ -12,11 +12,7 @@ from rankscope_contract.rules.turbulence import AnomalyTurbulence
 DEFAULT_RULES: Final[tuple[AnomalyRule, ...]] = (
     AnomalyNan(),
     AnomalyTurbulence(
-        threshold=25.0,
-        kinds=(Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED),
-        ops=("norm",),
-        after_values=100,
-        floor=1e-4,
+        threshold=25.0, kinds=(Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED), ops=("norm",), after_values=100, floor=1e-4
     ),
 )
 """The default rules.

@@ -193,12 +193,7 @@ class StepObservers:
         self._boundary = boundary
         self.memory = MemoryObserver(device)
         self.throughput = Throughput(
-            monitored.framework,
-            config.throughput,
-            parallel,
-            device=device,
-            report=notices.tell,
-            is_first=rank == 0,
+            monitored.framework, config.throughput, parallel, device=device, report=notices.tell, is_first=rank == 0
         )
         self.phases = StepTimingObserver.of(monitored, device, hand_over, times_steps=config.phases)
         self.collectives = FlightRecorderPoller(config.collectives_share, publish, boundary)

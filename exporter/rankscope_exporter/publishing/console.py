@@ -22,12 +22,7 @@ class Console(StepObserver):
     """Writes whole lines to a stream and flushes each, so that ranks with the same terminal do not mix their lines."""
 
     def __init__(
-        self,
-        rank: int,
-        *,
-        enabled: bool,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, rank: int, *, enabled: bool, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._rank = rank
         self._enabled = enabled

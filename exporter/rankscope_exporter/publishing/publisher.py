@@ -29,12 +29,7 @@ from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector, Firi
 from rankscope_exporter.publishing.silent_kinds import SilentKinds
 from rankscope_exporter.publishing.skipped_steps import SkippedSteps
 from rankscope_exporter.records.host_transfer import Deferred, Row
-from rankscope_exporter.records.pending_step import (
-    PendingStep,
-    monotonic_microseconds,
-    now_microseconds,
-    skipped_event,
-)
+from rankscope_exporter.records.pending_step import PendingStep, monotonic_microseconds, now_microseconds, skipped_event
 from rankscope_exporter.records.step_record import Scalar, Statistics, StepRecord
 from rankscope_exporter.sampling.active_quantities import StepBacklog
 from rankscope_exporter.serving.latest_values import NO_KIND
@@ -252,10 +247,7 @@ class Publisher:
     def _publish(self, pending_step: PendingStep) -> None:
         statistics, verdict = self._boundary.call(
             "computing the statistics of a step", self._statistics, pending_step
-        ) or (
-            None,
-            None,
-        )
+        ) or (None, None)
         read = (self._boundary.call("a logged number", pending.scalar) for pending in pending_step.pending)
         scalars = [scalar for scalar in read if scalar is not None]
         events = list(pending_step.events)

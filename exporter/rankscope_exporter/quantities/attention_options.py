@@ -160,12 +160,7 @@ class Arguments:
 def _parameter_names(module: nn.Module) -> tuple[str, ...]:
     try:
         parameters = inspect.signature(module.forward).parameters.values()
-    except (
-        TypeError,
-        ValueError,
-        AttributeError,
-        RuntimeError,
-    ):  # the forward of a scripted module
+    except (TypeError, ValueError, AttributeError, RuntimeError):  # the forward of a scripted module
         return ()
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(item.name for item in parameters if item.kind in by_position)

@@ -369,11 +369,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def open_server(
-    config: ServeConfig,
-    application: Application,
-    *,
-    on_fault: Callable[[str, BaseException], None],
-    meter: CpuMeter,
+    config: ServeConfig, application: Application, *, on_fault: Callable[[str, BaseException], None], meter: CpuMeter
 ) -> HttpServer:
     """Return a server on the first free port of `config.address`. It listens but does not serve before `start()`.
 

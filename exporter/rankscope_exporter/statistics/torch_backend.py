@@ -230,15 +230,7 @@ def masked_sums(values: torch.Tensor, zeros: torch.Tensor) -> Sums:
     least, most = values.masked_fill(odd, math.inf), values.masked_fill(odd, -math.inf)
     if not values.numel():  # an empty tensor has no extremes
         least, most = values.new_full((1,), math.inf), values.new_full((1,), -math.inf)
-    return (
-        finite.square().sum(),
-        least.amin(),
-        most.amax(),
-        finite.sum(),
-        nan.sum(),
-        infinite.sum(),
-        zeros,
-    )
+    return (finite.square().sum(), least.amin(), most.amax(), finite.sum(), nan.sum(), infinite.sum(), zeros)
 
 
 def count_zeros(flat: torch.Tensor, zero_below: float) -> torch.Tensor:

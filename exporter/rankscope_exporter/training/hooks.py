@@ -225,9 +225,7 @@ class Hooks(HookContext):
         if self._current.is_sampled:
             self.clock.timed("reading local gradients", self._recorder.measure, Quantity.on_gradients_ready)
         self._boundary.call(
-            "adding a callback at the end of backward",
-            _when_backward_ends,
-            Entry(self._backward_ended, self._boundary),
+            "adding a callback at the end of backward", _when_backward_ends, Entry(self._backward_ended, self._boundary)
         )
 
     def _backward_ended(self) -> None:

@@ -149,10 +149,7 @@ class NewOptimizers:
     """
 
     def __init__(
-        self,
-        followed: list[Optimizer] | Borrowed[Optimizer],
-        follow: Follow,
-        in_model: Callable[[], set[int]] = set,
+        self, followed: list[Optimizer] | Borrowed[Optimizer], follow: Follow, in_model: Callable[[], set[int]] = set
     ) -> None:
         self._followed = followed
         self._follow = follow

@@ -159,11 +159,7 @@ READINGS: Final = (
     _whole(remapped_rows),
     *_parts(pcie, sent="NVML_PCIE_UTIL_TX_BYTES", received="NVML_PCIE_UTIL_RX_BYTES"),
     _scaled("pcie_replays", "gpu_pcie_replays_total", "packets", "nvmlDeviceGetPcieReplayCounter", 1),
-    *_parts(
-        nvlink,
-        sent="NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX",
-        received="NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX",
-    ),
+    *_parts(nvlink, sent="NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", received="NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX"),
 )
 
 _MEMBERS: Final = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal")

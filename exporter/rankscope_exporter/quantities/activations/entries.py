@@ -95,12 +95,7 @@ class Calls:
         return 0 if call is None else call.pointer
 
 
-SIDES: Final = {
-    Kind.ACT_IN: "input",
-    Kind.ACT_OUT: "output",
-    Kind.ACT_GRAD_IN: "input",
-    Kind.ACT_GRAD_OUT: "output",
-}
+SIDES: Final = {Kind.ACT_IN: "input", Kind.ACT_OUT: "output", Kind.ACT_GRAD_IN: "input", Kind.ACT_GRAD_OUT: "output"}
 
 
 @dataclass(frozen=True, slots=True)
