@@ -20,15 +20,15 @@ import torch.distributed as dist
 from _rows import Row, print_rows
 
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.monitors.flight_recorder.step_assignment import StepAssignment
+from rankscope_exporter.monitors.flight_recorder.poller import StepAssignment
 from rankscope_exporter.monitors.flight_recorder.torch_api import (
     CPU,
     prepare_stacks,
     ranks_by_group,
     read_with_stacks,
     read_without_stacks,
+    worker_server,
 )
-from rankscope_exporter.monitors.flight_recorder.worker_server import worker_server
 
 REPEATS = 7
 TRAINING_SECONDS = 60.0

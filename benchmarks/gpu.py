@@ -30,8 +30,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.monitors.hardware.gpu import Gpu, load_nvml, uuid_of
-from rankscope_exporter.monitors.hardware.nvml_metrics import READINGS
+from rankscope_exporter.monitors.hardware.gpu import READINGS, Gpu, load_nvml, uuid_of
 from rankscope_exporter.quantities import quantity_classes
 from rankscope_exporter.statistics import MeasureGroup, StatisticsTable, backend_name
 from rankscope_exporter.statistics.kernels import kernel_of

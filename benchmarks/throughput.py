@@ -12,7 +12,7 @@ from monitor_overhead import BATCH, CONTEXT, Model
 from torch import nn
 
 from rankscope_exporter.adapters import framework_of
-from rankscope_exporter.monitors.hardware.host import from_proc, from_psutil
+from rankscope_exporter.monitors.hardware.poller import from_proc, from_psutil
 from rankscope_exporter.observers.resources import resident_bytes
 from rankscope_exporter.observers.throughput import Throughput, ThroughputConfig
 from rankscope_exporter.observers.throughput.costs import Inputs, cost_of

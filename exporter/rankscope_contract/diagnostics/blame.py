@@ -3,18 +3,196 @@
 Three sources are used: flight records, stacks, and the last steps of the ranks. One source can be sufficient. A source
 that is missing, or that shows several ranks in the same state, is no evidence. If the evidence is not sufficient, or
 two sources name different ranks, no rank is named.
+
+Find the rank that blocks all ranks in collectives, according to the flight records.
+
+A rank in a collective waits for every rank of its group that has not entered the collective. If the chains of waits of
+all ranks end at the same rank, this rank is the suspect. There is no suspect if a flight record is missing, a call
+began less than SETTLED_SECONDS ago, or ranks made different calls. The functions have no side effects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
-from rankscope_contract.diagnostics.blame_by_calls import Waits, waits_of
+from rankscope_contract.diagnostics.collective_calls import Call, Records, calls_of_note
 from rankscope_contract.diagnostics.rank_groups import Standing, ranks_text
 from rankscope_contract.diagnostics.stacks import FlightRecord, StackDump
 from rankscope_contract.diagnostics.wait_places import Place, place_of
+
+SETTLED_SECONDS: Final = 1.0
+"""Minimum age in seconds of a collective call that is evidence.
+
+A more recent call may belong to training that still runs, because the other ranks may enter the call at any time.
+"""
+
+MOST_CALLS: Final = 3
+"""Maximum number of collective calls that the evidence text lists."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """For each rank, the ranks for which it waits, directly or through other ranks.
+
+    `suspect` is the rank for which all other ranks wait, or None. `evidence` is a text for users.
+    """
+
+    reached: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    suspect: int | None = None
+    evidence: str = ""
+
+
+def waits_of(records: Records, places: Mapping[int, Place], world: Collection[int]) -> Waits:
+    """Return for which ranks each rank waits, according to `records`, and the suspect.
+
+    `records` contains the flight record of each rank. The suspect is the rank for which all other ranks wait, or the
+    one rank that made a different call than the others; it is None if no single rank is identified.
+    `places` states for each rank with stacks whether it is in a collective. `world` contains all ranks of the job.
+    """
+    calls = calls_of_note(records)
+    mismatches = _mismatches(calls)
+    if mismatches:
+        return _odd_one_out(mismatches)
+    oldest = _oldest(calls)
+    if not oldest or any(call.seconds < SETTLED_SECONDS for call in oldest.values()):
+        return Waits()
+    members = _members(records)
+    edges: dict[int, set[int]] = {}
+    for call in dict.fromkeys(oldest.values()):
+        awaited = _awaited(call, members.get(call.group_id, ()), places, has_all=records.keys() >= set(world))
+        if awaited is None:
+            return Waits()
+        for rank in call.waiting:
+            if oldest[rank, call.group_id] is call:
+                edges.setdefault(rank, set()).update(awaited)
+    reached = {rank: _reachable(rank, edges) for rank in edges}
+    suspect = _suspect(edges, reached)
+    if suspect is None or not _is_cause(suspect, oldest, records, places):
+        return Waits(reached=reached)
+    return Waits(reached=reached, suspect=suspect, evidence=_evidence(suspect, list(oldest.values())))
+
+
+def _mismatches(calls: Sequence[Call]) -> list[Call]:
+    waited = {call.group_id for call in calls if call.waiting}
+    return [call for call in calls if call.is_mismatch and call.group_id in waited]
+
+
+def _odd_one_out(mismatches: Sequence[Call]) -> Waits:
+    """Return as the suspect the one rank that made a different collective call than all other ranks of its group.
+
+    `mismatches` are collectives in which ranks made different calls. A mismatch identifies a rank only if all other
+    ranks, at least two, made the same call. The result has no suspect unless all mismatches identify the same rank.
+    """
+    found: dict[int, str] = {}
+    for call in mismatches:
+        lone = [(form, ranks) for form, ranks in call.forms if len(ranks) == 1]
+        others = [(form, ranks) for form, ranks in call.forms if len(ranks) > 1]
+        if len(lone) != 1 or len(others) != 1 or call.missing or call.unknown:
+            return Waits()
+        (form, (rank,)), (form_of_others, ranks) = lone[0], others[0]
+        found[rank] = f"it called {form} as collective {call.seq} of {call.group}, {ranks_text(ranks)} {form_of_others}"
+    if len(found) != 1:
+        return Waits()
+    ((rank, evidence),) = found.items()
+    return Waits(suspect=rank, evidence=evidence)
+
+
+def _oldest(calls: Sequence[Call]) -> dict[tuple[int, str], Call]:
+    """Return the oldest unfinished collective call of each rank in each group. The keys are (rank, group id).
+
+    The calls of a group run in order, so a later call cannot begin before the oldest one has ended.
+    """
+    oldest: dict[tuple[int, str], Call] = {}
+    for call in sorted(calls, key=lambda call: call.seq):
+        for rank in call.waiting:
+            oldest.setdefault((rank, call.group_id), call)
+    return oldest
+
+
+def _members(records: Records) -> dict[str, set[str]]:
+    """Return the different lists of ranks that the flight records contain for each group.
+
+    The keys are group ids; a list of ranks is text such as `0-7`.
+    """
+    found: dict[str, set[str]] = {}
+    for record in records.values():
+        for group in record.groups:
+            if group.ranks:
+                found.setdefault(group.id, set()).add(group.ranks)
+    return found
+
+
+def _awaited(
+    call: Call, members: Collection[str], places: Mapping[int, Place], *, has_all: bool
+) -> frozenset[int] | None:
+    """Return the ranks for which the ranks in `call` wait, or None if some of them are unknown.
+
+    `members` contains the reported lists of ranks of the group. `has_all` states that every rank has a flight record.
+    """
+    if len(members) > 1 or (not members and not has_all):
+        return None  # one name for several groups, or a group without reported ranks
+    outside = {rank for rank in call.unknown if places.get(rank) is Place.OUTSIDE}
+    waiting_elsewhere = {rank for rank in call.unknown if places.get(rank) is Place.IN_COLLECTIVE}
+    if set(call.unknown) - outside - waiting_elsewhere:
+        return None
+    return frozenset(outside.union(call.missing))
+
+
+def _reachable(rank: int, edges: Mapping[int, Collection[int]]) -> frozenset[int]:
+    found: set[int] = set()
+    rest = list(edges[rank])
+    while rest:
+        one = rest.pop()
+        if one not in found:
+            found.add(one)
+            rest += edges.get(one, ())
+    return frozenset(found)
+
+
+def _suspect(edges: Mapping[int, Collection[int]], reached: Mapping[int, Collection[int]]) -> int | None:
+    """Return the only rank that waits for no other rank, or None.
+
+    The result is None unless all other ranks wait for this rank, directly or through other ranks.
+    """
+    ranks = {*edges, *(rank for awaited in edges.values() for rank in awaited)}
+    ends = [rank for rank in ranks if not edges.get(rank)]
+    if len(ends) != 1 or len(ranks) < 2:
+        return None
+    return ends[0] if all(ends[0] in reached[rank] for rank in edges if rank != ends[0]) else None
+
+
+def _is_cause(
+    suspect: int, oldest: Mapping[tuple[int, str], Call], records: Records, places: Mapping[int, Place]
+) -> bool:
+    """Return whether no flight record or stack shows that `suspect` itself waits for another rank.
+
+    `suspect` is the rank for which all other ranks wait.
+    """
+    waited = [call for (rank, _), call in oldest.items() if rank == suspect]
+    if waited:
+        return all(call.waiting == (suspect,) and call.left for call in waited)
+    # Gloo does not record P2P messages, monitored barriers and the creation of groups. Stacks show them.
+    record = records.get(suspect)
+    is_in_message = record is not None and any(entry.is_p2p and entry.is_pending for entry in record.collectives)
+    return not is_in_message and places.get(suspect) is not Place.IN_COLLECTIVE
+
+
+def _evidence(suspect: int, calls: Sequence[Call]) -> str:
+    distinct = list({(call.group_id, call.seq): call for call in calls}.values())
+    still_in = [call for call in distinct if suspect in call.waiting]
+    if still_in:
+        return " and ".join(
+            f"it is still in {call.name}, which {ranks_text(call.left)} left" for call in still_in[:MOST_CALLS]
+        )
+    awaited = [call for call in distinct if suspect in call.missing or suspect in call.unknown]
+    names = " and ".join(
+        f"{call.name}, in which {ranks_text(call.waiting)} wait{'s' * (len(call.waiting) == 1)}"
+        for call in awaited[:MOST_CALLS]
+    )
+    return f"it never entered {names}"
+
 
 STEPS_BEHIND: Final = 2
 """Minimum number of steps by which a rank must be behind all others to be named because of its last step.

@@ -2,20 +2,24 @@
 
 An error in a method of the monitor is caught, counted, and logged once: training never stops because of telemetry. Only
 the constructor raises an error, for a wrong argument.
+
+Phases that the script declares by `with monitor.phase("evaluation"): …`, and methods that Dynamo does not trace.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import os
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self, TypeVar, cast
 
 import torch
 
@@ -25,14 +29,13 @@ from rankscope_contract.model.phases import WITHIN_A_STEP
 from rankscope_exporter.adapters import Framework, Stage
 from rankscope_exporter.adapters.ddp import Plain
 from rankscope_exporter.api.owner import Owner
-from rankscope_exporter.api.phase import OpenPhases, Phase, opaque
 from rankscope_exporter.api.session import Session
 from rankscope_exporter.api.session_end import EndedRun, SessionEnd, note_other_monitors
 from rankscope_exporter.api.session_factory import Optimizers, attached
 from rankscope_exporter.base.copies import CopiesDoNothing
 from rankscope_exporter.base.errors import ConfigError, ErrorBoundary
 from rankscope_exporter.base.torch_names import missing_name
-from rankscope_exporter.base.tracing import is_dynamo_compiling, on_compilation
+from rankscope_exporter.base.tracing import is_dynamo_compiling, on_compilation, uncompiled
 from rankscope_exporter.config.monitor_config import MonitorConfig, warn
 from rankscope_exporter.config.resolve import Given, callable_or_none, config_of, steps_from
 from rankscope_exporter.model.parameter_names import encodable
@@ -44,6 +47,88 @@ from rankscope_exporter.reactions.anomaly_callback import OnAnomaly
 from rankscope_exporter.sampling.sampling_config import SWITCH, sampling_config_from
 from rankscope_exporter.sinks import Sink
 from rankscope_exporter.sinks.memory import Row
+
+M = TypeVar("M", bound=Callable[..., None])
+
+
+def _nothing(*_: Any) -> None:
+    """Do nothing."""
+
+
+class OpenPhases(CopiesDoNothing):
+    """The phases of a training that are open now, from the outermost to the innermost.
+
+    When a phase opens, the function `begins` is called with the name of the phase. When it closes, the function `ended`
+    is called with its name and its duration in seconds.
+    """
+
+    def __init__(
+        self, begins: Callable[[str], None] = _nothing, ended: Callable[[str, float], None] = _nothing
+    ) -> None:
+        self.names: list[str] = []
+        self._begins = begins
+        self._ended = ended
+
+    def _unattached(self) -> dict[str, Any]:
+        return {"names": [], "_begins": _nothing, "_ended": _nothing}
+
+    def begin(self, name: str) -> None:
+        """Open the phase `name`."""
+        self.names.append(name)
+        self._begins(name)
+
+    def end(self, name: str, seconds: float) -> None:
+        """Close the innermost open phase with this name. The phase lasted `seconds`.
+
+        Phases with other names remain open, because other threads may have opened them.
+        """
+        if name in self.names:
+            del self.names[len(self.names) - 1 - self.names[::-1].index(name)]
+            self._ended(name, seconds)
+
+
+class Phase(CopiesDoNothing, contextlib.ContextDecorator):
+    """A phase of the training, which lasts from `__enter__` to `__exit__`.
+
+    The object can be entered several times. As a decorator, it opens one phase for each call of the function.
+    """
+
+    def __init__(self, name: str, phases: OpenPhases) -> None:
+        self.name = name
+        self._phases = phases
+        self._began: list[float] = []
+
+    def _unattached(self) -> dict[str, Any]:
+        return {"_began": []}
+
+    def _recreate_cm(self) -> Phase:
+        return Phase(self.name, self._phases)
+
+    def __enter__(self) -> Self:
+        self._began.append(time.monotonic())
+        self._phases.begin(self.name)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._began:
+            self._phases.end(self.name, time.monotonic() - self._began.pop())
+
+
+def opaque(method: M) -> M:
+    """Return `method` in a form that Dynamo does not trace: a call inside compiled code has no effect."""
+
+    @uncompiled
+    @functools.wraps(method)
+    def entry(self: Any, *args: Any, **kwargs: Any) -> None:
+        if is_dynamo_compiling():
+            self._was_compiled()
+        else:
+            method(self, *args, **kwargs)
+
+    return cast("M", entry)
+
 
 _COMPILED_CALL: Final = (
     "a method of the monitor was called in code that torch.compile compiles, where it does nothing: call it outside"

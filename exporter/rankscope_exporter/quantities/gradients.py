@@ -1,20 +1,274 @@
-"""Quantity `gradients`: the gradients of each parameter before reduction, after reduction, and after clipping."""
+"""Quantity `gradients`: the gradients of each parameter before reduction, after reduction, and after clipping.
+
+Quantity `micro_gradients`; and sums of gradients over micro-batches that the framework reduces separately.
+
+The sums are those of the rank's own gradients. The sums need as much memory as the gradients of all measured
+parameters. They exist from the first to the last gradient of a sampled step. Sums are kept only while the training loop
+accumulates gradients, and only if the device has enough memory. The dtype of a sum is that of the sums that the
+framework computes itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import ClassVar
+import functools
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar, Final
 
 import torch
 
 from rankscope_contract.model.kinds import Kind
 from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
+from rankscope_exporter.base.validation import Allowed
 from rankscope_exporter.model.parameter_names import local_tensor
 from rankscope_exporter.quantities.base import BACKWARD, Hooking, Quantity, QuantityOptions, SamplingGate, Table
-from rankscope_exporter.quantities.micro_batches import GradientsOptions, MicroBatchSums
-from rankscope_exporter.records.pending_step import ExpectedRows
+from rankscope_exporter.quantities.hook_handles import MicroGradientHooks
+from rankscope_exporter.records.pending_step import OF_MICRO_BATCHES, ExpectedRows
 from rankscope_exporter.records.plan_entries import ParameterEntries
+
+_PROC: Final = Path("/proc")
+_GROUPS: Final = Path("/sys/fs/cgroup")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the number of bytes that this process may allocate on `device`; 0 if unknown.
+
+    On CUDA, this is the free memory of the driver plus the unused memory of torch's allocator. On a host, it is the
+    smallest free memory of the system and of its control groups, divided by the number of ranks on this host, because
+    all of them allocate at the same time.
+    """
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    if device.type != "cpu":
+        return 0
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return host_bytes() // (int(ranks) if ranks.isdecimal() and int(ranks) else 1)
+
+
+def host_bytes(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
+    """Return the smallest number of free bytes among those of the host and of each control group of this process."""
+    return max(0, min([_available(proc / "meminfo"), *_left_in_groups(proc / "self/cgroup", groups)]))
+
+
+def _available(meminfo: Path) -> int:
+    try:
+        lines = meminfo.read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return 0
+
+
+def _left_in_groups(membership: Path, groups: Path) -> Iterator[int]:
+    """Yield the number of free bytes of each control group with a limit, from the group of this process to the root."""
+    try:
+        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
+    except OSError:
+        return
+    for _, controllers, path in (line for line in lines if len(line) == len(("id", "controllers", "path"))):
+        if not controllers:
+            yield from _left_along(groups, path, "memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            yield from _left_along(groups / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+def _left_along(root: Path, path: str, limit: str, usage: str) -> Iterator[int]:
+    own = Path(path.lstrip("/"))
+    for group in (own, *own.parents):
+        try:
+            yield int((root / group / limit).read_text()) - int((root / group / usage).read_text())
+        except (OSError, ValueError):  # "max", or a group that is not mounted here
+            continue
+
+
+_SHARE: Final = 4
+"""Divisor of the free memory: if `sum_micro_batches` is null, sums may use at most a quarter of the free memory."""
+
+
+_THREE_VALUES: Final = Allowed("true, false or null", lambda value: isinstance(value, bool))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientsOptions(QuantityOptions):
+    """Options of the quantity `gradients`, for sums of gradients over micro-batches.
+
+    These sums are needed if the framework does not keep them.
+    """
+
+    sum_micro_batches: Annotated[bool, _THREE_VALUES] | None = None
+    """Keep the sum of this rank's own gradients over micro-batches that are reduced separately.
+
+    True: always keep the sum; false: never. Null: keep the sum if it fits into a quarter of the free memory, but only
+    from the step on at which the monitor knows that the loop accumulates micro-batches that are reduced separately.
+    """
+
+
+class MicroBatchSums:
+    """The sums of this rank's own gradients over the micro-batches of one step, by position of the parameter."""
+
+    def __init__(self, monitored: MonitoredModel, *, wanted: bool | None) -> None:
+        self._monitored = monitored
+        self._wanted = wanted
+        self._is_known = False  # whether the loop was seen to accumulate micro-batches that are reduced separately
+        self._sums: dict[int, torch.Tensor] = {}
+        self._reported: set[str] = set()
+        self.hooks: MicroGradientHooks | None = None
+        self._hooking: Hooking
+        self.are_kept = False
+        """True if the gradients of the current step are added to the sums of this object."""
+
+    def install(self, hooking: Hooking, gate: SamplingGate) -> None:
+        """Prepare the gradient hooks. They are registered at the first step that needs sums of gradients."""
+        self._hooking = hooking
+        self.hooks = MicroGradientHooks(
+            self._monitored, hooking, gate, "adding a gradient to the sum over micro-batches", self._hook_of
+        )
+        hooking.keep(CallbackHandle(self.release))
+
+    def on_step_begin(self) -> None:
+        """Release the gradient sums of the last step, and start new ones if they are needed and fit into the memory."""
+        self.release()
+        self.are_kept = self.hooks is not None and self._is_needed() and self._fits()
+        if self.are_kept and self.hooks is not None:
+            self.hooks.register()
+
+    def learn(self) -> None:
+        """Store that the loop accumulates micro-batches that are reduced separately: later steps need sums."""
+        self._is_known = True
+
+    @property
+    def are_reported(self) -> bool:
+        """True if a notice about these sums was published, which may state that `grad_unreduced` is absent."""
+        return bool(self._reported)
+
+    def release(self) -> None:
+        """Release all sums of gradients."""
+        self.are_kept = False
+        self._sums.clear()
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        """Return the present sums of gradients by parameter position; None for a parameter without a gradient."""
+        return [self._sums.get(index) for index in range(len(self._monitored.parameters))]
+
+    def _is_needed(self) -> bool:
+        if self._wanted is not None:
+            return self._wanted
+        each = self._monitored.framework.traits.reduces_each_micro_batch
+        return each is True or (each is None and self._is_known)
+
+    def _fits(self) -> bool:
+        parameters = [item for item in self._monitored.tensors() if item is not None and item.requires_grad]
+        if not parameters:
+            return False
+        size, free = sum(map(self._bytes_of, parameters)), free_bytes(self._monitored.device)
+        if self._wanted or size * _SHARE <= free:
+            self._report_once(
+                "kept", f"the sum of this rank's own gradients takes {_text(size)} of memory at sampled steps"
+            )
+            return True
+        self._report_once(
+            "absent",
+            "grad_unreduced is absent if micro-batches are reduced one by one, because the sum of their gradients "
+            f"would take {_text(size)} of {_text(free)} of free memory: set sum_micro_batches = true to keep the sum, "
+            "or measure micro_gradients, which needs no sum",
+        )
+        return False
+
+    def _bytes_of(self, parameter: torch.nn.Parameter) -> int:
+        framework = self._monitored.framework
+        return math.prod(framework.local_spec(parameter).shape) * framework.reduced_spec(parameter).dtype.itemsize
+
+    def _hook_of(self, index: int, parameter: torch.nn.Parameter) -> Callable[[torch.Tensor], None]:
+        return functools.partial(self._add, index, self._monitored.framework.reduced_spec(parameter).dtype)
+
+    def _add(self, index: int, dtype: torch.dtype, gradient: torch.Tensor) -> None:
+        self._hooking.gradient_arrives()
+        if not self.are_kept:
+            return
+        own, earlier = local_tensor(gradient).detach(), self._sums.get(index)
+        try:
+            if earlier is None:
+                self._sums[index] = own.to(dtype, copy=True)
+            elif earlier.is_sparse and not own.is_sparse:
+                self._sums[index] = own.to(dtype) + earlier
+            else:
+                earlier.add_(own)
+        except torch.OutOfMemoryError:  # the memory of the sums is returned, which may be enough for training
+            self.release()
+            self._wanted = False
+            self._report_once(
+                "spent", "out of memory while micro-batches were summed: grad_unreduced is absent from now on"
+            )
+
+    def _report_once(self, topic: str, message: str) -> None:
+        if topic not in self._reported:
+            self._reported.add(topic)
+            self._hooking.tell(f"gradients: {message}")
+
+
+def _text(size: int) -> str:
+    place = min(len(_UNITS) - 1, max(0, size.bit_length() - 1) // 10)
+    return f"{size / 1024**place:.3g} {_UNITS[place]}"
+
+
+_UNITS: Final = ("bytes", "KiB", "MiB", "GiB")
+
+
+class MicroGradients(Quantity):
+    """Measures the unreduced gradient of each backward pass, as `grad_unreduced` with a `micro_step`.
+
+    A hook on the parameter receives the gradient before it is accumulated, also with bucket views. If a framework runs
+    several micro-batches at the same time, the n-th gradient of a parameter in a step is that of micro-batch n.
+    """
+
+    name: ClassVar[str] = "micro_gradients"
+
+    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
+        super().__init__(monitored, options)
+        self._interleaved = monitored.framework.traits.interleaves_micro_batches
+        self._passes = [0] * len(self.monitored.parameters)
+        self._hooking: Hooking
+        self._gate: SamplingGate
+        self._hooks: MicroGradientHooks
+
+    def install(self, hooking: Hooking, gate: SamplingGate) -> None:
+        """Register a gradient hook on every parameter that requires gradients."""
+        self._hooking, self._gate = hooking, gate
+        hook_of = lambda index, _: functools.partial(self._read, index)  # noqa: E731 - used once
+        self._hooks = MicroGradientHooks(
+            self.monitored, hooking, gate, "measuring the gradient of a micro-batch", hook_of
+        )
+        self._hooks.register()
+
+    def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
+        """Count micro-batches from 0 again, and register hooks on parameters that were unfrozen since the last step."""
+        self._passes = [0] * len(self.monitored.parameters)
+        self._hooks.register()
+
+    def expected(self) -> ExpectedRows:
+        """Return the gradients of micro-batches if some parameter is trained and hooks run in the backward pass."""
+        is_read = BACKWARD not in self.monitored.compiled and self.is_trained()
+        return ExpectedRows(self.name, frozenset({OF_MICRO_BATCHES} if is_read else ()))
+
+    def _read(self, index: int, gradient: torch.Tensor) -> None:
+        self._hooking.gradient_arrives()
+        if not self._gate.is_open or self.monitored.owners()[index] in self.monitored.update.stepped:
+            return
+        micro_step = self._passes[index] if self._interleaved else self._hooking.micro_step
+        self._passes[index] += 1
+        table = self._gate.table
+        rows = table.add(
+            (index, micro_step),
+            lambda: [self.parameter_entry(Kind.GRAD_UNREDUCED, index, local=True, micro_step=micro_step)],
+            [self.monitored.owners()[index]],
+        )
+        if rows is not None:
+            table.measure([gradient], rows)
 
 
 class Gradients(Quantity):

@@ -2,12 +2,17 @@
 
 `on_anomaly` is a function of the script. The reactions change the sampling on the training thread. Work that may wait
 runs on background threads.
+
+Anomaly capture: after a firing, all ranks measure more quantities for a number of steps, beginning at the same step.
+
+This module does the work of one rank: it selects the firings that start a capture, and counts the steps of the capture.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from rankscope_contract.model.events import Event, EventType
@@ -16,18 +21,281 @@ from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.base.validation import share_of
 from rankscope_exporter.config.monitor_config import MonitorConfig
+from rankscope_exporter.config.sections import CaptureConfig
 from rankscope_exporter.process.threads import BackgroundWorker
+from rankscope_exporter.publishing.anomaly_detector import in_causal_order
 from rankscope_exporter.reactions.anomaly_callback import AnomalyCallback, FindCallback
-from rankscope_exporter.reactions.anomaly_capture import CAPTURE, CaptureController
 from rankscope_exporter.reactions.overhead_controller import BUDGET, OverheadController
 from rankscope_exporter.reactions.overhead_window import OverheadWindow
-from rankscope_exporter.reactions.sample_ids import SampleIds, read
+from rankscope_exporter.reactions.sample_ids import BatchesByStep, SampleIds, read
 from rankscope_exporter.reconfiguration.change_queue import ChangeQueue, PlannedChange
 from rankscope_exporter.reconfiguration.change_sources import ChangeSources
 from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.sampling.active_quantities import ActiveQuantities
+from rankscope_exporter.sampling.active_quantities import ActiveQuantities, PreparedQuantities
 from rankscope_exporter.sampling.sampling_config import Part, selected_parts
+
+CAPTURE: Final = "capture"
+"""The name under which anomaly capture requests changes of the sampling."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """The firing that starts a capture: its rank, its step on that rank, its rule and its statistic."""
+
+    rank: int
+    step: int
+    rule: str | None
+    kind: str | None
+    tensor: str | None
+    op: str | None
+    value: float | None
+    message: str
+
+    @classmethod
+    def of(cls, event: Event, step: int, rank: int) -> Reason:
+        """Return the reason for a capture after the anomaly `event` on this rank."""
+        return cls(
+            rank=rank,
+            step=step,
+            rule=event.rule,
+            kind=event.kind,
+            tensor=event.tensor,
+            op=event.op,
+            value=None if event.value is None else float(event.value),
+            message=event.message,
+        )
+
+    def event(self, state: str, message: str, **more: Any) -> Event:
+        """Return an event about the capture that was requested because of the firing in this object.
+
+        `state` is `asked` (the capture was requested), `began`, `ended`, or `missed` (it was requested, but did not
+        take place).
+        """
+        details = {"state": state, "rank": self.rank, "fired_step": self.step, "reason": self.message, **more}
+        return Event(
+            type=EventType.CAPTURE,
+            rule=self.rule,
+            kind=self.kind,
+            tensor=self.tensor,
+            op=self.op,
+            value=self.value,
+            message=message,
+            details=json.dumps(details),
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class PlannedCapture(PlannedChange):
+    """The beginning of a capture, at a step on which the ranks agreed.
+
+    When the step begins, the function `begins` decides whether the capture takes place. It returns the events to
+    record, or no event if the capture does not take place.
+    """
+
+    reason: Reason
+    parts: list[Part]
+    begins: Callable[[Reason, int, int | None], list[Event]]
+    began: Callable[[], None]
+    prepared: PreparedQuantities | None = None
+
+    def prepare(self, active_quantities: ActiveQuantities) -> None:
+        """Register the hooks of the captured quantities.
+
+        A repeated call registers new hooks if a change of the sampling has removed some of these hooks since the
+        previous call.
+        """
+        if self.prepared is None or not active_quantities.is_current(self.prepared):
+            self.prepared = active_quantities.prepare(self.parts)
+
+    def apply(self, active_quantities: ActiveQuantities, step: int) -> list[Event]:
+        """Start the capture at step number `step` if the function `begins` returns events about the capture.
+
+        Return these events. If `begins` returns no event, return no event, and remove the hooks of the captured
+        quantities that `prepare` has registered.
+        """
+        events = self.begins(self.reason, step, self.step)
+        if events:
+            self.prepare(active_quantities)
+            active_quantities.capture(self.prepared or [])
+            self.began()
+        else:
+            active_quantities.discard(self.prepared or [])
+        return events
+
+    def document(self) -> dict[str, Any]:
+        """Return the names of the captured quantities and the reason of the capture, for the HTTP path /config."""
+        return {"capture": [quantity.name for quantity, _ in self.parts], "reason": self.reason.message}
+
+
+class CaptureController(StepObserver):
+    """Starts and ends the captures of one rank.
+
+    The publisher thread calls `fired`, which requests captures. The background thread of `ChangeSources` calls `make`,
+    which returns a capture on which the ranks agreed. The training thread calls the methods for the events of steps.
+
+    The function `take_flight_record` publishes a flight record, and the function `record` publishes an event. Both may
+    wait, so `worker` calls them on its background thread. The function `changed` is called when a capture changes the
+    set of tensor kinds that are measured.
+    """
+
+    def __init__(
+        self,
+        config: CaptureConfig | None,
+        sources: ChangeSources,
+        batches: SampleIds,
+        worker: BackgroundWorker,
+        *,
+        rank: int,
+        parts: Callable[[], list[Part]],
+        release: Callable[[], None],
+        record: Callable[[Event], None],
+        take_flight_record: Callable[[], object],
+        changed: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._sources = sources
+        self._batches = batches
+        self._worker = worker
+        self._rank = rank
+        self._parts = parts
+        self._release = release
+        self._record = record
+        self._take_flight_record = take_flight_record
+        self._changed = changed
+        self._quiet_until = -1  # firings up to this step do not start a capture
+        self._count = 0
+        self._requested: list[Reason] = []  # by this rank, for captures that have not begun
+        self._reason: Reason | None = None  # of the present capture
+        self._first = self._left = self._steps = 0
+
+    # Firings of this rank, on the publisher thread.
+
+    def fired(self, step: int | None, events: Sequence[Event]) -> None:
+        """Request a capture if one of the `events` is a firing of a configured rule.
+
+        The reason of the capture is the first firing of a configured rule in causal order. No capture is requested
+        during the cooldown after the last firing for which a capture was requested, or if the number of captures has
+        reached the limit.
+        """
+        config = self._config
+        if config is None or step is None or step <= self._quiet_until or self._count >= config.max_captures:
+            return
+        chosen = [event for event in in_causal_order(step, events) if config.chooses(event.rule)]
+        if not chosen:
+            return
+        reason, until = Reason.of(chosen[0], step, self._rank), step + config.cooldown_steps
+        self._quiet_until = until
+        self._requested.append(reason)
+        try:
+            self._sources.request_reaction(asdict(reason), CAPTURE, stamp=step, until=until)
+            self._publish("asked", reason, f"capture requested: {reason.message}", self._batches.of(step))
+        finally:
+            self._flight_record()
+
+    # Captures that all ranks agreed on.
+
+    def make(self, document: Mapping[str, Any], step: int | None) -> PlannedCapture:
+        """Return the planned capture for the firing in the JSON object `document`.
+
+        `document` has the fields of `Reason`. The capture begins at step number `step`, or at the next step if `step`
+        is None.
+        """
+        reason, config = Reason(**document), self._config
+        if config is not None:
+            self._quiet_until = max(self._quiet_until, reason.step + config.cooldown_steps)
+            if reason.rank != self._rank:
+                self._flight_record()
+        parts = self._parts() if config is not None and self._count < config.max_captures else []
+        return PlannedCapture(reason=reason, step=step, parts=parts, begins=self._begins, began=self._changed)
+
+    def _begins(self, reason: Reason, step: int, agreed: int | None) -> list[Event]:
+        config = self._config
+        if config is None:
+            return []
+        if self._count >= config.max_captures:
+            self._miss(reason.step, "the limit max_captures is reached")
+            return []
+        self._count += 1
+        self._take_requested(reason.step + config.cooldown_steps)  # one capture serves all requests
+        late = 0 if agreed is None else step - agreed  # a late rank ends the capture together with the others
+        self._steps = self._left = max(1, config.steps - late)
+        self._reason, self._first = reason, step
+        last = step + self._left - 1
+        self._quiet_until = max(self._quiet_until, last)
+        names = ", ".join(config.quantities)
+        cause = f"{reason.message}, on rank {reason.rank} at step {reason.step}"
+        text = f"capture of {names} in steps {step} to {last}: {cause}"
+        return [reason.event("began", text, first_step=step, last_step=last, agreed_step=agreed)]
+
+    # Steps, on the training thread.
+
+    def on_before_step(self, step: int) -> None:
+        """End the capture if its last step has ended. Called before each step."""
+        if self._reason is not None:
+            self._left -= 1
+            if self._left <= 0:
+                try:
+                    self._release()
+                    self._changed()
+                finally:
+                    self._end(f"capture ended before step {step}", cut_short=False)
+
+    def sampling_changed(self, step: int) -> None:
+        """End the capture, because a new sampling configuration takes effect at step number `step`."""
+        if self._reason is not None:
+            self._end(f"capture ended before step {step}: the sampling configuration changed", cut_short=True)
+
+    def finish(self) -> None:
+        """End the capture at the end of training, and record an event for each requested capture that did not begin."""
+        if self._reason is not None:
+            self._left -= 1  # the last step has ended as well
+            self._end("capture ended with the training", cut_short=self._left > 0)
+        self._miss(None, "the training ended before the capture began")
+
+    def state(self) -> dict[str, Any]:
+        """Return the number of captures and the reason of the present capture, for the HTTP path /config."""
+        if self._config is None:
+            return {}
+        return {"captures": self._count, "capturing": None if self._reason is None else self._reason.message}
+
+    def _end(self, text: str, *, cut_short: bool) -> None:
+        reason, self._reason = self._reason, None
+        if reason is not None:
+            steps = self._steps - max(0, self._left)
+            batches = self._batches.of_last(steps)
+            self._publish("ended", reason, text, batches, first_step=self._first, steps=steps, cut_short=cut_short)
+
+    def _take_requested(self, up_to_step: int | None) -> list[Reason]:
+        """Remove and return the requests for captures that this rank made at steps up to `up_to_step`.
+
+        If `up_to_step` is None, remove and return all its requests.
+        """
+        taken = [reason for reason in tuple(self._requested) if up_to_step is None or reason.step <= up_to_step]
+        for reason in taken:
+            self._requested.remove(reason)  # one by one: the publisher thread may add others meanwhile
+        return taken
+
+    def _miss(self, up_to_step: int | None, why: str) -> None:
+        for reason in self._take_requested(up_to_step):
+            self._publish("missed", reason, f"nothing was captured, because {why}: {reason.message}", {})
+
+    def _publish(self, state: str, reason: Reason, text: str, batches: BatchesByStep, **more: Any) -> None:
+        """Publish an event with the sample ids of `batches` on the background thread of the worker.
+
+        Only that thread reads the ids, because reading them may wait for a copy from the device.
+        """
+
+        def publish() -> None:
+            samples, left_out = read(batches)
+            self._record(reason.event(state, text, **more, samples=samples, samples_left_out=left_out))
+
+        self._worker.put(publish)
+
+    def _flight_record(self) -> None:
+        if self._config is not None and self._config.flight_record:
+            self._worker.put(self._take_flight_record)
+
 
 FINISH_SECONDS: Final = 1.0
 """Longest time in seconds that the end of training waits for the last events of captures."""

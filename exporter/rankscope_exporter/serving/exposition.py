@@ -3,6 +3,13 @@
 The package prometheus_client renders a few dozen metric families, and pyarrow renders the statistics of tensors. With
 prometheus_client, a hundred samples are cheap. For tens of thousands of samples, it would hold the GIL and delay the
 training.
+
+Render the samples of tensor statistics for the metrics page, formatted by pyarrow without the GIL.
+
+The part of a line before the value is built once per plan. Each step then costs only the selection, conversion and
+insertion of the values. Labels distinguish the parts of a tensor, as `layers.0[1]`, but not micro-batches, calls or
+model chunks. Two samples of one series would make the page invalid, so only one of them is on the page. The record
+channel contains all of them.
 """
 
 from __future__ import annotations
@@ -10,21 +17,270 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from rankscope_contract import SCHEMA_VERSION, __version__
 from rankscope_contract.metrics import catalogue
-from rankscope_contract.metrics.catalogue import MetricSpec
+from rankscope_contract.metrics.catalogue import TENSOR_BASELINE, TENSOR_VALUE, MetricSpec
 from rankscope_contract.model.identity import Identity
+from rankscope_contract.model.kinds import JUDGED_OPS
+from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_contract.rules.base import AnomalyRule
-from rankscope_exporter.records.step_record import Scalar
-from rankscope_exporter.serving.latest_values import MAX_FEATURE_SERIES, LatestValues, ScalarKey, Snapshot
-from rankscope_exporter.serving.tensor_exposition import TensorLines, TensorRenderer
+from rankscope_contract.security.escaping import label_value
+from rankscope_exporter.process.forks import no_fork
+from rankscope_exporter.records.step_record import NamedPlan, Scalar, Statistics
+from rankscope_exporter.serving.latest_values import MAX_FEATURE_SERIES, LatestValues, Sampled, ScalarKey, Snapshot
+
+
+class MicroSteps:
+    """For each micro-batch, the positions of its entries in the plan.
+
+    They are used to find the last measured micro-batch of a step.
+    """
+
+    def __init__(self, entries: Sequence[PlanEntry], kinds: frozenset[str]) -> None:
+        found: dict[int, list[int]] = {}
+        for position, entry in enumerate(entries):
+            if entry.micro_step is not None and entry.kind in kinds:
+                found.setdefault(entry.micro_step, []).append(position)
+        self._positions = [(micro, pa.array(found[micro], pa.int32())) for micro in sorted(found, reverse=True)]
+
+    def last(self, present: Any) -> int | None:
+        """Return the number of the last micro-batch that has a value; None if no micro-batch has one.
+
+        `present` is a boolean array with one element per plan entry.
+        """
+        for micro_step, positions in self._positions:
+            if pc.any(present.take(positions), min_count=0).as_py():
+                return micro_step
+        return None
+
+
+def distinct(entries: Sequence[PlanEntry], kinds: frozenset[str], last_micro_step: int | None) -> tuple[list[int], int]:
+    """Select the plan entries for the metrics page.
+
+    Return their positions, one per kind and label, and the number of omitted series.
+
+    Of several entries with the same kind and label, one is selected. The following ones are preferred, in this order: a
+    whole tensor to a part; a value of the whole step to one of a micro-batch; the last micro-batch; the first call of a
+    module; the first entry of the plan. Other micro-batches and calls belong to the same series and do not count as
+    omitted.
+    """
+    named: dict[tuple[str, str], list[int]] = {}
+    for position, entry in enumerate(entries):
+        micro_step = entry.micro_step
+        is_later = micro_step is not None and (last_micro_step is None or micro_step > last_micro_step)
+        if entry.kind in kinds and not is_later:
+            named.setdefault((entry.kind, entry.label), []).append(position)
+
+    def order(position: int) -> tuple[int, ...]:
+        entry = entries[position]
+        micro_step = 1 if entry.micro_step is None else -entry.micro_step
+        return (entry.index is not None, entry.micro_step is not None, micro_step, entry.call_seq or 0, position)
+
+    ambiguous = sum(
+        len({(entries[position].index, entries[position].vpp_stage) for position in positions}) - 1
+        for positions in named.values()
+    )
+    return sorted(min(positions, key=order) for positions in named.values()), ambiguous
+
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+_LAYOUTS_KEPT: Final = 8
+_BASELINE_SUFFIX: Final = "_baseline"
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Lines of one metric on the metrics page, before the values are inserted.
+
+    Line i consists of `prefixes[i]` and of the element of the record's array of values at `positions[i]`.
+    """
+
+    prefixes: Any  # pa.StringArray
+    positions: Any  # pa.Int32Array
+    entries: Any  # pa.Int32Array: the plan entry behind each line
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    values: _Block
+    counts: _Block
+    baselines: _Block
+    over_budget: int
+    ambiguous: int
+
+    @property
+    def series(self) -> int:
+        return sum(len(block.prefixes) for block in (self.values, self.counts, self.baselines))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLines:
+    """The tensor statistics of the metrics page as byte buffers, and the number of series that the page leaves out."""
+
+    pieces: tuple[Any, ...]
+    over_budget: int  # series above the limit `series_budget`
+    ambiguous: int  # entries that have the same labels as another one
+
+
+class TensorRenderer:
+    """Renders sampled statistics as lines of the metrics page, with the labels that identify the rank.
+
+    Only one thread at a time may use it.
+    """
+
+    def __init__(
+        self, identity: Mapping[str, str], rules: Sequence[AnomalyRule], series_budget: int, *, all_ops: bool = False
+    ) -> None:
+        self._identity = "".join(f'{name}="{label_value(value)}",' for name, value in identity.items())
+        self._rules = tuple(rules)
+        self._budget = series_budget
+        self._all_ops = all_ops
+        self._layouts: OrderedDict[tuple[str, frozenset[str], int, int | None], _Layout] = OrderedDict()
+        self._micro_steps: OrderedDict[tuple[str, frozenset[str]], MicroSteps] = OrderedDict()
+
+    @no_fork()
+    def render(self, tensors: Iterable[Sampled]) -> TensorLines:
+        """Return the lines of all statistics in `tensors`, grouped by metric family as the text format requires."""
+        values: list[Any] = []
+        baselines: list[Any] = []
+        over_budget = ambiguous = 0
+        left = self._budget
+        for sampled in tensors:
+            layout = self._layout(sampled, left)
+            left -= layout.series
+            over_budget += layout.over_budget
+            ambiguous += layout.ambiguous
+            values += _lines(layout.values, sampled.statistics.values, sampled.statistics)
+            values += _lines(layout.counts, sampled.statistics.counts, sampled.statistics)
+            baselines += _lines(layout.baselines, sampled.statistics.values, sampled.statistics)
+        pieces = (*_family(TENSOR_VALUE, values), *_family(TENSOR_BASELINE, baselines))
+        return TensorLines(pieces, over_budget, ambiguous)
+
+    def _layout(self, sampled: Sampled, budget: int) -> _Layout:
+        plan = sampled.statistics.plan
+        kinds = sampled.kinds
+        present = _present(sampled.statistics).is_valid()
+        micro_steps = _cached(self._micro_steps, (plan.hash, kinds), lambda: MicroSteps(plan.plan.entries, kinds))
+        last = micro_steps.last(present)
+        return _cached(
+            self._layouts, (plan.hash, kinds, budget, last), lambda: self._make_layout(plan, kinds, budget, last)
+        )
+
+    def _make_layout(self, plan: NamedPlan, kinds: frozenset[str], budget: int, last_micro_step: int | None) -> _Layout:
+        entries = plan.plan.entries
+        shown, ambiguous = distinct(entries, kinds, last_micro_step)
+        # In the order of tensors, so that the limit leaves out whole tensors instead of one statistic of all tensors.
+        wanted = [(position, op) for position in shown for op in self._ops(plan.plan, str(entries[position].kind))]
+        kept = wanted[:budget]
+
+        def block(spec: MetricSpec, ops: tuple[str, ...], suffix: str = "") -> _Block:
+            lines = [
+                (self._prefix(spec, entries[position], op.removesuffix(suffix)), ops.index(op), position)
+                for position, op in sorted(kept, key=lambda line: line[1])
+                if op in ops and op.endswith(_BASELINE_SUFFIX) == bool(suffix)
+            ]
+            return _Block(
+                pa.array([prefix for prefix, _, _ in lines], pa.string()),
+                pa.array([op * len(entries) + position for _, op, position in lines], pa.int32()),
+                pa.array([position for _, _, position in lines], pa.int32()),
+            )
+
+        return _Layout(
+            block(TENSOR_VALUE, plan.plan.value_ops),
+            block(TENSOR_VALUE, plan.plan.count_ops),
+            block(TENSOR_BASELINE, plan.plan.value_ops, _BASELINE_SUFFIX),
+            over_budget=len(wanted) - len(kept),
+            ambiguous=ambiguous,
+        )
+
+    def _ops(self, plan: Plan, kind: str) -> list[str]:
+        """Return the statistics of `plan` that the page shows for tensors of `kind`, and their baselines.
+
+        Depending on the settings, these are all statistics or only those that rules use.
+        """
+
+        def is_shown(op: str) -> bool:
+            return self._all_ops or op in JUDGED_OPS or any(rule.judges(kind, op) for rule in self._rules)
+
+        carried = (op for op in (*plan.value_ops, *plan.count_ops) if not op.endswith(_BASELINE_SUFFIX))
+        return [*filter(is_shown, carried), *(op + _BASELINE_SUFFIX for op in JUDGED_OPS)]
+
+    def _prefix(self, spec: MetricSpec, entry: PlanEntry, op: str) -> str:
+        own = f'kind="{label_value(str(entry.kind))}",tensor="{label_value(entry.label)}",op="{op}"'
+        return f"{spec.name}{{{self._identity}{own}}} ".encode("utf-8", "replace").decode()
+
+
+def _cached(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
+    """Return `cache[key]`; if this value is missing, call the function `make` and store its result under `key`.
+
+    Remove the least recently used entry if the cache is full.
+    """
+    if key not in cache:
+        cache[key] = make()
+        if len(cache) > _LAYOUTS_KEPT:
+            cache.popitem(last=False)
+    cache.move_to_end(key)
+    return cache[key]
+
+
+def _present(statistics: Statistics) -> Any:
+    """Return the numbers of elements (`numel`), one per plan entry.
+
+    A number is null if the tensor was absent. `numel` is always measured, whereas the settings may exclude other ops.
+    """
+    plan = statistics.plan.plan
+    return statistics.counts.slice(plan.count_ops.index("numel") * len(plan.entries), len(plan.entries))
+
+
+def _lines(block: _Block, numbers: Any, statistics: Statistics) -> list[Any]:
+    """Return the lines in `block` of the metrics page, with values from the array `numbers`.
+
+    The result is one byte buffer with all lines, or no buffer. A null value has no line.
+    """
+    if not len(block.prefixes):
+        return []
+    present = _present(statistics)
+    taken = numbers.take(block.positions)
+    if present.null_count:  # an absent tensor has no line, even if the array has a value at its position
+        taken = pc.if_else(present.is_valid().take(block.entries), taken, pa.scalar(None, taken.type))
+    lines = pc.binary_join_element_wise(block.prefixes, _texts(taken), "\n", "")
+    _, offsets, data = lines.buffers()
+    return [] if data is None else [data.slice(0, memoryview(offsets).cast("i")[len(lines)])]
+
+
+def _texts(numbers: Any) -> Any:
+    """Return numbers in the text format of Prometheus.
+
+    A float32 is converted to float64 first, so that the last bits of the value are zero and Prometheus compresses it
+    well.
+    """
+    if pa.types.is_integer(numbers.type):
+        return numbers.cast(pa.string())
+    wide = numbers.cast(pa.float64())
+    texts = wide.cast(pa.string())
+    if pc.all(pc.is_finite(wide), min_count=0).as_py():
+        return texts
+    infinite = pc.if_else(pc.greater(wide, 0.0), "+Inf", "-Inf")
+    return pc.if_else(pc.is_nan(wide), "NaN", pc.if_else(pc.is_inf(wide), infinite, texts))
+
+
+def _family(spec: MetricSpec, lines: list[Any]) -> tuple[Any, ...]:
+    if not lines:
+        return ()
+    return (f"# HELP {spec.name} {spec.help}\n# TYPE {spec.name} {spec.type}\n".encode(), *lines)
+
 
 Samples = Iterable[tuple[tuple[str, ...], float]]
 """Samples of one metric family: for each sample, its value and its label values except those of `run` and `rank`."""

@@ -2,11 +2,17 @@
 
 The module creates the ring, the spool, the metrics page, the HTTP server and the registration. `routes` answers the
 requests, and `registration` sends the heartbeats. This module measures nothing.
+
+Find jumps of the wall clock between the records of one process, and correct later times by them.
+
+A clock jumps if a person or NTP sets it. The stored times of records are those of the clock. Figures that are derived
+from them, such as tokens per second, subtract the offset of the record.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -18,7 +24,8 @@ from typing import Any, Final, TypeVar
 import pyarrow as pa
 
 from rankscope_contract import __version__
-from rankscope_contract.model.events import EventType
+from rankscope_contract.model.clock_jump import JUMP_MICROSECONDS, jump_details, jump_message
+from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.protocol.channel import Registration, RegistrationReply
 from rankscope_contract.rules.base import AnomalyRule
@@ -26,7 +33,6 @@ from rankscope_exporter.base.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.records.pending_step import monotonic_microseconds, now_microseconds
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.serving.clock_watch import ClockWatch
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.exposition import ExporterStats, Exposition
 from rankscope_exporter.serving.http_server import HttpServer, open_server
@@ -37,6 +43,48 @@ from rankscope_exporter.serving.rank_state import RankServerSources, RankState
 from rankscope_exporter.serving.registration import DiscoveryFile, RegistrationLoop, service_client
 from rankscope_exporter.serving.ring import Ring
 from rankscope_exporter.serving.routes import Routes
+
+
+class ClockWatch:
+    """Wall clock of one process, compared with its monotonic clock. Not thread-safe.
+
+    Records may arrive out of order, because several threads publish. The sum of the jumps applies to all records after
+    the event that names it. A record from before a jump that arrives after this event therefore gets the time that the
+    clock would have shown if it had been set already.
+    """
+
+    def __init__(self, ts: int, monotonic: int) -> None:
+        """The offset is 0 for records of the time `ts`. Both times are read together, in microseconds."""
+        self._apart = ts - monotonic
+        self._newest = monotonic
+        self._offset = 0
+
+    def corrected(self, record: StepRecord) -> StepRecord:
+        """Return `record` with the offset of its time, and with an event if the clock has jumped before it."""
+        if record.monotonic is None:
+            return dataclasses.replace(record, clock_offset=self._offset) if self._offset else record
+        apart = record.ts - record.monotonic
+        if record.monotonic < self._newest:
+            is_from_before = abs(apart - self._apart) > JUMP_MICROSECONDS
+            ts = record.monotonic + self._apart if is_from_before else record.ts
+            return dataclasses.replace(record, ts=ts, clock_offset=self._offset) if self._offset else record
+        jump, self._apart, self._newest = apart - self._apart, apart, record.monotonic
+        if abs(jump) > JUMP_MICROSECONDS:
+            self._offset += jump
+            events = (*record.events, _jump_event(jump, self._offset))
+            return dataclasses.replace(record, clock_offset=self._offset, events=events)
+        return dataclasses.replace(record, clock_offset=self._offset) if self._offset else record
+
+
+def _jump_event(jump: int, offset: int) -> Event:
+    return Event(
+        type=EventType.CLOCK,
+        severity=Severity.WARNING,
+        value=jump / 1e6,
+        message=jump_message(jump, owner="host", remark="figures are corrected by it"),
+        details=json.dumps(jump_details(jump) | {"offset_us": offset}, sort_keys=True),
+    )
+
 
 T = TypeVar("T")
 

@@ -29,10 +29,8 @@ from rankscope_exporter.observers.throughput.meter import Throughput
 from rankscope_exporter.publishing import publisher as publisher_module
 from rankscope_exporter.publishing.console import Console
 from rankscope_exporter.publishing.publisher import Publisher
-from rankscope_exporter.quantities.gradients import Gradients
-from rankscope_exporter.quantities.micro_batches import MicroGradients
-from rankscope_exporter.reactions.anomaly_capture import CaptureController
-from rankscope_exporter.reactions.anomaly_reactions import AnomalyReactions
+from rankscope_exporter.quantities.gradients import Gradients, MicroGradients
+from rankscope_exporter.reactions.anomaly_reactions import AnomalyReactions, CaptureController
 from rankscope_exporter.reconfiguration.change_sources import ChangeSources
 from rankscope_exporter.sampling.active_quantity import ActiveQuantity
 from rankscope_exporter.serving.rank_server import RankServer

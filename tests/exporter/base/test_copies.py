@@ -31,7 +31,7 @@ from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_contract.security.web_config import TlsServer, WebConfig
 from rankscope_exporter import Anomaly, CaptureConfig, ConfigError, Monitor, MonitorConfig, RankscopeError, ServeConfig
-from rankscope_exporter.api.phase import OpenPhases, Phase
+from rankscope_exporter.api.monitor import OpenPhases, Phase
 from rankscope_exporter.api.session_end import EndedRun
 from rankscope_exporter.base.copies import CopiesDoNothing
 from rankscope_exporter.base.errors import CountError

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
-from rankscope_exporter.config.hyperparameters import MAX_CHARACTERS, MAX_ITEMS, MAX_TEXT, storable
+from rankscope_exporter.config.monitor_config import MAX_CHARACTERS, MAX_ITEMS, MAX_TEXT, storable
 from rankscope_exporter.config.resolve import public_settings
 
 

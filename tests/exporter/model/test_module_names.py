@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from rankscope_exporter.model.module_names import defines_forward, named_modules, selected, unmatched
 from rankscope_exporter.model.name_patterns import Targets
-from rankscope_exporter.quantities.activations.entries import Calls, ModuleCall
+from rankscope_exporter.quantities.activations.quantity import Calls, ModuleCall
 
 
 def test_wrapper_levels_are_not_in_module_names():

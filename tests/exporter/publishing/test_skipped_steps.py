@@ -7,7 +7,7 @@ import torch
 from tests.exporter.parts import session_of
 
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.publishing.skipped_steps import MOST_PASSES, SkippedSteps
+from rankscope_exporter.publishing.publisher import MOST_PASSES, SkippedSteps
 from rankscope_exporter.records.pending_step import PendingStep
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rankscope_exporter.quantities.micro_batches import free_bytes, host_bytes
+from rankscope_exporter.quantities.gradients import free_bytes, host_bytes
 
 MEMINFO = "MemTotal:       1000 kB\nMemAvailable:    500 kB\n"
 
@@ -52,7 +52,7 @@ def test_unknown_free_memory_is_zero(text, tmp_path):
 
 
 def test_ranks_of_one_host_share_the_free_memory(monkeypatch):
-    monkeypatch.setattr("rankscope_exporter.quantities.micro_batches.host_bytes", lambda: 1000)
+    monkeypatch.setattr("rankscope_exporter.quantities.gradients.host_bytes", lambda: 1000)
     found = []
     for ranks in ("1", "4", "0", "many"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)

@@ -13,7 +13,7 @@ from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.adapters.base import FrameworkTraits
 from rankscope_exporter.adapters.ddp import Plain
 from rankscope_exporter.base.errors import ConfigError
-from rankscope_exporter.quantities import micro_batches
+from rankscope_exporter.quantities import gradients
 
 ABUNDANT = 1 << 40
 SIZE = 4 * (3 * 2 + 2)  # float32 weight and bias
@@ -102,7 +102,7 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def abundant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro_batches, "free_bytes", lambda _device: ABUNDANT)
+    monkeypatch.setattr(gradients, "free_bytes", lambda _device: ABUNDANT)
 
 
 def test_sum_is_kept_from_the_step_after_the_first_accumulation():
@@ -156,7 +156,7 @@ def test_declined_sum_is_absent_without_a_notice():
 
 @pytest.mark.parametrize(("free", "kept"), [(4 * SIZE, True), (4 * SIZE - 1, False)])
 def test_automatic_sum_takes_at_most_a_quarter_of_free_memory(free, kept, monkeypatch):
-    monkeypatch.setattr(micro_batches, "free_bytes", lambda _device: free)
+    monkeypatch.setattr(gradients, "free_bytes", lambda _device: free)
     run = Run()
     for _ in range(3):
         run.step(micros=2)
@@ -168,7 +168,7 @@ def test_automatic_sum_takes_at_most_a_quarter_of_free_memory(free, kept, monkey
 
 
 def test_requested_sum_is_kept_with_little_free_memory(monkeypatch):
-    monkeypatch.setattr(micro_batches, "free_bytes", lambda _device: 0)
+    monkeypatch.setattr(gradients, "free_bytes", lambda _device: 0)
     run = Run(sum_micro_batches=True)
     run.step(micros=2)
 

@@ -17,8 +17,7 @@ from torch import nn
 from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.reconfiguration.change_queue import StepPace
-from rankscope_exporter.reconfiguration.change_sources import ChangeSources
-from rankscope_exporter.reconfiguration.watched_file import SwitchFile
+from rankscope_exporter.reconfiguration.change_sources import ChangeSources, SwitchFile
 
 SETTINGS: dict[str, Any] = {
     "quantities": ["parameters"],

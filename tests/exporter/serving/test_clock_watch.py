@@ -11,7 +11,7 @@ from tests.properties import examples
 
 from rankscope_contract.model.events import EventType
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.serving.clock_watch import ClockWatch
+from rankscope_exporter.serving.rank_server import ClockWatch
 
 SECOND = 1_000_000
 START = 1_700_000_000 * SECOND

@@ -13,7 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rankscope_exporter import Monitor
-from rankscope_exporter.quantities.activations.entries import Leaves, TensorCache
+from rankscope_exporter.quantities.activations.quantity import Leaves, TensorCache
 
 
 @pytest.mark.usual(3)

@@ -3,27 +3,241 @@
 This happens after a hang, at a request of the script or over HTTP, after a signal, and at a capture.
 
 Events are published directly, without the publisher thread: that thread may be waiting for a device that hangs.
+
+The stacks of all threads of this process, read by faulthandler: files, lines and functions, but no values.
+
+faulthandler walks the frames in C and takes no lock, so it works whatever the threads wait for. A call from Python
+needs the GIL. While C code holds the GIL, only the handler of a configured signal can read stacks (`stack_signal`).
+
+A stack ends at a line of Python code. The name of the C function that a thread executes is derived from the bytecode:
+from the current instruction and the names that were loaded for it. No value, argument or local variable is read, and no
+attribute of any object except modules, because both could run code of the training.
 """
 
 from __future__ import annotations
 
+import builtins
+import dis
+import faulthandler
+import os
+import re
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, Final
 
 from rankscope_contract.diagnostics.rank_groups import Standing
-from rankscope_contract.diagnostics.stacks import FlightRecord, StackDump
+from rankscope_contract.diagnostics.stacks import MAX_DETAILS_BYTES, FlightRecord, Frame, StackDump, ThreadStack
 from rankscope_contract.model.events import Event, EventType, ExitReason, Severity
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.model.parameter_names import encodable
-from rankscope_exporter.monitors.flight_recorder.entry import take_flight_record
-from rankscope_exporter.monitors.hangs.stack_dump import read_stacks, take_stacks
+from rankscope_exporter.monitors.flight_recorder.entry import OUR_CODE, take_flight_record
 from rankscope_exporter.process.lifecycle import exit_event
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.records.pending_step import monotonic_microseconds, now_microseconds
 from rankscope_exporter.records.step_record import StepRecord
+
+EXECUTES_PYTHON: Final = ""
+
+MOST_BYTES: Final = 16_384
+"""Maximum size in bytes of the bytecode that is analyzed, which is about 450 lines of Python.
+
+The analysis holds the GIL for up to 7 ms.
+"""
+
+_BASES: Final = ("LOAD_GLOBAL", "LOAD_NAME")
+_ATTRIBUTES: Final = ("LOAD_ATTR", "LOAD_METHOD")
+_CALLS: Final = ("CALL", "PRECALL")
+_PARTS_OF_A_CALL: Final = ("PRECALL", "PUSH_NULL", "KW_NAMES", "CACHE", "LOAD_CONST")
+_OF_THE_INTERPRETER: Final = ("JUMP_BACKWARD", "RESUME", "NOP")
+"""Bytecode instructions that call no function, but at which a thread may release the GIL."""
+
+
+def innermost_call(thread: int) -> tuple[Frame, str | None] | None:
+    """Return the innermost frame of a thread, and the name of the function that this frame calls.
+
+    Return None if the thread does not exist.
+    """
+    frame = sys._current_frames().get(thread)  # noqa: SLF001 - documented, despite its name
+    if frame is None:
+        return None
+    code = frame.f_code
+    # faulthandler writes file names in ASCII.
+    file = code.co_filename.encode("ascii", "backslashreplace").decode("ascii")
+    return Frame(file, frame.f_lineno or 0, code.co_name), called(code, frame.f_lasti, frame.f_globals)
+
+
+def called(code: CodeType, offset: int, global_names: Mapping[str, Any]) -> str | None:
+    """Return the name of the function that the bytecode instruction at `offset` calls.
+
+    The name is empty if the instruction calls no function. Return None if the name is unknown, or if the bytecode is
+    longer than the limit MOST_BYTES.
+    """
+    if len(code.co_code) > MOST_BYTES:
+        return None
+    instructions = list(dis.get_instructions(code))
+    at = next((place for place, one in enumerate(instructions) if one.offset == offset), None)
+    if at is None:
+        return None
+    if instructions[at].opname.startswith(_OF_THE_INTERPRETER):
+        return EXECUTES_PYTHON
+    if not instructions[at].opname.startswith(_CALLS):
+        return None
+    return _name(_callee(instructions[: at + 1]), global_names)
+
+
+def _callee(instructions: Sequence[dis.Instruction]) -> list[dis.Instruction]:
+    """Return the instructions that load the function of a call, in order. The call is the last of `instructions`.
+
+    They are the instructions whose source position begins where the call begins. For `time.sleep(1)`, they load `time`
+    and `sleep`; the argument `1` begins at a later position.
+    """
+    start = _start(instructions[-1])
+    found: list[dis.Instruction] = []
+    for one in reversed(instructions[:-1]):
+        if start is None or _start(one) != start:
+            if found:
+                break
+        elif one.opname not in _PARTS_OF_A_CALL:
+            if not one.opname.startswith("LOAD_"):
+                break  # the function is the result of a call or a subscript
+            found.insert(0, one)
+            if not one.opname.startswith(_ATTRIBUTES):
+                break
+    return found
+
+
+def _start(instruction: dis.Instruction) -> tuple[int, int] | None:
+    positions = instruction.positions
+    if positions is None or positions.lineno is None or positions.col_offset is None:
+        return None
+    return positions.lineno, positions.col_offset
+
+
+def _name(loaded: Sequence[dis.Instruction], global_names: Mapping[str, Any]) -> str | None:
+    if not loaded:
+        return None
+    if loaded[0].opname.startswith(_BASES):
+        function = _resolved([str(one.argval) for one in loaded], global_names)
+        if isinstance(function, (BuiltinFunctionType, FunctionType)) and isinstance(function.__module__, str):
+            return f"{function.__module__}.{function.__name__}"
+        if isinstance(function, type):
+            return f"{function.__module__}.{function.__name__}"
+    return f".{loaded[-1].argval}" if loaded[-1].opname.startswith(_ATTRIBUTES) else None
+
+
+def _resolved(names: Sequence[str], global_names: Mapping[str, Any]) -> Any:
+    """Return the object with a dotted name, for example a function for the `names` `torch`, `cuda` and `synchronize`.
+
+    Only attributes of modules are read. The result is None if an element before the last one is not a module.
+    """
+    found = global_names.get(names[0], vars(builtins).get(names[0]))
+    for name in names[1:]:
+        if not isinstance(found, ModuleType):
+            return None
+        found = vars(found).get(name)
+    return found
+
+
+OUR_THREADS: Final = "rankscope-"
+_CURRENT: Final = "Current thread"
+_THREAD: Final = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)\b.*\(most recent call first\):$")
+_FRAME: Final = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+_FRAME_LIMITS: Final = (100, 40, 15, 5)  # frames of each thread except the training thread; tried until the dump fits
+
+
+def take_stacks(reason: str, training_thread: int) -> StackDump:
+    """Return the current stacks of all threads.
+
+    The stack of the calling thread does not contain frames of this package.
+    """
+    dump = read_stacks(_dumped(), reason, training_thread, _names())
+    found = None if training_thread == threading.get_ident() else innermost_call(training_thread)
+    thread = dump.training_thread
+    if thread is None or found is None or thread.frames[:1] != found[:1]:
+        return dump  # the training thread has continued since the dump
+    called = replace(thread, calls=found[1])
+    return replace(dump, threads=tuple(called if other is thread else other for other in dump.threads))
+
+
+def read_stacks(text: str, reason: str, training_thread: int, names: dict[int, str] | None = None) -> StackDump:
+    """Parse stacks from `text`, the output of faulthandler. Lines in another format are skipped."""
+    threads: list[ThreadStack] = []
+    names = _names() if names is None else names
+    for ident, is_current, frames in _threads(text):
+        name = names.get(ident)
+        thread = ThreadStack(
+            ident=ident,
+            frames=_without_our_calls(frames) if is_current else frames,
+            name=name,
+            is_training=ident == training_thread,
+            is_ours=name is not None and name.startswith(OUR_THREADS),
+        )
+        threads.append(thread)
+    threads.sort(key=lambda thread: (thread.is_ours, not thread.is_training))
+    return within(StackDump(reason=reason, threads=tuple(threads)), MAX_DETAILS_BYTES)
+
+
+def within(dump: StackDump, max_bytes: int) -> StackDump:
+    """Return `dump`, shortened to at most `max_bytes` of JSON.
+
+    First, threads other than the training thread lose their outermost frames, and then are removed. The training thread
+    is shortened last.
+    """
+    for limit in _FRAME_LIMITS:
+        if _size(dump) <= max_bytes:
+            return dump
+        dump = replace(dump, threads=tuple(t if t.is_training else _cut(t, limit) for t in dump.threads))
+    while _size(dump) > max_bytes and len(dump.threads) > 1:
+        dump = replace(dump, threads=dump.threads[:-1], left_out=dump.left_out + 1)
+    return dump if _size(dump) <= max_bytes else replace(dump, threads=tuple(_cut(t, 5) for t in dump.threads))
+
+
+def _dumped() -> str:
+    with (
+        tempfile.TemporaryFile()
+        if not hasattr(os, "memfd_create")
+        else os.fdopen(os.memfd_create("rankscope-stacks"), "w+b") as file
+    ):
+        faulthandler.dump_traceback(file.fileno(), all_threads=True)
+        file.seek(0)
+        return file.read().decode("utf-8", "replace")
+
+
+def _names() -> dict[int, str]:
+    return {thread.ident: thread.name for thread in threading.enumerate() if thread.ident is not None}
+
+
+def _threads(text: str) -> list[tuple[int, bool, tuple[Frame, ...]]]:
+    found: list[tuple[int, bool, list[Frame]]] = []
+    for line in text.splitlines():
+        if head := _THREAD.match(line):
+            found.append((int(head[1], 16), line.startswith(_CURRENT), []))
+        elif found and (call := _FRAME.match(line)):
+            found[-1][2].append(Frame(call[1], int(call[2]) if call[2].isdecimal() else 0, call[3]))
+    return [(ident, is_current, tuple(frames)) for ident, is_current, frames in found]
+
+
+def _without_our_calls(frames: Sequence[Frame]) -> tuple[Frame, ...]:
+    """Return `frames` without the innermost frames of this package.
+
+    A thread that has only frames of this package keeps all of them.
+    """
+    own = next((i for i, frame in enumerate(frames) if not frame.file.startswith(OUR_CODE)), 0)
+    return tuple(frames[own:])
+
+
+def _size(dump: StackDump) -> int:
+    return len(dump.to_json().encode())
+
+
+def _cut(thread: ThreadStack, frames: int) -> ThreadStack:
+    return replace(thread, frames=thread.frames[:frames])
+
 
 MIN_SECONDS: Final = 2.0
 """Minimum seconds between two readings of the stacks.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rankscope_exporter import ConfigError
-from rankscope_exporter.compat.msprobe.argument_checks import Attachment, Construction, first_step, wrong_hints
+from rankscope_exporter.compat.msprobe.trainer_mon import Attachment, Construction, first_step, wrong_hints
 
 NET = nn.Linear(2, 2)
 SGD = torch.optim.SGD(NET.parameters(), lr=0.1)

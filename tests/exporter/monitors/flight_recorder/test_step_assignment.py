@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope_exporter.monitors.flight_recorder.step_assignment import StepAssignment
+from rankscope_exporter.monitors.flight_recorder.poller import StepAssignment
 
 RANKS = {"0": (0, 1)}
 

@@ -231,7 +231,7 @@ SERVER = """
 import json, os, sys, threading
 import torch, torch.distributed as dist
 from rankscope_exporter.monitors.flight_recorder.torch_api import CPU, Recorder, read_without_stacks
-from rankscope_exporter.monitors.flight_recorder.worker_server import register_handler
+from rankscope_exporter.monitors.flight_recorder.torch_api import register_handler
 c10d = torch._C._distributed_c10d
 free = threading.Event()
 

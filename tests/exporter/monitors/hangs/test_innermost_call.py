@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rankscope_contract.diagnostics.wait_places import Place, place_of
-from rankscope_exporter.monitors.hangs.stack_dump import MOST_BYTES, called, innermost_call, take_stacks
+from rankscope_exporter.monitors.hangs.diagnosis import MOST_BYTES, called, innermost_call, take_stacks
 
 LOCK = threading.Lock()
 SECONDS = 60.0

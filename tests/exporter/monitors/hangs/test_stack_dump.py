@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from rankscope_contract.diagnostics.stacks import MAX_DETAILS_BYTES, Frame, StackDump, ThreadStack
-from rankscope_exporter.monitors.hangs.stack_dump import read_stacks, take_stacks, within
+from rankscope_exporter.monitors.hangs.diagnosis import read_stacks, take_stacks, within
 
 RECORDED = """\
 Fatal Python error: none of our lines

@@ -15,8 +15,7 @@ from tests.exporter.monitors.hardware.recorded_nvml import RecordedNvml
 
 from rankscope_contract.metrics.catalogue import SCALARS_WITH_OWN_METRIC
 from rankscope_exporter.monitors.hardware import gpu as gpu_module
-from rankscope_exporter.monitors.hardware.gpu import Gpu, uuid_of
-from rankscope_exporter.monitors.hardware.nvml_metrics import _MEMBERS, READINGS, THROTTLE_REASONS
+from rankscope_exporter.monitors.hardware.gpu import _MEMBERS, READINGS, THROTTLE_REASONS, Gpu, uuid_of
 
 FIRST = "GPU-aaaaaaaa-0000-1111-2222-333333333333"
 BUSY = "GPU-bbbbbbbb-0000-1111-2222-333333333333"

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rankscope_exporter.base.errors import ErrorBoundary
-from rankscope_exporter.monitors.hardware import host as host_module
-from rankscope_exporter.monitors.hardware.host import Host, HostState, from_proc, from_psutil, host_scalars
+from rankscope_exporter.monitors.hardware import poller
+from rankscope_exporter.monitors.hardware.poller import Host, HostState, from_proc, from_psutil, host_scalars
 from rankscope_exporter.observers.resources import MemoryObserver, allocator_scalars
 from rankscope_exporter.records.pending_step import PendingStep
 
@@ -89,7 +89,7 @@ def test_proc_is_read_without_psutil(monkeypatch):
     def missing(_name):
         raise ModuleNotFoundError
 
-    monkeypatch.setattr(host_module.importlib, "import_module", missing)
+    monkeypatch.setattr(poller.importlib, "import_module", missing)
 
     host = Host(unexpected)
 
@@ -97,7 +97,7 @@ def test_proc_is_read_without_psutil(monkeypatch):
 
 
 def test_values_without_proc_are_absent(monkeypatch, tmp_path):
-    monkeypatch.setattr(host_module, "_PROC", tmp_path)
+    monkeypatch.setattr(poller, "_PROC", tmp_path)
 
     names = {scalar.name for scalar in host_scalars(HostState(), from_proc())}
 
@@ -218,7 +218,7 @@ def test_failed_psutil_import_is_replaced_by_proc(monkeypatch):
     def broken(_name):
         raise OSError("libpsutil.so: undefined symbol")
 
-    monkeypatch.setattr(host_module.importlib, "import_module", broken)
+    monkeypatch.setattr(poller.importlib, "import_module", broken)
 
     assert Host(unexpected).state().process_threads > 0
 

@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.observers.step_timing.clock import HostClock
-from rankscope_exporter.observers.step_timing.observer import MOST_MARKS, StepTimingObserver
-from rankscope_exporter.observers.step_timing.timeline import LoopTraits
+from rankscope_exporter.observers.step_timing.observer import MOST_MARKS, LoopTraits, StepTimingObserver
 from rankscope_exporter.records.pending_step import PendingStep
 
 EXACT = 1e-6

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope_exporter.observers.step_timing.timeline import (
+from rankscope_exporter.observers.step_timing.observer import (
     Kind,
     LoopTraits,
     Mark,
