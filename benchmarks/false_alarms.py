@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rankscope_contract.rules.reference import EMA_KEEP, EMA_TAKE
+from rankscope_contract.rules.curve import EMA_KEEP, EMA_TAKE
 
 RANKS, WIDTH, CONTEXT, BATCH, WARM_UP = 2, 32, 32, 8, 60
 QUIET_STEPS = 20  # default of the service

@@ -36,7 +36,7 @@ def report(
     if isinstance(source, str | Path):
         job: ReportJob | None = ReportJob(source=str(source), run=run, output=path)
     else:
-        from rankscope_exporter.integrations.end_report import report_job
+        from rankscope_exporter.integrations.callback_base import report_job
 
         job = report_job(source, path, print)
     return None if job is None else make_in_child(job, print, limit_seconds=limit_seconds)

@@ -11,7 +11,7 @@ from tests.end_to_end.conftest import Service
 from tests.exporter.conftest import wait_until
 from tests.programs import run_command, run_program, start_script
 
-from rankscope_contract.spool.layout import folders
+from rankscope_contract.spool.reader import folders
 
 STEPS = 12
 

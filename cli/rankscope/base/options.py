@@ -72,7 +72,7 @@ def store_folder(text: str) -> Path:
 
 def _found_store(context: typer.Context, store: Path) -> Path:
     """Return `store`; if no one named it and it is no store, the folder in which a training here wrote its records."""
-    from rankscope_contract.spool.layout import DEFAULT_SPOOL_DIR, spool_folders
+    from rankscope_contract.spool.reader import DEFAULT_SPOOL_DIR, spool_folders
     from rankscope_storage.api.store import is_store
 
     source = context.get_parameter_source("store")

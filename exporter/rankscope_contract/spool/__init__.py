@@ -10,8 +10,7 @@ A rank writes them. The service, or a process of a rank that starts later on the
 A file is readable up to its last complete message, whenever its writer was killed.
 """
 
-from rankscope_contract.spool.layout import SpoolError
 from rankscope_contract.spool.orphan import FolderLock, Orphan
-from rankscope_contract.spool.reader import SpoolReader, Stretch
+from rankscope_contract.spool.reader import SpoolError, SpoolReader, Stretch
 
 __all__ = ["FolderLock", "Orphan", "SpoolError", "SpoolReader", "Stretch"]

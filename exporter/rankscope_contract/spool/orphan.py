@@ -14,8 +14,17 @@ from pathlib import Path
 from typing import Final, Self
 
 from rankscope_contract.protocol.channel import NOTHING, Registration
-from rankscope_contract.spool.layout import IDENTITY_NAME, LOCK_NAME, SpoolError, is_ours, read_identity, segments
-from rankscope_contract.spool.reader import NeededPlans, SpoolReader, Stretch
+from rankscope_contract.spool.reader import (
+    IDENTITY_NAME,
+    LOCK_NAME,
+    NeededPlans,
+    SpoolError,
+    SpoolReader,
+    Stretch,
+    is_ours,
+    read_identity,
+    segments,
+)
 
 _HELD: Final = (errno.EWOULDBLOCK, errno.EACCES)
 

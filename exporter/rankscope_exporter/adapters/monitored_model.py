@@ -17,9 +17,8 @@ from torch import nn
 
 from rankscope_exporter.adapters.base import Framework, ParameterState, is_temporarily_replaced
 from rankscope_exporter.adapters.placement import loaded
-from rankscope_exporter.model.name_patterns import Targets
-from rankscope_exporter.model.parameter_names import NamedParameter, found_in_place
-from rankscope_exporter.records.host_transfer import Row
+from rankscope_exporter.model.parameter_names import NamedParameter, Targets, found_in_place
+from rankscope_exporter.records.pending_step import Row
 from rankscope_exporter.records.plan_entries import Descriptions
 
 T = TypeVar("T")

@@ -28,13 +28,11 @@ from rankscope_contract.model.events import Event, EventType, ExitReason
 from rankscope_contract.model.phases import WITHIN_A_STEP
 from rankscope_exporter.adapters import Framework, Stage
 from rankscope_exporter.adapters.ddp import Plain
-from rankscope_exporter.api.owner import Owner
 from rankscope_exporter.api.session import Session
-from rankscope_exporter.api.session_end import EndedRun, SessionEnd, note_other_monitors
+from rankscope_exporter.api.session_end import EndedRun, Owner, SessionEnd, note_other_monitors
 from rankscope_exporter.api.session_factory import Optimizers, attached
 from rankscope_exporter.base.copies import CopiesDoNothing
-from rankscope_exporter.base.errors import ConfigError, ErrorBoundary
-from rankscope_exporter.base.torch_names import missing_name
+from rankscope_exporter.base.errors import ConfigError, ErrorBoundary, missing_name
 from rankscope_exporter.base.tracing import is_dynamo_compiling, on_compilation, uncompiled
 from rankscope_exporter.config.monitor_config import MonitorConfig, warn
 from rankscope_exporter.config.resolve import Given, callable_or_none, config_of, steps_from

@@ -21,12 +21,11 @@ import torch.distributed as dist
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_exporter.adapters import Framework, Stage, framework_of
 from rankscope_exporter.adapters.monitored_model import Borrowed, MonitoredModel, UpdateScope
-from rankscope_exporter.api.owner import Owner
 from rankscope_exporter.api.session import Session
+from rankscope_exporter.api.session_end import Owner
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.config.monitor_config import MonitorConfig
-from rankscope_exporter.model.name_patterns import Targets, target_notices
-from rankscope_exporter.model.parameter_names import NamedParameter, named_parameters
+from rankscope_exporter.model.parameter_names import NamedParameter, Targets, named_parameters, target_notices
 from rankscope_exporter.observers.throughput.parameter_counts import ALONE, parallel_of
 from rankscope_exporter.process.identity import place_in
 

@@ -27,8 +27,7 @@ from rankscope_exporter.observers.step_timing.observer import StepTimingObserver
 from rankscope_exporter.observers.throughput.meter import Throughput
 from rankscope_exporter.observers.throughput.parameter_counts import Parallel
 from rankscope_exporter.publishing.console import Console, records_note
-from rankscope_exporter.records.pending_step import PendingStep
-from rankscope_exporter.records.step_events import StepObserver
+from rankscope_exporter.records.pending_step import PendingStep, StepObserver
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 from rankscope_exporter.sampling.sampling_config import selected_parts

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import torch
 
-from rankscope_exporter.base.torch_names import torch_variable
+from rankscope_exporter.base.errors import torch_variable
 
 _RELAXED: Final = 2
 """cudaStreamCaptureModeRelaxed."""

@@ -37,9 +37,8 @@ from typing import Any, Final, TypeVar
 import torch
 
 from rankscope_exporter.base.copies import NotCopied
-from rankscope_exporter.base.errors import ErrorBoundary
+from rankscope_exporter.base.errors import ErrorBoundary, torch_name, torch_variable
 from rankscope_exporter.base.graph_capture import is_capturing
-from rankscope_exporter.base.torch_names import torch_name, torch_variable
 
 _STACKED: Final = "modes of the script remain active in hooks"
 _UNSEEN: Final = "hooks do not recognize that a tracer or transform runs"

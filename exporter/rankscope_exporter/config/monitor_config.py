@@ -54,8 +54,8 @@ from rankscope_exporter.base.validation import (
 from rankscope_exporter.config.loader import dialect_keys, read_settings, translated_from, translated_settings
 from rankscope_exporter.config.sections import CaptureConfig, HardwareConfig, OptionTables, checked_capture, tables_of
 from rankscope_exporter.model.parameter_names import encodable
-from rankscope_exporter.monitors.hangs.stack_signal import STACK_SIGNALS
-from rankscope_exporter.observers.throughput.peaks import ThroughputConfig
+from rankscope_exporter.monitors.hangs.diagnosis import STACK_SIGNALS
+from rankscope_exporter.observers.throughput.costs import ThroughputConfig
 from rankscope_exporter.process.stop_signals import DEFAULT_SIGNALS
 from rankscope_exporter.quantities import Quantity, select_quantities
 from rankscope_exporter.quantities.base import QuantityOptions, TargetNames

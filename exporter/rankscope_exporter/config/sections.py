@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 from rankscope_contract.rules.base import AnomalyRule
 from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.base.validation import Checked, at_least, check_keys, did_you_mean, number, table, validate
-from rankscope_exporter.observers.throughput.peaks import ThroughputConfig
+from rankscope_exporter.observers.throughput.costs import ThroughputConfig
 from rankscope_exporter.quantities import select_quantities
 from rankscope_exporter.serving.config import ServeConfig
 

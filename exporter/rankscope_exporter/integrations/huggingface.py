@@ -15,9 +15,8 @@ from transformers import TrainerCallback
 
 from rankscope_exporter.base.copies import CopiesDoNothing
 from rankscope_exporter.config.resolve import Given
-from rankscope_exporter.integrations.callback_base import CallbackBase
-from rankscope_exporter.integrations.end_report import ReportChoice
-from rankscope_exporter.model.module_names import defines_forward
+from rankscope_exporter.integrations.callback_base import CallbackBase, ReportChoice
+from rankscope_exporter.model.parameter_names import defines_forward
 
 _NOTED_BY_THE_MONITOR = frozenset({"learning_rate"})  # per parameter group
 

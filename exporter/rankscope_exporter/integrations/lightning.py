@@ -13,8 +13,7 @@ from rankscope_exporter.adapters.parameter_hooks import Announced
 from rankscope_exporter.base.copies import CopiesDoNothing
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.config.resolve import Given
-from rankscope_exporter.integrations.callback_base import CallbackBase
-from rankscope_exporter.integrations.end_report import ReportChoice
+from rankscope_exporter.integrations.callback_base import CallbackBase, ReportChoice
 
 
 class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-ignore]  # lightning may be missing where types are checked

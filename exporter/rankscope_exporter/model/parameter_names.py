@@ -1,17 +1,112 @@
-"""Lists the parameters of a model by the names that the user knows: without wrapper prefixes, one name per storage."""
+"""Lists the parameters of a model by the names that the user knows: without wrapper prefixes, one name per storage.
+
+Selection by name: exact name, glob, or regular expression. The functions have no side effects.
+
+Lists the modules of a model by the names that the user knows, with one name per module.
+"""
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 import math
+import re
 import weakref
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import translate
 from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+
+REGEX: Final = "re:"
+_SAID: Final = re.compile(r"re:\(\?#([^()]*)\)")
+"""A regular expression that matches the beginning of a name pattern which `regex_pattern` made.
+
+The beginning of the name pattern contains the name that messages display, as a comment of the regular expression.
+"""
+
+
+class Targets:
+    """Patterns for names.
+
+    A pattern is an exact name, a glob, or a regular expression after "re:", and must match the whole name.
+
+    Raises ValueError if `patterns` is not a list of names, or if a regular expression is invalid.
+    """
+
+    def __init__(self, patterns: Sequence[str] = ("*",)) -> None:
+        is_list = isinstance(patterns, Sequence) and not isinstance(patterns, str)
+        if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
+            raise ValueError(f"targets must be a list of names, not {patterns!r}")
+        self.patterns = tuple(patterns)
+        self._exact = frozenset(patterns)
+        self._compiled = [(pattern, _compiled(pattern)) for pattern in self.patterns]
+
+    @property
+    def selects_all(self) -> bool:
+        """Return whether the patterns select every name."""
+        return "*" in self._exact
+
+    def selects(self, *names: str) -> bool:
+        """Return whether the patterns select one of the `names` of an object."""
+        return self.selects_all or any(
+            name in self._exact or any(compiled.fullmatch(name) for _, compiled in self._compiled) for name in names
+        )
+
+    def unmatched(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Return each pattern that selects none of `names`, with the names that are most similar to it.
+
+        The patterns are returned in the form that messages display.
+        """
+        if self.patterns == ("*",):
+            return {}
+        known = list(names)
+        return {
+            display_name(pattern): difflib.get_close_matches(
+                display_name(pattern).removeprefix(REGEX), known, n=3, cutoff=0.4
+            )
+            for pattern, compiled in self._compiled
+            if pattern != "*" and not any(name == pattern or compiled.fullmatch(name) for name in known)
+        }
+
+
+def regex_pattern(name: str, expression: str) -> str:
+    """Return a pattern for the regular expression `expression`. Messages display the pattern as `name`."""
+    return f"{REGEX}{expression}" if set(name) & {"(", ")"} else f"{REGEX}(?#{name}){expression}"
+
+
+def display_name(pattern: str) -> str:
+    """Return the name that messages display for `pattern`.
+
+    If `regex_pattern` made the pattern, it is the name in the pattern; otherwise it is the pattern itself.
+    """
+    found = _SAID.match(pattern)
+    return pattern if found is None else found[1]
+
+
+def target_notices(targets: Targets, names: Iterable[str], of: str) -> list[str]:
+    """Return a sentence for each target that selects none of `names`, with the most similar names.
+
+    `of` is the kind of the named objects, such as "parameter" or "module".
+    """
+    return [
+        f"target {target!r} matches no {of}" + (f"; nearest: {', '.join(near)}" if near else "")
+        for target, near in targets.unmatched(names).items()
+    ]
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    if not pattern.startswith(REGEX):
+        return re.compile(translate(pattern))
+    try:
+        return re.compile(pattern.removeprefix(REGEX))
+    except re.error as error:
+        raise ValueError(f"target {pattern!r} is not a valid regular expression: {error}") from error
+
 
 # DDP, FSDP1, torch.compile, activation checkpointing: each inserts its own level into the name.
 WRAPPER_LEVELS: Final = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
@@ -194,3 +289,76 @@ def real_parts(tensor: torch.Tensor) -> torch.Tensor:
 def element_count(parameters: Iterable[NamedParameter]) -> int:
     """Return the total number of elements of the parameters on this rank."""
     return sum(math.prod(named.shape) for named in parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModule:
+    """A callable module with its displayed name (empty for the model itself) and its other names.
+
+    The reference to the module is weak, so that a layer that the training removes is freed.
+    """
+
+    name: str
+    reference: weakref.ref[nn.Module]
+    aliases: tuple[str, ...] = ()
+    compiled: bool = False  # part of compiled code, in which no hook is called
+
+    @property
+    def module(self) -> nn.Module | None:
+        """Return the module; None if it no longer exists."""
+        return self.reference()
+
+
+def named_modules(root: nn.Module) -> tuple[NamedModule, ...]:
+    """Return the modules of `root` in the order of definition.
+
+    A wrapper and the module that it wraps have the same name. The wrapped module is returned, because the user wrote
+    it. The wrapper of `torch.compile` is an exception: the wrapper is returned, because hooks do not run inside of it.
+    """
+    under: dict[str, tuple[nn.Module, bool]] = {}
+    regions: list[str] = []  # full names of compiled modules
+    wrappers: set[str] = set()
+    for full, module in root.named_modules(remove_duplicate=False):
+        name = plain_name(full)
+        compiles = entry(module._modules, "_orig_mod") is not None  # noqa: SLF001 - `__getattr__` may be the user's
+        if compiles:
+            regions.append(f"{full}._orig_mod" if full else "_orig_mod")
+            wrappers.add(name)
+        elif getattr(module, "_compiled_call_impl", None) is not None:
+            regions.append(full)
+        inside = any(f"{full}.".startswith(f"{region}.") or not region for region in regions)
+        if compiles or not (inside and name in wrappers):
+            under[name] = module, inside
+    names: dict[int, list[str]] = {}
+    for name, (module, _) in under.items():
+        if _can_be_called(module):
+            names.setdefault(id(module), []).append(name)
+    return tuple(
+        NamedModule(own[0], weakref.ref(under[own[0]][0]), tuple(own[1:]), under[own[0]][1]) for own in names.values()
+    )
+
+
+def selected(modules: Iterable[NamedModule], targets: Targets) -> tuple[NamedModule, ...]:
+    """Return the modules that `targets` select by their displayed name or another name."""
+    return tuple(item for item in modules if targets.selects(item.name, *item.aliases))
+
+
+def unmatched(modules: Iterable[NamedModule], targets: Targets) -> list[str]:
+    """Return a sentence for each target that selects no module.
+
+    The sentence suggests the most similar names of modules.
+    """
+    return target_notices(targets, (name for item in modules for name in (item.name, *item.aliases)), "module")
+
+
+def _can_be_called(module: nn.Module) -> bool:
+    """Return whether the module has a forward method. A ModuleList has none."""
+    return defines_forward(type(module)) or "forward" in module.__dict__
+
+
+def defines_forward(kind: type[nn.Module]) -> bool:
+    """Return whether the class `kind` defines `forward`.
+
+    The attribute `forward` is looked up without a normal attribute access, which fails for a scripted module.
+    """
+    return inspect.getattr_static(kind, "forward") is not inspect.getattr_static(nn.Module, "forward")

@@ -17,8 +17,7 @@ from typing import Final
 
 import torch
 
-from rankscope_exporter.records.pending_step import PendingStep
-from rankscope_exporter.records.step_events import StepObserver
+from rankscope_exporter.records.pending_step import PendingStep, StepObserver
 from rankscope_exporter.records.step_record import Scalar
 
 _STATM: Final = Path("/proc/self/statm")

@@ -1,6 +1,6 @@
 """Evaluates the anomaly rules for all series of a rank together, on the publisher thread, with numpy.
 
-The results are bit-identical to `rankscope_contract.rules.reference`, which evaluates one series at a time. The only
+The results are bit-identical to `rankscope_contract.rules.curve`, which evaluates one series at a time. The only
 state of the rules is, for each series, one float32 baseline and the number of values that the series still needs before
 it is evaluated.
 """
@@ -20,8 +20,8 @@ from rankscope_contract.model.events import Event, causal_key, causal_micro_step
 from rankscope_contract.model.kinds import CAUSAL_STAGE, COUNT_OPS, JUDGED_OPS, VALUE_OPS
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules import AnomalyRule
-from rankscope_contract.rules.reference import EMA_KEEP, EMA_TAKE, SeriesEvaluator, needed_values
-from rankscope_contract.rules.reference import Firing as SeriesFiring
+from rankscope_contract.rules.curve import EMA_KEEP, EMA_TAKE, SeriesEvaluator, needed_values
+from rankscope_contract.rules.curve import Firing as SeriesFiring
 from rankscope_exporter.statistics import Finished
 
 _COUNTS_JUDGED: Final = ("nans", "infs")

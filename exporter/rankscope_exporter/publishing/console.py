@@ -10,7 +10,7 @@ from typing import Final, TextIO
 from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.reports.child import command_line, installation
 from rankscope_exporter.publishing.anomaly_detector import in_causal_order
-from rankscope_exporter.records.step_events import StepObserver
+from rankscope_exporter.records.pending_step import StepObserver
 from rankscope_exporter.records.step_record import StepRecord
 
 MIN_SECONDS_BETWEEN_LINES: Final = 10.0

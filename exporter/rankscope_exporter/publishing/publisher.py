@@ -30,12 +30,17 @@ from rankscope_contract.rules.curve import CurveRule
 from rankscope_exporter.adapters.monitored_model import with_chunk_number
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.base.graph_capture import others_may_capture
-from rankscope_exporter.process.forks import no_fork
-from rankscope_exporter.process.threads import OwnThread
+from rankscope_exporter.process.threads import OwnThread, no_fork
 from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector, Firing, StepVerdict
 from rankscope_exporter.publishing.silent_kinds import SilentKinds
-from rankscope_exporter.records.host_transfer import Deferred, Row
-from rankscope_exporter.records.pending_step import PendingStep, monotonic_microseconds, now_microseconds, skipped_event
+from rankscope_exporter.records.pending_step import (
+    Deferred,
+    PendingStep,
+    Row,
+    monotonic_microseconds,
+    now_microseconds,
+    skipped_event,
+)
 from rankscope_exporter.records.step_record import Scalar, Statistics, StepRecord
 from rankscope_exporter.sampling.active_quantities import StepBacklog
 from rankscope_exporter.serving.latest_values import NO_KIND

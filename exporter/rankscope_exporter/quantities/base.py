@@ -20,10 +20,8 @@ from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.adapters.placement import FULL, Layout
 from rankscope_exporter.base.validation import RANKS, Checked, at_least, list_of, validate
-from rankscope_exporter.model.name_patterns import Targets, target_notices
-from rankscope_exporter.model.parameter_names import NamedParameter
-from rankscope_exporter.records.host_transfer import Numbers, Row
-from rankscope_exporter.records.pending_step import ExpectedRows
+from rankscope_exporter.model.parameter_names import NamedParameter, Targets, target_notices
+from rankscope_exporter.records.pending_step import ExpectedRows, Numbers, Row
 from rankscope_exporter.records.plan_entries import Descriptions, ParameterEntries
 from rankscope_exporter.statistics.selection import chosen_ops
 from rankscope_exporter.statistics.tensor_access import dtype_name

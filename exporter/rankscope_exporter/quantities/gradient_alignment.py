@@ -13,8 +13,7 @@ from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.parameter_names import local_tensor, real_parts
 from rankscope_exporter.quantities.base import Quantity, Table
 from rankscope_exporter.quantities.optimizer_state import in_use, kinds_of, state_tensor
-from rankscope_exporter.records.host_transfer import Numbers
-from rankscope_exporter.records.pending_step import ExpectedRows
+from rankscope_exporter.records.pending_step import ExpectedRows, Numbers
 
 KIND: Final = "direction_agreement"
 _EXACT_IN_FLOAT32: Final = 1 << 24

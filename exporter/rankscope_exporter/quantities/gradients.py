@@ -27,7 +27,7 @@ from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
 from rankscope_exporter.base.validation import Allowed
 from rankscope_exporter.model.parameter_names import local_tensor
 from rankscope_exporter.quantities.base import BACKWARD, Hooking, Quantity, QuantityOptions, SamplingGate, Table
-from rankscope_exporter.quantities.hook_handles import MicroGradientHooks
+from rankscope_exporter.quantities.module_quantity import MicroGradientHooks
 from rankscope_exporter.records.pending_step import OF_MICRO_BATCHES, ExpectedRows
 from rankscope_exporter.records.plan_entries import ParameterEntries
 

@@ -20,11 +20,10 @@ from rankscope_contract.model.kinds import COUNT_OPS, Kind
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.placement import ranks_text
 from rankscope_exporter.base.validation import at_least
-from rankscope_exporter.model.name_patterns import Targets
-from rankscope_exporter.model.parameter_names import local_tensor, plain_name
+from rankscope_exporter.model.parameter_names import Targets, local_tensor, plain_name
 from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Table, TargetNames
 from rankscope_exporter.quantities.optimizer_state import KIND_OF_STATE
-from rankscope_exporter.records.host_transfer import Numbers, Row
+from rankscope_exporter.records.pending_step import Numbers, Row
 from rankscope_exporter.statistics import MeasureGroup, StatisticsTable
 from rankscope_exporter.statistics.hashes import Hasher, finished, hashable
 from rankscope_exporter.statistics.table import SUMS

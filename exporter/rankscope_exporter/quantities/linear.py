@@ -13,7 +13,7 @@ from torch import nn
 
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.base.validation import Converted, number
-from rankscope_exporter.model.module_names import NamedModule
+from rankscope_exporter.model.parameter_names import NamedModule
 from rankscope_exporter.quantities.base import Hooking, QuantityOptions, SamplingGate, Table, TargetNames
 from rankscope_exporter.quantities.module_quantity import (
     ModuleQuantity,
@@ -23,7 +23,7 @@ from rankscope_exporter.quantities.module_quantity import (
     may_be_gathered,
     weight_of,
 )
-from rankscope_exporter.records.host_transfer import Numbers, Row
+from rankscope_exporter.records.pending_step import Numbers, Row
 from rankscope_exporter.statistics.formulas.spectral import batches, norms, spectral_numbers
 
 SPECTRAL_NORM: Final = "spectral_norm"

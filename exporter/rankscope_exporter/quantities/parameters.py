@@ -13,8 +13,7 @@ from rankscope_contract.model.kinds import Kind
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.parameter_names import local_tensor, real_parts
 from rankscope_exporter.quantities.base import UPDATE, Quantity, QuantityOptions, Table
-from rankscope_exporter.records.host_transfer import Numbers, Row
-from rankscope_exporter.records.pending_step import ExpectedRows
+from rankscope_exporter.records.pending_step import ExpectedRows, Numbers, Row
 from rankscope_exporter.records.plan_entries import ParameterEntries
 
 UPDATE_NORM: Final = "update_norm"

@@ -13,8 +13,7 @@ from torch import nn
 
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.base.validation import Checked, at_least, is_whole
-from rankscope_exporter.model.module_names import NamedModule
-from rankscope_exporter.model.parameter_names import entry
+from rankscope_exporter.model.parameter_names import NamedModule, entry
 from rankscope_exporter.model.pytree import Found, ObjectSpec, received, returned
 from rankscope_exporter.quantities.base import QuantityOptions, Table, TargetNames
 from rankscope_exporter.quantities.module_quantity import (
@@ -24,7 +23,7 @@ from rankscope_exporter.quantities.module_quantity import (
     unusable_reason,
     weight_of,
 )
-from rankscope_exporter.records.host_transfer import Numbers, Row
+from rankscope_exporter.records.pending_step import Numbers, Row
 from rankscope_exporter.statistics.formulas.routing import product, routing_sums, similarity
 
 ENTROPY: Final = "router_entropy"

@@ -22,15 +22,13 @@ from rankscope_contract.msprobe.files import STRUCTURE_FILE
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.placement import placement_of
 from rankscope_exporter.base.validation import at_least, some_text
-from rankscope_exporter.model.module_names import NamedModule
-from rankscope_exporter.model.parameter_names import local_tensor
+from rankscope_exporter.model.parameter_names import NamedModule, local_tensor
 from rankscope_exporter.model.pytree import Found, Slot, children, received, returned
 from rankscope_exporter.monitors.flight_recorder.entry import NOT_SCRIPT_CODE
 from rankscope_exporter.process.identity import rank_here
 from rankscope_exporter.quantities.base import Hooking, QuantityOptions, SamplingGate, Table
-from rankscope_exporter.quantities.hook_handles import TensorHooks, hook_after, hook_before
-from rankscope_exporter.quantities.module_quantity import ModuleQuantity
-from rankscope_exporter.records.host_transfer import Row
+from rankscope_exporter.quantities.module_quantity import ModuleQuantity, TensorHooks, hook_after, hook_before
+from rankscope_exporter.records.pending_step import Row
 from rankscope_exporter.sinks.files import DEFAULT_FOLDER, FOLDER_VARIABLE
 from rankscope_exporter.statistics.tensor_access import dtype_name
 

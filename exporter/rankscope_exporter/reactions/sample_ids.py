@@ -16,9 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from rankscope_exporter.records.host_transfer import Transfer
-from rankscope_exporter.records.pending_step import PendingStep
-from rankscope_exporter.records.step_events import StepObserver
+from rankscope_exporter.records.pending_step import PendingStep, StepObserver, Transfer
 
 KEPT_STEPS: Final = 64
 MOST_IDS: Final = 1024

@@ -1,17 +1,22 @@
 """Plan entries of parameters. An entry is created each time it is read, most of them on the publisher thread.
 
 A plan has up to ten entries for each parameter, and a model may have many thousands of parameters.
+
+The plan of a record, with the rows of the statistics table from which the numbers of the record are read.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
 
-from rankscope_contract.model.schema import PlanEntry
+from rankscope_contract.model.schema import Plan, PlanEntry
+from rankscope_exporter.records.step_record import NamedPlan
+from rankscope_exporter.statistics.selection import Ops, Published, carried_ops, masks
 
 Spec = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
@@ -103,3 +108,36 @@ def entries_at(rows: Sequence[int], items: Sequence[PlanItem]) -> tuple[PlanEntr
         else:
             found.append(item)
     return tuple(found)
+
+
+@dataclass(frozen=True, eq=False)
+class PlanVersion:
+    """The plan of the records of some steps. Position i of the record has the statistics of table row `rows[i]`."""
+
+    rows: Sequence[int]
+    items: tuple[PlanItem, ...]
+    """For each entry: the entry, or the entries to which it belongs."""
+    owners: tuple[int, ...]
+    """For each entry: the position of its parameter in the model; -1 for an entry without a parameter."""
+    ops: tuple[Ops, ...]
+    """For each entry: the statistics that the rank publishes."""
+
+    @functools.cached_property
+    def entries(self) -> tuple[PlanEntry, ...]:
+        """The entries. Usually read on the publisher thread, because the first access creates most of them."""
+        return entries_at(self.rows, self.items)
+
+    @functools.cached_property
+    def named(self) -> NamedPlan:
+        """The plan with its hash. Read on the publisher thread, because the first access takes milliseconds."""
+        return NamedPlan.of(Plan(self.entries, carried_ops(self.ops)))
+
+    @functools.cached_property
+    def published(self) -> Published | None:
+        """The masks of the statistics to publish; None if all entries have the default selection of ops."""
+        return masks(self.ops)
+
+    @property
+    def used(self) -> int:
+        """The number of table rows to copy, from the first on."""
+        return self.rows[-1] + 1 if self.rows else 0

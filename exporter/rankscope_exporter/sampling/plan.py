@@ -13,8 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from rankscope_contract.model.schema import PlanEntry
-from rankscope_exporter.records.plan_entries import ParameterEntries, Placed, PlanItem, Spec, entry_at
-from rankscope_exporter.records.plan_version import PlanVersion
+from rankscope_exporter.records.plan_entries import ParameterEntries, Placed, PlanItem, PlanVersion, Spec, entry_at
 from rankscope_exporter.statistics.selection import EVERY_OP, Ops
 
 MAX_ENTRIES: Final = 200_000

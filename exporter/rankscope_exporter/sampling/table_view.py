@@ -17,7 +17,7 @@ import torch
 
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.quantities.base import Table
-from rankscope_exporter.records.host_transfer import Deferred, Numbers, Row, Transfer
+from rankscope_exporter.records.pending_step import Deferred, Numbers, Row, Transfer
 from rankscope_exporter.sampling.plan import PlanRegistry
 from rankscope_exporter.statistics import MeasureGroup, StatisticsTable, copy_entries
 from rankscope_exporter.statistics.isolation import Isolation, error_of

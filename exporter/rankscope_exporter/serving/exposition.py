@@ -35,7 +35,7 @@ from rankscope_contract.model.kinds import JUDGED_OPS
 from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_contract.rules.base import AnomalyRule
 from rankscope_contract.security.escaping import label_value
-from rankscope_exporter.process.forks import no_fork
+from rankscope_exporter.process.threads import no_fork
 from rankscope_exporter.records.step_record import NamedPlan, Scalar, Statistics
 from rankscope_exporter.serving.latest_values import MAX_FEATURE_SERIES, LatestValues, Sampled, ScalarKey, Snapshot
 

@@ -29,17 +29,18 @@ from typing import Any, Final
 from rankscope_contract.security.tls import MakeContext, explain_to_server
 from rankscope_exporter.base.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter, OwnThread
-from rankscope_exporter.serving.addresses import (
+from rankscope_exporter.serving.config import (
     REQUEST_BODY_READ,
     TEXT,
     Address,
+    ServeConfig,
     drain_and_close,
     hang_up,
     refuse,
     resolve,
     send_raw,
+    server_tls,
 )
-from rankscope_exporter.serving.config import ServeConfig, server_tls
 
 log = logging.getLogger(__name__)
 

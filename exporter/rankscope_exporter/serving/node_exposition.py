@@ -26,7 +26,7 @@ from rankscope_contract.model.identity import Identity
 from rankscope_contract.security.escaping import label_value
 from rankscope_exporter.base.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter, OwnThread
-from rankscope_exporter.serving.addresses import hang_up
+from rankscope_exporter.serving.config import hang_up
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Final
 
 from rankscope_contract.protocol.channel import STATE_DRAINING
 from rankscope_contract.spool import Orphan, SpoolError
-from rankscope_contract.spool.layout import folders, read_service
+from rankscope_contract.spool.reader import folders, read_service
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.serving.registration import Client, RefusedError, UnreachableError, retry_seconds
 from rankscope_exporter.serving.spool import needed_plans

@@ -20,7 +20,7 @@ from typing import Final
 
 from rankscope_contract.protocol.channel import NOTHING, Registration
 from rankscope_contract.spool import Orphan, SpoolError, Stretch
-from rankscope_contract.spool.layout import service_name
+from rankscope_contract.spool.reader import service_name
 from rankscope_exporter.process.threads import CpuMeter, OwnThread
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving.config import ServeConfig

@@ -20,8 +20,10 @@ import pyarrow as pa
 
 from rankscope_contract.protocol.channel import NOTHING, Registration
 from rankscope_contract.spool import FolderLock, SpoolReader, Stretch
-from rankscope_contract.spool.layout import (
+from rankscope_contract.spool.orphan import remove_folder
+from rankscope_contract.spool.reader import (
     DEFAULT_SPOOL_DIR,
+    END_OF_STREAM,
     UNFINISHED_PREFIX,
     plan_name,
     segment_name,
@@ -29,9 +31,7 @@ from rankscope_contract.spool.layout import (
     write_identity,
     write_whole,
 )
-from rankscope_contract.spool.orphan import remove_folder
-from rankscope_contract.spool.reader import END_OF_STREAM
-from rankscope_exporter.process.forks import no_fork
+from rankscope_exporter.process.threads import no_fork
 from rankscope_exporter.records.step_record import NamedPlan, StepRecord
 from rankscope_exporter.serving.ring import record_bytes
 from rankscope_exporter.serving.wire_encoder import SCHEMA, encode

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.process.threads import intra_op_threads
-from rankscope_exporter.records.step_events import StepObserver
+from rankscope_exporter.records.pending_step import StepObserver
 
 
 def _seconds(call: Callable[[], object]) -> float:

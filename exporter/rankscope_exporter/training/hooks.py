@@ -34,8 +34,8 @@ from rankscope_exporter.base.tracing import (
     uncompiled,
 )
 from rankscope_exporter.quantities.base import BACKWARD, REMEDY, UPDATE, Hook, Quantity, SamplingGate
-from rankscope_exporter.quantities.hook_handles import NO_PASS, current_pass, in_backward
-from rankscope_exporter.records.step_events import StepEvents
+from rankscope_exporter.quantities.module_quantity import NO_PASS, current_pass, in_backward
+from rankscope_exporter.records.pending_step import StepEvents
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 from rankscope_exporter.training.cpu_time import HookClock
 from rankscope_exporter.training.current_step import CurrentStep

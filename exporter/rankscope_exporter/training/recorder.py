@@ -17,15 +17,16 @@ from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.quantities.base import Quantity, Table
 from rankscope_exporter.records.pending_step import (
+    Cause,
     Pending,
     PendingStep,
+    StepEvents,
     amounts_of,
     monotonic_microseconds,
     now_microseconds,
     take,
     timing,
 )
-from rankscope_exporter.records.step_events import Cause, StepEvents
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 from rankscope_exporter.training.current_step import CurrentStep
 from rankscope_exporter.training.gradient_hooks import GradientHooks

@@ -14,8 +14,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from rankscope_contract.model.events import RUN_FAILED, RUN_STALLED, EventType, RunState, is_open
-from rankscope_contract.model.rollups import ROLLUPS
-from rankscope_contract.model.schema import DATASETS, DIMENSIONS
+from rankscope_contract.model.schema import DATASETS, DIMENSIONS, ROLLUPS
 from rankscope_ingest.detect.divergence import Diverged, largest_first
 from rankscope_ingest.detect.incidents import MOST_ENDED, IncidentTracker
 from rankscope_ingest.detect.symptoms import exit_report, parse_details

@@ -20,7 +20,7 @@ import pyarrow as pa
 from rankscope_contract.model.events import RunState
 from rankscope_contract.protocol.channel import STATE_DRAINING, Registration
 from rankscope_contract.spool import Orphan, SpoolError
-from rankscope_contract.spool.layout import folders
+from rankscope_contract.spool.reader import folders
 from rankscope_ingest.base.background import start_task
 from rankscope_ingest.base.errors import DecodeError, FetchError, RegistrationError
 from rankscope_ingest.network.dialing import Address

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from rankscope_contract.spool import FolderLock, SpoolError, SpoolReader
-from rankscope_contract.spool.layout import (
+from rankscope_contract.spool.reader import (
     LOCK_NAME,
     is_ours,
     read_identity,

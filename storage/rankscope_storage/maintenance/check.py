@@ -12,8 +12,7 @@ from typing import Final
 
 import pyarrow.compute as pc
 
-from rankscope_contract.model.rollups import BUCKET_STEPS, ROLLUPS
-from rankscope_contract.model.schema import DATASETS, DIMENSIONS, TENSOR_ROW_KEY
+from rankscope_contract.model.schema import BUCKET_STEPS, DATASETS, DIMENSIONS, ROLLUPS, TENSOR_ROW_KEY
 from rankscope_storage.base.errors import StoreError, TornLogError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import Connection, connect

@@ -17,7 +17,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rankscope_contract.model.rollups import ROLLUPS
+from rankscope_contract.model.schema import ROLLUPS
 from rankscope_storage.files.older_integers import has_older_integers
 from rankscope_storage.files.parquet import DataFile
 from rankscope_storage.files.partitioning import SHARED_PREFIX, shared_part

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from rankscope_contract.model.rollups import ROLLUPS
+from rankscope_contract.model.schema import ROLLUPS
 from rankscope_storage.connection import Connection
 from rankscope_storage.prometheus import names
 from rankscope_storage.prometheus.matchers import NAME, Matcher, MatchType, fits

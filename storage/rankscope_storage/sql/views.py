@@ -10,8 +10,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from rankscope_contract.model.rollups import ROLLUPS
-from rankscope_contract.model.schema import DATASETS, DIMENSIONS
+from rankscope_contract.model.schema import DATASETS, DIMENSIONS, ROLLUPS
 from rankscope_contract.security.escaping import sql_identifier, sql_string
 from rankscope_storage.base.schema import UNWRITTEN, dataset_schema, fingerprint, sql_null, sql_type, table_schema
 from rankscope_storage.files.partitioning import file_fingerprint

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from rankscope_contract.diagnostics.blame import Place, place_of
 from rankscope_contract.diagnostics.stacks import Frame, StackDump, ThreadStack
-from rankscope_contract.diagnostics.wait_places import Place, place_of
 
 TORCH = "/env/lib/python3.11/site-packages/torch"
 PYTHON = "/usr/lib/python3.11"

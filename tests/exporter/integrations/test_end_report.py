@@ -11,8 +11,7 @@ import torch
 
 from rankscope_contract.reports.child import ReportJob
 from rankscope_exporter import Monitor
-from rankscope_exporter.integrations.callback_base import CallbackBase
-from rankscope_exporter.integrations.end_report import ReportChoice, start_report
+from rankscope_exporter.integrations.callback_base import CallbackBase, ReportChoice, start_report
 
 QUIET = {"console": False, "exit_wait_seconds": 0.0, "run": "end", "statistics": "torch"}
 OFFLINE = {"spool_dir": "records"}

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from rankscope_exporter.model.module_names import defines_forward, named_modules, selected, unmatched
-from rankscope_exporter.model.name_patterns import Targets
+from rankscope_exporter.model.parameter_names import Targets, defines_forward, named_modules, selected, unmatched
 from rankscope_exporter.quantities.activations.quantity import Calls, ModuleCall
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rankscope_exporter.model.name_patterns import Targets
+from rankscope_exporter.model.parameter_names import Targets
 
 NAMES = ("embedding", "layers.0.attention.query", "layers.0.mlp", "layers.1.mlp", "layers.10.mlp", "head[0]")
 

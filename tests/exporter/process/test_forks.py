@@ -65,7 +65,7 @@ def test_fork_waits_until_the_publisher_is_outside_of_libraries_with_locks():
 
 OWN_FORK = """
 import os, threading
-from rankscope_exporter.process.forks import no_fork
+from rankscope_exporter.process.threads import no_fork
 
 with no_fork(), no_fork():  # a callback of the script may fork on a thread of the monitor
     child = os.fork()

@@ -16,9 +16,9 @@ from tests.properties import examples
 from rankscope_contract.model.kinds import COUNT_OPS, JUDGED_OPS, VALUE_OPS
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules import rule_from_config
+from rankscope_contract.rules.curve import evaluate, needed_values, next_baseline, to_float32
 from rankscope_contract.rules.defaults import DEFAULT_RULES
 from rankscope_contract.rules.nan import AnomalyNan
-from rankscope_contract.rules.reference import evaluate, needed_values, next_baseline, to_float32
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector
 from rankscope_exporter.statistics import Finished

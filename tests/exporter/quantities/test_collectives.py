@@ -13,7 +13,7 @@ from tests.exporter.quantities.collective_runs import WORLD, Run, given
 from tests.programs import warm_processes
 
 from rankscope_exporter import ConfigError, MonitorConfig
-from rankscope_exporter.quantities.collectives.signatures import OPERATIONS
+from rankscope_exporter.quantities.collectives.interception import OPERATIONS
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for the two ranks
 

@@ -445,7 +445,7 @@ def test_unreadable_samples_keep_event_and_callback(monkeypatch):
     seen: list[tuple[Any, ...]] = []
     training = Training(on_anomaly=lambda anomaly: seen.append((anomaly.step, anomaly.samples)))
     training.train(2)
-    monkeypatch.setattr("rankscope_exporter.records.host_transfer.Transfer.wait", failing)
+    monkeypatch.setattr("rankscope_exporter.records.pending_step.Transfer.wait", failing)
     monkeypatch.setattr(
         "rankscope_exporter.records.pending_step.Pending.scalar", lambda item: Scalar(item.name, item.value)
     )

@@ -8,7 +8,7 @@ import pytest
 
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.quantities.base import Quantity
-from rankscope_exporter.records.step_events import StepEvents, StepObserver
+from rankscope_exporter.records.pending_step import StepEvents, StepObserver
 
 
 class Noting(StepObserver):

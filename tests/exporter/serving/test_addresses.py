@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from rankscope_exporter.base.errors import ServeError
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.process.threads import CpuMeter
-from rankscope_exporter.serving.addresses import Address
-from rankscope_exporter.serving.config import ServeConfig
+from rankscope_exporter.serving.config import Address, ServeConfig
 from rankscope_exporter.serving.http_server import Answer, open_server
 
 HOSTS = st.sampled_from(["127.0.0.1", "0.0.0.0", "::1", "::", "fd00::2", "node-7", "::ffff:10.0.0.1"])

@@ -19,8 +19,8 @@ from rankscope_contract.metrics.catalogue import CATALOG
 from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.model.schema import PlanEntry
+from rankscope_contract.rules.curve import to_float32
 from rankscope_contract.rules.nan import AnomalyNan
-from rankscope_contract.rules.reference import to_float32
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter.records.step_record import Scalar
 from rankscope_exporter.serving.exposition import ExporterStats, Exposition

@@ -15,7 +15,7 @@ import pytest
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.protocol.channel import Registration, RegistrationReply
 from rankscope_contract.spool import Orphan, SpoolReader
-from rankscope_contract.spool.layout import read_service, service_name
+from rankscope_contract.spool.reader import read_service, service_name
 from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.process.threads import CpuMeter

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.protocol.channel import Registration
 from rankscope_contract.spool import Orphan, SpoolReader
-from rankscope_contract.spool.layout import segments
-from rankscope_contract.spool.reader import message_ends
+from rankscope_contract.spool.reader import message_ends, segments
 from rankscope_exporter.records.step_record import Scalar, StepRecord
 from rankscope_exporter.serving import spool as spool_module
 from rankscope_exporter.serving.spool import FAILED, FULL, Spool, needed_plans

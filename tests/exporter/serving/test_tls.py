@@ -14,8 +14,7 @@ import pytest
 from rankscope_contract.security.tls import client_context
 from rankscope_exporter.base.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter
-from rankscope_exporter.serving.addresses import Address
-from rankscope_exporter.serving.config import ServeConfig, server_tls
+from rankscope_exporter.serving.config import Address, ServeConfig, server_tls
 from rankscope_exporter.serving.http_server import Answer, HttpServer, open_server
 from rankscope_exporter.serving.registration import ServiceClient, UnreachableError
 

@@ -8,8 +8,7 @@ import itertools
 import pytest
 
 from rankscope_contract.model.events import RUN_FAILED, RunState
-from rankscope_contract.model.rollups import ROLLUPS
-from rankscope_contract.model.schema import DATASETS
+from rankscope_contract.model.schema import DATASETS, ROLLUPS
 from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.base.config import RunsSection
 from rankscope_ingest.base.errors import ConfigError

@@ -9,8 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from rankscope_contract.rules.curve import IMPORT_RULES, CurveRule
-from rankscope_contract.rules.reference import SeriesEvaluator
+from rankscope_contract.rules.curve import IMPORT_RULES, CurveRule, SeriesEvaluator
 from rankscope_ingest.importers.common.curve_rules import CurveEvaluator
 
 CURVE_RULES = tuple(rule for rule in IMPORT_RULES if isinstance(rule, CurveRule))

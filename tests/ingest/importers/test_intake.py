@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rankscope_contract.rules.curve import SeriesEvaluator, evaluate
 from rankscope_contract.rules.nan import AnomalyNan
-from rankscope_contract.rules.reference import SeriesEvaluator, evaluate
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_ingest.importers import (
     Faults,

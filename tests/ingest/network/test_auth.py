@@ -14,8 +14,7 @@ from aiohttp import web
 from rankscope_contract.security.tls import client_context, server_context
 from rankscope_contract.security.web_config import TlsServer
 from rankscope_exporter.process.threads import CpuMeter
-from rankscope_exporter.serving.addresses import Address
-from rankscope_exporter.serving.config import server_tls
+from rankscope_exporter.serving.config import Address, server_tls
 from rankscope_exporter.serving.http_server import Answer, HttpServer
 from rankscope_exporter.serving.registration import ServiceClient, UnreachableError
 from rankscope_ingest.base import tls as service_tls

@@ -14,8 +14,7 @@ import pytest
 from tests.properties import THOROUGH
 
 from rankscope_contract.model.kinds import DEFAULT_OPS
-from rankscope_contract.model.rollups import ROLLUPS
-from rankscope_contract.model.schema import DATASETS, DIMENSIONS
+from rankscope_contract.model.schema import DATASETS, DIMENSIONS, ROLLUPS
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.errors import ShardLockError, StoreError
 from rankscope_storage.base.fsync import sync_to_disk

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rankscope_contract.model.rollups import BUCKET_SECONDS, ROLLUPS
-from rankscope_contract.model.schema import DATASETS, DIMENSIONS
+from rankscope_contract.model.schema import BUCKET_SECONDS, DATASETS, DIMENSIONS, ROLLUPS
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import dataset_schema

@@ -5,8 +5,7 @@ from __future__ import annotations
 import duckdb
 import pytest
 
-from rankscope_contract.model.rollups import ROLLUPS
-from rankscope_contract.model.schema import DATASETS
+from rankscope_contract.model.schema import DATASETS, ROLLUPS
 from rankscope_storage.connection import connect
 from rankscope_storage.query.statements import definitions, needed_definitions
 from rankscope_storage.sql.rollups import rollup_view

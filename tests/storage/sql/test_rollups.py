@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.storage.sql.rollup_reference import Row, rollups
 
-from rankscope_contract.model.rollups import ROLLUPS
+from rankscope_contract.model.schema import ROLLUPS
 from rankscope_storage.api.store import Batch, Store, Writer
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import dataset_schema, table_schema

@@ -5,8 +5,7 @@ table in docs/migration.md lists the equivalents of all options, calls and files
 this package. The package registers its configuration format with `config.loader`.
 """
 
-from rankscope_exporter.compat.msprobe.config_translation import translated
-from rankscope_exporter.compat.msprobe.settings import KEYS
+from rankscope_exporter.compat.msprobe.config_translation import KEYS, translated
 from rankscope_exporter.compat.msprobe.trainer_mon import TrainerMon
 from rankscope_exporter.config.loader import Dialect, register_dialect
 

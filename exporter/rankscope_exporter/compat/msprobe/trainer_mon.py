@@ -40,8 +40,7 @@ from rankscope_exporter.config.loader import read_settings
 from rankscope_exporter.config.monitor_config import MonitorConfig, setting_names
 from rankscope_exporter.process.identity import place_in, rank_here
 from rankscope_exporter.sampling.sampling_config import CHANGEABLE, SWITCH
-from rankscope_exporter.sinks.anomaly_file import Anomalies
-from rankscope_exporter.sinks.csv_msprobe import Csv
+from rankscope_exporter.sinks.csv_msprobe import Anomalies, Csv
 from rankscope_exporter.sinks.memory import Row
 from rankscope_exporter.sinks.tensorboard import TensorBoard
 from rankscope_exporter.statistics.selection import ALL_OPS, FALLBACK, chosen_ops

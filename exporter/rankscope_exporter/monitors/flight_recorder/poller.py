@@ -8,7 +8,8 @@ A reading holds the GIL. It delays this rank and all ranks that wait for this ra
 the same step, the job is delayed only once. Readings are therefore due at steps divisible by a power of two. Ranks
 whose readings take a similar time choose the same power without communication.
 
-Assigns entries of the flight record to steps, and counts entries that torch overwrote before they were read. No I/O.
+`StepAssignment` assigns entries of the flight record to steps, and counts entries that torch overwrote before they were
+read.
 
 An entry belongs to the last step that began before the entry was created. It becomes a row of the dataset `collectives`
 when its step has ended and its collective is finished on this rank, or when torch has overwritten the entry.
@@ -38,8 +39,7 @@ from rankscope_exporter.monitors.flight_recorder.torch_api import (
     read_without_stacks,
 )
 from rankscope_exporter.process.threads import OwnThread
-from rankscope_exporter.records.pending_step import PendingStep, monotonic_microseconds, now_microseconds
-from rankscope_exporter.records.step_events import StepObserver
+from rankscope_exporter.records.pending_step import PendingStep, StepObserver, monotonic_microseconds, now_microseconds
 from rankscope_exporter.records.step_record import StepRecord
 
 MOST_STEPS: Final = 16_384

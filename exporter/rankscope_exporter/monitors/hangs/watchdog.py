@@ -19,8 +19,7 @@ from typing import Final
 from rankscope_contract.diagnostics.rank_groups import Standing
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_exporter.base.errors import ErrorBoundary
-from rankscope_exporter.monitors.hangs.diagnosis import Diagnosis
-from rankscope_exporter.monitors.hangs.stack_signal import StackSignal
+from rankscope_exporter.monitors.hangs.diagnosis import Diagnosis, StackSignal
 from rankscope_exporter.process.threads import OwnThread
 
 

@@ -37,8 +37,7 @@ from rankscope_contract.model.phases import (
 )
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.observers.step_timing.clock import HostClock, Time, clock_of
-from rankscope_exporter.records.pending_step import PendingStep, now_microseconds
-from rankscope_exporter.records.step_events import Cause, StepObserver
+from rankscope_exporter.records.pending_step import Cause, PendingStep, StepObserver, now_microseconds
 from rankscope_exporter.records.step_record import Scalar
 
 Kind = Literal[

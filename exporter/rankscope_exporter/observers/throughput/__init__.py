@@ -3,8 +3,8 @@
 The FLOPs of a step come from the settings, from the script or from a formula.
 """
 
+from rankscope_exporter.observers.throughput.costs import ThroughputConfig
 from rankscope_exporter.observers.throughput.flop_counter import FlopCount, count_flops
 from rankscope_exporter.observers.throughput.meter import Throughput
-from rankscope_exporter.observers.throughput.peaks import ThroughputConfig
 
 __all__ = ["FlopCount", "Throughput", "ThroughputConfig", "count_flops"]

@@ -20,11 +20,16 @@ import torch
 
 from rankscope_exporter.adapters import Framework
 from rankscope_exporter.adapters.base import Hooking
-from rankscope_exporter.observers.throughput.costs import Cost, Inputs, NoFormulaError, cost_of
+from rankscope_exporter.observers.throughput.costs import (
+    Cost,
+    Inputs,
+    NoFormulaError,
+    ThroughputConfig,
+    cost_of,
+    peak_tflops,
+)
 from rankscope_exporter.observers.throughput.parameter_counts import Parallel, compute_dtype, multiplies_in_tf32
-from rankscope_exporter.observers.throughput.peaks import ThroughputConfig, peak_tflops
-from rankscope_exporter.records.pending_step import Pending, PendingStep
-from rankscope_exporter.records.step_events import Cause, StepObserver
+from rankscope_exporter.records.pending_step import Cause, Pending, PendingStep, StepObserver
 from rankscope_exporter.records.step_record import Scalar
 
 GIVEN: Final = "given"

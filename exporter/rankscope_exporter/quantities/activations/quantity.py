@@ -33,13 +33,16 @@ from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.placement import placement_of
 from rankscope_exporter.base.validation import table
-from rankscope_exporter.model.module_names import NamedModule
-from rankscope_exporter.model.name_patterns import Targets
-from rankscope_exporter.model.parameter_names import local_tensor
+from rankscope_exporter.model.parameter_names import NamedModule, Targets, local_tensor
 from rankscope_exporter.model.pytree import Found, Slot, Specs, parse_specs, received, returned
 from rankscope_exporter.quantities.base import Hooking, QuantityOptions, SamplingGate, Table
-from rankscope_exporter.quantities.hook_handles import TensorHooks, hook_after, hook_before, in_backward
-from rankscope_exporter.quantities.module_quantity import ModuleQuantity
+from rankscope_exporter.quantities.module_quantity import (
+    ModuleQuantity,
+    TensorHooks,
+    hook_after,
+    hook_before,
+    in_backward,
+)
 from rankscope_exporter.records.pending_step import ExpectedRows
 from rankscope_exporter.statistics.tensor_access import dtype_name, is_integer, why_not_measurable
 

@@ -28,7 +28,7 @@ from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
 from rankscope_exporter.base.validation import Checked, at_least, list_of
-from rankscope_exporter.model.name_patterns import Targets, target_notices
+from rankscope_exporter.model.parameter_names import Targets, target_notices
 from rankscope_exporter.model.pytree import MAX_TENSORS
 from rankscope_exporter.monitors.flight_recorder.entry import Entry
 from rankscope_exporter.monitors.flight_recorder.poller import read_before
@@ -41,25 +41,24 @@ from rankscope_exporter.monitors.flight_recorder.torch_api import (
 )
 from rankscope_exporter.quantities.base import Hooking, Quantity, QuantityOptions, SamplingGate, Table
 from rankscope_exporter.quantities.collectives import interception
-from rankscope_exporter.quantities.collectives.call_sites import CallSite, CallSites
 from rankscope_exporter.quantities.collectives.interception import (
+    OPERATIONS,
+    CallSite,
+    CallSites,
+    CallTensors,
     CollectiveCall,
     Interceptor,
     Listener,
     Output,
     PendingWork,
-    pending_work_of,
-    stream_of,
-)
-from rankscope_exporter.quantities.collectives.signatures import (
-    OPERATIONS,
-    CallTensors,
     TensorPart,
     call_tensors_of,
     group_text,
     is_coalescing,
+    pending_work_of,
+    stream_of,
 )
-from rankscope_exporter.quantities.hook_handles import CoverageNotes, in_backward, listed
+from rankscope_exporter.quantities.module_quantity import CoverageNotes, in_backward, listed
 from rankscope_exporter.statistics.tensor_access import dtype_name, why_not_measurable
 
 MAX_NOTICES: Final = 200

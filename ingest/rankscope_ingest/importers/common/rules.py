@@ -18,8 +18,7 @@ import pyarrow.compute as pc
 from rankscope_contract.model.events import EventType
 from rankscope_contract.model.kinds import JUDGED_OPS, VALUE_OPS
 from rankscope_contract.rules import AnomalyRule
-from rankscope_contract.rules.curve import CurveRule
-from rankscope_contract.rules.reference import SeriesEvaluator
+from rankscope_contract.rules.curve import CurveRule, SeriesEvaluator
 from rankscope_ingest.base.tables import table_schema
 from rankscope_ingest.importers.common.curve_rules import CurveEvaluator
 

@@ -14,8 +14,8 @@ from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.model.identity import Identity
 from rankscope_exporter import ConfigError, MonitorConfig
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.sinks import anomaly_file
-from rankscope_exporter.sinks.anomaly_file import Anomalies, AnomalyOptions
+from rankscope_exporter.sinks import csv_msprobe
+from rankscope_exporter.sinks.csv_msprobe import Anomalies, AnomalyOptions
 from rankscope_ingest.importers.common.importer import Faults
 from rankscope_ingest.importers.msprobe.json_files import read_anomalies
 
@@ -134,7 +134,7 @@ def test_partial_write_leaves_the_file_complete(tmp_path, monkeypatch):
 
 
 def test_file_size_is_limited(tmp_path, monkeypatch):
-    monkeypatch.setattr(anomaly_file, "MOST_BYTES", 600)
+    monkeypatch.setattr(csv_msprobe, "MOST_BYTES", 600)
     written = sink(tmp_path)
     written.put(record(1, anomaly()))
     with pytest.raises(OSError, match="limit of"):

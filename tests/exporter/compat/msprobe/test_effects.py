@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.exporter.compat.msprobe.monitored_runs import Net, Run, batch, model
 
 from rankscope_contract.msprobe.csv_layout import parse_folder
-from rankscope_exporter.compat.msprobe.settings import KEYS
+from rankscope_exporter.compat.msprobe.config_translation import KEYS
 from rankscope_exporter.statistics.selection import ALL_OPS
 
 GRADIENTS = {"grad_unreduced", "grad_reduced"}

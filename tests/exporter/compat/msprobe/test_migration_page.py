@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rankscope_exporter.compat.msprobe import TrainerMon
-from rankscope_exporter.compat.msprobe.settings import CC_KEYS, FORMATS, KEYS, L2_HOOKS
+from rankscope_exporter.compat.msprobe.config_translation import CC_KEYS, FORMATS, KEYS, L2_HOOKS
 from rankscope_exporter.compat.msprobe.trainer_mon import AS_IN_THE_CODE
 from rankscope_exporter.model.pytree import OBJECTS
 

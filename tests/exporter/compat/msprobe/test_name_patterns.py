@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rankscope_exporter.compat.msprobe.config_translation import module_pattern, parameter_pattern
-from rankscope_exporter.model.name_patterns import Targets, target_notices
+from rankscope_exporter.model.parameter_names import Targets, target_notices
 
 NAMES = ("", "layers.1", "layers.10", "layers.1.mlp", "encoder.layers.1.mlp", "decoder.layers.1.mlp", "module.head")
 PARAMETERS = (

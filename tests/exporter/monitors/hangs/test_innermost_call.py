@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rankscope_contract.diagnostics.wait_places import Place, place_of
+from rankscope_contract.diagnostics.blame import Place, place_of
 from rankscope_exporter.monitors.hangs.diagnosis import MOST_BYTES, called, innermost_call, take_stacks
 
 LOCK = threading.Lock()

@@ -134,7 +134,7 @@ def test_unreadable_signal_file_leaves_the_hang_detection(monkeypatch, reader, e
     def fail(_self):
         raise OSError("no such file")
 
-    monkeypatch.setattr("rankscope_exporter.monitors.hangs.stack_signal.StackSignal.written", fail)
+    monkeypatch.setattr("rankscope_exporter.monitors.hangs.diagnosis.StackSignal.written", fail)
     parts = made()
     with Monitor(watching(stacks_signal="SIGUSR2")).attach(parts["net"], parts["optimizer"]) as monitor:
         train(monitor, 3, **parts)

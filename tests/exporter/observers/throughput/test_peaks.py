@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rankscope_exporter.observers.throughput.peaks import TABLE, peak_tflops
+from rankscope_exporter.observers.throughput.costs import TABLE, peak_tflops
 
 # torch.cuda.get_device_name() of machines, and the dense bfloat16 TFLOP/s of their data sheets.
 NAMES = {
