@@ -20,7 +20,7 @@ communication: the view `tensor_global` of the store combines them.
 """
 
 from rankscope_exporter.statistics.kernels import backend_name, warm_up, warm_up_seconds
-from rankscope_exporter.statistics.measure_group import MeasureGroup, measure
+from rankscope_exporter.statistics.measure_group import MeasureGroup
 from rankscope_exporter.statistics.table import Finished, HostCopy, StatisticsTable, copy_entries, finish
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "backend_name",
     "copy_entries",
     "finish",
-    "measure",
     "warm_up",
     "warm_up_seconds",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -103,24 +102,9 @@ class MeasureGroup:
         torch_backend.measure(flats, sizes, rows, table, zero_below=self._zero_below)
 
 
-def measure(
-    tensors: Sequence[torch.Tensor | None], rows: Sequence[int], table: StatisticsTable, *, zero_below: float = 0.0
-) -> None:
-    """Compute the raw statistics of tensors[i] and write them to entry rows[i] of `table`.
-
-    The group of entries is cached for the next call with equal `rows`.
-    """
-    _group(rows if isinstance(rows, range) else tuple(rows), zero_below, table.device).measure(tensors, table)
-
-
 def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Return the local shard of a DTensor; return any other tensor unchanged."""
     if tensor is None or not hasattr(tensor, "to_local"):
         return tensor
     shard: torch.Tensor = tensor.to_local()
     return shard
-
-
-@functools.lru_cache(maxsize=256)
-def _group(rows: Rows, zero_below: float, _device: torch.device) -> MeasureGroup:
-    return MeasureGroup(rows, zero_below=zero_below)

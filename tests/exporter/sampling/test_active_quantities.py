@@ -13,7 +13,7 @@ from rankscope_exporter import ConfigError, Monitor, MonitorConfig, quantities
 from rankscope_exporter.quantities.base import Hooking, Quantity, SamplingGate, Table
 from rankscope_exporter.quantities.parameters import Parameters
 from rankscope_exporter.sampling.plan import PlanRegistry
-from rankscope_exporter.statistics import HostCopy, StatisticsTable, finish, measure
+from rankscope_exporter.statistics import HostCopy, MeasureGroup, StatisticsTable, finish
 
 
 class Outputs(Parameters):
@@ -160,11 +160,11 @@ def test_invalid_options_raise_with_the_fix(options, text):
 
 def test_growing_table_keeps_its_statistics():
     table = StatisticsTable(1, torch.device("cpu"))
-    measure([torch.tensor([3.0, 4.0])], range(1), table)
+    MeasureGroup(range(1)).measure([torch.tensor([3.0, 4.0])], table)
     early = HostCopy(table, 1)
-    measure([torch.tensor([3.0, 4.0])], range(1), table)
+    MeasureGroup(range(1)).measure([torch.tensor([3.0, 4.0])], table)
     table.grow(70)
-    measure([torch.ones(9)], range(69, 70), table)
+    MeasureGroup(range(69, 70)).measure([torch.ones(9)], table)
     late = finish(HostCopy(table, 70))
 
     assert [5.0] == finish(early).values[0].tolist()

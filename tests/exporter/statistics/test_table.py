@@ -9,15 +9,7 @@ import pytest
 import torch
 
 from rankscope_contract.model.kinds import COUNT_OPS, DEFAULT_OPS, VALUE_OPS
-from rankscope_exporter.statistics import (
-    HostCopy,
-    MeasureGroup,
-    StatisticsTable,
-    copy_entries,
-    finish,
-    measure,
-    torch_backend,
-)
+from rankscope_exporter.statistics import HostCopy, MeasureGroup, StatisticsTable, copy_entries, finish, torch_backend
 from rankscope_exporter.statistics.table import NUMEL_ROW
 
 CPU = torch.device("cpu")
@@ -46,7 +38,9 @@ def test_absent_entry_never_has_an_older_value(compiled):
 
 def test_numbers_beyond_float32_are_inf_with_numpy_errors_enabled():
     table = StatisticsTable(3, CPU)
-    measure([torch.full((3,), 1e300, dtype=torch.float64), torch.full((2,), torch.nan), None], range(3), table)
+    MeasureGroup(range(3)).measure(
+        [torch.full((3,), 1e300, dtype=torch.float64), torch.full((2,), torch.nan), None], table
+    )
     with np.errstate(all="raise"):
         finished = finish(HostCopy(table))
 
@@ -107,7 +101,7 @@ def test_tensors_are_written_to_their_rows(rows, compiled):
 def test_measure_creates_and_reuses_its_group(rows):
     table = StatisticsTable(3, CPU)
     for value in (1.0, 7.0):
-        measure([torch.tensor([value]), None], rows, table)
+        MeasureGroup(rows).measure([torch.tensor([value]), None], table)
     finished = finish(HostCopy(table))
 
     assert [False, True, False] == finished.present.tolist()
@@ -128,7 +122,7 @@ def test_second_measurement_keeps_entries_of_absent_tensors(compiled):
 )
 def test_copy_entries_copies_statistics_and_absence(source, target):
     table = StatisticsTable(4, CPU)
-    measure([torch.tensor([5.0]), None, torch.ones(3), torch.ones(3)], range(4), table)
+    MeasureGroup(range(4)).measure([torch.tensor([5.0]), None, torch.ones(3), torch.ones(3)], table)
     before = finish_without_emptying(table)
     copy_entries(table, source, target)
     after = finish(HostCopy(table))

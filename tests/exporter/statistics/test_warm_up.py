@@ -20,7 +20,7 @@ import sys, torch
 from rankscope_exporter import statistics
 def measure():
     table = statistics.StatisticsTable(1, torch.device("cpu"))
-    statistics.measure([torch.arange(5.0)], range(1), table)
+    statistics.MeasureGroup(range(1)).measure([torch.arange(5.0)], table)
     return statistics.finish(statistics.HostCopy(table)).values[2].tolist()
 """
 
