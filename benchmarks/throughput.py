@@ -15,8 +15,7 @@ from rankscope_exporter.adapters import framework_of
 from rankscope_exporter.monitors.hardware.poller import from_proc, from_psutil
 from rankscope_exporter.observers.resources import resident_bytes
 from rankscope_exporter.observers.throughput import Throughput, ThroughputConfig
-from rankscope_exporter.observers.throughput.costs import Inputs, cost_of
-from rankscope_exporter.observers.throughput.parameter_counts import ALONE
+from rankscope_exporter.observers.throughput.costs import ALONE, Inputs, cost_of
 from rankscope_exporter.records.pending_step import Pending, PendingStep, timing
 
 REPEATS = 2000

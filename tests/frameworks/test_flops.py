@@ -14,8 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rankscope_exporter import count_flops
 from rankscope_exporter.adapters import framework_of
-from rankscope_exporter.observers.throughput.costs import FORMULA, Inputs, NoFormulaError, cost_of
-from rankscope_exporter.observers.throughput.parameter_counts import ALONE
+from rankscope_exporter.observers.throughput.costs import ALONE, FORMULA, Inputs, NoFormulaError, cost_of
 
 transformers = pytest.importorskip("transformers", reason="pip install -e '.[trainers]'")
 

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from rankscope_contract.msprobe.csv_layout import (
+    CSV_KEYS,
     FEATURES,
+    MICRO_STEP,
     OTHER,
     TENSOR_FAMILIES,
     FamilyFile,
     parse_time,
     time_text,
 )
-from rankscope_contract.msprobe.files import CSV_KEYS, MICRO_STEP
 from rankscope_contract.msprobe.names import FAMILIES
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from rankscope_exporter.model.parameter_names import element_count
 from rankscope_exporter.monitors.hangs.diagnosis import Diagnosis
 from rankscope_exporter.monitors.hangs.watchdog import HangLimits, Watchdog
 from rankscope_exporter.observers.resources import OverheadReporter
-from rankscope_exporter.observers.throughput.parameter_counts import ALONE, Parallel
+from rankscope_exporter.observers.throughput.costs import ALONE, Parallel
 from rankscope_exporter.process import lifecycle
 from rankscope_exporter.process.identity import resolve_identity
 from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector

@@ -26,7 +26,7 @@ from rankscope_exporter.api.session_end import Owner
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.model.parameter_names import NamedParameter, Targets, named_parameters, target_notices
-from rankscope_exporter.observers.throughput.parameter_counts import ALONE, parallel_of
+from rankscope_exporter.observers.throughput.costs import ALONE, parallel_of
 from rankscope_exporter.process.identity import place_in
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]

@@ -24,8 +24,8 @@ from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPol
 from rankscope_exporter.monitors.hardware.poller import HardwarePoller
 from rankscope_exporter.observers.resources import MemoryObserver
 from rankscope_exporter.observers.step_timing.observer import StepTimingObserver
+from rankscope_exporter.observers.throughput.costs import Parallel
 from rankscope_exporter.observers.throughput.meter import Throughput
-from rankscope_exporter.observers.throughput.parameter_counts import Parallel
 from rankscope_exporter.publishing.console import Console, records_note
 from rankscope_exporter.records.pending_step import PendingStep, StepObserver
 from rankscope_exporter.records.step_record import StepRecord

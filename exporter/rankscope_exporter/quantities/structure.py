@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Final
 
 import torch
 
-from rankscope_contract.msprobe.files import STRUCTURE_FILE
+from rankscope_contract.msprobe.csv_layout import STRUCTURE_FILE
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.placement import placement_of
 from rankscope_exporter.base.validation import at_least, some_text

@@ -12,7 +12,7 @@ file of an earlier run.
 
 In msprobe, the key of an entry does not contain the statistic, so msprobe's file has only the last of several anomalies
 of a tensor. In the file of this sink, each anomaly has a separate key. An entry identifies its tensor by a tag: a text
-with stage, tensor name, micro-batch, rank and kind. `rankscope_contract.msprobe.files` describes these tags.
+with stage, tensor name, micro-batch, rank and kind. `rankscope_contract.msprobe.csv_layout` describes these tags.
 """
 
 from __future__ import annotations
@@ -32,14 +32,23 @@ import pyarrow.compute as pc
 from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.msprobe.csv_layout import (
+    ANOMALY_FILE,
+    ANOMALY_FOLDER,
+    CSV_KEYS,
     DEFAULT_TIME_ZONE,
+    MICRO_STEP,
     MICRO_STEP_FAMILIES,
+    NOT_KNOWN,
     OPS,
     OTHER,
     SCALAR_COLUMNS,
     SCALARS,
+    STACKS_COLUMNS,
+    STACKS_FILE,
     TENSOR_COLUMNS,
     Window,
+    anomaly_message,
+    anomaly_tag,
     check_time_zone,
     continued,
     file_name,
@@ -49,17 +58,6 @@ from rankscope_contract.msprobe.csv_layout import (
     window,
 )
 from rankscope_contract.msprobe.event_tags import scalar_tag
-from rankscope_contract.msprobe.files import (
-    ANOMALY_FILE,
-    ANOMALY_FOLDER,
-    CSV_KEYS,
-    MICRO_STEP,
-    NOT_KNOWN,
-    STACKS_COLUMNS,
-    STACKS_FILE,
-    anomaly_message,
-    anomaly_tag,
-)
 from rankscope_exporter.base.validation import Checked, between, list_of, validate
 from rankscope_exporter.records.step_record import Scalar, StepRecord
 from rankscope_exporter.sinks import files

@@ -30,7 +30,7 @@ from typing import Any, Final
 import torch
 
 from rankscope_contract.model.kinds import OPS, VALUE_OPS, Kind
-from rankscope_contract.msprobe.files import anomaly_tag
+from rankscope_contract.msprobe.csv_layout import anomaly_tag
 from rankscope_exporter.adapters import are_chunks
 from rankscope_exporter.api.monitor import Monitor
 from rankscope_exporter.base.copies import CopiesDoNothing

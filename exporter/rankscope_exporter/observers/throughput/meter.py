@@ -24,11 +24,13 @@ from rankscope_exporter.observers.throughput.costs import (
     Cost,
     Inputs,
     NoFormulaError,
+    Parallel,
     ThroughputConfig,
+    compute_dtype,
     cost_of,
+    multiplies_in_tf32,
     peak_tflops,
 )
-from rankscope_exporter.observers.throughput.parameter_counts import Parallel, compute_dtype, multiplies_in_tf32
 from rankscope_exporter.records.pending_step import Cause, Pending, PendingStep, StepObserver
 from rankscope_exporter.records.step_record import Scalar
 

@@ -22,8 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv as pa_csv
 
-from rankscope_contract.msprobe.csv_layout import plain
-from rankscope_contract.msprobe.files import CSV_KEYS, MICRO_STEP
+from rankscope_contract.msprobe.csv_layout import CSV_KEYS, MICRO_STEP, plain
 from rankscope_ingest.importers.common.importer import Faults
 from rankscope_ingest.importers.common.lines import read_lines, shown, torn_size
 

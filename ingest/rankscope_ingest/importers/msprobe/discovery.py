@@ -17,17 +17,20 @@ from pathlib import Path
 from typing import Final
 
 from rankscope_contract.msprobe.csv_layout import (
+    ANOMALY_FILE,
     CALLS,
     FEATURES,
     KIND_OF_FAMILY,
+    RANKED_ANOMALY_FILE,
     SLOTS,
+    STACKS_FILE,
+    STRUCTURE_FILE,
     FamilyFile,
     RankFolder,
     parse_call,
     parse_file,
     parse_folder,
 )
-from rankscope_contract.msprobe.files import ANOMALY_FILE, RANKED_ANOMALY_FILE, STACKS_FILE, STRUCTURE_FILE
 
 _DEPTH: Final = 5
 _NO_TIME: Final = dt.datetime.min.replace(tzinfo=dt.UTC)

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope_contract.model.events import EventType, Severity
-from rankscope_contract.msprobe.csv_layout import SLOTS, our_step
-from rankscope_contract.msprobe.files import (
+from rankscope_contract.msprobe.csv_layout import (
     KINDS_OF_TASKS,
+    SLOTS,
     STACKS_COLUMNS,
+    our_step,
     parse_anomaly_message,
     parse_anomaly_tag,
 )

@@ -26,9 +26,8 @@ import numpy as np
 import pyarrow as pa
 
 from rankscope_contract.model.kinds import VALUE_OPS
-from rankscope_contract.msprobe.csv_layout import DIRECTION, FEATURES, OPS, OTHER, SCALARS, our_step, plain
+from rankscope_contract.msprobe.csv_layout import CSV_KEYS, DIRECTION, FEATURES, OPS, OTHER, SCALARS, our_step, plain
 from rankscope_contract.msprobe.event_tags import labelled
-from rankscope_contract.msprobe.files import CSV_KEYS
 from rankscope_ingest.base.tables import table_schema
 from rankscope_ingest.importers.common.importer import RECORD_COLUMN, Faults, ImportedBlock
 from rankscope_ingest.importers.msprobe.csv_rows import (

@@ -24,8 +24,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.msprobe.csv_layout import Window, continued, file_name, folder_name, window
-from rankscope_contract.msprobe.files import CSV_KEYS, MICRO_STEP
+from rankscope_contract.msprobe.csv_layout import (
+    CSV_KEYS,
+    MICRO_STEP,
+    Window,
+    continued,
+    file_name,
+    folder_name,
+    window,
+)
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.formats.common.selection import Selection
 from rankscope_storage.formats.msprobe.rows import Cells

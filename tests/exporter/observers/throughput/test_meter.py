@@ -16,7 +16,7 @@ from torch import nn
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig, count_flops
 from rankscope_exporter.adapters import framework_of
 from rankscope_exporter.observers.throughput import ThroughputConfig, meter
-from rankscope_exporter.observers.throughput.parameter_counts import compute_dtype, multiplies_in_tf32
+from rankscope_exporter.observers.throughput.costs import compute_dtype, multiplies_in_tf32
 
 BATCH = 32
 IDS = torch.zeros(2, 10, dtype=torch.long)
