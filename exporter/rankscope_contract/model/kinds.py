@@ -54,6 +54,9 @@ SCALAR_STAGE: Final = 5.5
 Scalars, such as the gradient norm, summarise the tensors of the same step.
 """
 
+LOSS_STAGE: Final = 1.5
+"""Position of a finite loss in the causal order of a step: after the forward pass, before the backward pass."""
+
 GRADIENT_KINDS: Final = (Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED, Kind.GRAD_CLIPPED)
 
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.events import NO_CALL, EventType, causal_key, causal_micro_step, causal_stage
-from rankscope_contract.model.kinds import CAUSAL_STAGE
+from rankscope_contract.model.kinds import CAUSAL_STAGE, LOSS_STAGE
 from rankscope_ingest.reporting.rows import SYMPTOM_COLUMNS
 from rankscope_ingest.runs.incident import NON_FINITE, SEVERITIES, Subject, Symptom, urgency
 
@@ -136,6 +136,7 @@ def _symptom(row: dict[str, Any], level: int, count: int, subjects: frozenset[Su
             pp_stage=row["pp_stage"],
             call_id=row["call_id"],
             op=row["op"],
+            value=row["value"],
         ),
         events=count,
         further_subjects=subjects,
@@ -151,10 +152,14 @@ def _causal_columns(events: pa.Table) -> list[npt.NDArray[Any]]:
     first.
     """
     of_scalar = _by_word(events["op"], lambda op: causal_stage(None, op))
+    is_loss = pc.fill_null(pc.equal(events["op"].cast(pa.string()), "loss"), False)
+    is_finite_loss = pc.and_(is_loss, pc.fill_null(pc.is_finite(events["value"]), False))
+    of_scalar = np.where(is_finite_loss, LOSS_STAGE, of_scalar)
     stages = np.where(events["kind"].is_null(), of_scalar, _by_word(events["kind"], causal_stage))
     sign = np.where(stages < CAUSAL_STAGE["act_grad_in"], 1, -1)
     micro_steps = _integers(events["micro_step"], NO_CALL)
-    without = _by_word(events["kind"], lambda kind: causal_micro_step(None, causal_stage(kind))).astype(np.int64)
+    before_backward = np.where(stages == LOSS_STAGE, causal_micro_step(None, LOSS_STAGE), NO_CALL)
+    without = np.where(stages < CAUSAL_STAGE["act_in"], causal_micro_step(None, 0), before_backward)
     return [
         _integers(events["step"], NO_CALL),
         np.where(micro_steps == NO_CALL, without, micro_steps),

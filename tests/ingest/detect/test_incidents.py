@@ -450,6 +450,47 @@ def test_message_has_the_page_and_the_command_with_its_store():
     assert f"page: http://h:9470/x/runs/a%20b%2Fc/incidents/{incident.key}" in lines
 
 
+def rule_fired(rule, *, step=216, rank=0, micro_step=None, **columns):
+    place = {"run": "r", "attempt": 0, "rank": rank, "step": step, "micro_step": micro_step}
+    return {"type": "anomaly", "severity": "warning", "rule": rule, **place, **columns}
+
+
+SPIKE = {"op": "loss", "value": 108.9, "baseline": 0.25}
+GRADIENT = {"kind": "grad_unreduced", "tensor": "5.bias", "op": "norm", "value": 80.0, "baseline": 1.0}
+ACTIVATION = {"kind": "act_out", "tensor": "3", "op": "norm", "value": 80.0, "baseline": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("rows", "title"),
+    [
+        (
+            [rule_fired("AnomalyTurbulence", **GRADIENT, micro_step=0), rule_fired("LossSpike", **SPIKE)],
+            "[warning] r: LossSpike in loss, rank 0, step 216: loss 109, 4.4e+02 times its average",
+        ),
+        (
+            [rule_fired("LossSpike", **SPIKE), rule_fired("AnomalyTurbulence", **ACTIVATION, micro_step=0)],
+            "[warning] r: AnomalyTurbulence in act_out of 3, rank 0, step 216: norm 80, 80 times its average",
+        ),
+        (
+            [
+                rule_fired("AnomalyNan", **{**GRADIENT, "op": "nans"}),
+                rule_fired("LossNan", op="loss", value=float("nan"), step=217),
+            ],
+            "[warning] r: AnomalyNan in grad_unreduced of 5.bias, rank 0, step 216: 80 elements are NaN",
+        ),
+    ],
+    ids=["spike", "activation", "nan"],
+)
+def test_first_cause_of_gradients_and_a_spike_of_the_loss_is_the_loss(rows, title):
+    """The forward pass computes the loss before the gradients of the step."""
+    table = pa.Table.from_pylist(rows, schema=arrow_schema(pa, DATASETS["events"]))
+    incidents = tracker()
+    for one in symptoms(table):
+        incidents.observe(one, 0.0)
+
+    assert title in [message(one).title for one in incidents.open()]
+
+
 SMALL = st.none() | st.integers(0, 3)
 events = st.lists(
     st.fixed_dictionaries(
@@ -462,6 +503,8 @@ events = st.lists(
             "vpp_stage": SMALL,
             "pp_stage": SMALL,
             "call_id": SMALL,
+            "op": st.sampled_from(["loss", "eval_loss", "norm", None]),
+            "value": st.sampled_from([1.0, float("nan"), None]),
         }
     ),
     max_size=12,
@@ -476,7 +519,7 @@ def test_vectorised_first_cause_equals_that_of_the_contract(rows):
     full = [row | {"run": "r", "attempt": 0, "rank": 0, "message": str(n)} for n, row in enumerate(rows)]
     found = symptoms(pa.Table.from_pylist(full, schema=schema))
     anomalies = [row for row in full if row["type"] == "anomaly"]
-    fields = ("step", "micro_step", "kind", "vpp_stage", "pp_stage", "call_id")
+    fields = ("step", "micro_step", "kind", "vpp_stage", "pp_stage", "call_id", "op", "value")
     expected = {}
     for row in anomalies:
         key = causal_key(**{name: row[name] for name in fields})

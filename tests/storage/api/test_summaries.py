@@ -236,6 +236,13 @@ def test_only_top_anomalies_are_returned_also_if_many_share_a_step(asking, put):
     assert [5, 6, None] == [row.step for row in summaries.anomalies(asking, "r", top=99)[-3:]]
 
 
+def test_spike_of_the_loss_is_listed_before_the_gradients_of_its_step(asking, put):
+    gradient = {"kind": "grad_unreduced", "tensor": "5.bias", "op": "norm", "value": 80.0, "rule": "AnomalyTurbulence"}
+    put("events", anomaly(216, **gradient), anomaly(216, rule="LossSpike", op="loss", value=108.9))
+
+    assert ["LossSpike", "AnomalyTurbulence"] == [line.rule for line in summaries.anomaly_lines(asking, "r")]
+
+
 def test_anomalies_with_one_cause_are_one_line_with_all_ranks(asking, put):
     both = [anomaly(step, kind="grad_reduced", rank=rank) for step in (*range(10, 40), 61) for rank in (0, 1)]
     put("events", *both, anomaly(10, kind="grad_unreduced", rank=1), anomaly(12, kind="grad_reduced", rank=2))
