@@ -131,3 +131,28 @@ async def test_open_list_shows_a_new_run_and_its_first_step(page, tmp_path):
     assert ["second", "first"] == names
     assert "2 runs, 0 active" == about
     assert [] == page.problems
+
+
+async def test_page_opened_before_its_run_shows_the_run_and_then_its_incident(page, tmp_path):
+    """The header, the tab, the panel and the page of incidents show the incident together, without a new request."""
+    panel = "document.querySelector('#incidents')?.innerText"
+    async with running_service(tmp_path / "store", **{"ingest.flush_after_seconds": 1.0}) as service:
+        await in_thread(page.open, f"{service.url}/runs/r")
+        missing = await in_thread(page.run, "document.querySelector('main').innerText")
+        page.problems.clear()  # the answers 404
+        async with FakeRank() as rank:
+            rank.publish_steps(3)
+            await rank.register(service.url)
+            await in_thread(page.wait, f"{panel}?.includes('None.')", 15)
+            page.problems.clear()
+            details = '{"reason": "exception", "exception": "ValueError: boom"}'
+            rank.publish(step=None, events=[{"type": "exit", "severity": "critical", "details": details}])
+            await in_thread(page.wait, "document.querySelector('#head .pill.failed')", 15)
+            await in_thread(page.wait, "document.querySelector('#tabs .count')?.innerText === '1'", 15)
+            await in_thread(page.wait, f"!{panel}.includes('None.')")
+            shown = await in_thread(page.run, panel)
+        await leave(page)
+
+    assert "This page loads again every 2 s until the run appears." in missing
+    assert "exception at step 2" in shown
+    assert [] == page.problems

@@ -12,8 +12,9 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 from tests.properties import few
-from tests.view.training import HOSTILE, MAIN, START
+from tests.view.training import HOSTILE, MAIN, START, append, scalars
 
+from rankscope_storage.api.store import Store
 from rankscope_view.assets import ASSETS, UPLOT
 from rankscope_view.data.ranks import RankOrder, RankRow, rank_table
 from rankscope_view.data.runs import RunQuery, run_list
@@ -92,6 +93,15 @@ def test_page_of_a_long_run_requests_its_goodput(store_path, connection):
     assert f"/data/goodput?run={MAIN}" == address
     assert percent(row["goodput"]) == answer[0]
     assert f"Goodput {answer[0]}" in read(site, "runs", MAIN, goodput="1").text
+
+
+def test_change_of_a_flat_loss_with_one_spike_is_zero(tmp_path):
+    steps = np.arange(200)
+    values = np.where(steps == 100, 113.0, 2.0)
+    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
+        append(writer, scalars=scalars("r", "loss", steps, values, incarnation="r-0", ts=START + steps))
+
+    assert "+0 in 100 rows" in read(Site(tmp_path / "store"), "runs", "r").text
 
 
 def test_events_are_events_and_restarts_are_counted(site):
@@ -306,7 +316,10 @@ def test_curve_as_csv_has_every_stored_row(site):
 
 @pytest.mark.parametrize("segments", [("runs", "no such run"), ("unknown",), ("runs", MAIN, "unknown")])
 def test_unknown_page_is_not_found(site, segments):
-    assert 404 == site.respond(segments, {}).status
+    answer = site.respond(segments, {})
+
+    assert 404 == answer.status
+    assert (segments[-1] == "no such run") == ("Refresh" in answer.headers)
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,10 @@ class NotFoundError(Exception):
     """The store has no object with this name; the text names it."""
 
 
+class NoRunError(NotFoundError):
+    """The store has no such run yet; the text names it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """One request: the segments of its path, its query, and the problems of the service to show."""

@@ -22,6 +22,7 @@ from rankscope_view.answers import (
     HEADERS,
     HTML,
     Asked,
+    NoRunError,
     NotFoundError,
     Query,
     Response,
@@ -67,6 +68,9 @@ from rankscope_view.report import report
 _IMMUTABLE: Final = {"Cache-Control": "public, max-age=31536000, immutable"}
 _PAGE_SECONDS: Final = 5.0
 """Longest time in seconds for which a page is cached, because it contains ages."""
+
+_RETRY_SECONDS: Final = 2
+"""Time in seconds after which the page of a run that is not stored yet is requested again."""
 
 MOST_STEP_TIMES: Final = 50_000
 """Number of step times of a run up to which its page contains the goodput. It takes seconds for a million, and the page
@@ -137,7 +141,7 @@ class Site:
             try:
                 found = self._answer(connection, asked)
             except NotFoundError as error:
-                return self._missing(str(error))
+                return self._missing(error)
         if asked.segments[2:] != ("report",):  # a report is large, and requested once
             self._remember(key, version, found)
         return found
@@ -198,9 +202,12 @@ class Site:
                 return curve_csv(connection, asked)
         raise NotFoundError(f"There is no page at /{'/'.join(asked.segments)}.")
 
-    def _missing(self, reason: str) -> Response:
-        body = f'<div class="panel blank"><strong>Not found</strong><p>{text(reason)}</p></div>'
-        return Response(status=404, body=document(self._place, "Not found", body).encode())
+    def _missing(self, error: NotFoundError) -> Response:
+        may_begin = isinstance(error, NoRunError)
+        later = f"<p>This page loads again every {_RETRY_SECONDS} s until the run appears.</p>" if may_begin else ""
+        body = f'<div class="panel blank"><strong>Not found</strong><p>{text(str(error))}</p>{later}</div>'
+        headers = {**HEADERS, "Refresh": str(_RETRY_SECONDS)} if may_begin else HEADERS
+        return Response(status=404, body=document(self._place, "Not found", body).encode(), headers=headers)
 
     def _place_of(self, asked: Asked, *, is_live: bool) -> Place:
         return replace(self._place, is_live=is_live, version=asked.version)
@@ -216,7 +223,7 @@ class Site:
         most = None if asked.query.get("goodput") else self._most_step_times
         found = read_detail(connection, asked.run, most_step_times=most)
         if found is None:
-            raise NotFoundError(f"The store has no run {asked.run!r}.")
+            raise NoRunError(f"The store has no run {asked.run!r}.")
         return self._place_of(asked, is_live=found.row.is_live), found
 
     def _run(self, connection: Connection, asked: Asked) -> Response:
@@ -241,7 +248,7 @@ class Site:
     def _report(self, connection: Connection, asked: Asked) -> Response:
         found = report(connection, asked.run, made_at=self._clock(), source=self._path.name)
         if found is None:
-            raise NotFoundError(f"The store has no run {asked.run!r}.")
+            raise NoRunError(f"The store has no run {asked.run!r}.")
         headers = {
             "Content-Security-Policy": f"{found.policy}; frame-ancestors 'none'",
             "Content-Disposition": f'attachment; filename="{report_name(asked.run)}"',
@@ -251,7 +258,7 @@ class Site:
     def _row(self, connection: Connection, asked: Asked) -> tuple[Place, RunRow]:
         row = run_row(connection, asked.run)
         if row is None:
-            raise NotFoundError(f"The store has no run {asked.run!r}.")
+            raise NoRunError(f"The store has no run {asked.run!r}.")
         return self._place_of(asked, is_live=row.is_live), row
 
     def _tensors(self, connection: Connection, asked: Asked) -> Response:
@@ -300,7 +307,7 @@ class Site:
         found = compare(connection, sides)
         if found is None:
             names = " and ".join(repr(side.run) for side in sides)
-            raise NotFoundError(f"The store does not have the runs {names}.")
+            raise NoRunError(f"The store does not have the runs {names}.")
         choice = chart_choice(asked)
         curves: dict[str, Curve] = {}
         for name in (LOSS, DIFFERENCE, *SCALARS[1:]):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +19,8 @@ LOSS: Final = "loss"
 TOKENS: Final = "tokens_total"
 _LOSS_ENDINGS: Final = ("_loss", "/loss", ".loss")
 _WINDOW_SECONDS: Final = 30.0
+_LEAST_STEPS: Final = 10
+_PARTS: Final = 5  # of the newest steps: the time left follows from their median, as in the view `run_eta`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +100,7 @@ class RunMeter:
         if step is not None and step != newest:  # reports of a hang repeat the last step
             self.last_step_at = ts if self.last_step_at is None else max(self.last_step_at, ts)
         if step is not None and (newest is None or step >= newest):  # a rank that is behind does not show the rate
-            _remember(self._steps, seconds, step)
+            _remember(self._steps, seconds, step, _LEAST_STEPS + 1)
         if scalars is None:
             return
         self._observe_losses(rank, scalars, steps or (lambda _: step))
@@ -141,7 +145,7 @@ class RunMeter:
         return sum(rates) if rates else None
 
     def steps_per_second(self) -> float | None:
-        """Return the steps per second over the last 30 s, or None if unknown.
+        """Return the steps per second over the last 30 s and at least ten steps, or None if unknown.
 
         The times are those of the clock of the rank with the highest step.
         """
@@ -149,10 +153,10 @@ class RunMeter:
 
     def eta_seconds(self, planned_steps: int | None, step: int | None) -> float | None:
         """Return the time in seconds that the remaining steps need at the present rate, or None if it is unknown."""
-        rate = _rate(self._steps)
-        if planned_steps is None or step is None or not rate:
+        pace = _pace(self._steps)
+        if planned_steps is None or step is None or not pace:
             return None
-        return max(0, planned_steps - step) / rate
+        return max(0, planned_steps - step) * pace
 
 
 def run_progress(attempt: Attempt, meter: RunMeter, targets: Iterable[Target]) -> RunProgress:
@@ -202,13 +206,13 @@ def _last_position(scalars: Mapping[str, pa.Array] | pa.Table, name: str) -> int
     return max((position for position in found if labels[position] == main), default=None)
 
 
-def _remember(series: deque[tuple[float, float]], at: float, value: float) -> None:
+def _remember(series: deque[tuple[float, float]], at: float, value: float, least: int = 1) -> None:
     if series and at < series[-1][0]:
         return  # another rank is ahead of this one
     if series and value < series[-1][1]:
         series.clear()  # the counter was reset
     series.append((at, value))
-    while at - series[0][0] > _WINDOW_SECONDS:
+    while len(series) > least and at - series[0][0] > _WINDOW_SECONDS:
         series.popleft()
 
 
@@ -217,3 +221,10 @@ def _rate(series: deque[tuple[float, float]]) -> float | None:
         return None
     (begin, low), (end, high) = series[0], series[-1]
     return (high - low) / (end - begin) if end > begin else None
+
+
+def _pace(series: deque[tuple[float, float]]) -> float | None:
+    edges = sorted({(len(series) - 1) * part // _PARTS for part in range(_PARTS + 1)}) if series else []
+    marks = itertools.pairwise(series[edge] for edge in edges)
+    paces = [(end - begin) / (high - low) for (begin, low), (end, high) in marks if high > low]
+    return statistics.median(paces) if paces else None

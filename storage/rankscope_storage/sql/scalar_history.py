@@ -186,7 +186,8 @@ rollups."""
 # A thousand years. Scripts that stop by another criterion plan 2^63 - 1 steps, for which no date exists.
 _MOST_SECONDS: Final = 31_556_952_000
 
-# From the clock, not from `step_seconds`: evaluation and checkpoints take time too.
+# From the clock, not from `step_seconds`: evaluation and checkpoints take time too. The pace is the median over five
+# parts of the newest steps: it follows a change immediately, and one pause does not change it.
 _RUN_ETA: Final = f"""\
 CREATE OR REPLACE VIEW run_eta AS
 WITH pace AS (
@@ -199,10 +200,22 @@ WITH pace AS (
   GROUP BY run, attempt, step
   QUALIFY attempt = max(attempt) OVER (PARTITION BY run) AND step > max(step) OVER (PARTITION BY run, attempt) - 100
 ),
+recent AS (
+  SELECT run, step, step - lag(step) OVER by_step AS steps, epoch_us(ts) - lag(epoch_us(ts)) OVER by_step AS micros
+  FROM pace WHERE ts IS NOT NULL
+  WINDOW by_step AS (PARTITION BY run ORDER BY step)
+  QUALIFY steps IS NOT NULL AND (ts > max(ts) OVER (PARTITION BY run) - INTERVAL 30 SECOND
+    OR row_number() OVER (PARTITION BY run ORDER BY step DESC) <= 10)
+),
+parts AS (
+  SELECT run, sum(micros) / sum(steps) / 1e6 AS seconds_per_step
+  FROM (SELECT *, ntile(5) OVER (PARTITION BY run ORDER BY step) AS part FROM recent) GROUP BY run, part
+),
 speed AS (
-  SELECT run, max(step) AS newest_step, max(ts) AS last_seen_at,
-    epoch(max(ts) - min(ts)) / nullif(max(step) - min(step), 0) AS seconds_per_step
-  FROM pace GROUP BY run
+  SELECT run, any_value(newest_step) AS newest_step, any_value(last_seen_at) AS last_seen_at,
+    median(seconds_per_step) AS seconds_per_step
+  FROM (SELECT run, max(step) AS newest_step, max(ts) AS last_seen_at FROM pace GROUP BY run)
+  LEFT JOIN parts USING (run) GROUP BY run
 )
 SELECT run, state, newest_step AS step, planned_steps, seconds_per_step, last_seen_at,
   CASE WHEN newest_step >= planned_steps THEN 0 WHEN state IN ({_ENDED}) THEN NULL

@@ -115,6 +115,9 @@ def test_eta_follows_the_present_rate():
     assert pytest.approx(2 * 51) == meter.eta_seconds(100, 49)
     assert meter.eta_seconds(None, 49) is None
     assert 0 == meter.eta_seconds(40, 49)
+    for step in range(50, 58):  # slower, of which one has a pause
+        meter.observe(0, None, (98 + 10 * (step - 49) + 100 * (step > 54)) * 1_000_000, step)
+    assert pytest.approx(10 * 43) == meter.eta_seconds(100, 57)
 
 
 def an_attempt(run="r", **changes):

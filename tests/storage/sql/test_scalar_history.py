@@ -300,7 +300,21 @@ def eta(connection) -> list[tuple]:
     return connection.sql("SELECT step, seconds_per_step, eta_seconds, expected_end FROM run_eta").fetchall()
 
 
-def test_eta_uses_the_last_100_steps_of_the_newest_attempt(writer, connection):
+@pytest.mark.parametrize("fast", [0.1, 0.5])
+def test_eta_follows_a_change_of_pace_and_not_a_pause(fast, writer, connection):
+    """Ten steps of 3 s follow faster ones. Then, one checkpoint takes a minute."""
+    changed = [paced(100 + step, fast * 100 + 3.0 * step) for step in range(1, 11)]
+    paused = [paced(110 + step, fast * 100 + 90.0 + 3.0 * step) for step in range(1, 5)]
+    append(writer, "scalars", [*[paced(step, fast * step) for step in range(1, 101)], *changed])
+    append(writer, "runs", [run_row(planned_steps=150)])
+    before = eta(connection)
+    append(writer, "scalars", paused)
+
+    assert [(110, pytest.approx(3.0), pytest.approx(120.0))] == [row[:3] for row in before]
+    assert [(114, pytest.approx(3.0), pytest.approx(108.0))] == [row[:3] for row in eta(connection)]
+
+
+def test_eta_uses_the_newest_steps_of_the_newest_attempt(writer, connection):
     """The first steps are slow, the last ones take 2 s each; the previous attempt was ten times slower."""
     slow = [paced(step, 100.0 * step) for step in range(1, 50)]
     fast = [paced(step, 10_000 + 2.0 * step, attempt=1) for step in range(300, 500)]

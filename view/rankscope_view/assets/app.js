@@ -118,7 +118,10 @@ if (page === "list") list();
 if (document.querySelector(".plot[data-chart]")) charts();
 void fillPending();
 if (document.querySelector(".heat")) void import("./heat.js").then((heat) => heat.start(bind, updates, redraws));
-for (const button of document.querySelectorAll(".copy")) button.addEventListener("click", () => void copy(/** @type {HTMLElement} */ (button)));
+document.addEventListener("click", (event) => {
+  const button = /** @type {HTMLElement} */ (event.target).closest(".copy"); // live updates replace buttons
+  if (button) void copy(/** @type {HTMLElement} */ (button));
+});
 if (document.body.dataset.version) {
   const run = page === "run" ? (byId("run")?.dataset.run ?? "") : "";
   follow(async () => void (await Promise.all(updates.map((update) => update()))), run, (rows, isNew) => extensions.forEach((extend) => extend(rows, isNew)));

@@ -14,7 +14,7 @@ export function load(url) {
     const request = new XMLHttpRequest();
     request.open("GET", url);
     request.responseType = "document";
-    request.onload = () => (request.response ? resolve(request.response) : reject(new Error(String(request.status))));
+    request.onload = () => (request.response && request.status < 400 ? resolve(request.response) : reject(new Error(String(request.status))));
     request.onerror = () => reject(new Error("connection refused"));
     request.send();
   });
@@ -30,8 +30,8 @@ export async function refresh(url, keepsOrder) {
   const next = await load(url);
   for (const part of document.querySelectorAll("[data-live][id]")) {
     const other = next.getElementById(part.id);
-    if (!other && part.id === "empty") location.reload(); // the first run
-    if (!other || part.isEqualNode(other)) continue;
+    if (!other) return location.reload(); // another page: the first run, or the first loss
+    if (part.isEqualNode(other)) continue;
     const fresh = /** @type {HTMLElement} */ (document.importNode(other, true));
     if (part.id === "runs") merge(/** @type {HTMLElement} */ (part), fresh, keepsOrder);
     const scroll = part.querySelector(".scroll")?.scrollTop ?? 0;

@@ -61,7 +61,7 @@ class RunDetail:
     steps_again: int
     advice: tuple[Advice, ...]
     perplexity: float | None
-    loss_change: tuple[float, int] | None  # of the mean of the newest rows against as many before them; that number
+    loss_change: tuple[float, int] | None  # of the median of the newest rows against as many before them; that number
 
     def history(self, name: str) -> History:
         """Return the history of the scalar `name`, without rows if the run has none."""
@@ -163,7 +163,7 @@ def _change(loss: History) -> tuple[float, int] | None:
     rows = min(RECENT_ROWS, len(values) // 2)
     if rows < 5 or not np.isfinite(values[-2 * rows :]).all():
         return None
-    return float(values[-rows:].mean() - values[-2 * rows : -rows].mean()), rows
+    return float(np.median(values[-rows:]) - np.median(values[-2 * rows : -rows])), rows
 
 
 def speed_change(history: History) -> tuple[float, int] | None:

@@ -20,7 +20,13 @@ from rankscope_view.data.raw_rows import RawRows, SeriesRows, read_rows
 
 SPARKLINE_POINTS: Final = 60
 _PACE_STEPS: Final = 100
-"""Number of newest steps whose times determine the time left, as in the view `run_eta`."""
+_PACE_SECONDS: Final = 30.0
+_LEAST_STEPS: Final = 10
+_PARTS: Final = 5
+"""The time left follows from those of the newest 100 steps that are among the last 10 logged ones or at most 30 s old.
+
+The pace is the median over five parts of them, as in the view `run_eta`: one pause does not change it.
+"""
 
 _SHOWN: Final = (LOSS, LEARNING_RATE, *SPEEDS)
 _NAMES: Final = ", ".join(map(sql_string, _SHOWN))
@@ -190,10 +196,15 @@ def _seconds_left(series: Sequence[SeriesRows], planned: int | None) -> float | 
     step, time = (np.concatenate([getattr(one, name) for one in recent]) for name in ("step", "time"))
     order = np.argsort(step, kind="stable")
     step, time = step[order], time[order]
-    last = np.maximum.reduceat(time, np.flatnonzero(np.diff(step, prepend=-1))) if len(step) else step
-    if len(last) < 2:
+    begins = np.flatnonzero(np.diff(step, prepend=-1))
+    if len(begins) < 2:
         return None
-    return (planned - newest) * float(last.max() - last.min()) / float(step[-1] - step[0])
+    last = np.maximum.reduceat(time, begins)
+    is_recent = last[1:] > last.max() - _PACE_SECONDS
+    is_recent[-_LEAST_STEPS:] = True
+    parts = np.array_split(np.stack((np.diff(last), np.diff(step[begins])))[:, is_recent], _PARTS, axis=1)
+    paces = [seconds / steps for seconds, steps in (part.sum(axis=1) for part in parts if part.size)]
+    return (planned - newest) * float(np.median(paces))
 
 
 def _newest_steps(series: Sequence[SeriesRows], attempt: int) -> tuple[int, list[SeriesRows]]:

@@ -33,6 +33,7 @@ def list_page(place: Place, row: RunRow, found: Sequence[Incident]) -> str:
         f'<table class="list">{head}{rows}</table>' if rows else '<p class="empty">None is stored for this run.</p>',
         kind="scrolls",
     )
+    body = f'<div id="list" data-live>{body}</div>'
     return document(
         place, f"Incidents of {row.run}", body, crumbs=crumbs, nav=tabs(place, row, "incidents"), page="incidents"
     )
@@ -85,7 +86,7 @@ def page(place: Place, row: RunRow, one: Incident, story: Story) -> str:
     ranks = f"Ranks concerned: {rank_list(story.ranks)}." if story.ranks else ""
     about = f"First of {count(max(story.total, one.events))} anomalies. {_growth(story)}{ranks} {text(one.cause or '')}"
     head = (
-        f'<div class="runhead incidenthead"><div class="title"><span class="pill {"failed" if one.is_critical else "pending"}">{icon(severity)}{word}</span>'
+        f'<div class="runhead incidenthead" id="incident" data-live><div class="title"><span class="pill {"failed" if one.is_critical else "pending"}">{icon(severity)}{word}</span>'
         f'<span class="pill {kind}">{icon(kind)}{state}</span>{_beside(place, one.run, story.beside)}</div><h1>{sentence(one)}</h1><p class="reason">{about}</p></div>'
     )
     body = (

@@ -25,7 +25,7 @@ def page(place: Place, row: RunRow, table: RankTable, order: RankOrder, now: flo
     """Return the page of the ranks of a run, in this order."""
     crumbs = [(row.run, place.url("runs", row.run)), ("Ranks", None)]
     if not table.rows:
-        body = f'<div class="panel blank">{icon("unknown")}<strong>No rank has sent a row in this run</strong><p>Imported logs have no ranks.</p></div>'
+        body = f'<div class="panel blank" id="no-rank" data-live>{icon("unknown")}<strong>No rank has sent a row in this run</strong><p>Imported logs have no ranks.</p></div>'
         return document(place, f"Ranks of {row.run}", body, crumbs=crumbs, nav=tabs(place, row, "ranks"), page="ranks")
     found = list(
         verdicts(table, now, is_live=row.is_live, link=functools.partial(_compare_link, place, row.run, table))

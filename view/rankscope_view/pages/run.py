@@ -363,12 +363,13 @@ def chart_panel(
 def _no_loss(place: Place, found: RunDetail) -> str:
     others = ", ".join(text(title(name).lower()) for name in found.histories) or "no other curve"
     link = f'<a class="button" href="{place.url("runs", found.row.run, "tensors")}">Tensors</a>'
-    return f'<div class="panel blank">{icon("unknown")}<strong>This run logs no loss</strong><p>Stored: {others}.</p>{link}</div>'
+    return f'<div class="panel blank" id="no-loss" data-live>{icon("unknown")}<strong>This run logs no loss</strong><p>Stored: {others}.</p>{link}</div>'
 
 
 def _incidents(place: Place, row: RunRow) -> str:
     if not row.incidents:
-        return panel("Open incidents", '<p class="empty">None.</p>', name="incidents", kind="quiet")
+        none = panel("Open incidents", '<p class="empty">None.</p>', kind="quiet")
+        return f'<div id="incidents" data-live>{none}</div>'
     items = "".join(
         f'<a class="item" href="{place.url("runs", row.run, "incidents", one.key)}">{incident_line(one)}</a>'
         for one in row.incidents[:5]
@@ -415,7 +416,8 @@ def _events(place: Place, row: RunRow, log: EventLog) -> str:
 
 def _advice(advice: Sequence[Advice]) -> str:
     lines = "".join(f"<p>{icon('warning') if one.is_action else ''}{text(one.text)}</p>" for one in advice)
-    return panel("Advice", f'<div class="prose">{lines}</div>', kind="advice") if lines else ""
+    shown = panel("Advice", f'<div class="prose">{lines}</div>', kind="advice") if lines else ""
+    return f'<div id="advice" data-live>{shown}</div>'
 
 
 def events_page(place: Place, found: RunDetail, log: EventLog, group: Group | None, page_number: int) -> str:
