@@ -147,7 +147,7 @@ def alerting(
             ports={name: free_port() for name in ("service", "prometheus", "alertmanager")},
             prometheus=Path(prometheus),
             alertmanager=Path(alertmanager),
-            receivers=receivers([receiver.webhook_url, smtp]),
+            receivers=receivers([receiver.webhook_url, smtp])[0],
             scrape_seconds=scrape_seconds,
             group_wait_seconds=GROUP_WAIT_SECONDS,
             group_interval_seconds=1.0,

@@ -98,7 +98,7 @@ def post(tmp_path: Path, require_server: Any) -> Iterator[Callable[[list[dict[st
         address = f"http://127.0.0.1:{web.server_port}"
         addresses = [f"{address}/hook", f"slack+{address}/slack", f"smtp://127.0.0.1:{mail.port}?to=a@b.example&tls=no"]
         settings = AlertmanagerSettings(
-            rules=DEFAULT_RULES, receivers=receivers(addresses), group_wait_seconds=1, group_interval_seconds=1
+            rules=DEFAULT_RULES, receivers=receivers(addresses)[0], group_wait_seconds=1, group_interval_seconds=1
         )
         (tmp_path / "alertmanager.yml").write_text(as_yaml(alertmanager_config(settings)))
         url = f"127.0.0.1:{free_port()}"

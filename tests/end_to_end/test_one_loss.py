@@ -62,7 +62,7 @@ def test_loss_of_a_run_is_one_number_everywhere(service: Service) -> None:
         found = {
             "status": _shown(live[run]["loss"]),
             "status page": re.search(rf"\b{run} attempt 0 .*? loss (\S+)", status).group(1),
-            "list": re.search(rf"\b{run} Completed .*? s (\S+)", listed).group(1),
+            "list": re.search(rf"\b{run} Completed.*? in [\d.]+ \w+ (\S+)", listed).group(1),
             "page": re.search(r" Loss (\S+)", page).group(1),
             "report": re.search(r" Loss (\S+?)[.;]? ", report).group(1),
             "summary": _shown(float(re.search(r"current: ([^ ;]+)", words).group(1))),

@@ -182,12 +182,13 @@ def run_incident(
     rank that failed first or that blocks the others, or None if it is unknown. `cause` is the evidence for that rank.
     """
     failed = attempt.ranks.get(rank) if rank is not None and rule == RUN_FAILED else None
+    # Other ranks may have begun the next step. The last steps of a rank without an exit report may not have arrived.
+    own_step = failed.last_step if failed is not None and failed.exited_at is not None else None
     first = Symptom(
         run=attempt.run,
         attempt=attempt.number,
         rank=rank,
-        # Other ranks may have begun the next step.
-        step=attempt.last_step if failed is None or failed.last_step is None else failed.last_step,
+        step=attempt.last_step if own_step is None else own_step,
         severity=Severity.CRITICAL,
         causal=(),
         rule=rule,

@@ -160,7 +160,7 @@ def test_step_number_between_steps_is_that_of_the_next_step(
         monitor.end_step()
         eventually(lambda: {row.step for row in read.rows()} == {1, 50})
 
-        assert [(1, 2.0)] == read.scalars("evaluation_loss")
+        assert [(1, 2.0)] == read.scalars("eval_loss")
 
 
 def test_rates_and_totals_follow_from_amounts(quiet: MonitorConfig, reader: MakeReader, eventually: Eventually) -> None:

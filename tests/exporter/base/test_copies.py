@@ -27,6 +27,7 @@ import rankscope
 import rankscope_exporter
 from rankscope.reports import OpenedRun
 from rankscope_contract.model.events import Event
+from rankscope_contract.rules.curve import CurveRule
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_contract.security.web_config import TlsServer, WebConfig
@@ -58,6 +59,7 @@ DATA: dict[type[Any], Factory] = {
     Anomaly: lambda _: Anomaly(run="r", rank=1, step=2, events=(EVENT,), samples=(3,)),
     AnomalyNan: lambda _: AnomalyNan(threshold=3.0),
     AnomalyTurbulence: lambda _: AnomalyTurbulence(threshold=3.0),
+    CurveRule: lambda _: CurveRule(name="Reward", ratio=3.0, names=("reward",)),
     CaptureConfig: lambda _: CaptureConfig(steps=3),
     EndedRun: lambda _: EndedRun(run="r", rank=0, source="records", is_stored=True),
     Event: lambda _: EVENT,

@@ -13,6 +13,7 @@ from torch import nn
 
 from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, DEFAULT_OPS, VALUE_OPS
 from rankscope_contract.rules import AnomalyRule
+from rankscope_contract.rules.curve import RANK_RULES
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
@@ -153,7 +154,7 @@ def test_rule_without_its_ops_is_reported(rule: AnomalyRule, ops, missing):
 
 def test_rule_ignores_unpublished_ops_except_nan_counts(reader, eventually):
     net, optimizer = net_and_optimizer()
-    rules = (AnomalyNan(), AnomalyTurbulence(threshold=0.5, ops=("norm",)))
+    rules = (AnomalyNan(), AnomalyTurbulence(threshold=0.5, ops=("norm",)), *RANK_RULES[2:])
     config = replace(config_of(quantities=("parameters",), ops=["max"]), rules=rules)
     with Monitor(config).attach(net, optimizer) as monitor:
         read = reader(monitor)

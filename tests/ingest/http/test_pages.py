@@ -49,13 +49,16 @@ def test_bad_prefix_is_rejected(path):
         ServiceSection(base_path=path)
 
 
-async def test_value_of_a_viewed_run_is_sent_before_its_commit(start_service, fake_rank):
+async def test_value_of_a_viewed_run_is_sent_before_its_commit(start_service, fake_rank, eventually):
     settings = {"ingest.flush_after_seconds": 3600.0, "ingest.poll_seconds": 3.0}
     async with fake_rank() as rank, start_service(**settings) as service, aiohttp.ClientSession() as session:
         await rank.register(service.url)
         async with session.get(f"{service.url}/data/live?run=r&version=0") as stream:
             rank.publish_steps(2)
             await _event(stream, "rows", lambda rows: [row[1] for row in rows] == [0, 1])
+            await eventually(
+                lambda: service.rows("FROM scalars WHERE step = 1")
+            )  # a new state of a run is committed immediately
             published = time.monotonic()
             rank.publish_steps(1)
             rows = await _event(stream, "rows", lambda rows: rows[-1][1] == 2)

@@ -45,6 +45,7 @@ def measured(kind):
         config["throughput"] = {"flops_per_sample": 1000, "method": "given"}
     elif kind == "images":
         model, ids = DistributedDataParallel(nn.Conv2d(3, 4, 3)), torch.zeros(2, 3, 8, 8)
+        config["throughput"] = {"peak_tflops": 1.0}  # so that values are expected
     elif kind == "pp":
         part = nn.Sequential(table, first, nn.ReLU()) if rank == 0 else last
         model = PipelineStage(part, rank, 2, torch.device("cpu"))
