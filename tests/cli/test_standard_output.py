@@ -13,7 +13,7 @@ FILES = {
     "anomalies": (["my-run"], "step"),
     "compare": (["my-run", "../other run"], "\N{REPLACEMENT CHARACTER}PNG"),
     "export": (["my-run", "--format", "sqlite"], "SQLite format 3"),
-    "incidents": (["my-run"], "no incident"),
+    "incidents": (["my-run"], "n   state"),
     "plot": (["my-run"], "\N{REPLACEMENT CHARACTER}PNG"),
     "report": (["my-run"], "<!DOCTYPE html>"),
     "runs": (["list"], "run"),
