@@ -17,8 +17,8 @@ def test_checkpoint_has_the_four_sections_and_its_facts(in_process, logs):
     assert ["progress", "loss", "parameters", "time"] == [line for line in lines if line[0] not in " ="][1:5]
     for line in (
         "outputs, stopped (imported from a log)",
-        "  step: 60 / 90, 66.67 %",
-        "  epoch: 2.00 / 3, 66.67 %",
+        "  step: 60 / 90, 66.7 %",
+        "  epoch: 2.00 / 3, 66.7 %",
         "  lowest: 0.448509 at step 60",
         "  trend: falling (mean of the last 10 rows against the rows before)",
         "  eval_dev_loss: 0.016667 at step 60; best 0.016667 at step 60",

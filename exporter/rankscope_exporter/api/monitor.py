@@ -163,14 +163,17 @@ class Monitor(CopiesDoNothing):
     ) -> None:
         """Check the configuration `config`: a MonitorConfig, a mapping, or the path of a JSON or TOML file.
 
-        `total_steps` is the planned number of steps, used for the progress and the remaining time. `first_step` is the
-        number of the first step. `on_anomaly` is called with an Anomaly, once for each step of this rank at which rules
-        fire. The calls run one at a time on a background thread. While 64 anomalies wait for their call, further
-        anomalies are dropped and counted. Raises ConfigError if the configuration is invalid.
+        `total_steps` is the planned number of steps, with those before a resumed step, used for the progress and the
+        remaining time. `first_step` is the number of the first step. `on_anomaly` is called with an Anomaly, once for
+        each step of this rank at which rules fire. The calls run one at a time on a background thread. While 64
+        anomalies wait for their call, further anomalies are dropped and counted. Raises ConfigError if the
+        configuration is invalid.
         """
         self._config = config_of(config).with_environment(os.environ)
         self._total_steps = None if total_steps is None else steps_from("total_steps", total_steps, at_least=1)
         self._first_step = steps_from("first_step", first_step, at_least=0)
+        if self._total_steps is not None and self._first_step == 0:
+            self._total_steps = max(1, self._total_steps - 1)  # the number of the last planned step
         self._on_anomaly = callable_or_none("on_anomaly", on_anomaly)
         self._boundary = ErrorBoundary()
         self._session_end: SessionEnd | None = None

@@ -167,7 +167,7 @@ def run_progress(attempt: Attempt, meter: RunMeter, targets: Iterable[Target]) -
         attempt=attempt.number,
         state=attempt.state,
         reason=attempt.reason,
-        step=attempt.last_step,
+        step=attempt.completed_step,
         planned_steps=attempt.planned_steps,
         loss=loss,
         loss_ranks=ranks,

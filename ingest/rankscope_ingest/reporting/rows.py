@@ -158,7 +158,7 @@ def _state_columns(attempt: Attempt, stamp: Stamp) -> Row:
         "state": attempt.state,
         "ended_at": attempt.ended_at if attempt.has_ended else None,
         "planned_steps": attempt.planned_steps,
-        "last_step": attempt.last_step,
+        "last_step": attempt.completed_step,
         "world_size": attempt.world_size,
         "source_kind": LIVE,
         "config": compact_json(attempt.config) if attempt.config else None,

@@ -158,6 +158,12 @@ class Attempt:
         return self.state in ENDED
 
     @property
+    def completed_step(self) -> int | None:
+        """Return the last step; of a failed attempt, the last one that all ranks reached."""
+        steps = [rank.last_step for rank in self.ranks.values() if rank.last_step is not None]
+        return min(steps) if self.state is RunState.FAILED and steps else self.last_step
+
+    @property
     def sampling_interval(self) -> int:
         """Return the largest number of steps between two samples of a tensor, according to the configuration."""
         options = self.config.get("options")

@@ -130,13 +130,14 @@ async def test_nan_that_is_over_before_the_end_and_an_open_one_of_two(start_serv
 
 
 async def test_crash_is_shown_with_its_exception_and_the_step_of_its_rank(start_service, fake_rank, eventually):
-    """Rank 0 has begun the step 31 when rank 1 raises at step 30."""
+    """Rank 0 has begun the step 31, which waits 11 s for its peer, when rank 1 raises at step 30."""
     crash = "OSError: disk full"
     async with receiver() as (address, titles), start_service(**{"notify.urls": [address]}) as service:
         async with fake_rank(world_size=2) as zero, fake_rank(rank=1, world_size=2) as one:
             for rank, last in ((zero, 31), (one, 30)):
                 for step in range(1, last + 1):
-                    rank.publish(step=step, scalars=[{"name": "loss", "value": 1.0}])
+                    values = {"loss": 1.0, "step_seconds": 0.25 if step < 31 else 11.0, "tokens_per_second": 300.0}
+                    rank.publish(step=step, scalars=[{"name": key, "value": value} for key, value in values.items()])
                 await rank.register(service.url)
             await end(one, service, eventually, "exception", crash)
             await end(zero, service, eventually, "exception", "RuntimeError: Connection closed by peer")
@@ -147,6 +148,9 @@ async def test_crash_is_shown_with_its_exception_and_the_step_of_its_rank(start_
     assert [1] * 6 == [
         text.count("Failed at step 30: rank 1: OSError: disk full.") for text in texts_of(service.store, "r")
     ]
+    page, store = page_of(service.store, "runs", "r")[1], service.store
+    assert [True] * 3 == [text in page for text in ("step 30 ·", "0.2500 s/step", "Throughput, all ranks600 tok/s")]
+    assert [30] == [row["last_step"] for row in json.loads(printed(runs, store=store, form=Format.JSON))]
     assert ["step 30: OSError: disk full"] == [title.rpartition(", ")[2] for title in titles]
 
 

@@ -205,4 +205,5 @@ def test_durations_have_their_two_largest_units(seconds, shown):
 
 
 def test_ratio_below_one_is_never_shown_as_100_percent():
-    assert ["99.9 %", "100 %", "0 %", "12.5 %"] == [percent(share) for share in (0.99999, 1.0, 0.0001, 0.125)]
+    shares = (0.99999, 1.0, 0.0001, 0.125, 260 / 300)
+    assert ["99.9 %", "100 %", "0 %", "12.5 %", "86.7 %"] == [percent(share) for share in shares]

@@ -3,6 +3,8 @@ import { grouped, short, shown } from "./logic.js";
 import { valuesOf } from "./tail.js";
 
 const SUMMED = ["tokens_per_second", "samples_per_second"];
+const SPEEDS = [...SUMMED, "steps_per_second", "step_seconds"];
+const SPEED_STEPS = 20;
 const MOST_LINES = 200;
 /** Least time in milliseconds between two changes of the event log, because each change draws all of its lines again. */
 const LINES_EVERY = 1000;
@@ -35,6 +37,17 @@ export function showNewest(rows) {
   if (!timer) timer = setTimeout(addLatest, Math.max(0, linesAt + LINES_EVERY - performance.now()));
 }
 
+/**
+ * Return the median of a speed over the newest steps, as the server does; of a throughput, the sum over ranks.
+ * @param {string} name
+ * @param {boolean} isSummed
+ */
+function usual(name, isSummed) {
+  const rows = latest.slice(-SPEED_STEPS).map((row) => valuesOf(row, name));
+  const found = rows.flatMap((one) => (one ? [(isSummed ? one[3] : one[0]) ?? one[0] ?? NaN] : [])).sort((a, b) => a - b);
+  return ((found[(found.length - 1) >> 1] ?? NaN) + (found[found.length >> 1] ?? NaN)) / 2;
+}
+
 /** Show the newest values in the header of the page, unless the header of the server is of a later step. */
 export function showLatest() {
   const head = document.getElementById("head");
@@ -47,12 +60,16 @@ export function showLatest() {
     if (name === "step") setText(place, grouped(last[1]));
     const row = rows.findLast((one) => valuesOf(one, name));
     const values = row && valuesOf(row, name);
-    if (values) setText(place, SUMMED.includes(name) ? short(values[3] ?? values[0] ?? NaN) : shown(values[0] ?? NaN));
+    if (!values) continue;
+    const isSummed = SUMMED.includes(name);
+    const value = SPEEDS.includes(name) ? usual(name, isSummed) : (values[0] ?? NaN);
+    setText(place, isSummed ? short(value) : shown(value));
   }
   const planned = Number(head?.dataset.planned);
   const [bar, width] = [head?.querySelector(".bar rect + rect"), Math.min(1000, (1000 * last[1]) / planned).toFixed(1)];
   if (planned && bar && bar.getAttribute("width") !== width) bar.setAttribute("width", width);
-  setText(head?.querySelector("[data-share]") ?? null, `${Math.floor(Math.min(1000, (1000 * last[1]) / planned)) / 10} %`);
+  const most = last[1] < planned ? 999 : 1000;
+  setText(head?.querySelector("[data-share]") ?? null, `${Math.min(most, Math.round((1000 * last[1]) / planned)) / 10} %`);
 }
 
 function addLatest() {

@@ -28,6 +28,9 @@ _PARTS: Final = 5
 The pace is the median over five parts of them, as in the view `run_eta`: one pause does not change it.
 """
 
+_SPEED_STEPS: Final = 20
+"""Number of newest steps over which a speed is the median, because the last step of an ended run has another length."""
+
 _SHOWN: Final = (LOSS, LEARNING_RATE, *SPEEDS)
 _NAMES: Final = ", ".join(map(sql_string, _SHOWN))
 
@@ -36,7 +39,7 @@ _LOGGED: Final = f"""\
 SELECT run, name, labels, coalesce(attempt, 0) AS attempt, rank, position, ts, value FROM {POSITIONS}_without_jumps
 WHERE run IN (SELECT unnest($runs)) AND value IS NOT NULL AND position IS NOT NULL AND {is_main_source()}"""
 
-# Three scans with few groups take a fraction of the time of one group per step.
+# Scans with few groups take a fraction of the time of one group per step.
 _LATEST: Final = f"""\
 WITH logged AS ({_LOGGED} AND name IN ({_NAMES})),
 first AS (
@@ -46,10 +49,23 @@ first AS (
 newest AS (
   SELECT run, name, chosen, attempt, max(position) AS position, count(DISTINCT rank) AS known
   FROM logged JOIN first USING (run, name, attempt) WHERE coalesce(labels, '') = chosen GROUP BY ALL
+),
+by_step AS (
+  SELECT run, name, logged.position, known, max(ts) AS newest_ts, avg(value) AS value, count(*) AS rows,
+    count(DISTINCT rank) AS ranks
+  FROM logged JOIN newest USING (run, name, attempt)
+  WHERE coalesce(labels, '') = chosen
+    AND logged.position > newest.position - if(name IN ('{"', '".join(SPEEDS)}'), {_SPEED_STEPS}, 1)
+  GROUP BY ALL
+),
+complete AS (
+  SELECT *, rows = max(rows) OVER (PARTITION BY run, name) AS is_complete FROM by_step
 )
-SELECT run, name, position, epoch(max(ts)) AS logged_at, avg(value) AS value, sum(value) AS total,
-  count(DISTINCT rank) AS ranks, max(known) - count(DISTINCT rank) AS missing
-FROM logged JOIN newest USING (run, name, attempt, position) WHERE coalesce(labels, '') = chosen GROUP BY ALL"""
+SELECT run, name, max(position) AS position, epoch(arg_max(newest_ts, position)) AS logged_at,
+  median(value) FILTER (is_complete) AS value,
+  median(value) FILTER (is_complete) * greatest(any_value(known), 1) AS total,
+  arg_max(ranks, position) AS ranks, any_value(known) - arg_max(ranks, position) AS missing
+FROM complete GROUP BY run, name"""
 
 # A third of the points each: the lowest, the highest and the last value of a part of the curve.
 _SPARKLINES: Final = f"""\
@@ -128,7 +144,7 @@ def read_newest(
 def _add(found: Newest, rows: RawRows, run: str, live: Mapping[str, int | None], *, has_curves: bool) -> None:
     series = {name: one for name in _SHOWN if (one := rows.main(run, name)) is not None}
     for name, one in series.items():
-        found.values[run, name] = _newest(one)
+        found.values[run, name] = _newest(one, _SPEED_STEPS if name in SPEEDS else 1)
     if has_curves and LOSS in series:
         columns = by_step(series[LOSS])
         if columns is None:
@@ -139,24 +155,31 @@ def _add(found: Newest, rows: RawRows, run: str, live: Mapping[str, int | None],
         found.etas[run] = _seconds_left(list(series.values()), live[run])
 
 
-def _newest(rows: SeriesRows) -> dict[str, Any]:
+def _newest(rows: SeriesRows, steps: int) -> dict[str, Any]:
     attempt = rows.attempt.max()
     is_older = not is_constant(rows.attempt) and attempt != rows.attempt.min()
     step = int((rows.step[rows.attempt == attempt] if is_older else rows.step).max())
-    own = np.flatnonzero(rows.step == step)
+    recent = np.flatnonzero(rows.step > step - steps)
     if is_older:
-        own = own[rows.attempt[own] == attempt]
-    values = rows.value[own]
+        recent = recent[rows.attempt[recent] == attempt]
+    own = recent[rows.step[recent] == step]
     known, ranks = (_ranks(rows.rank[chosen]) for chosen in (rows.attempt == attempt if is_older else slice(None), own))
-    at, total = float(np.fmax.reduce(rows.time[own])), float(values.sum())
+    at, value = float(np.fmax.reduce(rows.time[own])), _usual(rows.step[recent], rows.value[recent])
     return {
-        "value": total / len(own),
-        "total": total,
+        "value": value,
+        "total": value * max(known, 1),
         "position": step,
         "logged_at": None if math.isnan(at) else at,
         "ranks": ranks,
         "missing": known - ranks,
     }
+
+
+def _usual(step: Integers, values: Floats) -> float:
+    """Return the median over steps of the mean over ranks, of the steps that most ranks completed. NaN is highest."""
+    _, place, count = np.unique(step, return_inverse=True, return_counts=True)
+    means = np.sort((np.bincount(place, weights=values) / count)[count == count.max()])
+    return float(means[(len(means) - 1) // 2] / 2 + means[len(means) // 2] / 2)
 
 
 def _ranks(rank: Integers) -> int:

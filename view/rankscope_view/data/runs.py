@@ -57,8 +57,9 @@ class RunRow:
     loss_ranks: int = 0  # number of these ranks; 0 for a log without ranks
     loss_ranks_missing: int = 0  # ranks that logged the loss before, and not at its newest step
     learning_rate: float | None = None
-    speed: float | None = None
+    speed: float | None = None  # median of the newest steps
     speed_name: str | None = None  # one of SPEEDS
+    speeds: Mapping[str, float] = field(default_factory=dict)  # all by name: of a throughput the sum over ranks
     eta_seconds: float | None = None  # None: unknown or ended
     sparkline: Sparkline = NO_CURVE
     incidents: tuple[Incident, ...] = ()  # open ones, the most urgent first
@@ -268,30 +269,42 @@ def _complete(
 def _run_row(row: Mapping[str, Any], newest: Newest, listed: Sequence[Incident]) -> RunRow:
     run = row["run"]
     latest = newest.values
-    speed_name = next((name for name in SPEEDS if (run, name) in latest), None)
+    speeds = {
+        name: latest[run, name]["value" if name in {"step_seconds", "steps_per_second"} else "total"]
+        for name in SPEEDS
+        if (run, name) in latest
+    }
+    speed_name = next(iter(speeds), None)
     rows = [latest[run, name] for name in (LOSS, LEARNING_RATE, *SPEEDS) if (run, name) in latest]
     positions = [one["position"] for one in rows] + ([row["last_step"]] if row["last_step"] is not None else [])
     times = [one["logged_at"] for one in rows if one["logged_at"] is not None]
-    speed = latest[run, speed_name] if speed_name else None
-    per_rank = speed_name in {"step_seconds", "steps_per_second"}
     return RunRow(
         **{
             name: row[name]
             for name in ("run", "state", "reason", "planned_steps", "started_at", "ended_at", "tags", "note")
         },
         **{name: row[name] for name in ("source_kind", "world_size", "attempt")},
-        step=max(positions, default=None),
+        step=_done(row, positions, latest.get((run, LOSS), {}).get("position")),
         seen_at=max(times, default=row["ended_at"] or row["updated_at"]),
         loss=latest.get((run, LOSS), {}).get("value"),
         loss_ranks=latest.get((run, LOSS), {}).get("ranks", 0),
         loss_ranks_missing=latest.get((run, LOSS), {}).get("missing", 0),
         learning_rate=latest.get((run, LEARNING_RATE), {}).get("value"),
-        speed=None if speed is None else speed["value" if per_rank else "total"],
+        speed=speeds.get(speed_name or ""),
         speed_name=speed_name,
+        speeds=speeds,
         eta_seconds=newest.etas.get(run),
         sparkline=newest.sparklines.get(run, NO_CURVE),
         incidents=tuple(one for one in listed if one.is_open),
     )
+
+
+def _done(row: Mapping[str, Any], positions: Sequence[int], logged: int | None) -> int | None:
+    """Return the last completed step: a failed run has rows of the step in which it failed, without its loss."""
+    last = row["last_step"]
+    if row["state"] != RunState.FAILED or last is None:
+        return max(positions, default=None)
+    return logged if logged == last - 1 else last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

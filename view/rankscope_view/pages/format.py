@@ -89,8 +89,8 @@ def short(value: float) -> str:
 
 
 def percent(ratio: float) -> str:
-    """Return a ratio as a percentage, rounded down, so that a ratio below 1 is never shown as 100 %."""
-    return f"{math.floor(1000 * ratio) / 10:g} %"
+    """Return a ratio as a percentage with one decimal place. A ratio below 1 is never shown as 100 %."""
+    return f"{min(round(100 * ratio, 1), math.inf if ratio >= 1 else 99.9):g} %"
 
 
 def duration(seconds: float) -> str:

@@ -222,12 +222,8 @@ def _figures(place: Place, found: RunDetail) -> Iterator[tuple[str, str, str, st
             continue
         changed = speed_change(history) if row.is_live else None
         line = "" if changed is None else f"{signed(changed[0])} since step {count(changed[1])}"
-        value = float(history.value[-1])
-        shown = (
-            measure(value)
-            if name == STEP_SECONDS
-            else short(row.speed if name == row.speed_name and row.speed else value)
-        )
+        value = row.speeds.get(name, float(history.value[-1]))
+        shown = measure(value) if name == STEP_SECONDS else short(value)
         label = "Throughput, all ranks" if name in _SUMMED and (row.world_size or 0) > 1 else "Throughput"
         yield name, {STEP_SECONDS: "Speed"}.get(name, label), shown, line
     if (texts := goodput_texts(found.facts.goodput, found.facts.lost_seconds)) is not None:

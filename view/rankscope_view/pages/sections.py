@@ -9,7 +9,7 @@ from typing import Final
 
 from rankscope_view.data.advice import LARGEST_EXPONENT
 from rankscope_view.data.summary import TREND_ROWS, Evaluation, Summary, Trend
-from rankscope_view.pages.format import NOTHING, count, duration, number, short, utc
+from rankscope_view.pages.format import NOTHING, count, duration, number, percent, short, utc
 
 MOST_METRICS: Final = 20
 _TIME = "%Y-%m-%d %H:%M:%S UTC"
@@ -63,7 +63,7 @@ def _at(step: int | None) -> str:
 
 
 def _share(share: float | None) -> str:
-    return "" if share is None else f", {100 * share:.2f} %"
+    return "" if share is None else f", {percent(share)}"
 
 
 def _rows(number_of_rows: int) -> str:
@@ -157,7 +157,7 @@ def _time(found: Summary) -> Iterator[tuple[str, str]]:
     if times.train_seconds is not None:
         yield "training time", f"{duration(times.train_seconds)} (train_runtime of the log)"
     if times.goodput is not None and times.wall_seconds is not None:
-        share = f"{100 * times.goodput:.1f} % of {duration(times.wall_seconds)}"
+        share = f"{percent(times.goodput)} of {duration(times.wall_seconds)}"
         yield "goodput", f"{share}; the rest was repeated, lost or waiting"
 
 
@@ -179,9 +179,9 @@ def _speed(found: Summary) -> Iterator[tuple[str, str]]:
         yield "time of a step", speed.time_spent
     for name, share in (("data wait", speed.data_wait), ("collective wait", speed.collective)):
         if share is not None:
-            yield name, f"{100 * share.value:.1f} % of the step time ({share.source})"
+            yield name, f"{percent(share.value)} of the step time ({share.source})"
     if found.utilization is not None:
-        yield "GPU utilisation", f"{100 * found.utilization.value:.1f} % ({found.utilization.words})"
+        yield "GPU utilisation", f"{percent(found.utilization.value)} ({found.utilization.words})"
     check = speed.batch_check
     if check is not None:
         verdict = "do not match" if check.is_off else "match"
