@@ -216,7 +216,7 @@ def test_checkpoint_without_logged_entries_has_its_progress_and_no_data(in_proce
     done = in_process("summary", tmp_path / "run" / "trainer_state.json")
 
     assert (0, "") == (done.returncode, done.stderr)
-    assert "  step: 15 / 90, 16.67 %" in done.stdout.splitlines()
+    assert "  step: 15 / 90, 16.7 %" in done.stdout.splitlines()
     assert "  trend: no data" in done.stdout.splitlines()
 
 

@@ -52,7 +52,7 @@ def test_runs_are_listed_latest_first_with_their_newest_state(asking, put):
     rows = summaries.runs(asking).to_pylist()
 
     assert [("b", "running"), ("a", "failed")] == [(row["run"], row["state"]) for row in rows]
-    assert (3, 2, 7, "killed") == tuple(rows[1][name] for name in ("ranks", "attempts", "last_step", "reason"))
+    assert (3, 2, 5, "killed") == tuple(rows[1][name] for name in ("ranks", "attempts", "last_step", "reason"))
     assert START == rows[1]["started_at"]
 
 
