@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import struct
-from dataclasses import replace
+from dataclasses import fields, replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -15,7 +15,10 @@ from tests.properties import few
 from tests.view.training import HOSTILE, MAIN, START, append, scalars
 
 from rankscope_storage.api.store import Store
+from rankscope_storage.api.summaries import AnomalyRow
 from rankscope_view.assets import ASSETS, UPLOT
+from rankscope_view.data.incident_story import own_anomalies
+from rankscope_view.data.incidents import incidents
 from rankscope_view.data.ranks import RankOrder, RankRow, rank_table
 from rankscope_view.data.runs import RunQuery, run_list
 from rankscope_view.pages.format import count, measure, percent, short
@@ -176,6 +179,19 @@ def test_incident_page_has_its_first_cause_and_the_sql_behind_it(site, connectio
     assert f"of {len(rows)} anomalies" in found.text
     assert "× baseline" in found.text.partition("Causal order")[2]  # the first sign
     assert "NaN in 112 elements · first cause" in found.text
+
+
+def test_incident_lists_no_anomalies_of_an_incident_that_is_over(connection):
+    """The resolved incident of step 186 is within the steps that the page of step 216 shows."""
+    (one,) = [each for each in incidents(connection, [MAIN])[MAIN] if each.key == "a1"]
+    over = replace(one, key="b", step=186, last_step=188, tensor="1.bias", states=((0.0, "opened"), (1.0, "resolved")))
+    later = replace(one, key="c", step=216, last_step=216, tensor="5.bias")
+    row = AnomalyRow(**{each.name: getattr(one, each.name, None) for each in fields(AnomalyRow)})
+    rows = [replace(row, step=step, tensor=tensor) for step in (186, 188) for tensor in ("1.bias", "2.bias")]
+    rows += [replace(row, step=step, tensor="5.bias") for step in (216, 217, 240)]
+
+    assert [216, 217, 240] == [each.step for each in own_anomalies(rows, later, (over, later))]
+    assert [186, 186, 188, 188] == [each.step for each in own_anomalies(rows, over, (over, later))]
 
 
 def test_incident_page_names_the_newest_checkpoint_before_the_first_sign(site, connection):

@@ -18,7 +18,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from rankscope_contract.model.clock_jump import jump_details, jump_message
-from rankscope_contract.model.events import EventType, Severity
+from rankscope_contract.model.events import SLOW_RANK, EventType, Severity
 from rankscope_ingest.base.tables import FROM_INGEST, rows_table
 from rankscope_ingest.record_channel.plans import PlanColumns
 from rankscope_ingest.runs.incident import Incident
@@ -133,7 +133,7 @@ def incident_row(incident: Incident, state: str, stamp: Stamp) -> Row:
         **{name: value for name, value in evidence.items() if value},
     }
     columns = {name: getattr(first, name) for name in ("run", "attempt", "rank", "step", *SYMPTOM_COLUMNS)}
-    message = (first.message if first.op is None else None) or headline(first)
+    message = (first.message if first.op is None or first.rule == SLOW_RANK else None) or headline(first)
     return event_row(stamp, EventType.INCIDENT, incident.severity, message, details, **columns)
 
 

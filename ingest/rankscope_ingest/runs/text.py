@@ -23,6 +23,7 @@ from rankscope_contract.model.events import (
     RUN_FAILED,
     RUN_SLOW,
     RUN_STALLED,
+    SLOW_RANK,
     subject_name,
 )
 from rankscope_contract.security.escaping import path_segment
@@ -270,6 +271,8 @@ def _wrong(first: Symptom) -> str:
         return _shortened((first.message or "").partition("\n")[0].removeprefix(f"{first.ranks_named}: "))
     if first.rule in RULES_OF_RUNS or first.value is None or first.op is None:
         return ""
+    if first.rule == SLOW_RANK:
+        return (first.message or "").removeprefix(f"{first.ranks_named} ")
     if first.op in _NON_FINITE_COUNTS:
         return f"{first.value:,.0f} elements are {_NON_FINITE_COUNTS[first.op]}"
     if not math.isfinite(first.value) or not first.baseline:

@@ -432,6 +432,15 @@ def test_message_contains_run_rank_tensor_kind_and_step():
         ({"op": "nans", "value": 64.0}, "64 elements are NaN"),
         ({"op": "loss", "value": float("nan")}, "loss nan"),
         ({"op": "norm", "value": 2e6, "threshold": 1e4}, "norm 2e+06"),
+        (
+            {
+                "rule": "SlowRank",
+                "op": "data_wait",
+                "value": 0.2,
+                "message": "rank 1 is slow in data wait: … 0.2 s a step",
+            },
+            "is slow in data wait: … 0.2 s a step",
+        ),
         ({"rule": "RunFailed", "message": "rank 1: OSError: disk full"}, "OSError: disk full"),
     ],
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_contract.model.events import CLOSED, subject_name
+from rankscope_contract.model.events import CLOSED, RULES_OF_RUNS, subject_name
 from rankscope_storage.api.summaries import AnomalyRow, anomalies
 from rankscope_storage.connection import Connection
 from rankscope_view.data.incidents import Incident, in_order
@@ -56,6 +58,7 @@ class Story:
 
     groups: tuple[AnomalyGroup, ...]  # in causal order
     total: int
+    steps: tuple[int, int]  # first and last step of its anomalies
     ranks: tuple[int, ...]  # with an anomaly
     safe_checkpoint: int | None  # step of the newest checkpoint before the first sign
     bad_checkpoint: int | None  # step of the first checkpoint after it
@@ -75,14 +78,16 @@ def incident_story(connection: Connection, one: Incident, found: Sequence[Incide
     """Return the story of an incident, which is one of those `found` in its run."""
     steps = window(one)
     listed = anomalies(connection, one.run, top=1_000_000, steps=steps)
-    own = [each for each in listed if (each.attempt or 0) == (one.attempt or 0)]
-    growth = tuple(each for each in own if _grows(each, one))
+    near = [each for each in listed if (each.attempt or 0) == (one.attempt or 0)]
+    growth = tuple(each for each in near if one.rule not in RULES_OF_RUNS and _grows(each, one))
+    own = own_anomalies(near, one, found) if one.rule not in RULES_OF_RUNS else []
     keys = [each.key for each in sorted(found, key=in_order)]
     at = keys.index(one.key)
     safe, bad = _checkpoints(connection, one, growth)
     return Story(
         groups=tuple(grouped(own)),
         total=len(own),
+        steps=(own[0].step or 0, own[-1].step or 0) if own else steps,
         ranks=tuple(sorted({*one.ranks, *(each.rank for each in own if each.rank is not None)})),
         safe_checkpoint=safe,
         bad_checkpoint=bad,
@@ -91,6 +96,38 @@ def incident_story(connection: Connection, one: Incident, found: Sequence[Incide
         not_measured=tuple(unmeasured(connection, one.run, steps)),
         beside=(keys[at - 1] if at else None, next(iter(keys[at + 1 :]), None)),
     )
+
+
+def own_anomalies(near: Sequence[AnomalyRow], one: Incident, found: Sequence[Incident]) -> list[AnomalyRow]:
+    """Return the anomalies in `near`, in the order of steps, that belong to `one` and to no other incident in `found`.
+
+    The anomalies of a step belong to the incident that began there, else to the latest one with the same rule and
+    tensor, else to the latest one. An incident that is over has no anomalies after its last step.
+    """
+    peers = [each for each in found if (each.attempt or 0) == (one.attempt or 0) and each.rule not in RULES_OF_RUNS]
+    subjects: dict[str, set[tuple[str | None, str | None]]] = {
+        each.key: {(each.rule, subject_name(each.tensor, each.op))} for each in peers
+    }
+    own: list[AnomalyRow] = []
+    for step, rows in itertools.groupby(near, key=lambda row: row.step):
+        anomalies_of_step = list(rows)
+        named = {(row.rule, subject_name(row.tensor, row.op)) for row in anomalies_of_step}
+        active = [each for each in peers if _covers(each, step)]
+        ranked = [(each.step == step, bool(named & subjects[each.key]), in_order(each), each) for each in active]
+        holder = max(ranked, key=operator.itemgetter(0, 1, 2))[-1] if ranked else None
+        if holder is None:  # an earlier sign of the tensor, too weak to have an incident
+            own += [row for row in anomalies_of_step if _grows(row, one)]
+            continue
+        subjects[holder.key] |= named
+        if holder.key == one.key or (holder.step, one.step) == (step, step):
+            own += anomalies_of_step
+    return own
+
+
+def _covers(one: Incident, step: int | None) -> bool:
+    if one.step is None or step is None:
+        return one.step is step
+    return one.step <= step and (one.is_open or one.last_step is None or step <= one.last_step)
 
 
 def _grows(each: AnomalyRow, one: Incident) -> bool:

@@ -215,7 +215,8 @@ def happening(one: Incident) -> str:
         return f"{one.op or subject_name(one.tensor, None) or 'value'} became {word}"
     if one.value is not None and one.baseline and math.isfinite(one.baseline):
         return f"{_quantity(one.kind)} {one.op or 'value'} {one.value / one.baseline:,.3g}× its baseline".strip()
-    return (one.message or one.rule or "reported").partition("\n")[0]
+    line = (one.message or one.rule or "reported").partition("\n")[0]
+    return line.removesuffix(f", step {one.step}")  # sentences end with the step
 
 
 def sentence_of(one: Incident) -> str:

@@ -20,7 +20,7 @@ from rankscope_view.data.advice import perplexity
 from rankscope_view.data.detail import RunDetail, read_detail
 from rankscope_view.data.hints import Hint, tuning_hints
 from rankscope_view.data.history import GRAD_NORM, LEARNING_RATE, LOSS, Floats, History, main_labels, read_history
-from rankscope_view.data.incidents import sentence_of
+from rankscope_view.data.incidents import incidents, sentence_of
 from rankscope_view.data.metrics import MetricSummary, metric_summaries
 from rankscope_view.data.ranks import rank_table
 from rankscope_view.data.speed import Speed, numbers_of, read_speed
@@ -177,7 +177,8 @@ def read_summary(
         named = {one.name for one in evaluations}
         metrics = tuple(one for one in metric_summaries(connection, run) if one.name not in named)
         stored = summaries.summary(connection, run, with_goodput=False)
-    stored = replace(stored, goodput=detail.facts.goodput, wall_seconds=detail.facts.wall_seconds)
+        grouped = len(incidents(connection, [run]).get(run, ()))  # as the pages and `rankscope incidents` count them
+    stored = replace(stored, incidents=grouped, goodput=detail.facts.goodput, wall_seconds=detail.facts.wall_seconds)
     state = _trainer_state(detail.facts.config)
     return Summary(
         run=run,

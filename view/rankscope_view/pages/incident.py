@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Final
 
+from rankscope_contract.model.events import RULES_OF_RUNS, RUN_FAILED, SLOW_RANK
 from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.api.summaries import AnomalyRow
 from rankscope_view.data.incident_story import AnomalyGroup, Story, window
@@ -54,9 +55,9 @@ def _state(one: Incident) -> str:
     return f"{'open, ' if one.is_open else ''}{text(' by '.join(filter(None, (state, one.closed_by))))}"
 
 
-def sql(one: Incident) -> str:
-    """Return the statement that lists the anomalies of an incident, the first cause first."""
-    first, last = window(one)
+def sql(one: Incident, steps: tuple[int, int] | None = None) -> str:
+    """Return the statement that lists the anomalies of an incident, or those of `steps`, the first cause first."""
+    first, last = steps or window(one)
     attempt = "attempt IS NULL" if one.attempt is None else f"attempt = {one.attempt}"
     return (
         "SELECT step, rank, rule, kind, tensor, op, value, baseline, threshold\nFROM events\n"
@@ -84,13 +85,14 @@ def page(place: Place, row: RunRow, one: Incident, story: Story) -> str:
     state = "Open" if one.is_open else one.states[-1][1].capitalize()
     kind = "pending" if one.is_open else "completed"
     ranks = f"Ranks concerned: {rank_list(story.ranks)}." if story.ranks else ""
-    about = f"First of {count(max(story.total, one.events))} anomalies. {_growth(story)}{ranks} {text(one.cause or '')}"
+    first = "" if one.rule in RULES_OF_RUNS else f"First of {count(max(story.total, one.events))} anomalies. "
+    about = f"{first}{_growth(story)}{ranks} {text(one.cause or '')}"
     head = (
         f'<div class="runhead incidenthead" id="incident" data-live><div class="title"><span class="pill {"failed" if one.is_critical else "pending"}">{icon(severity)}{word}</span>'
         f'<span class="pill {kind}">{icon(kind)}{state}</span>{_beside(place, one.run, story.beside)}</div><h1>{sentence(one)}</h1><p class="reason">{about}</p></div>'
     )
     body = (
-        f'{head}<div class="columns" id="run" data-run="{text(one.run)}" data-fixed="1"><div>{_evidence(one)}{_order(one, story)}{_sql(one)}</div>'
+        f'{head}<div class="columns" id="run" data-run="{text(one.run)}" data-fixed="1"><div>{_evidence(one)}{_order(one, story)}{_sql(one, story.steps)}</div>'
         f"<aside>{_actions(place, one, story)}{_first_cause(one)}{_timeline(one, story)}{_not_judged(story.not_measured)}</aside></div>"
     )
     return document(
@@ -158,7 +160,7 @@ def rank_list(ranks: Sequence[int]) -> str:
 def _order(one: Incident, story: Story) -> str:
     """Return the groups of anomalies in causal order, with the first ones visible and the others folded."""
     if not story.groups:
-        return panel("Causal order", '<p class="empty">No anomaly of a rule is stored near this step.</p>')
+        return panel("Causal order", '<p class="empty">No anomaly of this incident is stored.</p>')
     head = '<tr><th class="n">step<th class="n">rank<th>first tensor<th>what<th class="rare">further, of the same layer</tr>'
     rows = [_group(one, group) for group in story.groups]
     shown = min(len(rows), _SHOWN)
@@ -200,22 +202,29 @@ def _elements(number: float | None) -> str:
     return "some elements" if number is None else f"{count(number)} element{'' if number == 1 else 's'}"
 
 
-def _sql(one: Incident) -> str:
+def _sql(one: Incident, steps: tuple[int, int]) -> str:
     copy = '<button class="copy" data-copy="sql">Copy</button>'
     return panel(
         "SQL behind this page",
-        f'<pre class="sql" id="sql">{text(sql(one)).replace(chr(92) + "n", chr(10))}</pre>',
+        f'<pre class="sql" id="sql">{text(sql(one, steps)).replace(chr(92) + "n", chr(10))}</pre>',
         note="DuckDB",
         aside=copy,
     )
 
 
 def _actions(place: Place, one: Incident, story: Story) -> str:
-    first, last = window(one)
+    first, last = story.steps
     store = ["--store", place.store] if place.store else []
     command = text(shlex.join(["rankscope", "anomalies", one.run, "--steps", f"{first}:{last}", *store]))
     lines = []
-    if one.rank is not None and one.step is not None:
+    if one.rule == RUN_FAILED:
+        newest = (
+            ""
+            if story.safe_checkpoint is None
+            else f" The newest checkpoint before it is that of step {count(story.safe_checkpoint)}."
+        )
+        lines.append(f"<b>Repair the cause of the failure:</b> {text(happening(one).rstrip('.'))}.{newest}")
+    elif one.rank is not None and one.step is not None and one.rule not in {SLOW_RANK, *RULES_OF_RUNS}:
         lines.append(
             f"<b>Look at the batch of rank {one.rank} at step {count(one.step)}.</b> If one rank alone is concerned before the reduction, its data or its hardware is the cause."
         )

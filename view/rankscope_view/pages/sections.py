@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -220,7 +221,8 @@ def _stored(found: Summary) -> Iterator[tuple[str, str]]:
     code += [stored.command] if stored.command else []
     if code:
         yield "code", ", ".join(code)
-    yield "incidents", f"{stored.incidents}{', see rankscope anomalies' if stored.incidents else ''}"
+    see = f", see {shlex.join(['rankscope', 'incidents', found.run])}" if stored.incidents else ""
+    yield "incidents", f"{stored.incidents}{see}"
     yield "lost", f"{stored.lost_records} records"
     rows = ", ".join(f"{rows:,} {dataset}" for dataset, rows in stored.rows.items())
     yield "stored", f"{rows or 'nothing'}; {_size(stored.bytes_on_disk)}"
