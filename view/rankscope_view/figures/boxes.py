@@ -11,20 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from rankscope_view.data.utilization import Gpu, Utilization
-from rankscope_view.figures.style import (
-    FAINT,
-    GREY,
-    INK,
-    LINE,
-    ORANGE,
-    beside,
-    foot,
-    head,
-    new_figure,
-    note,
-    show_nothing,
-    style,
-)
+from rankscope_view.figures import style
 from rankscope_view.pages.format import count
 
 MOST_GPUS: Final = 64
@@ -45,22 +32,22 @@ def gpu_boxes(run: str, found: Utilization | None) -> Figure:
     """Return the box plots of the GPUs of a run. An estimated utilisation has no samples, so it has no boxes."""
     gpus = () if found is None else found.gpus
     chosen = _chosen(gpus)
-    with style():
-        figure = new_figure(min(24.0, max(7.0, 0.42 * len(chosen) + 2.5)), _HEIGHT)
+    with style.style():
+        figure = style.new_figure(min(24.0, max(7.0, 0.42 * len(chosen) + 2.5)), _HEIGHT)
         axes: Axes = figure.subplots()
-        head(figure, run)
+        style.head(figure, run)
         axes.set_title("GPU utilisation by rank" if any(gpu.rank is not None for gpu in gpus) else "GPU utilisation")
         if not chosen:
             estimate = "" if found is None else f": {100 * found.value:.0f} %, {found.words}"
-            show_nothing(axes, f"no samples of the utilisation of the GPUs{estimate}")
+            style.show_nothing(axes, f"no samples of the utilisation of the GPUs{estimate}")
             return figure
         _draw(axes, chosen)
         samples = [gpu.samples for gpu in chosen if gpu.samples]
         number = count(samples[0]) if len(set(samples)) == 1 else f"{count(min(samples))} to {count(max(samples))}"
-        note(axes, f"{number} samples each · box 25–75 %, whiskers 5–95 %, dots: extremes")
+        style.note(axes, f"{number} samples each · box 25–75 %, whiskers 5–95 %, dots: extremes")
         left_out = len(gpus) - len(chosen)
         more = f"; {count(left_out)} GPUs with medians in between are left out" if left_out else ""
-        foot(figure, f"{'' if found is None else found.words}{more}")
+        style.foot(figure, f"{'' if found is None else found.words}{more}")
     return figure
 
 
@@ -80,22 +67,22 @@ def _draw(axes: Axes, gpus: Sequence[Gpu]) -> None:
     width = min(_WIDTH, 0.07 * max(len(gpus), 2))
     boxes = axes.bxp(
         [_box(gpu) for _, gpu in drawn], positions=[at for at, _ in drawn], widths=width, patch_artist=True,
-        flierprops={"marker": ".", "markersize": 4, "markeredgecolor": FAINT, "markerfacecolor": FAINT},
-        medianprops={"color": INK, "linewidth": 1.3}, whiskerprops={"color": GREY}, capprops={"color": GREY},
-        boxprops={"linewidth": 0.8, "edgecolor": GREY},
+        flierprops={"marker": ".", "markersize": 4, "markeredgecolor": style.FAINT, "markerfacecolor": style.FAINT},
+        medianprops={"color": style.INK, "linewidth": 1.3}, whiskerprops={"color": style.GREY},
+        capprops={"color": style.GREY}, boxprops={"linewidth": 0.8, "edgecolor": style.GREY},
     )  # fmt: skip
     for patch, (at, gpu) in zip(boxes["boxes"], drawn, strict=True):
         is_outlying = len(medians) > 2 and abs(gpu.quantiles[2] - middle) > _OUTLIER
         patch.set_facecolor(_OUTLYING_BOX if is_outlying else _BOX)
         if is_outlying:
-            patch.set_edgecolor(ORANGE)
+            patch.set_edgecolor(style.ORANGE)
             median = 100 * gpu.quantiles[2]
-            beside(axes, f"{median:.0f} %", at + width / 2, median / _TOP, color=ORANGE)
+            style.beside(axes, f"{median:.0f} %", at + width / 2, median / _TOP, color=style.ORANGE)
     for at, gpu in enumerate(gpus):
         if not gpu.samples:
-            axes.axvspan(at - 0.5, at + 0.5, facecolor="none", edgecolor=LINE, hatch="////", linewidth=0)
+            axes.axvspan(at - 0.5, at + 0.5, facecolor="none", edgecolor=style.LINE, hatch="////", linewidth=0)
             background = {"facecolor": "white", "edgecolor": "none", "pad": 2}
-            axes.text(at, 50, "no data", ha="center", va="center", rotation=90, color=FAINT, bbox=background)
+            axes.text(at, 50, "no data", ha="center", va="center", rotation=90, color=style.FAINT, bbox=background)
     _label_hosts(axes, gpus)
     axes.set_xlim(-0.7, len(gpus) - 0.3)
     axes.set_ylim(0, _TOP)
@@ -119,7 +106,7 @@ def _label_hosts(axes: Axes, gpus: Sequence[Gpu]) -> None:
     for host, members in itertools.groupby(gpus, key=lambda gpu: gpu.host):
         number = len(list(members))
         if start:
-            axes.axvline(start - 0.5, color=LINE, linewidth=0.8)
+            axes.axvline(start - 0.5, color=style.LINE, linewidth=0.8)
         if host:
-            axes.text(start + (number - 1) / 2, 106, host, ha="center", fontsize="small", color=FAINT)
+            axes.text(start + (number - 1) / 2, 106, host, ha="center", fontsize="small", color=style.FAINT)
         start += number

@@ -17,22 +17,7 @@ from matplotlib.transforms import ScaledTranslation
 
 from rankscope_view.data.grid import ABSENT as ABSENT_CELL
 from rankscope_view.data.grid import INFINITE, LEVELS, NOT_A_NUMBER, Grid
-from rankscope_view.figures.style import (
-    ABSENT,
-    INF,
-    INK,
-    LINE,
-    NAN,
-    beside,
-    foot,
-    head,
-    new_figure,
-    note,
-    scientific,
-    show_nothing,
-    shown,
-    style,
-)
+from rankscope_view.figures import style
 from rankscope_view.pages.format import count
 from rankscope_view.pages.svg import ticks
 
@@ -48,14 +33,14 @@ _LAYER: Final = re.compile(r"^(.*?\b(\d+))\b")
 def heat_map(run: str, grid: Grid, *, title: str, unit: str) -> Figure:
     """Return the heat map of `grid`. NaN is hatched; absent cells are grey. `unit` is the label of the colour scale."""
     rows, columns = grid.cells.shape
-    with style():
+    with style.style():
         height = min(12.0, max(3.6, 2.4 + 0.12 * min(rows, 48)))
-        figure = new_figure(10.5, height)
+        figure = style.new_figure(10.5, height)
         axes: Axes = figure.subplots()
-        head(figure, run)
+        style.head(figure, run)
         axes.set_title(title)
         if not rows or not columns:
-            show_nothing(axes, grid.notice)
+            style.show_nothing(axes, grid.notice)
             return figure
         axes.grid(visible=False)
         axes.imshow(_colors(grid), aspect="auto", interpolation="nearest", extent=(0, columns, rows, 0))
@@ -63,10 +48,10 @@ def heat_map(run: str, grid: Grid, *, title: str, unit: str) -> Figure:
         _label_rows(axes, grid)
         _label_steps(axes, grid)
         _scale(figure, axes, grid, unit)
-        note(axes, grid.notice)
+        style.note(axes, grid.notice)
         _legend(figure, axes, grid)
         if grid.first_bad is not None:
-            foot(figure, _first_bad(grid, grid.first_bad[1]))
+            style.foot(figure, _first_bad(grid, grid.first_bad[1]))
     return figure
 
 
@@ -83,7 +68,7 @@ def _colors(grid: Grid) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     """Return the colour of each cell as an array of rows × columns × 4."""
     table = np.zeros((256, 4))
     table[: LEVELS + 1] = mpl.colormaps["viridis"](np.linspace(0, 1, LEVELS + 1))
-    for code, color in ((ABSENT_CELL, ABSENT), (INFINITE, INF), (NOT_A_NUMBER, NAN)):
+    for code, color in ((ABSENT_CELL, style.ABSENT), (INFINITE, style.INF), (NOT_A_NUMBER, style.NAN)):
         table[code] = to_rgba(color)
     colors: np.ndarray[tuple[int, ...], np.dtype[np.float64]] = table[grid.cells]
     return colors
@@ -98,7 +83,7 @@ def _hatch(axes: Axes, grid: Grid) -> None:
     y = np.repeat(np.arange(is_bad.shape[0] + 1), 2)[1:-1]
     mask = np.repeat(np.repeat(is_bad, 2, axis=0), 2, axis=1).astype(float)
     filled = axes.contourf(x, y, mask, levels=[0.5, 1.5], colors="none", hatches=["/////"])
-    filled.set_edgecolor(INK)
+    filled.set_edgecolor(style.INK)
     filled.set_linewidth(0)
     axes.set_ylim(is_bad.shape[0], 0)
 
@@ -140,7 +125,7 @@ def _short(name: str) -> str:
         if len(".".join(parts)) > _LONGEST_NAME:
             parts[at] = parts[at][:3]
     name, half = ".".join(parts), _LONGEST_NAME // 2
-    return shown(name if len(name) <= _LONGEST_NAME else f"{name[:half]}…{name[-half:]}")
+    return style.shown(name if len(name) <= _LONGEST_NAME else f"{name[:half]}…{name[-half:]}")
 
 
 def _label_steps(axes: Axes, grid: Grid) -> None:
@@ -150,7 +135,7 @@ def _label_steps(axes: Axes, grid: Grid) -> None:
     axes.set_xlabel("step (columns in order of arrival)" if len(set(grid.attempts)) > 1 else "step")
     for at in _restarts(grid.attempts):
         axes.axvline(at, color="white", linestyle=(0, (4, 3)), linewidth=1.2, gid="restart")
-        beside(axes, f"restart at {count(grid.steps[at])}", at, 0.97, color="white", has_halo=False)
+        style.beside(axes, f"restart at {count(grid.steps[at])}", at, 0.97, color="white", has_halo=False)
 
 
 def _round_columns(grid: Grid) -> list[int]:
@@ -187,14 +172,14 @@ def _scale(figure: Figure, axes: Axes, grid: Grid, unit: str) -> None:
 
 def _power(exponent: float) -> str:
     value = 10.0**exponent
-    return f"{value:,.4g}" if 1e-4 <= value < 1e4 else scientific(value)
+    return f"{value:,.4g}" if 1e-4 <= value < 1e4 else style.scientific(value)
 
 
 def _legend(figure: Figure, axes: Axes, grid: Grid) -> None:
     keys = (
-        (NOT_A_NUMBER, Patch(facecolor=NAN, hatch="/////", edgecolor=INK, linewidth=0, label="NaN")),
-        (INFINITE, Patch(facecolor=INF, edgecolor=LINE, label="infinite")),
-        (ABSENT_CELL, Patch(facecolor=ABSENT, edgecolor=LINE, label="absent")),
+        (NOT_A_NUMBER, Patch(facecolor=style.NAN, hatch="/////", edgecolor=style.INK, linewidth=0, label="NaN")),
+        (INFINITE, Patch(facecolor=style.INF, edgecolor=style.LINE, label="infinite")),
+        (ABSENT_CELL, Patch(facecolor=style.ABSENT, edgecolor=style.LINE, label="absent")),
     )
     found = [patch for code, patch in keys if (grid.cells == code).any()]
     if found:

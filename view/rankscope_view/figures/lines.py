@@ -7,11 +7,11 @@ from typing import Final
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve, on_axis
 from rankscope_view.data.history import Floats, History
-from rankscope_view.figures.style import BLUE, FAINT, GREY, NAN, RAW, RED, beside, formatter, plain
+from rankscope_view.figures.style import BLUE, FAINT, GREY, NAN, RAW, RED, beside, formatter, plain, show_nothing
 from rankscope_view.pages.format import count, number
 
 AXIS_LABELS: Final = {
@@ -38,21 +38,26 @@ def request(
 
 
 def draw(
-    axes: Axes, history: History, asked: CurveRequest, *, unit: str, average: str = "-", label: str = "each row"
+    axes: Axes, history: History, asked: CurveRequest, title: str, *, unit: str, dash: str = "-", name: str = "each row"
 ) -> Curve:
-    """Draw the curve of `history` into `axes`, and return it. `average` is the line style of the average."""
+    """Draw the curve of `history` into `axes`, and return it. `dash` is the line style of the average.
+
+    Without rows, the panel states that the `unit` is not logged.
+    """
+    axes.set_title(title)
     found = curve(history, asked)
+    if not len(history):
+        show_nothing(axes, f"no {unit} logged")
+        return found
     for line in found.lines:
         x = scaled(line.x, found)
         if (line.high > line.low).any():
             axes.fill_between(x, line.low, line.high, color=RAW, alpha=0.18, linewidth=0, gid="range")
-        axes.plot(x, line.value, color=BLUE, linewidth=1.1, label=label, gid="raw")
+        axes.plot(x, line.value, color=BLUE, linewidth=1.1, label=name, gid="raw")
         _draw_single_points(axes, x, line.value, BLUE)
         if np.isfinite(line.smoothed).any():
             words = average_words(asked)
-            axes.plot(
-                x, line.smoothed, color=RAW, alpha=0.7, linewidth=1.6, linestyle=average, label=words, gid="average"
-            )
+            axes.plot(x, line.smoothed, dash, color=RAW, alpha=0.7, linewidth=1.6, label=words, gid="average")
     hatch_nonfinite(axes, found)
     mark_restarts(axes, found)
     label_axis(axes, found, history)
@@ -80,7 +85,7 @@ def _draw_single_points(axes: Axes, x: Floats, value: Floats, color: str) -> Non
     padded = np.concatenate(([False], known, [False]))
     alone = known & ~padded[:-2] & ~padded[2:]
     if alone.any():
-        axes.plot(x[alone], value[alone], linestyle="", marker="o", markersize=4, color=color, gid="points")
+        axes.plot(x[alone], value[alone], "o", markersize=4, color=color, gid="points")
 
 
 def hatch_nonfinite(axes: Axes, found: Curve, *, name: str = "") -> None:
@@ -91,18 +96,8 @@ def hatch_nonfinite(axes: Axes, found: Curve, *, name: str = "") -> None:
     reach = 0.5 if found.request.axis is not Axis.TIME else 0.0
     for number_of_range, one in enumerate(found.nonfinite):
         first, last = scaled(np.array([one.first - reach, one.last + reach]), found).tolist()
-        axes.axvspan(first, last, facecolor=NAN, alpha=0.10, edgecolor="none", zorder=0)
-        axes.axvspan(
-            first,
-            last,
-            facecolor="none",
-            edgecolor=NAN,
-            alpha=0.55,
-            hatch="////",
-            linewidth=0,
-            zorder=0,
-            gid="nonfinite",
-        )
+        fill, edge = (NAN, 0.10), (NAN, 0.55)
+        axes.axvspan(first, last, facecolor=fill, edgecolor=edge, hatch="////", linewidth=0, zorder=0, gid="nonfinite")
         if number_of_range < _MOST_LABELS:
             steps = count(one.first_step)
             steps += "" if one.first_step == one.last_step else f"–{count(one.last_step)}"
@@ -126,12 +121,8 @@ def label_axis(axes: Axes, found: Curve, history: History) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1, steps=[1, 2, 2.5, 5, 10]))
         axes.xaxis.set_major_formatter(formatter(lambda value, _: count(value)))
     if axis is Axis.ARRIVAL and len(history):
-        steps = history.step
-
-        def label(value: float, _: float | None) -> str:
-            return count(steps[int(value)]) if 0 <= value < len(steps) and value == int(value) else ""
-
-        axes.xaxis.set_major_formatter(FuncFormatter(label))
+        steps = dict(enumerate(history.step.tolist()))
+        axes.xaxis.set_major_formatter(formatter(lambda value, _: count(steps[int(value)]) if value in steps else ""))
 
 
 def limit_to_bulk(axes: Axes, history: History, found: Curve) -> None:
@@ -154,10 +145,8 @@ def limit_to_bulk(axes: Axes, history: History, found: Curve) -> None:
             values = rows.value[outside]
             extreme = number(float(values.max() if word == "above" else values.min()))
             label = f"{count(len(values))} value{'' if len(values) == 1 else 's'} {word} {edge:.4g}, up to {extreme}"
-            axes.plot(
-                scaled(x[outside], found), np.full(len(values), edge), linestyle="", marker=marker, markersize=4,
-                color=FAINT, clip_on=False, label=label, gid=word,
-            )  # fmt: skip
+            places = scaled(x[outside], found), np.full(len(values), edge)
+            axes.plot(*places, marker, markersize=4, color=FAINT, clip_on=False, label=label, gid=word)
 
 
 def use_log_axis(axes: Axes, found: Curve) -> bool:

@@ -12,18 +12,7 @@ from matplotlib.figure import Figure
 
 from rankscope_view.data.curves import Axis, Curve, curve, notice
 from rankscope_view.data.history import History
-from rankscope_view.figures import lines
-from rankscope_view.figures.style import (
-    DASHES,
-    SERIES,
-    foot,
-    legend_below,
-    new_figure,
-    note,
-    show_nothing,
-    shown,
-    style,
-)
+from rankscope_view.figures import lines, style
 from rankscope_view.pages.format import measure
 
 SIZE: Final = (15.0, 8.0)
@@ -64,17 +53,17 @@ def overlay(
     `title` replaces the name and the number of the runs. The runs differ by colour, line style and marker, so that a
     grey print distinguishes them.
     """
-    with style(_TEXT_SIZE):
-        figure = new_figure(*SIZE)
+    with style.style(_TEXT_SIZE):
+        figure = style.new_figure(*SIZE)
         axes: Axes = figure.subplots()
         known = [(label, history) for label, history in histories if np.isfinite(history.value).any()]
         axes.set_title(
-            shown(title)
+            style.shown(title)
             if title
             else f"{name.replace('_', ' ').capitalize()} of {len(known)} run{'' if len(known) == 1 else 's'}"
         )
         if not known:
-            show_nothing(axes, f"no run has a finite {name.replace('_', ' ')}")
+            style.show_nothing(axes, f"no run has a finite {name.replace('_', ' ')}")
             return figure
         asked = lines.request(axis, width=AVERAGE_ROWS)
         curves = [(label, curve(history, asked)) for label, history in known]
@@ -83,17 +72,21 @@ def overlay(
         lines.label_axis(axes, curves[0][1], known[0][1])
         axes.set_ylabel(name.replace("_", " "))
         _label_ends(axes, ends)
-        legend_below(axes)
-        note(axes, f"line and number at its end: rows · light: moving average of {AVERAGE_ROWS} rows")
+        style.legend_below(axes)
+        style.note(axes, f"line and number at its end: rows · light: moving average of {AVERAGE_ROWS} rows")
         missing = [label for label, _ in histories if label not in dict(known)]
         remarks = [f"{label}: {notice(found)}" for label, found in curves]
         remarks += [f"{label}: no finite value" for label in missing]
-        foot(figure, "\n".join(remarks[:8]))
+        style.foot(figure, "\n".join(remarks[:8]))
     return figure
 
 
 def _look(number: int) -> _Look:
-    return _Look(SERIES[number % len(SERIES)], DASHES[number % len(DASHES)], _MARKERS[number % len(_MARKERS)])
+    return _Look(
+        style.SERIES[number % len(style.SERIES)],
+        style.DASHES[number % len(style.DASHES)],
+        _MARKERS[number % len(_MARKERS)],
+    )
 
 
 def _draw(axes: Axes, label: str, found: Curve, look: _Look) -> _End:
@@ -103,7 +96,7 @@ def _draw(axes: Axes, label: str, found: Curve, look: _Look) -> _End:
         every = max(1, len(line.x) // _MARKED_ROWS)
         axes.plot(
             line.x, line.value, color=look.color, linewidth=1.4, linestyle=look.dash, marker=look.marker,
-            markevery=every, markersize=5, label=shown(label) if number == 0 else None, gid="raw",
+            markevery=every, markersize=5, label=style.shown(label) if number == 0 else None, gid="raw",
         )  # fmt: skip
         axes.plot(line.x, line.smoothed, color=look.color, linewidth=2.4, alpha=0.35, gid="average")
         rows = np.flatnonzero(np.isfinite(line.value))
@@ -136,7 +129,7 @@ def _label_ends(axes: Axes, ends: Sequence[_End]) -> None:
         height = max([height, *(other + _LABEL_DISTANCE for other in near)])
         placed.append((end.x, height))
         axes.annotate(
-            shown(end.text), (end.x, height), xycoords=("data", "axes fraction"), xytext=(8, 0),
+            style.shown(end.text), (end.x, height), xycoords=("data", "axes fraction"), xytext=(8, 0),
             textcoords="offset points", color=end.color, va="center", annotation_clip=False,
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5},
         )  # fmt: skip

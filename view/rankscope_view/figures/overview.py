@@ -12,22 +12,7 @@ from rankscope_view.data.curves import Axis, Curve, Smoothing, notice
 from rankscope_view.data.detail import RunDetail
 from rankscope_view.data.history import GRAD_NORM, LEARNING_RATE, LOSS, Floats, History
 from rankscope_view.data.summary import losses_of
-from rankscope_view.figures import lines
-from rankscope_view.figures.style import (
-    BLUE,
-    ORANGE,
-    beside,
-    foot,
-    formatter,
-    head,
-    legend_below,
-    new_figure,
-    note,
-    plain,
-    scientific,
-    show_nothing,
-    style,
-)
+from rankscope_view.figures import lines, style
 from rankscope_view.pages.format import count, measure
 
 SIZE: Final = (15.0, 10.0)
@@ -42,8 +27,8 @@ def overview(
 ) -> Figure:
     """Return the overview of a run: a figure of 15 × 10 inches with 2 × 2 panels."""
     loss = detail.history(LOSS)
-    with style(_TEXT_SIZE):
-        figure = new_figure(*SIZE)
+    with style.style(_TEXT_SIZE):
+        figure = style.new_figure(*SIZE)
         ((upper_left, upper_right), (lower_left, lower_right)) = figure.subplots(2, 2)
         curves = [
             _loss_panel(upper_left, loss, axis, smoothing, is_cut=is_cut),
@@ -51,14 +36,14 @@ def overview(
             _norm_panel(lower_left, detail.history(GRAD_NORM), axis),
         ]
         _histogram(lower_right, loss)
-        head(figure, detail.row.run, _facts(detail, loss))
-        foot(figure, reduction(curves))
+        style.head(figure, detail.row.run, _facts(detail, loss))
+        style.foot(figure, reduction(curves))
     return figure
 
 
-def reduction(curves: list[Curve | None]) -> str:
+def reduction(curves: list[Curve]) -> str:
     """Return the sentence about the reduction of the first curve that has rows."""
-    return next((notice(one) for one in curves if one is not None and one.rows), "no rows stored")
+    return next((notice(one) for one in curves if one.rows), "no rows stored")
 
 
 def average_width(rows: int) -> int:
@@ -78,46 +63,31 @@ def _facts(detail: RunDetail, loss: History) -> str:
     return " · ".join(parts)
 
 
-def _loss_panel(axes: Axes, loss: History, axis: Axis, smoothing: Smoothing, *, is_cut: bool) -> Curve | None:
-    axes.set_title("Loss")
-    if not len(loss):
-        show_nothing(axes, "no loss logged")
-        return None
+def _loss_panel(axes: Axes, loss: History, axis: Axis, smoothing: Smoothing, *, is_cut: bool) -> Curve:
     width = average_width(int(loss.stands.sum()))
     asked = lines.request(axis, width=width, smoothing=smoothing, needs_full_window=True)
-    found = lines.draw(axes, loss, asked, unit="loss")
+    found = lines.draw(axes, loss, asked, "Loss", unit="loss")
     if is_cut:
         lines.limit_to_bulk(axes, loss, found)
-    legend_below(axes)
-    note(axes, _spread(loss))
+    if len(loss):
+        style.legend_below(axes)
+        style.note(axes, "mean of all ranks, shaded: lowest to highest rank" if loss.is_varied else "")
     return found
 
 
-def _spread(history: History) -> str:
-    return "mean of all ranks, shaded: lowest to highest rank" if history.is_varied else ""
-
-
-def _rate_panel(axes: Axes, rate: History, axis: Axis) -> Curve | None:
-    axes.set_title("Learning rate")
-    if not len(rate):
-        show_nothing(axes, "no learning rate logged")
-        return None
-    found = lines.draw(axes, rate, lines.request(axis), unit="learning rate")
-    axes.yaxis.set_major_formatter(formatter(scientific))
+def _rate_panel(axes: Axes, rate: History, axis: Axis) -> Curve:
+    found = lines.draw(axes, rate, lines.request(axis), "Learning rate", unit="learning rate")
+    axes.yaxis.set_major_formatter(style.formatter(style.scientific))
     if (rate.value[np.isfinite(rate.value)] >= 0).all():
         axes.set_ylim(bottom=0)
     return found
 
 
-def _norm_panel(axes: Axes, norm: History, axis: Axis) -> Curve | None:
-    axes.set_title("Gradient norm")
-    if not len(norm):
-        show_nothing(axes, "no gradient norm logged")
-        return None
-    found = lines.draw(axes, norm, lines.request(axis), unit="gradient norm")
+def _norm_panel(axes: Axes, norm: History, axis: Axis) -> Curve:
+    found = lines.draw(axes, norm, lines.request(axis), "Gradient norm", unit="gradient norm")
     if lines.use_log_axis(axes, found):
         zeros = int((norm.value <= 0).sum())
-        note(axes, "log axis" + (f", without {count(zeros)} rows of 0" if zeros else ""))
+        style.note(axes, "log axis" + (f", without {count(zeros)} rows of 0" if zeros else ""))
     return found
 
 
@@ -135,17 +105,17 @@ def _histogram(axes: Axes, loss: History) -> None:
     values = loss.value[loss.stands]
     finite = values[np.isfinite(values)]
     if not len(finite):
-        show_nothing(axes, "no finite loss")
+        style.show_nothing(axes, "no finite loss")
         return
     edges = _edges(finite)
-    axes.hist(finite, bins=edges.tolist(), color=BLUE, alpha=0.85, edgecolor="white", linewidth=0.6)
+    axes.hist(finite, bins=edges.tolist(), color=style.BLUE, alpha=0.85, edgecolor="white", linewidth=0.6)
     axes.set_yscale("log")
     axes.set_ylim(bottom=0.7)
-    axes.yaxis.set_major_formatter(formatter(plain))
-    axes.yaxis.set_minor_formatter(formatter(lambda _value, _position: ""))
+    axes.yaxis.set_major_formatter(style.formatter(style.plain))
+    axes.yaxis.set_minor_formatter(style.formatter(lambda _value, _position: ""))
     median = float(np.median(finite))
-    axes.axvline(median, color=ORANGE, linewidth=1.2)
-    beside(axes, f"median {measure(median)}", median, 0.96, color=ORANGE)
-    note(axes, f"{len(edges) - 1} bins, {count(len(finite))} finite of {count(len(values))} rows, log axis")
+    axes.axvline(median, color=style.ORANGE, linewidth=1.2)
+    style.beside(axes, f"median {measure(median)}", median, 0.96, color=style.ORANGE)
+    style.note(axes, f"{len(edges) - 1} bins, {count(len(finite))} finite of {count(len(values))} rows, log axis")
     axes.set_xlabel("loss")
     axes.set_ylabel("rows")

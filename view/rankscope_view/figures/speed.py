@@ -14,23 +14,8 @@ from rankscope_view.data.detail import RunDetail
 from rankscope_view.data.events import Group, markers
 from rankscope_view.data.history import EVAL_LOSS, LEARNING_RATE, LOSS, History
 from rankscope_view.data.speed import Throughput
-from rankscope_view.figures import lines
+from rankscope_view.figures import lines, style
 from rankscope_view.figures.overview import reduction
-from rankscope_view.figures.style import (
-    DASHES,
-    GREEN,
-    OLIVE,
-    RED,
-    foot,
-    formatter,
-    head,
-    legend_below,
-    new_figure,
-    note,
-    scientific,
-    show_nothing,
-    style,
-)
 from rankscope_view.pages.format import count, short
 
 SIZE: Final = (8.0, 6.0)
@@ -47,32 +32,27 @@ def loss_and_throughput(
     is_cut: bool = False,
 ) -> Figure:
     """Return a figure of 8 × 6 inches with loss and throughput. Without a throughput, it has only the loss."""
-    with style():
-        if throughput is None:
-            figure = new_figure(SIZE[0], _HEIGHT_OF_LOSS)
-            panels = [figure.subplots()]
-        else:
-            figure = new_figure(*SIZE)
-            panels = list(figure.subplots(2, 1, sharex=True, height_ratios=[3, 2]))
+    with style.style():
+        figure = style.new_figure(SIZE[0], SIZE[1] if throughput else _HEIGHT_OF_LOSS)
+        heights = [3, 2] if throughput else [1]
+        panels = list(figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0])
         asked = lines.request(axis, width=AVERAGE_ROWS, smoothing=smoothing)
         curves = [_loss_panel(panels[0], detail.history(LOSS), detail.history(LEARNING_RATE), asked, is_cut=is_cut)]
         if throughput is not None:
             drawn = _throughput_panel(panels[1], throughput, axis)
             _mark_events(panels[1], detail, throughput.history, drawn)
             panels[0].set_xlabel("")
-            legend_below(panels[1])
+            style.legend_below(panels[1])
             curves.append(drawn)
-        head(figure, detail.row.run)
-        foot(figure, reduction(curves))
+        style.head(figure, detail.row.run)
+        style.foot(figure, reduction(curves))
     return figure
 
 
-def _loss_panel(axes: Axes, loss: History, rate: History, asked: CurveRequest, *, is_cut: bool) -> Curve | None:
-    axes.set_title("Loss")
+def _loss_panel(axes: Axes, loss: History, rate: History, asked: CurveRequest, *, is_cut: bool) -> Curve:
+    found = lines.draw(axes, loss, asked, "Loss", unit="loss", dash="--")
     if not len(loss):
-        show_nothing(axes, "no loss logged")
-        return None
-    found = lines.draw(axes, loss, asked, unit="loss", average="--")
+        return found
     if is_cut:
         lines.limit_to_bulk(axes, loss, found)
     handles, labels = axes.get_legend_handles_labels()
@@ -80,7 +60,7 @@ def _loss_panel(axes: Axes, loss: History, rate: History, asked: CurveRequest, *
         second = _rate_axis(axes, rate, asked.axis)
         more = second.get_legend_handles_labels()
         handles, labels = handles + more[0], labels + more[1]
-    legend_below(axes, dict(zip(labels, handles, strict=True)))
+    style.legend_below(axes, dict(zip(labels, handles, strict=True)))
     return found
 
 
@@ -91,55 +71,40 @@ def _rate_axis(axes: Axes, rate: History, axis: Axis) -> Axes:
     found = curve(rate, lines.request(axis))
     for line in found.lines:
         x = lines.scaled(line.x, found)
-        second.plot(x, line.value, color=OLIVE, linewidth=1.2, label="learning rate (right axis)", gid="rate")
+        second.plot(x, line.value, color=style.OLIVE, linewidth=1.2, label="learning rate (right axis)", gid="rate")
     highest = float(np.nanmax(rate.value, initial=0.0))
     second.set_ylim(0, highest * 1.35 or 1.0)
     second.yaxis.set_major_locator(MaxNLocator(4))
-    second.yaxis.set_major_formatter(formatter(scientific))
-    second.tick_params(colors=OLIVE)
-    second.set_ylabel("learning rate", color=OLIVE)
+    second.yaxis.set_major_formatter(style.formatter(style.scientific))
+    second.tick_params(colors=style.OLIVE)
+    second.set_ylabel("learning rate", color=style.OLIVE)
     return second
 
 
 def _throughput_panel(axes: Axes, throughput: Throughput, axis: Axis) -> Curve:
-    axes.set_title("Throughput")
-    found = lines.draw(axes, throughput.history, lines.request(axis), unit=throughput.unit, label="throughput")
-    axes.yaxis.set_major_formatter(formatter(lambda value, _: short(value)))
+    asked, unit = lines.request(axis), throughput.unit
+    found = lines.draw(axes, throughput.history, asked, "Throughput", unit=unit, name="throughput")
+    axes.yaxis.set_major_formatter(style.formatter(lambda value, _: short(value)))
     low = throughput.low
     if low is not None:
-        places = (
-            [line.x[line.value < low] for line in found.lines],
-            [line.value[line.value < low] for line in found.lines],
-        )
-        x, value = (np.concatenate(part) for part in places)
+        x, value = (np.concatenate([getattr(line, name) for line in found.lines]) for name in ("x", "value"))
+        places = lines.scaled(x[value < low], found), value[value < low]
         text = f"{count(throughput.rows_below)} row{'' if throughput.rows_below == 1 else 's'} below P10 = {short(low)}"
-        axes.plot(
-            lines.scaled(x, found),
-            value,
-            linestyle="",
-            marker="o",
-            markersize=2.6,
-            color=RED,
-            alpha=0.7,
-            label=text,
-            gid="below",
-        )
-        axes.axhline(low, color=RED, linewidth=0.8, linestyle=DASHES[1], label="P10")
+        axes.plot(*places, "o", markersize=2.6, color=style.RED, alpha=0.7, label=text, gid="below")
+        axes.axhline(low, color=style.RED, linewidth=0.8, linestyle=style.DASHES[1], label="P10")
         axes.set_ylim(0, 1.12 * float(throughput.finite.max()))
     source = "" if throughput.source == throughput.name else f"from {throughput.source}"
     mean = f"mean of {throughput.ranks} ranks" if throughput.ranks > 1 else ""
-    note(axes, " · ".join(filter(None, (source, mean))))
+    style.note(axes, " · ".join(filter(None, (source, mean))))
     return found
 
 
 def _mark_events(axes: Axes, detail: RunDetail, history: History, drawn: Curve) -> None:
     """Mark checkpoints and evaluations at the lower edge, because dips of the throughput there are normal."""
     found = markers(detail.lines, detail.history(EVAL_LOSS), history, drawn.request.axis)
-    for group, marker, color in ((Group.CHECKPOINT, "d", OLIVE), (Group.EVALUATION, "|", GREEN)):
+    for group, marker, color in ((Group.CHECKPOINT, "d", style.OLIVE), (Group.EVALUATION, "|", style.GREEN)):
         places = lines.scaled(np.array([one.x for one in found if one.group is group]), drawn)
         if len(places):
             label = f"{count(len(places))} {group}{'' if len(places) == 1 else 's'}"
-            axes.plot(
-                places, np.full(len(places), 0.03), transform=axes.get_xaxis_transform(), linestyle="", marker=marker,
-                markersize=5, color=color, label=label, gid=group,
-            )  # fmt: skip
+            low, lane = np.full(len(places), 0.03), axes.get_xaxis_transform()
+            axes.plot(places, low, marker, markersize=5, transform=lane, color=color, label=label, gid=group)
