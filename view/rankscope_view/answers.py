@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
@@ -18,13 +18,7 @@ from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, cur
 from rankscope_view.data.detail import CHARTS, nothing, read_charts
 from rankscope_view.data.evaluation import evaluation_curve
 from rankscope_view.data.events import event_lines, markers
-from rankscope_view.data.grid import (
-    MOST_ROWS,
-    GridRequest,
-    Order,
-    TensorKinds,
-    tensor_grid,
-)
+from rankscope_view.data.grid import MOST_ROWS, GridRequest, Order, TensorKinds, tensor_grid
 from rankscope_view.data.histograms import histogram_grid
 from rankscope_view.data.history import EVAL_LOSS, LOSS, History
 from rankscope_view.data.metrics import metric_curve, metric_histories, named_history, read_metrics
@@ -245,21 +239,19 @@ def scalar_curve(connection: Connection, asked: Asked) -> Response:
         return _json(tensor_curve(connection, run, detail, request, attempt).document())
     has_markers = bool(asked.query.get("markers"))
     metric = None if name in CHARTS else read_metrics(connection, run).found.get(name)
+    evaluations = nothing(EVAL_LOSS)
     if metric is not None:
         histories = metric_histories(connection, run, metric)
-        found = markers(event_lines(connection, run), nothing(EVAL_LOSS), histories[0], choice.request.axis)
-        marks = [[one.group, one.x, one.step, one.text, one.is_critical] for one in found]
-        return _json(metric_curve(metric, histories, choice.request).document() | {"markers": marks})
-    others = [EVAL_LOSS] if has_markers else []
-    read = read_charts(connection, run, [name, *others, *([LOSS] if name == EVAL_LOSS else [])])
-    history = read[name]
-    if name == EVAL_LOSS:
-        document = evaluation_curve(history, read[LOSS], choice.request).document()
+        history, drawn = histories[0], metric_curve(metric, histories, choice.request)
     else:
-        document = curve(history, choice.request).document()
-    if has_markers:
-        lines, evaluations = event_lines(connection, run), read[EVAL_LOSS]
-        found = markers(lines, evaluations, history, choice.request.axis)
+        others = [EVAL_LOSS] if has_markers else []
+        read = read_charts(connection, run, [name, *others, *([LOSS] if name == EVAL_LOSS else [])])
+        history, evaluations = read[name], read.get(EVAL_LOSS, evaluations)
+        request, is_evaluation = choice.request, name == EVAL_LOSS
+        drawn = evaluation_curve(history, read[LOSS], request) if is_evaluation else curve(history, request)
+    document = drawn.document()
+    if has_markers or metric is not None:
+        found = markers(event_lines(connection, run), evaluations, history, choice.request.axis)
         document["markers"] = [[one.group, one.x, one.step, one.text, one.is_critical] for one in found]
     return _json(document)
 
@@ -277,15 +269,21 @@ def curve_csv(connection: Connection, asked: Asked) -> Response:
     sheet = io.StringIO()
     writer = csv.writer(sheet)
     writer.writerow(("attempt", "step", "cumulative_step", "time", name, "lowest", "highest", "is_superseded"))
-    columns = (
-        history.attempt,
-        history.step,
-        history.cumulative,
-        history.time,
-        history.value,
-        history.lowest,
-        history.highest,
-    )
-    writer.writerows(zip(*(column.tolist() for column in columns), (~history.stands).astype(int).tolist(), strict=True))
+    names = ("attempt", "step", "cumulative", "time", "value", "lowest", "highest")
+    columns = [getattr(history, column).tolist() for column in names]
+    writer.writerows(zip(*columns, (~history.stands).astype(int).tolist(), strict=True))
     disposition = {"Content-Disposition": 'attachment; filename="curve.csv"'}
     return Response(type="text/csv; charset=utf-8", body=sheet.getvalue().encode(), headers={**HEADERS, **disposition})
+
+
+DATA: Final[Mapping[str, Callable[[Connection, Asked], Response]]] = {
+    "grid": tensor_map,
+    "histogram": histogram_map,
+    "ranks": rank_map,
+    "cell": cell,
+    "compare": compared_curves,
+    "goodput": goodput,
+    "curve": scalar_curve,
+    "curve.csv": curve_csv,
+}
+"""Answers by the last part of their address."""

@@ -18,28 +18,8 @@ from typing import Any, Final
 
 from rankscope_contract.reports.child import report_name
 from rankscope_storage.connection import Connection, connect
-from rankscope_view.answers import (
-    HEADERS,
-    HTML,
-    Asked,
-    NoRunError,
-    NotFoundError,
-    Query,
-    Response,
-    cell,
-    chart_choice,
-    compared_curve,
-    compared_curves,
-    compared_sides,
-    curve_csv,
-    goodput,
-    histogram_map,
-    rank_map,
-    rank_order,
-    scalar_curve,
-    tensor_choice,
-    tensor_map,
-)
+from rankscope_view import answers
+from rankscope_view.answers import HEADERS, HTML, Asked, NoRunError, NotFoundError, Query, Response, chart_choice
 from rankscope_view.assets import ASSETS, Asset, digest
 from rankscope_view.data.comparison import DIFFERENCE, LETTERS, SCALARS, Side, compare
 from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve
@@ -184,22 +164,8 @@ class Site:
                 return self._incidents(connection, asked)
             case ("compare",):
                 return self._compare(connection, asked)
-            case ("data", "grid"):
-                return tensor_map(connection, asked)
-            case ("data", "histogram"):
-                return histogram_map(connection, asked)
-            case ("data", "ranks"):
-                return rank_map(connection, asked)
-            case ("data", "cell"):
-                return cell(connection, asked)
-            case ("data", "compare"):
-                return compared_curves(connection, asked)
-            case ("data", "goodput"):
-                return goodput(connection, asked)
-            case ("data", "curve"):
-                return scalar_curve(connection, asked)
-            case ("data", "curve.csv"):
-                return curve_csv(connection, asked)
+            case ("data", name) if name in answers.DATA:
+                return answers.DATA[name](connection, asked)
         raise NotFoundError(f"There is no page at /{'/'.join(asked.segments)}.")
 
     def _missing(self, error: NotFoundError) -> Response:
@@ -264,13 +230,12 @@ class Site:
     def _tensors(self, connection: Connection, asked: Asked) -> Response:
         place, row = self._row(connection, asked)
         kinds = tensor_kinds(connection, row.run)
-        choice = tensor_choice(asked, kinds)
+        choice = answers.tensor_choice(asked, kinds)
         detail, drawn = None, None
         leaving = first_to_leave(connection, row.run)
         if choice is not None:
-            name = choice.tensor
-            if name is None:
-                name = next((one.tensor for one in leaving if one.kind == choice.kind), None)
+            first = next((one.tensor for one in leaving if one.kind == choice.kind), None)
+            name = first if choice.tensor is None else choice.tensor
             if name is not None:
                 detail = tensor_detail(connection, row.run, choice.kind, choice.op, name)
                 request = CurveRequest(axis=Axis.ARRIVAL, smoothing=Smoothing.NONE, points=800)
@@ -285,7 +250,8 @@ class Site:
 
     def _ranks(self, connection: Connection, asked: Asked) -> Response:
         place, row = self._row(connection, asked)
-        return _page(rank_page.page(place, row, rank_table(connection, row.run), rank_order(asked), self._clock()))
+        table = rank_table(connection, row.run)
+        return _page(rank_page.page(place, row, table, answers.rank_order(asked), self._clock()))
 
     def _incidents(self, connection: Connection, asked: Asked) -> Response:
         place, row = self._row(connection, asked)
@@ -298,7 +264,7 @@ class Site:
         return _page(incident_page.page(place, row, one, incident_story(connection, one, found)))
 
     def _compare(self, connection: Connection, asked: Asked) -> Response:
-        sides = compared_sides(asked)
+        sides = answers.compared_sides(asked)
         if not sides and asked.query.get("run"):
             sides = [Side(letter=LETTERS[0], run=asked.query["run"])]
         if len(sides) < 2 or asked.query.get("add"):
@@ -314,7 +280,7 @@ class Site:
             histories = [
                 one.histories.get(LOSS if name == DIFFERENCE else name) or nothing(name) for one in found.sides
             ]
-            drawn = compared_curve(sides, histories, name, _smaller(choice.request))
+            drawn = answers.compared_curve(sides, histories, name, _smaller(choice.request))
             curves |= {name: drawn} if drawn.rows else {}
         place = self._place_of(asked, is_live=any(one.detail.row.is_live for one in found.sides))
         own = {one.name: one for run in {side.run for side in sides} for one in read_metrics(connection, run).own}

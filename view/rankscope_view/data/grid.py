@@ -97,7 +97,6 @@ class Grid:
 
     cells: npt.NDArray[np.uint8]
     names: tuple[str, ...]  # of all tensors in the zoom window, in the chosen order
-    base: int  # number of the first of them among all tensors
     rows: tuple[Row, ...]
     attempts: tuple[int, ...]  # of each column
     steps: tuple[int, ...]  # first step of each column
@@ -106,25 +105,16 @@ class Grid:
     is_log: bool
     tensors: int
     columns: int
-    first_bad: tuple[int, int] | None  # row and column of the first NaN or Inf
     notice: str
+    base: int = 0  # number of the first of `names` among all tensors
+    first_bad: tuple[int, int] | None = None  # row and column of the first NaN or Inf
 
     def encoded(self) -> bytes:
         """Return the grid for the browser: length of the header, header as JSON, and one byte for each cell."""
-        header = {
-            "names": self.names,
-            "base": self.base,
-            "rows": [[row.first, row.tensors, row.holder] for row in self.rows],
-            "attempts": self.attempts,
-            "steps": self.steps,
-            "lastSteps": self.last_steps,
-            "scale": self.scale,
-            "log": self.is_log,
-            "tensors": self.tensors,
-            "columns": self.columns,
-            "firstBad": self.first_bad,
-            "notice": self.notice,
-        }
+        same = ("names", "base", "attempts", "steps", "scale", "tensors", "columns", "notice")
+        rows = [[row.first, row.tensors, row.holder] for row in self.rows]
+        named = {"rows": rows, "lastSteps": self.last_steps, "log": self.is_log, "firstBad": self.first_bad}
+        header = {name: getattr(self, name) for name in same} | named
         text = json.dumps(header, allow_nan=False).encode()
         return struct.pack("<I", len(text)) + text + self.cells.tobytes()
 
@@ -207,9 +197,19 @@ def bounded(chosen: tuple[int, int] | None, count: int) -> tuple[int, int]:
 
 def empty_grid(notice: str) -> Grid:
     """Return a grid without cells."""
+    return plain_grid(np.zeros((0, 0), np.uint8), (), (), scale=(0.0, 1.0), is_log=False, notice=notice)
+
+
+def plain_grid(
+    cells: npt.NDArray[np.uint8], names: Sequence[str], places: Sequence[tuple[int, int, int]], *,
+    scale: tuple[float, float], is_log: bool, notice: str,
+) -> Grid:  # fmt: skip
+    """Return a grid with a name for each row, and attempt, first and last step of each column as `places`."""
+    attempts, steps, last_steps = (tuple(place[at] for place in places) for at in range(3))
     return Grid(
-        cells=np.zeros((0, 0), np.uint8), names=(), base=0, rows=(), attempts=(), steps=(), last_steps=(),
-        scale=(0.0, 1.0), is_log=False, tensors=0, columns=0, first_bad=None, notice=notice,
+        cells=cells, names=tuple(names), attempts=attempts, steps=steps, last_steps=last_steps, scale=scale,
+        rows=tuple(Row(name=name, first=at, tensors=1, holder=at) for at, name in enumerate(names)),
+        is_log=is_log, tensors=len(names), columns=len(places), notice=notice,
     )  # fmt: skip
 
 

@@ -9,7 +9,17 @@ import numpy as np
 import numpy.typing as npt
 
 from rankscope_storage.connection import Connection
-from rankscope_view.data.grid import ABSENT, LEVELS, MOST_COLUMNS, NOT_A_NUMBER, Grid, Row, empty_grid, natural, pairs
+from rankscope_view.data.grid import (
+    ABSENT,
+    LEVELS,
+    MOST_COLUMNS,
+    NOT_A_NUMBER,
+    Grid,
+    empty_grid,
+    natural,
+    pairs,
+    plain_grid,
+)
 
 _LEAST: Final = -6.0
 """Least decimal logarithm of a share that has a colour of its own."""
@@ -52,21 +62,9 @@ def histogram_grid(connection: Connection, run: str, kind: str, tensor: str, ran
     elements = np.add.reduceat(numbers, starts).T
     kept = [at for at in range(len(names)) if 1 < at < len(names) - 1 or elements[at].any()]
     scale, cells = _cells(elements)
-    return Grid(
-        cells=cells[kept],
-        names=tuple(names[at] for at in kept),
-        base=0,
-        rows=tuple(Row(name=names[at], first=number, tensors=1, holder=number) for number, at in enumerate(kept)),
-        attempts=tuple(places[starts, 0].tolist()),
-        steps=tuple(places[starts, 1].tolist()),
-        last_steps=tuple(places[ends, 1].tolist()),
-        scale=scale,
-        is_log=True,
-        tensors=len(kept),
-        columns=len(starts),
-        first_bad=None,
-        notice=f"{len(np.unique(places, axis=0)):,} sampled steps, shares of the elements of the tensor",
-    )
+    columns = [(*first, last) for first, (_, last) in zip(places[starts].tolist(), places[ends].tolist(), strict=True)]
+    notice = f"{len(np.unique(places, axis=0)):,} sampled steps, shares of the elements of the tensor"
+    return plain_grid(cells[kept], [names[at] for at in kept], columns, scale=scale, is_log=True, notice=notice)
 
 
 def _starts(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -12,7 +12,7 @@ import numpy as np
 from rankscope_contract.model.phases import STEP_PHASE_SECONDS
 from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.connection import Connection
-from rankscope_view.data.grid import ABSENT, LEVELS, Grid, Row, empty_grid, row_medians
+from rankscope_view.data.grid import ABSENT, LEVELS, Grid, empty_grid, plain_grid, row_medians
 from rankscope_view.data.history import Floats
 from rankscope_view.data.slow_ranks import SlowRank, find_slow_ranks, of_others, own_seconds
 
@@ -43,13 +43,9 @@ SELECT rank, name, labels->>'$.phase' AS phase, labels->>'$.clock' AS clock,
   avg(value) AS mean, count(*) AS rows, arg_max(value, step) AS latest
 FROM {{scalars}} WHERE run = $run AND coalesce(attempt, 0) = $attempt AND name IN ({_NAMES})
   AND step > $last - {RECENT_STEPS} AND isfinite(value) GROUP BY ALL"""
-_STEPS: Final = """\
-SELECT rank, step, avg(value) AS value FROM {scalars}
-WHERE run = $run AND coalesce(attempt, 0) = $attempt AND name = $name AND step > $last - $steps AND rank IS NOT NULL
-GROUP BY ALL"""
-_PHASES: Final = f"""\
-SELECT rank, step, labels->>'$.phase' AS phase, avg(value) AS value FROM {{scalars}}
-WHERE run = $run AND coalesce(attempt, 0) = $attempt AND name = '{STEP_PHASE_SECONDS}' AND step > $last - $steps
+_PHASES: Final = """\
+SELECT rank, step, coalesce(labels->>'$.phase', '') AS phase, avg(value) AS value FROM {scalars}
+WHERE run = $run AND coalesce(attempt, 0) = $attempt AND name = $name AND step > $last - $steps
   AND rank IS NOT NULL AND isfinite(value) GROUP BY ALL"""
 _HOSTS: Final = """\
 SELECT rank, arg_max(details->>'$.host', ts) AS host FROM events
@@ -225,10 +221,12 @@ class PhaseSteps:
         return StepMatrix(self.ranks, self.steps, own_seconds(self.seconds, self.phases))
 
 
-def read_phases(connection: Connection, run: str, attempt: int, last: int) -> PhaseSteps:
-    """Return the phases of the newest steps of all ranks of an attempt."""
+def read_phases(
+    connection: Connection, run: str, attempt: int, last: int, name: str = STEP_PHASE_SECONDS
+) -> PhaseSteps:
+    """Return the phases of the newest steps of all ranks of an attempt; of another scalar `name`, one for all time."""
     source = connection.relation("scalars", run=run, steps=(max(0, last - STRIP_STEPS), last))
-    parameters = {"run": run, "attempt": attempt, "last": last, "steps": STRIP_STEPS}
+    parameters = {"run": run, "attempt": attempt, "name": name, "last": last, "steps": STRIP_STEPS}
     rows = connection.query(_PHASES.format(scalars=source), parameters)
     axes = [np.unique(rows[name].to_numpy(), return_inverse=True) for name in ("rank", "step", "phase")]
     (ranks, rank), (steps, step), (phases, phase) = axes
@@ -238,51 +236,21 @@ def read_phases(connection: Connection, run: str, attempt: int, last: int) -> Ph
     return PhaseSteps(ranks.tolist(), steps.tolist(), phases.tolist(), seconds)
 
 
-def step_matrix(connection: Connection, run: str, attempt: int, last: int, name: str) -> StepMatrix:
-    """Return the scalar `name` of each rank in the newest steps of an attempt."""
-    source = connection.relation("scalars", run=run, steps=(max(0, last - STRIP_STEPS), last))
-    parameters = {"run": run, "attempt": attempt, "name": name, "last": last, "steps": STRIP_STEPS}
-    rows = connection.query(_STEPS.format(scalars=source), parameters)
-    ranks, steps = sorted(set(rows["rank"].to_pylist())), sorted(set(rows["step"].to_pylist()))
-    seconds = np.full((len(ranks), len(steps)), np.nan)
-    where = [{value: at for at, value in enumerate(values)} for values in (ranks, steps)]
-    for row in rows.to_pylist():
-        seconds[where[0][row["rank"]], where[1][row["step"]]] = row["value"]
-    return StepMatrix(ranks, steps, seconds)
-
-
 def rank_grid(connection: Connection, run: str, table: RankTable, *, whole_step: bool) -> Grid:
     """Return the strips of all ranks against the median rank: the time without waiting, or the whole step."""
     if table.last_step is None:
         return empty_grid("no step times")
-    if whole_step:
-        matrix = step_matrix(connection, run, table.attempt, table.last_step, STEP_SECONDS)
-    else:
-        matrix = read_phases(connection, run, table.attempt, table.last_step).own()
+    name = STEP_SECONDS if whole_step else STEP_PHASE_SECONDS
+    matrix = read_phases(connection, run, table.attempt, table.last_step, name).own()
     if not matrix.ranks:
         return empty_grid("no step times by rank")
     ratio = matrix.against_median()
     low, high = _STRIP_SCALE
     code = np.clip((ratio - low) / (high - low), 0, 1) * LEVELS
     cells = np.where(np.isfinite(ratio), np.nan_to_num(code), ABSENT).astype(np.uint8)
-    names = {rank: at for at, rank in enumerate(matrix.ranks)}
-    present = [row.rank for row in table.rows]
-    full = np.full((len(present), len(matrix.steps)), ABSENT, np.uint8)
-    for at, rank in enumerate(present):
-        if rank in names:
-            full[at] = cells[names[rank]]
-    return Grid(
-        cells=full,
-        names=tuple(f"rank {rank}" for rank in present),
-        base=0,
-        rows=tuple(Row(name=f"rank {rank}", first=at, tensors=1, holder=at) for at, rank in enumerate(present)),
-        attempts=(table.attempt,) * len(matrix.steps),
-        steps=tuple(matrix.steps),
-        last_steps=tuple(matrix.steps),
-        scale=_STRIP_SCALE,
-        is_log=False,
-        tensors=len(present),
-        columns=len(matrix.steps),
-        first_bad=None,
-        notice=f"newest {len(matrix.steps):,} steps",
-    )
+    known = dict(zip(matrix.ranks, cells, strict=True))
+    absent = np.full(len(matrix.steps), ABSENT, np.uint8)
+    full = np.array([known.get(row.rank, absent) for row in table.rows])
+    places = [(table.attempt, step, step) for step in matrix.steps]
+    names, notice = [f"rank {row.rank}" for row in table.rows], f"newest {len(matrix.steps):,} steps"
+    return plain_grid(full, names, places, scale=_STRIP_SCALE, is_log=False, notice=notice)

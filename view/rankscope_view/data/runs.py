@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -132,18 +132,15 @@ class RunQuery:
                 state = word[6:]
             else:
                 words.append(word.lower())
-        key = sort.removeprefix("-") or "seen"
-        is_descending = sort.startswith("-") or not sort
-        return cls(
-            words=tuple(words), tags=tuple(tags), state=state or None, sort=key, is_descending=is_descending, page=page
-        )
+        key, down = sort.removeprefix("-") or "seen", sort.startswith("-") or not sort
+        chosen, labels = tuple(words), tuple(tags)
+        return cls(words=chosen, tags=labels, state=state or None, sort=key, is_descending=down, page=page)
 
 
 INCIDENTS: Final = "incidents"
 """Value of `RunQuery.state` that selects runs with open incidents."""
 
 PAGE_RUNS: Final = 100
-SORTS: Final = ("run", "state", "progress", "loss", "seen")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,9 +159,7 @@ def run_list(connection: Connection, query: RunQuery) -> RunList:
     """Return one page of the runs of a store."""
     with connection.pinned():
         known = known_runs(connection)
-        states: dict[str, int] = {}
-        for row in known:
-            states[row["state"] or "unknown"] = states.get(row["state"] or "unknown", 0) + 1
+        states = Counter(row["state"] or "unknown" for row in known)
         found = incidents(connection, [row["run"] for row in known])
         troubled = {run for run, listed in found.items() if any(one.is_open for one in listed)}
         chosen = [row for row in known if _matches(row, query, troubled)]
@@ -173,14 +168,8 @@ def run_list(connection: Connection, query: RunQuery) -> RunList:
         chosen.sort(key=lambda row: _sort_key(row, query.sort, latest), reverse=query.is_descending)
         shown = chosen[query.page * PAGE_RUNS : (query.page + 1) * PAGE_RUNS]
         rows = _complete(connection, shown, found)
-    return RunList(
-        query=query,
-        rows=tuple(rows),
-        selected=len(chosen),
-        total=len(known),
-        states=states,
-        with_incidents=len(troubled),
-    )
+    counts = {"selected": len(chosen), "total": len(known), "with_incidents": len(troubled)}
+    return RunList(query=query, rows=tuple(rows), states=states, **counts)
 
 
 def run_row(connection: Connection, run: str, rows: RawRows | None = None) -> RunRow | None:
@@ -362,8 +351,3 @@ def run_goodput(connection: Connection, run: str) -> Mapping[str, float | None]:
     """Return goodput, wall time and lost time of `run` by the names `goodput`, `wall_seconds` and `lost`."""
     rows: list[Mapping[str, float | None]] = connection.query(_GOODPUT, {"run": run}).to_pylist()
     return rows[0] if rows else NO_GOODPUT
-
-
-def now_seconds() -> float:
-    """Return the present time in UTC seconds."""
-    return dt.datetime.now(dt.UTC).timestamp()

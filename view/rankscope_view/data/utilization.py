@@ -88,11 +88,6 @@ class Utilization:
         """Return the method in words."""
         return _WORDS[self.method]
 
-    @property
-    def is_measured(self) -> bool:
-        """Return whether the value was measured and not estimated."""
-        return self.method in {Method.FIELD, Method.NVML}
-
 
 def read_utilization(
     connection: Connection, run: str, speed: Speed, *, peak_tflops: float | None = None
