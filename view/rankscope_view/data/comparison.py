@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from rankscope_storage.connection import Connection
 from rankscope_storage.diff.diff import ROUNDING, Divergence, Tolerance, divergence
 from rankscope_storage.diff.sources import DiffSelection, DiffSide
 from rankscope_view.data.detail import RunDetail, read_chart, read_detail
+from rankscope_view.data.documents import flat, json_object
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, History
 from rankscope_view.data.summary import Summary
 
@@ -167,17 +168,14 @@ def first_difference(
 
 
 def _last_step(connection: Connection, run: str) -> int:
-    query = (
-        "SELECT max(step) AS last FROM scalars WHERE run = $run UNION ALL SELECT last_step FROM runs WHERE run = $run"
-    )
-    return max(
-        (step for step in connection.query(query, {"run": run})["last"].to_pylist() if step is not None), default=0
-    )
+    query = "SELECT max(step) AS last FROM scalars WHERE run = $run UNION SELECT last_step FROM runs WHERE run = $run"
+    steps = connection.query(query, {"run": run})["last"].to_pylist()
+    return max((step for step in steps if step is not None), default=0)
 
 
 def differing_settings(details: Sequence[RunDetail]) -> tuple[tuple[Setting, ...], int]:
     """Return the keys of the configurations whose values differ between the runs, and the number of equal keys."""
-    configs = [dict(_flat("", _json(one.facts.config))) for one in details]
+    configs = [dict(_settings(one.facts.config)) for one in details]
     keys = sorted({key for config in configs for key in config})
     found = [Setting(key=key, values=tuple(config.get(key) for config in configs)) for key in keys]
     settings = tuple(one for one in found if len(set(one.values)) > 1)
@@ -214,18 +212,8 @@ def compared_values(runs: Sequence[Summary]) -> tuple[ComparedValue, ...]:
     return tuple(ComparedValue(name=name, values=tuple(values)) for name, values in columns.items())
 
 
-def _json(text: str | None) -> Any:
-    try:
-        return json.loads(text or "{}")
-    except ValueError:
-        return {}
-
-
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield the keys of nested objects as one key with dots, without keys that describe the launch or the import."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if prefix or key not in _NOT_SETTINGS:
-                yield from _flat(f"{prefix}.{key}" if prefix else str(key), item)
-    elif prefix and value is not None:
-        yield prefix, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def _settings(config: str | None) -> Iterator[tuple[str, str]]:
+    """Yield the keys and values of a configuration, without keys that describe the launch or the import."""
+    for key, value in flat({key: value for key, value in json_object(config).items() if key not in _NOT_SETTINGS}):
+        if value is not None:
+            yield key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

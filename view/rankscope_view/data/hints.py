@@ -78,13 +78,8 @@ SYSTEM_ACTIONS: Final = (
 
 def tuning_hints(speed: Speed, utilization: Utilization | None, ranks: RankTable | None = None) -> tuple[Hint, ...]:
     """Return the hints that apply, in the order data, compute, communication, system."""
-    found = (
-        *_data_hints(speed),
-        *_compute_hints(speed, utilization, ranks),
-        *_communication_hints(speed),
-        *_system_hints(speed, ranks),
-    )
-    return tuple(found)
+    data, compute = _data_hints(speed), _compute_hints(speed, utilization, ranks)
+    return (*data, *compute, *_communication_hints(speed), *_system_hints(speed, ranks))
 
 
 def _percent(share: float) -> str:
@@ -94,11 +89,8 @@ def _percent(share: float) -> str:
 def _data_hints(speed: Speed) -> Iterator[Hint]:
     wait = speed.data_wait
     if wait is not None and wait.value >= MOST_DATA_WAIT:
-        yield Hint(
-            side=Side.DATA,
-            observation=f"{_percent(wait.value)} of the step time is waiting for data ({wait.source})",
-            actions=DATA_ACTIONS,
-        )
+        observation = f"{_percent(wait.value)} of the step time is waiting for data ({wait.source})"
+        yield Hint(side=Side.DATA, observation=observation, actions=DATA_ACTIONS)
     check = speed.batch_check
     if check is not None and check.is_off:
         yield Hint(
@@ -123,11 +115,9 @@ def _compute_hints(speed: Speed, utilization: Utilization | None, ranks: RankTab
             yield Hint(side=Side.COMPUTE, observation=observation, actions=COMPUTE_ACTIONS)
     memory = _memory_share(() if ranks is None else ranks.rows)
     if memory is not None and memory < LEAST_MEMORY:
-        yield Hint(
-            side=Side.COMPUTE,
-            observation=f"at most {_percent(memory)} of the device memory is in use",
-            actions=("raise the micro-batch, or turn off activation checkpointing",),
-        )
+        actions = ("raise the micro-batch, or turn off activation checkpointing",)
+        observation = f"at most {_percent(memory)} of the device memory is in use"
+        yield Hint(side=Side.COMPUTE, observation=observation, actions=actions)
 
 
 def _memory_share(rows: Sequence[RankRow]) -> float | None:
@@ -145,11 +135,8 @@ def _memory_share(rows: Sequence[RankRow]) -> float | None:
 def _communication_hints(speed: Speed) -> Iterator[Hint]:
     wait = speed.collective
     if wait is not None and wait.value >= MOST_COLLECTIVE:
-        yield Hint(
-            side=Side.COMMUNICATION,
-            observation=f"{_percent(wait.value)} of the step time is waiting for other ranks ({wait.source})",
-            actions=COMMUNICATION_ACTIONS,
-        )
+        observation = f"{_percent(wait.value)} of the step time is waiting for other ranks ({wait.source})"
+        yield Hint(side=Side.COMMUNICATION, observation=observation, actions=COMMUNICATION_ACTIONS)
 
 
 def _system_hints(speed: Speed, ranks: RankTable | None) -> Iterator[Hint]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from rankscope_contract.model.events import CLOSED, EVALUATION_NAME, RULES_OF_RU
 from rankscope_contract.model.kinds import CAUSAL_STAGE, LOSS_STAGE, SCALAR_STAGE
 from rankscope_storage.api.summaries import INCIDENT_GAP_STEPS
 from rankscope_storage.connection import Connection
+from rankscope_view.data.documents import json_object
 
 _WORDS: Final = {"nans": "became NaN", "infs": "became infinite"}
 _FINITE_LOSS: Final = "kind IS NULL AND op = 'loss' AND isfinite(value)"
@@ -113,7 +113,7 @@ def incidents(connection: Connection, runs: Sequence[str]) -> dict[str, list[Inc
     found: dict[str, list[Incident]] = {}
     reported: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in connection.query(_REPORTED, parameters).to_pylist():
-        details = _details(row.pop("details"))
+        details = json_object(row.pop("details"))
         reported.setdefault((row["run"], str(details.get("key"))), []).append(row | {"details": details})
     closings = {key: rows for key, rows in reported.items() if rows[0]["details"].get("state") == CLOSED}
     for (run, key), rows in reported.items():
@@ -195,15 +195,6 @@ def _grouped(row: dict[str, Any]) -> Incident:
 
 def _numbers(values: Iterable[Any] | None) -> list[int]:
     return [value for value in values or () if isinstance(value, int)]
-
-
-def _details(text: str | None) -> dict[str, Any]:
-    """Return the details of an event; empty if they are not a JSON object."""
-    try:
-        found = json.loads(text or "{}")
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def happening(one: Incident) -> str:

@@ -46,13 +46,9 @@ class SlowRank:
     @property
     def words(self) -> str:
         """Return the share of the others' wait and the phase as a text."""
-        slow = (
-            f"pauses in {self.pauses} of {self.steps} steps, in {self.phase}"
-            if self.pauses
-            else f"is slow in {self.phase}"
-        )
+        slow = f"pauses in {self.pauses} of {self.steps} steps, in" if self.pauses else "is slow in"
         wait = f"the others wait {self.seconds:.3g} s a step, {100 * self.share:.0f} % of the time"
-        return f"{slow.replace('_', ' ')}: {wait}"
+        return f"{slow} {self.phase.replace('_', ' ')}: {wait}"
 
 
 def own_phases(seconds: Floats, phases: Sequence[str]) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -13,6 +12,7 @@ from rankscope_contract.model.phases import STEP_PHASE_SECONDS, Phase, shares_te
 from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.sql.scalar_history import is_main_source
+from rankscope_view.data.documents import flat, json_object
 from rankscope_view.data.history import Floats, History, main_labels, read_history
 
 STEP_SECONDS: Final = "step_seconds"
@@ -267,20 +267,9 @@ def _global_batch(read: _Reader, config: str | None) -> float | None:
 
 def numbers_of(config: str | None) -> Iterator[tuple[str, float]]:
     """Yield the numbers of a configuration in JSON, with keys of nested objects joined by dots."""
-    try:
-        document = json.loads(config or "{}")
-    except ValueError:
-        return
-    if isinstance(document, dict):
-        yield from _numbers(document, "")
-
-
-def _numbers(document: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
-    for key, value in document.items():
-        if isinstance(value, dict):
-            yield from _numbers(value, f"{prefix}{key}.")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield f"{prefix}{key}", float(value)
+    for key, value in flat(json_object(config)):
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield key, float(value)
 
 
 def _check(samples_per_second: Floats, step_seconds: float | None, batch: float | None) -> BatchCheck | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from rankscope_storage.connection import Connection
 from rankscope_storage.sql.scalar_history import is_main_source
 from rankscope_view.data.advice import perplexity
 from rankscope_view.data.detail import RunDetail, read_detail
+from rankscope_view.data.documents import json_object
 from rankscope_view.data.hints import Hint, tuning_hints
 from rankscope_view.data.history import GRAD_NORM, LEARNING_RATE, LOSS, Floats, History, main_labels, read_history
 from rankscope_view.data.incidents import incidents, sentence_of
@@ -204,11 +204,7 @@ def _history(connection: Connection, run: str, name: str) -> History | None:
 
 def _trainer_state(config: str | None) -> Mapping[str, Any]:
     """Return the facts that a `trainer_state.json` has in addition to its history; empty for all other sources."""
-    try:
-        found = json.loads(config or "{}")
-    except ValueError:
-        return {}
-    state = found.get("trainer_state") if isinstance(found, dict) else None
+    state = json_object(config).get("trainer_state")
     return state if isinstance(state, dict) else {}
 
 

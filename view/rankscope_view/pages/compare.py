@@ -42,9 +42,7 @@ def page(
         has_axes=False,
         is_long=is_long(curves),
     )
-    firsts = [
-        (one.side.letter, result.first.step) for one, result in _results(found) if result is not None and result.first
-    ]
+    firsts = [(one.side.letter, result.first.step) for one, result in _results(found) if result and result.first]
     charts = "".join(_chart(name, curve, firsts, letters) for name, curve in curves.items())
     query = text(_address(Place(), sides).partition("?")[2].replace("&amp;", "&"))
     body = (
@@ -76,11 +74,9 @@ def _names(place: Place, sides: Sequence[Side]) -> str:
     for number, side in enumerate(sides):
         others = [one for one in sides if one is not side]
         rank = "" if side.rank is None else f' <span class="dim">rank {side.rank}</span>'
-        remove = (
-            f'<a class="dim" href="{_address(place, others)}" title="Remove {side.letter.upper()}" aria-label="Remove {side.letter.upper()}">×</a>'
-            if len(sides) > 2
-            else ""
-        )
+        label = f"Remove {side.letter.upper()}"
+        remove = f'<a class="dim" href="{_address(place, others)}" title="{label}" aria-label="{label}">×</a>'
+        remove = remove if len(sides) > 2 else ""
         parts.append(
             f'<span class="side"><span class="badge s{number + 1}">{side.letter.upper()}</span><a href="{place.url("runs", side.run)}"><b><bdi>{text(side.run)}</bdi></b></a>{rank}{remove}</span>'
         )
@@ -117,21 +113,12 @@ def _verdicts(found: Comparison) -> str:
 
 
 def _verdict(a: Side, b: Side, result: Divergence | None, *, is_pair: bool) -> str:
-    names = (
-        "The runs"
-        if is_pair and a.rank is None
-        else "The ranks"
-        if is_pair
-        else f"{b.letter.upper()} and {a.letter.upper()}"
-    )
+    names = f"The {'runs' if a.rank is None else 'ranks'}" if is_pair else f"{b.letter.upper()} and {a.letter.upper()}"
     if result is None:
         ranks = "" if a.rank is None or b.rank is None else f" --ranks {a.rank} {b.rank}"
         command = text(f"rankscope diff {a.run}{'' if a.run == b.run else f' {b.run}'}{ranks}")
-        return verdict(
-            "info",
-            f"{names} have too many rows to be compared in a page",
-            f"The command does it: <code>{command}</code>",
-        )
+        evidence = f"The command does it: <code>{command}</code>"
+        return verdict("info", f"{names} have too many rows to be compared in a page", evidence)
     if not result.rows_compared:
         reason = "No step, or no tensor and no scalar, is stored for both."
         if a.rank is not None:
@@ -140,9 +127,8 @@ def _verdict(a: Side, b: Side, result: Divergence | None, *, is_pair: bool) -> s
     first = result.first
     if first is None:
         evidence = f"{count(result.rows_compared)} rows were compared."
-        return verdict(
-            "info", f"{names} are equal in all {count(result.steps_compared)} steps that both have", evidence
-        )
+        sentence = f"{names} are equal in all {count(result.steps_compared)} steps that both have"
+        return verdict("info", sentence, evidence)
     where = "" if first.rank is None or a.rank is not None or first.kind == "scalar" else f", on rank {first.rank}"
     equal = result.steps_compared - len(result.steps)
     steps = f" {count(equal)} compared step{' is' if equal == 1 else 's are'} equal." if equal else ""
@@ -232,7 +218,7 @@ def _figures(sides: Sequence[ComparedSide]) -> Iterator[tuple[str, list[str], st
     """Yield name, values and difference of the figures that are known of any side."""
     if any(one.side.rank is None for one in sides):
         yield "State", [_state(one, has_word=len(sides) == 2) for one in sides], ""
-    counts = {"Step": [one.step for one in sides]}
+    steps = [one.step for one in sides]
     numbers = {
         "Loss, newest": [one.newest(LOSS) for one in sides],
         **_common_loss(sides),
@@ -242,19 +228,13 @@ def _figures(sides: Sequence[ComparedSide]) -> Iterator[tuple[str, list[str], st
         "s/step": [one.newest(STEP_SECONDS) for one in sides],
         "Before collective, s": [one.newest(PRE_COLLECTIVE_SECONDS) for one in sides],
     }
-    yield from (
-        (name, [NOTHING if one is None else count(one) for one in values], _change(values))
-        for name, values in counts.items()
-    )
+    yield "Step", [count(one) for one in steps], _change(steps)
     for name, measured in numbers.items():
         if any(one is not None for one in measured):
             yield name, [measure(one) for one in measured], _change(measured)
     if any(one.side.rank is None for one in sides):
-        events = {
-            "Restarts": [len(one.detail.restarts) for one in sides],
-            "Incidents": [len(one.detail.row.incidents) for one in sides],
-        }
-        yield from ((name, [count(one) for one in values], "") for name, values in events.items())
+        yield "Restarts", [count(len(one.detail.restarts)) for one in sides], ""
+        yield "Incidents", [count(len(one.detail.row.incidents)) for one in sides], ""
 
 
 def _common_loss(sides: Sequence[ComparedSide]) -> dict[str, list[float | None]]:
@@ -300,9 +280,8 @@ def _settings(found: Comparison) -> str:
         f"<tr><td><code>{text(one.key)}</code></td>{''.join(f'<td>{NOTHING if value is None else text(value)}</td>' for value in one.values)}</tr>"
         for one in found.settings[:_SHOWN_SETTINGS]
     )
-    table = (
-        f'<table class="list"><tr><th>key{heads}</tr>{rows}</table>' if rows else '<p class="empty">No key differs.</p>'
-    )
+    empty = '<p class="empty">No key differs.</p>'
+    table = f'<table class="list"><tr><th>key{heads}</tr>{rows}</table>' if rows else empty
     note = f"{len(found.settings)} differ, {found.equal_settings} are equal"
     without = [one.side.letter.upper() for one in found.sides if one.detail.facts.config is None]
     if without:

@@ -28,9 +28,9 @@ def text(value: object) -> str:
     return html_text(shown)
 
 
-def count(value: float) -> str:
+def count(value: float | None) -> str:
     """Return a count with thousands separators."""
-    return f"{value:,.0f}"
+    return NOTHING if value is None else f"{value:,.0f}"
 
 
 def number(value: float) -> str:

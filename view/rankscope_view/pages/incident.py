@@ -13,7 +13,16 @@ from rankscope_view.data.incident_story import AnomalyGroup, Story, window
 from rankscope_view.data.incidents import Incident, happening
 from rankscope_view.data.runs import RunRow
 from rankscope_view.pages.format import NONFINITE, NOTHING, count, kind_words, measure, text, utc
-from rankscope_view.pages.parts import Place, close_command, document, icon, incident_line, panel, tabs, tensor_name
+from rankscope_view.pages.parts import (
+    Place,
+    close_command,
+    fact_table,
+    icon,
+    incident_line,
+    panel,
+    run_document,
+    tensor_name,
+)
 
 _SHOWN: Final = 8
 _MOST_GROUPS: Final = 200
@@ -22,29 +31,22 @@ _MOST_SPANS: Final = 8
 
 def list_page(place: Place, row: RunRow, found: Sequence[Incident]) -> str:
     """Return all incidents of a run, open ones first."""
-    crumbs = [(row.run, place.url("runs", row.run)), ("Incidents", None)]
     head = '<tr><th>Incident<th class="n">step<th class="n rare">attempt<th class="n rare">events<th class="rare">opened, UTC<th>state</tr>'
     rows = "".join(_row(place, row.run, one) for one in found)
     is_open = any(one.is_open for one in found)
     close = (
         f'<p class="empty">Close all open ones: {close_command(place, row.run)}</p>' if is_open and place.store else ""
     )
-    body = close + panel(
-        "Incidents",
-        f'<table class="list">{head}{rows}</table>' if rows else '<p class="empty">None is stored for this run.</p>',
-        kind="scrolls",
-    )
-    body = f'<div id="list" data-live>{body}</div>'
-    return document(
-        place, f"Incidents of {row.run}", body, crumbs=crumbs, nav=tabs(place, row, "incidents"), page="incidents"
-    )
+    table = f'<table class="list">{head}{rows}</table>' if rows else '<p class="empty">None is stored for this run.</p>'
+    body = f'<div id="list" data-live>{close}{panel("Incidents", table, kind="scrolls")}</div>'
+    return run_document(place, row, "Incidents", body, page="incidents")
 
 
 def _row(place: Place, run: str, one: Incident) -> str:
     url = place.url("runs", run, "incidents", one.key)
     return (
-        f'<tr class="{"" if one.is_open else "off"}"><td><a href="{url}">{incident_line(one)}</a></td><td class="n">{_count(one.step)}</td>'
-        f'<td class="n rare">{_count(one.attempt)}</td><td class="n rare">{count(one.events)}</td>'
+        f'<tr class="{"" if one.is_open else "off"}"><td><a href="{url}">{incident_line(one)}</a></td><td class="n">{count(one.step)}</td>'
+        f'<td class="n rare">{count(one.attempt)}</td><td class="n rare">{count(one.events)}</td>'
         f'<td class="rare">{utc(one.opened_at, "%Y-%m-%d %H:%M:%S")}</td><td>{_state(one)}</td></tr>'
     )
 
@@ -79,7 +81,6 @@ def sentence(one: Incident) -> str:
 
 def page(place: Place, row: RunRow, one: Incident, story: Story) -> str:
     """Return the page of one incident."""
-    crumbs = [(row.run, place.url("runs", row.run)), (f"Incident {one.key}", None)]
     severity = "critical" if one.is_critical else "warning"
     word = "Critical" if one.is_critical else "Warning"
     state = "Open" if one.is_open else one.states[-1][1].capitalize()
@@ -95,9 +96,7 @@ def page(place: Place, row: RunRow, one: Incident, story: Story) -> str:
         f'{head}<div class="columns" id="run" data-run="{text(one.run)}" data-fixed="1"><div>{_evidence(one)}{_order(one, story)}{_sql(one, story.steps)}</div>'
         f"<aside>{_actions(place, one, story)}{_first_cause(one)}{_timeline(one, story)}{_not_judged(story.not_measured)}</aside></div>"
     )
-    return document(
-        place, f"Incident of {one.run}", body, crumbs=crumbs, nav=tabs(place, row, "incidents"), page="incident"
-    )
+    return run_document(place, row, "Incident", body, page="incident", tab="incidents", last=f"Incident {one.key}")
 
 
 def _beside(place: Place, run: str, beside: tuple[str | None, str | None]) -> str:
@@ -120,25 +119,11 @@ def _evidence(one: Incident) -> str:
         op = one.op if one.op in {"norm", "mean", "min", "max"} else "norm"
         known = text(f'{{"name": "{op}", "log": true, "fixed": true, "zero": false, "tensor": true}}')
         plot = f'<div class="plot" data-chart="{known}" data-tensor="{text(one.tensor)}" data-kind="{text(one.kind)}" data-attempt="{one.attempt or 0}" {span} tabindex="0"></div>'
-        charts.append(
-            panel(
-                "Evidence",
-                plot,
-                note=f"{text(kind_words(one.kind))}: {op}, log",
-                aside=legend,
-                kind="chartbox",
-            )
-        )
+        note = f"{text(kind_words(one.kind))}: {op}, log"
+        charts.append(panel("Evidence", plot, note=note, aside=legend, kind="chartbox"))
     known = text('{"name": "loss", "log": false, "fixed": true, "zero": false}')
-    charts.append(
-        panel(
-            "Loss",
-            f'<div class="plot" data-chart="{known}" {span} tabindex="0"></div>',
-            note="mean of the ranks that logged it",
-            aside=legend,
-            kind="chartbox",
-        )
-    )
+    plot = f'<div class="plot" data-chart="{known}" {span} tabindex="0"></div>'
+    charts.append(panel("Loss", plot, note="mean of the ranks that logged it", aside=legend, kind="chartbox"))
     return "".join(charts)
 
 
@@ -184,7 +169,7 @@ def _group(one: Incident, group: AnomalyGroup) -> str:
         more = f"{count(group.others)} more{tensors}{ranks}"
     bad = " bad" if row.op in NONFINITE else ""
     return (
-        f'<tr class="{"hot" if is_first else ""}"><td class="n">{_count(row.step)}</td><td class="n">{_count(row.rank)}</td><td>{name}</td>'
+        f'<tr class="{"hot" if is_first else ""}"><td class="n">{count(row.step)}</td><td class="n">{count(row.rank)}</td><td>{name}</td>'
         f'<td class="what{bad}" title="{text(row.rule or "")}">{_what(row)}{" · first cause" if is_first else ""}</td><td class="rare dim">{more}</td></tr>'
     )
 
@@ -204,12 +189,8 @@ def _elements(number: float | None) -> str:
 
 def _sql(one: Incident, steps: tuple[int, int]) -> str:
     copy = '<button class="copy" data-copy="sql">Copy</button>'
-    return panel(
-        "SQL behind this page",
-        f'<pre class="sql" id="sql">{text(sql(one, steps)).replace(chr(92) + "n", chr(10))}</pre>',
-        note="DuckDB",
-        aside=copy,
-    )
+    statement = f'<pre class="sql" id="sql">{text(sql(one, steps)).replace(chr(92) + "n", chr(10))}</pre>'
+    return panel("SQL behind this page", statement, note="DuckDB", aside=copy)
 
 
 def _actions(place: Place, one: Incident, story: Story) -> str:
@@ -256,10 +237,10 @@ def _resume(one: Incident, story: Story) -> str:
 
 def _first_cause(one: Incident) -> str:
     facts = [
-        ("rank", _count(one.rank)),
+        ("rank", count(one.rank)),
         ("tensor", NOTHING if one.tensor is None else tensor_name(one.tensor)),
         ("kind", text(kind_words(one.kind)) if one.kind else NOTHING),
-        ("step", f"{_count(one.step)}, attempt {one.attempt or 0}"),
+        ("step", f"{count(one.step)}, attempt {one.attempt or 0}"),
         ("rule", text(one.rule or NOTHING)),
     ]
     if one.op in NONFINITE:
@@ -267,8 +248,7 @@ def _first_cause(one: Incident) -> str:
     else:
         facts += [("statistic", text(one.op or NOTHING)), ("value", measure(one.value))]
     facts += [("baseline", measure(one.baseline)), ("threshold", measure(one.threshold))]
-    rows = "".join(f"<tr><td>{name}</td><td>{value}</td></tr>" for name, value in facts if value != NOTHING)
-    return panel("First cause", f'<table class="facts">{rows}</table>')
+    return panel("First cause", fact_table(fact for fact in facts if fact[1] != NOTHING))
 
 
 def _growth(story: Story) -> str:
@@ -295,7 +275,3 @@ def _timeline(one: Incident, story: Story) -> str:
 def _not_judged(kinds: Sequence[str]) -> str:
     lines = "".join(f"<p><b>{text(kind.capitalize())}.</b> No rows are stored near this step.</p>" for kind in kinds)
     return panel("Not judged", f'<div class="prose">{lines}</div>') if lines else ""
-
-
-def _count(value: float | None) -> str:
-    return NOTHING if value is None else count(value)

@@ -170,6 +170,12 @@ def verdict(severity: str, sentence: str, evidence: str = "", actions: str = "")
     )
 
 
+def fact_table(facts: Iterable[tuple[str, str]]) -> str:
+    """Return names and values, which are HTML, as a table."""
+    rows = "".join(f"<tr><td>{name}</td><td>{value}</td></tr>" for name, value in facts)
+    return f'<table class="facts">{rows}</table>'
+
+
 def segmented(label: str, choices: Sequence[tuple[str, str, str]], chosen: str, name: str) -> str:
     """Return a row of links of which one is chosen: (value, word, address)."""
     links = "".join(
@@ -191,16 +197,16 @@ def tabs(place: Place, row: RunRow, chosen: str) -> str:
     return f'<nav class="tabs" id="tabs" data-live>{"".join(found)}</nav>'
 
 
+def run_document(place: Place, row: RunRow, title: str, body: str, *, page: str, tab: str = "", last: str = "") -> str:
+    """Return the document of a page of a run; `last` is the name of the last place above it, by default the title."""
+    crumbs = [(row.run, place.url("runs", row.run)), (last or title, None)]
+    return document(place, f"{title} of {row.run}", body, crumbs=crumbs, nav=tabs(place, row, tab or page), page=page)
+
+
 def document(
-    place: Place,
-    title: str,
-    body: str,
-    *,
-    crumbs: Sequence[tuple[str, str | None]] = (),
-    nav: str = "",
-    page: str = "",
-    about: str = "",
-) -> str:
+    place: Place, title: str, body: str, *, crumbs: Sequence[tuple[str, str | None]] = (), nav: str = "",
+    page: str = "", about: str = "",
+) -> str:  # fmt: skip
     """Return a complete HTML document. `crumbs` are (name, address) of the places above the page.
 
     `about` is small text behind them.

@@ -13,7 +13,7 @@ from rankscope_view.data.ranks import RECENT_STEPS, RankOrder, RankRow, RankTabl
 from rankscope_view.data.runs import RunRow
 from rankscope_view.pages import svg
 from rankscope_view.pages.format import NOTHING, age, ago, count, measure, percent, text
-from rankscope_view.pages.parts import Place, document, icon, panel, segmented, tabs, verdict
+from rankscope_view.pages.parts import Place, icon, panel, run_document, segmented, verdict
 from rankscope_view.pages.run import signed
 
 _ORDER: Final = (Phase.DATA_WAIT, Phase.FORWARD, Phase.BACKWARD, Phase.COLLECTIVE, Phase.OPTIMIZER, Phase.OTHER)
@@ -23,28 +23,18 @@ _GIBIBYTE: Final = 2.0**30
 
 def page(place: Place, row: RunRow, table: RankTable, order: RankOrder, now: float) -> str:
     """Return the page of the ranks of a run, in this order."""
-    crumbs = [(row.run, place.url("runs", row.run)), ("Ranks", None)]
     if not table.rows:
         body = f'<div class="panel blank" id="no-rank" data-live>{icon("unknown")}<strong>No rank has sent a row in this run</strong><p>Imported logs have no ranks.</p></div>'
-        return document(place, f"Ranks of {row.run}", body, crumbs=crumbs, nav=tabs(place, row, "ranks"), page="ranks")
-    found = list(
-        verdicts(table, now, is_live=row.is_live, link=functools.partial(_compare_link, place, row.run, table))
-    )
-    more = (
-        f'<p class="dim">{len(found) - _MOST_VERDICTS} more ranks are marked in the table.</p>'
-        if len(found) > _MOST_VERDICTS
-        else ""
-    )
+        return run_document(place, row, "Ranks", body, page="ranks")
+    link = functools.partial(_compare_link, place, row.run, table)
+    found = list(verdicts(table, now, is_live=row.is_live, link=link))
+    left = len(found) - _MOST_VERDICTS
+    more = f'<p class="dim">{left} more ranks are marked in the table.</p>' if left > 0 else ""
     if not found:
-        found = [
-            verdict(
-                "info",
-                f"No rank of {len(table.rows)} is slow or silent",
-                "Compared by input, computation and pauses of each step.",
-            )
-        ]
+        evidence = "Compared by input, computation and pauses of each step."
+        found = [verdict("info", f"No rank of {len(table.rows)} is slow or silent", evidence)]
     body = f'<div id="verdicts" data-live>{"".join(found[:_MOST_VERDICTS])}{more}</div>{_toolbar(place, row.run, table, order)}{_strips(row.run)}{_table(table.ordered(order), now)}'
-    return document(place, f"Ranks of {row.run}", body, crumbs=crumbs, nav=tabs(place, row, "ranks"), page="ranks")
+    return run_document(place, row, "Ranks", body, page="ranks")
 
 
 def verdicts(
@@ -60,18 +50,12 @@ def verdicts(
             yield verdict("critical", f"Rank {row.rank} {row.slow.words}{since}", _evidence(row, table), link(row.rank))
     for row in table.rows:
         if row.is_silent:
-            last = (
-                "It has sent no row in this attempt"
-                if row.last_step is None
-                else f"Its last step is {count(row.last_step)}, of {count(table.last_step or 0)}"
-            )
+            last = f"Its last step is {count(row.last_step)}, of {count(table.last_step or 0)}"
+            last = "It has sent no row in this attempt" if row.last_step is None else last
             seen = f", {ago(max(0.0, now - row.seen_at))}" if row.seen_at is not None and is_live else ""
             others = " The others continue: if they share collectives with it, the rank runs and only its exporter is silent."
-            yield verdict(
-                "warning",
-                f"Rank {row.rank} is silent",
-                f"{last}{seen}.{others} Its figures are absent here, not zero.",
-            )
+            evidence = f"{last}{seen}.{others} Its figures are absent here, not zero."
+            yield verdict("warning", f"Rank {row.rank} is silent", evidence)
 
 
 def _evidence(row: RankRow, table: RankTable) -> str:
@@ -81,22 +65,15 @@ def _evidence(row: RankRow, table: RankTable) -> str:
         usual = [other.phases[phase] for other in others if phase in other.phases]
         if phase != Phase.COLLECTIVE and usual and row.phases[phase] > 1.05 * float(np.median(usual)):
             parts.append(f"{phase.replace('_', ' ')} {row.phases[phase]:.3g} s against {float(np.median(usual)):.3g} s")
-    clock, usual = (
-        row.latest.get("gpu_clock_hertz"),
-        [one.latest["gpu_clock_hertz"] for one in others if "gpu_clock_hertz" in one.latest],
-    )
-    if clock and usual and clock < 0.95 * float(np.median(usual)):
+    clock = row.latest.get("gpu_clock_hertz")
+    clocks = [one.latest["gpu_clock_hertz"] for one in others if "gpu_clock_hertz" in one.latest]
+    if clock and clocks and clock < 0.95 * (middle := float(np.median(clocks))):
         heat = row.latest.get("gpu_temperature_celsius")
         at = f" at {heat:.0f} °C" if heat is not None else ""
-        parts.append(
-            f"the clock of its GPU is {clock / 1e6:,.0f} MHz against {float(np.median(usual)) / 1e6:,.0f} MHz{at}"
-        )
+        parts.append(f"the clock of its GPU is {clock / 1e6:,.0f} MHz against {middle / 1e6:,.0f} MHz{at}")
     sentence = "; ".join(parts)
-    return (
-        f"{sentence[:1].upper()}{sentence[1:]}. Whole steps look equal on all ranks, because they end together."
-        if parts
-        else ""
-    )
+    equal = "Whole steps look equal on all ranks, because they end together."
+    return f"{sentence[:1].upper()}{sentence[1:]}. {equal}" if parts else ""
 
 
 def _compare_link(place: Place, run: str, table: RankTable, rank: int) -> str:
@@ -166,13 +143,8 @@ def _row(row: RankRow, whole: float, now: float) -> str:
     else:
         bar = NOTHING if row.last_step is None else f"no step since step {count(row.last_step)}"
     seen = NOTHING if row.seen_at is None else age(max(0.0, now - row.seen_at))
-    against = (
-        NOTHING
-        if row.against_median is None
-        else signed(row.against_median)
-        if abs(row.against_median) >= 0.005
-        else "0 %"
-    )
+    ratio = row.against_median
+    against = NOTHING if ratio is None else signed(ratio) if abs(ratio) >= 0.005 else "0 %"
     return (
         f'<tr class="{kind}"><td class="n">{row.rank}</td><td class="rare">{text(row.host or NOTHING)}</td><td class="n">{word}</td><td>{bar}</td>'
         f'<td class="n">{_seconds(row.compute_seconds)}</td><td class="n">{against}</td><td class="n">{_seconds(row.wait_seconds)}</td>'

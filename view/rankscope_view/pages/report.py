@@ -21,7 +21,7 @@ from rankscope_view.data.summary import Summary, Trend
 from rankscope_view.pages import incident as incident_page
 from rankscope_view.pages import ranks as rank_page
 from rankscope_view.pages.format import NOTHING, count, duration, measure, text, utc
-from rankscope_view.pages.parts import incident_line, run_pill, segmented, state_word, tag_list
+from rankscope_view.pages.parts import fact_table, incident_line, run_pill, segmented, state_word, tag_list
 from rankscope_view.pages.run import AXES, ChartChoice, chart_panel, event_rows
 from rankscope_view.pages.sections import sections
 from rankscope_view.pages.settings import configuration
@@ -148,8 +148,8 @@ def _advice(found: Summary) -> str:
 
 
 def _block(name: str, rows: Sequence[tuple[str, str]]) -> str:
-    lines = "".join(f"<tr><td>{text(label)}</td><td>{text(value)}</td></tr>" for label, value in rows)
-    return f'<div class="plain"><h3>{name.capitalize()}</h3><table class="facts">{lines}</table></div>'
+    facts = fact_table((text(label), text(value)) for label, value in rows)
+    return f'<div class="plain"><h3>{name.capitalize()}</h3>{facts}</div>'
 
 
 def _first_incident(found: Sequence[Incident]) -> Iterator[str]:

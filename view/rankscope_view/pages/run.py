@@ -27,6 +27,7 @@ from rankscope_view.pages.parts import (
     incident_line,
     page_title,
     panel,
+    run_document,
     run_pill,
     segmented,
     tabs,
@@ -64,12 +65,7 @@ _TITLES: Final = {
     "tokens_per_second": "Throughput",
     STEP_SECONDS: "Step time",
 }
-_GROUP_WORDS: Final = {
-    Group.STEP: "Step",
-    Group.EVALUATION: "Eval",
-    Group.CHECKPOINT: "Checkpoint",
-    Group.RESTART: "Restart",
-}
+_GROUP_WORDS: Final = {Group.EVALUATION: "Eval"}
 
 
 OUTSIDE: Final = f'<span class="mark">{icon("outside")} outside of a cut axis</span>'
@@ -190,11 +186,8 @@ def header(place: Place, found: RunDetail) -> str:
 def _progress(row: RunRow) -> str:
     if row.step is None:
         return f"step {NOTHING}"
-    parts = [
-        f'<b data-value="step">{count(row.step)}</b> of {count(row.planned_steps)} steps'
-        if row.planned_steps
-        else f'step <b data-value="step">{count(row.step)}</b>'
-    ]
+    step = f'<b data-value="step">{count(row.step)}</b>'
+    parts = [f"{step} of {count(row.planned_steps)} steps" if row.planned_steps else f"step {step}"]
     if row.share is not None:
         parts.append(f"<span data-share>{percent(row.share)}</span>")
     if row.is_live and row.eta_seconds is not None:
@@ -231,12 +224,8 @@ def _figures(place: Place, found: RunDetail) -> Iterator[tuple[str, str, str, st
         yield GOODPUT, "Goodput", *texts
     elif found.facts.lacks_goodput:
         link = f'<a href="{place.url("runs", row.run, goodput=1)}">calculate</a>'
-        yield (
-            GOODPUT,
-            "Goodput",
-            NOTHING,
-            f'<span data-pending="{place.url("data", "goodput", run=row.run)}">{link}</span>',
-        )
+        pending = place.url("data", "goodput", run=row.run)
+        yield GOODPUT, "Goodput", NOTHING, f'<span data-pending="{pending}">{link}</span>'
 
 
 def _loss_line(row: RunRow, change: tuple[float, int] | None, loss: History) -> str:
@@ -340,19 +329,13 @@ def chart_panel(
     note = ", ".join(part for part in (note, f"logged as {source}" if source else "") if part)
     is_log = choice.is_log or name == GRAD_NORM
     legend = '<span class="legend"></span><button class="save" title="Save as CSV or PNG" aria-label="Save">⤓</button>'
-    text_below = (
-        f'<p class="notice">{notice(curve)} · <span class="axisword">{axis}</span>{_MARKS}{OUTSIDE}</p>'
-        if is_main and name == LOSS
-        else ""
-    )
-    known = json.dumps(
-        {"name": name, "log": is_log, "fixed": name == GRAD_NORM, "zero": name in (LEARNING_RATE, *SPEEDS)}
-    )
+    below = f'<p class="notice">{notice(curve)} · <span class="axisword">{axis}</span>{_MARKS}{OUTSIDE}</p>'
+    known = {"name": name, "log": is_log, "fixed": name == GRAD_NORM, "zero": name in (LEARNING_RATE, *SPEEDS)}
     height = 240 if name == LOSS else 150
     body = (
         f'{f"<p class=hint>{hint}</p>" if hint else ""}<div class="plot{" tall" if name == LOSS else ""}" '
-        f'data-chart="{text(known)}" tabindex="0" role="group" aria-label="{title(name)}">'
-        f"{svg.line_chart(curve, label=title(name), height=height, width=820 if is_main else 400, is_cut=choice.is_cut)}</div>{text_below}"
+        f'data-chart="{text(json.dumps(known))}" tabindex="0" role="group" aria-label="{title(name)}">'
+        f"{svg.line_chart(curve, label=title(name), height=height, width=820 if is_main else 400, is_cut=choice.is_cut)}</div>{below if is_main and name == LOSS else ''}"
     )
     return panel(title(name), body, note=text(note), aside=legend, kind="chartbox", name=f"chart-{name}")
 
@@ -433,5 +416,4 @@ def events_page(place: Place, found: RunDetail, log: EventLog, group: Group | No
     links = f'<a class="button" href="{newer}">Newer</a>' if page_number else ""
     links += f'<a class="button" href="{older}">Older</a>' if len(log.lines) > (page_number + 1) * NEWEST else ""
     body = f'<nav class="chips">{"".join(chips)}</nav>{panel("Events", event_rows(lines), note="UTC", name="log")}<nav class="pages">{links}</nav>'
-    crumbs = [(run, place.url("runs", run)), ("Events", None)]
-    return document(place, f"Events of {run}", body, crumbs=crumbs, nav=tabs(place, row, "events"), page="events")
+    return run_document(place, row, "Events", body, page="events")

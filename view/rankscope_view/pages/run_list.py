@@ -64,38 +64,20 @@ def _alarm(place: Place, alarm: str) -> str:
 
 
 def _toolbar(place: Place, found: RunList, search: str) -> str:
-    state = found.query.state
-    chips = [_chip(place, search, state=None, word="All", number=found.total, mark="", is_chosen=state is None)]
-    if found.with_incidents:
-        chips.append(
-            _chip(
-                place,
-                search,
-                state=INCIDENTS,
-                word="Open incidents",
-                number=found.with_incidents,
-                mark=icon("critical"),
-                is_chosen=state == INCIDENTS,
-            )
-        )
-    for known in _ORDER:
-        if number := found.states.get(known):
-            word = state_word(None if known == "unknown" else known)
-            chips.append(
-                _chip(place, search, state=known, word=word, number=number, mark=icon(known), is_chosen=state == known)
-            )
+    words = " ".join(part for part in search.split() if not part.startswith("state:")) or None
+    choices = [("Open incidents", INCIDENTS, found.with_incidents, icon("critical"))]
+    names = {known: state_word(None if known == "unknown" else known) for known in _ORDER}
+    choices += [(word, known, found.states.get(known, 0), icon(known)) for known, word in names.items()]
+    chips = "".join(
+        f'<a href="{place.url(q=words, state=state)}"{" aria-current=true" if state == found.query.state else ""}>{mark}{word} <b>{count(number)}</b></a>'
+        for word, state, number, mark in [("All", None, found.total, ""), *(one for one in choices if one[2])]
+    )
     return (
         f'<div class="toolbar"><form class="searchbox" action="{place.url()}" role="search">{icon("search")}'
         f'<input name="q" id="search" value="{text(search)}" placeholder="name  tag:team=post  state:failed" '
         'aria-label="Search runs" autocomplete="off" spellcheck="false"><kbd>/</kbd></form>'
-        f'<nav class="chips" id="chips" data-live>{"".join(chips)}</nav></div>'
+        f'<nav class="chips" id="chips" data-live>{chips}</nav></div>'
     )
-
-
-def _chip(place: Place, search: str, *, state: str | None, word: str, number: int, mark: str, is_chosen: bool) -> str:
-    words = " ".join(part for part in search.split() if not part.startswith("state:")) or None
-    current = ' aria-current="true"' if is_chosen else ""
-    return f'<a href="{place.url(q=words, state=state)}"{current}>{mark}{word} <b>{count(number)}</b></a>'
 
 
 def _heads(place: Place, found: RunList, search: str) -> str:

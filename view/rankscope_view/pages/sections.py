@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -73,14 +73,9 @@ def _rows(number_of_rows: int) -> str:
 
 def _progress(found: Summary) -> Iterator[tuple[str, str]]:
     progress = found.progress
-    if progress.step is None:
-        step = NOTHING
-    else:
-        step = (
-            count(progress.step)
-            if progress.planned_steps is None
-            else f"{progress.step:,} / {progress.planned_steps:,}"
-        )
+    step = count(progress.step)
+    if progress.step is not None and progress.planned_steps is not None:
+        step += f" / {progress.planned_steps:,}"
     if found.detail.row.end_sentence:
         yield "end", found.detail.row.end_sentence
     yield "step", step + _share(progress.step_share)
@@ -193,24 +188,16 @@ def _speed(found: Summary) -> Iterator[tuple[str, str]]:
 def _metrics(found: Summary) -> Iterator[tuple[str, str]]:
     for one in found.metrics[:MOST_METRICS]:
         varies = one.lowest is not None and one.lowest != one.highest
-        bounds = (
-            f"; lowest {_six(one.lowest)}{_at(one.lowest_step)}, highest {_six(one.highest)}{_at(one.highest_step)}"
-        )
-        yield one.name, f"{_six(one.last)}{_at(one.last_step)}{bounds if varies else ''}"
+        low, high = f"{_six(one.lowest)}{_at(one.lowest_step)}", f"{_six(one.highest)}{_at(one.highest_step)}"
+        yield one.name, f"{_six(one.last)}{_at(one.last_step)}{f'; lowest {low}, highest {high}' if varies else ''}"
     if len(found.metrics) > MOST_METRICS:
-        yield (
-            "more",
-            f"{count(len(found.metrics) - MOST_METRICS)} metrics, in the summary as JSON and on the page of the run",
-        )
+        more = count(len(found.metrics) - MOST_METRICS)
+        yield "more", f"{more} metrics, in the summary as JSON and on the page of the run"
 
 
 def _hints(found: Summary) -> Iterator[tuple[str, str]]:
     for hint in found.hints:
-        yield hint.side, f"{hint.observation}: {_listed(hint.actions)}"
-
-
-def _listed(actions: Sequence[str]) -> str:
-    return "; ".join(actions)
+        yield hint.side, f"{hint.observation}: {'; '.join(hint.actions)}"
 
 
 def _stored(found: Summary) -> Iterator[tuple[str, str]]:

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from rankscope_view.data.detail import RunDetail
+from rankscope_view.data.documents import flat, json_object
 from rankscope_view.pages.format import text, utc
-from rankscope_view.pages.parts import panel
+from rankscope_view.pages.parts import fact_table, panel
 
 MOST_SETTINGS: Final = 60
 LONGEST_CONFIG: Final = 100_000
@@ -26,29 +27,22 @@ def settings(found: RunDetail) -> list[tuple[str, str]]:
     known += [("ended", utc(row.ended_at, "%Y-%m-%d %H:%M:%S UTC") if row.ended_at is not None else None)]
     known += [(name, version) for name, version in facts.versions.items()]
     listed = [(name, str(value)) for name, value in known if value not in (None, "")]
-    return [(_WORDS.get(name, name), value) for name, value in _flat(_config(facts.config))] + listed
+    return [(_WORDS.get(name, name), value) for name, value in _texts(_config(facts.config))] + listed
 
 
 def _config(document: str | None) -> dict[str, Any]:
-    try:
-        found = json.loads(document or "{}")
-    except ValueError:
-        return {}
-    if not isinstance(found, dict):
-        return {}
+    found = json_object(document)
     if "serve" not in found:  # the configuration of an imported run
         return {name: value for name, value in found.items() if name != "import"}
     return {name: found[name] for name in _OF_TRAINING if name in found}
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, one in value.items():
-        if isinstance(one, dict):
-            yield from _flat(one, f"{prefix}{name}.")
-        elif one not in (None, "", []):
+def _texts(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, one in flat(config):
+        if one not in (None, "", []):
             words = isinstance(one, list) and all(isinstance(part, str | int | float) for part in one)
             shown = " ".join(map(str, one)) if words else one if isinstance(one, str) else json.dumps(one)
-            yield f"{prefix}{name}".removeprefix("hyperparameters."), shown
+            yield name.removeprefix("hyperparameters."), shown
 
 
 def configuration(found: RunDetail, *, is_report: bool = False) -> str:
@@ -56,12 +50,11 @@ def configuration(found: RunDetail, *, is_report: bool = False) -> str:
     listed = settings(found)
     if len(listed) > MOST_SETTINGS:
         listed = [*listed[: MOST_SETTINGS - 1], ("more", f"{len(listed) - MOST_SETTINGS + 1} settings")]
-    rows = "".join(f"<tr><td>{text(name)}</td><td>{text(_short(value))}</td></tr>" for name, value in listed)
     config = found.facts.config
     whole = ""
     if config and len(config) <= LONGEST_CONFIG:
         whole = f'<details class="further"><summary>All settings as JSON</summary><pre class="sql">{text(config)}</pre></details>'
-    body = f'<table class="facts">{rows}</table>{whole}'
+    body = fact_table((text(name), text(_short(value))) for name, value in listed) + whole
     return f'<h2 class="part">Configuration</h2>{body}' if is_report else panel("Configuration", body, name="config")
 
 

@@ -15,7 +15,7 @@ from rankscope_view.data.runs import RunRow
 from rankscope_view.data.tensor import MOST_FIRINGS, FiringGroup, TensorDetail, firing_groups
 from rankscope_view.pages import svg
 from rankscope_view.pages.format import NONFINITE, NOTHING, count, kind_words, measure, text
-from rankscope_view.pages.parts import Place, document, icon, panel, segmented, tabs, tensor_name
+from rankscope_view.pages.parts import Place, fact_table, icon, panel, run_document, segmented, tensor_name
 
 _RANKS: Final = 64
 _MOST_HISTOGRAMS: Final = 2000
@@ -60,7 +60,6 @@ def page(
 
     `histograms` has the tensors with histograms by kind; `histogram` is the chosen one, as `kind:tensor`.
     """
-    crumbs = [(row.run, place.url("runs", row.run)), ("Tensors", None)]
     bins = _histogram(place, row.run, histograms, histogram, choice) if histograms else ""
     if choice is not None:
         number = kinds.counts.get(choice.kind, 0)
@@ -73,9 +72,7 @@ def page(
             f'<div class="panel blank">{icon("unknown")}<strong>No statistics of tensors are stored for this run</strong>'
             "<p>Imported logs have none. A monitor measures gradients by default.</p></div>"
         )
-    return document(
-        place, f"Tensors of {row.run}", body, crumbs=crumbs, nav=tabs(place, row, "tensors"), page="tensors"
-    )
+    return run_document(place, row, "Tensors", body, page="tensors")
 
 
 def _histogram(
@@ -92,8 +89,8 @@ def _histogram(
         f'<option value="{text(f"{one}:{name}")}"{" selected" if (one, name) == (kind, tensor) else ""}>{text(f"{kind_words(one)}, {name}")}</option>'
         for one, name in dict.fromkeys([(kind, tensor), *known[:_MOST_HISTOGRAMS]])
     )
-    kept = [] if choice is None else [("kind", choice.kind), ("op", choice.op), ("tensor", choice.tensor or "")]
-    hidden = "".join(f'<input type="hidden" name="{name}" value="{text(value)}">' for name, value in kept if value)
+    kept = {} if choice is None else {"kind": choice.kind, "op": choice.op, "tensor": choice.tensor or None}
+    hidden = _hidden(kept)
     form = (
         f'<form class="chosen" action="{place.url("runs", run, "tensors")}#histogram"><select name="histogram" aria-label="Histogram">{options}</select>'
         f"{hidden}<noscript><button>Show</button></noscript></form>"
@@ -104,13 +101,13 @@ def _histogram(
         '<div class="readout"><span>Colours: share of the elements in a bin at a step. Point at a cell for its value.</span></div>'
     )
     words = kind_words(kind)
-    return panel(
-        f"{text(words[:1].upper() + words[1:])}: histogram by step",
-        body,
-        note=tensor_name(tensor),
-        aside=form,
-        name="histogram",
-    )
+    name = f"{text(words[:1].upper() + words[1:])}: histogram by step"
+    return panel(name, body, note=tensor_name(tensor), aside=form, name="histogram")
+
+
+def _hidden(kept: Mapping[str, str | None]) -> str:
+    known = {name: value for name, value in kept.items() if value is not None}
+    return "".join(f'<input type="hidden" name="{name}" value="{text(value)}">' for name, value in known.items())
 
 
 def _toolbar(place: Place, run: str, kinds: TensorKinds, choice: TensorChoice) -> str:
@@ -129,15 +126,9 @@ def _toolbar(place: Place, run: str, kinds: TensorKinds, choice: TensorChoice) -
     )
     whole = choice.url(place, run, rows=None, columns=None)
     kept = {"absolute": None if choice.is_relative else "1", "order": choice.order or None, "tensor": choice.tensor}
-    hidden = "".join(
-        f'<input type="hidden" name="{name}" value="{text(value)}">'
-        for name, value in kept.items()
-        if value is not None
-    )
-    ranks = "".join(
-        f'<option value="{rank}"{" selected" if rank == choice.rank else ""}>rank {rank}</option>'
-        for rank in kinds.ranks
-    )
+    hidden = _hidden(kept)
+    chosen = {rank: " selected" if rank == choice.rank else "" for rank in kinds.ranks}
+    ranks = "".join(f'<option value="{rank}"{mark}>rank {rank}</option>' for rank, mark in chosen.items())
     return (
         f'<form class="toolbar" id="heatbar" action="{place.url("runs", run, "tensors")}"><label class="choice"><span class="label">Statistic</span>'
         f'<select name="op">{ops}</select></label><label class="choice"><span class="label">Of</span><select name="kind">{known}</select></label>'
@@ -156,11 +147,9 @@ def _map(choice: TensorChoice, run: str, tensors: int) -> str:
         f'aria-label="{text(name)}"></div><noscript><p class="empty">The heat map needs scripts. The tables at the side do not.</p></noscript>'
         '<div class="readout" id="readout"><span>Point at a cell for its value; a click opens the tensor, or zooms to single tensors. Dashed: restart.</span></div>'
     )
+    note = "of the rank that is farthest from the median" if choice.rank is None else f"rank {choice.rank}"
     return panel(
-        text(name),
-        body,
-        note="of the rank that is farthest from the median" if choice.rank is None else f"rank {choice.rank}",
-        aside=f'<span class="dim" id="gridnotice">{count(tensors)} tensors</span>',
+        text(name), body, note=note, aside=f'<span class="dim" id="gridnotice">{count(tensors)} tensors</span>'
     )
 
 
@@ -186,15 +175,10 @@ def _tensor(detail: TensorDetail, curve: Curve) -> str:
 
 def _rank(row: Mapping[str, Any], *, is_subject: bool) -> str:
     bad = ' class="hot"' if is_subject else ""
-    cells = [
-        NOTHING if row["rank"] is None else str(row["rank"]),
-        _count(row["step"]),
-        _bold(row["value"]),
-        measure(row["highest"]),
-    ]
-    cells.append(_count(row["highest_step"]))
+    rank = NOTHING if row["rank"] is None else str(row["rank"])
+    cells = [rank, count(row["step"]), _bold(row["value"]), measure(row["highest"]), count(row["highest_step"])]
     bad_elements = "".join(
-        f'<td class="n{" bad" if row[name] else ""}">{_count(row[name])}</td>' for name in ("nans", "infs")
+        f'<td class="n{" bad" if row[name] else ""}">{count(row[name])}</td>' for name in ("nans", "infs")
     )
     return f"<tr{bad}>{''.join(f'<td class=n>{cell}</td>' for cell in cells)}{bad_elements}</tr>"
 
@@ -204,16 +188,12 @@ def _bold(value: float | None) -> str:
     return measure(value) if value is None or math.isfinite(value) else f'<b class="bad">{measure(value)}</b>'
 
 
-def _count(value: float | None) -> str:
-    return NOTHING if value is None else count(value)
-
-
 def _aside(
     place: Place, run: str, choice: TensorChoice, detail: TensorDetail | None, leaving: Sequence[AnomalyRow]
 ) -> str:
     items = "".join(
         f'<a class="item" href="{choice.url(place, run, tensor=one.tensor, kind=one.kind)}"><span class="figures">'
-        f"{tensor_name(one.tensor or '')}<b>{_count(one.step)}</b></span>"
+        f"{tensor_name(one.tensor or '')}<b>{count(one.step)}</b></span>"
         f'<span class="dim">{text(kind_words(one.kind or ""))}{"" if one.rank is None else f", rank {one.rank}"}: '
         f"{text(one.rule or 'rule')}</span></a>"
         for one in leaving
@@ -247,25 +227,17 @@ def _facts(detail: TensorDetail, groups: Sequence[FiringGroup]) -> str:
     if subject is not None:
         where = NOTHING if subject["rank"] is None else str(subject["rank"])
         facts += [("rank", where), *_worst(detail, groups)]
-        facts.append((f"newest {text(detail.op)}, step {_count(subject['step'])}", _bold(subject["value"])))
+        facts.append((f"newest {text(detail.op)}, step {count(subject['step'])}", _bold(subject["value"])))
         if subject["bad_since"] is not None and subject["finite_step"] is not None:
             last = measure(subject["finite_value"])
-            facts.append((f"last finite {text(detail.op)}, step {_count(subject['finite_step'])}", last))
-        facts += [
-            ("its baseline", measure(subject["baseline"])),
-            *_against(detail, subject["value"], subject["baseline"]),
-        ]
+            facts.append((f"last finite {text(detail.op)}, step {count(subject['finite_step'])}", last))
+        baseline = subject["baseline"]
+        facts += [("its baseline", measure(baseline)), *_against(detail, subject["value"], baseline)]
     facts.append(("non-finite elements", count(sum((row["nans"] or 0) + (row["infs"] or 0) for row in detail.ranks))))
     if detail.shape:
-        facts += [
-            ("shape", " × ".join(map(str, detail.shape["shape"] or [])) or NOTHING),
-            ("dtype", text(detail.shape["dtype"] or NOTHING)),
-        ]
-    return (
-        '<table class="facts">'
-        + "".join(f"<tr><td>{name}</td><td>{value}</td></tr>" for name, value in facts)
-        + "</table>"
-    )
+        shape = " × ".join(map(str, detail.shape["shape"] or [])) or NOTHING
+        facts += [("shape", shape), ("dtype", text(detail.shape["dtype"] or NOTHING))]
+    return fact_table(facts)
 
 
 def _worst(detail: TensorDetail, groups: Sequence[FiringGroup]) -> list[tuple[str, str]]:
@@ -274,16 +246,14 @@ def _worst(detail: TensorDetail, groups: Sequence[FiringGroup]) -> list[tuple[st
     judged = [one for one in groups if one.op == detail.op and one.ratio is not None]
     worst = max(judged, key=lambda one: max(one.ratio or 0.0, 1 / (one.ratio or 1.0)), default=None)
     if worst is not None:
-        facts.append((f"farthest {text(detail.op)}, step {_count(worst.step)}", f"<b>{measure(worst.value)}</b>"))
+        facts.append((f"farthest {text(detail.op)}, step {count(worst.step)}", f"<b>{measure(worst.value)}</b>"))
         facts.append(("times its baseline", f'<b class="bad">{measure(worst.ratio)}×</b>'))
     elif detail.subject is not None:
-        highest = detail.subject
-        facts.append(
-            (f"highest finite {text(detail.op)}, step {_count(highest['highest_step'])}", measure(highest["highest"]))
-        )
+        step = count(detail.subject["highest_step"])
+        facts.append((f"highest finite {text(detail.op)}, step {step}", measure(detail.subject["highest"])))
     subject = detail.subject
     if subject is not None and subject["bad_since"] is not None:
-        facts.append(("not finite since step", f'<b class="bad">{_count(subject["bad_since"])}</b>'))
+        facts.append(("not finite since step", f'<b class="bad">{count(subject["bad_since"])}</b>'))
     elif (bad := next((one for one in groups if one.op in NONFINITE), None)) is not None:
         facts.append((f"{NONFINITE[bad.op or '']} at steps", f'<b class="bad">{_steps(bad)}</b>'))
     return facts
@@ -302,7 +272,7 @@ def _against(detail: TensorDetail, value: float | None, baseline: float | None) 
 
 
 def _steps(one: FiringGroup) -> str:
-    return _count(one.first) if one.first == one.last else f"{_count(one.first)}–{_count(one.last)}"
+    return count(one.first) if one.first == one.last else f"{count(one.first)}–{count(one.last)}"
 
 
 def _firing(one: FiringGroup) -> str:
