@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 FAILED: Final = 1
@@ -27,6 +28,15 @@ class CommandError(Exception):
     def __init__(self, message: str, *, code: int = FAILED) -> None:
         super().__init__(message)
         self.code = code
+
+
+@contextlib.contextmanager
+def command_errors(*failed: type[Exception], usage: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Raise CommandError for each exception of the given types, with the exit code USAGE for those in `usage`."""
+    try:
+        yield
+    except (*failed, *usage) as error:
+        raise CommandError(str(error), code=USAGE if isinstance(error, usage) else FAILED) from error
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

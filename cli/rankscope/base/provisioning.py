@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.errors import command_errors
 from rankscope.base.options import named_folder
 
 
@@ -40,31 +40,20 @@ def provision(
 
     rankscope dashboards provision --into stack --pages-url https://telemetry.example:9470
     """
-    from rankscope_dashboards.provisioning.tree import (
-        BOARDS,
-        TreeError,
-        TreeSettings,
-        packaged_boards,
-        tree_files,
-        write_tree,
-    )
+    from rankscope_dashboards.provisioning import tree
 
     folder = into.expanduser().resolve()
-    try:
-        settings = TreeSettings(
+    with command_errors(usage=(ValueError,)):
+        settings = tree.TreeSettings(
             prometheus_url=prometheus_url,
             history_url=history_url,
             pages_url=pages_url,
             runbooks_url=runbooks_url,
-            boards_path=str(folder / BOARDS),
+            boards_path=str(folder / tree.BOARDS),
         )
-        files = tree_files(packaged_boards(), settings)
-    except ValueError as error:
-        raise CommandError(str(error), code=USAGE) from error
-    try:
-        write_tree(folder, files, force=force)
-    except (TreeError, OSError) as error:
-        raise CommandError(str(error)) from error
+        files = tree.tree_files(tree.packaged_boards(), settings)
+    with command_errors(tree.TreeError, OSError):
+        tree.write_tree(folder, files, force=force)
     print(_next_steps(folder, len(files)))
 
 

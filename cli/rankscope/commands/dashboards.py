@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.errors import USAGE, CommandError, command_errors
 from rankscope.base.options import STANDARD_OUTPUT
 from rankscope.base.provisioning import provision
 
@@ -89,11 +88,12 @@ def deploy(
     """
     from rankscope_dashboards.grafana import deployment
     from rankscope_dashboards.grafana.contact_points import read_contact_points
+    from rankscope_dashboards.grafana.server import GrafanaError
     from rankscope_dashboards.grafana.shipped import shipped
 
     if add_route and receiver is None:
         raise CommandError("--add-route needs the contact point of the route: add --receiver NAME", code=USAGE)
-    with _one_line_errors():
+    with command_errors(GrafanaError):
         points = [] if contact_points is None else read_contact_points(contact_points, os.environ)
         options = deployment.Options(
             urls=_given({"rankscope-live": prometheus_url, "rankscope-history": history_url or prometheus_url}),
@@ -119,9 +119,10 @@ def undeploy(
     rankscope dashboards undeploy --url https://grafana:3000 --token-file token
     """
     from rankscope_dashboards.grafana import deployment
+    from rankscope_dashboards.grafana.server import GrafanaError
     from rankscope_dashboards.grafana.shipped import shipped
 
-    with _one_line_errors():
+    with command_errors(GrafanaError):
         options = deployment.Options(force=force, dry_run=dry_run)
         remaining = deployment.undeploy(_server(url, token_file, org), shipped(), options, print)
     if remaining:
@@ -192,14 +193,3 @@ def _server(url: str, token_file: Path, org: int | None) -> Server:
 
 def _given(urls: Mapping[str, str | None]) -> dict[str, str]:
     return {uid: url for uid, url in urls.items() if url is not None}
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """Turn errors of the deployment into one line on standard error."""
-    from rankscope_dashboards.grafana.server import GrafanaError
-
-    try:
-        yield
-    except GrafanaError as error:
-        raise CommandError(str(error)) from error

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rankscope.base.errors import USAGE, CommandError, suggestion
+from rankscope.base.errors import USAGE, CommandError, command_errors, suggestion
 from rankscope.base.open_store import open_store, resolve_run
 from rankscope.base.options import STANDARD_OUTPUT, Run, Store, output_file, step_range
 from rankscope.base.progress_bar import progress_bar
@@ -85,7 +85,7 @@ def export(
     """
     from rankscope_storage.files.partitioning import own_part
 
-    exporter = _exporter(form)
+    exporter = _exporter(form, output)
     with open_store(store) as connection:
         name = resolve_run(connection, run)
         options = _options(
@@ -106,20 +106,20 @@ def export(
             all_points=all_points,
         )
         target = output or Path(f"{own_part(name)}-{form}{exporter.suffix}")
-        if target == STANDARD_OUTPUT and not exporter.suffix:
-            raise CommandError(f"{form} writes a folder: name one with --output", code=USAGE)
         with output_file(target, exporter.suffix) as file, progress_bar("rows", _plain(name)) as progress:
             report = exporter.export(connection, name, file, options, progress)
     _print_report(name, form, target, report)
 
 
-def _exporter(name: str) -> ExportFormat:
+def _exporter(name: str, output: Path | None) -> ExportFormat:
     from rankscope_storage.formats import export_formats
 
     known = export_formats()
     if name not in known:
         formats = "".join(f"\n  {exporter.name:12} {exporter.help}" for exporter in known.values())
         raise CommandError(f"unknown format {name!r}.{suggestion(name, known)} Formats:{formats}", code=USAGE)
+    if output == STANDARD_OUTPUT and not known[name].suffix:
+        raise CommandError(f"{name} writes a folder: name one with --output", code=USAGE)
     return known[name]
 
 
@@ -130,12 +130,10 @@ def _options(
     from rankscope_storage.formats import ExportOptions
     from rankscope_storage.formats.common.base import parse_time
 
-    try:
+    with command_errors(usage=(ExportError,)):
         near = _began(connection, run)
         start, end = (None if text is None else parse_time(text, near) for text in (time_start, time_end))
         return ExportOptions(time_start=start, time_end=end, **others)  # type: ignore[arg-type]  # the caller names each option
-    except ExportError as error:
-        raise CommandError(str(error), code=USAGE) from error
 
 
 def _began(connection: Connection, run: str) -> dt.datetime:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.errors import USAGE, CommandError, command_errors
 from rankscope.base.log_import import SHOWN_FAULTS, TIME_ZONE, Log, import_logs, named_importer, plan_logs
 from rankscope.base.options import WrittenStore
 from rankscope.base.spools import processes, store_spools
@@ -109,7 +109,7 @@ def import_(
 
     kind = "textlog" if pattern and kind == AUTOMATIC else kind
     chosen = None if kind == AUTOMATIC else named_importer(kind)
-    try:
+    with command_errors(IngestError, StoreError):
         spools = [path for path in files if chosen is None and spool_folders(path)]
         # Detect all formats first: nothing is written if no path is a log.
         plan, failures = plan_logs([path for path in files if path not in spools], chosen, run, time_zone)
@@ -127,8 +127,6 @@ def import_(
                 failures += import_logs(
                     plan, store, shard, rules=chosen_rules, shown=shown, options=options, out=sys.stdout
                 )
-    except (IngestError, StoreError) as error:
-        raise CommandError(str(error)) from error
     if failures:
         raise CommandError("\nrankscope: ".join(failures))
 

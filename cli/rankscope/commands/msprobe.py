@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Annotated
 
 import typer
 
-from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.errors import command_errors
 from rankscope.base.options import named_folder
 
 msprobe = typer.Typer(
@@ -86,17 +85,9 @@ def csv2db(
     from rankscope import msprobe as functions
 
     with _one_line_errors():
-        functions.csv2db(
-            functions.CSV2DBConfig(
-                monitor_path=monitor_path,
-                time_start=time_start,
-                time_end=time_end,
-                process_num=process_num,
-                data_type_list=_names(data_type_list),
-                output_dirpath=output_dirpath,
-                step_partition=step_partition,
-            )
-        )
+        types = _names(data_type_list)
+        paths_and_times = (monitor_path, time_start, time_end)
+        functions.csv2db(functions.CSV2DBConfig(*paths_and_times, process_num, types, output_dirpath, step_partition))
 
 
 @msprobe.command("anomaly")
@@ -135,13 +126,7 @@ def _names(text: str | None) -> list[str] | None:
     return [name for name in re.split(r"[\s,\[\]\"']+", text or "") if name] or None
 
 
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
+def _one_line_errors() -> AbstractContextManager[None]:
     from rankscope_ingest.base.errors import IngestError
 
-    try:
-        yield
-    except ValueError as error:
-        raise CommandError(str(error), code=USAGE) from error
-    except (OSError, IngestError) as error:
-        raise CommandError(str(error)) from error
+    return command_errors(OSError, IngestError, usage=(ValueError,))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -16,6 +17,8 @@ from rankscope.base.sources import Checkpoint, Choice, Latest, OpenRun, Outputs,
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from rankscope_view.data.grid import Grid
 
 
 class FigureKind(enum.StrEnum):
@@ -31,9 +34,12 @@ class FigureKind(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tensors:
-    """Options of the heat maps of tensors."""
+class _Options:
+    """Options of curves, then those of heat maps."""
 
+    axis: AxisName
+    smoothing: AverageName
+    is_cut: bool
     tensor: str | None
     kind: str | None
     op: str
@@ -41,12 +47,28 @@ class _Tensors:
     is_relative: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Loss:
-    """Options of the curve of the loss."""
-
-    smoothing: AverageName
-    is_cut: bool
+Kind = Annotated[FigureKind, typer.Option(help="Figure: overview, speed, gpu, tensors, updates, ranks or histograms.")]
+Scalar = Annotated[
+    str | None, typer.Option(help="Figure of this logged scalar, such as val/accuracy.", show_default=False)
+]
+TensorKind = Annotated[
+    str | None,
+    typer.Option(
+        help="tensors: kind of tensors, a gradient by default. histograms: adam_update or adam_ratio.",
+        show_default=False,
+    ),
+]
+Rank = Annotated[
+    int | None,
+    typer.Option(
+        help="tensors, updates, histograms: only this rank. Default: all, or the farthest.", show_default=False
+    ),
+]
+Average = Annotated[AverageName, typer.Option(help="Average of the loss; both is a moving average of the EMA.")]
+Tensor = Annotated[str | None, typer.Option(help="histograms: tensor. Default: the first one.", show_default=False)]
+Absolute = Annotated[
+    bool, typer.Option("--absolute", help="tensors: values instead of ratios to the median of each tensor.")
+]
 
 
 def plot(
@@ -56,39 +78,18 @@ def plot(
     checkpoint: Checkpoint = None,
     outputs: Outputs = None,
     latest: Latest = False,
-    kind: Annotated[
-        FigureKind, typer.Option(help="Figure: overview, speed, gpu, tensors, updates, ranks or histograms.")
-    ] = FigureKind.OVERVIEW,
-    scalar: Annotated[
-        str | None, typer.Option(help="Figure of this logged scalar, such as val/accuracy.", show_default=False)
-    ] = None,
+    kind: Kind = FigureKind.OVERVIEW,
+    scalar: Scalar = None,
     output: FigureFile = None,
     dpi: Dpi = 300,
     axis: Annotated[AxisName, typer.Option(help="Horizontal axis of overview, speed and --scalar.")] = "step",
-    smoothing: Annotated[
-        AverageName, typer.Option(help="Average of the loss; both is a moving average of the EMA.")
-    ] = "average",
+    smoothing: Average = "average",
     cut: Annotated[bool, typer.Option("--cut", help="Limit the axis of the loss to most values.")] = False,
-    tensor_kind: Annotated[
-        str | None,
-        typer.Option(
-            help="tensors: kind of tensors, a gradient by default. histograms: adam_update or adam_ratio.",
-            show_default=False,
-        ),
-    ] = None,
-    tensor: Annotated[
-        str | None, typer.Option(help="histograms: tensor. Default: the first one.", show_default=False)
-    ] = None,
+    tensor_kind: TensorKind = None,
+    tensor: Tensor = None,
     op: Annotated[str, typer.Option(help="tensors: statistic.")] = "norm",
-    rank: Annotated[
-        int | None,
-        typer.Option(
-            help="tensors, updates, histograms: only this rank. Default: all, or the farthest.", show_default=False
-        ),
-    ] = None,
-    absolute: Annotated[
-        bool, typer.Option("--absolute", help="tensors: values instead of ratios to the median of each tensor.")
-    ] = False,
+    rank: Rank = None,
+    absolute: Absolute = False,
 ) -> None:
     """Write a figure of a run to a file. It needs no display, and the extra `plot`.
 
@@ -109,25 +110,22 @@ def plot(
     """
     choice = Choice(source=source, store=store, run=run, checkpoint=checkpoint, outputs=outputs, latest=latest)
     figure_path(output, "figure")  # a wrong suffix is reported before the run is read
+    options = _Options(
+        axis=axis, smoothing=smoothing, is_cut=cut, tensor=tensor, kind=tensor_kind, op=op, rank=rank,
+        is_relative=not absolute,
+    )  # fmt: skip
     with open_run(choice) as chosen, drawing():
-        tensors = _Tensors(tensor=tensor, kind=tensor_kind, op=op, rank=rank, is_relative=not absolute)
-        look = _Loss(smoothing=smoothing, is_cut=cut)
-        figure = _figure(chosen, kind, axis, tensors, look) if scalar is None else _metric(chosen, scalar, axis)
+        figure = _figure(chosen, kind, options) if scalar is None else _metric(chosen, scalar, axis)
         write_figure(figure, figure_path(output, f"{chosen.run}-{scalar or kind}"), dpi)
 
 
-def _figure(chosen: OpenRun, kind: FigureKind, axis: AxisName, tensors: _Tensors, look: _Loss) -> Figure:
-    match kind:
-        case FigureKind.TENSORS:
-            return _tensor_map(chosen, tensors)
-        case FigureKind.HISTOGRAMS:
-            return _histogram_map(chosen, tensors)
-        case FigureKind.UPDATES:
-            return _update_map(chosen, tensors)
-        case FigureKind.RANKS:
-            return _rank_map(chosen)
-        case _:
-            return _curves(chosen, kind, axis, look)
+def _figure(chosen: OpenRun, kind: FigureKind, options: _Options) -> Figure:
+    from rankscope_view.figures.heatmaps import heat_map
+
+    if kind not in _MAPS:
+        return _curves(chosen, kind, options)
+    grid, title, unit = _MAPS[kind](chosen, options)
+    return heat_map(chosen.run, grid, title=title, unit=unit)
 
 
 def _metric(chosen: OpenRun, name: str, axis: AxisName) -> Figure:
@@ -143,7 +141,7 @@ def _metric(chosen: OpenRun, name: str, axis: AxisName) -> Figure:
     return overlay(name, named, axis=Axis(axis), title=f"{chosen.run}: {name}")
 
 
-def _curves(chosen: OpenRun, kind: FigureKind, axis: AxisName, look: _Loss) -> Figure:
+def _curves(chosen: OpenRun, kind: FigureKind, options: _Options) -> Figure:
     from rankscope_view.data.curves import Axis, Smoothing
     from rankscope_view.data.detail import read_detail
     from rankscope_view.data.speed import read_speed
@@ -153,19 +151,18 @@ def _curves(chosen: OpenRun, kind: FigureKind, axis: AxisName, look: _Loss) -> F
     from rankscope_view.figures.speed import loss_and_throughput
 
     detail = chosen.stored(read_detail(chosen.connection, chosen.run))
-    average = Smoothing(look.smoothing)
+    axis, average = Axis(options.axis), Smoothing(options.smoothing)
     if kind is FigureKind.OVERVIEW:
-        return overview(detail, axis=Axis(axis), smoothing=average, is_cut=look.is_cut)
+        return overview(detail, axis=axis, smoothing=average, is_cut=options.is_cut)
     speed = read_speed(chosen.connection, chosen.run, detail.histories, detail.facts.config)
     if kind is FigureKind.SPEED:
-        return loss_and_throughput(detail, speed.throughput, axis=Axis(axis), smoothing=average, is_cut=look.is_cut)
+        return loss_and_throughput(detail, speed.throughput, axis=axis, smoothing=average, is_cut=options.is_cut)
     return gpu_boxes(chosen.run, read_utilization(chosen.connection, chosen.run, speed))
 
 
-def _tensor_map(chosen: OpenRun, tensors: _Tensors) -> Figure:
+def _tensor_map(chosen: OpenRun, tensors: _Options) -> tuple[Grid, str, str]:
     from rankscope_contract.model.kinds import OPS
     from rankscope_view.data.grid import GridRequest, empty_grid, tensor_grid, tensor_kinds
-    from rankscope_view.figures.heatmaps import heat_map
 
     kinds = tensor_kinds(chosen.connection, chosen.run)
     kind = tensors.kind or kinds.default
@@ -175,41 +172,37 @@ def _tensor_map(chosen: OpenRun, tensors: _Tensors) -> Figure:
     if tensors.op not in OPS:
         raise CommandError(f"--op {tensors.op!r} is no statistic; known: {', '.join(OPS)}", code=USAGE)
     if kind is None:
-        return heat_map(chosen.run, empty_grid("no statistics of tensors"), title="Tensors", unit="")
+        return empty_grid("no statistics of tensors"), "Tensors", ""
     request = GridRequest(kind=kind, op=tensors.op, rank=tensors.rank, is_relative=tensors.is_relative)
     grid = tensor_grid(chosen.connection, chosen.run, request)
     where = "" if tensors.rank is None else f", rank {tensors.rank}"
     unit = f"{tensors.op} ÷ median of the tensor" if tensors.is_relative else tensors.op
-    title = f"{tensors.op.capitalize()} of {kind.replace('_', ' ')} by tensor and step{where}"
-    return heat_map(chosen.run, grid, title=title, unit=unit)
+    return grid, f"{tensors.op.capitalize()} of {kind.replace('_', ' ')} by tensor and step{where}", unit
 
 
-def _update_map(chosen: OpenRun, tensors: _Tensors) -> Figure:
+def _update_map(chosen: OpenRun, options: _Options) -> tuple[Grid, str, str]:
     from rankscope_view.data.grid import UPDATE_RATIO, GridRequest, empty_grid, tensor_grid
-    from rankscope_view.figures.heatmaps import heat_map
 
-    request = GridRequest(kind=UPDATE_RATIO, is_relative=False, rank=tensors.rank)
+    request = GridRequest(kind=UPDATE_RATIO, is_relative=False, rank=options.rank)
     grid = tensor_grid(chosen.connection, chosen.run, request)
     if not grid.rows:
         grid = empty_grid("no norms of updates: measure the quantity parameters with the option updates")
-    return heat_map(chosen.run, grid, title="Update size by tensor and step", unit="norm of update ÷ norm of weight")
+    return grid, "Update size by tensor and step", "norm of update ÷ norm of weight"
 
 
-def _rank_map(chosen: OpenRun) -> Figure:
+def _rank_map(chosen: OpenRun, _: _Options) -> tuple[Grid, str, str]:
     from rankscope_view.data.ranks import rank_grid, rank_table
-    from rankscope_view.figures.heatmaps import heat_map
 
     table = rank_table(chosen.connection, chosen.run)
     grid = rank_grid(chosen.connection, chosen.run, table, whole_step=False)
     if not grid.rows:
         grid = rank_grid(chosen.connection, chosen.run, table, whole_step=True)
-        return heat_map(chosen.run, grid, title="Step time by rank and step", unit="÷ median rank")
-    return heat_map(chosen.run, grid, title="Time before collectives by rank and step", unit="÷ median rank")
+        return grid, "Step time by rank and step", "÷ median rank"
+    return grid, "Time before collectives by rank and step", "÷ median rank"
 
 
-def _histogram_map(chosen: OpenRun, tensors: _Tensors) -> Figure:
+def _histogram_map(chosen: OpenRun, tensors: _Options) -> tuple[Grid, str, str]:
     from rankscope_view.data.histograms import histogram_grid, histogram_tensors
-    from rankscope_view.figures.heatmaps import heat_map
 
     known = histogram_tensors(chosen.connection, chosen.run)
     if not known:
@@ -221,5 +214,13 @@ def _histogram_map(chosen: OpenRun, tensors: _Tensors) -> Figure:
         raise CommandError(f"{chosen.run} has no histograms of {tensor or kind!r}; it has {listed}", code=USAGE)
     grid = histogram_grid(chosen.connection, chosen.run, kind, tensor, tensors.rank)
     where = "" if tensors.rank is None else f", rank {tensors.rank}"
-    title = f"{kind.replace('_', ' ').capitalize()} of {tensor} by step{where}"
-    return heat_map(chosen.run, grid, title=title, unit="share of the elements")
+    return grid, f"{kind.replace('_', ' ').capitalize()} of {tensor} by step{where}", "share of the elements"
+
+
+_MAPS: Final[Mapping[FigureKind, Callable[[OpenRun, _Options], tuple[Grid, str, str]]]] = {
+    FigureKind.TENSORS: _tensor_map,
+    FigureKind.HISTOGRAMS: _histogram_map,
+    FigureKind.UPDATES: _update_map,
+    FigureKind.RANKS: _rank_map,
+}
+"""Grid, title and unit of each heat map."""

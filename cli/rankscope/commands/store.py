@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from rankscope.base.errors import USAGE, CommandError
+from rankscope.base.errors import USAGE, CommandError, command_errors
 from rankscope.base.open_store import store_errors
 from rankscope.base.options import STANDARD_OUTPUT
 from rankscope.base.options import WrittenStore as Folder
@@ -188,13 +188,10 @@ def _policy(days: float | None, scalars: float | None, samples: float | None, ro
 
     if {days, scalars, samples, rollups} == {None}:
         raise CommandError(
-            "no retention time: give --days, --scalars-days, --samples-days or --rollup-days",
-            code=USAGE,
+            "no retention time: give --days, --scalars-days, --samples-days or --rollup-days", code=USAGE
         )
-    try:
+    with command_errors(usage=(ValueError,)):
         return Retention(raw_days=days, scalars_days=scalars, samples_days=samples, rollup_days=rollups)
-    except ValueError as error:
-        raise CommandError(str(error), code=USAGE) from error
 
 
 def _retain(root: Path, policy: Retention, form: Format, output: Path, *, dry_run: bool) -> None:

@@ -14,7 +14,7 @@ from urllib.parse import quote, urlsplit
 import typer
 from rich.console import Console
 
-from rankscope.base.errors import FAILED, TAKEN_OVER, USAGE, CommandError
+from rankscope.base.errors import FAILED, TAKEN_OVER, USAGE, CommandError, command_errors
 from rankscope.base.options import Notify, OptionalStore
 from rankscope.base.service_settings import load_settings
 from rankscope.output.log_lines import log_to
@@ -184,16 +184,13 @@ def _watch(
     if sys.stdin.isatty():
         urls = [with_password(url, view.ask) for url in urls]
     try:
-        proxy = section.proxy.get_secret_value()
-        notifiers = make_notifiers(urls, timeout_seconds=section.timeout_seconds, proxy=proxy)
-        follow = _follow(settings, sections, notifiers, view, shard=shard, once=once, until_finished=until_finished)
-        return asyncio.run(follow)
-    except ConfigError as error:
-        raise CommandError(str(error), code=USAGE) from error
-    except ShardLostError as error:
-        raise CommandError(str(error), code=TAKEN_OVER) from error
-    except (IngestError, StoreError) as error:
-        raise CommandError(str(error)) from error
+        with command_errors(IngestError, usage=(ConfigError,)):
+            proxy = section.proxy.get_secret_value()
+            notifiers = make_notifiers(urls, timeout_seconds=section.timeout_seconds, proxy=proxy)
+            follow = _follow(settings, sections, notifiers, view, shard=shard, once=once, until_finished=until_finished)
+            return asyncio.run(follow)
+    except StoreError as error:
+        raise CommandError(str(error), code=TAKEN_OVER if isinstance(error, ShardLostError) else FAILED) from error
 
 
 def with_password(url: str, ask: Callable[[str], str | None]) -> str:

@@ -13,17 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from rankscope.msprobe.csv_rows import (
-    Files,
-    checked_number,
-    checked_types,
-    family_rows,
-    file_columns,
-    in_parallel,
-    output_folder,
-    rank_files,
-    statistics_of,
-)
+from rankscope.msprobe import csv_rows
 from rankscope_contract.msprobe.csv_layout import FamilyFile
 from rankscope_contract.msprobe.names import FAMILIES
 
@@ -71,17 +61,20 @@ def csv2db(config: CSV2DBConfig) -> None:
     Raises ValueError if an argument is wrong, if no folder is in the range of times, or if a file with the name of the
     database is not such a database.
     """
-    processes = checked_number("process_num", config.process_num)
-    partition = checked_number("step_partition", config.step_partition, 10, 10_000_000)
-    types = checked_types(config.data_type_list, tuple(FAMILIES))
-    ranks = rank_files(config.monitor_path, config.time_start, config.time_end)
-    folder = output_folder(config.monitor_path, config.output_dirpath, "csv2db")
+    processes = csv_rows.checked_number("process_num", config.process_num)
+    partition = csv_rows.checked_number("step_partition", config.step_partition, 10, 10_000_000)
+    types = csv_rows.checked_types(config.data_type_list, tuple(FAMILIES))
+    ranks = csv_rows.rank_files(config.monitor_path, config.time_start, config.time_end)
+    folder = csv_rows.output_folder(config.monitor_path, config.output_dirpath, "csv2db")
     config.output_dirpath = str(folder)
     target = folder / DATABASE
     _require_replaceable(target)
     staged = folder / f".{DATABASE}.{uuid.uuid4().hex[:8]}"
     files = {family: _files(ranks, family) for family in types}
-    columns = {family: statistics_of(file_columns(path for _, path in found)) for family, found in files.items()}
+    columns = {
+        family: csv_rows.statistics_of(csv_rows.file_columns(path for _, path in found))
+        for family, found in files.items()
+    }
     statistics = {family: names for family, names in columns.items() if names}
     jobs = [(rank, family) for rank in ranks for family in statistics]
     try:
@@ -89,7 +82,9 @@ def csv2db(config: CSV2DBConfig) -> None:
             database = _Database(connection, partition, statistics)
             # As in msprobe, the names of the files determine the first and the last step.
             database.describe([file for family in statistics for file, _ in files[family]], max(ranks))
-            for (rank, family), table in in_parallel(lambda job: family_rows(ranks[job[0]], job[1]), jobs, processes):
+            for (rank, family), table in csv_rows.in_parallel(
+                lambda job: csv_rows.family_rows(ranks[job[0]], job[1]), jobs, processes
+            ):
                 if table is not None:
                     database.insert(rank, family, table)
             connection.execute("COMMIT")
@@ -175,7 +170,7 @@ class _Database:
         return self._targets[target]
 
 
-def _files(ranks: Mapping[int, Sequence[Files]], family: str) -> list[tuple[FamilyFile, Path]]:
+def _files(ranks: Mapping[int, Sequence[csv_rows.Files]], family: str) -> list[tuple[FamilyFile, Path]]:
     return [file for folders in ranks.values() for files in folders for file in files.get(family, ())]
 
 

@@ -8,17 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from rankscope.msprobe.csv_rows import (
-    TENSOR_TYPES,
-    Files,
-    checked_number,
-    checked_types,
-    family_rows,
-    in_parallel,
-    output_folder,
-    rank_files,
-    statistics_of,
-)
+from rankscope.msprobe import csv_rows
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -51,20 +41,20 @@ def csv2tensorboard_by_step(
     Raises ValueError if an argument is wrong, if no folder is in the range of times, or if the output folder contains
     event files of another program.
     """
-    processes = checked_number("process_num", process_num)
-    types = checked_types(data_type_list, TENSOR_TYPES)
-    ranks = rank_files(monitor_path, time_start, time_end)
-    output = output_folder(monitor_path, output_dirpath, "csv2tensorboard_by_step")
+    processes = csv_rows.checked_number("process_num", process_num)
+    types = csv_rows.checked_types(data_type_list, csv_rows.TENSOR_TYPES)
+    ranks = csv_rows.rank_files(monitor_path, time_start, time_end)
+    output = csv_rows.output_folder(monitor_path, output_dirpath, "csv2tensorboard_by_step")
     write = functools.partial(_write_rank, output=output, types=types)
-    counts = [count for _, count in in_parallel(write, ranks.items(), processes)]
+    counts = [count for _, count in csv_rows.in_parallel(write, ranks.items(), processes)]
     print(f"{sum(counts):,} rows of {len(ranks)} ranks; output has been saved to: {output}")
 
 
-def _write_rank(rank_and_folders: tuple[int, Sequence[Files]], *, output: Path, types: Sequence[str]) -> int:
+def _write_rank(rank_and_folders: tuple[int, Sequence[csv_rows.Files]], *, output: Path, types: Sequence[str]) -> int:
     rank, folders = rank_and_folders
     rows = 0
     for family in types:
-        table = family_rows(folders, family)
+        table = csv_rows.family_rows(folders, family)
         if table is not None and len(table):
             _write_family(table, output / f"rank{rank}" / family)
             rows += len(table)
@@ -83,7 +73,7 @@ def _write_family(table: pa.Table, folder: Path) -> None:
             f"{folder} contains {foreign[0]}, an event file of another program: choose another output_dirpath"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    statistics = statistics_of(table.column_names)
+    statistics = csv_rows.statistics_of(table.column_names)
     now = time.time()
     partial = folder / ".partial"
     with partial.open("wb") as file:
