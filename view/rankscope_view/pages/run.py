@@ -161,7 +161,7 @@ def header(place: Place, found: RunDetail) -> str:
     parts += [f"{len(facts.hosts)} hosts" if len(facts.hosts) > 1 else "".join(facts.hosts)]
     parts += [f"torch {facts.versions['torch']}" if "torch" in facts.versions else ""]
     about = " · ".join(text(part) for part in parts if part)
-    is_named = bool(row.reason) and row.reason.partition("\n")[0].rstrip(".") in row.end_sentence
+    is_named = row.reason is not None and row.reason.partition("\n")[0].rstrip(".") in row.end_sentence
     reason = f'<p class="reason">{text(row.reason)}</p>' if row.reason and not is_named else ""
     ended = f'<p class="reason bad">{text(row.end_sentence)}</p>' if row.end_sentence else ""
     note = f'<p class="note">{text(row.note)}</p>' if row.note else ""
