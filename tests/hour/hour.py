@@ -314,8 +314,9 @@ class Hour:
         for name in names:
             self.start(name)
         waiting = set(names)
-        deadline = time.monotonic() + 40
-        while waiting and time.monotonic() < deadline:
+        deadline = time.monotonic() + 180
+        trained = [self.trainings[name] for name in names]
+        while waiting and time.monotonic() < deadline and not all(one.step_at(time.time() - 20) for one in trained):
             text = listing.wait(READ)["text"]
             for name in [name for name in waiting if self.trainings[name].run in text]:
                 self.appeared[name] = time.time()
