@@ -264,7 +264,7 @@ def test_versions_are_compared_as_numbers():
 def test_required_versions_come_from_the_package_metadata():
     required_versions = LocalEnvironment().required_versions()
 
-    assert "2.13" == required_versions["torch"]
+    assert "2.4" == required_versions["torch"]
     assert "1.6.6" == required_versions["deltalake"]
 
 
