@@ -105,7 +105,9 @@ def test_two_launches_in_one_folder_are_two_attempts(tmp_path: Path) -> None:
 
 
 def test_killed_training_leaves_its_published_records(tmp_path: Path) -> None:
-    done = trained(tmp_path, "import os; monitor.current(); os.kill(os.getpid(), 9)")
+    # The compiled kernel would let step 10 wait, so that the last steps are made faster than records are written.
+    after = "import os; monitor.current(); os.kill(os.getpid(), 9)"
+    done = trained(tmp_path, after, statistics="torch")
 
     assert -signal.SIGKILL == done.returncode
     steps = [row["step"] for row in rows(tmp_path / "rankscope-records", LOSSES)]
@@ -205,11 +207,13 @@ def test_rule_for_one_scalar_is_one_line_next_to_the_default_rules(tmp_path):
     rule = {"rule_name": "CurveRule", "args": {"name": "High", "names": ["loss"], "ratio": 1.2, "fewest": 3}}
     rule["args"] |= {"deviations": 0.0, "in_a_row": 3}
     done = trained(tmp_path, spool_dir=str(tmp_path / "records"), rules=["default", rule])
-    anomalies = command("anomalies", "--store", tmp_path / "records").stdout
+    (anomaly,) = [
+        line for line in command("anomalies", "--store", tmp_path / "records").stdout.splitlines() if "High" in line
+    ]
 
     assert "replaces" not in done.stderr
     assert "step 6, rank 0: High: loss is 6, the median before it is 3" in done.stderr
-    assert ["6", "0", "High", "null", "null", "loss", "6", "3", "1.2"] == anomalies.split()[10:19]
+    assert "6 0 High null null loss 6 3 1.2 1" == " ".join(anomaly.split())
 
 
 def test_training_prints_at_its_end_where_the_time_went(tmp_path):
