@@ -137,8 +137,8 @@ class Notices:
 class KernelWarmUp(StepObserver):
     """Builds the compiled kernel for statistics, and calls `use` at the step from which on it measures.
 
-    The step depends on the sampling only, not on the duration of the build: the compiled kernel and torch operations
-    round differently, and equal trainings must have equal statistics.
+    The step depends on the sampling only, and not on the duration of the build unless it exceeds BUILD_SECONDS: the
+    compiled kernel and torch operations round differently, and equal trainings must have equal statistics.
     """
 
     def __init__(self, device: torch.device, use: Callable[[], None]) -> None:

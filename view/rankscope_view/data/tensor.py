@@ -76,7 +76,8 @@ _TURBULENCE: Final = "AnomalyTurbulence"
 _LEAVING: Final = f"""\
 SELECT {", ".join(field.name for field in fields(AnomalyRow))} FROM events
 WHERE run = $run AND type = 'anomaly' AND tensor IS NOT NULL
-QUALIFY row_number() OVER (PARTITION BY tensor ORDER BY coalesce(attempt, 0), {CAUSAL_PLACE}) = 1"""
+QUALIFY row_number() OVER (PARTITION BY tensor ORDER BY coalesce(attempt, 0), {CAUSAL_PLACE}) = 1
+ORDER BY tensor"""
 _FIRED: Final = """\
 SELECT count(*) AS firings, count(*) FILTER (tensor = $tensor) AS of_tensor FROM events
 WHERE run = $run AND type = 'anomaly' AND (tensor, kind) IS DISTINCT FROM ($tensor, $kind)"""
