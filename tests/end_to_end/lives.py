@@ -37,6 +37,10 @@ class Life:
     def is_alive(self) -> bool:
         return Path(f"/proc/{self.pid}").exists()
 
+    def tell(self) -> None:
+        """End a life that waits to be told."""
+        self.out.with_suffix(".told").touch()
+
     def kill(self) -> None:
         if self.is_alive:
             os.kill(self.pid, signal.SIGKILL)
@@ -63,10 +67,12 @@ class Host:
         end: str,
         spool: bool = True,
         ring: int = 1024,
+        told: bool = False,
     ) -> Life:
         out = self.folder / f"{life}-{rank}.out"
         environment = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_SPOOL_DIR": str(self.spool) if spool else "off"}
         order = {"rank": rank, "life": life, "steps": steps, "pause": pause, "end": end, "out": str(out), "ring": ring}
+        order["told"] = told
         assert self.parent.stdin is not None
         assert self.parent.stdout is not None
         self.parent.stdin.write(json.dumps(order | {"environment": environment}).encode() + b"\n")

@@ -1,8 +1,10 @@
 """Start rank processes on request: import their modules once, then fork one process for each line of JSON.
 
-    {"rank": 0, "life": "first", "steps": 50, "pause": 0.01, "end": "linger", "out": "…", "environment": {…}}
+    {"rank": 0, "life": "first", "steps": 50, "pause": 0.01, "end": "linger", "told": false, "out": "…", "ring": 9,
+     "environment": {…}}
 
-A rank writes each published seq to `out`, so that a test knows after a kill which records must exist.
+A rank writes each published seq to `out`, so that a test knows after a kill which records must exist. With `told`, it
+ends when the test has written the file with this suffix.
 """
 
 from __future__ import annotations
@@ -64,6 +66,8 @@ def live(order: dict[str, Any]) -> None:
         time.sleep(order["pause"])
     if order["end"] == "linger":
         time.sleep(600)
+    while order["told"] and not Path(order["out"]).with_suffix(".told").exists():
+        time.sleep(0.02)
     details = json.dumps({"reason": "completed", "last_step": steps - 1})
     os.write(out, b"%d\n" % channel.publish(record(steps, Event(type="exit", details=details))))
     left = channel.drain(float(order["end"]))
