@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_contract.model.kinds import CAUSAL_STAGE, LOSS_STAGE, SCALAR_STAGE
+from rankscope_contract.model.kinds import CAUSAL_STAGE, EVALUATION_STAGE, LOSS_STAGE, SCALAR_STAGE
 
 
 class EventType(enum.StrEnum):
@@ -155,7 +155,7 @@ def causal_stage(kind: str | None, op: str | None = None, value: float | None = 
     """Return the position of `kind` in the causal order of a step.
 
     An event without a kind summarises the tensors of the step, like a scalar, and has the position `SCALAR_STAGE`. Of
-    the scalars `op` of a step, the loss comes first, and the results of an evaluation after training come last. A
+    the scalars `op` of a step, the loss comes first, and the results of an evaluation come after all tensors. A
     finite loss, such as a spike, has the position `LOSS_STAGE`: the forward pass computed it before the gradients. A
     NaN loss keeps the position of a scalar, because the tensors with NaN show more precisely where it began.
     """
@@ -163,7 +163,7 @@ def causal_stage(kind: str | None, op: str | None = None, value: float | None = 
         return CAUSAL_STAGE.get(kind, SCALAR_STAGE)
     if op is None or op == "loss":
         return LOSS_STAGE if op is not None and value is not None and math.isfinite(value) else SCALAR_STAGE
-    return SCALAR_STAGE + (0.2 if re.search(EVALUATION_NAME, op) else 0.1)
+    return EVALUATION_STAGE if re.search(EVALUATION_NAME, op) else SCALAR_STAGE + 0.1
 
 
 NO_CALL: Final = 1 << 62

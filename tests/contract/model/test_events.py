@@ -64,6 +64,7 @@ def test_causal_stages_follow_the_flow_of_a_step():
     shuffled = random.Random(0).sample(flow, len(flow))
 
     assert flow == sorted(shuffled, key=lambda kind: key(kind=kind))
+    assert key(kind="param_after") < key(kind=None, op="val/loss") < key(step=2, kind="param_before")
 
 
 def test_pipeline_stages_ascend_in_forward_and_descend_in_backward():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
+import pytest
 from tests.view.training import MAIN, START, append, event, events, scalars
 
 from rankscope_storage.api.store import Store
@@ -13,7 +15,7 @@ from rankscope_view.data.curves import Axis
 from rankscope_view.data.detail import nothing
 from rankscope_view.data.events import Group, event_lines, event_log, markers
 from rankscope_view.data.history import read_history
-from rankscope_view.data.incidents import happening, incidents
+from rankscope_view.data.incidents import happening, incidents, sentence_of
 
 
 def test_log_merges_steps_and_events_the_newest_first(connection):
@@ -114,6 +116,21 @@ def test_anomalies_without_a_service_are_grouped_by_steps(tmp_path):
 
     assert [("t5", 2, 7), ("t90", 1, 90)] == [(one.tensor, one.events, one.last_step) for one in found]
     assert "gradient norm 9× its baseline" == happening(found[0])
+
+
+@pytest.mark.parametrize("kind", ["grad_reduced", "param_after"])
+def test_evaluation_is_the_first_cause_only_if_nothing_else_is(tmp_path, kind):
+    """An evaluation after the step follows from its parameters, and can be reported before them."""
+    nan = {"rule": "AnomalyNan", "severity": "critical", "rank": 0, "value": math.nan}
+    listed = [event("r", "anomaly", step, step, op="eval_loss", **nan) for step in (5, 90)]
+    listed.append(event("r", "anomaly", 5, 6, kind=kind, tensor="head.weight", **nan | {"op": "nans", "value": 4.0}))
+    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
+        append(writer, events=events(listed))
+    with connect(tmp_path / "store") as opened:
+        titles = [sentence_of(one) for one in incidents(opened, ["r"])["r"]]
+
+    word = "gradient" if kind == "grad_reduced" else "weight"
+    assert [f"Rank 0: {word} of head.weight became NaN at step 5", "Rank 0: eval_loss became NaN at step 90"] == titles
 
 
 def test_first_cause_among_anomalies_of_one_time_is_always_the_same(tmp_path):

@@ -46,6 +46,15 @@ test("the range is everything, or the bulk on request", () => {
   assert.deepEqual([0.1 / 1.3, 13], valueRange({ ...curve, lines: [] }, { log: true, cut: false, zero: false }));
 });
 
+test("the range contains the lowest and highest rank unless it is cut", () => {
+  const ranks = { ...curve, lines: [{ ...line, low: [-2, null, 1, 1], high: [4, null, 9, 1] }] };
+  const [whole, log, cut] = [{ log: false, cut: false }, { log: true, cut: false }, { log: false, cut: true }].map((one) => valueRange(ranks, { ...one, zero: false }));
+  assert.deepEqual([true, true, true, true], [whole[0] < -2, whole[1] > 9, log[0] > 0, log[1] > 9]);
+  assert.ok(cut[1] < 4);
+  const [first] = ranks.lines; // several lines are drawn without bands
+  assert.ok(valueRange({ ...ranks, lines: [first, first] }, { log: false, cut: false, zero: false })[1] < 5);
+});
+
 test("the range of a difference has zero", () => {
   const range = valueRange({ ...curve, bulk: [-3, -1] }, { log: false, cut: true, zero: true });
   assert.deepEqual([true, true], [range[0] < -3, range[1] >= 0]);

@@ -218,7 +218,7 @@ export function valueAt(series, x) {
 }
 
 /**
- * Return the range of the y axis: all values, or most of them if the axis is cut, with a margin.
+ * Return the range of the y axis: all values and the band over ranks, or most values if the axis is cut, with a margin.
  * @param {Curve} curve
  * @param {{log: boolean, cut: boolean, zero: boolean}} choice
  * @returns {[number, number]}
@@ -227,8 +227,9 @@ export function valueRange(curve, choice) {
   let [low, high] = curve.bulk ?? [0, 1];
   if (!choice.cut || choice.log) {
     [low, high] = [Infinity, -Infinity];
-    for (const { value } of curve.lines) {
-      for (const one of value) {
+    const hasBand = curve.lines.filter((line) => line.role !== "training").length === 1;
+    for (const line of curve.lines) {
+      for (const one of [...line.value, ...(hasBand ? [...line.low, ...line.high] : [])]) {
         if (one === null || (choice.log && one <= 0)) continue;
         if (one < low) low = one;
         if (one > high) high = one;

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from rankscope_contract.model.events import CLOSED, EVALUATION_NAME, RULES_OF_RUNS, Severity, is_open, subject_name
-from rankscope_contract.model.kinds import CAUSAL_STAGE, LOSS_STAGE, SCALAR_STAGE
+from rankscope_contract.model.kinds import CAUSAL_STAGE, EVALUATION_STAGE, LOSS_STAGE, SCALAR_STAGE
 from rankscope_storage.api.summaries import INCIDENT_GAP_STEPS
 from rankscope_storage.connection import Connection
 from rankscope_view.data.documents import json_object
@@ -17,10 +17,10 @@ from rankscope_view.data.documents import json_object
 _WORDS: Final = {"nans": "became NaN", "infs": "became infinite"}
 _FINITE_LOSS: Final = "kind IS NULL AND op = 'loss' AND isfinite(value)"
 _STAGE: Final = f"""\
-CASE WHEN {_FINITE_LOSS} THEN {LOSS_STAGE} ELSE
-CASE kind {" ".join(f"WHEN '{kind}' THEN {at}" for kind, at in CAUSAL_STAGE.items())} ELSE {SCALAR_STAGE} + CASE
-  WHEN kind IS NOT NULL OR op IS NULL OR op = 'loss' THEN 0 WHEN regexp_matches(op, '{EVALUATION_NAME}') THEN 0.2
-  ELSE 0.1 END END END"""
+CASE WHEN {_FINITE_LOSS} THEN {LOSS_STAGE}
+  WHEN kind IS NULL AND regexp_matches(op, '{EVALUATION_NAME}') THEN {EVALUATION_STAGE} ELSE
+CASE kind {" ".join(f"WHEN '{kind}' THEN {at}" for kind, at in CAUSAL_STAGE.items())}
+  ELSE {SCALAR_STAGE} + CASE WHEN kind IS NOT NULL OR op IS NULL OR op = 'loss' THEN 0 ELSE 0.1 END END END"""
 CAUSAL_PLACE: Final = f"""\
 {{step: coalesce(step, -1), micro: coalesce(micro_step, CASE WHEN {_FINITE_LOSS} THEN 0 ELSE 1000000000 END),
   stage: {_STAGE},

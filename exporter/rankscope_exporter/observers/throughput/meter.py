@@ -36,17 +36,8 @@ from rankscope_exporter.records.step_record import Scalar
 
 GIVEN: Final = "given"
 
-_COUNT: Final = (
-    "call rankscope.count_flops() before attach() and set throughput.flops_per_token or throughput.flops_per_sample to "
-    "the result, or set throughput.method to 'off'"
-)
-_LOG_GIVEN: Final = (
-    "call monitor.log(tokens=…) or monitor.log(samples=…): the number in the settings is multiplied by it"
-)
-_LOG: Final = (
-    "call monitor.log(tokens=…) at each step, or set throughput.flops_per_sample to a result of "
-    "rankscope.count_flops() and call monitor.log(samples=…)"
-)
+_COUNT: Final = "use rankscope.count_flops()"
+_LOG_GIVEN: Final = "call monitor.log(tokens=…) or monitor.log(samples=…)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +85,7 @@ class Throughput(StepObserver):
         self._inputs: Inputs | None = None
         self._cost: Cost | None = None
         self._cost_is_known = False
-        self._absence = f"the step logs no tokens, and its forward pass has no token ids; {_LOG}"
+        self._absence = "the steps log no tokens; call monitor.log(tokens=…)"
         self._has_reported = False
         self._peak: float | None = config.peak_tflops
         self._peak_is_known = self._peak is not None
@@ -172,7 +163,8 @@ class Throughput(StepObserver):
             return None
         flops = None if self._cost is None else _flops_of(self._cost, work.forwards, tokens, samples)
         if self._cost is None or flops is None:
-            self._report_absence(is_expected=tokens is not None)
+            takes_tokens = self._inputs is None or self._inputs.tokens or self._inputs.are_embeddings
+            self._report_absence(is_expected=tokens is not None and bool(takes_tokens))
             return None
         return flops, self._cost.method
 
@@ -184,12 +176,12 @@ class Throughput(StepObserver):
             self._cost = cost_of(self._framework, self._parallel, self._inputs, self._config.method)
         except NoFormulaError as error:
             given = self._config.flops_per_token or self._config.flops_per_sample
-            self._absence = f"no formula fits the model ({error}); {_LOG_GIVEN if given else _COUNT}"
+            self._absence = f"{error}; {_LOG_GIVEN if given else _COUNT}"
 
     def _report_absence(self, *, is_expected: bool) -> None:
         """Report once why TFLOP/s and MFU are not published, if the user probably expects them.
 
-        This is so if the script logs tokens, or if a throughput setting is not the default.
+        This is so if the script logs the tokens that its model takes, or if a throughput setting is not the default.
         """
         if self._has_reported or not self._reports_absence:
             return
