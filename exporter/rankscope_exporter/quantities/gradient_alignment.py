@@ -9,11 +9,10 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import torch
 
-from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.parameter_names import local_tensor, real_parts
-from rankscope_exporter.quantities.base import Quantity, Table
-from rankscope_exporter.quantities.optimizer_state import in_use, kinds_of, state_tensor
-from rankscope_exporter.records.pending_step import ExpectedRows, Numbers
+from rankscope_exporter.quantities.base import Table
+from rankscope_exporter.quantities.optimizer_state import StateQuantity, in_use, kinds_of, state_tensor
+from rankscope_exporter.records.pending_step import Numbers
 
 KIND: Final = "direction_agreement"
 _EXACT_IN_FLOAT32: Final = 1 << 24
@@ -22,7 +21,7 @@ _EXACT_IN_FLOAT32: Final = 1 << 24
 _MOMENTA: Final = ("exp_avg", "momentum_buffer")
 
 
-class GradientAlignment(Quantity):
+class GradientAlignment(StateQuantity):
     """A feature of each parameter, between 0 and 1, with the agreement of the signs of gradient and momentum.
 
     It is (Σ sign(g)·sign(m) / n + 1) / 2 over its n elements.
@@ -34,16 +33,7 @@ class GradientAlignment(Quantity):
 
     name: ClassVar[str] = "direction"
     measures_tensors: ClassVar[bool] = False
-    _is_expected = False
-
-    @staticmethod
-    def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
-        """Return the positions of parameters with optimizer state that another rank publishes.
-
-        A position counts in the list of all parameters of the model. The state of these parameters is whole on each
-        rank, not divided among ranks.
-        """
-        return monitored.state_elsewhere
+    needed: ClassVar[str] = "momentum"
 
     def on_optimizer_step_begin(self, table: Table) -> None:
         """Compare the signs of gradients and momenta; copy the results of all parameters to the host together."""
@@ -55,7 +45,7 @@ class GradientAlignment(Quantity):
         stepped = self.monitored.update.stepped
         states = self.monitored.states(parameters)
         found = in_use(parameters, states, len(self.monitored.optimizers))
-        self._is_expected = bool(kinds_of([own.optimizer for own in found]))
+        self._expected = [KIND] if kinds_of([own.optimizer for own in found]) else ()
         listed = zip(self.monitored.parameters, self.monitored.owners(), parameters, states, strict=True)
         for named, owner, parameter, own in listed:
             gradient = None if parameter is None or owner in stepped else framework.gradient(parameter)
@@ -71,10 +61,6 @@ class GradientAlignment(Quantity):
             table.defer("features", sums, functools.partial(_rows, [names[i] for i in positions], counts))
 
         table.isolate(KIND, names, [momentum for _, momentum in pairs], compare)
-
-    def expected(self) -> ExpectedRows:
-        """Return the feature if an optimizer has the options of one with a momentum."""
-        return ExpectedRows(self.name, frozenset({KIND} if self._is_expected else ()), "the state has no momentum")
 
 
 def _momentum(state: Mapping[str, Any]) -> torch.Tensor | None:

@@ -41,7 +41,28 @@ class OptimizerStateOptions(QuantityOptions):
     """Keys, or globs, of additional tensors in `optimizer.state[parameter]`: "max_exp_avg_sq", "square_avg", "*"."""
 
 
-class OptimizerState(Quantity):
+class StateQuantity(Quantity):
+    """Base class of quantities that read the state of optimizers."""
+
+    needed: ClassVar[str]
+    """The state without which a parameter has no rows, for messages. A subclass may define `expected` instead."""
+    _expected: Iterable[str] = ()  # kinds of the present step
+
+    @staticmethod
+    def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
+        """Return the positions of parameters with optimizer state that another rank publishes.
+
+        A position counts in the list of all parameters of the model. The state of these parameters is whole on each
+        rank, not divided among ranks.
+        """
+        return monitored.state_elsewhere
+
+    def expected(self) -> ExpectedRows:
+        """Return the kinds of rows, unless no optimizer has the options of one with the state that is needed."""
+        return ExpectedRows(self.name, frozenset(self._expected), f"the state has no {self.needed}")
+
+
+class OptimizerState(StateQuantity):
     """Measures one row per parameter for each kind of optimizer state.
 
     The kinds follow from the options of the optimizers, because the state itself appears only in the first step. Kinds
@@ -63,15 +84,6 @@ class OptimizerState(Quantity):
         self._named = Targets(self.options.names)
         self._found: dict[str, list[int]] = {}  # additional key -> its parameters
         self._in_use: list[ParameterState] = []  # at the last measured update
-
-    @staticmethod
-    def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
-        """Return the positions of parameters with optimizer state that another rank publishes.
-
-        A position counts in the list of all parameters of the model. The state of these parameters is whole on each
-        rank, not divided among ranks.
-        """
-        return monitored.state_elsewhere
 
     def entries(self) -> ParameterEntries:
         """Return the plan entries: one per parameter for the first kind of state, then for the next kind."""
@@ -201,7 +213,7 @@ class AdamUpdatesOptions(QuantityOptions):
         return f"linear:{self.low:g}:{self.high:g}:{self.bins}"
 
 
-class AdamUpdates(Quantity):
+class AdamUpdates(StateQuantity):
     """Two histograms per parameter, from the optimizer state after step t, over all elements in float32.
 
     With m̂ = exp_avg / (1 - β1^t) and v̂ = exp_avg_sq / (1 - β2^t) (max_exp_avg_sq with amsgrad), `adam_update` is m̂ /
@@ -213,22 +225,13 @@ class AdamUpdates(Quantity):
     measures_tensors: ClassVar[bool] = False
     options_class: ClassVar[type[QuantityOptions]] = AdamUpdatesOptions
     options: AdamUpdatesOptions
-    _is_expected = False
-
-    @staticmethod
-    def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
-        """Return the positions of parameters with optimizer state that another rank publishes.
-
-        A position counts in the list of all parameters of the model. The state of these parameters is whole on each
-        rank, not divided among ranks.
-        """
-        return monitored.state_elsewhere
+    needed: ClassVar[str] = "moments of Adam"
 
     def on_optimizer_step_end(self, table: Table) -> None:
         """Compute the histograms of all parameters with Adam state."""
         tensors, optimizers = self.monitored.tensors(), self.monitored.optimizers
         states = self.monitored.states(tensors)
-        self._is_expected = any(map(_has_options_of_adam, in_use(tensors, states, len(optimizers))))
+        self._expected = KINDS if any(map(_has_options_of_adam, in_use(tensors, states, len(optimizers)))) else ()
         pairs = zip(self.monitored.parameters, states, strict=True)
         found = {named.name: own for named, own in pairs if own is not None and _is_adam(own)}
         names, kept = list(found), list(found.values())
@@ -239,12 +242,6 @@ class AdamUpdates(Quantity):
             table.defer("histograms", torch.stack(counted), rows)
 
         table.isolate("histograms", names, [own.state["exp_avg"] for own in kept], count)
-
-    def expected(self) -> ExpectedRows:
-        """Return both histograms, unless no optimizer has the options of Adam."""
-        return ExpectedRows(
-            self.name, frozenset(KINDS if self._is_expected else ()), "the state has no moments of Adam"
-        )
 
     def _rows(self, names: list[str], numbers: Numbers) -> Iterable[Row]:
         for name, of_kinds in zip(names, numbers.tolist(), strict=True):
