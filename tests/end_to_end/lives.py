@@ -37,9 +37,9 @@ class Life:
     def is_alive(self) -> bool:
         return Path(f"/proc/{self.pid}").exists()
 
-    def tell(self) -> None:
-        """End a life that waits to be told."""
-        self.out.with_suffix(".told").touch()
+    def release(self) -> None:
+        """End a life that is held."""
+        self.out.with_suffix(".released").touch()
 
     def kill(self) -> None:
         if self.is_alive:
@@ -67,12 +67,12 @@ class Host:
         end: str,
         spool: bool = True,
         ring: int = 1024,
-        told: bool = False,
+        is_held: bool = False,
     ) -> Life:
         out = self.folder / f"{life}-{rank}.out"
         environment = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_SPOOL_DIR": str(self.spool) if spool else "off"}
         order = {"rank": rank, "life": life, "steps": steps, "pause": pause, "end": end, "out": str(out), "ring": ring}
-        order["told"] = told
+        order["is_held"] = is_held
         assert self.parent.stdin is not None
         assert self.parent.stdout is not None
         self.parent.stdin.write(json.dumps(order | {"environment": environment}).encode() + b"\n")

@@ -1,9 +1,9 @@
 """Start rank processes on request: import their modules once, then fork one process for each line of JSON.
 
-    {"rank": 0, "life": "first", "steps": 50, "pause": 0.01, "end": "linger", "told": false, "out": "…", "ring": 9,
-     "environment": {…}}
+    {"rank": 0, "life": "first", "steps": 50, "pause": 0.01, "end": "linger", "is_held": false, "out": "…",
+     "ring": 9, "environment": {…}}
 
-A rank writes each published seq to `out`, so that a test knows after a kill which records must exist. With `told`, it
+A rank writes each published seq to `out`, so that a test knows after a kill which records must exist. With `is_held`, it
 ends when the test has written the file with this suffix.
 """
 
@@ -66,7 +66,7 @@ def live(order: dict[str, Any]) -> None:
         time.sleep(order["pause"])
     if order["end"] == "linger":
         time.sleep(600)
-    while order["told"] and not Path(order["out"]).with_suffix(".told").exists():
+    while order["is_held"] and not Path(order["out"]).with_suffix(".released").exists():
         time.sleep(0.02)
     details = json.dumps({"reason": "completed", "last_step": steps - 1})
     os.write(out, b"%d\n" % channel.publish(record(steps, Event(type="exit", details=details))))

@@ -64,13 +64,13 @@ def test_service_killed_before_the_commit_of_an_exited_rank_loses_nothing(servic
     service.spools = (host.spool,)
     service.flush_after_seconds = 600.0
     service.start()
-    lives = [host.start(service, rank, "first", steps=60, end="0.1", told=True) for rank in range(2)]
+    lives = [host.start(service, rank, "first", steps=60, end="0.1", is_held=True) for rank in range(2)]
     service.wait_for(
         lambda: [t["cursor"] > 10 and t["committed"] == -1 for t in targets(service).values()] == [True] * 2
     )
     service.kill()
     for life in lives:
-        life.tell()
+        life.release()
     until(lambda: not any(life.is_alive for life in lives))
     service.flush_after_seconds = 1.0
     service.start()
@@ -139,10 +139,10 @@ def test_without_a_spool_lost_records_of_a_killed_rank_are_counted(service: Any,
 def test_without_a_spool_an_exiting_rank_reports_its_lost_records(service: Any, host: Host) -> None:
     service.flush_after_seconds = 600.0
     service.start()
-    life = host.start(service, 0, "first", steps=40, end="0.1", spool=False, told=True)
+    life = host.start(service, 0, "first", steps=40, end="0.1", spool=False, is_held=True)
     service.wait_for(lambda: (target := targets(service).get("first-0")) and target["cursor"] > 10)
     service.kill()
-    life.tell()
+    life.release()
     until(lambda: not life.is_alive)
 
     assert 41 == life.left + len(stored(service.store).get("first-0", []))
