@@ -59,7 +59,7 @@ def installation(needed: Sequence[str] = _OF_ALL) -> str | None:
         origin = json.loads(importlib.metadata.distribution(source).read_text("direct_url.json") or "{}")
         url = urllib.parse.urlsplit(origin["url"])
         source = urllib.request.url2pathname(url.path) if url.scheme == "file" else source
-    has_pip = importlib.util.find_spec("pip") is not None
+    has_pip = any(importlib.metadata.distributions(name="pip"))  # `find_spec` makes setuptools replace distutils
     program = [sys.executable, "-m", "pip", "install"] if has_pip else ["uv", "pip", "install", "-p", sys.executable]
     return shlex.join([*program, f"{source}[cli,store,service]"])
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from rankscope_contract.reports.child import ReportJob, make_report, report_name
+from rankscope_contract.reports.child import ReportJob, installation, make_report, report_name
 
 WRITES = """
 import os, sys
@@ -69,6 +70,15 @@ def test_missing_library_prints_the_command_and_starts_nothing(tmp_path):
     assert "[cli,store,service]', then " in text
     assert "rankscope report 'the store'" in text
     assert not (tmp_path / "new").exists()
+
+
+def test_search_for_pip_calls_no_import_hook(monkeypatch):
+    asked: list[str] = []
+    hook = SimpleNamespace(find_spec=lambda name, *_: asked.append(name))  # setuptools has one that replaces distutils
+    monkeypatch.setattr(sys, "meta_path", [hook, *sys.meta_path])
+
+    assert installation(["no_such_library"]).startswith(sys.executable)
+    assert ["no_such_library"] == asked
 
 
 def test_report_of_a_service_needs_no_store():
