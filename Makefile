@@ -68,7 +68,7 @@ test-frameworks-heavy: $(VENV)/.installed-heavy
 	PATH="$(CURDIR)/$(BIN):$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VENV)/extensions" OMP_NUM_THREADS=1 \
 		RANKSCOPE_REQUIRE_FRAMEWORKS=1 $(BIN)/python -m pytest tests/frameworks_heavy
 
-# The environment has one release of torch, and the rank's part of Rankscope only. Each takes about 5 GB.
+# The environment has one release of torch, the rank's part of Rankscope, and numba. Each takes about 5 GB.
 test-torch: $(VENV)/.installed-dev ## README, DDP and FSDP2 with another torch: make test-torch TORCH=2.15.0
 	@test -n "$(TORCH)" || { echo "set TORCH to a release: make test-torch TORCH=2.15.0"; exit 1; }
 	$(MAKE) VENV=.venv-torch-$(TORCH) TORCH_OF_TESTS=$(TORCH) .venv-torch-$(TORCH)/.installed-rank
@@ -136,7 +136,7 @@ $(VENV)/.installed-%: $(VENV)/.torch pyproject.toml constraints.txt
 
 $(VENV)/.installed-rank: $(VENV)/.torch pyproject.toml constraints.txt
 	sed '/^torch==/d' constraints.txt > $(VENV)/constraints.txt
-	$(UV) -c $(VENV)/constraints.txt -e . || $(PIP) -c $(VENV)/constraints.txt -e .
+	$(UV) -c $(VENV)/constraints.txt -e '.[fast]' || $(PIP) -c $(VENV)/constraints.txt -e '.[fast]'
 	@touch $@
 
 # Test processes that start at the same time would each compile the same modules.

@@ -1,8 +1,9 @@
 """Train with and without a monitor, and write the values that the store must have, computed by formulas.
 
-Runs with any release of torch, and the rank's part of Rankscope only: `python train.py FOLDER`. Three trainings: the
-three lines of the README on one rank, DDP on two, and FSDP2 on two if torch can run it without a device. The last two
-have two micro-batches in each step. Exits with 1 if the monitor changes a bit or has a fault.
+Runs with any release of torch, the rank's part of Rankscope and numba: `python train.py FOLDER`. Four trainings: the
+three lines of the README on one rank, the same in a child that is forked from this training, DDP on two ranks, and
+FSDP2 on two if torch can run it without a device. The last two have two micro-batches in each step. Exits with 1 if the
+monitor changes a bit or has a fault.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 WORLD = 2
-STEPS = 4
+STEPS = 12
+"""The compiled kernel measures from step 10 on."""
+FORK_AT = 5
 ADAM = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-3}
 RELEASE = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
 HAS_FSDP2 = RELEASE >= (2, 7)
@@ -56,9 +60,25 @@ def readme(micros: int) -> list[bytes]:
             optimizer.zero_grad()
             if watch:
                 monitor.log(loss=loss, tokens=inputs.numel())  # 3
+            if step == FORK_AT and os.environ["RANKSCOPE_RUN"] == "readme":
+                fork(micros)
     assert 1 == micros
     assert not watch or monitor.faults == 0, f"{monitor.faults} faults"
     return [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
+
+
+def fork(micros: int) -> None:
+    """Train with a monitor in a forked child."""
+    child = os.fork()
+    if child == 0:
+        os.environ["RANKSCOPE_RUN"] = "forked"
+        try:
+            readme(micros)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert 0 == os.waitpid(child, 0)[1], "the training in the forked child failed"
 
 
 def distributed(wrap: str, micros: int) -> list[bytes]:
@@ -163,7 +183,8 @@ def main() -> None:
     for name, world, micros in cases:
         torch.multiprocessing.spawn(train, (world, name, micros, str(folder)), nprocs=world)
         rows = expected(world, micros, is_sharded=name == "fsdp2")
-        (folder / f"{name}.json").write_text(json.dumps({"torch": torch.__version__, "rows": rows}))
+        for run in (name, "forked") if name == "readme" else (name,):
+            (folder / f"{run}.json").write_text(json.dumps({"torch": torch.__version__, "rows": rows}))
 
 
 if __name__ == "__main__":
