@@ -3,8 +3,8 @@
     {"rank": 0, "life": "first", "steps": 50, "pause": 0.01, "end": "linger", "is_held": false, "out": "…",
      "ring": 9, "environment": {…}}
 
-A rank writes each published seq to `out`, so that a test knows after a kill which records must exist. With `is_held`, it
-ends when the test has written the file with this suffix.
+A rank writes each published seq to `out`, so that a test knows after a kill which records must exist. With `is_held`,
+it ends when the test has written the file with the suffix "released".
 """
 
 from __future__ import annotations
