@@ -25,6 +25,9 @@ from rankscope_storage.connection import connect
 LAG_SECONDS = 8.0
 """Longest time between the end of a step and its place on a page that is open or loaded."""
 
+COMMIT_SECONDS = 10.0
+"""Longest time between two commits of the service; lists read the store."""
+
 RESULTS = Path(__file__).parents[2] / "hour-results"
 
 UNTRUE = (
@@ -78,10 +81,9 @@ def shows(text: str, value: float) -> bool:
 
 
 def row_of(text: str, run: str, runs: list[str]) -> str:
-    """Return the lines of a list about one run: from its name to the next name."""
-    after = text.partition(run)[2]
-    ends = [after.find(other) for other in runs if other != run and other in after]
-    return after[: min(ends)] if ends else after
+    """Return the lines of a list about one run: each part from its name to the next name."""
+    parts = re.split(f"({'|'.join(map(re.escape, runs))})", text)
+    return "\n".join(after for name, after in zip(parts[1::2], parts[2::2], strict=True) if name == run)
 
 
 def progress(text: str) -> tuple[int, int] | None:
@@ -89,9 +91,15 @@ def progress(text: str) -> tuple[int, int] | None:
     return (int(found[1].replace(",", "")), int(found[2].replace(",", ""))) if found else None
 
 
+def span(look: Look, training: Training) -> tuple[int, int]:
+    """Return the first and the last step that a look may show as the newest one."""
+    lag = LAG_SECONDS + training.plan["seconds"] + (0.0 if look.run else COMMIT_SECONDS)
+    return training.step_at(look.before - lag), training.step_at(look.after) + 1
+
+
 def untrue_progress(look: Look, training: Training, text: str) -> str | None:
     """Return the error in the progress in `text`, the part of a look that is about `training`."""
-    low, high = training.step_at(look.before - LAG_SECONDS - training.plan["seconds"]), training.step_at(look.after) + 1
+    low, high = span(look, training)
     found = progress(text)
     if found is None:
         return None if low == 0 else f"no progress in {text[:80]!r}"
@@ -103,7 +111,7 @@ def untrue_progress(look: Look, training: Training, text: str) -> str | None:
 
 def untrue_loss(look: Look, training: Training, text: str) -> str | None:
     losses = training.losses()
-    low, high = training.step_at(look.before - LAG_SECONDS - training.plan["seconds"]), training.step_at(look.after) + 1
+    low, high = span(look, training)
     if low == 0 or training.plan.get("crash"):
         return None
     near = [losses[step] for step in range(max(low - 1, 1), high + 1) if step in losses]
@@ -228,7 +236,7 @@ def test_own_metrics_are_on_the_page_in_summary_and_figures(hour):
         last(hour, "run", training.run),
         last(hour, f"summary {training.run} --store {hour.store}", training.run),
     )
-    newest = training.rows()[-1]["own"]
+    newest = training.rows()[-1]["own"] | {"val/loss": 1.25 * training.losses()[training.plan["steps"]]}
 
     for name in ("my/accuracy", "reward", "val/loss"):
         assert name.rpartition("/")[2] in page.text.lower(), name
@@ -379,6 +387,8 @@ def test_slow_loader_is_named_with_its_rank_and_share(hour):
     assert "No rank" not in text
     assert re.search(rf"[Rr]ank {rank}\b", text.partition("Order")[0])
     assert "data" in text.partition("Order")[0].lower()
+    assert "resolved" in last(hour, f"incidents {training.run} --store {hour.store}", training.run).text
+    assert "cannot be polled" not in last(hour, "list, open, at the end").text
     document = json.loads(last(hour, f"summary {training.run} --store {hour.store} --format json", training.run).text)
     shares = [value for name, value in _leaves(document) if "data_wait" in name]
     mean = 100 * (training.waited(0) + training.waited(1)) / 2

@@ -30,7 +30,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
-from rankscope_contract.model.events import REPLICA_DESYNC, RULES_OF_RUNS, RUN_FAILED, RUN_STALLED, RunState
+from rankscope_contract.model.events import REPLICA_DESYNC, RULES_OF_RUNS, RUN_FAILED, RUN_STALLED, SLOW_RANK, RunState
 from rankscope_ingest.runs.incident import (
     NON_FINITE,
     Incident,
@@ -191,8 +191,10 @@ class IncidentTracker:
     def _is_over(self, incident: Incident, runs: RunTracker, diverged: Collection[AttemptKey]) -> bool:
         """Return whether the cause of `incident` is seen to be gone in its own attempt, which is evaluated."""
         rule, last, attempt = incident.first.rule, incident.last_step, runs.get(incident.attempt_key)
-        if rule == RUN_STALLED or attempt is None:
-            return rule == RUN_STALLED  # that of an attempt which ended while no service ran
+        if rule == RUN_STALLED or (rule == SLOW_RANK and (attempt is None or not attempt.live_ranks)):
+            return True  # no rank waits any more
+        if attempt is None:
+            return False
         if rule == RUN_FAILED:
             is_active = attempt.state is RunState.RUNNING and _has_passed(attempt, last)
             return is_active or attempt.state is RunState.COMPLETED

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping
 
 from rankscope_contract.metrics.catalogue import BYTES_INGESTED, RECORDS_INGESTED, SCRAPE_FAILURES
+from rankscope_contract.protocol.channel import NOTHING
 from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.run_monitor import RunMonitor
@@ -58,10 +59,15 @@ class RecordSink:
             self._monitor.batcher.want_flush()
 
     def on_failure(self, target: Target, error: FetchError) -> None:
-        """Record and log a failed poll of a target."""
-        self._monitor.metrics.count(SCRAPE_FAILURES, 1, error.reason)
+        """Record and log a failed poll of a target. A process that reported its exit is gone, if all of it was read."""
+        monitor, identity = self._monitor, (target.attempt_key, target.registration.rank, target.incarnation)
+        has_all = NOTHING < target.head <= target.cursor and not target.is_dead
+        if has_all and error.reason == "refused" and not monitor.runs.is_live(*identity):
+            self.on_drained(target)  # its answer to the last poll was lost
+            return
+        monitor.metrics.count(SCRAPE_FAILURES, 1, error.reason)
         if error.reason == "refused":
-            target.liveness.note_refusal(self._monitor.clock())
+            target.liveness.note_refusal(monitor.clock())
         log.info("poll failed: %s", error, extra={"target": target.name, "reason": error.reason})
 
     def on_drained(self, target: Target) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope_contract.model.events import RUN_FAILED, RunState, causal_key
+from rankscope_contract.model.events import RUN_FAILED, SLOW_RANK, RunState, causal_key
 from rankscope_contract.model.fields import arrow_schema
 from rankscope_contract.model.kinds import CAUSAL_STAGE
 from rankscope_contract.model.schema import DATASETS
@@ -85,6 +85,14 @@ def opened(*symptoms):
         incidents.observe(one, 0.0)
     incidents.settle(1.0, {})
     return incidents
+
+
+@pytest.mark.parametrize("state", [RunState.COMPLETED, RunState.FAILED])
+def test_slow_rank_is_no_longer_open_at_the_end_of_the_run(state):
+    slow = symptom(150, rule=SLOW_RANK)
+
+    assert [] == opened(slow).resolve(at(r0=150, r1=150))
+    assert [slow] == [one.first for one in opened(slow).resolve(runs_with(attempt(state=state, r0=150, r1=150)))]
 
 
 NAN_TO_THE_END = (symptom(60), *(symptom(step) for step in range(61, 161)))

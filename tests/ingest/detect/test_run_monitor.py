@@ -119,6 +119,19 @@ def test_process_killed_after_its_exit_report_is_not_polled_forever():
     assert "completed" == monitor.runs.get(("r", 0)).state
 
 
+@pytest.mark.parametrize(("cursor", "left_at"), [(9, 1.0), (8, 10.0)])
+def test_process_whose_last_answer_was_lost_is_gone_if_all_was_read(cursor, left_at):
+    now = [0.0]
+    monitor = run_monitor(lambda: 10**15 + int(now[0] * 1e6), clock=lambda: now[0])
+    monitor.accept(process("i"), ())
+    target = monitor.registry.get("i")
+    target.cursor, target.head = cursor, 9
+    monitor.runs.exited(("r", 0), 0, "completed", None, incarnation="i")
+
+    assert left_at == refuse_from(1, monitor, now, "i")
+    assert 9 - cursor == target.records_lost
+
+
 def test_records_lost_with_a_replaced_process_are_counted():
     """The next process of a rank may register before the service has found that the first one is dead."""
     now = [0.0]
