@@ -38,7 +38,10 @@ def folder(tmp_path_factory):
                     rows("tensor_stats", run=run, attempt=0, seq=step, step=step, kind="param_after", tensor="w.0",
                          placement="replica", norm=2.0 + step / 7 + np.where(apart, 0.25, 0.0), **source)
                 )  # fmt: skip
-            config = json.dumps({"optimizer": {"lr": 1e-3 if run == "other" else 1e-4}})
+                times = np.where(step == steps - 1, 9.0, 0.5 + rank / 10)
+                tables.append(scalars(run, "step_seconds", step, times, **source))
+            rate = 1e-3 if run == "other" else 1e-4
+            config = json.dumps({"optimizer": {"lr": rate}, "argv": ["train.py", f"--lr={rate}"], "run": run})
             append(writer, runs=run_row(run, "completed", config=config, last_step=steps - 1),
                    scalars=pa.concat_tables(tables), tensor_stats=pa.concat_tables(statistics))  # fmt: skip
     return path
@@ -81,7 +84,9 @@ def test_three_sides_have_their_settings_and_differences_from_the_first(opened):
     found = compare(opened, [Side(letter=letter, run=run) for letter, run in zip("abc", names, strict=True)])
 
     assert [150, 40] == [one.first.step for one in found.differences]
-    assert [("optimizer.lr", ("0.0001", "0.001", "0.0001"))] == [(one.key, one.values) for one in found.settings]
+    commands = tuple(f"train.py --lr={rate}" for rate in ("0.0001", "0.001", "0.0001"))
+    rates = ("0.0001", "0.001", "0.0001")
+    assert [("command", commands), ("optimizer.lr", rates)] == [(one.key, one.values) for one in found.settings]
 
 
 def test_curve_of_one_rank_equals_sql(opened):
@@ -97,6 +102,18 @@ def test_page_states_the_first_difference_of_each_side(folder):
     assert "B and A differ first at step 150" in page
     assert "C and A differ first at step 40, on rank 1" in page
     assert "/compare?a=same&amp;b=long" in page  # removes B
+
+
+def test_page_has_the_changed_command_and_the_usual_speed(folder):
+    """The last step of a run has another length: 9 s instead of 0.5 s on rank 0 and 0.6 s on rank 1."""
+    site = Site(folder)
+    runs = Reader(site.respond(("compare",), {"a": "same", "b": "other"}).body.decode()).text
+    ranks = {"a": "same", "b": "same", "a.rank": "0", "b.rank": "1"}
+    of_ranks = Reader(site.respond(("compare",), ranks).body.decode()).text
+
+    assert "command train.py --lr=0.0001 train.py --lr=0.001" in runs
+    assert "s/step 0.5500 0.5500 0" in runs
+    assert "s/step 0.5000 0.6000 +0.1000" in of_ranks
 
 
 def test_curves_of_all_sides_have_their_letters(folder):

@@ -157,6 +157,29 @@ def test_hint_has_the_observation_that_triggers_it(side, words, known, more):
     assert side in [hint.side for hint in hints if words in hint.observation and hint.actions]
 
 
+def test_training_on_a_cpu_has_no_advice_about_gpus(store):
+    assert None is read_utilization(store, "with-batch", read_speed(store, "with-batch", {}, '{"device": "cpu"}'))
+    shares = {"data_wait": Share(value=0.25, source="x"), "collective": Share(value=0.3, source="x")}
+    found = {
+        has_gpus: " ".join(
+            action
+            for hint in tuning_hints(
+                speed(**shares, has_gpus=has_gpus, throughput=throughput(np.where(STEP < 30, 100.0, 70.0))),
+                None,
+                RankTable(attempt=0, rows=(SLOW_RANK,), last_step=9, median_step=1.0),
+            )
+            for action in hint.actions or ["none"]
+        )
+        for has_gpus in (True, False)
+    }
+    words = ("GPU", "PCIe", "NVLink", "pinned", "none")
+
+    assert {True: list(words[:4]), False: []} == {
+        key: [word for word in words if word in text] for key, text in found.items()
+    }
+    assert ["num_workers", "processors"] == [word for word in ("num_workers", "processors") if word in found[False]]
+
+
 def test_run_with_good_numbers_has_no_hints():
     good = speed(
         throughput=throughput(np.full(100, 100.0)),

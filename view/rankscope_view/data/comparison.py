@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -16,6 +17,7 @@ from rankscope_storage.diff.sources import DiffSelection, DiffSide
 from rankscope_view.data.detail import RunDetail, read_chart, read_detail
 from rankscope_view.data.documents import flat, json_object
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, History
+from rankscope_view.data.newest import SPEED_STEPS
 from rankscope_view.data.summary import Summary
 
 MOST_ROWS: Final = 5_000_000
@@ -31,7 +33,8 @@ DIFFERENCE: Final = "difference"
 
 SCALARS: Final = (LOSS, GRAD_NORM, EVAL_LOSS, LEARNING_RATE, "step_seconds", PRE_COLLECTIVE_SECONDS)
 
-_NOT_SETTINGS: Final = ("argv", "git_commit", "cwd", "host", "import")
+_NOT_SETTINGS: Final = ("run", "cwd", "host", "import")
+_WORDS: Final = {"argv": "command", "git_commit": "commit"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +89,14 @@ class ComparedSide:
         """Return the newest value of a scalar, or None."""
         history = self.histories.get(name)
         return float(history.value[-1]) if history is not None and len(history) else None
+
+    def speed(self, name: str) -> float | None:
+        """Return the median of the newest steps of a time, as in the list of runs and on the page of a run."""
+        if self.side.rank is None and name in self.detail.row.speeds:
+            return self.detail.row.speeds[name]
+        values = self.histories[name].value[-SPEED_STEPS:] if name in self.histories else np.array([])
+        values = values[np.isfinite(values)]
+        return float(np.median(values)) if len(values) else None
 
     @property
     def step(self) -> int | None:
@@ -215,5 +226,7 @@ def compared_values(runs: Sequence[Summary]) -> tuple[ComparedValue, ...]:
 def _settings(config: str | None) -> Iterator[tuple[str, str]]:
     """Yield the keys and values of a configuration, without keys that describe the launch or the import."""
     for key, value in flat({key: value for key, value in json_object(config).items() if key not in _NOT_SETTINGS}):
+        if isinstance(value, list) and key == "argv":
+            value = shlex.join(map(str, value))  # noqa: PLW2901 - as a person types it
         if value is not None:
-            yield key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            yield _WORDS.get(key, key), value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

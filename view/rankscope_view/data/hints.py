@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -72,14 +73,21 @@ COMMUNICATION_ACTIONS: Final = (
 )
 SYSTEM_ACTIONS: Final = (
     "check clocks, power limit and temperature of the GPU",
-    "check disk and network of the host",
+    "check disk and network of the host, and which other programs use its processors",
 )
+_OF_GPUS: Final = re.compile(r"\bGPUs?\b|PCIe|pinned")
+"""Regular expression for actions that do not apply to a training on CPUs."""
 
 
 def tuning_hints(speed: Speed, utilization: Utilization | None, ranks: RankTable | None = None) -> tuple[Hint, ...]:
     """Return the hints that apply, in the order data, compute, communication, system."""
     data, compute = _data_hints(speed), _compute_hints(speed, utilization, ranks)
-    return (*data, *compute, *_communication_hints(speed), *_system_hints(speed, ranks))
+    found = (*data, *compute, *_communication_hints(speed), *_system_hints(speed, ranks))
+    if speed.has_gpus:
+        return found
+    return tuple(
+        replace(one, actions=tuple(each for each in one.actions if not _OF_GPUS.search(each))) for one in found
+    )
 
 
 def _percent(share: float) -> str:

@@ -28,7 +28,7 @@ _PARTS: Final = 5
 The pace is the median over five parts of them, as in the view `run_eta`: one pause does not change it.
 """
 
-_SPEED_STEPS: Final = 20
+SPEED_STEPS: Final = 20
 """Number of newest steps over which a speed is the median, because the last step of an ended run has another length."""
 
 _SHOWN: Final = (LOSS, LEARNING_RATE, *SPEEDS)
@@ -55,7 +55,7 @@ by_step AS (
     count(DISTINCT rank) AS ranks
   FROM logged JOIN newest USING (run, name, attempt)
   WHERE coalesce(labels, '') = chosen
-    AND logged.position > newest.position - if(name IN ('{"', '".join(SPEEDS)}'), {_SPEED_STEPS}, 1)
+    AND logged.position > newest.position - if(name IN ('{"', '".join(SPEEDS)}'), {SPEED_STEPS}, 1)
   GROUP BY ALL
 ),
 complete AS (
@@ -144,7 +144,7 @@ def read_newest(
 def _add(found: Newest, rows: RawRows, run: str, live: Mapping[str, int | None], *, has_curves: bool) -> None:
     series = {name: one for name in _SHOWN if (one := rows.main(run, name)) is not None}
     for name, one in series.items():
-        found.values[run, name] = _newest(one, _SPEED_STEPS if name in SPEEDS else 1)
+        found.values[run, name] = _newest(one, SPEED_STEPS if name in SPEEDS else 1)
     if has_curves and LOSS in series:
         columns = by_step(series[LOSS])
         if columns is None:

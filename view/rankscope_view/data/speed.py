@@ -148,6 +148,7 @@ class Speed:
     collective: Share | None
     time_spent: str = ""
     """The share of each phase in the time of all steps after the first, the largest first; empty if unknown."""
+    has_gpus: bool = True  # also for logs, which do not name the device
 
 
 def read_speed(connection: Connection, run: str, histories: Mapping[str, History], config: str | None) -> Speed:
@@ -177,6 +178,7 @@ def read_speed(connection: Connection, run: str, histories: Mapping[str, History
         data_wait=data_wait,
         collective=_phase_share(seconds, Phase.COLLECTIVE),
         time_spent=shares_text(seconds),
+        has_gpus=json_object(config).get("device") != "cpu",
     )
 
 

@@ -153,7 +153,7 @@ def _pace(speed: Speed) -> float | None:
     if speed.step_times is None or measured is None or measured.median is None or not speed.global_batch:
         return None
     times = speed.step_times.value[np.isfinite(speed.step_times.value)]
-    if measured.name != "samples_per_second" or len(times) < _FEWEST_STEPS:
+    if not speed.has_gpus or measured.name != "samples_per_second" or len(times) < _FEWEST_STEPS:
         return None
     ideal = speed.global_batch / float(np.quantile(times, _FASTEST))
     most = 1.0 if speed.data_wait is None else 1.0 - speed.data_wait.value

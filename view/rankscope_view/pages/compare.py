@@ -225,8 +225,8 @@ def _figures(sides: Sequence[ComparedSide]) -> Iterator[tuple[str, list[str], st
         "Best evaluation": [_best(one) for one in sides],
         "Gradient norm": [one.newest(GRAD_NORM) for one in sides],
         "Learning rate": [one.newest(LEARNING_RATE) for one in sides],
-        "s/step": [one.newest(STEP_SECONDS) for one in sides],
-        "Before collective, s": [one.newest(PRE_COLLECTIVE_SECONDS) for one in sides],
+        "s/step": [one.speed(STEP_SECONDS) for one in sides],
+        "Before collective, s": [one.speed(PRE_COLLECTIVE_SECONDS) for one in sides],
     }
     yield "Step", [count(one) for one in steps], _change(steps)
     for name, measured in numbers.items():
