@@ -53,6 +53,7 @@ def store(tmp_path_factory) -> Path:
             for number, name in enumerate(("top1", "top5"))
         ]
         labelled += [("device_memory_bytes", 1e9 * wave, STEPS, '{"source_name":"memory_gb","source_unit":"GB"}')]
+        labelled += [("step_phase_seconds", 1 + wave, STEPS, '{"phase":"data_wait"}')]
         labelled += [("once", wave, STEPS[3:4], None), ("rare", 1.0 * STEPS, STEPS[::100], None)]
         labelled += [("eval_loss", 4 - STEPS / 100, STEPS[::20], '{"source_name":"val/loss"}')]
         write_run(writer, "own", names, labelled)
@@ -113,6 +114,17 @@ def test_every_logged_name_has_a_chart_on_the_page_of_the_run(chromium, address,
 
     chromium.wait(drawn(name))
     assert [] == chromium.problems
+
+
+def test_own_series_have_titles_with_units_for_people(chromium, address):
+    opened(chromium, f"{address}/runs/own")
+    chromium.run(f"{panel('step_phase_seconds')}.scrollIntoView()")
+    chromium.wait(drawn("step_phase_seconds"))
+    words = chromium.run(f"{panel('step_phase_seconds')}.innerText")
+
+    assert "Time of a step by phase, s" in words
+    assert "phase data wait" in words
+    assert "_" not in words
 
 
 def test_chart_shows_values_labels_and_gaps(chromium, address):

@@ -129,6 +129,7 @@ def _figure(chosen: OpenRun, kind: FigureKind, options: _Options) -> Figure:
 
 
 def _metric(chosen: OpenRun, name: str, axis: AxisName) -> Figure:
+    from rankscope_contract.metrics.catalogue import SCALAR_TITLES
     from rankscope_view.data.curves import Axis
     from rankscope_view.data.metrics import close_names, scalar_lines
     from rankscope_view.figures.overlay import overlay
@@ -138,7 +139,7 @@ def _metric(chosen: OpenRun, name: str, axis: AxisName) -> Figure:
         known = ", ".join(close_names(chosen.connection, chosen.run, name)) or "none"
         raise CommandError(f"{chosen.run} has no scalar {name!r}; similar names: {known}", code=USAGE)
     named = [(words or name, history) for words, history in lines]
-    return overlay(name, named, axis=Axis(axis), title=f"{chosen.run}: {name}")
+    return overlay(name, named, axis=Axis(axis), title=f"{chosen.run}: {SCALAR_TITLES.get(name, name)}")
 
 
 def _curves(chosen: OpenRun, kind: FigureKind, options: _Options) -> Figure:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
-from rankscope_contract.metrics.catalogue import CATALOG, SCALARS_WITH_OWN_METRIC, MetricSpec
+import rankscope_exporter
+from rankscope_contract.metrics.catalogue import CATALOG, SCALAR_TITLES, SCALARS_WITH_OWN_METRIC, MetricSpec
 from rankscope_contract.model.schema import DATASETS
 
 SPECS = list(CATALOG.values())
@@ -48,3 +50,65 @@ def test_each_scalar_has_at_most_one_metric():
     names = [spec.stored_as for spec in SPECS if spec.stored_as and spec.stored_as.startswith("scalars:")]
 
     assert len(set(names)) == len(names) == len(SCALARS_WITH_OWN_METRIC)
+
+
+TITLES = {
+    "device_memory_alloc_retries_total": "Device memory allocation retries in total",
+    "device_memory_allocated_bytes": "Device memory allocated, bytes",
+    "device_memory_allocated_peak_bytes": "Device memory allocated peak, bytes",
+    "device_memory_ooms_total": "Device memory failures in total",
+    "device_memory_reserved_bytes": "Device memory reserved, bytes",
+    "device_memory_reserved_peak_bytes": "Device memory reserved peak, bytes",
+    "gpu_clock_hertz": "GPU clock, Hz",
+    "gpu_clock_limit_hertz": "GPU clock limit, Hz",
+    "gpu_ecc_errors_total": "GPU ECC errors in total",
+    "gpu_energy_joules_total": "GPU energy in total, J",
+    "gpu_memory_total_bytes": "GPU memory total, bytes",
+    "gpu_memory_used_bytes": "GPU memory used, bytes",
+    "gpu_memory_utilization": "GPU memory utilization, share",
+    "gpu_nvlink_bytes_total": "GPU NVLink in total, bytes",
+    "gpu_pcie_bytes_per_second": "GPU PCIe bytes per second",
+    "gpu_pcie_replays_total": "GPU PCIe replays in total",
+    "gpu_power_limit_watts": "GPU power limit, W",
+    "gpu_power_watts": "GPU power, W",
+    "gpu_remapped_rows": "GPU remapped rows",
+    "gpu_temperature_celsius": "GPU temperature, °C",
+    "gpu_throttled": "GPU throttled",
+    "gpu_utilization": "GPU utilization, share",
+    "gpu_xid_errors_total": "GPU XID errors in total",
+    "host_cpu_utilization": "Host CPU utilization, share",
+    "host_memory_available_bytes": "Host memory available, bytes",
+    "host_memory_total_bytes": "Host memory total, bytes",
+    "host_swap_used_bytes": "Host swap used, bytes",
+    "mfu": "Share of the peak FLOP/s (MFU)",
+    "overhead_seconds": "CPU time of Rankscope by thread since the start, s",
+    "phase_seconds": "Time by phase since the start, s",
+    "pre_collective_seconds": "Time of a step before collectives, s",
+    "pre_collective_seconds_total": "Time before collectives since the start, s",
+    "process_cpu_seconds_total": "Process CPU in total, s",
+    "process_involuntary_switches_total": "Process involuntary switches in total",
+    "process_major_faults_total": "Process major faults in total",
+    "process_read_bytes_total": "Process read in total, bytes",
+    "process_threads": "Process threads",
+    "process_written_bytes_total": "Process written in total, bytes",
+    "resident_memory_bytes": "Resident memory, bytes",
+    "samples_total": "Samples in total",
+    "sampling_stretch": "Factor of the sampling interval",
+    "step_phase_seconds": "Time of a step by phase, s",
+    "step_seconds": "Step time, s",
+    "tflops_per_gpu": "TFLOP/s of the device",
+    "tokens_total": "Tokens in total",
+}
+"""Read each title as somebody who does not know the name before you add it here."""
+
+
+def test_every_scalar_of_the_monitor_has_a_title_that_was_read():
+    assert TITLES == SCALAR_TITLES
+
+
+def test_every_name_that_the_monitor_writes_has_a_title():
+    source = "".join(file.read_text() for file in Path(rankscope_exporter.__file__).parent.rglob("*.py"))
+    written = set(re.findall(r"""\bScalar\(\s*"(\w+)",""", source))
+
+    assert len(written) > 15
+    assert set() == written - SCALAR_TITLES.keys()

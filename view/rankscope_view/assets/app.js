@@ -407,7 +407,8 @@ function searchMetrics() {
       if (!before.has(group)) before.set(group, group.open);
       let found = 0;
       for (const panel of /** @type {NodeListOf<HTMLElement>} */ (group.querySelectorAll(".metric"))) {
-        const name = panel.querySelector("h2")?.textContent?.toLowerCase() ?? "";
+        const word = /** @type {HTMLElement | null} */ (panel.querySelector("h2 bdi"));
+        const name = `${word?.textContent} ${word?.title}`.toLowerCase();
         panel.hidden = !words.every((word) => name.includes(word));
         found += panel.hidden ? 0 : 1;
       }

@@ -44,16 +44,6 @@ class Setting:
     key: str
     values: tuple[str | None, ...]
 
-    @property
-    def a(self) -> str | None:
-        """Return the value in the first run."""
-        return self.values[0]
-
-    @property
-    def b(self) -> str | None:
-        """Return the value in the second run."""
-        return self.values[1]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedValue:

@@ -58,7 +58,8 @@ class Metric:
     def words(self, labels: str | None) -> str:
         """Return the labels of a line as words such as `group 0`; empty without labels."""
         kept = {key: value for key, value in _parsed(labels).items() if key not in (SOURCE_NAME, SOURCE_UNIT)}
-        return ", ".join(f"{key} {value}" for key, value in kept.items())
+        words = ", ".join(f"{key} {value}" for key, value in kept.items())
+        return words.replace("_", " ") if self.group in (HARDWARE, MONITOR) else words
 
     def title(self, labels: str | None) -> str:
         """Return the name of the line with these labels."""

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from rankscope_contract.metrics.catalogue import SCALAR_TITLES
 from rankscope_view.data.curves import Axis, Curve, curve, notice
 from rankscope_view.data.history import History
 from rankscope_view.figures import lines, style
@@ -53,6 +54,7 @@ def overlay(
     `title` replaces the name and the number of the runs. The runs differ by colour, line style and marker, so that a
     grey print distinguishes them.
     """
+    words = SCALAR_TITLES.get(name, name.replace("_", " "))
     with style.style(_TEXT_SIZE):
         figure = style.new_figure(*SIZE)
         axes: Axes = figure.subplots()
@@ -60,17 +62,17 @@ def overlay(
         axes.set_title(
             style.shown(title)
             if title
-            else f"{name.replace('_', ' ').capitalize()} of {len(known)} run{'' if len(known) == 1 else 's'}"
+            else f"{words[:1].upper()}{words[1:]} of {len(known)} run{'' if len(known) == 1 else 's'}"
         )
         if not known:
-            style.show_nothing(axes, f"no run has a finite {name.replace('_', ' ')}")
+            style.show_nothing(axes, f"no run has a finite {words}")
             return figure
         asked = lines.request(axis, width=AVERAGE_ROWS)
         curves = [(label, curve(history, asked)) for label, history in known]
         ends = [_draw(axes, label, found, _look(number)) for number, (label, found) in enumerate(curves)]
         _limit(axes, [found for _, found in curves], max(len(end.text) for end in ends))
         lines.label_axis(axes, curves[0][1], known[0][1])
-        axes.set_ylabel(name.replace("_", " "))
+        axes.set_ylabel(words)
         _label_ends(axes, ends)
         style.legend_below(axes)
         style.note(axes, f"line and number at its end: rows · light: moving average of {AVERAGE_ROWS} rows")

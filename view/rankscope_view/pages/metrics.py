@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from rankscope_contract.metrics.catalogue import SCALAR_TITLES
 from rankscope_view.data.metrics import HARDWARE, MONITOR, UNGROUPED, Metric
 from rankscope_view.pages.format import count, text
 from rankscope_view.pages.parts import icon, panel
@@ -34,9 +35,12 @@ def metric_groups(metrics: Iterable[Metric], titles: Mapping[str, str], *, compa
         listed = list(found)
         is_open = group not in _LAST and drawn + len(listed) <= _MOST_OPEN
         drawn += len(listed) if is_open else 0
-        groups.append(_group(group, [_chart(one.name, _keys(one), compare=compare) for one in listed], is_open=is_open))
+        charts = [
+            _chart(one.name, _keys(one), SCALAR_TITLES.get(one.stored, one.name), compare=compare) for one in listed
+        ]
+        groups.append(_group(group, charts, is_open=is_open))
     search = f'<label class="searchbox">{icon("search")}<input id="metricsearch" placeholder="Search {len(ordered)} metrics" aria-label="Search metrics"></label>'
-    forms = f'<template id="metricforms" data-titles="{text(json.dumps(dict(titles)))}">{_group("", [_chart("", [])], is_open=True)}</template>'
+    forms = f'<template id="metricforms" data-titles="{text(json.dumps(dict(titles)))}">{_group("", [_chart("", [], "")], is_open=True)}</template>'
     hide = "" if ordered else " hidden"
     return f'<div id="metrics"{hide}><div class="toolbar">{search}</div>{"".join(groups)}</div>{forms}'
 
@@ -53,12 +57,12 @@ def _keys(metric: Metric) -> list[str]:
     return [f"{metric.stored}{labels or ''}" for labels in metric.labels]
 
 
-def _chart(name: str, keys: Sequence[str], *, compare: bool = False) -> str:
+def _chart(name: str, keys: Sequence[str], words: str, *, compare: bool = False) -> str:
     known = {"name": name, "log": False, "fixed": False, "zero": False, "keys": keys, "compare": compare}
     save = "" if compare else '<button class="save" title="Save as CSV or PNG" aria-label="Save">⤓</button>'
     body = (
-        f'<div class="plot" data-chart="{text(json.dumps(known))}" tabindex="0" role="group" aria-label="{text(name)}">'
+        f'<div class="plot" data-chart="{text(json.dumps(known))}" tabindex="0" role="group" aria-label="{text(words)}">'
         "<noscript>The chart needs scripts.</noscript></div>"
     )
-    title, aside = f'<bdi title="{text(name)}">{text(name)}</bdi>', f'<span class="legend"></span>{save}'
+    title, aside = f'<bdi title="{text(name)}">{text(words)}</bdi>', f'<span class="legend"></span>{save}'
     return panel(title, body, aside=aside, kind="chartbox metric")

@@ -9,9 +9,10 @@ from typing import Final
 
 import numpy as np
 
+from rankscope_contract.metrics.catalogue import SCALAR_TITLES
 from rankscope_view.data.advice import Advice
 from rankscope_view.data.curves import POINTS, Axis, Curve, CurveRequest, Smoothing, notice
-from rankscope_view.data.detail import PERPLEXITY, RECENT_ROWS, STEP_SECONDS, RunDetail, speed_change
+from rankscope_view.data.detail import CHARTS, PERPLEXITY, RECENT_ROWS, STEP_SECONDS, RunDetail, speed_change
 from rankscope_view.data.events import NEWEST, EventLine, EventLog, Group
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, SPEEDS, History
 from rankscope_view.data.metrics import Metrics
@@ -56,11 +57,7 @@ _HINTS: Final = {
 GOODPUT: Final = "goodput"
 _SPEED_HINT: Final = "Dips at checkpoints are normal. A level that remains lower is not."
 _TITLES: Final = {
-    LOSS: "Loss",
-    PERPLEXITY: "Perplexity",
     GRAD_NORM: "Gradient norm",
-    LEARNING_RATE: "Learning rate",
-} | {
     EVAL_LOSS: "Evaluation loss",
     "tokens_per_second": "Throughput",
     STEP_SECONDS: "Step time",
@@ -127,7 +124,7 @@ def page(
     body = (
         f'{header(place, found)}<div class="columns" id="run" data-run="{text(row.run)}" data-live-run="{row.is_live:d}"><div>'
         f"{toolbar(lambda values: place.url('runs', row.run, **values), choice, is_long=is_long(curves))}{main}{group if more else ''}"
-        f"{metric_groups(metrics.found.values(), _TITLES)}</div>"
+        f"{metric_groups(metrics.found.values(), {name: title(name) for name in CHARTS})}</div>"
         f"<aside>{_incidents(place, row)}{_events(place, row, log)}{_advice(found.advice)}{configuration(found)}</aside></div>"
     )
     title_ = page_title(row, row.run)
@@ -141,7 +138,7 @@ def is_long(curves: Mapping[str, Curve]) -> bool:
 
 def title(name: str) -> str:
     """Return the title of the chart of a scalar."""
-    return _TITLES.get(name, name.replace("_", " ").capitalize())
+    return _TITLES.get(name) or SCALAR_TITLES.get(name) or name.replace("_", " ").capitalize()
 
 
 def scalar_words(name: str) -> str:
@@ -151,7 +148,9 @@ def scalar_words(name: str) -> str:
         known = json.loads(brace + labels) if brace else {}
     except ValueError:
         plain, known = name, {}
-    return ", ".join((title(plain).lower(), *(f"{key} {value}" for key, value in known.items())))
+    words = title(plain)
+    words = words[:1].lower() + words[1:] if words[1:2].islower() else words
+    return ", ".join((words, *(f"{key} {value}" for key, value in known.items())))
 
 
 def header(place: Place, found: RunDetail) -> str:
