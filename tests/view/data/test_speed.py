@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -17,6 +18,7 @@ from rankscope_view.data.ranks import RankRow, RankTable
 from rankscope_view.data.slow_ranks import SlowRank
 from rankscope_view.data.speed import BatchCheck, Share, Speed, Throughput, read_speed
 from rankscope_view.data.utilization import Method, Utilization, read_utilization
+from rankscope_view.pages.ranks import verdicts
 
 STEP = np.arange(40)
 VALUES = {
@@ -178,6 +180,17 @@ def test_training_on_a_cpu_has_no_advice_about_gpus(store):
         key: [word for word in words if word in text] for key, text in found.items()
     }
     assert ["num_workers", "processors"] == [word for word in ("num_workers", "processors") if word in found[False]]
+
+
+def test_evidence_of_a_slow_rank_begins_with_the_phase_that_costs_most():
+    usual = RankRow(rank=0, host="a", phases={"backward": 0.00106, "data_wait": 0.00184, "forward": 0.15})
+    phases = {"backward": 0.00117, "data_wait": 0.106, "forward": 0.18}
+    table = RankTable(
+        attempt=0, rows=(usual, dataclasses.replace(SLOW_RANK, phases=phases)), last_step=9, median_step=0.2
+    )
+    shown = "".join(verdicts(table, 0.0, is_live=True))
+
+    assert "Data wait 0.106 s against 0.00184 s; forward 0.18 s against 0.15 s. Whole" in shown
 
 
 def test_run_with_good_numbers_has_no_hints():

@@ -60,11 +60,15 @@ def verdicts(
 
 def _evidence(row: RankRow, table: RankTable) -> str:
     others = [other for other in table.rows if other.rank != row.rank and not other.is_silent]
-    parts = []
-    for phase in row.phases:
-        usual = [other.phases[phase] for other in others if phase in other.phases]
-        if phase != Phase.COLLECTIVE and usual and row.phases[phase] > 1.05 * float(np.median(usual)):
-            parts.append(f"{phase.replace('_', ' ')} {row.phases[phase]:.3g} s against {float(np.median(usual)):.3g} s")
+    named = {phase: [one.phases[phase] for one in others if phase in one.phases] for phase in row.phases}
+    usual = {phase: float(np.median(values)) for phase, values in named.items() if values and phase != Phase.COLLECTIVE}
+    longer = {phase: row.phases[phase] - seconds for phase, seconds in usual.items()}
+    least = 0.05 * max(longer.values(), default=0.0)
+    parts = [
+        f"{phase.replace('_', ' ')} {row.phases[phase]:.3g} s against {usual[phase]:.3g} s"
+        for phase in sorted(longer, key=lambda phase: -longer[phase])
+        if longer[phase] > max(least, 0.05 * usual[phase])
+    ]
     clock = row.latest.get("gpu_clock_hertz")
     clocks = [one.latest["gpu_clock_hertz"] for one in others if "gpu_clock_hertz" in one.latest]
     if clock and clocks and clock < 0.95 * (middle := float(np.median(clocks))):
