@@ -23,8 +23,9 @@ def chosen_values(
 ) -> dict[str, str]:
     """Return the text of each variable in queries, from `given` or as Grafana chooses it when a board is opened.
 
-    Grafana chooses All where a variable has it, and otherwise the first value of the list. Raises PreviewError if a
-    given value is not in the list, or if the board has no such variable.
+    Grafana chooses All where a variable has it, otherwise the `current` value of the board, and otherwise the first value
+    of a queried list. A list in the board is not queried: without `current`, its value is empty. Raises PreviewError if a given value is not in the list, or if the board
+    has no such variable.
     """
     variables = [one for one in board["templating"]["list"] if one["type"] not in {"datasource", "constant"}]
     names = [one["name"] for one in variables]
@@ -75,7 +76,8 @@ def _value(variable: Mapping[str, Any], listed: Sequence[str], given: Sequence[s
             raise PreviewError(f"unknown {name} {one!r} in the time range: {choice}")
     if not given and variable.get("includeAll"):
         return str(variable.get("allValue") or ".*")
-    chosen = given or listed[:1]
+    stored = [one for one in listed if one == variable.get("current", {}).get("value")]
+    chosen = given or stored or ([] if variable["type"] == "custom" else listed[:1])
     if not has_several:
         return _quoted(chosen[0]) if chosen else ""
     escaped = [_quoted(re.sub(r"([\\^$.|?*+(){}\[\]])", r"\\\1", one)) for one in chosen]

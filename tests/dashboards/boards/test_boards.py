@@ -280,6 +280,16 @@ def test_variables_select_one_run_and_several_ranks_from_series(name):
         assert variable["sort"] in range(7), "Grafana 9.4 does not know other orders"
 
 
+@pytest.mark.parametrize("name", BOARDS)
+def test_list_in_a_board_has_its_options_and_its_choice(name):
+    """Without them, Grafana 9.4 sends an empty value, as in a window `[]`, which Prometheus rejects."""
+    for variable in (one for one in BOARDS[name]["templating"]["list"] if one["type"] == "custom"):
+        values = [option["value"] for option in variable["options"]]
+
+        assert variable["query"].split(",") == values
+        assert [variable["current"]] == [option for option in variable["options"] if option["selected"]]
+
+
 def test_panels_link_to_the_pages_only_if_their_address_is_known():
     for board in BOARDS.values():
         linked = with_pages(board, "https://host:9470/base/")

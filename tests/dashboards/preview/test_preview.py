@@ -80,6 +80,21 @@ def test_variables_have_the_values_that_grafana_sends(given, values):
     assert values == found
 
 
+@pytest.mark.parametrize(
+    ("current", "value"),
+    [
+        pytest.param({"value": "5m"}, "5m", id="choice of the board"),
+        pytest.param({"value": "9m"}, "", id="not in its list"),
+        pytest.param(None, "", id="no choice: Grafana 9.4 sends []"),
+    ],
+)
+def test_list_in_the_board_has_the_value_that_grafana_sends(current, value):
+    menu = {"name": "smooth", "type": "custom", "query": "1m,5m"} | ({"current": current} if current else {})
+    board = {"templating": {"list": [menu]}}
+
+    assert {"smooth": value} == chosen_values(board, Prometheus(Recorded().fetch), HOUR, {})
+
+
 def test_lists_of_variables_depend_on_the_variables_before():
     recorded = Recorded(labels=LISTS)
     chosen_values(TENSORS, Prometheus(recorded.fetch), HOUR, {"rank": ["2"]})

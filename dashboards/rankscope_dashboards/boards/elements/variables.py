@@ -53,5 +53,15 @@ TENSOR: Final = _several(
         Sort.ALPHABETICAL_ASC,
     )
 )
-SMOOTH: Final = builders.CustomVariable("smooth").label("Smoothing").values("1m,5m,15m,1h")
+_WINDOWS: Final = [
+    dashboard.VariableOption(text=window, value=window, selected=window == "5m") for window in ("1m", "5m", "15m", "1h")
+]
+# Without `options` and `current`, Grafana 9.4 leaves the variable empty, and Prometheus rejects the queries.
+SMOOTH: Final = (
+    builders.CustomVariable("smooth")
+    .label("Smoothing")
+    .values(",".join(str(one.value) for one in _WINDOWS))
+    .options(_WINDOWS)
+    .current(_WINDOWS[1])
+)
 """Window of the moving averages on a board."""
