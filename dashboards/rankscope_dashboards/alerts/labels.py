@@ -11,6 +11,9 @@ from typing import Final
 
 from rankscope_dashboards.deploy.alertmanager import NOT_APPLICABLE
 
+RUN: Final = "$labels.run"
+"""The run of an alert in its templates."""
+
 NOT_KNOWN: Final = "unknown"
 """Value of the labels `rank` and `step` of an alert if the rank or the step is not known."""
 
@@ -35,5 +38,5 @@ def guarded(text: str) -> str:
 
     Without this, Grafana 9.4 would write "run [no value]". All other labels are present if the run is.
     """
-    run = "{{ $labels.run }}"
-    return text.replace(run, f"{{{{ if $labels.run }}}}{run}{{{{ else }}}}{NOT_KNOWN}{{{{ end }}}}")
+    run = f"{{{{ {RUN} }}}}"
+    return text.replace(run, f"{{{{ if {RUN} }}}}{run}{{{{ else }}}}{NOT_KNOWN}{{{{ end }}}}")

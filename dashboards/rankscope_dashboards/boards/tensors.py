@@ -150,11 +150,13 @@ def _spread() -> PanelBuilder:
         "Difference between the highest and the lowest norm of a tensor over the selected ranks, relative to the "
         f"highest, for the {MAX_LINES} tensors with the largest spread. For reduced gradients and parameters of "
         "replicas it must be 0. For unreduced gradients and activations some spread is normal. If one tensor is "
-        "above the others, compare its ranks.",
-        empty=NOT_MEASURED,
+        "above the others, compare its ranks. A gap means that the ranks were scraped at different steps.",
+        empty=f"{NOT_MEASURED}, or the ranks were always scraped at different steps",
     )
     norm = f"by (run, kind, tensor) ({catalogue.TENSOR_VALUE.name}{ranks(OF_KIND, OF_TENSORS, NORM)})"
-    query = f"topk({MAX_LINES}, (max {norm} - min {norm}) / (max {norm} > 0))"
+    step = f"by (run, kind) ({catalogue.KIND_STEP.name}{ranks(OF_KIND)})"
+    spread = f"(max {norm} - min {norm}) / (max {norm} > 0)"
+    query = f"topk({MAX_LINES}, {spread} unless on (run, kind) (max {step} != min {step}))"
     return time_series_panel(text, Query(query, "{{tensor}}"), many=True)
 
 

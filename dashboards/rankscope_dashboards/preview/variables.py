@@ -23,9 +23,9 @@ def chosen_values(
 ) -> dict[str, str]:
     """Return the text of each variable in queries, from `given` or as Grafana chooses it when a board is opened.
 
-    Grafana chooses All where a variable has it, otherwise the `current` value of the board, and otherwise the first value
-    of a queried list. A list in the board is not queried: without `current`, its value is empty. Raises PreviewError if a given value is not in the list, or if the board
-    has no such variable.
+    Grafana chooses All where a variable has it, otherwise the `current` value of the board, and otherwise the first
+    value of a queried list. A list in the board is not queried: without `current`, its value is empty. Raises
+    PreviewError if a given value is not in the list, or if the board has no such variable.
     """
     variables = [one for one in board["templating"]["list"] if one["type"] not in {"datasource", "constant"}]
     names = [one["name"] for one in variables]

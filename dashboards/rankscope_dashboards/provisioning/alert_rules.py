@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from rankscope_contract.model.events import Severity
 from rankscope_dashboards.alerts.alert import RUNBOOKS, Alert, AlertGroup
+from rankscope_dashboards.alerts.labels import RUN
 from rankscope_dashboards.alerts.panels import LAST_COMMIT, Panel
 from rankscope_dashboards.deploy.prometheus import LIVE_SOURCE, seconds
 from rankscope_dashboards.provisioning.datasources import ORGANISATION
@@ -116,6 +117,10 @@ def _rule(alert: Alert, panels: PanelIds, runbooks: str, states: _States) -> dic
     panel = _panel_id(alert.panel, panels)
     # Grafana makes the links of a message from the two annotations. It finds the alerts of a panel by the two keys.
     links = {"__dashboardUid__": alert.panel.board, "__panelId__": str(panel)}
+    if RUN in alert.summary:
+        # These links have no run and no time: the board would show another run.
+        address = f"{{{{ externalURL }}}}d/{alert.panel.board}?var-run={{{{ {RUN} | urlquery }}}}&from=now-1h&to=now"
+        links["board"] = f"{{{{ if {RUN} }}}}{address}{{{{ end }}}}"
     return {
         "uid": _uid(alert),
         "title": _escaped(_title(alert)),

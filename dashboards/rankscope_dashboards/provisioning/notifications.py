@@ -22,7 +22,10 @@ DEFAULT_RECEIVER: Final = "grafana-default-email"
 GROUP_WAIT: Final = "5s"
 """Time for which the first message of a group waits for more alerts. The default of Grafana is 30 s."""
 
-MESSAGE: Final = "{{ range .Alerts }}{{ .Annotations.summary }}\n{{ .Annotations.description }}\n{{ end }}"
+MESSAGE: Final = (
+    "{{ range .Alerts }}{{ .Annotations.summary }}\n{{ .Annotations.description }}\n"
+    "{{ with .Annotations.board }}{{ . }}\n{{ end }}{{ end }}"
+)
 
 
 def notification_examples() -> dict[str, dict[str, Any]]:

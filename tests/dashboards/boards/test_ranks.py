@@ -41,6 +41,21 @@ def test_rank_that_stops_is_shown_with_its_steps_behind(judge):
     assert promql_error(judge, given, [(f"({query('Steps behind')}) > 0", '{run="r", rank="1"}', 20)]) is None
 
 
+def test_spread_between_ranks_compares_equal_steps(judge):
+    """Two ranks are scraped at different times. A step that is not in the store has no `rankscope_kind_step`."""
+    labels = 'job="rankscope", run="r", kind="grad_reduced"'
+    spread = query_of(json.loads(FILES["dashboards/rankscope/tensors.json"]))("Spread between ranks")
+    norms = {
+        f'rankscope_tensor_value{{{labels}, tensor="w", op="norm", rank="{rank}"}}': f"{1 + rank}x30"
+        for rank in range(2)
+    }
+    shown = '{run="r", kind="grad_reduced", tensor="w"}'
+
+    for steps, labels_shown in (((7, 7), shown), ((7, 8), None), ((), shown)):
+        made = {f'rankscope_kind_step{{{labels}, rank="{rank}"}}': f"{step}x30" for rank, step in enumerate(steps)}
+        assert promql_error(judge, norms | made, [(spread, labels_shown, 0.5)]) is None, steps
+
+
 def test_gpu_alerts_link_to_the_board_of_ranks():
     groups = yaml.safe_load(FILES["alerting/rules.yaml"])["groups"]
     (rules,) = [group["rules"] for group in groups if group["name"] == "rankscope-hardware"]

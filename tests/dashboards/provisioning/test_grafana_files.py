@@ -181,7 +181,7 @@ def test_expressions_and_hold_times_equal_those_of_the_prometheus_file():
 
     def texts(rule):
         links = ("__dashboardUid__", "__panelId__")
-        return {name: text for name, text in rule["annotations"].items() if name not in links}
+        return {name: text for name, text in rule["annotations"].items() if name not in {*links, "board"}}
 
     grafana = [
         content(rule | {"annotations": texts(rule)}, rule["data"][0]["model"]["expr"], rule["title"].split()[0])
@@ -210,6 +210,19 @@ def test_messages_link_to_an_existing_panel_with_queries():
         assert panels[rule["panelId"]].get("targets"), rule["title"]
         assert rule["dashboardUid"] == rule["annotations"]["__dashboardUid__"]
         assert str(rule["panelId"]) == rule["annotations"]["__panelId__"]
+
+
+def test_messages_about_a_run_link_to_its_board_in_the_last_hour():
+    """The links that Grafana makes have no run and no time, and open the board of another run."""
+    for rule in RULES:
+        texts = rule["annotations"]
+        board = (
+            f"{{{{ externalURL }}}}d/{rule['dashboardUid']}?var-run={{{{ $labels.run | urlquery }}}}&from=now-1h&to=now"
+        )
+
+        assert ("$labels.run" in texts["summary"]) == ("board" in texts), rule["title"]
+        assert texts.get("board") in {None, f"{{{{ if $labels.run }}}}{board}{{{{ end }}}}"}
+    assert sum("board" in rule["annotations"] for rule in RULES) > 10
 
 
 def test_alert_on_a_panel_that_no_board_has_is_rejected():

@@ -108,11 +108,12 @@ def test_examples_contain_nothing_that_grafana_replaces():
 @pytest.mark.parametrize("run", ["r", None])
 def test_templates_render_title_and_texts(require_server, tmp_path, run):
     """Grafana and Alertmanager use the same template language."""
+    board = {"board": "https://grafana/d/b?var-run=r"} if run else {}
     data = {
         "status": "firing",
         "groupLabels": {"rule": "RunFailed", "run": run} if run else {},
         "commonLabels": {"alertname": "ServiceDown"},
-        "alerts": [{"annotations": {"summary": "S", "description": "D"}, "status": "firing"}],
+        "alerts": [{"annotations": {"summary": "S", "description": "D"} | board, "status": "firing"}],
     }
     (tmp_path / "data.json").write_text(json.dumps(data))
     (tmp_path / "rankscope.tmpl").write_text(TEMPLATES[0]["template"])
@@ -121,5 +122,6 @@ def test_templates_render_title_and_texts(require_server, tmp_path, run):
     command += ['--template.text={{ template "rankscope.title" . }}|{{ template "rankscope.message" . }}']
     title = '[FIRING] RunFailed in run "r"' if run else "[FIRING] ServiceDown"
 
-    assert f"{title}|S\nD" == subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    text = "\n".join(("S", "D", *board.values()))
+    assert f"{title}|{text}" == subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     assert "summary" in MESSAGE
