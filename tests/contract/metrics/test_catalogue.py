@@ -99,7 +99,7 @@ TITLES = {
     "tflops_per_gpu": "TFLOP/s of the device",
     "tokens_total": "Tokens in total",
 }
-"""Read each title as somebody who does not know the name before you add it here."""
+"""Before you add a title here, check that it is clear without the name of the scalar."""
 
 
 def test_every_scalar_of_the_monitor_has_a_title_that_was_read():

@@ -27,8 +27,8 @@ EXPRESSIONS = [
     )
 ]
 WITHOUT_RESULT = 8
-"""Number of queries that select nothing from the series of this test, such as incidents that are closed, and the spread of
-ranks, which are at different steps here."""
+"""Number of queries that select nothing from the series of this test, such as incidents that are closed, or the spread
+between ranks, which are at different steps here."""
 
 
 def results(judge, cases):
