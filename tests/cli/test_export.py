@@ -42,7 +42,9 @@ def test_options_reach_the_export_format(rankscope, tmp_path):
 def test_run_named_like_a_path_is_written_into_the_folder(rankscope, tmp_path):
     rankscope("export", "../other run", "--format", "parquet", cwd=tmp_path)
 
-    assert ["%2E.%2Fother%20run-parquet"] == [path.name for path in tmp_path.iterdir()]
+    (path,) = tmp_path.iterdir()
+
+    assert path.name.startswith("_other_run-parquet~")
 
 
 @pytest.mark.usual(2)
@@ -60,7 +62,7 @@ def test_run_name_longer_than_a_file_name_can_be_exported(rankscope, tmp_path, f
         assert "nothing was written" in done.stderr
     else:
         assert 0 == done.returncode, done.stderr
-        assert [True] == [path.name.startswith("%E5%AD%A6%E5") for path in (tmp_path / "out").iterdir()]
+        assert [True] == [path.name.startswith("学" * 40) for path in (tmp_path / "out").iterdir()]
 
 
 @pytest.mark.parametrize(

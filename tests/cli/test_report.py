@@ -20,7 +20,10 @@ def test_report_of_a_run_and_of_a_log_is_a_file(in_process, sample_store, tmp_pa
     of_store = in_process("report", "my-run", "--store", sample_store, "--summary")
     of_log = in_process("report", "log.jsonl", "--output", "new/log.html")
 
+    of_other = in_process("report", "../other run", "--store", sample_store)
+
     assert (0, 0) == (of_store.returncode, of_log.returncode), of_store.stderr + of_log.stderr
+    assert of_other.stdout.startswith(f"report of ../other run: {tmp_path.as_uri()}/_other_run~"), of_other.stderr
     assert "  step: 30 / 30, 100 %" in of_store.stdout
     assert f"report of my-run: {(tmp_path / 'my-run.html').as_uri()}" == of_store.stdout.splitlines()[-1]
     assert "30 of 30 steps in 30 s. Loss 0.1667" in (tmp_path / "my-run.html").read_text(encoding="utf-8")

@@ -153,7 +153,7 @@ def test_service_sends_the_report_as_a_file_that_is_not_cached(store_path):
     found = site.respond(("runs", "one-row", "report"), {})
 
     assert 200 == found.status
-    assert 'attachment; filename="one-row.html"' == found.headers["Content-Disposition"]
+    assert "attachment; filename*=UTF-8''one-row.html" == found.headers["Content-Disposition"]
     assert "script-src 'sha256-" in found.headers["Content-Security-Policy"]
     assert found is not site.respond(("runs", "one-row", "report"), {})
     assert 404 == site.respond(("runs", "no such run", "report"), {}).status

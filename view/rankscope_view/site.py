@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
-from rankscope_contract.reports.child import report_name
+from rankscope_contract.security.escaping import file_name
 from rankscope_storage.connection import Connection, connect
 from rankscope_view import answers
 from rankscope_view.answers import HEADERS, HTML, Asked, NoRunError, NotFoundError, Query, Response, chart_choice
@@ -217,7 +218,7 @@ class Site:
             raise NoRunError(f"The store has no run {asked.run!r}.")
         headers = {
             "Content-Security-Policy": f"{found.policy}; frame-ancestors 'none'",
-            "Content-Disposition": f'attachment; filename="{report_name(asked.run)}"',
+            "Content-Disposition": f"attachment; filename*=UTF-8''{quote(file_name(asked.run))}.html",
         }
         return Response(body=found.html.encode("utf-8", "replace"), headers={**HEADERS, **headers})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import typer
 
 from rankscope.base.errors import USAGE, CommandError
 from rankscope.base.options import STANDARD_OUTPUT, output_file
+from rankscope_contract.security.escaping import file_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,12 +49,12 @@ def drawing() -> Iterator[None]:
         ) from missing
 
 
-def figure_path(output: Path | None, name: str) -> Path:
-    """Return the file of a figure: `output`, or a png in the working directory that `name` names.
+def figure_path(output: Path | None, *names: str) -> Path:
+    """Return the file of a figure: `output`, or a png in the working directory that `names` name.
 
     Raises CommandError if the suffix is no format of figures.
     """
-    path = output or Path(f"{re.sub(r'[^A-Za-z0-9._-]+', '_', name).strip('._') or 'figure'}.png")
+    path = output or Path(f"{file_name(*names)}.png")
     with drawing():
         from rankscope_view.figures.style import FORMATS
     if path != STANDARD_OUTPUT and path.suffix[1:].lower() not in FORMATS:

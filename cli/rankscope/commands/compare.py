@@ -40,8 +40,8 @@ def compare(
 ) -> None:
     """Compare runs at a glance: write a figure with one line per run, and print the values and settings that differ.
 
-    The figure is compare.png in the working directory by default, and needs the extra `plot`. Of two runs of one store,
-    the first step and tensor that differ by more than rounding are printed too. `rankscope diff` lists all of them,
+    The figure is a png in the working directory by default, and needs the extra `plot`. Of two runs of one store, the
+    first step and tensor that differ by more than rounding are printed too. `rankscope diff` lists all of them,
     compares ranks and attempts, and has exit codes for scripts.
 
     [bold]Examples[/bold]
@@ -56,7 +56,7 @@ def compare(
 
     if len(sources) != len(set(sources)) or len(sources) < 2:
         raise CommandError("name two or more different runs or logs", code=USAGE)
-    path = None if no_figure else figure_path(output, "compare")
+    path = None if no_figure else figure_path(output, "compare", *sources)
     with open_runs(sources, store) as opened:
         if not opened:
             raise CommandError("none of the runs can be read")

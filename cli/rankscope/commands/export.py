@@ -13,6 +13,7 @@ from rankscope.base.errors import USAGE, CommandError, command_errors, suggestio
 from rankscope.base.open_store import open_store, resolve_run
 from rankscope.base.options import STANDARD_OUTPUT, Run, Store, output_file, step_range
 from rankscope.base.progress_bar import progress_bar
+from rankscope_contract.security.escaping import file_name
 
 if TYPE_CHECKING:
     from rankscope_storage.connection import Connection
@@ -83,8 +84,6 @@ def export(
 
     rankscope export my-run --format parquet --steps 1000:2000 --ranks 0-7
     """
-    from rankscope_storage.files.partitioning import own_part
-
     exporter = _exporter(form, output)
     with open_store(store) as connection:
         name = resolve_run(connection, run)
@@ -105,7 +104,7 @@ def export(
             time_zone=time_zone,
             all_points=all_points,
         )
-        target = output or Path(f"{own_part(name)}-{form}{exporter.suffix}")
+        target = output or Path(f"{file_name(name, form)}{exporter.suffix}")
         with output_file(target, exporter.suffix) as file, progress_bar("rows", _plain(name)) as progress:
             report = exporter.export(connection, name, file, options, progress)
     _print_report(name, form, target, report)

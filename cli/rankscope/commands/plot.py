@@ -116,7 +116,7 @@ def plot(
     )  # fmt: skip
     with open_run(choice) as chosen, drawing():
         figure = _figure(chosen, kind, options) if scalar is None else _metric(chosen, scalar, axis)
-        write_figure(figure, figure_path(output, f"{chosen.run}-{scalar or kind}"), dpi)
+        write_figure(figure, figure_path(output, chosen.run, scalar or kind), dpi)
 
 
 def _figure(chosen: OpenRun, kind: FigureKind, options: _Options) -> Figure:

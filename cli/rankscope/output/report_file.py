@@ -15,8 +15,7 @@ from rankscope.base.http_client import UnreachableError, get
 from rankscope.base.options import output_file
 from rankscope.base.service_settings import environment_tls
 from rankscope.output.summary_text import lines_of
-from rankscope_contract.reports.child import report_name
-from rankscope_contract.security.escaping import path_segment
+from rankscope_contract.security.escaping import file_name, path_segment
 
 if TYPE_CHECKING:
     from rankscope_storage.connection import Connection
@@ -42,7 +41,7 @@ class ReportFile:
 
     def write(self, path: Path | None, run: str) -> Path:
         """Write the file, by default in the working directory, and return its path, as given. Raises CommandError."""
-        path = path or Path(report_name(run))
+        path = path or Path(f"{file_name(run)}.html")
         with output_file(path) as file:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(self.html.encode("utf-8", "replace"))

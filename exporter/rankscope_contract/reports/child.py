@@ -10,7 +10,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -21,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+
+from rankscope_contract.security.escaping import file_name
 
 LIMIT_SECONDS: Final = 60.0
 """Time in seconds after which a child process that makes a report is killed."""
@@ -64,11 +65,6 @@ def installation(needed: Sequence[str] = _OF_ALL) -> str | None:
     return shlex.join([*program, f"{source}[cli,store,service]"])
 
 
-def report_name(run: str) -> str:
-    """Return the name of the file with the report of `run`."""
-    return f"{re.sub(r'[^A-Za-z0-9._-]', '_', run).lstrip('.')[:120] or 'run'}.html"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportJob:
     """One report to make: its source, the run, the file to write, and variables for the child process."""
@@ -81,7 +77,7 @@ class ReportJob:
     @property
     def path(self) -> Path:
         """Return the absolute path of the report."""
-        return (self.output or Path(FOLDER) / report_name(self.run or "report")).absolute()
+        return (self.output or Path(FOLDER) / f"{file_name(self.run or 'report')}.html").absolute()
 
     @property
     def arguments(self) -> list[str]:

@@ -8,7 +8,6 @@ is alive. The heartbeat is needed while the service does not poll, for example a
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import http.client
 import json
 import logging
@@ -26,7 +25,7 @@ from typing import Any, Final, Protocol
 
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.protocol.channel import POKE_PATH, REGISTER_PATH, Registration, RegistrationReply
-from rankscope_contract.security.escaping import path_segment
+from rankscope_contract.security.escaping import file_name
 from rankscope_contract.security.tls import HUNG_UP, MakeContext, explain_to_client
 from rankscope_exporter.base.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter, OwnThread
@@ -144,7 +143,6 @@ def _checked(reply: RegistrationReply) -> RegistrationReply:
 
 
 JOB: Final = "rankscope"
-_LONGEST_NAME: Final = 120  # with its suffixes the file name is below the limit of 255 bytes
 
 
 class DiscoveryFile:
@@ -152,10 +150,7 @@ class DiscoveryFile:
 
     def __init__(self, folder: str, identity: Identity) -> None:
         # The name contains no incarnation: a restarted rank replaces the entry that a killed process left.
-        run = path_segment(identity.run)
-        if len(run) > _LONGEST_NAME:
-            run = f"{run[:_LONGEST_NAME]}-{hashlib.sha256(identity.run.encode()).hexdigest()[:12]}"
-        self.path = Path(folder) / f"rankscope-{run}-{identity.rank}.json"
+        self.path = Path(folder) / f"rankscope-{file_name(identity.run, str(identity.rank))}.json"
         self._labels = {"job": JOB, "instance": f"{identity.run}/{identity.rank}"}
         self._text = ""
 

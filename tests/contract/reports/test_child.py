@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rankscope_contract.reports.child import ReportJob, installation, make_report, report_name
+from rankscope_contract.reports.child import ReportJob, installation, make_report
 
 WRITES = """
 import os, sys
@@ -89,16 +89,3 @@ def test_folder_that_cannot_be_created_is_one_line(tmp_path):
     (tmp_path / "new").write_text("a file")
 
     assert "no report was made: " in made(tmp_path, WRITES)[1]
-
-
-@pytest.mark.parametrize(
-    ("run", "name"),
-    [
-        ("llama-1b", "llama-1b.html"),
-        ("../a b/<x>", "_a_b__x_.html"),
-        ("..", "run.html"),
-        ("学" * 300, f"{'_' * 120}.html"),
-    ],
-)
-def test_file_name_of_any_run_is_safe(run, name):
-    assert name == report_name(run)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import html
 import pathlib
 import sqlite3
+import unicodedata
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rankscope_contract.security.escaping import (
+    LONGEST_FILE_NAME,
+    file_name,
     from_path_segment,
     html_text,
     label_value,
@@ -98,3 +101,38 @@ def test_label_value_has_no_unescaped_quote_or_line_end(name):
     assert "\n" not in escaped
     if "\0" not in name:
         assert name == unescaped
+
+
+@given(names, names)
+@example("a/b", "a_b")
+@example("学" * 300, "学" * 299)
+@example("e\N{COMBINING ACUTE ACCENT}", "\N{LATIN SMALL LETTER E WITH ACUTE}")
+def test_different_names_have_different_file_names_that_are_safe(name, other):
+    found = [file_name(name), file_name(other), file_name(file_name(name)), file_name(name, "x"), file_name("x", name)]
+
+    assert (name == other) == (found[0] == found[1])
+    for one in found:
+        assert not set(one) & set("/\\\x00 \n")
+        assert one[0] not in ".-"
+        assert LONGEST_FILE_NAME >= len(one.encode())
+        assert unicodedata.is_normalized("NFC", one)
+
+
+@pytest.mark.parametrize(
+    ("parts", "name"),
+    [
+        (("llama-1b", "overview"), "llama-1b-overview"),
+        (("实验一",), "实验一"),
+        (("परीक्षण_α.2",), "परीक्षण_α.2"),
+        (("a/b",), "a_b~"),
+        (("-rf",), "rf~"),
+        (("..",), "unnamed~"),
+        (("a", "b-c"), "a-b-c~"),
+        (("a~",), "a_~"),
+    ],
+)
+def test_file_name_keeps_letters_and_marks_every_other_change(parts, name):
+    found = file_name(*parts)
+
+    assert name == found[: len(name)]
+    assert (len(name) + 8 if name.endswith("~") else len(name)) == len(found)
