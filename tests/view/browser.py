@@ -43,8 +43,18 @@ class Browser:
         self._session: str | None = None
         self.problems: list[str] = []
         self.events: list[dict[str, Any]] = []  # of the domain Tracing
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.window = ""
+        self.use(self.new_window())
+
+    def new_window(self) -> str:
+        """Open another window, which is visible as the others are, and return its session for `use`."""
+        target = self.call("Target.createTarget", url="about:blank", newWindow=True)["targetId"]
+        session: str = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        return session
+
+    def use(self, window: str) -> None:
+        """Let the next calls be about a window."""
+        self.window = self._session = window
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
 

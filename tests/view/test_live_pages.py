@@ -156,3 +156,48 @@ async def test_page_opened_before_its_run_shows_the_run_and_then_its_incident(pa
     assert "This page loads again every 2 s until the run appears." in missing
     assert "exception at step 2" in shown
     assert [] == page.problems
+
+
+IS_FOUR = "[...document.querySelectorAll('#runs tbody .progress')].every((one) => /\\b4\\b/.test(one.innerText))"
+HIDE = """(() => {
+  Object.defineProperty(document, 'hidden', {get: () => %s, configurable: true});
+  document.dispatchEvent(new Event('visibilitychange'));
+})()"""
+
+
+async def test_nine_visible_windows_follow_and_a_hidden_one_is_true_when_shown(page, tmp_path):
+    """A browser permits six connections to one server."""
+    first = page.window
+    paths = ["/runs/r"] * 4 + ["/runs/s"] * 3 + ["/"] * 2
+    async with running_service(tmp_path / "store") as service, FakeRank() as rank, FakeRank(run="s") as other:
+        for one in (rank, other):
+            one.publish_steps(3)
+            await one.register(service.url)
+        await eventually(lambda: len(service.rows("FROM runs WHERE state = 'running'")) == 2)
+        windows = [await in_thread(page.new_window) for _ in paths]
+        for window, path in zip(windows, paths, strict=True):
+            await in_thread(page.use, window)
+            await in_thread(page.open, service.url + path)
+        await in_thread(page.use, windows[0])
+        await in_thread(page.run, HIDE % "true")
+        hidden = await in_thread(page.run, "document.querySelector('.live').innerText")
+        for one in (rank, other):
+            one.publish_steps(2)
+        for window, path in zip(windows[1:], paths[1:], strict=True):
+            await in_thread(page.use, window)
+            await (shows_step(page, 4) if path != "/" else in_thread(page.wait, IS_FOUR))
+        await in_thread(page.use, windows[0])
+        stale = await in_thread(page.run, "document.querySelector('#head [data-value=step]').innerText")
+        await in_thread(page.run, HIDE % "false")
+        await shows_step(page, 4)
+        await in_thread(page.wait, "document.querySelector('.live').innerText.startsWith('Live')")
+        rank.publish_steps(1)
+        await shows_step(page, 5)
+        for window in windows:
+            await in_thread(page.use, window)
+            await in_thread(lambda: page.call("Page.close"))
+        await in_thread(page.use, first)
+
+    assert hidden.startswith("Late since ")
+    assert "2" == stale
+    assert [] == page.problems

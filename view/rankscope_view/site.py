@@ -67,6 +67,11 @@ _ABOUT_NOTHING: Final[Sequence[tuple[tuple[str, ...], Query]]] = (
 """Requests that need the modules, views and statements of the most important pages, but find no run."""
 
 
+def is_slow(segments: Sequence[str]) -> bool:
+    """Return whether an answer takes seconds for a long run. Pages do not wait for such answers."""
+    return tuple(segments[2:]) == ("report",) or tuple(segments) in {("data", "curve.csv"), ("data", "goodput")}
+
+
 class Site:
     """The pages of the store at `path`, below the prefix `base`. The methods may be called by several threads."""
 
@@ -123,7 +128,7 @@ class Site:
                 found = self._answer(connection, asked)
             except NotFoundError as error:
                 return self._missing(error)
-        if asked.segments[2:] != ("report",):  # a report is large, and requested once
+        if asked.segments[2:] != ("report",):  # it is large, and requested once
             self._remember(key, version, found)
         return found
 

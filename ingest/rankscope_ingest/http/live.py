@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 import logging
 import math
 import time
@@ -44,7 +45,10 @@ log = logging.getLogger(__name__)
 
 
 class LiveUpdates:
-    """The open pages of one store. `read_version` returns the newest version; `reload_cost` the seconds of a page."""
+    """The open pages of one store. `read_version` returns the newest version; `reload_cost` the seconds of a page.
+
+    `most` is the maximum number of streams: the other connections are for the pages themselves.
+    """
 
     def __init__(
         self,
@@ -52,11 +56,13 @@ class LiveUpdates:
         reload_cost: Callable[[], float],
         tails: LiveTails | None,
         watch_seconds: float,
+        most: int,
     ) -> None:
         self._read_version = read_version
         self._reload_cost = reload_cost
         self._tails = tails
         self._watch_seconds = watch_seconds
+        self._most = most
         self._version = -1
         self._notable = -1  # the newest version that changes pages of runs beyond their rows
         self._notable_at = -math.inf
@@ -78,16 +84,20 @@ class LiveUpdates:
         return self._notable if has_rows else self._version
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        """Send events until the reader closes the page, or sending fails: the browser then connects again."""
+        """Send events for all pages of a browser until it closes the connection; it connects again after an error.
+
+        The query has the name of the run of each page, which is empty for a page of several runs.
+        """
+        if self._open >= self._most:
+            return web.Response(status=503, text="too many pages are open; retrying", headers={"Retry-After": "5"})
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         stream = web.StreamResponse(headers=headers)
         await stream.prepare(request)
-        run, known = request.query.get("run"), request.query.get("version", "")
+        known, runs = request.query.get("version", ""), set(request.query.getall("run", [""]))
         seen = int(known) if known.isdecimal() and len(known) < 19 else -1
-        tails = None if run is None else self._tails
-        senders = [functools.partial(self._send_versions, stream, seen, has_rows=tails is not None)]
-        if run is not None and tails is not None:
-            senders.append(functools.partial(self._send_rows, stream, tails, run))
+        senders = [functools.partial(self._send_versions, stream, seen, has_rows=one) for one in {*map(bool, runs)}]
+        if self._tails is not None:
+            senders += [functools.partial(self._send_rows, stream, self._tails, run) for run in runs - {""}]
         tasks = [start_task("sending live updates to a page", sender) for sender in senders]
         try:
             with self._watching():
@@ -108,7 +118,7 @@ class LiveUpdates:
                 await tails.changed(run, seen)
                 await asyncio.sleep(GATHER_SECONDS)
                 seen, text = await tails.changed(run, seen)
-                await stream.write(f"event: rows\ndata: {text}\n\n".encode())
+                await stream.write(f"event: rows\ndata: [{json.dumps(run)},{text}]\n\n".encode())
 
     async def _send_versions(self, stream: web.StreamResponse, seen: int, *, has_rows: bool) -> None:
         with contextlib.suppress(ConnectionResetError):
@@ -123,7 +133,7 @@ class LiveUpdates:
                     continue
                 if newest > seen:
                     seen = newest
-                    await stream.write(f"data: {seen}\n\n".encode())
+                    await stream.write(f"event: {'notable' if has_rows else 'message'}\ndata: {seen}\n\n".encode())
                     await self._rest()
 
     async def _rest(self) -> None:

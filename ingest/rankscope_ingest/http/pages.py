@@ -14,11 +14,12 @@ from aiohttp import web
 
 from rankscope_ingest.base.background import FAULTS
 from rankscope_ingest.http.live import LiveUpdates
+from rankscope_ingest.network.connections import most_connections
 from rankscope_ingest.reporting.live_tail import LiveTails
 from rankscope_storage.base.errors import StoreError
 from rankscope_view.answers import BYTES, Response
 from rankscope_view.data.comparison import LETTERS
-from rankscope_view.site import Site
+from rankscope_view.site import Site, is_slow
 
 WATCH_SECONDS: Final = 0.5
 """Interval in seconds at which the version of the store is read while a page is open."""
@@ -51,9 +52,11 @@ class Pages:
         self._alarms = alarms
         self._faults = FAULTS.get()
         self._threads = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="rankscope-pages")
+        self._slow_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rankscope-reports")
         seconds = WATCH_SECONDS if tails is None else OTHERS_SECONDS
         self._preparation: asyncio.TimerHandle | None = None
-        self._live = LiveUpdates(self._version, lambda: site.reload_seconds, tails, seconds)
+        most = most_connections() // 2
+        self._live = LiveUpdates(self._version, lambda: site.reload_seconds, tails, seconds, most)
 
     def committed(self, version: int, datasets: Collection[str]) -> None:
         """Update open pages after a commit of the service with rows of `datasets`."""
@@ -80,9 +83,10 @@ class Pages:
         query = dict(request.query)
         if len(chosen := request.query.getall("run", [])) > 1:  # the list of runs selects several to compare
             query |= dict(zip(LETTERS, chosen, strict=False))
+        threads = self._slow_thread if is_slow(segments) else self._threads
         loop = asyncio.get_running_loop()
         try:
-            found = await loop.run_in_executor(self._threads, self._site.respond, segments, query, self._alarms())
+            found = await loop.run_in_executor(threads, self._site.respond, segments, query, self._alarms())
         except (StoreError, duckdb.Error, OSError) as error:
             log.warning("a page cannot be shown: %s", error)
             found = self._site.failure(str(error).partition("\n")[0])
@@ -107,7 +111,8 @@ class Pages:
         if self._preparation is not None:
             self._preparation.cancel()
         self._live.stop()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._slow_thread):
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _response(found: Response) -> web.Response:

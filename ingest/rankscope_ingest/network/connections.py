@@ -2,7 +2,7 @@
 
 A client that sends half a request and then nothing would otherwise occupy an open file of the process for ever. Time
 counts while a request arrives, and never while an answer is under way: event streams and long exports have no limit.
-They use a part of the connections only: the others are reserved for ranks and the health page.
+They use a part of the connections only: the others are reserved for ranks, Prometheus and the health page.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Final
 
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
+from aiohttp.http_exceptions import HttpProcessingError
 
 from rankscope_contract.protocol import channel
 from rankscope_ingest.base.background import cancel, start_task
@@ -43,11 +44,14 @@ _FULL: Final = b"too many connections"
 _BUSY: Final = "too many requests are under way; send the request again"
 _RETRY_AFTER: Final = {"Retry-After": "1"}
 
-_RESERVED_PATHS: Final = frozenset({channel.HEALTH_PATH, channel.REGISTER_PATH, channel.POKE_PATH})
-"""Paths of requests by ranks and of the health page. Their answers are short."""
+_RESERVED_PATHS: Final = frozenset(
+    {channel.HEALTH_PATH, channel.REGISTER_PATH, channel.POKE_PATH}
+    | {channel.METRICS_PATH, channel.SERVICE_DISCOVERY_PATH}
+)
+"""Paths of requests by ranks, by Prometheus, and of the health page. Their answers are short."""
 
 
-def _most_connections() -> int:
+def most_connections() -> int:
     """Return half of the files that the process can open. The other half is for the store and the polls of ranks."""
     return min(_MOST_CONNECTIONS, file_limit() // 2)
 
@@ -62,12 +66,12 @@ class Limits:
     """From one read of a body to the next."""
     sweep_seconds: float = 1.0
     """Interval at which connections that exceed their time limit are closed."""
-    most: int = field(default_factory=_most_connections)
+    most: int = field(default_factory=most_connections)
     """Maximum number of connections."""
 
     @property
     def most_under_way(self) -> int:
-        """Return the maximum number of requests under way, apart from those of ranks and of the health page."""
+        """Return the maximum number of requests under way, apart from those for reserved paths."""
         return self.most - self.most // 4
 
 
@@ -312,6 +316,27 @@ class _AnswerEnds(AbstractAccessLogger):
             connection.on_answered()
 
 
+class _Refusals(logging.Filter):
+    """Logs one line a minute about requests that aiohttp refuses, instead of a traceback for each."""
+
+    _next_log = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log a record. The records of refused requests are changed to a warning."""
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, HttpProcessingError):
+            return True
+        record.msg = f"refused a request from %s that is not valid HTTP: {type(error).__name__}"
+        record.levelno, record.levelname, record.exc_info = logging.WARNING, "WARNING", None
+        is_due = time.monotonic() >= self._next_log
+        self._next_log = time.monotonic() + _LOG_SECONDS if is_due else self._next_log
+        return is_due
+
+
+_REFUSALS: Final = logging.getLogger(f"{__name__}.requests")
+_REFUSALS.addFilter(_Refusals())
+
+
 @contextlib.asynccontextmanager
 async def accepting(
     application: web.Application,
@@ -331,6 +356,7 @@ async def accepting(
         application,
         access_log=log,
         access_log_class=_AnswerEnds,
+        logger=_REFUSALS,
         handle_signals=False,
         keepalive_timeout=_KEEP_ALIVE_SECONDS,
         auto_decompress=False,  # aiohttp would respond to unknown compressions, and log a traceback per request

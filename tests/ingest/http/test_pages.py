@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 
 import aiohttp
 import pytest
+from tests.view.served import served
 
 from rankscope_ingest.base.config import ServiceSection
 from rankscope_ingest.http.live import LiveUpdates
 from rankscope_ingest.reporting.live_tail import LiveTails
+from rankscope_storage.api.store import Store
+from rankscope_view.site import Site
 
 
 async def test_pages_are_below_the_root_and_below_the_prefix(start_service):
@@ -39,7 +43,7 @@ async def test_live_updates_follow_the_versions_and_end_with_the_service(start_s
             first = await asyncio.wait_for(answer.content.readline(), 10)
             began = time.monotonic()
 
-        assert first.startswith(b"data: ")
+        assert first.startswith(b"event: message")
         assert time.monotonic() - began < 20
 
 
@@ -55,13 +59,13 @@ async def test_value_of_a_viewed_run_is_sent_before_its_commit(start_service, fa
         await rank.register(service.url)
         async with session.get(f"{service.url}/data/live?run=r&version=0") as stream:
             rank.publish_steps(2)
-            await _event(stream, "rows", lambda rows: [row[1] for row in rows] == [0, 1])
+            await _event(stream, "rows", lambda found: found[0] == "r" and [row[1] for row in found[1]] == [0, 1])
             await eventually(
                 lambda: service.rows("FROM scalars WHERE step = 1")
             )  # a new state of a run is committed immediately
             published = time.monotonic()
             rank.publish_steps(1)
-            rows = await _event(stream, "rows", lambda rows: rows[-1][1] == 2)
+            _, rows = await _event(stream, "rows", lambda found: found[1][-1][1] == 2)
 
         assert {"loss": [2.0, 2.0, 2.0]} == rows[-1][3]
         assert time.monotonic() - published < 3
@@ -82,10 +86,48 @@ async def _event(stream, kind, is_wanted):
 
 async def test_page_is_loaded_again_after_an_event_but_not_after_each_step():
     tails = LiveTails()
-    updates = LiveUpdates(read_version=None, reload_cost=lambda: 0.0, tails=tails, watch_seconds=1.0)
+    updates = LiveUpdates(read_version=None, reload_cost=lambda: 0.0, tails=tails, watch_seconds=1.0, most=1)
     updates.committed(3, ["scalars"])  # the first one after a long time
     updates.committed(4, ["scalars", "tensor_stats"])
     assert (4, 3) == (updates.newest(has_rows=False), updates.newest(has_rows=True))
 
     updates.committed(5, ["scalars", "events"])
     assert 5 == updates.newest(has_rows=True)
+
+
+@pytest.fixture
+def slow_site(tmp_path):
+    """Return a site whose reports wait until the event `may_end` is set."""
+
+    class SlowSite(Site):
+        may_end = threading.Event()
+
+        def respond(self, segments, query, alarms=()):
+            assert segments[2:] != ["report"] or self.may_end.wait(30)
+            return super().respond(segments, query, alarms)
+
+    Store.open(tmp_path / "store", create=True)
+    yield (site := SlowSite(tmp_path / "store"))
+    site.may_end.set()
+
+
+async def test_pages_wait_neither_for_reports_nor_for_streams_beyond_the_limit(slow_site, monkeypatch):
+    monkeypatch.setattr("rankscope_ingest.http.pages.most_connections", lambda: 40)
+    connector = aiohttp.TCPConnector(limit=0)
+    with served(slow_site) as url:
+        async with aiohttp.ClientSession(url, connector=connector, timeout=aiohttp.ClientTimeout(20)) as session:
+            reports = [asyncio.ensure_future(_get(session, "/runs/my-run/report")) for _ in range(12)]
+            streams = [await session.get("/data/live") for _ in range(30)]
+            listed, page = await _get(session, "/"), await _get(session, "/runs/my-run")
+            slow_site.may_end.set()
+            reported = await asyncio.gather(*reports)
+
+    assert [200] * 20 + [503] * 10 == [stream.status for stream in streams]
+    assert "5" == streams[-1].headers["Retry-After"]
+    assert (200, 404, [404] * 12) == (listed, page, reported)  # the store has no run
+
+
+async def _get(session, path):
+    async with session.get(path) as answer:
+        await answer.read()
+        return answer.status

@@ -1,6 +1,7 @@
 // Follow the store: when a version is committed, the parts of the page that changed are replaced.
 import { keptOrder } from "./logic.js";
 import { showLatest } from "./newest.js";
+import { QUIET, join } from "./stream.js";
 
 const base = document.body.dataset.base ?? "";
 
@@ -87,25 +88,39 @@ function merge(before, after, keepsOrder) {
   }
 }
 
-/** Time in milliseconds without an event after which the page connects again. The server sends one every 15 s. */
-const QUIET = 40_000;
+/** Interval in milliseconds at which a page repeats to the shared connection what it wants. */
+const REPEAT = 5000;
+
+/**
+ * Return the port of the connection that all pages of this browser share in a worker, or of one of this page.
+ * @param {boolean} isOwn whether the connection is of this page only, as in a browser without such workers
+ */
+function portOf(isOwn) {
+  const own = /** @type {HTMLScriptElement | null} */ (document.querySelector("script[src$='/app.js']"))?.src ?? "";
+  if (!isOwn && "SharedWorker" in window) {
+    const rules = { createScriptURL: (/** @type {string} */ one) => one }; // pages permit no other text as a script
+    const address = /** @type {any} */ (window).trustedTypes?.createPolicy("rankscope", rules) ?? rules;
+    return new SharedWorker(address.createScriptURL(own.replace("app.js", "stream.js")), { type: "module" }).port;
+  }
+  const here = new MessageChannel();
+  join(here.port1);
+  return here.port2;
+}
 
 /**
  * Call `update` once per version of the store, and `extend` with new rows of the run of the page. Mark the page if the
- * connection is lost. A hidden page has no connection, because a browser permits only six of them to one server.
+ * connection is lost. A hidden page follows nothing: it is marked, and updated when it is shown.
  * @param {() => Promise<void>} update
  * @param {string} run empty: a page of several runs
  * @param {(rows: import("./tail.js").Row[], isNew: boolean) => void} extend the first rows of a new connection are not behind those before
  */
 export function follow(update, run, extend) {
-  const query = new URLSearchParams({ version: document.body.dataset.version ?? "" });
-  if (run) query.set("run", run);
-  /** @type {EventSource | null} */ let source = null;
-  let heard = 0; // time of the last event, in milliseconds
-  let opened = 0; // number of connections so far
-  let isNew = false;
+  let version = Number(document.body.dataset.version); // the newest one that is known here
+  let heard = Date.now(); // time of the last event, in milliseconds
+  let opened = Number(document.hidden); // number of connections so far; rows may have been missed before all but the first
   let isBusy = false;
   let isWaiting = false;
+  let isLost = false; // whether a worker has ended, or could not begin
   const next = async () => {
     if (isBusy) {
       isWaiting = true;
@@ -122,46 +137,46 @@ export function follow(update, run, extend) {
     isBusy = false;
     if (isWaiting) setTimeout(next, 100); // the newest version is never left out
   };
-  const connect = () => {
-    const one = new EventSource(`${base}/data/live?${query}`);
-    source = one;
-    heard = Date.now();
-    /** @type {Record<string, (event: MessageEvent) => void>} */
-    const actions = {
-      open: () => {
-        late(false);
-        isNew = true;
-        if ((opened += 1) > 1) void next(); // versions and rows may have been missed
-      },
-      ping: () => late(false),
-      message: () => void next(),
-      rows: (event) => {
-        extend(JSON.parse(event.data), isNew);
-        isNew = false;
-      },
+  const changed = (/** @type {number} */ newest) => {
+    if (newest > version) void next();
+    version = Math.max(version, newest);
+  };
+  /** @type {Record<string, (data: any, isNew: boolean) => void>} */
+  const actions = {
+    open: () => ((opened += 1) > 1 ? void next() : late(false)),
+    ping: () => late(false),
+    lost: () => late(true),
+    message: changed,
+    notable: changed,
+    rows: extend,
+  };
+  const attach = () => {
+    const one = portOf(!opened && isLost);
+    one.onmessage = ({ data: { kind, data, isNew } }) => {
+      heard = Date.now();
+      actions[kind](data, isNew);
     };
-    for (const [kind, act] of Object.entries(actions)) {
-      one.addEventListener(kind, (event) => {
-        heard = Date.now();
-        act(/** @type {MessageEvent} */ (event));
-      });
-    }
-    one.onerror = () => source === one && late(true);
+    return one;
   };
-  const reconnect = () => {
-    source?.close();
-    source = null;
-    if (!document.hidden) connect();
-  };
-  connect();
-  document.addEventListener("visibilitychange", reconnect);
-  // A browser does not connect again after an answer that is no stream, and does not notice a lost network.
-  setInterval(() => {
-    const isLost = Date.now() - heard > (source?.readyState === EventSource.CLOSED ? QUIET / 8 : QUIET);
-    if (!source || !isLost) return;
+  let port = attach();
+  const send = () => port.postMessage(document.hidden ? null : { address: new URL(`${base}/data/live`, location.href).href, run, version });
+  send();
+  document.addEventListener("visibilitychange", () => {
     late(true);
-    reconnect();
-  }, 1000);
+    heard = Date.now();
+    send();
+  });
+  setInterval(() => {
+    if (document.hidden) return;
+    if (Date.now() - heard > QUIET + REPEAT) {
+      late(true);
+      port.postMessage(null);
+      isLost = true;
+      port = attach();
+      heard = Date.now();
+    }
+    send();
+  }, REPEAT);
 }
 
 /** @param {boolean} isLate */
