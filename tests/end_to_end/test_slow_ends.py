@@ -39,9 +39,10 @@ with Monitor({"run": "slow", "statistics": "torch"}, total_steps=20).attach(mode
 
 
 def trained(
-    folder: Path, end: str = "pass", *, limit: float = 60.0, **environment: str
+    folder: Path, end: str = "pass", *, limit: float = 60.0, begin: str = "model =", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    code = TRAINING.replace("END", end).replace("LIMIT", str(limit))
+    code = TRAINING.replace("END", end).replace("LIMIT", str(limit)).replace("model =", begin, 1)
+    code = code.replace('"run": "slow", ', "") if "RANKSCOPE_RUN" in environment else code
     return run_program(code, whole_exit=True, RANKSCOPE_SPOOL_DIR=str(folder), **environment)
 
 
@@ -105,6 +106,39 @@ def test_service_counts_the_steps_that_the_rank_did_not_publish(tmp_path: Path, 
     assert 0 == done.returncode, done.stderr
     assert STEPS == steps + lost
     assert run["records_lost"] == lost > 0
+
+
+SLOW_PUBLISH = """
+from rankscope_exporter.serving.rank_server import RankServer
+publish = RankServer.publish
+RankServer.publish = lambda self, record: (time.sleep(0.3), publish(self, record))[1]
+model ="""
+
+
+def test_service_counts_the_steps_of_a_killed_rank_that_waited_in_its_queue(tmp_path: Path, service: Service) -> None:
+    """With a spool and without: the rank ends by `os._exit`, after the service has polled it since its last step."""
+    service.spools = (tmp_path / "spool",)
+    service.start()
+    environment = {"RANKSCOPE_INGEST_URL": service.url}
+    committed = "[time.sleep(0.05) for _ in range(600) if monitor._session.channel.ring.committed < 0]"
+    leave = f"{committed}; time.sleep(0.4); os._exit(7)"
+    done = [
+        trained(Path(spool), leave, begin=SLOW_PUBLISH, RANKSCOPE_RUN=run, **environment)
+        for run, spool in [("spooled", str(tmp_path / "spool")), ("unspooled", "off")]
+    ]
+    service.wait_for(lambda: 2 == sum(run["state"] == "failed" for run in service.runs()))
+    service.wait_for(lambda: not any((tmp_path / "spool").iterdir()))
+    runs = service.runs()
+    assert 0 == service.stop(), service.log()
+    query = "SELECT run, count(DISTINCT step) AS steps FROM scalars WHERE name = 'loss' GROUP BY run ORDER BY run"
+    rows = json.loads(run_command("sql", query, "--store", service.store, "--format", "json").stdout)
+    lost = {run["run"]: run["records_lost"] for run in runs}
+
+    assert [7, 7] == [one.returncode for one in done], done
+    assert {"spooled": STEPS, "unspooled": STEPS} == {row["run"]: row["steps"] + lost[row["run"]] for row in rows}
+    assert min(lost.values()) > 0
+    for run, number in lost.items():
+        assert f"lost: {number} records" in run_command("summary", run, "--store", service.store).stdout
 
 
 @pytest.mark.thorough

@@ -46,6 +46,7 @@ FIRST_HEADER: Final = "Rankscope-First"  # first seq in the body
 LAST_HEADER: Final = "Rankscope-Last"  # last seq in the body
 ROWS_HEADER: Final = "Rankscope-Rows"
 HEAD_HEADER: Final = "Rankscope-Head"  # newest seq in the ring, -1 before the first record
+QUEUED_HEADER: Final = "Rankscope-Queued"  # further records, which the rank has not put into the ring yet
 RING_FILL_HEADER: Final = "Rankscope-Ring-Fill"  # uncommitted share of the ring, 0.000 … 1.000
 STATE_HEADER: Final = "Rankscope-State"  # running or draining
 LOST_HEADER: Final = "Rankscope-Lost"  # "a-b": requested seqs that the ring no longer contains
@@ -80,6 +81,7 @@ class Registration:
     started_at: int = 0  # UTC microseconds
     state: str = STATE_RUNNING
     head: int = NOTHING
+    queued: int = 0  # records of ended steps that are not in the ring yet, or were dropped and not reported yet
     step: int | None = None
     phase: str | None = None
     planned_steps: int | None = None

@@ -181,6 +181,7 @@ class Session:
                 take_stacks=lambda: self.diagnosis.take("request").document(self.identity.rank),
                 change_sampling=self._change_sampling,
                 sampling_state=self.sampling_state,
+                queued=lambda: self.publisher.queued + self.recorder.holds_an_update,
                 stretch=lambda: self.reactions.overhead_controller.stretch,
                 collectives=lambda: self.step_observers.collectives.counts(),  # noqa: PLW0108 - built later
             ),

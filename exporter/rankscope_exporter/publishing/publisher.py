@@ -196,13 +196,19 @@ class Publisher:
         self._totals: dict[str, float] = {}
         self._taken = 0  # items that the thread has taken from the queue
         self._reported_lost = 0  # dropped records for which an event was published
-        self._drops = self._is_blocked = False
+        self._drops = self._is_blocked = self._is_publishing = False
         self.events_left_out = 0
 
     @property
     def cpu_seconds(self) -> float:
         """CPU seconds of the publisher thread so far."""
         return self._thread.cpu_seconds
+
+    @property
+    def queued(self) -> int:
+        """Return the number of records that wait for this thread, plus the dropped ones that no event has reported."""
+        dropped = self._steps.dropped - self._reported_lost
+        return self._steps.items.qsize() + self._is_publishing + dropped
 
     def start(self) -> None:
         """Start the publisher thread."""
@@ -289,7 +295,9 @@ class Publisher:
         elif self._drops:
             self._steps.dropped += 1
         else:
+            self._is_publishing = True
             self._call("publishing a step", self._publish, item)
+            self._is_publishing = False
 
     def _report_lost(self) -> None:
         """Publish an event with the number of records that were dropped since the last such event."""
@@ -357,6 +365,7 @@ class Publisher:
         if self._is_blocked and self.is_current_thread:
             return  # it was counted as dropped, and the exit event is published
         self._boundary.call("publishing a step", self.publish, record)
+        self._is_publishing = False  # from here on, the number of the newest record includes it
         self._on_record(record)
 
     def report_skipped(self) -> None:

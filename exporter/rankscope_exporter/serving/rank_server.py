@@ -347,6 +347,7 @@ class RankServer:
             started_at=self._started_at,
             state=state.name,
             head=self.ring.head,
+            queued=self._sources.queued(),
             step=state.step,
             phase=state.phase,
             planned_steps=self._planned_steps,

@@ -76,6 +76,11 @@ class RankServerSources:
 
     It returns the current sampling settings, which the answer contains under the key `measuring`.
     """
+    queued: Callable[[], int] = lambda: 0
+    """Function that returns the number of records which the service must count as lost if this process dies now.
+
+    They are the records of ended steps that are not published, and the dropped ones that no event has reported.
+    """
     stretch: Callable[[], int | None] = lambda: None
     """Function for the metrics page.
 

@@ -30,6 +30,7 @@ from rankscope_contract.protocol.channel import (
     NODE_METRICS_PATH,
     NOTHING,
     PLAN_PATH,
+    QUEUED_HEADER,
     RECORDS_PATH,
     RING_FILL_HEADER,
     ROWS_HEADER,
@@ -179,6 +180,7 @@ class Routes:
             SCHEMA_HEADER: str(SCHEMA_VERSION),
             INCARNATION_HEADER: self.state.incarnation,
             HEAD_HEADER: str(self.ring.head),
+            QUEUED_HEADER: str(self.sources.queued()),
             RING_FILL_HEADER: f"{self.ring.fill:.3f}",
             STATE_HEADER: self.state.name,
         }

@@ -297,6 +297,11 @@ class Recorder:
             self._time_late(time.monotonic(), "end")
             return before if begun_only else self._current.last_step
 
+    @property
+    def holds_an_update(self) -> bool:
+        """Return whether the open step has been trained: an optimizer has stepped in it. Takes no lock."""
+        return self._current.pending is not None and self._tracker.stage is StepStage.UPDATED
+
     def flush_idle(self, after_seconds: float) -> None:
         """Publish the open step if all optimizers have stepped and the step was idle for `after_seconds`.
 

@@ -30,10 +30,12 @@ MAX_TEXT_BYTES: Final = 2000
 class RingStatus:
     """The state of a rank's ring buffer, from the headers of a response.
 
-    `head` is the sequence number of the newest record in the buffer, or None if the header is missing.
+    `head` is the sequence number of the newest record in the buffer, or None if the header is missing. `queued` is the
+    number of further records that the rank has not put into the buffer yet.
     """
 
     head: int | None = None
+    queued: int = 0
     ring_fill: float = 0.0
     is_draining: bool = False
 
@@ -226,8 +228,10 @@ def _ring_status(response: aiohttp.ClientResponse) -> RingStatus:
     except ValueError as error:
         raise FetchError("garbage", f"{channel.RING_FILL_HEADER} is {fill!r}") from error
     head = _integer(response, channel.HEAD_HEADER) if channel.HEAD_HEADER in response.headers else None
+    queued = _integer(response, channel.QUEUED_HEADER) if channel.QUEUED_HEADER in response.headers else 0
     return RingStatus(
         head=head,
+        queued=queued,
         ring_fill=ring_fill if ring_fill == ring_fill else 0.0,  # noqa: PLR0124 - only NaN differs from itself
         is_draining=response.headers.get(channel.STATE_HEADER) == channel.STATE_DRAINING,
     )

@@ -307,6 +307,8 @@ class TargetLoop:
     def _update(self, ring: RingStatus) -> None:
         target = self.target
         target.head = max(target.head, target.cursor, -1 if ring.head is None else ring.head)
+        if not target.is_dead and ring.head is not None:
+            target.expected = ring.head + ring.queued
         target.ring_fill = ring.ring_fill
         target.health = Health.DRAINING if ring.is_draining else Health.UP
         self._sink.on_answer(target)

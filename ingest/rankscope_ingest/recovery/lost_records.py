@@ -135,14 +135,15 @@ class LostRecords:
     def of_unread(self, target: Target, reason: str) -> list[Row]:
         """Return a list with a row of `events` that reports as lost the unpolled records of a dead process.
 
-        The list is empty if the service has polled all published records of the process.
+        Records that the process had not published at its latest sign of life count, too. The list is empty if the
+        service has polled all of them.
         """
-        first = max(target.cursor, target.given_up) + 1
-        if target.head < first:
+        first, last = max(target.cursor, target.given_up) + 1, max(target.head, target.expected)
+        if last < first:
             return []
-        target.given_up = target.head
+        target.given_up = last
         # Without a seq: the watermark must remain below these records, in case they arrive later.
-        return [self._lost(target, first, target.head, reason) | {"seq": None}]
+        return [self._lost(target, first, last, reason) | {"seq": None}]
 
     def _lost(self, target: Target, first: int, last: int, reason: str) -> Row:
         records = last - first + 1

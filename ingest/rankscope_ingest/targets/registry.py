@@ -161,6 +161,7 @@ class Registry:
             lease=self._make_lease(),
             liveness=Liveness(last_sign=now),
             head=registration.head,
+            expected=registration.head if registration.served_by else registration.head + registration.queued,
         )
         self._targets[registration.incarnation] = target
         self._by_identity[target.identity].add(target.incarnation)
@@ -208,6 +209,8 @@ class Registry:
         if target.health is Health.GONE:
             target.health, target.gone_at = Health.PENDING, None  # it was declared dead by mistake
         target.head = max(target.head, registration.head)
+        if not target.is_dead:
+            target.expected = registration.head + registration.queued
 
     def _reject_second_process(self, registration: Registration, now: float) -> None:
         identity = (registration.run, registration.launch_id, registration.rank)
