@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import html
 import inspect
 import json
 import os
@@ -13,13 +14,17 @@ import struct
 import subprocess
 import sys
 import termios
+import urllib.error
+import urllib.request
 import zipfile
 
 import pytest
 import typer
 from tests.programs import run_command
+from tests.view.served import served
 
 from rankscope.commands import build, subcommands
+from rankscope_view.site import Site
 
 RUN_OF = {
     "anomalies": ["gone"],
@@ -149,10 +154,10 @@ def test_damaged_file_is_named_with_the_command_that_checks_the_store(in_process
 
 @pytest.fixture(scope="module")
 def store_with_a_damaged_file(tmp_path_factory):
-    """Return a store of the runs alpha and beta, and the file with the losses of beta, which is damaged."""
+    """Return a store of the runs alpha, gamma and beta, and the file with the losses of beta, which is damaged."""
     folder = tmp_path_factory.mktemp("damaged")
     store, files = folder / "history", set()
-    for run in ("alpha", "beta"):
+    for run in ("alpha", "gamma", "beta"):
         (folder / f"{run}.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.25}\n')
         assert 0 == run_command("import", folder / f"{run}.jsonl", "--store", store).returncode
         (new,) = {*(store / "dataset=scalars").rglob("*.parquet")} - files
@@ -177,7 +182,53 @@ def test_damaged_file_leaves_the_list_of_runs_complete(in_process, store_with_a_
     done = in_process("runs", "--store", store)
 
     assert (1, message) == (done.returncode, done.stderr)
-    assert ["alpha", "beta"] == sorted(line.split()[0] for line in done.stdout.splitlines()[1:])
+    assert ["alpha", "beta", "gamma"] == sorted(line.split()[0] for line in done.stdout.splitlines()[1:])
+
+
+def test_damaged_file_blocks_only_comparisons_with_its_run(in_process, store_with_a_damaged_file):
+    store, message = store_with_a_damaged_file
+    for command in (("compare", "--no-figure"), ("diff",)):
+        others = in_process(*command, "alpha", "gamma", "--store", store)
+        own = in_process(*command, "alpha", "beta", "--store", store)
+
+        assert (0, "") == (others.returncode, others.stderr)
+        assert "no difference" in others.stdout
+        assert (False, message) == (own.returncode == 0, own.stderr)
+
+
+def test_damaged_file_blocks_only_the_pages_of_its_run(store_with_a_damaged_file):
+    store, message = store_with_a_damaged_file
+    text = html.escape(message.removeprefix("rankscope: ").strip(), quote=False)
+
+    def status(path):
+        try:
+            with urllib.request.urlopen(f"{url}{path}", timeout=20) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    with served(Site(store)) as url:
+        code, page = status("/")
+        assert 200 == code
+        assert text in html.unescape(page)
+        assert all(f'/runs/{run}"' in page for run in ("alpha", "beta", "gamma"))
+        shown = {path: status(path) for path in ("/runs/alpha", "/runs/alpha/tensors", "/compare?a=alpha&b=gamma")}
+        blocked = {path: status(path) for path in ("/runs/beta", "/compare?a=alpha&b=beta", "/data/curve?run=beta")}
+
+    assert {200} == {code for code, _ in shown.values()}
+    assert not any("damaged" in page for _, page in shown.values())
+    assert {500} == {code for code, _ in blocked.values()}
+    assert all(text in html.unescape(page) for _, page in blocked.values())
+
+
+def test_damaged_list_of_runs_blocks_only_its_run(in_process, store_with_a_damaged_file, tmp_path):
+    store = shutil.copytree(store_with_a_damaged_file[0], tmp_path / "history")
+    newest = max((store / "dataset=runs").rglob("*.parquet"), key=lambda path: path.stat().st_mtime_ns)
+    os.truncate(newest, 200)
+    alpha, beta = (in_process("summary", run, "--store", store) for run in ("alpha", "beta"))
+
+    assert (0, "") == (alpha.returncode, alpha.stderr)
+    assert f"rankscope: {newest} is damaged: `rankscope store check` names" in beta.stderr
 
 
 @pytest.mark.usual(4)

@@ -77,6 +77,12 @@ class Asked:
         """Return the name of the run in the path. The query has the names that cannot be in a path."""
         return self.query.get("run") or self.segments[1]
 
+    @property
+    def runs(self) -> list[str]:
+        """Return the names of the runs that are asked for, such as those of a comparison; none for the list of runs."""
+        named = self.segments[1:2] if self.segments[:1] == ("runs",) else ()
+        return list(filter(None, (self.query.get("run"), *named, *map(self.query.get, LETTERS))))
+
     def number(self, name: str) -> float | None:
         """Return a finite number of the query, or None."""
         try:

@@ -17,7 +17,11 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
+import duckdb
+import pyarrow as pa
+
 from rankscope_contract.security.escaping import file_name
+from rankscope_storage.base.errors import damage, damaged_file
 from rankscope_storage.connection import Connection, connect
 from rankscope_view import answers
 from rankscope_view.answers import HEADERS, HTML, Asked, NoRunError, NotFoundError, Query, Response, chart_choice
@@ -125,15 +129,22 @@ class Site:
             if known := self._known(key, version):
                 return known
             try:
-                found = self._answer(connection, asked)
+                try:
+                    found = self._answer(connection, asked)
+                except (duckdb.Error, pa.ArrowInvalid) as error:
+                    if damaged_file(error) is None:
+                        raise
+                    connection.restrict(asked.runs)  # a damaged file of other runs is not read
+                    found = self._answer(connection, asked)
             except NotFoundError as error:
                 return self._missing(error)
         if asked.segments[2:] != ("report",):  # it is large, and requested once
             self._remember(key, version, found)
         return found
 
-    def failure(self, reason: str) -> Response:
-        """Return the page which states that a query failed."""
+    def failure(self, error: Exception) -> Response:
+        """Return the page which states that a query failed with `error`."""
+        reason = damage(error) or str(error).partition("\n")[0]
         body = f'<div class="panel blank"><strong>The query failed</strong><p>{text(reason)}</p></div>'
         return Response(status=500, body=document(self._place, "Error", body).encode())
 
@@ -187,9 +198,10 @@ class Site:
     def _list(self, connection: Connection, asked: Asked) -> Response:
         search = asked.query.get("q", "")
         state, sort = asked.query.get("state"), asked.query.get("sort", "")
-        found = run_list(connection, RunQuery.parse(search, state=state, sort=sort, page=asked.count("page")))
+        query = RunQuery.parse(search, state=state, sort=sort, page=asked.count("page"))
+        found, damaged = connection.undamaged(lambda: run_list(connection, query))
         place = self._place_of(asked, is_live=True)  # a run may begin at any time
-        return _page(list_page.page(place, found, search, self._clock(), asked.alarms))
+        return _page(list_page.page(place, found, search, self._clock(), (*asked.alarms, *damaged)))
 
     def _detail(self, connection: Connection, asked: Asked) -> tuple[Place, RunDetail]:
         most = None if asked.query.get("goodput") else self._most_step_times
@@ -274,7 +286,8 @@ class Site:
         if not sides and asked.query.get("run"):
             sides = [Side(letter=LETTERS[0], run=asked.query["run"])]
         if len(sides) < 2 or asked.query.get("add"):
-            others = sorted(row["run"] for row in known_runs(connection))[:1000]
+            known, _ = connection.undamaged(lambda: known_runs(connection))
+            others = sorted(row["run"] for row in known)[:1000]
             return _page(compare_page.choose_page(self._place, sides, others))
         found = compare(connection, sides)
         if found is None:

@@ -6,7 +6,6 @@ A command that only reads also accepts a folder with the records that ranks wrot
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -39,26 +38,14 @@ def store_errors() -> Iterator[None]:
     import duckdb
     import pyarrow as pa
 
-    from rankscope_storage.base.errors import NotAStoreError, StoreError
+    from rankscope_storage.base.errors import NotAStoreError, StoreError, damage
 
     try:
         yield
     except NotAStoreError as error:
         raise CommandError(str(error), code=USAGE) from error
     except (StoreError, duckdb.Error, pa.ArrowInvalid) as error:
-        damaged = damaged_file(error)
-        raise CommandError(_one_line(str(error)) if damaged is None else damage_text(damaged)) from error
-
-
-def damaged_file(error: BaseException) -> str | None:
-    """Return the path of the data file that `error` reports as damaged; None for another error."""
-    found = re.search(r"'([^']+\.parquet)'", str(error))
-    return found[1] if found is not None and re.search("magic bytes|too small|file size is", str(error)) else None
-
-
-def damage_text(path: str) -> str:
-    """Return the message about the damaged data file at `path`."""
-    return f"{path} is damaged: `rankscope store check` names the run and the steps of its rows"
+        raise CommandError(damage(error) or _one_line(str(error))) from error
 
 
 def resolve_run(connection: Connection, run: str | None) -> str:
@@ -66,8 +53,11 @@ def resolve_run(connection: Connection, run: str | None) -> str:
 
     Raises CommandError if the store has no such run; the message suggests the run with the most similar name.
     """
-    rows = connection.query("select run from runs order by started_at desc nulls last, ordinal desc")
+    query = "select run from runs order by started_at desc nulls last, ordinal desc"
+    rows, damaged = connection.undamaged(lambda: connection.query(query))
     known: list[str] = rows["run"].to_pylist()
+    if damaged and run not in known:
+        raise CommandError("\nrankscope: ".join(damaged))
     if run is None:
         if not known:
             raise CommandError(f"{connection.path} contains no run yet")

@@ -125,7 +125,7 @@ def open_run(choice: Choice) -> Iterator[OpenRun]:
             return
         connection = stack.enter_context(open_store(choice.store))
         run = resolve_run(connection, choice.source or choice.run)
-        connection.restrict(run=run)  # a damaged file of other runs is not read
+        connection.restrict([run])  # a damaged file of other runs is not read
         yield OpenRun(connection, run)
 
 
@@ -153,6 +153,8 @@ def open_runs(sources: Sequence[str], store: Path) -> Iterator[list[OpenRun]]:
             if folder not in opened:
                 opened[folder] = stack.enter_context(open_store(folder))
             found[source] = OpenRun(opened[folder], resolve_run(opened[folder], source if path is None else None))
+        for connection in opened.values():
+            connection.restrict([one.run for one in found.values() if one.connection is connection])
         yield [found[source] for source in sources if source in found]
 
 

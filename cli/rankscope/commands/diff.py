@@ -75,9 +75,11 @@ def diff(
         bounds = step_range(steps)
         _check_finite(tolerance=tolerance, absolute=absolute)
         with open_store(store) as connection:
+            sides = _sides(connection, runs, ranks, attempts)
+            connection.restrict([side.run for side in sides])
             found = divergence(
                 connection,
-                *_sides(connection, runs, ranks, attempts),
+                *sides,
                 Tolerance(relative=tolerance, absolute=absolute),
                 DiffSelection(kinds=tuple(kind or ()), ranks=tuple(rank or ()), steps=bounds),
                 top=top,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from rankscope.base.errors import USAGE, CommandError
-from rankscope.base.open_store import damage_text, damaged_file, open_store, resolve_run, store_errors
+from rankscope.base.open_store import open_store, resolve_run, store_errors
 from rankscope.base.options import STANDARD_OUTPUT, Store
 from rankscope.output.rows import Format, Output, OutputFormat, as_json, write_rows, write_text
 from rankscope.output.runs_text import run_lines, terminal_width
@@ -135,25 +135,15 @@ def _fits(action: Action, count: int) -> bool:
 
 
 def _list(store: Path, tags: Sequence[str], form: Format, output: Path) -> None:
-    import duckdb
     import pyarrow as pa
 
     from rankscope_storage.api import summaries
     from rankscope_view.data.incidents import incidents
     from rankscope_view.data.runs import end_sentence
 
-    damaged: list[str] = []
     with open_store(store) as connection:
-        while True:
-            try:
-                rows = summaries.runs(connection)
-                listed = incidents(connection, rows["run"].to_pylist())
-                break
-            except duckdb.Error as error:
-                if (path := damaged_file(error)) is None or path in damaged:
-                    raise
-                damaged.append(path)
-                connection.restrict(without=path)
+        rows, damaged = connection.undamaged(lambda: summaries.runs(connection))
+        listed, more = connection.undamaged(lambda: incidents(connection, rows["run"].to_pylist()))
     open_ = [[one for one in listed.get(run, ()) if one.is_open] for run in rows["run"].to_pylist()]
     ends = map(end_sentence, rows["state"].to_pylist(), open_)
     rows = rows.append_column("open_incidents", pa.array(map(len, open_), pa.int64()))
@@ -165,8 +155,8 @@ def _list(store: Path, tags: Sequence[str], form: Format, output: Path) -> None:
         write_text("".join(f"{line}\n" for line in run_lines(rows, width)), output)
     else:
         write_rows(rows, form, output)
-    if damaged:
-        raise CommandError("\nrankscope: ".join(map(damage_text, damaged)))
+    if damaged or more:
+        raise CommandError("\nrankscope: ".join((*damaged, *more)))
 
 
 def _having(rows: pa.Table, wanted: Sequence[str]) -> pa.Table:

@@ -10,6 +10,7 @@ from typing import Final
 from urllib.parse import unquote
 
 import duckdb
+import pyarrow as pa
 from aiohttp import web
 
 from rankscope_ingest.base.background import FAULTS
@@ -87,9 +88,9 @@ class Pages:
         loop = asyncio.get_running_loop()
         try:
             found = await loop.run_in_executor(threads, self._site.respond, segments, query, self._alarms())
-        except (StoreError, duckdb.Error, OSError) as error:
+        except (StoreError, duckdb.Error, pa.ArrowInvalid, OSError) as error:
             log.warning("a page cannot be shown: %s", error)
-            found = self._site.failure(str(error).partition("\n")[0])
+            found = self._site.failure(error)
         return _response(found)
 
     async def _version(self) -> int:
@@ -102,7 +103,7 @@ class Pages:
     def _prepare(self) -> None:
         try:
             self._site.prepare()
-        except (StoreError, duckdb.Error, OSError) as error:
+        except (StoreError, duckdb.Error, pa.ArrowInvalid, OSError) as error:
             log.warning("the pages are not prepared, the first request takes longer: %s", error)
         except Exception as error:  # noqa: BLE001 - it is logged and reported
             self._faults.report("preparing the pages", error)

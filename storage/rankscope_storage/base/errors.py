@@ -71,6 +71,18 @@ class ExportError(StoreError):
     """A run cannot be exported in the requested format or to the requested path."""
 
 
+def damaged_file(error: BaseException) -> str | None:
+    """Return the path of the data file that `error`, an error of DuckDB, reports as damaged; None for others."""
+    found = re.search(r"'([^']+\.parquet)'", str(error))
+    return found[1] if found is not None and re.search("magic bytes|too small|file size is", str(error)) else None
+
+
+def damage(error: BaseException) -> str | None:
+    """Return the message about the data file that `error` reports as damaged; None for another error."""
+    path = damaged_file(error)
+    return path and f"{path} is damaged: `rankscope store check` names the run and the steps of its rows"
+
+
 def is_url(path: str | Path) -> bool:
     """Return whether `path` starts as a URL does, such as s3://bucket/store."""
     return _URL.match(str(path)) is not None

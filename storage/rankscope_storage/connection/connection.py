@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import functools
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Never, Self, TypeVar
@@ -18,7 +20,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_storage.base.errors import FilesGoneError, QueryError, local_folder
+from rankscope_storage.base.errors import FilesGoneError, QueryError, damage, damaged_file, local_folder
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection.pool import (
     DuckDBInstance,
@@ -97,16 +99,32 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
         """Return the version of the store that the last query of this connection read."""
         return self._snapshot.version
 
-    def restrict(self, *, run: str | None = None, without: str | None = None) -> None:
+    def restrict(self, runs: Collection[str] = (), *, without: str | None = None) -> None:
         """Make all later queries read this version of the store, and of it only a part of the files.
 
-        These are the files that can contain rows of `run`, and not the one at the path `without`; None restricts
-        nothing. A damaged file that is left out cannot make a query of other rows fail.
+        These are the files that can contain rows of `runs`, if there are any, and not the one at the path `without`. A
+        damaged file that is left out cannot make a query of other rows fail.
         """
-        kept = pc.scalar(True) if run is None else of_run(run)
+        kept = functools.reduce(operator.or_, map(of_run, runs)) if runs else pc.scalar(True)
         if without is not None:
             kept &= pc.field("path") != without.removeprefix(f"{self.path}/")
         self._snapshot, self._pinned = Snapshot(self.path, self.version, self._snapshot.files.filter(kept)), True
+
+    def undamaged(self, read: Callable[[], T]) -> tuple[T, list[str]]:
+        """Return the result of `read`, which queries this connection, and a message about each damaged data file.
+
+        Damaged files are left out, in later queries, too.
+        """
+        damaged: dict[str, str] = {}
+        while True:
+            try:
+                return read(), list(damaged.values())
+            except (duckdb.Error, pa.ArrowInvalid) as error:
+                path = damaged_file(error)
+                if path is None or path in damaged:
+                    raise
+                damaged[path] = str(damage(error))
+                self.restrict(without=path)
 
     def sql(self, query: str, params: object = None) -> duckdb.DuckDBPyRelation:
         """Execute `query` and return its result as a DuckDB relation.
