@@ -142,6 +142,8 @@ def test_running_training_can_be_read_but_is_not_imported(tmp_path: Path) -> Non
     try:
         wait_until(lambda: "ready\n" in log.read_text())
         read = command("sql", LOSSES, "--store", records)
+        events = command("events", "--store", records)
+        runs = command("runs", "--store", records)
         imported = command("import", records, "--store", store)
     finally:
         training.kill()
@@ -149,6 +151,9 @@ def test_running_training_can_be_read_but_is_not_imported(tmp_path: Path) -> Non
 
     assert "1 process still running; the records are read up to now" in read.stderr
     assert f"{STEPS - 1} rows" in read.stdout or f"{STEPS} rows" in read.stdout
+    assert "failed" not in events.stdout + runs.stdout
+    assert "stopped responding" not in events.stdout + runs.stdout
+    assert "running" == runs.stdout.splitlines()[1].split()[1]
     assert "not imported; import the folder again after they have ended" in imported.stderr
     assert "0 new rows in no run" in imported.stdout
     assert "1 process, " in command("import", records, "--store", store).stdout

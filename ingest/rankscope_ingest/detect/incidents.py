@@ -14,7 +14,8 @@ late records which belong to it do not open another incident.
 
 **An incident is open until its cause is seen to be gone.** The end of a run is no such sign: an incident whose cause
 lasted to the end remains open, without further messages, until a later attempt passes its step without the cause, or
-until a person closes it in the store. A failure is such an incident, too.
+until a person closes it in the store. A failure is such an incident, too, and the failure of a later attempt replaces
+it: a run has one open failure.
 
 **Each message is sent once.** When an incident settles, an event of type `incident` with state `opened` is committed
 together with the records that caused it. Then the message is sent, and then such an event with state `notified` is
@@ -209,7 +210,8 @@ class IncidentTracker:
     def _is_passed(self, incident: Incident, later: Attempt) -> bool:
         """Return whether `later`, an attempt after that of `incident`, has passed its step without its cause."""
         if incident.first.rule == RUN_FAILED:
-            return later.state is RunState.COMPLETED or _has_passed(later, incident.first.step)
+            has_failed = any(one.first.rule == RUN_FAILED for one in self._open.get(later.key, ()))
+            return has_failed or later.state is RunState.COMPLETED or _has_passed(later, incident.first.step)
         same = (one for one in self._open.get(later.key, ()) if not one.subjects.isdisjoint(incident.subjects))
         return _has_passed(later, incident.first.step) and not any(same)
 

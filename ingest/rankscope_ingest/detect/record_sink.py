@@ -7,10 +7,11 @@ poll. It implements the protocol `Sink` of the polling loops.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 
 from rankscope_contract.metrics.catalogue import BYTES_INGESTED, RECORDS_INGESTED, SCRAPE_FAILURES
-from rankscope_contract.protocol.channel import NOTHING
+from rankscope_contract.protocol.channel import NOTHING, STATE_RUNNING
 from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.run_monitor import RunMonitor
@@ -80,6 +81,9 @@ class RecordSink:
         target.leave(now)
         if not target.is_dead:
             self._monitor.runs.closed(target.attempt_key, target.registration.rank, target.incarnation)
+            return
+        if target.registration.state == STATE_RUNNING:  # the records were copied while the process was running
+            target.liveness.last_sign = math.inf
             return
         drain_orphan(self._monitor.runs, target, now, self._monitor.wall())
         for row in self._monitor.losses.of_unread(

@@ -229,6 +229,8 @@ class RunMonitor:
         failures = self._failures.due(self.runs.attempts(), now)
         for failure in failures:
             self.incidents.restore(failure)
+        if failures:
+            self.resolve_incidents()  # the failures that these replace, in the same commit
         self._forget(now)
         return failures
 

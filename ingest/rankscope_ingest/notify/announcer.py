@@ -7,6 +7,7 @@ The incident is committed first; then the message is sent; then it is stored tha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
@@ -24,7 +25,8 @@ COMMIT_WAIT_SECONDS: Final = 0.5
 """Maximum time in seconds to wait for the commit of an incident before its message is sent.
 
 Before the incident is committed, it waits 1 s for further events with the same cause. A message is therefore sent
-within 2 s even if the store is slow.
+within 2 s even if the store is slow. If the service is killed before the commit, the next one polls the records of the
+incident again and sends the message again.
 """
 
 
@@ -97,14 +99,9 @@ class Announcer:
         await self._send(notice)
 
     async def _commit_soon(self) -> None:
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(COMMIT_WAIT_SECONDS):
                 await self._commit()
-        except TimeoutError:
-            log.warning(
-                "commit of an incident timed out after %g s; the notification is sent before the commit",
-                COMMIT_WAIT_SECONDS,
-            )
 
     async def _send(self, notice: Message) -> bool:
         """Send the notification `notice` to all notifiers concurrently; return whether all of them delivered it."""

@@ -18,9 +18,9 @@ from typing import Final
 import pyarrow as pa
 
 from rankscope_contract.model.events import RunState
-from rankscope_contract.protocol.channel import STATE_DRAINING, Registration
+from rankscope_contract.protocol.channel import STATE_DRAINING, STATE_RUNNING, Registration
 from rankscope_contract.spool import Orphan, SpoolError
-from rankscope_contract.spool.reader import folders
+from rankscope_contract.spool.reader import LOCK_NAME, folders
 from rankscope_ingest.base.background import start_task
 from rankscope_ingest.base.errors import DecodeError, FetchError, RegistrationError
 from rankscope_ingest.network.dialing import Address
@@ -177,7 +177,7 @@ def _draining(orphan: Orphan) -> Registration:
     return replace(
         orphan.registration,
         url=_url(orphan),
-        state=STATE_DRAINING,
+        state=STATE_RUNNING if (orphan.folder / LOCK_NAME).stat().st_size else STATE_DRAINING,
         head=orphan.head,
         phase=None,
         served_by=SERVICE,

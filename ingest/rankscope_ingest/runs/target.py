@@ -34,7 +34,7 @@ class Target:
     cursor: int = NOTHING  # last seq taken; the next poll requests records after it
     committed: int = NOTHING  # last seq that is durable; it is reported to the rank
     head: int = NOTHING  # newest seq that the rank is known to have published
-    expected: int = NOTHING  # newest seq after the rank has published what it had queued at its latest sign of life
+    expected: int = NOTHING  # newest seq after the queue of the rank at its latest sign of life is published
     health: Health = Health.PENDING
     last_error: str | None = None
     last_scrape: float | None = None  # seconds of the service's monotonic clock

@@ -103,7 +103,7 @@ def import_spools(
     """
     with tempfile.TemporaryDirectory(prefix=".rankscope-", dir=_parent_of(store)) as copies:
         for spool in spools:
-            _copy(spool.folder, Path(copies) / spool.folder.name)
+            _copy(spool, Path(copies) / spool.folder.name)
         config = ServiceConfig(
             service=ServiceSection(listen="127.0.0.1:0"),
             store=StoreSection(path=str(store), shard=shard),
@@ -161,11 +161,14 @@ def _parent_of(store: Path) -> Path:
     return parent
 
 
-def _copy(folder: Path, copy: Path) -> None:
-    """Create the spool folder `copy` with links to the files in `folder`, and with a lock of its own."""
+def _copy(spool: OfflineSpool, copy: Path) -> None:
+    """Create the spool folder `copy` with links to the files of `spool`, and with a lock of its own.
+
+    The lock file is empty, as in all spools, except if the process of the spool is running.
+    """
     copy.mkdir(mode=0o700)
-    (copy / LOCK_NAME).touch(mode=0o600)
-    for path in folder.iterdir():
+    (copy / LOCK_NAME).write_text("running" if spool.is_running else "")
+    for path in spool.folder.iterdir():
         if path.name == LOCK_NAME or not is_ours(path.name):
             continue
         try:

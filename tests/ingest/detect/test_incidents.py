@@ -160,6 +160,17 @@ def test_failure_is_open_until_a_later_attempt_passes_its_step_or_completes(late
     assert is_resolved == bool(incidents.resolve(runs_with(failed, later)))
 
 
+def test_failure_of_a_later_attempt_replaces_that_of_an_earlier_one():
+    """Also at the same step, and also if the earlier one is known from the store only."""
+    first, second = attempt(state=RunState.FAILED, r0=60), attempt(1, state=RunState.FAILED, r0=60)
+    incidents = tracker()
+    for failed in (first, second):
+        incidents.restore(run_incident(RUN_FAILED, failed, rank=0, reason="disk full", cause="", opened_at=0.0))
+
+    assert [0] == [one.first.attempt for one in incidents.resolve(runs_with(first, second))]
+    assert [1] == [one.first.attempt for one in incidents.open()]
+
+
 @pytest.mark.parametrize(("diverged", "count"), [({ATTEMPT}, 0), ((), 1)])
 @pytest.mark.parametrize("state", [RunState.RUNNING, RunState.COMPLETED])
 def test_replica_divergence_is_open_until_the_replicas_are_equal(diverged, count, state):
