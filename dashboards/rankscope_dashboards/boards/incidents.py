@@ -85,7 +85,7 @@ def _first_cause() -> PanelBuilder:
         "after it are often its consequences. Start here: open the tensor on the board Tensors, and read `rankscope "
         "anomalies RUN`.",
         unit="none",
-        empty=NO_FIRINGS,
+        empty="No incident is stored or reported in the time range",
     )
     panel = table_panel(text, (Query(_latest_firings()),), _COLUMNS)
     numbers = {"conversions": [{"targetField": "Step", "destinationType": "number"}], "fields": {}}
@@ -168,7 +168,7 @@ def _replayed() -> PanelBuilder:
         "threshold of each scrape. It must agree with the panel Rule state. If it does not, the rank has other rules "
         "than this board: see the alert RuleDisagreement.",
         minimum=0,
-        empty="No rule holds in the time range",
+        empty="No rule holds at a scrape in the time range",
     )
     queries = [
         Query(
@@ -216,7 +216,7 @@ def _firing_tensors() -> PanelBuilder:
         "Tensors that fired",
         "Tensor statistics with the most rule firings, by rank. None is normal. The first tensor that fires is the "
         "cause: `rankscope anomalies RUN` lists the tensors in causal order.",
-        empty="No tensor fired, or the rank has ended",
+        empty=NO_FIRINGS,
     )
     columns = {
         **{name: column for name, column in _COLUMNS.items() if name in {"tensor", "rule", "kind", "op", "rank"}},

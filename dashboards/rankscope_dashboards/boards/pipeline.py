@@ -85,10 +85,11 @@ def _targets() -> PanelBuilder:
         "Targets",
         "Processes of ranks that have registered at the service, by health. All should be healthy while they train. "
         "Others: `/api/v1/targets` of the service lists them with the reason of the last failure.",
+        thresholds=((None, "text"),),
         empty=NO_SERVICE,
     )
     query = f"sum by (health) {once(catalogue.TARGETS, catalogue.TARGETS.name)}"
-    return stat_panel(text, Query(query, "{{health}}", instant=True), with_names=True)
+    return stat_panel(text, Query(query, "{{health}}", instant=True), with_names=True, bad_name="failing")
 
 
 def _set_aside() -> PanelBuilder:

@@ -70,17 +70,18 @@ def _gpu_panels() -> tuple[SizedPanel, ...]:
 def _slowest() -> PanelBuilder:
     text = PanelText(
         title="Slow ranks",
-        description=f"Compute time of the {MAX_LINES} slowest ranks, relative to the median rank. Check ranks above "
-        "1.1. A rank at 1.25 can make each step of the whole job a quarter longer: check its clocks, other jobs on "
-        "its host, and its data.",
+        description=f"Time for data and computation of the {MAX_LINES} slowest ranks, relative to the median rank. "
+        "Check ranks above 1.1. A rank at 1.25 can make each step of the whole job a quarter longer: check its clocks, "
+        "other jobs on its host, and, in the panel Wait for data, its data.",
         unit="none",
         minimum=0,
         decimals=2,
         empty=NO_WAIT_MEASURED,
     )
-    computing = rate(catalogue.PRE_COLLECTIVE_TOTAL)
-    middle = f"quantile by (run) (0.5, {computing})"
-    relative = f"{computing} / on (run) group_left () ({middle} > 0)"
+    waiting = f"sum by (run, rank) {_waits_for_data()}"
+    computing = f"sum by (run, rank) {rate(catalogue.PRE_COLLECTIVE_TOTAL)}"
+    own = f"({computing} + {waiting} or {computing})"
+    relative = f"{own} / on (run) group_left () (quantile by (run) (0.5, {own}) > 0)"
     return time_series_panel(text, Query(f"topk by (run) ({MAX_LINES}, {relative})", "rank {{rank}}"))
 
 
@@ -139,13 +140,17 @@ def _latest_step() -> PanelBuilder:
 def _data_wait() -> PanelBuilder:
     text = fraction_text(
         "Wait for data",
-        "Fraction of the time in which a rank waits for its next batch, of the rank with the highest and the rank "
-        "with the lowest value. One high rank: check its disk and its loader workers. All ranks high: check the data "
-        "source. Unannounced work of the script between an update and the next forward pass counts as waiting.",
+        f"Fraction of the time in which a rank waits for its next batch, of the {MAX_LINES} ranks with the highest "
+        "values. One high rank: check its disk and its loader workers. All ranks high: check the data source. "
+        "Unannounced work of the script between an update and the next forward pass counts as waiting.",
         maximum=None,
     )
-    waits = rate(catalogue.PHASE_SECONDS, f'{LABEL}="{Phase.DATA_WAIT}"')
-    return time_series_panel(text, *over_ranks(waits, "max", "min"))
+    query = f"topk by (run) ({MAX_LINES}, sum by (run, rank) {_waits_for_data()})"
+    return time_series_panel(text, Query(query, "rank {{rank}}"))
+
+
+def _waits_for_data() -> str:
+    return rate(catalogue.PHASE_SECONDS, f'{LABEL}="{Phase.DATA_WAIT}"')
 
 
 def _utilization() -> PanelBuilder:

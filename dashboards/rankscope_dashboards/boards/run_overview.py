@@ -13,6 +13,7 @@ from rankscope_dashboards.boards.elements.annotations import RUN_ANNOTATIONS
 from rankscope_dashboards.boards.elements.board import Section, SizedPanel, make_board
 from rankscope_dashboards.boards.elements.firings import firings
 from rankscope_dashboards.boards.elements.panels import (
+    NO_FIRINGS,
     NO_SERVICE,
     ZERO_IS_GOOD,
     PanelBuilder,
@@ -120,8 +121,10 @@ def _ranks_up() -> PanelBuilder:
     text = count_text(
         "Ranks up",
         "Ranks that are alive, and below them the ranks that the launch should have. Fewer than expected: some ranks "
-        "never registered, ended early, or stopped responding. `/api/v1/targets` of the service lists them.",
-        empty="The run has ended",
+        "never registered, ended early, or stopped responding. `/api/v1/targets` of the service lists them. Red: no "
+        "rank is alive.",
+        thresholds=((None, "red"), (1, "text")),
+        empty="The run has completed or was stopped",
     )
     ended = service(f'state=~"{RunState.COMPLETED}|{RunState.STOPPED}"')
     done = f"{catalogue.RUN_STATE.name}{ended} == 1"
@@ -138,7 +141,7 @@ def _anomaly_count() -> PanelBuilder:
         "Number of rule firings, including those of ranks that have ended. 0 is normal. Above 0: the board Incidents "
         "shows rule, rank and time, and `rankscope anomalies RUN` shows the first cause.",
         thresholds=ZERO_IS_GOOD,
-        empty="No rule is configured, or the run has ended",
+        empty=NO_FIRINGS,
     )
     return stat_panel(text, Query(f"sum by (run) ({firings()})", instant=True))
 

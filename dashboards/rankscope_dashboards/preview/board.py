@@ -128,9 +128,9 @@ def _rows(board: Mapping[str, Any], context: Context) -> list[Row]:
 
 
 def _marks(board: Mapping[str, Any], context: Context) -> list[Mark]:
-    """Return the annotations of a board. Of consecutive points of a series, the first one is a mark."""
+    """Return the enabled annotations of a board. Of consecutive points of a series, the first one is a mark."""
     found = []
-    for one in board.get("annotations", {}).get("list") or ():
+    for one in (one for one in board.get("annotations", {}).get("list") or () if one["enable"]):
         least = float(str(one.get("step") or "60s").removesuffix("s"))
         step = step_seconds(context.window, 1000, least)
         try:

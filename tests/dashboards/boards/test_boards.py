@@ -25,7 +25,7 @@ from rankscope_view.site import Site
 BOARDS = {Path(name).stem: json.loads(text) for name, text in FILES.items() if name.endswith(".json")}
 PANELS = [(name, panel) for name, board in BOARDS.items() for panel in all_panels(board) if panel["type"] != "row"]
 EXPRESSIONS = [(panel["title"], target["expr"]) for _, panel in PANELS for target in panel["targets"]]
-ANNOTATIONS = [one for board in BOARDS.values() for one in board.get("annotations", {}).get("list", ())]
+ANNOTATIONS = [one for board in BOARDS.values() for one in board["annotations"]["list"] if not one.get("builtIn")]
 SCRAPED_OR_STORED = re.compile(
     r"""(?x) (?P<how>rate|increase) \( (?P<counter>\w+) \{ (?P<who>[^}]*) \} \[\$__rate_interval\] \)
     \ or\ (?P=how) \( (?P=counter) \{ job="rankscope",\ (?P=who) \} \[\$__rate_interval\] \)
@@ -223,9 +223,12 @@ def test_first_board_links_to_a_run_with_its_range_and_data_source():
 
 def test_annotations_mark_restarts_checkpoints_and_incidents():
     names = {"run_overview", "ranks", "tensors", "incidents"}
-    marks = {name: [one["name"] for one in BOARDS[name]["annotations"]["list"]] for name in names}
+    marks = {name: [one["name"] for one in BOARDS[name]["annotations"]["list"][1:]] for name in names}
 
     assert {name: ["Restarts", "Checkpoints", "Incidents"] for name in names} == marks
+    for board in BOARDS.values():
+        first = board["annotations"]["list"][0]
+        assert (1, False) == (first["builtIn"], first["enable"]), "alerts of all runs"
     for annotation in ANNOTATIONS:
         assert "${datasource}" == annotation["datasource"]["uid"]
         assert 'run="$run"' in annotation["expr"]

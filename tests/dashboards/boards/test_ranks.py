@@ -32,6 +32,20 @@ def test_slow_rank_is_visible_next_to_the_mean(judge):
     assert promql_error(judge, given, checks) is None
 
 
+def test_rank_with_slow_data_is_named(judge):
+    """In each second, rank 1 waits 0.8 s for data, and both compute 0.2 s. The median of 1.0 and 0.2 is 0.6."""
+    given = {}
+    for rank, waited in ((0, "0x30"), (1, "0+8x30")):
+        labels = f'job="rankscope", run="r", rank="{rank}"'
+        given[f"rankscope_pre_collective_seconds_total{{{labels}}}"] = "0+2x30"
+        given[f'rankscope_phase_seconds_total{{{labels}, phase="data_wait"}}'] = waited
+        given[f"rankscope_step{{{labels}}}"] = "0+10x30"
+    slow, waits = (f"round({query(title)}, 0.001) > 0.5" for title in ("Slow ranks", "Wait for data"))
+
+    named = '{run="r", rank="1"}'
+    assert promql_error(judge, given, [(slow, named, 1.667), (waits, named, 0.8)]) is None
+
+
 def test_rank_that_stops_is_shown_with_its_steps_behind(judge):
     given = {
         'rankscope_step{job="rankscope", run="r", rank="0"}': "0+1x30",

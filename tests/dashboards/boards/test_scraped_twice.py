@@ -23,7 +23,7 @@ EXPRESSIONS = [
     for board in BOARDS
     for item in (
         *(target for panel in all_panels(board) for target in panel.get("targets", ())),
-        *board.get("annotations", {}).get("list", ()),
+        *board["annotations"]["list"][1:],
     )
 ]
 WITHOUT_RESULT = 8

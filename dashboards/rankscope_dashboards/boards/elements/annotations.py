@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from grafana_foundation_sdk.builders import dashboard as builders
+from grafana_foundation_sdk.models import common
 
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.model.phases import LABEL, Phase
@@ -21,6 +22,18 @@ def _annotation(name: str, colour: str, expression: str, title: str, text: str) 
     made = builders.AnnotationQuery().name(name).datasource(DATASOURCE).enable(True).icon_color(colour)
     return made.expr(expression).step("15s").title_format(title).text_format(text)
 
+
+ALERTS_OFF: Final = (
+    builders.AnnotationQuery()
+    .name("Annotations & Alerts")
+    .type("dashboard")
+    .built_in(1)
+    .datasource(common.DataSourceRef(type_val="grafana", uid="-- Grafana --"))
+    .enable(False)
+    .hide(True)
+    .icon_color("rgba(0, 211, 255, 1)")
+)
+"""Grafana's own marks, without which it adds them to a board: all alerts of all runs."""
 
 RUN_ANNOTATIONS: Final = (
     _annotation(

@@ -9,6 +9,7 @@ from grafana_foundation_sdk.builders import dashboard as builders
 from grafana_foundation_sdk.models import dashboard
 
 from rankscope_contract import __version__
+from rankscope_dashboards.boards.elements.annotations import ALERTS_OFF
 from rankscope_dashboards.boards.elements.names import PAGES, TAG
 from rankscope_dashboards.boards.elements.panels import PanelBuilder
 from rankscope_dashboards.boards.elements.variables import RANK, RUN
@@ -65,7 +66,7 @@ def make_board(
     for variable in variables or (RUN, RANK):
         made = made.with_variable(variable)
     made = made.with_variable(builders.ConstantVariable(PAGES).label("Pages of runs").value(""))
-    for annotation in annotations:
+    for annotation in (ALERTS_OFF, *annotations):
         made = made.annotation(annotation)
     number = 0
     for section in sections:

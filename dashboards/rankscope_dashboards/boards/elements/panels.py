@@ -32,7 +32,7 @@ NOT_MEASURED: Final = "No data of this run in the time range"
 NO_GPU: Final = "No GPU on this machine, or no rankscope[nvidia]"
 NO_TORCH_DEVICE: Final = "No GPU memory: PyTorch runs on the CPU"
 NO_SERVICE: Final = "The service does not export this run"
-NO_FIRINGS: Final = "No rule fired in the time range"
+NO_FIRINGS: Final = "No counter of firings here: none fired, or the run has ended"
 """Texts of panels without data, which name the most probable reason."""
 
 
@@ -144,13 +144,19 @@ def stacked(panel: timeseries.Panel, *, bars: bool = False) -> timeseries.Panel:
     return panel.draw_style(common.GraphDrawStyle.BARS) if bars else panel
 
 
-def stat_panel(text: PanelText, *queries: Query, with_names: bool = False) -> stat.Panel:
-    """Return a panel with the latest value of each series, coloured by the thresholds or mappings of `text`."""
+def stat_panel(text: PanelText, *queries: Query, with_names: bool = False, bad_name: str = "") -> stat.Panel:
+    """Return a panel with the latest value of each series, coloured by the thresholds or mappings of `text`.
+
+    A series with the name `bad_name` is red from 1 on.
+    """
     latest = common_builders.ReduceDataOptions().calcs(["lastNotNull"])
     panel = _configured(stat.Panel(), text, queries).graph_mode(common.BigValueGraphMode.NONE).reduce_options(latest)
     # Otherwise green, as if they were good values.
     absent, bad = null_text(text.empty, NEUTRAL), _special(dashboard.SpecialValueMatch.NA_N, "NaN", "red")
     panel = panel.mappings([*text.mappings, absent, bad])
+    if bad_name:
+        red = _thresholds(((None, "text"), (1, "red"))).build()
+        panel = panel.override_by_name(bad_name, [dashboard.DynamicConfigValue(id_val="thresholds", value=red)])
     names = common.BigValueTextMode.VALUE_AND_NAME if with_names else common.BigValueTextMode.VALUE
     return panel.color_mode(common.BigValueColorMode.BACKGROUND).text_mode(names)
 
