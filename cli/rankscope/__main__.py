@@ -8,28 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 from rankscope.base.overview import need, overview
+from rankscope.base.terminal import prepare_streams
 from rankscope_contract import __version__
-
-
-def open_closed_streams() -> None:
-    """Open the null device for each standard stream that is closed, as a timer or a daemon may start a command.
-
-    Otherwise a file of a store gets the number of the closed stream, and output is written into this file.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            stream = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - open until the process exits
-            os.set_inheritable(stream.fileno(), True)  # the processes that a command starts have the same streams
-            setattr(sys, name, stream)
 
 
 def main() -> None:
     """Run the `rankscope` command; if a library is missing, print the installation command and exit with status 1."""
-    open_closed_streams()
     arguments = sys.argv[1:]
+    prepare_streams(is_service=arguments[:1] in (["serve"], ["up"], ["view"], ["watch"]))
     if arguments in ([], ["--help"], ["-h"], ["--version"]) and "_RANKSCOPE_COMPLETE" not in os.environ:
         sys.stdout.write(f"rankscope {__version__}\n" if arguments == ["--version"] else overview())
         return

@@ -16,7 +16,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from rankscope.__main__ import open_closed_streams
+from rankscope.base.terminal import masked, prepare_streams
 from rankscope.commands import subcommands
 from rankscope_storage.connection import connect
 
@@ -158,11 +158,35 @@ def test_closed_standard_streams_are_not_an_error(sample_store, tmp_path):
 
 @pytest.mark.parametrize("closed", ["stdin", "stdout", "stderr"])
 def test_a_closed_stream_is_replaced_by_the_null_device(monkeypatch, closed):
-    monkeypatch.setattr(sys, closed, None)
-    open_closed_streams()
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None if name == closed else sys.__stderr__)
+    prepare_streams(is_service=False)
+    number = getattr(sys, closed).fileno()
 
-    assert os.devnull == getattr(sys, closed).name
-    assert os.get_inheritable(getattr(sys, closed).fileno())
+    assert os.devnull == str(Path(f"/proc/self/fd/{number}").readlink())
+    assert os.get_inheritable(number)
+
+
+def test_escape_sequences_in_names_are_masked_by_each_command(rankscope, tmp_path):
+    """Only rows as CSV or JSON are not changed."""
+    evil = "\x1b]0;owned\x07\x1b[2J\x9b2J\u202e\n\r"
+    run, store = f"a{evil}", ("--store", str(tmp_path / "store"))
+    log = tmp_path / f"{run}.jsonl"
+    log.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 0.5}\n')
+    commands = [
+        *(("import", str(log), "--run", run, *store), ("anomalies", run, *store), ("summary", f"x{evil}", *store)),
+        ("watch", str(log), "--once", "--run", run, "--store", str(tmp_path / "second")),
+    ]
+    for command in commands:
+        done = rankscope(*command, cwd=tmp_path)
+        text = done.stdout + done.stderr
+
+        assert "owned" in text, command
+        assert set("\x1b\x07\x9b\u202e\r").isdisjoint(text), command
+
+
+def test_masked_text_keeps_its_lines_and_letters():
+    assert "学习\té\n\\x1b[31m\\u2028" == masked("学习\té\n\x1b[31m\u2028")
 
 
 @pytest.fixture

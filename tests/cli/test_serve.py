@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,7 +65,7 @@ def test_log_lines_contain_the_known_context():
     assert ["info: state of the run changed to running, run r"] == said
 
 
-@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_service_prints_its_address_and_stops_cleanly(tmp_path, ending):
     log = tmp_path / "log"
     with serving(log, "--store", tmp_path / "history", "--listen", "127.0.0.1:0") as (process, url):
@@ -74,6 +75,30 @@ def test_service_prints_its_address_and_stops_cleanly(tmp_path, ending):
         assert 0 == process.wait(30)
     assert [] == runs
     assert log.read_text().endswith("stopped; 0 rows stored, 0 rows not stored\n")
+
+
+@pytest.mark.parametrize("output", ["a closed pipe", "a full disk"])
+def test_service_under_nohup_outlives_its_terminal(tmp_path, output):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "rankscope", "serve", "--store", tmp_path / "history", "--listen", address]
+    with Path("/dev/full").open("w") as full, subprocess.Popen(
+        ["nohup", *command], stdout=full if output == "a full disk" else subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:  # fmt: skip
+        if process.stdout is not None:
+            process.stdout.readline()
+            process.stdout.close()
+        deadline = time.monotonic() + 60
+        while fetch_runs(f"http://{address}") is None:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.2)
+        assert [] == fetch_runs(f"http://{address}")
+        process.terminate()
+
+        assert 0 == process.wait(30)
 
 
 def test_second_service_on_one_store_names_the_lock_holder(tmp_path, refused):

@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO
 
+from rankscope.base.terminal import live_console, masked
+
 if TYPE_CHECKING:
     from rankscope_ingest.importers import ImportReport
 
@@ -189,7 +191,6 @@ def _bar(label: str, size: int) -> Iterator[Callable[[int], None] | None]:
     if not size:
         yield None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (
@@ -199,6 +200,6 @@ def _bar(label: str, size: int) -> Iterator[Callable[[int], None] | None]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=size)
+    with Progress(*columns, console=live_console(sys.stderr), transient=True) as bar:
+        task = bar.add_task(masked(label), total=size)
         yield lambda done: bar.update(task, completed=done)

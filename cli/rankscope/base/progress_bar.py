@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
+
+from rankscope.base.terminal import live_console, masked
 
 
 @contextlib.contextmanager
@@ -12,12 +15,11 @@ def progress_bar(unit: str, description: str = "") -> Iterator[Callable[[int, in
 
     `unit` is the name of the items. Without a terminal, the function does nothing.
     """
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
+    console = live_console(sys.stderr)
     text = TextColumn("{task.description}", markup=False)
     columns = (text, BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(description, total=None)
+        task = progress.add_task(masked(description), total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

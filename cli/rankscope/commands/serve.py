@@ -6,17 +6,18 @@ import asyncio
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from rich.console import Console
 
 from rankscope.base.errors import TAKEN_OVER, USAGE, CommandError
 from rankscope.base.options import Listen, Notify, OptionalStore
 from rankscope.base.service_settings import load_settings
+from rankscope.base.terminal import live_console
 from rankscope.output.log_lines import log_to
 
 if TYPE_CHECKING:
@@ -39,10 +40,11 @@ def serve(
     notify: Notify = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only events, no progress.")] = False,
 ) -> None:
-    """Store the records of all ranks that register, until Ctrl-C or SIGTERM; then store pending rows and exit.
+    """Store the records of all ranks that register, until Ctrl-C, SIGTERM or SIGHUP; then store pending rows and exit.
 
-    Options override the configuration file. Without a file, the store is $RANKSCOPE_STORE or the folder `history`. If
-    the file contains no token, $RANKSCOPE_TOKEN or the file named by $RANKSCOPE_TOKEN_FILE is used, as on ranks.
+    A closed terminal sends SIGHUP; under nohup, the service continues. Options override the configuration file. Without
+    a file, the store is $RANKSCOPE_STORE or the folder `history`. If the file contains no token, $RANKSCOPE_TOKEN or the
+    file named by $RANKSCOPE_TOKEN_FILE is used, as on ranks.
 
     [bold]Examples[/bold]
 
@@ -53,7 +55,7 @@ def serve(
     settings = load_settings(config, store, listen, notify)
     from rankscope.output.progress import view_for
 
-    console = Console(highlight=False)
+    console = live_console(sys.stdout)
     with view_for(console) as view, log_to(view.print_line):
         _run(settings, view, show=not quiet)
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from rich.console import Console
 
 from rankscope.base.errors import CommandError
 from rankscope.base.options import Listen, Notify, OptionalStore
+from rankscope.base.terminal import live_console
 from rankscope.output.rows import columns
 from rankscope.up.ports import PortChoice
 
@@ -100,14 +100,13 @@ def _run(plan: StartPlan, *, quiet: bool) -> None:
     from rankscope.output.progress import view_for
     from rankscope.up.supervisor import StopSignals, Supervisor
 
-    console, stop_signals = Console(highlight=False), StopSignals()
+    console, stop_signals = live_console(sys.stdout), StopSignals()
     plan.folder.create()
     with plan.folder.locked(), stop_signals.caught(), view_for(console) as view:
         plan.folder.write(plan.files)
-        print_line = _ignoring_lost_terminal(view.print_line)
         supervisor = Supervisor(
             plan.programs,
-            print_line=print_line,
+            print_line=view.print_line,
             stop_signals=stop_signals,
             environment=plan.environment,
             client_tls=plan.client_tls,
@@ -118,25 +117,12 @@ def _run(plan: StartPlan, *, quiet: bool) -> None:
             _print_report(plan, supervisor, view)
             _watch(plan, supervisor, stop_signals, view, quiet=quiet)
         finally:
-            print_line("stopping: the service stores the last records; press Ctrl-C again to stop immediately")
+            view.print_line("stopping: the service stores the last records; press Ctrl-C again to stop immediately")
             supervisor.stop()
     if supervisor.given_up:
         raise CommandError(f"too many restarts: {', '.join(supervisor.given_up)}; the logs are in {plan.folder.path}")
     if stop_signals.count > 1:
         raise CommandError("stopped immediately: live ranks keep the records that were not stored", code=130)
-
-
-def _ignoring_lost_terminal(print_line: Callable[[str], None]) -> Callable[[str], None]:
-    """Return a function that prints a line with `print_line`, and ignores OSError.
-
-    Printing fails if the terminal is closed, but the programs must be stopped even then.
-    """
-
-    def try_to_print(line: str) -> None:
-        with contextlib.suppress(OSError):
-            print_line(line)
-
-    return try_to_print
 
 
 def _print_report(plan: StartPlan, supervisor: Supervisor, view: View) -> None:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from urllib.parse import quote, urlsplit
 
 import typer
-from rich.console import Console
 
 from rankscope.base.errors import FAILED, TAKEN_OVER, USAGE, CommandError, command_errors
 from rankscope.base.options import Notify, OptionalStore
 from rankscope.base.service_settings import load_settings
+from rankscope.base.terminal import live_console
 from rankscope.output.log_lines import log_to
 from rankscope.output.watch_text import WatchView
 
@@ -120,7 +120,7 @@ def watch(
     sections = _sections(
         settings, logs or [], run or [], {key: value for key, value in changes.items() if value is not None}
     )
-    with WatchView(Console(highlight=False)) as view, log_to(view.print_line):
+    with WatchView(live_console(sys.stdout)) as view, log_to(view.print_line):
         statuses = _watch(settings, sections, view, shard=shard, once=once, until_finished=until_finished)
     if once or until_finished:
         _check(statuses)

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rankscope.base.http_client import ClientTls, UnreachableError, get
+from rankscope.base.terminal import masked
 from rankscope.output.rows import printable
 from rankscope_contract.model.events import RunState
 from rankscope_contract.protocol.channel import RUNS_PATH
@@ -135,14 +136,14 @@ class BarView:
 
     def print_line(self, line: str) -> None:
         """Print `line` above the bars."""
-        self._live.console.print(Text(line), soft_wrap=True)
+        self._live.console.print(Text(masked(line)), soft_wrap=True)
 
 
 def _bar(run: RunProgress) -> Table:
     row = Table.grid(padding=(0, 1))
     done = ProgressBar(total=run.planned_steps, completed=run.step or 0, width=30)
     left = "" if run.eta_seconds is None or not run.ranks_alive else f"{_duration(run.eta_seconds)} left"
-    row.add_row(Text(printable(run.run), style="bold"), Text(run.state), done, Text(_steps(run)), Text(left))
+    row.add_row(Text(printable(run.run), style="bold"), Text(printable(run.state)), done, Text(_steps(run)), Text(left))
     return row
 
 

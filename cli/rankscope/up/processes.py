@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from rankscope_ingest.base.stop_event import stop_signals
+
 GRACE_SECONDS: Final = 15.0
 DIE_WITH_PARENT: Final = Path(__file__).with_name("die_with_parent.py")
 
@@ -77,7 +79,7 @@ def interrupted_by_termination() -> Iterator[None]:
     def interrupt(_signum: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, interrupt) for number in stop_signals() if number != signal.SIGINT}
     try:
         yield
     finally:

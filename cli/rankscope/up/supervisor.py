@@ -18,6 +18,7 @@ from rankscope.base.errors import CommandError
 from rankscope.base.http_client import ClientTls, UnreachableError, get
 from rankscope.up.processes import kill, start
 from rankscope.up.programs import Program
+from rankscope_ingest.base.stop_event import stop_signals as caught_signals
 
 READY_SECONDS: Final = 60.0
 POLL_SECONDS: Final = 0.1
@@ -35,13 +36,15 @@ class StopSignals:
 
     @contextlib.contextmanager
     def caught(self) -> Iterator[None]:
-        """Count SIGINT, SIGTERM and SIGHUP in the context; the process does not exit."""
+        """Count SIGINT, SIGTERM and the first SIGHUP in the context; the process does not exit.
 
-        def note(_signum: int, _frame: object) -> None:
-            self.count += 1
+        The kernel and the shell both send SIGHUP when a terminal is closed.
+        """
 
-        caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, note) for number in caught}
+        def note(number: int, _frame: object) -> None:
+            self.count = max(self.count, 1) if number == signal.SIGHUP else self.count + 1
+
+        before = {number: signal.signal(number, note) for number in caught_signals()}
         try:
             yield
         finally:

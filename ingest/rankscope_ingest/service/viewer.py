@@ -11,6 +11,7 @@ from aiohttp import web
 from rankscope_ingest.base.config import is_loopback, split_address
 from rankscope_ingest.base.config_file import load_config
 from rankscope_ingest.base.file_limit import raise_file_limit
+from rankscope_ingest.base.stop_event import stop_on_signals
 from rankscope_ingest.http.pages import Pages
 from rankscope_ingest.http.routes import errors_as_text
 from rankscope_ingest.network.auth import own_names, refuse_web_pages, token_guard
@@ -26,7 +27,7 @@ async def serve_pages(
     on_ready: Callable[[str], None],
     named: Path | None = None,
 ) -> None:
-    """Serve the pages of `store` at `listen` until the task is cancelled. `on_ready` receives the address.
+    """Serve the pages of `store` at `listen` until a signal arrives. `on_ready` receives the address.
 
     Commands on the pages name the folder `named`, of which `store` may be a temporary copy. Other machines need the
     token in `environment`; processes on this machine need none. Raises ServiceError if the address cannot be used, and
@@ -40,6 +41,8 @@ async def serve_pages(
     guards = [errors_as_text, token_guard(config.token), refuse_web_pages(own_names(section))]
     application = web.Application(middlewares=guards)
     Pages(Site(store, store=named)).add_to(application)
-    async with serving(application, section, None, shutdown_seconds=1.0) as url:
-        on_ready(url)
-        await asyncio.Event().wait()
+    stop = asyncio.Event()
+    with stop_on_signals(stop):
+        async with serving(application, section, None, shutdown_seconds=1.0) as url:
+            on_ready(url)
+            await stop.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from rankscope.up.plan import CommandLine, make_plan, receivers
 from rankscope.up.ports import PortChoice, choose, free_port, is_free, valid_ports
 from rankscope.up.programs import Program, ServiceOptions, UpOptions, files, max_notification_seconds, programs
 from rankscope.up.state_dir import StateDir
-from rankscope.up.supervisor import MAX_RESTARTS, RESTART_WINDOW_SECONDS, Restarts
+from rankscope.up.supervisor import MAX_RESTARTS, RESTART_WINDOW_SECONDS, Restarts, StopSignals
 from rankscope_contract.model.events import Severity
 from rankscope_dashboards.deploy.alertmanager import Mail, Slack, Webhook
 
@@ -361,3 +362,23 @@ def test_requested_port_in_use_fails(tmp_path):
 def test_invalid_retention_fails_before_anything_starts(tmp_path):
     with pytest.raises(CommandError, match="--retention a fortnight: write numbers with units, such as 15d"):
         make_plan(CommandLine(store=tmp_path / "h", retention="a fortnight"))
+
+
+def test_closed_terminal_requests_an_orderly_stop_however_often_it_is_reported():
+    signals = StopSignals()
+    with signals.caught():
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+        assert 1 == signals.count
+        signal.raise_signal(signal.SIGTERM)
+        assert 2 == signals.count
+
+
+def test_closed_terminal_under_nohup_requests_nothing():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with (signals := StopSignals()).caught():
+            signal.raise_signal(signal.SIGHUP)
+        assert 0 == signals.count
+    finally:
+        signal.signal(signal.SIGHUP, before)

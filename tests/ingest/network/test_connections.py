@@ -46,7 +46,10 @@ class Server:
                 web.get("/wait", self.wait),
                 web.post("/wait", self.wait),
                 web.get("/stream", self.stream),
-                web.get(channel.HEALTH_PATH, self.echo),
+                *(
+                    web.get(path, self.echo)
+                    for path in (channel.HEALTH_PATH, channel.METRICS_PATH, channel.SERVICE_DISCOVERY_PATH)
+                ),
                 web.post(channel.REGISTER_PATH, self.echo),
             ]
         )
@@ -105,6 +108,26 @@ async def test_incomplete_request_is_closed_with_408(part, caplog):
 
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert [] == [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+async def test_requests_that_are_not_http_are_one_line_of_the_log(caplog, monkeypatch):
+    monkeypatch.setattr(connections._REFUSALS.filters[0], "_next_log", 0.0)
+    head = b"GET / HTTP/1.1\r\nHost: a\r\n"
+    requests = [
+        *(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"HELP\r\n\r\n", b"SSH-2.0-OpenSSH_9.2\r\n\r\n"),
+        *(b"GET / HTTP/9.9\r\n\r\n", b"GET http://[ HTTP/1.1\r\n\r\n", b"GET /\xff\xfe HTTP/1.1\r\nHost: a\r\n\r\n"),
+        *(head + b"A\x00: b\r\n\r\n", head + b"Content-Length: x\r\n\r\n", head + b"Content-Length: -1\r\n\r\n"),
+        *(head + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", head + b"X: " + b"a" * 20_000 + b"\r\n\r\n"),
+        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n",
+    ]
+    async with Server().running(FAST) as server:
+        answers = [await server.get(request) for request in requests * 3]
+        assert b" 200 " in (await server.get())
+
+    assert {b"4"} == {answer.split(b" ")[1][:1] for answer in answers if answer}
+    (record,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
+    assert "refused a request from 127.0.0.1 that is not valid HTTP: " in record.getMessage()
+    assert record.exc_info is None
 
 
 async def test_head_that_arrives_in_single_bytes_is_closed():
