@@ -59,6 +59,11 @@ def store(tmp_path_factory) -> Path:
         write_run(writer, "own", names, labelled)
         write_run(writer, "other", {"loss": 5 - STEPS / 90, "my_metric": 3.0 * STEPS})
         many = [(f"g{at % 25}/m{at}", wave + at, STEPS[:30], None) for at in range(500)]
+        seq = 10 * STEPS[:20]  # a rank sends records of the machine between those of steps, without a step
+        tables = [scalars("machine", name, STEPS[:20], 1.0, seq=seq) for name in ("loss", "step_seconds")]
+        busy = {"seq": seq[::5] + 3, "labels": None, "ordinal": seq[::5], "ts": START + seq[::5] * 1_000_000}
+        tables.append(scalars("machine", "host_cpu_utilization", None, np.arange(4) / 4, **busy))
+        append(writer, scalars=pa.concat_tables(tables), runs=run_row("machine", "completed", last_step=19))
         write_run(writer, "many", {"loss": 5 - STEPS / 100}, many)
     return path
 
@@ -114,6 +119,17 @@ def test_every_logged_name_has_a_chart_on_the_page_of_the_run(chromium, address,
 
     chromium.wait(drawn(name))
     assert [] == chromium.problems
+
+
+@pytest.mark.parametrize(
+    ("axis", "places"), [("step", [0, 5, 10, 15]), ("time", [START / 1e6 + at for at in (0, 50, 100, 150)])]
+)
+def test_chart_of_the_machine_has_its_records_without_a_step(store, axis, places):
+    query = {"run": "machine", "name": "host_cpu_utilization", "axis": axis}
+    (line,) = json.loads(Site(store).respond(("data", "curve"), query).body)["lines"]
+
+    assert places == [x for x, value in zip(line["x"], line["value"], strict=True) if value is not None]
+    assert [0, 0.25, 0.5, 0.75] == [value for value in line["value"] if value is not None]
 
 
 def test_own_series_have_titles_with_units_for_people(chromium, address):

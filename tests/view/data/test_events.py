@@ -155,6 +155,7 @@ def test_firings_of_one_cause_are_one_line(tmp_path):
         for step in (*range(40, 161), 300)
         for number in range(119)
     ]
+    listed += [event("r", "anomaly", 40, 40_500_000, rule="AnomalyNan", kind="param_before", tensor="z.cause")]
     listed += [event("r", "anomaly", None, 5, rule="AnomalyNan", tensor="a"), event("r", "note", 50, 9, message="note")]
     with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
         append(writer, events=events(listed))
@@ -163,7 +164,7 @@ def test_firings_of_one_cause_are_one_line(tmp_path):
 
     assert [
         (300, 119, "AnomalyNan: layer.0 and 118 more"),
-        (40, 121 * 119, "AnomalyNan: layer.0 and 14,398 more until step 160"),
+        (40, 121 * 119 + 1, "AnomalyNan: z.cause and 14,399 more until step 160"),
         (50, 1, "note"),
         (None, 1, "AnomalyNan: a"),
     ] == [(line.step, line.events, line.text) for line in found]

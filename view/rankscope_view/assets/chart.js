@@ -302,7 +302,7 @@ export class Chart {
     const several = curve.lines.some((line) => line.label && !line.role);
     const smooth = drawn.some((one) => one.style === "main");
     for (const one of drawn.filter(({ style }) => style !== "other")) {
-      if (several && smooth && one.style === "raw") continue;
+      if (several && smooth && one.style === "main") continue; // the strong line has the label
       const word = several || curve.lines[0]?.role ? one.label : one.style === "main" ? "smoothed" : smooth ? "raw" : "value";
       found.push([one.colour, one.style, word, one]);
     }

@@ -17,6 +17,7 @@ from rankscope_storage.api.summaries import INCIDENT_GAP_STEPS
 from rankscope_storage.connection import Connection
 from rankscope_view.data.curves import Axis, on_axis
 from rankscope_view.data.history import History
+from rankscope_view.data.incidents import CAUSAL_PLACE
 
 NEWEST: Final = 200
 """Number of lines of the event log on the page of a run; its full history has a page of its own."""
@@ -62,7 +63,8 @@ _OF_PHASE: Final = {Phase.CHECKPOINT: Group.CHECKPOINT, Phase.EVALUATION: Group.
 # the same time, because the order in which DuckDB returns equal rows depends on its threads.
 _LINES: Final = f"""\
 WITH placed AS (
-  SELECT *, {{ts: ts, rank: rank, tensor: tensor, op: op, value: value, message: message}} AS place,
+  SELECT *, {{first: CASE WHEN type = 'anomaly' THEN {CAUSAL_PLACE} END, ts: ts, rank: rank, tensor: tensor, op: op,
+      value: value, message: message}} AS place,
     coalesce(coalesce(step, 0) - lag(coalesce(step, 0)) OVER firing > {INCIDENT_GAP_STEPS}, true)::INT AS begins
   FROM events WHERE run = $run WINDOW firing AS (PARTITION BY attempt, type, rule, step IS NULL ORDER BY step)
 ),

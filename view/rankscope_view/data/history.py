@@ -110,7 +110,13 @@ FROM {POSITIONS} WHERE {_OF_SCALAR}"""
 _STEPS: Final = f"""\
 SELECT coalesce(attempt, 0)::BIGINT AS attempt, position, coalesce(min(step), position) AS step,
   epoch(max(ts)) AS time, avg(value) AS value, min(value) AS lowest, max(value) AS highest, count(*) AS parts
-FROM {POSITIONS} WHERE {_OF_SCALAR} GROUP BY coalesce(attempt, 0), position"""
+FROM {{source}} WHERE {_OF_SCALAR} GROUP BY coalesce(attempt, 0), position"""
+
+# A record of the machine has no step: its place is the last step before it of the same process.
+_MEASURED: Final = """\
+(SELECT scalars.* REPLACE (own.step AS step), own.step AS position FROM scalars ASOF JOIN (
+  SELECT incarnation, seq, max(step) AS step FROM scalars WHERE run = $run AND name = 'step_seconds' GROUP BY ALL
+) AS own USING (incarnation, seq) WHERE scalars.run = $run AND scalars.name = $name)"""
 
 _VIEW: Final = """\
 SELECT attempt::BIGINT AS attempt, cumulative_step AS position, coalesce(step, cumulative_step) AS step,
@@ -150,11 +156,13 @@ def read_history(
             and connection.query(_HAS_ROLLUPS, of_run).num_rows
         ):
             return _from_view(connection, parameters)
-        chosen = _ROWS if facts["is_single"] and rank is None else _STEPS
-        rows = _sorted(connection.query(chosen.format(rank=own), parameters))
+        has_steps = facts["rows"] > 0
+        chosen = _ROWS if has_steps and facts["is_single"] and rank is None else _STEPS
+        source = POSITIONS if has_steps else _MEASURED
+        rows = _sorted(connection.query(chosen.format(rank=own, source=source), parameters))
         parts = rows["parts"].to_numpy()
         table = _columns(rows)
-        if rank is None and ((parts > facts["parts"]).any() or _repeats(table)):
+        if has_steps and rank is None and ((parts > facts["parts"]).any() or _repeats(table)):
             return _from_view(connection, parameters)
         training = None
         if table["attempt"].size and table["attempt"].any():

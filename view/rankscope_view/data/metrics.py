@@ -130,9 +130,8 @@ def metric_histories(connection: Connection, run: str, metric: Metric, rank: int
     """Return the histories of the lines of a metric, of all ranks or one, in the order of `labels`."""
     chosen = [(metric.stored, labels or "") for labels in metric.labels[:MOST_LINES]]
     found = raw_series(connection, run, chosen, rank)
-    if found is not None:
-        return [found.get(one) or nothing(metric.stored) for one in chosen]
-    return [read_history(connection, run, metric.stored, labels or None, rank) for _, labels in chosen]
+    known = found or {}  # without rows that need SQL, such as those without a step
+    return [known.get(one) or read_history(connection, run, one[0], one[1] or None, rank) for one in chosen]
 
 
 def metric_curve(metric: Metric, histories: Sequence[History], request: CurveRequest) -> Curve:

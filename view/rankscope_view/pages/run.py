@@ -156,7 +156,10 @@ def scalar_words(name: str) -> str:
 def header(place: Place, found: RunDetail) -> str:
     """Return name, state, progress and current values of a run."""
     row, facts = found.row, found.facts
-    parts = [f"attempt {row.attempt}" if row.attempt else "", f"{row.world_size} ranks" if row.world_size else ""]
+    parts = [
+        f"attempt {row.attempt}" if row.attempt else "",
+        f"{row.world_size} rank{'s' if row.world_size > 1 else ''}" if row.world_size else "",
+    ]
     parts += [f"{len(facts.hosts)} hosts" if len(facts.hosts) > 1 else "".join(facts.hosts)]
     parts += [f"torch {facts.versions['torch']}" if "torch" in facts.versions else ""]
     about = " · ".join(text(part) for part in parts if part)
