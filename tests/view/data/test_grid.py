@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 import pytest
-from tests.view.training import append, rows
+from tests.view.training import append, event, events, rows
 
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
@@ -13,6 +13,7 @@ from rankscope_view.data import cells, grid
 from rankscope_view.data.cell_value import cell_value
 from rankscope_view.data.cells import CellQuery, Window, find_groups, read_cells, sampled_columns
 from rankscope_view.data.grid import Grid, GridRequest, Order, natural, tensor_grid
+from rankscope_view.data.tensor import first_to_leave
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,30 @@ def test_pooled_rows_name_the_tensor_with_the_extreme(many):
     assert cells.NOT_A_NUMBER == found.cells[1000, 30]
     assert "layers.2001.weight" == holder(found, 1000)
     assert (1000, 30) == found.first_bad
+
+
+@pytest.mark.parametrize(
+    ("kind", "first"), [("grad_reduced", "layers.2.a"), ("exp_avg", "layers.2.a"), ("act_out", "layers.0.a")]
+)
+def test_first_nan_is_that_of_the_causal_order_in_each_order_of_rows(tmp_path, kind, first):
+    """All layers become NaN at a step: in the backward pass, the last one is the first."""
+    names = [f"layers.{layer}.{part}" for layer in range(3) for part in "ab"]
+    nan = {"rule": "AnomalyNan", "op": "nans", "kind": kind, "rank": 0}
+    wanted = [name for name in names if name.endswith("a")]
+    calls = wanted if kind == "act_out" else wanted[::-1]
+    listed = [event("r", "anomaly", 3, 3, tensor=name, call_id=at, **nan) for at, name in enumerate(calls)]
+    bad = [3 if step == 3 and name in wanted else 0 for name in names for step in range(5)]
+    step, tensor = list(range(5)) * 6, [name for name in names for _ in range(5)]
+    known = {"run": "r", "attempt": 0, "rank": 0, "incarnation": "i", "seq": step, "norm": 1.0, "infs": 0}
+    table = rows("tensor_stats", step=step, kind=kind, tensor=tensor, nans=bad, **known)
+    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
+        append(writer, tensor_stats=table, events=events(listed))
+    with connect(tmp_path / "store") as opened:
+        grids = [tensor_grid(opened, "r", GridRequest(kind=kind, order=order)) for order in Order]
+        leaving = first_to_leave(opened, "r")[0].tensor
+
+    assert [first] * 4 == [leaving, *(holder(found, found.first_bad[0]) for found in grids)]
+    assert [3] * 3 == [found.first_bad[1] for found in grids]
 
 
 def test_zoom_shows_single_tensors_and_steps(many):

@@ -47,6 +47,9 @@ ABSENT: Final = 253
 _BLOCK_CELLS: Final = 1 << 18
 """Number of cells that are calculated together: their arrays fit into the cache of a processor."""
 
+_OF_FORWARD: Final = re.compile("act_(?!grad)")
+"""Kinds that the forward pass computes. Of all others, the last layer comes first, as in the order of anomalies."""
+
 _DIGITS: Final = re.compile(r"(\d+)")
 
 _LARGEST: Final = 3.0
@@ -214,20 +217,14 @@ def plain_grid(
 
 
 def _by_model(connection: Connection, run: str, request: GridRequest, names: Sequence[str]) -> list[int]:
-    """Return the numbers of `names` in the order of the model, or by the parts of its layers."""
+    """Return the numbers of `names` in the order of the model."""
     known = connection.query(
         "SELECT tensor, min(ordinal) AS place FROM tensors WHERE run = $run AND kind = $kind GROUP BY tensor",
         {"run": run, "kind": Kind.PARAM_BEFORE.value if request.kind == UPDATE_RATIO else request.kind},
     )
     places = dict(zip(known["tensor"].to_pylist(), known["place"].to_pylist(), strict=True))
     keys = [(0, places[name], ()) if name in places else (1, 0, natural(name)) for name in names]
-    order = sorted(range(len(names)), key=keys.__getitem__)
-    if request.order is not Order.PART:
-        return order
-    first: dict[str, int] = {}
-    for at in order:
-        first.setdefault(part_of(names[at]), len(first))
-    return sorted(order, key=lambda at: first[part_of(names[at])])
+    return sorted(range(len(names)), key=keys.__getitem__)
 
 
 def natural(name: str) -> list[Any]:
@@ -244,8 +241,12 @@ def part_of(name: str) -> str:
 
 
 def _grid(request: GridRequest, cells: Cells, window: Window, order: Integers) -> Grid:
-    """Return the grid of the tensors in `order`, which has their numbers in `cells`."""
+    """Return the grid of the tensors in `order`, that of the model, which has their numbers in `cells`."""
     found = levels(cells, is_relative=request.is_relative)
+    causal = np.argsort(order if _OF_FORWARD.match(request.kind) else order[::-1])
+    if request.order is Order.PART:
+        parts = {part: at for at, part in enumerate(dict.fromkeys(part_of(cells.names[at]) for at in order))}
+        order = np.array(sorted(order, key=lambda at: parts[part_of(cells.names[at])]))
     if request.order is Order.WORST:
         order = order[np.argsort(-_badness(found.level, cells.bad)[order], kind="stable")]
     first, last = bounded(request.rows, len(order))
@@ -261,7 +262,8 @@ def _grid(request: GridRequest, cells: Cells, window: Window, order: Integers) -
         for start, at in zip(range(0, len(names), height), holders, strict=True)
     )
     where = np.argwhere(coded >= INFINITE)
-    earliest = where[np.lexsort((where[:, 0], where[:, 1]))][:1].tolist()
+    held = causal[order[[row.holder for row in rows]]]
+    earliest = where[np.lexsort((held[where[:, 0]], where[:, 1]))][:1].tolist()
     attempts, steps, last_steps = window.places()
     is_plain = height == 1 and window.width == 1
     cell = f"{height} tensor{'' if height == 1 else 's'} × {window.width} step{'' if window.width == 1 else 's'}"

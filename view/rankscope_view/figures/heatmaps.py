@@ -51,17 +51,17 @@ def heat_map(run: str, grid: Grid, *, title: str, unit: str) -> Figure:
         style.note(axes, grid.notice)
         _legend(figure, axes, grid)
         if grid.first_bad is not None:
-            style.foot(figure, _first_bad(grid, grid.first_bad[1]))
+            style.foot(figure, _first_bad(grid, *grid.first_bad))
     return figure
 
 
-def _first_bad(grid: Grid, column: int) -> str:
+def _first_bad(grid: Grid, row: int, column: int) -> str:
     """Return the sentence about the first column with a value that is not finite."""
     rows = np.flatnonzero(grid.cells[:, column] >= INFINITE)
     first, last = grid.steps[column], grid.last_steps[column]
     steps = f"step {count(first)}" if first == last else f"steps {count(first)} to {count(last)}"
     more = f" and {count(len(rows) - 1)} more rows" if len(rows) > 1 else ""
-    return f"first values that are not finite: {steps}, {grid.rows[rows[0]].name}{more}"
+    return f"first values that are not finite: {steps}, {grid.rows[row].name}{more}"
 
 
 def _colors(grid: Grid) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:

@@ -281,7 +281,7 @@ def _settings(found: Comparison) -> str:
         for one in found.settings[:_SHOWN_SETTINGS]
     )
     empty = '<p class="empty">No key differs.</p>'
-    table = f'<table class="list"><tr><th>key{heads}</tr>{rows}</table>' if rows else empty
+    table = f'<table class="list wraps"><tr><th>key{heads}</tr>{rows}</table>' if rows else empty
     note = f"{len(found.settings)} differ, {found.equal_settings} are equal"
     without = [one.side.letter.upper() for one in found.sides if one.detail.facts.config is None]
     if without:
