@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -194,6 +195,14 @@ def test_unknown_values_are_omitted():
     bare = replace(RUN, step=None, loss=None, tokens_per_second=None, eta_seconds=None, records_lost=7)
 
     assert ["12,345 rows stored", "lag 3", "2/2 ranks", "7 records LOST"] == list(progress_parts(bare))
+
+
+def test_ended_run_has_no_lag():
+    ended = replace(RUN, state="completed", ranks_alive=0, loss=math.nan)
+
+    assert ["step 60/200", "loss NaN", "2,048 tokens/s", "12,345 rows stored", "0/2 ranks"] == list(
+        progress_parts(ended)
+    )
 
 
 def plain_lines(*updates: tuple[RunProgress, float]) -> list[str]:

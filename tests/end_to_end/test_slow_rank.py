@@ -37,10 +37,14 @@ def test_rank_that_makes_the_other_wait_is_named(service, start_job, another_por
         messages = [f"{alert.title} {alert.text}" for alert in receiver.alerts]
     found = run_command("anomalies", "two", "--store", service.store, "--format", "json").stdout
 
+    counted = "SELECT max((details->>'$.events')::INT) AS events FROM events WHERE type = 'incident'"
+    incidents = json.loads(run_command("sql", counted, "--store", service.store, "--format", "json").stdout)
+
     if not is_slow:
         assert ([], True) == (messages, "No rank of 2 is slow or silent" in page)
         return
     (event,) = json.loads(found)
+    assert [{"events": 1}] == incidents  # as many as `anomalies` lists
     assert ("SlowRank", 1, phase.replace(" ", "_")) == (event["rule"], event["rank"], event["op"])
     assert ("Rank 1 pauses in " if seconds[2] else f"Rank 1 is slow in {phase}: the others wait 0.0") in page
     assert "rank 1" in messages[0]

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 _HEAD: Final = ("time (UTC)", "attempt", "step", "type", "severity", "ranks", "event")
 
+_OF_GROUP: Final = {"restart": "launch or exit", "incident": "anomaly or incident"}
+"""Names of the groups of lines that would be read as a number of restarts and of incidents."""
+
 
 def events_text(run: str, log: EventLog, form: TextFormat) -> str:
     """Return the lines of an event log in the format `form`; JSON has the numbers of all lines by group too."""
@@ -22,7 +25,9 @@ def events_text(run: str, log: EventLog, form: TextFormat) -> str:
     if form is TextFormat.JSON:
         return as_json({"run": run, "counts": log.counts, "lines": [asdict(line) for line in log.lines]})
     rows = [_cells(line) for line in log.lines]
-    known = ", ".join(f"{count(number)} {group}" for group, number in log.counts.items() if number)
+    known = ", ".join(
+        f"{count(number)} {_OF_GROUP.get(group, group)}" for group, number in log.counts.items() if number
+    )
     total = f"{count(len(rows))} of {count(sum(log.counts.values()))} events: {known or 'none'}"
     if form is TextFormat.MARKDOWN:
         lines = [f"# Events of {markdown_cell(run)}", "", total]

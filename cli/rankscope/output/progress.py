@@ -163,11 +163,12 @@ def progress_parts(run: RunProgress) -> Iterator[str]:
 def figures(run: RunProgress) -> Iterator[str]:
     """Yield the known figures of a run as texts: loss, throughput, rows stored, lag, live ranks and lost records."""
     if run.loss is not None:
-        yield f"loss {run.loss:.4f}{run.loss_note}"
+        yield f"loss {run.loss:.4f}{run.loss_note}".replace("nan", "NaN")
     if run.tokens_per_second is not None:
         yield f"{run.tokens_per_second:,.0f} tokens/s"
     yield f"{run.rows_stored:,} rows stored"
-    yield f"lag {run.lag_records}"
+    if run.ranks_alive:  # afterwards, it is the number of records that wait for the last commit
+        yield f"lag {run.lag_records}"
     yield f"{run.ranks_alive}/{run.world_size} ranks"
     if run.records_lost:
         yield f"{run.records_lost} records LOST"

@@ -341,6 +341,8 @@ class Session:
         reason, error = lifecycle.weighed_reason(
             ending.reason, ending.error, last_step, ending.total_steps, ending.signal
         )
+        if reason is ExitReason.EXCEPTION:
+            self.notices.say(f"{error}; the last completed step is {'none' if last_step is None else last_step}")
         event = lifecycle.exit_event(reason, error, last_step)
         last = PendingStep(self.current_step.last_step, now_microseconds(), events=[event])
         self.steps.items.put(lambda: self.publisher.publish_exit(last))

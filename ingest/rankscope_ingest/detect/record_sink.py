@@ -144,7 +144,7 @@ class RecordSink:
         for symptom in first_causes:
             if monitor.incidents.observe(symptom, now) is not None:
                 monitor.poll_now(symptom.run, None)
-        for reason, error, at in exits:
-            monitor.runs.exited(key, rank, reason, error, at=at, incarnation=target.incarnation)
+        for reason, error, at, step in exits:
+            monitor.runs.exited(key, rank, reason, error, at=at, step=step, incarnation=target.incarnation)
         if exits:
             monitor.batcher.want_flush()

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Final
 
 from rankscope_contract.model.events import REPLICA_DESYNC, SLOW_RANK
@@ -257,7 +258,7 @@ class RunMonitor:
                 self.add_event(row)
                 self.metrics.fired(row["run"], row["rank"], {(SLOW_RANK, ""): 1})
             for symptom in symptoms(rows_table("events", [row])):
-                self.incidents.observe(symptom, self.clock())
+                self.incidents.observe(symptom if is_new else replace(symptom, events=0), self.clock())
 
     def due_incidents(self) -> list[Incident]:
         """Return the incidents that must be announced now.

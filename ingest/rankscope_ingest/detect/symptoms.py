@@ -41,8 +41,10 @@ def exit_report(details: Mapping[str, Any]) -> tuple[str, str | None]:
     return str(reason or ""), None if error is None else str(error)
 
 
-def exit_reports(events: pa.Table | None, clock_offset: int = 0) -> list[tuple[str, str | None, int | None]]:
-    """Return (reason, error, time in UTC µs) of the exit event among `events`.
+def exit_reports(
+    events: pa.Table | None, clock_offset: int = 0
+) -> list[tuple[str, str | None, int | None, int | None]]:
+    """Return (reason, error, time in UTC µs, last completed step) of the exit event among `events`.
 
     The list has at most one element, because a process exits once. Its time is that of the process's clock minus
     `clock_offset`, the jumps of this clock in µs.
@@ -51,9 +53,10 @@ def exit_reports(events: pa.Table | None, clock_offset: int = 0) -> list[tuple[s
         return []
     exits = events.filter(pc.equal(events["type"], EventType.EXIT))
     times = exits["ts"].cast(pa.int64()).to_pylist()
+    found = [(parse_details(text), at) for text, at in zip(exits["details"].to_pylist(), times, strict=True)]
     return [
-        (*exit_report(parse_details(text)), None if at is None else at - clock_offset)
-        for text, at in zip(exits["details"].to_pylist(), times, strict=True)
+        (*exit_report(details), None if at is None else at - clock_offset, details.get("last_step"))
+        for details, at in found
     ]
 
 

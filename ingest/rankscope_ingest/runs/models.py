@@ -82,6 +82,7 @@ class Rank:
     exit_reason: str | None = None
     error: str | None = None
     exited_at: int | None = None  # UTC µs, by the clock of the rank
+    completed_step: int | None = None  # according to its exit report; None: `last_step` is complete
     is_restored: bool = False  # read from the store, and not registered since this service started
     is_read: bool = False  # it has answered a poll
     is_closed: bool = False  # it has drained: the store has all its records
@@ -159,8 +160,11 @@ class Attempt:
 
     @property
     def completed_step(self) -> int | None:
-        """Return the last step; of a failed attempt, the last one that all ranks reached."""
-        steps = [rank.last_step for rank in self.ranks.values() if rank.last_step is not None]
+        """Return the last step; of a failed attempt, the last one that all ranks completed."""
+        of_ranks = (
+            rank.last_step if rank.completed_step is None else rank.completed_step for rank in self.ranks.values()
+        )
+        steps = [step for step in of_ranks if step is not None]
         return min(steps) if self.state is RunState.FAILED and steps else self.last_step
 
     @property

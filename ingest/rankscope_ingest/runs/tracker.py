@@ -206,16 +206,17 @@ class RunTracker:
         error: str | None,
         *,
         at: int | None = None,
+        step: int | None = None,
         incarnation: str | None = None,
     ) -> None:
         """Record the exit report of a process; later reports of the same process are ignored.
 
-        `at` is the time of the exit in UTC µs, by the clock of the process.
+        `at` is the time of the exit in UTC µs, by the clock of the process. `step` is its last completed step.
         """
         found = self._find(key, number, incarnation)
         if found is not None and found[1].exit_reason is None:
             attempt, rank = found
-            rank.exit_reason, rank.error, rank.exited_at = reason, error, at
+            rank.exit_reason, rank.error, rank.exited_at, rank.completed_step = reason, error, at, step
             attempt.note_activity(of_work=True)
 
     def closed(self, key: AttemptKey, number: int, incarnation: str | None = None) -> None:

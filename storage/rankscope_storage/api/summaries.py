@@ -104,17 +104,12 @@ FROM (
 )
 """
 
-_EVENTS: Final = """\
-SELECT count(*) FILTER (begins) AS incidents,
-  coalesce(sum(coalesce(TRY_CAST(details->>'$.records' AS BIGINT),  -- negative if lost records were recovered
-    TRY_CAST(details->>'$.last' AS BIGINT) - TRY_CAST(details->>'$.first' AS BIGINT) + 1))
-    FILTER (type = 'gap'), 0)::BIGINT AS lost_records
+_LOST: Final = """\
+SELECT coalesce(sum(coalesce(TRY_CAST(details->>'$.records' AS BIGINT),  -- negative if lost records were recovered
+    TRY_CAST(details->>'$.last' AS BIGINT) - TRY_CAST(details->>'$.first' AS BIGINT) + 1)), 0)::BIGINT AS lost_records
 FROM (
-  SELECT type, CASE WHEN type = 'gap' AND json_valid(details) THEN details::JSON END AS details,
-    type = 'anomaly' AND coalesce(step - lag(step) OVER (
-      PARTITION BY type, attempt ORDER BY step NULLS FIRST) > $gap, row_number() OVER (
-      PARTITION BY type, attempt ORDER BY step NULLS FIRST) = 1) AS begins
-  FROM {events} WHERE run = $run
+  SELECT CASE WHEN json_valid(details) THEN details::JSON END AS details
+  FROM {events} WHERE run = $run AND type = 'gap'
 )
 """
 
@@ -164,7 +159,6 @@ class RunSummary:
     wall_seconds: float | None
     git_commit: str | None  # of the newest launch that reported one
     command: str | None  # command line, secrets masked
-    incidents: int
     lost_records: int
     bytes_on_disk: int  # including its share of files with several runs
 
@@ -268,7 +262,7 @@ def _summary(connection: Connection, run: str, *, with_goodput: bool) -> RunSumm
         **_first_row(connection, _LOSS, run=run),
         **_first_row(connection, _TOKENS.format_map(sources), run=run),
         **_first_row(connection, _CODE.format_map(sources), run=run),
-        **_first_row(connection, _EVENTS.format_map(sources), run=run, gap=INCIDENT_GAP_STEPS),
+        **_first_row(connection, _LOST.format_map(sources), run=run),
     )
 
 

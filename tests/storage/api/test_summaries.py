@@ -13,6 +13,7 @@ from rankscope_storage.api import summaries
 from rankscope_storage.api.store import Batch
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
+from rankscope_view.data.incidents import incidents
 
 START = dt.datetime(2026, 11, 20, 12, tzinfo=dt.UTC)
 
@@ -169,14 +170,14 @@ def test_adjacent_anomalies_are_one_incident(asking, put):
     near = [anomaly(step, tensor=tensor) for step in (60, 61, 70) for tensor in ("a", "b")]
     put("events", *near, anomaly(120), {"type": "note", "step": 300}, anomaly(61, attempt=1))
 
-    assert 3 == summaries.summary(asking, "r").incidents
+    assert 3 == len(incidents(asking, ["r"])["r"])
 
 
-@pytest.mark.parametrize(("pause", "incidents"), [(20, 1), (21, 2)])
-def test_more_than_20_steps_between_anomalies_separate_incidents(asking, put, pause, incidents):
+@pytest.mark.parametrize(("pause", "count"), [(20, 1), (21, 2)])
+def test_more_than_20_steps_between_anomalies_separate_incidents(asking, put, pause, count):
     put("events", anomaly(60), anomaly(60 + pause))
 
-    assert incidents == summaries.summary(asking, "r").incidents
+    assert count == len(incidents(asking, ["r"])["r"])
 
 
 def test_lost_records_are_the_sum_of_the_gaps(asking, put):

@@ -196,7 +196,7 @@ def compared_values(runs: Sequence[Summary]) -> tuple[ComparedValue, ...]:
         "learning rate": [one.parameters.learning_rate for one in runs],
         "gradient norm": [one.parameters.grad_norm for one in runs],
         "restarts": [len(one.detail.restarts) for one in runs],
-        "incidents": [one.stored.incidents for one in runs],
+        "incidents": [one.incidents for one in runs],
         "step seconds": [one.speed.step_seconds for one in runs],
         "GPU utilisation": [None if one.utilization is None else one.utilization.value for one in runs],
     }

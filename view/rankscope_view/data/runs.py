@@ -273,7 +273,7 @@ def _run_row(row: Mapping[str, Any], newest: Newest, listed: Sequence[Incident])
             for name in ("run", "state", "reason", "planned_steps", "started_at", "ended_at", "tags", "note")
         },
         **{name: row[name] for name in ("source_kind", "world_size", "attempt")},
-        step=_done(row, positions, latest.get((run, LOSS), {}).get("position")),
+        step=_done(row, positions),
         seen_at=max(times, default=row["ended_at"] or row["updated_at"]),
         loss=latest.get((run, LOSS), {}).get("value"),
         loss_ranks=latest.get((run, LOSS), {}).get("ranks", 0),
@@ -288,12 +288,10 @@ def _run_row(row: Mapping[str, Any], newest: Newest, listed: Sequence[Incident])
     )
 
 
-def _done(row: Mapping[str, Any], positions: Sequence[int], logged: int | None) -> int | None:
-    """Return the last completed step: a failed run has rows of the step in which it failed, without its loss."""
-    last = row["last_step"]
-    if row["state"] != RunState.FAILED or last is None:
-        return max(positions, default=None)
-    return logged if logged == last - 1 else last
+def _done(row: Mapping[str, Any], positions: Sequence[int]) -> int | None:
+    """Return the last completed step: a failed run also has rows of the step in which it failed."""
+    has_last = row["state"] == RunState.FAILED and row["last_step"] is not None
+    return row["last_step"] if has_last else max(positions, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -152,6 +152,7 @@ class Summary:
     hints: tuple[Hint, ...]
     detail: RunDetail
     stored: RunSummary
+    incidents: int  # open and past ones
 
 
 def read_summary(
@@ -177,8 +178,8 @@ def read_summary(
         named = {one.name for one in evaluations}
         metrics = tuple(one for one in metric_summaries(connection, run) if one.name not in named)
         stored = summaries.summary(connection, run, with_goodput=False)
-        grouped = len(incidents(connection, [run]).get(run, ()))  # as the pages and `rankscope incidents` count them
-    stored = replace(stored, incidents=grouped, goodput=detail.facts.goodput, wall_seconds=detail.facts.wall_seconds)
+        grouped = len(incidents(connection, [run]).get(run, ()))
+    stored = replace(stored, goodput=detail.facts.goodput, wall_seconds=detail.facts.wall_seconds)
     state = _trainer_state(detail.facts.config)
     return Summary(
         run=run,
@@ -194,6 +195,7 @@ def read_summary(
         hints=hints,
         detail=detail,
         stored=stored,
+        incidents=grouped,
     )
 
 
@@ -351,6 +353,7 @@ def summary_document(found: Summary) -> dict[str, Any]:
     return {
         "run": found.run,
         "reason": found.stored.reason,
+        "incidents": found.incidents,
         "open_incidents": [sentence_of(one) for one in found.detail.row.incidents],
         "end": found.detail.row.end_sentence or None,
         **document,

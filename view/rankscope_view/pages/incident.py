@@ -83,7 +83,8 @@ def page(place: Place, row: RunRow, one: Incident, story: Story) -> str:
     """Return the page of one incident."""
     severity = "critical" if one.is_critical else "warning"
     word = "Critical" if one.is_critical else "Warning"
-    state = "Open" if one.is_open else one.states[-1][1].capitalize()
+    words = "open" if one.is_open else _state(one)
+    state = f"{words[:1].upper()}{words[1:]}"
     kind = "pending" if one.is_open else "completed"
     ranks = f"Ranks concerned: {rank_list(story.ranks)}." if story.ranks else ""
     first = "" if one.rule in RULES_OF_RUNS else f"First of {count(max(story.total, one.events))} anomalies. "

@@ -208,8 +208,8 @@ def _stored(found: Summary) -> Iterator[tuple[str, str]]:
     code += [stored.command] if stored.command else []
     if code:
         yield "code", ", ".join(code)
-    see = f", see {shlex.join(['rankscope', 'incidents', found.run])}" if stored.incidents else ""
-    yield "incidents", f"{stored.incidents}{see}"
+    see = f", see {shlex.join(['rankscope', 'incidents', found.run])}" if found.incidents else ""
+    yield "incidents", f"{found.incidents}{see}"
     yield "lost", f"{stored.lost_records} records"
     rows = ", ".join(f"{rows:,} {dataset}" for dataset, rows in stored.rows.items())
     yield "stored", f"{rows or 'nothing'}; {_size(stored.bytes_on_disk)}"
