@@ -250,9 +250,10 @@ class Entry(NotCopied):
             if self._was_compiled is not None:
                 self._was_compiled()
             return None
-        return self._boundary.call("a hook", self._called, *args)
-
-    def _called(self, *args: Any) -> Any:
-        if self._transformed is not None and _transform() is not None and not is_traced():
-            self._transformed()
-        return call_untransformed(self._call, *args)
+        try:  # without two further calls for each hook
+            if self._transformed is not None and _transform() is not None and not is_traced():
+                self._transformed()
+            return call_untransformed(self._call, *args)
+        except Exception as error:  # noqa: BLE001 - as in `ErrorBoundary.call`
+            self._boundary.report("a hook", error)
+            return None
