@@ -47,7 +47,7 @@ def test_report_that_cannot_be_made_is_one_line(in_process, sample_store, argume
     assert 1 == len(done.stderr.splitlines())
 
 
-@pytest.mark.parametrize("run", ["my-run", "../other run"])
+@pytest.mark.parametrize("run", [pytest.param("my-run", marks=pytest.mark.thorough), "../other run"])
 def test_service_makes_the_report_of_a_run_of_any_name(sample_store, tmp_path, run):
     with served(Site(sample_store)) as url:
         found = fetch_report(url, run)

@@ -107,6 +107,7 @@ def test_markdown_has_a_table_for_each_section(in_process, logs):
     assert "\n## Loss\n" in text
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize(
     ("name", "factor"), [("data_time_s", 1.0), ("data_time", 1.0), ("dataloader_time_ms", 1e3), ("time/data", 1.0)]
 )

@@ -57,8 +57,10 @@ def test_each_command_with_a_store_is_in_a_list() -> None:
     assert {*READERS, *WRITERS, "view"} | ({"incidents"} & has_store) == has_store
 
 
-@pytest.mark.usual(4)
-@pytest.mark.parametrize("command", sorted(READERS))
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(name, marks=[pytest.mark.thorough] * (name not in ("runs", "summary"))) for name in sorted(READERS)],
+)
 def test_command_without_store_reads_the_records_folder(folder: Path, command: str) -> None:
     arguments, text = READERS[command]
     done = run_command(command, *arguments, folder=folder, RANKSCOPE_SPOOL_DIR="")

@@ -262,6 +262,7 @@ def test_incident_page_has_the_growth_before_its_first_cause(site):
     assert "attempt 1 was started" in found.text
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize("others", ["no-loss", HOSTILE, MAIN])
 def test_any_two_runs_can_be_compared(site, others):
     found = read(site, "compare", a=MAIN, b=others)

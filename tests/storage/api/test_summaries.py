@@ -29,7 +29,7 @@ def put(writer):
     return append
 
 
-@pytest.fixture(params=[False, True], ids=["open", "locked"])
+@pytest.fixture(params=[pytest.param(False, id="open"), pytest.param(True, id="locked", marks=pytest.mark.thorough)])
 def asking(request, store):
     with connect(store.root, locked=request.param) as connection:
         yield connection
@@ -55,6 +55,23 @@ def test_runs_are_listed_latest_first_with_their_newest_state(asking, put):
     assert [("b", "running"), ("a", "failed")] == [(row["run"], row["state"]) for row in rows]
     assert (3, 2, 5, "killed") == tuple(rows[1][name] for name in ("ranks", "attempts", "last_step", "reason"))
     assert START == rows[1]["started_at"]
+
+
+def test_locked_connection_returns_the_same_rows(store, put):
+    put("runs", {"state": "completed", "ordinal": 1, "started_at": START, "last_step": 3})
+    put("scalars", *(scalar("loss", step, 1.0, rank=rank, ts=START) for step in range(3) for rank in range(2)))
+    put(
+        "events",
+        {"type": "anomaly", "attempt": 0, "rank": 0, "step": 2, "ts": START, "rule": "AnomalyNan", "op": "nans"},
+    )
+    found = []
+    for locked in (False, True):
+        with connect(store.root, locked=locked) as connection:
+            rows = summaries.runs(connection).to_pylist()
+            found.append((rows, summaries.summary(connection, "r"), summaries.anomalies(connection, "r", top=8)))
+
+    assert found[0] == found[1]
+    assert (3, 1) == (found[1][1].last_step + 1, len(found[1][2]))
 
 
 def test_unregistered_run_is_listed_by_its_rows(asking, put, monkeypatch):

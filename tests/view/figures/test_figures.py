@@ -267,8 +267,8 @@ def test_panel_without_data_names_the_missing_data(connection):
     assert "no cells" == heat_map("r", empty_grid("no cells"), title="t", unit="").axes[0].texts[0].get_text()
 
 
-@pytest.mark.usual(2)
-@pytest.mark.parametrize("value", [0.0, -1.0, 1e-300, 1e300])
+@pytest.mark.usual(1)
+@pytest.mark.parametrize("value", [1e300, 0.0, -1.0, 1e-300])
 def test_extreme_gradient_norms_can_be_drawn(connection, value):
     detail = read_detail(connection, "one-row")
     found = {"grad_norm": history([value, value, 1.0]), "loss": history([value, np.inf, value])}

@@ -45,20 +45,19 @@ def trained(folder: Path, end: str) -> int:
 
 @pytest.mark.parametrize(
     ("end", "code", "state"),
-    [("pass", 0, "completed"), ("sys.exit(0)", 0, "completed"), ("sys.exit(3)", 3, "failed")],
+    [
+        ("pass", 0, "completed"),
+        pytest.param("sys.exit(0)", 0, "completed", marks=pytest.mark.thorough),
+        ("sys.exit(3)", 3, "failed"),
+    ],
 )
-def test_script_that_ends_well_is_completed(end: str, code: int, state: str, tmp_path: Path) -> None:
+def test_script_that_ends_well_is_completed_with_all_its_files(end: str, code: int, state: str, tmp_path: Path) -> None:
     assert code == trained(tmp_path, end)
     done = run_command("sql", "select state from attempts", "--store", tmp_path / "records", "--format", "json")
-
-    assert [{"state": state}] == json.loads(done.stdout)
-
-
-def test_files_have_the_statistics_that_the_script_selects_later(tmp_path: Path) -> None:
-    trained(tmp_path, "pass")
     (folder,) = (tmp_path / "out").iterdir()
     before, after = (path.read_text().splitlines() for path in sorted(folder.glob("grad_reduced_*.csv")))
 
+    assert [{"state": state}] == json.loads(done.stdout)
     assert before[0].endswith("name,step,norm,min,shape,dtype")
     assert before[-1] == "0,bias,1,1.414214,1.0,[2],torch.float32"
     assert after[0].endswith("name,step,max,norm,mean,shape,dtype")
