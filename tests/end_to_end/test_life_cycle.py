@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.programs import run_program
 
 from rankscope_storage.connection import connect
+from rankscope_view.data.incidents import Incident, incidents
 
 TRAINING = Path(__file__).with_name("restarting_training.py")
 
@@ -234,3 +236,44 @@ def test_each_kind_of_end_has_its_state_and_reason(service: Any, launch: Launch,
     rows = stored(service, "SELECT run, state, epoch(ended_at - started_at) AS seconds FROM runs")
     assert {ending: state for ending, (state, _, _) in ENDINGS.items()} == {row["run"]: row["state"] for row in rows}
     assert all(0 < row["seconds"] < 60 for row in rows)
+
+
+RAISING = """
+import torch
+from rankscope_exporter import Monitor
+model = torch.nn.Linear(8, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+with Monitor({"statistics": "torch"}).attach(model, optimizer) as monitor:
+    for step in range(1, 9):
+        loss = model(torch.ones(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        monitor.log(loss=loss)
+    raise ValueError("planted")
+"""
+
+
+def test_run_that_raises_again_has_one_open_failure_and_its_rules_begin_again(service: Any) -> None:
+    service.start()
+    done = []
+    for attempt in range(2):
+        done.append(run_program(RAISING, RANKSCOPE_RUN="again", RANKSCOPE_INGEST_URL=service.url))
+        failures = service.wait_for(
+            lambda attempt=attempt: (
+                [one for one in failures_of(service) if one.attempt == attempt] and failures_of(service)
+            )
+        )
+        # The failure of the later attempt is stored together with the end of the earlier one.
+        assert [attempt] == [one.attempt for one in failures if one.is_open]
+    assert 0 == service.stop(), service.log()
+
+    first, second = (one.stderr for one in done)
+    assert f"rankscope: registered with service {service.url}\n" in first
+    again = "AnomalyTurbulence from value 101, LossSpike from value 20, LearningRateJump from value 20"
+    assert f"{service.url} as attempt 1; rules begin again without earlier values: {again}\n" in second
+
+
+def failures_of(service: Any) -> list[Incident]:
+    with connect(service.store) as connection:
+        return [one for one in incidents(connection, ["again"]).get("again", []) if one.rule == "RunFailed"]

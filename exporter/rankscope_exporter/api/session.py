@@ -176,7 +176,7 @@ class Session:
             overhead=self.overhead_seconds,
             dropped=self._dropped,
             faults=lambda: boundary.count,
-            on_registered=lambda: self.notices.registered(config.serve.ingest_url),
+            on_registered=lambda attempt: self.notices.registered(config.serve.ingest_url, attempt, config.rules),
             sources=RankServerSources(
                 take_stacks=lambda: self.diagnosis.take("request").document(self.identity.rank),
                 change_sampling=self._change_sampling,

@@ -109,13 +109,14 @@ class RankServer:
         overhead: Callable[[], Mapping[str, float]],
         dropped: Callable[[], Mapping[str, int]],
         faults: Callable[[], int],
-        on_registered: Callable[[], None] = lambda: None,
+        on_registered: Callable[[int], None] = lambda _: None,
         sources: RankServerSources | None = None,
     ) -> None:
         """`overhead`, `dropped` and `faults` are functions that return statistics for the metrics page.
 
         The statistics are the CPU seconds, the dropped records and the errors of other components of the monitor.
-        `on_registered` is called on the registration thread when the service has accepted this rank for the first time.
+        `on_registered` is called on the registration thread, with the number of the attempt, when the service has
+        accepted this rank for the first time.
         """
         self.state = RankState(identity.incarnation)
         self.service_url = config.ingest_url
@@ -360,6 +361,6 @@ class RankServer:
         try:
             self._commit(reply.committed)
             if is_first:
-                self._on_registered()
+                self._on_registered(reply.attempt)
         except Exception as error:  # noqa: BLE001 - a wrong cursor or a disk error must not end the heartbeats
             self._on_fault("registration", error)
