@@ -228,6 +228,15 @@ def test_undelivered_notifications_are_reported_with_their_reason(sample_store):
     )
 
 
+def test_two_trainings_of_one_name_are_reported(sample_store):
+    environment = healthy_environment()
+    environment.pages[f"{SERVICE}/api/v1/status"] = {"shared_names": ["two trainings have the same run name 'r'"]}
+
+    assert "WARN  two trainings have the same run name 'r'\n        -> export another RANKSCOPE_RUN" in report(
+        environment, sample_store
+    )
+
+
 @pytest.mark.parametrize("response", ["<html>", [], {"hello": 1}])
 def test_other_server_at_the_address_is_not_the_service(sample_store, response):
     environment = healthy_environment()

@@ -43,8 +43,8 @@ def serve(
     """Store the records of all ranks that register, until Ctrl-C, SIGTERM or SIGHUP; then store pending rows and exit.
 
     A closed terminal sends SIGHUP; under nohup, the service continues. Options override the configuration file. Without
-    a file, the store is $RANKSCOPE_STORE or the folder `history`. If the file contains no token, $RANKSCOPE_TOKEN or the
-    file named by $RANKSCOPE_TOKEN_FILE is used, as on ranks.
+    a file, the store is $RANKSCOPE_STORE or the folder `history`. If the file contains no token, $RANKSCOPE_TOKEN or
+    the file named by $RANKSCOPE_TOKEN_FILE is used, as on ranks.
 
     [bold]Examples[/bold]
 

@@ -131,6 +131,8 @@ def _others(environment: Environment, url: str, token: str | None) -> Iterator[C
         yield fail(
             AREA, f"refuses requests of {len(others)} other remote write senders", f"see {url}{SERVICE_PAGE_PATH}"
         )
+    for sentence in document.get("shared_names", ()):
+        yield warn(AREA, sentence, "export another RANKSCOPE_RUN in one of the job scripts")
     if found := document.get("notifications"):
         yield warn(AREA, f"notifications: {found}", "check the address in [notify] urls: rankscope notify test FILE")
 

@@ -106,13 +106,14 @@ class RegistrationReply:
     """Response of the service to a registration.
 
     It contains the lease, the attempt number of the run, the heartbeat interval in seconds, and the newest committed
-    sequence number. Only a reader that sends the lease can mark records as committed.
+    sequence number. Only a reader that sends the lease can mark records as committed. The rank prints `notice`, once.
     """
 
     lease: str
     attempt: int
     heartbeat_seconds: float
     committed: int = NOTHING
+    notice: str | None = None
 
     def to_json(self) -> str:
         """Return the reply to a registration as the JSON body of the response."""

@@ -120,6 +120,7 @@ class RunMonitor:
         self._last_ordinal = history.last_ordinal
         self._updated_at: float | None = None
         self._commits_with_states = 0
+        self.shared_names: dict[str, str] = {}  # sentences about runs of two trainings at the same time
 
     def may_have_states(self, commit: Collection[str]) -> bool:
         """Return whether a commit with rows of these datasets may contain a new state of a run."""
@@ -216,13 +217,17 @@ class RunMonitor:
         for target in self._unattended_targets():
             if target.liveness.has_vanished(now, self.runs.limits):
                 self._abandon(target, now)
+        shown = self.runs.latest()
         for attempt in changes.changed:
             log.info(
                 "state of the run changed to %s", attempt.state, extra={"run": attempt.run, "reason": attempt.reason}
             )
             self._write_state(attempt)
+            if (other := shown.get(attempt.run)) not in (None, attempt):
+                self._write_state(other)
             self.batcher.want_flush()
             self._commits_with_states = 2  # one may be under way
+        self._check_names()
         for attempt in self.versions.due(self.runs.attempts(), wall):
             self._write_state(attempt)
         self.check_replicas()
@@ -234,6 +239,21 @@ class RunMonitor:
             self.resolve_incidents()  # the failures that these replace, in the same commit
         self._forget(now)
         return failures
+
+    def _check_names(self) -> None:
+        """Report each run whose name two trainings use at the same time."""
+        known, self.shared_names = self.shared_names, {}
+        for run, pair in self.runs.simultaneous().items():
+            hosts = " and ".join(
+                f"attempt {one.number} on {', '.join(sorted({rank.host for rank in one.ranks.values()})[:3])}"
+                for one in pair
+            )
+            self.shared_names[run] = (
+                f"two trainings have the same run name {run!r} at the same time: {hosts}. Both are stored, but as one "
+                "run: set another RANKSCOPE_RUN for one of them"
+            )
+            if run not in known:
+                log.warning("%s", self.shared_names[run])
 
     def check_replicas(self) -> None:
         """Add events for replicas that diverged or are equal again.
@@ -333,7 +353,7 @@ class RunMonitor:
             self.add_event(row)
 
     def _write_state(self, attempt: Attempt) -> None:
-        version = self.versions.of_attempt(attempt, is_latest=self.runs.is_newest(attempt))
+        version = self.versions.of_attempt(attempt, is_latest=self.runs.latest().get(attempt.run) is attempt)
         self.batcher.add(version, self.clock())
 
     def _forget(self, now: float) -> None:

@@ -187,6 +187,11 @@ class Attempt:
         """
         return any(not rank.is_read and now - rank.known_since < ARRIVAL_SECONDS for rank in self.live_ranks)
 
+    def trains_beside(self, younger: Attempt, seconds: float = 0.0) -> bool:
+        """Return whether a rank has given a sign of life more than `seconds` after the launch of a younger attempt."""
+        began = min((rank.known_since for rank in younger.ranks.values()), default=-math.inf) + seconds
+        return not self.has_ended and any(rank.liveness.last_sign > began for rank in self.live_ranks)
+
     @property
     def ranks_missing(self) -> int:
         """Return the world size minus the number of live ranks; 0 for a completed or stopped attempt."""

@@ -8,8 +8,9 @@ state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from rankscope_contract.model.events import RunState
 from rankscope_contract.protocol.channel import Registration
@@ -17,6 +18,9 @@ from rankscope_contract.security.redaction import redacted
 from rankscope_ingest.base.config import RunsSection
 from rankscope_ingest.runs.models import ENDED, Attempt, AttemptKey, Liveness, Rank
 from rankscope_ingest.runs.state_machine import StateDecision, judge
+
+OVERLAP_SECONDS: Final = 5.0
+"""Time for which two attempts of a run train together before this is reported: one process may be ending."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,15 +68,30 @@ class RunTracker:
         return [attempt for one in numbers if (attempt := self.known((run, one))) is not None]
 
     def latest(self) -> dict[str, Attempt]:
-        """Return the newest attempt of each run, by run.
+        """Return the attempt of each run whose state is that of the run: the newest one, by run.
 
-        A run is left out if the state of its newest attempt is no longer evaluated.
+        If the newest one has ended, but an older one trains at the same time, it is the newest of those. A run is left
+        out if the state of its newest attempt is no longer evaluated, and none trains.
         """
-        return {attempt.run: attempt for attempt in self._attempts.values() if self.is_newest(attempt)}
+        found: dict[str, Attempt] = {}
+        for older, newest in self._with_newest():
+            if older is newest and not (newest.has_ended and newest.run in found):
+                found[newest.run] = newest
+            elif newest.has_ended and older.trains_beside(newest):
+                found[newest.run] = older
+        return found
 
-    def is_newest(self, attempt: Attempt) -> bool:
-        """Return whether `attempt` is the newest known attempt of its run."""
-        return self._newest.get(attempt.run) == attempt.number
+    def simultaneous(self) -> dict[str, tuple[Attempt, Attempt]]:
+        """Return a live attempt and a younger one of each run in which both train, or trained, at the same time."""
+        pairs = ((older, newest) for older, newest in self._with_newest() if older is not newest)
+        return {one.run: (one, newest) for one, newest in pairs if one.trains_beside(newest, OVERLAP_SECONDS)}
+
+    def _with_newest(self) -> Iterator[tuple[Attempt, Attempt]]:
+        """Yield each attempt whose state is evaluated, and the newest one of its run, in ascending order of numbers."""
+        for attempt in sorted(self._attempts.values(), key=lambda one: one.number):
+            newest = self.known((attempt.run, self._newest.get(attempt.run, -1)))
+            if newest is not None and attempt.number <= newest.number:
+                yield attempt, newest
 
     def is_live(self, key: AttemptKey, number: int, incarnation: str) -> bool:
         """Return whether `incarnation` is the live process of rank `number`.

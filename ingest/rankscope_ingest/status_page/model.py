@@ -37,6 +37,7 @@ class ServiceStatus:
     samples_dropped: int  # of exporters: repeated, doubled or out of bounds
     background_errors: Mapping[str, int] = field(default_factory=dict)  # unexpected ones, by task
     notifications: str | None = None  # those that could not be delivered, with the reason
+    shared_names: Sequence[str] = ()  # sentences about runs of two trainings at the same time
     remote: Mapping[str, float] = field(default_factory=dict)  # counters of remote write and read, by their names
     refused_senders: Sequence[RefusedSender] = ()  # of remote write, the latest first
 

@@ -87,6 +87,8 @@ def _service(service: ServiceStatus, targets: Sequence[TargetStatus]) -> Iterato
     yield from _refused(service.refused_senders)
     if service.notifications is not None:
         yield f'<p class="alarm" role="alert"><strong>Notifications.</strong> {text(service.notifications)}</p>'
+    for sentence in service.shared_names:
+        yield f'<p class="alarm" role="alert"><strong>Run names.</strong> {text(sentence)}</p>'
     worst = max((target.lag_seconds for target in targets), default=0.0)
     facts = {
         "last commit": ago(service.last_commit_ago_seconds),

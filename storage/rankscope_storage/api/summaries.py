@@ -27,8 +27,8 @@ INCIDENT_GAP_STEPS: Final = 20
 # The time of an import event is not a time of the run. Logs that were imported into a live run do not change its facts.
 _RUNS: Final = f"""\
 WITH known AS (
-  SELECT run, max(attempt) + 1 AS attempts, count(DISTINCT rank) AS ranks, max(step) AS last_step,
-    min(ts) AS first_ts, max(ts) AS last_ts
+  SELECT run, max(attempt) + 1 AS attempts, count(DISTINCT rank) AS ranks,
+    coalesce(max(step) FILTER (attempt = shown), max(step)) AS last_step, min(ts) AS first_ts, max(ts) AS last_ts
   FROM (
     SELECT run, attempt, rank, step, ts FROM scalars_without_jumps WHERE {is_main_source()}
     UNION ALL
@@ -37,7 +37,7 @@ WITH known AS (
       OR run NOT IN (SELECT run FROM attempts WHERE source_kind = 'live')
     UNION ALL
     SELECT run, NULL, NULL, last_step, NULL FROM ({{tensor_runs}})
-  ) GROUP BY run
+  ) LEFT JOIN (SELECT run, attempt AS shown FROM runs WHERE source_kind = 'live') USING (run) GROUP BY run
 )
 SELECT run, state, coalesce(attempts, 0) AS attempts, coalesce(ranks, 0) AS ranks,
   coalesce(greatest(runs.last_step, if(state = 'failed', NULL, known.last_step)), known.last_step) AS last_step,

@@ -364,7 +364,7 @@ def test_invalid_retention_fails_before_anything_starts(tmp_path):
         make_plan(CommandLine(store=tmp_path / "h", retention="a fortnight"))
 
 
-def test_closed_terminal_requests_an_orderly_stop_however_often_it_is_reported():
+def test_closed_terminal_requests_one_orderly_stop():
     signals = StopSignals()
     with signals.caught():
         signal.raise_signal(signal.SIGHUP)

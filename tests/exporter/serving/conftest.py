@@ -105,6 +105,7 @@ class ServiceDouble:
         self.pokes: list[dict[str, Any]] = []
         self.authorizations: list[str | None] = []
         self.committed = -1
+        self.notice: str | None = None
         self.lease = "lease-1"
         self.heartbeat_seconds = 30.0
         self.refusal: tuple[int, str] | None = None
@@ -150,7 +151,11 @@ class ServiceDouble:
 
     def reply(self) -> RegistrationReply:
         return RegistrationReply(
-            lease=self.lease, attempt=0, heartbeat_seconds=self.heartbeat_seconds, committed=self.committed
+            lease=self.lease,
+            attempt=0,
+            heartbeat_seconds=self.heartbeat_seconds,
+            committed=self.committed,
+            notice=self.notice,
         )
 
     def stop(self) -> None:

@@ -56,6 +56,14 @@ def test_heartbeat_contains_the_current_state(new_rank, service, record, until):
     assert 41 == sent[0]["step"]
 
 
+def test_notice_of_the_service_is_printed_once(new_rank, service, until, caplog):
+    service.heartbeat_seconds, service.notice = 0.05, "two trainings have the same run name"
+    new_rank(ingest_url=service.url)
+    until(lambda: len(service.registrations) > 3)
+
+    assert 1 == caplog.text.count("two trainings have the same run name")
+
+
 def test_polled_rank_sends_no_heartbeat(new_rank, service, until):
     service.heartbeat_seconds = 1.0
     rank = new_rank(ingest_url=service.url)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import math
 import re
 import time
@@ -18,8 +19,10 @@ from rankscope_contract.protocol.channel import ARROW_STREAM
 from rankscope_ingest.detect import run_monitor
 from rankscope_ingest.detect.stall_handler import StallHandler
 from rankscope_ingest.record_channel.loop import TargetLoop
-from rankscope_storage.api.summaries import summary
+from rankscope_ingest.runs import tracker
+from rankscope_storage.api.summaries import runs, summary
 from rankscope_storage.connection import connect
+from rankscope_view.data.summary import read_summary
 
 LOSSES = (
     "SELECT run, attempt, rank, incarnation, seq, step, value FROM scalars WHERE name = 'loss' ORDER BY run, rank, seq"
@@ -82,6 +85,42 @@ async def test_new_launch_is_the_next_attempt_also_after_a_restart(start_service
 
     assert [0, 1, 2] == attempts
     assert attempts == [row["attempt"] for row in service.rows("SELECT attempt FROM scalars ORDER BY attempt")]
+
+
+async def test_live_training_is_shown_after_a_younger_one_of_its_name_has_ended(
+    start_service, fake_rank, eventually, monkeypatch, caplog
+):
+    """The two are reported, once in the log and to the rank that is alive."""
+    monkeypatch.setattr(tracker, "OVERLAP_SECONDS", 0.1)
+    ended = [{"type": "exit", "details": '{"reason": "completed"}'}]
+    older_, younger_ = fake_rank(launch_id="a", planned_steps=9), fake_rank(launch_id="b", incarnation="b")
+    async with older_ as older, younger_ as younger, start_service() as service:
+        older.publish_steps(6)
+        await older.register(service.url)
+        await eventually(lambda: older.committed == 5)
+        younger.publish_steps(3)
+        younger.publish(step=None, events=ended)
+        await younger.register(service.url)
+        await eventually(lambda: service.rows("FROM attempts WHERE attempt = 1 AND state = 'completed'"))
+        older.publish_steps(1)
+        await eventually(lambda: older.committed == 6)
+        await eventually(lambda: [row["attempt"] for row in service.rows("FROM runs WHERE state = 'running'")] == [0])
+        shown = await service.run_state()
+        reply = json.loads((await older.register(service.url))[1])
+        pages = [(await service.get(path))[1] for path in ("/", "/service", "/api/v1/status")]
+        with connect(service.store) as connection:
+            listed, found = runs(connection).to_pylist(), read_summary(connection, "r")
+        older.publish(step=None, events=ended)
+        await eventually(lambda: service.rows("FROM runs WHERE state = 'completed' AND attempt = 1"))
+
+    assert (0, "running", 6) == (shown["attempt"], shown["state"], shown["step"])
+    assert reply["notice"].startswith(
+        "two trainings have the same run name 'r' at the same time: attempt 0 on here and "
+    )
+    assert all("two trainings have the same run name" in page for page in pages)
+    assert 1 == caplog.text.count("two trainings have the same run name")
+    assert [(6, 9)] == [(row["last_step"], row["planned_steps"]) for row in listed]
+    assert (6, 9, 6) == (found.progress.step, found.progress.planned_steps, found.losses.current_step)
 
 
 async def test_clock_set_back_does_not_make_an_old_version_the_latest(

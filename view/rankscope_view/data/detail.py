@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -120,6 +120,8 @@ def read_detail(connection: Connection, run: str, *, most_step_times: int | None
         if row is None:
             return None
         histories = main_histories(connection, run, names, rows=rows)
+        if row.is_live and row.attempt is not None:
+            histories = {name: _standing(history, row.attempt) for name, history in histories.items()}
         lines = event_lines(connection, run)
         has_tokens = row.source_kind != "live" or bool(connection.query(_TOKENS, {"run": run}).num_rows)
         facts = run_facts(connection, run, with_goodput=_needs_goodput(rows, run, most_step_times))
@@ -140,6 +142,13 @@ def read_detail(connection: Connection, run: str, *, most_step_times: int | None
         else float(perplexity(np.array([row.loss]))[0]),
         loss_change=_change(loss),
     )
+
+
+def _standing(history: History, attempt: int) -> History:
+    """Return `history`, in which younger attempts, which have ended, supersede no step of the live `attempt`."""
+    if not (history.attempt > attempt).any():
+        return history
+    return replace(history, stands=(history.attempt == attempt) | (history.stands & (history.attempt < attempt)))
 
 
 def _needs_goodput(rows: RawRows, run: str, most: int | None) -> bool | None:

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -124,10 +125,12 @@ def read_newest(
     *,
     has_curves: bool,
     rows: RawRows | None = None,
+    shown: Mapping[str, int] = MappingProxyType({}),
 ) -> Newest:
     """Return the newest rows of `runs`, and the time left of the runs in `live`, which has their planned steps.
 
-    `rows` has the rows of the shown scalars, if they were read before.
+    `rows` has the rows of the shown scalars, if they were read before. `shown` has the attempt of live runs: a younger
+    one has ended before it.
     """
     found = Newest()
     rows = rows or (read_rows(connection, runs, set(_SHOWN)) if runs else RawRows())
@@ -136,13 +139,18 @@ def read_newest(
         rows.for_sql.update(row["run"] for row in connection.query(_JUMPED, {"runs": asked}).to_pylist())
     for run in runs:
         if run not in rows.for_sql:
-            _add(found, rows, run, live, has_curves=has_curves)
+            _add(found, rows, run, live, has_curves=has_curves, shown=shown.get(run))
     _add_by_sql(connection, found, sorted(rows.for_sql), live, has_curves=has_curves)
     return found
 
 
-def _add(found: Newest, rows: RawRows, run: str, live: Mapping[str, int | None], *, has_curves: bool) -> None:
+def _add(
+    found: Newest, rows: RawRows, run: str, live: Mapping[str, int | None], *, has_curves: bool, shown: int | None
+) -> None:
     series = {name: one for name in _SHOWN if (one := rows.main(run, name)) is not None}
+    for name, one in series.items() if shown is not None else ():
+        own = one.attempt <= shown
+        series[name] = one if own.all() or not own.any() else one.select(own)
     for name, one in series.items():
         found.values[run, name] = _newest(one, SPEED_STEPS if name in SPEEDS else 1)
     if has_curves and LOSS in series:
