@@ -372,7 +372,6 @@ _TITLES: Final = {
     "step_seconds": "Step time, s",
     "tflops_per_gpu": "TFLOP/s of the device",
     "mfu": "Share of the peak FLOP/s (MFU)",
-    "device_memory_alloc_retries_total": "Device memory allocation retries in total",
     "device_memory_ooms_total": "Device memory failures in total",
 }
 

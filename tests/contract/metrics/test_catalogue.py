@@ -53,7 +53,7 @@ def test_each_scalar_has_at_most_one_metric():
 
 
 TITLES = {
-    "device_memory_alloc_retries_total": "Device memory allocation retries in total",
+    "device_memory_alloc_retries_total": "Device memory alloc retries in total",
     "device_memory_allocated_bytes": "Device memory allocated, bytes",
     "device_memory_allocated_peak_bytes": "Device memory allocated peak, bytes",
     "device_memory_ooms_total": "Device memory failures in total",

@@ -11,16 +11,19 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from tests.view.data.test_curves import history
-from tests.view.training import HOSTILE, MAIN, append, rows, run_row
+from tests.view.training import HOSTILE, MAIN, append, rows, run_row, scalars
 
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
 from rankscope_view import figures
+from rankscope_view.data.comparison import compared_values
 from rankscope_view.data.detail import read_detail
 from rankscope_view.data.grid import UPDATE_RATIO, GridRequest, empty_grid, tensor_grid
 from rankscope_view.data.ranks import rank_grid, rank_table
 from rankscope_view.data.speed import Throughput, read_speed
+from rankscope_view.data.summary import read_summary
 from rankscope_view.data.utilization import Gpu, Method, Utilization, read_utilization
 from rankscope_view.figures.boxes import MOST_GPUS, gpu_boxes
 from rankscope_view.figures.heatmaps import heat_map
@@ -28,6 +31,7 @@ from rankscope_view.figures.overlay import overlay
 from rankscope_view.figures.overview import average_width, overview
 from rankscope_view.figures.speed import loss_and_throughput
 from rankscope_view.figures.style import save
+from rankscope_view.pages.sections import sections
 
 FAILED = "qwen-7b-sft-tulu"
 
@@ -84,7 +88,7 @@ def test_average_of_the_overview_is_empty_until_its_window_is_full(connection):
     x, y = data(figure.axes[0], "average")
     losses = column(connection, "SELECT loss FROM loss_curve WHERE run = 'no-times' ORDER BY step")
 
-    assert [0, 1, 10, 10] == [average_width(rows) for rows in (10, 11, 100, 5000)]
+    assert [0, 0, 2, 10, 10] == [average_width(rows) for rows in (10, 19, 20, 100, 5000)]
     assert list(range(2, 30)) == x
     assert [sum(losses[at - 2 : at + 1]) / 3 for at in range(2, 30)] == pytest.approx(y)
     assert "moving average of 3 rows" in [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
@@ -299,3 +303,48 @@ def test_figures_need_no_display():
 
     assert len(sources) > 5
     assert [] == [text for text in sources if re.search(r"^\s*(import|from) .*pyplot", text, re.MULTILINE)]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Return a connection to a store with runs of two rows, and with a NaN at the end of 120 rows."""
+    folder = tmp_path_factory.mktemp("small") / "store"
+    with Store.open(folder, create=True).claim(owner="a test") as writer:
+        two, many = np.arange(2), np.arange(120)
+        losses = {"two": (two, 2.0 - two / 10), "nan": (many, np.where(many < 50, 2.0, np.nan))}
+        for run, (steps, loss) in losses.items():
+            tables = [scalars(run, "loss", steps, loss), scalars(run, "grad_norm", steps, 1.1 + steps / 1000)]
+            append(writer, runs=run_row(run, "completed"), scalars=pa.concat_tables(tables))
+    with connect(folder) as opened:
+        yield opened
+
+
+def test_figures_of_few_rows_claim_no_average_and_have_several_ticks(small):
+    detail = read_detail(small, "two")
+    figures = [overview(detail), loss_and_throughput(detail, None), overlay("loss", [("two", detail.history("loss"))])]
+    for figure in figures:
+        figure.draw_without_rendering()
+    words = [text.get_text() for figure in figures for text in figure.findobj(Text)]
+    norms, losses = figures[0].axes[2:]
+
+    assert [] == [word for word in words if "average" in word]
+    for axes in (norms, losses):
+        low, high = axes.get_ylim()
+        assert len([tick for tick in axes.get_yticks() if low <= tick <= high]) > 1
+
+
+def test_label_of_a_nan_at_the_end_is_inside_of_its_panel(small):
+    figure = overview(read_detail(small, "nan"))
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    (label,) = [text for text in axes.texts if "NaN 50–119" in text.get_text()]
+
+    assert label.get_window_extent().x1 <= axes.get_window_extent().x1
+
+
+def test_mean_of_finite_losses_is_named(small):
+    summary = read_summary(small, "nan")
+    (row,) = [value for part in sections(summary) for value in part.rows if "mean of" in value[0]]
+
+    assert ("mean of the 50 finite", "2.000000") == tuple(row)
+    assert "mean finite loss" in [value.name for value in compared_values([summary, read_summary(small, "two")])]

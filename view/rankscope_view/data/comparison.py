@@ -17,7 +17,6 @@ from rankscope_storage.diff.sources import DiffSelection, DiffSide
 from rankscope_view.data.detail import RunDetail, read_chart, read_detail
 from rankscope_view.data.documents import flat, json_object
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, History
-from rankscope_view.data.newest import SPEED_STEPS
 from rankscope_view.data.summary import Summary
 
 MOST_ROWS: Final = 5_000_000
@@ -75,18 +74,12 @@ class ComparedSide:
     detail: RunDetail
     histories: Mapping[str, History]
 
-    def newest(self, name: str) -> float | None:
-        """Return the newest value of a scalar, or None."""
-        history = self.histories.get(name)
-        return float(history.value[-1]) if history is not None and len(history) else None
-
-    def speed(self, name: str) -> float | None:
-        """Return the median of the newest steps of a time, as in the list of runs and on the page of a run."""
-        if self.side.rank is None and name in self.detail.row.speeds:
+    def newest(self, name: str, steps: int = 1) -> float | None:
+        """Return the newest value of a scalar, or the median of several steps; a speed of a run is that of its page."""
+        if self.side.rank is None and steps > 1 and name in self.detail.row.speeds:
             return self.detail.row.speeds[name]
-        values = self.histories[name].value[-SPEED_STEPS:] if name in self.histories else np.array([])
-        values = values[np.isfinite(values)]
-        return float(np.median(values)) if len(values) else None
+        history = self.histories.get(name)
+        return float(np.median(history.value[-steps:])) if history is not None and len(history) else None
 
     @property
     def step(self) -> int | None:
@@ -191,7 +184,7 @@ def compared_values(runs: Sequence[Summary]) -> tuple[ComparedValue, ...]:
         "planned steps": [one.progress.planned_steps for one in runs],
         "loss": [one.losses.current for one in runs],
         "lowest loss": [one.losses.lowest for one in runs],
-        "mean loss": [one.losses.mean for one in runs],
+        f"mean {'finite ' if any(one.losses.nonfinite for one in runs) else ''}loss": [one.losses.mean for one in runs],
         "rows not finite": [one.losses.nonfinite for one in runs],
         "learning rate": [one.parameters.learning_rate for one in runs],
         "gradient norm": [one.parameters.grad_norm for one in runs],

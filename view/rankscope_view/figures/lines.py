@@ -25,6 +25,9 @@ _MARGIN: Final = 0.06
 _FEW_DECADES: Final = 300.0
 """Ratio of the limits of a logarithmic axis below which 2 and 5 times the powers of ten have labels too."""
 
+_NARROW: Final = 8.0
+"""Ratio of these limits below which the labels are those of a linear axis."""
+
 _MOST_LABELS: Final = 4
 """Largest number of ranges of NaN that have a label; further ones are only hatched."""
 
@@ -101,7 +104,11 @@ def hatch_nonfinite(axes: Axes, found: Curve, *, name: str = "") -> None:
         if number_of_range < _MOST_LABELS:
             steps = count(one.first_step)
             steps += "" if one.first_step == one.last_step else f"–{count(one.last_step)}"
-            beside(axes, f"{name}{one.word} {steps}", last, 0.62 - 0.08 * number_of_range, color=RED)
+            is_last = found.extent is not None and one.last > found.extent[0] + 0.8 * (
+                found.extent[1] - found.extent[0]
+            )
+            height = 0.62 - 0.08 * number_of_range
+            beside(axes, f"{name}{one.word} {steps}", first if is_last else last, height, color=RED, is_left=is_last)
 
 
 def mark_restarts(axes: Axes, found: Curve) -> None:
@@ -154,9 +161,15 @@ def use_log_axis(axes: Axes, found: Curve) -> bool:
     if not any((line.value > 0).any() for line in found.lines):
         return False
     axes.set_yscale("log")
+    label_log_axis(axes)
+    return True
+
+
+def label_log_axis(axes: Axes) -> None:
+    """Label a logarithmic vertical axis, with several ticks also if its limits are close to each other."""
     low, high = axes.get_ylim()
-    if high / max(low, 1e-300) < _FEW_DECADES:
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    ratio = high / max(low, 1e-300)
+    if ratio < _FEW_DECADES:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)) if ratio > _NARROW else MaxNLocator(5))
     axes.yaxis.set_major_formatter(formatter(plain))
     axes.yaxis.set_minor_formatter(formatter(lambda _value, _position: ""))
-    return True

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from rankscope_contract.metrics.catalogue import SCALAR_TITLES
-from rankscope_view.data.curves import Axis, Curve, curve, notice
+from rankscope_view.data.curves import Axis, Curve, Smoothing, curve, notice
 from rankscope_view.data.history import History
 from rankscope_view.figures import lines, style
 from rankscope_view.pages.format import measure
@@ -25,15 +25,6 @@ _CHARACTER: Final = 0.0088
 """Width of a character of a label as a share of the width of the panel."""
 
 _TEXT_SIZE: Final = 11.5
-
-
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """Colour, line style and marker of one run."""
-
-    color: str
-    dash: str | tuple[int, tuple[float, ...]]
-    marker: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +50,21 @@ def overlay(
         figure = style.new_figure(*SIZE)
         axes: Axes = figure.subplots()
         known = [(label, history) for label, history in histories if np.isfinite(history.value).any()]
-        axes.set_title(
-            style.shown(title)
-            if title
-            else f"{words[:1].upper()}{words[1:]} of {len(known)} run{'' if len(known) == 1 else 's'}"
-        )
+        runs = f"{len(known)} run{'' if len(known) == 1 else 's'}"
+        axes.set_title(style.shown(title or f"{words[:1].upper()}{words[1:]} of {runs}"))
         if not known:
             style.show_nothing(axes, f"no run has a finite {words}")
             return figure
-        asked = lines.request(axis, width=AVERAGE_ROWS)
+        asked = lines.request(axis, width=AVERAGE_ROWS if max(len(rows) for _, rows in known) > AVERAGE_ROWS else 0)
         curves = [(label, curve(history, asked)) for label, history in known]
-        ends = [_draw(axes, label, found, _look(number)) for number, (label, found) in enumerate(curves)]
+        ends = [_draw(axes, label, found, number) for number, (label, found) in enumerate(curves)]
         _limit(axes, [found for _, found in curves], max(len(end.text) for end in ends))
         lines.label_axis(axes, curves[0][1], known[0][1])
         axes.set_ylabel(words)
         _label_ends(axes, ends)
         style.legend_below(axes)
-        style.note(axes, f"line and number at its end: rows · light: moving average of {AVERAGE_ROWS} rows")
+        light = f" · light: {lines.average_words(asked)}" if asked.smoothing is not Smoothing.NONE else ""
+        style.note(axes, f"line and number at its end: rows{light}")
         missing = [label for label, _ in histories if label not in dict(known)]
         remarks = [f"{label}: {notice(found)}" for label, found in curves]
         remarks += [f"{label}: no finite value" for label in missing]
@@ -83,29 +72,22 @@ def overlay(
     return figure
 
 
-def _look(number: int) -> _Look:
-    return _Look(
-        style.SERIES[number % len(style.SERIES)],
-        style.DASHES[number % len(style.DASHES)],
-        _MARKERS[number % len(_MARKERS)],
-    )
-
-
-def _draw(axes: Axes, label: str, found: Curve, look: _Look) -> _End:
-    """Draw the lines of one run, and return the label at its end."""
+def _draw(axes: Axes, label: str, found: Curve, run: int) -> _End:
+    """Draw the lines of the run with the number `run`, and return the label at its end."""
+    color, dash = style.SERIES[run % len(style.SERIES)], style.DASHES[run % len(style.DASHES)]
     last = (0.0, 0.0)
     for number, line in enumerate(found.lines):
         every = max(1, len(line.x) // _MARKED_ROWS)
         axes.plot(
-            line.x, line.value, color=look.color, linewidth=1.4, linestyle=look.dash, marker=look.marker,
+            line.x, line.value, color=color, linewidth=1.4, linestyle=dash, marker=_MARKERS[run % len(_MARKERS)],
             markevery=every, markersize=5, label=style.shown(label) if number == 0 else None, gid="raw",
         )  # fmt: skip
-        axes.plot(line.x, line.smoothed, color=look.color, linewidth=2.4, alpha=0.35, gid="average")
+        axes.plot(line.x, line.smoothed, color=color, linewidth=2.4, alpha=0.35, gid="average")
         rows = np.flatnonzero(np.isfinite(line.value))
         if len(rows):
             last = float(line.x[rows[-1]]), float(line.value[rows[-1]])
     lines.hatch_nonfinite(axes, found, name=f"{label}: ")
-    return _End(*last, f"{label}  {measure(last[1])}", look.color)
+    return _End(*last, f"{label}  {measure(last[1])}", color)
 
 
 def _limit(axes: Axes, curves: Sequence[Curve], longest: int) -> None:
@@ -122,7 +104,7 @@ def _limit(axes: Axes, curves: Sequence[Curve], longest: int) -> None:
 
 def _label_ends(axes: Axes, ends: Sequence[_End]) -> None:
     """Write the labels at the ends of the lines, moved apart vertically where one would cover another."""
-    (bottom, top), (first, last) = axes.get_ylim(), axes.get_xlim()
+    (bottom, top), (first, last), right = axes.get_ylim(), axes.get_xlim(), max(end.x for end in ends)
     placed: list[tuple[float, float]] = []
     for end in sorted(ends, key=lambda end: end.value):
         height = min(0.99, max(0.01, (end.value - bottom) / (top - bottom)))
@@ -131,7 +113,7 @@ def _label_ends(axes: Axes, ends: Sequence[_End]) -> None:
         height = max([height, *(other + _LABEL_DISTANCE for other in near)])
         placed.append((end.x, height))
         axes.annotate(
-            style.shown(end.text), (end.x, height), xycoords=("data", "axes fraction"), xytext=(8, 0),
-            textcoords="offset points", color=end.color, va="center", annotation_clip=False,
+            style.shown(end.text), (end.x, height), xycoords=("data", "axes fraction"), color=end.color,
+            xytext=(8, 0 if end.x == right else 14), textcoords="offset points", va="center", annotation_clip=False,
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5},
         )  # fmt: skip

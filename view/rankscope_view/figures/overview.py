@@ -17,7 +17,7 @@ from rankscope_view.pages.format import count, measure
 
 SIZE: Final = (15.0, 10.0)
 BINS: Final = 30
-_FEWEST_ROWS: Final = 10
+_FEWEST_ROWS: Final = 20
 _SMOOTHED_ROWS: Final = 10
 _TEXT_SIZE: Final = 11.5
 
@@ -47,8 +47,8 @@ def reduction(curves: list[Curve]) -> str:
 
 
 def average_width(rows: int) -> int:
-    """Return the number of rows of the moving average: min(10, rows // 10); 0 for up to ten rows, without average."""
-    return min(_SMOOTHED_ROWS, rows // 10) if rows > _FEWEST_ROWS else 0
+    """Return the number of rows of the moving average: min(10, rows // 10); 0, without average, below 20."""
+    return min(_SMOOTHED_ROWS, rows // 10) if rows >= _FEWEST_ROWS else 0
 
 
 def _facts(detail: RunDetail, loss: History) -> str:
@@ -111,8 +111,7 @@ def _histogram(axes: Axes, loss: History) -> None:
     axes.hist(finite, bins=edges.tolist(), color=style.BLUE, alpha=0.85, edgecolor="white", linewidth=0.6)
     axes.set_yscale("log")
     axes.set_ylim(bottom=0.7)
-    axes.yaxis.set_major_formatter(style.formatter(style.plain))
-    axes.yaxis.set_minor_formatter(style.formatter(lambda _value, _position: ""))
+    lines.label_log_axis(axes)
     median = float(np.median(finite))
     axes.axvline(median, color=style.ORANGE, linewidth=1.2)
     style.beside(axes, f"median {measure(median)}", median, 0.96, color=style.ORANGE)

@@ -36,7 +36,8 @@ def loss_and_throughput(
         figure = style.new_figure(SIZE[0], SIZE[1] if throughput else _HEIGHT_OF_LOSS)
         heights = [3, 2] if throughput else [1]
         panels = list(figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0])
-        asked = lines.request(axis, width=AVERAGE_ROWS, smoothing=smoothing)
+        width = AVERAGE_ROWS if len(detail.history(LOSS)) > AVERAGE_ROWS else 0
+        asked = lines.request(axis, width=width, smoothing=smoothing)
         curves = [_loss_panel(panels[0], detail.history(LOSS), detail.history(LEARNING_RATE), asked, is_cut=is_cut)]
         if throughput is not None:
             drawn = _throughput_panel(panels[1], throughput, axis)

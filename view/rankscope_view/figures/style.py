@@ -125,11 +125,14 @@ def note(axes: Axes, text: str) -> None:
     axes.set_title(shown(text), loc="right", fontsize="small", color=FAINT, fontweight="normal")
 
 
-def beside(axes: Axes, text: str, x: float, height: float, *, color: str, has_halo: bool = True) -> None:
-    """Write `text` right of the place `x` of the axis, at a `height` from 0 to 1 of the panel."""
+def beside(
+    axes: Axes, text: str, x: float, height: float, *, color: str, has_halo: bool = True, is_left: bool = False
+) -> None:
+    """Write `text` right or left of the place `x` of the axis, at a `height` from 0 to 1 of the panel."""
     axes.annotate(
-        shown(text), (x, height), xycoords=("data", "axes fraction"), xytext=(4, 0), textcoords="offset points",
-        color=color, fontsize="small", va="center", annotation_clip=False, path_effects=[HALO] if has_halo else None,
+        shown(text), (x, height), xycoords=("data", "axes fraction"), xytext=(-4 if is_left else 4, 0),
+        textcoords="offset points", ha="right" if is_left else "left", color=color, fontsize="small", va="center",
+        annotation_clip=False, path_effects=[HALO] if has_halo else None,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from rankscope_view.data.curves import Curve, notice
 from rankscope_view.data.detail import STEP_SECONDS
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS
 from rankscope_view.data.metrics import Metric
+from rankscope_view.data.newest import SPEED_STEPS
 from rankscope_view.pages import svg
 from rankscope_view.pages.format import NOTHING, count, kind_words, measure, text
 from rankscope_view.pages.metrics import metric_groups
@@ -225,8 +226,8 @@ def _figures(sides: Sequence[ComparedSide]) -> Iterator[tuple[str, list[str], st
         "Best evaluation": [_best(one) for one in sides],
         "Gradient norm": [one.newest(GRAD_NORM) for one in sides],
         "Learning rate": [one.newest(LEARNING_RATE) for one in sides],
-        "s/step": [one.speed(STEP_SECONDS) for one in sides],
-        "Before collective, s": [one.speed(PRE_COLLECTIVE_SECONDS) for one in sides],
+        "s/step": [one.newest(STEP_SECONDS, SPEED_STEPS) for one in sides],
+        "Before collective, s": [one.newest(PRE_COLLECTIVE_SECONDS, SPEED_STEPS) for one in sides],
     }
     yield "Step", [count(one) for one in steps], _change(steps)
     for name, measured in numbers.items():

@@ -35,12 +35,9 @@ def metric_groups(metrics: Iterable[Metric], titles: Mapping[str, str], *, compa
         listed = list(found)
         is_open = group not in _LAST and drawn + len(listed) <= _MOST_OPEN
         drawn += len(listed) if is_open else 0
-        charts = [
-            _chart(one.name, _keys(one), SCALAR_TITLES.get(one.stored, one.name), compare=compare) for one in listed
-        ]
-        groups.append(_group(group, charts, is_open=is_open))
+        groups.append(_group(group, [_chart(one.name, _keys(one), compare=compare) for one in listed], is_open=is_open))
     search = f'<label class="searchbox">{icon("search")}<input id="metricsearch" placeholder="Search {len(ordered)} metrics" aria-label="Search metrics"></label>'
-    forms = f'<template id="metricforms" data-titles="{text(json.dumps(dict(titles)))}">{_group("", [_chart("", [], "")], is_open=True)}</template>'
+    forms = f'<template id="metricforms" data-titles="{text(json.dumps(dict(titles)))}">{_group("", [_chart("", [])], is_open=True)}</template>'
     hide = "" if ordered else " hidden"
     return f'<div id="metrics"{hide}><div class="toolbar">{search}</div>{"".join(groups)}</div>{forms}'
 
@@ -57,7 +54,8 @@ def _keys(metric: Metric) -> list[str]:
     return [f"{metric.stored}{labels or ''}" for labels in metric.labels]
 
 
-def _chart(name: str, keys: Sequence[str], words: str, *, compare: bool = False) -> str:
+def _chart(name: str, keys: Sequence[str], *, compare: bool = False) -> str:
+    words = SCALAR_TITLES.get(name, name)
     known = {"name": name, "log": False, "fixed": False, "zero": False, "keys": keys, "compare": compare}
     save = "" if compare else '<button class="save" title="Save as CSV or PNG" aria-label="Save">⤓</button>'
     body = (

@@ -148,9 +148,7 @@ def scalar_words(name: str) -> str:
         known = json.loads(brace + labels) if brace else {}
     except ValueError:
         plain, known = name, {}
-    words = title(plain)
-    words = words[:1].lower() + words[1:] if words[1:2].islower() else words
-    return ", ".join((words, *(f"{key} {value}" for key, value in known.items())))
+    return ", ".join((title(plain).lower(), *(f"{key} {value}" for key, value in known.items())))
 
 
 def header(place: Place, found: RunDetail) -> str:

@@ -98,7 +98,8 @@ def _loss(found: Summary) -> Iterator[tuple[str, str]]:
     yield "current", current
     yield "lowest", _six(losses.lowest) + _at(losses.lowest_step)
     yield "highest", _six(losses.highest)
-    yield "mean", _six(losses.mean)
+    finite = losses.rows - losses.nonfinite
+    yield f"mean of the {count(finite)} finite" if losses.nonfinite else "mean", _six(losses.mean)
     compared = losses.trend in {Trend.FALLING, Trend.RISING}
     basis = f" (mean of the last {TREND_ROWS} rows against the rows before)" if compared else ""
     yield "trend", losses.trend + basis
