@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.programs import run_program
+from tests.programs import run_command, run_program
 
 from rankscope_storage.connection import connect
 from rankscope_view.data.incidents import Incident, incidents
@@ -254,7 +255,7 @@ with Monitor({"statistics": "torch"}).attach(model, optimizer) as monitor:
 """
 
 
-def test_run_that_raises_again_has_one_open_failure_and_its_rules_begin_again(service: Any) -> None:
+def test_run_that_raises_again_has_one_open_failure_and_warns_of_its_rules(service: Any) -> None:
     service.start()
     done = []
     for attempt in range(2):
@@ -267,11 +268,28 @@ def test_run_that_raises_again_has_one_open_failure_and_its_rules_begin_again(se
         # The failure of the later attempt is stored together with the end of the earlier one.
         assert [attempt] == [one.attempt for one in failures if one.is_open]
     assert 0 == service.stop(), service.log()
+    _assert_other_store_is_independent(service)
 
     first, second = (one.stderr for one in done)
     assert f"rankscope: registered with service {service.url}\n" in first
     again = "AnomalyTurbulence from value 101, LossSpike from value 20, LearningRateJump from value 20"
     assert f"{service.url} as attempt 1; rules begin again without earlier values: {again}\n" in second
+
+
+def _assert_other_store_is_independent(service: Any) -> None:
+    """Close the incident of a copy of the store and serve the copy: the store of the service has not changed."""
+    own, other = service.store, service.folder / "other"
+    shutil.copytree(own, other)
+    before = {path: path.stat().st_mtime_ns for path in own.rglob("*")}
+    closed = run_command("incidents", "close", "again", "--store", other)
+    service.place = other
+    service.start()
+    assert 0 == service.stop(), service.log()
+    assert "closed: 2  Rank 0: ValueError: planted" in closed.stdout
+    assert not any(one.is_open for one in failures_of(service))
+    service.place = own
+    assert [1] == [one.attempt for one in failures_of(service) if one.is_open]
+    assert before == {path: path.stat().st_mtime_ns for path in own.rglob("*")}
 
 
 def failures_of(service: Any) -> list[Incident]:

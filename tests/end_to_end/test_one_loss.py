@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+import time
+import urllib.request
 from typing import Any
 
+from tests.dashboards.boards.promql import promql_errors, query_of
+from tests.dashboards.conftest import judge, promtool  # noqa: F401 - fixtures
+from tests.dashboards.generated import FILES
 from tests.end_to_end.conftest import Service
+from tests.ingest.remote_read.streams import MESSAGES
 from tests.programs import run_command, run_program
+
+from rankscope_ingest.base.protobuf import packed, unpacked
 
 EXPECTED = {"unequal": "3.620", "missing": "2.120", "stage": "7.120", "diverged": "NaN"}
 NOTES = {"missing": "1 of 2 ranks"}
+ON_BOARDS = EXPECTED | {"missing": "3.615"}
+"""Prometheus has no steps: boards have the mean of the last loss of each rank, as their panels state."""
 
 TRAINING = """
 import os
@@ -42,7 +52,7 @@ if rank == 0:
 """
 
 
-def test_loss_of_a_run_is_one_number_everywhere(service: Service) -> None:
+def test_loss_of_a_run_is_one_number_everywhere(service: Service, judge: Any) -> None:  # noqa: F811 - the fixture
     service.poll_seconds = service.flush_after_seconds = 0.1
     service.start()
     done = run_program(TRAINING, folder=service.folder, RANKSCOPE_INGEST_URL=service.url)
@@ -73,6 +83,47 @@ def test_loss_of_a_run_is_one_number_everywhere(service: Service) -> None:
         assert dict.fromkeys(found, expected) == found
         assert [note is not None] * 3 == [bool(note) and note in text for text in (page, words, status)]
         assert live[run]["loss_ranks_missing"] == (1 if note else 0)
+
+    read = {run: _remote_read(service, run) for run in EXPECTED}
+    assert {"unequal": 24, "missing": 23, "stage": 12, "diverged": 24} == {
+        run: sum(len(values) for values in found.values()) for run, found in read.items()
+    }
+    boards = {
+        name: query_of(json.loads(FILES[f"dashboards/rankscope/{name}.json"])) for name in ("run_overview", "runs")
+    }
+    queries = boards["run_overview"]("Latest loss"), boards["runs"]("Loss of the runs")
+    cases = []
+    for run, found in read.items():
+        given = {name: f"_x29 {values[-1]}" for name, values in found.items()}
+        checks = []
+        for query in (
+            query.replace('run="r"', f'run="{run}"').replace('run=~"r"', f'run="{run}"') for query in queries
+        ):
+            is_nan = ON_BOARDS[run] == "NaN"
+            expression = f"count({query} != {query})" if is_nan else f"round(sum({query}), 0.001)"
+            checks.append((expression, "{}", 1 if is_nan else float(ON_BOARDS[run])))
+        cases.append((given, checks))
+
+    assert [None] * len(cases) == promql_errors(judge, cases)
+
+
+def _remote_read(service: Service, run: str) -> dict[str, list[float]]:
+    """Return the losses of each rank as Prometheus reads them, by the name of the series."""
+    request = MESSAGES["ReadRequest"]()
+    query = request.queries.add(start_timestamp_ms=0, end_timestamp_ms=int(time.time() * 1000))
+    for name, value in (("__name__", "rankscope_loss"), ("run", run)):
+        query.matchers.add(type=0, name=name, value=value)
+    body, headers = packed(request.SerializeToString()), {"Content-Encoding": "snappy"}
+    headers |= {"Content-Type": "application/x-protobuf", "X-Prometheus-Remote-Read-Version": "0.1.0"}
+    post = urllib.request.Request(f"{service.url}/api/v1/read", body, headers)
+    with urllib.request.urlopen(post, timeout=20) as answer:
+        response = MESSAGES["ReadResponse"].FromString(unpacked(answer.read(), 1 << 20))
+    found = {}
+    for series in response.results[0].timeseries:
+        labels = {label.name: label.value for label in series.labels} | {"job": "rankscope"}
+        name = "{" + ", ".join(f'{key}="{value}"' for key, value in labels.items()) + "}"
+        found[name] = [sample.value for sample in series.samples]
+    return found
 
 
 def _words(page: str) -> str:
