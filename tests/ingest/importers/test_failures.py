@@ -149,11 +149,11 @@ CHAIN = "During handling of the above exception, another exception occurred:"
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        ([HEADING, FRAME, OUT_OF_MEMORY], f"out_of_memory: {OUT_OF_MEMORY}"),
+        ([HEADING, FRAME, OUT_OF_MEMORY], f"out of memory: {OUT_OF_MEMORY}"),
         ([HEADING, FRAME, FAILED], f"cuda: {FAILED}"),
         ([HEADING, FRAME, "OSError: disk full"], "exception: OSError: disk full"),
         ([HEADING, "KeyError: 'w'", "", CHAIN, "", HEADING, "ValueError: no w"], "exception: ValueError: no w"),
-        ([HEADING, OUT_OF_MEMORY, "", CHAIN, "", HEADING, "ValueError: x"], f"out_of_memory: {OUT_OF_MEMORY}"),
+        ([HEADING, OUT_OF_MEMORY, "", CHAIN, "", HEADING, "ValueError: x"], f"out of memory: {OUT_OF_MEMORY}"),
         ([HEADING, "OSError: disk full", "[rank1]: DistBackendError: NCCL error"], "exception: OSError: disk full"),
         ([HEADING, FRAME, "KeyboardInterrupt"], "signal: KeyboardInterrupt"),
         ([HEADING, "OSError: disk full", CANCELLED], "exception: OSError: disk full"),

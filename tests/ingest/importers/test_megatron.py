@@ -547,7 +547,7 @@ def test_lines_of_errors_become_events_by_class(tmp_path, line, kind, state):
 
     assert [("error", kind, 1)] == [(one["type"], one["op"], one["step"]) for one in events]
     assert state == run.state
-    assert run.reason.startswith(kind)
+    assert run.reason.startswith(kind.replace("_", " "))
 
 
 @pytest.mark.parametrize("label", ["[rank3]:", "[rank3]: ", "[default3]:", "node-1: [rank3]: "])

@@ -34,7 +34,8 @@ _NAMELESS: Final = re.compile(f"{_HEADING}|{_CHAIN.pattern[1:]}")
 
 _CERTAIN: Final[tuple[tuple[str, re.Pattern[str]], ...]] = (
     ("cancelled", re.compile(r"CANCELLED AT|DUE TO TIME LIMIT|Job step aborted|scancel")),
-    ("out_of_memory", re.compile(r"(?:CUDA|NPU|HIP|XPU) out of memory|OutOfMemoryError|oom-kill|Out of memory:")),
+    ("out_of_memory", re.compile(r"(?:CUDA|NPU|HIP|XPU|MPS backend) out of memory|OutOfMemoryError|oom[-_]kill"
+                                 r"|Out of memory(?::| while)")),
     ("rendezvous", re.compile(r"[Rr]endezvous\w*(?:Error|Timeout| failed| timed out)")),
     ("nccl", re.compile(r"NCCL (?:ERROR|error)|DistBackendError|ProcessGroupNCCL.*(?:operation timeout|by watchdog)"
                         r"|[Ww]atchdog caught|NCCL communicator was aborted"
@@ -65,8 +66,8 @@ _STOPPING: Final = frozenset({"cancelled", "signal"})
 
 _PARTS: Final = (
     b"rror", b"xception", b"Traceback", b"atchdog", b"NCCL", b"HCCL", b"EI000", b"gloo", b"ut of memory", b"oom-kill",
-    b"CANCELLED", b"TIME LIMIT", b"step aborted", b"scancel", b"endezvous", b"CUDNN_", b"CUBLAS_", b"-side assert",
-    b"Xid", b" SIG", b"signal", b"Kill", b"egmentation", b"core dumped", b"No space", b"KeyboardI",
+    b"oom_kill", b"CANCELLED", b"TIME LIMIT", b"step aborted", b"scancel", b"endezvous", b"CUDNN_", b"CUBLAS_", b"Xid",
+    b"-side assert", b" SIG", b"signal", b"Kill", b"egmentation", b"core dumped", b"No space", b"KeyboardI",
 )  # fmt: skip
 """Texts of which every certain failure contains at least one. To find them takes less time than to match patterns."""
 
@@ -88,7 +89,7 @@ def failure_event(text: str, *, is_certain: bool = True) -> tuple[dict[str, Any]
     is_stop = name in _STOPPING
     severity = Severity.WARNING if is_stop else Severity.CRITICAL
     event = {"type": EventType.ERROR, "severity": severity, "message": text[:_MESSAGE_CHARACTERS], "op": name}
-    return event, (RunState.STOPPED if is_stop else RunState.FAILED, f"{name}: {printable(text)}")
+    return event, (RunState.STOPPED if is_stop else RunState.FAILED, f"{name.replace('_', ' ')}: {printable(text)}")
 
 
 def failure_key(event: Mapping[str, Any], rank: int | None) -> tuple[str, int | None]:

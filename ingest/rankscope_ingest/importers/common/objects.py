@@ -53,6 +53,7 @@ MAX_NAMES: Final = 1000
 
 _LIST_LABEL: Final = {"learning_rate": "group", "gpu_util": "gpu"}
 _UTILISATION: Final = "gpu_util"
+_REPORTED_END: Final = "the log reports the end of training"
 _LAST_ENTRY: Final = "train_runtime"
 """A key that occurs only in the last entry that the Hugging Face Trainer logs.
 
@@ -97,7 +98,7 @@ class ObjectReader:
         self.config: Any = None
         self.planned_steps: int | None = None
         self.last_step: int | None = None
-        self.finished = False
+        self.end: str | None = None  # reason for the state completed
         self.has_advanced = False
         """True if the last object is a row of training, and its step is not that of the row of its rank before it.
 
@@ -171,7 +172,8 @@ class ObjectReader:
         self.has_advanced = False
         if not is_aside and record.split not in EVALUATION_SPLITS and _LAST_ENTRY not in document and record.is_row():
             self._see_row(record.rank, step)
-        self.finished = self.finished or _LAST_ENTRY in document
+        if _LAST_ENTRY in document:
+            self.end = _REPORTED_END
         if record.event is not None:
             self._add_event(record.event, document, builder)
         added = self._add_numbers(record, builder)
@@ -249,8 +251,8 @@ class ObjectReader:
             about["step"] = "number of the record"
         config = {"import": about, "log": self.config, **sections}
         return ImportedRun(
-            state=RunState.COMPLETED if self.finished else None,
-            reason="the log reports the end of training" if self.finished else None,
+            state=RunState.COMPLETED if self.end else None,
+            reason=self.end,
             planned_steps=self.planned_steps,
             config=json_text(config, limit=4 * MAX_JSON),
         )
@@ -291,7 +293,7 @@ class ObjectReader:
     def _update_last_step(self, step: int) -> None:
         self.last_step = step if self.last_step is None else max(step, self.last_step)
         if self.planned_steps and step >= self.planned_steps:
-            self.finished = True
+            self.end = self.end or f"the last planned step, {step}, was reached"
 
     def _add_numbers(self, record: Record, builder: BlockBuilder) -> list[_Added]:
         """Add all numbers of `record`, including numbers in text, as scalars. Return them."""
@@ -349,7 +351,8 @@ class ObjectReader:
 
     def _add_event(self, name: str, document: Mapping[str, Any], builder: BlockBuilder) -> None:
         found = event_class(name)
-        self.finished = self.finished or found.ends_training
+        if found.ends_training:
+            self.end = _REPORTED_END
         details = {key: value for key, value in document.items() if number(value) is None and value is not None}
         if found.type == EventType.EXIT:
             details = {"reason": ExitReason.COMPLETED, "last_step": self.last_step, **details}

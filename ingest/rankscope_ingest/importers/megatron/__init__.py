@@ -231,7 +231,7 @@ class _Reading:
         planned = self._planned or facts.planned_steps
         state, reason = self._companions.ending or (None, None)
         if state is None and planned and self._step >= planned:
-            state, reason = RunState.COMPLETED, "the last iteration was reached"
+            state, reason = RunState.COMPLETED, f"the last planned iteration, {planned}, was reached"
         return ImportedRun(
             state=state, reason=reason, planned_steps=planned, world_size=facts.world_size, config=facts.config
         )
