@@ -63,12 +63,13 @@ def names_at_import() -> set[str]:
     """Return the last parts of the names that modules read at their import."""
     found = set()
     for path in EXPORTER.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if "torch_name(" in text or "torch_variable(" in text else ():
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("torch_name", "torch_variable"):
                 found |= {
-                    text.value.rpartition(".")[2]
-                    for text in [*node.args, *(keyword.value for keyword in node.keywords)]
-                    if isinstance(text, ast.Constant) and str(text.value).startswith("torch.")
+                    part.value.rpartition(".")[2]
+                    for part in [*node.args, *(keyword.value for keyword in node.keywords)]
+                    if isinstance(part, ast.Constant) and str(part.value).startswith("torch.")
                 }
     return found
 

@@ -30,12 +30,13 @@ SHORT = {"end", "flight-record", "http-client", "report", "warm-up"}
 def starts() -> Iterator[tuple[str, bool]]:
     """Yield the name of each thread in the source of the exporter, and whether it is started again after an error."""
     for path in Path(rankscope_exporter.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "OwnThread(" in text else ():
             if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "OwnThread":
                 given = {one.arg: one.value for one in node.keywords}
                 name = given["name"]
-                text = name if isinstance(name, ast.Constant) else name.values[0]  # type: ignore[attr-defined]
-                yield str(text.value).removeprefix("rankscope-"), "on_fault" in given
+                first = name if isinstance(name, ast.Constant) else name.values[0]  # type: ignore[attr-defined]
+                yield str(first.value).removeprefix("rankscope-"), "on_fault" in given
 
 
 def test_every_thread_of_the_monitor_is_listed_here() -> None:

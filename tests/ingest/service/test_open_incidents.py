@@ -9,6 +9,7 @@ import io
 import json
 import re
 
+import pytest
 from aiohttp import web
 from tests.ingest.service.test_service_life_cycle import end, is_in
 
@@ -154,6 +155,7 @@ async def test_crash_is_shown_with_its_exception_and_the_step_of_its_rank(start_
     assert ["step 30: OSError: disk full"] == [title.rpartition(", ")[2] for title in titles]
 
 
+@pytest.mark.thorough
 async def test_failure_is_closed_when_a_second_attempt_completes(start_service, fake_rank, eventually):
     async with start_service() as service:
         async with fake_rank() as rank:
