@@ -41,7 +41,7 @@ def made(connection):
 
 
 LEADS = {
-    MAIN: "119 of 192 steps in 30 min 22 s and 3 attempts. Loss 2.809 and rising.",
+    MAIN: "119 of 192 steps in 30 min 22 s and 3 attempts. Loss 2.809 and steady.",
     "only-nan": "Failed at step 11 in 11 s. All 12 losses are NaN or infinite. No incident is stored.",
     "one-row": "Stopped at step 0 in 0.9 s. Loss 8.500. No incident is stored.",
     "no-loss": "Step 19 in 18 s. The run logs no loss.",

@@ -37,7 +37,10 @@ def test_losses_and_steps_equal_sql(connection):
         (np.arange(10.0), Trend.INSUFFICIENT),  # no loss before the last ten
         ([5.0, *[4.0] * 10], Trend.FALLING),
         ([1.0, *[4.0] * 10], Trend.RISING),
-        ([4.0] * 20, Trend.RISING),
+        ([4.0] * 20, Trend.STEADY),
+        ([4.0, 4.2] * 9 + [4.1, 4.3], Trend.STEADY),  # within the noise
+        ([4.0, 4.2] * 5 + [4.2, 4.4] * 5, Trend.RISING),
+        (4.0 - np.arange(20) / 100, Trend.FALLING),
         ([*[0.0] * 30, *[5.0] * 10, *[4.0] * 10], Trend.FALLING),
     ],
 )

@@ -29,6 +29,8 @@ from rankscope_view.data.utilization import Utilization, read_utilization
 TREND_ROWS: Final = 10
 """The trend compares the mean of this many losses with the mean of as many losses before them."""
 
+TREND_ERRORS: Final = 3.0
+
 _MOST_EPOCHS: Final = 1e6
 """Planned epochs above this are no plan: a run driven by `max_steps` has 2^63 - 1 epochs."""
 
@@ -48,10 +50,14 @@ WHERE run = $run AND name IN ('skipped_iterations', 'nan_iterations', 'loss_scal
 
 
 class Trend(enum.StrEnum):
-    """Direction of the loss: the mean of its last ten values against the finite ones of the ten before them."""
+    """Direction of the loss: the mean of its last ten values against the finite ones of the ten before them.
+
+    A loss is steady if these means differ by at most TREND_ERRORS standard errors of their difference.
+    """
 
     FALLING = "falling"
     RISING = "rising"
+    STEADY = "steady"
     NOT_FINITE = "not finite"  # a NaN or Inf among the last ten
     INSUFFICIENT = "insufficient data"
     NO_DATA = "no data"
@@ -94,6 +100,7 @@ class Losses:
     lowest: float | None
     lowest_step: int | None
     highest: float | None
+    highest_step: int | None
     mean: float | None
     trend: Trend
     perplexity: float | None  # infinite above a loss of 709.78
@@ -246,6 +253,7 @@ def losses_of(loss: History) -> Losses:
     finite = loss.select(np.isfinite(loss.value))
     current = float(loss.value[-1]) if len(loss) else None
     lowest = int(np.argmin(finite.value)) if len(finite) else None
+    highest = int(np.argmax(finite.value)) if len(finite) else None
     last = float(finite.value[-1]) if len(finite) else None
     return Losses(
         rows=len(loss),
@@ -254,7 +262,8 @@ def losses_of(loss: History) -> Losses:
         current_step=int(loss.step[-1]) if len(loss) else None,
         lowest=None if lowest is None else float(finite.value[lowest]),
         lowest_step=None if lowest is None else int(finite.step[lowest]),
-        highest=float(finite.value.max()) if len(finite) else None,
+        highest=None if highest is None else float(finite.value[highest]),
+        highest_step=None if highest is None else int(finite.step[highest]),
         mean=float(finite.value.mean()) if len(finite) else None,
         trend=trend(loss.value),
         perplexity=None if current is None or math.isnan(current) else float(perplexity(np.array([current]))[0]),
@@ -266,7 +275,7 @@ def losses_of(loss: History) -> Losses:
 def trend(losses: Floats) -> Trend:
     """Return the direction of losses: the mean of the last ten against that of the finite ones of ten before them.
 
-    Without a finite loss before the last ten, the data are insufficient. An equal mean counts as rising.
+    Without a finite loss before the last ten, the data are insufficient.
     """
     if not len(losses):
         return Trend.NO_DATA
@@ -276,7 +285,12 @@ def trend(losses: Floats) -> Trend:
     before = before[np.isfinite(before)]
     if not len(before):
         return Trend.INSUFFICIENT
-    return Trend.FALLING if newest.mean() < before.mean() else Trend.RISING
+    change = float(newest.mean() - before.mean())
+    squares = float(((newest - newest.mean()) ** 2).sum() + ((before - before.mean()) ** 2).sum())
+    error = math.sqrt(squares / (len(newest) + len(before) - 2) * (1 / len(newest) + 1 / len(before)))
+    if abs(change) <= TREND_ERRORS * error:
+        return Trend.STEADY
+    return Trend.FALLING if change < 0 else Trend.RISING
 
 
 def _evaluations(connection: Connection, run: str, scalars: str) -> tuple[Evaluation, ...]:

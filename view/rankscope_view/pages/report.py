@@ -120,7 +120,7 @@ def _loss(found: Summary) -> str:
         return "The run logs no loss."
     if losses.last_finite is None:
         return f"All {count(losses.rows)} losses are NaN or infinite."
-    trend = f" and {losses.trend}" if losses.trend in {Trend.FALLING, Trend.RISING} else ""
+    trend = f" and {losses.trend}" if losses.trend in {Trend.FALLING, Trend.RISING, Trend.STEADY} else ""
     if math.isfinite(losses.current):
         return f"Loss {measure(losses.current)}{trend}."
     return f"Loss {measure(losses.current)}; the last finite loss is {measure(losses.last_finite)} at step {count(losses.last_finite_step or 0)}."

@@ -60,7 +60,7 @@ def _decimals(value: float) -> str:
 
 
 def _at(step: int | None) -> str:
-    return "" if step is None else f" at step {count(step)}"
+    return "" if step is None or step < 0 else f" at step {count(step)}"
 
 
 def _share(share: float | None) -> str:
@@ -97,10 +97,10 @@ def _loss(found: Summary) -> Iterator[tuple[str, str]]:
         current += f"; last finite {_six(losses.last_finite)}{_at(losses.last_finite_step)}"
     yield "current", current
     yield "lowest", _six(losses.lowest) + _at(losses.lowest_step)
-    yield "highest", _six(losses.highest)
+    yield "highest", _six(losses.highest) + _at(losses.highest_step)
     finite = losses.rows - losses.nonfinite
     yield f"mean of the {count(finite)} finite" if losses.nonfinite else "mean", _six(losses.mean)
-    compared = losses.trend in {Trend.FALLING, Trend.RISING}
+    compared = losses.trend in {Trend.FALLING, Trend.RISING, Trend.STEADY}
     basis = f" (mean of the last {TREND_ROWS} rows against the rows before)" if compared else ""
     yield "trend", losses.trend + basis
     if losses.perplexity is not None:
