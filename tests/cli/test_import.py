@@ -103,6 +103,40 @@ def test_rotated_logs_are_not_stored_twice(rankscope, tmp_path):
     assert second.endswith("; 80 new rows in train")
 
 
+def test_failure_of_a_log_is_an_incident_with_its_cause_in_every_command(in_process, tmp_path):
+    """A log that lack of memory ends; its second attempt passes the step of the failure."""
+    cause = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB"
+    rows = [f"step {step} loss {4 - step / 50:.4f}" for step in range(1, 61)]
+    log = tmp_path / "oom.log"
+    log.write_text("\n".join([*rows[:40], "Traceback (most recent call last):", cause, ""]))
+    imported = in_process("import", log, "--store", tmp_path / "history")
+    of_run = in_process("incidents", "oom", "--store", tmp_path / "history")
+    of_log = in_process("incidents", log)
+    summary = in_process("summary", log)
+    incident = f"Out of memory: {cause} at step 40"
+    with log.open("a") as more:
+        more.write("\n".join([*rows[10:], ""]))
+    in_process("import", log, "--store", tmp_path / "history")
+    after = in_process("incidents", "oom", "--store", tmp_path / "history", "--format", "json")
+
+    assert imported.stdout.endswith(f"new rows in oom; failed: out of memory: {cause}\n")
+    assert incident in of_run.stdout
+    assert "close one with: rankscope incidents close oom N" in of_run.stdout
+    assert incident in of_log.stdout
+    assert "close one with" not in of_log.stdout
+    assert f"  end: Failed at step 40: out of memory: {cause}." in summary.stdout
+    assert "  incidents: 1, see rankscope incidents oom" in summary.stdout
+    assert "open" not in after.stdout
+
+
+def test_log_that_reached_its_last_planned_step_does_not_report_the_end(in_process, tmp_path):
+    log = tmp_path / "train.jsonl"
+    log.write_text("".join(f'{{"step": {step}, "max_steps": 30, "loss": {5 / step}}}\n' for step in range(1, 31)))
+    done = in_process("summary", log)
+
+    assert "train, completed (the last planned step, 30, was reached)" in done.stdout.splitlines()
+
+
 def test_default_rules_can_be_turned_off(rankscope, log, tmp_path):
     done = rankscope("import", str(log), "--no-default-rules", "--store", str(tmp_path / "history"))
 

@@ -121,7 +121,8 @@ def _result(path: Path, report: ImportReport) -> str:
         "unchanged since the last import" if report.is_unchanged else "",
     ]
     rest = _in_brackets(filter(None, details))
-    return f"{path}: {imported}; {report.rows_stored:,} new rows in {report.run}{rest}"
+    failure = f"; failed: {report.reason}" if report.state == "failed" else ""
+    return f"{path}: {imported}; {report.rows_stored:,} new rows in {report.run}{rest}{failure}"
 
 
 def _in_brackets(details: Iterable[str]) -> str:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rankscope.base.errors import USAGE, CommandError
-from rankscope.base.open_store import open_store, resolve_run
 from rankscope.base.options import STANDARD_OUTPUT, Store
+from rankscope.base.sources import Choice, open_run
 from rankscope.output.rows import Format, Output, OutputFormat, printable, write_rows
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ def incidents(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RUN] | close RUN [N]",
-            help="RUN: the run whose incidents are listed, by default the latest one. close RUN: close its open "
-            "incidents, or only number N of the list.",
+            metavar="[RUN|LOG] | close RUN [N]",
+            help="RUN or LOG: the run or log whose incidents are listed, by default the latest run. close RUN: close "
+            "its open incidents, or only number N of the list.",
             show_default=False,
         ),
     ] = None,
@@ -40,7 +40,7 @@ def incidents(
     form: OutputFormat = Format.TABLE,
     output: Output = STANDARD_OUTPUT,
 ) -> None:
-    """List the incidents of a run, open ones first; or close open incidents.
+    """List the incidents of a run or log, open ones first; or close open incidents.
 
     An incident is open until its cause is seen to be gone, or until a person closes it. close stores the user, the
     time and the note, also while a service writes the run.
@@ -48,6 +48,8 @@ def incidents(
     [bold]Examples[/bold]
 
     rankscope incidents my-run
+
+    rankscope incidents train.log
 
     rankscope incidents close my-run 2 --note "bad batch, skipped"
     """
@@ -62,22 +64,22 @@ def incidents(
         _close(store, given[1], int(given[2]) if given[2:] else None, note)
 
 
-def _found(store: Path, run: str | None) -> tuple[str, Sequence[Incident]]:
+def _found(choice: Choice) -> tuple[str, Sequence[Incident]]:
     from rankscope_view.data.incidents import incidents as read
 
-    with open_store(store) as connection:
-        name = resolve_run(connection, run)
-        return name, read(connection, [name]).get(name, [])
+    with open_run(choice) as chosen:
+        return chosen.run, read(chosen.connection, [chosen.run]).get(chosen.run, [])
 
 
-def _list(store: Path, run: str | None, form: Format, output: Path) -> None:
-    name, found = _found(store, run)
+def _list(store: Path, source: str | None, form: Format, output: Path) -> None:
+    choice = Choice(source=source, store=store)
+    name, found = _found(choice)
     is_table = form is Format.TABLE
     if not found and is_table and output == STANDARD_OUTPUT:
         print(f"no incident in {name}")
         return
     write_rows(_table(found, _SHOWN if is_table else (*_SHOWN, *_FURTHER)), form, output)
-    if is_table and output == STANDARD_OUTPUT and any(one.is_open for one in found):
+    if is_table and output == STANDARD_OUTPUT and any(one.is_open for one in found) and choice.path() is None:
         print(f"close one with: rankscope incidents close {shlex.quote(name)} N --store {shlex.quote(str(store))}")
 
 
@@ -109,7 +111,7 @@ def _close(store: Path, run: str, number: int | None, note: str) -> None:
 
     if spool_folders(store):
         raise CommandError(f"{store} has records of ranks: store them with `rankscope import {store}`, then close")
-    name, found = _found(store, run)
+    name, found = _found(Choice(run=run, store=store))
     chosen = [one for one in found if (one.is_open if number is None else one.number == number)]
     if not chosen and number is not None:
         raise CommandError(f"{name} has no incident {number}: its incidents are 1 to {len(found)}", code=USAGE)

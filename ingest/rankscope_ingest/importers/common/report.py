@@ -29,6 +29,7 @@ class ImportReport:
     anomalies: int = 0
     attempts: int = 0
     state: str | None = None
+    reason: str | None = None
     is_known: bool = False
     """True if an earlier import has read the log, even if the log has grown since then."""
     imported_from: str | None = None

@@ -170,6 +170,7 @@ def _report(intake: _Intake, faults: Faults, rows_stored: int) -> ImportReport:
         anomalies=intake.anomalies,
         attempts=len(intake.extents.by_attempt),
         state=intake.facts.get("state"),
+        reason=intake.facts.get("reason"),
         is_known=source.before is not None,
         attempt=intake.attempt or 0,
         branches_from=None if source.branches_from is None else source.branches_from.path,
