@@ -50,6 +50,13 @@ def test_once_prints_the_state_and_stores_the_rows(log, tmp_path):
     assert [{"n": 40}] == rows
 
 
+def test_once_prints_a_line_for_a_loss_that_becomes_nan(log, tmp_path):
+    log.write_text(log.read_text() + "".join(f'{{"step": {n}, "loss": NaN, "step_time_s": 1.0}}\n' for n in (40, 41)))
+    printed = run([log], store=tmp_path / "history", once=True)
+
+    assert 1 == printed.splitlines().count("critical: train: loss became NaN at step 40")
+
+
 def test_watch_prints_immediately_that_it_reads_and_how_long_it_waits(log, tmp_path):
     command = [sys.executable, "-m", "rankscope", "watch", str(log), "--store", str(tmp_path / "history")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:

@@ -22,7 +22,7 @@ def default_store() -> str:
 
 
 def load_settings(
-    config: Path | None, store: Path | None, listen: str | None, notify: list[str] | None
+    config: Path | None, store: Path | None, listen: str | None, notify: list[str] | None, shard: str | None = None
 ) -> ServiceConfig:
     """Return the configuration of the service; options replace settings of the file.
 
@@ -33,6 +33,7 @@ def load_settings(
 
     given: dict[str, Any] = {
         "store.path": str(store) if store else default_store() if config is None else None,
+        "store.shard": shard,
         "service.listen": listen,
         "notify.urls": tuple(notify) if notify else None,
     }

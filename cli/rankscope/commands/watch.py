@@ -23,7 +23,6 @@ from rankscope.output.watch_text import WatchView
 if TYPE_CHECKING:
     from rankscope_ingest.base.config import ServiceConfig
     from rankscope_ingest.base.watch_config import WatchSection
-    from rankscope_ingest.notify.notifiers import Notifier
     from rankscope_ingest.watch.watcher import LogStatus
 
 NOT_NORMAL: Final = 4
@@ -106,7 +105,7 @@ def watch(
 
     rankscope watch ssh://node7/~/train.log --once
     """
-    settings = load_settings(config, store, None, notify)
+    settings = load_settings(config, store, None, notify, shard)
     changes = {
         "poll_seconds": poll_seconds,
         "stalled_factor": stalled_factor,
@@ -121,7 +120,7 @@ def watch(
         settings, logs or [], run or [], {key: value for key, value in changes.items() if value is not None}
     )
     with WatchView(live_console(sys.stdout)) as view, log_to(view.print_line):
-        statuses = _watch(settings, sections, view, shard=shard, once=once, until_finished=until_finished)
+        statuses = _watch(settings, sections, view, once=once, until_finished=until_finished)
     if once or until_finished:
         _check(statuses)
 
@@ -166,29 +165,15 @@ def _check(statuses: Sequence[LogStatus]) -> None:
 
 
 def _watch(
-    settings: ServiceConfig,
-    sections: Sequence[WatchSection],
-    view: WatchView,
-    *,
-    shard: str | None,
-    once: bool,
-    until_finished: bool,
+    settings: ServiceConfig, sections: Sequence[WatchSection], view: WatchView, *, once: bool, until_finished: bool
 ) -> list[LogStatus]:
     """Follow the logs until the command ends, and return their last statuses."""
     from rankscope_ingest.base.errors import ConfigError, IngestError
-    from rankscope_ingest.notify.notifiers import make_notifiers
     from rankscope_storage.base.errors import ShardLostError, StoreError
 
-    section = settings.notify
-    urls = [url.get_secret_value() for url in section.urls] if section.mode == "embedded" else []
-    if sys.stdin.isatty():
-        urls = [with_password(url, view.ask) for url in urls]
     try:
         with command_errors(IngestError, usage=(ConfigError,)):
-            proxy = section.proxy.get_secret_value()
-            notifiers = make_notifiers(urls, timeout_seconds=section.timeout_seconds, proxy=proxy)
-            follow = _follow(settings, sections, notifiers, view, shard=shard, once=once, until_finished=until_finished)
-            return asyncio.run(follow)
+            return asyncio.run(_follow(settings, sections, view, once=once, until_finished=until_finished))
     except StoreError as error:
         raise CommandError(str(error), code=TAKEN_OVER if isinstance(error, ShardLostError) else FAILED) from error
 
@@ -203,32 +188,30 @@ def with_password(url: str, ask: Callable[[str], str | None]) -> str:
 
 
 async def _follow(
-    settings: ServiceConfig,
-    sections: Sequence[WatchSection],
-    notifiers: Sequence[Notifier],
-    view: WatchView,
-    *,
-    shard: str | None,
-    once: bool,
-    until_finished: bool,
+    settings: ServiceConfig, sections: Sequence[WatchSection], view: WatchView, *, once: bool, until_finished: bool
 ) -> list[LogStatus]:
     from rankscope_ingest.base.stop_event import stop_on_signals
-    from rankscope_ingest.watch.session import Hooks, check_logs, run_names, watching
+    from rankscope_ingest.notify.notifiers import make_notifiers
+    from rankscope_ingest.watch.session import check_logs, run_names, watching
+    from rankscope_ingest.watch.watcher import Hooks
     from rankscope_storage.api.store import Store as StoreFolder
 
+    section, ask = settings.notify, view.ask if sys.stdin.isatty() else None
+    urls = [url.get_secret_value() for url in section.urls] if section.mode == "embedded" else []
+    urls = urls if ask is None else [with_password(url, ask) for url in urls]
+    proxy = section.proxy.get_secret_value()
+    notifiers = make_notifiers(urls, timeout_seconds=section.timeout_seconds, proxy=proxy)
     check_logs(sections)  # a wrong address must not create a store
-    hooks = Hooks(on_change=view.change, ask=view.ask if sys.stdin.isatty() else None)
+    hooks = Hooks(on_change=view.change, ask=ask)
     owner = f"watch, process {os.getpid()} on {socket.gethostname()}"
     path = Path(settings.store.path)
     store = StoreFolder.open(path, create=True, mantissa_bits=settings.store.mantissa_bits)
     stop = asyncio.Event()
-    with store.claim(shard or settings.store.shard, owner=owner) as writer, stop_on_signals(stop):
+    with store.claim(settings.store.shard, owner=owner) as writer, stop_on_signals(stop):
         view.print_line(f"store: {path}")
-        for section, name in zip(sections, run_names(sections), strict=True):
-            view.print_line(f"following {section.log} as the run {name}, every {section.poll_seconds:g} s")
-            wait = (
-                f"; a log that has just begun is stored after {section.settle_seconds:g} s, when its format is certain"
-            )
+        for log, name in zip(sections, run_names(sections), strict=True):
+            view.print_line(f"following {log.log} as the run {name}, every {log.poll_seconds:g} s")
+            wait = f"; a log that has just begun is stored after {log.settle_seconds:g} s, when its format is certain"
             view.print_line(f"{name}: reading the log{'' if once else wait}")
         for notifier in notifiers:
             view.print_line(f"notifications: {notifier.label}")

@@ -142,11 +142,12 @@ class Curve:
 
 RANK_RULES: Final = (
     *DEFAULT_RULES,
-    CurveRule(name="LossSpike", ratio=3.0, names=("loss",)),
+    CurveRule(name="LossSpike", ratio=2.0, deviations=12.0, names=("loss",)),
     CurveRule(name="LearningRateJump", ratio=1.5, names=("learning_rate",), above="highest"),
 )
 """The rules that apply on ranks if the user configures none."""
 
+SLOW_STEPS: Final = "SlowSteps"
 SLOW_FACTOR: Final = 2.0
 """Ratio of a step time to the median from which a step is slow, of followed and of imported logs."""
 
@@ -154,7 +155,7 @@ IMPORT_RULES: Final = (
     *RANK_RULES,
     CurveRule(name="GradNormSpike", ratio=30.0, deviations=8.0, fewest=50, names=("grad_norm",)),
     CurveRule(
-        name="SlowSteps",
+        name=SLOW_STEPS,
         ratio=SLOW_FACTOR,
         rows=10,
         fewest=10,
@@ -166,6 +167,22 @@ IMPORT_RULES: Final = (
     ),
 )
 """The rules that apply to imported logs if the user configures none."""
+
+_WORDS: Final = {"step_seconds": "step time", "learning_rate": "learning rate", "grad_norm": "gradient norm"}
+_OF_MEDIAN: Final = frozenset({"LossSpike", "GradNormSpike", SLOW_STEPS})
+
+
+def deviation_text(name: str, value: float, baseline: float | None, rule: str | None) -> str:
+    """Return the value for which `rule` fired as text for users, such as `loss 9.7, 8 times its median`."""
+    words, unit = _WORDS.get(name, name), " s" if name == "step_seconds" else ""
+    if not math.isfinite(value):
+        return f"{words} became {'NaN' if math.isnan(value) else 'infinite'}"
+    if not baseline or not math.isfinite(baseline):
+        return f"{words} {value:.3g}{unit}"
+    ratio = value / baseline
+    times = f"{ratio:,.0f}" if abs(ratio) >= 100 else f"{ratio:.2g}"
+    before = "median" if rule in _OF_MEDIAN else "previous maximum" if rule == "LearningRateJump" else "average"
+    return f"{words} {value:.3g}{unit}, {times} times its {before}"
 
 
 EMA_KEEP: Final = 0.99

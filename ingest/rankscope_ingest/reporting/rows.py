@@ -133,7 +133,8 @@ def incident_row(incident: Incident, state: str, stamp: Stamp) -> Row:
         **{name: value for name, value in evidence.items() if value},
     }
     columns = {name: getattr(first, name) for name in ("run", "attempt", "rank", "step", *SYMPTOM_COLUMNS)}
-    message = (first.message if first.op is None or first.rule == SLOW_RANK else None) or headline(first)
+    reason = first.message if incident.log is None else incident.cause
+    message = (reason if first.op is None or first.rule == SLOW_RANK else None) or headline(first)
     return event_row(stamp, EventType.INCIDENT, incident.severity, message, details, **columns)
 
 

@@ -7,7 +7,6 @@ notifications.
 from __future__ import annotations
 
 import bisect
-import math
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from rankscope_contract.model.events import (
     SLOW_RANK,
     subject_name,
 )
+from rankscope_contract.rules.curve import deviation_text
 from rankscope_contract.security.escaping import path_segment
 from rankscope_ingest.runs.incident import Incident, Symptom
 from rankscope_ingest.runs.models import Attempt, Rank
@@ -261,23 +261,23 @@ NO_PLACE: Final = Place()
 
 def title(incident: Incident) -> str:
     """Return the title of the notification of `incident`: rule, place, and the values that are wrong."""
-    wrong = _wrong(incident.first)
+    wrong = wrong_values(incident)
     return f"[{incident.severity}] {incident.first.run}: {headline(incident.first)}{': ' if wrong else ''}{wrong}"
 
 
-def _wrong(first: Symptom) -> str:
-    """Return the values or the exception of `first`, such as `loss 9.7, 8 times its average`; empty if unknown."""
-    if first.rule == RUN_FAILED:
-        return _shortened((first.message or "").partition("\n")[0].removeprefix(f"{first.ranks_named}: "))
+def wrong_values(incident: Incident) -> str:
+    """Return the values, or the error, of an incident, such as `loss 9.7, 8 times its median`; empty if unknown."""
+    first = incident.first
+    if first.rule == RUN_FAILED or (first.rule in RULES_OF_RUNS and incident.log):
+        reason = (incident.cause if incident.log else first.message) or ""
+        return _shortened(reason.partition("\n")[0].removeprefix(f"{first.ranks_named}: "))
     if first.rule in RULES_OF_RUNS or first.value is None or first.op is None:
         return ""
     if first.rule == SLOW_RANK:
         return (first.message or "").removeprefix(f"{first.ranks_named} ")
     if first.op in _NON_FINITE_COUNTS:
         return f"{first.value:,.0f} elements are {_NON_FINITE_COUNTS[first.op]}"
-    if not math.isfinite(first.value) or not first.baseline:
-        return f"{first.op} {first.value:.3g}"
-    return f"{first.op} {first.value:.3g}, {first.value / first.baseline:.2g} times its average"
+    return deviation_text(first.op, first.value, first.baseline, first.rule)
 
 
 def _shortened(line: str) -> str:
@@ -314,7 +314,7 @@ def body(incident: Incident, *, is_repeated: bool = False, place: Place = NO_PLA
     for label, section in sections.items():
         lines += [f"{label}:", *(f"  {line}" for line in section)] if section else []
     command = {RUN_STALLED: "stacks", RUN_FAILED: "summary"}.get(first.rule or "", "anomalies")
-    command = command if incident.log is None else "summary"
+    command = "summary" if incident.log is not None and first.rule in RULES_OF_RUNS else command
     if command == "anomalies":
         ranks = f" on {ranks_text(sorted(incident.ranks))}" if incident.ranks else ""
         lines.append(f"anomaly events so far: {incident.events}{ranks}")

@@ -12,7 +12,8 @@ from rankscope_ingest.base.background import cancel, start_task
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.notifiers import Notifier
-from rankscope_ingest.watch.session import Hooks, watching
+from rankscope_ingest.watch.session import watching
+from rankscope_ingest.watch.watcher import Hooks
 from rankscope_storage.api.store import Writer
 
 FINISH_SECONDS: Final = 5.0

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from rankscope_contract.model.events import RunState
+from rankscope_contract.model.events import EventType, RunState
 from rankscope_ingest.base.tables import FROM_INGEST, rows_table, table_schema
 from rankscope_ingest.base.watch_config import WatchSection
 from rankscope_ingest.detect.history import stored_incidents
@@ -56,6 +57,9 @@ _LATEST: Final = "SELECT * FROM {} WHERE run = $run AND source_kind <> 'live' OR
 _RECENT: Final = """\
 SELECT {columns} FROM {dataset} WHERE run = $run AND incarnation = $incarnation AND seq > (
   SELECT max(seq) - $kept FROM scalars WHERE run = $run AND incarnation = $incarnation) ORDER BY seq"""
+
+_ANOMALIES: Final = """\
+SELECT * FROM events WHERE run = $run AND incarnation = $incarnation AND type = 'anomaly' ORDER BY seq"""
 
 Row = dict[str, Any]
 
@@ -161,6 +165,8 @@ class LogIntake:
         self._store_seconds = section.store_seconds
         self._importer: Importer | None = None
         self._seen: deque[Mapping[str, pa.Table]] = deque(maxlen=_KEPT_BATCHES)
+        self.anomalies: list[pa.Table] = []
+        """Anomalies of the log that were not reported yet, and possibly others, in the order of the log."""
         self._events: list[Row] = []  # the last import event, if it is not stored yet
         self._rows: dict[str, list[Row]] = {}  # the latest rows of `attempts` and `runs`
         self._written_at: float | None = None
@@ -200,6 +206,9 @@ class LogIntake:
             self.incarnation = known[-1].incarnation if known else None
         if report.state in _ENDED and self.ending is None and report.imported_from is not None:
             self.ending = (report.state, "according to the log")
+        if is_first and self.incarnation is not None:  # an earlier process may not have reported them
+            values = {"run": self.run, "incarnation": self.incarnation}
+            self.anomalies.insert(0, self._store.connection.query(_ANOMALIES, values))
         return Outcome(report=report, tables=tuple(self._seen), is_first=is_first)
 
     def _has_ranks(self) -> bool:
@@ -213,6 +222,8 @@ class LogIntake:
         """Store the rows of an import. Rows about the run and the import are held until `write_state`."""
         if batch.watermarks:
             self._seen.append(recent(batch.tables))
+            if (events := batch.tables.get("events")) is not None:
+                self.anomalies.append(events.filter(pc.equal(events["type"].cast(pa.string()), EventType.ANOMALY)))
             return self._store.append(batch)
         for dataset in ("attempts", "runs"):
             if dataset in batch.tables:

@@ -97,7 +97,7 @@ def _stall(rows: LogRows, facts: Facts, limits: WatchSection) -> Verdict | None:
     phase = "" if rows.phase is None else f", {rows.phase} may be in progress"
     return Verdict(
         condition=Condition.STALLED,
-        reason=f"no {'row' if rows.rows else 'first row'} for {facts.silence:.0f} s{usual}{phase}; {facts.clock}",
+        reason=f"no {'row' if rows.rows else 'first row'} for {facts.silence:.0f} s ({facts.clock}){usual}{phase}",
         value=facts.silence,
         baseline=expected,
         threshold=limit,

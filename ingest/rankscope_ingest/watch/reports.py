@@ -29,7 +29,7 @@ from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.notifiers import Notifier
 from rankscope_ingest.reporting.rows import Stamp, incident_row
 from rankscope_ingest.runs.incident import MUTED, RESOLVED, Incident, LogReport, Symptom
-from rankscope_ingest.runs.text import NO_PLACE, Place
+from rankscope_ingest.runs.text import NO_PLACE, Place, headline, wrong_values
 from rankscope_ingest.watch.intake import Row, WatchStore, event_batch
 from rankscope_ingest.watch.judge import Condition, Verdict
 from rankscope_ingest.watch.rows import LogRow, LogRows
@@ -91,77 +91,48 @@ def guide_of(rows: Sequence[LogRow], planned_steps: int | None) -> tuple[str, ..
         values = [row.values[name] for row in rows if name in row.values]
         finite = [value for value in values if math.isfinite(value)]
         if values:
-            course = f"{finite[0]:.6g} to {finite[-1]:.6g}" if finite else "not finite"
-            lines.append(f"{name}: {course}; {hint}")
+            course = f"{finite[0]:.6g} to {finite[-1]:.6g}" if finite else ""
+            wrong = f"NaN or infinite in {len(values) - len(finite)} of {len(values)} rows"
+            course = ", ".join(filter(None, (course, wrong if len(finite) < len(values) else "")))
+            lines.append(f"{name}: {course}; in a normal training: {hint}")
     return tuple(lines)
 
 
-def condition_incident(
-    verdict: Verdict, rows: LogRows, *, run: str, address: str, message_rows: int, planned_steps: int | None
-) -> Incident | None:
+def condition_incident(verdict: Verdict, rows: LogRows, *, run: str, address: str) -> Incident | None:
     """Return the incident of a condition; None for a condition that is not reported, such as normal training."""
     if verdict.condition not in RULES:
         return None
     rule, severity = RULES[verdict.condition]
-    listed = list(rows.rows)[-message_rows:]
     step = None if rows.last is None else rows.last.step
-    errors = [f"{name}: {text}" for name, texts in rows.errors.items() for text in texts]
-    left = len(errors) - MAX_ERRORS
-    reports = (*errors[:MAX_ERRORS], *([f"and {left} more errors"] if left > 0 else []))
     position = step if step is not None else (-1 if rows.last is None else rows.last.seq)
-    return _incident(
-        Symptom(
-            run=run,
-            attempt=rows.attempt,
-            rank=None,
-            step=step,
-            severity=severity,
-            causal=(),
-            rule=rule,
-            value=verdict.value,
-            baseline=verdict.baseline,
-            threshold=verdict.threshold,
-            ranks=address,
-        ),
-        cause=verdict.reason,
-        reports=reports if verdict.condition in {Condition.FAILED, Condition.STOPPED} else (),
-        report=LogReport(address=address, rows=row_texts(listed), guide=guide_of(listed, planned_steps)),
-        key=f"{rule}:{rows.attempt}:{position}:{run}",
-    )
+    key = f"{rule}:{rows.attempt}:{position}:{run}"
+    values = {name: getattr(verdict, name) for name in ("value", "baseline", "threshold")}
+    found = _incident(rule, severity, verdict.reason, key, step, run=run, attempt=rows.attempt, ranks=address, **values)
+    if verdict.condition in {Condition.FAILED, Condition.STOPPED}:
+        errors = [f"{name}: {text}" for name, texts in rows.errors.items() for text in texts]
+        left = len(errors) - MAX_ERRORS
+        found.reports = (*errors[:MAX_ERRORS], *([f"and {left} more errors"] if left > 0 else []))
+    return found
+
+
+def log_report(rows: LogRows, first: Symptom, most: int, planned_steps: int | None) -> LogReport:
+    """Return the last rows up to the step of `first`, at most `most`, and hints for reading them."""
+    end = math.inf if first.step is None else first.step
+    own = [row for row in rows.rows if row.attempt == first.attempt and (row.step or 0) <= end]
+    return LogReport(address=first.ranks_named, rows=row_texts(own[-most:]), guide=guide_of(own[-most:], planned_steps))
 
 
 def unreadable_incident(reason: str, *, run: str, attempt: int, address: str, since: float, severity: str) -> Incident:
     """Return the incident of a log that cannot be read since the time `since` (seconds since 1970)."""
-    return _incident(
-        Symptom(
-            run=run,
-            attempt=attempt,
-            rank=None,
-            step=None,
-            severity=severity,
-            causal=(),
-            rule=LOG_UNREADABLE,
-            ranks=address,
-        ),
-        cause=reason,
-        report=LogReport(address=address),
-        key=f"{LOG_UNREADABLE}:{since:.0f}:{address}",
-    )
+    key = f"{LOG_UNREADABLE}:{since:.0f}:{address}"
+    return _incident(LOG_UNREADABLE, severity, reason, key, run=run, attempt=attempt, ranks=address)
 
 
-def _incident(first: Symptom, *, cause: str, report: LogReport, key: str, reports: tuple[str, ...] = ()) -> Incident:
-    return Incident(
-        first=first,
-        severity=first.severity,
-        opened_at=time.monotonic(),
-        last_step=first.step,
-        events=1,
-        is_settled=True,
-        cause=cause,
-        reports=reports,
-        log=report,
-        fixed_key=key,
-    )
+def _incident(rule: str, severity: str, cause: str, key: str, step: int | None = None, **columns: Any) -> Incident:
+    first = Symptom(rule=rule, rank=None, step=step, severity=severity, causal=(), **columns)
+    incident = Incident(first=first, severity=severity, opened_at=time.monotonic(), last_step=step, events=1)
+    incident.is_settled, incident.cause, incident.fixed_key = True, cause, key
+    return incident
 
 
 class Reporter:
@@ -186,6 +157,7 @@ class Reporter:
         self._keys: set[str] = set()
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._announcing: dict[str, asyncio.Task[None]] = {}  # by the key of the incident
         self._grouped: dict[tuple[str, str], tuple[float, list[Incident]]] = {}
         self._announcer = Announcer(
             notifiers,
@@ -231,11 +203,15 @@ class Reporter:
         if incident.key in self._keys:
             return
         self._keys.add(incident.key)
+        first = incident.first
+        if first.op is not None and not incident.is_muted:  # a condition is displayed as the state of the log
+            level = logging.CRITICAL if incident.severity == Severity.CRITICAL else logging.WARNING
+            log.log(level, "%s: %s at step %s", first.run, wrong_values(incident) or headline(first), first.step)
         if incident.first.rule in PER_HOST:
             _, listed = self._grouped.setdefault((incident.first.rule or "", machine), (now + wait_seconds, []))
             listed.append(incident)
         else:
-            self._spawn(self._announce([incident]))
+            self._announcing[incident.key] = self._spawn(self._announce([incident]))
 
     def announce_due(self, now: float) -> None:
         """Send the reports of machines whose time to wait for further logs is over."""
@@ -277,6 +253,8 @@ class Reporter:
         self._spawn(self._resolve(incident, has_continued=has_continued))
 
     async def _resolve(self, incident: Incident, *, has_continued: bool) -> None:
+        if (announcing := self._announcing.pop(incident.key, None)) is not None:
+            await asyncio.wait([announcing])  # resolved is the last state
         if has_continued and not incident.is_muted:
             await self._announcer.resolve(incident, resolved_message(incident, has_continued=True))
         else:

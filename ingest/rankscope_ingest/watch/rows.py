@@ -78,6 +78,7 @@ class LogRows:
         self._incarnation: str | None = None
         self._last_seq = -1
         self.attempt = 0
+        self.last_steps: dict[int, int] = {}  # by attempt
         self.arrived_at: float | None = None
         """Time at which the last row was in the log at the latest, by the clock of the machine of the log."""
         self._begin()
@@ -161,6 +162,8 @@ class LogRows:
             )
         )
         self._after_phase = False
+        if first["step"] is not None:
+            self.last_steps[self.attempt] = first["step"]
         self.errors.clear()
         for phase in self._phases.values():
             phase.is_open = False

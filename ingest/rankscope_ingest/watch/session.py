@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from rankscope_ingest.base.background import cancel
 from rankscope_ingest.base.errors import ConfigError
 from rankscope_ingest.base.watch_config import WatchSection
 from rankscope_ingest.importers import importers, run_name
-from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.notifiers import Notifier
 from rankscope_ingest.runs.text import Place
 from rankscope_ingest.watch.address import LogAddress
@@ -21,21 +19,10 @@ from rankscope_ingest.watch.files import LocalFile, LogFile, LogUnreadableError
 from rankscope_ingest.watch.follower import Follower, LocalFollower, RemoteFollower
 from rankscope_ingest.watch.intake import WatchStore
 from rankscope_ingest.watch.reports import Reporter
-from rankscope_ingest.watch.ssh import Ask, SshHosts, load_asyncssh
-from rankscope_ingest.watch.watcher import LogStatus, LogWatcher, OnChange
+from rankscope_ingest.watch.ssh import SshHosts, load_asyncssh
+from rankscope_ingest.watch.watcher import Hooks, LogStatus, LogWatcher, OnChange
 from rankscope_storage.api.store import Writer
 from rankscope_storage.base.errors import StoreError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hooks:
-    """Functions that a session calls, the counters of its notifications, and its sources of time."""
-
-    on_change: OnChange = lambda _: None
-    deliveries: Deliveries | None = None
-    ask: Ask | None = None
-    now: Callable[[], float] = time.time
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
 
 def run_names(sections: Sequence[WatchSection]) -> list[str]:
@@ -139,20 +126,11 @@ async def watching(
     reporter = Reporter(store, notifiers, deliveries=hooks.deliveries, place=Place.of(folder))
     try:
         session = WatchSession(reporter, hooks.on_change)
+        own = dataclasses.replace(hooks, on_change=session.changed)
         for section, name in zip(sections, names, strict=True):
             file, follower = _source(section, folder, hosts)
             session.watchers.append(
-                LogWatcher(
-                    section,
-                    run=name,
-                    file=file,
-                    follower=follower,
-                    store=store,
-                    reporter=reporter,
-                    on_change=session.changed,
-                    now=hooks.now,
-                    sleep=hooks.sleep,
-                )
+                LogWatcher(section, run=name, file=file, follower=follower, store=store, reporter=reporter, hooks=own)
             )
         for watcher in session.watchers:
             await watcher.begin(sends_again=is_alone)

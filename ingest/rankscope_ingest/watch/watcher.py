@@ -13,17 +13,20 @@ from typing import Final
 import tenacity
 
 from rankscope_contract.model.events import LOG_UNREADABLE, RUN_FAILED, RUN_FINISHED, RUN_STOPPED, RunState, Severity
+from rankscope_contract.rules.curve import SLOW_STEPS
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.base.watch_config import WatchSection
+from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.runs.incident import MUTED, OPENED, RESOLVED, Incident
+from rankscope_ingest.watch.anomalies import LogAnomalies
 from rankscope_ingest.watch.clock import RemoteClock
 from rankscope_ingest.watch.files import FileState, LogFile, LogUnreadableError
 from rankscope_ingest.watch.follower import Follower, Part
 from rankscope_ingest.watch.intake import FOLLOWED, UNFOLLOWED, LogIntake, WatchStore
-from rankscope_ingest.watch.judge import Condition, Facts, Verdict, judge
-from rankscope_ingest.watch.reports import RULES, Reporter, condition_incident, unreadable_incident
+from rankscope_ingest.watch.judge import ENDS, Condition, Facts, Verdict, judge
+from rankscope_ingest.watch.reports import RULES, Reporter, condition_incident, log_report, unreadable_incident
 from rankscope_ingest.watch.rows import LogRows
-from rankscope_ingest.watch.ssh import UntrustedHostError
+from rankscope_ingest.watch.ssh import Ask, UntrustedHostError
 from rankscope_storage.base.errors import ShardLostError, StoreError
 
 log = logging.getLogger(__name__)
@@ -71,6 +74,17 @@ class LogStatus:
 OnChange = Callable[[LogStatus], None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """Functions that a session calls, the counters of its notifications, and its sources of time."""
+
+    on_change: OnChange = lambda _: None
+    deliveries: Deliveries | None = None
+    ask: Ask | None = None
+    now: Callable[[], float] = time.time
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+
+
 class LogWatcher:
     """Follows one log. `poll` reads it once, `run` polls it until it is cancelled."""
 
@@ -83,11 +97,8 @@ class LogWatcher:
         follower: Follower,
         store: WatchStore,
         reporter: Reporter,
-        on_change: OnChange = lambda _: None,
-        now: Callable[[], float] = time.time,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        hooks: Hooks,
     ) -> None:
-        """`now` returns the time of this machine in seconds since 1970."""
         self._section = section
         self.run_name = run
         self._file = file
@@ -96,16 +107,14 @@ class LogWatcher:
         self._store = store
         self._reporter = reporter
         self._intake = LogIntake(store, run, section)
-        self._on_change = on_change
-        self._now = now
-        self._sleep = sleep
+        self.hooks = hooks
         self._rows = LogRows()
         self._clock = RemoteClock()
         self._open: dict[str, Incident] = {}
-        self._ended: list[Incident] = []  # open failures of earlier attempts
+        self._incidents = LogAnomalies(run, self._address)
         self._unreadable: str | None = None
         self._unreadable_since: float | None = None
-        self._began_at = now()
+        self._began_at = hooks.now()
         self._seen_at: float | None = None  # time at which the log was first seen with content
         self._imported: FileState | None = None
         self._refusal: str | None = None  # reason why the present content of the log cannot be imported
@@ -128,8 +137,11 @@ class LogWatcher:
             incident.is_muted = state == MUTED
             if sends_again and state == OPENED:
                 self._reporter.send_again(incident)
-            if state != RESOLVED and incident.first.rule:
-                self._ended += filter(None, [self._open.get(incident.first.rule)])
+            if incident.first.op is not None:  # of anomalies, not of a condition
+                self._incidents.restore(incident, is_open=state != RESOLVED)
+            elif state != RESOLVED:
+                if (earlier := self._open.get(incident.first.rule)) is not None:
+                    self._incidents.restore(earlier, is_open=True)
                 self._open[incident.first.rule] = incident
 
     async def run(self) -> None:
@@ -137,8 +149,8 @@ class LogWatcher:
         wait = tenacity.wait_random_exponential(multiplier=1.0, max=self._section.max_backoff_seconds)
         while True:
             retry = tenacity.retry_if_exception_type(Exception) & tenacity.retry_if_not_exception_type(ShardLostError)
-            await tenacity.AsyncRetrying(retry=retry, wait=wait, sleep=self._sleep)(self.poll)
-            await self._sleep(self._section.poll_seconds)
+            await tenacity.AsyncRetrying(retry=retry, wait=wait, sleep=self.hooks.sleep)(self.poll)
+            await self.hooks.sleep(self._section.poll_seconds)
 
     async def poll(self) -> None:
         """Read and import the new part of the log, and report a change of its condition.
@@ -146,7 +158,7 @@ class LogWatcher:
         Raises LogUnreadableError if the log cannot be read; this is reported, too. Raises StoreError if the rows cannot
         be stored; the next call stores them.
         """
-        now = self._now()
+        now = self.hooks.now()
         part: Part | None = None
         try:
             async for part in self._follower.parts(self._store.known.get(self.run_name, [])):
@@ -167,6 +179,7 @@ class LogWatcher:
 
     async def end(self) -> None:
         """Store that the log is no longer followed, unless the log contains the end of the run."""
+        self._resolve(RunState.STOPPED)
         await self._store.run(lambda: self._intake.write_state(RunState.STOPPED, UNFOLLOWED, at_once=True))
 
     async def _take(self, part: Part, now: float) -> None:
@@ -236,6 +249,8 @@ class LogWatcher:
         if verdict.condition is Condition.WAITING and self._refusal is not None:
             verdict = dataclasses.replace(verdict, reason=self._refusal)
         self._report(verdict, now)
+        self._report_anomalies(now)
+        self._resolve(next((state for state, end in ENDS.items() if end is verdict.condition), RunState.RUNNING))
         run_state = _STATES.get(verdict.condition, RunState.RUNNING)
         reason = verdict.reason if run_state is RunState.STALLED else FOLLOWED
         await self._store.run(lambda: self._intake.write_state(run_state, reason))
@@ -244,7 +259,6 @@ class LogWatcher:
     def _report(self, verdict: Verdict, now: float) -> None:
         """Announce the incident of a new condition, and resolve the incidents of conditions that are over."""
         rule = RULES[verdict.condition][0] if verdict.condition in RULES else None
-        self._close_failures(verdict)
         for known, incident in list(self._open.items()):
             # A stall does not end slow steps: no further step shows that they are over.
             is_kept = known in {rule, LOG_UNREADABLE} or (
@@ -256,31 +270,28 @@ class LogWatcher:
                     self._reporter.resolve(incident, has_continued=verdict.condition not in _ENDED)
         if rule is None or rule in self._open:
             return
-        found = condition_incident(
-            verdict,
-            self._rows,
-            run=self.run_name,
-            address=self._address,
-            message_rows=self._section.message_rows,
-            planned_steps=self._intake.planned_steps,
-        )
+        found = condition_incident(verdict, self._rows, run=self.run_name, address=self._address)
         if found is not None:
             self._open[rule] = found
             self._announce(found, now)
 
-    def _close_failures(self, verdict: Verdict) -> None:
-        """Resolve the failures of attempts before the present one, without a message, if it has passed their steps."""
+    def _report_anomalies(self, now: float) -> None:
+        """Print and announce the incidents of new anomalies; only store slow steps that are reported as RunSlow."""
+        events, self._intake.anomalies = self._intake.anomalies, []
+        for incident in self._incidents.observe(events, time.monotonic()):
+            incident.is_muted |= incident.first.rule == SLOW_STEPS and RULES[Condition.SLOW][0] in self._open
+            self._announce(incident, now)
+
+    def _resolve(self, state: RunState) -> None:
+        """Resolve, without a message, anomalies and failures of earlier attempts whose cause is gone."""
         for known in (RUN_FAILED, RUN_STOPPED):
             if known in self._open and self._open[known].first.attempt < self._rows.attempt:
-                self._ended.append(self._open.pop(known))
-        step = -1 if self._rows.last is None else self._rows.last.step or -1
-        is_finished = verdict.condition is Condition.FINISHED
-        for incident in list(self._ended):
-            if is_finished or (verdict.condition not in _ENDED and step > (incident.first.step or 0)):
-                self._ended.remove(incident)
-                self._reporter.resolve(incident, has_continued=False)
+                self._incidents.restore(self._open.pop(known), is_open=True)
+        for incident in self._incidents.resolved(self._rows.last_steps, state):
+            self._reporter.resolve(incident, has_continued=False)
 
     def _announce(self, incident: Incident, now: float) -> None:
+        incident.log = log_report(self._rows, incident.first, self._section.message_rows, self._intake.planned_steps)
         machine = self._file.address.machine
         self._reporter.announce(incident, machine, now, wait_seconds=self._section.poll_seconds)
 
@@ -333,4 +344,4 @@ class LogWatcher:
             clock=self._clock.source,
             unreadable=self._unreadable,
         )
-        self._on_change(self.status)
+        self.hooks.on_change(self.status)

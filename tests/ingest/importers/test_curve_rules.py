@@ -82,6 +82,24 @@ def test_healthy_curves_have_at_most_one_event_in_20_000_rows():
     assert all(count <= 1 for count in found.values()), found
 
 
+@pytest.mark.parametrize("deviation", [0.005, 0.02, 0.05, 0.1, 0.2])
+def test_spike_of_2_4_times_is_found_and_healthy_losses_have_no_event(deviation):
+    """D-601: losses that fall after a warm-up, with lognormal noise; 40,000 rows of each deviation."""
+    rows, random = np.arange(2_000), np.random.default_rng(int(1000 * deviation))
+    healthy, found = 0, 0
+    for _ in range(20):
+        start, share, decay, warm_up = random.uniform((2, 0.05, 50, 0), (11, 0.5, 1000, 200))
+        curve = start * (share + (1 - share) * np.exp(-np.maximum(0, rows - warm_up) / decay))
+        losses = curve * np.exp(deviation * random.normal(size=len(rows)))
+        healthy += len(firings({"loss": losses}))
+        place = random.integers(warm_up + 100, len(rows))
+        losses[place] = 2.42 * curve[place]
+        found += ("LossSpike", place) in firings({"loss": losses})
+
+    assert 0 == healthy
+    assert found >= (20 if deviation < 0.1 else 17 if deviation == 0.1 else 0)
+
+
 @pytest.mark.parametrize("log", HEALTHY_RECORDED)
 def test_healthy_recorded_log_has_no_event(logs, data, log):
     logs.import_log(data / log)

@@ -22,8 +22,8 @@ import pytest
 from rankscope_ingest.base.watch_config import WatchSection
 from rankscope_ingest.importers import find_importer, import_records
 from rankscope_ingest.notify.notifiers import Message, NotifyError
-from rankscope_ingest.watch.session import Hooks, WatchSession, watching
-from rankscope_ingest.watch.watcher import LogStatus
+from rankscope_ingest.watch.session import WatchSession, watching
+from rankscope_ingest.watch.watcher import Hooks, LogStatus
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -58,7 +59,8 @@ async def test_finished_training_is_reported_once(watch, replay, slow_lines, tmp
             lines = []
 
             assert session.statuses[0].has_ended
-    assert [f"[info] r: RunFinished, {replay.path}, step 930"] == watch.receiver.titles
+    title = f"[info] r: RunFinished, {replay.path}, step 930: the last planned iteration, 930, was reached"
+    assert [title] == watch.receiver.titles
     assert [{"state": "completed"}] == watch.query("SELECT state FROM runs")
 
 
@@ -76,7 +78,7 @@ async def test_failures_of_one_machine_are_one_report(watch, replay, slow_lines,
     (report,) = watch.receiver.messages
     states = watch.query("SELECT run, state, reason FROM runs ORDER BY run")
 
-    assert f"[critical] a: RunFailed, {replay.path}, step 930" == report.title
+    assert f"[critical] a: RunFailed, {replay.path}, step 930: cuda: {TRACEBACK[1]}" == report.title
     assert "cuda: RuntimeError: CUDA error: device-side assert triggered" in report.body
     assert f"b, {other}: " in report.body
     assert ["failed", "failed"] == [row["state"] for row in states]
@@ -222,7 +224,7 @@ async def test_failing_reads_are_retried_with_growing_pauses(watch, replay):
 
     async with watch.session() as session:
         watcher = session.watchers[0]
-        watcher._sleep = sleep
+        watcher.hooks = dataclasses.replace(watcher.hooks, sleep=sleep)
         with pytest.raises(StopError):
             await watcher.run()
 
@@ -274,7 +276,10 @@ async def test_log_without_rows_is_reported_after_the_first_step(watch, replay):
         assert "stalled" == session.statuses[0].condition
     assert "waiting" == waiting.condition
     assert "has an unknown format" in waiting.reason
-    assert "no first row for 1901 s, first step may be in progress" in watch.receiver.messages[0].body
+    assert (
+        "no first row for 1901 s (clock of this machine), first step may be in progress"
+        in watch.receiver.messages[0].body
+    )
 
 
 @pytest.mark.parametrize("rotated", ["train.log.1", "train.log-20250228"])

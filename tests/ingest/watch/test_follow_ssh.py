@@ -36,7 +36,8 @@ async def test_slow_then_stuck_training_is_reported_once(remote, replay, watch, 
 
     assert [] == before
     assert f"[warning] r: RunSlow, {remote}, step 1125" == slow.title
-    assert f"[critical] r: RunStalled, {remote}, step 1160" == stuck.title
+    reason = "no row for 63 s (date over SSH), expected every 5.55 s"
+    assert f"[critical] r: RunStalled, {remote}, step 1160: {reason}" == stuck.title
     assert "date over SSH" in stuck.body
     assert 10 == sum(line.startswith("  step 11") for line in stuck.body.splitlines())
     assert "learning_rate: 0.0003 to 0.0003; rises during warm-up, then follows its schedule" in stuck.body
@@ -70,7 +71,8 @@ async def test_unreachable_host_is_reported_once_and_its_return(sshd, remote, re
         sshd.start()
         await session.poll()
 
-    assert [f"[warning] r: LogUnreadable, {remote}"] == during
+    assert 1 == len(during)
+    assert during[0].startswith(f"[warning] r: LogUnreadable, {remote}: ")
     assert "[resolved] r: LogUnreadable, the log can be read again" == watch.receiver.titles[-1]
     assert 2 == len(watch.receiver.titles)
     assert reason is not None
@@ -95,7 +97,8 @@ async def test_changed_host_key_is_refused_and_reported(sshd, remote, replay, wa
         assert session.statuses[0].unreadable is None
     assert refused.unreadable is not None
     assert "has CHANGED" in refused.unreadable
-    assert f"[critical] r: LogUnreadable, {remote}" == watch.receiver.titles[0]
+    assert watch.receiver.titles[0].startswith(f"[critical] r: LogUnreadable, {remote}: ")
+    assert "has CHANGED" in watch.receiver.titles[0]
 
 
 async def test_unknown_host_key_names_the_remedy(sshd, remote, watch, replay, tmp_path):
@@ -159,8 +162,8 @@ async def test_clock_without_commands_is_that_of_the_growing_log(sshd, remote, r
         await session.poll()
 
         assert "stalled" == session.statuses[0].condition
-    assert "no row for 120 s, expected every 2.3" in watch.receiver.messages[0].body
-    assert "time of the last change of the growing log" in watch.receiver.messages[0].body
+    reason = "no row for 120 s (time of the last change of the growing log), expected every 2.3"
+    assert reason in watch.receiver.messages[0].body
 
 
 async def test_rotated_log_loses_no_row(remote, replay, watch, slow_lines, tmp_path, caplog):

@@ -115,7 +115,7 @@ def test_anomalies_without_a_service_are_grouped_by_steps(tmp_path):
         found = incidents(opened, ["r"])["r"]
 
     assert [("t5", 2, 7), ("t90", 1, 90)] == [(one.tensor, one.events, one.last_step) for one in found]
-    assert "gradient norm 9× its baseline" == happening(found[0])
+    assert "gradient norm 9, 9 times its average" == happening(found[0])
 
 
 @pytest.mark.parametrize("kind", ["grad_reduced", "param_after"])

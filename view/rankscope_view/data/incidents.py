@@ -8,8 +8,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from rankscope_contract.model.events import CLOSED, EVALUATION_NAME, RULES_OF_RUNS, Severity, is_open, subject_name
+from rankscope_contract.model.events import (
+    CLOSED,
+    EVALUATION_NAME,
+    RULES_OF_RUNS,
+    RUN_FAILED,
+    Severity,
+    is_open,
+    subject_name,
+)
 from rankscope_contract.model.kinds import CAUSAL_STAGE, EVALUATION_STAGE, LOSS_STAGE, SCALAR_STAGE
+from rankscope_contract.rules.curve import deviation_text
 from rankscope_storage.api.summaries import INCIDENT_GAP_STEPS
 from rankscope_storage.connection import Connection
 from rankscope_view.data.documents import json_object
@@ -37,6 +46,14 @@ _ENDS: Final = """\
 SELECT run, coalesce(attempt, 0) AS attempt, max(last_step) AS last_step
 FROM (SELECT run, attempt, last_step FROM attempts UNION ALL SELECT run, attempt, last_step FROM runs)
 WHERE run IN (SELECT unnest($runs)) AND last_step IS NOT NULL GROUP BY ALL"""
+
+# An import of a failed log stores the state of the attempt, and no incident.
+_FAILED: Final = f"""\
+SELECT run, attempt, last_step AS step, last_step, reason AS message, epoch(ended_at) AS at, 'critical' AS severity,
+  '{RUN_FAILED}' AS rule, EXISTS (
+    SELECT 1 FROM attempts AS later WHERE later.run = failed.run AND later.attempt > failed.attempt
+      AND (later.state = 'completed' OR later.last_step > failed.last_step)) AS is_over
+FROM attempts AS failed WHERE state = 'failed' AND source_kind <> 'live' AND run IN (SELECT unnest($runs))"""
 
 # Without anomalies, as in most runs, this takes a fifth of the time of the statement that groups them.
 _WITH_ANOMALIES: Final = """\
@@ -123,7 +140,9 @@ def incidents(connection: Connection, runs: Sequence[str]) -> dict[str, list[Inc
     ungrouped = [run for run in runs if all(one.rule in RULES_OF_RUNS for one in found.get(run, ()))]
     if ungrouped:
         ungrouped = connection.query(_WITH_ANOMALIES, {"runs": ungrouped})["run"].to_pylist()
-    for one in _groups(connection, ungrouped) if ungrouped else ():
+    failed = [run for run in runs if all(one.rule != RUN_FAILED for one in found.get(run, ()))]
+    groups = _groups(connection, ungrouped) if ungrouped else ()
+    for one in (*groups, *_failures(connection, failed)):
         if (one.run, one.key) in closings:
             last = _reported(one.key, closings[one.run, one.key])
             one = replace(one, states=(*one.states, *last.states), closed_by=last.closed_by)  # noqa: PLW2901 - its end
@@ -164,6 +183,14 @@ def _groups(connection: Connection, runs: Sequence[str]) -> Iterator[Incident]:
             yield one
 
 
+def _failures(connection: Connection, runs: Sequence[str]) -> Iterator[Incident]:
+    """Yield the failures of attempts of imported logs. A failure is resolved if a later attempt passes its step."""
+    for row in connection.query(_FAILED, {"runs": list(runs)}).to_pylist():
+        states = ((row.pop("at"), "opened"), *([(None, "resolved")] if row.pop("is_over") else []))
+        absent: dict[str, Any] = dict.fromkeys(("rank", "kind", "tensor", "op", "value", "baseline", "threshold"))
+        yield Incident(**row, **absent, key=f"{RUN_FAILED}-{row['attempt'] or 0}", events=1, ranks=(), states=states)
+
+
 def _urgency(one: Incident) -> tuple[Any, ...]:
     return not one.is_open, not one.is_critical, *in_order(one)
 
@@ -198,14 +225,14 @@ def _numbers(values: Iterable[Any] | None) -> list[int]:
 
 
 def happening(one: Incident) -> str:
-    """Return a clause about the first cause of an incident, such as `grad became NaN` or `norm 9.1× its baseline`."""
+    """Return a clause about the first cause of an incident, such as `loss 9.7, 8 times its median`."""
     if one.op in _WORDS and one.tensor is not None:
         return f"{_quantity(one.kind)} {_WORDS[one.op]}"
-    if one.value is not None and not math.isfinite(one.value):
-        word = "NaN" if math.isnan(one.value) else "infinite"
-        return f"{one.op or subject_name(one.tensor, None) or 'value'} became {word}"
-    if one.value is not None and one.baseline and math.isfinite(one.baseline):
-        return f"{_quantity(one.kind)} {one.op or 'value'} {one.value / one.baseline:,.3g}× its baseline".strip()
+    is_finite = one.value is not None and math.isfinite(one.value)
+    if one.value is not None and one.rule not in RULES_OF_RUNS and (one.baseline or not is_finite):
+        name = one.op or subject_name(one.tensor, None) or "value"
+        text = deviation_text(name, one.value, one.baseline, one.rule)
+        return f"{_quantity(one.kind)} {text}".strip() if is_finite else text
     line = (one.message or one.rule or "reported").partition("\n")[0]
     return line.removesuffix(f", step {one.step}")  # sentences end with the step
 

@@ -1,0 +1,72 @@
+"""Group the firings of rules for the rows of a followed log into incidents, as the service does for ranks.
+
+The module performs no I/O.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Mapping, Sequence
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope_contract.model.events import RunState
+from rankscope_ingest.base.config import NotifySection, RunsSection
+from rankscope_ingest.detect.incidents import IncidentTracker
+from rankscope_ingest.detect.symptoms import symptoms
+from rankscope_ingest.runs.incident import Incident
+from rankscope_ingest.runs.models import Attempt, Liveness, Rank
+from rankscope_ingest.runs.tracker import RunTracker
+
+
+class LogAnomalies:
+    """The incidents of the anomalies in one followed log."""
+
+    def __init__(self, run: str, address: str) -> None:
+        self._run = run
+        self._address = address
+        self._runs = RunTracker(RunsSection())
+        self._incidents = IncidentTracker(group_wait_seconds=0.0, quiet_steps=NotifySection().quiet_steps)
+        self._last_seqs: dict[str, int] = {}  # of the observed anomalies, by incarnation
+
+    def restore(self, incident: Incident, *, is_open: bool) -> None:
+        """Add an incident that an earlier process has stored."""
+        (self._incidents.restore if is_open else self._incidents.remember)(incident)
+
+    def observe(self, events: Sequence[pa.Table], now: float) -> list[Incident]:
+        """Return the new incidents of `events`, the tables of anomalies in the order of the log.
+
+        `now` is in monotonic seconds. Anomalies that were observed before have no effect.
+        """
+        found: list[Incident] = []
+        for table in events:
+            keys = table.group_by(["incarnation", "attempt"]).aggregate([("seq", "max")]).sort_by("attempt").to_pylist()
+            for incarnation, number in [(key["incarnation"], key["attempt"]) for key in keys]:
+                is_own = (pc.field("incarnation") == incarnation) & (pc.field("attempt") == number)
+                is_new = pc.field("seq") > self._last_seqs.get(incarnation, -1)
+                for one in symptoms(table.filter(is_own & is_new)):
+                    self._incidents.observe(dataclasses.replace(one, ranks=self._address), now)
+                    found += self._incidents.settle(now, {})
+            self._last_seqs |= {
+                key["incarnation"]: key["seq_max"] for key in sorted(keys, key=operator.itemgetter("seq_max"))
+            }
+        return found
+
+    def resolved(self, last_steps: Mapping[int, int], state: RunState) -> list[Incident]:
+        """Return the incidents whose cause is gone, from the last step of each attempt and the state of the last one.
+
+        While it runs, some steps without a firing must follow, as for a rank.
+        """
+        for number, step in last_steps.items():
+            attempt = Attempt(run=self._run, number=number, launch_id="", world_size=1, started_at=0, last_step=step)
+            if number == max(last_steps):
+                attempt.state = state
+            if attempt.state is RunState.RUNNING:
+                life = Liveness(last_sign=0.0)
+                attempt.ranks[0] = Rank(
+                    number=0, incarnation="", host="", liveness=life, known_since=0.0, last_step=step
+                )
+            self._runs.restore(attempt)
+        return self._incidents.resolve(self._runs)
