@@ -35,7 +35,7 @@ def write_run(writer, run: str, names: dict[str, np.ndarray], labelled=()) -> No
         scalars(run, name, steps, np.asarray(values, float)[steps], ts=START + steps * 1_000_000, labels=labels)
         for name, values, steps, labels in [*((name, values, STEPS, None) for name, values in names.items()), *labelled]
     ]
-    config = json.dumps(CONFIG)
+    config = json.dumps(CONFIG | {"argv": ["train.py", "--fast", *(f"--{run}-{one}=0.125" for one in range(9))]})
     row = run_row(run, "completed", last_step=199, planned_steps=200, config=config)
     append(writer, scalars=pa.concat_tables(tables), runs=row)
 
@@ -161,7 +161,20 @@ def test_page_of_a_run_has_its_configuration(chromium, address):
     opened(chromium, f"{address}/runs/own")
 
     words = chromium.run("document.querySelector('#config').innerText").split("\n")
-    assert {"optimizer.name\tadamw", "batch_size\t32", "command\ttrain.py --fast", "commit\t0123abcd"} <= set(words)
+    assert any(word.startswith("command\ttrain.py --fast --own-0=0.125") for word in words)
+    assert {"optimizer.name\tadamw", "batch_size\t32", "commit\t0123abcd"} <= set(words)
+
+
+def test_comparison_shows_long_commands_whole_and_values_of_the_rows(chromium, address):
+    chromium.open(f"{address}/compare?a=own&b=other")
+    chromium.wait("document.querySelector('[data-chart*=loss] .uplot')")
+    width = "(one) => one.scrollWidth - one.clientWidth"
+    words = chromium.run(
+        "document.querySelector('[data-chart*=loss]').closest('.panel').querySelector('.legend').innerText"
+    )
+
+    assert 1 >= chromium.run(f"({width})(document.querySelector('.wraps').closest('.panel'))")
+    assert ["A3.010", "B2.789"] == words.split()
 
 
 def test_few_controls_are_before_the_first_curve_and_the_rest_is_folded(chromium, address):

@@ -235,7 +235,7 @@ def _figures(sides: Sequence[ComparedSide]) -> Iterator[tuple[str, list[str], st
             yield name, [measure(one) for one in measured], _change(measured)
     if any(one.side.rank is None for one in sides):
         yield "Restarts", [count(len(one.detail.restarts)) for one in sides], ""
-        yield "Incidents", [count(len(one.detail.row.incidents)) for one in sides], ""
+        yield "Open incidents", [count(len(one.detail.row.incidents)) for one in sides], ""
 
 
 def _common_loss(sides: Sequence[ComparedSide]) -> dict[str, list[float | None]]:
