@@ -7,10 +7,16 @@ import logging
 import os
 import sys
 
+from rankscope_contract.model.redaction import MAX_DOCUMENT, redacted_text
 from rankscope_ingest.base.config_file import load_config
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.base.memory import share_allocator
 from rankscope_storage.base.errors import ShardLostError, StoreError
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted_text(super().format(record), MAX_DOCUMENT)
 
 
 def main() -> int:
@@ -25,7 +31,9 @@ def main() -> int:
     share_allocator()
     from rankscope_ingest.service.main import run  # noqa: PLC0415 - it loads Arrow
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     try:
         config = load_config(sys.argv[1], environment=os.environ)
         asyncio.run(run(config, on_ready=lambda url: print(url, flush=True)))  # noqa: T201 - the output of this command

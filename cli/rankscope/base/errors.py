@@ -7,6 +7,8 @@ import difflib
 from collections.abc import Iterable, Iterator
 from typing import Final
 
+from rankscope_contract.model.redaction import MAX_DOCUMENT, redacted_text
+
 FAILED: Final = 1
 """Exit code: the command line is valid, but the command could not do its work."""
 
@@ -22,11 +24,12 @@ Do not restart such a service automatically: it would take the shard back, and b
 class CommandError(Exception):
     """Exception that ends the command with exit code `code`.
 
-    Its message is printed on standard error, without a traceback.
+    Its message is printed on standard error, without a traceback. Secrets in it, such as the password of an address,
+    are masked.
     """
 
     def __init__(self, message: str, *, code: int = FAILED) -> None:
-        super().__init__(message)
+        super().__init__(redacted_text(message, MAX_DOCUMENT))
         self.code = code
 
 

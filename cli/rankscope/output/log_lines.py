@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from rankscope.output.rows import printable
+from rankscope_contract.model.redaction import redacted_text
 
 
 class LineHandler(logging.Handler):
@@ -21,7 +22,8 @@ class LineHandler(logging.Handler):
         """Print one line with the level, the message and the context of `record`."""
         fields = ((key, value) for key, value in vars(record).items() if key not in _RECORD_FIELDS)
         about = "".join(f", {key} {value}" for key, value in fields if value is not None)
-        self._print_line(printable(f"{record.levelname.lower()}: {record.getMessage()}{about}"))
+        line = redacted_text(f"{record.levelname.lower()}: {record.getMessage()}{about}")
+        self._print_line(printable(line))
 
 
 _RECORD_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}
@@ -32,7 +34,7 @@ _RECORD_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message",
 def log_to(print_line: Callable[[str], None]) -> Iterator[None]:
     """Print the log messages of the service and of the store with `print_line` in the body of the context."""
     handler = LineHandler(print_line)
-    loggers = [logging.getLogger(name) for name in ("rankscope_ingest", "rankscope_storage")]
+    loggers = [logging.getLogger(name) for name in ("rankscope_ingest", "rankscope_storage", "rankscope_contract")]
     loggers[0].setLevel(logging.INFO)
     for logger in loggers:
         logger.addHandler(handler)

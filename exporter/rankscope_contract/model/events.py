@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from rankscope_contract.model.kinds import CAUSAL_STAGE, EVALUATION_STAGE, LOSS_STAGE, SCALAR_STAGE
+from rankscope_contract.model.redaction import redacted_json, redacted_text
 
 
 class EventType(enum.StrEnum):
@@ -119,7 +120,10 @@ def is_open(states: Iterable[str]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One event of a rank. Its step and time are those of the record that contains the event."""
+    """One event of a rank. Its step and time are those of the record that contains the event.
+
+    Secrets in its texts are masked, and long texts are cut.
+    """
 
     type: str
     severity: str = Severity.INFO
@@ -136,6 +140,12 @@ class Event:
     call_id: int | None = None
     message: str = ""
     details: str | None = None  # JSON
+
+    def __post_init__(self) -> None:
+        """Mask secrets and cut long texts. The message of an anomaly has only names, which are clean, and numbers."""
+        if self.type != EventType.ANOMALY:
+            object.__setattr__(self, "message", redacted_text(self.message))
+        object.__setattr__(self, "details", redacted_json(self.details))
 
 
 WHOLE_MODEL: Final = "(model)"

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from rankscope_contract.model.redaction import redacted_name
+
 IDENTITY_LABELS: Final = ("run", "rank")
 """Labels of every series that a rank exports.
 
@@ -46,6 +48,10 @@ class Identity:
     world_size: int = 1
     host: str = ""
     incarnation: str = ""
+
+    def __post_init__(self) -> None:
+        """Mask secrets in the name of the run."""
+        object.__setattr__(self, "run", redacted_name(self.run, LONGEST_NAME))
 
 
 def run_from_environment(environment: Mapping[str, str]) -> str | None:
@@ -104,7 +110,7 @@ def restart_count(environment: Mapping[str, str]) -> str:
 
 def host_name() -> str:
     """Return the name of this host: HOSTNAME if set, else the system's host name."""
-    return os.environ.get("HOSTNAME") or socket.gethostname()
+    return redacted_name(os.environ.get("HOSTNAME") or socket.gethostname())
 
 
 def _first_integer(environment: Mapping[str, str], names: tuple[str, ...], default: int) -> int:

@@ -14,12 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
+from rankscope_contract.model.redaction import redacted_name
 from rankscope_contract.model.schema import canonical_labels
 
 SOURCE_NAME: Final = "source_name"
 SOURCE_UNIT: Final = "source_unit"
-
-_NAME_CHARACTERS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +83,8 @@ class Alias:
         differs from the stored name or unit. `extra` has further labels. The result is None if there are no labels.
         """
         found = dict(extra or {})
-        if printable(source_name) != self.name:
-            found[SOURCE_NAME] = printable(source_name)
+        if redacted_name(source_name) != self.name:
+            found[SOURCE_NAME] = redacted_name(source_name)
         if self.source_unit is not None:
             found[SOURCE_UNIT] = self.source_unit
         return canonical_labels(found)
@@ -175,12 +174,12 @@ def canonical(name: str) -> Alias:
     folded = _folded(bare)
     known = _TABLE.get(folded) or _by_path(folded)
     if unit is None:
-        return known or Alias(printable(name))
+        return known or Alias(redacted_name(name))
     if folded == "time":  # with a unit it is the step time, without one it may be a timestamp
         known = _TABLE["step_time"]
     if known is not None and known.unit == "steps/s" and UNITS.get(unit.lower()) == UNITS["s"]:
         known = _TABLE["step_time"]  # a speed in seconds per step
-    return in_unit(known or Alias(printable(bare)), unit)
+    return in_unit(known or Alias(redacted_name(bare)), unit)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -199,6 +198,7 @@ def logged_name(name: str) -> tuple[str, dict[str, str]]:
 
     Only names of losses are replaced. `source_name` is then the name in the script, as in imported logs.
     """
+    name = redacted_name(name)
     known = canonical(name)
     is_other = known.name in LOSSES and known.name != name and known.source_unit is None
     return (known.name, {SOURCE_NAME: name}) if is_other else (name, {})
@@ -225,12 +225,7 @@ def under_own_name(name: str) -> Alias:
 
     Use this function if a log uses `name` for another quantity, for which the usual stored name would be wrong.
     """
-    return replace(canonical(name), name=printable(name))
-
-
-def printable(name: str) -> str:
-    """Return `name` as text that every store accepts: at most 256 characters, without lone surrogates."""
-    return name[:_NAME_CHARACTERS].encode("utf-8", "replace").decode()
+    return replace(canonical(name), name=redacted_name(name))
 
 
 def _split_unit(name: str) -> tuple[str, str | None]:

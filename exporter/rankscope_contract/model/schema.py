@@ -22,6 +22,7 @@ from typing import Any, Final
 from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.model.fields import Field, ListOf, ScalarName, StructOf, required
 from rankscope_contract.model.kinds import BASELINE_OPS, OPS
+from rankscope_contract.model.redaction import MAX_LABEL, redacted_name, short_name
 
 BUCKET_STEPS: Final = 100
 """Number of steps in one bucket of a rollup dataset: 0 to 99, 100 to 199, …"""
@@ -453,8 +454,10 @@ def _names(document: dict[str, Any], key: str, default: tuple[str, ...]) -> tupl
 
 def _plan_entry(entry: dict[str, Any]) -> PlanEntry:
     known = {name: value for name, value in entry.items() if name in PlanEntry.__dataclass_fields__}
-    for name in ("shape", "aliases"):
-        known[name] = tuple(known.get(name, ()))
+    known["shape"], known["aliases"] = tuple(known.get("shape", ())), tuple(map(short_name, known.get("aliases", ())))
+    for name in ("tensor", "module"):
+        if known.get(name) is not None:
+            known[name] = short_name(known[name])
     return PlanEntry(**known)
 
 
@@ -468,7 +471,11 @@ IMPORT_PREFIX: Final = "import-"
 
 
 def canonical_labels(labels: dict[str, str] | None) -> str | None:
-    """Return `labels` as canonical text for a column of labels: JSON with sorted keys, or None without labels."""
+    """Return `labels` as canonical text for a column of labels: JSON with sorted keys, or None without labels.
+
+    Secrets are masked, and long texts cut.
+    """
     if not labels:
         return None
-    return json.dumps(labels, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    clean = {redacted_name(name): redacted_name(text, MAX_LABEL) for name, text in labels.items()}
+    return json.dumps(clean, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

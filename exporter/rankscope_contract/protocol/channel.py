@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Self, TypeVar
 
 from rankscope_contract import SCHEMA_VERSION
+from rankscope_contract.model.identity import LONGEST_NAME
+from rankscope_contract.model.redaction import MAX_NAME, redacted_name
 
 T = TypeVar("T")
 
@@ -87,6 +89,13 @@ class Registration:
     planned_steps: int | None = None
     config: dict[str, Any] = field(default_factory=dict)  # secrets are masked
     versions: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Mask secrets in the names, and cut long names. The service rejects a longer name of a run."""
+        for name in ("run", "host", "phase"):
+            text = getattr(self, name)
+            if isinstance(text, str) and (name != "run" or len(text) <= LONGEST_NAME):
+                object.__setattr__(self, name, redacted_name(text, LONGEST_NAME if name == "run" else MAX_NAME))
 
     def to_json(self) -> str:
         """Return the registration as the JSON body of a POST request."""

@@ -26,6 +26,7 @@ import torch
 from rankscope_contract.diagnostics.stacks import stacks_text
 from rankscope_contract.model.events import Event, EventType, ExitReason
 from rankscope_contract.model.phases import WITHIN_A_STEP
+from rankscope_contract.model.redaction import redacted_name
 from rankscope_exporter.adapters import Framework, Stage
 from rankscope_exporter.adapters.ddp import Plain
 from rankscope_exporter.api.session import Session
@@ -337,7 +338,7 @@ class Monitor(CopiesDoNothing):
         if is_dynamo_compiling():
             self._was_compiled()
             return contextlib.nullcontext()
-        return Phase(name, self._phases)
+        return Phase(redacted_name(str(name)), self._phases)
 
     def _phase_begins(self, name: str) -> None:
         session = self._session

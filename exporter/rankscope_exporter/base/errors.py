@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import torch
 
+from rankscope_contract.model.redaction import redacted_text
 from rankscope_contract.spool import SpoolError
 
 
@@ -166,9 +167,7 @@ def fault_text(where: str, error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return the type and the text of an exception, cut to MOST_CHARACTERS characters."""
-    if isinstance(error, RankscopeError):
-        return str(error)[:MOST_CHARACTERS]
+    """Return the type and the text of an exception, cut to MOST_CHARACTERS characters and with secrets masked."""
     has_path = isinstance(error, OSError) and error.filename is not None  # repr omits the path
     text = f"{type(error).__name__}: {error}" if has_path else repr(error)
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
+    return redacted_text(str(error) if isinstance(error, RankscopeError) else text, MOST_CHARACTERS)

@@ -32,9 +32,9 @@ import torch
 
 from rankscope_contract.model.identity import RUN_VARIABLE, check_run_name, rank_from_environment
 from rankscope_contract.model.kinds import DEFAULT_OPS
+from rankscope_contract.model.redaction import redacted, redacted_text
 from rankscope_contract.rules import AnomalyRule, rule_from_config
 from rankscope_contract.rules.curve import RANK_RULES
-from rankscope_contract.security.redaction import redacted
 from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.base.validation import (
     Allowed,
@@ -143,7 +143,7 @@ def _text(value: Any) -> str:
         text = encodable(_described(value))
     except Exception:  # noqa: BLE001 - __str__ of an object of the user may raise any error
         text = encodable(type(value).__qualname__)
-    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
+    return redacted_text(text, MAX_TEXT)
 
 
 def _described(value: Any) -> str:

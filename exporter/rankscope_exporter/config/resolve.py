@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from rankscope_contract.security.redaction import redacted
+from rankscope_contract.model.redaction import redacted
 from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.process.identity import script_commit

@@ -22,6 +22,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from rankscope_contract.model.redaction import MAX_NAME, short_name
+
 REGEX: Final = "re:"
 _SAID: Final = re.compile(r"re:\(\?#([^()]*)\)")
 """A regular expression that matches the beginning of a name pattern which `regex_pattern` made.
@@ -222,11 +224,11 @@ def encodable(text: str) -> str:
 def plain_name(name: str) -> str:
     """Return the dotted `name` without the parts that wrapper modules add, such as `_orig_mod`.
 
-    Characters that UTF-8 cannot encode are escaped.
+    Characters that UTF-8 cannot encode are escaped, and a long name is cut.
     """
-    if name.isascii() and name.isalnum():  # a single level, such as "weight" or "0"
+    if name.isascii() and name.isalnum() and len(name) <= MAX_NAME:  # a single level, such as "weight" or "0"
         return name
-    return encodable(".".join(level for level in name.split(".") if level not in WRAPPER_LEVELS))
+    return short_name(encodable(".".join(level for level in name.split(".") if level not in WRAPPER_LEVELS)))
 
 
 def named_parameters(module: nn.Module) -> tuple[NamedParameter, ...]:
@@ -246,7 +248,9 @@ def named_parameters(module: nn.Module) -> tuple[NamedParameter, ...]:
         for key, parameter in owner._parameters.items():  # noqa: SLF001 - the dictionary itself, to see it change
             if parameter is not None:
                 own = plain_name(key)
-                names.setdefault(id(parameter), []).append(f"{above}.{own}" if above and own else above or own)
+                names.setdefault(id(parameter), []).append(
+                    short_name(f"{above}.{own}" if above and own else above or own)
+                )
                 found.setdefault(id(parameter), (owner, key, parameter, parametrized.get(id(owner))))
     return tuple(_named(own, *found[number]) for number, own in names.items())
 

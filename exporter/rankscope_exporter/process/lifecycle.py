@@ -11,6 +11,7 @@ import sys
 from typing import Any, Final, NoReturn, Protocol
 
 from rankscope_contract.model.events import Event, EventType, ExitReason, Severity
+from rankscope_contract.model.redaction import redacted_text
 from rankscope_exporter.model.parameter_names import encodable
 from rankscope_exporter.process import stop_signals
 
@@ -118,7 +119,7 @@ def exit_reason(error: BaseException | None) -> tuple[ExitReason, str | None]:
     """
     if error is None:
         return ExitReason.COMPLETED, None
-    text = encodable(f"{type(error).__name__}: {error}".removesuffix(": "))
+    text = redacted_text(encodable(f"{type(error).__name__}: {error}".removesuffix(": ")))
     if isinstance(error, SystemExit):
         if error.code in (None, 0):
             return ExitReason.COMPLETED, "sys.exit(0)"

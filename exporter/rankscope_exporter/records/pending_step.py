@@ -28,6 +28,7 @@ import numpy.typing as npt
 import torch
 
 from rankscope_contract.model.events import Event, EventType, Severity
+from rankscope_contract.model.redaction import MAX_LABEL, redacted_name
 from rankscope_contract.model.scalar_names import logged_name
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.base.tracing import untransformed
@@ -142,7 +143,7 @@ def take(name: str, value: Any) -> Iterator[Pending]:
         label = LABEL_OF_GROUP.get(stored, "key")
         for key, item in value.items():
             for pending in take(name, item):
-                yield Pending(stored, pending.value, {**pending.labels, label: str(key)})
+                yield Pending(stored, pending.value, {**pending.labels, label: redacted_name(str(key), MAX_LABEL)})
     else:
         number = _copied(name, value) if isinstance(value, torch.Tensor) else float(value)
         yield Pending(stored, number, labels)

@@ -19,6 +19,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from rankscope_contract.model.redaction import redacted_text
+
 log = logging.getLogger(__name__)
 
 RECENT_SECONDS: Final = 30.0
@@ -90,10 +92,10 @@ class BackgroundFaults:
 
     def report(self, task: str, error: Exception) -> None:
         """Record a fault of `task`, and log it unless the same fault was logged before."""
-        text = repr(error)
+        text = redacted_text(repr(error))
         self.counts[task] += 1
         self._on_fault(task)
-        self._latest[task] = (self._clock(), text[:_MAX_TEXT])
+        self._latest[task] = (self._clock(), redacted_text(text, _MAX_TEXT))
         if (task, text) not in self._logged:
             log.error("unexpected error in %s, retrying", task, exc_info=error)
             if len(self._logged) >= _MAX_LOGGED:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from rankscope_contract.model.redaction import redacted_text
+
 
 class IngestError(Exception):
-    """Base class of all errors that the service raises intentionally. The text of an error describes how to fix it."""
+    """Base class of all errors that the service raises intentionally. The text of an error describes how to fix it.
+
+    The text may repeat an address or a response, so secrets in it are masked, and it is cut if it is long.
+    """
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(redacted_text(text))
 
 
 class ConfigError(IngestError):

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 
 from rankscope_contract.model.fields import arrow_schema
+from rankscope_contract.model.redaction import (
+    MAX_DOCUMENT,
+    MAX_NAME,
+    redacted_json,
+    redacted_labels,
+    redacted_name,
+    redacted_text,
+    short_name,
+)
 from rankscope_contract.model.schema import DATASETS
 
 FROM_RANK: Final = "rank"
@@ -58,6 +67,36 @@ def rows_table(dataset: str, rows: Iterable[Mapping[str, Any]]) -> pa.Table:
         if unknown := row.keys() - set(schema.names):
             raise KeyError(f"{dataset} has no column {sorted(unknown)}")
     return pa.Table.from_pylist(listed, schema=schema)
+
+
+_CLEAN: Final[Mapping[str, Callable[[str], str | None]]] = {
+    "name": redacted_name,
+    "op": redacted_name,  # of an anomaly of a scalar: its name
+    "labels": redacted_labels,
+    "message": redacted_text,
+    "details": redacted_json,
+}
+"""Functions that clean the texts of columns. Names in other columns are cut only: they are names in code."""
+_LISTS: Final = frozenset({"run", "replicas", "group_ranks", "shard_group", "inputs", "outputs", "stack", "call_site"})
+"""Text columns with more than a name."""
+
+
+def cleaned(column: pa.Array, name: str) -> pa.Array:
+    """Return the text column `name` with secrets masked and long texts cut.
+
+    The text is dictionary-encoded in the result if it is in `column`. Most columns need no change and are returned.
+    """
+    if column.null_count == len(column):
+        return column
+    clean = _CLEAN.get(name) or functools.partial(short_name, limit=MAX_DOCUMENT if name in _LISTS else MAX_NAME)
+    is_coded = pa.types.is_dictionary(column.type)
+    coded = column if is_coded else column.dictionary_encode()
+    texts = coded.dictionary.to_pylist()
+    clean_texts = [None if text is None else clean(text) for text in texts]
+    if clean_texts == texts:
+        return column
+    coded = pa.DictionaryArray.from_arrays(coded.indices, pa.array(clean_texts, pa.string()))
+    return coded if is_coded else coded.dictionary_decode()
 
 
 def constant(text: str | None, count: int) -> pa.DictionaryArray:

@@ -28,6 +28,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import IO, Any, Final
 
 from rankscope_contract.model.events import EventType, RunState, Severity
+from rankscope_contract.model.redaction import redacted_name, redacted_text
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.importer import (
     NOT_MINE,
@@ -39,7 +40,7 @@ from rankscope_ingest.importers.common.importer import (
 )
 from rankscope_ingest.importers.common.lines import read_chunks
 from rankscope_ingest.importers.common.objects import ObjectReader
-from rankscope_ingest.importers.common.values import Cut, JsonWindow, Malformed, clean_text, json_text, whole
+from rankscope_ingest.importers.common.values import Cut, JsonWindow, Malformed, json_text, whole
 
 HISTORY: Final = "log_history"
 STATE_FILE: Final = "trainer_state.json"
@@ -143,7 +144,7 @@ class _Reading:
                     self._objects.report_ambiguous(self._faults, self._window.line_here)
                 if is_first and follower.has_branched:
                     message = f"{state.label} differs from earlier checkpoints from here on: attempt {branch.attempt}"
-                    builder.event(EventType.NOTE, Severity.WARNING, clean_text(message))
+                    builder.event(EventType.NOTE, Severity.WARNING, redacted_text(message))
                 if builder.is_full and (block := builder.take()):
                     yield block
         if builder and (block := builder.take()):
@@ -204,7 +205,7 @@ def _entries(window: JsonWindow, facts: MutableMapping[str, Any], faults: Faults
             elif isinstance(key, str):
                 value = window.value()
                 if len(facts) < _MAX_FACTS:
-                    facts[clean_text(key)] = json.loads(json_text(value, limit=_FACT_CHARACTERS))
+                    facts[redacted_name(key)] = json.loads(json_text(value, limit=_FACT_CHARACTERS))
             if window.peek() != "}":
                 window.take(",")
         except Malformed as error:

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from rankscope_contract.model.fields import Field, arrow_field
 from rankscope_contract.model.schema import NESTED, WIRE_FIELDS
 from rankscope_ingest.base.errors import DecodeError
+from rankscope_ingest.base.tables import cleaned
 from rankscope_ingest.record_channel.plans import PlanColumns
 
 _FLAT: Final[Mapping[str, tuple[pa.DataType, bool]]] = {
@@ -277,4 +278,4 @@ def _member(member: Any, rows: int, dataset: str, field: Field, wanted: pa.Field
         raise DecodeError(f"field {dataset}.{field.name} has type {member.type} instead of {wanted.type}")
     if not field.nullable and member.null_count:
         raise DecodeError(f"field {dataset}.{field.name} has a null, which is not allowed")
-    return member
+    return cleaned(member, field.name) if wanted.type == pa.string() else member

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from rankscope_contract.model.redaction import MAX_LABEL, redacted_name
 from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.base.errors import DecodeError
 from rankscope_ingest.base.protobuf import MESSAGES, WRITE_2_MESSAGES, label_bytes, parse
@@ -352,7 +353,7 @@ def _identity(labels: Iterable[tuple[str, str]]) -> tuple[str, str, str | None]:
     metric = found.pop(_METRIC_NAME, "")
     if not metric:
         raise DecodeError(f"a series has no label {_METRIC_NAME}: {str(found)[:200]}")
-    return found.pop(INSTANCE, ""), metric, canonical_labels(found)
+    return redacted_name(found.pop(INSTANCE, ""), MAX_LABEL), redacted_name(metric), canonical_labels(found)
 
 
 def _check_times(first_ms: int, last_ms: int) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from rankscope_contract.model.redaction import MAX_TEXT, redacted_text
+
 log = logging.getLogger(__name__)
 
 FORGIVEN_SECONDS: Final = 60.0
@@ -108,7 +110,7 @@ class Senders:
         sender.is_accepted = False
         limit = MIXED_SECONDS if sender.is_mixed else FORGIVEN_SECONDS
         sender.is_refused = sender.accepted_at is None or now - sender.accepted_at >= limit
-        sender.refused_at, sender.reason = now, printable(reason[:_MAX_REASON])
+        sender.refused_at, sender.reason = now, printable(reason, _MAX_REASON)
         if sender.is_listed(now) and not sender.is_logged and now - self._logged_at >= _LINE_SECONDS:
             sender.is_logged, self._logged_at = True, now
             shown = _shown((address, user_agent), sender, now)
@@ -135,7 +137,7 @@ class Senders:
 
 
 def _key(address: str, user_agent: str) -> tuple[str, str]:
-    return address, user_agent[:_MAX_AGENT]
+    return address, redacted_text(user_agent, _MAX_AGENT)
 
 
 def _shown(key: tuple[str, str], sender: _Sender, now: float) -> RefusedSender:
@@ -149,9 +151,10 @@ def _shown(key: tuple[str, str], sender: _Sender, now: float) -> RefusedSender:
 
 
 def _name(address: str, user_agent: str) -> str:
-    return f"{address} ({printable(user_agent[:_MAX_AGENT])})" if user_agent else address
+    return f"{address} ({printable(user_agent, _MAX_AGENT)})" if user_agent else address
 
 
-def printable(text: str) -> str:
-    """Return `text`, which is from a header, with escapes instead of characters that are not printable."""
+def printable(text: str, limit: int = MAX_TEXT) -> str:
+    """Return `text`, which is from a header, without secrets and characters that are not printable."""
+    text = redacted_text(text, limit)
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

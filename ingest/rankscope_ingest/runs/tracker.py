@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from rankscope_contract.model.events import RunState
+from rankscope_contract.model.redaction import redacted
 from rankscope_contract.protocol.channel import Registration
-from rankscope_contract.security.redaction import redacted
 from rankscope_ingest.base.config import RunsSection
 from rankscope_ingest.runs.models import ENDED, Attempt, AttemptKey, Liveness, Rank
 from rankscope_ingest.runs.state_machine import StateDecision, judge

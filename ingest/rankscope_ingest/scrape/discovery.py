@@ -11,7 +11,8 @@ import glob
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +20,7 @@ from urllib.parse import urlencode, urlsplit
 
 import yaml
 
+from rankscope_contract.model.redaction import redacted_name
 from rankscope_ingest.base.config import ExporterListSection, ExporterSection
 from rankscope_ingest.base.errors import ConfigError, FetchError
 from rankscope_ingest.scrape.http import JSON, PageFetcher
@@ -40,11 +42,20 @@ class ScrapeTarget:
     max_bytes: int
 
 
-def configured(section: ExporterSection) -> ScrapeTarget:
-    """Return the exporter that one [[exporters]] section of the configuration file describes."""
-    labels = dict(section.labels)
-    name = labels.pop(INSTANCE, "") or section.name or urlsplit(section.url).netloc
-    return _exporter(section, name, section.url, labels)
+def configured(sections: Iterable[ExporterSection]) -> Iterator[ScrapeTarget]:
+    """Yield the exporters that the [[exporters]] sections of the configuration file describe.
+
+    An exporter without a name has the name host:port. Of several users at one address, the second one has the name
+    host:port#2. The name does not contain the user: it is stored, and it must not change together with a password.
+    """
+    users: dict[str, list[str]] = defaultdict(list)
+    for section in sections:
+        user, _, address = urlsplit(section.url).netloc.rpartition("@")
+        users[address] += [] if user in users[address] else [user]
+        number = users[address].index(user) + 1
+        labels = dict(section.labels)
+        name = labels.pop(INSTANCE, "") or section.name or (f"{address}#{number}" if number > 1 else address)
+        yield _exporter(section, name, section.url, labels)
 
 
 def listed(text: str | bytes, section: ExporterListSection, *, is_yaml: bool = False) -> list[ScrapeTarget]:
@@ -87,7 +98,8 @@ def _of_address(address: Any, labels: Mapping[str, str], section: ExporterListSe
     except ValueError:
         is_address = False
     if not is_address or parts.username is not None:
-        raise ConfigError(f"a target of the list is not host:port: {str(address)[:100]!r}")
+        shown = str(address).rpartition("@")[2]  # without a password
+        raise ConfigError(f"a target of the list is not host:port: {shown[:100]!r}")
     own = {**section.labels, **{name: text for name, text in labels.items() if not name.startswith("__")}}
     return _exporter(section, own.pop(INSTANCE, "") or address, url, own)
 
@@ -96,7 +108,7 @@ def _exporter(
     section: ExporterSection | ExporterListSection, name: str, url: str, labels: Mapping[str, str]
 ) -> ScrapeTarget:
     return ScrapeTarget(
-        name=name,
+        name=redacted_name(name),
         url=url,
         labels=tuple(sorted((key, text) for key, text in labels.items() if text)),
         every_seconds=section.every_seconds,

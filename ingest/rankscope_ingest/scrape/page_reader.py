@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from rankscope_contract.model.redaction import redacted_name
 from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.base.errors import DecodeError
 from rankscope_ingest.scrape.exposition_parser import Sample, parse_exactly
@@ -123,7 +124,7 @@ class PageReader:
         chosen = [samples[place] for place in taken]
         times = [sample.ts for sample in chosen]
         rows = PageRows(
-            metrics=pa.array([sample.metric for sample in chosen], pa.string()).dictionary_encode(),
+            metrics=pa.array([redacted_name(sample.metric) for sample in chosen], pa.string()).dictionary_encode(),
             labels=pa.array([labels[place] for place in taken], pa.string()).dictionary_encode(),
             values=pa.array([sample.value for sample in chosen], pa.float64()),
             ts=None if all(ts is None for ts in times) else pa.array(times, pa.timestamp("us", "UTC")),
@@ -147,9 +148,9 @@ def _has_lines_of(body: bytes, layout: Layout) -> bool:
 
 def _groups(places: Sequence[int], pages: Sequence[Page]) -> list[list[int]]:
     groups: list[list[int]] = []
-    size = BATCH_BYTES
+    size = 0
     for place in places:
-        if size + len(pages[place].body) > BATCH_BYTES:
+        if not groups or size + len(pages[place].body) > BATCH_BYTES:
             groups.append([])
             size = 0
         groups[-1].append(place)

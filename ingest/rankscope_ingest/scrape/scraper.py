@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from rankscope_contract.metrics.catalogue import EXPORTER_SAMPLES, EXPORTER_SAMPLES_DROPPED, EXPORTER_SCRAPES
 from rankscope_contract.metrics.spec import MetricSpec
+from rankscope_contract.model.redaction import redacted_text
 from rankscope_ingest.base.background import start_task
 from rankscope_ingest.base.errors import DecodeError, FetchError
 from rankscope_ingest.scrape.discovery import ScrapeTarget
@@ -101,7 +102,7 @@ class Followed:
         """
         return {
             "name": self.exporter.name,
-            "url": self.exporter.url,
+            "url": redacted_text(self.exporter.url),
             "labels": dict(self.exporter.labels),
             "up": self.is_up,
             "last_error": self.last_error,

@@ -167,7 +167,7 @@ class ExternalExporters:
     async def scraping(self) -> AsyncIterator[None]:
         """Return a context manager that scrapes the exporters until its `with` block is left."""
         async with self._fetcher:
-            self._scraper.show("[[exporters]]", map(configured, self._config.exporters))
+            self._scraper.show("[[exporters]]", configured(self._config.exporters))
             lists = [
                 ExporterList(section, self._fetcher, self._scraper.show) for section in self._config.exporter_lists
             ]

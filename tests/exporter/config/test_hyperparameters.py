@@ -99,7 +99,8 @@ def test_size_is_limited_and_the_result_is_stable():
 
     assert 0.1 == found["lr"]
     assert [*range(MAX_ITEMS - 1), "… 51 more"] == found["labels"]
-    assert "x" * (MAX_TEXT - 1) + "…" == found["prompt"]
+    assert found["prompt"].endswith("x… (1,050 characters)")
+    assert MAX_TEXT == len(found["prompt"])
     assert found["table"].endswith("characters omitted")
     assert len(json.dumps(found, ensure_ascii=False)) <= MAX_CHARACTERS
     assert found == storable(found)

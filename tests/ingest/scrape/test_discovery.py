@@ -17,7 +17,7 @@ def test_target_of_a_configured_exporter_is_its_name_or_address():
     url = "http://10.0.0.1:9100/metrics"
     sections = [{}, {"name": "node-1"}, {"labels": {"instance": "node-2", "dc": "east", "empty": ""}}]
 
-    found = [configured(ExporterSection(url=url, **section)) for section in sections]
+    found = list(configured([ExporterSection(url=url, **section) for section in sections]))
 
     assert ["10.0.0.1:9100", "node-1", "node-2"] == [exporter.name for exporter in found]
     assert (("dc", "east"),) == found[2].labels

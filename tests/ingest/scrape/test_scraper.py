@@ -13,7 +13,7 @@ from rankscope_ingest.scrape.http import Document
 from rankscope_ingest.scrape.page_reader import Page, PageReader
 from rankscope_ingest.scrape.scraper import MAX_CONCURRENT_FAILING, Followed, PageQueue, Scraper
 
-ONE = configured(ExporterSection(url="http://a:1/metrics", labels={"dc": "east"}))
+(ONE,) = configured([ExporterSection(url="http://a:1/metrics", labels={"dc": "east"})])
 TEXT = "text/plain"
 
 
@@ -162,7 +162,7 @@ async def test_series_that_leaves_its_page_gets_a_staleness_marker():
 
 async def test_exporter_that_leaves_all_lists_ends_with_all_its_series(eventually):
     """The exporter is scraped as long as another list names it."""
-    quick = configured(ExporterSection(url="http://a:1/metrics", every_seconds=0.001, timeout_seconds=0.001))
+    (quick,) = configured([ExporterSection(url="http://a:1/metrics", every_seconds=0.001, timeout_seconds=0.001)])
     fake = Fake(*[b"a 1\n"] * 100_000)
     scraper = Scraper(fake, fake, clock=asyncio.get_running_loop().time, wall=lambda: 1)
 
@@ -184,9 +184,9 @@ async def test_series_missing_at_the_new_address_of_an_exporter_end(eventually):
     fake = Fake(b"a 1\nb 1\n", *[b"b 2\n"] * 100_000)
     scraper = Scraper(fake, fake, clock=asyncio.get_running_loop().time, wall=lambda: 1)
 
-    scraper.show("list", [configured(old)])
+    scraper.show("list", configured([old]))
     await eventually(lambda: fake.tables)
-    scraper.show("list", [configured(new)])
+    scraper.show("list", configured([new]))
     await eventually(lambda: ("b", 2.0, 1) in samples_of(fake))
     scraper.show("list", [])
 
@@ -216,7 +216,7 @@ async def test_hanging_exporters_do_not_delay_a_healthy_one(eventually):
     scraper = Scraper(fake, fake, clock=time, wall=lambda: int(time() * 1e6))
     names = [*(f"hanging-{number}" for number in range(200)), "healthy"]
     sections = (ExporterSection(url=f"http://{name}:1/m", every_seconds=0.01, timeout_seconds=0.01) for name in names)
-    scraper.show("all", [configured(section) for section in sections])
+    scraper.show("all", configured(sections))
     await eventually(lambda: fake.hanging == MAX_CONCURRENT_FAILING)
     before = fake.counts["healthy"]
     await eventually(lambda: fake.counts["healthy"] >= before + 8)
@@ -244,7 +244,7 @@ async def test_unexpected_error_in_one_page_does_not_affect_pages_parsed_with_it
 
 
 async def test_first_of_two_exporters_with_one_name_is_scraped(caplog):
-    other = configured(ExporterSection(url="http://b:1/metrics", name="a:1"))
+    (other,) = configured([ExporterSection(url="http://b:1/metrics", name="a:1")])
     fake = Fake()
     scraper = fake.scraper()
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from rankscope_contract.model.events import EventType, RunState, Severity
-from rankscope_contract.model.scalar_names import printable
+from rankscope_contract.model.redaction import MAX_NAME, redacted_text
 
 _MESSAGE_CHARACTERS: Final = 500
 _MAX_SEEN: Final = 10_000
@@ -83,13 +83,16 @@ def failure_event(text: str, *, is_certain: bool = True) -> tuple[dict[str, Any]
     patterns = _CERTAIN if is_certain else (*_CERTAIN[:-1], *_POSSIBLE, _CERTAIN[-1])
     name = next((name for name, pattern in patterns if pattern.search(text)), None)
     if _CHAIN.search(text):
-        return {}, (RunState.FAILED, f"exception: {printable(text)}")
+        return {}, (RunState.FAILED, f"exception: {redacted_text(text, MAX_NAME)}")
     if name is None:
         return None
     is_stop = name in _STOPPING
     severity = Severity.WARNING if is_stop else Severity.CRITICAL
     event = {"type": EventType.ERROR, "severity": severity, "message": text[:_MESSAGE_CHARACTERS], "op": name}
-    return event, (RunState.STOPPED if is_stop else RunState.FAILED, f"{name.replace('_', ' ')}: {printable(text)}")
+    return event, (
+        RunState.STOPPED if is_stop else RunState.FAILED,
+        f"{name.replace('_', ' ')}: {redacted_text(text, MAX_NAME)}",
+    )
 
 
 def failure_key(event: Mapping[str, Any], rank: int | None) -> tuple[str, int | None]:

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_ingest.base.tables import constant, rows_table, table_schema
+from rankscope_ingest.base.tables import cleaned, constant, rows_table, table_schema
 from rankscope_ingest.importers.common.importer import RECORD_COLUMN, ImportedBlock, ImportedRecord
 
 _CODED: Final = pa.dictionary(pa.int32(), pa.string())
@@ -43,7 +43,7 @@ class Numbering:
             for dataset, own in record.rows.items():
                 rows[dataset] += [{**common, **row} for row in own]
         self.records += len(records)
-        return {dataset: rows_table(dataset, listed) for dataset, listed in rows.items() if listed}
+        return {dataset: _clean(rows_table(dataset, listed)) for dataset, listed in rows.items() if listed}
 
     def block(self, block: ImportedBlock) -> dict[str, pa.Table]:
         """Return the tables of `block` with all columns of their datasets.
@@ -52,7 +52,9 @@ class Numbering:
         the last record of this call.
         """
         arrived = time.time_ns() // 1000
-        tables = {name: self._full(name, table, arrived) for name, table in block.tables.items() if table.num_rows}
+        tables = {
+            name: _clean(self._full(name, table, arrived)) for name, table in block.tables.items() if table.num_rows
+        }
         self.records += block.records
         return tables
 
@@ -84,3 +86,11 @@ class Numbering:
             columns.append(column)
             fields.append(field.with_type(column.type))
         return pa.Table.from_arrays(columns, schema=pa.schema(fields))
+
+
+def _clean(table: pa.Table) -> pa.Table:
+    """Return `table` with secrets masked in its texts, and long texts cut."""
+    for place, field in enumerate(table.schema):
+        if pa.types.is_string(field.type) or pa.types.is_dictionary(field.type):
+            table = table.set_column(place, field, cleaned(table.column(place).combine_chunks(), field.name))
+    return table

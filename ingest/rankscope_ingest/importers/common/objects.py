@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from rankscope_contract.model.events import EventType, ExitReason, RunState, Severity
+from rankscope_contract.model.redaction import redacted_text
 from rankscope_contract.model.scalar_names import SOURCE_NAME, UNITS, Alias, canonical, in_unit
 from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.importers.common.choices import LOSS, Choices, decide, is_training
@@ -39,7 +40,6 @@ from rankscope_ingest.importers.common.step_streams import StepStreams
 from rankscope_ingest.importers.common.values import (
     MAX_JSON,
     MULTIPLES,
-    clean_text,
     is_ambiguous,
     json_text,
     number,
@@ -321,7 +321,7 @@ class ObjectReader:
     def _from_text(self, key: str, text: str, named: Named) -> tuple[Named, float] | None:
         """Return the stored name of `key` and the number in `text`; None if the text is no number or does not fit."""
         if named[0].unit not in _COUNTS and is_ambiguous(text):
-            self.ambiguous.append(f"{key}: {clean_text(text)} may have a decimal comma and is not stored")
+            self.ambiguous.append(f"{key}: {redacted_text(text)} may have a decimal comma and is not stored")
             return None
         read = _number_in_text(text, named[0])
         if read is None:
@@ -356,7 +356,7 @@ class ObjectReader:
         details = {key: value for key, value in document.items() if number(value) is None and value is not None}
         if found.type == EventType.EXIT:
             details = {"reason": ExitReason.COMPLETED, "last_step": self.last_step, **details}
-        builder.event(found.type, found.severity, clean_text(name), json_text(details))
+        builder.event(found.type, found.severity, redacted_text(name), json_text(details))
 
 
 def _as_loss(key: str, named: Named) -> Named:

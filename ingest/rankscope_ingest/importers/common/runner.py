@@ -17,9 +17,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.events import EventType, RunState, Severity
+from rankscope_contract.model.redaction import redacted_json
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.curve import IMPORT_RULES
-from rankscope_contract.security.redaction import redacted_json
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.base.tables import FROM_INGEST, rows_table, table_schema
 from rankscope_ingest.importers.common.branches import StoredScalars, branch_of, without_beginning

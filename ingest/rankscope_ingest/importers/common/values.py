@@ -13,17 +13,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from rankscope_contract.security.redaction import redacted
+from rankscope_contract.model.redaction import redacted
 
 MAX_JSON: Final = 65_536
 
 _MAX_DEPTH: Final = 16
 _NOT_JSON: Final = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
-
-
-def clean_text(text: str, limit: int = 1000) -> str:
-    """Return the first `limit` characters of `text`. Lone surrogates, which no store accepts, are replaced."""
-    return text[:limit].encode("utf-8", "replace").decode()
 
 
 def json_text(value: Any, limit: int = MAX_JSON) -> str:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from rankscope_contract.model.events import EventType, ExitReason, RunState, Severity
-from rankscope_contract.model.scalar_names import canonical, printable
+from rankscope_contract.model.redaction import MAX_NAME, is_secret_name, redacted_name, redacted_text
+from rankscope_contract.model.scalar_names import canonical
 from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.importers.common.failures import LABELS, ending_after, failure_event, failure_key
 from rankscope_ingest.importers.common.importer import ImportedRun
@@ -61,7 +62,6 @@ _DONE: Final = re.compile(rf"\[(?P<phase>[^\[\]]{{1,80}})\] datetime: (?P<time>{
 _WORLD: Final = re.compile(r"world size: (?P<size>\d{1,9})")
 _ARGUMENT: Final = re.compile(r"^(?P<name>[A-Za-z]\w{0,80}) \.{3,} (?P<value>.*)$")
 _EXITING: Final = re.compile(r"exiting program (?:at|after) ?(?:iteration +(?P<step>\d{1,18}))?")
-_SECRET: Final = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +157,7 @@ class Companions:
 
     def _validation(self, found: re.Match[str]) -> list[Companion]:
         name_of_set = (found["set"] or "").strip().strip("'\"").removesuffix(" set").removesuffix(" data")
-        extra = {} if name_of_set in {"", "validation"} else {"dataset": printable(name_of_set)}
+        extra = {} if name_of_set in {"", "validation"} else {"dataset": redacted_name(name_of_set)}
         scalars = []
         for key, value in _parts(found["rest"]):
             alias = canonical(key)
@@ -171,7 +171,7 @@ class Companions:
         step, path = _AT_STEP.search(found["rest"]), _PATH.search(found["rest"])
         action = found["action"].removesuffix(" checkpoint")
         action = {"successfully saved": "saved", "successfully loaded": "loaded"}.get(action, action.split()[0])
-        details = {"action": action} | ({"path": printable(path["path"])} if path else {})
+        details = {"action": action} | ({"path": redacted_name(path["path"])} if path else {})
         event = _event(EventType.CHECKPOINT, found.string, details=json.dumps(details))
         return [Companion(events=(event,), step=_whole(step["step"]) if step else None, once=("checkpoint", action))]
 
@@ -218,7 +218,7 @@ class Companions:
                     "name": _memory_name(key),
                     "value": value * _MEBIBYTE,
                     "unit": "bytes",
-                    "labels": canonical_labels({"source_name": printable(key), "source_unit": "MB"}),
+                    "labels": canonical_labels({"source_name": redacted_name(key), "source_unit": "MB"}),
                 }
                 for key, value in _parts(found.string[head.end() : end])
             ]
@@ -239,12 +239,12 @@ class Companions:
         return []
 
     def _argument(self, found: re.Match[str]) -> list[Companion]:
-        if len(self.arguments) < _ARGUMENTS and not _SECRET.search(found["name"]):
-            self.arguments[found["name"]] = printable(found["value"].strip())
+        if len(self.arguments) < _ARGUMENTS and not is_secret_name(found["name"]):
+            self.arguments[found["name"]] = redacted_name(found["value"].strip())
         return []
 
     def _end(self, found: re.Match[str]) -> list[Companion]:
-        self.ending = (RunState.STOPPED, printable(found.string))
+        self.ending = (RunState.STOPPED, redacted_text(found.string, MAX_NAME))
         details = json.dumps({"reason": ExitReason.COMPLETED, "last_step": _whole(found["step"])})
         event = _event(EventType.EXIT, found.string, details=details)
         return [Companion(events=(event,), step=_whole(found["step"]), once=("exit",))]
@@ -276,7 +276,7 @@ def _parts(text: str) -> Iterator[tuple[str, float]]:
 
 def timer_meaning(timer: str, name: str = "timer_seconds") -> Meaning:
     """Return stored name, unit, factor and labels of a timer that the log gives in milliseconds."""
-    labels = canonical_labels({"timer": printable(timer), "source_unit": "ms"})
+    labels = canonical_labels({"timer": redacted_name(timer), "source_unit": "ms"})
     return Meaning(name, "seconds", _MILLISECOND, labels)
 
 
@@ -286,13 +286,13 @@ def _timer(name: str, timer: str, milliseconds: float) -> dict[str, Any]:
 
 
 def _evaluation_name(key: str) -> str:
-    stem = re.sub(r" (?:loss )?value$| PPL$", "", printable(key)).replace(" ", "_")
+    stem = re.sub(r" (?:loss )?value$| PPL$", "", redacted_name(key)).replace(" ", "_")
     return f"eval_{stem}_perplexity" if key.endswith(" PPL") else f"eval_{stem}"
 
 
 def _memory_name(key: str) -> str:
     known = {"allocated": "device_memory_allocated_bytes", "reserved": "device_memory_reserved_bytes"}
-    folded = printable(key).replace(" ", "_").replace("-", "_").removeprefix("mem_").removesuffix("_bytes")
+    folded = redacted_name(key).replace(" ", "_").replace("-", "_").removeprefix("mem_").removesuffix("_bytes")
     return known.get(folded, f"device_memory_{folded}_bytes")
 
 

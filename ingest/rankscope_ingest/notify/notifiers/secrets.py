@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 from urllib.parse import parse_qsl, quote, quote_plus, unquote, unquote_plus, urlsplit
 
-from rankscope_contract.security.redaction import redacted_text
+from rankscope_contract.model.redaction import redacted_text
 
 MASK: Final = "…"
 MAX_CHARACTERS: Final = 200

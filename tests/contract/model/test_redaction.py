@@ -10,11 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.properties import examples
 
-from rankscope_contract.security.redaction import (
+from rankscope_contract.model.redaction import (
+    MAX_NAME,
+    MAX_TEXT,
     is_secret_name,
     redacted,
     redacted_arguments,
     redacted_json,
+    redacted_name,
     redacted_text,
 )
 
@@ -132,10 +135,66 @@ def test_secret_pattern_is_masked_anywhere_in_a_text(text):
 
 @pytest.mark.parametrize(
     "text",
-    ["0123456789abcdef0123456789abcdef01234567", "loss: 3.1", "12:30", "a=b", "https://host:80/x?step=3", "sk-learn"],
+    [
+        *(
+            "0123456789abcdef0123456789abcdef01234567",
+            "loss: 3.1",
+            "12:30",
+            "a=b",
+            "https://host:80/x?step=3",
+            "sk-learn",
+        ),
+        *(
+            "/data/user@host/a/very/long/path",
+            "hf_attention_output_projection.weight",
+            "Basic attention",
+            "git@host:a/b",
+        ),
+        "the rank requires a token: set [service] token of this service to the token of the ranks",
+    ],
 )
 def test_text_without_secrets_is_unchanged(text):
-    assert text == redacted_text(text)
+    assert text == redacted_text(text) == redacted_name(text)
+
+
+@pytest.mark.parametrize("text", ["token=bpe/loss", "key=3", '{"key":"queue:3"}', "next_token: 5", "eos-token=2"])
+def test_name_that_only_resembles_a_secret_is_unchanged(text):
+    """Two names that differ must not become one name."""
+    assert text == redacted_name(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (
+            f"connection refused: http://a:{SECRET}@host/m?token={SECRET}",
+            "connection refused: http://***@host/m?token=***",
+        ),
+        (f"password={SECRET}, hf_token={SECRET}", "password=***, hf_token=***"),
+        (f"https://bob:{SECRET}@host/loss", "https://***@host/loss"),
+        (f"https://account.example/x?sv=1&sig={SECRET}", "https://account.example/x?sv=1&sig=***"),
+    ],
+)
+def test_secret_in_a_text_and_in_a_name_is_masked(text, shown):
+    assert shown == redacted_text(text) == redacted_name(text)
+
+
+def test_long_text_is_cut_and_a_secret_across_the_limit_is_masked():
+    text = "x" * (MAX_TEXT - 30) + f" https://bob:{SECRET}@host/" + "y" * 10_000
+
+    assert redacted_text(text).endswith(f"… ({len(text):,} characters)")
+    assert MAX_TEXT == len(redacted_text(text))
+    assert "horse" not in redacted_text(text)
+    assert redacted_text(text) == redacted_text(redacted_text(text))
+
+
+def test_long_names_that_differ_at_their_end_remain_different():
+    one, other = ("n" * 5_000_000 + end for end in "ab")
+
+    assert redacted_name(one) != redacted_name(other)
+    assert {MAX_NAME} == {len(redacted_name(name)) for name in (one, other)}
+    assert redacted_name(one).startswith("nnn")
+    assert redacted_name(one) == redacted_name(redacted_name(one))
 
 
 def test_configuration_is_masked_by_names_and_patterns():

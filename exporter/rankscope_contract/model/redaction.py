@@ -1,0 +1,248 @@
+"""Clean texts before they are stored or leave the process: mask secrets, and cut texts that are too long.
+
+A rank cleans its texts before it sends them. The service and the importers clean them again before they store them,
+because a rank may run another release, and a log or an exporter may contain any text. A secret is detected by its name
+(`--hf-token`, `password`), its place (`https://user:pw@host`) or its form (`ghp_…`, a JWT, a private key). A password
+in an argument without such a name is not detected. In the name of a metric, run or tensor, words such as `token=bpe`
+are no secret: two names must not become one.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+MASK: Final = "***"
+
+MAX_NAME: Final = 256
+"""Maximum number of characters of a name: of a metric, scalar, tensor, module, rule or host."""
+
+MAX_LABEL: Final = 1_024
+"""Maximum number of characters of the value of a label, such as a URL or a command line."""
+
+MAX_TEXT: Final = 4_096
+"""Maximum number of characters of a text, such as the message of an exception."""
+
+MAX_DOCUMENT: Final = 131_072
+"""Maximum number of characters of a JSON document, such as the stacks of a process or the configuration of a run."""
+
+log = logging.getLogger(__name__)
+
+_DEEPEST: Final = 100
+_WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_SECRET_WORDS: Final = frozenset(
+    {"secret", "secrets", "password", "passwords", "passwd", "passphrase", "passwort", "pwd", "credential"}
+    | {"credentials", "auth", "authorization", "bearer", "cookie", "apikey", "apitoken", "accesskey"}
+    | {"secretkey", "privatekey", "authtoken"}
+)
+_SECRET_BEFORE_KEY: Final = frozenset(
+    {"access", "account", "api", "auth", "client", "deploy", "encryption", "github", "hf", "license", "master"}
+    | {
+        "private",
+        "refresh",
+        "secret",
+        "service",
+        "session",
+        "shared",
+        "signing",
+        "ssh",
+        "storage",
+        "subscription",
+        "wandb",
+        "write",
+    }
+)
+_SECRET_BEFORE_TOKENS: Final = frozenset(["access", "api", "auth", "bearer", "refresh", "secret"])
+_VOCABULARY: Final = frozenset(
+    {"audio", "bos", "cls", "end", "eos", "image", "mask", "max", "next", "pad", "per", "sep", "special"}
+    | {"start", "unk", "video", "vision"}
+)
+_SHOWN_LAST_WORDS: Final = frozenset(["dir", "file", "folder", "mode", "name", "path", "type"])
+"""Last words of names such as `token_file`: the named value is the location or type of a secret, not the secret."""
+
+_LOOKS: Final = re.compile(
+    r"(?<=://)[^/?#\s]+(?=@)"  # credentials in a URL
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+    r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"
+    r"|\b(?:github_pat_|glpat-|sk-|nvapi-|pypi-|xox[abeoprs]-|AIza)[\w-]{16,}"
+    r"|\b(?:gh[pousr]|hf|npg)_[A-Za-z0-9]{16,}"  # without `_`: hf_attention_projection is the name of a module
+    r"|\beyJ[\w-]{6,2000}\.[\w-]{6,2000}\.[\w-]*"  # a JSON web token
+    r"|(?<=hooks\.slack\.com/)\S+|(?<=/api/webhooks/)\S+"
+    r"|(?<=[?&]sig=)[^&\s]+|(?<=-Signature=)[^&\s]+"  # signed URLs of cloud storage
+)
+_SCHEME: Final = re.compile(r"\b(bearer\s++|basic\s++(?=\S*(?-i:[A-Z\d=])))[\w.~+/=:-]{6,}", re.IGNORECASE)
+# Possessive quantifiers: no backtracking. Otherwise 1 MB of text from a rank could block the service.
+_NAMED: Final = re.compile(r"""(?<![\w.-])([\w.-]++)(["']?+\s*+[=:]\s*+)""")
+_VALUE: Final = re.compile(r""""[^"]*"|'[^']*'|[^\s,;&"'{}\[\]]+""")
+_cut: Final[list[str]] = []  # the first text that was cut: it is logged once
+_HEADERS: Final = frozenset(["authorization", "proxy-authorization", "cookie"])
+_OPTION: Final = re.compile(r"-{1,2}([A-Za-z][\w.-]*)$")
+
+
+@functools.lru_cache(maxsize=4096)
+def is_secret_name(name: str, *, is_certain: bool = False) -> bool:
+    """Return whether a value with this name is a secret, according to the words of the name.
+
+    For example, `hf_token` is the name of a secret and `pad_token` is not. With `is_certain`, a name with another
+    common meaning, such as `token` or `key`, is not.
+    """
+    words = [word.lower() for word in _WORD.findall(name)]
+    if not words or words[-1] in _SHOWN_LAST_WORDS:
+        return False
+    before = set(words[:-1])
+    if words[-1] == "token" and not is_certain:
+        return not before & _VOCABULARY
+    if words[-1] in ("key", "keys", "token"):
+        return (words == ["key"] and not is_certain) or bool(before & _SECRET_BEFORE_KEY)
+    if words[-1] == "tokens":
+        return bool(before & _SECRET_BEFORE_TOKENS)
+    return not _SECRET_WORDS.isdisjoint(words)
+
+
+def redacted_text(text: str, limit: int = MAX_TEXT) -> str:
+    """Return `text` with secrets masked, cut to `limit` characters, and without lone surrogates.
+
+    Secrets are credentials in URLs, values of secret names, and text in the form of a secret. A cut text ends with its
+    length.
+    """
+    masked = _masked(text[: 2 * limit])  # twice: a secret across the limit is still recognized
+    if len(text) > 2 * limit or len(masked) > limit:
+        _note_cut(text)
+        end = f"… ({len(text):,} characters)"
+        masked = masked[: limit - len(end)] + end
+    return masked.encode("utf-8", "replace").decode()
+
+
+def redacted_name(name: str, limit: int = MAX_NAME) -> str:
+    """Return `name` with secrets masked, cut as `short_name` does, and without lone surrogates."""
+    return _short_redacted(name) if len(name) <= limit else short_name(name, limit)
+
+
+def short_name(name: str, limit: int = MAX_NAME) -> str:
+    """Return `name`, cut to `limit` characters.
+
+    A cut name ends with a hash of the whole name, so that two names remain different. Secrets in it are masked.
+    """
+    if len(name) <= limit:
+        return name
+    _note_cut(name)
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    return f"{_short_redacted(name[: 2 * limit])[: limit - 9]}…{digest}"
+
+
+@functools.lru_cache(maxsize=8192)
+def _short_redacted(name: str) -> str:
+    return _masked(name, is_name=True).encode("utf-8", "replace").decode()
+
+
+def _masked(text: str, *, is_name: bool = False) -> str:
+    text = _SCHEME.sub(lambda found: f"{found[1]}{MASK}", _LOOKS.sub(MASK, text))
+    parts, end = [], 0
+    for found in _NAMED.finditer(text):
+        is_certain = is_name and text[found.start() - 1 : found.start()] not in ("?", "&")  # of the query of a URL
+        if found.start() >= end and is_secret_name(found[1], is_certain=is_certain):
+            value = _VALUE.match(text, found.end())
+            if value is not None and not _is_prose(found, value):
+                parts += [text[end : found.end()], MASK]
+                end = value.end()
+    return "".join([*parts, text[end:]])
+
+
+def _is_prose(named: re.Match[str], value: re.Match[str]) -> bool:
+    """Return whether a word and a space follow `named`, as in "the rank requires a token: set it there"."""
+    is_word = named[2].endswith(" ") and value[0].isalpha() and value.string[value.end() : value.end() + 1] == " "
+    return is_word and named[1].lower() not in _HEADERS
+
+
+def _note_cut(text: str) -> None:
+    if not _cut:
+        _cut.append(text[:40])
+        log.warning(
+            "a text of %s characters, which begins with %r, is cut: names have at most %s characters, labels %s, and "
+            "other texts %s; logged once",
+            *(f"{len(text):,}", _masked(text[:400])[:40], *(f"{limit:,}" for limit in (MAX_NAME, MAX_LABEL, MAX_TEXT))),
+        )
+
+
+def redacted_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return a command line with secrets masked. Examples: `--token x`, `--token=x`, `api.key=x`, `ghp_…`."""
+    shown: list[str] = []
+    masks_next = False
+    for argument in arguments:
+        option = _OPTION.match(argument)
+        is_value = masks_next and not argument.startswith("--")
+        masks_next = option is not None and is_secret_name(option[1])
+        name, equals, _ = argument.partition("=")
+        if is_value and not masks_next:
+            shown.append(MASK)
+        elif equals and is_secret_name(name):
+            shown.append(f"{name}={MASK}")
+        else:
+            shown.append(redacted_text(argument))
+    return shown
+
+
+def redacted(value: Any, *, depth: int = 0) -> Any:
+    """Return a JSON value with secrets masked. Secrets are detected by the names of keys and by the form of texts."""
+    if depth > _DEEPEST:
+        return MASK  # deeper nesting would exceed the recursion limit
+    if isinstance(value, str):
+        return redacted_text(value)
+    if isinstance(value, Mapping):
+        return {redacted_name(str(key), MAX_LABEL): _named(str(key), item, depth) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redacted(item, depth=depth + 1) for item in value]
+    return value
+
+
+def redacted_labels(text: str) -> str:
+    """Return `text`, a JSON object with the labels of a series, with secrets masked and long texts cut."""
+    if len(text) <= MAX_NAME and _short_redacted(text) == text:
+        return text
+    try:
+        labels = {redacted_name(name): redacted_name(value, MAX_LABEL) for name, value in json.loads(text).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError):  # not the labels of any release
+        return redacted_name(text, MAX_LABEL)
+    return json.dumps(labels, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def redacted_json(text: str | None) -> str | None:
+    """Return a JSON text with secrets masked and long texts in it cut.
+
+    A text that needs no change is returned as it is. A text that is not JSON is cleaned as plain text. An object that
+    contains only the length replaces a text of more than MAX_DOCUMENT characters.
+    """
+    try:
+        document = json.loads(text or "null", object_pairs_hook=_without_doubles)
+        shown = redacted(document)
+        text = text if shown == document else json.dumps(shown, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return redacted_text(text or "")
+    if text is not None and len(text) > MAX_DOCUMENT:
+        return json.dumps({"left_out": f"{len(text):,} characters"})
+    return None if text is None else text.encode("utf-8", "replace").decode()
+
+
+def _without_doubles(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of a JSON object as a dict. Raises ValueError if a name is repeated.
+
+    Readers use only the last value of a repeated name, but the JSON text also contains the first value, which may be a
+    secret.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name occurs twice in a JSON object")
+    return found
+
+
+def _named(name: str, value: Any, depth: int) -> Any:
+    if name == "argv" and isinstance(value, list | tuple):
+        return redacted_arguments([str(item) for item in value])
+    if value is None or isinstance(value, bool) or not is_secret_name(name):
+        return redacted(value, depth=depth + 1)
+    return MASK
