@@ -17,11 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
-import duckdb
-import pyarrow as pa
-
 from rankscope_contract.security.escaping import file_name
-from rankscope_storage.base.errors import damage, damaged_file
+from rankscope_storage.base.errors import damage
 from rankscope_storage.connection import Connection, connect
 from rankscope_view import answers
 from rankscope_view.answers import HEADERS, HTML, Asked, NoRunError, NotFoundError, Query, Response, chart_choice
@@ -129,13 +126,7 @@ class Site:
             if known := self._known(key, version):
                 return known
             try:
-                try:
-                    found = self._answer(connection, asked)
-                except (duckdb.Error, pa.ArrowInvalid) as error:
-                    if damaged_file(error) is None:
-                        raise
-                    connection.restrict(asked.runs)  # a damaged file of other runs is not read
-                    found = self._answer(connection, asked)
+                found, _ = connection.undamaged(lambda: self._answer(connection, asked), asked.runs)
             except NotFoundError as error:
                 return self._missing(error)
         if asked.segments[2:] != ("report",):  # it is large, and requested once
@@ -286,8 +277,7 @@ class Site:
         if not sides and asked.query.get("run"):
             sides = [Side(letter=LETTERS[0], run=asked.query["run"])]
         if len(sides) < 2 or asked.query.get("add"):
-            known, _ = connection.undamaged(lambda: known_runs(connection))
-            others = sorted(row["run"] for row in known)[:1000]
+            others = sorted(row["run"] for row in known_runs(connection))[:1000]
             return _page(compare_page.choose_page(self._place, sides, others))
         found = compare(connection, sides)
         if found is None:

@@ -110,10 +110,11 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
             kept &= pc.field("path") != without.removeprefix(f"{self.path}/")
         self._snapshot, self._pinned = Snapshot(self.path, self.version, self._snapshot.files.filter(kept)), True
 
-    def undamaged(self, read: Callable[[], T]) -> tuple[T, list[str]]:
+    def undamaged(self, read: Callable[[], T], runs: Collection[str] = ()) -> tuple[T, list[str]]:
         """Return the result of `read`, which queries this connection, and a message about each damaged data file.
 
-        Damaged files are left out, in later queries, too.
+        Damaged files are left out, in later queries, too. If `read` is about `runs`, only the files of other runs are
+        left out, and a damaged file with rows of `runs` raises the error of DuckDB or Arrow.
         """
         damaged: dict[str, str] = {}
         while True:
@@ -124,7 +125,7 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
                 if path is None or path in damaged:
                     raise
                 damaged[path] = str(damage(error))
-                self.restrict(without=path)
+                self.restrict(runs, without=None if runs else path)
 
     def sql(self, query: str, params: object = None) -> duckdb.DuckDBPyRelation:
         """Execute `query` and return its result as a DuckDB relation.
