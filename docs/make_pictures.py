@@ -36,6 +36,15 @@ SIZE: Final = Size(ranks=16, layers=16, steps=850)
 WIDE: Final = 1440
 NARROW: Final = 420
 _RUN: Final = f"/runs/{MAIN}"
+_WITHOUT_PATHS: Final = r"""
+const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (walker.nextNode()) {
+  const { data } = walker.currentNode;
+  walker.currentNode.data = data.replace(/\/\S*?\/store\b/g, "history").replace(/\/\S*\/examples\//g, "examples/");
+}
+"""
+"""Script that replaces the folders of this machine by those of a reader."""
+
 _TENSOR: Final = "layers.8.mlp.down_proj.weight"
 
 
@@ -77,6 +86,7 @@ def take(shown: Browser, picture: Picture, base: str) -> Iterator[Path]:
         shown.look(picture.width, picture.height, theme)
         shown.open(base + picture.address)
         shown.drain(2.0)  # charts are drawn after the data have arrived
+        shown.run(_WITHOUT_PATHS)
         path = FOLDER / name
         path.write_bytes(small(shown.picture()))
         yield path

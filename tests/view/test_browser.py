@@ -174,6 +174,20 @@ def test_cell_of_the_heat_map_has_its_exact_value_and_opens_its_tensor(reader, c
     assert "limit 4×" in legend
 
 
+def test_number_of_ranks_with_a_loss_is_below_its_curve(chromium, tmp_path):
+    """A note beside the curve made the table wider than the window."""
+    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
+        losses = [scalars("r", "loss", np.arange(9 - rank), 2.0, rank=rank, incarnation=f"r-{rank}") for rank in (0, 1)]
+        append(writer, runs=run_row("r", "completed", world_size=2), scalars=pa.concat_tables(losses))
+    note, curve = (f"document.querySelector('#runs .loss {one}').getBoundingClientRect()" for one in (".dim", "svg"))
+    with served(Site(tmp_path / "store", clock=lambda: NOW)) as own:
+        chromium.open(f"{own}/")
+
+        assert "1 of 2 ranks" == chromium.wait("document.querySelector('#runs .loss .dim').innerText")
+        assert chromium.run(f"{note}.top >= {curve}.bottom")
+        chromium.open("about:blank#end")
+
+
 @pytest.mark.usual(2)
 @pytest.mark.parametrize("run", ["only-nan", "no-loss", "no-times", "one-row", "mamba2-370m-32k-ctx"])
 def test_run_of_any_shape_has_pages_without_messages(chromium, address, run):

@@ -119,7 +119,7 @@ def _loss(row: RunRow) -> str:
         return f'<span class="dim">{"no row yet" if row.state == RunState.PENDING else "no loss logged"}</span>'
     bad = " bad" if row.loss is not None and not math.isfinite(row.loss) else ""
     note = f'<span class="dim">{row.loss_note}</span>' if row.loss_note else ""
-    return f'<span class="value{bad}">{measure(row.loss)}</span>{note}{svg.sparkline(row.sparkline)}'
+    return f'<span class="value{bad}">{measure(row.loss)}</span>{svg.sparkline(row.sparkline)}{note}'
 
 
 def _reason(row: RunRow) -> str:
