@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from rankscope.base.errors import CommandError
 from rankscope.commands import build
+from rankscope_storage.base.errors import StoreError
 
 OLD_STORE = Path(__file__).parents[1] / "storage" / "data" / "store_without_labels"
 GOLDEN = Path(__file__).parents[1] / "golden" / "cli" / "runs_show.txt"
@@ -107,6 +108,18 @@ def test_rename_and_rm_print_the_number_of_rows(runs):
     assert "before" not in left
     assert re.fullmatch(r"\d+ rows in \d+ files; [\d,]+ bytes will be freed by maintenance\n", removed)
     assert "after" not in listed(runs("--format", "json"))
+
+
+@pytest.mark.parametrize("reason", ["No space left on device (os error 28)", "Disk quota exceeded"])
+def test_removal_on_a_full_disk_names_how_to_make_room(runs, monkeypatch, reason):
+    def full(*_):
+        raise StoreError(f"the log of history cannot be read or written: {reason}")
+
+    monkeypatch.setattr("rankscope_storage.runs.edit.remove", full)
+    text = runs("rm", "before", "--yes")
+
+    assert reason in text
+    assert "The disk is full: delete files outside of the store, or move the store to a larger disk, and run" in text
 
 
 def test_rename_to_an_existing_run_fails(runs):

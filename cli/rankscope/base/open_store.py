@@ -6,6 +6,7 @@ A command that only reads also accepts a folder with the records that ranks wrot
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
 
 
 SHOWN_RUNS: Final = 10
+
+_FULL: Final = (
+    "The disk is full: delete files outside of the store, or move the store to a larger disk, and run the command "
+    "again. The removal of a run needs space too: it writes rows of other runs again, and the old files are deleted "
+    "two hours later"
+)
 
 
 @contextlib.contextmanager
@@ -45,7 +52,8 @@ def store_errors() -> Iterator[None]:
     except NotAStoreError as error:
         raise CommandError(str(error), code=USAGE) from error
     except (StoreError, duckdb.Error, pa.ArrowInvalid) as error:
-        raise CommandError(damage(error) or _one_line(str(error))) from error
+        text = damage(error) or _one_line(str(error))
+        raise CommandError(f"{text}. {_FULL}" if re.search("No space left|quota exceeded", text) else text) from error
 
 
 def resolve_run(connection: Connection, run: str | None) -> str:

@@ -148,7 +148,7 @@ class ErrorBoundary:
         missing = missing_name(error)
         key = missing or (where, type(error))
         with self._lock:
-            self.count += 1
+            self.count += not isinstance(error, SpoolError)  # records that are not on disk are counted as such
             first = key not in self._seen
             self._seen.add(key)
         if first:
@@ -170,4 +170,4 @@ def error_text(error: BaseException) -> str:
     """Return the type and the text of an exception, cut to MOST_CHARACTERS characters and with secrets masked."""
     has_path = isinstance(error, OSError) and error.filename is not None  # repr omits the path
     text = f"{type(error).__name__}: {error}" if has_path else repr(error)
-    return redacted_text(str(error) if isinstance(error, RankscopeError) else text, MOST_CHARACTERS)
+    return redacted_text(str(error) if isinstance(error, SpoolError | RankscopeError) else text, MOST_CHARACTERS)

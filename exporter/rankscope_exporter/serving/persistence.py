@@ -53,10 +53,6 @@ It is large enough for a pause of some seconds, and small enough that a pause of
 BEHIND: Final = "spool_behind"
 
 
-class SpoolHangError(Exception):
-    """Error: the disk of the spool folder does not respond."""
-
-
 class SpoolWriter:
     """Writes to `spool` from a daemon thread that starts with the first record. One thread at a time calls `write`."""
 
@@ -79,6 +75,7 @@ class SpoolWriter:
         self._handled = NOTHING  # all records up to this one were written or have failed
         self._committed = self._deleted_to = NOTHING
         self._skipped: int | None = None  # records skipped since the disk stopped responding; None while it responds
+        self._slow_level = logging.WARNING
         self._thread: threading.Thread | None = None
         self._closing = False
 
@@ -112,8 +109,9 @@ class SpoolWriter:
             if self._changed.wait_for(lambda: self._handled >= seq, WRITE_SECONDS):
                 return
             self._skipped = 0
-        hang = f"writing to {self._spool.folder} timed out after {WRITE_SECONDS} s"
-        self._on_fault("spool", SpoolHangError(f"{hang}: until the disk responds, records are only in memory"))
+        level, self._slow_level = self._slow_level, logging.DEBUG  # a busy disk is slow again and again
+        text = "the disk of %s is slow: a record was not written after %g s; until it is, records are only in memory"
+        log.log(level, text, self._spool.folder, WRITE_SECONDS)
 
     def commit(self, seq: int) -> None:
         """Mark all records up to `seq` as committed by a store; the spool thread then deletes their files."""
@@ -168,7 +166,7 @@ class SpoolWriter:
 
     def _run(self) -> None:
         # If the folder cannot be used, only the spool is missing; each record that is not spooled is counted.
-        self._do(self._open)
+        self._do(lambda: self._spool.open(self._describe()))
         while True:
             with self._changed:
                 self._changed.wait_for(self._has_work)
@@ -183,15 +181,6 @@ class SpoolWriter:
                 break
             self._meter.lap("spool")
         self._do(self._spool.close)
-
-    def _open(self) -> None:
-        try:
-            self._spool.open(self._describe())
-        except OSError as error:
-            raise SpoolError(
-                f"records cannot be written to {self._spool.folder.parent}: {error.strerror or error}; set "
-                "RANKSCOPE_SPOOL_DIR to a folder on a local disk that this process may write, or to off"
-            ) from error
 
     def _has_work(self) -> bool:
         return bool(self._waiting) or self._closing or self._committed > self._deleted_to
@@ -213,8 +202,18 @@ class SpoolWriter:
     def _do(self, work: Callable[..., None], *args: object) -> None:
         try:
             work(*args)
-        except Exception as error:  # noqa: BLE001 - disk and encoding errors are reported; the ring has the record
+        except OSError as error:
+            self._on_fault("spool", _disk_error(self._spool, error))
+        except Exception as error:  # noqa: BLE001 - encoding errors are reported; the ring has the record
             self._on_fault("spool", error)
+
+
+def _disk_error(spool: Spool, error: OSError) -> SpoolError:
+    """Return the error that reports, in one line, that the disk or the folder of the spool cannot be used."""
+    return SpoolError(
+        f"records cannot be written to {spool.folder}: {error.strerror or error}; a service still receives them. Set "
+        "RANKSCOPE_SPOOL_DIR to a folder on a local disk with space that this process may write, or to off"
+    )
 
 
 OLDER_LAUNCHES_SECONDS = 2.0
@@ -405,7 +404,7 @@ class SpoolPersistence(Persistence):
         try:
             stretch = self._spool.after(cursor, max_bytes)
         except OSError as error:
-            self._on_fault("spool", error)
+            self._on_fault("spool", _disk_error(self._spool, error))
             return None
         return stretch if stretch is not None and stretch.first < first_in_ring else None
 

@@ -8,6 +8,7 @@ as not spooled.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from collections import deque
@@ -266,6 +267,8 @@ class Spool:
     def _write(self, segment: _Segment, data: memoryview) -> None:
         """Append all of `data` to the open spool file; if the disk is full, append nothing and raise OSError."""
         written = 0
+        if not os.fstat(self._file).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "the folder was removed")
         try:
             while written < len(data):
                 written += os.write(self._file, data[written:])
