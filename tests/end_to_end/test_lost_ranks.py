@@ -109,6 +109,7 @@ def test_killed_rank_fails_the_run_and_lost_records_are_counted(
     assert 0 <= lost <= died_after - stored[1] + 1
 
 
+@pytest.mark.thorough
 def test_killed_training_with_a_spool_loses_no_published_step(
     service: Any, start_rank: StartRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

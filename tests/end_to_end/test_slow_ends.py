@@ -81,7 +81,7 @@ def test_slow_disk_delays_the_end_until_every_step_is_published(
 @pytest.mark.parametrize(
     ("end", "status", "reason"),
     [
-        ("pass", 0, "completed"),
+        pytest.param("pass", 0, "completed", marks=pytest.mark.thorough),
         ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, "signal"),
         pytest.param("os.kill(os.getpid(), signal.SIGINT)", 1, "signal", marks=pytest.mark.thorough),
     ],
