@@ -149,7 +149,7 @@ def _add(
 ) -> None:
     series = {name: one for name in _SHOWN if (one := rows.main(run, name)) is not None}
     for name, one in series.items() if shown is not None else ():
-        own = one.attempt <= shown
+        own = one.attempt <= (shown or 0)
         series[name] = one if own.all() or not own.any() else one.select(own)
     for name, one in series.items():
         found.values[run, name] = _newest(one, SPEED_STEPS if name in SPEEDS else 1)
