@@ -75,11 +75,9 @@ def diff(
         bounds = step_range(steps)
         _check_finite(tolerance=tolerance, absolute=absolute)
         with open_store(store) as connection:
-            sides = _sides(connection, runs, ranks, attempts)
-            connection.restrict([side.run for side in sides])
             found = divergence(
                 connection,
-                *sides,
+                *_sides(connection, runs, ranks, attempts),
                 Tolerance(relative=tolerance, absolute=absolute),
                 DiffSelection(kinds=tuple(kind or ()), ranks=tuple(rank or ()), steps=bounds),
                 top=top,
@@ -102,6 +100,7 @@ def _sides(
         names *= 2
     if len(names) != 2:
         raise CommandError("name two runs, or one run with --ranks A B or --attempts A B", code=USAGE)
+    connection.restrict(names)  # a damaged file of other runs is not read
     own_ranks, own_attempts = ranks or (None, None), attempts or (None, None)
     first, second = (
         DiffSide(run=name, rank=rank, attempt=attempt)
