@@ -174,7 +174,7 @@ _OF_MEDIAN: Final = frozenset({"LossSpike", "GradNormSpike", SLOW_STEPS})
 
 def deviation_text(name: str, value: float, baseline: float | None, rule: str | None) -> str:
     """Return the value for which `rule` fired as text for users, such as `loss 9.7, 8 times its median`."""
-    words, unit = _WORDS.get(name, name), " s" if name == "step_seconds" else ""
+    words, unit = _WORDS.get(name, name.replace("_per_", " per ")), " s" if name == "step_seconds" else ""
     if not math.isfinite(value):
         return f"{words} became {'NaN' if math.isnan(value) else 'infinite'}"
     if not baseline or not math.isfinite(baseline):
@@ -182,7 +182,8 @@ def deviation_text(name: str, value: float, baseline: float | None, rule: str | 
     ratio = value / baseline
     times = f"{ratio:,.0f}" if abs(ratio) >= 100 else f"{ratio:.2g}"
     before = "median" if rule in _OF_MEDIAN else "previous maximum" if rule == "LearningRateJump" else "average"
-    return f"{words} {value:.3g}{unit}, {times} times its {before}"
+    shown = f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.3g}"
+    return f"{words} {shown}{unit}, {times} times its {before}"
 
 
 EMA_KEEP: Final = 0.99

@@ -75,7 +75,7 @@ class IncidentTracker:
 
     def __init__(self, *, group_wait_seconds: float, quiet_steps: int) -> None:
         self._group_wait_seconds = group_wait_seconds
-        self._quiet_steps = quiet_steps
+        self.quiet_steps = quiet_steps
         self._open: dict[AttemptKey, list[Incident]] = defaultdict(list)
         self._over: deque[Incident] = deque(maxlen=_REMEMBERED)
         self._announced_at: dict[tuple[str, str], deque[float]] = defaultdict(deque)
@@ -178,7 +178,7 @@ class IncidentTracker:
             return False  # replica divergence is exact and found late: it must have its own message
         if step is None or first is None or last is None:
             return not incident.is_settled or _shares_subject(symptom, incident)
-        if not first - self._quiet_steps <= step <= last + self._quiet_steps:
+        if not first - self.quiet_steps <= step <= last + self.quiet_steps:
             return False
         if step == first:
             return not incident.is_settled or bool(rules & known) or symptom.urgency < urgency(incident.severity)
@@ -202,7 +202,7 @@ class IncidentTracker:
         if last is None or (rule == REPLICA_DESYNC and attempt.key in diverged):
             return False
         if live := {rank.number: rank.last_step for rank in attempt.live_ranks}:
-            return _all_passed(live, last + self._quiet_steps + 1)
+            return _all_passed(live, last + self.quiet_steps + 1)
         ranks = (attempt.ranks[number] for number in incident.ranks & attempt.ranks.keys())
         end = min((rank.last_step for rank in ranks if rank.last_step is not None), default=attempt.last_step)
         return end is not None and end >= last + attempt.sampling_interval

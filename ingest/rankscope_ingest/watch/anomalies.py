@@ -6,7 +6,6 @@ The module performs no I/O.
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
@@ -29,29 +28,29 @@ class LogAnomalies:
         self._address = address
         self._runs = RunTracker(RunsSection())
         self._incidents = IncidentTracker(group_wait_seconds=0.0, quiet_steps=NotifySection().quiet_steps)
-        self._last_seqs: dict[str, int] = {}  # of the observed anomalies, by incarnation
+        self._last_seqs: dict[tuple[str, int], int] = {}  # of observed anomalies, by incarnation and attempt
 
     def restore(self, incident: Incident, *, is_open: bool) -> None:
         """Add an incident that an earlier process has stored."""
         (self._incidents.restore if is_open else self._incidents.remember)(incident)
 
-    def observe(self, events: Sequence[pa.Table], now: float) -> list[Incident]:
+    def observe(self, events: Sequence[pa.Table], now: float, *, stride: int) -> list[Incident]:
         """Return the new incidents of `events`, the tables of anomalies in the order of the log.
 
-        `now` is in monotonic seconds. Anomalies that were observed before have no effect.
+        `now` is in monotonic seconds, and `stride` is the number of steps between two rows. Anomalies that were
+        observed before have no effect.
         """
+        self._incidents.quiet_steps = NotifySection().quiet_steps * stride
         found: list[Incident] = []
         for table in events:
             keys = table.group_by(["incarnation", "attempt"]).aggregate([("seq", "max")]).sort_by("attempt").to_pylist()
-            for incarnation, number in [(key["incarnation"], key["attempt"]) for key in keys]:
+            for incarnation, number, last in [(key["incarnation"], key["attempt"], key["seq_max"]) for key in keys]:
                 is_own = (pc.field("incarnation") == incarnation) & (pc.field("attempt") == number)
-                is_new = pc.field("seq") > self._last_seqs.get(incarnation, -1)
+                is_new = pc.field("seq") > self._last_seqs.get((incarnation, number), -1)
                 for one in symptoms(table.filter(is_own & is_new)):
                     self._incidents.observe(dataclasses.replace(one, ranks=self._address), now)
                     found += self._incidents.settle(now, {})
-            self._last_seqs |= {
-                key["incarnation"]: key["seq_max"] for key in sorted(keys, key=operator.itemgetter("seq_max"))
-            }
+                self._last_seqs[incarnation, number] = max(last, self._last_seqs.get((incarnation, number), -1))
         return found
 
     def resolved(self, last_steps: Mapping[int, int], state: RunState) -> list[Incident]:

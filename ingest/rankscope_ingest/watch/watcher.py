@@ -278,7 +278,9 @@ class LogWatcher:
     def _report_anomalies(self, now: float) -> None:
         """Print and announce the incidents of new anomalies; only store slow steps that are reported as RunSlow."""
         events, self._intake.anomalies = self._intake.anomalies, []
-        for incident in self._incidents.observe(events, time.monotonic()):
+        steps = [row.step for row in self._rows.rows if row.step is not None]
+        stride = max(1, (steps[-1] - steps[0]) // (len(steps) - 1)) if len(steps) > 1 else 1
+        for incident in self._incidents.observe(events, time.monotonic(), stride=stride):
             incident.is_muted |= incident.first.rule == SLOW_STEPS and RULES[Condition.SLOW][0] in self._open
             self._announce(incident, now)
 

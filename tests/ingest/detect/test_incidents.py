@@ -448,6 +448,10 @@ def test_message_contains_run_rank_tensor_kind_and_step():
     ("columns", "wrong"),
     [
         ({"op": "loss", "value": 9.7, "baseline": 1.2}, "loss 9.7, 8.1 times its average"),
+        (
+            {"rule": "SlowSteps", "op": "tokens_per_second", "value": 2301.0, "baseline": 7000.0},
+            "tokens per second 2,301, 0.33 times its median",
+        ),
         ({"op": "nans", "value": 64.0}, "64 elements are NaN"),
         ({"op": "loss", "value": float("nan")}, "loss became NaN"),
         ({"op": "norm", "value": 2e6, "threshold": 1e4}, "norm 2e+06"),

@@ -81,6 +81,16 @@ async def test_lasting_nan_is_open_and_reported_once(watch, replay):
     assert [("open", "Loss became NaN at step 40")] == listed(watch)
 
 
+async def test_rows_of_every_hundredth_step_are_neighbours(watch, replay):
+    """The log has a row for every 100 steps, of which the last two are NaN."""
+    rows = [json.dumps({"step": 100 * n, "loss": math.nan if n > 28 else 3.0 - n / 90}) for n in range(1, 31)]
+    await write(watch, replay, rows[:25], rows[25:])
+    (message,) = watch.receiver.messages
+
+    assert "step 2900: loss became NaN" in message.title
+    assert [("open", "Loss became NaN at step 2,900")] == listed(watch)
+
+
 async def test_anomaly_of_an_attempt_is_open_until_a_later_one_passes_its_step(watch, replay):
     """The script is started again from step 20, in the same log."""
     nan = dict.fromkeys(range(40, 61), math.nan)
