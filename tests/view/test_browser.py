@@ -175,7 +175,7 @@ def test_cell_of_the_heat_map_has_its_exact_value_and_opens_its_tensor(reader, c
 
 
 def test_number_of_ranks_with_a_loss_is_below_its_curve(chromium, tmp_path):
-    """A note beside the curve made the table wider than the window."""
+    """A note next to the curve made the table wider than the window."""
     with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
         losses = [scalars("r", "loss", np.arange(9 - rank), 2.0, rank=rank, incarnation=f"r-{rank}") for rank in (0, 1)]
         append(writer, runs=run_row("r", "completed", world_size=2), scalars=pa.concat_tables(losses))
