@@ -25,7 +25,7 @@ UV = UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$($(INDEX))}" UV_INDEX="$${UV_INDEX
 	$(BIN)/python -m uv pip install --python $(BIN)/python --index-strategy unsafe-best-match
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-thorough test-all test-crashes soak test-hour test-examples test-frameworks test-frameworks-heavy test-torch test-gpu test-grafana test-prometheus-3 boards-check test-readers lint bench pictures generate clean
+.PHONY: help env demo test test-thorough test-all test-crashes soak test-hour test-fuzz test-examples test-frameworks test-frameworks-heavy test-torch test-gpu test-grafana test-prometheus-3 boards-check test-readers lint bench pictures generate clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -41,7 +41,7 @@ test: $(VENV)/.compiled ## run the tests (PYTEST="-k name" for some of them)
 test-thorough: $(VENV)/.compiled ## the same with four times the examples of each property, and cases that take long
 	RANKSCOPE_THOROUGH=1 $(BIN)/python -m pytest $(SPREAD) $(PYTEST)
 
-test-all: test-thorough test-crashes soak test-hour test-examples test-frameworks test-readers $(if $(wildcard /dev/nvidia0),test-gpu) ## every suite, one after the other (hours)
+test-all: test-thorough test-crashes soak test-hour test-fuzz test-examples test-frameworks test-readers $(if $(wildcard /dev/nvidia0),test-gpu) ## every suite, one after the other (hours)
 
 test-crashes: $(VENV)/.installed-dev ## kill store and service at every call that changes the disk, let rivals race; needs gcc
 	RANKSCOPE_CRASHES=1 RANKSCOPE_REQUIRE_SERVERS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/storage/crashes \
@@ -53,6 +53,9 @@ soak: $(VENV)/.installed-dev ## slow and full disks, a service that is away: for
 test-hour: $(VENV)/.installed-dev ## a person's hour in 15 minutes: trainings with drawn faults, pages in Chromium, commands, messages (SEED=n repeats one)
 	RANKSCOPE_HOUR=1 RANKSCOPE_REQUIRE_SERVERS=1 RANKSCOPE_HOUR_SEED=$(SEED) OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest -s --timeout 1500 tests/hour $(PYTEST)
+
+test-fuzz: $(VENV)/.installed-dev ## change the inputs of each reader of outside bytes for two minutes (SEED=n begins with others, about an hour)
+	RANKSCOPE_FUZZ_SECONDS=120 RANKSCOPE_FUZZ_SEED=$(SEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/fuzz $(PYTEST)
 
 test-examples: $(VENV)/.installed-dev ## run every example for a few steps
 	RANKSCOPE_EXAMPLES=1 $(BIN)/python -m pytest tests/examples

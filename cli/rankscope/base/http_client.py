@@ -54,7 +54,7 @@ class Response:
         """Return the parsed JSON body; None if the body is not JSON."""
         try:
             return json.loads(self.body)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
 
 

@@ -114,7 +114,7 @@ class StackDump:
                 for entry in document["threads"]
             )
             return cls(reason=str(document["reason"]), threads=threads, left_out=int(document.get("left_out", 0)))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(f"not stacks: {error!r}") from error
 
 
@@ -212,7 +212,7 @@ class FlightRecord:
             )
             recorded = int(document.get("recorded", 0))
             return cls(reason=str(document["reason"]), collectives=entries, recorded=recorded, groups=groups)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(f"not a flight record: {error!r}") from error
 
 

@@ -215,17 +215,20 @@ def redacted_json(text: str | None) -> str | None:
     """Return a JSON text with secrets masked and long texts in it cut.
 
     A text that needs no change is returned as it is. A text that is not JSON is cleaned as plain text. An object that
-    contains only the length replaces a text of more than MAX_DOCUMENT characters.
+    contains only the length replaces a text of more than MAX_DOCUMENT characters, or with very deep nesting.
     """
+    if text is None:
+        return None
+    left_out = json.dumps({"left_out": f"{len(text):,} characters"})
     try:
-        document = json.loads(text or "null", object_pairs_hook=_without_doubles)
+        document = json.loads(text, object_pairs_hook=_without_doubles)
         shown = redacted(document)
         text = text if shown == document else json.dumps(shown, ensure_ascii=False)
-    except (ValueError, RecursionError):
-        return redacted_text(text or "")
-    if text is not None and len(text) > MAX_DOCUMENT:
-        return json.dumps({"left_out": f"{len(text):,} characters"})
-    return None if text is None else text.encode("utf-8", "replace").decode()
+    except RecursionError:
+        return left_out
+    except ValueError:
+        return redacted_text(text)
+    return left_out if len(text) > MAX_DOCUMENT else text.encode("utf-8", "replace").decode()
 
 
 def _without_doubles(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

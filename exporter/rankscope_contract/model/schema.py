@@ -412,7 +412,7 @@ class Plan:
             return Plan(
                 entries, _names(document, "value_ops", WIRE_VALUE_OPS), _names(document, "count_ops", WIRE_COUNT_OPS)
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a plan: {error!r}") from error
 
 

@@ -91,11 +91,12 @@ class Registration:
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Mask secrets in the names, and cut long names. The service rejects a longer name of a run."""
-        for name in ("run", "host", "phase"):
+        """Mask secrets in valid names, and cut long names. The service rejects invalid names and a longer run name."""
+        for name, limit in (("run", LONGEST_NAME), ("host", MAX_NAME), ("phase", MAX_NAME)):
             text = getattr(self, name)
-            if isinstance(text, str) and (name != "run" or len(text) <= LONGEST_NAME):
-                object.__setattr__(self, name, redacted_name(text, LONGEST_NAME if name == "run" else MAX_NAME))
+            is_valid = isinstance(text, str) and text.encode("utf-8", "replace").decode() == text
+            if is_valid and (name != "run" or len(text) <= limit):
+                object.__setattr__(self, name, redacted_name(text, limit))
 
     def to_json(self) -> str:
         """Return the registration as the JSON body of a POST request."""
@@ -135,7 +136,10 @@ class RegistrationReply:
 
 
 def _from_json(cls: type[T], text: str | bytes) -> T:
-    document = json.loads(text)  # a JSONDecodeError is a ValueError
+    try:
+        document = json.loads(text)  # a JSONDecodeError is a ValueError
+    except RecursionError as error:
+        raise ValueError(f"{cls.__name__}: its values are nested too deeply") from error
     if not isinstance(document, dict):
         found = type(document).__name__
         raise ValueError(f"{cls.__name__} must be a JSON object, not {found}")  # noqa: TRY004 - one error type for all faults

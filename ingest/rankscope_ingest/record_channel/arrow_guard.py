@@ -45,11 +45,12 @@ def open_stream(body: bytes, *, max_inflated_bytes: int = MAX_INFLATED_BYTES) ->
         with pa.ipc.open_stream(body, options=_OPTIONS) as reader:
             table = reader.read_all()
         table.validate(full=True)
+        names = table.column_names
     except (pa.ArrowException, ArithmeticError, LookupError, OSError, ValueError, struct.error) as error:
         raise DecodeError(
             f"the body is not an Arrow record stream: {str(error).partition(chr(10))[0] or type(error).__name__}"
         ) from error
-    if len(set(table.column_names)) < table.num_columns:
+    if len(set(names)) < table.num_columns:
         raise DecodeError("the record stream has two columns with the same name")
     return table
 

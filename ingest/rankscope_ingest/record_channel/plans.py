@@ -22,6 +22,10 @@ from rankscope_ingest.base.tables import coded_schema, rows_table
 NAME_COLUMNS: Final = ("kind", "tensor", "index", "placement", "shard_group", "call_seq", "vpp_stage", "micro_step")
 """Columns of `tensor_stats` whose values come from the plan and not from the record."""
 
+_DIMENSION_COLUMNS: Final = frozenset(
+    {"kind", "tensor", "index", "vpp_stage", "shape", "dtype", "numel", "module", "aliases"}
+)
+
 KEPT_PLANS: Final = 256
 
 MAX_CONCURRENT_REQUESTS: Final = 4
@@ -50,6 +54,7 @@ class PlanColumns:
             name: _column([getattr(plan.entries[number], name) for number in ordered], schema.field(name).type)
             for name in NAME_COLUMNS
         }
+        self._dimensions = rows_table("tensors", map(_dimension, plan.entries))  # here: a wrong plan is refused
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -60,7 +65,11 @@ class PlanColumns:
         `common` is called for each row and returns the values of the columns that are not from the plan, such as the
         run.
         """
-        return rows_table("tensors", (common() | _dimension(entry) for entry in self.entries))
+        rows = rows_table("tensors", (common() for _ in self.entries))
+        for place, name in enumerate(rows.column_names):
+            if name in _DIMENSION_COLUMNS:
+                rows = rows.set_column(place, rows.schema.field(name), self._dimensions.column(name))
+        return rows
 
 
 def _column(values: list[Any], arrow_type: pa.DataType) -> pa.Array:

@@ -261,7 +261,10 @@ def _nested(of: Mapping[str, pa.ChunkedArray], dataset: str) -> Nested | None:
     structs = lists.flatten()
     if len(structs) == 0:
         return None
-    members = dict(zip((field.name for field in structs.type), structs.flatten(), strict=True))
+    try:
+        members = dict(zip((field.name for field in structs.type), structs.flatten(), strict=True))
+    except UnicodeDecodeError as error:
+        raise DecodeError(f"column {dataset} has a field whose name is not UTF-8") from error
     columns = {
         field.name: _member(members.get(field.name), len(structs), dataset, field, wanted)
         for field, wanted in _MEMBERS[dataset]

@@ -62,7 +62,7 @@ def parse_exactly(text: str, *, openmetrics: bool = False) -> list[Sample]:
         for sample in found:
             place = f"sample {sample.name}"
             samples.append(Sample(sample.name, sample.labels, _number(sample.value), _micros(sample.timestamp)))
-    except (ValueError, IndexError, KeyError, TypeError, AttributeError, AssertionError) as error:
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError, AssertionError, ArithmeticError) as error:
         # The parsers raise ValueError for errors that they detect, and any of the others for the rest.
         reason = str(error)[:200] or type(error).__name__
         raise DecodeError(f"the page is not a valid exposition: {place or f'line {lines.number}'}: {reason}") from error

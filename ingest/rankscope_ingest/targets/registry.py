@@ -252,7 +252,7 @@ def parse_registration(body: bytes) -> Registration:
     """
     try:
         registration = Registration.from_json(body)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise RegistrationError(400, f"not a registration: {error}") from error
     check_registration(registration)
     parse_target_url(registration.url)

@@ -1,0 +1,403 @@
+"""The readers of bytes from outside, each with valid inputs and the only errors that it may raise."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import google_crc32c
+import pyarrow as pa
+from multidict import CIMultiDict
+from tests.ingest.conftest import encode_records
+from tests.ingest.remote_write.messages import write_request
+
+from rankscope.base.http_client import Response
+from rankscope_contract.diagnostics.stacks import FlightRecord, StackDump
+from rankscope_contract.model.redaction import redacted_json
+from rankscope_contract.model.schema import Plan, PlanEntry, plan_hash
+from rankscope_contract.protocol.channel import Registration, RegistrationReply
+from rankscope_contract.spool.reader import SpoolError, SpoolReader, read_identity, write_identity
+from rankscope_exporter.serving.registration import UnreachableError, _checked
+from rankscope_ingest.base.config import ExporterListSection
+from rankscope_ingest.base.errors import ConfigError, DecodeError, FetchError, IngestError, RegistrationError
+from rankscope_ingest.base.protobuf import unpacked
+from rankscope_ingest.base.tables import rows_table
+from rankscope_ingest.detect.stall_handler import parse_stacks_request
+from rankscope_ingest.detect.symptoms import exit_reports, firings, latest_events, parse_details, symptoms
+from rankscope_ingest.importers import Faults, find_importer, importers
+from rankscope_ingest.notify.notifiers.secrets import Secrets
+from rankscope_ingest.record_channel.arrow_guard import open_stream
+from rankscope_ingest.record_channel.client import Fetcher
+from rankscope_ingest.record_channel.decode import decode, decode_one
+from rankscope_ingest.record_channel.plans import PlanCache
+from rankscope_ingest.record_channel.validate import RowContext, check, plan_ids
+from rankscope_ingest.remote_read.codec import read_request
+from rankscope_ingest.remote_write.decoder import WriteReader
+from rankscope_ingest.scrape.discovery import listed
+from rankscope_ingest.scrape.page_reader import Page, PageReader
+from rankscope_ingest.scrape.samples import OwnTimes
+from rankscope_ingest.targets.registry import parse_registration
+from rankscope_storage.base.schema import conform
+
+DATA = Path(__file__).parents[1] / "data"
+PLAN = Plan(
+    (PlanEntry("param", "layers.0.weight", shape=(2, 3), dtype="float32"), PlanEntry("grad", "w", aliases=("v",)))
+)
+CONTEXT = RowContext(run="r", attempt=0, rank=0, incarnation="i")
+REGISTRATION = Registration(
+    run="r", rank=0, world_size=2, local_rank=0, host="h", pid=1, incarnation="i", launch_id="l",
+    url="http://127.0.0.1:9400", config={"lr": 0.1}, versions={"torch": "2.13"},
+)  # fmt: skip
+EVENTS = [
+    {
+        "type": "anomaly",
+        "rule": "AnomalyNan",
+        "kind": "grad",
+        "tensor": "w",
+        "op": "nans",
+        "value": 3.0,
+        "message": "m",
+    },
+    {
+        "type": "exit",
+        "message": "exception",
+        "details": json.dumps({"reason": "exception", "error": "e", "last_step": 3}),
+    },
+]
+PAGES = (
+    b'# HELP a A.\n# TYPE a gauge\na{x="y"} 1.5\nb 2 1700000000000\nc NaN\n',
+    b"a 1\n",
+    b'# TYPE a counter\na_total{x="y"} 1.0 1700000000.5 # {trace="z"} 1\n# EOF\n',
+)
+ROW = (
+    " [2025-02-28 16:26:2{0}] iteration        {0}/    1000 | consumed samples:          256 |"
+    " elapsed time per iteration (ms): 1217.4 | learning rate: 1.0E-05 | global batch size:   256 |"
+    " lm loss: 1.217489E+01 | loss scale: 1.0 | grad norm: 5.127 | number of skipped iterations:   0 |"
+    " number of nan iterations:   0 |\n"
+)
+STATE = {
+    "global_step": 2,
+    "log_history": [{"epoch": 0.5, "loss": 2.5, "step": 1}, {"epoch": 1.0, "eval_loss": 2.0, "step": 2}],
+    "max_steps": 2,
+}
+LOGS = {
+    "textlog": "step 1 loss 2.5 lr 1e-3\nstep 2/100 loss 2.25 lr 1e-3 eta 00:10:00\nRuntimeError: no memory\n" * 3,
+    "jsonl": '{"step": 1, "loss": 2.5, "time": "2026-01-01T00:00:00Z"}\n{"step": 2, "loss": NaN, "eval/x": [1, 2]}\n',
+    "megatron": ROW.format(1) + ROW.format(2),
+    "trainer_state": json.dumps(STATE),
+    "columns": "step,loss,lr\n1,2.5,0.1\n2,2.25,0.1\n3,nan,0.1\n",
+    "openmetrics": 'rankscope_loss{run="r",rank="0"} 2.5 1700000000\nup{a="b"} 1 1700000000\n',
+}
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A reader of bytes. `read` may raise only errors of the types `own`.
+
+    `former` are inputs for which an earlier release raised another error.
+    """
+
+    name: str
+    seeds: tuple[bytes, ...]
+    read: Callable[[bytes], object]
+    own: tuple[type[Exception], ...] = ()
+    former: tuple[bytes, ...] = ()
+
+
+def exposition(is_openmetrics: bool) -> Callable[[bytes], object]:
+    def read(data: bytes) -> object:
+        pages = PageReader()
+        for number, body in enumerate((PAGES[1], data, data)):  # a page may have the layout of the page before it
+            is_open = is_openmetrics and number > 0
+            (found,) = pages.read([Page(target="t", labels=(("dc", "x"),), body=body, openmetrics=is_open)])
+            if isinstance(found, DecodeError):
+                raise found
+            OwnTimes().fresh(found, 1_700_000_000_000_000)
+        return found
+
+    return read
+
+
+def written(version: int) -> Callable[[bytes], object]:
+    def read(data: bytes) -> object:
+        reader = WriteReader()
+        return reader.read(data) if version == 1 else reader.read_2(data, 1 << 20)
+
+    return read
+
+
+def snappy(data: bytes) -> object:
+    return unpacked(data, 1 << 20)
+
+
+def plan(data: bytes) -> object:
+    text = data.decode("utf-8", "surrogateescape")
+    columns = PlanCache().add(
+        plan_hash(text.encode("utf-8", "replace").decode()), text.encode("utf-8", "replace").decode()
+    )
+    return conform(columns.dimension_rows(lambda: {"run": "r", "attempt": 0, "rank": 0}), "tensors")
+
+
+def body(data: bytes) -> object:
+    wire = open_stream(data)
+    plans = PlanCache()
+    plans.add(PLAN.hash, PLAN.to_json())
+    wanted = plan_ids(wire)
+    if any(plans.get(one) is None for one in wanted):
+        raise DecodeError("unknown plan")
+    checked = check(wire, {one: plans.get(one) for one in wanted}, CONTEXT, after=-1, first_ordinal=0)
+    events = decode_one(checked, "events")
+    symptoms(events), exit_reports(events), firings(events), latest_events(events)
+    return {name: conform(table, name) for name, table in decode([checked]).items()}
+
+
+def registration(data: bytes) -> object:
+    return parse_registration(data).to_json().encode()
+
+
+def reply(data: bytes) -> object:
+    try:
+        return _checked(RegistrationReply.from_json(data))
+    except ValueError as error:
+        raise UnreachableError(str(error)) from error
+
+
+def details(data: bytes) -> object:
+    text = data.decode("utf-8", "replace")
+    event = {"run": "r", "ts": 1, "type": "exit", "details": text, "message": text}
+    with contextlib.suppress(ValueError):
+        json.loads(redacted_json(text) or "")  # as a page reads the stored details
+    return parse_details(text), exit_reports(rows_table("events", [event]))
+
+
+def stacks(data: bytes) -> object:
+    document = parse_details(data.decode("utf-8", "replace"))
+    for kind in (StackDump, FlightRecord):
+        try:
+            kind.of(document)
+        except ValueError:
+            continue
+    return document
+
+
+def answer(data: bytes) -> object:
+    """Read the bytes as the headers and the body of a rank's answer to a poll."""
+    head, _, rest = data.partition(b"\n\n")
+    lines = [line.partition(": ") for line in head.decode("latin-1").splitlines()]
+    headers = CIMultiDict((name, value) for name, _, value in lines if name)
+    status = {"204": 204, "409": 409, "429": 429, "503": 503}.get(headers.get("Status", ""), 200)
+    length = headers.get("Content-Length", "")
+    response = SimpleNamespace(
+        status=status,
+        headers=headers,
+        content_type=headers.get("Content-Type", "").partition(";")[0],
+        content_length=int(length) if length.isascii() and length.isdecimal() and len(length) < 10 else None,
+        read=lambda: _done(rest),
+        content=SimpleNamespace(read=lambda _: _done(rest)),
+    )
+
+    async def read() -> object:
+        return await Fetcher(networks=(), token=None, timeout_seconds=1)._read_records(response, "i")
+
+    return asyncio.run(read())
+
+
+async def _done(value: bytes) -> bytes:
+    return value
+
+
+def lists(is_yaml: bool) -> Callable[[bytes], object]:
+    return lambda data: listed(data, ExporterListSection(file="x"), is_yaml=is_yaml)
+
+
+def notification_answer(data: bytes) -> object:
+    secrets = Secrets(["json://user:pw@host/path?key=value"])
+    return secrets.removed_from(data.decode("utf-8", "replace"))
+
+
+def log(kind: str, folder: Path, suffix: str) -> Callable[[bytes], object]:
+    path = folder / f"log{suffix}"
+
+    def read(data: bytes) -> object:
+        path.write_bytes(data)
+        for importer in {kind: importers()[kind]}.values():
+            for item in importer.read(path, Faults()):
+                for name, table in getattr(item, "tables", {}).items():
+                    table.validate(full=True), name
+        return find_importer(path)
+
+    return read
+
+
+def spool(folder: Path) -> Callable[[bytes], object]:
+    place = folder / REGISTRATION.incarnation
+    place.mkdir(exist_ok=True)
+    write_identity(place, REGISTRATION)
+    (place / "lock").touch()
+
+    def needed(stream: bytes) -> Iterable[str] | None:
+        try:
+            return plan_ids(open_stream(stream))
+        except DecodeError:
+            return None
+
+    def read(data: bytes) -> object:
+        (place / f"{0:012d}.arrows").write_bytes(data)
+        reader = SpoolReader(place, needed)
+        reader.head()
+        return reader.after(-1, 1 << 20)
+
+    return read
+
+
+def identity(folder: Path) -> Callable[[bytes], object]:
+    place = folder / "identity" / REGISTRATION.incarnation
+    place.mkdir(parents=True, exist_ok=True)
+
+    def read(data: bytes) -> object:
+        (place / "identity.json").write_bytes(data)
+        return read_identity(place)
+
+    return read
+
+
+def _record(length: int) -> bytes:
+    return struct.pack("<Q", length)
+
+
+def _tensorboard() -> bytes:
+    def checksum(data: bytes) -> bytes:
+        value = google_crc32c.value(data)
+        return struct.pack("<I", ((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+    value = b"\x0a\x04loss\x15" + struct.pack("<f", 2.5)
+    event = (
+        b"\x09"
+        + struct.pack("<d", 1.7e9)
+        + b"\x10\x01\x2a"
+        + bytes([len(value) + 2])
+        + b"\x0a"
+        + bytes([len(value)])
+        + value
+    )
+    first = b"\x09" + struct.pack("<d", 1.7e9) + b"\x1a\x0dbrain.Event:2"
+    return b"".join(
+        _record(len(one)) + checksum(_record(len(one))) + one + checksum(one) for one in (first, event, event)
+    )
+
+
+def readers(folder: Path) -> Iterator[Reader]:
+    """Yield all readers. Those of files write into `folder`."""
+    decode_errors, json_registration = (DecodeError,), REGISTRATION.to_json().encode()
+    yield Reader("page", PAGES[:2], exposition(False), decode_errors, (b"", b"a 1 " + b"9" * 400 + b"\n"))
+    yield Reader(
+        "page in OpenMetrics",
+        PAGES[2:],
+        exposition(True),
+        decode_errors,
+        (PAGES[2].replace(b"1700000000.5", b"9" * 400),),
+    )
+    series = ({"__name__": "m", "instance": "i", "x": "y"}, [(1_700_000_000_000, 1.0)], 1, 1)
+    request = write_request(series, metadata=["m"])
+    yield Reader("remote write", (request,), written(1), decode_errors)
+    recorded = (DATA / "remote_write_2" / "prometheus_3.16.snappy").read_bytes()
+    yield Reader(
+        "remote write 2.0", (unpacked(recorded, 1 << 24)[:4000], unpacked(recorded, 1 << 24)), written(2), decode_errors
+    )
+    yield Reader(
+        "snappy", (recorded, pa.compress(request, "snappy", asbytes=True)), snappy, (*decode_errors, RegistrationError)
+    )
+    yield Reader(
+        "remote read", (b"\x0a\x14\x08\x01\x10\x02\x1a\x0e\x12\x08__name__\x1a\x02up",), read_request, decode_errors
+    )
+    text = PLAN.to_json().encode()
+    wrong = [
+        text.replace(b'"shape":[2,3]', one)
+        for one in (b'"shape":[1e999]', b'"shape":["a"]', b'"shape":[%d]' % (1 << 70))
+    ]
+    wrong += [b"[" * 100_000, text.replace(b'["v"]', b'[["v"]]'), text.replace(b'["v"]', b'["\\ud800"]')]
+    yield Reader("plan", (text,), plan, decode_errors, tuple(wrong))
+    scalars = [{"name": "loss", "value": 2.0, "labels": '{"a":"b"}'}]
+    records = [
+        {"seq": 0, "step": 1, "ts": 1, "scalars": scalars, "events": EVENTS},
+        {"seq": 1, "step": 2, "ts": 2, "plan": PLAN.hash, "values": [1.0] * 12, "counts": [0] * 8},
+    ]
+    streams = tuple(encode_records(records, compression=one) for one in (None, "lz4"))
+    odd = streams[0].replace(b"message", b"m\xffssage")
+    yield Reader("records", streams, body, decode_errors, (odd, streams[0].replace(b"micro_step", b"micro\xffstep")))
+    yield Reader("spool", (streams[0],), spool(folder), (SpoolError,))
+    write_identity(folder, REGISTRATION)
+    yield Reader("identity of a spool", ((folder / "identity.json").read_bytes(),), identity(folder), (SpoolError,))
+    yield Reader("registration", (json_registration,), registration, (RegistrationError,))
+    lease = RegistrationReply(lease="x", attempt=0, heartbeat_seconds=2.5).to_json().encode()
+    yield Reader("reply to a registration", (lease,), reply, (UnreachableError,), (b"[" * 100_000,))
+    yield Reader("request of stacks", (b'{"run": "r", "ranks": [0, 1]}',), parse_stacks_request, (RegistrationError,))
+    yield Reader(
+        "details", tuple(str(event.get("details")).encode() for event in EVENTS), details, (), (b"[" * 100_000,)
+    )
+    frames = [["a.py", 3, "f"]]
+    dump = {"reason": "hang", "threads": [{"ident": 1, "name": "m", "frames": frames}], "left_out": 0}
+    entry = {"op": "all_reduce", "backend": "nccl", "group": "g", "seq": 1, "is_pending": True, "age_seconds": 1.0}
+    flight = {
+        "reason": "hang",
+        "collectives": [entry],
+        "recorded": 1,
+        "groups": [{"id": "0", "ranks": "0-1", "latest_seq": 1}],
+    }
+    yield Reader(
+        "stacks",
+        tuple(json.dumps(one).encode() for one in (dump, flight)),
+        stacks,
+        (),
+        (json.dumps(dump | {"left_out": math.inf}).encode(),),
+    )
+    head = (
+        b"Status: 200\nRankscope-Incarnation: i\nRankscope-Schema: 1\nRankscope-Head: 1\nRankscope-Ring-Fill: 0.5\n"
+        b"Rankscope-State: running\nRankscope-First: 0\nRankscope-Last: 1\nRankscope-Rows: 2\nContent-Length: 4\n"
+        b"Content-Type: application/vnd.apache.arrow.stream\n\nbody"
+    )
+    nothing = b"Status: 204\nRetry-After: 5\nRankscope-Incarnation: i\nRankscope-Ring-Fill: nan\n\n"
+    yield Reader("answer of a rank", (head, nothing), answer, (FetchError,))
+    targets = b'[{"targets": ["a:9100"], "labels": {"__metrics_path__": "/m", "job": "x"}}]'
+    yield Reader("list of exporters", (targets,), lists(False), (ConfigError,))
+    yield Reader(
+        "list of exporters in YAML",
+        (b"- targets: ['a:9100']\n  labels: {job: x}\n", targets),
+        lists(True),
+        (ConfigError,),
+    )
+    response = (b'{"status": "success", "data": {"activeTargets": []}}',)
+    yield Reader("answer to a command", response, lambda data: Response(200, data).json(), (), (b"[" * 100_000,))
+    page = b"<html>403 https://user:pw@host/path?key=value token=abc</html>"
+    yield Reader("answer to a message", (page,), notification_answer)
+    suffixes = {"jsonl": ".jsonl", "trainer_state": ".json", "columns": ".csv"}
+    for kind, text in LOGS.items():
+        yield Reader(f"log: {kind}", (text.encode(),), log(kind, folder, suffixes.get(kind, ".log")), (IngestError,))
+    yield from _folders(folder)
+
+
+def _folders(folder: Path) -> Iterator[Reader]:
+    events = folder / "events"
+    events.mkdir(exist_ok=True)
+
+    def tensorboard(data: bytes) -> object:
+        (events / "events.out.tfevents.1.h").write_bytes(data)
+        return list(importers()["tensorboard"].read(events, Faults()))
+
+    yield Reader("log: tensorboard", (_tensorboard(),), tensorboard, (IngestError,))
+    rank = folder / "msprobe" / "Nov20_21-14-28-rank0-3209471c"
+    rank.mkdir(parents=True, exist_ok=True)
+    tables = sorted((DATA / "msprobe" / "single_rank" / rank.name).glob("*.csv"))[:3]
+
+    def msprobe(data: bytes) -> object:
+        (rank / "grad_reduced_0-1.csv").write_bytes(data)
+        return list(importers()["msprobe"].read(rank.parent, Faults()))
+
+    yield Reader("log: msprobe", tuple(path.read_bytes() for path in tables), msprobe, (IngestError,))
