@@ -119,7 +119,7 @@ def test_removal_on_a_full_disk_names_how_to_make_room(runs, monkeypatch, reason
     text = runs("rm", "before", "--yes")
 
     assert reason in text
-    assert "The disk is full: delete files outside of the store, or move the store to a larger disk, and run" in text
+    assert "The disk is full: delete files outside of the store, or move the store to a larger disk. Then run" in text
 
 
 def test_rename_to_an_existing_run_fails(runs):

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 SHOWN_RUNS: Final = 10
 
 _FULL: Final = (
-    "The disk is full: delete files outside of the store, or move the store to a larger disk, and run the command "
-    "again. The removal of a run needs space too: it writes rows of other runs again, and the old files are deleted "
-    "two hours later"
+    "The disk is full: delete files outside of the store, or move the store to a larger disk. Then run the command "
+    "again. The removal of a run needs space, too: it deletes the old files two hours later"
 )
 
 

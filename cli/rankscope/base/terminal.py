@@ -37,9 +37,8 @@ class _LossyFile(io.FileIO):
         """Write at most as many bytes as a pipe takes in one write, or discard all. Return how many were handled."""
         left = memoryview(data)
         with contextlib.suppress(OSError):
-            is_ready = bool(select.select([], [self], [], self._patience)[1])
-            self._patience = 1.0 if is_ready else 0.0
-            if is_ready:
+            self._patience = float(bool(select.select([], [self], [], self._patience)[1]))
+            if self._patience:
                 return super().write(left[: select.PIPE_BUF]) or 0
         return len(left)
 

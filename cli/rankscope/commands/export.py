@@ -105,7 +105,7 @@ def export(
             all_points=all_points,
         )
         target = output or Path(f"{file_name(name, form)}{exporter.suffix}")
-        with output_file(target, exporter.suffix) as file, progress_bar("rows", _plain(name)) as progress:
+        with output_file(target, exporter.suffix) as file, progress_bar("rows", name) as progress:
             report = exporter.export(connection, name, file, options, progress)
     _print_report(name, form, target, report)
 
@@ -155,11 +155,6 @@ def _print_report(name: str, form: str, target: Path, report: ExportReport) -> N
     counts = ", ".join(f"{count:,} {dataset}" for dataset, count in report.rows.items() if count)
     files = f"{len(report.files):,} files below {target}" if len(report.files) > 1 else str(target)
     out = sys.stderr if target == STANDARD_OUTPUT else sys.stdout
-    print(f"{_plain(name)}: {form}, rows: {counts or 'no new rows'}; in {files}", file=out)
+    print(f"{name}: {form}, rows: {counts or 'no new rows'}; in {files}", file=out)
     for reason, count in report.omitted.items():
         print(f"omitted {count:,}: {reason}", file=sys.stderr)
-
-
-def _plain(name: str) -> str:
-    """Return the name of a run without control characters and brackets, which the terminal or rich would interpret."""
-    return "".join(char if char.isprintable() and char not in "[]" else "�" for char in name)

@@ -126,18 +126,11 @@ def _run(plan: StartPlan, *, quiet: bool) -> None:
 
 
 def _print_report(plan: StartPlan, supervisor: Supervisor, view: View) -> None:
-    for line in plan.warnings:
+    lines = [*plan.warnings, "", *overview(plan.programs, supervisor.states(), plan.left_out), ""]
+    lines += [*plan.notification_lines, "\nFor the training job:"]
+    lines += [f"  {line}" for line in exports(plan.advertised, plan.token_file)]
+    for line in (*lines, "\nPress Ctrl-C to stop all programs."):
         view.print_line(line)
-    view.print_line("")
-    for line in overview(plan.programs, supervisor.states(), plan.left_out):
-        view.print_line(line)
-    view.print_line("")
-    for line in plan.notification_lines:
-        view.print_line(line)
-    view.print_line("\nFor the training job:")
-    for line in exports(plan.advertised, plan.token_file):
-        view.print_line(f"  {line}")
-    view.print_line("\nPress Ctrl-C to stop all programs.")
 
 
 def _watch(plan: StartPlan, supervisor: Supervisor, stop_signals: StopSignals, view: View, *, quiet: bool) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from rankscope_ingest.base.stop_event import stop_signals
+from rankscope_ingest.base.stop_event import handling
 
 GRACE_SECONDS: Final = 15.0
 DIE_WITH_PARENT: Final = Path(__file__).with_name("die_with_parent.py")
@@ -79,12 +79,8 @@ def interrupted_by_termination() -> Iterator[None]:
     def interrupt(_signum: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in stop_signals() if number != signal.SIGINT}
-    try:
+    with handling(interrupt, signal.SIGINT):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _own_environment() -> dict[str, str]:

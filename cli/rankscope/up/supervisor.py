@@ -18,7 +18,7 @@ from rankscope.base.errors import CommandError
 from rankscope.base.http_client import ClientTls, UnreachableError, get
 from rankscope.up.processes import kill, start
 from rankscope.up.programs import Program
-from rankscope_ingest.base.stop_event import stop_signals as caught_signals
+from rankscope_ingest.base.stop_event import handling
 
 READY_SECONDS: Final = 60.0
 POLL_SECONDS: Final = 0.1
@@ -44,12 +44,8 @@ class StopSignals:
         def note(number: int, _frame: object) -> None:
             self.count = max(self.count, 1) if number == signal.SIGHUP else self.count + 1
 
-        before = {number: signal.signal(number, note) for number in caught_signals()}
-        try:
+        with handling(note):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 @dataclass(slots=True)

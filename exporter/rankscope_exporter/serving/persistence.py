@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from rankscope_contract.protocol.channel import NOTHING, Registration
 from rankscope_contract.spool import Orphan, SpoolError, Stretch
@@ -28,6 +28,8 @@ from rankscope_exporter.serving.orphan_recovery import OrphanRecovery
 from rankscope_exporter.serving.registration import Client
 from rankscope_exporter.serving.ring import record_bytes
 from rankscope_exporter.serving.spool import FAILED, Spool
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +168,7 @@ class SpoolWriter:
 
     def _run(self) -> None:
         # If the folder cannot be used, only the spool is missing; each record that is not spooled is counted.
-        self._do(lambda: self._spool.open(self._describe()))
+        self.do(lambda: self._spool.open(self._describe()))
         while True:
             with self._changed:
                 self._changed.wait_for(self._has_work)
@@ -174,19 +176,19 @@ class SpoolWriter:
                 entry = self._waiting[0] if self._waiting else None
             if committed > self._deleted_to:
                 self._deleted_to = committed
-                self._do(self._spool.commit, committed)
+                self.do(self._spool.commit, committed)
             if entry is not None:
                 self._write(*entry)
             elif self._closing:
                 break
             self._meter.lap("spool")
-        self._do(self._spool.close)
+        self.do(self._spool.close)
 
     def _has_work(self) -> bool:
         return bool(self._waiting) or self._closing or self._committed > self._deleted_to
 
     def _write(self, seq: int, record: StepRecord, size: int) -> None:
-        self._do(self._spool.append, seq, record)
+        self.do(self._spool.append, seq, record)
         skipped = None
         with self._changed:
             self._waiting.popleft()
@@ -199,21 +201,17 @@ class SpoolWriter:
             level = logging.WARNING if skipped else logging.INFO
             log.log(level, "the disk of %s responds again: %d records were not spooled", self._spool.folder, skipped)
 
-    def _do(self, work: Callable[..., None], *args: object) -> None:
+    def do(self, work: Callable[..., T], *args: object) -> T | None:
+        """Return `work(*args)`, or report its error and return None: the ring has the record."""
         try:
-            work(*args)
-        except OSError as error:
-            self._on_fault("spool", _disk_error(self._spool, error))
-        except Exception as error:  # noqa: BLE001 - encoding errors are reported; the ring has the record
+            return work(*args)
+        except Exception as error:  # noqa: BLE001 - errors of the disk and of the encoding
+            if isinstance(error, OSError):
+                reason = f"{self._spool.folder}: {error.strerror or error}; a service still gets them"
+                remedy = "set RANKSCOPE_SPOOL_DIR to a writable folder with space on a local disk, or to off"
+                error = SpoolError(f"records cannot be written to {reason}; {remedy}")
             self._on_fault("spool", error)
-
-
-def _disk_error(spool: Spool, error: OSError) -> SpoolError:
-    """Return the error that reports, in one line, that the disk or the folder of the spool cannot be used."""
-    return SpoolError(
-        f"records cannot be written to {spool.folder}: {error.strerror or error}; a service still receives them. Set "
-        "RANKSCOPE_SPOOL_DIR to a folder on a local disk with space that this process may write, or to off"
-    )
+            return None
 
 
 OLDER_LAUNCHES_SECONDS = 2.0
@@ -401,11 +399,7 @@ class SpoolPersistence(Persistence):
         """
         if cursor + 1 >= first_in_ring:
             return None
-        try:
-            stretch = self._spool.after(cursor, max_bytes)
-        except OSError as error:
-            self._on_fault("spool", _disk_error(self._spool, error))
-            return None
+        stretch = self._writer.do(self._spool.after, cursor, max_bytes)
         return stretch if stretch is not None and stretch.first < first_in_ring else None
 
     def plan(self, plan_hash: str) -> str | None:

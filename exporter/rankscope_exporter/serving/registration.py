@@ -137,8 +137,7 @@ def _body_text(error: urllib.error.HTTPError) -> str:
 def _checked(reply: RegistrationReply) -> RegistrationReply:
     is_text = isinstance(reply.lease, str) and reply.lease.isascii() and reply.lease.isprintable()
     is_positive = isinstance(reply.heartbeat_seconds, int | float) and reply.heartbeat_seconds > 0
-    is_known = isinstance(reply.committed, int) and isinstance(reply.notice, str | None)
-    if not (is_text and reply.lease and is_positive and is_known):
+    if not (is_text and reply.lease and is_positive and isinstance(reply.committed, int)):
         raise ValueError("`lease` must be text, `heartbeat_seconds` above 0, and `committed` a whole number")
     return reply
 
@@ -338,9 +337,10 @@ class RegistrationLoop:
                 self._on_fault("registration", error)
             return None
         self._registered = True
-        self._logged &= {reply.notice or ""}
-        if reply.notice:
-            self._log_once(reply.notice)
+        notice = str(reply.notice or "")
+        self._logged &= {notice}
+        if notice:
+            self._log_once(notice)
         self._on_reply(reply)
         self._interval = min(max(reply.heartbeat_seconds, _MIN_HEARTBEAT_SECONDS), MAX_HEARTBEAT_SECONDS)
         self._sent_at = time.monotonic()

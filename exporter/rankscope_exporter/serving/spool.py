@@ -8,7 +8,6 @@ as not spooled.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import threading
 from collections import deque
@@ -268,7 +267,7 @@ class Spool:
         """Append all of `data` to the open spool file; if the disk is full, append nothing and raise OSError."""
         written = 0
         if not os.fstat(self._file).st_nlink:
-            raise FileNotFoundError(errno.ENOENT, "the folder was removed")
+            raise FileNotFoundError("the folder was removed")
         try:
             while written < len(data):
                 written += os.write(self._file, data[written:])

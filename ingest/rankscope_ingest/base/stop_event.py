@@ -5,13 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
     """Return SIGTERM, SIGINT, and SIGHUP unless it was ignored when the process started, as under nohup."""
-    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return (signal.SIGTERM, signal.SIGINT, *(() if is_ignored else (signal.SIGHUP,)))
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGTERM, signal.SIGINT, *hangup)
+
+
+@contextlib.contextmanager
+def handling(handler: Callable[[int, FrameType | None], None], *left_out: signal.Signals) -> Iterator[None]:
+    """Call `handler` for the signals that end a command, without those `left_out`, in the context."""
+    before = {number: signal.signal(number, handler) for number in stop_signals() if number not in left_out}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 @contextlib.contextmanager

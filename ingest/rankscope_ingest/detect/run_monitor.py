@@ -51,6 +51,9 @@ log = logging.getLogger(__name__)
 PollNow = Callable[[str, int | None], None]
 """Callable `poll_now(run, rank)` that polls a rank immediately. If `rank` is None, it polls all ranks of the run."""
 
+OVERLAP_SECONDS: Final = 5.0
+"""Time for which two attempts of a run train together before this is reported: one process may be ending."""
+
 REMEMBER_SECONDS: Final = 600.0
 REMEMBER_ATTEMPT_SECONDS: Final = 3600.0
 
@@ -201,7 +204,8 @@ class RunMonitor:
         for target in self.registry.targets:
             targets[target.attempt_key].append(target)
         latest = self.runs.latest().values()
-        return tuple(run_progress(attempt, self.meter(attempt.key), targets[attempt.key]) for attempt in latest)
+        found = (run_progress(attempt, self.meter(attempt.key), targets[attempt.key]) for attempt in latest)
+        return tuple(replace(one, notice=self.shared_names.get(one.run)) for one in found)
 
     # Decisions that depend on time.
 
@@ -243,17 +247,14 @@ class RunMonitor:
     def _check_names(self) -> None:
         """Report each run whose name two trainings use at the same time."""
         known, self.shared_names = self.shared_names, {}
-        for run, pair in self.runs.simultaneous().items():
-            hosts = " and ".join(
-                f"attempt {one.number} on {', '.join(sorted({rank.host for rank in one.ranks.values()})[:3])}"
-                for one in pair
+        for older, newest in self.runs.simultaneous(OVERLAP_SECONDS):
+            sentence = (
+                f"two trainings have the same run name {older.run!r} at the same time: attempts {older.number} and "
+                f"{newest.number}. Both are stored, but as one run: set another RANKSCOPE_RUN for one of them"
             )
-            self.shared_names[run] = (
-                f"two trainings have the same run name {run!r} at the same time: {hosts}. Both are stored, but as one "
-                "run: set another RANKSCOPE_RUN for one of them"
-            )
-            if run not in known:
-                log.warning("%s", self.shared_names[run])
+            self.shared_names[older.run] = sentence
+            if older.run not in known:
+                log.warning("%s", sentence)
 
     def check_replicas(self) -> None:
         """Add events for replicas that diverged or are equal again.

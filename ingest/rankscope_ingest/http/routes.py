@@ -178,7 +178,7 @@ def alarms(backend: Backend) -> list[str]:
         found.append(f"The service is degraded: {reason}")
     if undelivered := backend.undelivered():
         found.append(f"Notifications: {undelivered}")
-    found += [f"Run names: {sentence}" for sentence in backend.shared_names()]
+    found += [f"Run names: {run.notice}" for run in backend.runs() if run.notice]
     if failing := [target for target in backend.targets() if target.health is Health.FAILING]:
         names = ", ".join(target.name for target in failing[:3])
         found.append(f"{len(failing):,} rank{'' if len(failing) == 1 else 's'} cannot be polled: {names}")

@@ -207,7 +207,7 @@ class _Connections:
         self._limits = limits
         self._open: set[Connection] = set()
         self._under_way: set[Connection] = set()  # with a request, apart from those for reserved paths
-        self._next_log = 0.0
+        self._next_logs: dict[str, float] = {}  # by the first words
 
     async def accept(self) -> None:
         """Accept connections until the task is cancelled."""
@@ -217,13 +217,13 @@ class _Connections:
                 accepted, _ = await loop.sock_accept(self._socket)
             except OSError as error:
                 self._make_room(self._open)
-                self._log(f"a connection cannot be accepted, retrying in {_RETRY_SECONDS:g} s: {error}")
+                self.log(f"a connection cannot be accepted, retrying in {_RETRY_SECONDS:g} s: {error}")
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
             if len(self._open) < self._limits.most or self._make_room(self._open):
                 self._begin(accepted)
             else:
-                self._log(f"new connections are refused: {len(self._open)} connections have an answer under way")
+                self.log(f"new connections are refused: {len(self._open)} connections have an answer under way")
                 _refuse(accepted, is_clear=self._tls is None)
             await asyncio.sleep(0)  # other tasks run, and closed connections are released
 
@@ -243,7 +243,7 @@ class _Connections:
     def admit(self, connection: Connection) -> bool:
         """Return whether the request of `connection` may be handled. An incomplete request is closed for it."""
         if len(self._under_way) >= self._limits.most_under_way and not self._make_room(self._under_way):
-            self._log(f"requests are refused: {len(self._under_way)} connections have an answer under way")
+            self.log(f"requests are refused: {len(self._under_way)} connections have an answer under way")
             return False
         self._under_way.add(connection)
         return True
@@ -288,7 +288,7 @@ class _Connections:
         if not ranked:
             return False
         if len(self._open) >= self._limits.most:
-            self._log(
+            self.log(
                 f"{len(self._open)} connections are open, the maximum for {file_limit()} files: idle connections and "
                 "incomplete requests are closed. Raise the limit of open files (ulimit -n) if this is the usual load"
             )
@@ -299,11 +299,11 @@ class _Connections:
         self.forget(connection)
         connection.close(is_late=is_late)
 
-    def _log(self, text: str) -> None:
-        """Log a warning, at most one a minute."""
-        now = time.monotonic()
-        if now >= self._next_log:
-            self._next_log = now + _LOG_SECONDS
+    def log(self, text: str) -> None:
+        """Log a warning, at most one of the same kind a minute."""
+        now, kind = time.monotonic(), text[:20]
+        if now >= self._next_logs.get(kind, 0.0):
+            self._next_logs[kind] = now + _LOG_SECONDS
             log.warning("%s", text)
 
 
@@ -314,27 +314,6 @@ class _AnswerEnds(AbstractAccessLogger):
         """Note that an answer is complete."""
         if (connection := _connection(request)) is not None:
             connection.on_answered()
-
-
-class _Refusals(logging.Filter):
-    """Logs one line a minute about requests that aiohttp refuses, instead of a traceback for each."""
-
-    _next_log = 0.0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to log a record. The records of refused requests are changed to a warning."""
-        error = record.exc_info[1] if record.exc_info else None
-        if not isinstance(error, HttpProcessingError):
-            return True
-        record.msg = f"refused a request from %s that is not valid HTTP: {type(error).__name__}"
-        record.levelno, record.levelname, record.exc_info = logging.WARNING, "WARNING", None
-        is_due = time.monotonic() >= self._next_log
-        self._next_log = time.monotonic() + _LOG_SECONDS if is_due else self._next_log
-        return is_due
-
-
-_REFUSALS: Final = logging.getLogger(f"{__name__}.requests")
-_REFUSALS.addFilter(_Refusals())
 
 
 @contextlib.asynccontextmanager
@@ -350,13 +329,23 @@ async def accepting(
 
     `shutdown_seconds` is the time limit for requests that are being handled at the end.
     """
+
+    def is_logged(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):  # aiohttp would log a traceback for each
+            connections.log(f"requests that are not valid HTTP are refused: {type(error).__name__}")
+        return not isinstance(error, HttpProcessingError)
+
+    requests = logging.Logger(f"{__name__}.requests")  # noqa: LOG001 - of this server only
+    requests.parent = log
+    requests.addFilter(is_logged)
     application.middlewares.insert(0, _note_head)
     application.on_response_prepare.append(_note_answer)
     runner = web.AppRunner(
         application,
         access_log=log,
         access_log_class=_AnswerEnds,
-        logger=_REFUSALS,
+        logger=requests,
         handle_signals=False,
         keepalive_timeout=_KEEP_ALIVE_SECONDS,
         auto_decompress=False,  # aiohttp would respond to unknown compressions, and log a traceback per request

@@ -49,6 +49,7 @@ class RunProgress:
     failed_rank: int | None = None  # the rank that failed first
     last_step_at: int | None = None  # UTC µs, by the rank's clock
     steps_per_second: float | None = None
+    notice: str | None = None  # that two trainings use the name of the run at the same time
 
     @property
     def loss_note(self) -> str:

@@ -187,10 +187,11 @@ class Attempt:
         """
         return any(not rank.is_read and now - rank.known_since < ARRIVAL_SECONDS for rank in self.live_ranks)
 
-    def trains_beside(self, younger: Attempt, seconds: float = 0.0) -> bool:
-        """Return whether a rank has given a sign of life more than `seconds` after the launch of a younger attempt."""
-        began = min((rank.known_since for rank in younger.ranks.values()), default=-math.inf) + seconds
-        return not self.has_ended and any(rank.liveness.last_sign > began for rank in self.live_ranks)
+    def trains_beside(self, other: Attempt, seconds: float) -> bool:
+        """Return whether `other` is younger, and a rank gave a sign of life more than `seconds` after its launch."""
+        began = min((rank.known_since for rank in other.ranks.values()), default=-math.inf) + seconds
+        is_alive = not self.has_ended and any(rank.liveness.last_sign > began for rank in self.live_ranks)
+        return is_alive and self.number < other.number
 
     @property
     def ranks_missing(self) -> int:

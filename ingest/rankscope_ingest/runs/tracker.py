@@ -8,9 +8,8 @@ state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
 
 from rankscope_contract.model.events import RunState
 from rankscope_contract.model.redaction import redacted
@@ -18,9 +17,6 @@ from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.base.config import RunsSection
 from rankscope_ingest.runs.models import ENDED, Attempt, AttemptKey, Liveness, Rank
 from rankscope_ingest.runs.state_machine import StateDecision, judge
-
-OVERLAP_SECONDS: Final = 5.0
-"""Time for which two attempts of a run train together before this is reported: one process may be ending."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,25 +69,17 @@ class RunTracker:
         If the newest one has ended, but an older one trains at the same time, it is the newest of those. A run is left
         out if the state of its newest attempt is no longer evaluated, and none trains.
         """
-        found: dict[str, Attempt] = {}
-        for older, newest in self._with_newest():
-            if older is newest and not (newest.has_ended and newest.run in found):
-                found[newest.run] = newest
-            elif newest.has_ended and older.trains_beside(newest):
-                found[newest.run] = older
-        return found
+        found = {one.run: one for one in self._attempts.values() if one.number == self._newest.get(one.run)}
+        return found | {older.run: older for older, newest in self.simultaneous(0.0) if newest.has_ended}
 
-    def simultaneous(self) -> dict[str, tuple[Attempt, Attempt]]:
-        """Return a live attempt and a younger one of each run in which both train, or trained, at the same time."""
-        pairs = ((older, newest) for older, newest in self._with_newest() if older is not newest)
-        return {one.run: (one, newest) for one, newest in pairs if one.trains_beside(newest, OVERLAP_SECONDS)}
+    def simultaneous(self, seconds: float) -> list[tuple[Attempt, Attempt]]:
+        """Return a live attempt and the newest one of its run, if both train or trained at the same time.
 
-    def _with_newest(self) -> Iterator[tuple[Attempt, Attempt]]:
-        """Yield each attempt whose state is evaluated, and the newest one of its run, in ascending order of numbers."""
-        for attempt in sorted(self._attempts.values(), key=lambda one: one.number):
-            newest = self.known((attempt.run, self._newest.get(attempt.run, -1)))
-            if newest is not None and attempt.number <= newest.number:
-                yield attempt, newest
+        They have trained together for at least `seconds`. The live attempts are in ascending order of their numbers.
+        """
+        older = sorted(self._attempts.values(), key=lambda one: one.number)
+        pairs = ((one, self.known((one.run, self._newest.get(one.run, -1)))) for one in older)
+        return [(one, last) for one, last in pairs if last is not None and one.trains_beside(last, seconds)]
 
     def is_live(self, key: AttemptKey, number: int, incarnation: str) -> bool:
         """Return whether `incarnation` is the live process of rank `number`.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from aiohttp import web
 
@@ -67,8 +67,8 @@ class Api:
         """
         if self.is_draining:
             raise RegistrationError(503, "the service is stopping: retry later")
-        target = await self.polling.register(registration)
-        return self.monitor.registry.reply(target, self.monitor.shared_names.get(registration.run))
+        reply = self.monitor.registry.reply(await self.polling.register(registration))
+        return replace(reply, notice=self.monitor.shared_names.get(registration.run))
 
     def poke(self, incarnation: str) -> bool:
         """Poll the target with this incarnation id immediately; return False if the service has no such target."""
@@ -120,10 +120,6 @@ class Api:
     def undelivered(self) -> str | None:
         """Return the number of notifications that could not be delivered, with the reason; None without such ones."""
         return self.deliveries.trouble()
-
-    def shared_names(self) -> Sequence[str]:
-        """Return a sentence about each run whose name two trainings use at the same time."""
-        return tuple(self.monitor.shared_names.values())
 
     def progress(self) -> Progress:
         """Return a snapshot of the service: its URL, the progress of runs, and the numbers of targets and rows."""

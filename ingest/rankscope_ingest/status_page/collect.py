@@ -90,10 +90,6 @@ class Parts(Protocol):
         """Return the number of notifications that could not be delivered, with the reason; None without such ones."""
         ...
 
-    def shared_names(self) -> Sequence[str]:
-        """Return a sentence about each run whose name two trainings use at the same time."""
-        ...
-
 
 class StatusCollector:
     """Collects the status of the service.
@@ -177,7 +173,7 @@ class StatusCollector:
             samples_dropped=int(total(EXPORTER_SAMPLES_DROPPED)),
             background_errors=dict(FAULTS.get().counts),
             notifications=self._parts.undelivered(),
-            shared_names=self._parts.shared_names(),
+            shared_names=[one.notice for one in self._parts.runs() if one.notice],
             remote={spec.name: total(spec) for spec in _REMOTE},
             refused_senders=self._refused_senders(),
         )

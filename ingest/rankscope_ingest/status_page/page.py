@@ -82,13 +82,11 @@ def _header(service: ServiceStatus) -> Iterator[str]:
 
 
 def _service(service: ServiceStatus, targets: Sequence[TargetStatus]) -> Iterator[str]:
-    if service.reason is not None:
-        yield f'<p class="alarm" role="alert"><strong>Degraded.</strong> {text(service.reason)}</p>'
+    found = [("Degraded", service.reason), ("Notifications", service.notifications)]
+    for title, sentence in found + [("Run names", one) for one in service.shared_names]:
+        if sentence is not None:
+            yield f'<p class="alarm" role="alert"><strong>{title}.</strong> {text(sentence)}</p>'
     yield from _refused(service.refused_senders)
-    if service.notifications is not None:
-        yield f'<p class="alarm" role="alert"><strong>Notifications.</strong> {text(service.notifications)}</p>'
-    for sentence in service.shared_names:
-        yield f'<p class="alarm" role="alert"><strong>Run names.</strong> {text(sentence)}</p>'
     worst = max((target.lag_seconds for target in targets), default=0.0)
     facts = {
         "last commit": ago(service.last_commit_ago_seconds),

@@ -167,10 +167,9 @@ class Registry:
         self._by_identity[target.identity].add(target.incarnation)
         return Accepted(target=target, is_new_target=True, is_new_launch=is_new_launch)
 
-    def reply(self, target: Target, notice: str | None = None) -> RegistrationReply:
-        """Return the response to the accepted registration of `target`, which prints `notice`."""
+    def reply(self, target: Target) -> RegistrationReply:
+        """Return the response to the accepted registration of `target`."""
         return RegistrationReply(
-            notice=notice,
             lease=target.lease,
             attempt=target.attempt,
             heartbeat_seconds=self._heartbeat_seconds * self._stretch,

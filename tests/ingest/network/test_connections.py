@@ -110,8 +110,7 @@ async def test_incomplete_request_is_closed_with_408(part, caplog):
     assert [] == [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-async def test_requests_that_are_not_http_are_one_line_of_the_log(caplog, monkeypatch):
-    monkeypatch.setattr(connections._REFUSALS.filters[0], "_next_log", 0.0)
+async def test_requests_that_are_not_http_are_one_line_of_the_log(caplog):
     head = b"GET / HTTP/1.1\r\nHost: a\r\n"
     requests = [
         *(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"HELP\r\n\r\n", b"SSH-2.0-OpenSSH_9.2\r\n\r\n"),
@@ -126,7 +125,7 @@ async def test_requests_that_are_not_http_are_one_line_of_the_log(caplog, monkey
 
     assert {b"4"} == {answer.split(b" ")[1][:1] for answer in answers if answer}
     (record,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
-    assert "refused a request from 127.0.0.1 that is not valid HTTP: " in record.getMessage()
+    assert "requests that are not valid HTTP are refused: " in record.getMessage()
     assert record.exc_info is None
 
 

@@ -19,7 +19,6 @@ from rankscope_contract.protocol.channel import ARROW_STREAM
 from rankscope_ingest.detect import run_monitor
 from rankscope_ingest.detect.stall_handler import StallHandler
 from rankscope_ingest.record_channel.loop import TargetLoop
-from rankscope_ingest.runs import tracker
 from rankscope_storage.api.summaries import runs, summary
 from rankscope_storage.connection import connect
 from rankscope_view.data.summary import read_summary
@@ -91,7 +90,7 @@ async def test_live_training_is_shown_after_a_younger_one_of_its_name_has_ended(
     start_service, fake_rank, eventually, monkeypatch, caplog
 ):
     """The two are reported, once in the log and to the rank that is alive."""
-    monkeypatch.setattr(tracker, "OVERLAP_SECONDS", 0.1)
+    monkeypatch.setattr(run_monitor, "OVERLAP_SECONDS", 0.1)
     ended = [{"type": "exit", "details": '{"reason": "completed"}'}]
     older_, younger_ = fake_rank(launch_id="a", planned_steps=9), fake_rank(launch_id="b", incarnation="b")
     async with older_ as older, younger_ as younger, start_service() as service:
@@ -106,6 +105,7 @@ async def test_live_training_is_shown_after_a_younger_one_of_its_name_has_ended(
         await eventually(lambda: older.committed == 6)
         await eventually(lambda: [row["attempt"] for row in service.rows("FROM runs WHERE state = 'running'")] == [0])
         shown = await service.run_state()
+        await eventually(lambda: "two trainings have" in caplog.text)
         reply = json.loads((await older.register(service.url))[1])
         pages = [(await service.get(path))[1] for path in ("/", "/service", "/api/v1/status")]
         with connect(service.store) as connection:
@@ -115,7 +115,7 @@ async def test_live_training_is_shown_after_a_younger_one_of_its_name_has_ended(
 
     assert (0, "running", 6) == (shown["attempt"], shown["state"], shown["step"])
     assert reply["notice"].startswith(
-        "two trainings have the same run name 'r' at the same time: attempt 0 on here and "
+        "two trainings have the same run name 'r' at the same time: attempts 0 and 1. Both"
     )
     assert all("two trainings have the same run name" in page for page in pages)
     assert 1 == caplog.text.count("two trainings have the same run name")

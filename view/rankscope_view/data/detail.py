@@ -120,8 +120,7 @@ def read_detail(connection: Connection, run: str, *, most_step_times: int | None
         if row is None:
             return None
         histories = main_histories(connection, run, names, rows=rows)
-        if row.is_live and row.attempt is not None:
-            histories = {name: _standing(history, row.attempt) for name, history in histories.items()}
+        histories = {name: _standing(history, row) for name, history in histories.items()}
         lines = event_lines(connection, run)
         has_tokens = row.source_kind != "live" or bool(connection.query(_TOKENS, {"run": run}).num_rows)
         facts = run_facts(connection, run, with_goodput=_needs_goodput(rows, run, most_step_times))
@@ -144,11 +143,13 @@ def read_detail(connection: Connection, run: str, *, most_step_times: int | None
     )
 
 
-def _standing(history: History, attempt: int) -> History:
-    """Return `history`, in which younger attempts, which have ended, supersede no step of the live `attempt`."""
-    if not (history.attempt > attempt).any():
+def _standing(history: History, row: RunRow) -> History:
+    """Return `history`, in which younger attempts, which have ended, supersede no step of that of a live run."""
+    if not row.is_live or row.attempt is None or not (history.attempt > row.attempt).any():
         return history
-    return replace(history, stands=(history.attempt == attempt) | (history.stands & (history.attempt < attempt)))
+    return replace(
+        history, stands=(history.attempt == row.attempt) | (history.stands & (history.attempt < row.attempt))
+    )
 
 
 def _needs_goodput(rows: RawRows, run: str, most: int | None) -> bool | None:

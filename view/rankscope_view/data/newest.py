@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -109,6 +108,10 @@ class Sparkline:
 NO_CURVE: Final = Sparkline()
 
 
+Live = Mapping[str, Mapping[str, Any]]
+"""Attempt and planned steps of live runs, by run."""
+
+
 @dataclass(slots=True)
 class Newest:
     """Newest rows by run and name, and sparklines and seconds that are left by run."""
@@ -121,16 +124,14 @@ class Newest:
 def read_newest(
     connection: Connection,
     runs: Sequence[str],
-    live: Mapping[str, int | None],
+    live: Live,
     *,
     has_curves: bool,
     rows: RawRows | None = None,
-    shown: Mapping[str, int] = MappingProxyType({}),
 ) -> Newest:
-    """Return the newest rows of `runs`, and the time left of the runs in `live`, which has their planned steps.
+    """Return the newest rows of `runs`, and the time left of the runs in `live`.
 
-    `rows` has the rows of the shown scalars, if they were read before. `shown` has the attempt of live runs: a younger
-    one has ended before it.
+    `rows` has the rows of the shown scalars, if they were read before.
     """
     found = Newest()
     rows = rows or (read_rows(connection, runs, set(_SHOWN)) if runs else RawRows())
@@ -139,20 +140,18 @@ def read_newest(
         rows.for_sql.update(row["run"] for row in connection.query(_JUMPED, {"runs": asked}).to_pylist())
     for run in runs:
         if run not in rows.for_sql:
-            _add(found, rows, run, live, has_curves=has_curves, shown=shown.get(run))
+            _add(found, rows, run, live, has_curves=has_curves)
     _add_by_sql(connection, found, sorted(rows.for_sql), live, has_curves=has_curves)
     return found
 
 
-def _add(
-    found: Newest, rows: RawRows, run: str, live: Mapping[str, int | None], *, has_curves: bool, shown: int | None
-) -> None:
+def _add(found: Newest, rows: RawRows, run: str, live: Live, *, has_curves: bool) -> None:
     series = {name: one for name in _SHOWN if (one := rows.main(run, name)) is not None}
-    for name, one in series.items() if shown is not None else ():
-        own = one.attempt <= (shown or 0)
-        series[name] = one if own.all() or not own.any() else one.select(own)
+    last = live.get(run, {}).get("attempt")
     for name, one in series.items():
-        found.values[run, name] = _newest(one, SPEED_STEPS if name in SPEEDS else 1)
+        own = one.attempt <= (math.inf if last is None else last)  # a younger one has ended before it
+        series[name] = one if own.all() or not own.any() else one.select(own)
+        found.values[run, name] = _newest(series[name], SPEED_STEPS if name in SPEEDS else 1)
     if has_curves and LOSS in series:
         columns = by_step(series[LOSS])
         if columns is None:
@@ -160,7 +159,7 @@ def _add(
             return
         found.sparklines[run] = _sparkline(columns["value"])
     if run in live:
-        found.etas[run] = _seconds_left(list(series.values()), live[run])
+        found.etas[run] = _seconds_left(list(series.values()), live[run]["planned_steps"])
 
 
 def _newest(rows: SeriesRows, steps: int) -> dict[str, Any]:
@@ -246,9 +245,7 @@ def _newest_steps(series: Sequence[SeriesRows], attempt: int) -> tuple[int, list
     return newest, [one.select((one.step > newest - _PACE_STEPS) & np.isfinite(one.time)) for one in own]
 
 
-def _add_by_sql(
-    connection: Connection, found: Newest, runs: Collection[str], live: Mapping[str, int | None], *, has_curves: bool
-) -> None:
+def _add_by_sql(connection: Connection, found: Newest, runs: Collection[str], live: Live, *, has_curves: bool) -> None:
     if not runs:
         return
     for row in connection.query(_LATEST, {"runs": list(runs)}).to_pylist():

@@ -250,9 +250,8 @@ def _complete(
 ) -> list[RunRow]:
     known = list(known)
     names = [row["run"] for row in known]
-    live = {row["run"]: row["planned_steps"] for row in known if row["state"] is not None and row["state"] not in ENDED}
-    shown = {row["run"]: row["attempt"] for row in known if row["run"] in live and row["attempt"] is not None}
-    newest = read_newest(connection, names, live, has_curves=has_curves, rows=rows, shown=shown)
+    live = {row["run"]: row for row in known if row["state"] is not None and row["state"] not in ENDED}
+    newest = read_newest(connection, names, live, has_curves=has_curves, rows=rows)
     return [_run_row(row, newest, found.get(row["run"], ())) for row in known]
 
 
