@@ -21,6 +21,8 @@ from rankscope_ingest.detect.stall_handler import StallHandler
 from rankscope_ingest.record_channel.loop import TargetLoop
 from rankscope_storage.api.summaries import runs, summary
 from rankscope_storage.connection import connect
+from rankscope_view.data.curves import CurveRequest, Smoothing, curve
+from rankscope_view.data.detail import read_chart
 from rankscope_view.data.summary import read_summary
 
 LOSSES = (
@@ -110,6 +112,7 @@ async def test_live_training_is_shown_after_a_younger_one_of_its_name_has_ended(
         pages = [(await service.get(path))[1] for path in ("/", "/service", "/api/v1/status")]
         with connect(service.store) as connection:
             listed, found = runs(connection).to_pylist(), read_summary(connection, "r")
+            drawn = curve(read_chart(connection, "r", "loss"), CurveRequest(smoothing=Smoothing.NONE))
         older.publish(step=None, events=ended)
         await eventually(lambda: service.rows("FROM runs WHERE state = 'completed' AND attempt = 1"))
 
@@ -120,6 +123,7 @@ async def test_live_training_is_shown_after_a_younger_one_of_its_name_has_ended(
     assert all("two trainings have the same run name" in page for page in pages)
     assert 1 == caplog.text.count("two trainings have the same run name")
     assert [(6, 9)] == [(row["last_step"], row["planned_steps"]) for row in listed]
+    assert (0, [0, 1, 2, 3, 4, 5, 6]) == (drawn.attempt, list(drawn.lines[0].step))
     assert (6, 9, 6) == (found.progress.step, found.progress.planned_steps, found.losses.current_step)
 
 

@@ -214,7 +214,7 @@ def curve(history: History, request: CurveRequest) -> Curve:
         history, x = history.select(newest), x[newest]
     left_out, extent = stored - len(history), (float(x.min()), float(x.max())) if len(x) else None
     whole, visible = history, None
-    newest_attempt = int(history.attempt[-1]) if len(history) else 0
+    newest_attempt = int(history.attempt[history.stands].max(initial=0))
     if request.first is not None or request.last is not None:
         visible = _window(x, request)
         history, x = history.select(visible), x[visible]

@@ -36,6 +36,8 @@ SELECT 1 FROM scalars WHERE run = $run AND (name IN ('tokens_per_second', 'token
   OR (name = 'tflops_per_gpu' AND NOT contains(coalesce(labels, ''), 'given'))) LIMIT 1"""
 """A live run with a row is that of a language model: it logs tokens, or its model takes tokens."""
 
+_LIVE: Final = "SELECT attempt FROM runs WHERE run = $run AND ended_at IS NULL AND source_kind = 'live'"
+
 RECENT_ROWS: Final = 100
 """Number of the newest rows that the header of a run compares with those before."""
 
@@ -102,6 +104,9 @@ def main_histories(
     if found is None:
         labels = main_labels(connection, run, names)
         found = {name: read_history(connection, run, name, text, rank) for name, text in labels.items()}
+    if any(one.attempt.any() for one in found.values()):
+        for live in connection.query(_LIVE, {"run": run})["attempt"].to_pylist():
+            found = {name: _standing(history, live) for name, history in found.items()}
     if GRAD_NORM in names and GRAD_NORM not in found and rank is None:
         total = total_gradient_norm(connection, run)
         found |= {} if total is None else {GRAD_NORM: total}
@@ -120,7 +125,6 @@ def read_detail(connection: Connection, run: str, *, most_step_times: int | None
         if row is None:
             return None
         histories = main_histories(connection, run, names, rows=rows)
-        histories = {name: _standing(history, row) for name, history in histories.items()}
         lines = event_lines(connection, run)
         has_tokens = row.source_kind != "live" or bool(connection.query(_TOKENS, {"run": run}).num_rows)
         facts = run_facts(connection, run, with_goodput=_needs_goodput(rows, run, most_step_times))
@@ -143,13 +147,9 @@ def read_detail(connection: Connection, run: str, *, most_step_times: int | None
     )
 
 
-def _standing(history: History, row: RunRow) -> History:
-    """Return `history`, in which younger attempts, which have ended, supersede no step of that of a live run."""
-    if not row.is_live or row.attempt is None or not (history.attempt > row.attempt).any():
-        return history
-    return replace(
-        history, stands=(history.attempt == row.attempt) | (history.stands & (history.attempt < row.attempt))
-    )
+def _standing(history: History, attempt: int) -> History:
+    """Return `history`, in which younger attempts, which have ended, supersede no step of the live `attempt`."""
+    return replace(history, stands=(history.attempt == attempt) | (history.stands & (history.attempt < attempt)))
 
 
 def _needs_goodput(rows: RawRows, run: str, most: int | None) -> bool | None:
