@@ -24,7 +24,7 @@ from rankscope_contract.model.redaction import redacted_json
 from rankscope_contract.model.schema import Plan, PlanEntry, plan_hash
 from rankscope_contract.protocol.channel import Registration, RegistrationReply
 from rankscope_contract.spool.reader import SpoolError, SpoolReader, read_identity, write_identity
-from rankscope_exporter.serving.registration import UnreachableError, _checked
+from rankscope_exporter.serving.registration import ServiceClient, UnreachableError
 from rankscope_ingest.base.config import ExporterListSection
 from rankscope_ingest.base.errors import ConfigError, DecodeError, FetchError, IngestError, RegistrationError
 from rankscope_ingest.base.protobuf import unpacked
@@ -163,10 +163,9 @@ def registration(data: bytes) -> object:
 
 
 def reply(data: bytes) -> object:
-    try:
-        return _checked(RegistrationReply.from_json(data))
-    except ValueError as error:
-        raise UnreachableError(str(error)) from error
+    client = ServiceClient("http://127.0.0.1:1", None)
+    client._post = lambda *_: data
+    return client.register(REGISTRATION)
 
 
 def details(data: bytes) -> object:

@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+from rankscope_contract.model.redaction import MAX_DOCUMENT, redacted_text
+
 
 class State(enum.StrEnum):
     """State of the result of one check: passed, needs attention, or failed."""
@@ -24,6 +26,10 @@ class CheckResult:
     state: State
     text: str
     remedy: str = ""
+
+    def __post_init__(self) -> None:
+        """Mask secrets: a text may contain an address or an answer."""
+        object.__setattr__(self, "text", redacted_text(self.text, MAX_DOCUMENT))
 
 
 def ok(area: str, text: str) -> CheckResult:

@@ -22,8 +22,7 @@ class LineHandler(logging.Handler):
         """Print one line with the level, the message and the context of `record`."""
         fields = ((key, value) for key, value in vars(record).items() if key not in _RECORD_FIELDS)
         about = "".join(f", {key} {value}" for key, value in fields if value is not None)
-        line = redacted_text(f"{record.levelname.lower()}: {record.getMessage()}{about}")
-        self._print_line(printable(line))
+        self._print_line(printable(redacted_text(f"{record.levelname.lower()}: {record.getMessage()}{about}")))
 
 
 _RECORD_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}

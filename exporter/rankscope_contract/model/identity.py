@@ -49,10 +49,6 @@ class Identity:
     host: str = ""
     incarnation: str = ""
 
-    def __post_init__(self) -> None:
-        """Mask secrets in the name of the run."""
-        object.__setattr__(self, "run", redacted_name(self.run, LONGEST_NAME))
-
 
 def run_from_environment(environment: Mapping[str, str]) -> str | None:
     """Return the run name from the environment, or None. A name that the service would reject is not used.

@@ -34,71 +34,59 @@ MAX_DOCUMENT: Final = 131_072
 log = logging.getLogger(__name__)
 
 _DEEPEST: Final = 100
-_WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-_SECRET_WORDS: Final = frozenset(
-    {"secret", "secrets", "password", "passwords", "passwd", "passphrase", "passwort", "pwd", "credential"}
-    | {"credentials", "auth", "authorization", "bearer", "cookie", "apikey", "apitoken", "accesskey"}
-    | {"secretkey", "privatekey", "authtoken"}
-)
-_SECRET_BEFORE_KEY: Final = frozenset(
-    {"access", "account", "api", "auth", "client", "deploy", "encryption", "github", "hf", "license", "master"}
-    | {
-        "private",
-        "refresh",
-        "secret",
-        "service",
-        "session",
-        "shared",
-        "signing",
-        "ssh",
-        "storage",
-        "subscription",
-        "wandb",
-        "write",
-    }
-)
-_SECRET_BEFORE_TOKENS: Final = frozenset(["access", "api", "auth", "bearer", "refresh", "secret"])
+_words: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+").findall
+_SECRET_WORDS: Final = frozenset(_words(
+    "secret secrets password passwords passwd passphrase passwort pwd credential credentials auth authorization bearer "
+    "cookie apikey apitoken accesskey secretkey privatekey authtoken"
+))  # fmt: skip
+_SECRET_BEFORE_KEY: Final = frozenset(_words(
+    "access account api auth client deploy encryption license master private secret service session shared signing ssh "
+    "storage subscription wandb write"
+))  # fmt: skip
+_SECRET_BEFORE_TOKENS: Final = frozenset(_words("access api auth bearer refresh secret"))
 _VOCABULARY: Final = frozenset(
-    {"audio", "bos", "cls", "end", "eos", "image", "mask", "max", "next", "pad", "per", "sep", "special"}
-    | {"start", "unk", "video", "vision"}
+    _words("audio bos cls end eos image mask max next pad per sep special start unk video vision")
 )
-_SHOWN_LAST_WORDS: Final = frozenset(["dir", "file", "folder", "mode", "name", "path", "type"])
+_SHOWN_LAST_WORDS: Final = frozenset(_words("dir file folder mode name path type"))
 """Last words of names such as `token_file`: the named value is the location or type of a secret, not the secret."""
 
 _LOOKS: Final = re.compile(
-    r"(?<=://)[^/?#\s]+(?=@)"  # credentials in a URL
+    r"(?<=://)[^/?#\s]+(?=@)|(?<=[a-z]:/)[^/?#\s:]*:[^/?#\s]+(?=@)"  # credentials in a URL, and in one as a path
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
     r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"
     r"|\b(?:github_pat_|glpat-|sk-|nvapi-|pypi-|xox[abeoprs]-|AIza)[\w-]{16,}"
     r"|\b(?:gh[pousr]|hf|npg)_[A-Za-z0-9]{16,}"  # without `_`: hf_attention_projection is the name of a module
     r"|\beyJ[\w-]{6,2000}\.[\w-]{6,2000}\.[\w-]*"  # a JSON web token
     r"|(?<=hooks\.slack\.com/)\S+|(?<=/api/webhooks/)\S+"
-    r"|(?<=[?&]sig=)[^&\s]+|(?<=-Signature=)[^&\s]+"  # signed URLs of cloud storage
 )
-_SCHEME: Final = re.compile(r"\b(bearer\s++|basic\s++(?=\S*(?-i:[A-Z\d=])))[\w.~+/=:-]{6,}", re.IGNORECASE)
+_SCHEME: Final = re.compile(r"(?i)\b(authorization: \w+\s++|bearer\s++|basic\s++(?=\S*(?-i:[A-Z\d=])))[\w.~+/=:-]{6,}")
+_CERTAIN: Final = re.compile(
+    r"(?i)((?:[?&][\w.-]*(?:token|key|sig|signature)|(?:hf|access|auth|github)[_-]?token|password|passwd|secret"
+    r"|api[_-]?key)=)[^\s&,;\"']+"
+)
+"""Values that are secret also in names: of the query of a URL, and after words without another meaning."""
 # Possessive quantifiers: no backtracking. Otherwise 1 MB of text from a rank could block the service.
 _NAMED: Final = re.compile(r"""(?<![\w.-])([\w.-]++)(["']?+\s*+[=:]\s*+)""")
-_VALUE: Final = re.compile(r""""[^"]*"|'[^']*'|[^\s,;&"'{}\[\]]+""")
-_cut: Final[list[str]] = []  # the first text that was cut: it is logged once
-_HEADERS: Final = frozenset(["authorization", "proxy-authorization", "cookie"])
+# A word and a space after `: ` are prose, such as "the rank requires a token: set it there".
+_VALUE: Final = re.compile(r"""(?!(?<=: )[A-Za-z]++ )(?:"[^"]*"|'[^']*'|[^\s,;&"'{}\[\]]+)""")
+_cut: Final[list[str]] = []  # has an element after the first cut, which is logged
 _OPTION: Final = re.compile(r"-{1,2}([A-Za-z][\w.-]*)$")
 
 
 @functools.lru_cache(maxsize=4096)
-def is_secret_name(name: str, *, is_certain: bool = False) -> bool:
+def is_secret_name(name: str) -> bool:
     """Return whether a value with this name is a secret, according to the words of the name.
 
-    For example, `hf_token` is the name of a secret and `pad_token` is not. With `is_certain`, a name with another
-    common meaning, such as `token` or `key`, is not.
+    For example, `hf_token` is the name of a secret and `pad_token` is not.
     """
-    words = [word.lower() for word in _WORD.findall(name)]
+    words = [word.lower() for word in _words(name)]
     if not words or words[-1] in _SHOWN_LAST_WORDS:
         return False
     before = set(words[:-1])
-    if words[-1] == "token" and not is_certain:
+    if words[-1] == "token":
         return not before & _VOCABULARY
-    if words[-1] in ("key", "keys", "token"):
-        return (words == ["key"] and not is_certain) or bool(before & _SECRET_BEFORE_KEY)
+    if words[-1] in ("key", "keys"):
+        return words == ["key"] or bool(before & _SECRET_BEFORE_KEY)
     if words[-1] == "tokens":
         return bool(before & _SECRET_BEFORE_TOKENS)
     return not _SECRET_WORDS.isdisjoint(words)
@@ -137,36 +125,28 @@ def short_name(name: str, limit: int = MAX_NAME) -> str:
 
 @functools.lru_cache(maxsize=8192)
 def _short_redacted(name: str) -> str:
-    return _masked(name, is_name=True).encode("utf-8", "replace").decode()
+    return _without_forms(name).encode("utf-8", "replace").decode()
 
 
-def _masked(text: str, *, is_name: bool = False) -> str:
-    text = _SCHEME.sub(lambda found: f"{found[1]}{MASK}", _LOOKS.sub(MASK, text))
+def _without_forms(text: str) -> str:
+    return _CERTAIN.sub(rf"\1{MASK}", _SCHEME.sub(rf"\1{MASK}", _LOOKS.sub(MASK, text)))
+
+
+def _masked(text: str) -> str:
+    text = _without_forms(text)
     parts, end = [], 0
     for found in _NAMED.finditer(text):
-        is_certain = is_name and text[found.start() - 1 : found.start()] not in ("?", "&")  # of the query of a URL
-        if found.start() >= end and is_secret_name(found[1], is_certain=is_certain):
-            value = _VALUE.match(text, found.end())
-            if value is not None and not _is_prose(found, value):
-                parts += [text[end : found.end()], MASK]
-                end = value.end()
+        value = _VALUE.match(text, found.end()) if found.start() >= end and is_secret_name(found[1]) else None
+        if value is not None:
+            parts += [text[end : found.end()], MASK]
+            end = value.end()
     return "".join([*parts, text[end:]])
-
-
-def _is_prose(named: re.Match[str], value: re.Match[str]) -> bool:
-    """Return whether a word and a space follow `named`, as in "the rank requires a token: set it there"."""
-    is_word = named[2].endswith(" ") and value[0].isalpha() and value.string[value.end() : value.end() + 1] == " "
-    return is_word and named[1].lower() not in _HEADERS
 
 
 def _note_cut(text: str) -> None:
     if not _cut:
-        _cut.append(text[:40])
-        log.warning(
-            "a text of %s characters, which begins with %r, is cut: names have at most %s characters, labels %s, and "
-            "other texts %s; logged once",
-            *(f"{len(text):,}", _masked(text[:400])[:40], *(f"{limit:,}" for limit in (MAX_NAME, MAX_LABEL, MAX_TEXT))),
-        )
+        _cut.append(MASK)
+        log.warning("a text of %s characters is cut; logged once: %s…", f"{len(text):,}", _masked(text[:400])[:60])
 
 
 def redacted_arguments(arguments: Sequence[str]) -> list[str]:
@@ -198,17 +178,6 @@ def redacted(value: Any, *, depth: int = 0) -> Any:
     if isinstance(value, list | tuple):
         return [redacted(item, depth=depth + 1) for item in value]
     return value
-
-
-def redacted_labels(text: str) -> str:
-    """Return `text`, a JSON object with the labels of a series, with secrets masked and long texts cut."""
-    if len(text) <= MAX_NAME and _short_redacted(text) == text:
-        return text
-    try:
-        labels = {redacted_name(name): redacted_name(value, MAX_LABEL) for name, value in json.loads(text).items()}
-    except (ValueError, TypeError, AttributeError, RecursionError):  # not the labels of any release
-        return redacted_name(text, MAX_LABEL)
-    return json.dumps(labels, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 def redacted_json(text: str | None) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any, Final, Self, TypeVar
 
 from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.model.identity import LONGEST_NAME
-from rankscope_contract.model.redaction import MAX_NAME, redacted_name
+from rankscope_contract.model.redaction import redacted_name
 
 T = TypeVar("T")
 
@@ -91,12 +91,11 @@ class Registration:
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Mask secrets in valid names, and cut long names. The service rejects invalid names and a longer run name."""
-        for name, limit in (("run", LONGEST_NAME), ("host", MAX_NAME), ("phase", MAX_NAME)):
-            text = getattr(self, name)
-            is_valid = isinstance(text, str) and text.encode("utf-8", "replace").decode() == text
-            if is_valid and (name != "run" or len(text) <= limit):
-                object.__setattr__(self, name, redacted_name(text, limit))
+        """Mask secrets in names. The service rejects names that are too long or no valid Unicode."""
+        for name in ("run", "host", "phase"):
+            text = getattr(self, name) or ""
+            if isinstance(text, str) and len(text) <= LONGEST_NAME and text.encode("utf-8", "replace").decode() == text:
+                object.__setattr__(self, name, redacted_name(text, LONGEST_NAME) or getattr(self, name))
 
     def to_json(self) -> str:
         """Return the registration as the JSON body of a POST request."""
@@ -106,7 +105,7 @@ class Registration:
     def from_json(cls, text: str | bytes) -> Self:
         """Return the registration in the JSON `text`. Keys of a newer release are ignored.
 
-        Raises ValueError if the text is invalid.
+        Raises ValueError if the text is invalid, and RecursionError if it is nested too deeply.
         """
         return _from_json(cls, text)
 
@@ -131,15 +130,12 @@ class RegistrationReply:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Return the reply to a registration in the JSON `text`. Raises ValueError if the text is invalid."""
+        """Return the reply to a registration in the JSON `text`. Raises ValueError, or RecursionError if it is deep."""
         return _from_json(cls, text)
 
 
 def _from_json(cls: type[T], text: str | bytes) -> T:
-    try:
-        document = json.loads(text)  # a JSONDecodeError is a ValueError
-    except RecursionError as error:
-        raise ValueError(f"{cls.__name__}: its values are nested too deeply") from error
+    document = json.loads(text)  # a JSONDecodeError is a ValueError
     if not isinstance(document, dict):
         found = type(document).__name__
         raise ValueError(f"{cls.__name__} must be a JSON object, not {found}")  # noqa: TRY004 - one error type for all faults

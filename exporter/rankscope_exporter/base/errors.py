@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import ModuleType, TracebackType
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -107,9 +107,6 @@ class CountError(RankscopeError, ValueError):
     """Error: the FLOPs of a model cannot be counted. The text names the reason and the fix."""
 
 
-MOST_CHARACTERS: Final = 1_000
-"""Maximum number of characters of an error's text in a message. Some errors quote their whole input."""
-
 log = logging.getLogger("rankscope")
 
 
@@ -167,7 +164,7 @@ def fault_text(where: str, error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return the type and the text of an exception, cut to MOST_CHARACTERS characters and with secrets masked."""
+    """Return the type and the text of an exception with secrets masked. A text that quotes a whole input is cut."""
     has_path = isinstance(error, OSError) and error.filename is not None  # repr omits the path
     text = f"{type(error).__name__}: {error}" if has_path else repr(error)
-    return redacted_text(str(error) if isinstance(error, SpoolError | RankscopeError) else text, MOST_CHARACTERS)
+    return redacted_text(str(error) if isinstance(error, SpoolError | RankscopeError) else text)

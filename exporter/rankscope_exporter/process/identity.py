@@ -28,6 +28,7 @@ from rankscope_contract.model.identity import (
     restart_count,
     run_from_environment,
 )
+from rankscope_contract.model.redaction import MAX_LABEL, redacted_name
 
 log = logging.getLogger("rankscope")
 
@@ -54,7 +55,7 @@ def resolve_identity(environment: Mapping[str, str], run: str | None) -> Identit
         rank, world_size = dist.get_rank(), dist.get_world_size()
     launch = _launch(environment, run, rank, world_size)
     return Identity(
-        run=launch["run"],
+        run=redacted_name(launch["run"], MAX_LABEL),
         launch_id=launch["launch_id"],
         rank=rank,
         local_rank=local_rank,

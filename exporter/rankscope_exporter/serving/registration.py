@@ -67,7 +67,7 @@ class ServiceClient:
         body = self._post(REGISTER_PATH, registration.to_json(), REGISTER_SECONDS)
         try:
             return _checked(RegistrationReply.from_json(body))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UnreachableError(f"{self._url} sent an invalid registration reply: {error}") from error
 
     def poke(self, incarnation: str) -> None:

@@ -92,10 +92,10 @@ class BackgroundFaults:
 
     def report(self, task: str, error: Exception) -> None:
         """Record a fault of `task`, and log it unless the same fault was logged before."""
-        text = redacted_text(repr(error))
+        text = redacted_text(repr(error), _MAX_TEXT)
         self.counts[task] += 1
         self._on_fault(task)
-        self._latest[task] = (self._clock(), redacted_text(text, _MAX_TEXT))
+        self._latest[task] = (self._clock(), text)
         if (task, text) not in self._logged:
             log.error("unexpected error in %s, retrying", task, exc_info=error)
             if len(self._logged) >= _MAX_LOGGED:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 
+from rankscope_contract.model import redaction
 from rankscope_contract.model.fields import arrow_schema
-from rankscope_contract.model.redaction import (
-    MAX_DOCUMENT,
-    MAX_NAME,
-    redacted_json,
-    redacted_labels,
-    redacted_name,
-    redacted_text,
-    short_name,
-)
-from rankscope_contract.model.schema import DATASETS
+from rankscope_contract.model.schema import DATASETS, canonical_labels
 
 FROM_RANK: Final = "rank"
 FROM_INGEST: Final = "ingest"
@@ -69,16 +62,20 @@ def rows_table(dataset: str, rows: Iterable[Mapping[str, Any]]) -> pa.Table:
     return pa.Table.from_pylist(listed, schema=schema)
 
 
+def _labels(text: str) -> str | None:
+    try:
+        return canonical_labels(json.loads(text))
+    except (ValueError, TypeError, AttributeError, RecursionError):  # not the labels of any release
+        return redaction.redacted_name(text, redaction.MAX_LABEL)
+
+
 _CLEAN: Final[Mapping[str, Callable[[str], str | None]]] = {
-    "name": redacted_name,
-    "op": redacted_name,  # of an anomaly of a scalar: its name
-    "labels": redacted_labels,
-    "message": redacted_text,
-    "details": redacted_json,
+    **dict.fromkeys(("kind", "tensor", "module", "rule", "unit", "type", "severity"), redaction.short_name),
+    **dict.fromkeys(("name", "op"), redaction.redacted_name),  # the op of an anomaly may be the name of a scalar
+    "labels": _labels,
+    "message": redaction.redacted_text,
+    "details": redaction.redacted_json,
 }
-"""Functions that clean the texts of columns. Names in other columns are cut only: they are names in code."""
-_LISTS: Final = frozenset({"run", "replicas", "group_ranks", "shard_group", "inputs", "outputs", "stack", "call_site"})
-"""Text columns with more than a name."""
 
 
 def cleaned(column: pa.Array, name: str) -> pa.Array:
@@ -86,9 +83,7 @@ def cleaned(column: pa.Array, name: str) -> pa.Array:
 
     The text is dictionary-encoded in the result if it is in `column`. Most columns need no change and are returned.
     """
-    if column.null_count == len(column):
-        return column
-    clean = _CLEAN.get(name) or functools.partial(short_name, limit=MAX_DOCUMENT if name in _LISTS else MAX_NAME)
+    clean = _CLEAN.get(name) or functools.partial(redaction.short_name, limit=redaction.MAX_DOCUMENT)
     is_coded = pa.types.is_dictionary(column.type)
     coded = column if is_coded else column.dictionary_encode()
     texts = coded.dictionary.to_pylist()

@@ -22,10 +22,6 @@ from rankscope_ingest.base.tables import coded_schema, rows_table
 NAME_COLUMNS: Final = ("kind", "tensor", "index", "placement", "shard_group", "call_seq", "vpp_stage", "micro_step")
 """Columns of `tensor_stats` whose values come from the plan and not from the record."""
 
-_DIMENSION_COLUMNS: Final = frozenset(
-    {"kind", "tensor", "index", "vpp_stage", "shape", "dtype", "numel", "module", "aliases"}
-)
-
 KEPT_PLANS: Final = 256
 
 MAX_CONCURRENT_REQUESTS: Final = 4
@@ -65,11 +61,11 @@ class PlanColumns:
         `common` is called for each row and returns the values of the columns that are not from the plan, such as the
         run.
         """
-        rows = rows_table("tensors", (common() for _ in self.entries))
-        for place, name in enumerate(rows.column_names):
-            if name in _DIMENSION_COLUMNS:
-                rows = rows.set_column(place, rows.schema.field(name), self._dimensions.column(name))
-        return rows
+        rows, table = [common() for _ in self.entries], self._dimensions
+        for name in rows[0] if rows else ():
+            place, field = table.column_names.index(name), table.schema.field(name)
+            table = table.set_column(place, field, pa.array([row[name] for row in rows], field.type))
+        return table
 
 
 def _column(values: list[Any], arrow_type: pa.DataType) -> pa.Array:

@@ -261,12 +261,9 @@ def _nested(of: Mapping[str, pa.ChunkedArray], dataset: str) -> Nested | None:
     structs = lists.flatten()
     if len(structs) == 0:
         return None
-    try:
-        members = dict(zip((field.name for field in structs.type), structs.flatten(), strict=True))
-    except UnicodeDecodeError as error:
-        raise DecodeError(f"column {dataset} has a field whose name is not UTF-8") from error
+    members = [*structs.flatten(), None]  # the index of an absent field is -1
     columns = {
-        field.name: _member(members.get(field.name), len(structs), dataset, field, wanted)
+        field.name: _member(members[structs.type.get_field_index(field.name)], len(structs), dataset, field, wanted)
         for field, wanted in _MEMBERS[dataset]
     }
     return Nested(columns=columns, records=pc.list_parent_indices(lists).to_numpy())
@@ -281,4 +278,4 @@ def _member(member: Any, rows: int, dataset: str, field: Field, wanted: pa.Field
         raise DecodeError(f"field {dataset}.{field.name} has type {member.type} instead of {wanted.type}")
     if not field.nullable and member.null_count:
         raise DecodeError(f"field {dataset}.{field.name} has a null, which is not allowed")
-    return cleaned(member, field.name) if wanted.type == pa.string() else member
+    return cleaned(member, field.name) if wanted.type == pa.string() and member.null_count < rows else member

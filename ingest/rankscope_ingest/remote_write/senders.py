@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_contract.model.redaction import MAX_TEXT, redacted_text
+from rankscope_contract.model.redaction import MAX_NAME, redacted_text
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +32,6 @@ A sender that changes its format, or is corrected, has one such change.
 SHOWN_SECONDS: Final = 3600.0  # after its last request, a sender without accepted requests is no longer listed
 _MAX_SENDERS: Final = 256
 _LINE_SECONDS: Final = 1.0  # between two lines: programs may send any number of values of User-Agent
-_MAX_REASON: Final = 300
-_MAX_AGENT: Final = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +108,7 @@ class Senders:
         sender.is_accepted = False
         limit = MIXED_SECONDS if sender.is_mixed else FORGIVEN_SECONDS
         sender.is_refused = sender.accepted_at is None or now - sender.accepted_at >= limit
-        sender.refused_at, sender.reason = now, printable(reason, _MAX_REASON)
+        sender.refused_at, sender.reason = now, printable(reason)
         if sender.is_listed(now) and not sender.is_logged and now - self._logged_at >= _LINE_SECONDS:
             sender.is_logged, self._logged_at = True, now
             shown = _shown((address, user_agent), sender, now)
@@ -137,7 +135,7 @@ class Senders:
 
 
 def _key(address: str, user_agent: str) -> tuple[str, str]:
-    return address, redacted_text(user_agent, _MAX_AGENT)
+    return address, redacted_text(user_agent, MAX_NAME)
 
 
 def _shown(key: tuple[str, str], sender: _Sender, now: float) -> RefusedSender:
@@ -151,10 +149,10 @@ def _shown(key: tuple[str, str], sender: _Sender, now: float) -> RefusedSender:
 
 
 def _name(address: str, user_agent: str) -> str:
-    return f"{address} ({printable(user_agent, _MAX_AGENT)})" if user_agent else address
+    return f"{address} ({printable(user_agent)})" if user_agent else address
 
 
-def printable(text: str, limit: int = MAX_TEXT) -> str:
-    """Return `text`, which is from a header, without secrets and characters that are not printable."""
-    text = redacted_text(text, limit)
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+def printable(text: str) -> str:
+    """Return `text`, which is from a header, cut, and without secrets and characters that are not printable."""
+    shown = redacted_text(text, MAX_NAME)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in shown)

@@ -25,6 +25,7 @@ from rankscope_contract.model.events import (
     SLOW_RANK,
     subject_name,
 )
+from rankscope_contract.model.redaction import redacted_text
 from rankscope_contract.rules.curve import deviation_text
 from rankscope_contract.security.escaping import path_segment
 from rankscope_ingest.runs.incident import Incident, Symptom
@@ -270,7 +271,7 @@ def wrong_values(incident: Incident) -> str:
     first = incident.first
     if first.rule == RUN_FAILED or (first.rule in RULES_OF_RUNS and incident.log):
         reason = (incident.cause if incident.log else first.message) or ""
-        return _shortened(reason.partition("\n")[0].removeprefix(f"{first.ranks_named}: "))
+        return redacted_text(reason.partition("\n")[0].removeprefix(f"{first.ranks_named}: "), _LONGEST_REASON)
     if first.rule in RULES_OF_RUNS or first.value is None or first.op is None:
         return ""
     if first.rule == SLOW_RANK:
@@ -278,10 +279,6 @@ def wrong_values(incident: Incident) -> str:
     if first.op in _NON_FINITE_COUNTS:
         return f"{first.value:,.0f} elements are {_NON_FINITE_COUNTS[first.op]}"
     return deviation_text(first.op, first.value, first.baseline, first.rule)
-
-
-def _shortened(line: str) -> str:
-    return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]}…"
 
 
 def body(incident: Incident, *, is_repeated: bool = False, place: Place = NO_PLACE) -> str:

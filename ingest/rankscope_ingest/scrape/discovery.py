@@ -48,11 +48,10 @@ def configured(sections: Iterable[ExporterSection]) -> Iterator[ScrapeTarget]:
     An exporter without a name has the name host:port. Of several users at one address, the second one has the name
     host:port#2. The name does not contain the user: it is stored, and it must not change together with a password.
     """
-    users: dict[str, list[str]] = defaultdict(list)
+    users: dict[str, dict[str, int]] = defaultdict(dict)
     for section in sections:
         user, _, address = urlsplit(section.url).netloc.rpartition("@")
-        users[address] += [] if user in users[address] else [user]
-        number = users[address].index(user) + 1
+        number = users[address].setdefault(user, len(users[address]) + 1)
         labels = dict(section.labels)
         name = labels.pop(INSTANCE, "") or section.name or (f"{address}#{number}" if number > 1 else address)
         yield _exporter(section, name, section.url, labels)
@@ -98,8 +97,8 @@ def _of_address(address: Any, labels: Mapping[str, str], section: ExporterListSe
     except ValueError:
         is_address = False
     if not is_address or parts.username is not None:
-        shown = str(address).rpartition("@")[2]  # without a password
-        raise ConfigError(f"a target of the list is not host:port: {shown[:100]!r}")
+        # Without a password.
+        raise ConfigError(f"a target of the list is not host:port: {str(address).rpartition('@')[2][:100]!r}")
     own = {**section.labels, **{name: text for name, text in labels.items() if not name.startswith("__")}}
     return _exporter(section, own.pop(INSTANCE, "") or address, url, own)
 

@@ -251,7 +251,7 @@ def parse_registration(body: bytes) -> Registration:
     """
     try:
         registration = Registration.from_json(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RegistrationError(400, f"not a registration: {error}") from error
     check_registration(registration)
     parse_target_url(registration.url)

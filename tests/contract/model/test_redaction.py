@@ -104,7 +104,7 @@ def test_similar_names_are_not_secret(name):
         (["--use-auth", "--lr", "3"], ["--use-auth", "--lr", "3"]),
         (["--data", f"s3://me:{SECRET}@host/x"], ["--data", "s3://***@host/x"]),
         (["--hook", f"https://host/x?a=1&token={SECRET}&b=2"], ["--hook", "https://host/x?a=1&token=***&b=2"]),
-        (["-H", f"Authorization: Bearer {SECRET}"], ["-H", "Authorization: *** ***"]),
+        (["-H", f"Authorization: Bearer {SECRET}"], ["-H", "Authorization: Bearer ***"]),
         (["--json", f'{{"password": "{SECRET}", "lr": 3}}'], ["--json", '{"password": ***, "lr": 3}']),
         (["--tokenizer", "gpt2", "--max-tokens", "4096"], ["--tokenizer", "gpt2", "--max-tokens", "4096"]),
         (["--token-file", "/run/token"], ["--token-file", "/run/token"]),

@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from rankscope_exporter.base.errors import MOST_CHARACTERS, ErrorBoundary, fault_text
+from rankscope_contract.model.redaction import MAX_TEXT
+from rankscope_exporter.base.errors import ErrorBoundary, fault_text
 
 
 def fail(error: Exception) -> None:
@@ -32,7 +33,7 @@ def test_fault_text_names_the_file_and_has_a_limited_length() -> None:
         fault_text("the sink", NotADirectoryError(20, "Not a directory", "/dev/full/x"))
     )
     assert "the sink failed, training continues: OSError('full')" == fault_text("the sink", OSError("full"))
-    assert MOST_CHARACTERS + 100 > len(fault_text("publishing", ValueError("x" * 1_000_000)))
+    assert MAX_TEXT + 100 > len(fault_text("publishing", ValueError("x" * 1_000_000)))
 
 
 def test_result_of_the_call_is_returned() -> None:

@@ -167,7 +167,7 @@ async def test_proxy_of_the_environment_with_an_invalid_port_is_the_reason(monke
 
 
 async def test_invalid_port_of_an_address_is_the_reason():
-    assert "Failed to parse: …" == await failure("json://127.0.0.1:99999/tok3n")
+    assert "Failed to parse: http://127.0.0.1:99999/…" == await failure("json://127.0.0.1:99999/tok3n")
 
 
 async def test_redirect_to_loopback_leaves_the_proxy_and_uses_no_netrc(serve):

@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple
 from rankscope_contract.model.events import EventType, RunState, Severity
 from rankscope_contract.model.redaction import MAX_NAME, redacted_text
 
-_MESSAGE_CHARACTERS: Final = 500
 _MAX_SEEN: Final = 10_000
 _EXAMINED_CHARACTERS: Final = 4096  # a pattern such as `a.*b` needs the square of this number of steps
 
@@ -80,19 +79,17 @@ def failure_event(text: str, *, is_certain: bool = True) -> tuple[dict[str, Any]
     4,096 characters are examined.
     """
     text = text[:_EXAMINED_CHARACTERS]
+    reason = redacted_text(text, MAX_NAME)
     patterns = _CERTAIN if is_certain else (*_CERTAIN[:-1], *_POSSIBLE, _CERTAIN[-1])
     name = next((name for name, pattern in patterns if pattern.search(text)), None)
     if _CHAIN.search(text):
-        return {}, (RunState.FAILED, f"exception: {redacted_text(text, MAX_NAME)}")
+        return {}, (RunState.FAILED, f"exception: {reason}")
     if name is None:
         return None
     is_stop = name in _STOPPING
     severity = Severity.WARNING if is_stop else Severity.CRITICAL
-    event = {"type": EventType.ERROR, "severity": severity, "message": text[:_MESSAGE_CHARACTERS], "op": name}
-    return event, (
-        RunState.STOPPED if is_stop else RunState.FAILED,
-        f"{name.replace('_', ' ')}: {redacted_text(text, MAX_NAME)}",
-    )
+    event = {"type": EventType.ERROR, "severity": severity, "message": text, "op": name}
+    return event, (RunState.STOPPED if is_stop else RunState.FAILED, f"{name.replace('_', ' ')}: {reason}")
 
 
 def failure_key(event: Mapping[str, Any], rank: int | None) -> tuple[str, int | None]:

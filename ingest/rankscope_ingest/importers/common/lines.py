@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Final
 
+from rankscope_contract.model.redaction import redacted_text
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.dates import FORM
 from rankscope_ingest.importers.common.importer import SETTLED_SECONDS, Faults
@@ -305,6 +306,6 @@ def prefix_fields(prefix: str) -> dict[str, Any]:
 
 
 def shown(line: bytes) -> str:
-    """Return the first 60 characters of a line for a message. Unprintable characters are replaced."""
-    text = line[: 2 * SHOWN_CHARACTERS].decode(errors="replace").strip()
+    """Return the first 60 characters of a line for a message, without secrets and unprintable characters."""
+    text = redacted_text(line[: 16 * SHOWN_CHARACTERS].decode(errors="replace").strip())
     return "".join(character if character.isprintable() else "�" for character in text[:SHOWN_CHARACTERS])

@@ -13,8 +13,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from rankscope_contract.model.redaction import redacted
-
 MAX_JSON: Final = 65_536
 
 _MAX_DEPTH: Final = 16
@@ -22,12 +20,11 @@ _NOT_JSON: Final = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 def json_text(value: Any, limit: int = MAX_JSON) -> str:
-    """Return `value` as standard JSON text with masked secrets; NaN and Inf become strings.
+    """Return `value` as standard JSON text; NaN and Inf become strings. Secrets are masked before it is stored.
 
-    A text of more than `limit` characters is replaced by an object that contains its length. Secrets can occur because
-    a log repeats the settings with which training was started.
+    A text of more than `limit` characters is replaced by an object that contains its length.
     """
-    text = json.dumps(redacted(_plain_json(value, 0)), ensure_ascii=False, separators=(",", ":"), default=str)
+    text = json.dumps(_plain_json(value, 0), ensure_ascii=False, separators=(",", ":"), default=str)
     if len(text) > limit:
         return json.dumps({"left_out": f"{len(text):,} characters"})
     return text.encode("utf-8", "replace").decode()

@@ -35,7 +35,6 @@ both Python and RE2.
 
 _MEBIBYTE: Final = float(1 << 20)
 _MILLISECOND: Final = 1e-3
-_MESSAGE_CHARACTERS: Final = 500
 _ARGUMENTS: Final = 2_000
 _LARGEST: Final = 1 << 31
 
@@ -259,7 +258,7 @@ class Companions:
 
 
 def _event(type: str, text: str, *, severity: str = Severity.INFO, **columns: Any) -> dict[str, Any]:  # noqa: A002 - column
-    return {"type": type, "severity": severity, "message": text[:_MESSAGE_CHARACTERS], **columns}
+    return {"type": type, "severity": severity, "message": text, **columns}
 
 
 def _parts(text: str) -> Iterator[tuple[str, float]]:

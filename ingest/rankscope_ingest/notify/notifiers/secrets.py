@@ -9,7 +9,7 @@ import base64
 import re
 from collections.abc import Iterable, Iterator
 from typing import Final
-from urllib.parse import parse_qsl, quote, quote_plus, unquote, unquote_plus, urlsplit
+from urllib.parse import parse_qsl, quote, quote_plus, unquote, unquote_plus
 
 from rankscope_contract.model.redaction import redacted_text
 
@@ -19,7 +19,7 @@ MAX_CHARACTERS: Final = 200
 _SHORT: Final = 6
 """Secrets with fewer characters are masked only as whole words: `a` in other words is no secret."""
 _PUBLIC: Final = frozenset(["yes", "no", "true", "false", "on", "off"])
-_URL: Final = re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s\"'<>]+", re.IGNORECASE)
+_URL: Final = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)(?:[^\s\"'<>/?#]*@)?([^\s\"'<>/?#]*)[^\s\"'<>]*")
 _DELIMITERS: Final = re.compile(r"[/&=#@:,;\s]+")
 
 
@@ -35,7 +35,7 @@ class Secrets:
 
     def removed_from(self, text: str) -> str:
         """Return `text` as one line of at most MAX_CHARACTERS without secrets, paths of URLs and control characters."""
-        text = redacted_text(_URL.sub(_shortened, text))
+        text = redacted_text(_URL.sub(rf"\1\2/{MASK}", text))
         if self._pattern is not None:
             text = self._pattern.sub(MASK, text)
         line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
@@ -67,14 +67,3 @@ def _forms(secret: str) -> set[str]:
 
 def _pattern(secret: str) -> str:
     return re.escape(secret) if len(secret) >= _SHORT else rf"(?<!\w){re.escape(secret)}(?!\w)"
-
-
-def _shortened(found: re.Match[str]) -> str:
-    """Return scheme, host and port of a URL in a text."""
-    try:
-        parts = urlsplit(found[0])
-        host = parts.hostname or ""
-        port = f":{parts.port}" if parts.port else ""
-    except ValueError:
-        return MASK
-    return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}{port}/{MASK}"
