@@ -27,10 +27,9 @@ export function setText(element, text) {
  * @param {import("./tail.js").Row[]} rows
  */
 export function showNewest(rows) {
-  const last = rows.at(-1);
-  if (!last) return;
   latest = rows;
-  showLatest();
+  const last = showLatest();
+  if (!last) return;
   const word = document.querySelector(".live span");
   const behind = Math.max(0, Date.now() / 1000 - last[2]);
   setText(word, `Live, ${behind < 10 ? behind.toFixed(1) : Math.round(behind)} s behind`);
@@ -39,22 +38,28 @@ export function showNewest(rows) {
 
 /**
  * Return the median of a speed over the newest steps, as the server does; of a throughput, the sum over ranks.
+ * @param {import("./tail.js").Row[]} rows
  * @param {string} name
  * @param {boolean} isSummed
  */
-function usual(name, isSummed) {
-  const rows = latest.slice(-SPEED_STEPS).map((row) => valuesOf(row, name));
-  const found = rows.flatMap((one) => (one ? [(isSummed ? one[3] : one[0]) ?? one[0] ?? NaN] : [])).sort((a, b) => a - b);
+function usual(rows, name, isSummed) {
+  const found = rows.slice(-SPEED_STEPS).map((row) => valuesOf(row, name)).flatMap((one) => (one ? [(isSummed ? one[3] : one[0]) ?? one[0] ?? NaN] : [])).sort((a, b) => a - b);
   return ((found[(found.length - 1) >> 1] ?? NaN) + (found[found.length >> 1] ?? NaN)) / 2;
 }
 
-/** Show the newest values in the header of the page, unless the header of the server is of a later step. */
+/**
+ * Show the newest values in the header of the page, unless the header of the server is of a later step. Return the row
+ * that was logged last: a younger attempt than that of the header may have ended before it.
+ */
 export function showLatest() {
   const head = document.getElementById("head");
   const [attempt, at] = [Number(head?.dataset.attempt), Number(head?.dataset.step || -1)];
-  const rows = latest.filter((row) => row[0] > attempt || (row[0] === attempt && row[1] > at));
+  const newer = latest.filter((row) => row[0] >= attempt);
+  const newest = newer.reduce((one, row) => (row[2] >= one[2] ? row : one), newer[0]);
+  const own = newer.filter((row) => row[0] === newest[0]);
+  const rows = own.filter((row) => row[0] > attempt || row[1] > at);
   const last = rows.at(-1);
-  if (!last) return;
+  if (!last) return newest;
   for (const place of /** @type {NodeListOf<HTMLElement>} */ (head?.querySelectorAll("[data-value]") ?? [])) {
     const name = place.dataset.value ?? "";
     if (name === "step") setText(place, grouped(last[1]));
@@ -62,7 +67,7 @@ export function showLatest() {
     const values = row && valuesOf(row, name);
     if (!values) continue;
     const isSummed = SUMMED.includes(name);
-    const value = SPEEDS.includes(name) ? usual(name, isSummed) : (values[0] ?? NaN);
+    const value = SPEEDS.includes(name) ? usual(own, name, isSummed) : (values[0] ?? NaN);
     setText(place, isSummed ? short(value) : shown(value));
   }
   const planned = Number(head?.dataset.planned);
@@ -70,6 +75,7 @@ export function showLatest() {
   if (planned && bar && bar.getAttribute("width") !== width) bar.setAttribute("width", width);
   const most = last[1] < planned ? 999 : 1000;
   setText(head?.querySelector("[data-share]") ?? null, `${Math.min(most, Math.round((1000 * last[1]) / planned)) / 10} %`);
+  return newest;
 }
 
 function addLatest() {
