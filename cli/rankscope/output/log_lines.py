@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from rankscope.output.rows import printable
-from rankscope_contract.model.redaction import redacted_text
+from rankscope_contract.model.redaction import MAX_LABEL, redacted_text
 
 
 class LineHandler(logging.Handler):
@@ -22,7 +22,8 @@ class LineHandler(logging.Handler):
         """Print one line with the level, the message and the context of `record`."""
         fields = ((key, value) for key, value in vars(record).items() if key not in _RECORD_FIELDS)
         about = "".join(f", {key} {value}" for key, value in fields if value is not None)
-        self._print_line(printable(redacted_text(f"{record.levelname.lower()}: {record.getMessage()}{about}")))
+        line = redacted_text(f"{record.levelname.lower()}: {record.getMessage()}{about}", MAX_LABEL)
+        self._print_line(printable(line))
 
 
 _RECORD_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}

@@ -96,12 +96,14 @@ def redacted_text(text: str, limit: int = MAX_TEXT) -> str:
     """Return `text` with secrets masked, cut to `limit` characters, and without lone surrogates.
 
     Secrets are credentials in URLs, values of secret names, and text in the form of a secret. A cut text ends with its
-    length.
+    length, also after it is cut again. The first cut to MAX_TEXT characters is logged.
     """
     masked = _masked(text[: 2 * limit])  # twice: a secret across the limit is still recognized
     if len(text) > 2 * limit or len(masked) > limit:
-        _note_cut(text)
-        end = f"… ({len(text):,} characters)"
+        cut = re.search(r"… \([\d,]+ characters\)\Z", text[-40:])
+        end = cut[0] if cut else f"… ({len(text):,} characters)"
+        if limit == MAX_TEXT:
+            _note_cut(text)
         masked = masked[: limit - len(end)] + end
     return masked.encode("utf-8", "replace").decode()
 
@@ -146,7 +148,9 @@ def _masked(text: str) -> str:
 def _note_cut(text: str) -> None:
     if not _cut:
         _cut.append(MASK)
-        log.warning("a text of %s characters is cut; logged once: %s…", f"{len(text):,}", _masked(text[:400])[:60])
+        log.warning(
+            "Rankscope cuts a text of %s characters; logged once: %s…", f"{len(text):,}", _masked(text[:400])[:60]
+        )
 
 
 def redacted_arguments(arguments: Sequence[str]) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, TextIO
 
 from rankscope_contract.model.events import Event, EventType
+from rankscope_contract.model.redaction import MAX_LABEL, redacted_text
 from rankscope_contract.reports.child import command_line, installation
 from rankscope_exporter.publishing.anomaly_detector import in_causal_order
 from rankscope_exporter.records.pending_step import StepObserver
@@ -82,7 +83,7 @@ class Console(StepObserver):
         if stream is None:  # the process was started with standard error closed
             return
         try:
-            stream.write(f"rankscope: {text}\n")
+            stream.write(f"rankscope: {redacted_text(text, MAX_LABEL)}\n")
             stream.flush()
         except (OSError, ValueError):  # the user has closed the stream or the pipe: print nothing more
             self._enabled = False

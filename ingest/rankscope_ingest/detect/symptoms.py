@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,12 @@ import pyarrow.compute as pc
 
 from rankscope_contract.model.events import NO_CALL, EventType, causal_key, causal_micro_step, causal_stage
 from rankscope_contract.model.kinds import CAUSAL_STAGE, LOSS_STAGE
+from rankscope_contract.model.redaction import redacted_text
 from rankscope_ingest.reporting.rows import SYMPTOM_COLUMNS
 from rankscope_ingest.runs.incident import NON_FINITE, SEVERITIES, Subject, Symptom, urgency
+
+_LONGEST_ERROR: Final = 600
+"""Maximum number of characters of an error in the reason of a run and in messages. The event has 4,096 of them."""
 
 
 def parse_details(text: str | None) -> dict[str, Any]:
@@ -35,10 +39,10 @@ def parse_details(text: str | None) -> dict[str, Any]:
 def exit_report(details: Mapping[str, Any]) -> tuple[str, str | None]:
     """Return the reason and the error message in `details`, the parsed JSON details of an exit event.
 
-    A missing reason is returned as an empty string, a missing error message as None.
+    A missing reason is returned as an empty string, a missing error message as None. A long error message is cut.
     """
     reason, error = details.get("reason"), details.get("error")
-    return str(reason or ""), None if error is None else str(error)
+    return str(reason or ""), None if error is None else redacted_text(str(error), _LONGEST_ERROR)
 
 
 def exit_reports(
