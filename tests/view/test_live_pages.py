@@ -110,6 +110,27 @@ async def test_curve_is_complete_and_progress_is_one_number(page, tmp_path, monk
     assert [] == page.problems
 
 
+async def test_page_of_a_followed_log_shows_its_new_rows_and_its_end(page, tmp_path):
+    log = tmp_path / "train.jsonl"
+
+    def write(first, last):
+        with log.open("a") as file:
+            file.writelines(f'{{"step": {step}, "loss": {9 - step / 10}}}\n' for step in range(first, last))
+
+    write(1, 4)
+    section = {"log": str(log), "run": "followed", "poll_seconds": 0.2, "settle_seconds": 0.0}
+    async with running_service(tmp_path / "store", watch=[section]) as service:
+        await eventually(lambda: service.rows("FROM scalars WHERE run = 'followed' AND name = 'loss' AND step = 3"))
+        await in_thread(page.open, f"{service.url}/runs/followed")
+        await shows_step(page, 3)
+        for step in (6, 9):
+            write(step - 2, step + 1)
+            await shows_step(page, step)
+        await leave(page)
+
+    assert [] == page.problems
+
+
 async def test_open_list_shows_a_new_run_and_its_first_step(page, tmp_path):
     """The list is opened while the store is empty, and then while all runs have ended."""
     async with running_service(tmp_path / "store", **{"ingest.flush_after_seconds": 60.0}) as service:

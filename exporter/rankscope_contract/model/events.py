@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -161,18 +160,17 @@ EVALUATION_NAME: Final = r"(^|[/._])(eval|evaluation|val|valid|validation|dev|te
 """Regular expression for the names of scalars of an evaluation, such as `eval_loss` and `val/loss`."""
 
 
-def causal_stage(kind: str | None, op: str | None = None, value: float | None = None) -> float:
+def causal_stage(kind: str | None, op: str | None = None) -> float:
     """Return the position of `kind` in the causal order of a step.
 
     An event without a kind summarises the tensors of the step, like a scalar, and has the position `SCALAR_STAGE`. Of
-    the scalars `op` of a step, the loss comes first, and the results of an evaluation come after all tensors. A
-    finite loss, such as a spike, has the position `LOSS_STAGE`: the forward pass computed it before the gradients. A
-    NaN loss keeps the position of a scalar, because the tensors with NaN show more precisely where it began.
+    the scalars `op` of a step, the loss has the position `LOSS_STAGE`: the forward pass computes it before the
+    gradients, which are not finite if it is not. The results of an evaluation come after all tensors.
     """
     if kind is not None:
         return CAUSAL_STAGE.get(kind, SCALAR_STAGE)
     if op is None or op == "loss":
-        return LOSS_STAGE if op is not None and value is not None and math.isfinite(value) else SCALAR_STAGE
+        return LOSS_STAGE if op else SCALAR_STAGE
     return EVALUATION_STAGE if re.search(EVALUATION_NAME, op) else SCALAR_STAGE + 0.1
 
 
@@ -187,7 +185,7 @@ def causal_micro_step(micro_step: int | None, stage: float) -> int:
     """Return the sort position of an event among the micro-batches of a step.
 
     An event without a micro-batch sorts before all micro-batches if it is about parameters before the update (the stage
-    is below that of act_in). A finite loss sorts into the first micro-batch, so that it comes before all gradients. All
+    is below that of act_in). The loss sorts into the first micro-batch, so that it comes before all gradients. All
     other events without a micro-batch sort after them.
     """
     if micro_step is not None:
@@ -206,15 +204,14 @@ def causal_key(
     pp_stage: int | None,
     call_id: int | None,
     op: str | None = None,
-    value: float | None = None,
 ) -> tuple[float, ...]:
     """Return a sort key that puts the first cause first.
 
     The order is: step, micro-batch, stage within the step, virtual and real pipeline stage, call order. Pipeline stages
     ascend before the backward pass and descend after it, because gradients flow from the last stage to the first.
-    Missing elements sort last. `op` is the scalar of an event without a kind, `value` its value.
+    Missing elements sort last. `op` is the scalar of an event without a kind.
     """
-    stage = causal_stage(kind, op, value)
+    stage = causal_stage(kind, op)
     forward = stage < CAUSAL_STAGE["act_grad_in"]
     sign = 1 if forward else -1
     return (

@@ -55,7 +55,7 @@ Scalars, such as the gradient norm, summarise the tensors of the same step.
 """
 
 LOSS_STAGE: Final = 1.5
-"""Position of a finite loss in the causal order of a step: after the forward pass, before the backward pass."""
+"""Position of the loss in the causal order of a step: after the forward pass, before the backward pass."""
 
 EVALUATION_STAGE: Final = 10
 """Position of the results of an evaluation in the causal order of a step: they follow from the updated parameters."""

@@ -318,7 +318,6 @@ def in_causal_order(step: int | None, events: Iterable[Event]) -> tuple[Event, .
             pp_stage=event.pp_stage,
             call_id=event.call_id,
             op=event.op,
-            value=event.value,
         )
 
     return tuple(sorted(events, key=key))

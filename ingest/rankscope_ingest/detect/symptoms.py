@@ -143,7 +143,6 @@ def _symptom(row: dict[str, Any], level: int, count: int, subjects: frozenset[Su
             pp_stage=row["pp_stage"],
             call_id=row["call_id"],
             op=row["op"],
-            value=row["value"],
         ),
         events=count,
         further_subjects=subjects,
@@ -159,9 +158,6 @@ def _causal_columns(events: pa.Table) -> list[npt.NDArray[Any]]:
     first.
     """
     of_scalar = _by_word(events["op"], lambda op: causal_stage(None, op))
-    is_loss = pc.fill_null(pc.equal(events["op"].cast(pa.string()), "loss"), False)
-    is_finite_loss = pc.and_(is_loss, pc.fill_null(pc.is_finite(events["value"]), False))
-    of_scalar = np.where(is_finite_loss, LOSS_STAGE, of_scalar)
     stages = np.where(events["kind"].is_null(), of_scalar, _by_word(events["kind"], causal_stage))
     sign = np.where(stages < CAUSAL_STAGE["act_grad_in"], 1, -1)
     micro_steps = _integers(events["micro_step"], NO_CALL)

@@ -37,6 +37,7 @@ from rankscope_ingest.service.api import Api
 from rankscope_ingest.service.pipeline import Pipeline, make_batcher
 from rankscope_ingest.service.polling import ExternalExporters, Polling
 from rankscope_ingest.service.watching import WatchedLogs
+from rankscope_ingest.watch.watcher import Hooks
 from rankscope_storage.api.store import Commit, Writer
 from rankscope_view.site import Site
 
@@ -90,7 +91,9 @@ class Service:
             deliveries=deliveries,
             place=lambda: Place.of(Path(config.store.path), f"{self._api.url}{config.service.base_path}"),
         )
-        self._watched = WatchedLogs(config, writer, notifiers, deliveries=deliveries)
+        # Nothing sends the rows of followed logs to their pages.
+        hooks = Hooks(deliveries=deliveries, on_commit=lambda version: self._pages.committed(version, ["events"]))
+        self._watched = WatchedLogs(config, writer, notifiers, hooks)
         self._stalls = StallHandler(self._monitor, self._announcer, fetcher.stacks, spawn=self._spawn)
         self._exporters = ExternalExporters(config, batcher, metrics)
         self._api = Api(

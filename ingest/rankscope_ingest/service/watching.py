@@ -10,7 +10,6 @@ from typing import Final
 
 from rankscope_ingest.base.background import cancel, start_task
 from rankscope_ingest.base.config import ServiceConfig
-from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.notifiers import Notifier
 from rankscope_ingest.watch.session import watching
 from rankscope_ingest.watch.watcher import Hooks
@@ -27,14 +26,12 @@ class WatchedLogs:
         config: ServiceConfig,
         writer: Writer,
         notifiers: Sequence[Notifier],
-        *,
-        deliveries: Deliveries,
+        hooks: Hooks,
     ) -> None:
-        """`deliveries` counts the notifications, together with those of the service."""
         self._config = config
         self._writer = writer
         self._notifiers = notifiers
-        self._hooks = Hooks(deliveries=deliveries)
+        self._hooks = hooks
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[None]:

@@ -70,11 +70,17 @@ class WatchStore:
     `known` has the imported logs of each run, which all logs of the run share.
     """
 
-    def __init__(self, folder: Path, writer: Writer, *, compacts: bool) -> None:
-        """With `compacts`, small files are merged after every 50 commits. In the service, the service does this."""
+    def __init__(
+        self, folder: Path, writer: Writer, *, compacts: bool, on_commit: Callable[[int], object] = lambda _: None
+    ) -> None:
+        """With `compacts`, small files are merged after every 50 commits. In the service, the service does this.
+
+        `on_commit` is called in the thread of the store with the version of each commit.
+        """
         self.folder = folder
         self._writer = writer
         self._compacts = compacts
+        self._on_commit = on_commit
         self._commits = 0
         self.known: dict[str, list[KnownImport]] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rankscope-watch")
@@ -88,6 +94,7 @@ class WatchStore:
     def append(self, batch: Batch) -> Commit:
         """Store the rows of `batch`."""
         commit = self._writer.append(batch)
+        self._on_commit(commit.version)
         self._commits += 1
         if self._compacts and self._commits % COMPACT_EVERY_COMMITS == 0:
             self._writer.compact()

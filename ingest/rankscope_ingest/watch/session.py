@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -122,7 +123,8 @@ async def watching(
     check_logs(sections)
     names = run_names(sections)
     hosts = SshHosts(ask=hooks.ask, now=hooks.now)
-    store = WatchStore(folder, writer, compacts=is_alone)
+    committed = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, hooks.on_commit)
+    store = WatchStore(folder, writer, compacts=is_alone, on_commit=committed)
     reporter = Reporter(store, notifiers, deliveries=hooks.deliveries, place=Place.of(folder))
     try:
         session = WatchSession(reporter, hooks.on_change)

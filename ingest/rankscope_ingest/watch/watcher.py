@@ -79,6 +79,7 @@ class Hooks:
     """Functions that a session calls, the counters of its notifications, and its sources of time."""
 
     on_change: OnChange = lambda _: None
+    on_commit: Callable[[int], None] = lambda _: None  # with the version of the store
     deliveries: Deliveries | None = None
     ask: Ask | None = None
     now: Callable[[], float] = time.time

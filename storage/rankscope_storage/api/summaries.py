@@ -306,7 +306,6 @@ def causal_order(row: AnomalyRow) -> tuple[float, ...]:
         pp_stage=row.pp_stage,
         call_id=row.call_id,
         op=row.op,
-        value=row.value,
     )
     return (-1 if row.attempt is None else row.attempt, *key, -1 if row.rank is None else row.rank)
 

@@ -510,8 +510,15 @@ ACTIVATION = {"kind": "act_out", "tensor": "3", "op": "norm", "value": 80.0, "ba
             ],
             "[warning] r: AnomalyNan in grad_unreduced of 5.bias, rank 0, step 216: 80 elements are NaN",
         ),
+        (
+            [
+                rule_fired("AnomalyNan", **{**GRADIENT, "op": "nans"}, micro_step=0),
+                rule_fired("AnomalyNan", op="loss", value=float("nan")),
+            ],
+            "[warning] r: AnomalyNan in loss, rank 0, step 216: loss became NaN",
+        ),
     ],
-    ids=["spike", "activation", "nan"],
+    ids=["spike", "activation", "gradient before a NaN loss", "NaN loss"],
 )
 def test_first_cause_of_gradients_and_a_spike_of_the_loss_is_the_loss(rows, title):
     """The forward pass computes the loss before the gradients of the step."""
@@ -551,7 +558,7 @@ def test_vectorised_first_cause_equals_that_of_the_contract(rows):
     full = [row | {"run": "r", "attempt": 0, "rank": 0, "message": str(n)} for n, row in enumerate(rows)]
     found = symptoms(pa.Table.from_pylist(full, schema=schema))
     anomalies = [row for row in full if row["type"] == "anomaly"]
-    fields = ("step", "micro_step", "kind", "vpp_stage", "pp_stage", "call_id", "op", "value")
+    fields = ("step", "micro_step", "kind", "vpp_stage", "pp_stage", "call_id", "op")
     expected = {}
     for row in anomalies:
         key = causal_key(**{name: row[name] for name in fields})

@@ -80,7 +80,7 @@ def test_sort_by_loss_puts_unknown_losses_last(connection):
 
 def test_newest_values_equal_those_by_sql(connection, listed, monkeypatch):
     runs = list(listed)
-    live = dict.fromkeys(runs, 1000)
+    live = {run: {"attempt": None, "planned_steps": 1000} for run in runs}
     fast = read_newest(connection, runs, live, has_curves=True)
     monkeypatch.setattr("rankscope_view.data.newest.read_rows", lambda *_: RawRows(for_sql=set(runs)))
     slow = read_newest(connection, runs, live, has_curves=True)

@@ -24,14 +24,14 @@ from rankscope_storage.connection import Connection
 from rankscope_view.data.documents import json_object
 
 _WORDS: Final = {"nans": "became NaN", "infs": "became infinite"}
-_FINITE_LOSS: Final = "kind IS NULL AND op = 'loss' AND isfinite(value)"
+_LOSS: Final = "kind IS NULL AND op = 'loss'"
 _STAGE: Final = f"""\
-CASE WHEN {_FINITE_LOSS} THEN {LOSS_STAGE}
+CASE WHEN {_LOSS} THEN {LOSS_STAGE}
   WHEN kind IS NULL AND regexp_matches(op, '{EVALUATION_NAME}') THEN {EVALUATION_STAGE} ELSE
 CASE kind {" ".join(f"WHEN '{kind}' THEN {at}" for kind, at in CAUSAL_STAGE.items())}
-  ELSE {SCALAR_STAGE} + CASE WHEN kind IS NOT NULL OR op IS NULL OR op = 'loss' THEN 0 ELSE 0.1 END END END"""
+  ELSE {SCALAR_STAGE} + CASE WHEN kind IS NOT NULL OR op IS NULL THEN 0 ELSE 0.1 END END END"""
 CAUSAL_PLACE: Final = f"""\
-{{step: coalesce(step, -1), micro: coalesce(micro_step, CASE WHEN {_FINITE_LOSS} THEN 0 ELSE 1000000000 END),
+{{step: coalesce(step, -1), micro: coalesce(micro_step, CASE WHEN {_LOSS} THEN 0 ELSE 1000000000 END),
   stage: {_STAGE},
   call: coalesce(call_id, 1000000000), rank: rank, kind: kind, tensor: tensor, op: op, rule: rule}}"""
 """SQL of a sort key of anomalies of an attempt, which puts the first cause first."""
