@@ -51,7 +51,7 @@ _SHOWN_LAST_WORDS: Final = frozenset(_words("dir file folder mode name path type
 """Last words of names such as `token_file`: the named value is the location or type of a secret, not the secret."""
 
 _LOOKS: Final = re.compile(
-    r"(?<=://)[^/?#\s]+(?=@)|(?<=[a-z]:/)[^/?#\s:]*:[^/?#\s]+(?=@)"  # credentials in a URL, and in one as a path
+    r"(?<=://)(?<!ssh://)[^/?#\s]+(?=@)|(?:(?<=ssh://)|(?<=[a-z]:/))[^/?#\s:]*:[^/?#\s]+(?=@)"  # ssh: not a user alone
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
     r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"
     r"|\b(?:github_pat_|glpat-|sk-|nvapi-|pypi-|xox[abeoprs]-|AIza)[\w-]{16,}"
@@ -62,13 +62,13 @@ _LOOKS: Final = re.compile(
 _SCHEME: Final = re.compile(r"(?i)\b(authorization: \w+\s++|bearer\s++|basic\s++(?=\S*(?-i:[A-Z\d=])))[\w.~+/=:-]{6,}")
 _CERTAIN: Final = re.compile(
     r"(?i)((?:[?&][\w.-]*(?:token|key|sig|signature)|(?:hf|access|auth|github)[_-]?token|password|passwd|secret"
-    r"|api[_-]?key)=)[^\s&,;\"']+"
+    r"|api[_-]?key)=)(?!…|\.\.\.)[^\s&,;\"']+"
 )
 """Values that are secret also in names: of the query of a URL, and after words without another meaning."""
 # Possessive quantifiers: no backtracking. Otherwise 1 MB of text from a rank could block the service.
 _NAMED: Final = re.compile(r"""(?<![\w.-])([\w.-]++)(["']?+\s*+[=:]\s*+)""")
-# A word and a space after `: ` are prose, such as "the rank requires a token: set it there".
-_VALUE: Final = re.compile(r"""(?!(?<=: )[A-Za-z]++ )(?:"[^"]*"|'[^']*'|[^\s,;&"'{}\[\]]+)""")
+# A word and a space after `: ` are prose: "the rank requires a token: set it there". KEY=VALUE explains a form.
+_VALUE: Final = re.compile(r"""(?!VALUE\b|…|\.\.\.|(?<=: )[A-Za-z]++ )(?:"[^"]*"|'[^']*'|[^\s,;&"'{}\[\]]+)""")
 _cut: Final[list[str]] = []  # has an element after the first cut, which is logged
 _OPTION: Final = re.compile(r"-{1,2}([A-Za-z][\w.-]*)$")
 

@@ -150,6 +150,7 @@ def test_secret_pattern_is_masked_anywhere_in_a_text(text):
             "Basic attention",
             "git@host:a/b",
         ),
+        *("ssh://user@host/data/train.log", "write: rankscope runs tag RUN KEY=VALUE…", "export RANKSCOPE_TOKEN=…"),
         "the rank requires a token: set [service] token of this service to the token of the ranks",
     ],
 )
@@ -172,6 +173,7 @@ def test_name_that_only_resembles_a_secret_is_unchanged(text):
         ),
         (f"password={SECRET}, hf_token={SECRET}", "password=***, hf_token=***"),
         (f"https://bob:{SECRET}@host/loss", "https://***@host/loss"),
+        (f"ssh://bob:{SECRET}@host/x, https:/bob:{SECRET}@host/x", "ssh://***@host/x, https:/***@host/x"),
         (f"https://account.example/x?sv=1&sig={SECRET}", "https://account.example/x?sv=1&sig=***"),
     ],
 )
