@@ -57,6 +57,17 @@ def test_once_prints_a_line_for_a_loss_that_becomes_nan(log, tmp_path):
     assert 1 == printed.splitlines().count("critical: train: loss became NaN at step 40")
 
 
+def test_training_that_ended_with_nan_prints_its_incident_and_fails(log, tmp_path):
+    end = {"step": 40, "total_steps": 40, "loss": float("nan"), "step_time_s": 1.0}
+    log.write_text(f"{log.read_text()}{json.dumps(end)}\n")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.raises(CommandError, match="train: not normal") as error:
+        watch([str(log)], store=tmp_path / "history", until_finished=True, poll_seconds=0.1)
+
+    assert 4 == error.value.code
+    assert "train  finished  with 1 open incident: loss became NaN at step 40" in printed.getvalue()
+
+
 def test_watch_prints_immediately_that_it_reads_and_how_long_it_waits(log, tmp_path):
     command = [sys.executable, "-m", "rankscope", "watch", str(log), "--store", str(tmp_path / "history")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:

@@ -38,7 +38,10 @@ def status_line(status: LogStatus) -> str:
     """Return the state of a log, the reason and the source of the clock as one line."""
     if status.unreadable is not None:
         return printable(f"{status.run}  {UNREADABLE}  cannot read the log: {status.unreadable}")
-    parts = [status.reason, *([] if not status.clock or status.clock in status.reason else [status.clock])]
+    parts = [
+        status.reason.removeprefix(f"{state_of(status)} "),
+        *([] if not status.clock or status.clock in status.reason else [status.clock]),
+    ]
     return printable(f"{status.run}  {state_of(status)}  {'; '.join(parts)}")
 
 

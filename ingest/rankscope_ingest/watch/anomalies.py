@@ -34,6 +34,10 @@ class LogAnomalies:
         """Add an incident that an earlier process has stored."""
         (self._incidents.restore if is_open else self._incidents.remember)(incident)
 
+    def open(self) -> list[Incident]:
+        """Return the open incidents."""
+        return self._incidents.open()
+
     def observe(self, events: Sequence[pa.Table], now: float, *, stride: int) -> list[Incident]:
         """Return the new incidents of `events`, the tables of anomalies in the order of the log.
 

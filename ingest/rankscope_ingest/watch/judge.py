@@ -46,6 +46,8 @@ class Verdict:
     value: float | None = None
     baseline: float | None = None
     threshold: float | None = None
+    severity: str | None = None
+    """Severity if it is not that of the condition."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from rankscope_contract.model.events import (
@@ -23,6 +24,7 @@ from rankscope_contract.model.events import (
     RUN_STOPPED,
     Severity,
 )
+from rankscope_contract.rules.curve import SLOW_STEPS
 from rankscope_ingest.base.background import start_task
 from rankscope_ingest.notify.announcer import RETRY_SECONDS, Announcer, resolved_message
 from rankscope_ingest.notify.deliveries import Deliveries
@@ -98,17 +100,31 @@ def guide_of(rows: Sequence[LogRow], planned_steps: int | None) -> tuple[str, ..
     return tuple(lines)
 
 
-def condition_incident(verdict: Verdict, rows: LogRows, *, run: str, address: str) -> Incident | None:
-    """Return the incident of a condition; None for a condition that is not reported, such as normal training."""
+def with_open_incidents(verdict: Verdict, listed: Iterable[Incident]) -> Verdict:
+    """Return `verdict`, that training finished, with the number, the first and the severity of its open incidents."""
+    found = [incident for incident in listed if incident.first.rule != SLOW_STEPS]  # slow steps end with the training
+    if not found:
+        return verdict
+    worst = max(found, key=lambda incident: incident.first.urgency)
+    cause = f"{wrong_values(worst) or worst.first.rule} at step {worst.first.step}"
+    reason = f"finished with {len(found)} open incident{'s' if len(found) > 1 else ''}: {cause}"
+    return replace(verdict, reason=reason, severity=worst.severity)
+
+
+def condition_incident(
+    verdict: Verdict, rows: LogRows, *, run: str, address: str, attempt: int | None = None
+) -> Incident | None:
+    """Return the incident of a condition of an attempt, by default the latest; None if it is not reported."""
     if verdict.condition not in RULES:
         return None
     rule, severity = RULES[verdict.condition]
-    step = None if rows.last is None else rows.last.step
+    severity, attempt = verdict.severity or severity, rows.attempt if attempt is None else attempt
+    step = rows.last_steps.get(attempt)
     position = step if step is not None else (-1 if rows.last is None else rows.last.seq)
-    key = f"{rule}:{rows.attempt}:{position}:{run}"
+    key = f"{rule}:{attempt}:{position}:{run}"
     values = {name: getattr(verdict, name) for name in ("value", "baseline", "threshold")}
-    found = _incident(rule, severity, verdict.reason, key, step, run=run, attempt=rows.attempt, ranks=address, **values)
-    if verdict.condition in {Condition.FAILED, Condition.STOPPED}:
+    found = _incident(rule, severity, verdict.reason, key, step, run=run, attempt=attempt, ranks=address, **values)
+    if verdict.condition in {Condition.FAILED, Condition.STOPPED} and attempt == rows.attempt:
         errors = [f"{name}: {text}" for name, texts in rows.errors.items() for text in texts]
         left = len(errors) - MAX_ERRORS
         found.reports = (*errors[:MAX_ERRORS], *([f"and {left} more errors"] if left > 0 else []))

@@ -24,7 +24,14 @@ from rankscope_ingest.watch.files import FileState, LogFile, LogUnreadableError
 from rankscope_ingest.watch.follower import Follower, Part
 from rankscope_ingest.watch.intake import FOLLOWED, UNFOLLOWED, LogIntake, WatchStore
 from rankscope_ingest.watch.judge import ENDS, Condition, Facts, Verdict, judge
-from rankscope_ingest.watch.reports import RULES, Reporter, condition_incident, log_report, unreadable_incident
+from rankscope_ingest.watch.reports import (
+    RULES,
+    Reporter,
+    condition_incident,
+    log_report,
+    unreadable_incident,
+    with_open_incidents,
+)
 from rankscope_ingest.watch.rows import LogRows
 from rankscope_ingest.watch.ssh import Ask, UntrustedHostError
 from rankscope_storage.base.errors import ShardLostError, StoreError
@@ -58,12 +65,14 @@ class LogStatus:
     clock: str = ""
     unreadable: str | None = None
     """Reason why the log cannot be read; None if it can be read."""
+    worst: str | None = None
+    """Highest severity of the incidents that were open when the training finished; None without one."""
 
     @property
     def is_normal(self) -> bool:
-        """Return whether the log can be read and the training is not slow, stalled, failed or stopped."""
+        """Return whether the log can be read, and the training is neither disturbed nor ended with an incident."""
         normal = {Condition.WAITING, Condition.TRAINING, Condition.FINISHED}
-        return self.unreadable is None and self.condition in normal
+        return self.unreadable is None and self.worst is None and self.condition in normal
 
     @property
     def has_ended(self) -> bool:
@@ -249,13 +258,17 @@ class LogWatcher:
         verdict = judge(self._rows, facts, self._section)
         if verdict.condition is Condition.WAITING and self._refusal is not None:
             verdict = dataclasses.replace(verdict, reason=self._refusal)
-        self._report(verdict, now)
+        if verdict.condition is not Condition.FINISHED:
+            self._report(verdict, now)
         self._report_anomalies(now)
         self._resolve(next((state for state, end in ENDS.items() if end is verdict.condition), RunState.RUNNING))
+        if verdict.condition is Condition.FINISHED:
+            verdict = with_open_incidents(verdict, self._incidents.open())
+            self._report(verdict, now)
         run_state = _STATES.get(verdict.condition, RunState.RUNNING)
         reason = verdict.reason if run_state is RunState.STALLED else FOLLOWED
         await self._store.run(lambda: self._intake.write_state(run_state, reason))
-        self._set(verdict.condition, verdict.reason, silence=None if last is None else silence)
+        self._set(verdict.condition, verdict.reason, silence=None if last is None else silence, worst=verdict.severity)
 
     def _report(self, verdict: Verdict, now: float) -> None:
         """Announce the incident of a new condition, and resolve the incidents of conditions that are over."""
@@ -333,7 +346,9 @@ class LogWatcher:
         if incident := self._open.pop(LOG_UNREADABLE, None):
             self._reporter.resolve(incident, has_continued=True)
 
-    def _set(self, condition: Condition, reason: str, *, silence: float | None = None) -> None:
+    def _set(
+        self, condition: Condition, reason: str, *, silence: float | None = None, worst: str | None = None
+    ) -> None:
         last = self._rows.last
         self.status = LogStatus(
             address=self._address,
@@ -346,5 +361,6 @@ class LogWatcher:
             rows=self._rows_stored,
             clock=self._clock.source,
             unreadable=self._unreadable,
+            worst=worst,
         )
         self.hooks.on_change(self.status)

@@ -81,6 +81,18 @@ async def test_lasting_nan_is_open_and_reported_once(watch, replay):
     assert [("open", "Loss became NaN at step 40")] == listed(watch)
 
 
+async def test_training_that_finished_with_nan_says_so_with_its_severity(watch, replay):
+    done = {**HEALTHY, "loss": math.nan, "step": 60, "total_steps": 60}
+    rows = [*lines(1, 59, loss=dict.fromkeys(range(40, 60), math.nan)), json.dumps(done)]
+    await write(watch, replay, rows[:30], rows[30:])
+    title = next(title for title in watch.receiver.titles if "RunFinished" in title)
+    reason = "finished with 1 open incident: loss became NaN at step 40"
+
+    assert f"[critical] r: RunFinished, {replay.path}, step 60: {reason}" == title
+    assert ("finished", reason) == (watch.changes[-1].condition, watch.changes[-1].reason)
+    assert not watch.changes[-1].is_normal
+
+
 async def test_rows_of_every_hundredth_step_are_neighbours(watch, replay):
     """The log has a row for every 100 steps, of which the last two are NaN."""
     rows = [json.dumps({"step": 100 * n, "loss": math.nan if n > 28 else 3.0 - n / 90}) for n in range(1, 31)]
