@@ -188,7 +188,7 @@ class Versions:
     def __init__(self, stamp: Callable[[], Stamp], run_starts: Mapping[str, int]) -> None:
         self._stamp = stamp
         self._run_starts = dict(run_starts)
-        self._written_at: dict[AttemptKey, int] = {}
+        self._written: dict[AttemptKey, tuple[int, int | None]] = {}  # time and last step of the newest row
         self._known_plans: set[tuple[str, int, str]] = set()
 
     def of_attempt(self, attempt: Attempt, *, is_latest: bool) -> dict[str, pa.Table]:
@@ -197,7 +197,7 @@ class Versions:
         The datasets are `attempts` and, if the attempt is the latest one of its run, `runs`.
         """
         stamp = self._stamp()
-        self._written_at[attempt.key] = stamp.ts
+        self._written[attempt.key] = stamp.ts, attempt.completed_step
         start = self._run_starts.setdefault(attempt.run, attempt.started_at)
         tables = {"attempts": rows_table("attempts", [attempt_row(attempt, stamp)])}
         if is_latest:
@@ -206,17 +206,22 @@ class Versions:
 
     def set_clock(self, jump: int) -> None:
         """Record that the clock which `stamp` reads was set forward by `jump` µs."""
-        self._written_at = {key: at + jump for key, at in self._written_at.items()}
+        self._written = {key: (at + jump, step) for key, (at, step) in self._written.items()}
 
     def due(self, attempts: Iterable[Attempt], wall: int) -> list[Attempt]:
-        """Return the active attempts of which the state was last stored REFRESH_MICROSECONDS ago or earlier.
+        """Return the attempts whose state must be stored again.
 
-        `wall` is the present time in UTC µs.
+        These are active attempts of which the state was last stored REFRESH_MICROSECONDS ago or earlier, and ended
+        attempts of which later records have changed the last step. `wall` is the present time in UTC µs.
         """
         return [
             attempt
             for attempt in attempts
-            if not attempt.has_ended and wall - self._written_at.setdefault(attempt.key, wall) >= REFRESH_MICROSECONDS
+            if (
+                attempt.completed_step != self._written.get(attempt.key, (0, None))[1]
+                if attempt.has_ended
+                else wall - self._written.setdefault(attempt.key, (wall, None))[0] >= REFRESH_MICROSECONDS
+            )
         ]
 
     def of_tensors(self, target: Target, plans: Mapping[str, PlanColumns]) -> pa.Table | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.programs import run_command
 
 from rankscope_contract.model.events import Event
 from rankscope_contract.model.schema import Plan, PlanEntry
@@ -142,6 +143,22 @@ async def test_spool_of_a_known_rank_is_read_from_its_cursor(start_service, fake
     assert (0, 0) == (state["records_lost"], target["records_lost"])
     assert (gaps[0]["lost"] or 0.0) == 0.0
     assert "stopped responding" in state["reason"]
+
+
+async def test_last_step_of_a_failed_run_is_that_of_its_spool(start_service, fake_rank, eventually, root):
+    """The service finds the spool after it has stored the state of the failed run."""
+    async with start_service(**settings(root)) as service, fake_rank(planned_steps=100) as rank:
+        rank.publish_steps(4)
+        await rank.register(service.url)
+        await eventually(lambda: rank.committed == 3)
+        await rank.die()
+        await eventually(lambda: _state(service, "failed"))
+        make_spool(root, rank.registration.incarnation, 7, planned_steps=100)
+        await eventually(lambda: not any(root.iterdir()))
+        await eventually(lambda: service.rows("SELECT 1 FROM attempts WHERE state = 'failed' AND last_step > 3"))
+    printed = [run_command(*one, "--store", service.store).stdout for one in (("runs",), ("summary", "r"))]
+
+    assert ["6/100", "6/100"] == ["6/100" if "6/100" in one.replace(" / ", "/") else one for one in printed]
 
 
 async def _silent(_request: Any) -> Any:
