@@ -38,7 +38,8 @@ class CurveRule(AnomalyRule):
     the median by `deviations` median deviations of these rows, and in a logarithmic scale by three quarters of that
     number: where values often reach multiples of the median, a multiple is not an anomaly. A deviation is measured
     between values in a row, so that a falling curve does not hide a spike. The rule fires once, at the row that
-    completes `in_a_row` such rows.
+    completes `in_a_row` such rows. If it `holds`, it fires again at each further row up to the first one below `ratio`
+    times the same median: a loss that does not return is no spike that is over.
 
     With `above="highest"`, the value is compared with the highest value before it, and must rise more than three times
     as far as any value before it. A schedule that returns to an earlier value or rises in equal stairs is no anomaly.
@@ -56,6 +57,7 @@ class CurveRule(AnomalyRule):
     deviations: float = 10.0
     in_a_row: int = 1
     skips_pauses: bool = False
+    holds: bool = False
 
     def __post_init__(self) -> None:
         AnomalyRule.__post_init__(self)
@@ -114,6 +116,7 @@ class Curve:
     highest: float = -math.inf
     rise: float = 0.0  # the largest rise of the highest value that was no anomaly
     above: int = 0  # number of rows above the limit, up to the last row
+    held: float = math.nan  # the median before the first firing, while the values have not returned
 
     def observe(self, rule: CurveRule, value: float) -> float | None:
         """Add `value`; if the rule fires for it, return the median or the highest value before it, otherwise None."""
@@ -121,7 +124,12 @@ class Curve:
             return None
         before = self.compared(rule, value)
         self.above = 0 if before is None else self.above + 1
-        return before if self.above == rule.in_a_row else None
+        fired = before if self.above == rule.in_a_row else None
+        if not rule.holds:
+            return fired
+        if not value >= rule.ratio * self.held:
+            self.held = math.nan if fired is None else fired
+        return None if math.isnan(self.held) else self.held
 
     def compared(self, rule: CurveRule, value: float) -> float | None:
         """Add a finite `value`; if it is above the limit, return the value that it was compared with."""
@@ -142,7 +150,7 @@ class Curve:
 
 RANK_RULES: Final = (
     *DEFAULT_RULES,
-    CurveRule(name="LossSpike", ratio=2.0, deviations=12.0, names=("loss",)),
+    CurveRule(name="LossSpike", ratio=2.0, deviations=12.0, names=("loss",), holds=True),
     CurveRule(name="LearningRateJump", ratio=1.5, names=("learning_rate",), above="highest"),
 )
 """The rules that apply on ranks if the user configures none."""

@@ -108,7 +108,17 @@ def test_healthy_recorded_log_has_no_event(logs, data, log):
     assert [] == logs.query(f"SELECT rule, op, step FROM events WHERE type = 'error' OR rule IN ({names})")
 
 
-def test_spikes_fire_once_where_they_begin():
+def test_loss_that_diverges_fires_to_the_end():
+    loss = 2 + 0.02 * noise(1)[:300]
+    loss[200:280] *= 1.15 ** np.arange(80)
+    loss[280:] = 1e5
+    fired = [row for _, row in firings({"loss": loss})]
+
+    assert 200 < fired[0] < 210
+    assert [*range(fired[0], 300)] == fired
+
+
+def test_spike_fires_until_the_loss_has_returned():
     loss = 2 + 2 * np.exp(-np.arange(300) / 60) + 0.02 * noise(1)[:300]
     loss[[40, 120, 121, 250]] *= 6
     norm = np.exp(0.1 * noise(2)[:300])
@@ -117,6 +127,7 @@ def test_spikes_fire_once_where_they_begin():
     assert [
         ("LossSpike", 40),
         ("LossSpike", 120),
+        ("LossSpike", 121),
         ("LossSpike", 250),
         ("GradNormSpike", 119),
         ("GradNormSpike", 200),

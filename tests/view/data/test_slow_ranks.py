@@ -58,6 +58,17 @@ def test_slow_input_is_found_where_waits_are_part_of_forward():
     assert [] == find_slow_ranks(steps(late={(2, "forward"): 0.33}, has_waits=False), PHASES)  # looks like a wait
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_slow_input_is_found_where_the_forward_pass_contains_a_collective(ranks):
+    """The broadcast of buffers of DDP, and the shards of FSDP: the others wait in their forward passes."""
+    seconds = steps(ranks, late={(1, "data_wait"): 0.33}, has_waits=False)
+    seconds[:, :, PHASES.index("collective")] += steps(ranks, seed=1)[:, :, PHASES.index("collective")]
+    (found,) = find_slow_ranks(seconds, PHASES)
+
+    assert (1, "data_wait", 0) == (found.row, found.phase, found.pauses)
+    assert 0.33 == pytest.approx(found.seconds, abs=0.05)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4, 16])
 def test_healthy_ranks_are_not_slow(ranks):
     assert [] == [one for seed in range(40) for one in find_slow_ranks(steps(ranks, seed=seed), PHASES)]

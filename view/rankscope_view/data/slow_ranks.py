@@ -84,6 +84,11 @@ def find_slow_ranks(seconds: Floats, phases: Sequence[str], *, steps: int = 20) 
         return []
     own, whole = own_seconds(seconds, phases), np.nansum(seconds, axis=2)
     late, places = own - of_others(own), own_phases(seconds, phases)
+    # Collectives of a forward pass, such as those of buffers or shards, are not timed apart: others wait in it for a
+    # rank that is late with its data, and their longer computation hides its time.
+    data = seconds[:, :, [place for place, phase in enumerate(phases) if phase == Phase.DATA_WAIT]].sum(axis=2)
+    later = data - of_others(data)
+    late = np.where(late - later <= -0.5 * later, np.maximum(late, later), late)
     is_pause = late > _PAUSE_SHARE * np.nanmedian(np.where(np.isfinite(late), whole, np.nan))
     paused, found = np.where(is_pause, late, 0.0).sum(axis=1), []
     for row in range(len(own)):

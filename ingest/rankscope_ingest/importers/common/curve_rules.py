@@ -60,7 +60,19 @@ class _Curve(Curve):
         runs = _run_lengths(is_above, self.above)
         self.above, self.seq = int(runs[-1]), int(seqs[-1])
         fired = np.flatnonzero(runs == rule.in_a_row)
-        return fired, medians[fired]
+        return self._hold(rule, values, fired, medians) if rule.holds else (fired, medians[fired])
+
+    def _hold(self, rule: CurveRule, values: Numbers, fired: Integers, medians: Numbers) -> tuple[Integers, Numbers]:
+        """Return all positions up to the return of the values after each firing, and the medians before them."""
+        held, end = np.full(len(values), np.nan), 0
+        for row, median in [(0, self.held), *((row, float(medians[row])) for row in fired.tolist())]:
+            if row >= end and values[row] >= rule.ratio * median:
+                below = np.flatnonzero(values[row:] < rule.ratio * median)
+                end = row + int(below[0]) if len(below) else len(values)
+                held[row:end] = median
+        self.held = float(held[-1])
+        rows = np.flatnonzero(np.isfinite(held))
+        return rows, held[rows]
 
 
 class CurveEvaluator:
