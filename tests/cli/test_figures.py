@@ -111,7 +111,7 @@ def test_compare_prints_values_and_settings_that_differ(in_process, logs, folder
     lines = [line.split() for line in done.stdout.splitlines()]
 
     assert ["step", "60", "9"] in lines
-    assert ["trainer_state.global_step", "60", "9"] in lines
+    assert not [line for line in lines if line and line[0].startswith(("trainer_state.global", "trainer_state.epoch"))]
     assert "planned" not in [line[0] for line in lines if line]
     assert done.stdout.endswith("9 common steps: no difference beyond the tolerance\n")
     assert [] == list(folder.iterdir())

@@ -101,6 +101,7 @@ class Divergence:
     b: DiffSide
     tolerance: Tolerance
     steps_compared: int
+    steps_before: int  # compared steps before the first difference
     rows_compared: int
     points: tuple[Point, ...]
     points_at_first: int
@@ -162,6 +163,7 @@ def divergence(
         b=b,
         tolerance=tolerance,
         steps_compared=len(common),
+        steps_before=sum(not steps or step < steps[0].step for step in common),
         rows_compared=compared,
         points=tuple(points[:top]),
         points_at_first=len(points),
@@ -173,6 +175,14 @@ def divergence(
         steps_only_in_a=tuple(step for step in counts[0] if step not in counts[1]),
         steps_only_in_b=tuple(step for step in counts[1] if step not in counts[0]),
     )
+
+
+def common_steps(connection: Connection, a: DiffSide, b: DiffSide) -> list[int]:
+    """Return the steps that both sides have, in ascending order."""
+    between = a.rank is not None and b.rank is not None
+    sources = [DiffSource(connection, side, DiffSelection(), between_ranks=between) for side in (a, b)]
+    first, other = (source.counted() for source in sources)
+    return [step for step in first if step in other]
 
 
 def relative_difference(a: float | None, b: float | None, scale: float | None = None) -> float | None:

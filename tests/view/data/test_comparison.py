@@ -60,6 +60,13 @@ def test_first_difference_is_found_after_several_ranges_of_steps(opened):
     assert 200 == found.steps_compared
 
 
+def test_compare_prints_the_number_of_steps_that_both_runs_have(folder):
+    """The comparison of values ends after the steps 16 to 143, in which the first difference is."""
+    printed = run_command("compare", "same", "long", "--store", folder, "--no-figure").stdout
+
+    assert "200 common steps: first difference at step 40:" in printed
+
+
 def test_two_ranks_of_a_run_differ_first_at_a_tensor(opened):
     found = first_difference(opened, "long", "long", ranks=(0, 1))
 
@@ -101,6 +108,8 @@ def test_page_states_the_first_difference_of_each_side(folder):
 
     assert "B and A differ first at step 150" in page
     assert "C and A differ first at step 40, on rank 1" in page
+    assert "The 150 common steps before it are equal." in page
+    assert "The 40 common steps before it are equal." in page
     assert "/compare?a=same&amp;b=long" in page  # removes B
 
 

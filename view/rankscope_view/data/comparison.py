@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ import numpy as np
 
 from rankscope_contract.model.phases import PRE_COLLECTIVE_SECONDS
 from rankscope_storage.connection import Connection
-from rankscope_storage.diff.diff import ROUNDING, Divergence, Tolerance, divergence
+from rankscope_storage.diff.diff import ROUNDING, Divergence, Tolerance, common_steps, divergence
 from rankscope_storage.diff.sources import DiffSelection, DiffSide
 from rankscope_view.data.detail import RunDetail, read_chart, read_detail
 from rankscope_view.data.documents import flat, json_object
@@ -33,6 +34,7 @@ DIFFERENCE: Final = "difference"
 SCALARS: Final = (LOSS, GRAD_NORM, EVAL_LOSS, LEARNING_RATE, "step_seconds", PRE_COLLECTIVE_SECONDS)
 
 _NOT_SETTINGS: Final = ("run", "cwd", "host", "import")
+_PROGRESS: Final = re.compile(r"trainer_state\.(best_|epoch$|global_step$|is_|num_input_|stateful_|total_flos$)")
 _WORDS: Final = {"argv": "command", "git_commit": "commit"}
 
 
@@ -141,30 +143,23 @@ def first_difference(
 ) -> Divergence | None:
     """Return where the runs `a` and `b`, or one rank of each, differ by more than rounding.
 
-    Ranges of steps are compared until one has a difference; each is eight times as long as the one before. The numbers
-    of compared steps and rows are those of all these ranges. The result is None after more than MOST_ROWS rows.
+    Ranges of the steps that both have are compared until one has a difference; each is eight times as long as the one
+    before. The number of compared rows is that of all these ranges. The result is None after more than MOST_ROWS rows.
     """
     sides = (DiffSide(run=a, rank=ranks[0]), DiffSide(run=b, rank=ranks[1]))
-    files = [connection.files_table(name, run=run) for run in (a, b) for name in ("tensor_stats", "scalars")]
-    lows, highs = ([step for table in files for step in table[name].to_pylist()] for name in ("step_min", "step_max"))
-    if None in lows or None in highs:  # files of several runs have no bounds that are those of this run
-        lows, highs = [0], [max(_last_step(connection, run) for run in (a, b))]
-    start, width, steps, rows = min(lows, default=0), _FIRST_STEPS, 0, 0
+    common = common_steps(connection, *sides)
+    at, width, rows = 0, _FIRST_STEPS, 0
     while True:
-        selected = DiffSelection(steps=(start, start + width - 1))
+        steps = common[at : at + width] or [0]
+        selected = DiffSelection(steps=(steps[0], steps[-1]))
         found = divergence(connection, *sides, Tolerance(relative=ROUNDING), selected)
-        steps, rows = steps + found.steps_compared, rows + found.rows_compared
-        start, width = start + width, width * 8
-        if found.points or start > max(highs, default=0):
-            return replace(found, steps_compared=steps, rows_compared=rows)
+        rows += found.rows_compared
+        if found.points or at + width >= len(common):
+            before = at + found.steps_before
+            return replace(found, steps_compared=len(common), steps_before=before, rows_compared=rows)
         if rows > MOST_ROWS:
             return None
-
-
-def _last_step(connection: Connection, run: str) -> int:
-    query = "SELECT max(step) AS last FROM scalars WHERE run = $run UNION SELECT last_step FROM runs WHERE run = $run"
-    steps = connection.query(query, {"run": run})["last"].to_pylist()
-    return max((step for step in steps if step is not None), default=0)
+        at, width = at + width, width * 8
 
 
 def differing_settings(details: Sequence[RunDetail]) -> tuple[tuple[Setting, ...], int]:
@@ -207,9 +202,9 @@ def compared_values(runs: Sequence[Summary]) -> tuple[ComparedValue, ...]:
 
 
 def _settings(config: str | None) -> Iterator[tuple[str, str]]:
-    """Yield the keys and values of a configuration, without keys that describe the launch or the import."""
+    """Yield the keys and values of a configuration, without keys of the launch, the import or the progress."""
     for key, value in flat({key: value for key, value in json_object(config).items() if key not in _NOT_SETTINGS}):
         if isinstance(value, list) and key == "argv":
             value = shlex.join(map(str, value))  # noqa: PLW2901 - as a person types it
-        if value is not None:
+        if value is not None and not _PROGRESS.match(key):
             yield _WORDS.get(key, key), value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

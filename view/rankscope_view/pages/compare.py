@@ -131,8 +131,10 @@ def _verdict(a: Side, b: Side, result: Divergence | None, *, is_pair: bool) -> s
         sentence = f"{names} are equal in all {count(result.steps_compared)} steps that both have"
         return verdict("info", sentence, evidence)
     where = "" if first.rank is None or a.rank is not None or first.kind == "scalar" else f", on rank {first.rank}"
-    equal = result.steps_compared - len(result.steps)
-    steps = f" {count(equal)} compared step{' is' if equal == 1 else 's are'} equal." if equal else ""
+    equal = result.steps_before
+    steps = (
+        f" The {count(equal)} common step{' before it is' if equal == 1 else 's before it are'} equal." if equal else ""
+    )
     more = result.points_at_first - 1
     others = f" {count(more)} other value{' differs' if more == 1 else 's differ'} at this step." if more else ""
     evidence = f"{_what(first)} {measure(first.a)} against {measure(first.b)}{_share(first)}.{others}{steps}"
