@@ -260,12 +260,6 @@ def amounts_of(pending: Iterable[Pending]) -> dict[str, float]:
     return amounts
 
 
-def timing(seconds: float, amounts: Mapping[str, float]) -> list[Pending]:
-    """Return the duration of a step in seconds, and the rates per second of its logged amounts."""
-    rates = [Pending(f"{name}_per_second", amount / seconds) for name, amount in amounts.items() if seconds > 0]
-    return [Pending("step_seconds", seconds), *rates]
-
-
 P = ParamSpec("P")
 
 Cause = Literal["forward", "backward", "update", "script", "end"]
@@ -273,8 +267,16 @@ Cause = Literal["forward", "backward", "update", "script", "end"]
 
 With "forward", "backward" or "update", a forward pass, a backward pass or an optimizer update began the next step. With
 "script", the script ended the step. With "end", training ended: the duration of the step lacks the time until a next
-step, such as a wait for data, so that rates per second of this step would be too high and are not computed.
+step, such as a wait for data, or the step raised. Neither its duration nor its rates per second are published.
 """
+
+
+def timing(seconds: float, amounts: Mapping[str, float], cause: Cause) -> list[Pending]:
+    """Return the duration of a step in seconds, and the rates per second of its logged amounts."""
+    if cause == "end":
+        return []
+    rates = [Pending(f"{name}_per_second", amount / seconds) for name, amount in amounts.items() if seconds > 0]
+    return [Pending("step_seconds", seconds), *rates]
 
 
 class StepObserver:

@@ -356,7 +356,7 @@ class Recorder:
         if not any(item.name == "learning_rate" for item in pending.pending):
             pending.pending += pending.learning_rates
         if timed is not None:
-            pending.pending += timing(timed[0], {} if timed[1] == "end" else amounts_of(pending.pending))
+            pending.pending += timing(timed[0], amounts_of(pending.pending), timed[1])
             pending.ended_at = self._began + timed[0]
         self._events.on_step_end(pending)
         if timed is not None:
@@ -370,7 +370,7 @@ class Recorder:
     def _time_late(self, now: float, cause: Cause) -> None:
         if self._late is not None:
             late, self._late = self._late, None
-            pending = timing(now - late.began, {} if cause == "end" else late.amounts)
+            pending = timing(now - late.began, late.amounts, cause)
             timed = PendingStep(late.step, now_microseconds(), pending=pending, ended_at=now)
             self._events.on_step_timed(timed, cause)
             self._current.hand_over(timed)
