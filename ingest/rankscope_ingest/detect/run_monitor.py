@@ -229,11 +229,13 @@ class RunMonitor:
             self._write_state(attempt)
             if (other := shown.get(attempt.run)) not in (None, attempt):
                 self._write_state(other)
+        self._check_names()
+        due = self.versions.due(self.runs.attempts(), wall)
+        for attempt in due:
+            self._write_state(attempt)
+        if changes.changed or any(one.has_ended for one in due):
             self.batcher.want_flush()
             self._commits_with_states = 2  # one may be under way
-        self._check_names()
-        for attempt in self.versions.due(self.runs.attempts(), wall):
-            self._write_state(attempt)
         self.check_replicas()
         self.check_stragglers()
         failures = self._failures.due(self.runs.attempts(), now)
