@@ -73,7 +73,7 @@ def test_healthy_run_has_no_event_and_no_message(trained):
         ("nan-run", "AnomalyNan", "loss"),
     ],
 )
-def test_fault_reaches_the_webhook_once_with_rule_and_step(trained, run, rule, name):
+def test_fault_reaches_the_webhook_and_the_terminal_once_with_its_step(trained, run, rule, name):
     store, step, messages = trained
     shown = run_command("anomalies", run, "--store", store, "--format", "json")
     (event,) = json.loads(shown.stdout.replace("NaN", "null"))
@@ -81,3 +81,6 @@ def test_fault_reaches_the_webhook_once_with_rule_and_step(trained, run, rule, n
 
     assert (rule, name, step) == (event["rule"], event["op"], event["step"])
     assert {rule, str(step)} <= set(message.replace(",", " ").replace(":", " ").split())
+    severity, _, title = message.splitlines()[0][1:].partition("] ")
+    lines = (store.parent / "service.log").read_text().splitlines()
+    assert [f"{severity}: {title}"] == [line for line in lines if f": {run}: " in line]

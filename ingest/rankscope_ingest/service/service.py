@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from rankscope_contract.metrics import catalogue
+from rankscope_contract.model.events import RULES_OF_RUNS, Severity
 from rankscope_contract.security.tls import Reloading
 from rankscope_ingest.base import memory, tls
 from rankscope_ingest.base.background import FAULTS, BackgroundFaults, Job, WakeUp, cancel, run_jobs, start_task
@@ -32,7 +33,7 @@ from rankscope_ingest.remote_write.outcomes import recording
 from rankscope_ingest.reporting.progress import Progress
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_ingest.runs.incident import Incident
-from rankscope_ingest.runs.text import Place
+from rankscope_ingest.runs.text import Place, title
 from rankscope_ingest.service.api import Api
 from rankscope_ingest.service.pipeline import Pipeline, make_batcher
 from rankscope_ingest.service.polling import ExternalExporters, Polling
@@ -180,6 +181,9 @@ class Service:
 
     def _announce(self, incidents: Iterable[Incident]) -> None:
         for incident in incidents:
+            if incident.first.rule not in RULES_OF_RUNS and not incident.is_muted:  # a state of a run has its own line
+                level = logging.CRITICAL if incident.severity == Severity.CRITICAL else logging.WARNING
+                log.log(level, "%s", title(incident).partition("] ")[2])
             self._spawn(self._announcer.announce(incident))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
