@@ -181,6 +181,8 @@ class LogIntake:
         self._state: tuple[str, str] = (RunState.RUNNING, FOLLOWED)
         self.ending: tuple[str, str] | None = None
         """State and reason of the end of the run, according to the log; None if the log contains no end."""
+        self.failed_before: Row | None = None
+        """Row of the attempt before the last one, if it failed."""
         self.planned_steps: int | None = None
         self.incarnation: str | None = None
 
@@ -256,7 +258,8 @@ class LogIntake:
     def _learn(self) -> None:
         if not self._rows.get("attempts"):
             return
-        row = self._rows["attempts"][-1]
+        *earlier, row = self._rows["attempts"]
+        self.failed_before = next((one for one in earlier[-1:] if one["state"] == RunState.FAILED), None)
         self.planned_steps = row["planned_steps"]
         is_end = row["state"] in _ENDED and row["reason"] not in _OPEN
         self.ending = (row["state"], row["reason"] or "") if is_end else None

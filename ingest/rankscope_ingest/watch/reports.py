@@ -118,12 +118,13 @@ def condition_incident(
     if verdict.condition not in RULES:
         return None
     rule, severity = RULES[verdict.condition]
-    severity, attempt = verdict.severity or severity, rows.attempt if attempt is None else attempt
+    attempt = rows.attempt if attempt is None else attempt
     step = rows.last_steps.get(attempt)
     position = step if step is not None else (-1 if rows.last is None else rows.last.seq)
     key = f"{rule}:{attempt}:{position}:{run}"
     values = {name: getattr(verdict, name) for name in ("value", "baseline", "threshold")}
-    found = _incident(rule, severity, verdict.reason, key, step, run=run, attempt=attempt, ranks=address, **values)
+    severe = verdict.severity or severity
+    found = _incident(rule, severe, verdict.reason, key, step, run=run, attempt=attempt, ranks=address, **values)
     if verdict.condition in {Condition.FAILED, Condition.STOPPED} and attempt == rows.attempt:
         errors = [f"{name}: {text}" for name, texts in rows.errors.items() for text in texts]
         left = len(errors) - MAX_ERRORS
@@ -214,7 +215,7 @@ class Reporter:
     def announce(self, incident: Incident, machine: str, now: float, *, wait_seconds: float) -> None:
         """Store and send `incident`, unless an incident with the same key is stored.
 
-        Incidents of PER_HOST wait for those of other logs of the same machine.
+        Incidents of PER_HOST wait for those of other logs of the same machine, for `wait_seconds`.
         """
         if incident.key in self._keys:
             return
@@ -223,7 +224,7 @@ class Reporter:
         if first.op is not None and not incident.is_muted:  # a condition is displayed as the state of the log
             level = logging.CRITICAL if incident.severity == Severity.CRITICAL else logging.WARNING
             log.log(level, "%s: %s at step %s", first.run, wrong_values(incident) or headline(first), first.step)
-        if incident.first.rule in PER_HOST:
+        if incident.first.rule in PER_HOST and wait_seconds:
             _, listed = self._grouped.setdefault((incident.first.rule or "", machine), (now + wait_seconds, []))
             listed.append(incident)
         else:

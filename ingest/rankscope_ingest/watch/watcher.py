@@ -214,13 +214,28 @@ class LogWatcher:
         self._rows_stored += outcome.report.rows_stored
         if outcome.is_first and (incarnation := self._intake.incarnation) is not None:
             self._rows.add(await self._store.run(lambda: self._store.recent(self.run_name, incarnation)), None)
-        is_live = self._imported is not None
+        is_live, attempt = self._imported is not None, self._rows.attempt
         added = sum(self._rows.add(tables, part.state.modified) for tables in outcome.tables)
         last = self._rows.last
         if is_live and added and last is not None and last.written is not None and not part.is_old:
             self._clock.observe_row(last.written, part.state.modified)
         if not part.is_old:
             self._imported = part.state
+        # A log that has just begun is first imported when it is settled.
+        if self._rows.attempt > attempt and (is_live or now > (self._seen_at or now)):
+            self._report_restart(now)
+
+    def _report_restart(self, now: float) -> None:
+        """Report the failure of the attempt before the present one, unless the log showed it before the restart."""
+        if (before := self._intake.failed_before) is None or RUN_FAILED in self._open:
+            return
+        verdict, number = Verdict(condition=Condition.FAILED, reason=before["reason"]), before["attempt"]
+        found = condition_incident(verdict, self._rows, run=self.run_name, address=self._address, attempt=number)
+        if found is not None:
+            log.critical("%s: failed at step %s: %s", self.run_name, found.first.step, verdict.reason)
+            log.warning("%s: training was started again as attempt %d", self.run_name, self._rows.attempt)
+            self._open[RUN_FAILED] = found  # the next verdict resolves it
+            self._announce(found, now, wait_seconds=0.0)
 
     def _is_due(self, state: FileState, now: float) -> bool:
         """Return whether the log must be imported now.
@@ -306,10 +321,11 @@ class LogWatcher:
         for incident in self._incidents.resolved(self._rows.last_steps, state):
             self._reporter.resolve(incident, has_continued=False)
 
-    def _announce(self, incident: Incident, now: float) -> None:
+    def _announce(self, incident: Incident, now: float, *, wait_seconds: float | None = None) -> None:
         incident.log = log_report(self._rows, incident.first, self._section.message_rows, self._intake.planned_steps)
         machine = self._file.address.machine
-        self._reporter.announce(incident, machine, now, wait_seconds=self._section.poll_seconds)
+        wait = self._section.poll_seconds if wait_seconds is None else wait_seconds
+        self._reporter.announce(incident, machine, now, wait_seconds=wait)
 
     def _cannot_read(self, error: LogUnreadableError, now: float) -> None:
         self._unreadable_since = now if self._unreadable_since is None else self._unreadable_since

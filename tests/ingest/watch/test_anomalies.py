@@ -81,7 +81,7 @@ async def test_lasting_nan_is_open_and_reported_once(watch, replay):
     assert [("open", "Loss became NaN at step 40")] == listed(watch)
 
 
-async def test_training_that_finished_with_nan_says_so_with_its_severity(watch, replay):
+async def test_training_that_finished_with_nan_has_its_severity(watch, replay):
     done = {**HEALTHY, "loss": math.nan, "step": 60, "total_steps": 60}
     rows = [*lines(1, 59, loss=dict.fromkeys(range(40, 60), math.nan)), json.dumps(done)]
     await write(watch, replay, rows[:30], rows[30:])
@@ -120,6 +120,21 @@ async def test_anomaly_of_an_attempt_is_open_until_a_later_one_passes_its_step(w
     assert [("resolved", "Loss became NaN at step 40")] == listed(watch)
     assert [1] == [row["attempt"] for row in watch.query("SELECT attempt FROM runs")]
     assert 1 == len(watch.receiver.messages)
+
+
+async def test_crash_and_restart_between_two_polls_are_printed_sent_and_listed(watch, replay, caplog):
+    """The traceback is younger than `failed_after_seconds` when the script starts again from step 41."""
+    crash = ["Traceback (most recent call last):", '  File "train.py", line 3', "RuntimeError: disk full"]
+    await write(watch, replay, lines(1, 60), crash, lines(41, 50))
+    failed = f"[critical] r: RunFailed, {replay.path}, step 60: exception: RuntimeError: disk full"
+
+    assert [failed, "[resolved] r: RunFailed, training continues"] == watch.receiver.titles
+    assert [
+        "r: failed at step 60: exception: RuntimeError: disk full",
+        "r: training was started again as attempt 1",
+    ] == [record.getMessage() for record in caplog.records]
+    assert [("resolved", "Exception: RuntimeError: disk full at step 60")] == listed(watch)
+    assert ["failed", "stopped"] == [row["state"] for row in watch.query("FROM attempts ORDER BY attempt")]
 
 
 async def test_same_anomaly_in_the_later_attempt_keeps_both_open(watch, replay):

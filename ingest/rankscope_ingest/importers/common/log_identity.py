@@ -22,6 +22,7 @@ import pyarrow as pa
 from rankscope_contract.model.events import EventType
 from rankscope_contract.model.schema import IMPORT_PREFIX
 from rankscope_ingest.base.errors import IngestError
+from rankscope_ingest.importers.common.failures import ending_after, failure_event
 from rankscope_ingest.importers.common.lines import readable
 from rankscope_storage.connection import Connection
 
@@ -284,6 +285,10 @@ class Extent:
     first_ts: int | None = None
     last_ts: int | None = None
     last_step: int | None = None
+    last_row: int | None = None
+    """Sequence number of the last row with numbers."""
+    ending: tuple[str, str] | None = None
+    """State and reason of an end according to the errors after this row."""
 
 
 class Extents:
@@ -306,11 +311,21 @@ class Extents:
 
         `tables` maps a dataset to its table.
         """
-        for table in tables.values():
+        for dataset, table in tables.items():
             for row in _summary(table):
-                self._add(row["attempt"] or 0, row["rank"], row["step_max"], row["ts_min"], row["ts_max"])
+                extent = self._add(row["attempt"] or 0, row["rank"], row["step_max"], row["ts_min"], row["ts_max"])
+                if dataset == "scalars":
+                    extent.last_row, extent.ending = row["seq_max"], None
+        events = (
+            tables["events"].select(["attempt", "seq", "type", "message"]).to_pylist() if "events" in tables else []
+        )
+        for row in events:
+            extent = self.by_attempt[row["attempt"] or 0]
+            found = failure_event(row["message"] or "", is_certain=False) if row["type"] == EventType.ERROR else None
+            if found is not None and row["seq"] > (extent.last_row or -1):
+                extent.ending = ending_after(extent.ending, found[1])
 
-    def _add(self, attempt: int, rank: int | None, step: int | None, first: int | None, last: int | None) -> None:
+    def _add(self, attempt: int, rank: int | None, step: int | None, first: int | None, last: int | None) -> Extent:
         extent = self.by_attempt.setdefault(attempt, Extent())
         extent.first_ts = min((ts for ts in (extent.first_ts, first) if ts is not None), default=None)
         extent.last_ts = _highest(extent.last_ts, last)
@@ -320,6 +335,7 @@ class Extents:
             self.ends[rank] = End(attempt, step, last)
         elif attempt == end.attempt:
             self.ends[rank] = End(attempt, _highest(end.step, step), _highest(end.ts, last))
+        return extent
 
 
 def first_attempt(tables: Mapping[str, pa.Table], known: Iterable[KnownImport]) -> int:
@@ -377,10 +393,10 @@ def _summary(table: pa.Table) -> list[dict[str, int | None]]:
     count = table.num_rows
     columns = {
         name: table.column(name) if name in table.column_names else pa.nulls(count, pa.int64())
-        for name in ("attempt", "rank", "step", "ts")
+        for name in ("attempt", "rank", "step", "ts", "seq")
     }
     columns["ts"] = columns["ts"].cast(pa.int64())
-    wanted = [(name, function) for name in ("step", "ts") for function in ("min", "max")]
+    wanted = [(name, function) for name in ("step", "ts", "seq") for function in ("min", "max")]
     found: list[dict[str, int | None]] = (
         pa.table(columns).group_by(["attempt", "rank"], use_threads=False).aggregate(wanted).to_pylist()
     )

@@ -326,6 +326,8 @@ class _Intake:
         }
         if extent is not None:
             row |= {"started_at": extent.first_ts, "ended_at": extent.last_ts, "last_step": extent.last_step}
+            if extent.ending is not None and not is_last:
+                row["state"], row["reason"] = extent.ending
         shared = ("planned_steps", "world_size", "config")
         return row | {name: value for name, value in self.facts.items() if is_last or name in shared}
 
