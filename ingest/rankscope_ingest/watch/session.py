@@ -123,8 +123,13 @@ async def watching(
     check_logs(sections)
     names = run_names(sections)
     hosts = SshHosts(ask=hooks.ask, now=hooks.now)
-    committed = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, hooks.on_commit)
-    store = WatchStore(folder, writer, compacts=is_alone, on_commit=committed)
+    loop, on_commit = asyncio.get_running_loop(), hooks.on_commit
+    store = WatchStore(
+        folder,
+        writer,
+        compacts=is_alone,
+        on_commit=lambda version: loop.call_soon_threadsafe(functools.partial(on_commit, version)),
+    )
     reporter = Reporter(store, notifiers, deliveries=hooks.deliveries, place=Place.of(folder))
     try:
         session = WatchSession(reporter, hooks.on_change)
