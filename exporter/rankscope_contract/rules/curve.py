@@ -38,8 +38,8 @@ class CurveRule(AnomalyRule):
     the median by `deviations` median deviations of these rows, and in a logarithmic scale by three quarters of that
     number: where values often reach multiples of the median, a multiple is not an anomaly. A deviation is measured
     between values in a row, so that a falling curve does not hide a spike. The rule fires once, at the row that
-    completes `in_a_row` such rows. If it `holds`, it fires again at each further row up to the first one below `ratio`
-    times the same median: a loss that does not return is no spike that is over.
+    completes `in_a_row` such rows. If that is one row, it fires again at each further row up to the first one below
+    `ratio` times the same median: a loss that does not return is no spike that is over.
 
     With `above="highest"`, the value is compared with the highest value before it, and must rise more than three times
     as far as any value before it. A schedule that returns to an earlier value or rises in equal stairs is no anomaly.
@@ -57,7 +57,6 @@ class CurveRule(AnomalyRule):
     deviations: float = 10.0
     in_a_row: int = 1
     skips_pauses: bool = False
-    holds: bool = False
 
     def __post_init__(self) -> None:
         AnomalyRule.__post_init__(self)
@@ -67,6 +66,11 @@ class CurveRule(AnomalyRule):
             if isinstance(given, str) or not all(isinstance(one, str) for one in getattr(self, name)):
                 raise ValueError(f'{self.name}: {name} must be a list of names such as ["loss"], not {given!r}')
             object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @property
+    def holds(self) -> bool:
+        """Return whether the rule fires until the values have returned."""
+        return self.above == "median" and self.in_a_row == 1
 
     def judges(self, kind: str | None, op: str) -> bool:
         """Return whether the series is one of scalars."""
@@ -150,7 +154,7 @@ class Curve:
 
 RANK_RULES: Final = (
     *DEFAULT_RULES,
-    CurveRule(name="LossSpike", ratio=2.0, deviations=12.0, names=("loss",), holds=True),
+    CurveRule(name="LossSpike", ratio=2.0, deviations=12.0, names=("loss",)),
     CurveRule(name="LearningRateJump", ratio=1.5, names=("learning_rate",), above="highest"),
 )
 """The rules that apply on ranks if the user configures none."""
