@@ -41,6 +41,16 @@ def test_repeated_import_stores_only_new_lines(rankscope, log, tmp_path):
     assert f"{log}: jsonl, 3 records, up to step 3; 1 new rows in metrics\n" == done.stdout
 
 
+def test_log_with_times_only_at_its_start_has_no_duration(rankscope, tmp_path):
+    log, store = tmp_path / "train.log", str(tmp_path / "history")
+    head = "2026-11-28 10:00:00 step 0/62 loss 3.0\n2026-11-28 10:00:01 step 1/62 loss 2.9\n"
+    log.write_text(head + "".join(f"step {n}/62 loss {3 - n / 100:.2f}\n" for n in range(2, 63)))
+    rankscope("import", str(log), "--store", store)
+    listed = rankscope("runs", "--store", store).stdout.splitlines()
+
+    assert "2026-11-28 10:00" == listed[1][listed[0].index("started") : listed[0].index("reason")].strip()
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -126,7 +136,7 @@ def test_failure_of_a_log_is_an_incident_with_its_cause_in_every_command(in_proc
     assert "close one with" not in of_log.stdout
     assert f"  end: Failed at step 40: out of memory: {cause}." in summary.stdout
     assert "  incidents: 1, see rankscope incidents oom" in summary.stdout
-    assert "open" not in after.stdout
+    assert '"state": "resolved"' in after.stdout
 
 
 def test_log_that_reached_its_last_planned_step_does_not_report_the_end(in_process, tmp_path):

@@ -103,5 +103,5 @@ class WatchView:
             silence = "" if status.silence is None else f"last row {status.silence:.0f} s ago"
             cells = (printable(status.run), state, f"{steps}{total if steps else ''}", silence)
             row = [Text(cell, style=_STYLES.get(state, "red") if cell is state else "") for cell in cells]
-            table.add_row(*row, Text(f"{status.rows:,} rows stored"))
+            table.add_row(*row, Text(f"{status.values:,} values stored"))
         return table

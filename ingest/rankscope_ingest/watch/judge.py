@@ -13,9 +13,12 @@ from typing import Final
 from rankscope_contract.model.events import RunState
 from rankscope_ingest.base.watch_config import WatchSection
 from rankscope_ingest.watch.rows import LogRows
+from rankscope_view.pages.format import duration
 
 FEWEST_TIMES: Final = 5
 """Number of step times below which a log has no median with which a step is compared."""
+MINUTES_FROM_SECONDS: Final = 600
+"""Time without a row from which the text about it has minutes, hours or days."""
 
 
 class Condition(enum.StrEnum):
@@ -97,9 +100,10 @@ def _stall(rows: LogRows, facts: Facts, limits: WatchSection) -> Verdict | None:
     expected = rows.expected_seconds
     usual = "" if expected is None else f", expected every {expected:.3g} s"
     phase = "" if rows.phase is None else f", {rows.phase} may be in progress"
+    silence = f"{facts.silence:.0f} s" if facts.silence < MINUTES_FROM_SECONDS else duration(facts.silence)
     return Verdict(
         condition=Condition.STALLED,
-        reason=f"no {'row' if rows.rows else 'first row'} for {facts.silence:.0f} s ({facts.clock}){usual}{phase}",
+        reason=f"no {'row' if rows.rows else 'first row'} for {silence} ({facts.clock}){usual}{phase}",
         value=facts.silence,
         baseline=expected,
         threshold=limit,

@@ -19,6 +19,7 @@ KEPT_ROWS: Final = 5_000
 GAPS: Final = 50
 """Number of times between rows over which the expected time between two rows is calculated."""
 
+_COARSE_SECONDS: Final = 2.0
 _MOST_ERRORS: Final = 20
 _TRAINING: Final = frozenset({
     "loss", "learning_rate", "grad_norm", "step_seconds", "samples_per_second", "tokens_per_second", "tflops_per_gpu",
@@ -194,8 +195,14 @@ class LogRows:
 
     @property
     def expected_seconds(self) -> float | None:
-        """Return the expected time between two rows: the median of the last times; None if there is none."""
-        return statistics.median(self._gaps) if self._gaps else None
+        """Return the expected time between two rows: the median of the last times; None if there is none.
+
+        If times of whole seconds are too coarse for a median, the result is their mean.
+        """
+        median = statistics.median(self._gaps) if self._gaps else None
+        times = [row.written for row in list(self.rows)[-GAPS:] if row.written is not None]
+        is_coarse = median is not None and median <= _COARSE_SECONDS and all(time.is_integer() for time in times)
+        return (times[-1] - times[0]) / (len(times) - 1) if is_coarse and times[-1:] > times[:1] else median
 
     def step_times(self, warm_up_rows: int) -> list[float]:
         """Return the step times of the attempt without its first rows and without rows after a checkpoint or the like.

@@ -60,8 +60,8 @@ class LogStatus:
     planned_steps: int | None = None
     silence: float | None = None
     """Seconds since the last row."""
-    rows: int = 0
-    """Number of rows that this process has added to the store."""
+    values: int = 0
+    """Number of values and events that this process has added to the store."""
     clock: str = ""
     unreadable: str | None = None
     """Reason why the log cannot be read; None if it can be read."""
@@ -129,7 +129,7 @@ class LogWatcher:
         self._imported: FileState | None = None
         self._refusal: str | None = None  # reason why the present content of the log cannot be imported
         self._import_due_at = 0.0  # monotonic
-        self._rows_stored = 0
+        self._values_stored = 0
         self.status = LogStatus(
             address=self._address, run=run, condition=Condition.WAITING, reason="the log was not read yet"
         )
@@ -211,7 +211,7 @@ class LogWatcher:
         seconds = time.monotonic() - began
         is_long = seconds > LONG_IMPORT_SECONDS and not outcome.is_first  # the first import stores the complete log
         self._import_due_at = began + (seconds / IMPORT_SHARE if is_long else 0.0)
-        self._rows_stored += outcome.report.rows_stored
+        self._values_stored += outcome.report.rows_stored
         if outcome.is_first and (incarnation := self._intake.incarnation) is not None:
             self._rows.add(await self._store.run(lambda: self._store.recent(self.run_name, incarnation)), None)
         is_live, attempt = self._imported is not None, self._rows.attempt
@@ -374,7 +374,7 @@ class LogWatcher:
             step=None if last is None else last.step,
             planned_steps=self._intake.planned_steps,
             silence=silence,
-            rows=self._rows_stored,
+            values=self._values_stored,
             clock=self._clock.source,
             unreadable=self._unreadable,
             worst=worst,

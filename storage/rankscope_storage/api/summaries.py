@@ -43,7 +43,8 @@ SELECT run, state, coalesce(attempts, 0) AS attempts, coalesce(ranks, 0) AS rank
   coalesce(greatest(runs.last_step, if(state = 'failed', NULL, known.last_step)), known.last_step) AS last_step,
   planned_steps,
   coalesce(started_at, first_ts) AS started_at, ended_at, last_ts AS last_seen_at,
-  round(epoch(coalesce(ended_at, last_ts) - coalesce(started_at, first_ts)), 1) AS seconds, source_kind, reason,
+  round(epoch(coalesce(ended_at, if(source_kind <> 'live' AND state NOT IN ('running', 'stalled'), NULL, last_ts))
+    - coalesce(started_at, first_ts)), 1) AS seconds, source_kind, reason,
   tags, note
 FROM runs FULL JOIN known USING (run)
 ORDER BY 7 DESC NULLS LAST, run

@@ -16,6 +16,9 @@ from rankscope_ingest.base.watch_config import WatchSection
 from rankscope_ingest.watch.session import run_names
 from rankscope_storage.api.store import Writer
 from rankscope_storage.base.errors import StoreError
+from rankscope_storage.connection import connect
+from rankscope_view.data.events import Group, event_lines
+from rankscope_view.data.incidents import incidents
 
 PLANNED = "/   20000 |"
 TRACEBACK = ["Traceback (most recent call last):", "RuntimeError: CUDA error: device-side assert triggered"]
@@ -62,6 +65,10 @@ async def test_finished_training_is_reported_once(watch, replay, slow_lines, tmp
     title = f"[info] r: RunFinished, {replay.path}, step 930: the last planned iteration, 930, was reached"
     assert [title] == watch.receiver.titles
     assert [{"state": "completed"}] == watch.query("SELECT state FROM runs")
+    with connect(watch.folder) as connection:
+        groups = {line.text: line.group for line in event_lines(connection, "r")}
+        assert {} == incidents(connection, ["r"])
+    assert Group.OTHER == groups["the last planned iteration, 930, was reached"]
 
 
 async def test_failures_of_one_machine_are_one_report(watch, replay, slow_lines, tmp_path):
@@ -169,7 +176,7 @@ async def test_young_log_is_imported_when_its_format_is_certain(watch, replay):
     async with watch.session() as session:
         replay.write(lines[:2])
         await session.poll()
-        early = session.statuses[0].rows
+        early = session.statuses[0].values
         replay.write(lines[2:50], seconds=61.0)
         await session.poll()
         replay.write(lines[50:], seconds=10.0)
@@ -277,7 +284,7 @@ async def test_log_without_rows_is_reported_after_the_first_step(watch, replay):
     assert "waiting" == waiting.condition
     assert "has an unknown format" in waiting.reason
     assert (
-        "no first row for 1901 s (clock of this machine), first step may be in progress"
+        "no first row for 31 min 41 s (clock of this machine), first step may be in progress"
         in watch.receiver.messages[0].body
     )
 

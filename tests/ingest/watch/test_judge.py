@@ -39,6 +39,25 @@ def condition(rows: LogRows, silence: float, **facts: object) -> Condition:
     return judge(rows, Facts(silence=silence, quiet=silence, clock="", **facts), LIMITS).condition
 
 
+@pytest.mark.parametrize("seconds", [0.5, 0.7])
+def test_pace_of_rows_whose_times_are_whole_seconds(seconds):
+    texts = [START + dt.timedelta(seconds=int(n * seconds)) for n in range(60)]
+    columns = {"incarnation": "i", "attempt": 0, "rank": None, "name": "loss", "value": 1.0}
+    rows = LogRows()
+    rows.add(
+        {"scalars": pa.Table.from_pylist([columns | {"seq": n, "step": n, "ts": at} for n, at in enumerate(texts)])}, 0
+    )
+
+    assert seconds == pytest.approx(rows.expected_seconds, rel=0.03)
+
+
+@pytest.mark.parametrize(("silence", "text"), [(63.0, "63 s"), (7500.0, "2 h 5 min"), (31937537.0, "369 d 15 h")])
+def test_long_time_without_a_row_has_large_units(silence, text):
+    found = judge(rows_of([1.0] * 30), Facts(silence=silence, quiet=silence, clock="clock"), LIMITS)
+
+    assert f"no row for {text} (clock), expected every 1 s" == found.reason
+
+
 @pytest.mark.parametrize(
     ("seconds", "every", "silence", "expected"),
     [

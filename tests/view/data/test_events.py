@@ -43,6 +43,17 @@ def test_event_without_a_time_follows_the_row_of_its_step(tmp_path):
     assert [251, 250, 250] == [line.step for line in found.lines[place - 1 : place + 2]]
 
 
+def test_completed_end_of_a_run_is_no_restart_and_no_incident(tmp_path):
+    done = event("r", "exit", 9, START + 9, details={"reason": "completed"}, message="[after training is done]")
+    killed = event("r", "exit", 9, START + 9, attempt=1, details={"reason": "signal"}, message="killed")
+    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
+        append(writer, events=events([done, killed]))
+    with connect(tmp_path / "store") as connection:
+        groups = {line.text: line.group for line in event_lines(connection, "r")}
+
+    assert {"[after training is done]": Group.OTHER, "killed": Group.RESTART} == groups
+
+
 def test_log_of_one_group_has_only_this_group(connection):
     loss, evaluations = read_history(connection, MAIN, "loss"), read_history(connection, MAIN, "eval_loss")
     found = event_log(event_lines(connection, MAIN), loss, (), evaluations, groups={Group.CHECKPOINT}, newest=5)

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from rankscope_contract.model.events import EventType, subject_name
+from rankscope_contract.model.events import RUN_FINISHED, EventType, ExitReason, subject_name
 from rankscope_contract.model.phases import Phase
 from rankscope_storage.api.summaries import INCIDENT_GAP_STEPS
 from rankscope_storage.connection import Connection
@@ -29,7 +29,7 @@ class Group(enum.StrEnum):
     STEP = "step"
     EVALUATION = "evaluation"
     CHECKPOINT = "checkpoint"
-    RESTART = "restart"  # start and end of attempts
+    RESTART = "restart"  # start of attempts, and ends that are no completion
     INCIDENT = "incident"
     OTHER = "other"
 
@@ -80,7 +80,8 @@ line AS (
     max(severity) FILTER (severity = 'critical') AS critical, max(severity) AS severity,
     arg_min(tensor, place) AS tensor, arg_min(op, place) AS op,
     arg_min(value, place) AS value, arg_min(message, place) AS message,
-    min(CASE WHEN type = 'phase' AND json_valid(details) THEN details::JSON->>'$.phase' END) AS phase,
+    max(CASE type WHEN 'phase' THEN details::JSON->>'$.phase' WHEN 'exit' THEN details::JSON->>'$.reason' END)
+      FILTER (json_valid(details)) AS phase,
     max(coalesce(ordinal, 0)) AS ordinal
   FROM event
   GROUP BY attempt, stretch, step IS NULL, type, rule,
@@ -226,6 +227,8 @@ def _line(row: dict[str, Any]) -> EventLine:
     group = _GROUPS.get(kind, Group.OTHER)
     if kind == EventType.PHASE:
         group = _OF_PHASE.get(row["phase"], Group.OTHER)
+    elif row["rule"] == RUN_FINISHED or (kind == EventType.EXIT and row["phase"] == ExitReason.COMPLETED):
+        group = Group.OTHER  # neither a fault nor a restart
     text = row["message"] or row["rule"] or kind.replace("_", " ")
     if kind == EventType.ANOMALY:
         more = f" and {row['events'] - 1:,} more" if row["events"] > 1 else ""

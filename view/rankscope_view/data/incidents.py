@@ -13,6 +13,7 @@ from rankscope_contract.model.events import (
     EVALUATION_NAME,
     RULES_OF_RUNS,
     RUN_FAILED,
+    RUN_FINISHED,
     Severity,
     is_open,
     subject_name,
@@ -37,9 +38,11 @@ CAUSAL_PLACE: Final = f"""\
 """SQL of a sort key of anomalies of an attempt, which puts the first cause first."""
 
 
-_REPORTED: Final = """\
+_REPORTED: Final = f"""\
 SELECT run, attempt, rank, step, epoch(ts) AS at, severity, rule, kind, tensor, op, value, baseline, threshold, message,
-  details FROM events WHERE type = 'incident' AND run IN (SELECT unnest($runs))
+  details
+FROM events
+WHERE type = 'incident' AND rule IS DISTINCT FROM '{RUN_FINISHED}' AND run IN (SELECT unnest($runs))
 ORDER BY run, ordinal, ts, details NULLS FIRST, rank NULLS FIRST, tensor NULLS FIRST"""
 
 _ENDS: Final = """\

@@ -282,7 +282,7 @@ def _run_row(row: Mapping[str, Any], newest: Newest, listed: Sequence[Incident])
         speed=speeds.get(speed_name or ""),
         speed_name=speed_name,
         speeds=speeds,
-        eta_seconds=newest.etas.get(run),
+        eta_seconds=None if row["state"] == RunState.STALLED else newest.etas.get(run),
         sparkline=newest.sparklines.get(run, NO_CURVE),
         incidents=tuple(one for one in listed if one.is_open),
     )

@@ -103,8 +103,8 @@ def _progress(found: RunDetail) -> str:
     row = found.row
     if row.step is None:
         return "No step is stored."
-    ends = [at for at in (row.ended_at, row.seen_at) if at is not None]
-    spent = f" in {duration(max(0.0, ends[0] - row.started_at))}" if row.started_at is not None and ends else ""
+    end = row.seen_at if row.ended_at is None and row.is_live else row.ended_at
+    spent = f" in {duration(max(0.0, end - row.started_at))}" if row.started_at is not None and end is not None else ""
     attempts = f"{' and' if spent else ' in'} {len(found.restarts) + 1} attempts" if found.restarts else ""
     if row.state in {RunState.FAILED, RunState.STOPPED} and not row.end_sentence:
         planned = f" of {count(row.planned_steps)}" if row.planned_steps else ""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rankscope_contract.model.events import EventType
 from rankscope_contract.model.schema import IMPORT_PREFIX
@@ -285,10 +286,20 @@ class Extent:
     first_ts: int | None = None
     last_ts: int | None = None
     last_step: int | None = None
+    first_row: int | None = None
     last_row: int | None = None
     """Sequence number of the last row with numbers."""
+    last_timed_row: int | None = None
+    """Sequence number of the last row with a time."""
     ending: tuple[str, str] | None = None
     """State and reason of an end according to the errors after this row."""
+
+    @property
+    def ended_at(self) -> int | None:
+        """The last time, or None if it is that of the beginning: most rows are after it, or it is the only time."""
+        first, last, timed = self.first_row or 0, self.last_row or 0, self.last_timed_row or 0
+        is_of_beginning = last > first and (self.first_ts == self.last_ts or timed - first < last - timed)
+        return None if is_of_beginning else self.last_ts
 
 
 class Extents:
@@ -314,6 +325,8 @@ class Extents:
         for dataset, table in tables.items():
             for row in _summary(table):
                 extent = self._add(row["attempt"] or 0, row["rank"], row["step_max"], row["ts_min"], row["ts_max"])
+                extent.first_row = _lowest(extent.first_row, row["seq_min"])
+                extent.last_timed_row = _highest(extent.last_timed_row, row["timed_max"])
                 if dataset == "scalars":
                     extent.last_row, extent.ending = row["seq_max"], None
         events = (
@@ -327,7 +340,7 @@ class Extents:
 
     def _add(self, attempt: int, rank: int | None, step: int | None, first: int | None, last: int | None) -> Extent:
         extent = self.by_attempt.setdefault(attempt, Extent())
-        extent.first_ts = min((ts for ts in (extent.first_ts, first) if ts is not None), default=None)
+        extent.first_ts = _lowest(extent.first_ts, first)
         extent.last_ts = _highest(extent.last_ts, last)
         extent.last_step = _highest(extent.last_step, step)
         end = self.ends.get(rank)
@@ -396,7 +409,8 @@ def _summary(table: pa.Table) -> list[dict[str, int | None]]:
         for name in ("attempt", "rank", "step", "ts", "seq")
     }
     columns["ts"] = columns["ts"].cast(pa.int64())
-    wanted = [(name, function) for name in ("step", "ts", "seq") for function in ("min", "max")]
+    columns["timed"] = pc.if_else(columns["ts"].is_valid(), columns["seq"], None)
+    wanted = [(name, function) for name in ("step", "ts", "seq", "timed") for function in ("min", "max")]
     found: list[dict[str, int | None]] = (
         pa.table(columns).group_by(["attempt", "rank"], use_threads=False).aggregate(wanted).to_pylist()
     )
@@ -405,3 +419,7 @@ def _summary(table: pa.Table) -> list[dict[str, int | None]]:
 
 def _highest(*values: int | None) -> int | None:
     return max((value for value in values if value is not None), default=None)
+
+
+def _lowest(*values: int | None) -> int | None:
+    return min((value for value in values if value is not None), default=None)

@@ -325,7 +325,7 @@ class _Intake:
             "reason": NO_END if is_last else "the log returns to an earlier step",
         }
         if extent is not None:
-            row |= {"started_at": extent.first_ts, "ended_at": extent.last_ts, "last_step": extent.last_step}
+            row |= {"started_at": extent.first_ts, "ended_at": extent.ended_at, "last_step": extent.last_step}
             if extent.ending is not None and not is_last:
                 row["state"], row["reason"] = extent.ending
         shared = ("planned_steps", "world_size", "config")
