@@ -48,10 +48,10 @@ CAUSAL_STAGE: Final[dict[str, int]] = {
 }
 """Position of each kind in the causal order of a step. A fault appears first at the kind with the lowest position."""
 
-SCALAR_STAGE: Final = 5.5
+SCALAR_STAGE: Final = 6.5
 """Position of scalars in the causal order of a step.
 
-Scalars, such as the gradient norm, summarise the tensors of the same step.
+Scalars, such as the gradient norm, summarise the tensors of the same step: the reduced gradients before clipping.
 """
 
 LOSS_STAGE: Final = 1.5

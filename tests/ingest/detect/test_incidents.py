@@ -512,13 +512,20 @@ ACTIVATION = {"kind": "act_out", "tensor": "3", "op": "norm", "value": 80.0, "ba
         ),
         (
             [
+                rule_fired("AnomalyNan", op="grad_norm", value=float("nan")),
+                rule_fired("AnomalyNan", **{**GRADIENT, "op": "nans", "kind": "grad_reduced"}),
+            ],
+            "[warning] r: AnomalyNan in grad_reduced of 5.bias, rank 0, step 216: 80 elements are NaN",
+        ),
+        (
+            [
                 rule_fired("AnomalyNan", **{**GRADIENT, "op": "nans"}, micro_step=0),
                 rule_fired("AnomalyNan", op="loss", value=float("nan")),
             ],
             "[warning] r: AnomalyNan in loss, rank 0, step 216: loss became NaN",
         ),
     ],
-    ids=["spike", "activation", "gradient before a NaN loss", "NaN loss"],
+    ids=["spike", "activation", "gradient before a NaN loss", "gradient norm", "NaN loss"],
 )
 def test_first_cause_of_gradients_and_a_spike_of_the_loss_is_the_loss(rows, title):
     """The forward pass computes the loss before the gradients of the step."""
