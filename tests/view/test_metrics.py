@@ -47,6 +47,7 @@ def store(tmp_path_factory) -> Path:
     with Store.open(path, create=True).claim(owner="a test") as writer:
         broken = np.where(STEPS % 50 == 7, np.nan, wave)
         names = {"loss": 5 - STEPS / 100, "my_metric": 2.0 * STEPS, "val/accuracy": STEPS / 200, "broken": broken}
+        names |= {"diverged": np.where(STEPS > 190, np.nan, wave)}
         names |= {HOSTILE: wave, LONG: wave, "host_cpu_utilization": wave}
         labelled = [
             ("acc", wave + number, STEPS, json.dumps({"key": name}, separators=(",", ":")))
@@ -146,15 +147,28 @@ def test_own_series_have_titles_with_units_for_people(chromium, address):
 def test_chart_shows_values_labels_and_gaps(chromium, address):
     opened(chromium, f"{address}/runs/own")
     chromium.run("document.querySelector('#metricsearch').scrollIntoView()")
-    for name in ("my_metric", "acc", "val/accuracy"):
+    for name in ("my_metric", "acc", "val/accuracy", "diverged"):
         chromium.run(f"{panel(name)}.scrollIntoView()")
         chromium.wait(drawn(name))
 
     assert "398.0" in chromium.run(legend("my_metric"))
+    assert ["rawNaN", "smoothedNaN"] == chromium.run(legend("diverged")).split()  # as the header of the page states it
     assert "key top1" in chromium.run(legend("acc"))
     assert "key top5" in chromium.run(legend("acc"))
     assert "smoothed" not in chromium.run(legend("val/accuracy"))  # an evaluation is a mean already
     assert "logged as val/loss" in chromium.run("document.querySelector('#chart-eval_loss').innerText")
+
+
+def test_perplexity_has_a_logarithmic_axis_after_a_spike_of_the_loss(tmp_path):
+    path = tmp_path / "store"
+    with Store.open(path, create=True).claim(owner="a test") as writer:
+        for run, spike in (("calm", 9.0), ("spiked", 21.4)):
+            losses = scalars(run, "loss", STEPS, np.where(STEPS == 100, spike, 5 - STEPS / 100))
+            append(writer, scalars=losses, runs=run_row(run, "completed", source_kind="jsonl"))
+    pages = [Site(path).respond(("runs", run), {}).body.decode() for run in ("calm", "spiked")]
+
+    assert "{&quot;name&quot;: &quot;perplexity&quot;, &quot;log&quot;: false" in pages[0]
+    assert "{&quot;name&quot;: &quot;perplexity&quot;, &quot;log&quot;: true" in pages[1]
 
 
 def test_page_of_a_run_has_its_configuration(chromium, address):
@@ -223,6 +237,11 @@ def test_report_draws_the_metrics(store, chromium, tmp_path):
     chromium.wait("document.querySelector('#chart-my_metric .uplot')")
 
     assert "398.0" in chromium.run("document.querySelector('#chart-my_metric .legend').innerText")
+    titles = chromium.run("[...document.querySelectorAll('[id^=chart-] h2')].map((one) => one.innerText)")
+    assert {"my_metric", "val/accuracy", LONG, "Evaluation loss"} <= set(titles)
+    assert [HOSTILE[:27]] == [one[:27] for one in titles if one.startswith("<")]
+    entries = "[...document.querySelectorAll('#chart-eval_loss .legend span')].map((one) => one.childNodes[1].data)"
+    assert ["training loss, EMA 0.9", "evaluation"] == chromium.run(entries)
 
 
 def test_comparison_has_the_metrics_of_both_runs(chromium, address, store):

@@ -20,7 +20,7 @@ from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
 from rankscope_view.data.detail import read_detail
 from rankscope_view.pages.fragment import fragment
-from rankscope_view.pages.report import condensed
+from rankscope_view.pages.report import condensed, sentences
 from rankscope_view.report import embedded_curves, offered_axes, read_content, report
 from rankscope_view.site import Site
 
@@ -59,6 +59,16 @@ def test_run_of_any_shape_has_a_report_that_begins_with_its_state(made, run):
     for part in ("Summary", "Curves", "Incidents", "Events", "Configuration"):
         assert part in found.text
     assert "<script>alert" not in made(run)
+
+
+def test_first_sentences_state_that_an_incident_is_resolved(connection):
+    content = read_content(connection, MAIN, made_at=NOW, source="history")
+    over = [dataclasses.replace(one, states=(*one.states, (None, "resolved"))) for one in content.incidents]
+    row = dataclasses.replace(content.detail.row, incidents=())
+    summary = dataclasses.replace(content.summary, detail=dataclasses.replace(content.detail, row=row))
+    *_, found = sentences(dataclasses.replace(content, incidents=over, summary=summary))
+
+    assert found.endswith(" became NaN at step 46 (resolved), and 1 more incident.")
 
 
 def test_report_refers_to_nothing_outside_of_itself(made):

@@ -106,6 +106,7 @@ def kept_line(line: Line) -> dict[str, Any]:
     value, low, high, smoothed = (_rounded(column) for column in (line.value, line.low, line.high, line.smoothed))
     return {
         "label": line.label,
+        "role": line.role,
         "x": places,
         "step": None if line.step.tolist() == places else line.step.tolist(),
         "value": value,

@@ -121,8 +121,9 @@ def test_page_has_the_changed_command_and_the_usual_speed(folder):
     of_ranks = Reader(site.respond(("compare",), ranks).body.decode()).text
 
     assert "command train.py --lr=0.0001 train.py --lr=0.001" in runs
-    assert "s/step 0.5500 0.5500 0" in runs
-    assert "s/step 0.5000 0.6000 +0.1000" in of_ranks
+    assert "s/step, newest 20 steps 0.5500 0.5500 0" in runs
+    assert "s/step, newest 20 steps 0.5000 0.6000 +0.1000" in of_ranks
+    assert "0.5500 s/step median, newest 20 steps" in Reader(site.respond(("runs", "same"), {}).body.decode()).text
 
 
 def test_curves_of_all_sides_have_their_letters(folder):

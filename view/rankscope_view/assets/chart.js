@@ -274,9 +274,10 @@ export class Chart {
     const main = this.options.tensor ? this.series.find((one) => one.style === "main") : undefined;
     const newest = main?.x[main.y.findLastIndex((one) => one !== null)] ?? places[places.length - 1];
     const x = isPointed ? places[index] : newest;
-    const isBad = isPointed && curve.nonfinite.some(([first, last]) => x >= first && x <= last);
+    const bad = curve.nonfinite.findLast(([first, last]) => last >= x && (isPointed ? x >= first : curve.lines.length < 2));
+    const value = (/** @type {Series} */ series) => (bad && !isPointed ? null : valueAt(series, x)); // of the newest row, which may be NaN
     const entries = this.entries();
-    const texts = entries.map(([, style, , series]) => (series && style !== "limit" && style !== "baseline" ? valueText(valueAt(series, x), isBad) : null));
+    const texts = entries.map(([, style, , series]) => (series && style !== "limit" && style !== "baseline" ? valueText(value(series), bad?.[2]) : null));
     const hasPlace = isPointed || Boolean(this.options.tensor);
     const key = JSON.stringify([hasPlace, entries.map(([mark, style, word], at) => [mark, style, word, texts[at] === null])]);
     if (key !== this.entriesKey) {
@@ -349,10 +350,10 @@ export class Chart {
 
 /**
  * @param {number | null} value
- * @param {boolean} isBad whether an absent value is NaN
+ * @param {string} [bad] the label of the range of values that are not finite, such as "NaN 40–60", if it is absent there
  */
-function valueText(value, isBad) {
-  return value === null && isBad ? "NaN" : shown(value);
+function valueText(value, bad) {
+  return value === null && bad ? bad.replace(/ [^ ]*$/, "") : shown(value);
 }
 
 /**

@@ -10,11 +10,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from rankscope_contract.metrics.catalogue import SCALAR_TITLES
 from rankscope_view.data.curves import Axis, Curve, Smoothing, curve, notice
 from rankscope_view.data.history import History
 from rankscope_view.figures import lines, style
 from rankscope_view.pages.format import measure
+from rankscope_view.pages.run import title as title_of
 
 SIZE: Final = (15.0, 8.0)
 AVERAGE_ROWS: Final = 20
@@ -45,13 +45,13 @@ def overlay(
     `title` replaces the name and the number of the runs. The runs differ by colour, line style and marker, so that a
     grey print distinguishes them.
     """
-    words = SCALAR_TITLES.get(name, name.replace("_", " "))
+    words = title_of(name)
     with style.style(_TEXT_SIZE):
         figure = style.new_figure(*SIZE)
         axes: Axes = figure.subplots()
         known = [(label, history) for label, history in histories if np.isfinite(history.value).any()]
         runs = f"{len(known)} run{'' if len(known) == 1 else 's'}"
-        axes.set_title(style.shown(title or f"{words[:1].upper()}{words[1:]} of {runs}"))
+        axes.set_title(style.shown(title or f"{words} of {runs}"))
         if not known:
             style.show_nothing(axes, f"no run has a finite {words}")
             return figure

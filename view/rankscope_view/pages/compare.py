@@ -228,7 +228,7 @@ def _figures(sides: Sequence[ComparedSide]) -> Iterator[tuple[str, list[str], st
         "Best evaluation": [_best(one) for one in sides],
         "Gradient norm": [one.newest(GRAD_NORM) for one in sides],
         "Learning rate": [one.newest(LEARNING_RATE) for one in sides],
-        "s/step": [one.newest(STEP_SECONDS, SPEED_STEPS) for one in sides],
+        f"s/step, newest {SPEED_STEPS} steps": [one.newest(STEP_SECONDS, SPEED_STEPS) for one in sides],
         "Before collective, s": [one.newest(PRE_COLLECTIVE_SECONDS, SPEED_STEPS) for one in sides],
     }
     yield "Step", [count(one) for one in steps], _change(steps)

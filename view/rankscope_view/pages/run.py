@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -16,6 +17,7 @@ from rankscope_view.data.detail import CHARTS, PERPLEXITY, RECENT_ROWS, STEP_SEC
 from rankscope_view.data.events import NEWEST, EventLine, EventLog, Group
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, SPEEDS, History
 from rankscope_view.data.metrics import Metrics
+from rankscope_view.data.newest import SPEED_STEPS
 from rankscope_view.data.runs import RunRow
 from rankscope_view.pages import svg
 from rankscope_view.pages.format import NOTHING, count, duration, measure, percent, short, text, utc
@@ -54,6 +56,9 @@ _HINTS: Final = {
     LEARNING_RATE: "Warm-up, then the shape of the schedule. A jump at a restart is a changed setting.",
     EVAL_LOSS: "Training falls while evaluation rises: overfitting.",
 }
+_LARGEST_PERPLEXITY: Final = math.exp(20)
+"""Largest perplexity of a linear axis. The loss of a model that knows nothing of 1,000,000 tokens is 13.8."""
+
 GOODPUT: Final = "goodput"
 _SPEED_HINT: Final = "Dips at checkpoints are normal. A level that remains lower is not."
 _TITLES: Final = {
@@ -138,7 +143,8 @@ def is_long(curves: Mapping[str, Curve]) -> bool:
 
 def title(name: str) -> str:
     """Return the title of the chart of a scalar."""
-    return _TITLES.get(name) or SCALAR_TITLES.get(name) or name.replace("_", " ").capitalize()
+    own = name.replace("_", " ").capitalize() if name in CHARTS else name
+    return _TITLES.get(name) or SCALAR_TITLES.get(name) or own
 
 
 def scalar_words(name: str) -> str:
@@ -148,7 +154,8 @@ def scalar_words(name: str) -> str:
         known = json.loads(brace + labels) if brace else {}
     except ValueError:
         plain, known = name, {}
-    return ", ".join((title(plain).lower(), *(f"{key} {value}" for key, value in known.items())))
+    words = title(plain).lower() if plain in CHARTS else title(plain)
+    return ", ".join((words, *(f"{key} {value}" for key, value in known.items())))
 
 
 def header(place: Place, found: RunDetail) -> str:
@@ -215,7 +222,8 @@ def _figures(place: Place, found: RunDetail) -> Iterator[tuple[str, str, str, st
         if not len(history):
             continue
         changed = speed_change(history) if row.is_live else None
-        line = "" if changed is None else f"{signed(changed[0])} since step {count(changed[1])}"
+        line = f"median, newest {SPEED_STEPS} steps"
+        line += "" if changed is None else f", {signed(changed[0])} since step {count(changed[1])}"
         value = row.speeds.get(name, float(history.value[-1]))
         shown = measure(value) if name == STEP_SECONDS else short(value)
         label = "Throughput, all ranks" if name in _SUMMED and (row.world_size or 0) > 1 else "Throughput"
@@ -327,17 +335,18 @@ def chart_panel(
     if ranks > 1 and name in _SUMMED:
         note += " per rank"
     note = ", ".join(part for part in (note, f"logged as {source}" if source else "") if part)
-    is_log = choice.is_log or name == GRAD_NORM
+    # After a spike of the loss, a linear axis of its exponential would show nothing else.
+    is_log = choice.is_log or name == GRAD_NORM or (name == PERPLEXITY and curve.range()[1] > _LARGEST_PERPLEXITY)
     legend = '<span class="legend"></span><button class="save" title="Save as CSV or PNG" aria-label="Save">⤓</button>'
     below = f'<p class="notice">{notice(curve)} · <span class="axisword">{axis}</span>{_MARKS}{OUTSIDE}</p>'
     known = {"name": name, "log": is_log, "fixed": name == GRAD_NORM, "zero": name in (LEARNING_RATE, *SPEEDS)}
-    height = 240 if name == LOSS else 150
+    height, heading = 240 if name == LOSS else 150, text(title(name))
     body = (
         f'{f"<p class=hint>{hint}</p>" if hint else ""}<div class="plot{" tall" if name == LOSS else ""}" '
-        f'data-chart="{text(json.dumps(known))}" tabindex="0" role="group" aria-label="{title(name)}">'
+        f'data-chart="{text(json.dumps(known))}" tabindex="0" role="group" aria-label="{heading}">'
         f"{svg.line_chart(curve, label=title(name), height=height, width=820 if is_main else 400, is_cut=choice.is_cut)}</div>{below if is_main and name == LOSS else ''}"
     )
-    return panel(title(name), body, note=text(note), aside=legend, kind="chartbox", name=f"chart-{name}")
+    return panel(heading, body, note=text(note), aside=legend, kind="chartbox", name=f"chart-{text(name)}")
 
 
 def _no_loss(place: Place, found: RunDetail) -> str:

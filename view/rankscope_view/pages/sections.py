@@ -164,14 +164,17 @@ def _speed(found: Summary) -> Iterator[tuple[str, str]]:
         ranks = throughput.ranks
         each = f"{throughput.unit}{' per rank' if ranks > 1 else ''}"
         source = "" if throughput.source == throughput.name else f", from {throughput.source}"
-        yield "throughput", f"{short(throughput.median)} {each} (median{source})"
+        yield "throughput", f"{short(throughput.median)} {each} (median of all steps{source})"
         if ranks > 1 and throughput.name != "steps_per_second":
             yield "of all ranks", f"{short(throughput.median * ranks)} {throughput.unit} (median × {ranks} ranks)"
         yield "P10", f"{short(throughput.low)} {each}, {_rows(throughput.rows_below)} below"
     if found.stored.tokens_per_second is not None and (throughput is None or throughput.name != "tokens_per_second"):
         yield "tokens", f"{found.stored.tokens_per_second:,.0f} tokens/s"
     if speed.step_seconds is not None and speed.first_step_seconds is not None:
-        yield "step time", f"{speed.step_seconds:.4g} s (median; first step {speed.first_step_seconds:.4g} s)"
+        yield (
+            "step time",
+            f"{speed.step_seconds:.4g} s (median of all steps; first step {speed.first_step_seconds:.4g} s)",
+        )
     if speed.time_spent:
         yield "time of a step", speed.time_spent
     for name, share in (("data wait", speed.data_wait), ("collective wait", speed.collective)):
