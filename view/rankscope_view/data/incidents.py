@@ -50,13 +50,16 @@ SELECT run, coalesce(attempt, 0) AS attempt, max(last_step) AS last_step
 FROM (SELECT run, attempt, last_step FROM attempts UNION ALL SELECT run, attempt, last_step FROM runs)
 WHERE run IN (SELECT unnest($runs)) AND last_step IS NOT NULL GROUP BY ALL"""
 
-# An import of a failed log stores the state of the attempt, and no incident.
+# An import of a failed log stores the state of the attempt, and no incident. A service reports the failure of a live
+# attempt when it is final which rank failed first; until then, the incident has the key of that report.
 _FAILED: Final = f"""\
-SELECT run, attempt, last_step AS step, last_step, reason AS message, epoch(ended_at) AS at, 'critical' AS severity,
-  '{RUN_FAILED}' AS rule, EXISTS (
+SELECT run, attempt, if(source_kind = 'live', NULL, last_step) AS step, last_step, reason AS message,
+  epoch(ended_at) AS at, 'critical' AS severity,
+  '{RUN_FAILED}' AS rule, if(source_kind = 'live', concat('{RUN_FAILED}:', attempt, ':', run),
+    concat('{RUN_FAILED}-', coalesce(attempt, 0))) AS key, EXISTS (
     SELECT 1 FROM attempts AS later WHERE later.run = failed.run AND later.attempt > failed.attempt
       AND (later.state = 'completed' OR later.last_step > failed.last_step)) AS is_over
-FROM attempts AS failed WHERE state = 'failed' AND source_kind <> 'live' AND run IN (SELECT unnest($runs))"""
+FROM attempts AS failed WHERE state = 'failed' AND run IN (SELECT unnest($runs))"""
 
 # Without anomalies, as in most runs, this takes a fifth of the time of the statement that groups them.
 _WITH_ANOMALIES: Final = """\
@@ -143,9 +146,10 @@ def incidents(connection: Connection, runs: Sequence[str]) -> dict[str, list[Inc
     ungrouped = [run for run in runs if all(one.rule in RULES_OF_RUNS for one in found.get(run, ()))]
     if ungrouped:
         ungrouped = connection.query(_WITH_ANOMALIES, {"runs": ungrouped})["run"].to_pylist()
-    failed = [run for run in runs if all(one.rule != RUN_FAILED for one in found.get(run, ()))]
+    failed = {(one.run, one.attempt or 0) for listed in found.values() for one in listed if one.rule == RUN_FAILED}
     groups = _groups(connection, ungrouped) if ungrouped else ()
-    for one in (*groups, *_failures(connection, failed)):
+    failures = (one for one in _failures(connection, runs) if (one.run, one.attempt or 0) not in failed)
+    for one in (*groups, *failures):
         if (one.run, one.key) in closings:
             last = _reported(one.key, closings[one.run, one.key])
             one = replace(one, states=(*one.states, *last.states), closed_by=last.closed_by)  # noqa: PLW2901 - its end
@@ -187,11 +191,11 @@ def _groups(connection: Connection, runs: Sequence[str]) -> Iterator[Incident]:
 
 
 def _failures(connection: Connection, runs: Sequence[str]) -> Iterator[Incident]:
-    """Yield the failures of attempts of imported logs. A failure is resolved if a later attempt passes its step."""
+    """Yield the failures of attempts. A failure is resolved if a later attempt passes its step."""
     for row in connection.query(_FAILED, {"runs": list(runs)}).to_pylist():
         states = ((row.pop("at"), "opened"), *([(None, "resolved")] if row.pop("is_over") else []))
         absent: dict[str, Any] = dict.fromkeys(("rank", "kind", "tensor", "op", "value", "baseline", "threshold"))
-        yield Incident(**row, **absent, key=f"{RUN_FAILED}-{row['attempt'] or 0}", events=1, ranks=(), states=states)
+        yield Incident(**row, **absent, events=1, ranks=(), states=states)
 
 
 def _urgency(one: Incident) -> tuple[Any, ...]:
