@@ -64,6 +64,7 @@ async def test_curve_is_complete_and_progress_is_one_number(page, tmp_path, monk
 
     Once, the sender of rows fails.
     """
+    ten_seconds = 10_000_000
     fails = [False, False, False, True]
     changed = LiveTails.changed
 
@@ -75,10 +76,12 @@ async def test_curve_is_complete_and_progress_is_one_number(page, tmp_path, monk
     monkeypatch.setattr(LiveTails, "changed", fragile)
     changes = {"ingest.flush_after_seconds": 2.0}
     async with running_service(tmp_path / "store", **changes) as service, FakeRank(planned_steps=9) as rank:
-        rank.publish_steps(3)
+        for step in range(3):
+            rank.publish(step=step, ts=ten_seconds * step, scalars=[{"name": "loss", "value": step + 1.0}])
         await rank.register(service.url)
         await eventually(lambda: service.rows("FROM runs WHERE state = 'running'"))
-        rank.publish_steps(2)
+        for step in (3, 4):
+            rank.publish(step=step, ts=ten_seconds * step, scalars=[{"name": "loss", "value": step + 1.0}])
         await eventually(lambda: len(rank.polls) > 3)
         await in_thread(page.open, f"{service.url}/runs/r")
         await in_thread(page.wait, "document.querySelector('#chart-loss .uplot')")
@@ -89,10 +92,10 @@ async def test_curve_is_complete_and_progress_is_one_number(page, tmp_path, monk
             polls = len(rank.polls)
             rank.publish(step=None, scalars=[{"name": "host_cpu_utilization", "value": 1.0}])
             await eventually(lambda before=polls: len(rank.polls) > before + 2)
-            rank.publish(step=step, scalars=[{"name": "loss", "value": float(step)}])
+            rank.publish(step=step, ts=ten_seconds * step, scalars=[{"name": "loss", "value": float(step)}])
             await shows_step(page, step)
         points = sorted(await in_thread(page.run, POINTS))
-        rank.publish(step=9, scalars=[{"name": "loss", "value": 9.0}])
+        rank.publish(step=9, ts=9 * ten_seconds, scalars=[{"name": "loss", "value": 9.0}])
         await ends(rank, service)
         await in_thread(page.wait, "document.querySelector('#head .pill.completed')")
         await in_thread(page.wait, "document.querySelector('#following').innerText === 'History'")
@@ -106,6 +109,8 @@ async def test_curve_is_complete_and_progress_is_one_number(page, tmp_path, monk
     assert sorted(steps) == steps
     assert 9 == steps[-1]
     assert [f"{min(round(100 * step / 9, 1), 100):g} %" for step in steps] == [text.split(" · ")[1] for text in noted]
+    left = [text.split(" · ")[2].split(",")[0] for text in noted if " left" in text]
+    assert [f"{10 * (9 - step)} s left" for step in steps if step < 9] == left
     assert 1 == sum("/data/curve?" in one and "name=loss" in one for one in requests)
     assert [] == page.problems
 
@@ -161,21 +166,25 @@ async def test_page_opened_before_its_run_shows_the_run_and_then_its_incident(pa
         await in_thread(page.open, f"{service.url}/runs/r")
         missing = await in_thread(page.run, "document.querySelector('main').innerText")
         page.problems.clear()  # the answers 404
-        async with FakeRank() as rank:
-            rank.publish_steps(3)
+        async with FakeRank(world_size=2) as rank, FakeRank(world_size=2, rank=1) as other:
             await rank.register(service.url)
+            await in_thread(page.wait, "document.querySelector('#no-loss')?.innerText.startsWith('Waiting for')", 15)
+            rank.publish_steps(3)
+            other.publish_steps(2)
+            await other.register(service.url)
             await in_thread(page.wait, f"{panel}?.includes('None.')", 15)
+            await in_thread(page.wait, "document.querySelector('#chart-loss')?.innerText.includes('1 of 2 ranks')", 15)
             page.problems.clear()
             details = '{"reason": "exception", "exception": "ValueError: boom"}'
             rank.publish(step=None, events=[{"type": "exit", "severity": "critical", "details": details}])
             await in_thread(page.wait, "document.querySelector('#head .pill.failed')", 15)
-            await in_thread(page.wait, "document.querySelector('#tabs .count')?.innerText === '1'", 15)
-            await in_thread(page.wait, f"!{panel}.includes('None.')")
-            shown = await in_thread(page.run, panel)
+            count = "document.querySelector('#tabs .count')?.innerText"
+            shown = await in_thread(page.run, f"[{panel}, document.title, {count}]")
         await leave(page)
 
     assert "This page loads again every 2 s until the run appears." in missing
-    assert "exception at step 2" in shown
+    assert ("1 open incident: r · Rankscope", "1") == (shown[1], shown[2])
+    assert "rank 0: exception\n" in shown[0]
     assert [] == page.problems
 
 

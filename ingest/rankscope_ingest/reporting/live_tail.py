@@ -53,13 +53,14 @@ class _Step:
         """Return the scalars for JSON: by name those of the first labels, and by name and labels all with labels.
 
         A scalar has the mean, the lowest and the highest value, which are null if the mean is not finite. A throughput
-        has the sum over ranks, too.
+        has the sum over ranks, too, and the loss the number of ranks.
         """
         found: dict[str, Any] = {}
         for name, labels in sorted(self.scalars, reverse=True):
             values = self.scalars[name, labels].values()
             total = sum(values)
-            row = [total / len(values), min(values), max(values), *([total] if name in _SUMMED else [])]
+            more = [total] if name in _SUMMED else [len(values)] if name == "loss" else []
+            row = [total / len(values), min(values), max(values), *more]
             found[name] = found[f"{name}{labels}"] = row if math.isfinite(total) else [None, None, None]
         return found
 

@@ -32,14 +32,14 @@ async def rows(tails: LiveTails, seen: int = 0):
     return number, json.loads(text)
 
 
-async def test_value_of_a_step_is_the_mean_of_all_ranks():
+async def test_loss_of_a_step_is_the_mean_of_all_ranks_with_their_number():
     tails = LiveTails()
     with tails.viewing("r"):
         tails.add(body(0, {7: 2.0, 8: 3.0}))
         tails.add(body(1, {7: 4.0}))
         _, found = await rows(tails)
 
-    assert [[0, 7, 7.0, {"loss": [3.0, 2.0, 4.0]}], [0, 8, 8.0, {"loss": [3.0, 3.0, 3.0]}]] == found
+    assert [[0, 7, 7.0, {"loss": [3.0, 2.0, 4.0, 2]}], [0, 8, 8.0, {"loss": [3.0, 3.0, 3.0, 1]}]] == found
 
 
 async def test_late_rank_changes_all_steps_from_its_own_on():
@@ -103,7 +103,7 @@ async def test_page_that_is_opened_gets_rows_that_are_not_stored_yet():
     with tails.viewing("r"):
         _, found = await rows(tails)
 
-    assert [(1, {"eval_loss": [0.5] * 3}), (2, {"loss": [3.0, 1.0, 5.0]}), (3, {"loss": [1.0] * 3})] == [
+    assert [(1, {"eval_loss": [0.5] * 3}), (2, {"loss": [3.0, 1.0, 5.0, 2]}), (3, {"loss": [1.0, 1.0, 1.0, 1]})] == [
         (step, values) for _, step, _, values in found
     ]
 

@@ -108,6 +108,22 @@ export function shown(value) {
 }
 
 /**
+ * Return a duration as text in its two largest units, as the server does.
+ * @param {number} seconds
+ * @returns {string}
+ */
+export function duration(seconds) {
+  if (seconds > 1000 * 365.25 * 86_400) return "over 1,000 years";
+  if (seconds < 10) return `${seconds.toFixed(1)} s`;
+  const whole = Math.round(seconds);
+  for (const [size, unit, smaller, small] of /** @type {[number, string, number, string][]} */ ([[86_400, "d", 3600, "h"], [3600, "h", 60, "min"], [60, "min", 1, "s"]])) {
+    const rest = Math.floor((whole % size) / smaller);
+    if (whole >= size) return `${Math.floor(whole / size)} ${unit}${rest ? ` ${rest} ${small}` : ""}`;
+  }
+  return `${whole} s`;
+}
+
+/**
  * Return a large number with three digits and a factor, such as `625 k` or `1.2 M`, as the server does.
  * @param {number} value
  * @returns {string}

@@ -1,9 +1,7 @@
 // The newest rows of a live run in the header and in the event log, before they are stored.
-import { grouped, short, shown } from "./logic.js";
-import { valuesOf } from "./tail.js";
+import { duration, grouped, short, shown } from "./logic.js";
+import { SPEEDS, SUMMED, contextOf, median, ranksNote, secondsLeft, valuesOf } from "./tail.js";
 
-const SUMMED = ["tokens_per_second", "samples_per_second"];
-const SPEEDS = [...SUMMED, "steps_per_second", "step_seconds"];
 const SPEED_STEPS = 20;
 const MOST_LINES = 200;
 /** Least time in milliseconds between two changes of the event log, because each change draws all of its lines again. */
@@ -43,8 +41,7 @@ export function showNewest(rows) {
  * @param {boolean} isSummed
  */
 function usual(rows, name, isSummed) {
-  const found = rows.slice(-SPEED_STEPS).map((row) => valuesOf(row, name)).flatMap((one) => (one ? [(isSummed ? one[3] : one[0]) ?? one[0] ?? NaN] : [])).sort((a, b) => a - b);
-  return ((found[(found.length - 1) >> 1] ?? NaN) + (found[found.length >> 1] ?? NaN)) / 2;
+  return median(rows.slice(-SPEED_STEPS).map((row) => valuesOf(row, name)).flatMap((one) => (one ? [(isSummed ? one[3] : one[0]) ?? one[0] ?? NaN] : [])));
 }
 
 /**
@@ -57,9 +54,13 @@ export function showLatest() {
   const newer = latest.filter((row) => row[0] >= attempt);
   const newest = newer.reduce((one, row) => (row[2] >= one[2] ? row : one), newer[0]);
   const own = newer.filter((row) => row[0] === newest[0]);
-  const rows = own.filter((row) => row[0] > attempt || row[1] > at);
+  const isLive = Boolean(head?.querySelector("[data-left]")); // a failed run has rows of the step in which it failed
+  const rows = own.filter((row) => row[0] > attempt || (isLive && row[1] > at));
   const last = rows.at(-1);
   if (!last) return newest;
+  const word = /** @type {HTMLElement | null} */ (document.querySelector("#chart-loss [data-ranks]"));
+  const ranks = Number(word?.dataset.ranks ?? 0);
+  setText(word, ranksNote(own, ranks) || (ranks > 1 ? `mean of ${ranks} ranks` : word?.textContent ?? ""));
   for (const place of /** @type {NodeListOf<HTMLElement>} */ (head?.querySelectorAll("[data-value]") ?? [])) {
     const name = place.dataset.value ?? "";
     if (name === "step") setText(place, grouped(last[1]));
@@ -69,13 +70,33 @@ export function showLatest() {
     const isSummed = SUMMED.includes(name);
     const value = SPEEDS.includes(name) ? usual(own, name, isSummed) : (values[0] ?? NaN);
     setText(place, isSummed ? short(value) : shown(value));
+    place.parentElement?.classList.toggle("bad", !Number.isFinite(value));
+    const line = place.closest("dd")?.lastElementChild ?? null;
+    setText(line, contextOf(name, own, line?.textContent ?? "", ranks));
   }
   const planned = Number(head?.dataset.planned);
   const [bar, width] = [head?.querySelector(".bar rect + rect"), Math.min(1000, (1000 * last[1]) / planned).toFixed(1)];
   if (planned && bar && bar.getAttribute("width") !== width) bar.setAttribute("width", width);
   const most = last[1] < planned ? 999 : 1000;
   setText(head?.querySelector("[data-share]") ?? null, `${Math.min(most, Math.round((1000 * last[1]) / planned)) / 10} %`);
+  showLeft(head?.querySelector("[data-left]") ?? null, secondsLeft(own, planned), last[2]);
   return newest;
+}
+
+/**
+ * Show the time left after the step at the time `from`, unless it is unknown or no step is left.
+ * @param {Element | null} place
+ * @param {number} seconds
+ * @param {number} from
+ */
+function showLeft(place, seconds, from) {
+  const end = new Date((from + seconds) * 1000);
+  const about = Number.isNaN(end.getTime()) ? "" : `, about ${end.toUTCString().slice(5, 11)}${end.toUTCString().slice(16, 22)} UTC`;
+  const texts = seconds > 0 ? [" · ", duration(seconds), ` left${about}`] : [];
+  if (!place || place.textContent === texts.join("")) return;
+  const bold = document.createElement("b");
+  bold.textContent = texts[1] ?? "";
+  place.replaceChildren(...(texts.length ? [texts[0], bold, texts[2]] : []));
 }
 
 function addLatest() {

@@ -1,10 +1,10 @@
 // Rows of a live run that are not in the store yet: they extend the curves of the server. No function touches the document.
 
-import { STRENGTH } from "./logic.js";
+import { STRENGTH, grouped, shown } from "./logic.js";
 
 /** @typedef {import("./logic.js").Curve} Curve */
 /** @typedef {import("./logic.js").State} State */
-/** @typedef {[number, number, number, Record<string, (number | null)[]>]} Row attempt, step, UTC seconds, and by name: mean, lowest, highest, sum */
+/** @typedef {[number, number, number, Record<string, (number | null)[]>]} Row attempt, step, UTC seconds, and by name: mean, lowest, highest, and the sum of a throughput or the number of ranks of the loss */
 /** @typedef {{curve: Curve, choice: string, shown: Curve, last: Row | undefined}} Grown a curve of the server, the same with rows behind it, and the last of these rows */
 
 const KEPT = 600;
@@ -31,6 +31,106 @@ export function merged(known, rows) {
 export function valuesOf(row, name) {
   if (name !== "perplexity") return row[3][name];
   return row[3].loss?.map((one) => (one === null ? null : Math.exp(one)));
+}
+
+const PACE = { steps: 100, seconds: 30, rows: 10, parts: 5 };
+const RECENT_ROWS = 100;
+export const SUMMED = ["tokens_per_second", "samples_per_second"];
+export const SPEEDS = [...SUMMED, "steps_per_second", "step_seconds"];
+
+/**
+ * Return the median; NaN of no values.
+ * @param {number[]} values
+ * @returns {number}
+ */
+export function median(values) {
+  const sorted = [...values].sort((a, b) => a - b);
+  return ((sorted[(sorted.length - 1) >> 1] ?? NaN) + (sorted[sorted.length >> 1] ?? NaN)) / 2;
+}
+
+/**
+ * Return the time of the remaining steps at the median pace of five parts of the newest rows, as the server does; NaN if
+ * it is unknown.
+ * @param {Row[]} rows of one attempt
+ * @param {number} planned
+ * @returns {number}
+ */
+export function secondsLeft(rows, planned) {
+  const last = rows.at(-1);
+  if (!last) return NaN;
+  const recent = rows.filter((row, at) => at >= rows.length - PACE.rows - 1 || (row[1] > last[1] - PACE.steps && row[2] > last[2] - PACE.seconds));
+  const marks = [...new Set([...Array(PACE.parts + 1).keys()].map((part) => Math.floor(((recent.length - 1) * part) / PACE.parts)))].map((at) => recent[at]);
+  return (planned - last[1]) * median(marks.slice(1).map((row, at) => (row[2] - marks[at][2]) / (row[1] - marks[at][1])));
+}
+
+/**
+ * Return the number of ranks in the newest loss if ranks are missing, such as `1 of 2 ranks`; else an empty text.
+ * @param {Row[]} rows
+ * @param {number} most the number of ranks that is known
+ */
+export function ranksNote(rows, most) {
+  const counts = rows.flatMap((row) => row[3].loss?.[3] ?? []);
+  const of = Math.max(most, ...counts);
+  return counts.length && counts[counts.length - 1] < of ? `${counts[counts.length - 1]} of ${of} ranks` : "";
+}
+
+/**
+ * Return the line below a value in the header, over rows that the page has received; empty if they are too few.
+ * @param {string} name
+ * @param {Row[]} rows of one attempt
+ * @param {string} before the line of the server
+ * @param {number} ranks the number of ranks that log the loss
+ * @returns {string}
+ */
+export function contextOf(name, rows, before, ranks) {
+  const own = rows.filter((row) => valuesOf(row, name));
+  const values = own.map((row) => valuesOf(row, name)?.[0] ?? NaN);
+  const recent = values.slice(-RECENT_ROWS).filter(Number.isFinite);
+  if (name === "learning_rate") {
+    const change = recent[recent.length - 1] - recent[0];
+    return recent.length < 2 ? "" : change ? `${change < 0 ? "falling" : "rising"} in ${recent.length} rows` : "constant";
+  }
+  if (name === "grad_norm") return recent.length < 2 ? "" : `median ${shown(median(recent))} in ${recent.length} rows`;
+  if (name === "loss") return ranksNote(own, ranks) || changeOf(values, own, before);
+  return SPEEDS.includes(name) ? speedChange(values, own) : before;
+}
+
+/**
+ * @param {number} value
+ * @param {number} digits
+ */
+function signed(value, digits) {
+  return `${value < 0 ? "−" : "+"}${Number(Math.abs(value).toPrecision(digits))}`;
+}
+
+/**
+ * Return the change of the loss over its newest rows; of a loss that is not finite, its last finite value.
+ * @param {number[]} values
+ * @param {Row[]} own
+ * @param {string} before
+ */
+function changeOf(values, own, before) {
+  const finite = values.findLastIndex(Number.isFinite);
+  if (finite < 0) return before.startsWith("last finite") ? before : "";
+  if (finite < values.length - 1) return `last finite ${shown(values[finite])} at step ${grouped(own[finite][1])}`;
+  const rows = Math.min(RECENT_ROWS, values.length >> 1);
+  const newest = values.slice(-2 * rows);
+  if (rows < 5 || !newest.every(Number.isFinite)) return "";
+  return `${signed(median(newest.slice(rows)) - median(newest.slice(0, rows)), 3)} in ${rows} rows`;
+}
+
+/**
+ * Return the change of the newest speed against the median, of at least a tenth, and the step since which it holds.
+ * @param {number[]} values
+ * @param {Row[]} own
+ */
+function speedChange(values, own) {
+  const [usual, newest] = [median(values), median(values.slice(-Math.max(5, Math.floor(values.length / 100))))];
+  const change = newest / usual - 1;
+  if (values.length < 40 || !(Math.abs(change) >= 0.1)) return "";
+  const limit = usual * (1 + change / 2);
+  const since = values.findLastIndex((value) => (change > 0 ? value < limit : value > limit)) + 1;
+  return `${change < 0 ? "−" : "+"}${Math.round(100 * Math.abs(change))} % since step ${grouped(own[Math.min(since, own.length - 1)][1])}`;
 }
 
 /**

@@ -197,12 +197,13 @@ def _progress(row: RunRow) -> str:
     parts = [f"{step} of {count(row.planned_steps)} steps" if row.planned_steps else f"step {step}"]
     if row.share is not None:
         parts.append(f"<span data-share>{percent(row.share)}</span>")
-    if row.is_live and row.eta_seconds is not None:
-        about = f", about {utc((row.seen_at or 0) + row.eta_seconds, '%d %b %H:%M')} UTC" if row.seen_at else ""
-        parts.append(f"<b>{duration(row.eta_seconds)}</b> left{about}")
+    about, left = "", row.eta_seconds if row.is_live else None
+    if left:
+        about = f", about {utc(row.seen_at + left, '%d %b %H:%M')} UTC" if row.seen_at else ""
+        about = f" · <b>{duration(left)}</b> left{about}"
     if not row.is_live and row.started_at and row.ended_at:
         parts.append(f"ran for {duration(max(0.0, row.ended_at - row.started_at))}")
-    return " · ".join(parts)
+    return " · ".join(parts) + (f"<span data-left>{about}</span>" if row.is_live else "")
 
 
 def _figures(place: Place, found: RunDetail) -> Iterator[tuple[str, str, str, str]]:
@@ -330,7 +331,9 @@ def chart_panel(
     hint = _HINTS.get(name, _SPEED_HINT if name in SPEEDS else "")
     axis = next(line for axis, _, line in AXES if axis is choice.request.axis)
     ranks, logging = found.row.world_size or 0, found.row.loss_ranks + found.row.loss_ranks_missing
-    of_loss = f"mean of {logging} ranks" if logging > 1 else "logged by 1 rank" if logging and ranks > 1 else ""
+    of_loss = "logged by 1 rank" if logging == 1 < ranks else ""
+    if logging > 1:
+        of_loss = found.row.loss_note or f"mean of {logging} ranks"
     note = {LOSS: of_loss, PERPLEXITY: "exp(loss)", **SPEED_UNITS}.get(name, "")
     if ranks > 1 and name in _SUMMED:
         note += " per rank"
@@ -346,13 +349,19 @@ def chart_panel(
         f'data-chart="{text(json.dumps(known))}" tabindex="0" role="group" aria-label="{heading}">'
         f"{svg.line_chart(curve, label=title(name), height=height, width=820 if is_main else 400, is_cut=choice.is_cut)}</div>{below if is_main and name == LOSS else ''}"
     )
-    return panel(heading, body, note=text(note), aside=legend, kind="chartbox", name=f"chart-{text(name)}")
+    note = text(note)
+    if name == LOSS:  # live rows change the number of ranks
+        note = note.replace(of_loss, f'<span data-ranks="{logging}">{of_loss}</span>', 1)
+    return panel(heading, body, note=note, aside=legend, kind="chartbox", name=f"chart-{text(name)}")
 
 
 def _no_loss(place: Place, found: RunDetail) -> str:
     others = ", ".join(text(title(name).lower()) for name in found.histories) or "no other curve"
     link = f'<a class="button" href="{place.url("runs", found.row.run, "tensors")}">Tensors</a>'
-    return f'<div class="panel blank" id="no-loss" data-live>{icon("unknown")}<strong>This run logs no loss</strong><p>Stored: {others}.</p>{link}</div>'
+    words = f"<strong>This run logs no loss</strong><p>Stored: {others}.</p>{link}"
+    if found.row.is_live and found.row.step is None:
+        words = "<strong>Waiting for the first step</strong>"
+    return f'<div class="panel blank" id="no-loss" data-live>{icon("unknown")}{words}</div>'
 
 
 def _incidents(place: Place, row: RunRow) -> str:
