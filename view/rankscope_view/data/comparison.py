@@ -185,12 +185,13 @@ def compared_values(runs: Sequence[Summary]) -> tuple[ComparedValue, ...]:
         "gradient norm": [one.parameters.grad_norm for one in runs],
         "restarts": [len(one.detail.restarts) for one in runs],
         "incidents": [one.incidents for one in runs],
-        "step seconds": [one.speed.step_seconds for one in runs],
+        "step seconds (median of all steps)": [one.speed.step_seconds for one in runs],
         "GPU utilisation": [None if one.utilization is None else one.utilization.value for one in runs],
     }
     for name in sorted({one.speed.throughput.unit for one in runs if one.speed.throughput is not None}):
         found = [one.speed.throughput for one in runs]
-        columns[name] = [None if one is None or one.unit != name else one.median for one in found]
+        values = [None if one is None or one.unit != name else one.median for one in found]
+        columns[f"{name} (median of all steps)"] = [*values]
     for name in sorted({evaluation.name for one in runs for evaluation in one.evaluations}):
         best = [{evaluation.name: evaluation for evaluation in one.evaluations}.get(name) for one in runs]
         columns[f"last {name}"] = [None if one is None else one.last for one in best]

@@ -47,11 +47,11 @@ def _row(place: Place, run: str, one: Incident) -> str:
     return (
         f'<tr class="{"" if one.is_open else "off"}"><td><a href="{url}">{incident_line(one)}</a></td><td class="n">{count(one.step)}</td>'
         f'<td class="n rare">{count(one.attempt)}</td><td class="n rare">{count(one.events)}</td>'
-        f'<td class="rare">{utc(one.opened_at, "%Y-%m-%d %H:%M:%S")}</td><td>{_state(one)}</td></tr>'
+        f'<td class="rare">{utc(one.opened_at, "%Y-%m-%d %H:%M:%S")}</td><td>{last_state(one)}</td></tr>'
     )
 
 
-def _state(one: Incident) -> str:
+def last_state(one: Incident) -> str:
     """Return whether an incident is open, and its last state, with the user and the note of its end."""
     state = one.states[-1][1] if one.states else "opened"
     return f"{'open, ' if one.is_open else ''}{text(' by '.join(filter(None, (state, one.closed_by))))}"
@@ -83,7 +83,7 @@ def page(place: Place, row: RunRow, one: Incident, story: Story) -> str:
     """Return the page of one incident."""
     severity = "critical" if one.is_critical else "warning"
     word = "Critical" if one.is_critical else "Warning"
-    words = "open" if one.is_open else _state(one)
+    words = "open" if one.is_open else last_state(one)
     state = f"{words[:1].upper()}{words[1:]}"
     kind = "pending" if one.is_open else "completed"
     ranks = f"Ranks concerned: {rank_list(story.ranks)}." if story.ranks else ""

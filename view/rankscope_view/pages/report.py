@@ -158,8 +158,8 @@ def _first_incident(found: Sequence[Incident]) -> Iterator[str]:
         return
     first = found[0]
     more = f", and {count(len(found) - 1)} more incident{'' if len(found) == 2 else 's'}" if len(found) > 1 else ""
-    resolved = "" if first.is_open else " (resolved)"
-    yield f"{incident_page.sentence(first)}{resolved}{more}."
+    ended = "" if first.is_open else f" ({incident_page.last_state(first)})"
+    yield f"{incident_page.sentence(first)}{ended}{more}."
 
 
 def _curves(content: ReportContent) -> str:
