@@ -66,13 +66,13 @@ export function showLatest() {
     if (name === "step") setText(place, grouped(last[1]));
     const row = rows.findLast((one) => valuesOf(one, name));
     const values = row && valuesOf(row, name);
+    const line = place.closest("dd")?.lastElementChild ?? null;
+    setText(line, contextOf(name, own, line?.textContent ?? "", ranks, at));
     if (!values) continue;
     const isSummed = SUMMED.includes(name);
     const value = SPEEDS.includes(name) ? usual(own, name, isSummed) : (values[0] ?? NaN);
     setText(place, isSummed ? short(value) : shown(value));
     place.parentElement?.classList.toggle("bad", !Number.isFinite(value));
-    const line = place.closest("dd")?.lastElementChild ?? null;
-    setText(line, contextOf(name, own, line?.textContent ?? "", ranks));
   }
   const planned = Number(head?.dataset.planned);
   const [bar, width] = [head?.querySelector(".bar rect + rect"), Math.min(1000, (1000 * last[1]) / planned).toFixed(1)];

@@ -75,15 +75,19 @@ export function ranksNote(rows, most) {
 }
 
 /**
- * Return the line below a value in the header, over rows that the page has received; empty if they are too few.
+ * Return the line below a value in the header, over rows that the page has received; empty if they are too few. Without a
+ * row with the value, as of a gradient norm from stored statistics, it is the step up to which the server knew the value.
  * @param {string} name
  * @param {Row[]} rows of one attempt
  * @param {string} before the line of the server
  * @param {number} ranks the number of ranks that log the loss
+ * @param {number} at the step of the header of the server
  * @returns {string}
  */
-export function contextOf(name, rows, before, ranks) {
+export function contextOf(name, rows, before, ranks, at) {
+  if (!["loss", "learning_rate", "grad_norm", ...SPEEDS].includes(name)) return before;
   const own = rows.filter((row) => valuesOf(row, name));
+  if (!own.length) return at < 0 ? "" : `up to step ${grouped(at)}`;
   const values = own.map((row) => valuesOf(row, name)?.[0] ?? NaN);
   const recent = values.slice(-RECENT_ROWS).filter(Number.isFinite);
   if (name === "learning_rate") {
@@ -92,7 +96,7 @@ export function contextOf(name, rows, before, ranks) {
   }
   if (name === "grad_norm") return recent.length < 2 ? "" : `median ${shown(median(recent))} in ${recent.length} rows`;
   if (name === "loss") return ranksNote(own, ranks) || changeOf(values, own, before);
-  return SPEEDS.includes(name) ? speedChange(values, own) : before;
+  return speedChange(values, own);
 }
 
 /**
