@@ -41,6 +41,19 @@ def test_repeated_import_stores_only_new_lines(rankscope, log, tmp_path):
     assert f"{log}: jsonl, 3 records, up to step 3; 1 new rows in metrics\n" == done.stdout
 
 
+def test_error_and_checkpoint_without_a_time_have_that_of_the_row_before(rankscope, tmp_path):
+    log, store = tmp_path / "train.log", str(tmp_path / "history")
+    rows = [f"2026-11-28 10:00:{n:02d} step {n} loss {3 - n / 100:.2f}\n" for n in range(40)]
+    log.write_text("".join([*rows, "Saved checkpoint at step 39\n", "RuntimeError: disk full\n"]))
+    rankscope("import", str(log), "--store", store)
+    asked = "SELECT type, strftime(ts, '%H:%M:%S') AS at FROM events WHERE step = 39 ORDER BY seq"
+
+    assert (
+        "type,at\ncheckpoint,10:00:39\nerror,10:00:39\n"
+        == rankscope("sql", asked, "--format", "csv", "--store", store).stdout
+    )
+
+
 def test_log_with_times_only_at_its_start_has_no_duration(rankscope, tmp_path):
     log, store = tmp_path / "train.log", str(tmp_path / "history")
     head = "2026-11-28 10:00:00 step 0/62 loss 3.0\n2026-11-28 10:00:01 step 1/62 loss 2.9\n"

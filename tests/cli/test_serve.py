@@ -77,6 +77,23 @@ def test_service_prints_its_address_and_stops_cleanly(tmp_path, ending):
     assert log.read_text().endswith("stopped; 0 rows stored, 0 rows not stored\n")
 
 
+def test_service_prints_the_followed_logs_their_states_and_their_rows(tmp_path):
+    log, followed, config = tmp_path / "log", tmp_path / "train.jsonl", tmp_path / "service.toml"
+    followed.write_text("".join(f'{{"step": {n}, "loss": 3.0, "total_steps": 29}}\n' for n in range(30)))
+    config.write_text(f'[[watch]]\nlog = "{followed}"\nrun = "old"\npoll_seconds = 0.1\nsettle_seconds = 0\n')
+    with serving(log, config, "--store", tmp_path / "history", "--listen", "127.0.0.1:0") as (process, _):
+        deadline = time.monotonic() + 30
+        while "info: old  finished  the last planned step, 29, was reached" not in log.read_text():
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+    stored = re.search(r"stopped; (\d+) rows stored, 0 rows not stored\n$", log.read_text())
+
+    assert f"info: following {followed} as the run old, every 0.1 s" in log.read_text()
+    assert int(stored[1]) >= 30
+
+
 @pytest.mark.parametrize("output", ["a closed pipe", "a full disk"])
 def test_service_under_nohup_outlives_its_terminal(tmp_path, output):
     with socket.create_server(("127.0.0.1", 0)) as free:

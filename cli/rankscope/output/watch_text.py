@@ -26,23 +26,17 @@ _STYLES: Final = {
     "failed": "red",
     "stopped": "bright_black",
 }
-UNREADABLE: Final = "unreadable"
-
-
-def state_of(status: LogStatus) -> str:
-    """Return the condition of the training, or `unreadable`."""
-    return status.condition.value if status.unreadable is None else UNREADABLE
 
 
 def status_line(status: LogStatus) -> str:
     """Return the state of a log, the reason and the source of the clock as one line."""
     if status.unreadable is not None:
-        return printable(f"{status.run}  {UNREADABLE}  cannot read the log: {status.unreadable}")
+        return printable(f"{status.run}  {status.state}  cannot read the log: {status.unreadable}")
     parts = [
-        status.reason.removeprefix(f"{state_of(status)} "),
+        status.reason.removeprefix(f"{status.state} "),
         *([] if not status.clock or status.clock in status.reason else [status.clock]),
     ]
-    return printable(f"{status.run}  {state_of(status)}  {'; '.join(parts)}")
+    return printable(f"{status.run}  {status.state}  {'; '.join(parts)}")
 
 
 class WatchView:
@@ -69,8 +63,8 @@ class WatchView:
         """Print a line if the state of the log has changed, and update the table."""
         before = self._statuses.get(status.address)
         self._statuses[status.address] = status
-        if before is None or state_of(before) != state_of(status):
-            self._print(status_line(status), _STYLES.get(state_of(status), "red"))
+        if before is None or before.state != status.state:
+            self._print(status_line(status), _STYLES.get(status.state, "red"))
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
 
@@ -97,7 +91,7 @@ class WatchView:
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
         for status in self._statuses.values():
-            state = state_of(status)
+            state = status.state
             steps = "" if status.step is None else f"step {status.step:,}"
             total = "" if status.planned_steps is None else f" / {status.planned_steps:,}"
             silence = "" if status.silence is None else f"last row {status.silence:.0f} s ago"

@@ -92,8 +92,7 @@ class Service:
             deliveries=deliveries,
             place=lambda: Place.of(Path(config.store.path), f"{self._api.url}{config.service.base_path}"),
         )
-        # Nothing sends the rows of followed logs to their pages.
-        hooks = Hooks(deliveries=deliveries, on_commit=lambda version: self._pages.committed(version, ["events"]))
+        hooks = Hooks(deliveries=deliveries, on_commit=self._on_commit_of_log)
         self._watched = WatchedLogs(config, writer, notifiers, hooks)
         self._stalls = StallHandler(self._monitor, self._announcer, fetcher.stacks, spawn=self._spawn)
         self._exporters = ExternalExporters(config, batcher, metrics)
@@ -201,6 +200,10 @@ class Service:
         self._pages.committed(commit.version, [*commit.rows, *states])
         for target in self._monitor.committed(batch, commit.rows, commit.seconds):
             self._polling.poke(target.incarnation)
+
+    def _on_commit_of_log(self, commit: Commit) -> None:
+        self._pages.committed(commit.version, ["events"])  # nothing sends the rows of followed logs to their pages
+        self._pipeline.rows_stored += sum(commit.rows.values())
 
     async def _drain(self, flushing: asyncio.Task[None]) -> None:
         """Poll the remaining records of live ranks, commit them, acknowledge them to the ranks, and send notifications.

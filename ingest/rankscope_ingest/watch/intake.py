@@ -71,11 +71,11 @@ class WatchStore:
     """
 
     def __init__(
-        self, folder: Path, writer: Writer, *, compacts: bool, on_commit: Callable[[int], object] = lambda _: None
+        self, folder: Path, writer: Writer, *, compacts: bool, on_commit: Callable[[Commit], object] = lambda _: None
     ) -> None:
         """With `compacts`, small files are merged after every 50 commits. In the service, the service does this.
 
-        `on_commit` is called in the thread of the store with the version of each commit.
+        `on_commit` is called in the thread of the store with each commit.
         """
         self.folder = folder
         self._writer = writer
@@ -94,7 +94,7 @@ class WatchStore:
     def append(self, batch: Batch) -> Commit:
         """Store the rows of `batch`."""
         commit = self._writer.append(batch)
-        self._on_commit(commit.version)
+        self._on_commit(commit)
         self._commits += 1
         if self._compacts and self._commits % COMPACT_EVERY_COMMITS == 0:
             self._writer.compact()

@@ -34,6 +34,7 @@ from rankscope_ingest.watch.reports import (
 )
 from rankscope_ingest.watch.rows import LogRows
 from rankscope_ingest.watch.ssh import Ask, UntrustedHostError
+from rankscope_storage.api.store import Commit
 from rankscope_storage.base.errors import ShardLostError, StoreError
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,11 @@ class LogStatus:
     """Highest severity of the incidents that were open when the training finished; None without one."""
 
     @property
+    def state(self) -> str:
+        """Return the condition of the training, or `unreadable`."""
+        return "unreadable" if self.unreadable else self.condition.value
+
+    @property
     def is_normal(self) -> bool:
         """Return whether the log can be read, and the training is neither disturbed nor ended with an incident."""
         normal = {Condition.WAITING, Condition.TRAINING, Condition.FINISHED}
@@ -88,7 +94,7 @@ class Hooks:
     """Functions that a session calls, the counters of its notifications, and its sources of time."""
 
     on_change: OnChange = lambda _: None
-    on_commit: Callable[[int], None] = lambda _: None  # with the version of the store
+    on_commit: Callable[[Commit], object] = lambda _: None
     deliveries: Deliveries | None = None
     ask: Ask | None = None
     now: Callable[[], float] = time.time

@@ -233,6 +233,12 @@ class BlockBuilder:
         """True if at least 200,000 scalars or 200,000 records are collected, so that they should be stored now."""
         return len(self._values) >= BLOCK_ROWS or len(self._records) >= BLOCK_ROWS
 
+    @property
+    def last_ts(self) -> int | None:
+        """Time of the last record, which events after it without a time have; None if it has none."""
+        ts: int | None = (self._records[-1] if self._records else self._last)[2]
+        return ts
+
     def record(
         self, *, step: int | None = None, rank: int | None = None, ts: int | None = None, origin: str, attempt: int = 0
     ) -> None:
@@ -240,9 +246,9 @@ class BlockBuilder:
         self._records.append((step, rank, ts, None if ts is None else origin, attempt))
 
     def record_of_event(self, *, rank: int | None, ts: int | None, origin: str) -> None:
-        """Begin a record for events of a line without a step; it has the step and the attempt of the last record."""
+        """Begin a record for events of a line without a step, which is at the place and time of the last record."""
         step, *_, attempt = self._records[-1] if self._records else self._last
-        self.record(step=step, rank=rank, ts=ts, origin=origin, attempt=attempt)
+        self.record(step=step, rank=rank, ts=self.last_ts if ts is None else ts, origin=origin, attempt=attempt)
 
     def scalar(self, name: str, value: float, unit: str | None = None, labels: str | None = None) -> None:
         """Add a scalar with this name, value, unit and labels (JSON) to the current record."""

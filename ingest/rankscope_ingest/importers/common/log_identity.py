@@ -326,9 +326,9 @@ class Extents:
             for row in _summary(table):
                 extent = self._add(row["attempt"] or 0, row["rank"], row["step_max"], row["ts_min"], row["ts_max"])
                 extent.first_row = _lowest(extent.first_row, row["seq_min"])
-                extent.last_timed_row = _highest(extent.last_timed_row, row["timed_max"])
-                if dataset == "scalars":
+                if dataset == "scalars":  # an event may have the time of the row before it
                     extent.last_row, extent.ending = row["seq_max"], None
+                    extent.last_timed_row = _highest(extent.last_timed_row, row["timed_max"])
         events = (
             tables["events"].select(["attempt", "seq", "type", "message"]).to_pylist() if "events" in tables else []
         )

@@ -168,7 +168,8 @@ class ObjectReader:
             # A row of an evaluation begins no attempt: its step may be that of a checkpoint, or an epoch.
             counted = None if is_aside else step
             attempt = self._streams.attempt(record.rank, counted, record.epoch(), record.writer, value)
-        builder.record(step=step, rank=record.rank, ts=record.ts, origin=FROM_LOG, attempt=attempt)
+        ts = builder.last_ts if record.ts is None and record.event is not None else record.ts
+        builder.record(step=step, rank=record.rank, ts=ts, origin=FROM_LOG, attempt=attempt)
         self.has_advanced = False
         if not is_aside and record.split not in EVALUATION_SPLITS and _LAST_ENTRY not in document and record.is_row():
             self._see_row(record.rank, step)
