@@ -12,12 +12,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.events import RunState
+from rankscope_contract.rules.curve import SLOW_STEPS
 from rankscope_ingest.base.config import NotifySection, RunsSection
 from rankscope_ingest.detect.incidents import IncidentTracker
 from rankscope_ingest.detect.symptoms import symptoms
 from rankscope_ingest.runs.incident import Incident
 from rankscope_ingest.runs.models import Attempt, Liveness, Rank
+from rankscope_ingest.runs.text import wrong_values
 from rankscope_ingest.runs.tracker import RunTracker
+from rankscope_ingest.watch.judge import Verdict
 
 
 class LogAnomalies:
@@ -34,9 +37,15 @@ class LogAnomalies:
         """Add an incident that an earlier process has stored."""
         (self._incidents.restore if is_open else self._incidents.remember)(incident)
 
-    def open(self) -> list[Incident]:
-        """Return the open incidents."""
-        return self._incidents.open()
+    def with_open(self, verdict: Verdict) -> Verdict:
+        """Return `verdict`, that training finished, with the number and the worst of the open incidents."""
+        found = [one for one in self._incidents.open() if one.first.rule != SLOW_STEPS]  # they end with the training
+        if not found:
+            return verdict
+        worst = max(found, key=lambda incident: incident.first.urgency)
+        cause = f"{wrong_values(worst) or worst.first.rule} at step {worst.first.step}"
+        reason = f"finished with {len(found)} open incident{'s' if len(found) > 1 else ''}: {cause}"
+        return dataclasses.replace(verdict, reason=reason, severity=worst.severity)
 
     def observe(self, events: Sequence[pa.Table], now: float, *, stride: int) -> list[Incident]:
         """Return the new incidents of `events`, the tables of anomalies in the order of the log.

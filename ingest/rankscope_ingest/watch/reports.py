@@ -12,7 +12,6 @@ import logging
 import math
 import time
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 from rankscope_contract.model.events import (
@@ -24,7 +23,6 @@ from rankscope_contract.model.events import (
     RUN_STOPPED,
     Severity,
 )
-from rankscope_contract.rules.curve import SLOW_STEPS
 from rankscope_ingest.base.background import start_task
 from rankscope_ingest.notify.announcer import RETRY_SECONDS, Announcer, resolved_message
 from rankscope_ingest.notify.deliveries import Deliveries
@@ -98,17 +96,6 @@ def guide_of(rows: Sequence[LogRow], planned_steps: int | None) -> tuple[str, ..
             course = ", ".join(filter(None, (course, wrong if len(finite) < len(values) else "")))
             lines.append(f"{name}: {course}; in a normal training: {hint}")
     return tuple(lines)
-
-
-def with_open_incidents(verdict: Verdict, listed: Iterable[Incident]) -> Verdict:
-    """Return `verdict`, that training finished, with the number, the first and the severity of its open incidents."""
-    found = [incident for incident in listed if incident.first.rule != SLOW_STEPS]  # slow steps end with the training
-    if not found:
-        return verdict
-    worst = max(found, key=lambda incident: incident.first.urgency)
-    cause = f"{wrong_values(worst) or worst.first.rule} at step {worst.first.step}"
-    reason = f"finished with {len(found)} open incident{'s' if len(found) > 1 else ''}: {cause}"
-    return replace(verdict, reason=reason, severity=worst.severity)
 
 
 def condition_incident(

@@ -24,14 +24,7 @@ from rankscope_ingest.watch.files import FileState, LogFile, LogUnreadableError
 from rankscope_ingest.watch.follower import Follower, Part
 from rankscope_ingest.watch.intake import FOLLOWED, UNFOLLOWED, LogIntake, WatchStore
 from rankscope_ingest.watch.judge import ENDS, Condition, Facts, Verdict, judge
-from rankscope_ingest.watch.reports import (
-    RULES,
-    Reporter,
-    condition_incident,
-    log_report,
-    unreadable_incident,
-    with_open_incidents,
-)
+from rankscope_ingest.watch.reports import RULES, Reporter, condition_incident, log_report, unreadable_incident
 from rankscope_ingest.watch.rows import LogRows
 from rankscope_ingest.watch.ssh import Ask, UntrustedHostError
 from rankscope_storage.api.store import Commit
@@ -284,7 +277,7 @@ class LogWatcher:
         self._report_anomalies(now)
         self._resolve(next((state for state, end in ENDS.items() if end is verdict.condition), RunState.RUNNING))
         if verdict.condition is Condition.FINISHED:
-            verdict = with_open_incidents(verdict, self._incidents.open())
+            verdict = self._incidents.with_open(verdict)
             self._report(verdict, now)
         run_state = _STATES.get(verdict.condition, RunState.RUNNING)
         reason = verdict.reason if run_state is RunState.STALLED else FOLLOWED
