@@ -19,6 +19,7 @@ from rankscope_storage.base.errors import StoreError
 from rankscope_storage.connection import connect
 from rankscope_view.data.events import Group, event_lines
 from rankscope_view.data.incidents import incidents
+from rankscope_view.data.runs import run_row
 
 PLANNED = "/   20000 |"
 TRACEBACK = ["Traceback (most recent call last):", "RuntimeError: CUDA error: device-side assert triggered"]
@@ -139,12 +140,19 @@ async def test_state_of_the_run_follows_the_log(watch, replay, slow_lines):
         (row,) = watch.query("SELECT state, reason FROM runs")
         return row["state"], row["reason"]
 
+    def has_time_left() -> bool:
+        with connect(watch.folder) as connection:
+            return run_row(connection, "r").eta_seconds is not None
+
     async with watch.session() as session:
         await watch.follow(session, slow_lines[:40], step=40)
-        running = state()
+        running, has_left = state(), has_time_left()
         replay.advance(300.0)
         await session.poll()
         stalled = state()
+
+        assert has_left
+        assert not has_time_left()
 
     assert ("running", "the log is followed") == running
     assert ("stalled", "no row for 300 s") == (stalled[0], stalled[1][:16])
