@@ -273,10 +273,8 @@ step, such as a wait for data, or the step raised. Neither its duration nor its 
 
 def timing(seconds: float, amounts: Mapping[str, float], cause: Cause) -> list[Pending]:
     """Return the duration of a step in seconds, and the rates per second of its logged amounts."""
-    if cause == "end":
-        return []
     rates = [Pending(f"{name}_per_second", amount / seconds) for name, amount in amounts.items() if seconds > 0]
-    return [Pending("step_seconds", seconds), *rates]
+    return [] if cause == "end" else [Pending("step_seconds", seconds), *rates]
 
 
 class StepObserver:

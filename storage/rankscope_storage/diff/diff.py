@@ -177,14 +177,6 @@ def divergence(
     )
 
 
-def common_steps(connection: Connection, a: DiffSide, b: DiffSide) -> list[int]:
-    """Return the steps that both sides have, in ascending order."""
-    between = a.rank is not None and b.rank is not None
-    sources = [DiffSource(connection, side, DiffSelection(), between_ranks=between) for side in (a, b)]
-    first, other = (source.counted() for source in sources)
-    return [step for step in first if step in other]
-
-
 def relative_difference(a: float | None, b: float | None, scale: float | None = None) -> float | None:
     """Return |a - b| divided by the largest of |a|, |b| and `scale`; None if `a` or `b` is missing or not finite."""
     if a is None or b is None or not (math.isfinite(a) and math.isfinite(b)):

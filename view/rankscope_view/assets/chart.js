@@ -275,9 +275,8 @@ export class Chart {
     const newest = main?.x[main.y.findLastIndex((one) => one !== null)] ?? places[places.length - 1];
     const x = isPointed ? places[index] : newest;
     const bad = curve.nonfinite.findLast(([first, last]) => last >= x && (isPointed ? x >= first : curve.lines.length < 2));
-    const value = (/** @type {Series} */ series) => (bad && !isPointed ? null : valueAt(series, x)); // of the newest row, which may be NaN
     const entries = this.entries();
-    const texts = entries.map(([, style, , series]) => (series && style !== "limit" && style !== "baseline" ? valueText(value(series), bad?.[2]) : null));
+    const texts = entries.map(([, style, , series]) => (series && style !== "limit" && style !== "baseline" ? valueText(bad && !isPointed ? null : valueAt(series, x), bad?.[2]) : null));
     const hasPlace = isPointed || Boolean(this.options.tensor);
     const key = JSON.stringify([hasPlace, entries.map(([mark, style, word], at) => [mark, style, word, texts[at] === null])]);
     if (key !== this.entriesKey) {

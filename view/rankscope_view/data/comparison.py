@@ -13,8 +13,8 @@ import numpy as np
 
 from rankscope_contract.model.phases import PRE_COLLECTIVE_SECONDS
 from rankscope_storage.connection import Connection
-from rankscope_storage.diff.diff import ROUNDING, Divergence, Tolerance, common_steps, divergence
-from rankscope_storage.diff.sources import DiffSelection, DiffSide
+from rankscope_storage.diff.diff import ROUNDING, Divergence, Tolerance, divergence
+from rankscope_storage.diff.sources import DiffSelection, DiffSide, DiffSource
 from rankscope_view.data.detail import RunDetail, read_chart, read_detail
 from rankscope_view.data.documents import flat, json_object
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, History
@@ -147,7 +147,8 @@ def first_difference(
     before. The number of compared rows is that of all these ranges. The result is None after more than MOST_ROWS rows.
     """
     sides = (DiffSide(run=a, rank=ranks[0]), DiffSide(run=b, rank=ranks[1]))
-    common = common_steps(connection, *sides)
+    counts = [DiffSource(connection, one, DiffSelection(), between_ranks=None not in ranks).counted() for one in sides]
+    common = [step for step in counts[0] if step in counts[1]]
     at, width, rows = 0, _FIRST_STEPS, 0
     while True:
         steps = common[at : at + width] or [0]
@@ -155,8 +156,7 @@ def first_difference(
         found = divergence(connection, *sides, Tolerance(relative=ROUNDING), selected)
         rows += found.rows_compared
         if found.points or at + width >= len(common):
-            before = at + found.steps_before
-            return replace(found, steps_compared=len(common), steps_before=before, rows_compared=rows)
+            return replace(found, steps_compared=len(common), steps_before=at + found.steps_before, rows_compared=rows)
         if rows > MOST_ROWS:
             return None
         at, width = at + width, width * 8
@@ -190,8 +190,7 @@ def compared_values(runs: Sequence[Summary]) -> tuple[ComparedValue, ...]:
     }
     for name in sorted({one.speed.throughput.unit for one in runs if one.speed.throughput is not None}):
         found = [one.speed.throughput for one in runs]
-        values = [None if one is None or one.unit != name else one.median for one in found]
-        columns[f"{name} (median of all steps)"] = [*values]
+        columns[f"{name} (median of all steps)"] = [one.median if one and one.unit == name else None for one in found]
     for name in sorted({evaluation.name for one in runs for evaluation in one.evaluations}):
         best = [{evaluation.name: evaluation for evaluation in one.evaluations}.get(name) for one in runs]
         columns[f"last {name}"] = [None if one is None else one.last for one in best]

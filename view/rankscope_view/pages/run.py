@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -56,7 +55,7 @@ _HINTS: Final = {
     LEARNING_RATE: "Warm-up, then the shape of the schedule. A jump at a restart is a changed setting.",
     EVAL_LOSS: "Training falls while evaluation rises: overfitting.",
 }
-_LARGEST_PERPLEXITY: Final = math.exp(20)
+_LARGEST_PERPLEXITY: Final = float(np.exp(20))
 """Largest perplexity of a linear axis. The loss of a model that knows nothing of 1,000,000 tokens is 13.8."""
 
 GOODPUT: Final = "goodput"
@@ -143,8 +142,8 @@ def is_long(curves: Mapping[str, Curve]) -> bool:
 
 def title(name: str) -> str:
     """Return the title of the chart of a scalar."""
-    own = name.replace("_", " ").capitalize() if name in CHARTS else name
-    return _TITLES.get(name) or SCALAR_TITLES.get(name) or own
+    words = name.replace("_", " ").capitalize() if name in CHARTS else name
+    return {**SCALAR_TITLES, **_TITLES}.get(name, words)
 
 
 def scalar_words(name: str) -> str:
@@ -223,12 +222,11 @@ def _figures(place: Place, found: RunDetail) -> Iterator[tuple[str, str, str, st
         if not len(history):
             continue
         changed = speed_change(history) if row.is_live else None
-        line = f"median, newest {SPEED_STEPS} steps"
-        line += "" if changed is None else f", {signed(changed[0])} since step {count(changed[1])}"
+        line = "" if changed is None else f", {signed(changed[0])} since step {count(changed[1])}"
         value = row.speeds.get(name, float(history.value[-1]))
         shown = measure(value) if name == STEP_SECONDS else short(value)
         label = "Throughput, all ranks" if name in _SUMMED and (row.world_size or 0) > 1 else "Throughput"
-        yield name, {STEP_SECONDS: "Speed"}.get(name, label), shown, line
+        yield name, {STEP_SECONDS: "Speed"}.get(name, label), shown, f"median, newest {SPEED_STEPS} steps{line}"
     if (texts := goodput_texts(found.facts.goodput, found.facts.lost_seconds)) is not None:
         yield GOODPUT, "Goodput", *texts
     elif found.facts.lacks_goodput:
