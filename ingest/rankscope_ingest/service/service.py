@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from rankscope_contract.metrics import catalogue
-from rankscope_contract.model.events import RULES_OF_RUNS, Severity
+from rankscope_contract.model.events import RULES_OF_RUNS
 from rankscope_contract.security.tls import Reloading
 from rankscope_ingest.base import memory, tls
 from rankscope_ingest.base.background import FAULTS, BackgroundFaults, Job, WakeUp, cancel, run_jobs, start_task
@@ -181,7 +181,7 @@ class Service:
     def _announce(self, incidents: Iterable[Incident]) -> None:
         for incident in incidents:
             if incident.first.rule not in RULES_OF_RUNS and not incident.is_muted:  # a state of a run has its own line
-                level = logging.CRITICAL if incident.severity == Severity.CRITICAL else logging.WARNING
+                level = logging.getLevelNamesMapping()[incident.severity.upper()]
                 log.log(level, "%s", title(incident).partition("] ")[2])
             self._spawn(self._announcer.announce(incident))
 

@@ -58,9 +58,9 @@ export function showLatest() {
   const rows = own.filter((row) => row[0] > attempt || (isLive && row[1] > at));
   const last = rows.at(-1);
   if (!last) return newest;
-  const word = /** @type {HTMLElement | null} */ (document.querySelector("#chart-loss [data-ranks]"));
-  const ranks = Number(word?.dataset.ranks ?? 0);
-  setText(word, ranksNote(own, ranks) || (ranks > 1 ? `mean of ${ranks} ranks` : word?.textContent ?? ""));
+  const ranks = Number(head?.dataset.ranks ?? 0);
+  const note = document.querySelector("#chart-loss header .dim");
+  setText(note, note?.textContent?.replace(/^(mean of )?\d+ (of \d+ )?ranks/, ranksNote(own, ranks) || `mean of ${ranks} ranks`) ?? "");
   for (const place of /** @type {NodeListOf<HTMLElement>} */ (head?.querySelectorAll("[data-value]") ?? [])) {
     const name = place.dataset.value ?? "";
     if (name === "step") setText(place, grouped(last[1]));

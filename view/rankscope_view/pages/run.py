@@ -182,7 +182,7 @@ def header(place: Place, found: RunDetail) -> str:
     report = f'<a class="button" href="{place.url("runs", row.run, "report")}" download>Report</a>'
     compare = f'<a class="button" href="{place.url("compare", run=row.run)}">Compare</a>'
     return (
-        f'<div class="runhead" id="head" data-planned="{row.planned_steps or ""}" data-attempt="{row.attempt or 0}" data-step="{"" if row.step is None else row.step}" data-live><div class="title"><h1><bdi>{text(row.run)}</bdi></h1>{run_pill(row)}'
+        f'<div class="runhead" id="head" data-planned="{row.planned_steps or ""}" data-attempt="{row.attempt or 0}" data-ranks="{row.loss_ranks + row.loss_ranks_missing}" data-step="{"" if row.step is None else row.step}" data-live><div class="title"><h1><bdi>{text(row.run)}</bdi></h1>{run_pill(row)}'
         f'{tag_list(sorted(row.tags.items()))}<span class="dim">{about}</span><span class="aside">{report}{compare}</span></div>{ended}{reason}{note}'
         f'<div class="figures"><span>{_progress(row)}</span><span class="dim">{again}</span></div>{bar}'
         f"<dl>{figures}</dl></div>"
@@ -347,19 +347,15 @@ def chart_panel(
         f'data-chart="{text(json.dumps(known))}" tabindex="0" role="group" aria-label="{heading}">'
         f"{svg.line_chart(curve, label=title(name), height=height, width=820 if is_main else 400, is_cut=choice.is_cut)}</div>{below if is_main and name == LOSS else ''}"
     )
-    note = text(note)
-    if name == LOSS:  # live rows change the number of ranks
-        note = note.replace(of_loss, f'<span data-ranks="{logging}">{of_loss}</span>', 1)
-    return panel(heading, body, note=note, aside=legend, kind="chartbox", name=f"chart-{text(name)}")
+    return panel(heading, body, note=text(note), aside=legend, kind="chartbox", name=f"chart-{text(name)}")
 
 
 def _no_loss(place: Place, found: RunDetail) -> str:
     others = ", ".join(text(title(name).lower()) for name in found.histories) or "no other curve"
     link = f'<a class="button" href="{place.url("runs", found.row.run, "tensors")}">Tensors</a>'
-    words = f"<strong>This run logs no loss</strong><p>Stored: {others}.</p>{link}"
-    if found.row.is_live and found.row.step is None:
-        words = "<strong>Waiting for the first step</strong>"
-    return f'<div class="panel blank" id="no-loss" data-live>{icon("unknown")}{words}</div>'
+    words = f"This run logs no loss</strong><p>Stored: {others}.</p>{link}"
+    words = "Waiting for the first step</strong>" if found.row.is_live and found.row.step is None else words
+    return f'<div class="panel blank" id="no-loss" data-live>{icon("unknown")}<strong>{words}</div>'
 
 
 def _incidents(place: Place, row: RunRow) -> str:
