@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 from tests.end_to_end.conftest import Service
@@ -13,6 +14,9 @@ from tests.programs import run_command, run_program, start_script
 from tests.view.test_site import read
 
 from rankscope_contract.spool.reader import folders
+from rankscope_storage.connection import connect
+from rankscope_view.data.events import event_lines
+from rankscope_view.data.incidents import incidents, sentence_of
 from rankscope_view.site import Site
 
 STEPS = 12
@@ -253,3 +257,27 @@ def test_training_prints_at_its_end_where_the_time_went(tmp_path):
 
     assert found["speed"]["time_spent"] == line.partition("step time of rank 0: ")[2]
     assert {"forward", "backward", "optimizer", "data"} <= set(line.replace(",", "").split())
+
+
+def test_incidents_of_an_ended_run_have_the_times_of_its_records(tmp_path: Path) -> None:
+    """A spike at step 30 is over at the end; NaN from step 40 remains, and is the sentence of the run."""
+    begin = (
+        TRAINING.replace("range(1, 13)", "range(1, 61)").replace("SETTINGS", "{'run': 'alone'}").replace("AFTER", "")
+    )
+    faulty = begin.replace("loss.backward()", "(loss * (1 if step < 40 else float('nan'))).backward()")
+    faulty = faulty.replace("float(step)", "9.0 if step == 30 else 2.0 + step % 3 / 100")
+    assert 0 == run_program(faulty, folder=tmp_path, RANKSCOPE_SPOOL_DIR="", RANKSCOPE_INGEST_URL="").returncode
+    ended_at = time.time()
+    command("import", tmp_path / "rankscope-records", "--store", tmp_path / "history")
+    with connect(tmp_path / "history") as connection:
+        nan, spike = incidents(connection, ["alone"])["alone"]
+        lines = event_lines(connection, "alone")
+
+    assert (30, "warning", False, "Rank 0: loss 9, 4.5 times its median at step 30") == (
+        *(spike.step, spike.severity, spike.is_open),
+        sentence_of(spike),
+    )
+    assert (40, 60, "critical", True) == (nan.step, nan.last_step, nan.severity, nan.is_open)
+    assert ["muted", "muted", "resolved"] == [state for one in (nan, spike) for _, state in one.states]
+    times = [at for one in (nan, spike) for at, _ in one.states] + [line.at for line in lines]
+    assert [] == [at for at in times if at is None or at > ended_at]

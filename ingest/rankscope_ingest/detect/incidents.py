@@ -4,7 +4,7 @@ The module performs no I/O. One cause can produce thousands of events: a bad gra
 optimizer moment after it. Anomalies of an attempt whose steps are within `quiet_steps` of each other belong to one
 incident if they have the same step, or if the same rule fires for the same tensor. NaN and Inf spread to other tensors,
 so they also continue the incident of the step before. A further incident is opened by anomalies of other tensors, after
-a pause of more than `quiet_steps`, and whenever the severity is higher than the announced severity. The same tensor
+a pause of more than `quiet_steps`, and whenever a later step has a higher severity. The same tensor
 opens a further incident if it was normal in between and is then further above its threshold than announced.
 
 The causally first event names the incident. The incident settles when all live ranks have delivered its first step, or
@@ -87,7 +87,8 @@ class IncidentTracker:
         """
         key = symptom.run, symptom.attempt
         incidents = self._open[key]
-        for incident in reversed(incidents):
+        # The ranks of an incident have its first step; the last one in memory can be of a later step.
+        for incident in sorted(incidents, key=lambda one: one.first.step == symptom.step)[::-1]:
             if self._belongs(symptom, incident):
                 _join(incident, symptom, now)
                 return None
@@ -173,6 +174,9 @@ class IncidentTracker:
             return False
         if incident.is_settled and _is_worse(symptom, incident):
             return step is not None and step == first and symptom.subjects <= incident.subjects  # of another rank
+        later = 0 if step is None or first is None or incident.is_settled else step - first
+        if later * (symptom.urgency - urgency(incident.severity)) > 0:
+            return False  # the later one is worse; records can arrive together, and in any order of the ranks
         rules, known = ({rule for rule, _ in one.subjects} for one in (symptom, incident))
         if (REPLICA_DESYNC in rules) != (REPLICA_DESYNC in known):
             return False  # replica divergence is exact and found late: it must have its own message

@@ -40,7 +40,7 @@ from rankscope_ingest.reporting.live_tail import LiveTails
 from rankscope_ingest.reporting.progress import RunMeter, RunProgress, run_progress
 from rankscope_ingest.reporting.rows import Row, Stamp, Versions, clock_row, incident_row, launch_row
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
-from rankscope_ingest.runs.incident import RESOLVED, Incident
+from rankscope_ingest.runs.incident import MUTED, OPENED, RESOLVED, Incident
 from rankscope_ingest.runs.models import Attempt, AttemptKey
 from rankscope_ingest.runs.target import Health, Target
 from rankscope_ingest.runs.tracker import RunTracker
@@ -159,8 +159,15 @@ class RunMonitor:
         self.metrics.ages.happened(row["run"], {row["type"]: row["ts"] / 1e6})
 
     def record_incident(self, incident: Incident, state: str) -> None:
-        """Add an event to the current batch which records that `incident` reached the state `state`."""
-        self.add_event(incident_row(incident, state, self.stamp()))
+        """Add an event to the current batch which records that `incident` reached the state `state`.
+
+        If the incident was found in records of an ended process, the time is that of its first record, or of the end of
+        the run.
+        """
+        stamp, key, at = self.stamp(), incident.attempt_key, incident.first.at
+        if at is not None and state not in {OPENED, MUTED}:
+            at = next((one.ended_at for one in (*reversed(self.runs.later(key)), self.runs.known(key)) if one), None)
+        self.add_event(incident_row(incident, state, replace(stamp, ts=min(at or stamp.ts, stamp.ts))))
 
     # Calls by HTTP handlers and by the flusher.
 

@@ -64,10 +64,11 @@ def exit_reports(
     ]
 
 
-def symptoms(events: pa.Table | None) -> list[Symptom]:
+def symptoms(events: pa.Table | None, *, is_past: bool = False) -> list[Symptom]:
     """Return one symptom for each step with anomalies in `events`, ordered by step. All events are from one rank.
 
-    A symptom is the causally first anomaly of a step, together with the number of anomalies of the step.
+    A symptom is the causally first anomaly of a step, together with the number of anomalies of the step. With
+    `is_past`, as for the records of an ended process, it has the time of its record.
     """
     if events is None:
         return []
@@ -80,10 +81,11 @@ def symptoms(events: pa.Table | None) -> list[Symptom]:
     firsts = np.flatnonzero(np.concatenate(([True], steps[1:] != steps[:-1])))
     worst = np.maximum.reduceat(_by_word(anomalies["severity"], urgency).astype(np.int64)[order], firsts)
     counts = np.diff(np.append(firsts, len(order)))
-    rows = anomalies.take(pa.array(order[firsts])).to_pylist()
+    chosen = anomalies.take(pa.array(order[firsts]))
+    rows = chosen.set_column(chosen.column_names.index("ts"), "ts", chosen["ts"].cast(pa.int64())).to_pylist()
     subjects = _subjects(anomalies)
     return [
-        _symptom(row, int(level), int(count), frozenset(subjects[row["step"]]))
+        _symptom(row if is_past else row | {"ts": None}, int(level), int(count), frozenset(subjects[row["step"]]))
         for row, level, count in zip(rows, worst, counts, strict=True)
     ]
 
@@ -147,6 +149,7 @@ def _symptom(row: dict[str, Any], level: int, count: int, subjects: frozenset[Su
         events=count,
         further_subjects=subjects,
         message=row["message"],
+        at=row["ts"],
         **{name: row[name] for name in SYMPTOM_COLUMNS},
     )
 

@@ -81,14 +81,12 @@ class Announcer:
         A muted incident is stored but not sent. If `is_repeated` is true, the incident is already in the store and is
         only sent.
         """
-        if not is_repeated:
-            self._record(incident, MUTED if incident.is_muted else OPENED)
+        if not is_repeated or not self._notifiers:  # if this service sends nothing, a restart must not send it either
+            self._record(incident, MUTED if incident.is_muted or not self._notifiers else OPENED)
             await self._commit_soon()
         if incident.is_muted:
             self._deliveries.finished(MUTED)
-        elif not self._notifiers:
-            self._record(incident, NOTIFIED)  # this service sends nothing, so that a restart must not send it either
-        else:
+        elif self._notifiers:
             is_delivered = await self._send(message(incident, is_repeated=is_repeated, place=self.place()))
             self._record(incident, NOTIFIED if is_delivered else UNDELIVERED)
             await self._commit_soon()

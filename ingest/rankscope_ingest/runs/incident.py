@@ -58,6 +58,7 @@ class Symptom:
     message: str | None = None
     ranks: str | None = None  # text such as `ranks 0-1`, if several ranks are concerned
     further_subjects: frozenset[Subject] = frozenset()  # of all anomalies of the step
+    at: int | None = None  # time in UTC µs, if it was found after the process or attempt had ended
 
     @property
     def subjects(self) -> frozenset[Subject]:
@@ -193,6 +194,7 @@ def run_incident(
         causal=(),
         rule=rule,
         message=reason,
+        at=attempt.ended_at,
     )
     stall_key = f"{RUN_STALLED}:{attempt.number}:{attempt.last_step}:{attempt.run}"
     return Incident(

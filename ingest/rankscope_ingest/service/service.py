@@ -244,6 +244,7 @@ class Service:
         await _results("the last poll of a rank", reached)
         while self._background:
             await asyncio.wait(self._background)
+        self._faults.attempt("resolving incidents", self._monitor.resolve_incidents)
         await self._pipeline.flusher.commit_now()
 
     async def _poll_rest(self, loop: TargetLoop) -> None:

@@ -341,13 +341,16 @@ def test_anomaly_without_a_step_does_not_hide_later_anomalies():
     assert incidents.observe(symptom(60), 3.0) is not None
 
 
-def test_critical_step_before_the_announcement_joins_the_incident():
+@pytest.mark.parametrize("order", [((0, 40), (0, 50), (1, 40), (1, 50)), ((1, 50), (0, 40), (0, 50), (1, 40))])
+def test_critical_step_has_its_own_incident_also_if_records_arrive_together(order):
+    """The spools of an ended run, or the steps of a fast training between two polls."""
     incidents = tracker()
-    incidents.observe(symptom(60, severity="warning", rule="AnomalyTurbulence"), 0.0)
-    incidents.observe(symptom(61), 0.0)
-    (incident,) = incidents.settle(1.0, {})
+    for rank, step in order:
+        severity, rule = ("warning", "LossSpike") if step == 40 else ("critical", "AnomalyNan")
+        incidents.observe(symptom(step, rank=rank, severity=severity, rule=rule), 0.0)
+    found = sorted((one.first.step, one.severity, one.ranks) for one in incidents.settle(1.0, {}))
 
-    assert ("AnomalyTurbulence", "critical") == (incident.first.rule, incident.severity)
+    assert [(40, "warning", {0, 1}), (50, "critical", {0, 1})] == found
 
 
 def test_late_rank_joins_the_announced_incident_which_keeps_its_key():

@@ -117,15 +117,22 @@ def test_incident_of_the_service_has_its_states(connection):
     assert (first.is_open, first.is_critical, second.rule) == (True, True, "SlowRank")
 
 
-def test_anomalies_without_a_service_are_grouped_by_steps(tmp_path):
+def test_anomalies_without_a_service_are_grouped_as_the_service_does(tmp_path):
+    """One rule and tensor, all anomalies of a step, and a NaN that spreads; the NaN is no part of a spike before it."""
     columns = {"rule": "AnomalyTurbulence", "op": "norm", "value": 9.0, "baseline": 1.0, "kind": "grad_reduced"}
-    listed = [event("r", "anomaly", step, step, tensor=f"t{step}", rank=0, **columns) for step in (5, 7, 90)]
+    firings = [(5, "t5"), (7, "t5"), (7, "t6"), (60, "t5"), (70, "t7")]
+    listed = [event("r", "anomaly", step, step, tensor=name, rank=0, **columns) for step, name in firings]
+    for step in (75, 76, 77):
+        nan = {"rule": "AnomalyNan", "severity": "critical", "op": "nans", "value": 4.0}
+        listed.append(event("r", "anomaly", step, step, tensor=f"w{step}", rank=0, **nan))
     with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
         append(writer, events=events(listed))
     with connect(tmp_path / "store") as opened:
-        found = incidents(opened, ["r"])["r"]
+        found = sorted(incidents(opened, ["r"])["r"], key=lambda one: one.number)
 
-    assert [("t5", 2, 7), ("t90", 1, 90)] == [(one.tensor, one.events, one.last_step) for one in found]
+    assert [(5, "t5", 3, 7), (60, "t5", 1, 60), (70, "t7", 1, 70), (75, "w75", 3, 77)] == [
+        (one.step, one.tensor, one.events, one.last_step) for one in found
+    ]
     assert "gradient norm 9, 9 times its average" == happening(found[0])
 
 

@@ -66,7 +66,9 @@ WITH placed AS (
   SELECT *, {{first: CASE WHEN type = 'anomaly' THEN {CAUSAL_PLACE} END, ts: ts, rank: rank, tensor: tensor, op: op,
       value: value, message: message}} AS place,
     coalesce(coalesce(step, 0) - lag(coalesce(step, 0)) OVER firing > {INCIDENT_GAP_STEPS}, true)::INT AS begins
-  FROM events WHERE run = $run WINDOW firing AS (PARTITION BY attempt, type, rule, step IS NULL ORDER BY step)
+  FROM (SELECT events.* REPLACE (if(type = 'launch' AND ts > ended_at, started_at, ts) AS ts) FROM events  -- read later
+    LEFT JOIN (SELECT attempt, started_at, ended_at FROM attempts WHERE run = $run) USING (attempt) WHERE run = $run)
+  WINDOW firing AS (PARTITION BY attempt, type, rule, step IS NULL ORDER BY step)
 ),
 event AS (
   SELECT *, CASE WHEN type = 'anomaly' THEN sum(begins) OVER firing ELSE step END AS stretch FROM placed

@@ -12,7 +12,7 @@ from typing import Final
 from rankscope_contract.model.events import CLOSED, RULES_OF_RUNS, subject_name
 from rankscope_storage.api.summaries import AnomalyRow, anomalies
 from rankscope_storage.connection import Connection
-from rankscope_view.data.incidents import Incident, in_order
+from rankscope_view.data.incidents import STATE_TEXTS, Incident, in_order
 
 _BEFORE: Final = 60
 _AFTER: Final = 30
@@ -22,9 +22,9 @@ SELECT max(step) FILTER (step < $first) AS before, min(step) FILTER (step >= $fi
 WHERE run = $run AND type = 'checkpoint' AND coalesce(attempt, 0) = $attempt AND step <= $last"""
 _ATTEMPTS: Final = """\
 SELECT type, coalesce(attempt, 0) AS attempt, epoch(min(ts)) AS at, arg_min(message, ts) AS message, min(step) AS step
-FROM events WHERE run = $run AND ts IS NOT NULL
-  AND ((type = 'exit' AND coalesce(attempt, 0) = $attempt) OR (type = 'launch' AND coalesce(attempt, 0) = $attempt + 1))
-GROUP BY ALL"""
+FROM events WHERE run = $run AND ts IS NOT NULL AND type = 'exit' AND coalesce(attempt, 0) = $attempt GROUP BY ALL
+UNION ALL SELECT 'launch', attempt, epoch(started_at), NULL, NULL FROM attempts
+WHERE run = $run AND attempt = $attempt + 1 AND started_at IS NOT NULL"""
 _FAMILIES: Final = {
     "activations": "act_",
     "gradients": "grad_",
@@ -139,8 +139,8 @@ def _moments(connection: Connection, one: Incident, growth: Sequence[AnomalyRow]
     found = [
         Moment(
             at=at,
-            icon="incident" if state == "opened" else "info",
-            text=f"incident {state}{f' by {one.closed_by}' if state == CLOSED else ''}",
+            icon="incident" if state in {"opened", "muted"} else "info",
+            text=f"incident {STATE_TEXTS.get(state, state)}{f' by {one.closed_by}' if state == CLOSED else ''}",
         )
         for at, state in one.states
         if at is not None

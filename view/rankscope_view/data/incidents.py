@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime as dt
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -24,6 +25,8 @@ from rankscope_storage.api.summaries import INCIDENT_GAP_STEPS
 from rankscope_storage.connection import Connection
 from rankscope_view.data.documents import json_object
 
+STATE_TEXTS: Final = {"muted": "opened, no message was sent"}
+"""Texts of the states of incidents; the text of another state is its name."""
 _WORDS: Final = {"nans": "became NaN", "infs": "became infinite"}
 _LOSS: Final = "kind IS NULL AND op = 'loss'"
 _STAGE: Final = f"""\
@@ -65,26 +68,26 @@ FROM attempts AS failed WHERE state = 'failed' AND run IN (SELECT unnest($runs))
 _WITH_ANOMALIES: Final = """\
 SELECT DISTINCT run FROM events WHERE type = 'anomaly' AND run IN (SELECT unnest($runs))"""
 
-# Anomalies of one attempt belong to one group if at most INCIDENT_GAP_STEPS are between them, as in `summaries`.
+# A rule about one tensor or scalar, or NaN and Inf, which spread. Firings are at most INCIDENT_GAP_STEPS apart.
 _GROUPED: Final = f"""\
 WITH anomaly AS (
-  SELECT *, {CAUSAL_PLACE} AS place,
-    coalesce(step - lag(step) OVER earlier > {INCIDENT_GAP_STEPS}, true) AS begins
-  FROM events WHERE type = 'anomaly' AND run IN (SELECT unnest($runs))
-  WINDOW earlier AS (PARTITION BY run, attempt ORDER BY step NULLS FIRST)
+  SELECT *, {CAUSAL_PLACE} AS place, coalesce(step - lag(step) OVER earlier > {INCIDENT_GAP_STEPS}, true) AS begins
+  FROM (SELECT *, if(op IN ('nans', 'infs') OR NOT isfinite(value), 'non-finite',
+    concat_ws(' ', rule, coalesce(tensor, op))) AS subject FROM events
+    WHERE type = 'anomaly' AND run IN (SELECT unnest($runs)))
+  WINDOW earlier AS (PARTITION BY run, attempt, subject ORDER BY step NULLS FIRST)
 ),
 numbered AS (
-  SELECT *, sum(begins::INTEGER) OVER (PARTITION BY run, attempt ORDER BY step NULLS FIRST
+  SELECT *, sum(begins::INTEGER) OVER (PARTITION BY run, attempt, subject ORDER BY step NULLS FIRST
     RANGE BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW) AS number
   FROM anomaly
 )
-SELECT run, attempt, arg_min(rank, place) AS rank, min(step) AS step, max(step) AS last_step, epoch(min(ts)) AS at,
+SELECT run, attempt, min(step) AS step, max(step) AS last_step, epoch(min(ts)) AS at, unnest(arg_min({{
+    rank: rank, rule: rule, kind: kind, tensor: tensor, op: op, value: value, baseline: baseline,
+    threshold: threshold, message: message}}, place)),
   CASE WHEN bool_or(severity = 'critical') THEN 'critical' ELSE arg_min(severity, place) END AS severity,
-  arg_min(rule, place) AS rule, arg_min_null(kind, place) AS kind, arg_min_null(tensor, place) AS tensor,
-  arg_min_null(op, place) AS op, arg_min_null(value, place) AS value, arg_min_null(baseline, place) AS baseline,
-  arg_min_null(threshold, place) AS threshold, arg_min_null(message, place) AS message,
   count(*) AS events, list(DISTINCT rank ORDER BY rank) AS ranks
-FROM numbered GROUP BY run, attempt, number"""
+FROM numbered GROUP BY run, attempt, subject, number ORDER BY min(place)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,10 +135,9 @@ class Incident:
 
 def incidents(connection: Connection, runs: Sequence[str]) -> dict[str, list[Incident]]:
     """Return the incidents of each run in `runs` that has any, open ones first, then by severity and time."""
-    parameters = {"runs": list(runs)}
     found: dict[str, list[Incident]] = {}
     reported: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in connection.query(_REPORTED, parameters).to_pylist():
+    for row in connection.query(_REPORTED, {"runs": list(runs)}).to_pylist():
         details = json_object(row.pop("details"))
         reported.setdefault((row["run"], str(details.get("key"))), []).append(row | {"details": details})
     closings = {key: rows for key, rows in reported.items() if rows[0]["details"].get("state") == CLOSED}
@@ -154,11 +156,10 @@ def incidents(connection: Connection, runs: Sequence[str]) -> dict[str, list[Inc
             last = _reported(one.key, closings[one.run, one.key])
             one = replace(one, states=(*one.states, *last.states), closed_by=last.closed_by)  # noqa: PLW2901 - its end
         found.setdefault(one.run, []).append(one)
-    numbered = {
-        run: [replace(one, number=number) for number, one in enumerate(sorted(listed, key=in_order), start=1)]
-        for run, listed in found.items()
-    }
-    return {run: sorted(listed, key=_urgency) for run, listed in numbered.items()}
+    for run, listed in found.items():
+        numbered = [replace(one, number=number) for number, one in enumerate(sorted(listed, key=in_order), start=1)]
+        found[run] = sorted(numbered, key=lambda one: (not one.is_open, not one.is_critical))
+    return found
 
 
 def in_order(one: Incident) -> tuple[int, int, str]:
@@ -174,20 +175,37 @@ def _groups(connection: Connection, runs: Sequence[str]) -> Iterator[Incident]:
     ends: dict[str, dict[int, int]] = {}
     for row in connection.query(_ENDS, {"runs": list(runs)}).to_pylist():
         ends.setdefault(row["run"], {})[row["attempt"]] = row["last_step"]
-    found = [_grouped(row) for row in connection.query(_GROUPED, {"runs": list(runs)}).to_pylist()]
-    lasting = {
-        (one.run, one.attempt or 0, one.rule)
-        for one in found
-        if (one.last_step or 0) >= ends.get(one.run, {}).get(one.attempt or 0, 0)
-    }
-    for one in found:
-        own, known = one.attempt or 0, ends.get(one.run, {})
-        later = [number for number, end in known.items() if number > own and end > (one.step or 0)]
-        is_over = (one.run, own, one.rule) not in lasting
-        if is_over or any((one.run, number, one.rule) not in lasting for number in later):
-            yield replace(one, states=(*one.states, (None, "resolved")))
-        else:
-            yield one
+    found: dict[tuple[str, int | None], list[Incident]] = {}
+    for one in map(_grouped, connection.query(_GROUPED, {"runs": list(runs)}).to_pylist()):
+        _add(one, found.setdefault((one.run, one.attempt), []))
+    groups = list(itertools.chain(*found.values()))
+    lasting = {(one.run, one.attempt or 0, one.rule) for one in groups if not _is_over(one, ends)}
+    for one in groups:
+        known = ends.get(one.run, {}).items()
+        later = [number for number, end in known if number > (one.attempt or 0) and end > (one.step or 0)]
+        is_over = _is_over(one, ends) or any((one.run, number, one.rule) not in lasting for number in later)
+        yield replace(one, states=(*one.states, (None, "resolved"))) if is_over else one
+
+
+def _add(new: Incident, groups: list[Incident]) -> None:
+    """Add `new` to the group that it continues, as the service does, or else to the `groups` of its attempt.
+
+    It continues a group with the same first step, or one that is as severe and has not ended, or whose rule fires for
+    other tensors at the next step.
+    """
+    for at, one in reversed(list(enumerate(groups))):
+        has_ended = (new.step or 0) > (one.last_step or 0) + (one.rule == new.rule)
+        if one.step == new.step or (not has_ended and one.is_critical >= new.is_critical):
+            severity = (new if new.is_critical else one).severity
+            last = None if one.last_step is None else max(one.last_step, new.last_step or 0)
+            ranks = tuple(sorted({*one.ranks, *new.ranks}))
+            groups[at] = replace(one, severity=severity, last_step=last, events=one.events + new.events, ranks=ranks)
+            return
+    groups.append(new)
+
+
+def _is_over(one: Incident, ends: Mapping[str, Mapping[int, int]]) -> bool:
+    return (one.last_step or 0) < ends.get(one.run, {}).get(one.attempt or 0, 0)
 
 
 def _failures(connection: Connection, runs: Sequence[str]) -> Iterator[Incident]:
@@ -198,14 +216,10 @@ def _failures(connection: Connection, runs: Sequence[str]) -> Iterator[Incident]
         yield Incident(**row, **absent, events=1, ranks=(), states=states)
 
 
-def _urgency(one: Incident) -> tuple[Any, ...]:
-    return not one.is_open, not one.is_critical, *in_order(one)
-
-
 def _reported(key: str, rows: Sequence[dict[str, Any]]) -> Incident:
     first, details = rows[0], rows[-1]["details"]
-    ends = [row["details"] for row in rows if row["details"].get("state") == CLOSED]
-    closed = ends[-1] if ends else {}
+    ends = (row["details"] for row in reversed(rows) if row["details"].get("state") == CLOSED)
+    closed: dict[str, Any] = next(ends, {})
     columns = {name: value for name, value in first.items() if name not in {"at", "details"}}
     return Incident(
         **columns,
@@ -223,8 +237,7 @@ def _reported(key: str, rows: Sequence[dict[str, Any]]) -> Incident:
 def _grouped(row: dict[str, Any]) -> Incident:
     columns = {name: value for name, value in row.items() if name not in {"at", "ranks"}}
     key = f"{row['attempt'] or 0}-{'' if row['step'] is None else row['step']}"
-    ranks = tuple(_numbers(row["ranks"]))
-    return Incident(**columns, key=key, ranks=ranks, states=((row["at"], "opened"),))
+    return Incident(**columns, key=key, ranks=tuple(_numbers(row["ranks"])), states=((row["at"], "opened"),))
 
 
 def _numbers(values: Iterable[Any] | None) -> list[int]:

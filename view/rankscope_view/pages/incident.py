@@ -10,7 +10,7 @@ from rankscope_contract.model.events import RULES_OF_RUNS, RUN_FAILED, SLOW_RANK
 from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.api.summaries import AnomalyRow
 from rankscope_view.data.incident_story import AnomalyGroup, Story, window
-from rankscope_view.data.incidents import Incident, happening
+from rankscope_view.data.incidents import STATE_TEXTS, Incident, happening
 from rankscope_view.data.runs import RunRow
 from rankscope_view.pages.format import NONFINITE, NOTHING, count, kind_words, measure, text, utc
 from rankscope_view.pages.parts import (
@@ -54,7 +54,7 @@ def _row(place: Place, run: str, one: Incident) -> str:
 def last_state(one: Incident) -> str:
     """Return whether an incident is open, and its last state, with the user and the note of its end."""
     state = one.states[-1][1] if one.states else "opened"
-    return f"{'open, ' if one.is_open else ''}{text(' by '.join(filter(None, (state, one.closed_by))))}"
+    return f"{'open, ' if one.is_open else ''}{text(' by '.join(filter(None, (STATE_TEXTS.get(state, state), one.closed_by))))}"
 
 
 def sql(one: Incident, steps: tuple[int, int] | None = None) -> str:
