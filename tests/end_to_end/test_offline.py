@@ -272,7 +272,13 @@ def test_incidents_of_an_ended_run_have_the_times_of_its_records(tmp_path: Path)
     with connect(tmp_path / "history") as connection:
         nan, spike = incidents(connection, ["alone"])["alone"]
         lines = event_lines(connection, "alone")
+        (row,) = connection.query("SELECT count(*) AS n FROM events WHERE type = 'anomaly' AND step >= 40").to_pylist()
+    page = read(Site(tmp_path / "history"), "runs", "alone", "incidents", nan.key).text
+    command("report", "alone", "--store", tmp_path / "history", "--output", tmp_path / "report.html")
 
+    assert f"First of {row['n']} anomalies in steps 40 to 60." in page
+    assert "incident opened, no message was sent" in page
+    assert f"at least {row['n']} anomalies" in (tmp_path / "report.html").read_text()
     assert (30, "warning", False, "Rank 0: loss 9, 4.5 times its median at step 30") == (
         *(spike.step, spike.severity, spike.is_open),
         sentence_of(spike),

@@ -81,8 +81,7 @@ def symptoms(events: pa.Table | None, *, is_past: bool = False) -> list[Symptom]
     firsts = np.flatnonzero(np.concatenate(([True], steps[1:] != steps[:-1])))
     worst = np.maximum.reduceat(_by_word(anomalies["severity"], urgency).astype(np.int64)[order], firsts)
     counts = np.diff(np.append(firsts, len(order)))
-    chosen = anomalies.take(pa.array(order[firsts]))
-    rows = chosen.set_column(chosen.column_names.index("ts"), "ts", chosen["ts"].cast(pa.int64())).to_pylist()
+    rows = anomalies.take(pa.array(order[firsts])).to_pylist()
     subjects = _subjects(anomalies)
     return [
         _symptom(row if is_past else row | {"ts": None}, int(level), int(count), frozenset(subjects[row["step"]]))
@@ -149,7 +148,7 @@ def _symptom(row: dict[str, Any], level: int, count: int, subjects: frozenset[Su
         events=count,
         further_subjects=subjects,
         message=row["message"],
-        at=row["ts"],
+        at=None if row["ts"] is None else round(row["ts"].timestamp() * 1e6),
         **{name: row[name] for name in SYMPTOM_COLUMNS},
     )
 

@@ -21,10 +21,11 @@ _CHECKPOINTS: Final = """\
 SELECT max(step) FILTER (step < $first) AS before, min(step) FILTER (step >= $first) AS after FROM events
 WHERE run = $run AND type = 'checkpoint' AND coalesce(attempt, 0) = $attempt AND step <= $last"""
 _ATTEMPTS: Final = """\
-SELECT type, coalesce(attempt, 0) AS attempt, epoch(min(ts)) AS at, arg_min(message, ts) AS message, min(step) AS step
-FROM events WHERE run = $run AND ts IS NOT NULL AND type = 'exit' AND coalesce(attempt, 0) = $attempt GROUP BY ALL
-UNION ALL SELECT 'launch', attempt, epoch(started_at), NULL, NULL FROM attempts
-WHERE run = $run AND attempt = $attempt + 1 AND started_at IS NOT NULL"""
+SELECT type, coalesce(attempt, 0) AS attempt, epoch(min(if(type = 'launch', coalesce(started_at, ts), ts))) AS at,
+  arg_min(message, ts) AS message, min(step) AS step
+FROM events LEFT JOIN (SELECT attempt, started_at FROM attempts WHERE run = $run) USING (attempt) WHERE run = $run
+  AND ((type = 'exit' AND coalesce(attempt, 0) = $attempt) OR (type = 'launch' AND coalesce(attempt, 0) = $attempt + 1))
+  AND ts IS NOT NULL GROUP BY ALL"""
 _FAMILIES: Final = {
     "activations": "act_",
     "gradients": "grad_",

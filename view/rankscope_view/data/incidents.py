@@ -78,8 +78,7 @@ WITH anomaly AS (
   WINDOW earlier AS (PARTITION BY run, attempt, subject ORDER BY step NULLS FIRST)
 ),
 numbered AS (
-  SELECT *, sum(begins::INTEGER) OVER (PARTITION BY run, attempt, subject ORDER BY step NULLS FIRST
-    RANGE BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW) AS number
+  SELECT *, sum(begins::INTEGER) OVER (PARTITION BY run, attempt, subject ORDER BY step NULLS FIRST) AS number
   FROM anomaly
 )
 SELECT run, attempt, min(step) AS step, max(step) AS last_step, epoch(min(ts)) AS at, unnest(arg_min({{
@@ -273,8 +272,8 @@ def closing_columns(one: Incident) -> dict[str, Any]:
     """Return the columns of an event that ends an incident, with `details` as a mapping."""
     names = ("run", "attempt", "rank", "step", "severity", "rule", "kind", "tensor", "op", "value", "baseline")
     details = {"key": one.key, "events": one.events, "ranks": list(one.ranks), "last_step": one.last_step}
-    message = sentence_of(one)
-    return {name: getattr(one, name) for name in (*names, "threshold")} | {"message": message, "details": details}
+    known = {name: getattr(one, name) for name in (*names, "threshold")}
+    return known | {"message": sentence_of(one), "details": details}
 
 
 def _quantity(kind: str | None) -> str:

@@ -46,7 +46,7 @@ def _row(place: Place, run: str, one: Incident) -> str:
     url = place.url("runs", run, "incidents", one.key)
     return (
         f'<tr class="{"" if one.is_open else "off"}"><td><a href="{url}">{incident_line(one)}</a></td><td class="n">{count(one.step)}</td>'
-        f'<td class="n rare">{count(one.attempt)}</td><td class="n rare">{count(one.events)}</td>'
+        f'<td class="n rare">{count(one.attempt)}</td><td class="n rare">{"≥ " if one.is_open and one.events > 1 else ""}{count(one.events)}</td>'
         f'<td class="rare">{utc(one.opened_at, "%Y-%m-%d %H:%M:%S")}</td><td>{last_state(one)}</td></tr>'
     )
 
@@ -87,7 +87,8 @@ def page(place: Place, row: RunRow, one: Incident, story: Story) -> str:
     state = f"{words[:1].upper()}{words[1:]}"
     kind = "pending" if one.is_open else "completed"
     ranks = f"Ranks concerned: {rank_list(story.ranks)}." if story.ranks else ""
-    first = "" if one.rule in RULES_OF_RUNS else f"First of {count(max(story.total, one.events))} anomalies. "
+    near = f" in steps {count(story.steps[0])} to {count(story.steps[1])}" if story.total >= one.events else ""
+    first = "" if one.rule in RULES_OF_RUNS else f"First of {count(max(story.total, one.events))} anomalies{near}. "
     about = f"{first}{_growth(story)}{ranks} {text(one.cause or '')}"
     head = (
         f'<div class="runhead incidenthead" id="incident" data-live><div class="title"><span class="pill {"failed" if one.is_critical else "pending"}">{icon(severity)}{word}</span>'

@@ -15,7 +15,7 @@ from rankscope_view.data.curves import Axis, Curve
 from rankscope_view.data.detail import RunDetail
 from rankscope_view.data.events import EventLine, EventLog, Group
 from rankscope_view.data.history import LOSS
-from rankscope_view.data.incidents import Incident
+from rankscope_view.data.incidents import STATE_TEXTS, Incident
 from rankscope_view.data.ranks import RankTable
 from rankscope_view.data.summary import Summary, Trend
 from rankscope_view.pages import incident as incident_page
@@ -200,12 +200,12 @@ def _incident(one: Incident) -> str:
     facts = [f"rule {text(one.rule)}" if one.rule else ""]
     known = {"value": one.value, "baseline": one.baseline, "threshold": one.threshold}
     facts += [f"{name} {measure(value)}" for name, value in known.items() if value is not None]
-    facts += [f"{count(one.events)} events" if one.events > 1 else ""]
+    facts += [f"{'at least ' if one.is_open else ''}{count(one.events)} anomalies" if one.events > 1 else ""]
     facts += [
         f"ranks {', '.join(map(str, one.ranks[:16]))}{'…' if len(one.ranks) > 16 else ''}" if len(one.ranks) > 1 else ""
     ]
     facts += [f"attempt {one.attempt}" if one.attempt else ""]
-    facts += [f"{text(state)} {utc(at, '%d %b %H:%M:%S')}" for at, state in one.states if at is not None]
+    facts += [f"{text(STATE_TEXTS.get(state, state))} {utc(at, '%d %b %H:%M:%S')}" for at, state in one.states if at]
     cause = f'<p class="meta">{text(one.cause)}</p>' if one.cause else ""
     meta = " · ".join(fact for fact in facts if fact)
     return f'<div class="item">{incident_line(one)}<div class="meta">{meta}</div>{cause}</div>'
