@@ -3,7 +3,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { clipped, common } from "../../../view/rankscope_view/assets/heat_marks.js";
-import { csv, duration, expanded, keptOrder, nearest, placeLabel, readState, replaceState, roundSteps, shown, sliced, stepSplits, tickLabel, valueRange, viridis, writeState } from "../../../view/rankscope_view/assets/logic.js";
+import { logTicks, csv, duration, expanded, keptOrder, nearest, placeLabel, readState, replaceState, roundSteps, shown, sliced, stepSplits, tickLabel, valueRange, viridis, writeState } from "../../../view/rankscope_view/assets/logic.js";
 import { seriesOf } from "../../../view/rankscope_view/assets/series.js";
 import { contextOf, extended, grown, ranksNote, secondsLeft } from "../../../view/rankscope_view/assets/tail.js";
 
@@ -141,6 +141,11 @@ test("averages of live rows begin with the first value, and have no bias to it",
   const found = (smooth, strength) => extended(stored, rows, { ...readState(`smooth=${smooth}`), strength }).lines[0].smoothed.map((one) => one.toFixed(4));
   assert.deepEqual(["4.0000", "2.6667", "1.1429"], found("ema", 0.5));
   assert.deepEqual(["4.0000", "3.4737", "2.4036"], found("both", 2));
+});
+
+test("a logarithmic axis has labels at decades, whatever its range", () => {
+  assert.deepEqual([1e3, 1e5, 1e7, 1e9], logTicks([40, 2.6e9]));
+  assert.deepEqual([0.5, 1, 2], logTicks([0.31, 3]));
 });
 
 test("the training loss is behind the evaluations, with a name", () => {

@@ -1,5 +1,5 @@
 // One chart of a curve: lines by uPlot; NaN ranges, restarts and markers are drawn over them.
-import { placeLabel, shown, stepSplits, tickLabel, valueAt, valueRange } from "./logic.js";
+import { logTicks, placeLabel, shown, stepSplits, tickLabel, valueAt, valueRange } from "./logic.js";
 import { clip, colour, cross, glyph, hatch, labelFont, lineAcross, MAP_LEFT, ring, triangle } from "./marks.js";
 import { setText } from "./newest.js";
 import { bandsOf, isDrawn, seriesOf } from "./series.js";
@@ -92,7 +92,6 @@ export class Chart {
       spanGaps: false,
     }));
     const axis = { stroke: text, font, grid: { stroke: grid, width: 1 }, ticks: { show: false } };
-    const decades = { ...axis.grid, filter: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((one) => (isLabelled(one, this.range ?? [1, 10]) ? one : null)) };
     const lane = this.options.name === "loss" ? LANE : 8;
     const curve = /** @type {Curve} */ (this.curve);
     return {
@@ -106,7 +105,7 @@ export class Chart {
       },
       axes: [
         { ...axis, space: 70, size: 26, splits: curve.axis === "arrival" ? () => stepSplits(this.curve, this.window ?? [0, 1], this.box.clientWidth / 75) : undefined, values: (/** @type {any} */ u, /** @type {number[]} */ ticks) => this.places(u, ticks) },
-        { ...axis, ...(log ? { grid: decades } : {}), size: (/** @type {any} */ _, /** @type {string[] | null} */ words) => (this.isBelowMap() ? MAP_LEFT + 6 : Math.max(52, 16 + 6.3 * Math.max(0, ...(words ?? []).map((one) => one.length)))), values: (/** @type {any} */ _, /** @type {(number | null)[]} */ ticks) => ticks.map((one) => (one === null || (log && !isLabelled(one, this.range ?? [1, 10])) ? "" : tickLabel(one))) },
+        { ...axis, ...(log ? { splits: () => logTicks(this.range ?? [1, 10]), filter: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks } : {}), size: (/** @type {any} */ _, /** @type {string[] | null} */ words) => (this.isBelowMap() ? MAP_LEFT + 6 : Math.max(52, 16 + 6.3 * Math.max(0, ...(words ?? []).map((one) => one.length)))), values: (/** @type {any} */ _, /** @type {(number | null)[]} */ ticks) => ticks.map((one) => (one === null ? "" : tickLabel(one))) },
       ],
       cursor: {
         sync: { key: "run" },
@@ -374,16 +373,4 @@ function entry(name, style, word, value) {
     part.append(text);
   }
   return part;
-}
-
-/**
- * Return whether a tick of a logarithmic axis has a label: decades, and within two decades also 2 and 5.
- * @param {number} value
- * @param {number[]} range
- */
-function isLabelled(value, range) {
-  const power = Math.log10(value);
-  const mantissa = value / 10 ** Math.floor(power + 1e-9);
-  const isFine = range[1] / range[0] < 100;
-  return [1, ...(isFine ? [2, 5] : [])].some((one) => Math.abs(mantissa - one) < 1e-6);
 }

@@ -261,6 +261,18 @@ export function valueRange(curve, choice) {
 }
 
 /**
+ * Return the ticks of a logarithmic axis: at most seven decades, and within two decades also 2 and 5.
+ * @param {number[]} range
+ */
+export function logTicks([low, high]) {
+  const step = Math.ceil(Math.log10(high / low) / 6);
+  const parts = high / low < 100 ? [1, 2, 5] : [1];
+  const found = [];
+  for (let power = Math.floor(Math.log10(low)); 10 ** power <= high; power += step) found.push(...parts.map((one) => one * 10 ** power));
+  return found.filter((one) => one >= low && one <= high);
+}
+
+/**
  * Return the rows of a table in the order of `before`, so that they do not change places, below the new rows.
  * @param {string[]} before
  * @param {string[]} after
