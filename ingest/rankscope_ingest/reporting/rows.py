@@ -214,15 +214,12 @@ class Versions:
         These are active attempts of which the state was last stored REFRESH_MICROSECONDS ago or earlier, and ended
         attempts of which later records have changed the last step. `wall` is the present time in UTC µs.
         """
-        return [
-            attempt
-            for attempt in attempts
-            if (
-                attempt.completed_step != self._written.get(attempt.key, (0, None))[1]
-                if attempt.has_ended
-                else wall - self._written.setdefault(attempt.key, (wall, None))[0] >= REFRESH_MICROSECONDS
-            )
-        ]
+        due = []
+        for attempt in attempts:
+            at, step = self._written.setdefault(attempt.key, (wall, None))
+            if step != attempt.completed_step if attempt.has_ended else wall - at >= REFRESH_MICROSECONDS:
+                due.append(attempt)
+        return due
 
     def of_tensors(self, target: Target, plans: Mapping[str, PlanColumns]) -> pa.Table | None:
         """Return rows of `tensors` for the plans that are new in the attempt of `target`, or None if no plan is new.
