@@ -268,7 +268,8 @@ def test_incidents_of_an_ended_run_have_the_times_of_its_records(tmp_path: Path)
     faulty = faulty.replace("float(step)", "9.0 if step == 30 else 2.0 + step % 3 / 100")
     assert 0 == run_program(faulty, folder=tmp_path, RANKSCOPE_SPOOL_DIR="", RANKSCOPE_INGEST_URL="").returncode
     ended_at = time.time()
-    command("import", tmp_path / "rankscope-records", "--store", tmp_path / "history")
+    done = command("import", tmp_path / "rankscope-records", "--store", tmp_path / "history")
+    assert "LossSpike" not in done.stderr
     with connect(tmp_path / "history") as connection:
         nan, spike = incidents(connection, ["alone"])["alone"]
         lines = event_lines(connection, "alone")

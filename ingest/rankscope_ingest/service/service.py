@@ -180,7 +180,8 @@ class Service:
 
     def _announce(self, incidents: Iterable[Incident]) -> None:
         for incident in incidents:
-            if incident.first.rule not in RULES_OF_RUNS and not incident.is_muted:  # a state of a run has its own line
+            # A state of a run has its own line. Commands that read the records of ended processes print none.
+            if incident.first.rule not in RULES_OF_RUNS and not incident.is_muted and incident.first.at is None:
                 level = logging.getLevelNamesMapping()[incident.severity.upper()]
                 log.log(level, "%s", title(incident).partition("] ")[2])
             self._spawn(self._announcer.announce(incident))
