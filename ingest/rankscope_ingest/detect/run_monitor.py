@@ -228,13 +228,12 @@ class RunMonitor:
         for target in self._unattended_targets():
             if target.liveness.has_vanished(now, self.runs.limits):
                 self._abandon(target, now)
-        shown = self.runs.latest()
         for attempt in changes.changed:
             log.info(
                 "state of the run changed to %s", attempt.state, extra={"run": attempt.run, "reason": attempt.reason}
             )
             self._write_state(attempt)
-            if (other := shown.get(attempt.run)) not in (None, attempt):
+            if (other := self._shown(attempt)) is not attempt:
                 self._write_state(other)
         self._check_names()
         due = self.versions.due(self.runs.attempts(), wall)
@@ -362,8 +361,12 @@ class RunMonitor:
         for row in self.losses.of_unread(target, "the process vanished before the service polled these records"):
             self.add_event(row)
 
+    def _shown(self, attempt: Attempt) -> Attempt:
+        """Return the attempt whose state is that of the run of `attempt`, also if it is no longer evaluated."""
+        return self.runs.latest().get(attempt.run) or [attempt, *self.runs.later(attempt.key)][-1]
+
     def _write_state(self, attempt: Attempt) -> None:
-        version = self.versions.of_attempt(attempt, is_latest=self.runs.latest().get(attempt.run) is attempt)
+        version = self.versions.of_attempt(attempt, is_latest=self._shown(attempt) is attempt)
         self.batcher.add(version, self.clock())
 
     def _forget(self, now: float) -> None:

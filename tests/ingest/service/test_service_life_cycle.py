@@ -103,7 +103,9 @@ async def test_rank_of_an_older_attempt_does_not_change_the_state_of_the_run(sta
                 await new.register(service.url)
                 await eventually(lambda: is_in(service, "running", attempt=1))
                 await end(new, service, eventually)
-                await eventually(lambda: is_in(service, "completed", attempt=1))
+                ended = "FROM attempts WHERE attempt = 1 AND state = 'completed'"
+                await eventually(lambda: service.rows(ended))
+                await eventually(lambda: is_in(service, "running", attempt=0))  # which still trains
             await service.end()
         async with start_service() as service:
             await old.register(service.url)
