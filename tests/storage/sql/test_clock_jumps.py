@@ -74,10 +74,13 @@ def test_figures_of_a_run_do_not_depend_on_jumps_of_its_clock(jump, writer, conn
     assert [right] * 3 == others
 
 
+PLANNED = {"attempt": 0, "planned_steps": 100}
+
+
 def test_time_left_on_pages_does_not_depend_on_jumps(writer, connection):
     for run, jump in (("right", None), ("set", -HOUR)):
         put(writer, run, [rows_of(run, 0, 0, 0, jump)], [0])
-    found = read_newest(connection, ["right", "set"], {"right": 100, "set": 100}, has_curves=True)
+    found = read_newest(connection, ["right", "set"], dict.fromkeys(("right", "set"), PLANNED), has_curves=True)
 
     assert {"right": pytest.approx(900), "set": pytest.approx(900)} == found.etas
 
