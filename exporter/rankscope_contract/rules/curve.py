@@ -26,6 +26,7 @@ FEWEST_ROWS: Final = 19
 """Number of values before the first one that is judged: rules apply from the 20th row on."""
 
 LOGARITHMIC_SHARE: Final = 0.75
+LOGARITHMIC_MOST: Final = 7.5
 TINY: Final = sys.float_info.min
 _LARGER_RISE: Final = 3.0
 
@@ -36,7 +37,7 @@ class CurveRule(AnomalyRule):
 
     At least `fewest` values must exist, and nine tenths of the last `rows` must be positive. The value must also exceed
     the median by `deviations` median deviations of these rows, and in a logarithmic scale by three quarters of that
-    number: where values often reach multiples of the median, a multiple is not an anomaly. A deviation is measured
+    number or 7.5: where values often reach multiples of the median, a multiple is not an anomaly. A deviation is measured
     between values in a row, so that a falling curve does not hide a spike. The rule fires once, at the row that
     completes `in_a_row` such rows. If that is one row, it fires again at each further row up to the first one below
     `ratio` times the same median: a loss that does not return is no spike that is over.
@@ -95,7 +96,7 @@ class CurveRule(AnomalyRule):
             return None
         logarithms = [math.log(max(one, TINY)) for one in window]
         is_far = value - middle >= self.deviations * _spread(window)
-        least = LOGARITHMIC_SHARE * self.deviations * _spread(logarithms)
+        least = min(LOGARITHMIC_SHARE * self.deviations, LOGARITHMIC_MOST) * _spread(logarithms)
         return middle if is_far and math.log(value) - math.log(middle) >= least else None
 
 
