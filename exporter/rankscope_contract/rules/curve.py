@@ -37,10 +37,10 @@ class CurveRule(AnomalyRule):
 
     At least `fewest` values must exist, and nine tenths of the last `rows` must be positive. The value must also exceed
     the median by `deviations` median deviations of these rows, and in a logarithmic scale by three quarters of that
-    number or 7.5: where values often reach multiples of the median, a multiple is not an anomaly. A deviation is measured
-    between values in a row, so that a falling curve does not hide a spike. The rule fires once, at the row that
-    completes `in_a_row` such rows. If that is one row, it fires again at each further row up to the first one below
-    `ratio` times the same median: a loss that does not return is no spike that is over.
+    number or 7.5: where values often reach multiples of the median, a multiple is not an anomaly. A deviation is
+    measured between values in a row, so that a falling curve does not hide a spike. The rule fires once, at the row
+    that completes `in_a_row` such rows. If that is one row, it fires again at each further row up to the first one
+    below `ratio` times the same median: a loss that does not return is no spike that is over.
 
     With `above="highest"`, the value is compared with the highest value before it, and must rise more than three times
     as far as any value before it. A schedule that returns to an earlier value or rises in equal stairs is no anomaly.
