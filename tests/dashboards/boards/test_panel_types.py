@@ -46,7 +46,8 @@ type Plain<T> =
   T extends object ? { [K in keyof T]: Plain<T[K]> } : T;
 
 // Prometheus has settings of its own in an annotation. The package does not contain them.
-type Annotation = Plain<AnnotationQuery> & { expr: string; step: string; titleFormat: string; textFormat: string };
+type OfPrometheus = { expr: string; step: string; titleFormat: string; textFormat: string };
+type Annotation = Plain<AnnotationQuery> & (OfPrometheus | { builtIn: number });
 type Board = Omit<Plain<Dashboard>, 'annotations'> & { annotations?: { list?: Annotation[] } };
 """
 
@@ -86,7 +87,7 @@ def script(boards):
             lines.append(f"export const {own}_options: {typed} = {json.dumps(panel['options'])};")
             typed = f"Plain<{types}.FieldConfig>" if panel["type"] in WITH_SETTINGS else "Record<string, never>"
             lines.append(f"export const {own}_settings: {typed} = {json.dumps(settings)};")
-            for number, column in enumerate(columns(panel)):
+            for number, column in enumerate(filter(None, columns(panel))):  # other settings have no type
                 typed = f"Partial<Plain<{types}.FieldConfig>>"
                 lines.append(f"export const {own}_column{number}: {typed} = {json.dumps(column)};")
     return "\n".join(lines) + "\n"
