@@ -363,7 +363,10 @@ class RunMonitor:
 
     def _shown(self, attempt: Attempt) -> Attempt:
         """Return the attempt whose state is that of the run of `attempt`, also if it is no longer evaluated."""
-        return self.runs.latest().get(attempt.run) or [attempt, *self.runs.later(attempt.key)][-1]
+        later = self.runs.later(attempt.key)
+        if not later and not attempt.has_ended:
+            return attempt  # the usual case; to find an older one that trains, all attempts are read
+        return self.runs.latest().get(attempt.run) or [attempt, *later][-1]
 
     def _write_state(self, attempt: Attempt) -> None:
         version = self.versions.of_attempt(attempt, is_latest=self._shown(attempt) is attempt)
