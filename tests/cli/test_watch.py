@@ -50,11 +50,33 @@ def test_once_prints_the_state_and_stores_the_rows(log, tmp_path):
     assert [{"n": 40}] == rows
 
 
-def test_once_prints_a_line_for_a_loss_that_becomes_nan(log, tmp_path):
+def test_each_call_names_the_open_incident_of_a_log_without_an_end(log, tmp_path):
+    """The second call, of another process, has nothing new to report."""
     log.write_text(log.read_text() + "".join(f'{{"step": {n}, "loss": NaN, "step_time_s": 1.0}}\n' for n in (40, 41)))
-    printed = run([log], store=tmp_path / "history", once=True)
+    printed = [io.StringIO(), io.StringIO()]
+    for output in printed:
+        with contextlib.redirect_stdout(output), pytest.raises(CommandError, match="train: not normal") as error:
+            watch([str(log)], store=tmp_path / "history", once=True)
+        state = "train  training  step 41, a row every 1 s, with 1 open incident: loss became NaN at step 40; clock of"
 
-    assert 1 == printed.splitlines().count("critical: train: loss became NaN at step 40")
+        assert 4 == error.value.code
+        assert state in output.getvalue()
+
+    line = "critical: train: loss became NaN at step 40"
+    assert [1, 0] == [output.getvalue().splitlines().count(line) for output in printed]
+
+
+def test_error_in_the_last_lines_is_printed_before_it_is_a_failure(log, tmp_path):
+    log.write_text(f"{log.read_text()}Traceback (most recent call last):\nRuntimeError: disk full\n")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.raises(CommandError, match="train: not normal") as error:
+        watch([str(log)], store=tmp_path / "history", once=True)
+
+    assert 4 == error.value.code
+    assert (
+        "train  training  step 39, a row every 1 s, followed by exception: RuntimeError: disk full"
+        in printed.getvalue()
+    )
 
 
 def test_training_that_ended_with_nan_prints_its_incident_and_fails(log, tmp_path):

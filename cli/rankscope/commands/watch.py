@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rankscope_ingest.watch.watcher import LogStatus
 
 NOT_NORMAL: Final = 4
-"""Exit code: at least one training is slow, stalled, stopped or failed."""
+"""Exit code: at least one training is not normal."""
 
 Logs = Annotated[
     list[str] | None,
@@ -91,8 +91,8 @@ def watch(
     restart, no row is stored twice and no message is sent twice. Ctrl-C ends the command.
 
     Exit codes of --once and --until-finished: 0 normal or finished; 1 a log cannot be read; 2 wrong usage; 4 a training
-    is slow, stalled, stopped, failed, or finished with an open incident. A service that takes over the shard ends the
-    command with 3.
+    is slow, stalled, stopped, failed, has an open incident, or ends with an error. A service that takes over the shard
+    ends the command with 3.
 
     [bold]Examples[/bold]
 

@@ -20,7 +20,7 @@ from rankscope_ingest.runs.incident import Incident
 from rankscope_ingest.runs.models import Attempt, Liveness, Rank
 from rankscope_ingest.runs.text import wrong_values
 from rankscope_ingest.runs.tracker import RunTracker
-from rankscope_ingest.watch.judge import Verdict
+from rankscope_ingest.watch.judge import Condition, Verdict
 
 
 class LogAnomalies:
@@ -38,13 +38,14 @@ class LogAnomalies:
         (self._incidents.restore if is_open else self._incidents.remember)(incident)
 
     def with_open(self, verdict: Verdict) -> Verdict:
-        """Return `verdict`, that training finished, with the number and the worst of the open incidents."""
-        found = [one for one in self._incidents.open() if one.first.rule != SLOW_STEPS]  # they end with the training
+        """Return `verdict` with the number and the worst of the open incidents, and the severity of the worst."""
+        found = [one for one in self._incidents.open() if one.first.rule != SLOW_STEPS]  # the condition has them
         if not found:
             return verdict
         worst = max(found, key=lambda incident: incident.first.urgency)
         cause = f"{wrong_values(worst) or worst.first.rule} at step {worst.first.step}"
-        reason = f"finished with {len(found)} open incident{'s' if len(found) > 1 else ''}: {cause}"
+        state = "finished" if verdict.condition is Condition.FINISHED else f"{verdict.reason},"
+        reason = f"{state} with {len(found)} open incident{'s' if len(found) > 1 else ''}: {cause}"
         return dataclasses.replace(verdict, reason=reason, severity=worst.severity)
 
     def observe(self, events: Sequence[pa.Table], now: float, *, stride: int) -> list[Incident]:

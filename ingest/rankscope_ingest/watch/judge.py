@@ -10,7 +10,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_contract.model.events import RunState
+from rankscope_contract.model.events import RunState, Severity
 from rankscope_ingest.base.watch_config import WatchSection
 from rankscope_ingest.watch.rows import LogRows
 from rankscope_view.pages.format import duration
@@ -83,6 +83,9 @@ def judge(rows: LogRows, facts: Facts, limits: WatchSection) -> Verdict:
         return Verdict(condition=Condition.WAITING, reason="the log contains no row of training yet")
     if (slow := _slow(rows, facts, limits)) is not None:
         return slow
+    if facts.ending is not None:  # rows may still follow
+        reason = f"{_pace(rows)}, followed by {facts.ending[1]}"
+        return Verdict(condition=Condition.TRAINING, reason=reason, severity=Severity.WARNING)
     return Verdict(condition=Condition.TRAINING, reason=_pace(rows))
 
 

@@ -60,7 +60,7 @@ class LogStatus:
     unreadable: str | None = None
     """Reason why the log cannot be read; None if it can be read."""
     worst: str | None = None
-    """Highest severity of the incidents that were open when the training finished; None without one."""
+    """Severity of the worst open incident of an anomaly; None without one."""
 
     @property
     def state(self) -> str:
@@ -69,7 +69,7 @@ class LogStatus:
 
     @property
     def is_normal(self) -> bool:
-        """Return whether the log can be read, and the training is neither disturbed nor ended with an incident."""
+        """Return whether the log can be read, and the training is undisturbed and has no open incident."""
         normal = {Condition.WAITING, Condition.TRAINING, Condition.FINISHED}
         return self.unreadable is None and self.worst is None and self.condition in normal
 
@@ -276,13 +276,13 @@ class LogWatcher:
             self._report(verdict, now)
         self._report_anomalies(now)
         self._resolve(next((state for state, end in ENDS.items() if end is verdict.condition), RunState.RUNNING))
+        shown = self._incidents.with_open(verdict)
         if verdict.condition is Condition.FINISHED:
-            verdict = self._incidents.with_open(verdict)
-            self._report(verdict, now)
+            self._report(shown, now)
         run_state = _STATES.get(verdict.condition, RunState.RUNNING)
         reason = verdict.reason if run_state is RunState.STALLED else FOLLOWED
         await self._store.run(lambda: self._intake.write_state(run_state, reason))
-        self._set(verdict.condition, verdict.reason, silence=None if last is None else silence, worst=verdict.severity)
+        self._set(verdict.condition, shown.reason, silence=None if last is None else silence, worst=shown.severity)
 
     def _report(self, verdict: Verdict, now: float) -> None:
         """Announce the incident of a new condition, and resolve the incidents of conditions that are over."""
