@@ -1,9 +1,24 @@
-"""PromQL that holds for some time after a counter has increased."""
+"""PromQL that holds for some time after a counter has increased, and while a target cannot be scraped."""
 
 from __future__ import annotations
 
+from typing import Final
+
+from rankscope_contract.metrics import catalogue
 from rankscope_contract.metrics.catalogue import MetricSpec
 from rankscope_dashboards.deploy.prometheus import seconds
+
+OUTAGE: Final = "5m"
+"""Longest outage of the service during which its last values count. In a longer one, its alerts resolve."""
+
+
+def held(metric: MetricSpec, matcher: str = "") -> str:
+    """Return PromQL for a gauge of the service about runs, or its last value while the service does not export the run.
+
+    Otherwise each restart of the service would resolve all alerts, and send their messages again.
+    """
+    series = metric.name + matcher
+    return f"({series} or last_over_time({series}[{OUTAGE}]) unless on (run) {catalogue.RUN_STATE.name})"
 
 
 def present_age(age: MetricSpec, matcher: str = "") -> str:
@@ -35,10 +50,11 @@ def increased(
     counter of the group and not a sum, which would be twice as large if Prometheus scrapes a process twice.
     """
     series, groups = f"{counter.name}{matcher}", f"({', '.join(by)})"
+    known = f"last_over_time({series}[{window}])"  # the target can be down since the increase
     ages = f"({', '.join(age_by or by)})"
     on = "" if age_by is None else f" on {ages}"
     return (
         f"max by {groups} (increase({series}[{window}])) > 0\n  or\n"
-        f"max by {groups} ({series} unless {series} offset {window}) > 0\n"
+        f"max by {groups} ({known} unless {series} offset {window}) > 0\n"
         f"  unless{on}\nmin by {ages} {present_age(age, matcher)} > {seconds(window):g}"
     )

@@ -17,7 +17,7 @@ from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.defaults import DEFAULT_RULES
 from rankscope_dashboards.alerts.alert import RUNBOOKS, Alert, AlertGroup
 from rankscope_dashboards.alerts.anomaly import KEEP_FIRING_FOR, WINDOW, anomaly_alerts, rule_disagreement
-from rankscope_dashboards.alerts.counters import increased
+from rankscope_dashboards.alerts.counters import held, increased
 from rankscope_dashboards.alerts.incidents import incident_alerts
 from rankscope_dashboards.alerts.panels import GPU_ERRORS, LAST_COMMIT, LOST_RECORDS, RANKS_UP, THROTTLED_GPUS
 from rankscope_dashboards.alerts.replicas import replica_alerts
@@ -65,7 +65,7 @@ def _run_stalled() -> Alert:
 def _rank_gone() -> Alert:
     return Alert(
         name="RankGone",
-        expression=f"max by (run, rank) ({catalogue.RANK_VANISHED.name}) == 1",
+        expression=f"max by (run, rank) {held(catalogue.RANK_VANISHED)} == 1",
         summary="rank {{ $labels.rank }} of run {{ $labels.run }} stopped responding and sent no exit event",
         description="The service receives no heartbeat and no response from the rank. Likely causes: process killed, "
         'out of memory, host down, network down. The run has the state "failed" until the rank responds again.',
@@ -108,7 +108,8 @@ def _service_down() -> Alert:
 
 
 def _in_state(state: RunState) -> str:
-    return f'max by (run) ({catalogue.RUN_STATE.name}{{state="{state}"}}) == 1'
+    matcher = f'{{state="{state}"}}'
+    return f"max by (run) {held(catalogue.RUN_STATE, matcher)} == 1"
 
 
 ERROR_WINDOW: Final = "10m"

@@ -12,7 +12,7 @@ from typing import Final
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.model.events import Severity
 from rankscope_dashboards.alerts.alert import Alert
-from rankscope_dashboards.alerts.counters import present_age
+from rankscope_dashboards.alerts.counters import held, present_age
 from rankscope_dashboards.alerts.labels import NOT_KNOWN, with_all_labels
 from rankscope_dashboards.alerts.panels import ANOMALIES
 from rankscope_dashboards.deploy.alertmanager import NOT_APPLICABLE
@@ -50,7 +50,7 @@ def incident_alerts(window: str) -> tuple[Alert, ...]:
 
 def _incident(window: str) -> Alert:
     age = catalogue.INCIDENT_AGE
-    recent = f"group by ({', '.join(age.labels)}) ({present_age(age)} < {seconds(window):g})"
+    recent = f"group by ({', '.join(age.labels)}) ({held(age)} < {seconds(window):g})"
     return Alert(
         name="AnomalyIncident",
         expression=with_all_labels(recent, ("rank", "kind", "tensor", "op", "step")),

@@ -35,6 +35,12 @@ CORE: Final = (
 LATER: Final = ("keep_firing_for", "missingSeriesEvalsToResolve", "isPaused", "notification_settings")
 """Keys of a rule that old releases drop without a message. They are compared only if the server returns them."""
 
+KEEP_LAST: Final = {"execErrState": "KeepLast"}
+"""The state of a rule whose query fails, from `KEEP_LAST_RELEASE` on: alerts do not resolve while Prometheus is away.
+
+Older releases reject it. The alert on the data source has another state than OK, and keeps it."""
+
+KEEP_LAST_RELEASE: Final = (11, 0)
 RECEIVER_KEY: Final = "notification_settings"
 _UNSET: Final = (None, False, "", "0s")
 """Values of a later key that is not set."""
@@ -54,7 +60,12 @@ class Rules:
         self._force = force
         settings = {RECEIVER_KEY: {"receiver": receiver, **GROUPING}} if receiver else {}
         self._intervals = {rule["uid"]: group.interval_seconds for group in groups for rule in group.rules}
-        self._rules = {rule["uid"]: rule | settings for group in groups for rule in group.rules}
+        keep = KEEP_LAST if server.release >= KEEP_LAST_RELEASE else {}
+        self._rules = {
+            rule["uid"]: rule | settings | (keep if rule["execErrState"] == "OK" else {})
+            for group in groups
+            for rule in group.rules
+        }
 
     def plan(self) -> list[Change]:
         """Return one change per rule, and one per deployed rule that is no longer shipped."""

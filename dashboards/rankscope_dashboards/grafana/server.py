@@ -65,6 +65,7 @@ class Server:
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         self.url = url.rstrip("/")
+        self.release = OLDEST_RELEASE
         parts = urlsplit(self.url)
         if parts.scheme not in {"http", "https"} or not parts.hostname:
             raise GrafanaError(f"{url!r} is not the address of a Grafana server: write it as https://host:3000")
@@ -100,7 +101,8 @@ class Server:
         number = re.match(r"(\d+)\.(\d+)", version)
         if number is None:
             raise GrafanaError(f"{self.url} did not state its release: check that it is the address of Grafana")
-        if (int(number[1]), int(number[2])) < OLDEST_RELEASE:
+        self.release = (int(number[1]), int(number[2]))
+        if self.release < OLDEST_RELEASE:
             oldest = ".".join(map(str, OLDEST_RELEASE))
             raise GrafanaError(f"Grafana {version} at {self.url} is too old: update it to {oldest} or newer")
         organisation = self.get("/org")["id"]

@@ -338,11 +338,24 @@ def incidents():
         given = {series(age, **SERVICE, **labels): "0+10x60"}
         alert = [{**NO_TENSOR, "step": "unknown", "rank": "unknown", **labels}]
         yield Scenario(alert="AnomalyIncident", title=title, given=given, expected={0: alert, 11: alert, 12: []})
+    alert = [{**first, "step": "150"}]
+    known = series(age, **SERVICE, **first, step="150")
+    state = series("rankscope_run_state", **SERVICE, run="r", state="running")
+    for title, values, states, expected in (
+        ("a restart of the service", "0+10x5 stale _x20 280+10x9", "1x5 stale _x20 1x9", {5: alert, 26: alert, 27: []}),
+        ("a first firing that was found to be another one", "0+10x5 stale", "1x60", {5: alert, 6: []}),
+    ):
+        given = {known: values, state: states}
+        yield Scenario(alert="AnomalyIncident", title=title, given=given, expected=expected)
     later = {series(age, **SERVICE, **first, step="150"): "900+10x9"}
     yield Scenario(alert="AnomalyIncident", title="an old incident, seen late", given=later, expected={0: [], 9: []})
     cut = {series(age, **SERVICE, **first, step="150"): "0 10 _x30"}
-    expected = {1: [{**first, "step": "150"}], 11: [{**first, "step": "150"}], 12: []}
-    yield Scenario(alert="AnomalyIncident", title="a sample from before an outage", given=cut, expected=expected)
+    yield Scenario(
+        alert="AnomalyIncident",
+        title="Prometheus is away",
+        given=cut,
+        expected={1: alert, 12: alert, 30: alert, 32: []},
+    )
     two = [{**first, "rank": rank, "step": step} for rank, step in (("0", "150"), ("1", "900"))]
     given = {series(age, **SERVICE, **labels): "0x9" for labels in two}
     yield Scenario(alert="AnomalyIncident", title="two incidents of a run", given=given, expected={0: two})
@@ -372,13 +385,14 @@ def lifecycle():
             given = {series("rankscope_run_state", **SERVICE, run="r", state=other): "0 1 0"}
             when = [{"run": "r"}] if other == state else []
             yield Scenario(alert=alert, title=f"{alert}: {other}", given=given, expected={0: [], 1: when, 2: []})
-        forgotten = {series("rankscope_run_state", **SERVICE, run="r", state=state): "1 stale"}
-        yield Scenario(
-            alert=alert,
-            title="the service no longer exports the run",
-            given=forgotten,
-            expected={0: [{"run": "r"}], 1: []},
-        )
+        failed = series("rankscope_run_state", **SERVICE, run="r", state=state)
+        run = [{"run": "r"}]
+        for title, given, expected in (
+            ("the service no longer exports the run", {failed: "1 stale"}, {0: run, 29: run, 31: []}),
+            ("a restart of the service", {failed: "1 stale _x20 1 0"}, {9: run, 20: run, 22: run, 23: []}),
+            ("another state after a restart", {failed: "1 stale _x10 0"}, {11: run, 12: []}),
+        ):
+            yield Scenario(alert=alert, title=title, given=given, expected=expected)
         two = {series("rankscope_run_state", **SERVICE, run=run, state=state): "1" for run in "rs"}
         each = [{"run": "r"}, {"run": "s"}]
         yield Scenario(alert=alert, title="an alert for each run", given=two, expected={0: each})
@@ -390,12 +404,23 @@ def lifecycle():
     yield Scenario(
         alert="RankGone", title="one of two ranks, responds again later", given=given, expected={0: [], 1: gone, 2: []}
     )
+    vanished, state = (
+        series(name, **SERVICE, run="r", **labels)
+        for name, labels in (("rankscope_rank_vanished", {"rank": "1"}), ("rankscope_run_state", {"state": "failed"}))
+    )
+    for title, values, expected in (
+        ("a restart of the service", "1 stale _x20 1", {9: gone, 20: gone, 22: gone}),
+        ("the run without the rank", "1 stale _x20 1", {9: gone, 10: []}),
+    ):
+        states = "1 stale _x20 1" if "restart" in title else "1 stale _x8 1x20"
+        yield Scenario(alert="RankGone", title=title, given={vanished: values, state: states}, expected=expected)
     lost = series("rankscope_ingest_lost_records_total", **SERVICE, run="r")
     run = [{"run": "r"}]
     for title, values, expected in (
         ("no lost records", "0x60", {0: [], 50: []}),
         ("one lost record, resolves after five minutes", "0x39 1x60", {39: [], 40: run, 69: run, 71: []}),
         ("a counter with a first sample above zero", "_ 3x60", {1: run, 29: run, 40: []}),
+        ("a service that is away soon after", "_ 3x9 stale _x9 3x30", {1: run, 15: run, 25: run, 40: []}),
         ("losses before the window", "5x60", {50: []}),
     ):
         yield Scenario(alert="IngestLosing", title=title, given={lost: values}, expected=expected)

@@ -25,13 +25,20 @@ UNLESS = "  unless on (run, rank, kind)\n"
 # Mutations of the part that reads the counters of firings.
 COUNTED = [
     ("expr", "(increase(", "(-increase("),
-    ("expr", "op) (rankscope_tensor_anomaly", "op) (0 * rankscope_tensor_anomaly"),
+    ("expr", "op) (last_over_time", "op) (0 * last_over_time"),
     ("expr", "[2m]", "[1m]"),
     ("expr", "offset 2m", "offset 1m"),
     ("expr", "events_total{rule=", "events_total{rule!="),
     ("expr", "  unless on (run, rank, kind)\nmin", "  or\n-min"),
     ("expr", "> 120", "> 1200"),
     ("expr", "> 120", "> 60"),
+]
+
+# Mutations of the part that holds an alert while the service is away.
+HELD = [
+    ("expr", " unless on (run) rankscope_run_state", ""),
+    ("expr", "or last_over_time", "and last_over_time"),
+    ("expr", "[5m]", "[1m]"),
 ]
 
 # Mutations of each alert, such as typing errors and wrong simplifications: (field, old text, new text).
@@ -81,7 +88,7 @@ MUTANTS = {
         ("expr", "< 120", "< 130"),
         ("expr", "run, rank, rule, severity, kind, tensor, op, step", "run, rank, rule, severity, kind, tensor, op"),
         *[("expr", f'"{name}", "")', f'"{name}", "x")') for name in ("rank", "kind", "tensor", "op", "step")],
-        ("expr", "- timestamp(rankscope_ingest_incident_age_seconds) + time()", ""),
+        *HELD,
     ],
     "AnomalyWithoutService": [
         ("expr", "< 120", "< 60"),
@@ -101,7 +108,7 @@ MUTANTS = {
             for metric in ("rankscope_anomaly_events_total", "rankscope_ingest_anomaly_events_total")
             for before, after in (
                 ("(increase({}", "(-increase({}"),
-                ("kind) ({}{{rule", "kind) (0 * {}{{rule"),
+                ("kind) (last_over_time({}{{rule", "kind) (0 * last_over_time({}{{rule"),
                 ('unless {}{{rule="AnomalyNan"}} offset 2m', ""),
                 ('increase({}{{rule="AnomalyNan"}}[2m]', 'increase({}{{rule="AnomalyNan"}}[1m]'),
                 ('increase({}{{rule="AnomalyNan"}}', 'increase({}{{rule=~".+"}}'),
@@ -127,7 +134,7 @@ MUTANTS = {
     ],
     "ReplicaDesyncEvents": [
         ("expr", "(increase(", "(-increase("),
-        ("expr", "kind) (rankscope", "kind) (0 * rankscope"),
+        ("expr", "kind) (last_over_time", "kind) (0 * last_over_time"),
         ("expr", 'unless rankscope_ingest_anomaly_events_total{rule="ReplicaDesync"} offset 2m', ""),
         ("expr", "[2m]", "[1m]"),
         ("expr", "offset 2m", "offset 1m"),
@@ -142,17 +149,20 @@ MUTANTS = {
         ("expr", 'state="failed"', 'state=~"failed|stopped"'),
         ("expr", "== 1", ">= 0"),
         ("expr", "max by (run)", "max"),
+        *HELD[1:],
     ],
     "RunStalled": [("expr", 'state="stalled"', 'state="running"'), ("expr", "== 1", "== 0")],
     "RankGone": [
         ("expr", "max by (run, rank)", "max by (run)"),
         ("expr", "== 1", "== 0"),
         ("expr", "== 1", ">= 0"),
+        *HELD,
     ],
     "IngestLosing": [
         ("expr", "(increase(", "(-increase("),
-        ("expr", "(run) (rankscope", "(run) (0 * rankscope"),
+        ("expr", "(run) (last_over_time", "(run) (0 * last_over_time"),
         ("expr", "unless rankscope_ingest_lost_records_total offset 5m", ""),
+        ("expr", "last_over_time(rankscope_ingest_lost_records_total[5m])", "rankscope_ingest_lost_records_total"),
         ("expr", "[5m]", "[1m]"),
         ("expr", "offset 5m", "offset 1m"),
         ("expr", "max by (run)", "max"),

@@ -169,8 +169,9 @@ class Alerting:
         annotations = wanted.get("annotations", {})
         if not isinstance(wanted.get("labels", {}), dict) or not re.fullmatch(r"(\d+[a-z]+)*", wanted.get("for", "")):
             return BAD_REQUEST
-        if wanted.get("noDataState") == "KeepLast" and not self.keeps_later_keys:
-            return message(500, "unknown NoData state option KeepLast")
+        for key, option in (("noDataState", "NoData"), ("execErrState", "Error")):
+            if wanted.get(key) == "KeepLast" and not self.keeps_later_keys:
+                return message(500, f"unknown {option} state option KeepLast")
         if not wanted["data"]:
             return message(400, "invalid alert rule: no queries or expressions are found")
         if len(wanted["title"]) > MOST_TITLE_CHARACTERS:

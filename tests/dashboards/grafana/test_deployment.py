@@ -147,10 +147,12 @@ def test_boards_that_the_server_migrates_are_not_changed_boards(local: Grafana, 
 
 
 def test_release_that_returns_later_keys_has_no_changed_rules(local: Grafana, contract: ContractServer):
-    contract.alerting.keeps_later_keys = True
+    local.deploy()
+    contract.alerting.keeps_later_keys, contract.version = True, "11.0.0"
     local.deploy()
 
     assert (0, False) == (local.deploy(), "keep  " in local.text)
+    assert {"KeepLast"} == {rule["execErrState"] for rule in local.rules().values()}
 
 
 def test_later_release_updates_unchanged_objects(grafana: Grafana):
