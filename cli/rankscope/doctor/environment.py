@@ -21,39 +21,30 @@ class Environment(Protocol):
 
     def python(self) -> str:
         """Return the version of Python."""
-        ...
 
     def installed_version(self, package: str) -> str | None:
         """Return the version of a Python package; None if it is not installed."""
-        ...
 
     def required_versions(self) -> Mapping[str, str]:
         """Return the lowest supported version of each required package."""
-        ...
 
     def executable(self, executable: Executable) -> str | None:
         """Return version and path of an executable; None if it is not on PATH."""
-        ...
 
     def get(self, url: str, token: str | None = None) -> Response:
         """Send GET `url` and return the response. Raises UnreachableError if no response was received."""
-        ...
 
     def free_bytes(self, path: Path) -> int:
         """Return the number of free bytes in the file system that contains `path`."""
-        ...
 
     def check_writable(self, folder: Path) -> None:
         """Raise OSError if no file can be created in `folder`. The function leaves no file in the folder."""
-        ...
 
     def listener(self, port: int) -> Listener | None:
         """Return the process that listens on a port of this machine; None if the port is free."""
-        ...
 
     def now(self) -> float:
         """Return the time in seconds since the epoch."""
-        ...
 
 
 class LocalEnvironment:

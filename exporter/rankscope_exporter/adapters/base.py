@@ -119,25 +119,21 @@ class Hooking(Protocol):
 
     def keep(self, handle: Removable) -> None:
         """Store the handle of a hook. The hook is removed at detach()."""
-        ...
 
     def always(self, where: str, function: Callable[..., None]) -> Callable[..., None]:
         """Return a hook that calls `function` and never raises errors into training.
 
         The hook does nothing after detach, in a forked child process, and in a copy of the model.
         """
-        ...
 
     def paused(self) -> AbstractContextManager[None]:
         """Return a context manager within which the hooks of the monitor do nothing."""
-        ...
 
     def reduced(self) -> None:
         """Notify the monitor that the framework has reduced gradients outside of a backward pass.
 
         The framework adapter calls this method.
         """
-        ...
 
 
 class GradientSource(Protocol):
@@ -149,7 +145,6 @@ class GradientSource(Protocol):
     @property
     def grad(self) -> torch.Tensor | None:
         """Return this rank's own gradient of the parameter, summed over all micro-batches of the step so far."""
-        ...
 
 
 class LazyGradient:

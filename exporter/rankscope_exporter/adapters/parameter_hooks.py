@@ -26,7 +26,6 @@ class Removable(Protocol):
 
     def remove(self) -> None:
         """Remove the hook."""
-        ...
 
 
 class CallbackHandle:

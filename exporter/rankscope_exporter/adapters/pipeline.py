@@ -25,7 +25,6 @@ class Stage(Protocol):
     @property
     def submod(self) -> nn.Module:
         """The module of the stage: the part of the model that this rank trains."""
-        ...
 
 
 class Pipeline(Framework):

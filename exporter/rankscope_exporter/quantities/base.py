@@ -51,7 +51,6 @@ class Table(Protocol):
         that are not requested for many sampled steps may be dropped. For each entry, `owners` has the position of the
         parameter of the entry in the list of all parameters of the model.
         """
-        ...
 
     def measure(self, tensors: Sequence[torch.Tensor | None], rows: range, *, are_derived: bool = False) -> None:
         """Compute the statistics of `tensors` and write them to the table rows `rows`, in the same order.
@@ -60,7 +59,6 @@ class Table(Protocol):
         whose statistics cannot be computed. The plan entries get the shapes and dtypes of `tensors`, unless
         `are_derived` is true: then the entries describe other tensors, from which `tensors` were computed.
         """
-        ...
 
     def isolate(
         self,
@@ -75,18 +73,15 @@ class Table(Protocol):
         They are reported with their `names`. A tensor that raises at several sampled steps in a row is left out for
         some time. `scope` is the name of the computation, the same at each step.
         """
-        ...
 
     def copy(self, source: range, target: range) -> None:
         """Copy the statistics of the rows `source`, which were measured at this step, to the rows `target`."""
-        ...
 
     def forget(self, rows: range) -> None:
         """Delete the statistics of `rows`, which were measured at this step.
 
         The plan entries of `rows` become absent.
         """
-        ...
 
     def forget_equal(self, rows: range, others: range) -> None:
         """Compare each row in `rows` with the row at the same position in `others`, and delete `rows` that are equal.
@@ -94,15 +89,12 @@ class Table(Protocol):
         The plan entry of a deleted row is absent at this step. Two rows are equal if all statistics of both rows are
         equal bit for bit.
         """
-        ...
 
     def save(self, rows: range) -> torch.Tensor:
         """Return a copy of the statistics of `rows`, which begin with row 0."""
-        ...
 
     def restore(self, saved: torch.Tensor, rows: Sequence[int]) -> None:
         """Write the statistics of `rows` in `saved`, a result of `save`, to the table again."""
-        ...
 
     def defer(self, dataset: str, tensor: torch.Tensor, rows: Callable[[Numbers], Iterable[Row]]) -> None:
         """Copy `tensor` to the host, and add the rows that the function `rows` computes from the copy to `dataset`.
@@ -110,18 +102,15 @@ class Table(Protocol):
         The training thread does not wait for the device. The publisher thread calls `rows` with a numpy array, so the
         dtype of `tensor` must exist in numpy.
         """
-        ...
 
     def withdraw(self, dataset: str) -> None:
         """Discard the rows of `dataset` that `defer` scheduled at this step.
 
         The caller then reads the same tensors again.
         """
-        ...
 
     def write(self, dataset: str, row: Row) -> None:
         """Add a row of `dataset` whose values are already on the host."""
-        ...
 
 
 class SamplingGate(Protocol):
@@ -133,12 +122,10 @@ class SamplingGate(Protocol):
     @property
     def is_open(self) -> bool:
         """True if the quantity is measured at the current step."""
-        ...
 
     @property
     def table(self) -> Table:
         """The table for the statistics of the current step. Valid only if the quantity is measured at this step."""
-        ...
 
 
 class Hook(Protocol):
@@ -155,7 +142,6 @@ class Hook(Protocol):
 
     def __call__(self, *args: Any) -> None:
         """Run the hook if the current step is sampled."""
-        ...
 
 
 class ModelHookContext(Protocol):
@@ -164,32 +150,26 @@ class ModelHookContext(Protocol):
     @property
     def micro_step(self) -> int:
         """Number of the current or latest training forward pass within the step, from 0 on."""
-        ...
 
     @property
     def in_forward(self) -> bool:
         """True while a training forward pass of the whole model runs."""
-        ...
 
     @property
     def grad_enabled(self) -> bool:
         """True if gradients were enabled when torch called the hook that is running now."""
-        ...
 
     def keep(self, handle: Removable) -> None:
         """Store `handle`, the handle of a hook. Its method `remove` is called at detach()."""
-        ...
 
     def begins_steps(self, module: nn.Module) -> bool:
         """Return whether a step begins with the forward pass of `module`.
 
         If so, a hook on this forward pass must be registered before the step begins.
         """
-        ...
 
     def tell(self, message: str) -> None:
         """Publish a notice for the user on the console and as an event."""
-        ...
 
     def guarded(self, where: str, function: Callable[..., None], gate: SamplingGate) -> Hook:
         """Return a hook that calls `function` only while `gate` is open, that is, at sampled steps.
@@ -200,18 +180,15 @@ class ModelHookContext(Protocol):
         dropped. The hook does nothing while a graph is compiled, after detach, in a forked child process, and in a copy
         of the model. `where` is the description of the operation for error messages.
         """
-        ...
 
     def gradient_arrives(self) -> None:
         """Report that a gradient is about to be accumulated. A new step may begin with this gradient."""
-        ...
 
     def between(self, function: Callable[[], None]) -> None:
         """Call `function` under a lock, so that no step begins or ends during the call.
 
         Hooks that may run long after the optimizer update of a step need this.
         """
-        ...
 
 
 class Hooking(ModelHookContext, Protocol):
@@ -224,7 +201,6 @@ class Hooking(ModelHookContext, Protocol):
         An error in the first call of `register` is raised. If `stays` is true, the hook remains registered between
         sampled steps.
         """
-        ...
 
 
 TargetNames = Annotated[tuple[str, ...], Checked(Targets)]

@@ -44,26 +44,21 @@ class Store(Protocol):
 
     def get(self, key: str) -> bytes:
         """Return the value of a key, which must exist."""
-        ...
 
     def set(self, key: str, value: str) -> None:
         """Set the value of a key."""
-        ...
 
     def check(self, keys: list[str]) -> bool:
         """Return whether the key-value store contains all of `keys`."""
-        ...
 
     def add(self, key: str, amount: int) -> int:
         """Add `amount` to a counter and return its new value."""
-        ...
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Set the value of a key to `desired` if it is `expected`; return the value after the call.
 
         An `expected` of "" means that the key does not exist.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -208,14 +208,12 @@ class Client(Protocol):
 
         Raises RefusedError for an error status, UnreachableError without a valid answer.
         """
-        ...
 
     def poke(self, incarnation: str) -> None:
         """Request an immediate poll of this rank.
 
         Raises RefusedError for an error status, UnreachableError without a valid answer.
         """
-        ...
 
 
 class RegistrationLoop:

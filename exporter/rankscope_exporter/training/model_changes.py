@@ -131,7 +131,6 @@ class Follow(Protocol):
 
     def __call__(self, optimizer: Optimizer, *, replaces: bool) -> None:
         """Register hooks on `optimizer`. `replaces` is true if it replaces observed optimizers."""
-        ...
 
 
 class NewOptimizers:

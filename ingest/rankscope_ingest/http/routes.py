@@ -108,34 +108,27 @@ class Backend(Parts, Protocol):
 
     async def register(self, registration: Registration) -> RegistrationReply:
         """Accept the registration or heartbeat of a rank. Raises RegistrationError if it is rejected."""
-        ...
 
     def poke(self, incarnation: str) -> bool:
         """Poll the rank with this incarnation immediately; return False if it is not registered."""
-        ...
 
     async def ask_stacks(self, run: str, attempt: int, ranks: Collection[int] | None) -> list[RankAnswer]:
         """Return the Python stacks of the live ranks of an attempt.
 
         `ranks` are the ranks from which stacks are requested; None means all live ranks.
         """
-        ...
 
     async def remote_read(self, request: web.Request) -> web.StreamResponse:
         """Respond to a remote read request. Raises RegistrationError if the request is rejected or the query fails."""
-        ...
 
     async def remote_write(self, request: web.Request) -> web.Response:
         """Respond to a remote write request. Raises RegistrationError if the request is rejected."""
-        ...
 
     async def current_status(self) -> Status:
         """Return the status of the service, its runs, its targets and its exporters."""
-        ...
 
     def metrics_page(self) -> bytes:
         """Return the service's own metrics in the Prometheus text format."""
-        ...
 
 
 def make_application(

@@ -55,11 +55,9 @@ class Source(Protocol):
 
         `committed` is the last committed sequence number; the rank may delete the records up to it.
         """
-        ...
 
     async def plan(self, url: str, plan_id: str) -> str:
         """Return the JSON text of the plan `plan_id`, which lists the tensors and statistics of a record."""
-        ...
 
 
 class Sink(Protocol):
@@ -68,19 +66,16 @@ class Sink(Protocol):
     @property
     def is_full(self) -> bool:
         """Return whether polls must wait for the next commit, because too many rows are waiting."""
-        ...
 
     @property
     def poll_budget(self) -> PollBudget:
         """Return the admission control of all poll loops, which limits the rows that their polls together request."""
-        ...
 
     def ordinals(self, count: int) -> int:
         """Reserve `count` new ordinals and return the first one.
 
         Ordinals number all records in the order of their arrival.
         """
-        ...
 
     def on_body(
         self, target: Target, body: ValidBody, plans: dict[str, PlanColumns], *, size: int, inflated: int
@@ -90,23 +85,18 @@ class Sink(Protocol):
         The cursor is the last received sequence number. If one of these two actions fails, neither takes effect. `size`
         is the number of received bytes, and `inflated` the number of bytes after decompression.
         """
-        ...
 
     def on_answer(self, target: Target) -> None:
         """Record that a poll of `target` succeeded, with or without records."""
-        ...
 
     def on_failure(self, target: Target, error: FetchError) -> None:
         """Record that a poll of `target` failed with `error`."""
-        ...
 
     def on_drained(self, target: Target) -> None:
         """Record that all records of `target` are committed and its process exits."""
-        ...
 
     def on_replaced(self, target: Target, incarnation: str) -> None:
         """Record that another process, with this incarnation, responds at the address of `target`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,15 +55,12 @@ class Sink(Protocol):
     @property
     def is_full(self) -> bool:
         """Return whether scrapes must be skipped until the next commit, because too many rows are waiting."""
-        ...
 
     def samples(self, table: pa.Table) -> None:
         """Add the rows of `table`, which has the columns of `samples`, to the current batch."""
-        ...
 
     def scrape(self, scrape: Scrape) -> None:
         """Add the samples of one scrape to the current batch."""
-        ...
 
     def count(self, spec: MetricSpec, amount: float, *labels: str) -> None:
         """Increase the counter `spec`, whose labels have the values `labels`: that of scrapes, or of samples.
@@ -71,7 +68,6 @@ class Sink(Protocol):
         Scrapes are ok, failed or skipped. Samples are counted by the parser that read them: `layout` if only the
         numbers of the page were parsed, because its other bytes were those of an earlier page, and otherwise `exact`.
         """
-        ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -72,23 +72,18 @@ class Parts(Protocol):
 
     def targets(self) -> Iterable[Target]:
         """Return all targets that the service polls or has polled recently."""
-        ...
 
     def exporters(self) -> Iterable[Mapping[str, object]]:
         """Return the scrape state of each external exporter, as one JSON object per exporter."""
-        ...
 
     def runs(self) -> Iterable[RunProgress]:
         """Return the progress of each run."""
-        ...
 
     def degraded(self) -> str | None:
         """Return the reason why the service is degraded, or None if it works normally."""
-        ...
 
     def undelivered(self) -> str | None:
         """Return the number of notifications that could not be delivered, with the reason; None without such ones."""
-        ...
 
 
 class StatusCollector:

@@ -37,19 +37,15 @@ class LogFile(Protocol):
 
     async def state(self, name: str | None = None) -> FileState:
         """Return the state of the log, or of the file `name` in the same folder."""
-        ...
 
     async def read(self, offset: int, size: int, name: str | None = None) -> bytes:
         """Return `size` bytes from `offset` of the log or of the file `name`; fewer bytes at the end of the file."""
-        ...
 
     async def rotated(self) -> list[str]:
         """Return the names of files in the same folder that may be older parts of the log, the newest first."""
-        ...
 
     async def clock(self) -> Clock | None:
         """Return the clock of the machine of the log, or None if it cannot be read."""
-        ...
 
 
 class LocalFile:

@@ -50,7 +50,6 @@ class Follower(Protocol):
         `known` has the imported logs of the run. The caller imports each part before it requests the next one. Raises
         LogUnreadableError if the log cannot be read.
         """
-        ...
 
 
 class LocalFollower:

@@ -124,27 +124,21 @@ class Source(Protocol):
     @property
     def rows(self) -> int:
         """Return the number of rows, including those that were not requested."""
-        ...
 
     def bounds(self, column: str) -> tuple[Any, Any] | None:
         """Return the lowest and the highest value of `column`; None if they are unknown."""
-        ...
 
     def split(self, columns: Collection[str]) -> tuple[Source, Source]:
         """Return rows without a value above 0 in `columns`, and all others."""
-        ...
 
     def split_constant(self, columns: Collection[str]) -> tuple[Source, Source]:
         """Return rows that are known to have the requested values in `columns`, and all others."""
-        ...
 
     def each(self) -> Iterator[Source]:
         """Yield parts of the rows."""
-        ...
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """Yield `columns` of all rows; names are dictionaries."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,21 +70,17 @@ class Notifier(Protocol):
     @classmethod
     def handles(cls, url: str) -> bool:
         """Return whether this class can deliver messages to `url`."""
-        ...
 
     @property
     def label(self) -> str:
         """Return the URL with secrets removed, for log messages."""
-        ...
 
     @property
     def uses_proxy(self) -> bool:
         """Return whether messages are sent by HTTP, so that the setting `notify.proxy` applies to them."""
-        ...
 
     async def send(self, message: Message) -> None:
         """Deliver `message`. Raises NotifyError if the delivery fails."""
-        ...
 
 
 def notifier_classes() -> list[type[Notifier]]:

@@ -216,4 +216,3 @@ class ExportFormat(Protocol):
         self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = no_progress
     ) -> ExportReport:
         """Write `run` to `target` and return the report. Any failure raises ExportError, never OSError."""
-        ...
