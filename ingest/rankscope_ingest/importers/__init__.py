@@ -29,7 +29,7 @@ from rankscope_ingest.importers.common.importer import (
     Importer,
     Options,
 )
-from rankscope_ingest.importers.common.lines import readable, refuse_binary, skip_hole
+from rankscope_ingest.importers.common.lines import open_log, readable, refuse_binary, skip_hole
 from rankscope_ingest.importers.common.live_run import is_live
 from rankscope_ingest.importers.common.log_group import GROUP_LOGS, LogGroup
 from rankscope_ingest.importers.common.log_identity import KnownImport, known_imports
@@ -138,6 +138,6 @@ def run_name(path: Path) -> str:
 def _head(path: Path) -> bytes:
     if path.exists() and not path.is_file():
         raise IngestError(f"{path} is neither a file nor a folder: write its content to a file first")
-    with path.open("rb") as file:
+    with open_log(path) as file:
         skip_hole(file)
         return file.read(_HEAD_BYTES)

@@ -38,7 +38,7 @@ from rankscope_ingest.importers.common.importer import (
     Imported,
     ImportedRun,
 )
-from rankscope_ingest.importers.common.lines import read_chunks
+from rankscope_ingest.importers.common.lines import open_log, read_chunks
 from rankscope_ingest.importers.common.objects import ObjectReader
 from rankscope_ingest.importers.common.values import Cut, JsonWindow, Malformed, json_text, whole
 
@@ -106,7 +106,7 @@ class TrainerState:
 
 def _is_archive(path: Path) -> bool:
     try:
-        return bool(find_states(path))
+        return zipfile.is_zipfile(path) and bool(_in_archive(path))
     except (IngestError, OSError):
         return False
 
@@ -282,13 +282,13 @@ def find_states(path: Path) -> list[StateFile]:
     """
     if path.is_dir():
         return [_on_disk(Path(found)) for found in _in_order(path, list(_walk(path)))]
-    if zipfile.is_zipfile(path):
-        return _in_archive(path)
+    if zipfile.is_zipfile(path) and (found := _in_archive(path)):
+        return found
     return [_on_disk(path)]
 
 
 def _on_disk(path: Path) -> StateFile:
-    return StateFile(label=_label(path), open=lambda: path.open("rb"), modified=path.stat().st_mtime)
+    return StateFile(label=_label(path), open=lambda: open_log(path), modified=path.stat().st_mtime)
 
 
 def _in_archive(path: Path) -> list[StateFile]:

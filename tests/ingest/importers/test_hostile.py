@@ -6,9 +6,12 @@ Content for one format, and fuzzing of its parser, is in the tests of that forma
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import math
 import os
+import tarfile
+import zipfile
 
 import pytest
 from tests.programs import server_of
@@ -51,6 +54,23 @@ def text_of(kind, *values):
     return begin + "".join(row.format(step=step, value=value) for step, value in enumerate(values, 1)) + end
 
 
+def zip_of(*texts, compression=zipfile.ZIP_STORED):
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", compression) as archive:
+        for number, text in enumerate(texts):
+            archive.writestr(f"run/rank{number}.log", text)
+    return packed.getvalue()
+
+
+def tar_of(text):
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        member = tarfile.TarInfo("train.log")
+        member.size = len(text)
+        archive.addfile(member, io.BytesIO(text.encode()))
+    return packed.getvalue()
+
+
 def path_of(logs, kind, content):
     return logs.write(f"out/Dec03_21-34-40-rank0-0123abcd/{SAMPLES[kind][0]}", content)
 
@@ -78,6 +98,34 @@ def test_files_that_are_no_text_are_rejected_with_the_remedy(logs, kind, change,
         logs.import_log(path, kind=kind)
     with pytest.raises(IngestError, match=said):
         find_importer(path)
+
+
+@pytest.mark.parametrize("kind", sorted(SAMPLES.keys() - {"msprobe"}))  # msprobe writes folders
+def test_only_file_of_an_archive_without_compression_is_read(logs, kind):
+    archive = zip_of(text_of(kind, 1.5, 2.5, 3.5))
+    path = logs.write("train.zip", archive)
+
+    assert kind == find_importer(path).name
+    logs.import_log(path)
+    assert [1.5, 2.5, 3.5] == values(logs, kind)
+    assert 0 == logs.import_log(path).rows_stored
+
+    damaged = logs.write("damaged.zip", archive.replace(b"3.5", b"3.6"))
+    with pytest.raises(IngestError, match=r"damaged.zip cannot be read: Bad CRC-32"):
+        logs.import_log(damaged, kind=kind)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "megatron", "textlog"])
+@pytest.mark.parametrize(
+    "packed",
+    [lambda text: zip_of(text, compression=zipfile.ZIP_DEFLATED), lambda text: zip_of(text, text), tar_of],
+    ids=["compressed", "two logs", "tar"],
+)
+def test_other_archives_are_rejected_with_the_remedy(logs, kind, packed):
+    path = logs.write("train.log", packed(text_of(kind, 1.5, 2.5, 3.5)))
+
+    with pytest.raises(IngestError, match=r"train.log is an archive or compressed: unpack it first"):
+        logs.import_log(path)
 
 
 @pytest.mark.parametrize("kind", SAMPLES)

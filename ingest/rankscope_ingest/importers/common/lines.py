@@ -7,6 +7,7 @@ import functools
 import io
 import re
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,11 +42,26 @@ _MOST_HOLES: Final = 8  # crashes leave few holes; a binary file has NUL bytes e
 _HOLES: Final = re.compile(rb"\0{16,}")
 _NULS: Final = re.compile(rb"\0{2,}")
 _MAX_LINES: Final = 2_000
+_ZIP: Final = b"PK\x03\x04"
+_ENCRYPTED: Final = 1
 _UTF16: Final = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _PROBE_BYTES: Final = 4096
 _BINARY_SHARE: Final = 0.3
 _CONTROLS: Final = bytes({*range(1, 32)} - set(b"\b\t\n\v\f\r\x1a\x1b"))
 _CONTROL_SHARE: Final = 0.02  # text has none of these characters
+
+
+def open_log(path: Path) -> BinaryIO:
+    """Open the log at `path` for reading, or the only file in a zip archive that is not compressed."""
+    file = path.open("rb")
+    if file.read(len(_ZIP)) == _ZIP and zipfile.is_zipfile(file):
+        archive = zipfile.ZipFile(path)
+        match archive.infolist():
+            case [only] if only.compress_type == zipfile.ZIP_STORED and not only.flag_bits & _ENCRYPTED:
+                file.close()
+                return io.BufferedReader(archive.open(only))  # type: ignore[type-var] # typeshed: only IO[bytes]
+    file.seek(0)
+    return file
 
 
 def read_lines(
@@ -63,7 +79,7 @@ def read_lines(
     Raises IngestError if the file is UTF-16, compressed or binary. A file is binary if any 64 KiB of it contain more
     runs of NUL bytes than crashes leave.
     """
-    with path.open("rb") as file:
+    with open_log(path) as file:
         faults.read_bytes += skip_hole(file)
         begin = file.tell()
         head = file.read(_WINDOW_BYTES)
@@ -170,8 +186,8 @@ def readable(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except OSError as error:
-        raise IngestError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (OSError, zipfile.BadZipFile) as error:
+        raise IngestError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def refuse_no_text(path: Path, head: bytes) -> None:
@@ -181,8 +197,8 @@ def refuse_no_text(path: Path, head: bytes) -> None:
     """
     if head.startswith(_UTF16) or _looks_utf16(head):
         raise IngestError(f"{path} is UTF-16: convert it first, for example with `iconv -f UTF-16 -t UTF-8`")
-    if head.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"BZh", b"\xfd7zXZ")):
-        raise IngestError(f"{path} is compressed: unpack it first")
+    if head.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", _ZIP, b"BZh", b"\xfd7zXZ")) or head[257:262] == b"ustar":
+        raise IngestError(f"{path} is an archive or compressed: unpack it first")
     rest = _HOLES.sub(b"", head)  # a crash leaves holes in a text, too
     is_text = b"\n" in rest or b"\r" in rest
     if head.count(0) > _BINARY_SHARE * len(head) and not (is_text and rest.count(0) <= _BINARY_SHARE * len(rest)):
@@ -232,7 +248,7 @@ def sample_lines(path: Path, head: bytes | None = None) -> list[bytes]:
     more: list[bytes] = []
     try:
         size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_log(path) as file:
             seen = skip_hole(file)
             head = file.read(_WINDOW_BYTES) if head is None else head
             seen += len(head)
@@ -271,7 +287,7 @@ def _whole_lines(window: bytes, end: bytes, *, is_first: bool) -> list[bytes]:
 
 def torn_size(path: Path) -> int | None:
     """Return the size of a file whose last line has no line end and may therefore be incomplete; otherwise None."""
-    with path.open("rb") as file:
+    with open_log(path) as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - 1))
         return None if file.read(1) in {b"\n", b"\r", b""} else size

@@ -24,7 +24,7 @@ from rankscope_contract.model.events import EventType
 from rankscope_contract.model.schema import IMPORT_PREFIX
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.failures import ending_after, failure_event
-from rankscope_ingest.importers.common.lines import readable
+from rankscope_ingest.importers.common.lines import open_log, readable
 from rankscope_storage.connection import Connection
 
 _IDENTITY_BYTES: Final = 4096
@@ -230,7 +230,7 @@ class _Beginning:
 
 def _digest(path: Path, size: int) -> str | None:
     """Return a digest of the first and the last 64 KiB among the first `size` bytes; None if the file is shorter."""
-    with readable(path), path.open("rb") as file:
+    with readable(path), open_log(path) as file:
         begin = file.read(min(size, _PROBE_BYTES))
         file.seek(max(0, size - _PROBE_BYTES))
         end = file.read(min(size, _PROBE_BYTES))
@@ -268,7 +268,7 @@ def incarnation_of(path: Path, run: str, *, generation: int = 0) -> str:
     first_line = b""
     with readable(path):
         if path.is_file():
-            with path.open("rb") as file:
+            with open_log(path) as file:
                 first_line = file.readline(_IDENTITY_BYTES)
     parts = [run.encode(), path.name.encode("utf-8", "surrogateescape"), first_line]
     return _incarnation([*parts, *([b"generation %d" % generation] if generation else [])])

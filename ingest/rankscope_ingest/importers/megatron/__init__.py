@@ -27,7 +27,7 @@ from rankscope_ingest.importers.common.importer import (
     ImportedBlock,
     ImportedRun,
 )
-from rankscope_ingest.importers.common.lines import MAX_LINE_BYTES, line_end, refuse_no_text, shown, skip_hole
+from rankscope_ingest.importers.common.lines import MAX_LINE_BYTES, line_end, open_log, refuse_no_text, shown, skip_hole
 from rankscope_ingest.importers.megatron.block import AttemptCounter, Chunk, RowColumns
 from rankscope_ingest.importers.megatron.chunks import Lines, joined_row
 from rankscope_ingest.importers.megatron.columns import (
@@ -118,7 +118,7 @@ def _chunks(path: Path, faults: Faults) -> Iterator[bytes]:
 
     A line that is longer than the size limit is shortened.
     """
-    with path.open("rb") as file:
+    with open_log(path) as file:
         faults.read_bytes += skip_hole(file)
         start = file.tell()
         head = file.read(_HEAD_BYTES)
@@ -149,7 +149,7 @@ def _ended_holes(data: bytes) -> bytes:
 
 
 def _has_row(path: Path) -> bool:
-    with path.open("rb") as file:
+    with open_log(path) as file:
         searched = 0
         before = b""
         while searched < _SEARCHED_BYTES and (data := file.read(1 << 20)):
