@@ -19,7 +19,7 @@ from rankscope_dashboards.alerts.alert import RUNBOOKS, Alert, AlertGroup
 from rankscope_dashboards.alerts.anomaly import KEEP_FIRING_FOR, WINDOW, anomaly_alerts, rule_disagreement
 from rankscope_dashboards.alerts.counters import held, increased
 from rankscope_dashboards.alerts.incidents import incident_alerts
-from rankscope_dashboards.alerts.panels import GPU_ERRORS, LAST_COMMIT, LOST_RECORDS, RANKS_UP, THROTTLED_GPUS
+from rankscope_dashboards.alerts.panels import GPU_ERRORS, LAST_COMMIT, LOST_DATA, RANKS_UP, THROTTLED_GPUS
 from rankscope_dashboards.alerts.replicas import replica_alerts
 from rankscope_dashboards.deploy.prometheus import SERVICE_JOB
 
@@ -84,7 +84,7 @@ def _ingest_losing() -> Alert:
         "history in the store has a gap. Training is not affected.",
         severity=Severity.WARNING,
         runbook="IngestLosing",
-        panel=LOST_RECORDS,
+        panel=LOST_DATA,
     )
 
 

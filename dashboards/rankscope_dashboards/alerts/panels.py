@@ -25,7 +25,7 @@ _PIPELINE: Final = "rankscope-pipeline"
 
 STATE: Final = Panel(_RUN, "State")
 RANKS_UP: Final = Panel(_RUN, "Ranks up")
-LOST_RECORDS: Final = Panel(_RUN, "Lost records")
+LOST_DATA: Final = Panel(_PIPELINE, "Lost data")
 ANOMALIES: Final = Panel(_INCIDENTS, "Anomalies")
 REPLICAS: Final = Panel(_RANKS, "Replica divergence")
 LAST_COMMIT: Final = Panel(_PIPELINE, "Since last commit")

@@ -16,6 +16,7 @@ from rankscope_dashboards.boards.elements.board import Section, SizedPanel, make
 from rankscope_dashboards.boards.elements.firings import new_firings
 from rankscope_dashboards.boards.elements.panels import (
     NO_FIRINGS,
+    TENSOR_COLUMN,
     Column,
     PanelBuilder,
     PanelText,
@@ -35,7 +36,7 @@ OPEN_SECONDS: Final = 300
 MAX_LINES: Final = 20
 _LABELS: Final = "rule, severity, kind, tensor, op, rank, step"
 _COLUMNS: Final = {
-    "tensor": Column(heading="Tensor"),
+    "tensor": TENSOR_COLUMN,
     "rule": Column(heading="Rule", width=180),
     "severity": Column(heading="Severity", width=90),
     "kind": Column(heading="Kind", width=140),

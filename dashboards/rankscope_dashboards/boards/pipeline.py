@@ -19,13 +19,26 @@ from rankscope_dashboards.boards.elements.panels import (
     stacked,
     stat_panel,
     time_series_panel,
+    value_texts,
 )
-from rankscope_dashboards.boards.elements.selectors import RANKS, RATE_WINDOW, SERVICE_RANKS, once, rate
+from rankscope_dashboards.boards.elements.selectors import (
+    RANKS,
+    RATE_WINDOW,
+    SERVICE_RANKS,
+    SERVICE_RUN,
+    at_end,
+    once,
+    ranks,
+    rate,
+)
 
 ONCE: Final = "attach|warm_up"
 """Regular expression for values of the label `thread` in the metric of the CPU time of Rankscope.
 
 It matches work that the monitor does only once, at its start."""
+
+NOT_SERIES: Final = 'reason!~"series_.*"'
+"""Label matcher for what a rank has lost. The store contains series that exceed the limit of `/metrics`."""
 
 NO_SERVICE: Final = "Prometheus does not scrape the service, or it is down"
 NO_EXPORTERS: Final = "The service scrapes no other exporters"
@@ -37,7 +50,7 @@ def board() -> builders.Dashboard:
     sections = (
         Section(
             "Service",
-            (SizedPanel(_targets(), 12, 5), SizedPanel(_set_aside(), 6, 5), SizedPanel(_faults(), 6, 5)),
+            (SizedPanel(_lost(), 6, 5), SizedPanel(_targets(), 12, 5), SizedPanel(_faults(), 6, 5)),
         ),
         Section(
             "From ranks to the store",
@@ -80,37 +93,49 @@ def board() -> builders.Dashboard:
     return make_board("Pipeline", "Targets, lag, losses and cost of the telemetry.", sections)
 
 
+def _lost() -> PanelBuilder:
+    text = count_text(
+        "Lost data",
+        "Records of this run that were overwritten, or lost with their rank, before the service read them; records and "
+        "events that the selected ranks dropped; and rows of all runs that no store accepts. Each is a gap in the "
+        "history. Above 0: check whether the service was down, and the folder `_quarantine` of the store. A spool "
+        "preserves the records of a killed rank.",
+        thresholds=ZERO_IS_GOOD,
+        mappings=value_texts({"0": ("nothing", "green")}),
+        empty=NO_SERVICE,
+    )
+    parts = (
+        f"sum by (run) {once(catalogue.LOST_RECORDS, at_end(catalogue.LOST_RECORDS, SERVICE_RUN))}",
+        f"sum by (reason) {once(catalogue.DROPPED, at_end(catalogue.DROPPED, ranks(NOT_SERIES)))}",
+        f"max({at_end(catalogue.ROWS_SET_ASIDE)})",
+    )
+    return stat_panel(text, Query(f"sum({' or '.join(parts)})", instant=True))
+
+
 def _targets() -> PanelBuilder:
     text = count_text(
         "Targets",
-        "Processes of ranks that have registered at the service, by health. All should be healthy while they train. "
-        "Others: `/api/v1/targets` of the service lists them with the reason of the last failure.",
-        thresholds=((None, "text"),),
+        "Processes of ranks that have registered at the service, and other exporters, by health. All should be healthy "
+        "while they train. Others: `/api/v1/targets` of the service lists them with the reason of the last failure.",
         empty=NO_SERVICE,
     )
-    query = f"sum by (health) {once(catalogue.TARGETS, catalogue.TARGETS.name)}"
-    return stat_panel(text, Query(query, "{{health}}", instant=True), with_names=True, bad_name="failing")
-
-
-def _set_aside() -> PanelBuilder:
-    text = count_text(
-        "Rows set aside",
-        "Rows that no store accepts, within the time range. 0 is normal. The service keeps them in the folder "
-        "`_quarantine` of the store: read one of its files, and report it.",
-        thresholds=ZERO_IS_GOOD,
-        empty=NO_SERVICE,
+    ranks_by, others_by = (
+        f"sum by (health) {once(metric, metric.name)}" for metric in (catalogue.TARGETS, catalogue.EXPORTERS)
     )
-    return stat_panel(text, Query(f"max({catalogue.ROWS_SET_ASIDE.name})", instant=True))
+    others = Query(f"{others_by} > 0", "exporters {{health}}", instant=True)
+    return stat_panel(text, Query(ranks_by, "{{health}}", instant=True), others, with_names=True, bad_name="failing")
 
 
 def _faults() -> PanelBuilder:
     text = count_text(
         "Internal errors",
-        "Errors inside Rankscope on the selected ranks, which it caught so that training continues. 0 is normal. The "
-        "log of the rank and events of type `fault` contain the message: please report it.",
+        "Errors inside Rankscope that it caught so that training continues: on the selected ranks, and in background "
+        "tasks of the service. 0 is normal. The logs and events of type `fault` contain the message: please report it.",
         thresholds=ZERO_IS_GOOD,
     )
-    return stat_panel(text, Query(f"sum{once(catalogue.FAULTS, catalogue.FAULTS.name + RANKS)}", instant=True))
+    faults = f"sum by (run) {once(catalogue.FAULTS, catalogue.FAULTS.name + RANKS)}"
+    tasks = once(catalogue.BACKGROUND_ERRORS, catalogue.BACKGROUND_ERRORS.name)
+    return stat_panel(text, Query(f"sum({faults} or {tasks})"))
 
 
 def _records() -> PanelBuilder:
@@ -203,14 +228,15 @@ def _commit_seconds() -> PanelBuilder:
 def _compaction() -> PanelBuilder:
     text = PanelText(
         title="Compaction",
-        description="Files of the store per second that compactions removed, and the larger ones that they added "
-        "instead. Compaction runs after 50 commits, and every half an hour. No removed file for hours during "
+        description="Commits to the store per second, files that compactions removed, and the larger ones that they "
+        "added instead. Compaction runs after 50 commits, and every half an hour. No removed file for hours during "
         "training: the log of the service contains the reason, and queries become slow.",
-        unit="suffix: files/s",
+        unit="suffix: /s",
         minimum=0,
         empty=NO_SERVICE,
     )
-    return time_series_panel(text, Query(_rate(catalogue.COMPACTED_FILES), "{{change}}"))
+    commits = Query(_rate(catalogue.COMMITS), "commits")
+    return time_series_panel(text, Query(_rate(catalogue.COMPACTED_FILES), "files {{change}}"), commits)
 
 
 def _scrape_failures() -> PanelBuilder:
@@ -276,20 +302,24 @@ def _ring() -> PanelBuilder:
 def _exporter_scrapes() -> PanelBuilder:
     text = PanelText(
         title="Scrapes of other exporters",
-        description="Scrapes of external exporters per second, by outcome. All should "
+        description="Scrapes of external exporters, samples read and samples dropped, per second. All scrapes should "
         "be `ok`. `skipped`: the store is behind, or too many exporters do not respond.",
         unit="suffix: /s",
         minimum=0,
         empty=NO_EXPORTERS,
     )
-    scrapes = Query(_rate(catalogue.EXPORTER_SCRAPES), "scrapes {{outcome}}")
-    return time_series_panel(text, scrapes)
+    return time_series_panel(
+        text,
+        Query(_rate(catalogue.EXPORTER_SCRAPES), "scrapes {{outcome}}"),
+        Query(_rate(catalogue.EXPORTER_SAMPLES), "samples {{how}}"),
+        Query(f"{_rate(catalogue.EXPORTER_SAMPLES_DROPPED)} > 0", "dropped {{reason}}"),
+    )
 
 
 def _remote_write() -> PanelBuilder:
     text = PanelText(
         title="Samples by remote write",
-        description="Samples per second that a Prometheus writes to the service, and dropped items. A constant level "
+        description="Samples and requests per second that a Prometheus sends, and dropped items. A constant level "
         "is normal. Dropped items: the label reason shows why.",
         unit="suffix: /s",
         minimum=0,
@@ -298,20 +328,22 @@ def _remote_write() -> PanelBuilder:
     return time_series_panel(
         text,
         Query(_rate(catalogue.REMOTE_WRITE_SAMPLES), "samples"),
-        Query(_rate(catalogue.REMOTE_WRITE_DROPPED), "dropped {{reason}}"),
+        Query(f"{_rate(catalogue.REMOTE_WRITE_REQUESTS)} > 0", "requests {{outcome}}"),
+        Query(f"{_rate(catalogue.REMOTE_WRITE_DROPPED)} > 0", "dropped {{reason}}"),
     )
 
 
 def _notifications() -> PanelBuilder:
     text = PanelText(
         title="Notifications",
-        description="Notifications of the service per second, by outcome. 0 is normal without incidents. `failed`: "
-        "check the addresses with `rankscope doctor`.",
+        description="Notifications of the service per second, and attempts to deliver them, by outcome. 0 is normal "
+        "without incidents. `failed`: check the addresses with `rankscope doctor`.",
         unit="suffix: /s",
         minimum=0,
         empty=NO_SERVICE,
     )
-    return time_series_panel(text, Query(_rate(catalogue.NOTIFICATIONS), "{{outcome}}"))
+    attempts = Query(_rate(catalogue.NOTIFICATION_ATTEMPTS), "attempts {{outcome}}")
+    return time_series_panel(text, Query(_rate(catalogue.NOTIFICATIONS), "{{outcome}}"), attempts)
 
 
 def _reasons(rates: str, total: str) -> Query:

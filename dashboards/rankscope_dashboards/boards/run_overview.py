@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from typing import Final
 
 from grafana_foundation_sdk.builders import dashboard as builders
 
 from rankscope_contract.metrics import catalogue, hardware
 from rankscope_contract.metrics.spec import MetricSpec
 from rankscope_contract.model.events import RunState
+from rankscope_contract.model.phases import LABEL, Phase
 from rankscope_dashboards.boards.elements.annotations import RUN_ANNOTATIONS
 from rankscope_dashboards.boards.elements.board import Section, SizedPanel, make_board
 from rankscope_dashboards.boards.elements.firings import firings
@@ -21,7 +23,6 @@ from rankscope_dashboards.boards.elements.panels import (
     Query,
     count_text,
     fraction_text,
-    gauge_panel,
     over_ranks,
     stat_panel,
     time_series_panel,
@@ -40,35 +41,42 @@ from rankscope_dashboards.boards.elements.selectors import (
 from rankscope_dashboards.boards.elements.states import STATE_TEXTS, state_number
 from rankscope_dashboards.boards.elements.variables import RANK, RUN, SMOOTH
 
+_COMPLETE: Final = f"{RunState.COMPLETED}|{RunState.STOPPED}"
+
 
 def board() -> builders.Dashboard:
     """Return the board "Run overview" without its uid, which `boards()` sets."""
+    tiles = (
+        _state(),
+        _progress(),
+        _step(),
+        _time_left(),
+        _latest_loss(),
+        _latest_speed(),
+        _ranks_up(),
+        _anomaly_count(),
+    )
     sections = (
+        Section("Status", tuple(SizedPanel(panel, 3, 4) for panel in tiles)),
+        Section("Convergence", (SizedPanel(_loss(), 12, 10), SizedPanel(_grad_norm(), 12, 10))),
         Section(
-            "Status",
+            "Speed",
             (
-                SizedPanel(_state(), 5, 5),
-                SizedPanel(_progress(), 5, 5),
-                SizedPanel(_time_left(), 5, 5),
-                SizedPanel(_ranks_up(), 3, 5),
-                SizedPanel(_anomaly_count(), 3, 5),
-                SizedPanel(_lost_records(), 3, 5),
+                SizedPanel(_tokens_per_second(), 12, 8),
+                SizedPanel(_step_time(), 12, 8),
+                SizedPanel(_learning_rate(), 12, 8),
+                SizedPanel(_pauses(), 12, 8),
             ),
         ),
-        Section("Latest values", tuple(SizedPanel(panel, 6, 4) for panel in _latest_values())),
-        Section(
-            "Convergence",
-            (SizedPanel(_loss(), 12, 9), SizedPanel(_grad_norm(), 12, 9), SizedPanel(_learning_rate(), 24, 7)),
-        ),
-        Section("Speed", (SizedPanel(_tokens_per_second(), 12, 8), SizedPanel(_step_time(), 12, 8))),
         Section(
             "Other curves",
             (
                 SizedPanel(_perplexity(), 12, 8),
                 SizedPanel(_logged_numbers(), 12, 8),
-                SizedPanel(_mfu(), 8, 8),
-                SizedPanel(_tflops(), 8, 8),
-                SizedPanel(_skipped_steps(), 8, 8),
+                SizedPanel(_mfu(), 6, 8),
+                SizedPanel(_tflops(), 6, 8),
+                SizedPanel(_samples(), 6, 8),
+                SizedPanel(_skipped_steps(), 6, 8),
             ),
             is_folded=True,
         ),
@@ -102,7 +110,7 @@ def _progress() -> PanelBuilder:
         "rise steadily up to 100 %. If it stops, the panel State shows whether the run ended.",
         empty="The script set no total_steps",
     )
-    return gauge_panel(text, Query(in_life(catalogue.RUN_PROGRESS), instant=True))
+    return stat_panel(text, Query(in_life(catalogue.RUN_PROGRESS), instant=True))
 
 
 def _time_left() -> PanelBuilder:
@@ -126,10 +134,8 @@ def _ranks_up() -> PanelBuilder:
         thresholds=((None, "red"), (1, "text")),
         empty="The run has completed or was stopped",
     )
-    ended = service(f'state=~"{RunState.COMPLETED}|{RunState.STOPPED}"')
-    done = f"{catalogue.RUN_STATE.name}{ended} == 1"
     up, expected = (
-        Query(f"sum(max by (run) ({metric.name}{SERVICE_RUN}) unless on (run) ({done}))", legend, instant=True)
+        Query(f"sum(max by (run) ({metric.name}{SERVICE_RUN}) unless on (run) {_in(_COMPLETE)})", legend, instant=True)
         for metric, legend in ((catalogue.RANKS_UP, "up"), (catalogue.RANKS_EXPECTED, "expected"))
     )
     return stat_panel(text, up, expected, with_names=True)
@@ -138,56 +144,39 @@ def _ranks_up() -> PanelBuilder:
 def _anomaly_count() -> PanelBuilder:
     text = count_text(
         "Anomaly count",
-        "Number of rule firings, including those of ranks that have ended. 0 is normal. Above 0: the board Incidents "
-        "shows rule, rank and time, and `rankscope anomalies RUN` shows the first cause.",
+        "Number of rule firings and its curve, including those of ranks that have ended. 0 is normal. Above 0: the "
+        "board Incidents shows rule, rank and time, and `rankscope anomalies RUN` shows the first cause.",
         thresholds=ZERO_IS_GOOD,
         empty=NO_FIRINGS,
     )
-    return stat_panel(text, Query(f"sum by (run) ({firings()})", instant=True))
+    return stat_panel(text, Query(f"sum by (run) ({firings()})"))
 
 
-def _lost_records() -> PanelBuilder:
+def _step() -> PanelBuilder:
     text = count_text(
-        "Lost records",
-        "Records that were overwritten, or lost with their rank, before the service read them. Each one is a gap in "
-        "the history. 0 is normal. Above 0: check whether the service was down or is too slow. A spool preserves the "
-        "records of a killed rank.",
-        thresholds=ZERO_IS_GOOD,
-        empty=NO_SERVICE,
-    )
-    return stat_panel(
-        text,
-        Query(
-            f"sum by (run) {once(catalogue.LOST_RECORDS, at_end(catalogue.LOST_RECORDS, SERVICE_RUN))}", instant=True
-        ),
-    )
-
-
-def _latest_values() -> tuple[PanelBuilder, ...]:
-    """Return the panels with the last step, loss, learning rate and speed in the time range."""
-    step = count_text(
         "Step",
-        "Highest completed step of the selected ranks at the end of the time range. It rises while training runs. If "
-        "it does not, look at the state and at the panel Steps behind of the board Ranks.",
+        "Highest completed step of the selected ranks at the end of the time range, and its curve. It rises while "
+        "training runs. If it does not, look at the state and at the panel Steps behind of the board Ranks.",
     )
-    loss = PanelText(
+    return stat_panel(text, Query(f"max by (run) ({catalogue.STEP.name}{RANKS})"))
+
+
+def _latest_loss() -> PanelBuilder:
+    text = PanelText(
         title="Latest loss",
         description="Last logged loss of each name in the time range, mean of the ranks. Compare it with the curve "
         "below: it should fall or remain level. NaN and infinite values are red.",
         unit="none",
         decimals=4,
         empty="The script logs no loss",
-        thresholds=((None, "green"), (sys.float_info.max, "red")),  # the second one is that of an infinite loss
+        thresholds=((None, "text"), (sys.float_info.max, "red")),  # the second one is that of an infinite loss
     )
-    learning_rate = PanelText(
-        title="Latest learning rate",
-        description="Learning rate of each parameter group at the end of the time range. It should follow the "
-        "schedule; if it does not, check the scheduler and the state that was loaded at a restart.",
-        unit="sci",
-        decimals=2,
-        empty="No optimizer is attached",
-    )
-    speed = PanelText(
+    query = f"avg by (run, loss) {once(catalogue.LOSS, at_end(catalogue.LOSS, RANKS))}"
+    return stat_panel(text, Query(query, "{{loss}}", instant=True), with_names=True)
+
+
+def _latest_speed() -> PanelBuilder:
+    text = PanelText(
         title="Latest speed",
         description="Tokens per second of all selected ranks, now. Compare it with the curve below: it should be level "
         "except at checkpoints and evaluations. 0: no step completes.",
@@ -195,14 +184,7 @@ def _latest_values() -> tuple[PanelBuilder, ...]:
         decimals=0,
         empty="The run has ended, or the script logs no tokens",
     )
-    loss_query = f"avg by (run, loss) {once(catalogue.LOSS, at_end(catalogue.LOSS, RANKS))}"
-    rate_query = _by_group(at_end(catalogue.LEARNING_RATE, RANKS))
-    return (
-        stat_panel(step, Query(f"max by (run) ({at_end(catalogue.STEP, RANKS)})", instant=True)),
-        stat_panel(loss, Query(loss_query, "{{loss}}", instant=True), with_names=True),
-        stat_panel(learning_rate, Query(rate_query, "{{group}}", instant=True), with_names=True),
-        stat_panel(speed, Query(_speed("run"), instant=True)),
-    )
+    return stat_panel(text, Query(_speed("run"), instant=True))
 
 
 def _loss() -> PanelBuilder:
@@ -246,13 +228,10 @@ def _learning_rate() -> PanelBuilder:
         decimals=2,
         empty="No optimizer is attached",
     )
-    query = _by_group(f"{catalogue.LEARNING_RATE.name}{RANKS}")
+    # A group with the name 0 gets the text "group 0".
+    series = f"max by (run, group) ({catalogue.LEARNING_RATE.name}{RANKS})"
+    query = f'label_replace({series}, "group", "group $1", "group", "([0-9]+)")'
     return time_series_panel(text, Query(query, "{{group}}"), many=True)
-
-
-def _by_group(series: str) -> str:
-    """Return PromQL for the learning rates of all parameter groups. A group with the name 0 gets the text "group 0"."""
-    return f'label_replace(max by (run, group) ({series}), "group", "group $1", "group", "([0-9]+)")'
 
 
 def _tokens_per_second() -> PanelBuilder:
@@ -279,6 +258,23 @@ def _step_time() -> PanelBuilder:
         minimum=0,
     )
     return time_series_panel(text, *over_ranks(f"({catalogue.STEP_SECONDS.name}{RANKS})", "max", "min"))
+
+
+def _pauses() -> PanelBuilder:
+    text = PanelText(
+        title="Pauses",
+        description="Time since the latest step of any rank, and seconds of the slowest rank in checkpoints and "
+        "evaluations. The height of a peak is the duration of the pause, also that of a restart. A pause that becomes "
+        "longer from one checkpoint to the next: check the file system.",
+        unit="s",
+        minimum=0,
+        empty=NO_SERVICE,
+    )
+    silence = f"time() - max by (run) ({catalogue.RUN_LAST_STEP.name}{SERVICE_RUN}) unless on (run) "
+    silence += _in(f"{_COMPLETE}|{RunState.FAILED}")
+    phases = increase(catalogue.PHASE_SECONDS, f'{LABEL}=~"{Phase.CHECKPOINT}|{Phase.EVALUATION}"')
+    longest = Query(f"max by (run, {LABEL}) {phases}", f"{{{{{LABEL}}}}}")
+    return time_series_panel(text, Query(silence, "since the latest step"), longest)
 
 
 def _perplexity() -> PanelBuilder:
@@ -330,6 +326,18 @@ def _tflops() -> PanelBuilder:
     return time_series_panel(text, *_by_method(hardware.TFLOPS_PER_GPU))
 
 
+def _samples() -> PanelBuilder:
+    text = PanelText(
+        title="Samples per second",
+        description="Samples per second, as the sum of the selected ranks. Read it as the tokens per second: the level "
+        "should not change, and dips at regular intervals are checkpoints or evaluations.",
+        unit="suffix: /s",
+        minimum=0,
+        empty="The script logs no samples",
+    )
+    return time_series_panel(text, Query(f"sum by (run) {rate(catalogue.SAMPLES)}", "samples"))
+
+
 def _skipped_steps() -> PanelBuilder:
     text = count_text(
         "Skipped steps",
@@ -343,6 +351,11 @@ def _skipped_steps() -> PanelBuilder:
 
 def _smoothed(metric: MetricSpec) -> str:
     return once(metric, f"avg_over_time({metric.name}{RANKS}[$smooth])")
+
+
+def _in(states: str) -> str:
+    matcher = f'state=~"{states}"'
+    return f"({catalogue.RUN_STATE.name}{service(matcher)} == 1)"
 
 
 def _speed(by: str) -> str:

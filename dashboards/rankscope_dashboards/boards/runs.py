@@ -8,6 +8,7 @@ from grafana_foundation_sdk.builders import dashboard as builders
 
 from rankscope_contract.metrics import catalogue
 from rankscope_dashboards.boards.elements.board import Section, SizedPanel, make_board
+from rankscope_dashboards.boards.elements.firings import firings
 from rankscope_dashboards.boards.elements.panels import (
     NO_SERVICE,
     Column,
@@ -58,36 +59,39 @@ def board() -> builders.Dashboard:
 def _table() -> PanelBuilder:
     text = PanelText(
         title="Runs",
-        description="Last values of each run within the time range: state, progress, time left, steps, ranks, start "
-        "of the latest attempt and time of the latest step. Runs of this service that have ended remain in the list. "
+        description="Last values of each run within the time range: state, progress, time left, step, loss, tokens per "
+        "second, anomalies, ranks, start of the latest attempt and time of the latest step. Ended runs remain in the "
+        "list; they have no speed. "
         "Click a run to open it, in this time range or from its start to its latest step. Failed or stalled: open "
         "the run, and read `rankscope summary RUN`.",
         unit="none",
         empty="The service exports no run in the time range",
     )
-    gauges = (catalogue.RUN_PROGRESS, catalogue.RUN_STEP, catalogue.RUN_STEPS_PLANNED)
+    loss = f"avg by (run) {once(catalogue.LOSS, at_end(catalogue.LOSS, RANKS_OF_RUNS))}"
     latest = f"max by (run) ({at_end(catalogue.RUN_LAST_STEP, SERVICE_RUNS)})"
     queries = [
         Query(state_number(SEVERAL_RUNS, "[$__range]")),
         Query(f"max by (run) ({catalogue.RUN_ETA.name}{SERVICE_RUNS})"),
-        *(Query(in_life(metric, SEVERAL_RUNS)) for metric in gauges),
+        *(Query(in_life(metric, SEVERAL_RUNS)) for metric in (catalogue.RUN_PROGRESS, catalogue.RUN_STEP)),
+        Query(loss),
+        Query(f"sum by (run) {rate_of_runs(catalogue.TOKENS)}"),
+        Query(f"sum by (run) ({firings(of_ranks=RANKS_OF_RUNS, of_service=SERVICE_RUNS)})"),
         Query(f"max by (run) ({catalogue.RANKS_UP.name}{SERVICE_RUNS})"),
-        *(Query(in_life(metric, SEVERAL_RUNS)) for metric in (catalogue.RANKS_EXPECTED, catalogue.RUN_ATTEMPT)),
         Query(f"{in_life(catalogue.RUN_START, SEVERAL_RUNS)} * 1000"),
         Query(f"({latest} or {in_life(catalogue.RUN_END, SEVERAL_RUNS)}) * 1000"),
     ]
     columns = {
         "run": Column(heading="Run", links=_LINKS),
-        "Value #A": Column(heading="State", width=110, mappings=STATE_TEXTS),
-        "Value #C": Column(heading="Progress", width=105, unit="percentunit", decimals=1),
-        "Value #B": Column(heading="Time left", width=140, unit="dtdurations", decimals=0, absent="–"),
+        "Value #A": Column(heading="State", width=100, mappings=STATE_TEXTS),
+        "Value #C": Column(heading="Progress", width=95, unit="percentunit", decimals=1),
+        "Value #B": Column(heading="Time left", width=120, unit="dtdurations", decimals=0),
         "Value #D": Column(heading="Step", width=90, decimals=0),
-        "Value #E": Column(heading="Planned", width=100, decimals=0),
-        "Value #F": Column(heading="Ranks up", width=105, decimals=0),
-        "Value #G": Column(heading="Expected", width=105, decimals=0),
-        "Value #H": Column(heading="Attempt", width=100, decimals=0),
-        "Value #I": Column(heading="Started", width=170, unit="dateTimeAsIso"),
-        "Value #J": Column(heading="Latest", width=170, unit="dateTimeAsIso"),
+        "Value #E": Column(heading="Loss", width=90, decimals=4),
+        "Value #F": Column(heading="Tokens/s", width=95, decimals=0),
+        "Value #G": Column(heading="Anomalies", width=100, decimals=0),
+        "Value #H": Column(heading="Ranks up", width=95, decimals=0),
+        "Value #I": Column(heading="Started", width=165, unit="dateTimeAsIso"),
+        "Value #J": Column(heading="Latest", width=165, unit="dateTimeAsIso"),
     }
     return table_panel(text, queries, columns)
 

@@ -13,6 +13,7 @@ from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_dashboards.boards.elements.annotations import RUN_ANNOTATIONS
 from rankscope_dashboards.boards.elements.board import Section, SizedPanel, make_board
 from rankscope_dashboards.boards.elements.panels import (
+    TENSOR_COLUMN,
     Column,
     PanelBuilder,
     PanelText,
@@ -38,7 +39,7 @@ DEVIATION: Final = ((None, "blue"), (0.5, "green"), (1.5, "yellow"), (3, "red"))
 """Colours of a value divided by its baseline."""
 
 _TENSOR_COLUMNS: Final = {
-    "tensor": Column(heading="Tensor"),
+    "tensor": TENSOR_COLUMN,
     "kind": Column(heading="Kind", width=140),
     "op": Column(heading="Statistic", width=120),
     "rank": Column(heading="Rank", width=70, is_number=True),
@@ -48,9 +49,8 @@ _TENSOR_COLUMNS: Final = {
 def board() -> builders.Dashboard:
     """Return the board "Tensors" without its uid, which `boards()` sets."""
     sections = (
-        Section("Selected tensors", (SizedPanel(_value_and_baseline(), 24, 10),)),
-        Section("Layers", (SizedPanel(_heat_map(), 24, 11),)),
-        Section("Deviations", (SizedPanel(_top_deviations(), 24, 8), SizedPanel(_nonfinite(), 24, 7))),
+        Section("Deviations", (SizedPanel(_top_deviations(), 24, 7), SizedPanel(_heat_map(), 24, 12))),
+        Section("Selected tensors", (SizedPanel(_value_and_baseline(), 24, 10), SizedPanel(_nonfinite(), 24, 7))),
         Section("Ranks", (SizedPanel(_spread(), 24, 9),)),
         Section(
             "Kinds",
@@ -118,7 +118,7 @@ def _top_deviations() -> PanelBuilder:
         title="Largest deviations",
         description="The 20 statistics of all kinds with the largest absolute value relative to their baseline, at "
         "the end of the time range. Around 1 is normal. A value above 1 plus the threshold of the rule fires the "
-        "rule: select the kind and the tensor to see when it left its baseline.",
+        "rule: click the tensor to see when it left its baseline.",
         unit="none",
         decimals=2,
         thresholds=DEVIATION,

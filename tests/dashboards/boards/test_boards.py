@@ -153,12 +153,68 @@ def test_units_are_known_to_grafana():
         assert unit in UNITS or re.fullmatch(r"(suffix|prefix|currency|time):.+", unit), (title, unit)
 
 
+def test_only_states_and_counts_that_should_be_0_have_a_background():
+    """The first screen had ten green tiles, so that colour meant nothing."""
+    tiles = {panel["title"]: panel["options"] for _, panel in PANELS if panel["type"] == "stat"}
+    judging = {title for title, options in tiles.items() if options["colorMode"] == "background"}
+
+    assert {"State", "Anomaly count", "Lost data", "Internal errors"} == judging
+    assert {"Step", "Anomaly count", "Internal errors"} == {
+        title for title, options in tiles.items() if options["graphMode"] == "area"
+    }
+
+
+def test_smoothed_lines_are_strong_and_those_of_ranks_pale():
+    styles = {
+        panel["title"]: {
+            one["matcher"]["options"]: {each["id"]: each["value"] for each in one["properties"]}
+            for one in panel["fieldConfig"]["overrides"]
+        }
+        for _, panel in PANELS
+        if any(target.get("legendFormat", "").endswith("smoothed") for target in panel["targets"])
+    }
+
+    assert {"Loss", "Gradient norm"} == styles.keys()
+    for style in styles.values():
+        assert 3 == style["/smoothed$/"]["custom.lineWidth"]
+        assert "rgba(128, 160, 200, 0.5)" == style["/(highest|lowest)$/"]["color"]["fixedColor"]
+
+
+def test_loss_is_the_first_chart_and_the_first_screen_contains_it():
+    charts = [panel for panel in BOARDS["run_overview"]["panels"] if panel["type"] == "timeseries"]
+
+    assert "Loss" == charts[0]["title"]
+    assert charts[0]["gridPos"]["y"] + charts[0]["gridPos"]["h"] <= 17, "38 px each, of 650 px below the menus"
+
+
+def test_tensors_in_tables_link_to_their_board():
+    tables = [
+        panel for _, panel in PANELS if panel["type"] == "table" and "Kind" in json.dumps(panel["transformations"])
+    ]
+
+    assert 6 == len(tables)
+    for panel in tables:
+        (column,) = [one for one in panel["fieldConfig"]["overrides"] if one["matcher"]["options"] == "Tensor"]
+        (links,) = [one["value"] for one in column["properties"] if one["id"] == "links"]
+        assert links[0]["url"].startswith(f"/d/{BOARDS['tensors']['uid']}?"), panel["title"]
+        assert "&var-tensor=${__data.fields.Tensor:percentencode}&" in links[0]["url"]
+
+
+def test_table_of_runs_fits_1440_pixels():
+    (table,) = [panel for _, panel in PANELS if panel["title"] == "Runs"]
+    settings = [one for column in table["fieldConfig"]["overrides"] for one in column["properties"]]
+    names = {column["matcher"]["options"] for column in table["fieldConfig"]["overrides"]}
+
+    assert {"Loss", "Tokens/s", "Anomalies"} <= names
+    assert sum(one["value"] for one in settings if one["id"] == "custom.width") <= 1150, "200 px remain for names"
+
+
 def test_learning_rates_have_two_decimals():
     """Without decimals, Grafana shows 5.9999999999999995e-5."""
     scientific = [panel["fieldConfig"]["defaults"] for _, panel in PANELS]
     scientific = [settings for settings in scientific if settings["unit"] == "sci"]
 
-    assert 2 == len(scientific)
+    assert 1 == len(scientific)
     assert {2} == {settings["decimals"] for settings in scientific}
 
 
@@ -333,7 +389,7 @@ def test_panels_fill_the_grid_without_gaps_or_overlaps(name):
     assert {(x, y) for x in range(24) for y in range(height)} == set(taken)
 
 
-LEAST_SIZES = {"stat": (3, 4), "gauge": (4, 5), "timeseries": (6, 7), "table": (8, 7), "status-history": (12, 7)}
+LEAST_SIZES = {"stat": (3, 4), "timeseries": (6, 7), "table": (8, 7), "status-history": (12, 7)}
 
 
 def test_panels_have_the_minimum_size_of_their_type():

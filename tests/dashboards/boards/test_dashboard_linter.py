@@ -179,5 +179,7 @@ def test_exceptions_cover_only_job_instance_and_incident_counters():
         "rankscope_gpu_ecc_errors_total",
         "rankscope_ingest_rows_set_aside_total",
         "rankscope_exporter_faults_total",
+        "rankscope_ingest_background_errors_total",
+        "rankscope_dropped_total",
     }
     assert shown <= CATALOG.keys()

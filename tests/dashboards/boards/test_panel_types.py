@@ -17,16 +17,12 @@ from rankscope_dashboards.boards.elements.pages import all_panels
 
 BOARDS = {Path(name).stem: json.loads(text) for name, text in FILES.items() if name.endswith(".json")}
 MODULES = {
-    "gauge": "gauge/panelcfg/x/GaugePanelCfg",
     "stat": "stat/panelcfg/x/StatPanelCfg",
     "status-history": "statushistory/panelcfg/x/StatusHistoryPanelCfg",
     "table": "table/panelcfg/x/TablePanelCfg",
     "timeseries": "timeseries/panelcfg/x/TimeSeriesPanelCfg",
 }
 """Modules of the package with the types `Options` and `FieldConfig`, by type of panel."""
-
-EXTENDED = {"gauge"}
-"""Types of panels with required options that Grafana's SDK does not know yet. Grafana uses their default values."""
 
 WITH_SETTINGS = {"status-history", "table", "timeseries"}
 """Types of panels with settings of their own for each field: the type `FieldConfig`."""
@@ -83,8 +79,7 @@ def script(boards):
         for panel in (one for one in all_panels(board) if one["type"] != "row"):
             own, types = f"{name}_{panel['id']}", panel["type"].replace("-", "")
             settings = panel["fieldConfig"]["defaults"].get("custom", {})
-            typed = f"Partial<Plain<{types}.Options>>" if panel["type"] in EXTENDED else f"Plain<{types}.Options>"
-            lines.append(f"export const {own}_options: {typed} = {json.dumps(panel['options'])};")
+            lines.append(f"export const {own}_options: Plain<{types}.Options> = {json.dumps(panel['options'])};")
             typed = f"Plain<{types}.FieldConfig>" if panel["type"] in WITH_SETTINGS else "Record<string, never>"
             lines.append(f"export const {own}_settings: {typed} = {json.dumps(settings)};")
             for number, column in enumerate(filter(None, columns(panel))):  # other settings have no type

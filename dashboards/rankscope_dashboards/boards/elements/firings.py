@@ -6,14 +6,15 @@ from rankscope_contract.metrics import catalogue
 from rankscope_dashboards.boards.elements.selectors import RANKS, SERVICE_RANKS
 
 
-def firings(offset: str = "") -> str:
+def firings(offset: str = "", *, of_ranks: str = RANKS, of_service: str = SERVICE_RANKS) -> str:
     """Return PromQL for the number of firings of each rank, rule and kind, at a time that is `offset` earlier.
 
     A rank and the service each have such a counter. While the rank is alive, its counter is the more recent one; after
-    its end, only the counter of the service remains. The maximum of both counters counts each firing once.
+    its end, only the counter of the service remains. The maximum of both counters counts each firing once. The two
+    selectors choose the ranks.
     """
     past = f" offset {offset}" if offset else ""
-    own, service = f"{catalogue.ANOMALY_EVENTS.name}{RANKS}", f"{catalogue.ANOMALIES_INGESTED.name}{SERVICE_RANKS}"
+    own, service = f"{catalogue.ANOMALY_EVENTS.name}{of_ranks}", f"{catalogue.ANOMALIES_INGESTED.name}{of_service}"
     return f"max by (run, rank, rule, kind) ({own}{past} or {service}{past})"
 
 

@@ -1,4 +1,4 @@
-"""The panel types that the boards use: time series, stat, gauge, table and status history."""
+"""The panel types that the boards use: time series, stat, table and status history."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Final, TypeVar
 
 from grafana_foundation_sdk.builders import common as common_builders
 from grafana_foundation_sdk.builders import dashboard as dashboard_builders
-from grafana_foundation_sdk.builders import gauge, prometheus, stat, statushistory, table, timeseries
+from grafana_foundation_sdk.builders import prometheus, stat, statushistory, table, timeseries
 from grafana_foundation_sdk.models import common, dashboard
 from grafana_foundation_sdk.models import prometheus as prometheus_models
 
 DATASOURCE: Final = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
-PanelBuilder = stat.Panel | timeseries.Panel | gauge.Panel | table.Panel | statushistory.Panel
-P = TypeVar("P", stat.Panel, timeseries.Panel, gauge.Panel, table.Panel, statushistory.Panel)
+PanelBuilder = stat.Panel | timeseries.Panel | table.Panel | statushistory.Panel
+P = TypeVar("P", stat.Panel, timeseries.Panel, table.Panel, statushistory.Panel)
 
-ONE_COLOUR: Final = ((None, "green"),)
+ONE_COLOUR: Final = ((None, "text"),)
 """Thresholds of a panel with one colour for all values.
 
 By default, the Grafana SDK colours values from 80 on red, which has no meaning for these quantities."""
@@ -34,6 +34,12 @@ NO_TORCH_DEVICE: Final = "No GPU memory: PyTorch runs on the CPU"
 NO_SERVICE: Final = "The service does not export this run"
 NO_FIRINGS: Final = "No counter of firings here: none fired, or the run has ended"
 """Texts of panels without data, which name the most probable reason."""
+
+_STYLES: Final = {
+    "(highest|lowest)$": {"color": {"mode": "fixed", "fixedColor": "rgba(128, 160, 200, 0.5)"}},
+    "smoothed$": {"custom.lineWidth": 3},
+}
+"""Settings of lines by the end of their names, in a panel with a smoothed line: pale values and a strong mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,7 @@ def count_text(
     *,
     minimum: float | None = None,
     thresholds: Sequence[tuple[float | None, str]] = ONE_COLOUR,
+    mappings: Sequence[dashboard.ValueMapping] = (),
     empty: str = NOT_MEASURED,
 ) -> PanelText:
     """Return the settings of a panel for counts, which are shown without decimals."""
@@ -110,6 +117,7 @@ def count_text(
         minimum=minimum,
         decimals=0,
         thresholds=thresholds,
+        mappings=mappings,
         empty=empty,
     )
 
@@ -131,6 +139,8 @@ def time_series_panel(
     )
     legend = common_builders.VizLegendOptions().show_legend(True).placement(place).display_mode(mode)
     panel = panel.legend(legend.calcs(["lastNotNull"])).mappings([*text.mappings, null_text(" ")])
+    for names, settings in _STYLES.items() if queries[-1].legend.endswith("smoothed") else ():
+        panel = panel.override_by_regexp(f"/{names}/", _properties(settings))
     if logarithmic:
         scale = common_builders.ScaleDistributionConfig().type(common.ScaleDistribution.LOG).log(10)
         panel = panel.scale_distribution(scale)
@@ -147,24 +157,22 @@ def stacked(panel: timeseries.Panel, *, bars: bool = False) -> timeseries.Panel:
 def stat_panel(text: PanelText, *queries: Query, with_names: bool = False, bad_name: str = "") -> stat.Panel:
     """Return a panel with the latest value of each series, coloured by the thresholds or mappings of `text`.
 
-    A series with the name `bad_name` is red from 1 on.
+    Only states, and counts that should be 0, have a coloured background. The values of a query over time are a small
+    curve below the number. A series with the name `bad_name` is red from 1 on.
     """
     latest = common_builders.ReduceDataOptions().calcs(["lastNotNull"])
-    panel = _configured(stat.Panel(), text, queries).graph_mode(common.BigValueGraphMode.NONE).reduce_options(latest)
-    # Otherwise green, as if they were good values.
+    curve = common.BigValueGraphMode.NONE if queries[0].instant else common.BigValueGraphMode.AREA
+    panel = _configured(stat.Panel(), text, queries).graph_mode(curve).reduce_options(latest)
+    # Otherwise coloured, as if they were judged values.
     absent, bad = null_text(text.empty, NEUTRAL), _special(dashboard.SpecialValueMatch.NA_N, "NaN", "red")
     panel = panel.mappings([*text.mappings, absent, bad])
     if bad_name:
         red = _thresholds(((None, "text"), (1, "red"))).build()
-        panel = panel.override_by_name(bad_name, [dashboard.DynamicConfigValue(id_val="thresholds", value=red)])
+        panel = panel.override_by_name(bad_name, _properties({"thresholds": red}))
     names = common.BigValueTextMode.VALUE_AND_NAME if with_names else common.BigValueTextMode.VALUE
-    return panel.color_mode(common.BigValueColorMode.BACKGROUND).text_mode(names)
-
-
-def gauge_panel(text: PanelText, *queries: Query) -> gauge.Panel:
-    """Return a gauge with the latest value of each series, for fractions of a whole."""
-    latest = common_builders.ReduceDataOptions().calcs(["lastNotNull"])
-    return _configured(gauge.Panel(), text, queries).reduce_options(latest)
+    judges = text.mappings or text.thresholds == ZERO_IS_GOOD
+    colours = common.BigValueColorMode.BACKGROUND if judges else common.BigValueColorMode.VALUE
+    return panel.color_mode(colours).text_mode(names)
 
 
 def history_panel(text: PanelText, query: Query, label: str, *series: str) -> statushistory.Panel:
@@ -179,13 +187,9 @@ def history_panel(text: PanelText, query: Query, label: str, *series: str) -> st
     query = replace(query, expression=f"{query.expression} or {reason}")
     panel = _configured(statushistory.Panel(), text, (query,)).max_data_points(60)
     panel = panel.mappings([*text.mappings, *value_texts({"-1": ("no data", NEUTRAL)})])
-    legend = common_builders.VizLegendOptions().show_legend(False).placement(common.LegendPlacement.BOTTOM)
-    return (
-        panel.show_value(common.VisibilityMode.NEVER)
-        .row_height(0.9)
-        .col_width(0.95)
-        .legend(legend.display_mode(common.LegendDisplayMode.HIDDEN))
-    )
+    legend = common_builders.VizLegendOptions().show_legend(True).placement(common.LegendPlacement.BOTTOM)
+    panel = panel.show_value(common.VisibilityMode.NEVER).row_height(0.9).col_width(0.95)
+    return panel.legend(legend.display_mode(common.LegendDisplayMode.LIST))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +227,18 @@ class Column:
             made["custom.displayMode"] = "color-background-solid"  # name of the setting before Grafana 9.5
         if self.links:
             made["links"] = [{"title": title, "url": url} for title, url in self.links.items()]
-        return [dashboard.DynamicConfigValue(id_val=name, value=value) for name, value in made.items()]
+        return _properties(made)
+
+
+TENSOR_COLUMN: Final = Column(
+    heading="Tensor",
+    links={
+        "The tensor in this time range": "/d/rankscope-tensors?var-datasource=${datasource}"
+        "&var-run=${run:percentencode}&var-kind=${__data.fields.Kind:percentencode}"
+        "&var-tensor=${__data.fields.Tensor:percentencode}&${__url_time_range}"
+    },
+)
+"""Column of tensors in a table that also has the column Kind."""
 
 
 def table_panel(text: PanelText, queries: Sequence[Query], columns: Mapping[str, Column]) -> table.Panel:
@@ -253,6 +268,10 @@ def value_texts(texts: Mapping[str, tuple[str, str]]) -> list[dashboard.ValueMap
         for index, (value, (text, color)) in enumerate(texts.items())
     }
     return [dashboard.ValueMap(options=options)]
+
+
+def _properties(settings: Mapping[str, object]) -> list[dashboard.DynamicConfigValue]:
+    return [dashboard.DynamicConfigValue(id_val=name, value=value) for name, value in settings.items()]
 
 
 def null_text(text: str, colour: str | None = None) -> dashboard.ValueMapping:

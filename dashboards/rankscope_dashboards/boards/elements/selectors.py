@@ -71,7 +71,7 @@ def once(metric: MetricSpec, expression: str) -> str:
     return f"(max{by}({expression}))"
 
 
-def at_end(metric: MetricSpec, selector: str) -> str:
+def at_end(metric: MetricSpec, selector: str = "") -> str:
     """Return PromQL for the last value within the time range of the board, also of a series that has ended."""
     return f"last_over_time({metric.name}{selector}[$__range])"
 
