@@ -34,7 +34,7 @@ from rankscope_storage.base.schema import conform, dataset_schema
 from rankscope_storage.connection import connect
 from rankscope_storage.connection.connection import Connection
 from rankscope_storage.files import encoding
-from rankscope_storage.maintenance import compaction_plan
+from rankscope_storage.maintenance import compaction
 
 ROUNDS = 41
 SPLIT, DIFFERENCES = "BYTE_STREAM_SPLIT", "DELTA_BINARY_PACKED"
@@ -248,7 +248,7 @@ def _build(root: Path, tables: dict[str, list[pa.Table]]) -> None:
                 marks = table.group_by("incarnation").aggregate([("seq", "max")])
                 watermarks = dict(zip(marks["incarnation"].to_pylist(), marks["seq_max"].to_pylist(), strict=True))
                 writer.append(Batch(tables={dataset: table}, watermarks=watermarks))
-        with mock.patch.object(compaction_plan, "SMALL_FILES", 2):
+        with mock.patch.object(compaction, "SMALL_FILES", 2):
             writer.compact()
 
 

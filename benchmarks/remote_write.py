@@ -24,8 +24,8 @@ from typing import Any
 from _rows import Row, cpu_seconds
 
 from rankscope_ingest.base.protobuf import MESSAGES, WRITE_2_MESSAGES, label_bytes, packed, unpacked
-from rankscope_ingest.remote_write.batcher import samples_table
 from rankscope_ingest.remote_write.decoder import WriteReader
+from rankscope_ingest.remote_write.handler import samples_table
 from rankscope_storage.api.store import Batch, Store
 
 SERIES = 10_000

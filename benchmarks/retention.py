@@ -28,7 +28,7 @@ from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import conform, dataset_schema
 from rankscope_storage.connection import connect
 from rankscope_storage.files.parquet import write_file
-from rankscope_storage.maintenance import rollup_writer
+from rankscope_storage.maintenance import retention
 from rankscope_storage.maintenance.retention import Retention, RetentionReport, retain
 from rankscope_storage.maintenance.retention_plan import File
 
@@ -136,10 +136,10 @@ def _fleet(root: Path) -> list[Row]:
         files.append({"path": written.path, "dataset": "tensor_stats", "part": "run", "rows": written.rows})
     total = sum(file["rows"] for file in files)
     figures = []
-    for name, most in (("in slices", rollup_writer.SLICE_ROWS), ("at once", total)):
-        rollup_writer.SLICE_ROWS = most  # type: ignore[misc]
+    for name, most in (("in slices", retention.SLICE_ROWS), ("at once", total)):
+        retention.SLICE_ROWS = most  # type: ignore[misc]
         began = time.process_time()
-        rollup_writer.roll_up(root, files, sync_to_disk)
+        retention.roll_up(root, files, sync_to_disk)
         figures.append(Row(f"a fleet's, {name}", 1e6 * (time.process_time() - began) / total, "CPU s per million rows"))
     note = f"{FLEET_RANKS * FLEET_TENSORS:,} series, once in each of {FLEET_FILES} files"
     return [dataclasses.replace(row, note=note) for row in figures]

@@ -29,7 +29,7 @@ from rankscope_storage.api.store import Store
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import conform
 from rankscope_storage.files.parquet import write_file
-from rankscope_storage.maintenance import compaction_plan
+from rankscope_storage.maintenance import compaction
 from rankscope_storage.maintenance.compaction import CompactionReport
 from rankscope_storage.writer.writer import Batch, Writer
 
@@ -90,11 +90,11 @@ def _store(root: Path, name: str, batches: Iterable[pa.Table], bits: int | None)
 
 def _merged(writer: Writer) -> CompactionReport:
     """Merge though there are few files."""
-    few, compaction_plan.SMALL_FILES = compaction_plan.SMALL_FILES, 2
+    few, compaction.SMALL_FILES = compaction.SMALL_FILES, 2
     try:
         return writer.compact()
     finally:
-        compaction_plan.SMALL_FILES = few
+        compaction.SMALL_FILES = few
 
 
 def _cpu(folder: Path, batches: Iterable[pa.Table]) -> Iterable[Row]:

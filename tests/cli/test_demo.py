@@ -17,8 +17,8 @@ import pytest
 from rich.console import Console
 
 from rankscope.demo.checks import KINDS_OF_EVERY_STEP, KINDS_OF_OPTIMIZER_STEPS, ExpectedRun, Fault, checks, delays
-from rankscope.demo.page import show_page
 from rankscope.demo.receiver import Alert, AlertReceiver, Sender, parse_alert
+from rankscope.demo.report import show_page
 from rankscope.output.progress import BarView, PlainView, progress_parts
 from rankscope.up.processes import child, interrupted_by_termination, stop
 from rankscope_ingest.reporting.progress import RunProgress

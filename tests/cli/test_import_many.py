@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.base.log_results import ImportResults
-from rankscope_ingest.importers import ImportReport
-from rankscope_ingest.importers.common.log_group import GROUP_ROWS
+from rankscope.base.log_import import ImportResults
+from rankscope_ingest.importers import GROUP_ROWS, ImportReport
 from rankscope_storage.files.parquet import STAGING
 
 

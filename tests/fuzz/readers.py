@@ -32,7 +32,7 @@ from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.stall_handler import parse_stacks_request
 from rankscope_ingest.detect.symptoms import exit_reports, firings, latest_events, parse_details, symptoms
 from rankscope_ingest.importers import Faults, find_importer, importers
-from rankscope_ingest.notify.notifiers.secrets import Secrets
+from rankscope_ingest.notify.notifiers.apprise_notifier import Secrets
 from rankscope_ingest.record_channel.arrow_guard import open_stream
 from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.record_channel.decode import decode, decode_one
@@ -42,7 +42,7 @@ from rankscope_ingest.remote_read.codec import read_request
 from rankscope_ingest.remote_write.decoder import WriteReader
 from rankscope_ingest.scrape.discovery import listed
 from rankscope_ingest.scrape.page_reader import Page, PageReader
-from rankscope_ingest.scrape.samples import OwnTimes
+from rankscope_ingest.scrape.scraper import OwnTimes
 from rankscope_ingest.targets.registry import parse_registration
 from rankscope_storage.base.schema import conform
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rankscope_view.assets.bundle import bundle
+from rankscope_view.standalone import bundle
 
 
 def test_pure_functions_of_the_scripts(require_server):

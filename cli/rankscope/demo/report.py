@@ -1,12 +1,17 @@
 """Print the final report of the demo: summary, anomalies, SQL examples, checks and next steps.
 
 The module also runs Prometheus and Alertmanager for the demo service, as a second sender of alerts.
+
+At its end, the demo shows the page of its run: in a browser of the desktop, or as an address.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import os
+import sys
+import webbrowser
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -15,7 +20,6 @@ from rich.console import Console
 
 from rankscope.base.open_store import open_store
 from rankscope.demo.checks import ExpectedRun, Query, checks, delays
-from rankscope.demo.page import show_page
 from rankscope.demo.receiver import Alert
 from rankscope.output.report_file import make_report
 from rankscope.output.rows import columns, print_table
@@ -26,6 +30,31 @@ from rankscope.up.programs import SERVICE, ServiceOptions, UpOptions, files, pro
 from rankscope.up.state_dir import StateDir
 from rankscope.up.supervisor import StopSignals, Supervisor
 from rankscope_dashboards.deploy.alertmanager import Receiver, Webhook
+
+
+def has_desktop(environment: Mapping[str, str], platform: str) -> bool:
+    """Return whether a browser with a window can be opened for the user of this terminal."""
+    if environment.get("SSH_CONNECTION") or environment.get("CI"):
+        return False
+    return platform == "darwin" or bool(environment.get("DISPLAY") or environment.get("WAYLAND_DISPLAY"))
+
+
+def show_page(
+    console: Console,
+    page: Path,
+    store: Path,
+    *,
+    environment: Mapping[str, str] = os.environ,
+    platform: str = sys.platform,
+    open_browser: Callable[[str], bool] = webbrowser.open,
+) -> None:
+    """Print the address of `page` and the command that shows all pages, and open the page on a desktop."""
+    address = page.absolute().as_uri()
+    console.print(f"Page of the run:  {address}", markup=False, soft_wrap=True)
+    console.print(f"All pages:        rankscope view {store}", markup=False, soft_wrap=True)
+    if console.is_terminal and has_desktop(environment, platform):
+        open_browser(address)
+
 
 SCRAPE_SECONDS: Final = 1.0
 GROUP_WAIT_SECONDS: Final = 2.0  # ranks are scraped at different times; one message should name all of them

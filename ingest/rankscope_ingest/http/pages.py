@@ -1,10 +1,21 @@
-"""Routes of the pages of runs, which `rankscope_view` renders."""
+"""Routes of the pages of runs, which `rankscope_view` renders.
+
+Server-sent events update open pages: new rows of a viewed run, and versions of the store. A page of a run receives the
+scalars of polled records before they are committed. It is loaded again only after a commit with other rows, such as
+events, or every four minutes. All other pages are loaded again after commits, as often as a small share of one
+processor permits.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import json
 import logging
-from collections.abc import Callable, Collection, Sequence
+import math
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 from urllib.parse import unquote
@@ -13,14 +24,157 @@ import duckdb
 import pyarrow as pa
 from aiohttp import web
 
-from rankscope_ingest.base.background import FAULTS
-from rankscope_ingest.http.live import LiveUpdates
+from rankscope_ingest.base.background import FAULTS, cancel, start_task
 from rankscope_ingest.network.connections import most_connections
 from rankscope_ingest.reporting.live_tail import LiveTails
 from rankscope_storage.base.errors import StoreError
 from rankscope_view.answers import BYTES, Response
 from rankscope_view.data.comparison import LETTERS
 from rankscope_view.site import Site, is_slow
+
+PING_SECONDS: Final = 15.0
+"""Time in seconds without an event after which a comment is sent, so that a closed connection is noticed."""
+
+GATHER_SECONDS: Final = 0.2
+"""Time in seconds for which rows are gathered before they are sent: the ranks of a run are polled together."""
+
+RELOAD_SECONDS: Final = 240.0
+"""Interval in seconds at which the page of a run is loaded again for numbers such as goodput."""
+
+_SHARE: Final = 0.05
+"""Share of one processor that all reloads of pages may take, as a rule."""
+
+_OF_TRAINING: Final = frozenset(
+    {"scalars", "tensor_stats", "features", "hashes", "samples", "tensors", "runs", "attempts"}
+)
+"""Datasets whose commits do not change the page of a run beyond its rows."""
+
+log = logging.getLogger(__name__)
+
+
+class LiveUpdates:
+    """The open pages of one store. `read_version` returns the newest version; `reload_cost` the seconds of a page.
+
+    `most` is the maximum number of streams: the other connections are for the pages themselves.
+    """
+
+    def __init__(
+        self,
+        read_version: Callable[[], Awaitable[int]],
+        reload_cost: Callable[[], float],
+        tails: LiveTails | None,
+        watch_seconds: float,
+        most: int,
+    ) -> None:
+        self._read_version = read_version
+        self._reload_cost = reload_cost
+        self._tails = tails
+        self._watch_seconds = watch_seconds
+        self._most = most
+        self._version = -1
+        self._notable = -1  # the newest version that changes pages of runs beyond their rows
+        self._notable_at = -math.inf
+        self._changed = asyncio.Event()
+        self._open = 0
+        self._watch: asyncio.Task[None] | None = None
+        self._stopped = asyncio.Event()
+
+    def committed(self, version: int, datasets: Collection[str]) -> None:
+        """Send the version to open pages after a commit with rows of `datasets`; "states" is a new state of a run."""
+        self._version = max(self._version, version)
+        is_late = time.monotonic() - self._notable_at >= RELOAD_SECONDS
+        if is_late or not _OF_TRAINING.issuperset(datasets):
+            self._notable, self._notable_at = self._version, time.monotonic()
+        self._changed.set()
+
+    def newest(self, *, has_rows: bool) -> int:
+        """Return the newest version for which a page must be loaded again; `has_rows`: a page that receives rows."""
+        return self._notable if has_rows else self._version
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        """Send events for all pages of a browser until it closes the connection; it connects again after an error.
+
+        The query has the name of the run of each page, which is empty for a page of several runs.
+        """
+        if self._open >= self._most:
+            return web.Response(status=503, text="too many pages are open; retrying", headers={"Retry-After": "5"})
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        stream = web.StreamResponse(headers=headers)
+        await stream.prepare(request)
+        known, runs = request.query.get("version", ""), set(request.query.getall("run", [""]))
+        seen = int(known) if known.isdecimal() and len(known) < 19 else -1
+        senders = [functools.partial(self._send_versions, stream, seen, has_rows=one) for one in {*map(bool, runs)}]
+        if self._tails is not None:
+            senders += [functools.partial(self._send_rows, stream, self._tails, run) for run in runs - {""}]
+        tasks = [start_task("sending live updates to a page", sender) for sender in senders]
+        try:
+            with self._watching():
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel(tasks)
+        return stream
+
+    def stop(self) -> None:
+        """End all streams."""
+        self._stopped.set()
+        self._changed.set()
+
+    async def _send_rows(self, stream: web.StreamResponse, tails: LiveTails, run: str) -> None:
+        with tails.viewing(run), contextlib.suppress(ConnectionResetError):  # the reader closed the page
+            seen = 0
+            while True:
+                await tails.changed(run, seen)
+                await asyncio.sleep(GATHER_SECONDS)
+                seen, text = await tails.changed(run, seen)
+                await stream.write(f"event: rows\ndata: [{json.dumps(run)},{text}]\n\n".encode())
+
+    async def _send_versions(self, stream: web.StreamResponse, seen: int, *, has_rows: bool) -> None:
+        with contextlib.suppress(ConnectionResetError):
+            while not self._stopped.is_set():
+                try:
+                    async with asyncio.timeout(PING_SECONDS):
+                        while (newest := self.newest(has_rows=has_rows)) <= seen and not self._stopped.is_set():
+                            self._changed.clear()
+                            await self._changed.wait()
+                except TimeoutError:
+                    await stream.write(b"event: ping\ndata:\n\n")
+                    continue
+                if newest > seen:
+                    seen = newest
+                    await stream.write(f"event: {'notable' if has_rows else 'message'}\ndata: {seen}\n\n".encode())
+                    await self._rest()
+
+    async def _rest(self) -> None:
+        """Wait until pages may be loaded again, so that reloads take at most a small share of one processor."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(RELOAD_SECONDS, self._reload_cost() / _SHARE)):
+                await self._stopped.wait()
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        self._open += 1
+        if self._watch is None:
+            self._watch = start_task("reading the version of the store", self._follow, is_repeated=True)
+        try:
+            yield
+        finally:
+            self._open -= 1
+            if not self._open and self._watch is not None:
+                self._watch.cancel()
+                self._watch = None
+
+    async def _follow(self) -> None:
+        """Read the version of the store, which other processes may write too."""
+        while True:
+            try:
+                version = await self._read_version()
+            except (StoreError, duckdb.Error, OSError) as error:
+                log.warning("the version of the store cannot be read, retrying: %s", error)
+            else:
+                if version > self._version:  # of a service, a commit of its maintenance
+                    self.committed(version, () if self._tails is not None else ("events",))
+            await asyncio.sleep(self._watch_seconds)
+
 
 WATCH_SECONDS: Final = 0.5
 """Interval in seconds at which the version of the store is read while a page is open."""
@@ -33,8 +187,6 @@ PREPARE_SECONDS: Final = 2.0
 
 _THREADS: Final = 2
 _PATTERNS: Final = ("/", "/runs/{tail:.*}", "/compare", "/data/{tail:.*}", "/assets/{tail:.*}")
-
-log = logging.getLogger(__name__)
 
 
 class Pages:

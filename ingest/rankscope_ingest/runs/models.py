@@ -1,4 +1,4 @@
-"""Facts about an attempt and its ranks, from which `state_machine` decides the state of the attempt."""
+"""Facts about an attempt and its ranks, from which `tracker` decides the state of the attempt."""
 
 from __future__ import annotations
 

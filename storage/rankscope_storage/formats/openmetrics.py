@@ -2,18 +2,28 @@
 
 The exported history has the same names and labels as live data. OpenMetrics requires samples ordered by family, series
 and time. A run is therefore read once per family and never held in memory.
+
+A family is written from queries of the store that return the rows in the order of the lines of the family.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import BinaryIO, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.metrics.catalogue import MetricSpec
+from rankscope_contract.security.escaping import sql_identifier, sql_string
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.connection import Connection
 from rankscope_storage.formats.common.base import (
@@ -25,9 +35,260 @@ from rankscope_storage.formats.common.base import (
     staged_file,
 )
 from rankscope_storage.formats.common.selection import Selection, require_rows
-from rankscope_storage.formats.exposition.text import END, METRIC_NAME, SHOWN, Timeline
-from rankscope_storage.formats.exposition.writer import FamilyWriter
+from rankscope_storage.formats.exposition.text import (
+    END,
+    LABEL_NAME,
+    METRIC_NAME,
+    MICROS,
+    SHOWN,
+    Timeline,
+    family_head,
+    label_text,
+    lines,
+    sql_label,
+)
 from rankscope_storage.prometheus import names
+from rankscope_storage.prometheus.names import NULL, PLACEMENT, STAGE_EXTRAS, TENSOR_EXTRAS, Scalar
+
+BATCH_ROWS: Final = 100_000
+RANGE_ROWS: Final = 50_000
+"""Number of tensor rows that are sorted together. Each row becomes one line per statistic."""
+
+DOUBLED: Final = "samples of one series at one time: only the first is written"
+
+_MOMENT: Final = "rank, attempt, step, epoch_us(ts) AS us"
+_IN_ORDER: Final = "ts, attempt NULLS FIRST, step NULLS FIRST"
+
+
+class FamilyWriter:
+    """Writer of metric families to `file`. It also counts the rows that cannot be written."""
+
+    def __init__(
+        self, selection: Selection, timeline: Timeline, file: BinaryIO, written: Callable[[int], None]
+    ) -> None:
+        self.omitted: Counter[str] = Counter()
+        self.families: set[str] = set()
+        self._selection = selection
+        self._timeline = timeline
+        self._file = file
+        self._written = written
+        self._pending = b""
+        self._last: tuple[str, int] = ("", -1)
+
+    def info(self, family: str, labels: Mapping[str, str], datasets: Sequence[str]) -> None:
+        """Write one `info` sample with `labels`, which describe the exported file.
+
+        The time of the sample is the latest time of the exported rows.
+        """
+        union = " UNION ALL ".join(
+            f"SELECT max(ts) AS ts FROM {self._selection.source(name)} AND {SHOWN}" for name in datasets
+        )
+        latest = self._selection.query(f"SELECT epoch_us(max(ts)) AS us FROM ({union})")["us"]
+        if latest[0].as_py() is None:
+            return
+        self._head(family, "info", "Rows of a Rankscope store, one sample for each number.")
+        series = pa.array([f"{family}_info{{{label_text(labels)}}}"])
+        self._put(series, pa.array([1.0]), np.asarray(latest, np.int64))
+
+    def moments(self, spec: MetricSpec, column: str, datasets: Sequence[str]) -> None:
+        """Write the metric `spec`: one sample for each rank and time, with the value of `column` (attempt or step)."""
+        union = " UNION ".join(
+            f"SELECT rank, attempt, step, ts FROM {self._selection.source(name)} AND {SHOWN}" for name in datasets
+        )
+        query = (
+            f"SELECT {_MOMENT}, {self._identity()} AS labels, {column}::DOUBLE AS value FROM ({union}) "
+            f"WHERE {column} IS NOT NULL ORDER BY rank NULLS FIRST, {_IN_ORDER}"
+        )
+        self._head(spec.name, spec.type, spec.help, spec.unit)
+        self._write(spec.name, self._selection.stream(query, BATCH_ROWS))
+
+    def kind_steps(self, spec: MetricSpec) -> None:
+        """Write one sample per rank, kind and time: the step at which the kind was sampled."""
+        source = self._selection.source("tensor_stats")
+        query = (
+            f"SELECT {_MOMENT}, {self._identity()} || {sql_label('kind')} AS labels, step::DOUBLE AS value "
+            f"FROM (SELECT DISTINCT rank, attempt, step, ts, kind FROM {source} AND {SHOWN} AND step IS NOT NULL) "
+            f"ORDER BY rank NULLS FIRST, kind, {_IN_ORDER}"
+        )
+        self._head(spec.name, spec.type, spec.help, spec.unit)
+        self._write(spec.name, self._selection.stream(query, BATCH_ROWS))
+
+    def scalar_families(self) -> Iterator[tuple[MetricSpec, list[Scalar]]]:
+        """Yield each metric of scalars that has rows, with the list of the scalars that are samples of this metric."""
+        source = self._selection.source("scalars")
+        rows = self._selection.query(
+            f"SELECT DISTINCT name, unit, labels FROM {source} AND {SHOWN} ORDER BY ALL NULLS FIRST"
+        ).to_pylist()
+        by_name: dict[str, list[Scalar]] = {}
+        general = []
+        for row in rows:
+            scalar = Scalar(**row)
+            spec = names.own_metric(scalar)
+            if (
+                spec is None or spec.type == "counter"
+            ):  # values that a counter cannot have are written to the general metric
+                general.append(scalar)
+            if spec is not None:
+                by_name.setdefault(scalar.name, []).append(scalar)
+        for name, scalars in by_name.items():
+            yield catalogue.SCALARS_WITH_OWN_METRIC[name], scalars
+        yield catalogue.SCALAR, general
+
+    def scalars(self, spec: MetricSpec, scalars: Iterable[Scalar]) -> None:
+        """Write the values of `scalars` as samples of the metric `spec`."""
+        family = spec.name.removesuffix("_total") if spec.type == "counter" else spec.name
+        self._head(family, spec.type, spec.help, spec.unit)
+        source = self._selection.source("scalars")
+        extras = " || ".join(sql_label(name) for name in STAGE_EXTRAS)
+        order = ", ".join(f"{name} NULLS FIRST" for name in ("rank", *STAGE_EXTRAS))
+        for scalar in scalars:
+            own = names.own_metric(scalar)
+            shown = own if spec is not catalogue.SCALAR else None
+            labels = label_text(names.scalar_labels(scalar, shown))
+            which = " AND ".join(
+                _equals(*pair) for pair in zip(("name", "unit", "labels"), astuple(scalar), strict=True)
+            )
+            countable = "(value >= 0 AND NOT isnan(value))"
+            if spec.type == "counter":
+                which += f" AND {countable}"
+            elif own is not None and own.type == "counter":
+                which += f" AND NOT {countable}"
+            text = sql_string(labels + "," if labels else "")
+            query = (
+                f"SELECT {_MOMENT}, {self._identity()} || {text} || {extras} AS labels, value "
+                f"FROM {source} AND {SHOWN} AND value IS NOT NULL AND {which} ORDER BY {order}, {_IN_ORDER}"
+            )
+            self._write(spec.name, self._selection.stream(query, BATCH_ROWS), count=True)
+
+    def tensors(self, spec: MetricSpec, ops: Sequence[str], suffix: str) -> None:
+        """Write the statistics `ops` of all tensors as samples of the metric `spec`.
+
+        The column of a statistic has the name of its op, followed by `suffix`.
+        """
+        self._head(spec.name, spec.type, spec.help, spec.unit)
+        unusual = f"nullif(coalesce(placement, '{NULL}'), '{PLACEMENT}')"
+        extras = " || ".join(sql_label(name, "shown" if name == "placement" else None) for name in TENSOR_EXTRAS)
+        keys = ("rank", "tensor", "kind", *TENSOR_EXTRAS)
+        order = ", ".join(f"{sql_identifier(name)} NULLS FIRST" for name in keys)
+        columns = ", ".join(sql_identifier(name) for name in ("attempt", "step", "ts", *keys))
+        values = ", ".join(f"{sql_identifier(op + suffix)}::DOUBLE" for op in ops)
+        op_names = ", ".join(map(sql_string, ops))
+        for first, last in self._tensor_ranges():
+            source = self._selection.source("tensor_stats")
+            within = f"tensor BETWEEN {sql_string(first)} AND {sql_string(last)}"
+            query = (
+                f"SELECT {_MOMENT}, {self._identity()} || {sql_label('kind')} || {sql_label('tensor')} || "
+                f"'op=\"' || op || '\",' || {extras} AS labels, value, op "
+                f"FROM (SELECT {columns}, {unusual} AS shown, unnest([{op_names}]) AS op, "
+                f"unnest(range({len(ops)})) AS place, unnest([{values}]) AS value "
+                f"FROM {source} AND {SHOWN} AND {within}) "
+                f"WHERE value IS NOT NULL ORDER BY {order}, place, {_IN_ORDER}"
+            )
+            self._write(spec.name, self._selection.stream(query, BATCH_ROWS))
+            if not suffix:
+                self._written(self._selection.count("tensor_stats", f"{SHOWN} AND {within}"))
+
+    def samples(self, metric: str) -> None:
+        """Write samples that were scraped from other exporters, with their original names and labels."""
+        self._head(metric, "unknown", "")
+        source = self._selection.source("samples")
+        query = (
+            f"SELECT epoch_us(ts) AS us, target, labels, value FROM {source} AND {SHOWN} "
+            f"AND metric = {sql_string(metric)} AND value IS NOT NULL ORDER BY target, labels NULLS FIRST, ts"
+        )
+        texts: dict[tuple[str, str | None], str | None] = {}
+        for batch in self._selection.stream(query, BATCH_ROWS):
+            keys = list(zip(batch.column("target").to_pylist(), batch.column("labels").to_pylist(), strict=True))
+            for key in set(keys) - texts.keys():
+                texts[key] = _sample_labels(*key)
+            usable = [texts[key] for key in keys]
+            self.omitted["samples whose labels cannot be written"] += usable.count(None)
+            kept = batch.append_column("text", pa.array(usable, pa.string())).filter(pc.field("text").is_valid())
+            series = pc.binary_join_element_wise(metric, kept.column("text"), "")
+            self._put(series, kept.column("value"), np.asarray(kept.column("us"), np.int64))
+            self._written(batch.num_rows)
+        self.omitted += Counter()  # drops reasons with count 0
+
+    def _identity(self) -> str:
+        """Return an SQL expression for the labels that identify a rank in Prometheus."""
+        run = self._selection.run
+        fixed = label_text({"job": names.JOB, "run": run})
+        instance = label_text({"instance": f"{run}/"}).removesuffix('"')
+        rank = sql_label("rank")
+        behind = sql_string(f'",{fixed},')
+        return f"({sql_string(instance)} || coalesce(rank::VARCHAR, '') || {behind} || {rank})"
+
+    def _head(self, family: str, type_: str, help_: str, unit: str | None = None) -> None:
+        self.families |= {family, f"{family}_total", f"{family}_info"}
+        self._pending = family_head(family, type_, help_, unit)  # written with the first sample, if there is one
+        self._last = ("", -1)
+
+    def _write(self, metric: str, batches: Iterable[pa.RecordBatch], *, count: bool = False) -> None:
+        for batch in batches:
+            if not batch.num_rows:
+                continue
+            labels = pc.utf8_slice_codeunits(batch.column("labels"), 0, -1)  # the last comma
+            series = pc.binary_join_element_wise(metric, "{", labels, "}", "")
+            self._put(series, batch.column("value"), self._timeline.micros(batch))
+            if count:
+                self._written(batch.num_rows)
+
+    def _put(self, series: pa.Array, values: pa.Array, micros: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> None:
+        """Write samples that are sorted by series and time.
+
+        Of several samples of one series in one millisecond, only the first is written.
+        """
+        if not len(series):
+            return
+        ms = micros // (MICROS // 1000)
+        names_, times = series.to_pylist(), ms.tolist()
+        fresh = np.ones(len(ms), np.bool_)
+        fresh[1:] = ms[1:] != ms[:-1]
+        if not fresh.all() or (names_[0], times[0]) == self._last:
+            before = [self._last, *zip(names_, times, strict=True)]
+            fresh = np.fromiter((there != here for there, here in itertools.pairwise(before)), np.bool_)
+        self._last = (names_[-1], times[-1])
+        doubled = int((~fresh).sum())
+        if doubled:
+            self.omitted[DOUBLED] += doubled
+        mask = pa.array(fresh)
+        self._file.write(self._pending + lines(series.filter(mask), values.filter(mask), micros[fresh]))
+        self._pending = b""
+
+    def _tensor_ranges(self) -> Iterator[tuple[str, str]]:
+        """Yield ranges of tensor names with about RANGE_ROWS rows each, as first and last name."""
+        rows = self._selection.query(
+            f"SELECT tensor, count(*) AS rows FROM {self._selection.source('tensor_stats')} AND {SHOWN} "
+            "GROUP BY tensor ORDER BY tensor"
+        ).to_pydict()
+        first: str | None = None
+        last, held = "", 0
+        for tensor, own in zip(rows["tensor"], rows["rows"], strict=True):
+            if first is not None and held + own > RANGE_ROWS:
+                yield first, last
+                first, held = None, 0
+            first = tensor if first is None else first
+            last, held = tensor, held + own
+        if first is not None:
+            yield first, last
+
+
+def _equals(column: str, value: str | None) -> str:
+    return f"{column} IS NULL" if value is None else f"{column} = {sql_string(value)}"
+
+
+def _sample_labels(target: str, labels: str | None) -> str | None:
+    """Return the label text `{…}` of a scraped sample, or None if its labels are not valid."""
+    try:
+        own = {} if labels is None else json.loads(labels)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(own, dict) or not all(LABEL_NAME.fullmatch(name) for name in own) or "instance" in own:
+        return None
+    if not all(isinstance(value, str) for value in own.values()):
+        return None
+    return "{" + label_text({**own, **({"instance": target} if target else {})}) + "}"
+
 
 RANKED: Final = ("tensor_stats", "scalars")
 SAMPLES: Final = "samples"

@@ -12,7 +12,7 @@ import pytest
 from tests.view.served import served
 
 from rankscope_ingest.base.config import ServiceSection
-from rankscope_ingest.http.live import LiveUpdates
+from rankscope_ingest.http.pages import LiveUpdates
 from rankscope_ingest.reporting.live_tail import LiveTails
 from rankscope_storage.api.store import Store
 from rankscope_view.site import Site

@@ -7,10 +7,10 @@ import json
 import pytest
 from tests.ingest.importers.test_msprobe import SINGLE
 
+from rankscope_ingest import importers
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.importers import LogGroup, find_importer, import_records
-from rankscope_ingest.importers.common import log_group
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.connection import connect
@@ -137,7 +137,7 @@ def test_rows_that_another_process_stores_meanwhile_are_not_stored_twice(tmp_pat
 
 def test_failed_commit_neither_loses_nor_doubles_rows(tmp_path, store, monkeypatch):
     """The store fails between two logs. The next import stores the logs of which nothing is stored."""
-    monkeypatch.setattr(log_group, "GROUP_ROWS", 12)
+    monkeypatch.setattr(importers, "GROUP_ROWS", 12)
     writer, connection = store
     logs = [(tmp_path / f"run{number}.jsonl", f"run{number}") for number in range(6)]
     for number, (path, _) in enumerate(logs):

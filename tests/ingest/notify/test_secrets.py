@@ -6,7 +6,7 @@ import pytest
 
 from rankscope_ingest.base.errors import ConfigError
 from rankscope_ingest.notify.notifiers import make_notifiers, receiver_names
-from rankscope_ingest.notify.notifiers.secrets import MAX_CHARACTERS, Secrets
+from rankscope_ingest.notify.notifiers.apprise_notifier import MAX_CHARACTERS, Secrets
 
 SECRETS = Secrets(["json://bob:p%40ss%2Fword@hooks.example:8080/path1/tok3n?+X-Key=abc%20def&tls=no"])
 

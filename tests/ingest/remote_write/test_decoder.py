@@ -15,8 +15,8 @@ from tests.properties import examples
 from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.base.errors import DecodeError
 from rankscope_ingest.base.protobuf import packed, unpacked
-from rankscope_ingest.remote_write.batcher import samples_table
 from rankscope_ingest.remote_write.decoder import WriteReader
+from rankscope_ingest.remote_write.handler import samples_table
 
 NOW = 1_770_000_000_000
 STALE = struct.unpack("<d", struct.pack("<Q", 0x7FF0_0000_0000_0002))[0]

@@ -10,8 +10,7 @@ from tests.ingest.remote_write.test_decoder import NOW, REQUESTS, STALE, STARTS,
 from tests.properties import examples
 
 from rankscope_ingest.base.errors import DecodeError
-from rankscope_ingest.remote_write.decoder import WriteReader
-from rankscope_ingest.remote_write.symbols import MAX_SYMBOLS
+from rankscope_ingest.remote_write.decoder import MAX_SYMBOLS, WriteReader
 
 LIMIT = 1 << 20
 

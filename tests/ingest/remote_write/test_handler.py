@@ -18,7 +18,7 @@ from rankscope_ingest.base.config import RemoteWriteSection
 from rankscope_ingest.base.errors import BusyError, DecodeError
 from rankscope_ingest.base.protobuf import packed
 from rankscope_ingest.pipeline.quarantine import Quarantine
-from rankscope_ingest.remote_write import batcher
+from rankscope_ingest.remote_write import handler
 from rankscope_ingest.remote_write.decoder import WriteReader
 from rankscope_ingest.remote_write.handler import RemoteWrite
 from rankscope_storage.base.errors import BatchError, StoreError
@@ -144,7 +144,7 @@ async def test_request_that_cannot_be_stored_is_quarantined_and_others_are_store
     """Otherwise it would be retried forever, and all later requests would be rejected."""
     store, set_aside = Memory(), []
     quarantine = Quarantine(tmp_path, stamp=None, count=set_aside.append)
-    genuine = batcher.samples_table
+    genuine = handler.samples_table
 
     def table(requests):
         rows = genuine(requests)
@@ -152,7 +152,7 @@ async def test_request_that_cannot_be_stored_is_quarantined_and_others_are_store
             raise BatchError("rows cannot be written as Parquet: a fault of ours")
         return rows
 
-    monkeypatch.setattr(batcher, "samples_table", table)
+    monkeypatch.setattr(handler, "samples_table", table)
     async with receiver(store, aside=quarantine, hold_seconds=15.0) as one:
         waiting = [asyncio.create_task(one.take(body(float(value)))) for value in range(10, 17)]
         await until(lambda: one.pending_rows == 7)

@@ -15,7 +15,7 @@ from tests.ingest.remote_write.test_handler import NOW, Memory, receiver, until
 from rankscope_ingest.base.errors import BusyError
 from rankscope_ingest.base.protobuf import packed
 from rankscope_ingest.pipeline.quarantine import Quarantine
-from rankscope_ingest.remote_write import batcher
+from rankscope_ingest.remote_write import handler
 from rankscope_ingest.remote_write.handler import Version
 from rankscope_storage.base.errors import BatchError
 
@@ -141,7 +141,7 @@ async def test_number_of_stored_samples_of_a_repeated_request_is_kept():
 
 
 async def test_quarantined_samples_are_not_reported_as_stored(tmp_path, monkeypatch):
-    genuine = batcher.samples_table
+    genuine = handler.samples_table
 
     def table(requests):
         rows = genuine(requests)
@@ -149,7 +149,7 @@ async def test_quarantined_samples_are_not_reported_as_stored(tmp_path, monkeypa
             raise BatchError("rows cannot be written as Parquet: a fault of ours")
         return rows
 
-    monkeypatch.setattr(batcher, "samples_table", table)
+    monkeypatch.setattr(handler, "samples_table", table)
     quarantine = Quarantine(tmp_path, stamp=None, count=lambda _: None)
     async with receiver(Memory(), aside=quarantine, hold_seconds=15.0) as one:
         waiting = [asyncio.create_task(one.take(body_2(value), 0, Version.V2)) for value in (12.0, 13.0, 14.0)]
@@ -162,7 +162,7 @@ async def test_quarantined_samples_are_not_reported_as_stored(tmp_path, monkeypa
 
 async def test_repeated_samples_are_reported_as_stored_only_if_they_are(tmp_path, monkeypatch):
     """Samples that occur twice in one request, and samples of an earlier request that is moved to quarantine."""
-    genuine = batcher.samples_table
+    genuine = handler.samples_table
 
     def table(requests):
         rows = genuine(requests)
@@ -170,7 +170,7 @@ async def test_repeated_samples_are_reported_as_stored_only_if_they_are(tmp_path
             raise BatchError("rows cannot be written as Parquet: a fault of ours")
         return rows
 
-    monkeypatch.setattr(batcher, "samples_table", table)
+    monkeypatch.setattr(handler, "samples_table", table)
     quarantine = Quarantine(tmp_path, stamp=None, count=lambda _: None)
     store = Memory()
     bodies = [
@@ -189,7 +189,7 @@ async def test_repeated_samples_are_reported_as_stored_only_if_they_are(tmp_path
 
 
 async def test_sample_that_is_in_quarantine_is_not_dropped_as_repeated(tmp_path, monkeypatch):
-    genuine = batcher.samples_table
+    genuine = handler.samples_table
 
     def table(requests):
         rows = genuine(requests)
@@ -197,7 +197,7 @@ async def test_sample_that_is_in_quarantine_is_not_dropped_as_repeated(tmp_path,
             raise BatchError("rows cannot be written as Parquet: a fault of ours")
         return rows
 
-    monkeypatch.setattr(batcher, "samples_table", table)
+    monkeypatch.setattr(handler, "samples_table", table)
     quarantine = Quarantine(tmp_path, stamp=None, count=lambda _: None)
     store = Memory()
     async with receiver(store, aside=quarantine, hold_seconds=0.0) as one:

@@ -3,7 +3,7 @@
 import pytest
 
 from rankscope_ingest.scrape.page_reader import Page, PageReader
-from rankscope_ingest.scrape.samples import OwnTimes
+from rankscope_ingest.scrape.scraper import OwnTimes
 
 NOW = 1_770_000_000_000  # ms
 MINUTE = 60_000

@@ -6,7 +6,7 @@ import sys
 
 from rankscope_ingest import __main__
 from rankscope_ingest.pipeline import maintenance_schedule
-from rankscope_storage.maintenance import compaction_plan as merges
+from rankscope_storage.maintenance import compaction as merges
 
 merges.SMALL_FILES = 1
 maintenance_schedule.COMPACT_EVERY_COMMITS = 3

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from rankscope_ingest.status_page import tags_cache
-from rankscope_ingest.status_page.tags_cache import REFRESH_SECONDS, LabelReader, Labels
+from rankscope_ingest.status_page import collect
+from rankscope_ingest.status_page.collect import REFRESH_SECONDS, LabelReader, Labels
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import dataset_schema
@@ -24,7 +24,7 @@ def root(tmp_path):
 
 async def test_tags_are_refreshed_and_kept_while_the_store_cannot_be_read(root, monkeypatch, caplog):
     now = [0.0]
-    monkeypatch.setattr(tags_cache, "TIMEOUT_SECONDS", 60.0)
+    monkeypatch.setattr(collect, "TIMEOUT_SECONDS", 60.0)
     reader = LabelReader(str(root), clock=lambda: now[0])
     try:
         assert {} == await reader.fresh()
@@ -37,7 +37,7 @@ async def test_tags_are_refreshed_and_kept_while_the_store_cannot_be_read(root, 
 
         edit_tags(root, "r", set_note(""), sync_to_disk)
         with monkeypatch.context() as broken:
-            broken.setattr(tags_cache, "_LABELS", "no SQL")
+            broken.setattr(collect, "_LABELS", "no SQL")
             now[0] *= 2
             assert {"r": Labels({"a": "1"}, "n")} == await reader.fresh()
         assert "tags of runs cannot be read, retrying at the next request" in caplog.text

@@ -17,7 +17,7 @@ from rankscope_storage.api.store import Batch
 from rankscope_storage.base.errors import FilesGoneError, QueryError
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import Connection, connect
-from rankscope_storage.maintenance import compaction_plan
+from rankscope_storage.maintenance import compaction
 
 
 @pytest.mark.usual(10)
@@ -131,7 +131,7 @@ def test_user_can_create_tables_and_files(connection, writer, batch, tmp_path):
 
 
 def test_snapshot_keeps_its_version_during_appends_and_compaction(connection, writer, batch, monkeypatch):
-    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 2)
+    monkeypatch.setattr(compaction, "SMALL_FILES", 2)
     for seq in range(4):
         writer.append(batch([seq]))
     with connection.snapshot() as pinned:
@@ -154,7 +154,7 @@ def test_queries_in_pinned_read_one_version_and_later_ones_the_newest(connection
 
 def test_query_is_repeated_if_a_file_is_deleted_before_its_read(connection, writer, batch, monkeypatch):
     """The case that vacuum deletes a file which a slow reader still has in its list."""
-    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 2)
+    monkeypatch.setattr(compaction, "SMALL_FILES", 2)
     for seq in range(4):
         writer.append(batch([seq]))
     old = connection.files("scalars")

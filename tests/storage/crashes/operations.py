@@ -22,7 +22,7 @@ from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.log.checkpoints import write_checkpoint
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.entries import LOG_FOLDER, has_entries
-from rankscope_storage.maintenance import compaction_plan, vacuum
+from rankscope_storage.maintenance import compaction, vacuum
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.compaction import compact
 from rankscope_storage.maintenance.repair import repair
@@ -91,7 +91,7 @@ def silent(_: int) -> None:
 
 def merge(root: Path, acknowledge: Acknowledge) -> None:
     """Compact all small files."""
-    compaction_plan.SMALL_FILES = 1
+    compaction.SMALL_FILES = 1
     compact(root, sync_to_disk)
 
 

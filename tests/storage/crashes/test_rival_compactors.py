@@ -22,9 +22,9 @@ RECORDS = 400
 COMPACTOR = """
 import sys
 from pathlib import Path
-from rankscope_storage.maintenance import compaction, compaction_plan
+from rankscope_storage.maintenance import compaction
 from rankscope_storage.base.fsync import sync_to_disk
-compaction_plan.SMALL_FILES = 3
+compaction.SMALL_FILES = 3
 merged = refused = 0
 print("begun", flush=True)
 while not Path(sys.argv[2]).exists():

@@ -21,7 +21,7 @@ from rankscope_storage.connection import connect
 from rankscope_storage.files.encoding import FEWEST_BITS, MANTISSA_BITS_KEY, MOST_BITS, coarsest, round_bits, rounded
 from rankscope_storage.files.partitioning import file_mantissa_bits
 from rankscope_storage.log.delta import Log
-from rankscope_storage.maintenance import compaction, compaction_plan
+from rankscope_storage.maintenance import compaction
 from rankscope_storage.maintenance.stats import store_stats
 
 BITS = st.integers(FEWEST_BITS, MOST_BITS)
@@ -147,7 +147,7 @@ def test_merged_file_has_the_coarsest_mantissa_bits_and_equal_values(rounding_st
         before = connection.query("SELECT seq, norm, norm_baseline FROM tensor_stats ORDER BY seq")
 
         assert [(12, b"12"), (16, b"16"), (None, None)] == told(rounding_store)
-        monkeypatch.setattr(compaction_plan, "SMALL_FILES", 2)
+        monkeypatch.setattr(compaction, "SMALL_FILES", 2)
         compaction.compact(rounding_store, sync_to_disk)
 
         assert [(12, b"12")] == told(rounding_store)

@@ -13,7 +13,7 @@ from deltalake import DeltaTable
 from rankscope_storage.api.store import Batch
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import UNWRITTEN, dataset_schema
-from rankscope_storage.maintenance import compaction_plan
+from rankscope_storage.maintenance import compaction
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.retention import Retention, retain
 from rankscope_storage.runs.edit import rename
@@ -46,7 +46,7 @@ def test_file_of_samples_lacks_null_columns_and_the_view_has_all(writer, connect
 
 
 def test_sample_with_usually_null_columns_survives_a_merge(writer, connection, monkeypatch):
-    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 2)
+    monkeypatch.setattr(compaction, "SMALL_FILES", 2)
     append(writer, [{"value": 1.0}])
     append(writer, [{"value": 2.0, "step": 7, "rank": 3, "incarnation": "i"}])
     append(writer, [{"value": 3.0}])

@@ -9,8 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.properties import few
 
-from rankscope_storage.formats.common.thinning import SIZE_RATIO, SMALL_BYTES
-from rankscope_storage.formats.tensorboard import THINNED
+from rankscope_storage.formats.tensorboard import SIZE_RATIO, SMALL_BYTES, THINNED
 
 STEPS, SPIKE, BROKEN = 120, 57, 90
 OPS = ("norm", "min", "max", "mean", "nans", "infs", "zeros", "numel", "norm_baseline", "mean_baseline")

@@ -39,7 +39,7 @@ def test_commit_writes_no_checkpoint_in_its_own_thread(store, writer, batch, mon
 
 def test_compaction_and_rewrites_write_checkpoints_between_commits(store, writer, batch, monkeypatch):
     monkeypatch.setattr(writer._checkpoints, "after_commit", lambda version: None)
-    monkeypatch.setattr("rankscope_storage.maintenance.compaction_plan.SMALL_FILES", 1)
+    monkeypatch.setattr("rankscope_storage.maintenance.compaction.SMALL_FILES", 1)
     for seq in range(3):
         writer.append(batch([seq]))
     for _ in range(2 * CHECKPOINT_COMMITS):

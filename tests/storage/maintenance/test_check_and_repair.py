@@ -24,7 +24,7 @@ from rankscope_storage.files.parquet import DataFile
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.entries import LOG_FOLDER
 from rankscope_storage.log.translation import Change
-from rankscope_storage.maintenance import compaction_plan, file_check
+from rankscope_storage.maintenance import compaction, file_check
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.compaction import compact
 from rankscope_storage.maintenance.file_check import FindingKind
@@ -360,7 +360,7 @@ class Killed(BaseException):
 
 @pytest.mark.thorough
 def test_compaction_killed_at_any_fsync_can_be_repeated(left, monkeypatch):
-    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
+    monkeypatch.setattr(compaction, "SMALL_FILES", 1)
     for moment in range(1, 30, 1 if THOROUGH else 3):
         copy = left.with_name(f"copy-{moment}")
         shutil.copytree(left, copy)
@@ -394,7 +394,7 @@ def _compact_until(root, moment: int) -> bool:
 
 
 def test_compaction_reports_its_progress(left, monkeypatch):
-    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
+    monkeypatch.setattr(compaction, "SMALL_FILES", 1)
     told = []
     compact(left, sync_to_disk, lambda done, total: told.append((done, total)))
 

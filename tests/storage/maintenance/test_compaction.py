@@ -18,15 +18,22 @@ from rankscope_storage.connection import connect
 from rankscope_storage.files.partitioning import shared_part
 from rankscope_storage.log.delta import MUTEX, Log
 from rankscope_storage.log.translation import Change
-from rankscope_storage.maintenance import compaction, compaction_plan
-from rankscope_storage.maintenance.compaction import compact, open_and_closed, split_by_part, split_by_step
-from rankscope_storage.maintenance.compaction_plan import SILENCE, Merge, plan
+from rankscope_storage.maintenance import compaction
+from rankscope_storage.maintenance.compaction import (
+    SILENCE,
+    Merge,
+    compact,
+    open_and_closed,
+    plan,
+    split_by_part,
+    split_by_step,
+)
 
 
 @pytest.fixture
 def eager(monkeypatch):
     """Make compaction merge three or more small files."""
-    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 2)
+    monkeypatch.setattr(compaction, "SMALL_FILES", 2)
 
 
 def files(root) -> pa.Table:
@@ -34,7 +41,7 @@ def files(root) -> pa.Table:
 
 
 def test_few_files_are_not_merged(store, writer, batch):
-    for seq in range(compaction_plan.TINY_FILES):
+    for seq in range(compaction.TINY_FILES):
         writer.append(batch([seq]))
     report = writer.compact()
 
@@ -42,7 +49,7 @@ def test_few_files_are_not_merged(store, writer, batch):
 
 
 def test_many_tiny_files_become_one_with_equal_rows(store, writer, batch, connection):
-    for seq in range(compaction_plan.TINY_FILES + 1):
+    for seq in range(compaction.TINY_FILES + 1):
         writer.append(batch([seq]))
     before = connection.query("FROM scalars ORDER BY seq")
     report = writer.compact()
@@ -86,8 +93,8 @@ def test_appends_and_watermark_continue_after_a_merge(writer, batch, connection,
 
 
 def test_large_files_are_not_merged(store, writer, batch, monkeypatch):
-    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 2)
-    monkeypatch.setattr(compaction_plan, "SMALL_ROWS", 5)
+    monkeypatch.setattr(compaction, "SMALL_FILES", 2)
+    monkeypatch.setattr(compaction, "SMALL_ROWS", 5)
     for first in range(0, 20, 5):
         writer.append(batch(range(first, first + 5)))
 
@@ -95,7 +102,7 @@ def test_large_files_are_not_merged(store, writer, batch, monkeypatch):
 
 
 def test_merged_files_have_the_target_size(store, writer, batch, eager, monkeypatch):
-    monkeypatch.setattr(compaction_plan, "MERGE_ROWS", 10)
+    monkeypatch.setattr(compaction, "MERGE_ROWS", 10)
     for first in range(0, 24, 4):
         writer.append(batch(range(first, first + 4)))
     planned = plan(Log.open(store.root, sync_to_disk).snapshot())
@@ -105,7 +112,7 @@ def test_merged_files_have_the_target_size(store, writer, batch, eager, monkeypa
 
 def test_merged_files_have_disjoint_step_ranges(store, writer, scalars, eager, monkeypatch):
     """The flushes of slow ranks overlap; the step ranges of the merged files do not."""
-    monkeypatch.setattr(compaction_plan, "TARGET_ROWS", 10)
+    monkeypatch.setattr(compaction, "TARGET_ROWS", 10)
     for flush in range(6):
         fast, slow = (
             scalars(range(max(0, flush * 4 - lag), flush * 4 + 4 - lag), rank=lag, incarnation=f"i{lag}")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from rankscope_storage.log.snapshot import Snapshot
-from rankscope_storage.maintenance import compaction_plan, rollup_writer
-from rankscope_storage.maintenance.compaction_plan import plan
+from rankscope_storage.maintenance import compaction, retention
+from rankscope_storage.maintenance.compaction import plan
 
 NOW = dt.datetime(2026, 11, 20, 12, tzinfo=dt.UTC)
 
@@ -28,7 +28,7 @@ def planned(*described: dict) -> list[list[str]]:
     return [[file.path for file in merge.files] for merge in plan(listed(*described), NOW)]
 
 
-AGO = {"ts_max": NOW - compaction_plan.SILENCE - dt.timedelta(seconds=1)}
+AGO = {"ts_max": NOW - compaction.SILENCE - dt.timedelta(seconds=1)}
 
 
 def test_active_parts_wait_for_more_files_and_silent_ones_are_merged():
@@ -36,11 +36,11 @@ def test_active_parts_wait_for_more_files_and_silent_ones_are_merged():
     assert [] == planned(AGO, {})
     assert [["00", "01"]] == planned(AGO, AGO)
     assert [] == planned(AGO)
-    assert [] == planned(AGO, {**AGO, "rows": compaction_plan.SMALL_ROWS})
+    assert [] == planned(AGO, {**AGO, "rows": compaction.SMALL_ROWS})
 
 
 def test_few_small_files_with_the_rows_of_two_full_ones_are_merged():
-    half = {"rows": compaction_plan.SMALL_ROWS - 1}
+    half = {"rows": compaction.SMALL_ROWS - 1}
 
     assert [] == planned(half, half, half)
     assert [["00", "01", "02", "03"]] == planned(half, half, half, half, {"rows": 5})
@@ -49,7 +49,7 @@ def test_few_small_files_with_the_rows_of_two_full_ones_are_merged():
 def test_rollup_row_counts_as_four_rows():
     """It needs four times the memory. Files in the size that retention writes are not merged."""
     rolled = {**AGO, "dataset": "tensor_rollups"}
-    piece, half = {**rolled, "rows": rollup_writer.PIECE_ROWS}, {**rolled, "rows": compaction_plan.SMALL_ROWS // 4 - 1}
+    piece, half = {**rolled, "rows": retention.PIECE_ROWS}, {**rolled, "rows": compaction.SMALL_ROWS // 4 - 1}
 
     assert [] == planned(piece, piece, piece)
     assert [["00", "01", "02", "03"], ["04", "05"]] == planned(*[half] * 6)
@@ -77,7 +77,7 @@ def test_thirty_days_of_flushes_leave_few_files():
             sizes.append({"part": merge.part, "rows": rows, "ts_max": now, "path": f"{day}-m{len(sizes)}"})
 
     assert 60 * 25 * 3000 == sum(file["rows"] for file in sizes)
-    assert len(sizes) <= 1 + compaction_plan.PAST_FILES + 60 * 25 * 3000 // compaction_plan.SMALL_ROWS
+    assert len(sizes) <= 1 + compaction.PAST_FILES + 60 * 25 * 3000 // compaction.SMALL_ROWS
 
 
 def slowly(first: int, steps: int, rows: int, **more: object) -> dict:
@@ -92,7 +92,7 @@ def test_files_that_filled_slowly_are_merged_once_more():
     first, second = plan(listed(*days), NOW)
 
     assert [["00", "01"], ["02", "03"]] == [[file.path for file in merge.files] for merge in (first, second)]
-    assert {compaction_plan.MERGE_ROWS} == {first.rows, second.rows}
+    assert {compaction.MERGE_ROWS} == {first.rows, second.rows}
     assert [] == planned(
         *({**day, "ts_min": day["ts_max"]} for day in days)
     )  # at this rate, another merge would cost too much

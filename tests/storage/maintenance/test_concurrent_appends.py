@@ -10,7 +10,7 @@ import pytest
 
 from rankscope_storage.api.store import Batch
 from rankscope_storage.base.fsync import sync_to_disk
-from rankscope_storage.maintenance import compaction_plan
+from rankscope_storage.maintenance import compaction
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.compaction import compact
 from rankscope_storage.maintenance.retention import Retention, retain
@@ -65,7 +65,7 @@ def stored(connection) -> tuple[int, int]:
 @pytest.mark.usual(1)
 @pytest.mark.parametrize("work", [age, compact, maintain])
 def test_appends_and_reads_work_while_maintenance_is_blocked(store, writer, connection, batch, monkeypatch, work):
-    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
+    monkeypatch.setattr(compaction, "SMALL_FILES", 1)
     rows = 0
     for moment in range(1, 60, 5):
         for _ in range(2):

@@ -10,7 +10,7 @@ import pytest
 
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import connect
-from rankscope_storage.maintenance import compaction, compaction_plan
+from rankscope_storage.maintenance import compaction
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.runs import edit
 
@@ -32,7 +32,7 @@ def answer(root, statement=ASKED):
 
 
 def test_older_files_are_merged_into_files_with_all_columns(old, monkeypatch):
-    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
+    monkeypatch.setattr(compaction, "SMALL_FILES", 1)
     before = answer(old)
     report = compaction.compact(old, sync_to_disk, now=DAY)
 

@@ -29,7 +29,7 @@ from rankscope_storage.base.schema import dataset_schema, table_schema
 from rankscope_storage.connection import connect
 from rankscope_storage.connection.pool import DEFINITIONS
 from rankscope_storage.log.delta import Log
-from rankscope_storage.maintenance import compaction_plan
+from rankscope_storage.maintenance import compaction
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.compaction import compact
 from rankscope_storage.maintenance.retention import Retention, retain
@@ -186,8 +186,8 @@ def test_file_without_required_columns_is_damage(stores, tmp_path):
 
 @pytest.mark.usual(1)
 def test_compaction_restores_files_with_own_columns(stores, rewritten, monkeypatch):
-    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 0)
-    monkeypatch.setattr(compaction_plan, "PAST_FILES", 0)
+    monkeypatch.setattr(compaction, "SMALL_FILES", 0)
+    monkeypatch.setattr(compaction, "PAST_FILES", 0)
     more = [row_of("features", 0, 0) | {"incarnation": "j", "attempt": attempt} for attempt in (0, 1)]
     with Store.open(rewritten).claim(owner="test") as writer:  # a merge needs two files with the same attempts
         rows = pa.Table.from_pylist(more, schema=dataset_schema("features"))
@@ -336,7 +336,7 @@ def test_batch_after_a_checkpoint_and_clean_up_is_stored_once(root, writer, batc
 @pytest.mark.parametrize("operation", [*REWRITES, "delete"])
 def test_compaction_yields_to_a_rewrite_by_another_tool(root, monkeypatch, operation):
     """delta-rs itself would accept both commits, and each row would be stored twice."""
-    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
+    monkeypatch.setattr(compaction, "SMALL_FILES", 1)
     report = compact(root, Interrupted(lambda: other_tool(root, operation)))
     missing = [1] if operation == "delete" else []
 
@@ -347,7 +347,7 @@ def test_compaction_yields_to_a_rewrite_by_another_tool(root, monkeypatch, opera
 
 def rewrite(root: Path, monkeypatch, change: str) -> None:
     if change == "compaction":
-        monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
+        monkeypatch.setattr(compaction, "SMALL_FILES", 1)
         assert 4 == compact(root, sync_to_disk).files_removed
     elif change == "retention":
         assert 4 == retain(root, Retention(scalars_days=1), sync_to_disk, now=dt.datetime.now(dt.UTC)).files
@@ -379,7 +379,7 @@ def test_rename_is_tried_again_after_a_rewrite_by_another_tool(root, writer):
 
 
 def test_append_does_not_prevent_a_rewrite(root, writer, batch, monkeypatch):
-    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
+    monkeypatch.setattr(compaction, "SMALL_FILES", 1)
     report = compact(root, Interrupted(lambda: writer.append(batch([4]))))
 
     assert (4, 0) == (report.files_removed, report.refused)
@@ -402,7 +402,7 @@ def test_files_of_a_commit_that_is_reported_as_refused_are_kept(root, writer, ba
 
 
 def test_rows_are_stored_once_while_delta_rs_and_compaction_rewrite(store, writer, batch, monkeypatch):
-    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 2)
+    monkeypatch.setattr(compaction, "SMALL_FILES", 2)
     rounds, done = [], threading.Event()
 
     def others() -> None:

@@ -168,7 +168,7 @@ def test_files_merged_meanwhile_are_left_for_the_next_retention(store, writer, m
         return works
 
     left = ["once"]
-    monkeypatch.setattr("rankscope_storage.maintenance.compaction_plan.SMALL_FILES", 1)
+    monkeypatch.setattr("rankscope_storage.maintenance.compaction.SMALL_FILES", 1)
     monkeypatch.setattr(retention, "plan", then_merged)
 
     assert (0, 1) == (raw_before(store.root, 1).files, len(stored(store.root)))

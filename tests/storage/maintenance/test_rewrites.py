@@ -18,7 +18,7 @@ from rankscope_storage.connection import connect
 from rankscope_storage.files.older_integers import has_older_integers
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.translation import Change
-from rankscope_storage.maintenance import compaction, compaction_plan
+from rankscope_storage.maintenance import compaction
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.compaction import compact
 from rankscope_storage.maintenance.file_check import FindingKind
@@ -95,7 +95,7 @@ def test_compaction_without_rewrite_leaves_older_files(older):
 
 
 def test_rewrite_merges_small_files_first(older, monkeypatch):
-    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
+    monkeypatch.setattr(compaction, "SMALL_FILES", 1)
     before = content(older)
     report = compact(older, sync_to_disk, rewrite=True)
 
@@ -125,7 +125,7 @@ def test_rewrite_counts_files_that_another_compaction_replaced(older, monkeypatc
 
     def merge_all():
         monkeypatch.setattr(compaction, "_rewrite", genuine)
-        monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
+        monkeypatch.setattr(compaction, "SMALL_FILES", 1)
         compact(older, sync_to_disk)
 
     genuine, before = compaction._rewrite, content(older)

@@ -17,7 +17,7 @@ from rankscope_storage.connection import connect
 from rankscope_storage.log.checkpoints import write_checkpoint
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.entries import LOG_FOLDER
-from rankscope_storage.maintenance import compaction, compaction_plan
+from rankscope_storage.maintenance import compaction
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.file_check import FindingKind
 from rankscope_storage.maintenance.repair import repair
@@ -62,7 +62,7 @@ def test_append_entry_truncated_anywhere_is_never_read_as_a_commit(store, writer
 
 def test_compaction_entry_truncated_anywhere_removes_no_file(left, monkeypatch):
     """It lists removed files before added ones: truncated between them, it would leave no rows."""
-    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
+    monkeypatch.setattr(compaction, "SMALL_FILES", 1)
     compaction.compact(left, sync_to_disk)
     entry = newest(left)
     whole = entry.read_bytes()

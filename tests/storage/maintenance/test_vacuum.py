@@ -13,7 +13,7 @@ from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import connect
 from rankscope_storage.log.delta import CHECKPOINT_COMMITS, REMOVED_FILES_HOURS, Log
 from rankscope_storage.log.entries import LOG_FOLDER
-from rankscope_storage.maintenance import compaction_plan
+from rankscope_storage.maintenance import compaction
 from rankscope_storage.maintenance.vacuum import STAGED_SECONDS
 
 
@@ -58,7 +58,7 @@ def test_vacuum_deletes_files_of_dead_processes_above_their_age(store, writer, b
 
 
 def test_vacuum_keeps_recently_replaced_files_for_readers(store, writer, batch, monkeypatch):
-    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 2)
+    monkeypatch.setattr(compaction, "SMALL_FILES", 2)
     for seq in range(4):
         writer.append(batch([seq]))
     with connect(store.root) as connection, connection.snapshot() as pinned:

@@ -7,7 +7,7 @@ from tests.storage.prometheus.conftest import MARCH, History, table
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.errors import LimitError
 from rankscope_storage.connection import connect
-from rankscope_storage.prometheus.external_series import MATCH_BATCH_ROWS
+from rankscope_storage.prometheus.read import MATCH_BATCH_ROWS
 
 MANY = 3 * MATCH_BATCH_ROWS
 

@@ -19,7 +19,7 @@ from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import connect
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.entries import LOG_FOLDER
-from rankscope_storage.maintenance import compaction_plan
+from rankscope_storage.maintenance import compaction
 from rankscope_storage.query.sql_script import FILE_NAME, emit_views
 
 
@@ -81,7 +81,7 @@ def test_script_has_curves_and_macros(store, writer, batch):
 @pytest.mark.parametrize("appends", few(2, [1, 20, 19, 45]))
 def test_script_lists_the_same_files_as_delta_rs(store, writer, batch: Callable, appends, clean, monkeypatch):
     """Before, at and after a checkpoint, also with compaction, with and without the entries after the checkpoint."""
-    monkeypatch.setattr(compaction_plan, "SMALL_FILES", 6)
+    monkeypatch.setattr(compaction, "SMALL_FILES", 6)
     for seq in range(appends):
         writer.append(batch([seq]))
         if seq % 8 == 7:

@@ -13,7 +13,7 @@ from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
 from rankscope_storage.log.delta import Log
-from rankscope_storage.maintenance import compaction_plan
+from rankscope_storage.maintenance import compaction
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.compaction import compact
 from rankscope_storage.runs import edit
@@ -47,7 +47,7 @@ def root(request, store, writer, batch: Callable, monkeypatch):
         writer.append(batch(range(4 + number), run=run, incarnation=f"i{run}"))
         writer.append(run_version(run, "completed"))
     if request.param == "one shared file":
-        monkeypatch.setattr(compaction_plan, "SMALL_FILES", 1)
+        monkeypatch.setattr(compaction, "SMALL_FILES", 1)
         compact(store.root, sync_to_disk)
     writer.close()
     return store.root

@@ -105,7 +105,7 @@ def test_tags_follow_a_renamed_run(root, writer):
 
 
 def test_tags_survive_compaction(root, writer, monkeypatch):
-    monkeypatch.setattr("rankscope_storage.maintenance.compaction_plan.SMALL_FILES", 1)
+    monkeypatch.setattr("rankscope_storage.maintenance.compaction.SMALL_FILES", 1)
     edit_tags(root, "r", set_tags({"a": "1"}), sync_to_disk)
     writer.append(version("stalled", 3))
     compact(root, sync_to_disk)

@@ -21,7 +21,7 @@ from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import dataset_schema, table_schema
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.log.delta import Log
-from rankscope_storage.maintenance import retention_plan, rollup_writer
+from rankscope_storage.maintenance import retention, retention_plan
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.retention import Retention, RetentionReport, retain
 from rankscope_storage.runs import edit
@@ -176,15 +176,15 @@ def test_rollups_are_equal_for_any_number_of_slices(tmp_path, monkeypatch, datas
         for step in (5, 90, 105)
     ]
     told, slices = [], []
-    for slice_rows in (rollup_writer.SLICE_ROWS, 60, 1):
+    for slice_rows in (retention.SLICE_ROWS, 60, 1):
         monkeypatch.setattr("rankscope_storage.files.encoding.ROW_GROUP_ROWS", 4)
-        monkeypatch.setattr(rollup_writer, "SLICE_ROWS", slice_rows)
+        monkeypatch.setattr(retention, "SLICE_ROWS", slice_rows)
         root = tmp_path / str(slice_rows)
         with Store.open(root, create=True).claim("0/1", owner="test") as writer:
             for start in range(3):
                 append(writer, dataset, rows[start::3])
         paths = [str(path) for path in root.glob(f"dataset={dataset}/*/*.parquet")]
-        slices.append(len(rollup_writer.slices(paths, dataset)))
+        slices.append(len(retention.slices(paths, dataset)))
         let_age(root, 5)
         with connect(root) as connection:
             told.append(comparable(found(connection, dataset)))
@@ -313,7 +313,7 @@ def test_rollups_of_shared_days_are_stored_by_month(store, writer):
 
 
 def test_rollups_are_compacted_like_other_files(store, writer, connection, monkeypatch):
-    monkeypatch.setattr("rankscope_storage.maintenance.compaction_plan.SMALL_FILES", 2)
+    monkeypatch.setattr("rankscope_storage.maintenance.compaction.SMALL_FILES", 2)
     for number in range(4):
         append(writer, "tensor_stats", steps(100 * number, 100 * number + 100))
         let_age(store.root, 10 + number)
