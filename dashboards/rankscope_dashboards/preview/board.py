@@ -132,7 +132,7 @@ def _marks(board: Mapping[str, Any], context: Context) -> list[Mark]:
     found = []
     for one in (one for one in board.get("annotations", {}).get("list") or () if one["enable"]):
         least = float(str(one.get("step") or "60s").removesuffix("s"))
-        step = step_seconds(context.window, 1000, least)
+        step = step_seconds(context.window, 100, least)
         try:
             listed = context.prometheus.over(context.text(one["expr"], step), context.window, step)
         except QueryError:

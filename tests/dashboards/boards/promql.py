@@ -11,6 +11,7 @@ from rankscope_dashboards.boards.elements.pages import all_panels
 
 VARIABLES = {
     "$__rate_interval": "1m",
+    "$__interval_ms": "30000",
     "$__interval": "30s",
     "$__range": "1h",
     "$smooth": "1m",

@@ -288,7 +288,32 @@ def test_annotations_mark_restarts_checkpoints_and_incidents():
     for annotation in ANNOTATIONS:
         assert "${datasource}" == annotation["datasource"]["uid"]
         assert 'run="$run"' in annotation["expr"]
-        assert "job=" not in annotation["expr"], "marks do not read the store"
+
+
+@pytest.mark.parametrize("job", [None, "rankscope"])
+def test_each_event_has_one_mark_at_every_range(judge, job):
+    """The run has the last two hours of a day. Grafana evaluates marks about 100 times. The store has few samples."""
+    of_run = 'run="r"' + (f', job="{job}"' if job else "")
+    ages, saves = ("0+10x360", "{}x89") if job is None else ("0 _x2 0 _x357", "{} _x89")
+    saved = " ".join(saves.format(3 * number) for number in range(1, 9))
+    attempts = "0x419 1x299" if job is None else " ".join(["0 _x5"] * 70 + ["1 _x5"] * 50)
+    given = {f"rankscope_run_attempt{{{of_run}}}": f"_x7920 {attempts}"}
+    for rank in range(2):
+        given[f'rankscope_phase_seconds_total{{{of_run}, rank="{rank}", phase="checkpoint"}}'] = f"_x7950 {saved}"
+    for start, step in ((8_100, 7), (8_590, 9)):
+        labels = f'{of_run}, rank="0", rule="AnomalyNan", kind="loss", tensor="", step="{step}"'
+        given[f"rankscope_ingest_incident_age_seconds{{{labels}}}"] = f"_x{start} {ages}"
+    tests = [
+        {"expr": f"sum(count_over_time({expression}[{range_}:{step}]))", "eval_time": "86400s", "exp_samples": samples}
+        for range_, step, counts in (("15m", "15s", (0, 1, 1)), ("6h", "5m", (1, 8, 2)), ("24h", "15m", (1, 8, 2)))
+        for one, count in zip(BOARDS["ranks"]["annotations"]["list"][1:], counts, strict=True)
+        for expression in [substituted(one["expr"], {"$__interval_ms": "300000", "$__interval": step, "$run": "r"})]
+        for samples in [[{"labels": "{}", "value": count}] if count else []]
+    ]
+    series_of_test = [{"series": name, "values": values} for name, values in given.items()]
+    document = {"tests": [{"interval": "10s", "input_series": series_of_test, "promql_expr_test": tests}]}
+
+    assert [None] == judge([({"groups": []}, document)])
 
 
 @pytest.mark.parametrize("name", BOARDS)
