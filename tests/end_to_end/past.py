@@ -151,7 +151,12 @@ def listed(prometheus: str, then: int) -> dict[str, set[str]]:
     found = {}
     for variable in BOARDS["dashboards/rankscope/tensors.json"]["templating"]["list"]:
         if variable["type"] == "query":
-            selector, label = re.fullmatch(r"label_values\((.+), (\w+)\)", substituted(variable["query"])).groups()
+            text = substituted(variable["query"])
+            if ordered := re.fullmatch(r"query_result\((.+)\)", text):
+                at = {"query": ordered[1], "time": then + STEPS * SECONDS_PER_STEP}
+                found["run"] = {one["metric"]["run"] for one in _asked(f"{prometheus}/api/v1/query", **at)["result"]}
+                continue
+            selector, label = re.fullmatch(r"label_values\((.+), (\w+)\)", text).groups()
             window = {"start": then, "end": then + STEPS * SECONDS_PER_STEP}
             found[label] = {
                 one[label] for one in _asked(f"{prometheus}/api/v1/series", **{"match[]": selector}, **window)

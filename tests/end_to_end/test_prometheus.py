@@ -160,7 +160,11 @@ def values_of_variables(prometheus):
     """Return the entries of each variable, from the label values address and from the series address."""
     listed = {}
     for variable in (item for board in BOARDS for item in board["templating"]["list"] if item["type"] == "query"):
-        selector, label = re.fullmatch(r"label_values\((.+), (\w+)\)", substituted(variable["query"])).groups()
+        text = substituted(variable["query"])
+        if ordered := re.fullmatch(r"query_result\((.+)\)", text):
+            listed["run"] = [series["metric"]["run"] for series in prometheus.now(ordered[1])]
+            continue
+        selector, label = re.fullmatch(r"label_values\((.+), (\w+)\)", text).groups()
         window = {"match[]": selector, "start": prometheus.started, "end": time.time()}
         by_label = prometheus.get(f"label/{label}/values", **window)
         by_series = {series[label] for series in prometheus.get("series", **window)}

@@ -38,7 +38,7 @@ ONCE: Final = "attach|warm_up"
 It matches work that the monitor does only once, at its start."""
 
 NOT_SERIES: Final = 'reason!~"series_.*"'
-"""Label matcher for what a rank has lost. The store contains series that exceed the limit of `/metrics`."""
+"""Label matcher for lost records and events. The store contains the series that exceed the limit of `/metrics`."""
 
 NO_SERVICE: Final = "Prometheus does not scrape the service, or it is down"
 NO_EXPORTERS: Final = "The service scrapes no other exporters"

@@ -6,10 +6,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from rankscope_dashboards.preview.intervals import time_variables
 from rankscope_dashboards.preview.prometheus import PreviewError, Prometheus, Window
 
 _VARIABLE: Final = re.compile(r"\$(\w+)|\$\{(\w+)(?::\w+)?\}")
 _LABEL_VALUES: Final = re.compile(r"label_values\((.+), *(\w+)\)")
+_QUERY_RESULT: Final = re.compile(r"query_result\((.+)\)")
 _SHOWN: Final = 8
 
 
@@ -44,7 +46,10 @@ def _listed(
     """Return the values of the list of a variable, in its order."""
     if variable["type"] == "custom":
         return [one.strip() for one in variable["query"].split(",")]
-    query = _LABEL_VALUES.fullmatch(interpolated(variable["query"], values))
+    text = interpolated(variable["query"], {**values, **time_variables(window, 1.0, 1.0)})
+    if result := _QUERY_RESULT.fullmatch(text):
+        return [name for one in prometheus.instant(result[1], window.end) for name in one.labels.values()]
+    query = _LABEL_VALUES.fullmatch(text)
     if query is None:
         raise PreviewError(f"the query of the variable {variable['name']!r} is not supported: {variable['query']}")
     return _sorted(prometheus.label_values(query[1], query[2], window), variable.get("sort") or 0)

@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 import yaml
-from tests.dashboards.boards.promql import substituted
+from tests.dashboards.boards.promql import promql_error, substituted
 from tests.dashboards.generated import FILES
 
 from rankscope_contract.metrics.catalogue import CATALOG
@@ -332,6 +332,12 @@ def test_board_has_a_stable_uid_and_links_to_the_other_boards(name):
     assert [*range(1, len(ids) + 1)] == ids
 
 
+(RUN_LIST,) = {
+    found[1]
+    for board in BOARDS.values()
+    for variable in board["templating"]["list"]
+    if (found := re.fullmatch(r"query_result\((.+)\)", variable["query"]))
+}
 ONE_RUN = ["datasource", "run", "rank", "pages"]
 VARIABLES_OF = {
     "runs": ["datasource", "run", "pages"],
@@ -351,7 +357,7 @@ def test_variables_select_one_run_and_several_ranks_from_series(name):
     assert VARIABLES_OF[name] == list(found)
     step, value = 'rankscope_step{job="rankscope"', 'rankscope_tensor_value{job="rankscope", run="$run"'
     queries = {
-        "run": f"label_values({step}}}, run)",
+        "run": f"query_result({RUN_LIST})",
         "rank": f'label_values({step}, run="$run"}}, rank)',
         "kind": f"label_values({value}}}, kind)",
         "tensor": f'label_values({value}, rank=~"$rank", kind="$kind"}}, tensor)',
@@ -362,6 +368,28 @@ def test_variables_select_one_run_and_several_ranks_from_series(name):
         assert has_all == variable["multi"] == variable["includeAll"]
         assert (".+" if has_all else None) == variable.get("allValue")
         assert variable["sort"] in range(7), "Grafana 9.4 does not know other orders"
+        assert (variable["name"] == "run") == (variable["sort"] == 0), "the query orders the runs"
+        assert ('/{run="(.*)"}/' if variable["name"] == "run" else None) == (variable.get("regex") or None)
+
+
+@pytest.mark.parametrize("name", ["z-old", "a-new"])
+def test_first_run_of_the_list_is_the_newest_one_that_trains(judge, name):
+    """Grafana opens a board with the first run. The name of a run does not show its age."""
+    start = "rankscope_run_start_timestamp_seconds"
+    given = {
+        f'{start}{{run="z-old"}}': "100x30",
+        f'{start}{{run="a-new"}}': "200x30",
+        f'{start}{{run="b-ended"}}': "300x10 stale",
+        f'{start}{{job="rankscope", run="c-stored"}}': "_x5 250",
+        'rankscope_step{run="z-old", rank="0"}': "1x30",
+        'rankscope_step{run="a-new", rank="0"}': "1x30" if name == "a-new" else "1x10 stale",
+    }
+    values = {"z-old": 1e10 + 100, "a-new": 200.0, "b-ended": 300.0, "c-stored": 250.0}
+    values |= {"a-new": 1e10 + 200} if name == "a-new" else {}
+    checks = [(f"topk(1, {substituted(RUN_LIST)})", f'{{run="{name}"}}', values[name])]
+    checks += [(f"{substituted(RUN_LIST)} == {value:.0f}", f'{{run="{run}"}}', value) for run, value in values.items()]
+
+    assert promql_error(judge, given, checks) is None
 
 
 @pytest.mark.parametrize("name", BOARDS)
@@ -426,7 +454,7 @@ def test_panels_have_the_minimum_size_of_their_type():
 
 
 def test_prometheus_parses_every_expression(promtool, tmp_path):
-    texts = [text for _, text in EXPRESSIONS] + [annotation["expr"] for annotation in ANNOTATIONS]
+    texts = [RUN_LIST, *(text for _, text in EXPRESSIONS), *(annotation["expr"] for annotation in ANNOTATIONS)]
     rules = [{"record": f"panel:{number}", "expr": substituted(text)} for number, text in enumerate(texts)]
     path = tmp_path / "rules.yml"
     path.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}), encoding="utf-8")

@@ -49,9 +49,8 @@ def template_of(name, *, multi=True, all_value=".+"):
 
 def template_label_promql(board):
     for name, variable in variables(board).items():
-        if variable["type"] == "query" and not re.fullmatch(
-            r"label_values\([a-z_]+(\{[^}]*\})?, [a-z_]+\)", variable["query"]
-        ):
+        values = r"label_values\([a-z_]+(\{[^}]*\})?, [a-z_]+\)"  # promtool parses the query of a query_result
+        if variable["type"] == "query" and not re.fullmatch(rf"{values}|query_result\(.+\)", variable["query"]):
             yield name, variable["query"]
 
 

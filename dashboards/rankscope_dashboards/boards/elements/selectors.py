@@ -40,11 +40,10 @@ SERVICE_RANKS matches the selected ranks of the selected run."""
 RANKS: Final = _selector(OF_JOB, ONE_RUN, _RANK)
 ALL_RANKS: Final = _selector(OF_JOB, ONE_RUN)
 RANKS_OF_RUNS: Final = _selector(OF_JOB, SEVERAL_RUNS)
-ALL_RUNS: Final = _selector(OF_JOB)
 """Label matchers for live and stored metrics of ranks.
 
-RANKS matches the run and the ranks that are selected in the board, ALL_RANKS all ranks of the selected run,
-RANKS_OF_RUNS all ranks on a board that can select several runs, and ALL_RUNS all runs.
+RANKS matches the run and the ranks that are selected in the board, ALL_RANKS all ranks of the selected run, and
+RANKS_OF_RUNS all ranks on a board that can select several runs.
 """
 
 

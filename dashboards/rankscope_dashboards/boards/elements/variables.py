@@ -1,7 +1,7 @@
 """Variables of the boards: menus at the top of a board, in which a reader selects runs, ranks and tensors.
 
-The lists have the runs and ranks of the time range, also those that have ended. Grafana makes them from series, because
-remote read returns no label values.
+The lists have the runs and ranks of the time range, also those that have ended. Grafana makes most of them from series,
+because remote read returns no label values. The list of runs is the result of a query, which has an order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from grafana_foundation_sdk.models import dashboard
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.model.kinds import Kind
 from rankscope_dashboards.boards.elements.panels import DATASOURCE
-from rankscope_dashboards.boards.elements.selectors import ALL_RANKS, ALL_RUNS, OF_KIND, ranks
+from rankscope_dashboards.boards.elements.selectors import ALL_RANKS, OF_KIND, in_life, ranks
 
 _ALL: Final = ".+"
 Sort = dashboard.VariableSort
@@ -29,12 +29,23 @@ def _several(variable: builders.QueryVariable) -> builders.QueryVariable:
     return variable.multi(True).include_all(True).all_value(_ALL)
 
 
-_RUN_LIST: Final = f"label_values({catalogue.STEP.name}{ALL_RUNS}, run)"
-# Descending: names of runs that contain a date are listed with the newest run first, which is the default.
-RUN: Final = _query("run", "Run", _RUN_LIST, Sort.ALPHABETICAL_CASE_INSENSITIVE_DESC)
+_ANY_RUN: Final = 'run!=""'
+
+
+def _run() -> builders.QueryVariable:
+    """Return the variable of runs: those that Prometheus scrapes now, then others, each with the latest start first.
+
+    Grafana chooses the first one when it opens a board. Without a service, there are only scraped runs.
+    """
+    started, scraped = in_life(catalogue.RUN_START, _ANY_RUN), f"max by (run) ({catalogue.STEP.name}{{{_ANY_RUN}}})"
+    ordered = f"{started} + on (run) ({scraped} * 0 + 1e10) or {started} or {scraped}"
+    return _query("run", "Run", f"query_result(sort_desc({ordered}))", Sort.DISABLED).regex('/{run="(.*)"}/')
+
+
+RUN: Final = _run()
 """Selects one run. Its name is therefore not needed in the legends of the panels."""
 
-RUNS: Final = _several(_query("run", "Run", _RUN_LIST, Sort.ALPHABETICAL_CASE_INSENSITIVE_DESC))
+RUNS: Final = _several(_run())
 """Selects one run, several or all."""
 
 RANK: Final = _several(
