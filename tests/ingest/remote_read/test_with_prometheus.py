@@ -38,13 +38,15 @@ LIVE = (
 
 
 def history():
-    """Return tables with one step per minute, two months ago; the last loss is NaN."""
+    """Return tables with one step per minute, two months ago; the last loss is NaN, and the run ends 1 s later."""
     moments = [{"run": "r", "attempt": 0, "rank": 0, "step": n, "ts": (OLD + n * 60_000) * 1000} for n in range(10)]
     scalars = [{**one, "name": "loss", "value": 1.0 if one["step"] < 9 else math.nan} for one in moments]
     tensors = [{**one, "kind": "k", "tensor": "w", "norm": float(one["step"])} for one in moments]
+    times = {"started_at": OLD * 1000, "ended_at": (OLD + 9 * 60_000 + 1_000) * 1000}
+    attempt = {**moments[-1], "state": "completed", "source_kind": "live", **times}
     return {
         name: pa.Table.from_pylist(rows, schema=dataset_schema(name))
-        for name, rows in (("scalars", scalars), ("tensor_stats", tensors))
+        for name, rows in (("scalars", scalars), ("tensor_stats", tensors), ("attempts", [attempt]))
     }
 
 
@@ -131,6 +133,9 @@ async def test_months_old_history_and_live_data_are_one_series(
                 end=OLD // 1000 + 540,
                 step=60,
             )
+            end, curve = OLD // 1000 + 540, 'rankscope_tensor_value{op="norm",run="r"}'
+            ended, _ = await asked(url, curve, start=end - 60, end=end + 240, step=20)
+            at_end, _ = await asked(url, curve, time=end + 30)
             await eventually(lambda: service.rows("SELECT 1 FROM samples WHERE metric = 'prometheus_build_info'"))
             stored = 'last_over_time(prometheus_build_info{instance="prom"}[1h] offset 1s)'
             itself_found, _ = await asked(url, stored)
@@ -146,6 +151,8 @@ async def test_months_old_history_and_live_data_are_one_series(
     assert [(OLD // 1000 + 60 * n, "1" if n < 9 else "NaN") for n in range(10)] == old
     assert {"0.25"} == {value for _, value in samples[len(old) :]}
     assert [float(value) for _, value in range_[0]["values"]] == pytest.approx([5.0] * 5)
+    assert ["8", "8", "8", "9"] == [value for _, value in ended[0]["values"]]
+    assert [] == at_end
     assert ["prom"] == [found["metric"]["instance"] for found in itself_found]
     assert "more than 25 samples" in refused[0]
 

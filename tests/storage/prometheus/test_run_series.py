@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from tests.storage.prometheus.conftest import JULY, MARCH, History, row, table
 
@@ -40,7 +42,13 @@ def history(tmp_path_factory):
     events.append(row("spring", 0, 1, MARCH, type="note", severity="info", message="", details="{}"))
     folder = tmp_path_factory.mktemp("runs") / "store"
     with Store.open(folder, create=True).claim(owner="test") as writer:
+        losses = [
+            {**row("spring", rank, step, ms, name="loss", value=float(step)), "attempt": attempt}
+            for rank in (0, 1)
+            for attempt, step, ms in ((0, 4, MARCH + 1), (1, 10, SECOND_ATTEMPT + MINUTE))
+        ]
         tables = {"attempts": table("attempts", versions), "events": table("events", events)}
+        tables["scalars"] = table("scalars", losses)
         writer.append(Batch(tables=tables, watermarks={}))
     with connect(folder) as connection:
         yield History(connection)
@@ -116,3 +124,15 @@ def test_runs_are_selected_by_job_run_time_and_labels(history):
     assert {} == history.ask(step, ("job", "=", "rankscope"), ("rank", "=", "0"))
     assert {} == history.ask(*SPRING, step, start=JULY)
     assert {"spring", "other"} == {dict(labels)["run"] for labels in history.ask(step, ("run", "=~", "spring|other"))}
+
+
+def test_curve_ends_with_each_attempt(history):
+    """Prometheus does not repeat the last value after a staleness marker."""
+    (found,) = history.ask(("__name__", "=", "rankscope_loss"), ("rank", "=", "1"), *SPRING).values()
+    before_end, end = SECOND_ATTEMPT + MINUTE, SECOND_ATTEMPT + MINUTE + 1
+
+    assert [(MARCH + 1, 4), (MARCH + MINUTE + 1, "stale"), (before_end, 10), (end, "stale")] == [
+        (ms, "stale" if math.isnan(value) else value) for ms, value in found
+    ]
+    (live,) = history.ask(("__name__", "=", "rankscope_loss"), ("rank", "=", "1"), *SPRING, end=MARCH + 2).values()
+    assert [(MARCH + 1, 4)] == live
