@@ -19,8 +19,6 @@ from rankscope_ingest.base.protobuf import packed, unpacked
 
 EXPECTED = {"unequal": "3.620", "missing": "2.120", "stage": "7.120", "diverged": "NaN"}
 NOTES = {"missing": "1 of 2 ranks"}
-ON_BOARDS = EXPECTED | {"missing": "3.615"}
-"""Prometheus has no steps: boards have the mean of the last loss of each rank, as their panels state."""
 
 TRAINING = """
 import os
@@ -84,7 +82,12 @@ def test_loss_of_a_run_is_one_number_everywhere(service: Service, judge: Any) ->
         assert [note is not None] * 3 == [bool(note) and note in text for text in (page, words, status)]
         assert live[run]["loss_ranks_missing"] == (1 if note else 0)
 
-    read = {run: _remote_read(service, run) for run in EXPECTED}
+    assert {"unequal": 3.62, "missing": 2.12, "stage": 7.12} == {
+        run: float(found[1])
+        for run in ("unequal", "missing", "stage")
+        if (found := re.search(rf'^rankscope_run_loss{{run="{run}"}} (\S+)$', service.get("/metrics"), re.MULTILINE))
+    }
+    read = {run: _remote_read(service, run, "rankscope_loss") for run in EXPECTED}
     assert {"unequal": 24, "missing": 23, "stage": 12, "diverged": 24} == {
         run: sum(len(values) for values in found.values()) for run, found in read.items()
     }
@@ -93,25 +96,26 @@ def test_loss_of_a_run_is_one_number_everywhere(service: Service, judge: Any) ->
     }
     queries = boards["run_overview"]("Latest loss"), boards["runs"]("Loss of the runs")
     cases = []
-    for run, found in read.items():
+    for run, ranks in read.items():
+        found = ranks | _remote_read(service, run, "rankscope_run_loss")
         given = {name: f"_x29 {values[-1]}" for name, values in found.items()}
         checks = []
         for query in (
             query.replace('run="r"', f'run="{run}"').replace('run=~"r"', f'run="{run}"') for query in queries
         ):
-            is_nan = ON_BOARDS[run] == "NaN"
+            is_nan = EXPECTED[run] == "NaN"
             expression = f"count({query} != {query})" if is_nan else f"round(sum({query}), 0.001)"
-            checks.append((expression, "{}", 1 if is_nan else float(ON_BOARDS[run])))
+            checks.append((expression, "{}", 1 if is_nan else float(EXPECTED[run])))
         cases.append((given, checks))
 
     assert [None] * len(cases) == promql_errors(judge, cases)
 
 
-def _remote_read(service: Service, run: str) -> dict[str, list[float]]:
-    """Return the losses of each rank as Prometheus reads them, by the name of the series."""
+def _remote_read(service: Service, run: str, metric: str) -> dict[str, list[float]]:
+    """Return the values of the series of `metric` as Prometheus reads them, by the name of the series."""
     request = MESSAGES["ReadRequest"]()
     query = request.queries.add(start_timestamp_ms=0, end_timestamp_ms=int(time.time() * 1000))
-    for name, value in (("__name__", "rankscope_loss"), ("run", run)):
+    for name, value in (("__name__", metric), ("job", "rankscope"), ("run", run)):
         query.matchers.add(type=0, name=name, value=value)
     body, headers = packed(request.SerializeToString()), {"Content-Encoding": "snappy"}
     headers |= {"Content-Type": "application/x-protobuf", "X-Prometheus-Remote-Read-Version": "0.1.0"}

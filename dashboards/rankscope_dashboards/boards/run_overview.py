@@ -31,9 +31,9 @@ from rankscope_dashboards.boards.elements.selectors import (
     ONE_RUN,
     RANKS,
     SERVICE_RUN,
-    at_end,
     in_life,
     increase,
+    mean_loss,
     once,
     rate,
     service,
@@ -164,15 +164,14 @@ def _step() -> PanelBuilder:
 def _latest_loss() -> PanelBuilder:
     text = PanelText(
         title="Latest loss",
-        description="Last logged loss of each name in the time range, mean of the ranks. Compare it with the curve "
-        "below: it should fall or remain level. NaN and infinite values are red.",
+        description="Last logged loss of each name in the time range, mean of all ranks that logged it at its last "
+        "step. Compare it with the curve below: it should fall or remain level. NaN and infinite values are red.",
         unit="none",
         decimals=4,
         empty="The script logs no loss",
         thresholds=((None, "text"), (sys.float_info.max, "red")),  # the second one is that of an infinite loss
     )
-    query = f"avg by (run, loss) {once(catalogue.LOSS, at_end(catalogue.LOSS, RANKS))}"
-    return stat_panel(text, Query(query, "{{loss}}", instant=True), with_names=True)
+    return stat_panel(text, Query(mean_loss(ONE_RUN, RANKS, "[$__range]"), "{{loss}}", instant=True), with_names=True)
 
 
 def _latest_speed() -> PanelBuilder:
@@ -285,7 +284,7 @@ def _perplexity() -> PanelBuilder:
         unit="none",
         empty="The script logs no loss",
     )
-    query = f"exp(avg by (run, loss) {once(catalogue.LOSS, catalogue.LOSS.name + RANKS)})"
+    query = f"exp({mean_loss(ONE_RUN, RANKS)})"
     return time_series_panel(text, Query(query, "{{loss}}"), logarithmic=True)
 
 

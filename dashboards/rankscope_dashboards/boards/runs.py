@@ -26,7 +26,7 @@ from rankscope_dashboards.boards.elements.selectors import (
     SEVERAL_RUNS,
     at_end,
     in_life,
-    once,
+    mean_loss,
     rate_of_runs,
 )
 from rankscope_dashboards.boards.elements.states import STATE_TEXTS, state_number
@@ -67,7 +67,7 @@ def _table() -> PanelBuilder:
         unit="none",
         empty="The service exports no run in the time range",
     )
-    loss = f"avg by (run) {once(catalogue.LOSS, at_end(catalogue.LOSS, RANKS_OF_RUNS))}"
+    loss = f"avg by (run) {mean_loss(SEVERAL_RUNS, RANKS_OF_RUNS, '[$__range]')}"
     latest = f"max by (run) ({at_end(catalogue.RUN_LAST_STEP, SERVICE_RUNS)})"
     queries = [
         Query(state_number(SEVERAL_RUNS, "[$__range]")),
@@ -118,7 +118,7 @@ def _loss() -> PanelBuilder:
         unit="none",
         empty="No run logs a loss in the time range",
     )
-    query = f"topk({MAX_LINES}, avg by (run, loss) {once(catalogue.LOSS, catalogue.LOSS.name + RANKS_OF_RUNS)})"
+    query = f"topk({MAX_LINES}, {mean_loss(SEVERAL_RUNS, RANKS_OF_RUNS)})"
     return time_series_panel(text, Query(query, "{{run}} {{loss}}"), many=True)
 
 

@@ -269,6 +269,9 @@ RUN_STEPS_PLANNED = service_gauge(
 RUN_PROGRESS = service_gauge(
     "rankscope_run_progress_ratio", "Completed steps divided by planned steps.", "run", stored_as="attempts.last_step"
 )
+RUN_LOSS = service_gauge(
+    "rankscope_run_loss", "Loss of an ended run: mean of ranks with its last step.", "run", stored_as="scalars.value"
+)
 RUN_ETA = service_gauge(
     "rankscope_run_eta_seconds",
     "Estimated time for the remaining steps at the speed of the last 30 s; absent after the end of the run.",

@@ -151,6 +151,7 @@ _RUN_GAUGES: Final[Mapping[MetricSpec, Callable[[RunProgress], float | None]]] =
     catalogue.RUN_PROGRESS: lambda run: (
         None if run.step is None or not run.planned_steps else run.step / run.planned_steps
     ),
+    catalogue.RUN_LOSS: lambda run: run.loss if run.ended_at else None,  # before, ranks are at different steps
     catalogue.RUN_ETA: lambda run: run.eta_seconds,
     catalogue.RANKS_EXPECTED: lambda run: run.world_size,
     catalogue.RANKS_UP: lambda run: run.ranks_alive,

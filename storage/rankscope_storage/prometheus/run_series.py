@@ -1,9 +1,10 @@
 """Series of runs (state, progress, start, end, incidents, latest events) with the names of the metrics of the service.
 
 The store has a version of an attempt for each change of its state, and one per minute while it is active. Each version
-is one sample. An incident has a sample with the age 0 at each of its rows, except at its end. Each type of event has a
-sample for each minute with such events. Metrics of the service have another job than ranks; here, all series have the
-job of ranks, for which Prometheus queries the store.
+is one sample. The loss has a sample for each step, the mean of the ranks that logged it. An incident has a sample with
+the age 0 at each of its rows, except at its end. Each type of event has a sample for each minute with such events.
+Metrics of the service have another job than ranks; here, all series have the job of ranks, for which Prometheus queries
+the store.
 """
 
 from __future__ import annotations
@@ -64,6 +65,10 @@ class RunSeries:
         )
         for spec, value in _VALUES.items():
             yield from self._series(spec, ("run",), f"SELECT run, ts, {value} AS value FROM ({versions})")
+        if self.question.is_of(catalogue.RUN_LOSS.name):
+            losses = f"{self._rows('scalars')} AND name = 'loss' AND labels IS NULL AND step IS NOT NULL"
+            means = f"SELECT run, min(ts) AS ts, avg(value) AS value FROM {losses} GROUP BY run, attempt, step"
+            yield from self._series(catalogue.RUN_LOSS, ("run",), means)
         states = ", ".join(sql_string(state) for state in RunState)
         each = f"SELECT *, unnest([{states}]) AS one FROM ({versions})"
         state = f"SELECT run, one AS state, ts, (state = one)::INT AS value FROM ({each})"

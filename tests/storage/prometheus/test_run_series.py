@@ -40,6 +40,10 @@ def history(tmp_path_factory):
     events = [incident("spring", MARCH + MINUTE, "opened"), incident("spring", MARCH + 2 * MINUTE, "resolved")]
     events.append(incident("spring", MARCH + 2 * MINUTE + 500, "resolved"))
     events.append(row("spring", 0, 1, MARCH, type="note", severity="info", message="", details="{}"))
+    losses = [
+        row("spring", rank, step, MARCH + 9 * step + 10 * rank, name="loss", value=value, unit=None, labels=None)
+        for rank, step, value in ((0, 1, 3.0), (1, 1, 4.0), (0, 2, 2.0), (1, 2, 5.0), (0, 3, 1.0))
+    ]
     folder = tmp_path_factory.mktemp("runs") / "store"
     with Store.open(folder, create=True).claim(owner="test") as writer:
         losses = [
@@ -76,6 +80,12 @@ def test_run_has_the_values_of_its_latest_attempt_at_each_time(history):
         assert {of_spring(metric): list(zip(times, values, strict=True))} == history.ask(
             *SPRING, ("__name__", "=", metric)
         )
+
+
+def test_loss_of_a_run_is_the_mean_of_the_ranks_that_logged_it_at_each_step(history):
+    means = [(MARCH + 9, 3.5), (MARCH + 18, 3.5), (MARCH + 27, 1.0)]  # rank 1 logs step 2 after rank 0 logs step 3
+
+    assert {of_spring("rankscope_run_loss"): means} == history.ask(*SPRING, ("__name__", "=", "rankscope_run_loss"))
 
 
 def test_end_of_a_run_is_stored_only_after_its_end(history):

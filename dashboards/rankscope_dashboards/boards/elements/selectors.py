@@ -70,9 +70,13 @@ def once(metric: MetricSpec, expression: str) -> str:
     return f"(max{by}({expression}))"
 
 
-def at_end(metric: MetricSpec, selector: str = "") -> str:
-    """Return PromQL for the last value within the time range of the board, also of a series that has ended."""
-    return f"last_over_time({metric.name}{selector}[$__range])"
+def at_end(metric: MetricSpec, selector: str = "", window: str = "[$__range]") -> str:
+    """Return PromQL for the last value within the time range of the board, also of a series that has ended.
+
+    With another `window`, it is the last value within this time; without one, the present value.
+    """
+    series = f"{metric.name}{selector}"
+    return f"last_over_time({series}{window})" if window else series
 
 
 def in_life(metric: MetricSpec, run: str = ONE_RUN) -> str:
@@ -82,6 +86,17 @@ def in_life(metric: MetricSpec, run: str = ONE_RUN) -> str:
     """
     live, stored = (at_end(metric, _selector(*matchers)) for matchers in ((run,), (OF_JOB, run)))
     return f"(max by (run) ({live}) or max by (run) ({stored}))"
+
+
+def mean_loss(run: str, ranks: str, window: str = "") -> str:
+    """Return PromQL for the losses of runs: of the main loss the mean of the ranks that logged it at the same step.
+
+    Of a loss with a name, and of a live run without its store, it is the mean of the last loss of each rank. `run` is
+    the label matcher for the runs, `ranks` the selector of their ranks, and `window` that of `at_end`.
+    """
+    stored, ended = at_end(catalogue.RUN_LOSS, _selector(OF_JOB, run), window), catalogue.RUN_LOSS.name + _selector(run)
+    each = once(catalogue.LOSS, at_end(catalogue.LOSS, ranks, window))
+    return f"(max by (run) ({stored}) or max by (run) ({ended}) or avg by (run, loss) {each})"
 
 
 def rate(metric: MetricSpec, *matchers: str) -> str:

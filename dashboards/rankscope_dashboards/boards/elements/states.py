@@ -7,7 +7,7 @@ from typing import Final
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.model.events import RunState
 from rankscope_dashboards.boards.elements.panels import value_texts
-from rankscope_dashboards.boards.elements.selectors import OF_JOB
+from rankscope_dashboards.boards.elements.selectors import OF_JOB, at_end
 
 _COLOURS: Final = {
     RunState.PENDING: "yellow",
@@ -34,8 +34,7 @@ def state_number(run: str, window: str = "") -> str:
         found = []
         for position, state in enumerate(_COLOURS):
             selected = ", ".join((*matchers, run, f'state="{state}"'))
-            series = f"{catalogue.RUN_STATE.name}{{{selected}}}"
-            latest = f"last_over_time({series}{window})" if window else series
+            latest = at_end(catalogue.RUN_STATE, f"{{{selected}}}", window)
             found.append(f"max by (run) ({latest} == 1) * {position}")
         return " or ".join(found)
 
