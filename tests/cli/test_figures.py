@@ -122,7 +122,7 @@ def test_compare_of_a_run_and_a_log_as_markdown(in_process, logs, sample_store):
         "compare", "my-run", logs / "megatron.log", "-s", sample_store, "--no-figure", "--format", "markdown"
     )
 
-    assert done.stdout.startswith("## Values that differ\n\n|  | my-run | megatron |\n")
+    assert done.stdout.startswith("## States, and values that differ\n\n|  | my-run | megatron |\n")
 
 
 def test_compare_as_json_has_all_values_and_the_first_difference(in_process, sample_store):

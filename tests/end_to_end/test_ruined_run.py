@@ -135,6 +135,11 @@ def test_first_cause_in_a_log_is_the_loss_and_not_its_evaluation(tmp_path: Path)
     assert "loss became NaN at step 30" in (text := read(Site(store), "runs", "log", "incidents").text)
     assert "eval_loss became NaN" not in text
 
+    compared = run_command("compare", "log", log, "--store", store, "--no-figure").stdout.splitlines()
+    shown = [re.split("  +", line.strip()) for line in compared]
+    assert ["state", *["Stopped with 1 open incident"] * 2] in shown
+    assert [["open incidents", "1", "1"], ["resolved or closed incidents", "0", "0"]] == shown[3:5]
+
 
 def test_gradient_norm_that_is_not_logged_is_that_of_all_gradients(site, ruined):
     """A model without tokens has no perplexity."""

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 def compare_text(runs: Sequence[Summary], difference: Divergence | None, form: TextFormat) -> str:
     """Return the comparison of `runs`. `difference` is the first one of two runs, if they were compared.
 
-    Text and Markdown have only values that differ; JSON has all values.
+    Text and Markdown have the states of the runs, and only values that differ; JSON has all values.
     """
-    from rankscope_view.data.comparison import compared_values, differing_settings
+    from rankscope_view.data.comparison import STATES, compared_values, differing_settings
 
     values = compared_values(runs)
     settings, equal = differing_settings([one.detail for one in runs])
@@ -37,8 +37,8 @@ def compare_text(runs: Sequence[Summary], difference: Divergence | None, form: T
         )
     is_markdown = form is TextFormat.MARKDOWN
     names = [printable(one.run) for one in runs]
-    rows = [(value.name, *_texts(value)) for value in values if value.differs]
-    lines = list(_table("Values that differ", ("", *names), rows, is_markdown=is_markdown))
+    rows = [(value.name, *_texts(value)) for at, value in enumerate(values) if at < STATES or value.differs]
+    lines = list(_table("States, and values that differ", ("", *names), rows, is_markdown=is_markdown))
     rows = [(printable(setting.key), *_settings(setting)) for setting in settings]
     title = f"Settings that differ ({len(settings)}; {equal} are equal)"
     lines += _table(title, ("", *names), rows, is_markdown=is_markdown)

@@ -31,6 +31,9 @@ LETTERS: Final = "abcdef"
 DIFFERENCE: Final = "difference"
 """Name of the chart with the loss of each other side minus that of the first side."""
 
+STATES: Final = 3
+"""Number of the first values of `compared_values` that describe the states of runs: state and incidents."""
+
 SCALARS: Final = (LOSS, GRAD_NORM, EVAL_LOSS, LEARNING_RATE, "step_seconds", PRE_COLLECTIVE_SECONDS)
 
 _NOT_SETTINGS: Final = ("run", "cwd", "host", "import")
@@ -172,9 +175,11 @@ def differing_settings(details: Sequence[RunDetail]) -> tuple[tuple[Setting, ...
 
 
 def compared_values(runs: Sequence[Summary]) -> tuple[ComparedValue, ...]:
-    """Return the main numbers of the summaries of several runs."""
+    """Return the main values of the summaries of several runs: first STATES, which all are of interest if equal."""
     columns: dict[str, list[float | str | None]] = {
-        "state": [one.progress.state for one in runs],
+        "state": [one.detail.row.state_words for one in runs],
+        "open incidents": [len(one.detail.row.incidents) for one in runs],
+        "resolved or closed incidents": [one.incidents - len(one.detail.row.incidents) for one in runs],
         "step": [one.progress.step for one in runs],
         "planned steps": [one.progress.planned_steps for one in runs],
         "loss": [one.losses.current for one in runs],
@@ -184,7 +189,6 @@ def compared_values(runs: Sequence[Summary]) -> tuple[ComparedValue, ...]:
         "learning rate": [one.parameters.learning_rate for one in runs],
         "gradient norm": [one.parameters.grad_norm for one in runs],
         "restarts": [len(one.detail.restarts) for one in runs],
-        "incidents": [one.incidents for one in runs],
         "step seconds (median of all steps)": [one.speed.step_seconds for one in runs],
         "GPU utilisation": [None if one.utilization is None else one.utilization.value for one in runs],
     }

@@ -213,7 +213,8 @@ def _stored(found: Summary) -> Iterator[tuple[str, str]]:
     if code:
         yield "code", ", ".join(code)
     see = f", see {shlex.join(['rankscope', 'incidents', found.run])}" if found.incidents else ""
-    yield "incidents", f"{found.incidents}{see}"
+    number = len(found.detail.row.incidents)
+    yield "incidents", f"{number} open, {found.incidents - number} resolved or closed{see}"
     yield "lost", f"{stored.lost_records} records"
     rows = ", ".join(f"{rows:,} {dataset}" for dataset, rows in stored.rows.items())
     yield "stored", f"{rows or 'nothing'}; {_size(stored.bytes_on_disk)}"
