@@ -204,6 +204,15 @@ def test_overlay_has_one_average_and_one_label_per_run():
     assert ["b  29.00", "a  39.00"] == [text.get_text() for text in axes.texts if "  " in text.get_text()]
 
 
+def test_nan_of_one_run_covers_no_line_of_another():
+    ruined = [history(np.where(np.arange(40.0) < 30 - start, np.arange(40.0), np.nan)) for start in (0, 10)]
+    axes = overlay("loss", [("fine", history(np.arange(40.0))), *zip("ab", ruined, strict=True)]).axes[0]
+    (low, high), (below, end) = sorted((one.get_y(), one.get_y() + one.get_height()) for one in axes.patches)
+
+    assert 0.9 < low < high <= below < end < 1
+    assert {"a: NaN 30–39", "b: NaN 20–39"} <= {text.get_text() for text in axes.texts}
+
+
 def test_map_of_tensors_has_a_cell_for_each_value_and_names_the_first_nan(connection, course):
     grid = tensor_grid(connection, MAIN, GridRequest(kind="grad_unreduced"))
     figure = heat_map(MAIN, grid, title="Gradients", unit="÷ median")

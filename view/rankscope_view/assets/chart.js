@@ -186,7 +186,8 @@ export class Chart {
       const [left, right] = [first, last].map((at) => u.valToPos(at, "x", true));
       context.fillStyle = hatch(context, "nan", word.startsWith("Inf") ? "inf" : "");
       context.globalAlpha = 0.6;
-      context.fillRect(left - 1, u.bbox.top, Math.max(3, right - left + 2), u.bbox.height);
+      const tall = this.curve?.lines.some((line) => line.label && !line.role) ? 8 * devicePixelRatio : u.bbox.height; // the lines of other runs are not covered
+      context.fillRect(left - 1, u.bbox.top, Math.max(3, right - left + 2), tall);
       context.globalAlpha = 1;
     }
     context.restore();
@@ -351,7 +352,7 @@ export class Chart {
  * @param {string} [bad] the label of the range of values that are not finite, such as "NaN 40–60", if it is absent there
  */
 function valueText(value, bad) {
-  return value === null && bad ? bad.replace(/ [^ ]*$/, "") : shown(value);
+  return value === null && bad ? bad.replace(/( of .*)? [^ ]*$/, "") : shown(value);
 }
 
 /**

@@ -257,7 +257,11 @@ def joined(curves: Sequence[Curve], labels: Sequence[str]) -> Curve:
     return replace(
         curves[0],
         lines=tuple(lines),
-        nonfinite=tuple(found for one in curves for found in one.nonfinite),
+        nonfinite=tuple(
+            replace(found, word=" of ".join(filter(None, (found.word, label))))
+            for one, label in zip(curves, labels, strict=False)
+            for found in one.nonfinite
+        ),
         rows=sum(one.rows for one in curves),
         extent=_union(extents),
         bulk=_union(bulks),

@@ -91,23 +91,24 @@ def _draw_single_points(axes: Axes, x: Floats, value: Floats, color: str) -> Non
         axes.plot(x[alone], value[alone], "o", markersize=4, color=color, gid="points")
 
 
-def hatch_nonfinite(axes: Axes, found: Curve, *, name: str = "") -> None:
+def hatch_nonfinite(axes: Axes, found: Curve, *, name: str = "", low: float = 0.0, high: float = 1.0) -> None:
     """Hatch each range of rows that are NaN or infinite: a gap alone could also be an absent row.
 
-    The label of a range begins with `name`.
+    The label of a range begins with `name`. A range reaches from `low` to `high`, from 0 to 1 of the panel.
     """
     reach = 0.5 if found.request.axis is not Axis.TIME else 0.0
     for number_of_range, one in enumerate(found.nonfinite):
         first, last = scaled(np.array([one.first - reach, one.last + reach]), found).tolist()
         fill, edge = (NAN, 0.10), (NAN, 0.55)
-        axes.axvspan(first, last, facecolor=fill, edgecolor=edge, hatch="////", linewidth=0, zorder=0, gid="nonfinite")
+        look = {"facecolor": fill, "edgecolor": edge, "hatch": "////", "linewidth": 0, "zorder": 0}
+        axes.axvspan(first, last, low, high, **look, gid="nonfinite")
         if number_of_range < _MOST_LABELS:
             steps = count(one.first_step)
             steps += "" if one.first_step == one.last_step else f"–{count(one.last_step)}"
             is_last = found.extent is not None and one.last > found.extent[0] + 0.8 * (
                 found.extent[1] - found.extent[0]
             )
-            height = 0.62 - 0.08 * number_of_range
+            height = (low + high) / 2 if low else 0.62 - 0.08 * number_of_range
             beside(axes, f"{name}{one.word} {steps}", first if is_last else last, height, color=RED, is_left=is_last)
 
 

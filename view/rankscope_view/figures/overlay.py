@@ -86,7 +86,8 @@ def _draw(axes: Axes, label: str, found: Curve, run: int) -> _End:
         rows = np.flatnonzero(np.isfinite(line.value))
         if len(rows):
             last = float(line.x[rows[-1]]), float(line.value[rows[-1]])
-    lines.hatch_nonfinite(axes, found, name=f"{label}: ")
+    top = 1 - _LABEL_DISTANCE * run  # a strip for each run: NaN of one run does not cover the lines of others
+    lines.hatch_nonfinite(axes, found, name=f"{label}: ", low=top - 0.025, high=top)
     return _End(*last, f"{label}  {measure(last[1])}", color)
 
 

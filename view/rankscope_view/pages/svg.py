@@ -108,9 +108,10 @@ def line_chart(curve: Curve, *, label: str, width: int = 760, height: int = 220,
         word = _axis_label(curve, tick)
         x = min(place(tick, low)[0], width - _CHARACTER * len(word) / 2)  # the last label is not cut
         found.append(f'<text x="{x:.1f}" y="{height - 5}" text-anchor="middle">{word}</text>')
+    several = any(line.label and not line.role for line in curve.lines)  # of which no other line may be covered
     for one in curve.nonfinite:
         left, right = place(one.first, high)[0], place(one.last, high)[0]
-        area = f'y="{_TOP}" width="{max(2.0, right - left):.1f}" height="{height - _TOP - _BOTTOM}"'
+        area = f'y="{_TOP}" width="{max(2.0, right - left):.1f}" height="{8 if several else height - _TOP - _BOTTOM}"'
         found.append(f'<rect class="nan" x="{left:.1f}" {area}><title>{one.word}</title></rect>')
     found += [
         f'<path class="restart" d="M{place(at, low)[0]:.1f} {_TOP}V{height - _BOTTOM}"/>' for at in curve.restarts
