@@ -24,6 +24,7 @@ from rankscope_view.data.ranks import rank_table
 from rankscope_view.data.summary import read_summary
 from rankscope_view.pages import report as report_page
 from rankscope_view.pages.format import utc
+from rankscope_view.pages.parts import page_title
 from rankscope_view.pages.run import ChartChoice
 from rankscope_view.pages.sections import sections, title
 from rankscope_view.standalone import File, FilePage, file, kept_line, short_number
@@ -55,7 +56,7 @@ def report(connection: Connection, run: str, *, made_at: float, source: str) -> 
     summary = [title(content.summary), [(one.title, one.rows) for one in sections(content.summary)]]
     return file(
         FilePage(
-            title=f"Report of {run}",
+            title=page_title(content.detail.row, f"Report of {run}"),
             subject=content.detail.row.run,
             place="Report",
             state=f"Snapshot of {utc(made_at, '%H:%M')} UTC",

@@ -87,7 +87,8 @@ async def test_run_that_ends_with_nan_has_an_open_incident_on_all_pages(start_se
             await service.end()
             store = service.store
         ended = texts_of(store, "r")
-        titles_of_pages = [page_of(store, "runs", "r")[0], page_of(store)[0]]
+        pages = (("runs", "r"), ("runs", "r", "report"), ("runs", "r", "ranks"), ())
+        titles_of_pages = [page_of(store, *path)[0] for path in pages]
         async with start() as service:  # the service was restarted in between
             async with fake_rank(launch_id="second", incarnation="later") as rank:
                 await train(rank, service, eventually, steps=range(5, 31))
@@ -95,7 +96,8 @@ async def test_run_that_ends_with_nan_has_an_open_incident_on_all_pages(start_se
             await service.end()
 
     assert [1] * 6 == [text.count(SENTENCE) for text in ended]
-    assert ["1 open incident: r · Rankscope", "1 with incidents, 0 active · Rankscope"] == titles_of_pages
+    of_run = [f"1 open incident: {title} · Rankscope" for title in ("r", "Report of r", "Ranks of r")]
+    assert [*of_run, "1 with incidents, 0 active · Rankscope"] == titles_of_pages
     assert ["[critical] r"] == [title.partition(":")[0] for title in titles]
     assert titles[0].endswith(", step 12: 4 elements are NaN")
     assert [0] * 6 == [text.count("open incident") for text in texts_of(store, "r")]
