@@ -177,7 +177,7 @@ def differing_settings(details: Sequence[RunDetail]) -> tuple[tuple[Setting, ...
 def compared_values(runs: Sequence[Summary]) -> tuple[ComparedValue, ...]:
     """Return the main values of the summaries of several runs: first STATES, which all are of interest if equal."""
     columns: dict[str, list[float | str | None]] = {
-        "state": [one.detail.row.state_words for one in runs],
+        "state": [one.detail.row.end_sentence.partition(":")[0] or one.progress.state for one in runs],
         "open incidents": [len(one.detail.row.incidents) for one in runs],
         "resolved or closed incidents": [one.incidents - len(one.detail.row.incidents) for one in runs],
         "step": [one.progress.step for one in runs],

@@ -248,20 +248,20 @@ def curve(history: History, request: CurveRequest) -> Curve:
 
 def joined(curves: Sequence[Curve], labels: Sequence[str]) -> Curve:
     """Return several curves on the same axis as one. The label of a curve begins that of each of its lines."""
+    named = list(zip(curves, labels, strict=False))
     lines = [
-        replace(line, label=", ".join(part for part in (label, line.label) if part))
-        for one, label in zip(curves, labels, strict=False)
-        for line in one.lines
+        replace(line, label=", ".join(filter(None, (label, line.label)))) for one, label in named for line in one.lines
+    ]
+    ranges = [
+        replace(area, word=" of ".join(filter(None, (area.word, label))))
+        for one, label in named
+        for area in one.nonfinite
     ]
     bulks, extents = ([getattr(one, name) for one in curves] for name in ("bulk", "extent"))
     return replace(
         curves[0],
         lines=tuple(lines),
-        nonfinite=tuple(
-            replace(found, word=" of ".join(filter(None, (found.word, label))))
-            for one, label in zip(curves, labels, strict=False)
-            for found in one.nonfinite
-        ),
+        nonfinite=tuple(ranges),
         rows=sum(one.rows for one in curves),
         extent=_union(extents),
         bulk=_union(bulks),

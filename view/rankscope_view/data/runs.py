@@ -78,11 +78,6 @@ class RunRow:
         return f"{self.loss_ranks} of {of} ranks" if self.loss_ranks_missing else ""
 
     @property
-    def state_words(self) -> str:
-        """Return the state with the number of open incidents, such as `Completed with 1 open incident`."""
-        return (self.state or "unknown").capitalize() + (f" with {open_count(n)}" if (n := len(self.incidents)) else "")
-
-    @property
     def end_sentence(self) -> str:
         """Return the sentence which states that the run has ended with open incidents; empty if that is not so."""
         return end_sentence(self.state, self.incidents)

@@ -100,8 +100,7 @@ def hatch_nonfinite(axes: Axes, found: Curve, *, name: str = "", low: float = 0.
     for number_of_range, one in enumerate(found.nonfinite):
         first, last = scaled(np.array([one.first - reach, one.last + reach]), found).tolist()
         fill, edge = (NAN, 0.10), (NAN, 0.55)
-        look = {"facecolor": fill, "edgecolor": edge, "hatch": "////", "linewidth": 0, "zorder": 0}
-        axes.axvspan(first, last, low, high, **look, gid="nonfinite")
+        axes.axvspan(first, last, low, high, fc=fill, ec=edge, hatch="////", lw=0, zorder=0, gid="nonfinite")
         if number_of_range < _MOST_LABELS:
             steps = count(one.first_step)
             steps += "" if one.first_step == one.last_step else f"–{count(one.last_step)}"

@@ -200,14 +200,8 @@ def tabs(place: Place, row: RunRow, chosen: str) -> str:
 def run_document(place: Place, row: RunRow, title: str, body: str, *, page: str, tab: str = "", last: str = "") -> str:
     """Return the document of a page of a run; `last` is the name of the last place above it, by default the title."""
     crumbs = [(row.run, place.url("runs", row.run)), (last or title, None)]
-    return document(
-        place,
-        page_title(row, f"{title} of {row.run}"),
-        body,
-        crumbs=crumbs,
-        nav=tabs(place, row, tab or page),
-        page=page,
-    )
+    title = page_title(row, f"{title} of {row.run}")
+    return document(place, title, body, crumbs=crumbs, nav=tabs(place, row, tab or page), page=page)
 
 
 def document(
