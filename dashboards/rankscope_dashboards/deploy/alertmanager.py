@@ -22,11 +22,13 @@ from rankscope_dashboards.deploy.prometheus import duration
 DETAIL: Final = ("notification", "none")
 """Label of an alert about one part of an incident. Alertmanager shows such an alert, but sends no message about it."""
 
-NOT_APPLICABLE: Final = "none"
+NOT_APPLICABLE: Final = "n/a"
 """Value of the labels `kind`, `tensor` and `op` of an alert that is not about a tensor."""
 
-GROUP_BY: Final = ("run", "rule", "step")
-"""Labels whose values are equal in all alerts of one message. Only the alert on incidents has a step."""
+GROUP_BY: Final = ("alertname", "run", "rule", "step")
+"""Labels whose values are equal in all alerts of one message. Only the alert on incidents has a step.
+
+Grafana makes the title of a message of these values. An alert that is not about a run has only a name."""
 
 SAME_TENSOR: Final = ("run", "rank", "tensor")
 MAX_ALERTS: Final = 2

@@ -6,9 +6,9 @@ import difflib
 import enum
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Protocol
 
 
 class Action(enum.Enum):
@@ -21,7 +21,12 @@ class Action(enum.Enum):
     KEEP = "keep"
     """The object is not ours to change: a user changed it, or another tool owns it."""
 
+    CLASH = "clash"
+    """Another object has the name that this one needs."""
 
+
+CHANGED: Final = "it was changed on the server; --force deletes it"
+OWNED: Final = "a provisioning file owns it"
 WRITES = (Action.CREATE, Action.UPDATE, Action.DELETE)
 
 
@@ -35,7 +40,7 @@ class Change:
 
     kind: str
     uid: str
-    action: Action
+    action: Action = Action.CREATE
     title: str = ""
     reason: str = ""
     old: dict[str, Any] | None = None
@@ -68,6 +73,32 @@ class Kind(Protocol):
 def pending(changes: Sequence[Change]) -> Iterator[Change]:
     """Yield the changes that need a write request."""
     return (change for change in changes if change.action in WRITES)
+
+
+def created(change: Change, others: Sequence[str]) -> Change:
+    """Return the creation of an object, or a clash if `others`, the uids of other objects with its name, has any."""
+    if not others:
+        return replace(change, action=Action.CREATE)
+    reason = f"{', '.join(others)} has this name: rename it, then run the same command again"
+    return replace(change, action=Action.CLASH, reason=reason)
+
+
+def removed(kind: str, uid: str, title: str, *, may: bool, reason: str = "") -> Change:
+    """Return the deletion of an object, which remains unless `may` is set."""
+    reasons = filter(None, (reason, "" if may else CHANGED))
+    return Change(
+        kind=kind, uid=uid, title=title, action=Action.DELETE if may else Action.KEEP, reason=", but ".join(reasons)
+    )
+
+
+def without_empty(value: Any) -> Any:
+    """Return a JSON document without entries that are empty, null or false."""
+    if isinstance(value, Mapping):
+        kept = {name: without_empty(one) for name, one in value.items()}
+        return {
+            name: one for name, one in kept.items() if one is not None and one is not False and one not in ("", [], {})
+        }
+    return [without_empty(one) for one in value] if isinstance(value, list) else value
 
 
 def fingerprint(document: Any) -> str:

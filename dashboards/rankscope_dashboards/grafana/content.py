@@ -10,8 +10,8 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from rankscope_dashboards.grafana.changes import Action, Change, fingerprint, judged
-from rankscope_dashboards.grafana.server import FOLDERS, ConflictError, GrafanaError, Server, object_path
+from rankscope_dashboards.grafana.changes import OWNED, Action, Change, created, fingerprint, judged, removed
+from rankscope_dashboards.grafana.server import FOLDERS, Server, object_path, segment
 from rankscope_dashboards.grafana.shipped import Folder
 
 MARK: Final = "rankscope_deployed"
@@ -38,21 +38,17 @@ class Folders:
         return [self._plan(folder) for folder in self._folders.values()]
 
     def write(self, change: Change) -> None:
-        """Create a folder. Raises GrafanaError if another folder has its title."""
-        try:
-            self._server.post("/folders", {"uid": change.uid, "title": change.title})
-        except ConflictError as error:
-            raise GrafanaError(
-                f"{error}. Another folder or board has the title {change.title!r}, or another folder the uid "
-                f"{change.uid!r}: rename it, then run the same command again."
-            ) from error
+        """Create a folder."""
+        self._server.post(FOLDERS, {"uid": change.uid, "title": change.title})
 
     def _plan(self, folder: Folder) -> Change:
         found = self._server.find(object_path(FOLDERS, folder.uid))
-        title = folder.title if found is None else found["title"]
-        return Change(
-            kind="folder", uid=folder.uid, title=title, action=Action.CREATE if found is None else Action.SAME
-        )
+        if found is not None:
+            return Change(kind="folder", uid=folder.uid, title=found["title"], action=Action.SAME)
+        # A board outside of folders and a folder cannot have the same title.
+        named = self._server.get("/search", {"query": folder.title, "limit": 5000})
+        others = [one["uid"] for one in named if one["title"] == folder.title and not one.get("folderUid")]
+        return created(Change(kind="folder", uid=folder.uid, title=folder.title), others)
 
 
 class Sources:
@@ -76,12 +72,7 @@ class Sources:
     def write(self, change: Change) -> None:
         """Create or update a data source."""
         if change.action is Action.CREATE:
-            try:
-                self._server.post("/datasources", marked_source(change.payload))
-            except ConflictError as error:
-                raise GrafanaError(
-                    f"{error}. Rename the other data source, then run the same command again."
-                ) from error
+            self._server.post("/datasources", marked_source(change.payload))
             return
         found = self._server.get(object_path(SOURCES, change.uid))
         wanted = marked_source(change.payload)
@@ -96,12 +87,14 @@ class Sources:
             return Change(kind="data source", uid=uid, action=action, reason=reason)
         wanted = source | {"url": self._urls[uid]}
         if found is None:
-            return Change(kind="data source", uid=uid, action=Action.CREATE, payload=wanted)
+            other = self._server.find(f"/datasources/name/{segment(source['name'])}")
+            others = [] if other is None else [other["uid"]]
+            return created(Change(kind="data source", uid=uid, payload=wanted), others)
         old, new = _source_content(found, wanted), _source_content(wanted, wanted)
         is_ours = is_source_unchanged(found) is True
         action, reason = judged(is_same=old == new, is_ours=is_ours, force=self._force)
         if found.get("readOnly") and action is not Action.SAME:
-            action, reason = Action.KEEP, "a provisioning file owns it: change its address there"
+            action, reason = Action.KEEP, f"{OWNED}: change its address there"
         return Change(kind="data source", uid=uid, action=action, reason=reason, old=old, new=new, payload=wanted)
 
 
@@ -116,14 +109,15 @@ class Boards:
 
     def plan(self) -> list[Change]:
         """Return one change per board, and one per board of an earlier release that is no longer shipped."""
-        wanted = [self._plan(board) for board in self._boards.values()]
-        found = (find_board(self._server, uid) for uid in board_uids(self._server, self._folder.uid) - {*self._boards})
+        titles = board_titles(self._server, self._folder.uid)
+        wanted = [self._plan(board, titles) for board in self._boards.values()]
+        found = (find_board(self._server, uid) for uid in titles.keys() - self._boards.keys())
         return wanted + [self._dropped(board) for board in found if board is not None and board_mark(board) is not None]
 
     def write(self, change: Change) -> None:
         """Create, update or delete a board.
 
-        Raises GrafanaError if another board has its title, or if it was saved in the meantime. Nothing is overwritten.
+        Raises GrafanaError if a user saved it in the meantime. Nothing is overwritten.
         """
         if change.action is Action.DELETE:
             self._server.delete(object_path(BOARDS, change.uid))
@@ -132,19 +126,14 @@ class Boards:
         version = 0 if found is None else found["dashboard"]["version"]
         body = marked_board(change.payload, version + 1) | ({} if found is None else {"version": version})
         request = {"dashboard": body, "folderUid": self._folder.uid, "overwrite": False, "message": MESSAGE}
-        try:
-            self._server.post("/dashboards/db", request)
-        except ConflictError as error:
-            raise GrafanaError(
-                f"{error}. Rename the other board {change.title!r} in the folder {self._folder.title!r}, "
-                "or wait until the board is saved; then run the same command again."
-            ) from error
+        self._server.post("/dashboards/db", request)
 
-    def _plan(self, board: dict[str, Any]) -> Change:
+    def _plan(self, board: dict[str, Any], titles: Mapping[str, str]) -> Change:
         uid, title = board["uid"], board["title"]
         found = find_board(self._server, uid)
         if found is None:
-            return Change(kind="board", uid=uid, title=title, action=Action.CREATE, payload=board)
+            others = [other for other, name in titles.items() if name == title]
+            return created(Change(kind="board", uid=uid, title=title, payload=board), others)
         old, new = board_content(found["dashboard"]), board_content(board)
         mark = board_mark(found)
         folder = found["meta"].get("folderUid", "")
@@ -156,16 +145,14 @@ class Boards:
         if action is Action.KEEP and folder != self._folder.uid:
             reason = f"it is in the folder {found['meta'].get('folderTitle')!r}; --force moves it back"
         if found["meta"].get("provisioned") and action is not Action.SAME:
-            action, reason = Action.KEEP, "a provisioning file owns it"
+            action, reason = Action.KEEP, OWNED
         return Change(kind="board", uid=uid, title=title, action=action, reason=reason, old=old, new=new, payload=board)
 
     def _dropped(self, found: dict[str, Any]) -> Change:
         """Return the change for a board of an earlier release."""
         board = found["dashboard"]
-        is_ours = self._force or is_board_unchanged(found)
-        reason = "no longer shipped" + ("" if is_ours else ", but it was changed on the server; --force deletes it")
-        action = Action.DELETE if is_ours else Action.KEEP
-        return Change(kind="board", uid=board["uid"], title=board["title"], action=action, reason=reason)
+        may = self._force or is_board_unchanged(found)
+        return removed("board", board["uid"], board["title"], may=may, reason="no longer shipped")
 
 
 def marked_source(source: dict[str, Any]) -> dict[str, Any]:
@@ -191,10 +178,11 @@ def find_board(server: Server, uid: str) -> dict[str, Any] | None:
     return found
 
 
-def board_uids(server: Server, folder: str) -> set[str]:
-    """Return the uids of all boards in a folder. 9.4 ignores the parameter `folderUIDs`."""
-    found = server.get("/search", {"type": "dash-db", "folderUIDs": folder, "limit": 5000})
-    return {one["uid"] for one in found if one.get("folderUid") == folder}
+def board_titles(server: Server, folder: str | None = None) -> dict[str, str]:
+    """Return the titles of all boards in a folder, or of the server, by uid. 9.4 ignores the parameter `folderUIDs`."""
+    only = {} if folder is None else {"folderUIDs": folder}
+    found = server.get("/search", {"type": "dash-db", "limit": 5000, **only})
+    return {one["uid"]: one["title"] for one in found if folder is None or one.get("folderUid") == folder}
 
 
 def board_content(board: dict[str, Any]) -> dict[str, Any]:

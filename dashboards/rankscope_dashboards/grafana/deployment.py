@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope_dashboards.grafana.changes import Action, Change, Kind, pending
+from rankscope_dashboards.grafana.changes import OWNED, Action, Change, Kind, pending, removed
 from rankscope_dashboards.grafana.contact_points import CONTACT_POINTS, ContactPoints, is_our_contact_point
 from rankscope_dashboards.grafana.content import (
     BOARDS,
@@ -18,24 +19,31 @@ from rankscope_dashboards.grafana.content import (
     Folders,
     Sources,
     board_mark,
-    board_uids,
+    board_titles,
     find_board,
     is_board_unchanged,
     is_source_unchanged,
 )
-from rankscope_dashboards.grafana.routes import POLICIES, add_route, our_routes, remove_route
+from rankscope_dashboards.grafana.routes import (
+    ALWAYS,
+    MUTE_TIMINGS,
+    POLICIES,
+    MuteTimings,
+    our_routes,
+    owner,
+    set_route,
+)
 from rankscope_dashboards.grafana.rules import RECEIVER_KEY, RULES, Groups, Rules, is_deployed, is_rule_unchanged
 from rankscope_dashboards.grafana.server import (
     FOLDERS,
     GrafanaError,
+    RefusedError,
     Server,
-    UnauthorizedError,
     UnreachableError,
     object_path,
 )
 from rankscope_dashboards.grafana.shipped import Folder, Shipped
 
-CHANGED: Final = "it was changed on the server; --force deletes it"
 UNNOTIFIED: Final = "No contact point is notified of alerts of these rules, except by existing notification policies."
 AGAIN: Final = "run the same command again to complete it"
 Print = Callable[[str], None]
@@ -44,6 +52,8 @@ _COLLECTIONS: Final[Mapping[str, str]] = {
     "contact point": CONTACT_POINTS,
     "board": BOARDS,
     "data source": SOURCES,
+    "mute timing": MUTE_TIMINGS,
+    "folder": FOLDERS,
 }
 
 
@@ -96,19 +106,20 @@ def deploy(server: Server, content: Shipped, options: Options, show: Print) -> i
 def undeploy(server: Server, content: Shipped, options: Options, show: Print) -> list[str]:
     """Delete exactly the objects that a deployment has created, and return a text for each object that remains.
 
-    A folder that holds anything else remains. Objects that a user has changed remain, unless `options.force` is set.
+    A folder that holds anything else remains, and a data source that a remaining board or rule queries. Objects that a
+    user has changed remain, unless `options.force` is set.
     """
     server.check()
-    title = _folder_title(server, content.rules_folder)
-    changes = [*_deployed_rules(server, options), *_deployed_content(server, content, options)]
+    changes = [*_deployed_rules(server, content, options), *_deployed_boards(server, content, options)]
+    changes += _deployed_sources(server, content, options, {one.uid for one in changes if one.action is Action.DELETE})
+    gone = {one.uid for one in changes if one.action is Action.DELETE}
     if options.dry_run:
-        _show(changes, show, with_diff=False)
+        _show([*changes, *_deployed_folders(server, content, gone)], show, with_diff=False)
         return []
-    if our_routes(server.get(POLICIES), title):
-        copy = remove_route(server, title, options.copies)
-        show(f"{'delete':<9} route of the folder {title}; copy of the policies: {copy}")
-    kept = [line for change in changes if (line := _delete(server, change, show)) is not None]
-    return kept + list(filter(None, (_delete_folder(server, one, show) for one in _folders(content))))
+    kept = [line for change in changes if (line := _delete(server, change, options, show)) is not None]
+    # Grafana deletes the boards of a folder together with it, so its content is read immediately before.
+    folders = _deployed_folders(server, content, ())
+    return kept + [line for change in folders if (line := _delete(server, change, options, show)) is not None]
 
 
 def _kinds(server: Server, content: Shipped, options: Options) -> list[Kind]:
@@ -119,6 +130,7 @@ def _kinds(server: Server, content: Shipped, options: Options) -> list[Kind]:
         Sources(server, content.sources, options.urls, force=force),
         Boards(server, content.boards, content.boards_folder, force=force),
         ContactPoints(server, options.contact_points, force=force),
+        *([MuteTimings(server)] if options.receiver else []),
         Groups(server, content.groups, rules_folder, force=force),
         Rules(server, content.groups, rules_folder, receiver=options.receiver, force=force),
     ]
@@ -129,7 +141,16 @@ def _folders(content: Shipped) -> tuple[Folder, Folder]:
 
 
 def _check(planned: Sequence[Change], content: Shipped, server: Server, options: Options) -> None:
-    """Raise GrafanaError if a data source of the rules or the receiver would not exist."""
+    """Raise GrafanaError if files own rules, if a name is not free, or if a data source or the receiver is absent."""
+    owned = [change for change in planned if change.reason.startswith(OWNED)]
+    if rules := [change.title for change in owned if change.kind == "rule"]:
+        others = "".join(f", {one.kind} {one.title or one.uid}" for one in owned if one.kind != "rule")
+        raise GrafanaError(
+            f"provisioning files own these {len(rules)} rules: {', '.join(rules)}{others}. Only the files can change "
+            "them: use either files or this command for a server. Nothing was changed."
+        )
+    if clashes := [change.line() for change in planned if change.action is Action.CLASH]:
+        raise GrafanaError("; ".join([*clashes, "nothing was changed"]))
     queries = itertools.chain.from_iterable(rule["data"] for group in content.groups for rule in group.rules)
     used = {query["datasourceUid"] for query in queries}
     for change in planned:
@@ -175,7 +196,7 @@ def _notify(server: Server, content: Shipped, options: Options, show: Print) -> 
     title = _folder_title(server, content.rules_folder)
     count = 0
     if options.receiver and options.add_route and not _rule_receivers(server, content):
-        copy = add_route(server, options.receiver, title, options.copies)
+        copy = set_route(server, options.receiver, title, options.copies)
         if copy is not None:
             show(f"{'create':<9} route of the folder {title} to {options.receiver}; copy of the policies: {copy}")
             count = 1
@@ -190,9 +211,8 @@ def _show_notification(server: Server, content: Shipped, options: Options, show:
     if receivers:
         show(f"Alerts of these rules are sent to: {', '.join(sorted(receivers))}.")
     elif options.receiver and options.dry_run:
-        show(
-            f"Alerts will be sent to {options.receiver}. A release that drops the receiver of rules needs --add-route."
-        )
+        text = "" if options.add_route else " A release that drops the receiver of rules needs --add-route."
+        show(f"Alerts will be sent to {options.receiver}.{text} {owner(server.get(POLICIES))}".strip())
     elif options.receiver:
         show(f"{UNNOTIFIED} This release drops the receiver of rules: use --add-route.")
     else:
@@ -220,67 +240,76 @@ def _show(changes: Sequence[Change], show: Print, *, with_diff: bool) -> None:
                 show(f"    {line}")
 
 
-def _removal(kind: str, uid: str, title: str, options: Options, *, is_unchanged: bool) -> Change:
-    may = is_unchanged or options.force
-    action, reason = (Action.DELETE, "") if may else (Action.KEEP, CHANGED)
-    return Change(kind=kind, uid=uid, title=title, action=action, reason=reason)
-
-
-def _deployed_rules(server: Server, options: Options) -> list[Change]:
-    """Return the removal of each rule and contact point that a deployment has created."""
+def _deployed_rules(server: Server, content: Shipped, options: Options) -> list[Change]:
+    """Return the removal of the route, rules, contact points and mute timing that a deployment has created."""
+    title = _folder_title(server, content.rules_folder)
+    routes = our_routes(server.get(POLICIES), title)
     rules = [rule for rule in server.get(RULES) if is_deployed(rule)]
     points = [point for point in server.get(CONTACT_POINTS) if is_our_contact_point(point)]
+    timings = [one for one in server.get(MUTE_TIMINGS) if one["name"] == ALWAYS]
     return [
-        *(_removal("rule", one["uid"], one["title"], options, is_unchanged=is_rule_unchanged(one)) for one in rules),
-        *(_removal("contact point", one["uid"], one["name"], options, is_unchanged=True) for one in points),
+        *(removed("route", title, "", may=True, reason=f"to {one['receiver']}") for one in routes[:1]),
+        *(removed("rule", one["uid"], one["title"], may=options.force or is_rule_unchanged(one)) for one in rules),
+        *(removed("contact point", one["uid"], one["name"], may=True) for one in points),
+        *(removed("mute timing", one["name"], "", may=True) for one in timings),
     ]
 
 
-def _deployed_content(server: Server, content: Shipped, options: Options) -> list[Change]:
-    """Return the removal of each board and data source that a deployment has created."""
-    uids = board_uids(server, content.boards_folder.uid) | {board["uid"] for board in content.boards}
-    boards = [board for uid in sorted(uids) if (board := find_board(server, uid)) is not None]
-    removals = [
-        _removal(
-            "board", one["dashboard"]["uid"], one["dashboard"]["title"], options, is_unchanged=is_board_unchanged(one)
-        )
-        for one in boards
-        if board_mark(one) is not None
+def _deployed_boards(server: Server, content: Shipped, options: Options) -> list[Change]:
+    """Return the removal of each board that a deployment has created."""
+    uids = board_titles(server, content.boards_folder.uid).keys() | {board["uid"] for board in content.boards}
+    boards = [(uid, board) for uid in sorted(uids) if (board := find_board(server, uid)) is not None]
+    return [
+        removed("board", uid, board["dashboard"]["title"], may=options.force or is_board_unchanged(board))
+        for uid, board in boards
+        if board_mark(board) is not None
     ]
-    for source in content.sources:
-        found = server.find(object_path(SOURCES, source["uid"]))
-        is_unchanged = None if found is None else is_source_unchanged(found)
-        if is_unchanged is not None:
-            removals.append(_removal("data source", source["uid"], "", options, is_unchanged=is_unchanged))
-    return removals
 
 
-def _delete(server: Server, change: Change, show: Print) -> str | None:
+def _deployed_sources(server: Server, content: Shipped, options: Options, gone: Collection[str]) -> list[Change]:
+    """Return the removal of each data source that a deployment has created.
+
+    `gone` are the uids of the boards and rules that are deleted before.
+    """
+    found = [source for one in content.sources if (source := server.find(object_path(SOURCES, one["uid"])))]
+    deployed = [(source, same) for source in found if (same := is_source_unchanged(source)) is not None]
+    removals = [removed("data source", source["uid"], "", may=options.force or same) for source, same in deployed]
+    boards = board_titles(server).keys() - gone if removals else set()
+    texts = {f"board {uid}": json.dumps(find_board(server, uid)) for uid in sorted(boards)}
+    texts |= {
+        f"rule {rule['title']}": json.dumps(rule["data"]) for rule in server.get(RULES) if rule["uid"] not in gone
+    }
+    return [_used(change, [name for name, text in texts.items() if f'"{change.uid}"' in text]) for change in removals]
+
+
+def _used(change: Change, users: Sequence[str]) -> Change:
+    """Return the removal of an object, which remains if it has users."""
+    return replace(change, action=Action.KEEP, reason=f"used by {', '.join(users)}") if users else change
+
+
+def _deployed_folders(server: Server, content: Shipped, gone: Collection[str]) -> list[Change]:
+    """Return the removal of each folder that exists; it remains if it holds an object that is not in `gone`."""
+    changes = []
+    for folder in _folders(content):
+        if (found := server.find(object_path(FOLDERS, folder.uid))) is not None:
+            boards = [f"board {uid}" for uid in sorted(board_titles(server, folder.uid)) if uid not in gone]
+            rules = [one for one in server.get(RULES) if one["folderUID"] == folder.uid and one["uid"] not in gone]
+            change = removed("folder", folder.uid, found["title"], may=True)
+            changes.append(_used(change, [*boards, *(f"rule {rule['title']}" for rule in rules)]))
+    return changes
+
+
+def _delete(server: Server, change: Change, options: Options, show: Print) -> str | None:
     """Delete the object of a change; return a text if it remains."""
     if change.action is not Action.DELETE:
         return change.line()
     try:
-        server.delete(object_path(_COLLECTIONS[change.kind], change.uid))
-    except (UnreachableError, UnauthorizedError):
-        raise
-    except GrafanaError as error:
-        return f"{Action.KEEP.value:<9} {change.kind} {change.uid}: {error}"
+        if change.kind == "route":
+            copy = set_route(server, None, change.uid, options.copies)
+            change = replace(change, reason=f"copy of the policies: {copy}")
+        else:
+            server.delete(object_path(_COLLECTIONS[change.kind], change.uid))
+    except RefusedError as error:
+        return replace(change, action=Action.KEEP, reason=str(error)).line()
     show(change.line())
-    return None
-
-
-def _delete_folder(server: Server, folder: Folder, show: Print) -> str | None:
-    """Delete a folder if it is empty; return a text if it remains.
-
-    Grafana deletes the boards of a folder together with it, so its content is read immediately before.
-    """
-    found = server.find(object_path(FOLDERS, folder.uid))
-    if found is None:
-        return None
-    rules = [f"rule {rule['title']}" for rule in server.get(RULES) if rule["folderUID"] == folder.uid]
-    boards = [f"board {uid}" for uid in sorted(board_uids(server, folder.uid))]
-    if rules or boards:
-        return f"keep      folder {found['title']}: it holds {', '.join(boards + rules)}"
-    server.delete(object_path(FOLDERS, folder.uid))
-    show(f"{'delete':<9} folder {found['title']} ({folder.uid})")
     return None

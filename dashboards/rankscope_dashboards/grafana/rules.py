@@ -10,12 +10,21 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from rankscope_dashboards.grafana.changes import Action, Change, fingerprint, judged
-from rankscope_dashboards.grafana.routes import GROUPING
+from rankscope_dashboards.deploy.alertmanager import DETAIL
+from rankscope_dashboards.grafana.changes import (
+    OWNED,
+    Action,
+    Change,
+    created,
+    fingerprint,
+    judged,
+    removed,
+    without_empty,
+)
+from rankscope_dashboards.grafana.routes import GROUPING, MUTED
 from rankscope_dashboards.grafana.server import (
     EDITABLE,
     FOLDERS,
-    ConflictError,
     GrafanaError,
     Server,
     object_path,
@@ -58,38 +67,28 @@ class Rules:
         self._server = server
         self._folder = folder
         self._force = force
-        settings = {RECEIVER_KEY: {"receiver": receiver, **GROUPING}} if receiver else {}
         self._intervals = {rule["uid"]: group.interval_seconds for group in groups for rule in group.rules}
-        keep = KEEP_LAST if server.release >= KEEP_LAST_RELEASE else {}
         self._rules = {
-            rule["uid"]: rule | settings | (keep if rule["execErrState"] == "OK" else {})
-            for group in groups
-            for rule in group.rules
+            rule["uid"]: rule | _chosen(rule, receiver, server.release) for group in groups for rule in group.rules
         }
 
     def plan(self) -> list[Change]:
         """Return one change per rule, and one per deployed rule that is no longer shipped."""
         found = {rule["uid"]: rule for rule in self._server.get(RULES)}
-        wanted = [self._plan(rule, found.get(uid)) for uid, rule in self._rules.items()]
+        wanted = [self._plan(rule, found) for rule in self._rules.values()]
         others = (rule for uid, rule in found.items() if uid not in self._rules and is_deployed(rule))
         return wanted + [self._dropped(rule) for rule in others]
 
     def write(self, change: Change) -> None:
-        """Create, update or delete a rule. Raises GrafanaError if another rule of the folder has its title."""
+        """Create, update or delete a rule."""
         if change.action is Action.DELETE:
             self._server.delete(object_path(RULES, change.uid))
             return
         body = marked_rule(change.payload, self._intervals[change.uid])
-        try:
-            if change.action is Action.CREATE:
-                self._server.post(RULES, body, headers=EDITABLE)
-            else:
-                self._server.put(object_path(RULES, change.uid), body, headers=EDITABLE)
-        except ConflictError as error:
-            raise GrafanaError(
-                f"{error}. Another rule of the folder {self._folder.title!r} has the title {change.title!r}: rename "
-                "it, then run the same command again."
-            ) from error
+        if change.action is Action.CREATE:
+            self._server.post(RULES, body, headers=EDITABLE)
+        else:
+            self._server.put(object_path(RULES, change.uid), body, headers=EDITABLE)
 
     def dropped_keys(self) -> list[str]:
         """Return the keys of our rules that this release of Grafana has dropped."""
@@ -97,27 +96,29 @@ class Rules:
         both = [(rule, found[uid]) for uid, rule in self._rules.items() if uid in found]
         return [name for name in LATER if any(wanted.get(name) and name not in old for wanted, old in both)]
 
-    def _plan(self, wanted: dict[str, Any], found: dict[str, Any] | None) -> Change:
+    def _plan(self, wanted: dict[str, Any], rules: Mapping[str, dict[str, Any]]) -> Change:
         uid, title = wanted["uid"], wanted["title"]
+        found = rules.get(uid)
         if found is None:
-            return Change(kind="rule", uid=uid, title=title, action=Action.CREATE, payload=wanted)
+            name = self._folder.uid, title
+            others = [other for other, rule in rules.items() if (rule["folderUID"], rule["title"]) == name]
+            return created(Change(kind="rule", uid=uid, title=title, payload=wanted), others)
         if RECEIVER_KEY not in wanted and found.get(RECEIVER_KEY):
             wanted = wanted | {RECEIVER_KEY: found[RECEIVER_KEY]}  # an earlier deployment or a user has chosen it
         mark = rule_mark(found)
         has_interval = mark is None or mark["interval"] == self._intervals[uid]
         is_same = rule_content(wanted) == rule_content(found) and _later_are(wanted, found)
         action, reason = judged(is_same=is_same and has_interval, is_ours=is_rule_unchanged(found), force=self._force)
+        if mark is None and self._server.get(object_path(RULES, uid)).get("provenance") == "file":
+            action, reason = Action.KEEP, OWNED
         old, new = (rule_content(one) | _later(one) for one in (found, wanted))
         return Change(kind="rule", uid=uid, title=title, action=action, reason=reason, old=old, new=new, payload=wanted)
 
     def _dropped(self, rule: dict[str, Any]) -> Change:
         """Return the change for a rule of an earlier release, or for a placeholder of an interrupted deployment."""
-        is_ours = self._force or is_rule_unchanged(rule)
-        reason = "no longer shipped" + ("" if is_ours else ", but it was changed on the server; --force deletes it")
-        if is_placeholder(rule):
-            reason = "the interval of its group is set"
-        action = Action.DELETE if is_ours else Action.KEEP
-        return Change(kind="rule", uid=rule["uid"], title=rule["title"], action=action, reason=reason)
+        reason = "the interval of its group is set" if is_placeholder(rule) else "no longer shipped"
+        may = self._force or is_rule_unchanged(rule)
+        return removed("rule", rule["uid"], rule["title"], may=may, reason=reason)
 
 
 class Groups:
@@ -187,6 +188,17 @@ class Groups:
         return f"/v1/provisioning/folder/{segment(self._folder.uid)}/rule-groups/{segment(group)}"
 
 
+def _chosen(rule: Mapping[str, Any], receiver: str | None, release: tuple[int, int]) -> dict[str, Any]:
+    """Return the keys of a rule that depend on the release, and the one that sends its alerts to `receiver`.
+
+    Details of an incident are muted.
+    """
+    label, value = DETAIL
+    muted = MUTED if rule["labels"].get(label) == value else {}
+    keep = KEEP_LAST if release >= KEEP_LAST_RELEASE and rule["execErrState"] == "OK" else {}
+    return keep | ({RECEIVER_KEY: {"receiver": receiver, **GROUPING, **muted}} if receiver else {})
+
+
 def marked_rule(rule: dict[str, Any], interval_seconds: int) -> dict[str, Any]:
     """Return a rule with the mark: the hash of its core, the values of later keys, and the interval of its group."""
     mark = {"core": fingerprint(rule_content(rule)), "interval": interval_seconds, "later": _later(rule)}
@@ -223,7 +235,7 @@ def rule_content(rule: Mapping[str, Any]) -> dict[str, Any]:
         query | {"model": {k: v for k, v in query["model"].items() if _SERVER_MODEL.get(k) != v}}
         for query in rule["data"]
     ]
-    found: dict[str, Any] = _without_empty(content)
+    found: dict[str, Any] = without_empty(content)
     return found
 
 
@@ -245,30 +257,10 @@ def _later_are(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
     return True
 
 
-def _without_empty(value: Any) -> Any:
-    """Return a JSON document without entries that are empty, null or false."""
-    if isinstance(value, Mapping):
-        kept = {name: _without_empty(one) for name, one in value.items()}
-        return {
-            name: one for name, one in kept.items() if one is not None and one is not False and one not in ("", [], {})
-        }
-    return [_without_empty(one) for one in value] if isinstance(value, list) else value
-
-
 def _placeholder(group: str, folder: str) -> dict[str, Any]:
     """Return a rule that never fires."""
     never = {"refId": "A", "type": "math", "expression": "0"}
-    return {
-        "uid": f"{PLACEHOLDER}{fingerprint(group)}",
-        "title": f"Interval of {group}"[:190],
-        "orgID": 1,
-        "folderUID": folder,
-        "ruleGroup": group,
-        "condition": "A",
-        "for": "0s",
-        "noDataState": "OK",
-        "execErrState": "OK",
-        "data": [
-            {"refId": "A", "datasourceUid": "__expr__", "relativeTimeRange": {"from": 0, "to": 0}, "model": never}
-        ],
-    }
+    query = {"refId": "A", "datasourceUid": "__expr__", "relativeTimeRange": {"from": 0, "to": 0}, "model": never}
+    states = {"condition": "A", "for": "0s", "noDataState": "OK", "execErrState": "OK", "data": [query]}
+    named = {"uid": f"{PLACEHOLDER}{fingerprint(group)}", "title": f"Interval of {group}"[:190]}
+    return {**named, "orgID": 1, "folderUID": folder, "ruleGroup": group, **states}

@@ -37,12 +37,12 @@ class GrafanaError(Exception):
     """An answer of Grafana, or its absence, that ends the deployment. The message names the request and the remedy."""
 
 
-class NotFoundError(GrafanaError):
+class RefusedError(GrafanaError):
+    """Grafana refused one request. Other requests can succeed."""
+
+
+class NotFoundError(RefusedError):
     """The object of the request does not exist."""
-
-
-class ConflictError(GrafanaError):
-    """Another object has the same name, or the object was changed since it was read."""
 
 
 class UnauthorizedError(GrafanaError):
@@ -96,11 +96,17 @@ class Server:
 
         Raises GrafanaError for the first check that fails.
         """
-        health = self._ask("GET", "/health", client=self._anonymous)
-        version = str(health.get("version", "")) if isinstance(health, dict) else ""
+        not_grafana = f"{self.url} answers, but it is not Grafana: check the address, and its path if Grafana has one"
+        try:
+            health = self._ask("GET", "/health", client=self._anonymous)
+        except (RefusedError, UnauthorizedError) as error:
+            if getattr(error.__cause__, "status_code", 0) >= 500:  # of Grafana without its database, or of a proxy
+                raise
+            raise GrafanaError(not_grafana) from error
+        version = str(health.get("version", "")) if isinstance(health, dict) and "database" in health else ""
         number = re.match(r"(\d+)\.(\d+)", version)
         if number is None:
-            raise GrafanaError(f"{self.url} did not state its release: check that it is the address of Grafana")
+            raise GrafanaError(not_grafana)
         self.release = (int(number[1]), int(number[2]))
         if self.release < OLDEST_RELEASE:
             oldest = ".".join(map(str, OLDEST_RELEASE))
@@ -159,7 +165,7 @@ class Server:
         except GrafanaException as error:
             raise _translated(request, error) from error
         except niquests.exceptions.InvalidJSONError as error:
-            raise GrafanaError(f"{request}: the answer is no JSON: check the address of Grafana") from error
+            raise RefusedError(f"{request}: the answer is no JSON: check the address of Grafana") from error
         except niquests.exceptions.RequestException as error:  # grafana-client does not wrap a refused connection
             raise UnreachableError(f"{request} failed: no connection to Grafana at {self.url}") from error
 
@@ -204,10 +210,8 @@ def _translated(request: str, error: GrafanaException) -> GrafanaError:
         return UnauthorizedError(f"Grafana rejected the credentials ({text}). {remedy}")
     if error.status_code == 404 or text == "could not find alert rule":
         return NotFoundError(answer)
-    if error.status_code in {409, 412} or "conflicting alert rule" in text or "already exist" in text:
-        return ConflictError(answer)
     if error.status_code == 403:
-        return GrafanaError(f"{answer}. Give this permission to the service account, or use a token of role Admin.")
+        return RefusedError(f"{answer}. Give this permission to the service account, or use a token of role Admin.")
     if "provenance" in text:
-        return GrafanaError(f"{answer}. A provisioning file or another tool owns this object.")
-    return GrafanaError(answer)
+        return RefusedError(f"{answer}. A provisioning file or another tool owns this object.")
+    return RefusedError(answer)

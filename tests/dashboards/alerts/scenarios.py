@@ -26,7 +26,7 @@ OF_W = {**RANK, "kind": "grad_unreduced", "tensor": "w"}
 NORM = {**OF_W, "op": "norm"}
 NAN_KIND = {**RANK, "rule": "AnomalyNan", "kind": "exp_avg"}
 SERVICE = {"job": "rankscope-service", "instance": "127.0.0.1:9470"}
-NO_TENSOR = {"kind": "none", "tensor": "none", "op": "none"}
+NO_TENSOR = {"kind": "n/a", "tensor": "n/a", "op": "n/a"}
 SCALAR = {**RANK, **NO_TENSOR}
 
 
@@ -80,7 +80,9 @@ class Scenario:
 def filled_in(text, labels):
     """Return the annotation that Prometheus makes from the template `text`."""
     inner = r"((?:(?!\{\{ (?:if|else|end)).)*?)"
-    choice = rf'\{{\{{ if (?:eq )?\$labels\.(\w+)(?: "(\w+)")? \}}\}}{inner}\{{\{{ else \}}\}}{inner}\{{\{{ end \}}\}}'
+    choice = (
+        rf'\{{\{{ if (?:eq )?\$labels\.(\w+)(?: "([\w/]+)")? \}}\}}{inner}\{{\{{ else \}}\}}{inner}\{{\{{ end \}}\}}'
+    )
 
     def chosen(found):
         value, compared, yes, no = labels.get(found[1]), *found.groups()[1:]
@@ -310,7 +312,7 @@ def events():
     yield Scenario(alert="AnomalyNanEvents", title="one alert for each kind", given=two, expected={1: each})
     logged = {series("rankscope_anomaly_events_total", **{**NAN_KIND, "kind": ""}): "0 1"}
     yield Scenario(
-        alert="AnomalyNanEvents", title="a logged scalar", given=logged, expected={0: [], 1: [{**RANK, "kind": "none"}]}
+        alert="AnomalyNanEvents", title="a logged scalar", given=logged, expected={0: [], 1: [{**RANK, "kind": "n/a"}]}
     )
     turbulent = series("rankscope_anomaly_events_total", **{**NAN_KIND, "rule": "AnomalyTurbulence"})
     expected = {0: [], 1: [fired]}

@@ -77,7 +77,7 @@ MUTANTS = {
         ],
         ("expr", "group by (run, rank, kind, tensor, op)", "sum by (run, rank, kind, op)"),
         *COUNTED,
-        ("expr", '"kind", "none"', '"kind", ""'),
+        ("expr", '"kind", "n/a"', '"kind", ""'),
         ("expr", "> ignoring", ">= ignoring"),
         ("expr", "abs(rankscope_tensor_value", "(rankscope_tensor_value"),
         ("expr", "abs(rankscope_loss) > ignoring", "(rankscope_loss) > ignoring"),

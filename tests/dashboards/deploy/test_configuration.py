@@ -137,8 +137,8 @@ def test_nan_alert_inhibits_only_the_turbulence_alert_of_the_same_tensor():
 
     assert [
         {
-            "source_matchers": ['rule="Broken"', 'tensor!~"|none"'],
-            "target_matchers": ['rule="Wild"', 'tensor!~"|none"'],
+            "source_matchers": ['rule="Broken"', 'tensor!~"|n/a"'],
+            "target_matchers": ['rule="Wild"', 'tensor!~"|n/a"'],
             "equal": ["run", "rank", "tensor"],
         }
     ] == document["inhibit_rules"]

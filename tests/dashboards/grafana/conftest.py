@@ -14,7 +14,7 @@ import pytest
 from tests.dashboards.grafana.contract_server import ContractServer
 
 from rankscope_dashboards.grafana.deployment import Options, deploy, undeploy
-from rankscope_dashboards.grafana.routes import POLICIES
+from rankscope_dashboards.grafana.routes import CONFIGURATION, POLICIES
 from rankscope_dashboards.grafana.server import EDITABLE, Server, read_credentials
 from rankscope_dashboards.grafana.shipped import Shipped, shipped
 
@@ -107,13 +107,18 @@ def real_server(folder: Path, content: Shipped) -> Grafana:
     return Grafana(url=URL, credentials=credentials, folder=folder, content=content)
 
 
+def save_policies(user: Server, tree: dict[str, Any]) -> None:
+    """Save the tree of notification policies as Grafana's pages do."""
+    found = user.get(CONFIGURATION)
+    user.post(CONFIGURATION, found | {"alertmanager_config": found["alertmanager_config"] | {"route": tree}})
+
+
 @contextmanager
 def same_policies(user: Server) -> Iterator[None]:
     """Restore the tree of notification policies at the end of the context."""
     tree = user.get(POLICIES)
-    tree.pop("provenance", None)
     yield
-    user.put(POLICIES, tree, headers=EDITABLE)
+    save_policies(user, tree)
 
 
 @pytest.fixture

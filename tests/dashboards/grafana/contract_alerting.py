@@ -84,6 +84,8 @@ class Alerting:
             ("DELETE", f"{base}/contact-points/([^/]+)", self._delete_contact_point),
             ("GET", f"{base}/policies", lambda *_: Answer(200, copy.deepcopy(self.policies))),
             ("PUT", f"{base}/policies", self._update_policies),
+            ("GET", "/api/alertmanager/grafana/config/api/v1/alerts", self._configuration),
+            ("POST", "/api/alertmanager/grafana/config/api/v1/alerts", self._save_configuration),
             ("GET", f"{base}/mute-timings", lambda *_: Answer(200, list(self.mute_timings.values()))),
             ("POST", f"{base}/mute-timings", self._create_mute_timing),
             ("GET", f"{base}/mute-timings/([^/]+)", self._get_mute_timing),
@@ -178,9 +180,11 @@ class Alerting:
             return message(400, f"invalid alert rule: name length should not be greater than {MOST_TITLE_CHARACTERS}")
         if ("__dashboardUid__" in annotations) != ("__panelId__" in annotations):
             return message(500, "both annotations __dashboardUid__ and __panelId__ must be specified")
-        receiver = (wanted.get("notification_settings") or {}).get("receiver")
-        if self.keeps_later_keys and receiver is not None and receiver not in self._receivers():
-            return message(400, f"invalid alert rule: receiver {receiver} does not exist")
+        settings = (wanted.get("notification_settings") or {}) if self.keeps_later_keys else {}
+        if settings.get("receiver") not in {None, *self._receivers()}:
+            return message(400, f"invalid alert rule: receiver {settings['receiver']} does not exist")
+        if not set(settings.get("mute_time_intervals", [])) <= self.mute_timings.keys():
+            return message(400, f"invalid alert rule: {settings['mute_time_intervals']} do not exist")
         return None
 
     def _title_is_taken(self, wanted: dict[str, Any]) -> bool:
@@ -312,9 +316,42 @@ class Alerting:
                 if name not in self.mute_timings:
                     text = f"mute time interval '{name}' does not exist"
                     return message(400, f"invalid object specification: {text}")
-        provenance = {"provenance": _provenance(request)} if _provenance(request) else {}
-        self.policies = _without_false(wanted) | provenance
+        self.policies = _without_false(wanted) | {"provenance": "api"}  # also with X-Disable-Provenance
         return message(202, "policies updated")
+
+    def _configuration(self, _request: Request, _caller: Caller) -> Answer:
+        """Return the configuration as the pages read it: without secrets, and with the names of those that are set."""
+        shown = [
+            {
+                "name": point["name"],
+                "grafana_managed_receiver_configs": [
+                    {name: point[name] for name in ("uid", "name", "type", "disableResolveMessage")}
+                    | {
+                        "settings": {k: v for k, v in point["settings"].items() if v != "[REDACTED]"},
+                        "secureFields": {k: True for k, v in point["settings"].items() if v == "[REDACTED]"},
+                    }
+                ],
+            }
+            for point in self.contact_points
+        ]
+        settings = {"route": self.policies, "mute_time_intervals": [*self.mute_timings.values()], "receivers": shown}
+        return Answer(200, copy.deepcopy({"template_files": {}, "alertmanager_config": settings | {"templates": None}}))
+
+    def _save_configuration(self, request: Request, _caller: Caller) -> Answer:
+        """Store a configuration of the pages. Secrets of contact points remain, unless the request has others."""
+        wanted = request.body["alertmanager_config"]
+        if _without_false(wanted["route"]) != self.policies and "provenance" in self.policies:
+            return message(400, "policies were provisioned and cannot be changed through the UI")
+        for receiver in wanted["receivers"]:
+            for point in receiver["grafana_managed_receiver_configs"]:
+                old = next((one for one in self.contact_points if one["uid"] == point["uid"]), None)
+                if old is None:
+                    return message(400, f"unknown receiver: {point['uid']}")
+                secrets = {name: value for name, value in old["settings"].items() if value == "[REDACTED]"}
+                old |= {"settings": secrets | point["settings"]}
+        self.policies = _without_false(wanted["route"])
+        self.mute_timings = {one["name"]: one for one in wanted["mute_time_intervals"] or ()}
+        return message(202, "configuration created")
 
     def _create_mute_timing(self, request: Request, _caller: Caller) -> Answer:
         wanted = request.body
@@ -384,6 +421,6 @@ def _matchers(tree: dict[str, Any]) -> Iterator[list[list[str]]]:
 
 
 def _without_false(route: dict[str, Any]) -> dict[str, Any]:
-    """Return a route as the server stores it: without `continue: false`."""
-    kept = {name: value for name, value in route.items() if (name, value) != ("continue", False)}
+    """Return a route as the server stores it: without `continue: false` and without empty lists."""
+    kept = {name: value for name, value in route.items() if value not in (False, [])}
     return kept | ({"routes": [_without_false(child) for child in route["routes"]]} if route.get("routes") else {})

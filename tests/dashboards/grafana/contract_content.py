@@ -338,7 +338,10 @@ class Content:
         boards = [self._found(board) for board in self.boards.values()]
         if wanted is not None:
             return Answer(200, [found for found in boards if str(found["folderId"]) == wanted])
+        title = request.query.get("query", "").lower()
+        boards = [found for found in boards if title in found["title"].lower()]
         folders = [{"id": one.id, "uid": one.uid, "title": one.title, "type": "dash-folder"} for one in self._listed()]
+        folders = [found for found in folders if title in found["title"].lower()]
         return Answer(200, boards if request.query.get("type") == "dash-db" else folders + boards)
 
     def _listed(self) -> list[Folder]:

@@ -66,6 +66,8 @@ def permission(method: str, path: str) -> str | None:
     """Return the permission that a request needs; None if every role has it."""
     if path.startswith("/api/v1/provisioning/"):
         return "alert.provisioning:read" if method == "GET" else "alert.provisioning:write"
+    if path.startswith("/api/alertmanager/grafana/config/"):
+        return f"alert.notifications:{'read' if method == 'GET' else 'write'}"
     if path.startswith("/api/admin/provisioning/"):
         return "provisioning:reload"
     needed = {

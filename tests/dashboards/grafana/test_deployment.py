@@ -13,6 +13,7 @@ from tests.dashboards.grafana.conftest import Grafana, complete
 from tests.dashboards.grafana.contract_server import ContractServer
 from tests.dashboards.grafana.recorded import ALERTS_FOLDER, recorded_server
 
+from rankscope_dashboards.grafana.contact_points import contact_uid
 from rankscope_dashboards.grafana.server import Server, UnreachableError
 from rankscope_dashboards.grafana.shipped import Folder, Shipped
 
@@ -255,6 +256,39 @@ def test_undeploy_keeps_a_changed_object(grafana: Grafana, kind: str):
 
     assert any(line.startswith(f"keep      {kind}") for line in remaining)
     assert [] == grafana.undeploy(force=True)
+
+
+def test_undeploy_keeps_a_data_source_that_a_remaining_board_queries(grafana: Grafana):
+    grafana.deploy()
+    target = {"datasource": {"type": "prometheus", "uid": "rankscope-live"}, "expr": "up"}
+    panel = {"type": "timeseries", "title": "Up", "datasource": target["datasource"], "targets": [target]}
+    grafana.save_board({"uid": "a-users-board", "title": "A board of a user", "panels": [panel]}, folder="")
+
+    remaining = grafana.undeploy()
+
+    assert ["keep      data source rankscope-live: used by board a-users-board"] == remaining
+    assert grafana.user.find("/datasources/uid/rankscope-history") is None
+    grafana.user.delete("/dashboards/uid/a-users-board")
+
+
+def test_dry_run_of_undeploy_lists_all_that_it_deletes(grafana: Grafana):
+    point = {
+        "uid": contact_uid("hook", 0),
+        "name": "hook",
+        "type": "webhook",
+        "settings": {"url": "http://127.0.0.1:9"},
+    }
+    grafana.deploy(contact_points=[point | {"disableResolveMessage": False}], receiver="hook", add_route=True)
+    grafana.undeploy(dry_run=True)
+    listed = [line.partition(":")[0] for line in grafana.lines]
+
+    grafana.undeploy()
+
+    kinds = {"route", "rule", "contact", "mute", "board", "data", "folder"}
+    if not grafana.user.check().startswith("9."):
+        kinds.remove("route")
+    assert (kinds, {"delete"}) == ({line.split()[1] for line in listed}, {line.split()[0] for line in listed})
+    assert listed == [line.partition(":")[0] for line in grafana.lines]
 
 
 def test_objects_of_provisioning_files_remain(tmp_path: Path):

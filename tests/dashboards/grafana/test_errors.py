@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from tests.dashboards.grafana.conftest import Grafana
@@ -100,6 +102,31 @@ def test_refused_connection_is_reported(local: Grafana):
         local.deploy()
 
 
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [(404, "404 page not found"), (401, "{}"), (200, "<html>Sign in</html>"), (200, '{"version": "9.5.1"}')],
+)
+def test_other_program_at_the_address_is_named_so(local: Grafana, status: int, body: str):
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, args=(0.01,), daemon=True).start()
+        local.url = f"http://127.0.0.1:{other.server_port}"
+
+        with pytest.raises(GrafanaError, match=f"^{local.url} answers, but it is not Grafana"):
+            local.deploy()
+
+        other.shutdown()
+
+
 def test_server_that_hangs_is_reported(local: Grafana):
     with socket.create_server(("127.0.0.1", 0)) as hanging:
         server = Server(f"http://127.0.0.1:{hanging.getsockname()[1]}", "glsa_admin", timeout_seconds=0.1)
@@ -136,17 +163,33 @@ CLASHES = {
 
 
 @pytest.mark.parametrize("path", CLASHES)
-def test_name_clash_is_reported_and_the_other_object_remains(local: Grafana, path: str):
+def test_name_clash_is_found_before_any_write(local: Grafana, contract: ContractServer, path: str):
     CLASHES[path](local)
-    before = local.user.get(path)
+    contract.requests.clear()
 
-    with pytest.raises(GrafanaError, match=r"[Rr]ename"):
-        local.deploy(force=True)
+    for dry_run in (True, False):
+        with pytest.raises(GrafanaError, match=f"{path.rpartition('/')[2]} has this name: rename it"):
+            local.deploy(force=True, dry_run=dry_run)
 
-    assert before == local.user.get(path)
+    assert [] == contract.writes
     local.user.delete(path)
     local.deploy()
     assert 0 == local.deploy()
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_rules_of_provisioning_files_are_named_before_any_write(
+    local: Grafana, contract: ContractServer, dry_run: bool
+):
+    contract.content.add_folder("random", "Training alerts")
+    rules = [rule for group in local.content.groups for rule in group.rules]
+    for rule in rules:
+        contract.alerting.add_rule(rule | {"folderUID": "random"}, "file")
+
+    with pytest.raises(GrafanaError, match=f"^provisioning files own these {len(rules)} rules: {rules[0]['title']}, "):
+        local.deploy(dry_run=dry_run)
+
+    assert ([], []) == (contract.writes, local.lines)
 
 
 def test_rules_of_a_user_in_our_group_keep_their_interval(local: Grafana):

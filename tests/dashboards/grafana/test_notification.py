@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.dashboards.grafana.conftest import Grafana
+from tests.dashboards.grafana.conftest import Grafana, complete, save_policies
 from tests.dashboards.grafana.contract_server import ContractServer
 
-from rankscope_dashboards.grafana.contact_points import read_contact_points
+from rankscope_dashboards.grafana.contact_points import CONTACT_POINTS, read_contact_points
 from rankscope_dashboards.grafana.server import GrafanaError
 
 FILE = """\
@@ -24,7 +25,9 @@ contactPoints:
 """
 ENVIRONMENT = {"HOOK_URL": "http://127.0.0.1:9/hook", "HOOK_PASSWORD": "a-secret"}
 OTHERS = [{"receiver": "grafana-default-email", "object_matchers": [["team", "=", "a"]]}]
-BY_RUN = {"group_by": ["grafana_folder", "alertname", "run"], "group_wait": "5s", "group_interval": "1m"}
+GROUPS = ["grafana_folder", "alertname", "run", "rule", "step"]
+BY_INCIDENT = {"group_by": GROUPS, "group_wait": "5s", "group_interval": "1m"}
+MUTED = {"mute_time_intervals": ["rankscope-details"]}
 POLICIES = "/v1/provisioning/policies"
 
 
@@ -51,11 +54,15 @@ def test_deployment_without_receiver_states_it(grafana: Grafana):
 
 def test_receiver_is_set_on_rules_where_the_release_keeps_it(local: Grafana, contract: ContractServer, points):
     contract.alerting.keeps_later_keys = True
+    group = complete().groups[0]
+    local.content = replace(local.content, groups=(replace(group, rules=group.rules[-3:]),))
 
     local.deploy(contact_points=points, receiver="on-call")
 
+    details = [rule["labels"].get("notification") == "none" for rule in local.rules().values()]
     settings = [rule["notification_settings"] for rule in local.rules().values()]
-    assert [{"receiver": "on-call", **BY_RUN}] * len(settings) == settings
+    assert {True, False} == set(details)
+    assert [{"receiver": "on-call", **BY_INCIDENT, **(MUTED if muted else {})} for muted in details] == settings
     assert (0, 0) == (local.deploy(contact_points=points, receiver="on-call"), local.deploy())
     assert "sent to: on-call" in local.text
 
@@ -95,7 +102,7 @@ def test_release_without_receivers_of_rules_needs_a_route(dropping: Grafana, poi
 
 def test_added_route_is_first_and_undeploy_removes_only_it(dropping: Grafana, points):
     before = dropping.user.get(POLICIES) | {"routes": OTHERS}
-    dropping.user.put(POLICIES, before, headers={"X-Disable-Provenance": "true"})
+    save_policies(dropping.user, before)
     dropping.deploy(contact_points=points, receiver="on-call", add_route=True)
     added, *others = dropping.user.get(POLICIES)["routes"]
     (copy,) = dropping.folder.glob("grafana-policies-*.json")
@@ -104,7 +111,8 @@ def test_added_route_is_first_and_undeploy_removes_only_it(dropping: Grafana, po
     remaining = dropping.undeploy()
 
     matchers = [["grafana_folder", "=", "Training alerts"]]
-    assert {"receiver": "on-call", "object_matchers": matchers, **BY_RUN} == added
+    details = {"receiver": "on-call", "object_matchers": [["notification", "=", "none"]], **MUTED}
+    assert {"receiver": "on-call", "object_matchers": matchers, **BY_INCIDENT, "routes": [details]} == added
     assert (OTHERS, before) == (others, json.loads(copy.read_text(encoding="utf-8")))
     assert (0, [], before) == (again, remaining, dropping.user.get(POLICIES))
 
@@ -113,12 +121,84 @@ def test_route_that_a_user_has_changed_remains(dropping: Grafana, points):
     dropping.deploy(contact_points=points, receiver="on-call", add_route=True)
     tree = dropping.user.get(POLICIES)
     tree["routes"][0]["group_wait"] = "1m"
-    dropping.user.put(POLICIES, tree)
+    save_policies(dropping.user, tree)
 
     remaining = dropping.undeploy()
 
-    assert tree["routes"] == dropping.user.get(POLICIES)["routes"]
+    assert tree == dropping.user.get(POLICIES)
     assert "currently used by a notification policy" in remaining[0]
+
+
+def test_pages_can_edit_policies_and_secrets_remain(dropping: Grafana, points):
+    """The pages cannot save a tree with a provenance. Their own request would lose secrets that it does not keep."""
+    users = points[0] | {"uid": "users-point", "name": "users", "settings": {**points[0]["settings"], "username": "u"}}
+    dropping.user.post(CONTACT_POINTS, users)
+    tree = dropping.user.get(POLICIES)
+
+    for command in (
+        lambda: dropping.deploy(contact_points=points, receiver="on-call", add_route=True),
+        dropping.undeploy,
+    ):
+        command()
+        found = dropping.user.get(POLICIES)
+        save_policies(dropping.user, found | {"group_wait": "45s"})
+        save_policies(dropping.user, found)
+        assert "provenance" not in found
+        assert "[REDACTED]" == stored_password(dropping)
+
+    assert tree == dropping.user.get(POLICIES)
+    dropping.user.delete(f"{CONTACT_POINTS}/users-point")
+
+
+def stored_password(grafana: Grafana) -> str | None:
+    (point,) = (one for one in grafana.user.get(CONTACT_POINTS) if one["uid"] == "users-point")
+    return point["settings"].get("password")
+
+
+@pytest.mark.parametrize(("provenance", "text"), [("api", "belong to the API"), ("file", "to a provisioning file")])
+def test_policies_of_another_owner_remain_and_it_is_named(
+    local: Grafana, contract: ContractServer, points, provenance: str, text: str
+):
+    contract.alerting.policies |= {"provenance": provenance, "routes": OTHERS}
+    before = dict(contract.alerting.policies)
+
+    local.deploy(contact_points=points, receiver="on-call", add_route=True, dry_run=True)
+    planned = local.text
+    with pytest.raises(GrafanaError, match=text):
+        local.deploy(contact_points=points, receiver="on-call", add_route=True)
+
+    assert text in planned
+    assert before == contract.alerting.policies
+
+
+def test_route_of_an_earlier_release_is_replaced_and_removed(local: Grafana, contract: ContractServer, points):
+    """An earlier release added a route that did not mute details, and made the pages unable to edit the tree."""
+    earlier = {"receiver": "on-call", "object_matchers": [["grafana_folder", "=", "Training alerts"]], **BY_INCIDENT}
+    earlier["group_by"] = GROUPS[:3]
+    local.deploy(contact_points=points)
+    tree = {**contract.alerting.policies, "routes": [earlier, *OTHERS]}
+    contract.alerting.policies = tree
+    local.deploy(contact_points=points, receiver="on-call", add_route=True)
+    replaced = contract.alerting.policies["routes"]
+    contract.alerting.policies = tree | {"provenance": "api"}
+
+    remaining = local.undeploy()
+
+    assert (2, [{"object_matchers": [["notification", "=", "none"]], "receiver": "on-call", **MUTED}]) == (
+        len(replaced),
+        replaced[0]["routes"],
+    )
+    assert ([], OTHERS) == (remaining, contract.alerting.policies["routes"])
+
+
+def test_release_that_refuses_the_request_of_the_pages_is_not_locked(local: Grafana, contract: ContractServer, points):
+    contract.denied.add("alert.notifications:write")
+    before = dict(contract.alerting.policies)
+
+    with pytest.raises(GrafanaError, match=r"refuses the request.*unchanged: add or remove the route by hand"):
+        local.deploy(contact_points=points, receiver="on-call", add_route=True)
+
+    assert before == contract.alerting.policies
 
 
 def test_unknown_receiver_is_rejected_before_any_write(local: Grafana, contract: ContractServer):

@@ -16,13 +16,11 @@ from typing import Any, Final, Self
 from urllib.parse import urlencode
 
 import psutil
-from tests.dashboards.grafana.conftest import Grafana, same_policies
+from tests.dashboards.grafana.conftest import Grafana, same_policies, save_policies
 from tests.end_to_end.alerting import Alerting, Ranks, alerting, live_runs
 
 from rankscope_dashboards.deploy.prometheus import HISTORY_SOURCE, LIVE_SOURCE
 from rankscope_dashboards.grafana.contact_points import read_contact_points
-from rankscope_dashboards.grafana.routes import POLICIES
-from rankscope_dashboards.grafana.server import EDITABLE
 
 RECEIVER: Final = "rankscope-test"
 ARGUMENTS: Final = {"service": "rankscope serve", "prometheus": "--storage.tsdb.path"}
@@ -176,7 +174,7 @@ def watched(
             with same_policies(grafana.user):
                 if not add_route:
                     policy = {"receiver": RECEIVER, "group_by": ["grafana_folder", "alertname"]}
-                    grafana.user.put(POLICIES, policy, headers=EDITABLE)
+                    save_policies(grafana.user, policy)
                 yield Watched(grafana, programs, hook)
         finally:
             grafana.undeploy(force=True)

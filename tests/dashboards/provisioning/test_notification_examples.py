@@ -5,12 +5,20 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from collections import Counter
+from functools import cache
 
 import pytest
 import yaml
+from tests.dashboards.grafana.conftest import complete
+from tests.dashboards.grafana.contract_server import ContractServer
 
 from rankscope_contract.model.events import Severity
+from rankscope_dashboards.alerts.groups import alert_groups
 from rankscope_dashboards.deploy.alertmanager import DETAIL
+from rankscope_dashboards.grafana.routes import route as deployed_route
+from rankscope_dashboards.grafana.rules import Rules
+from rankscope_dashboards.grafana.server import Server
 from rankscope_dashboards.provisioning.alert_rules import FOLDER
 from rankscope_dashboards.provisioning.notifications import MESSAGE, notification_examples
 from rankscope_dashboards.provisioning.tree import packaged_boards, tree_files
@@ -87,12 +95,76 @@ def test_route_of_rankscope_sends_one_message_for_each_incident():
     details, critical, rest = route["routes"]
 
     assert [["grafana_folder", "=", FOLDER]] == route["object_matchers"]
-    assert (["run", "rule", "step"], "5s") == (route["group_by"], route["group_wait"])
+    assert (["alertname", "run", "rule", "step"], "5s") == (route["group_by"], route["group_wait"])
     assert [[DETAIL[0], "=", DETAIL[1]]] == details["object_matchers"]
     assert ["rankscope-always"] == details["mute_time_intervals"]
     assert critical["object_matchers"] == [["severity", "=", Severity.CRITICAL]]
     assert critical["continue"]
     assert {"receiver": "rankscope-chat"} == rest
+
+
+ALERTMANAGER = yaml.safe_load(FILES["alertmanager/alertmanager.yml"])
+ALWAYS_MUTED = {"rankscope-always", "rankscope-details"}
+OPERATORS = {"=": re.escape, "=~": str, "!=": lambda text: f"(?!{re.escape(text)}$).*"}
+
+
+def matches(route, labels):
+    texts = [re.fullmatch(r'(\w+)(=~|!=|=)"(.*)"', text).groups() for text in route.get("matchers", ())]
+    every = [*texts, *route.get("object_matchers", ())]
+    return all(re.fullmatch(OPERATORS[operator](text), labels.get(name, "")) for name, operator, text in every)
+
+
+def messages(route, labels, group_by=()):
+    """Return the receiver and the group of each message about an alert, by the routing of Alertmanager."""
+    group_by = route.get("group_by", group_by)
+    found = []
+    for child in route.get("routes", ()):
+        if matches(child, labels):
+            found += messages({"receiver": route["receiver"]} | child, labels, group_by)
+            if not child.get("continue"):
+                return found
+    is_muted = ALWAYS_MUTED & {*route.get("mute_time_intervals", ())} or route["receiver"] == "none"
+    own = (route["receiver"], *(labels.get(name, "") for name in group_by))
+    return found or [None if is_muted else own]
+
+
+@cache
+def settings_of_rules():
+    """Return the receiver of each rule on a release of Grafana that keeps it, by the title of the rule."""
+    content = complete()
+    with ContractServer() as server:
+        rules = Rules(
+            Server(server.url, "glsa_admin"), content.groups, content.rules_folder, receiver="chat", force=False
+        )
+        return {change.title: change.payload["notification_settings"] for change in rules.plan()}
+
+
+TREES = {
+    "Alertmanager": lambda labels: messages(ALERTMANAGER["route"], labels),
+    "files": lambda labels: messages(POLICY, labels),
+    "route of deploy": lambda labels: messages({"receiver": "x", "routes": [deployed_route("chat", FOLDER)]}, labels),
+    "rules of deploy": lambda labels: messages(settings_of_rules()[labels["alertname"]], labels),
+}
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_nan_of_one_step_is_one_message_for_each_contact_point(tree):
+    """The step of a NaN makes 20 alerts fire: one about its incident, and details. A NaN of a later step is another."""
+    series = {"run": "r", "rank": "0", "kind": "grad_local", "grafana_folder": FOLDER}
+    every = [alert for group in alert_groups() for alert in group.alerts]
+    alerts = {alert.name: {"alertname": alert.name, **alert.all_labels()} for alert in every}
+    details = [alerts["AnomalyNan"] | series | {"tensor": f"t{number}", "op": "nans"} for number in range(18)]
+    fired = [*details, alerts["AnomalyNanEvents"] | series]
+    incident = alerts["AnomalyIncident"] | series | {"rule": "AnomalyNan", "severity": "critical", "tensor": "t0"}
+
+    def sent(steps):
+        firing = [labels for step in steps for labels in (*fired, incident | {"step": step})]
+        keys = {key for labels in firing for key in TREES[tree](labels)} - {None}
+        return Counter(receiver.removeprefix("rankscope-") for receiver, *_ in keys)
+
+    receivers = {"chat"} if "deploy" in tree else {"chat", "on-call"}
+    assert dict.fromkeys(receivers, 1) == sent(["150"])
+    assert dict.fromkeys(receivers, 2) == sent(["150", "151"])
 
 
 def test_details_are_muted_at_all_times():
