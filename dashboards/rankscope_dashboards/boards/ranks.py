@@ -1,7 +1,12 @@
-"""The Grafana board "Ranks": slow ranks, phases of a step, GPUs, memory, hosts and replicas of one run."""
+"""The Grafana board "Ranks": slow ranks, phases of a step, GPUs, memory, hosts and replicas of one run.
+
+The rows of GPUs are folded, because many runs have none.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 from grafana_foundation_sdk.builders import dashboard as builders
@@ -22,14 +27,27 @@ from rankscope_dashboards.boards.elements.panels import (
     fraction_text,
     over_ranks,
     stacked,
+    stat_panel,
     table_panel,
     time_series_panel,
 )
-from rankscope_dashboards.boards.elements.selectors import ALL_RANKS, RANKS, increase, once, ranks, rate
+from rankscope_dashboards.boards.elements.selectors import (
+    ALL_RANKS,
+    OF_HOSTS,
+    RANKS,
+    SERVICE_RUN,
+    increase,
+    once,
+    ranks,
+    rate,
+    service,
+)
+from rankscope_dashboards.boards.elements.variables import HOST, RANK, RUN
 
 MAX_LINES: Final = 10
 """Largest number of lines in a panel that has one line per rank."""
 
+_SM: Final = 'clock="sm"'
 NO_WAIT_MEASURED: Final = "The framework of this run does not show when a rank waits for others"
 NO_HASHES: Final = "The quantity hashes is not measured in this run"
 
@@ -37,34 +55,38 @@ NO_HASHES: Final = "The quantity hashes is not measured in this run"
 def board() -> builders.Dashboard:
     """Return the board "Ranks" without its uid, which `boards()` sets."""
     sections = (
-        Section(
-            "Slow ranks",
-            (SizedPanel(_slowest(), 8, 9), SizedPanel(_compute_time(), 8, 9), SizedPanel(_behind(), 8, 9)),
-        ),
-        Section(
-            "Phases of a step",
-            (SizedPanel(_time_by_phase(), 8, 9), SizedPanel(_latest_step(), 8, 9), SizedPanel(_data_wait(), 8, 9)),
-        ),
+        _halves("Slow ranks", 9, _slowest(), _data_wait(), _behind(), _compute_time()),
+        _halves("Phases of a step", 9, _time_by_phase(), _latest_step()),
         Section(
             "Hosts and replicas",
             (
-                SizedPanel(_host_cpu(), 6, 8),
-                SizedPanel(_host_memory(), 6, 8),
+                SizedPanel(_hosts(), 24, 7),
+                SizedPanel(_host_cpu(), 12, 8),
+                SizedPanel(_host_memory(), 12, 8),
+                SizedPanel(_processes(), 6, 8),
                 SizedPanel(_switches(), 6, 8),
+                SizedPanel(_disk(), 6, 8),
                 SizedPanel(_replica_divergence(), 6, 8),
             ),
         ),
-        Section("GPUs", _gpu_panels()),
-        Section("GPU errors", (SizedPanel(_errors(), 12, 8), SizedPanel(_error_counts(), 12, 8))),
-        Section("GPU memory of PyTorch", (SizedPanel(_allocated(), 12, 8), SizedPanel(_retries(), 12, 8))),
+        _halves("Collectives", 8, *_collectives(), is_folded=True),
+        _halves(
+            "GPUs",
+            8,
+            *(_utilization(), _power(), _gpu_memory(), _links(), _temperature(), _clock(), _throttled(), _energy()),
+            is_folded=True,
+        ),
+        _halves("GPU errors", 8, _errors(), _error_counts(), is_folded=True),
+        _halves("GPU memory of PyTorch", 8, _allocated(), _retries(), is_folded=True),
     )
     description = "Slow ranks, phases, GPUs and hosts of one run."
-    return make_board("Ranks", description, sections, annotations=RUN_ANNOTATIONS)
+    variables = (RUN, HOST, RANK)
+    return make_board("Ranks", description, sections, variables=variables, annotations=RUN_ANNOTATIONS)
 
 
-def _gpu_panels() -> tuple[SizedPanel, ...]:
-    panels = (_utilization(), _power(), _temperature(), _clock(), _throttled(), _gpu_memory())
-    return tuple(SizedPanel(panel, 8, 8) for panel in panels)
+def _halves(title: str, height: int, *panels: PanelBuilder, is_folded: bool = False) -> Section:
+    """Return a section of panels of half the width, which have room for a legend at the side."""
+    return Section(title, tuple(SizedPanel(panel, 12, height) for panel in panels), is_folded=is_folded)
 
 
 def _slowest() -> PanelBuilder:
@@ -81,8 +103,8 @@ def _slowest() -> PanelBuilder:
     waiting = f"sum by (run, rank) {_waits_for_data()}"
     computing = f"sum by (run, rank) {rate(catalogue.PRE_COLLECTIVE_TOTAL)}"
     own = f"({computing} + {waiting} or {computing})"
-    relative = f"{own} / on (run) group_left () (quantile by (run) (0.5, {own}) > 0)"
-    return time_series_panel(text, Query(f"topk by (run) ({MAX_LINES}, {relative})", "rank {{rank}}"))
+    relative = f"({own} / on (run) group_left () (quantile by (run) (0.5, {own}) > 0))"
+    return time_series_panel(text, _by_rank(_on_hosts(relative)), many=True)
 
 
 def _compute_time() -> PanelBuilder:
@@ -95,7 +117,7 @@ def _compute_time() -> PanelBuilder:
         minimum=0,
         empty=NO_WAIT_MEASURED,
     )
-    return time_series_panel(text, *over_ranks(f"({catalogue.PRE_COLLECTIVE_SECONDS.name}{RANKS})", "max", "min"))
+    return time_series_panel(text, *over_ranks(_each(catalogue.PRE_COLLECTIVE_SECONDS), "max", "min"))
 
 
 def _behind() -> PanelBuilder:
@@ -106,8 +128,8 @@ def _behind() -> PanelBuilder:
         minimum=0,
     )
     leader = f"max by (run) ({catalogue.STEP.name}{ALL_RANKS})"
-    behind = f"{leader} - on (run) group_right () max by (run, rank) ({catalogue.STEP.name}{RANKS})"
-    return time_series_panel(text, Query(f"topk by (run) ({MAX_LINES}, {behind})", "rank {{rank}}"))
+    behind = f"({leader} - on (run) group_right () max by (run, rank) ({catalogue.STEP.name}{RANKS}))"
+    return time_series_panel(text, _by_rank(_on_hosts(behind)), many=True)
 
 
 def _time_by_phase() -> PanelBuilder:
@@ -117,9 +139,9 @@ def _time_by_phase() -> PanelBuilder:
         "data loader. If `collective` grows, a rank or a link is slow: see the first row of this board.",
         maximum=None,
     )
-    seconds = rate(catalogue.PHASE_SECONDS)  # not the mean of a phase: ranks may lack a phase
+    seconds = _rate(catalogue.PHASE_SECONDS)  # not the mean of a phase: ranks may lack a phase
     query = f"sum by (run, {LABEL}) {seconds} / on (run) group_left () sum by (run) {seconds}"
-    return stacked(time_series_panel(text, Query(query, f"{{{{{LABEL}}}}}")))
+    return stacked(time_series_panel(text, Query(query, f"{{{{{LABEL}}}}}"), many=True))
 
 
 def _latest_step() -> PanelBuilder:
@@ -134,7 +156,7 @@ def _latest_step() -> PanelBuilder:
     seconds = _each(catalogue.STEP_PHASE_SECONDS)
     ranks_with_steps = f"count by (run) (count by (run, rank) {seconds})"
     query = f"sum by (run, {LABEL}) {seconds} / on (run) group_left () {ranks_with_steps}"
-    return stacked(time_series_panel(text, Query(query, f"{{{{{LABEL}}}}}")))
+    return stacked(time_series_panel(text, Query(query, f"{{{{{LABEL}}}}}"), many=True))
 
 
 def _data_wait() -> PanelBuilder:
@@ -145,8 +167,7 @@ def _data_wait() -> PanelBuilder:
         "Unannounced work of the script between an update and the next forward pass counts as waiting.",
         maximum=None,
     )
-    query = f"topk by (run) ({MAX_LINES}, sum by (run, rank) {_waits_for_data()})"
-    return time_series_panel(text, Query(query, "rank {{rank}}"))
+    return time_series_panel(text, _by_rank(_on_hosts(_waits_for_data())), many=True)
 
 
 def _waits_for_data() -> str:
@@ -156,36 +177,38 @@ def _waits_for_data() -> str:
 def _utilization() -> PanelBuilder:
     text = fraction_text(
         "GPU utilisation",
-        "Fraction of the time in which any kernel ran. At 100 % a kernel can still be slow, or wait for another rank. "
-        "Low on all ranks: check the data loader and the host CPU. Low on one rank: check its host.",
+        "Fraction of the time in which any kernel ran, of the least busy GPUs, and mean fraction in which memory was "
+        "accessed. At 100 % a kernel can still be slow, or wait for another rank. Low on all ranks: check the data "
+        "loader and the host CPU. Low on one rank: check its host.",
         empty=NO_GPU,
     )
-    return time_series_panel(text, *over_ranks(_each(hardware.GPU_UTILIZATION), "avg", "min"))
+    memory = over_ranks(_each(hardware.GPU_MEMORY_UTILIZATION), "avg", legend="memory,")
+    return time_series_panel(text, _by_gpu(hardware.GPU_UTILIZATION, "bottomk"), *memory, many=True)
 
 
 def _power() -> PanelBuilder:
     text = PanelText(
         title="GPU power",
-        description="Power draw, mean and lowest GPU, and the lowest power limit. This is the best indicator of real "
-        "work: a GPU that waits in a collective shows full utilisation at half the power.",
+        description="Power draw of the GPUs with the least, and the lowest power limit. This is the best indicator of "
+        "real work: a GPU that waits in a collective shows full utilisation at half the power.",
         unit="watt",
         minimum=0,
         empty=NO_GPU,
     )
-    limit = Query(f"min by (run) ({hardware.GPU_POWER_LIMIT_WATTS.name}{RANKS})", "limit")
-    return time_series_panel(text, *over_ranks(_each(hardware.GPU_POWER_WATTS), "avg", "min"), limit)
+    limit = over_ranks(_each(hardware.GPU_POWER_LIMIT_WATTS), "min", legend="limit,")
+    return time_series_panel(text, _by_gpu(hardware.GPU_POWER_WATTS, "bottomk"), *limit, many=True)
 
 
 def _temperature() -> PanelBuilder:
     text = PanelText(
         title="GPU temperature",
-        description="Temperature of the hottest GPU, by sensor. Near its limit a GPU reduces its clocks. If one GPU "
-        "is hotter than its neighbours, check its fan, heat sink and position in the rack.",
+        description="Temperature of the hottest GPUs, and of the hottest one by sensor. Near its limit a GPU reduces "
+        "its clocks. If one GPU is hotter than its neighbours, check its fan, heat sink and position in the rack.",
         unit="celsius",
         empty=NO_GPU,
     )
-    query = f"max by (run, sensor) ({hardware.GPU_TEMPERATURE_CELSIUS.name}{RANKS})"
-    return time_series_panel(text, Query(query, "{{sensor}}"))
+    hottest = over_ranks(_each(hardware.GPU_TEMPERATURE_CELSIUS), "max", by="run, sensor", legend="{{sensor}},")
+    return time_series_panel(text, _by_gpu(hardware.GPU_TEMPERATURE_CELSIUS, "topk"), *hottest, many=True)
 
 
 def _clock() -> PanelBuilder:
@@ -195,7 +218,8 @@ def _clock() -> PanelBuilder:
         "every collective. At full load and the power limit, many GPUs are some percent below 1.",
         empty=NO_GPU,
     )
-    relative = _ratio(hardware.GPU_CLOCK_HERTZ, hardware.GPU_CLOCK_LIMIT_HERTZ, 'clock="sm"')
+    clock, limit = (f"{one.name}{ranks(_SM)}" for one in (hardware.GPU_CLOCK_HERTZ, hardware.GPU_CLOCK_LIMIT_HERTZ))
+    relative = _on_hosts(once(hardware.GPU_CLOCK_HERTZ, f"{clock} / {limit}"))
     return time_series_panel(text, *over_ranks(relative, "avg", "min"))
 
 
@@ -212,14 +236,46 @@ def _throttled() -> PanelBuilder:
 
 
 def _gpu_memory() -> PanelBuilder:
-    text = fraction_text(
-        "GPU memory",
-        "Fraction of the device memory that all processes use, mean and highest rank: memory reserved by PyTorch, the "
-        "CUDA context, NCCL buffers, and memory of other processes. Above 95 % the next larger batch fails.",
+    text = PanelText(
+        title="GPU memory",
+        description="Device memory that all processes use, of the GPUs with the most, and the size of the smallest: "
+        "memory reserved by PyTorch, the CUDA context, NCCL buffers, and memory of other processes. Above 95 % of the "
+        "size the next larger batch fails.",
+        unit="bytes",
+        minimum=0,
         empty=NO_GPU,
     )
-    used = _ratio(hardware.GPU_MEMORY_USED_BYTES, hardware.GPU_MEMORY_TOTAL_BYTES)
-    return time_series_panel(text, *over_ranks(used, "avg", "max"))
+    size = over_ranks(_each(hardware.GPU_MEMORY_TOTAL_BYTES), "min", legend="size,")
+    return time_series_panel(text, _by_gpu(hardware.GPU_MEMORY_USED_BYTES, "topk"), *size, many=True)
+
+
+def _links() -> PanelBuilder:
+    text = PanelText(
+        title="GPU links",
+        description="Bytes per second of all selected GPUs over NVLink and PCIe, by direction. NVLink carries the "
+        "collectives of a host, PCIe the batches. PCIe as busy as NVLink: peer access between the GPUs may be off.",
+        unit="Bps",
+        minimum=0,
+        empty=NO_GPU,
+    )
+    links = {"NVLink": _rate(hardware.GPU_NVLINK_BYTES), "PCIe": _each(hardware.GPU_PCIE_BYTES_PER_SECOND)}
+    queries = [Query(f"sum by (run, direction) {of}", f"{name} {{{{direction}}}}") for name, of in links.items()]
+    return time_series_panel(text, *queries)
+
+
+def _energy() -> PanelBuilder:
+    text = PanelText(
+        title="GPU energy",
+        description="Energy of all selected GPUs since the start of the time range, and its curve. It rises with the "
+        "power: a run of 64 GPUs at 700 W needs 45 kWh in an hour. Compare runs of the same number of steps.",
+        unit="suffix: Wh",
+        decimals=1,
+        empty=NO_GPU,
+    )
+    counter = hardware.GPU_ENERGY_JOULES
+    first = f"min_over_time({counter.name}{RANKS}[$__range] @ end())"
+    used = _on_hosts(once(counter, f"{counter.name}{RANKS} - {first}"))
+    return stat_panel(text, Query(f"sum by (run) {used} / 3600"))
 
 
 def _errors() -> PanelBuilder:
@@ -231,46 +287,57 @@ def _errors() -> PanelBuilder:
         minimum=0,
         empty="No GPU error in the time range, or no GPU",
     )
-    xid = f"sum by (run, rank) {increase(hardware.GPU_XID_ERRORS)} > 0"
-    errors = increase(hardware.GPU_ECC_ERRORS, 'type="uncorrected"')
-    ecc = f"sum by (run, rank) {errors} > 0"
-    return time_series_panel(
-        text,
-        Query(f"topk by (run) ({MAX_LINES}, {xid})", "rank {{rank}} XID"),
-        Query(f"topk by (run) ({MAX_LINES}, {ecc})", "rank {{rank}} ECC"),
+    counts = {
+        "XID": increase(hardware.GPU_XID_ERRORS),
+        "ECC": increase(hardware.GPU_ECC_ERRORS, 'type="uncorrected"'),
+    }
+    queries = (
+        replace(_by_rank(f"{_on_hosts(of)} > 0"), legend=f"rank {{{{rank}}}} {{{{host}}}} {kind}")
+        for kind, of in counts.items()
     )
+    return time_series_panel(text, *queries, many=True)
 
 
 def _error_counts() -> PanelBuilder:
     text = count_text(
-        "GPUs with memory errors",
-        "ECC errors since the driver was loaded, of the 20 GPUs with the most. Corrected errors cost nothing, but a "
-        "GPU with a growing number of them is likely to have uncorrectable errors later.",
-        empty="No GPU has ECC errors, or there is no GPU",
+        "GPUs with errors",
+        "ECC errors and PCIe replays since the driver was loaded, and remapped rows, of the 20 GPUs with the most. "
+        "Corrected errors cost nothing, but a GPU with a growing number of them is likely to have uncorrectable errors "
+        "later. Rows remapped as pending need a reset of the GPU. Many replays: check the seat of the card.",
+        empty="No GPU has errors, or there is no GPU",
     )
     columns = {
         "rank": Column(heading="Rank", width=80, is_number=True),
         "gpu": Column(heading="GPU"),
-        "type": Column(heading="Type", width=120),
+        "type": Column(heading="Type", width=160),
         "Value": Column(heading="Errors", width=100),
     }
-    counts = f"max by (rank, gpu, type) ({hardware.GPU_ECC_ERRORS.name}{RANKS})"
-    return table_panel(text, (Query(f"topk(20, {counts} > 0)"),), columns)
+    rows, replays = (one.name + RANKS for one in (hardware.GPU_REMAPPED_ROWS, hardware.GPU_PCIE_REPLAYS))
+    counts = (
+        f"{hardware.GPU_ECC_ERRORS.name}{RANKS}",
+        f'label_replace({rows}, "type", "remapped $1", "state", "(.*)")',
+        f'label_replace({replays}, "type", "PCIe replays", "", "")',
+    )
+    return table_panel(text, (Query(f"topk(20, max by (rank, gpu, type) ({' or '.join(counts)}) > 0)"),), columns)
 
 
 def _allocated() -> PanelBuilder:
     text = PanelText(
         title="PyTorch memory",
-        description="Device memory that is allocated to tensors, and memory reserved by PyTorch's allocator, of the "
-        "rank with the highest value. A line that rises at every step is a leak, often a loss that is stored together "
-        "with its graph.",
+        description="Device memory that is allocated to tensors, and memory reserved by PyTorch's allocator, now and "
+        "at most since the start, of the rank with the highest value. A line that rises at every step is a leak, often "
+        "a loss that is stored together with its graph.",
         unit="bytes",
         minimum=0,
         empty=NO_TORCH_DEVICE,
     )
-    held = Query(f"max by (run) ({hardware.DEVICE_ALLOCATED_BYTES.name}{RANKS})", "allocated")
-    kept = Query(f"max by (run) ({hardware.DEVICE_RESERVED_BYTES.name}{RANKS})", "reserved")
-    return time_series_panel(text, held, kept)
+    sizes = {
+        "allocated": hardware.DEVICE_ALLOCATED_BYTES,
+        "reserved": hardware.DEVICE_RESERVED_BYTES,
+        "allocated, peak": hardware.DEVICE_ALLOCATED_PEAK_BYTES,
+        "reserved, peak": hardware.DEVICE_RESERVED_PEAK_BYTES,
+    }
+    return time_series_panel(text, *_highest(sizes))
 
 
 def _retries() -> PanelBuilder:
@@ -283,7 +350,8 @@ def _retries() -> PanelBuilder:
         empty=NO_TORCH_DEVICE,
     )
     retries, ooms = (
-        f"sum by (run) {increase(metric)}" for metric in (hardware.DEVICE_ALLOC_RETRIES, hardware.DEVICE_OOMS)
+        f"sum by (run) {_on_hosts(increase(metric))}"
+        for metric in (hardware.DEVICE_ALLOC_RETRIES, hardware.DEVICE_OOMS)
     )
     return time_series_panel(text, Query(retries, "retries"), Query(ooms, "out of memory"))
 
@@ -291,23 +359,103 @@ def _retries() -> PanelBuilder:
 def _host_cpu() -> PanelBuilder:
     text = fraction_text(
         "Host CPU",
-        "CPU utilisation of the hosts by all processes, mean and highest. At 100 % the data loader and the launching "
-        "of kernels delay each other.",
+        f"CPU utilisation by all processes, of the {MAX_LINES} hosts with the highest. At 100 % the data loader and "
+        "the launching of kernels delay each other.",
     )
-    return time_series_panel(text, *over_ranks(_each(hardware.HOST_CPU_UTILIZATION), "avg", "max"))
+    query = f"topk by (run) ({MAX_LINES}, max by (run, host) {_each(hardware.HOST_CPU_UTILIZATION)})"
+    return time_series_panel(text, Query(query, "host {{host}}"), many=True)
 
 
 def _host_memory() -> PanelBuilder:
     text = PanelText(
         title="Host memory",
-        description="Available memory of the host with the least, and resident memory of the largest rank. At 0 the "
-        "kernel kills a process, in most cases a rank, and the run ends without an exit event.",
+        description="Available memory of the hosts with the least, memory of the smallest host, swap of the host with "
+        "the most, and resident memory of the largest rank. At 0 available the kernel kills a process, in most cases a "
+        "rank, and the run ends without an exit event.",
         unit="bytes",
         minimum=0,
     )
-    left = Query(f"min by (run) ({hardware.HOST_MEMORY_AVAILABLE_BYTES.name}{RANKS})", "available")
-    held = Query(f"max by (run) ({hardware.RESIDENT_BYTES.name}{RANKS})", "largest rank")
-    return time_series_panel(text, left, held)
+    left = f"bottomk by (run) ({MAX_LINES}, min by (run, host) {_each(hardware.HOST_MEMORY_AVAILABLE_BYTES)})"
+    whole = over_ranks(_each(hardware.HOST_MEMORY_TOTAL_BYTES), "min", legend="size,")
+    held = _highest({"swap": hardware.HOST_SWAP_USED_BYTES, "largest rank": hardware.RESIDENT_BYTES})
+    return time_series_panel(text, Query(left, "available {{host}}"), *whole, *held, many=True)
+
+
+def _hosts() -> PanelBuilder:
+    text = count_text(
+        "Ranks and hosts",
+        "Host, device and versions of each rank that Prometheus scrapes, and its latest step. All ranks should have "
+        "the same versions. A rank that is slow or fails: this table shows the machine to look at.",
+        empty="No rank of this run is scraped: it has ended",
+    )
+    columns = {
+        "rank": Column(heading="Rank", width=80, is_number=True),
+        "host": Column(heading="Host"),
+        "local_rank": Column(heading="Local rank", width=110, is_number=True),
+        "device": Column(heading="Device", width=120),
+        "version": Column(heading="Rankscope", width=140),
+        "torch": Column(heading="PyTorch", width=140),
+        "Value": Column(heading="Step", width=110, decimals=0),
+    }
+    names = ", ".join(list(columns)[:-1])
+    info, build = f"{catalogue.RUN_INFO.name}{service(OF_HOSTS)}", f"{catalogue.BUILD_INFO.name}{SERVICE_RUN}"
+    versions = f"topk by (run, rank) (1, max by (run, rank, version, torch) ({build}))"
+    step = f"max by (run, rank) ({catalogue.STEP.name}{RANKS})"
+    joined = f"{info} * on (run, rank) group_left (version, torch) {versions} * on (run, rank) group_left () {step}"
+    return table_panel(text, (Query(f"max by ({names}) ({joined})"),), columns)
+
+
+def _processes() -> PanelBuilder:
+    text = PanelText(
+        title="Processes",
+        description="CPU cores that a rank uses, mean and highest, and the threads of the rank with the most. More "
+        "cores than the host has per rank: set `OMP_NUM_THREADS`. Threads that only grow are a leak, often of loaders.",
+        unit="none",
+        minimum=0,
+    )
+    cores = over_ranks(_rate(hardware.PROCESS_CPU_SECONDS), "avg", "max", legend="cores,")
+    return time_series_panel(text, *cores, *_highest({"threads": hardware.PROCESS_THREADS}))
+
+
+def _disk() -> PanelBuilder:
+    text = PanelText(
+        title="Disk of the processes",
+        description="Bytes per second that all selected ranks read from storage and write to it. Reads follow the data "
+        "loader, writes are checkpoints. No reads while ranks wait for data: the source is elsewhere, or in the cache.",
+        unit="Bps",
+        minimum=0,
+    )
+    rates = {"read": hardware.PROCESS_READ_BYTES, "written": hardware.PROCESS_WRITTEN_BYTES}
+    return time_series_panel(text, *(Query(f"sum by (run) {_rate(of)}", name) for name, of in rates.items()))
+
+
+def _collectives() -> tuple[PanelBuilder, PanelBuilder]:
+    empty = "No collective is read from torch's flight recorder"
+    traffic = PanelText(
+        title="Collective traffic",
+        description="Message bytes of collectives per second, by operation, sum of the selected ranks. It should be as "
+        "level as the speed. It falls with the speed when a rank or a link is slow.",
+        unit="Bps",
+        minimum=0,
+        empty=empty,
+    )
+    calls = replace(
+        traffic,
+        title="Collective calls",
+        description="Collectives per second, by operation, sum of the selected ranks. Many calls with little traffic: "
+        "the buckets of gradients are too small for the network.",
+        unit="suffix: calls/s",
+    )
+    metrics = ((traffic, catalogue.COLLECTIVE_BYTES), (calls, catalogue.COLLECTIVE_CALLS))
+    made = (
+        time_series_panel(text, Query(f"sum by (run, op) {_rate(of)}", "{{op}}"), many=True) for text, of in metrics
+    )
+    first, second = made
+    return first, second
+
+
+def _highest(metrics: Mapping[str, MetricSpec]) -> list[Query]:
+    return [Query(f"max by (run) {_each(metric)}", name) for name, metric in metrics.items()]
 
 
 def _switches() -> PanelBuilder:
@@ -320,7 +468,7 @@ def _switches() -> PanelBuilder:
         minimum=0,
     )
     switches, faults = (
-        rate(metric) for metric in (hardware.PROCESS_INVOLUNTARY_SWITCHES, hardware.PROCESS_MAJOR_FAULTS)
+        _rate(metric) for metric in (hardware.PROCESS_INVOLUNTARY_SWITCHES, hardware.PROCESS_MAJOR_FAULTS)
     )
     return time_series_panel(
         text,
@@ -345,10 +493,34 @@ def _replica_divergence() -> PanelBuilder:
     return time_series_panel(text, Query(f"sum by (run) (({differs}) * ({comparable}))", "diverged groups"))
 
 
-def _each(metric: MetricSpec) -> str:
-    return once(metric, metric.name + RANKS)
+def _on_hosts(expression: str) -> str:
+    """Return PromQL with the series of the selected hosts in `expression`, each with the label `host`.
+
+    The host of a rank is known while Prometheus scrapes the rank. Series of other times have no such label.
+    """
+    info, step = f"{catalogue.RUN_INFO.name}{service(OF_HOSTS)}", f"{catalogue.STEP.name}{RANKS}"
+    known = f"topk by (run, rank) (1, max by (run, rank, host) ({info}))"
+    unknown = f"group by (run, rank) ({step}) unless on (run) {catalogue.RUN_INFO.name}{SERVICE_RUN}"
+    return f"({expression} * on (run, rank) group_left (host) ({known} or {unknown}))"
 
 
-def _ratio(part: MetricSpec, whole: MetricSpec, *matchers: str) -> str:
-    selector = ranks(*matchers)
-    return once(part, f"{part.name}{selector} / {whole.name}{selector}")
+def _each(metric: MetricSpec, *matchers: str) -> str:
+    return _on_hosts(once(metric, metric.name + ranks(*matchers)))
+
+
+def _rate(metric: MetricSpec, *matchers: str) -> str:
+    return _on_hosts(rate(metric, *matchers))
+
+
+def _by_rank(expression: str) -> Query:
+    """Return a query for the ranks with the highest values."""
+    highest = f"topk by (run) ({MAX_LINES}, max by (run, host, rank) ({expression}))"
+    return Query(highest, "rank {{rank}} {{host}}")
+
+
+def _by_gpu(metric: MetricSpec, pick: str, *matchers: str) -> Query:
+    """Return a query for the GPUs with the highest (`topk`) or lowest (`bottomk`) mean over the time range."""
+    series = metric.name + ranks(*matchers)
+    chosen = f"{pick}({MAX_LINES}, max by (rank, gpu) (avg_over_time({series}[$__range] @ end())))"
+    lines = f"max by (run, host, rank, gpu) ({_each(metric, *matchers)}) and on (rank, gpu) {chosen}"
+    return Query(f'label_replace({lines}, "gpu", "$1", "gpu", "GPU-(.{{8}}).*")', "{{host}} rank {{rank}} {{gpu}}")

@@ -17,6 +17,7 @@ VARIABLES = {
     "$smooth": "1m",
     "$run": "r",
     "$rank": ".+",
+    "$host": ".+",
     "$kind": "grad_reduced",
     "$tensor": ".+",
 }

@@ -180,5 +180,7 @@ def test_exceptions_cover_only_job_instance_and_incident_counters():
         "rankscope_exporter_faults_total",
         "rankscope_ingest_background_errors_total",
         "rankscope_dropped_total",
+        "rankscope_gpu_energy_joules_total",
+        "rankscope_gpu_pcie_replays_total",
     }
     assert shown <= CATALOG.keys()

@@ -23,6 +23,7 @@ def test_slow_rank_is_visible_next_to_the_mean(judge):
         given[f'rankscope_gpu_clock_limit_hertz{{{gpu}, clock="sm"}}'] = "1980000000x30"
         given[f'rankscope_gpu_throttled{{{gpu}, reason="hw_thermal"}}'] = f"{rank}x30"
         given[f'rankscope_gpu_throttled{{{gpu}, reason="idle"}}'] = "0x30"
+        given[f'rankscope_step{{job="rankscope", run="r", rank="{rank}"}}'] = "0+1x30"
     checks = [
         (query("SM clock"), '{run="r"}', 0.75),
         (query("SM clock", 1), '{run="r"}', 0.5),

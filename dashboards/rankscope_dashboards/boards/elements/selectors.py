@@ -20,9 +20,10 @@ ONE_RUN: Final = 'run="$run"'
 SEVERAL_RUNS: Final = 'run=~"$run"'
 
 _RANK: Final = 'rank=~"$rank"'
+OF_HOSTS: Final = 'host=~"$host"'
 OF_KIND: Final = 'kind="$kind"'
 OF_TENSORS: Final = 'tensor=~"$tensor"'
-"""Label matchers for the kind and the tensors that are selected in the board Tensors."""
+"""Label matchers for the hosts that are selected in the board Ranks, and kind and tensors in the board Tensors."""
 
 
 def _selector(*matchers: str) -> str:

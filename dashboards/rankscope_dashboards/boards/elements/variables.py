@@ -14,7 +14,7 @@ from grafana_foundation_sdk.models import dashboard
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.model.kinds import Kind
 from rankscope_dashboards.boards.elements.panels import DATASOURCE
-from rankscope_dashboards.boards.elements.selectors import ALL_RANKS, OF_KIND, in_life, ranks
+from rankscope_dashboards.boards.elements.selectors import ALL_RANKS, OF_KIND, SERVICE_RUN, in_life, ranks
 
 _ALL: Final = ".+"
 Sort = dashboard.VariableSort
@@ -47,6 +47,11 @@ RUN: Final = _run()
 
 RUNS: Final = _several(_run())
 """Selects one run, several or all."""
+
+HOST: Final = _several(
+    _query("host", "Host", f"label_values({catalogue.RUN_INFO.name}{SERVICE_RUN}, host)", Sort.ALPHABETICAL_ASC)
+)
+"""Selects the hosts of ranks. Only scraped ranks have a host."""
 
 RANK: Final = _several(
     _query("rank", "Rank", f"label_values({catalogue.STEP.name}{ALL_RANKS}, rank)", Sort.NUMERICAL_ASC)
