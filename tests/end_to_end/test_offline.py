@@ -101,13 +101,18 @@ def test_training_without_service_is_read_from_its_folder_and_imported(tmp_path:
     assert content(records) == before
 
 
-def test_two_launches_in_one_folder_are_two_attempts(tmp_path: Path) -> None:
-    for _ in range(2):
-        assert 0 == trained(tmp_path).returncode
+def test_failure_of_a_run_is_resolved_if_a_later_launch_in_its_folder_completes(tmp_path: Path) -> None:
+    failing = program("model(torch.ones(4, 8)); raise ValueError('disk full')")
+    failed = run_program(failing, folder=tmp_path, RANKSCOPE_SPOOL_DIR="", RANKSCOPE_INGEST_URL="")
+    assert (1, 0) == (failed.returncode, trained(tmp_path).returncode)
 
-    found = rows(tmp_path / "rankscope-records", "select attempt, state from attempts order by attempt")
+    records = tmp_path / "rankscope-records"
+    found = rows(records, "select attempt, state from attempts order by attempt")
+    listed, incidents = (command(name, "--store", records).stdout.splitlines() for name in ("runs", "incidents"))
 
-    assert [{"attempt": 0, "state": "completed"}, {"attempt": 1, "state": "completed"}] == found
+    assert [{"attempt": 0, "state": "failed"}, {"attempt": 1, "state": "completed"}] == found
+    assert ["completed"] == [line.split("  ")[1].strip() for line in listed[1:]]
+    assert "resolved" == incidents[2].split()[1]
 
 
 def test_killed_training_leaves_its_published_records(tmp_path: Path) -> None:
