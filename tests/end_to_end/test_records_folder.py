@@ -74,6 +74,13 @@ def test_a_named_store_is_never_replaced_by_the_records_folder(folder: Path) -> 
     named = run_command("runs", "--store", "history", folder=folder, RANKSCOPE_SPOOL_DIR="")
     told = run_command("runs", folder=folder, RANKSCOPE_SPOOL_DIR="", RANKSCOPE_STORE="history")
 
+    log = folder / "log.jsonl"
+    log.write_text('{"step": 1, "loss": 2.0}\n')
+    given = [
+        run_command(*words, log, folder=folder, RANKSCOPE_SPOOL_DIR="").stderr for words in (["summary"], ["view"])
+    ]
+
+    assert not any("showing the records" in text for text in given)
     assert (2, 2) == (named.returncode, told.returncode)
     assert "history is not a Rankscope store" in named.stderr
     assert "history is not a Rankscope store" in told.stderr

@@ -71,13 +71,19 @@ def store_folder(text: str) -> Path:
 
 
 def _found_store(context: typer.Context, store: Path) -> Path:
-    """Return `store`; if no one named it and it is no store, the folder in which a training here wrote its records."""
+    """Return `store`; if no one named it and it is no store, the folder in which a training here wrote its records.
+
+    An argument that is a file or folder names what to read, too.
+    """
     from rankscope_contract.spool.reader import DEFAULT_SPOOL_DIR, spool_folders
     from rankscope_storage.api.store import is_store
 
     source = context.get_parameter_source("store")
     records = Path(os.environ.get("RANKSCOPE_SPOOL_DIR") or DEFAULT_SPOOL_DIR)
-    if source is None or source.name != "DEFAULT" or is_store(store) or not spool_folders(records):
+    given = [context.params.get(str(one.name)) for one in context.command.params if one.param_type_name == "argument"]
+    paths = (str(path) for one in given for path in (one if isinstance(one, list | tuple) else [one]))
+    is_named = source is None or source.name != "DEFAULT" or any(map(os.path.exists, paths))
+    if is_named or is_store(store) or not spool_folders(records):
         return store
     print(f"{store} is no store: showing the records in {records}", file=sys.stderr)
     return records
