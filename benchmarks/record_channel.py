@@ -19,8 +19,7 @@ from rankscope_exporter.serving.rank_server import RankServer
 from rankscope_exporter.serving.wire_encoder import encode
 from rankscope_ingest.record_channel.arrow_guard import open_stream
 from rankscope_ingest.record_channel.decode import decode
-from rankscope_ingest.record_channel.plans import PlanColumns
-from rankscope_ingest.record_channel.validate import RowContext, ValidBody, check
+from rankscope_ingest.record_channel.validate import PlanColumns, RowContext, ValidBody, check
 from rankscope_storage.api.store import Batch, Store
 
 TENSORS, STEPS_A_POLL, RANKS, POLLS = 2_500, 10, 8, 10

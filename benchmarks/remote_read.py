@@ -12,7 +12,7 @@ import pyarrow as pa
 from _rows import Row, cpu_seconds
 
 from rankscope_ingest.base.protobuf import packed
-from rankscope_ingest.remote_read.codec import frames, read_response
+from rankscope_ingest.remote_read.handler import frames, read_response
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.prometheus.matchers import Matcher, MatchType

@@ -27,7 +27,7 @@ from rankscope_storage.api.store import Batch, Store, Writer
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import conform, dataset_schema
 from rankscope_storage.connection import connect
-from rankscope_storage.files.parquet import write_file
+from rankscope_storage.files.encoding import write_file
 from rankscope_storage.maintenance import retention
 from rankscope_storage.maintenance.retention import Retention, RetentionReport, retain
 from rankscope_storage.maintenance.retention_plan import File

@@ -23,12 +23,11 @@ from _stored_size import bytes_per_sample, dearest, prototype, stored_files
 from rankscope_exporter.serving.wire_encoder import encode
 from rankscope_ingest.record_channel.arrow_guard import open_stream
 from rankscope_ingest.record_channel.decode import decode
-from rankscope_ingest.record_channel.plans import PlanColumns
-from rankscope_ingest.record_channel.validate import RowContext, check
+from rankscope_ingest.record_channel.validate import PlanColumns, RowContext, check
 from rankscope_storage.api.store import Store
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import conform
-from rankscope_storage.files.parquet import write_file
+from rankscope_storage.files.encoding import write_file
 from rankscope_storage.maintenance import compaction
 from rankscope_storage.maintenance.compaction import CompactionReport
 from rankscope_storage.writer.writer import Batch, Writer

@@ -26,7 +26,7 @@ from _stored_size import bytes_per_sample, dearest, prototype, stored_files
 
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import conform
-from rankscope_storage.files.parquet import open_file, write_file
+from rankscope_storage.files.encoding import open_file, write_file
 
 RANKS, STEPS, LAYERS, WIDTH = 4, 400, 12, 96
 BASELINES: Final = ("norm_baseline", "mean_baseline")

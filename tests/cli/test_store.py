@@ -16,8 +16,7 @@ from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
-from rankscope_storage.log.delta import Log
-from rankscope_storage.log.translation import Change
+from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.maintenance import compaction
 
 LONG_AGO = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)

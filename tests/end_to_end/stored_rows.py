@@ -10,8 +10,7 @@ from tests.exporter.conftest import Reader
 from rankscope_contract.protocol.channel import PLAN_PATH, RECORDS_PATH, SCHEMA_HEADER
 from rankscope_ingest.record_channel.arrow_guard import open_stream
 from rankscope_ingest.record_channel.decode import decode, plain_text
-from rankscope_ingest.record_channel.plans import PlanCache
-from rankscope_ingest.record_channel.validate import RowContext, check, plan_ids
+from rankscope_ingest.record_channel.validate import PlanCache, RowContext, check, plan_ids
 
 
 def tables_of(read: Reader, run: str = "r", incarnation: str = "i") -> dict[str, pa.Table]:

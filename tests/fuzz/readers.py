@@ -36,9 +36,8 @@ from rankscope_ingest.notify.notifiers.apprise_notifier import Secrets
 from rankscope_ingest.record_channel.arrow_guard import open_stream
 from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.record_channel.decode import decode, decode_one
-from rankscope_ingest.record_channel.plans import PlanCache
-from rankscope_ingest.record_channel.validate import RowContext, check, plan_ids
-from rankscope_ingest.remote_read.codec import read_request
+from rankscope_ingest.record_channel.validate import PlanCache, RowContext, check, plan_ids
+from rankscope_ingest.remote_read.handler import read_request
 from rankscope_ingest.remote_write.decoder import WriteReader
 from rankscope_ingest.scrape.discovery import listed
 from rankscope_ingest.scrape.page_reader import Page, PageReader

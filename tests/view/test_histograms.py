@@ -10,8 +10,7 @@ from tests.view.training import START, append, rows, run_row
 
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
-from rankscope_view.data.grid import LEVELS, NOT_A_NUMBER
-from rankscope_view.data.histograms import histogram_grid, histogram_tensors
+from rankscope_view.data.grid import LEVELS, NOT_A_NUMBER, histogram_grid, histogram_tensors
 from rankscope_view.site import Site
 
 STEPS = 30

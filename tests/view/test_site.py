@@ -17,8 +17,7 @@ from tests.view.training import HOSTILE, MAIN, START, append, scalars
 from rankscope_storage.api.store import Store
 from rankscope_storage.api.summaries import AnomalyRow
 from rankscope_view.assets import ASSETS, UPLOT
-from rankscope_view.data.incident_story import own_anomalies
-from rankscope_view.data.incidents import incidents
+from rankscope_view.data.incidents import incidents, own_anomalies
 from rankscope_view.data.ranks import RankOrder, RankRow, rank_table
 from rankscope_view.data.runs import RunQuery, run_list
 from rankscope_view.pages.format import count, measure, percent, short

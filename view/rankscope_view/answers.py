@@ -18,8 +18,7 @@ from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, cur
 from rankscope_view.data.detail import CHARTS, nothing, read_charts
 from rankscope_view.data.evaluation import evaluation_curve
 from rankscope_view.data.events import event_lines, markers
-from rankscope_view.data.grid import MOST_ROWS, GridRequest, Order, TensorKinds, tensor_grid
-from rankscope_view.data.histograms import histogram_grid
+from rankscope_view.data.grid import MOST_ROWS, GridRequest, Order, TensorKinds, histogram_grid, tensor_grid
 from rankscope_view.data.history import EVAL_LOSS, LOSS, History
 from rankscope_view.data.metrics import metric_curve, metric_histories, named_history, read_metrics
 from rankscope_view.data.ranks import RankOrder, rank_grid, rank_table

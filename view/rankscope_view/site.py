@@ -28,11 +28,9 @@ from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, cur
 from rankscope_view.data.detail import RunDetail, nothing, read_detail
 from rankscope_view.data.evaluation import evaluation_curve
 from rankscope_view.data.events import EVENT_GROUPS, NEWEST, EventLog, Group, event_log
-from rankscope_view.data.grid import tensor_kinds
-from rankscope_view.data.histograms import histogram_tensors
+from rankscope_view.data.grid import histogram_tensors, tensor_kinds
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LOSS
-from rankscope_view.data.incident_story import incident_story
-from rankscope_view.data.incidents import incidents
+from rankscope_view.data.incidents import incident_story, incidents
 from rankscope_view.data.metrics import read_metrics
 from rankscope_view.data.ranks import rank_table
 from rankscope_view.data.runs import RunQuery, RunRow, known_runs, run_list, run_row

@@ -145,8 +145,7 @@ def _metric(chosen: OpenRun, name: str, axis: AxisName) -> Figure:
 def _curves(chosen: OpenRun, kind: FigureKind, options: _Options) -> Figure:
     from rankscope_view.data.curves import Axis, Smoothing
     from rankscope_view.data.detail import read_detail
-    from rankscope_view.data.speed import read_speed
-    from rankscope_view.data.utilization import read_utilization
+    from rankscope_view.data.speed import read_speed, read_utilization
     from rankscope_view.figures.boxes import gpu_boxes
     from rankscope_view.figures.overview import overview
     from rankscope_view.figures.speed import loss_and_throughput
@@ -203,7 +202,7 @@ def _rank_map(chosen: OpenRun, _: _Options) -> tuple[Grid, str, str]:
 
 
 def _histogram_map(chosen: OpenRun, tensors: _Options) -> tuple[Grid, str, str]:
-    from rankscope_view.data.histograms import histogram_grid, histogram_tensors
+    from rankscope_view.data.grid import histogram_grid, histogram_tensors
 
     known = histogram_tensors(chosen.connection, chosen.run)
     if not known:

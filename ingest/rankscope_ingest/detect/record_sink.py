@@ -18,10 +18,9 @@ from rankscope_ingest.detect.run_monitor import RunMonitor
 from rankscope_ingest.detect.symptoms import exit_reports, firings, latest_events, symptoms
 from rankscope_ingest.record_channel.admission import PollBudget
 from rankscope_ingest.record_channel.decode import decode_one
-from rankscope_ingest.record_channel.plans import PlanColumns
-from rankscope_ingest.record_channel.validate import ValidBody
+from rankscope_ingest.record_channel.validate import PlanColumns, ValidBody
 from rankscope_ingest.recovery.orphan_spools import drain_orphan
-from rankscope_ingest.runs.target import Health, Target
+from rankscope_ingest.runs.models import Health, Target
 
 log = logging.getLogger(__name__)
 

@@ -50,8 +50,7 @@ from rankscope_ingest.reporting.progress import RunMeter, RunProgress, run_progr
 from rankscope_ingest.reporting.rows import Row, Stamp, Versions, clock_row, event_row, incident_row, launch_row
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_ingest.runs.incident import MUTED, OPENED, RESOLVED, Incident
-from rankscope_ingest.runs.models import Attempt, AttemptKey
-from rankscope_ingest.runs.target import Health, Target
+from rankscope_ingest.runs.models import Attempt, AttemptKey, Health, Target
 from rankscope_ingest.runs.tracker import RunTracker
 from rankscope_ingest.targets.registry import Accepted, AttemptNumbers, Registry
 from rankscope_view.data.slow_ranks import find_slow_ranks

@@ -14,8 +14,7 @@ from typing import Any, Final
 from rankscope_ingest.base.errors import FetchError, RegistrationError
 from rankscope_ingest.detect.run_monitor import RunMonitor
 from rankscope_ingest.notify.announcer import Announcer, resolved_message
-from rankscope_ingest.runs.models import AttemptKey
-from rankscope_ingest.runs.target import Target
+from rankscope_ingest.runs.models import AttemptKey, Target
 
 MAX_REQUESTS: Final = 64
 """Maximum number of ranks whose stacks are requested at the same time."""

@@ -22,10 +22,9 @@ from rankscope_ingest.detect.stall_handler import RankAnswer, parse_stacks_reque
 from rankscope_ingest.http.pages import Pages
 from rankscope_ingest.network.auth import OwnName, challenge, refuse_web_pages, token_guard
 from rankscope_ingest.remote_write.handler import written_headers
-from rankscope_ingest.runs.target import Health, Target
+from rankscope_ingest.runs.models import Health, Target
 from rankscope_ingest.status_page.assets import PAGE_HEADERS
-from rankscope_ingest.status_page.collect import Parts
-from rankscope_ingest.status_page.model import Status
+from rankscope_ingest.status_page.collect import Parts, Status
 from rankscope_ingest.status_page.page import page
 from rankscope_ingest.targets.registry import parse_registration
 

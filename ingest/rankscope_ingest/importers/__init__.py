@@ -28,7 +28,6 @@ import pyarrow.compute as pc
 
 from rankscope_contract.rules.curve import IMPORT_RULES
 from rankscope_ingest.base.errors import IngestError
-from rankscope_ingest.importers.common.branches import StoredScalars, stored_scalars
 from rankscope_ingest.importers.common.importer import (
     NOT_MINE,
     Detection,
@@ -47,11 +46,13 @@ from rankscope_ingest.importers.common.log_identity import KnownImport, known_im
 from rankscope_ingest.importers.common.report import ImportReport
 from rankscope_ingest.importers.common.runner import (
     NO_END,
+    StoredScalars,
     concatenated,
     errors_about,
     import_records,
     refuse_options,
     source_of,
+    stored_scalars,
 )
 from rankscope_ingest.importers.newer_log import newer_log
 from rankscope_ingest.importers.textlog import nearest_miss

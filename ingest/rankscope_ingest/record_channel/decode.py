@@ -21,8 +21,7 @@ import pyarrow.compute as pc
 
 from rankscope_contract.model.schema import NESTED
 from rankscope_ingest.base.tables import FROM_RANK, coded_schema
-from rankscope_ingest.record_channel.plans import PlanColumns
-from rankscope_ingest.record_channel.validate import Measured, Positions, ValidBody, absent_counts
+from rankscope_ingest.record_channel.validate import Measured, PlanColumns, Positions, ValidBody, absent_counts
 
 Number = TypeVar("Number", bound=np.generic)
 

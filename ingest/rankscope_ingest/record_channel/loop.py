@@ -22,9 +22,8 @@ from rankscope_ingest.base.errors import DecodeError, FetchError
 from rankscope_ingest.record_channel.admission import PollBudget
 from rankscope_ingest.record_channel.arrow_guard import open_stream
 from rankscope_ingest.record_channel.client import Answer, Body, Drained, NothingNew, OtherProcess, RingStatus
-from rankscope_ingest.record_channel.plans import PlanCache, PlanColumns
-from rankscope_ingest.record_channel.validate import RowContext, ValidBody, check, plan_ids
-from rankscope_ingest.runs.target import Health, Target
+from rankscope_ingest.record_channel.validate import PlanCache, PlanColumns, RowContext, ValidBody, check, plan_ids
+from rankscope_ingest.runs.models import Health, Target
 
 DRAINING_POLL_SECONDS: Final = 0.2
 POKE_SECONDS: Final = 0.25  # shortest interval of polls that pokes cause

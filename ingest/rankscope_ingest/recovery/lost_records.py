@@ -21,7 +21,7 @@ from rankscope_ingest.record_channel.validate import ValidBody
 from rankscope_ingest.reporting.progress import RunMeter
 from rankscope_ingest.reporting.rows import Row, Stamp, found_row, gap_row, lost_jump_row
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
-from rankscope_ingest.runs.target import Target
+from rankscope_ingest.runs.models import Target
 
 log = logging.getLogger(__name__)
 

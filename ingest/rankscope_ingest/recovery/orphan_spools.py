@@ -28,8 +28,7 @@ from rankscope_ingest.record_channel.arrow_guard import open_stream
 from rankscope_ingest.record_channel.client import Answer, Body, Drained, NothingNew, RingStatus
 from rankscope_ingest.record_channel.loop import Source
 from rankscope_ingest.record_channel.validate import plan_ids
-from rankscope_ingest.runs.models import Attempt
-from rankscope_ingest.runs.target import Health, Target
+from rankscope_ingest.runs.models import Attempt, Health, Target
 from rankscope_ingest.runs.tracker import RunTracker
 from rankscope_ingest.targets.registry import Accepted, Registry, check_registration
 

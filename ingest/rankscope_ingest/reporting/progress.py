@@ -12,8 +12,7 @@ from typing import Final
 
 import pyarrow as pa
 
-from rankscope_ingest.runs.models import Attempt
-from rankscope_ingest.runs.target import Target
+from rankscope_ingest.runs.models import Attempt, Target
 
 LOSS: Final = "loss"
 TOKENS: Final = "tokens_total"

@@ -20,10 +20,9 @@ import pyarrow as pa
 from rankscope_contract.model.clock_jump import jump_details, jump_message
 from rankscope_contract.model.events import SLOW_RANK, EventType, Severity
 from rankscope_ingest.base.tables import FROM_INGEST, rows_table
-from rankscope_ingest.record_channel.plans import PlanColumns
+from rankscope_ingest.record_channel.validate import PlanColumns
 from rankscope_ingest.runs.incident import Incident
-from rankscope_ingest.runs.models import Attempt, AttemptKey
-from rankscope_ingest.runs.target import Target
+from rankscope_ingest.runs.models import Attempt, AttemptKey, Target
 from rankscope_ingest.runs.text import headline
 
 LIVE: Final = "live"

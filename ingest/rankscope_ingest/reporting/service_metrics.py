@@ -21,8 +21,7 @@ from rankscope_contract.metrics.catalogue import MetricSpec
 from rankscope_contract.model.events import RunState
 from rankscope_ingest.reporting.progress import RunProgress
 from rankscope_ingest.runs.incident import Incident
-from rankscope_ingest.runs.models import Attempt
-from rankscope_ingest.runs.target import Health, Target
+from rankscope_ingest.runs.models import Attempt, Health, Target
 from rankscope_storage.maintenance.compaction import CompactionReport
 
 REMEMBER_SECONDS: Final = 3600.0

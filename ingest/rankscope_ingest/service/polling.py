@@ -29,10 +29,10 @@ from rankscope_ingest.network.dialing import parse_target_url
 from rankscope_ingest.pipeline.batcher import Batcher
 from rankscope_ingest.record_channel.client import Fetcher, OtherProcess
 from rankscope_ingest.record_channel.loop import Pace, TargetLoop
-from rankscope_ingest.record_channel.plans import PlanCache
+from rankscope_ingest.record_channel.validate import PlanCache
 from rankscope_ingest.recovery.orphan_spools import Spools, SpoolScanner
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
-from rankscope_ingest.runs.target import Health, Target
+from rankscope_ingest.runs.models import Health, Target
 from rankscope_ingest.scrape.discovery import ExporterList, configured
 from rankscope_ingest.scrape.http import PageFetcher
 from rankscope_ingest.scrape.sample_table import Scrape

@@ -43,13 +43,12 @@ from rankscope_ingest.reporting.goodput import GoodputReader, read_goodput
 from rankscope_ingest.reporting.progress import Progress, RunProgress
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_ingest.runs.incident import Incident
-from rankscope_ingest.runs.target import Target
+from rankscope_ingest.runs.models import Target
 from rankscope_ingest.runs.text import Place, title
 from rankscope_ingest.service.pipeline import Pipeline, make_batcher
 from rankscope_ingest.service.polling import ExternalExporters, Polling
 from rankscope_ingest.service.watching import WatchedLogs
-from rankscope_ingest.status_page.collect import StatusCollector
-from rankscope_ingest.status_page.model import Status
+from rankscope_ingest.status_page.collect import Status, StatusCollector
 from rankscope_ingest.watch.watcher import Hooks
 from rankscope_storage.api.store import Commit, Writer
 from rankscope_view.site import Site

@@ -18,10 +18,9 @@ from rankscope_contract.model.events import RunState
 from rankscope_contract.protocol.channel import EXPORTERS_PATH, METRICS_PATH, RUNS_PATH, STATUS_PATH, TARGETS_PATH
 from rankscope_ingest.remote_write.senders import RefusedSender
 from rankscope_ingest.reporting.progress import RunProgress
-from rankscope_ingest.runs.models import ENDED
-from rankscope_ingest.runs.target import Health
+from rankscope_ingest.runs.models import ENDED, Health
 from rankscope_ingest.status_page.assets import REFRESH_SECONDS, SCRIPT, STYLE
-from rankscope_ingest.status_page.model import RunStatus, ServiceStatus, Status, TargetStatus
+from rankscope_ingest.status_page.collect import RunStatus, ServiceStatus, Status, TargetStatus
 from rankscope_view.pages.format import ago, count, duration, measure, number, percent, text
 
 MAX_LAG_SECONDS: Final = 60.0

@@ -19,8 +19,7 @@ from rankscope_contract.protocol.channel import Registration, RegistrationReply
 from rankscope_ingest.base.config import Network
 from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.network.dialing import Address, check_allowed, parse_target_url
-from rankscope_ingest.runs.models import Liveness
-from rankscope_ingest.runs.target import Health, Target
+from rankscope_ingest.runs.models import Health, Liveness, Target
 
 
 class AttemptNumbers:

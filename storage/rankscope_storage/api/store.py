@@ -18,12 +18,10 @@ from rankscope_storage.base.errors import (
     local_folder,
 )
 from rankscope_storage.base.fsync import Sync, make_folders, sync_to_disk
-from rankscope_storage.files.encoding import check_bits
-from rankscope_storage.files.parquet import STAGING
-from rankscope_storage.log.delta import Log
+from rankscope_storage.files.encoding import STAGING, check_bits
+from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.entries import has_entries
 from rankscope_storage.log.shard_lock import ShardLock, current_owner, owner_info, shard_transaction
-from rankscope_storage.log.translation import Change
 from rankscope_storage.query.sql_script import write_sql_script
 from rankscope_storage.writer.writer import Batch, Commit, Writer
 

@@ -22,8 +22,7 @@ from rankscope_storage.query.pruning import ViewReference, row_ranges, view_refe
 from rankscope_storage.query.statements import StatementCache, needed_definitions
 from rankscope_storage.sql.clock_jumps import JUMPS, NO_JUMPS
 from rankscope_storage.sql.scalar_curve import raw_curve, scalar_curve, sole_attempt_curve
-from rankscope_storage.sql.scalar_history import LOSS_LOGGED_ONCE, LOSS_OF_SOLE_ATTEMPT
-from rankscope_storage.sql.scalar_positions import POSITIONS, STEPS_ARE_POSITIONS
+from rankscope_storage.sql.scalar_history import LOSS_LOGGED_ONCE, LOSS_OF_SOLE_ATTEMPT, POSITIONS, STEPS_ARE_POSITIONS
 from rankscope_storage.sql.tensor_macros import bucket_deviations, tensor_latest
 from rankscope_storage.sql.views import common_columns, raw_select
 

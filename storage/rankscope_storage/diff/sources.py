@@ -13,7 +13,7 @@ from typing import Final
 from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.connection import Connection
-from rankscope_storage.sql.scalar_positions import POSITIONS
+from rankscope_storage.sql.scalar_history import POSITIONS
 
 SCALAR: Final = "scalar"
 """Name that represents all scalars where a kind is expected, for example in `DiffSelection.kinds`."""

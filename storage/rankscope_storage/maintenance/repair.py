@@ -14,11 +14,10 @@ from typing import Any, Final
 
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.fsync import Sync, make_folders
-from rankscope_storage.files.parquet import DataFile
-from rankscope_storage.log.delta import Log
+from rankscope_storage.files.encoding import DataFile
+from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.entries import LOG_FOLDER, entries, torn_checkpoint_files, torn_entries
 from rankscope_storage.log.shard_lock import all_shards
-from rankscope_storage.log.translation import Change
 from rankscope_storage.maintenance.file_check import Finding, FindingKind, check_file, describe_rows
 from rankscope_storage.maintenance.vacuum import delete_orphan_files, find_orphan_files
 

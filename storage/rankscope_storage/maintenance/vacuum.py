@@ -16,7 +16,7 @@ from typing import Final
 
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.fsync import Sync
-from rankscope_storage.files.parquet import STAGING
+from rankscope_storage.files.encoding import STAGING
 from rankscope_storage.log.delta import REMOVED_FILES_HOURS, Log
 from rankscope_storage.log.entries import staged_entries
 from rankscope_storage.maintenance.file_check import size_of

@@ -21,10 +21,9 @@ from rankscope_storage.base.errors import ConflictError, StoreError
 from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.schema import conform, dataset_schema
 from rankscope_storage.connection import connect
-from rankscope_storage.files.parquet import write_file
+from rankscope_storage.files.encoding import write_file
 from rankscope_storage.files.partitioning import shared_part
-from rankscope_storage.log.delta import Log
-from rankscope_storage.log.translation import Change
+from rankscope_storage.log.delta import Change, Log
 
 MOST_TAGS: Final = 100
 LONGEST_KEY: Final = 100

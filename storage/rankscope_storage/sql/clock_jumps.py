@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from rankscope_contract.model.events import EventType
-from rankscope_storage.sql.scalar_positions import POSITIONS
+from rankscope_storage.sql.scalar_history import POSITIONS
 
 JUMPS: Final = "clock_jumps"
 """Name of the view."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from rankscope_storage.sql.scalar_history import FOLLOWS, is_main_source
-from rankscope_storage.sql.scalar_positions import POSITIONS
+from rankscope_storage.sql.scalar_history import FOLLOWS, POSITIONS, is_main_source
 
 MOST_POINTS: Final = 32_767
 """Largest number of buckets in the result of `scalar_curve`.

@@ -19,8 +19,7 @@ from rankscope_storage.sql.clock_jumps import TIMED_POSITIONS
 from rankscope_storage.sql.collective_calls import COLLECTIVE_CALLS
 from rankscope_storage.sql.rollups import TIMELINES, rollup_view
 from rankscope_storage.sql.scalar_curve import SCALAR_CURVE
-from rankscope_storage.sql.scalar_history import HISTORY_VIEWS
-from rankscope_storage.sql.scalar_positions import SCALAR_POSITIONS
+from rankscope_storage.sql.scalar_history import HISTORY_VIEWS, SCALAR_POSITIONS
 from rankscope_storage.sql.smoothing import DOWNSAMPLE, SMOOTHING_MACROS
 from rankscope_storage.sql.tensor_global import TENSOR_GLOBAL
 from rankscope_storage.sql.tensor_macros import DEVIATION_MACROS, NONFINITE, TENSOR_LATEST

@@ -25,14 +25,12 @@ from rankscope_contract.protocol.channel import NOTHING
 from rankscope_storage.base.errors import BatchError, ConflictError, ShardLostError, StoreError
 from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.schema import conform
-from rankscope_storage.files.encoding import rounded
-from rankscope_storage.files.parquet import DataFile, discard, write_file
+from rankscope_storage.files.encoding import DataFile, discard, rounded, write_file
 from rankscope_storage.files.partitioning import parts
 from rankscope_storage.log.checkpoints import Checkpointer
-from rankscope_storage.log.delta import Log
+from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.entries import watermark_transaction, watermarks_of
 from rankscope_storage.log.shard_lock import ShardLock, current_owner, owner_info, shard_transaction
-from rankscope_storage.log.translation import Change
 from rankscope_storage.maintenance.compaction import CompactionReport, compact
 from rankscope_storage.maintenance.vacuum import MaintenanceReport, maintain
 

@@ -20,8 +20,7 @@ from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.notifiers import NotifyError, make_notifiers
 from rankscope_ingest.reporting.rows import Stamp, attempt_row, clock_row, incident_row, launch_row
 from rankscope_ingest.runs.incident import Symptom, run_incident
-from rankscope_ingest.runs.models import Attempt, Liveness
-from rankscope_ingest.runs.target import Target
+from rankscope_ingest.runs.models import Attempt, Liveness, Target
 from rankscope_ingest.runs.text import SENT_AGAIN
 from rankscope_ingest.runs.tracker import RunTracker
 from rankscope_storage.api.store import Store

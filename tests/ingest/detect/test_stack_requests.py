@@ -14,8 +14,7 @@ from aiohttp import ClientSession, web
 from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.detect.stall_handler import request_stacks
 from rankscope_ingest.record_channel.client import Fetcher
-from rankscope_ingest.runs.models import Liveness
-from rankscope_ingest.runs.target import Health, Target
+from rankscope_ingest.runs.models import Health, Liveness, Target
 
 Make = Callable[..., Any]
 

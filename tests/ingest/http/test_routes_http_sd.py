@@ -6,8 +6,7 @@ import pytest
 
 from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.http.routes import per_node, per_rank
-from rankscope_ingest.runs.models import Liveness
-from rankscope_ingest.runs.target import Health, Target
+from rankscope_ingest.runs.models import Health, Liveness, Target
 
 
 def target(rank=0, health=Health.UP, **changes):

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from rankscope_contract.rules.curve import IMPORT_RULES, CurveRule, SeriesEvaluator
-from rankscope_ingest.importers.common.curve_rules import CurveEvaluator
+from rankscope_ingest.importers.common.rules import CurveEvaluator
 
 CURVE_RULES = tuple(rule for rule in IMPORT_RULES if isinstance(rule, CurveRule))
 

@@ -28,8 +28,7 @@ from rankscope_contract.model.schema import (
 from rankscope_ingest.base.errors import DecodeError
 from rankscope_ingest.record_channel.arrow_guard import END_OF_STREAM, inflated_bytes, open_stream
 from rankscope_ingest.record_channel.decode import decode
-from rankscope_ingest.record_channel.plans import PlanCache
-from rankscope_ingest.record_channel.validate import RowContext, check, plan_ids
+from rankscope_ingest.record_channel.validate import PlanCache, RowContext, check, plan_ids
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 FLOATS = st.none() | st.floats(width=32, allow_nan=False)

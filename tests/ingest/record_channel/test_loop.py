@@ -11,9 +11,8 @@ from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.record_channel.admission import PollBudget
 from rankscope_ingest.record_channel.client import NothingNew, RingStatus
 from rankscope_ingest.record_channel.loop import Pace, TargetLoop
-from rankscope_ingest.record_channel.plans import PlanCache
-from rankscope_ingest.runs.models import Liveness
-from rankscope_ingest.runs.target import Health, Target
+from rankscope_ingest.record_channel.validate import PlanCache
+from rankscope_ingest.runs.models import Health, Liveness, Target
 
 PACE = Pace(poll_seconds=2.0, max_backoff_seconds=30.0, targets=lambda: 1000)
 

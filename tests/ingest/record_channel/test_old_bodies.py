@@ -13,8 +13,7 @@ from rankscope_exporter.records.step_record import NamedPlan, Statistics, StepRe
 from rankscope_exporter.serving.wire_encoder import encode
 from rankscope_ingest.base.errors import DecodeError
 from rankscope_ingest.record_channel.decode import decode
-from rankscope_ingest.record_channel.plans import PlanCache
-from rankscope_ingest.record_channel.validate import RowContext, check
+from rankscope_ingest.record_channel.validate import PlanCache, RowContext, check
 
 DATA = Path(__file__).parent / "data"
 CONTEXT = RowContext(run="old", attempt=0, rank=1, incarnation="0123456789abcdef")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.ingest.remote_read.streams import MESSAGES, decoded, frames_of
 from tests.properties import examples
 
-from rankscope_ingest.remote_read import codec
-from rankscope_ingest.remote_read.codec import read_response
+from rankscope_ingest.remote_read import handler
+from rankscope_ingest.remote_read.handler import read_response
 from rankscope_storage.prometheus.series import Series
 
 DISTANCES = st.one_of(
@@ -67,7 +67,7 @@ def test_decoded_chunks_are_bit_identical_to_the_encoded_samples(series):
     times, values = (np.concatenate(columns) for columns in zip(*made, strict=True))
     starts = np.cumsum([0, *(len(one) for one, _ in made[:-1])])
 
-    chunks = codec.chunks(times, values, starts)
+    chunks = handler.chunks(times, values, starts)
 
     assert [list(zip(ts.tolist(), v.view(np.uint64).tolist(), strict=True)) for ts, v in made] == [
         *map(decoded, chunks)
@@ -80,7 +80,7 @@ def test_chunk_is_byte_identical_to_that_of_prometheus(recorded):
     data = bytes.fromhex(recorded)
     times, bits = zip(*decoded(data), strict=True)
 
-    assert [data] == codec.chunks(np.array(times), np.array(bits, np.uint64).view(np.float64), np.array([0]))
+    assert [data] == handler.chunks(np.array(times), np.array(bits, np.uint64).view(np.float64), np.array([0]))
 
 
 def labelled(number, samples):
@@ -94,7 +94,7 @@ def test_frame_has_a_checksum_and_one_series_which_may_span_frames():
 
     messages = [
         MESSAGES["ChunkedReadResponse"].FromString(frame)
-        for frame in frames_of(b"".join(codec.frames(answers, frame_bytes=2_000)))
+        for frame in frames_of(b"".join(handler.frames(answers, frame_bytes=2_000)))
     ]
 
     assert [(0, "0"), (0, "0"), (0, "0"), (0, "1"), (2, "2"), (2, "3")] == [
@@ -113,7 +113,7 @@ def test_streamed_and_plain_responses_have_the_same_samples(group):
     plain = MESSAGES["ReadResponse"].FromString(read_response(answers)).results[0].timeseries
 
     found = {}
-    for frame in frames_of(b"".join(codec.frames(answers, group_samples=group))):
+    for frame in frames_of(b"".join(handler.frames(answers, group_samples=group))):
         for one in MESSAGES["ChunkedReadResponse"].FromString(frame).chunked_series:
             samples = [sample for chunk in one.chunks for sample in decoded(chunk.data)]
             found[one.labels[1].value] = [(ts, struct.unpack(">d", struct.pack(">Q", bits))[0]) for ts, bits in samples]
@@ -122,4 +122,4 @@ def test_streamed_and_plain_responses_have_the_same_samples(group):
 
 
 def test_empty_result_is_an_empty_stream():
-    assert b"" == b"".join(codec.frames([[], []]))
+    assert b"" == b"".join(handler.frames([[], []]))

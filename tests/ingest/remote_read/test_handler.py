@@ -15,8 +15,7 @@ from rankscope_ingest.base.config import RemoteReadSection
 from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.base.protobuf import packed
 from rankscope_ingest.remote_read import handler
-from rankscope_ingest.remote_read.codec import ReadRequest
-from rankscope_ingest.remote_read.handler import RemoteRead
+from rankscope_ingest.remote_read.handler import ReadRequest, RemoteRead
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.prometheus.query import SeriesQuery

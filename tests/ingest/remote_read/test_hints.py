@@ -18,7 +18,7 @@ from tests.ingest.remote_read.test_with_prometheus import OLD, OUTSIDE, promethe
 
 from rankscope_ingest.base.config import RemoteReadSection
 from rankscope_ingest.base.protobuf import packed, unpacked
-from rankscope_ingest.remote_read import codec, handler
+from rankscope_ingest.remote_read import handler
 from rankscope_ingest.remote_read.handler import RemoteRead
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
@@ -85,7 +85,7 @@ class WithoutHints(RemoteRead):
     """Removes the hints of each request before it is answered."""
 
     def _answer(self, body, cancel):
-        request = MESSAGES["ReadRequest"].FromString(unpacked(body, codec.MAX_REQUEST_BYTES))
+        request = MESSAGES["ReadRequest"].FromString(unpacked(body, handler.MAX_REQUEST_BYTES))
         for query in request.queries:
             query.ClearField("hints")
         return super()._answer(packed(request.SerializeToString()), cancel)

@@ -23,7 +23,7 @@ from aiohttp import web
 from tests.ingest.remote_read.streams import MESSAGES, decoded, frames_of
 
 from rankscope_ingest.base.protobuf import packed, unpacked
-from rankscope_ingest.remote_read import codec
+from rankscope_ingest.remote_read import handler
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
 
@@ -298,7 +298,7 @@ async def test_pushed_samples_are_read_back_bit_identical(
 
 
 def again(times, bits):
-    return codec.chunks(np.array(times), np.array(bits, np.uint64).view(np.float64), np.array([0]))
+    return handler.chunks(np.array(times), np.array(bits, np.uint64).view(np.float64), np.array([0]))
 
 
 def samples_in(chunks, end):

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from tests.properties import examples
 
 from rankscope_contract.protocol.channel import Registration
-from rankscope_ingest.runs.models import Liveness
-from rankscope_ingest.runs.target import Target
+from rankscope_ingest.runs.models import Liveness, Target
 from rankscope_ingest.status_page.collect import MAX_OBSERVATIONS, LagClock
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.ingest.status_page.statuses import HOSTILE, STARTED, empty, large, run, small, target
 
 from rankscope_contract.model.events import RunState
-from rankscope_ingest.runs.target import Health
+from rankscope_ingest.runs.models import Health
 from rankscope_ingest.status_page import assets
 from rankscope_ingest.status_page.page import COLOURS, MAX_ROWS, MAX_RUNS, page
 from rankscope_view.pages.format import duration, number, percent

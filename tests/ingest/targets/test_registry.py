@@ -11,7 +11,7 @@ import pytest
 from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.network.dialing import AllowedResolver, address_of, is_allowed, parse_target_url
-from rankscope_ingest.runs.target import Health
+from rankscope_ingest.runs.models import Health
 from rankscope_ingest.targets.registry import AttemptNumbers, Registry, parse_registration
 
 LOOPBACK = [ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128")]

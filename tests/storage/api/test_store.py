@@ -32,9 +32,8 @@ from rankscope_storage.base.errors import (
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import connect
 from rankscope_storage.log import delta as log_module
-from rankscope_storage.log.delta import Log
+from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.shard_lock import ShardLock, shard_transaction
-from rankscope_storage.log.translation import Change
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.file_check import FindingKind
 from rankscope_storage.maintenance.repair import repair

@@ -21,8 +21,8 @@ from rankscope_storage.base.schema import (
     schema_version,
     table_schema,
 )
+from rankscope_storage.files.encoding import STAGING, write_file
 from rankscope_storage.files.older_integers import has_older_integers
-from rankscope_storage.files.parquet import STAGING, write_file
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "parquet_schema.txt"
 

@@ -14,8 +14,7 @@ import pytest
 
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import conform
-from rankscope_storage.files.encoding import ROW_GROUP_ROWS
-from rankscope_storage.files.parquet import STAGING, discard, statistics, write_file
+from rankscope_storage.files.encoding import ROW_GROUP_ROWS, STAGING, discard, statistics, write_file
 
 
 @pytest.fixture

@@ -12,9 +12,8 @@ from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import connect
 from rankscope_storage.log.checkpoints import Checkpointer, write_checkpoint
-from rankscope_storage.log.delta import CHECKPOINT_COMMITS, Log
+from rankscope_storage.log.delta import CHECKPOINT_COMMITS, Change, Log
 from rankscope_storage.log.entries import LOG_FOLDER, NO_CHECKPOINT, newest_checkpoint
-from rankscope_storage.log.translation import Change
 from rankscope_storage.maintenance.compaction import compact
 
 

@@ -11,9 +11,8 @@ from rankscope_storage.api.store import Store
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.log.checkpoints import write_checkpoint
-from rankscope_storage.log.delta import CHECKPOINT_COMMITS, Log
+from rankscope_storage.log.delta import CHECKPOINT_COMMITS, Change, Log
 from rankscope_storage.log.entries import checkpoint_files, entry, newest_checkpoint
-from rankscope_storage.log.translation import Change
 
 
 class Power:

@@ -20,10 +20,9 @@ from rankscope_storage.base.errors import ShardLockError, StoreError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
-from rankscope_storage.files.parquet import DataFile
-from rankscope_storage.log.delta import Log
+from rankscope_storage.files.encoding import DataFile
+from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.entries import LOG_FOLDER
-from rankscope_storage.log.translation import Change
 from rankscope_storage.maintenance import compaction, file_check
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.compaction import compact

@@ -16,8 +16,7 @@ from rankscope_storage.base.errors import ShardLostError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import connect
 from rankscope_storage.files.partitioning import shared_part
-from rankscope_storage.log.delta import MUTEX, Log
-from rankscope_storage.log.translation import Change
+from rankscope_storage.log.delta import MUTEX, Change, Log
 from rankscope_storage.maintenance import compaction
 from rankscope_storage.maintenance.compaction import (
     SILENCE,

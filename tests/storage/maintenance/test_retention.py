@@ -14,8 +14,7 @@ from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
-from rankscope_storage.log.delta import MUTEX, Log
-from rankscope_storage.log.translation import Change
+from rankscope_storage.log.delta import MUTEX, Change, Log
 from rankscope_storage.maintenance import retention, retention_plan
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.retention import RAW, Retention, RetentionReport, retain

@@ -16,8 +16,7 @@ from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
 from rankscope_storage.files.older_integers import has_older_integers
-from rankscope_storage.log.delta import Log
-from rankscope_storage.log.translation import Change
+from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.maintenance import compaction
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.compaction import compact

@@ -16,8 +16,8 @@ from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import conform, dataset_schema
 from rankscope_storage.connection import connect
-from rankscope_storage.files.parquet import write_file
-from rankscope_storage.log.translation import Change
+from rankscope_storage.files.encoding import write_file
+from rankscope_storage.log.delta import Change
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.compaction import compact
 from rankscope_storage.runs import edit, tags

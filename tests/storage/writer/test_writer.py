@@ -18,8 +18,7 @@ from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.errors import BatchError, ConflictError, StoreError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import connect
-from rankscope_storage.log.delta import Log
-from rankscope_storage.log.translation import Change
+from rankscope_storage.log.delta import Change, Log
 
 KILLED = Path(__file__).parents[1] / "appending.py"
 

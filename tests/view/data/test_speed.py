@@ -16,8 +16,16 @@ from rankscope_storage.connection import connect
 from rankscope_view.data.hints import Side, tuning_hints
 from rankscope_view.data.ranks import RankRow, RankTable
 from rankscope_view.data.slow_ranks import SlowRank
-from rankscope_view.data.speed import BatchCheck, Share, Speed, Throughput, read_speed
-from rankscope_view.data.utilization import Method, Utilization, read_utilization
+from rankscope_view.data.speed import (
+    BatchCheck,
+    Method,
+    Share,
+    Speed,
+    Throughput,
+    Utilization,
+    read_speed,
+    read_utilization,
+)
 from rankscope_view.pages.ranks import verdicts
 
 STEP = np.arange(40)

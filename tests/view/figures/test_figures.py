@@ -22,9 +22,8 @@ from rankscope_view.data.comparison import compared_values
 from rankscope_view.data.detail import read_detail
 from rankscope_view.data.grid import UPDATE_RATIO, GridRequest, empty_grid, tensor_grid
 from rankscope_view.data.ranks import rank_grid, rank_table
-from rankscope_view.data.speed import Throughput, read_speed
+from rankscope_view.data.speed import Gpu, Method, Throughput, Utilization, read_speed, read_utilization
 from rankscope_view.data.summary import read_summary
-from rankscope_view.data.utilization import Gpu, Method, Utilization, read_utilization
 from rankscope_view.figures.boxes import MOST_GPUS, gpu_boxes
 from rankscope_view.figures.heatmaps import heat_map
 from rankscope_view.figures.overlay import overlay

@@ -13,8 +13,7 @@ import numpy as np
 from rankscope_contract.model.phases import Phase
 from rankscope_view.data.detail import speed_change
 from rankscope_view.data.ranks import RankRow, RankTable
-from rankscope_view.data.speed import MOST_DEVIATION, Speed, Throughput
-from rankscope_view.data.utilization import Method, Utilization
+from rankscope_view.data.speed import MOST_DEVIATION, Method, Speed, Throughput, Utilization
 
 MOST_DATA_WAIT: Final = 0.1
 """Share of the step time in which a rank waits for data, from which on the loading of data is worth tuning."""

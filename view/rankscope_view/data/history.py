@@ -16,8 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rankscope_storage.connection import Connection
-from rankscope_storage.sql.scalar_history import is_main_source
-from rankscope_storage.sql.scalar_positions import POSITIONS
+from rankscope_storage.sql.scalar_history import POSITIONS, is_main_source
 
 LOSS: Final = "loss"
 LEARNING_RATE: Final = "learning_rate"

@@ -12,8 +12,7 @@ import numpy as np
 
 from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.connection import Connection
-from rankscope_storage.sql.scalar_history import is_main_source
-from rankscope_storage.sql.scalar_positions import POSITIONS
+from rankscope_storage.sql.scalar_history import POSITIONS, is_main_source
 from rankscope_view.data.history import LEARNING_RATE, LOSS, SPEEDS, Floats, Integers, is_constant
 from rankscope_view.data.raw_history import by_step
 from rankscope_view.data.raw_rows import RawRows, SeriesRows, read_rows

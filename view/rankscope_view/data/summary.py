@@ -23,8 +23,7 @@ from rankscope_view.data.history import GRAD_NORM, LEARNING_RATE, LOSS, Floats, 
 from rankscope_view.data.incidents import incidents, sentence_of
 from rankscope_view.data.metrics import MetricSummary, metric_summaries
 from rankscope_view.data.ranks import rank_table
-from rankscope_view.data.speed import Speed, numbers_of, read_speed
-from rankscope_view.data.utilization import Utilization, read_utilization
+from rankscope_view.data.speed import Speed, Utilization, numbers_of, read_speed, read_utilization
 
 TREND_ROWS: Final = 10
 """The trend compares the mean of this many losses with the mean of as many losses before them."""

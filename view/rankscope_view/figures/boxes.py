@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from rankscope_view.data.utilization import Gpu, Utilization
+from rankscope_view.data.speed import Gpu, Utilization
 from rankscope_view.figures import style
 from rankscope_view.pages.format import count
 

@@ -9,8 +9,7 @@ from typing import Final
 from rankscope_contract.model.events import RULES_OF_RUNS, RUN_FAILED, SLOW_RANK
 from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.api.summaries import AnomalyRow
-from rankscope_view.data.incident_story import AnomalyGroup, Story, window
-from rankscope_view.data.incidents import STATE_TEXTS, Incident, happening
+from rankscope_view.data.incidents import STATE_TEXTS, AnomalyGroup, Incident, Story, happening, window
 from rankscope_view.data.runs import RunRow
 from rankscope_view.pages.format import NONFINITE, NOTHING, count, kind_words, measure, text, utc
 from rankscope_view.pages.parts import (

@@ -18,8 +18,7 @@ from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_exporter.records.step_record import NamedPlan, Scalar, Statistics, StepRecord
 from rankscope_exporter.serving.wire_encoder import encode
 from rankscope_ingest.record_channel.decode import decode
-from rankscope_ingest.record_channel.plans import PlanCache
-from rankscope_ingest.record_channel.validate import RowContext, check
+from rankscope_ingest.record_channel.validate import PlanCache, RowContext, check
 
 CONTEXT = RowContext(run="old", attempt=0, rank=1, incarnation="0123456789abcdef")
 VALUES = 6  # norm, min, max, mean, norm_baseline, mean_baseline
