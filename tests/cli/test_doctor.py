@@ -16,7 +16,7 @@ import pytest
 from rankscope.base.http_client import Response, UnreachableError
 from rankscope.commands.doctor import run_checks
 from rankscope.doctor.endpoints import Endpoints, find_endpoints, numbers
-from rankscope.doctor.environment import LocalEnvironment
+from rankscope.doctor.environment import Environment
 from rankscope.doctor.result import as_json, fail, is_healthy, ok, report_lines, warn
 from rankscope.up.ports import Listener, listeners
 from rankscope.up.state_dir import StateDir
@@ -271,7 +271,7 @@ def test_versions_are_compared_as_numbers():
 
 
 def test_required_versions_come_from_the_package_metadata():
-    required_versions = LocalEnvironment().required_versions()
+    required_versions = Environment().required_versions()
 
     assert "2.4" == required_versions["torch"]
     assert "1.6.6" == required_versions["deltalake"]

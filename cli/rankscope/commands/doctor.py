@@ -46,7 +46,7 @@ def doctor(
     """
     from rankscope.doctor import result
     from rankscope.doctor.endpoints import explicit_addresses, find_endpoints
-    from rankscope.doctor.environment import LocalEnvironment
+    from rankscope.doctor.environment import Environment
 
     try:
         settings = load_settings(config, store, None, None)
@@ -58,7 +58,7 @@ def doctor(
     where = find_endpoints(
         settings, state, given=explicit_addresses(url, prometheus, alertmanager), is_explicit=config is not None
     )
-    outcome = [*read, *run_checks(LocalEnvironment(where.client_tls), where)]
+    outcome = [*read, *run_checks(Environment(where.client_tls), where)]
     print(result.as_json(outcome) if as_json else "\n".join(result.report_lines(outcome)))
     if not result.is_healthy(outcome):
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""All access of `rankscope doctor` to the machine and the network, behind one Protocol that tests implement."""
+"""All access of `rankscope doctor` to the machine and the network, behind one class that tests replace."""
 
 from __future__ import annotations
 
@@ -9,46 +9,14 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 from rankscope.base.http_client import ClientTls, Response, get
 from rankscope.up.executables import Executable, executable_version
 from rankscope.up.ports import Listener, listeners
 
 
-class Environment(Protocol):
-    """Interface for everything that the checks of `rankscope doctor` read from the machine and the network."""
-
-    def python(self) -> str:
-        """Return the version of Python."""
-
-    def installed_version(self, package: str) -> str | None:
-        """Return the version of a Python package; None if it is not installed."""
-
-    def required_versions(self) -> Mapping[str, str]:
-        """Return the lowest supported version of each required package."""
-
-    def executable(self, executable: Executable) -> str | None:
-        """Return version and path of an executable; None if it is not on PATH."""
-
-    def get(self, url: str, token: str | None = None) -> Response:
-        """Send GET `url` and return the response. Raises UnreachableError if no response was received."""
-
-    def free_bytes(self, path: Path) -> int:
-        """Return the number of free bytes in the file system that contains `path`."""
-
-    def check_writable(self, folder: Path) -> None:
-        """Raise OSError if no file can be created in `folder`. The function leaves no file in the folder."""
-
-    def listener(self, port: int) -> Listener | None:
-        """Return the process that listens on a port of this machine; None if the port is free."""
-
-    def now(self) -> float:
-        """Return the time in seconds since the epoch."""
-
-
-class LocalEnvironment:
-    """The machine on which `rankscope doctor` runs, and the network of this machine."""
+class Environment:
+    """Everything that the checks of `rankscope doctor` read from the machine and the network. Tests replace it."""
 
     def __init__(self, client_tls: ClientTls | None = None) -> None:
         self._trust = client_tls

@@ -19,7 +19,7 @@ from rankscope_contract.protocol.channel import STATE_DRAINING
 from rankscope_contract.spool import Orphan, SpoolError
 from rankscope_contract.spool.reader import folders, read_service
 from rankscope_exporter.process.threads import OwnThread
-from rankscope_exporter.serving.registration import Client, RefusedError, UnreachableError, retry_seconds
+from rankscope_exporter.serving.registration import RefusedError, ServiceClient, UnreachableError, retry_seconds
 from rankscope_exporter.serving.spool import needed_plans
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class OrphanRecovery:
         self,
         root: str,
         own_incarnation: str,
-        client: Client,
+        client: ServiceClient,
         url: Callable[[], str | None],
         *,
         service: str | None = None,

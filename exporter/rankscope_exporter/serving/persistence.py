@@ -25,7 +25,7 @@ from rankscope_exporter.process.threads import CpuMeter, OwnThread
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.orphan_recovery import OrphanRecovery
-from rankscope_exporter.serving.registration import Client
+from rankscope_exporter.serving.registration import ServiceClient
 from rankscope_exporter.serving.ring import record_bytes
 from rankscope_exporter.serving.spool import FAILED, Spool
 
@@ -251,7 +251,7 @@ class Persistence:
         """Return the number of records that were not spooled, by reason."""
         return {}
 
-    def serve_orphans(self, client: Client, url: Callable[[], str | None]) -> None:
+    def serve_orphans(self, client: ServiceClient, url: Callable[[], str | None]) -> None:
         """Start to search for spools of dead processes, and register each one with the service."""
 
     def wait_for_older_launches(self) -> None:
@@ -356,7 +356,7 @@ class SpoolPersistence(Persistence):
         """Return the number of records that were not spooled, by reason."""
         return {**self._spool.dropped, BEHIND: self._writer.behind}
 
-    def serve_orphans(self, client: Client, url: Callable[[], str | None]) -> None:
+    def serve_orphans(self, client: ServiceClient, url: Callable[[], str | None]) -> None:
         """Start the thread that searches for spools of dead processes and registers each one with the service."""
         self._orphans = OrphanRecovery(
             self._root, self._incarnation, client, url, service=self._service, on_fault=self._on_fault

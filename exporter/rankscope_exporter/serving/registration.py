@@ -21,7 +21,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.protocol.channel import POKE_PATH, REGISTER_PATH, Registration, RegistrationReply
@@ -200,22 +200,6 @@ _MIN_HEARTBEAT_SECONDS: Final = 0.1
 _JITTER: Final = random.Random()  # noqa: S311 - not a secret; a separate state, since training may seed the shared one
 
 
-class Client(Protocol):
-    """The two requests to the service that registration needs; `ServiceClient` implements them."""
-
-    def register(self, registration: Registration) -> RegistrationReply:
-        """Register this rank and return the reply.
-
-        Raises RefusedError for an error status, UnreachableError without a valid answer.
-        """
-
-    def poke(self, incarnation: str) -> None:
-        """Request an immediate poll of this rank.
-
-        Raises RefusedError for an error status, UnreachableError without a valid answer.
-        """
-
-
 class RegistrationLoop:
     """Thread that sends registrations until it is stopped.
 
@@ -224,7 +208,7 @@ class RegistrationLoop:
 
     def __init__(
         self,
-        client: Client,
+        client: ServiceClient,
         describe: Callable[[], Registration],
         on_reply: Callable[[RegistrationReply], None],
         *,
