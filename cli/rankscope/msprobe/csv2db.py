@@ -103,30 +103,26 @@ class _Database:
     """
 
     def __init__(self, connection: sqlite3.Connection, partition: int, statistics: Mapping[str, Sequence[str]]) -> None:
-        from rankscope_storage.formats.msprobe.sqlite_schema import DIMENSION_TABLES
+        from rankscope_storage.formats.msprobe.sqlite_schema import DIMENSION_TABLES, MetricTables
 
         self.rows = 0
         self._connection = connection
         self._partition = partition
-        self._metrics = {family: number for number, family in enumerate(statistics, 1)}
         self._statistics = statistics
-        self._targets: dict[tuple[str, int, int], int] = {}
-        self._tables: set[str] = set()
+        self._tables = MetricTables(connection, partition)
         # The file is new and gets its name when it is whole: no journal is needed.
         connection.executescript(
             f"PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; BEGIN; {DIMENSION_TABLES} {_GLOBAL_STATS}"
         )
-        for family, metric in self._metrics.items():
-            connection.execute("INSERT INTO monitoring_metrics VALUES (?, ?)", (metric, family))
-            rows = [(metric, name) for name in statistics[family]]
-            connection.executemany("INSERT INTO metric_stats VALUES (?, ?)", rows)
+        for family, columns in statistics.items():
+            self._tables.metric(family, columns)
 
     def describe(self, files: Sequence[FamilyFile], last_rank: int) -> None:
         """Write the ranges of steps and ranks, and create the tables of each data type for all steps in `files`."""
         first, last = min((file.first for file in files), default=0), max((file.last for file in files), default=0)
         facts = {"max_rank": last_rank, "min_step": first, "max_step": last, "step_partition_size": self._partition}
         self._connection.executemany("INSERT INTO global_stats VALUES (?, ?)", facts.items())
-        for family in self._metrics:
+        for family in self._statistics:
             for step in range(first // self._partition * self._partition, last + 1, self._partition)[
                 :_MAX_EMPTY_TABLES
             ]:
@@ -142,7 +138,7 @@ class _Database:
         ]
         rows: dict[str, list[tuple[float | None, ...]]] = {}
         for name, vpp, micro, step, *numbers in zip(*columns, strict=True):
-            target = self._target((name, vpp, max(0, micro)))
+            target = self._tables.target((name, vpp, max(0, micro)))
             rows.setdefault(self._table(family, step), []).append((rank, step, target, *numbers))
         marks = ", ".join("?" * (3 + len(statistics)))
         for name, values in rows.items():
@@ -150,24 +146,8 @@ class _Database:
         self.rows += len(table)
 
     def _table(self, family: str, step: int) -> str:
-        """Return the name of the table that contains `step` of `family`; create the table if it does not exist."""
-        from rankscope_storage.formats.msprobe.sqlite_schema import partition_name, partition_table
-
-        metric = self._metrics[family]
-        first = step // self._partition * self._partition
-        last = first + self._partition - 1
-        name = partition_name(metric, first, last)
-        if name not in self._tables:
-            self._tables.add(name)
-            self._connection.execute(partition_table(name, first, last, self._statistics[family]))
-        return name
-
-    def _target(self, target: tuple[str, int, int]) -> int:
-        if target not in self._targets:
-            self._targets[target] = len(self._targets) + 1
-            row = (self._targets[target], *target)
-            self._connection.execute("INSERT INTO monitoring_targets VALUES (?, ?, ?, ?)", row)
-        return self._targets[target]
+        columns = self._statistics[family]
+        return self._tables.partition(self._tables.metric(family, columns), step, columns)
 
 
 def _files(ranks: Mapping[int, Sequence[csv_rows.Files]], family: str) -> list[tuple[FamilyFile, Path]]:

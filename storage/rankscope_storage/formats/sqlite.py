@@ -36,9 +36,8 @@ from rankscope_storage.formats.msprobe.rows import (
 from rankscope_storage.formats.msprobe.sqlite_schema import (
     OPS,
     TABLES,
+    MetricTables,
     global_stats_table,
-    partition_name,
-    partition_table,
     tags,
     trend_views,
 )
@@ -96,10 +95,8 @@ class _Database:
         self._database = database
         self._selection = selection
         self._steps = selection.options.step_partition
-        self._metrics: dict[str, int] = {}
-        self._targets: dict[tuple[str, int, int], int] = {}
+        self._tables = MetricTables(database, self._steps)
         self._targets_of: dict[int, set[int]] = {}
-        self._partitions: dict[str, int] = {}
         self._range = (math.inf, -math.inf)
 
     def fill(self, progress: Progress, total: int) -> Counter[str]:
@@ -136,7 +133,7 @@ class _Database:
         return sorted(int(rank) for rank in rows["rank"].to_pylist())
 
     def _insert(self, family: str, columns: Sequence[str], rank: int, rows: Cells) -> int:
-        metric = self._metric(family, columns)
+        metric = self._tables.metric(family, columns)
         targets = self._target_ids(rows, metric)
         values = [_numbers(rows.columns[column]) for column in columns]
         steps = rows.step.to_pylist()
@@ -144,7 +141,7 @@ class _Database:
         partitions = pc.divide(rows.step, self._steps).to_pylist()
         start = 0
         for end in [*(at for at in range(1, len(steps)) if partitions[at] != partitions[at - 1]), len(steps)]:
-            name = self._partition(metric, partitions[start], columns)
+            name = self._tables.partition(metric, steps[start], columns)
             marks = ", ".join("?" * (3 + len(columns)))
             piece = slice(start, end)
             columns_of_piece = [steps[piece], targets[piece], *(value[piece] for value in values)]
@@ -160,33 +157,9 @@ class _Database:
         ids = []
         for text in key.dictionary.to_pylist():
             vpp, micro, name = text.split("\0", 2)
-            target = (plain(name), int(vpp), int(micro))
-            if target not in self._targets:
-                self._targets[target] = len(self._targets) + 1
-                self._database.execute(
-                    "INSERT INTO monitoring_targets VALUES (?, ?, ?, ?)", (self._targets[target], *target)
-                )
-            ids.append(self._targets[target])
+            ids.append(self._tables.target((plain(name), int(vpp), int(micro))))
         self._targets_of.setdefault(metric, set()).update(ids)
         return [ids[code] for code in key.indices.to_pylist()]
-
-    def _metric(self, family: str, columns: Sequence[str]) -> int:
-        if family not in self._metrics:
-            self._metrics[family] = len(self._metrics) + 1
-            self._database.execute("INSERT INTO monitoring_metrics VALUES (?, ?)", (self._metrics[family], family))
-            self._database.executemany(
-                "INSERT INTO metric_stats VALUES (?, ?)", [(self._metrics[family], column) for column in columns]
-            )
-        return self._metrics[family]
-
-    def _partition(self, metric: int, number: int, columns: Sequence[str]) -> str:
-        first = number * self._steps
-        last = first + self._steps - 1
-        name = partition_name(metric, first, last)
-        if name not in self._partitions:
-            self._partitions[name] = metric
-            self._database.execute(partition_table(name, first, last, columns))
-        return name
 
     def _finish(self, last_rank: int) -> None:
         """Write the content that depends on all rows of the export.
@@ -195,19 +168,21 @@ class _Database:
         tables with statistics.
         """
         self._tag()
-        trends = {metric: family not in FEATURES for family, metric in self._metrics.items()}
-        statistics = [",".join(FEATURES[family].columns if family in FEATURES else OPS) for family in self._metrics]
-        self._database.execute(global_stats_table(list(self._metrics)))
+        metrics = self._tables.metrics
+        trends = {metric: family not in FEATURES for family, metric in metrics.items()}
+        statistics = [",".join(FEATURES[family].columns if family in FEATURES else OPS) for family in metrics]
+        self._database.execute(global_stats_table(list(metrics)))
         marks = ", ".join("?" * (3 + len(statistics)))
         ends = [int(step) if math.isfinite(step) else 0 for step in self._range]
         self._database.execute(f"INSERT INTO global_stats VALUES ({marks})", (*ends, last_rank, *statistics))
-        for statement in trend_views({name: metric for name, metric in self._partitions.items() if trends[metric]}):
+        partitions = self._tables.partitions
+        for statement in trend_views({name: metric for name, metric in partitions.items() if trends[metric]}):
             self._database.execute(statement)
         facts = {**_FACTS, "run": self._selection.run, "step_partition": str(self._steps)}
         self._database.executemany("INSERT INTO export_facts VALUES (?, ?)", facts.items())
 
     def _tag(self) -> None:
-        names = {number: name for (name, _, _), number in self._targets.items()}
+        names = {number: name for (name, _, _), number in self._tables.targets.items()}
         known: dict[tuple[str, str, int], int] = {}
         for metric, targets in self._targets_of.items():
             for target in sorted(targets):

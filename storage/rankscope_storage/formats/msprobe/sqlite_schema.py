@@ -7,6 +7,7 @@ msprobe 8.3.0, the statistics are in tables `metric_<id>_step_<first>_<last>` of
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
@@ -66,13 +67,47 @@ and descriptions of the exported numbers.
 """
 
 
-def partition_name(metric: int, first: int, last: int) -> str:
-    """Return the name of the table with the rows of `metric` from step `first` to step `last`."""
-    return f"metric_{metric}_step_{first}_{last}"
+class MetricTables:
+    """The metrics, targets and tables of a new database, which are written to it when they are first requested.
+
+    Each table has the rows of one metric and of `steps` steps.
+    """
+
+    def __init__(self, database: sqlite3.Connection, steps: int) -> None:
+        self.metrics: dict[str, int] = {}
+        self.targets: dict[tuple[str, int, int], int] = {}
+        self.partitions: dict[str, int] = {}
+        self._database = database
+        self._steps = steps
+
+    def metric(self, family: str, columns: Sequence[str]) -> int:
+        """Return the number of the metric of a family with the statistics `columns`."""
+        if family not in self.metrics:
+            metric = self.metrics[family] = len(self.metrics) + 1
+            self._database.execute("INSERT INTO monitoring_metrics VALUES (?, ?)", (metric, family))
+            self._database.executemany("INSERT INTO metric_stats VALUES (?, ?)", [(metric, name) for name in columns])
+        return self.metrics[family]
+
+    def target(self, target: tuple[str, int, int]) -> int:
+        """Return the number of a target: its name, virtual pipeline stage and micro-batch."""
+        if target not in self.targets:
+            self.targets[target] = len(self.targets) + 1
+            row = (self.targets[target], *target)
+            self._database.execute("INSERT INTO monitoring_targets VALUES (?, ?, ?, ?)", row)
+        return self.targets[target]
+
+    def partition(self, metric: int, step: int, columns: Sequence[str]) -> str:
+        """Return the name of the table that contains `step` of a metric with the statistics `columns`."""
+        first = step // self._steps * self._steps
+        last = first + self._steps - 1
+        name = f"metric_{metric}_step_{first}_{last}"
+        if name not in self.partitions:
+            self.partitions[name] = metric
+            self._database.execute(_partition_table(name, first, last, columns))
+        return name
 
 
-def partition_table(name: str, first: int, last: int, columns: Sequence[str]) -> str:
-    """Return the statement that creates the table `name` for the steps `first` to `last`."""
+def _partition_table(name: str, first: int, last: int, columns: Sequence[str]) -> str:
     listed = ", ".join(f"{sql_identifier(column)} REAL DEFAULT NULL" for column in columns)
     return (
         f"CREATE TABLE {name} (rank INTEGER NOT NULL, step INTEGER NOT NULL CHECK(step BETWEEN {first} AND {last}), "
