@@ -53,6 +53,9 @@ These are aggregations over series, and "" for no function."""
 _LOOKBACK_MS: Final = 300_000
 """Prometheus' default lookback period in ms, by which the range of an instant query begins before its time."""
 
+_COARSE_MS: Final = 15_000
+"""Smallest step in ms for which a response has only the last sample of each step. Smaller steps save nothing."""
+
 _SIX_BYTES_FROM, _SIX_BYTES_BELOW = 1 << 35, 1 << 42  # ms since 1970: from 1971 to 2109
 _SAMPLE_HEAD: Final = (2 << 3 | 2, 16, 1 << 3 | 1)  # field 2 of 16 bytes; its field 1, a double
 _TIME_TAG: Final = 2 << 3
@@ -83,18 +86,38 @@ def _query(query: Any) -> SeriesQuery:
     hints, start, end = query.hints, query.start_timestamp_ms, query.end_timestamp_ms
     if hints.end_ms > 0:
         start, end = max(start, hints.start_ms), min(end, hints.end_ms)
-    only_series = hints.func == SERIES_ALONE
-    return SeriesQuery(matchers, start, end, series_alone=only_series, last_alone=_is_of_one_moment(hints))
+    is_window = 0 <= hints.range_ms - (hints.end_ms - hints.start_ms) <= 1 < hints.range_ms
+    return SeriesQuery(
+        matchers,
+        start,
+        end,
+        series_alone=hints.func == SERIES_ALONE,
+        last_alone=_is_of_one_moment(hints) or (is_window and hints.func == "last_over_time"),
+        largest_alone=is_window and hints.func == "max_over_time",
+        step_ms=_period(hints),
+        with_ends=not hints.range_ms,
+    )
 
 
 def _is_of_one_moment(hints: Any) -> bool:
     """Return whether the hints are those of a selector that Prometheus evaluates once, with the newest sample alone.
 
-    A subquery and a range query have a step, and a range vector has a range. The times of evaluation of a range query
-    cannot be derived from the hints. A selector that also needs the next sample has a longer period.
+    A subquery and a range query have a step, and a range vector has a range. A selector that also needs the next sample
+    has a longer period.
     """
     is_lookback = _LOOKBACK_MS - 1 <= hints.end_ms - hints.start_ms <= _LOOKBACK_MS
     return is_lookback and not hints.step_ms and not hints.range_ms and hints.func in _ONE_VALUE
+
+
+def _period(hints: Any) -> int:
+    """Return the time in ms between two evaluations of a selector, if all of them are at multiples of it, otherwise 0.
+
+    Grafana and subqueries evaluate at such times. The first time is later than the start by the lookback period. If the
+    default period does not lead to a multiple, the period is another one, or the times are others.
+    """
+    first = hints.start_ms + _LOOKBACK_MS
+    is_coarse = hints.step_ms >= _COARSE_MS and not hints.range_ms and hints.end_ms - hints.start_ms > _LOOKBACK_MS
+    return int(hints.step_ms) if is_coarse and first % hints.step_ms <= 1 else 0
 
 
 def _matcher(matcher: Any) -> Matcher:

@@ -32,7 +32,9 @@ class SeriesQuery:
     """One query of remote read over a closed interval in ms.
 
     With `series_alone`, the response needs only the labels of each series, and has a sample of its last millisecond.
-    With `last_alone`, it has exactly the last sample of each series.
+    With `last_alone`, it has exactly the last sample of each series. With `largest_alone`, it has at least the largest
+    one. With `step_ms`, it has at least the last sample of each period that ends at a multiple of `step_ms`. Set
+    `with_ends` for the staleness markers at the ends of attempts.
     """
 
     matchers: tuple[Matcher, ...]
@@ -40,6 +42,9 @@ class SeriesQuery:
     end_ms: int
     series_alone: bool = False
     last_alone: bool = False
+    largest_alone: bool = False
+    step_ms: int = 0
+    with_ends: bool = True
 
     def fits(self, label: str, text: str) -> bool:
         """Return whether all matchers of `label` match the value `text`."""

@@ -32,6 +32,7 @@ _TENSOR: Final = """CASE WHEN "index" IS NULL THEN tensor ELSE tensor || '[' || 
 _PART: Final = re.compile(r"(.*)\[(0|[1-9][0-9]{0,8})\]", re.DOTALL)
 _COUNTABLE: Final = "(value >= 0 AND NOT isnan(value))"
 _RANKED: Final = ("tensor_stats", "scalars")
+_NEWEST: Final = "(ts, attempt, step)"
 _ALL, _COUNTED, _REST = range(3)
 _MATCHED_IN_SQL: Final = (*IDENTITY, *STAGE_EXTRAS, "job")
 
@@ -186,7 +187,7 @@ class RankSeries:
 
     def _ends(self) -> dict[str, list[int]]:
         """Return the ends in ms of the attempts of each run within the time of the query, if it reads all samples."""
-        if self.question.series_alone:
+        if self.question.series_alone or not self.question.with_ends:
             return {}
         runs = [matcher.on_text("run") for matcher in self.question.matchers if matcher.name == "run"]
         start, end = (f"TIMESTAMPTZ '{edge.isoformat()}'" for edge in self.question.span())
@@ -197,19 +198,22 @@ class RankSeries:
     def _rows(self, dataset: str, keys: Sequence[str], values: Sequence[str], where: str, more: str = "") -> str:
         """Return a query for the rows of `dataset` with the columns `keys`, and one row for each column in `values`.
 
-        `more` is an additional column of the result. With `series_alone`, there is only the last value of each
-        combination of keys. The labels of series, which are texts, are then computed for few rows.
+        `more` is an additional column of the result. If the query needs only some samples of each combination of keys,
+        there are no others. The labels of series, which are texts, are then computed for few rows.
         """
-        source = f"FROM {self.question.source(self.connection, dataset)} WHERE {where}"
+        question = self.question
+        source = f"FROM {question.source(self.connection, dataset)} WHERE {where}"
         columns = ", ".join([*keys, *([more] if more else [])])
-        if not self.question.series_alone:
+        if not (question.series_alone or question.last_alone or question.largest_alone or question.step_ms):
             each = _each(f"{value}::DOUBLE" for value in values)
             return f"SELECT {columns}, attempt, step, ts, {each} AS value {source}"
-        times = _each(f"max(ts) FILTER ({value} IS NOT NULL)" for value in values)
-        last = _each(f"arg_max({value}, ts)::DOUBLE" for value in values)
+        order = "CASE WHEN isnan({0}::DOUBLE) THEN '-inf'::DOUBLE ELSE {0} END" if question.largest_alone else _NEWEST
+        times = _each(f"arg_max(ts, {order.format(value)}) FILTER ({value} IS NOT NULL)" for value in values)
+        found = _each(f"arg_max({value}, {order.format(value)})::DOUBLE" for value in values)
+        period = [f"(epoch_ms(ts) + {question.step_ms - 1}) // {question.step_ms}"] if question.step_ms else []
         return (
-            f"SELECT {columns}, max(attempt) AS attempt, max(step) AS step, {times} AS ts, {last} AS value "
-            f"{source} GROUP BY {', '.join(keys)}"
+            f"SELECT {columns}, max(attempt) AS attempt, max(step) AS step, {times} AS ts, {found} AS value "
+            f"{source} GROUP BY {', '.join([*keys, *period])}"
         )
 
     def _as_asked(self, query: str, labels: Mapping[str, str]) -> str:

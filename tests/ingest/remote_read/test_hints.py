@@ -40,6 +40,8 @@ INSTANT = [
     f"{LOSS}[3m]",
     f"rate({NORM}[5m])",
     f"last_over_time({LOSS}[20m])",
+    f"max_over_time({LOSS}[20m])",
+    f"max_over_time({NORM}[10m] offset 5m)",
     f"max_over_time({LOSS}[10m:30s])",
     f"max_over_time(({LOSS} + {LOSS})[5m:])",
     f"avg_over_time(sum({NORM})[10m:7s])",
@@ -47,6 +49,13 @@ INSTANT = [
     "temperature{%s}",
 ]
 RANGES = [LOSS, NORM, f"sum({NORM})", f"increase({NORM}[2m])", f"{LOSS} - {LOSS} offset 3m", "temperature{%s}"]
+COARSE = [
+    *RANGES,
+    f"timestamp({LOSS})",
+    f"max_over_time(sum({NORM})[10m:1m])",
+    f"topk(1, {LOSS}) and {LOSS} offset 2m",
+    f"{NORM} and topk(2, max_over_time({NORM}[15m] @ end()))",
+]
 SERIES = [NORM, '{__name__=~".+",%s}']
 
 
@@ -77,7 +86,9 @@ def history():
         for metric in ("temperature", "gone_temperature")
     ]
     samples.append({"run": "", "target": "t", "metric": "gone_temperature", "ts": END * 1_000_000 - 500, "value": None})
-    tables = {"scalars": scalars, "tensor_stats": tensors, "samples": samples}
+    times = {"started_at": OLD * 1000, "ended_at": (OLD + 240 * STEP_MS) * 1000}
+    attempt = {**moments[0], "state": "failed", "source_kind": "live", **times}
+    tables = {"scalars": scalars, "tensor_stats": tensors, "samples": samples, "attempts": [attempt]}
     return {name: pa.Table.from_pylist(rows, schema=dataset_schema(name)) for name, rows in tables.items()}
 
 
@@ -140,6 +151,7 @@ async def result_of(url, path, text, via, **when):
 CASES = [
     *(("query", text, {"time": END - 1}) for text in INSTANT),
     *(("query_range", text, {"start": START + 90, "end": END, "step": 17}) for text in RANGES),
+    *(("query_range", text, {"start": START + 120, "end": END // 60 * 60, "step": 60}) for text in COARSE),
     *(("series", text, {"start": START, "end": END}) for text in SERIES),
     ("series", NORM, {"start": START + 600, "end": START + 605}),
 ]
@@ -162,7 +174,8 @@ async def test_results_with_hints_equal_results_without(require_server, tmp_path
             assert results[0] or "gone" in text or "absent" in text, (path, text)
             saved |= {text} if sent["hints"] < sent["all"] else set()
 
-    assert {*INSTANT[:7], *SERIES, "gone_temperature{%s}"} <= saved
+    thinned = {LOSS, NORM, *COARSE[6:], *INSTANT[11:14]}
+    assert {*INSTANT[:7], *SERIES, "gone_temperature{%s}", *thinned} <= saved
 
 
 async def is_ready(url):
