@@ -46,8 +46,8 @@ def history(tmp_path_factory):
     ]
     folder = tmp_path_factory.mktemp("runs") / "store"
     with Store.open(folder, create=True).claim(owner="test") as writer:
-        losses = [
-            {**row("spring", rank, step, ms, name="loss", value=float(step)), "attempt": attempt}
+        losses += [
+            {**row("spring", rank, step, ms, name="grad_norm", value=float(step)), "attempt": attempt}
             for rank in (0, 1)
             for attempt, step, ms in ((0, 4, MARCH + 1), (1, 10, SECOND_ATTEMPT + MINUTE))
         ]
@@ -138,11 +138,11 @@ def test_runs_are_selected_by_job_run_time_and_labels(history):
 
 def test_curve_ends_with_each_attempt(history):
     """Prometheus does not repeat the last value after a staleness marker."""
-    (found,) = history.ask(("__name__", "=", "rankscope_loss"), ("rank", "=", "1"), *SPRING).values()
+    (found,) = history.ask(("__name__", "=", "rankscope_grad_norm"), ("rank", "=", "1"), *SPRING).values()
     before_end, end = SECOND_ATTEMPT + MINUTE, SECOND_ATTEMPT + MINUTE + 1
 
     assert [(MARCH + 1, 4), (MARCH + MINUTE + 1, "stale"), (before_end, 10), (end, "stale")] == [
         (ms, "stale" if math.isnan(value) else value) for ms, value in found
     ]
-    (live,) = history.ask(("__name__", "=", "rankscope_loss"), ("rank", "=", "1"), *SPRING, end=MARCH + 2).values()
+    (live,) = history.ask(("__name__", "=", "rankscope_grad_norm"), ("rank", "=", "1"), *SPRING, end=MARCH + 2).values()
     assert [(MARCH + 1, 4)] == live
