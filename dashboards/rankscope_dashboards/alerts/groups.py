@@ -19,6 +19,7 @@ from rankscope_dashboards.alerts.alert import RUNBOOKS, Alert, AlertGroup
 from rankscope_dashboards.alerts.anomaly import KEEP_FIRING_FOR, WINDOW, anomaly_alerts, rule_disagreement
 from rankscope_dashboards.alerts.counters import held, increased
 from rankscope_dashboards.alerts.incidents import incident_alerts
+from rankscope_dashboards.alerts.labels import NOT_KNOWN, unless
 from rankscope_dashboards.alerts.panels import GPU_ERRORS, LAST_COMMIT, LOST_DATA, RANKS_UP, THROTTLED_GPUS
 from rankscope_dashboards.alerts.replicas import replica_alerts
 from rankscope_dashboards.deploy.prometheus import SERVICE_JOB
@@ -39,8 +40,10 @@ def lifecycle_alerts() -> tuple[Alert, ...]:
 def _run_failed() -> Alert:
     return Alert(
         name="RunFailed",
-        expression=_in_state(RunState.FAILED),
-        summary="run {{ $labels.run }} failed",
+        # topk: a failure can have had two reasons before the service went away.
+        expression=f"topk by (run) (1, max by (run, rank, reason) {held(catalogue.RUN_FAILURE)}) == 1",
+        summary=f"run {{{{ $labels.run }}}} failed{unless('reason', NOT_KNOWN, ': {{ $labels.reason }}')}"
+        + unless("rank", NOT_KNOWN, ", rank {{ $labels.rank }}"),
         description="A rank ended with an exception, or stopped responding without an exit event. "
         "`rankscope summary {{ $labels.run }}` shows the rank and the reason.",
         severity=Severity.CRITICAL,
@@ -49,10 +52,11 @@ def _run_failed() -> Alert:
 
 
 def _run_stalled() -> Alert:
+    matcher = f'{{state="{RunState.STALLED}"}}'
     # No `for`: the service already waits for `stalled_after_seconds` before it sets the state to stalled.
     return Alert(
         name="RunStalled",
-        expression=_in_state(RunState.STALLED),
+        expression=f"max by (run) {held(catalogue.RUN_STATE, matcher)} == 1",
         summary="run {{ $labels.run }} is stalled",
         description="All ranks respond, but no rank has completed a step for longer than stalled_after_seconds. "
         "Likely causes: a collective or a data loader that waits forever. "
@@ -105,11 +109,6 @@ def _service_down() -> Alert:
         hold_for=SERVICE_DOWN_FOR,
         panel=LAST_COMMIT,
     )
-
-
-def _in_state(state: RunState) -> str:
-    matcher = f'{{state="{state}"}}'
-    return f"max by (run) {held(catalogue.RUN_STATE, matcher)} == 1"
 
 
 ERROR_WINDOW: Final = "10m"

@@ -13,7 +13,7 @@ from rankscope_contract.metrics import catalogue
 from rankscope_contract.model.events import Severity
 from rankscope_dashboards.alerts.alert import Alert
 from rankscope_dashboards.alerts.counters import held, present_age
-from rankscope_dashboards.alerts.labels import NOT_KNOWN, with_all_labels
+from rankscope_dashboards.alerts.labels import NOT_KNOWN, unless, with_all_labels
 from rankscope_dashboards.alerts.panels import ANOMALIES
 from rankscope_dashboards.deploy.alertmanager import NOT_APPLICABLE
 from rankscope_dashboards.deploy.prometheus import seconds
@@ -25,19 +25,14 @@ REPORTED_AFTER: Final = "10s"
 """Time after which the service has reported a firing: poll, incident, and scrape of the service."""
 
 
-def _unless(label: str, absent: str, text: str) -> str:
-    """Return a template that adds `text` unless `label` has the value `absent`."""
-    return f'{{{{ if eq $labels.{label} "{absent}" }}}}{{{{ else }}}}{text}{{{{ end }}}}'
-
-
 _TENSOR_TEXT: Final = "".join(
     (
-        _unless("kind", NOT_APPLICABLE, " in {{ $labels.kind }}"),
-        _unless("tensor", NOT_APPLICABLE, " of {{ $labels.tensor }}"),
-        _unless("op", NOT_APPLICABLE, " ({{ $labels.op }})"),
+        unless("kind", NOT_APPLICABLE, " in {{ $labels.kind }}"),
+        unless("tensor", NOT_APPLICABLE, " of {{ $labels.tensor }}"),
+        unless("op", NOT_APPLICABLE, " ({{ $labels.op }})"),
     )
 )
-_STEP_TEXT: Final = _unless("step", NOT_KNOWN, ", step {{ $labels.step }}")
+_STEP_TEXT: Final = unless("step", NOT_KNOWN, ", step {{ $labels.step }}")
 
 
 def incident_alerts(window: str) -> tuple[Alert, ...]:

@@ -15,7 +15,7 @@ RUN: Final = "$labels.run"
 """The run of an alert in its templates."""
 
 NOT_KNOWN: Final = "unknown"
-"""Value of the labels `rank` and `step` of an alert if the rank or the step is not known."""
+"""Value of the labels `rank`, `step` and `reason` of an alert if they are not known."""
 
 _OPTIONAL: Final = {
     "rank": NOT_KNOWN,
@@ -31,6 +31,11 @@ def with_all_labels(expression: str, names: Sequence[str]) -> str:
     for name in names:
         expression = f'label_replace({expression}, "{name}", "{_OPTIONAL[name]}", "{name}", "")'
     return expression
+
+
+def unless(label: str, absent: str, text: str) -> str:
+    """Return a template that adds `text` unless `label` has the value `absent`."""
+    return f'{{{{ if eq $labels.{label} "{absent}" }}}}{{{{ else }}}}{text}{{{{ end }}}}'
 
 
 def guarded(text: str) -> str:

@@ -85,10 +85,8 @@ def created(change: Change, others: Sequence[str]) -> Change:
 
 def removed(kind: str, uid: str, title: str, *, may: bool, reason: str = "") -> Change:
     """Return the deletion of an object, which remains unless `may` is set."""
-    reasons = filter(None, (reason, "" if may else CHANGED))
-    return Change(
-        kind=kind, uid=uid, title=title, action=Action.DELETE if may else Action.KEEP, reason=", but ".join(reasons)
-    )
+    action, why = (Action.DELETE, "") if may else (Action.KEEP, CHANGED)
+    return Change(kind=kind, uid=uid, title=title, action=action, reason=", but ".join(filter(None, (reason, why))))
 
 
 def without_empty(value: Any) -> Any:

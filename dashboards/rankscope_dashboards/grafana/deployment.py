@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from rankscope_dashboards.grafana import routes
 from rankscope_dashboards.grafana.changes import OWNED, Action, Change, Kind, pending, removed
 from rankscope_dashboards.grafana.contact_points import CONTACT_POINTS, ContactPoints, is_our_contact_point
 from rankscope_dashboards.grafana.content import (
@@ -23,15 +24,6 @@ from rankscope_dashboards.grafana.content import (
     find_board,
     is_board_unchanged,
     is_source_unchanged,
-)
-from rankscope_dashboards.grafana.routes import (
-    ALWAYS,
-    MUTE_TIMINGS,
-    POLICIES,
-    MuteTimings,
-    our_routes,
-    owner,
-    set_route,
 )
 from rankscope_dashboards.grafana.rules import RECEIVER_KEY, RULES, Groups, Rules, is_deployed, is_rule_unchanged
 from rankscope_dashboards.grafana.server import (
@@ -52,7 +44,7 @@ _COLLECTIONS: Final[Mapping[str, str]] = {
     "contact point": CONTACT_POINTS,
     "board": BOARDS,
     "data source": SOURCES,
-    "mute timing": MUTE_TIMINGS,
+    "mute timing": routes.MUTE_TIMINGS,
     "folder": FOLDERS,
 }
 
@@ -130,7 +122,7 @@ def _kinds(server: Server, content: Shipped, options: Options) -> list[Kind]:
         Sources(server, content.sources, options.urls, force=force),
         Boards(server, content.boards, content.boards_folder, force=force),
         ContactPoints(server, options.contact_points, force=force),
-        *([MuteTimings(server)] if options.receiver else []),
+        *([routes.MuteTimings(server)] if options.receiver else []),
         Groups(server, content.groups, rules_folder, force=force),
         Rules(server, content.groups, rules_folder, receiver=options.receiver, force=force),
     ]
@@ -196,7 +188,7 @@ def _notify(server: Server, content: Shipped, options: Options, show: Print) -> 
     title = _folder_title(server, content.rules_folder)
     count = 0
     if options.receiver and options.add_route and not _rule_receivers(server, content):
-        copy = set_route(server, options.receiver, title, options.copies)
+        copy = routes.set_route(server, options.receiver, title, options.copies)
         if copy is not None:
             show(f"{'create':<9} route of the folder {title} to {options.receiver}; copy of the policies: {copy}")
             count = 1
@@ -206,13 +198,13 @@ def _notify(server: Server, content: Shipped, options: Options, show: Print) -> 
 
 def _show_notification(server: Server, content: Shipped, options: Options, show: Print) -> None:
     """Print the contact point of our rules, or that there is none."""
-    routes = our_routes(server.get(POLICIES), _folder_title(server, content.rules_folder))
-    receivers = _rule_receivers(server, content) | {one["receiver"] for one in routes}
+    ours = routes.our_routes(server.get(routes.POLICIES), _folder_title(server, content.rules_folder))
+    receivers = _rule_receivers(server, content) | {one["receiver"] for one in ours}
     if receivers:
         show(f"Alerts of these rules are sent to: {', '.join(sorted(receivers))}.")
     elif options.receiver and options.dry_run:
         text = "" if options.add_route else " A release that drops the receiver of rules needs --add-route."
-        show(f"Alerts will be sent to {options.receiver}.{text} {owner(server.get(POLICIES))}".strip())
+        show(f"Alerts will be sent to {options.receiver}.{text} {routes.owner(server.get(routes.POLICIES))}".strip())
     elif options.receiver:
         show(f"{UNNOTIFIED} This release drops the receiver of rules: use --add-route.")
     else:
@@ -243,12 +235,12 @@ def _show(changes: Sequence[Change], show: Print, *, with_diff: bool) -> None:
 def _deployed_rules(server: Server, content: Shipped, options: Options) -> list[Change]:
     """Return the removal of the route, rules, contact points and mute timing that a deployment has created."""
     title = _folder_title(server, content.rules_folder)
-    routes = our_routes(server.get(POLICIES), title)
+    ours = routes.our_routes(server.get(routes.POLICIES), title)
     rules = [rule for rule in server.get(RULES) if is_deployed(rule)]
     points = [point for point in server.get(CONTACT_POINTS) if is_our_contact_point(point)]
-    timings = [one for one in server.get(MUTE_TIMINGS) if one["name"] == ALWAYS]
+    timings = [one for one in server.get(routes.MUTE_TIMINGS) if one["name"] == routes.ALWAYS]
     return [
-        *(removed("route", title, "", may=True, reason=f"to {one['receiver']}") for one in routes[:1]),
+        *(removed("route", title, "", may=True, reason=f"to {one['receiver']}") for one in ours[:1]),
         *(removed("rule", one["uid"], one["title"], may=options.force or is_rule_unchanged(one)) for one in rules),
         *(removed("contact point", one["uid"], one["name"], may=True) for one in points),
         *(removed("mute timing", one["name"], "", may=True) for one in timings),
@@ -274,29 +266,28 @@ def _deployed_sources(server: Server, content: Shipped, options: Options, gone: 
     found = [source for one in content.sources if (source := server.find(object_path(SOURCES, one["uid"])))]
     deployed = [(source, same) for source in found if (same := is_source_unchanged(source)) is not None]
     removals = [removed("data source", source["uid"], "", may=options.force or same) for source, same in deployed]
-    boards = board_titles(server).keys() - gone if removals else set()
-    texts = {f"board {uid}": json.dumps(find_board(server, uid)) for uid in sorted(boards)}
-    texts |= {
-        f"rule {rule['title']}": json.dumps(rule["data"]) for rule in server.get(RULES) if rule["uid"] not in gone
-    }
+    texts = _remaining(server, gone) if removals else {}
     return [_used(change, [name for name, text in texts.items() if f'"{change.uid}"' in text]) for change in removals]
-
-
-def _used(change: Change, users: Sequence[str]) -> Change:
-    """Return the removal of an object, which remains if it has users."""
-    return replace(change, action=Action.KEEP, reason=f"used by {', '.join(users)}") if users else change
 
 
 def _deployed_folders(server: Server, content: Shipped, gone: Collection[str]) -> list[Change]:
     """Return the removal of each folder that exists; it remains if it holds an object that is not in `gone`."""
-    changes = []
-    for folder in _folders(content):
-        if (found := server.find(object_path(FOLDERS, folder.uid))) is not None:
-            boards = [f"board {uid}" for uid in sorted(board_titles(server, folder.uid)) if uid not in gone]
-            rules = [one for one in server.get(RULES) if one["folderUID"] == folder.uid and one["uid"] not in gone]
-            change = removed("folder", folder.uid, found["title"], may=True)
-            changes.append(_used(change, [*boards, *(f"rule {rule['title']}" for rule in rules)]))
-    return changes
+    found = [folder for one in _folders(content) if (folder := server.find(object_path(FOLDERS, one.uid)))]
+    removals = [removed("folder", folder["uid"], folder["title"], may=True) for folder in found]
+    return [_used(change, list(_remaining(server, gone, change.uid))) for change in removals]
+
+
+def _remaining(server: Server, gone: Collection[str], folder: str | None = None) -> dict[str, str]:
+    """Return the boards and rules of a folder, or of the server, that are not in `gone`, as JSON by name."""
+    boards = sorted(board_titles(server, folder).keys() - gone)
+    rules = [one for one in server.get(RULES) if one["uid"] not in gone and folder in {None, one["folderUID"]}]
+    documents = {f"board {uid}": find_board(server, uid) for uid in boards}
+    return {name: json.dumps(one) for name, one in (documents | {f"rule {one['title']}": one for one in rules}).items()}
+
+
+def _used(change: Change, users: Sequence[str]) -> Change:
+    """Return the removal of an object, which remains if it has users."""
+    return replace(change, action=Action.KEEP, reason=f"still used by {', '.join(users)}") if users else change
 
 
 def _delete(server: Server, change: Change, options: Options, show: Print) -> str | None:
@@ -305,7 +296,7 @@ def _delete(server: Server, change: Change, options: Options, show: Print) -> st
         return change.line()
     try:
         if change.kind == "route":
-            copy = set_route(server, None, change.uid, options.copies)
+            copy = routes.set_route(server, None, change.uid, options.copies)
             change = replace(change, reason=f"copy of the policies: {copy}")
         else:
             server.delete(object_path(_COLLECTIONS[change.kind], change.uid))

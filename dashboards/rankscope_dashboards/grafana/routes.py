@@ -50,8 +50,7 @@ class MuteTimings:
 
     def write(self, change: Change) -> None:
         """Create the mute timing."""
-        whole_day = {"start_time": "00:00", "end_time": "24:00"}
-        timing = {"name": change.uid, "time_intervals": [{"times": [whole_day]}]}
+        timing = {"name": change.uid, "time_intervals": [{"times": [{"start_time": "00:00", "end_time": "24:00"}]}]}
         self._server.post(MUTE_TIMINGS, timing, headers=EDITABLE)
 
 
@@ -65,12 +64,8 @@ def route(receiver: str, folder_title: str) -> dict[str, Any]:
 
 def our_routes(tree: dict[str, Any], folder_title: str) -> list[dict[str, Any]]:
     """Return the child routes of the tree that a deployment has added. A route that a user changed is not ours."""
-
-    def is_ours(child: dict[str, Any]) -> bool:
-        ours = route(child.get("receiver", ""), folder_title)
-        return without_empty(child) in (ours, without_empty(ours | _EARLIER))
-
-    return [child for child in tree.get("routes") or [] if is_ours(child)]
+    both = [(child, route(child.get("receiver", ""), folder_title)) for child in tree.get("routes") or []]
+    return [child for child, ours in both if without_empty(child) in (ours, without_empty(ours | _EARLIER))]
 
 
 def owner(tree: Mapping[str, Any]) -> str:

@@ -224,6 +224,11 @@ RUN_STATE = service_gauge(
     "run state",
     stored_as="attempts.state",
 )
+RUN_FAILURE = service_gauge(
+    "rankscope_run_failure",
+    "1 for a failed run, as soon as it is final which rank failed first. Label reason: its exception or signal.",
+    "run rank reason",
+)
 RANKS_MISSING = service_gauge(
     "rankscope_run_ranks_missing",
     "World size of the latest attempt minus its live ranks; 0 if the attempt completed or was stopped.",

@@ -8,6 +8,7 @@ with a time window. The ages do not depend on the clocks of the ranks.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter as Tally
 from collections import defaultdict
@@ -18,9 +19,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.metrics.catalogue import MetricSpec
-from rankscope_contract.model.events import RunState
+from rankscope_contract.model.events import RUN_FAILED, RunState
 from rankscope_ingest.reporting.progress import RunProgress
-from rankscope_ingest.runs.incident import Incident
+from rankscope_ingest.runs.incident import Incident, Symptom
 from rankscope_ingest.runs.models import Attempt, Health, Target
 from rankscope_storage.maintenance.compaction import CompactionReport
 
@@ -66,10 +67,9 @@ class Ages:
         if incident.is_muted:
             return
         first = incident.first
-        rank = catalogue.UNKNOWN_RANK if first.rank is None else str(first.rank)
         step = "" if first.step is None else str(first.step)
         tensor = (first.kind or "", first.tensor or "", first.op or "")
-        self._incidents[first.run, rank, first.rule or "Anomaly", incident.severity, *tensor, step] = incident
+        self._incidents[first.run, _rank(first), first.rule or "Anomaly", incident.severity, *tensor, step] = incident
 
     def keep(self, runs: set[str]) -> list[tuple[str, ...]]:
         """Forget the times of all runs that are not in `runs`.
@@ -156,6 +156,14 @@ _RUN_GAUGES: Final[Mapping[MetricSpec, Callable[[RunProgress], float | None]]] =
     catalogue.RANKS_UP: lambda run: run.ranks_alive,
 }
 """Gauges of a run, with the function that returns each value. If a value is unknown (None), the gauge has no sample."""
+
+
+_REASON: Final = re.compile(r"ranks? (?:[^:]*: (\w{1,100})|.* (stopped responding|did not respond))")
+"""Exception, signal or silence of the first ranks in the message of a failure."""
+
+
+def _rank(first: Symptom) -> str:
+    return catalogue.UNKNOWN_RANK if first.rank is None else str(first.rank)
 
 
 def _seconds(microseconds: int | None) -> float | None:
@@ -265,6 +273,14 @@ class ServiceMetrics:
             for spec, value_of in _RUN_GAUGES.items():
                 if (value := value_of(run)) is not None:
                     families[spec].labels(run.run).set(value)
+
+    def show_failures(self, incidents: Iterable[Incident]) -> None:
+        """Set the gauge of failed runs. `incidents` contains the announced incidents of runs that have failed."""
+        family = self._cleared(catalogue.RUN_FAILURE)
+        for first in (incident.first for incident in incidents if incident.first.rule == RUN_FAILED):
+            found = _REASON.match(first.message or "")
+            reason = catalogue.UNKNOWN_RANK if found is None else found[1] or found[2]
+            family.labels(first.run, _rank(first), reason).set(1)
 
     def show_goodput(self, ratios: Mapping[str, float], runs: Collection[str]) -> None:
         """Set the gauge of the goodput for each run in `runs` whose goodput is in `ratios`."""

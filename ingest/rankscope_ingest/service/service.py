@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 from aiohttp import web
 
 from rankscope_contract.metrics import catalogue
-from rankscope_contract.model.events import RULES_OF_RUNS
+from rankscope_contract.model.events import RULES_OF_RUNS, RunState
 from rankscope_contract.protocol.channel import Registration, RegistrationReply
 from rankscope_contract.security.tls import Reloading
 from rankscope_ingest.base import memory, tls
@@ -138,6 +138,8 @@ class Api:
         latest = list(self.monitor.runs.latest().values())
         self.metrics.show_exporters(exporter.is_up for exporter in self.external_exporters.followed)
         self.metrics.show(self.targets(), latest, self.runs(), self.pipeline.rows_pending)
+        failed = {attempt.key for attempt in latest if attempt.state is RunState.FAILED}
+        self.metrics.show_failures(one for one in self.monitor.incidents.open() if one.attempt_key in failed)
         self.metrics.show_goodput(self.goodput.ratios, {attempt.run for attempt in latest})
         return self.metrics.page()
 

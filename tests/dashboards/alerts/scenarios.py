@@ -382,22 +382,35 @@ def incidents():
 
 
 def lifecycle():
-    for alert, state in (("RunFailed", "failed"), ("RunStalled", "stalled")):
-        for other in RunState:
-            given = {series("rankscope_run_state", **SERVICE, run="r", state=other): "0 1 0"}
-            when = [{"run": "r"}] if other == state else []
-            yield Scenario(alert=alert, title=f"{alert}: {other}", given=given, expected={0: [], 1: when, 2: []})
-        failed = series("rankscope_run_state", **SERVICE, run="r", state=state)
-        run = [{"run": "r"}]
+    for other in RunState:
+        given = {series("rankscope_run_state", **SERVICE, run="r", state=other): "0 1 0"}
+        when = [{"run": "r"}] if other == "stalled" else []
+        yield Scenario(alert="RunStalled", title=f"RunStalled: {other}", given=given, expected={0: [], 1: when, 2: []})
+    state = series("rankscope_run_state", **SERVICE, run="r", state="failed")
+    for alert, name, labels in (
+        ("RunFailed", "rankscope_run_failure", {"rank": "1", "reason": "ValueError"}),
+        ("RunFailed", "rankscope_run_failure", {"rank": "unknown", "reason": "unknown"}),
+        ("RunStalled", "rankscope_run_state", {"state": "stalled"}),
+    ):
+        failed = series(name, **SERVICE, run="r", **labels)
+        own = {} if alert == "RunStalled" else labels
+        run = [{"run": "r", **own}]
         for title, given, expected in (
+            ("begin and end", {failed: "_ 1 0"}, {0: [], 1: run, 2: []}),
             ("the service no longer exports the run", {failed: "1 stale"}, {0: run, 29: run, 31: []}),
             ("a restart of the service", {failed: "1 stale _x20 1 0"}, {9: run, 20: run, 22: run, 23: []}),
-            ("another state after a restart", {failed: "1 stale _x10 0"}, {11: run, 12: []}),
+            ("another state after a restart", {failed: "1 stale _x10 0", state: "_x12 0"}, {11: run, 12: []}),
         ):
             yield Scenario(alert=alert, title=title, given=given, expected=expected)
-        two = {series("rankscope_run_state", **SERVICE, run=run, state=state): "1" for run in "rs"}
-        each = [{"run": "r"}, {"run": "s"}]
+        two = {series(name, **SERVICE, run=run, **labels): "1" for run in "rs"}
+        each = [{"run": "r", **own}, {"run": "s", **own}]
         yield Scenario(alert=alert, title="an alert for each run", given=two, expected={0: each})
+    earlier, later = (series("rankscope_run_failure", **SERVICE, run="r", rank=rank, reason="E") for rank in "01")
+    given = {earlier: "1 stale", later: "_ 1 stale"}
+    one = [{"run": "r", "rank": "0", "reason": "E"}]
+    yield Scenario(
+        alert="RunFailed", title="two reasons before an outage are one alert", given=given, expected={5: one}
+    )
     given = {
         series("rankscope_rank_vanished", **SERVICE, run="r", rank=rank): v
         for rank, v in (("0", "0x9"), ("1", "0 1 0"))

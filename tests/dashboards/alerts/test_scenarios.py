@@ -145,11 +145,11 @@ MUTANTS = {
         ("expr", "> 0", "> 1"),
     ],
     "RunFailed": [
-        ("expr", 'state="failed"', 'state="stalled"'),
-        ("expr", 'state="failed"', 'state=~"failed|stopped"'),
         ("expr", "== 1", ">= 0"),
-        ("expr", "max by (run)", "max"),
-        *HELD[1:],
+        ("expr", "topk by (run) (1, ", "(("),
+        ("expr", "topk by (run)", "topk"),
+        ("expr", "max by (run, rank, reason)", "max by (run)"),
+        *HELD,
     ],
     "RunStalled": [("expr", 'state="stalled"', 'state="running"'), ("expr", "== 1", "== 0")],
     "RankGone": [

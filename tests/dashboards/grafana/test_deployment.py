@@ -266,7 +266,7 @@ def test_undeploy_keeps_a_data_source_that_a_remaining_board_queries(grafana: Gr
 
     remaining = grafana.undeploy()
 
-    assert ["keep      data source rankscope-live: used by board a-users-board"] == remaining
+    assert ["keep      data source rankscope-live: still used by board a-users-board"] == remaining
     assert grafana.user.find("/datasources/uid/rankscope-history") is None
     grafana.user.delete("/dashboards/uid/a-users-board")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 
@@ -9,6 +10,7 @@ import pytest
 from tests.dashboards.grafana.conftest import complete, needs_server, real_server
 from tests.dashboards.grafana.watched import Watched, watched
 
+from rankscope.demo.receiver import Sender
 from rankscope_dashboards.alerts.anomaly import WINDOW
 
 pytestmark = [needs_server, pytest.mark.timeout(600)]
@@ -27,7 +29,7 @@ def all_programs(require_server, tmp_path_factory) -> Iterator[Watched]:
     servers = (require_server("prometheus"), require_server("prometheus-alertmanager"))
     grafana = real_server(folder, complete())
     with watched(grafana, folder, servers, stalled_after_seconds=STALLED_AFTER_SECONDS) as found:
-        found.start("once", "lasting", "large", "paused")
+        found.start("once", "lasting", "large", "paused", "counted", "raised")
         yield found
 
 
@@ -52,15 +54,39 @@ def test_large_gradient_of_one_step(all_programs: Watched):
     step = f'rankscope_step{{run="large"}} > {JUDGED_AFTER_STEPS}'
     all_programs.wait_for(lambda: all_programs.query(step))
 
-    assert all_programs.seconds_until_message("large", "large", "AnomalyTurbulence") < WITHIN_SECONDS
+    assert all_programs.seconds_until_message("large", "large", "AnomalyIncident") < WITHIN_SECONDS
+
+
+def test_nan_of_one_step_is_one_message_and_one_about_its_end(all_programs: Watched):
+    """Alertmanager and Grafana send the same number of messages to each contact point."""
+    all_programs.seconds_until_message("counted", "nan", "AnomalyIncident")
+    all_programs.wait_for(lambda: all_programs.hook.alerts("AnomalyIncident", "resolved", run="counted"), 240)
+    time.sleep(3 * EVALUATION_SECONDS)
+
+    by_grafana = [message.document["status"] for message in all_programs.hook.about("counted")]
+    received = [alert.title for alert in all_programs.programs.receiver.alerts if alert.sender is Sender.ALERTMANAGER]
+    by_alertmanager = [title.partition("]")[0] for title in received if "in run counted" in title]
+    assert (["firing", "resolved"], ["[firing", "[resolved"]) == (by_grafana, by_alertmanager)
+
+
+def test_exception_is_one_message_that_names_it_and_its_rank(all_programs: Watched):
+    all_programs.seconds_until_message("raised", "nan-raise", "RunFailed")
+    time.sleep(6 * EVALUATION_SECONDS)
+
+    ((_, alert),) = all_programs.hook.alerts("RunFailed", run="raised")
+    assert "run raised failed: RuntimeError, rank 0" == alert["annotations"]["summary"]
+    for message in all_programs.hook.messages:
+        labels = [label for alert in message.document["alerts"] for label in alert["labels"].values()]
+        assert not {"", "none"} & set(labels)
+        assert re.match(r"\[[A-Z]+(:\d+)?\] [A-Z]", message.document["title"]), message.document["title"]
 
 
 def test_lasting_nan_is_one_firing_until_it_ends(all_programs: Watched):
-    assert all_programs.seconds_until_message("lasting", "nan-steps", "AnomalyNan") < WITHIN_SECONDS
+    assert all_programs.seconds_until_message("lasting", "nan-steps", "AnomalyIncident") < WITHIN_SECONDS
     time.sleep(3 * EVALUATION_SECONDS)
     all_programs.send("lasting", "continue")
 
-    all_programs.wait_for(lambda: all_programs.hook.alerts("AnomalyNan", "resolved", run="lasting"), 300)
+    all_programs.wait_for(lambda: all_programs.hook.alerts("AnomalyIncident", "resolved", run="lasting"), 300)
     names = [name for name, _ in firings(all_programs, "lasting")]
     assert sorted(set(names)) == sorted(names)
 
@@ -87,7 +113,7 @@ def test_service_away_is_one_message_that_names_its_address(all_programs: Watche
 
 def test_fault_fires_once_although_prometheus_is_away_for_long(all_programs: Watched):
     """Prometheus is away: one message, which names the data source. After it, the old fault does not fire again."""
-    assert all_programs.seconds_until_message("once", "nan", "AnomalyNan") < WITHIN_SECONDS
+    assert all_programs.seconds_until_message("once", "nan", "AnomalyIncident") < WITHIN_SECONDS
     time.sleep(2 * EVALUATION_SECONDS)
     before = firings(all_programs, "once")
 

@@ -80,6 +80,11 @@ class Hook:
         self._server.shutdown()
         self._server.server_close()
 
+    def about(self, run: str) -> list[Message]:
+        """Return the messages that contain an alert about a run."""
+        every = [(message, message.document["alerts"]) for message in list(self.messages)]
+        return [message for message, alerts in every if any(one["labels"].get("run") == run for one in alerts)]
+
     def alerts(self, name: str, status: str = "firing", **labels: str) -> list[tuple[float, dict[str, Any]]]:
         """Return the alerts of all messages that have this name and these labels, with the times of the messages."""
         wanted = labels | {"alertname": name}

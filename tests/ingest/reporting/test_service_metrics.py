@@ -10,10 +10,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rankscope_contract.metrics.catalogue import BYTES_INGESTED, CATALOG, RECORDS_INGESTED
-from rankscope_contract.model.events import RunState
+from rankscope_contract.model.events import RUN_FAILED, RunState
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.reporting.progress import RunMeter, last_value, run_progress
 from rankscope_ingest.reporting.service_metrics import FAILURE_REASONS, ServiceMetrics
+from rankscope_ingest.runs.incident import run_incident
 from rankscope_ingest.runs.models import Attempt, Liveness, Rank
 from rankscope_storage.maintenance.compaction import CompactionReport
 
@@ -142,6 +143,24 @@ def shown(metrics, *attempts, meter=None):
         for sample in family.samples
         if "run" in sample.labels and not sample.name.endswith("_created")
     }
+
+
+@pytest.mark.parametrize(
+    ("rank", "message", "labels"),
+    [
+        (1, "rank 1: ValueError: disk: full", ("1", "ValueError")),
+        (None, "ranks 0-1: RuntimeError; which rank failed first is unknown", ("unknown", "RuntimeError")),
+        (0, "rank 0 on fe80::1 stopped responding without an exit report", ("0", "stopped responding")),
+        (0, f"rank 0: {'X' * 300}: no", ("0", 100 * "X")),
+        (None, None, ("unknown", "unknown")),
+    ],
+)
+def test_failed_run_has_the_rank_and_the_exception_of_its_announced_failure(rank, message, labels):
+    attempt, metrics = an_attempt(state=RunState.FAILED), ServiceMetrics()
+    metrics.show_failures([run_incident(RUN_FAILED, attempt, rank=rank, reason=message, cause="c", opened_at=0.0)])
+
+    found = [sample for sample in shown(metrics, attempt) if sample[0] == "rankscope_run_failure"]
+    assert [("rankscope_run_failure", ("rank", labels[0]), ("reason", labels[1]), ("run", "r"))] == found
 
 
 def test_page_contains_the_figures_of_a_run():
