@@ -82,12 +82,22 @@ def test_error_in_the_last_lines_is_printed_before_it_is_a_failure(log, tmp_path
 def test_training_that_ended_with_nan_prints_its_incident_and_fails(log, tmp_path):
     end = {"step": 40, "total_steps": 40, "loss": float("nan"), "step_time_s": 1.0}
     log.write_text(f"{log.read_text()}{json.dumps(end)}\n")
+    os.utime(log, (0, time.time() - 61))  # the log is settled
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), pytest.raises(CommandError, match="train: not normal") as error:
         watch([str(log)], store=tmp_path / "history", until_finished=True, poll_seconds=0.1)
 
     assert 4 == error.value.code
     assert "train  finished  with 1 open incident: loss became NaN at step 40" in printed.getvalue()
+
+
+def test_line_that_reports_the_end_ends_the_command(log, tmp_path):
+    log.write_text(f"{log.read_text()}INFO Training completed in 40.2 s\n")
+    os.utime(log, (0, time.time() - 61))  # the log is settled
+
+    assert "train  finished  Training completed; clock of" in run(
+        [log], store=tmp_path / "history", until_finished=True, poll_seconds=0.1
+    )
 
 
 def test_watch_prints_immediately_that_it_reads_and_how_long_it_waits(log, tmp_path):

@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -47,7 +48,7 @@ from rankscope_ingest.runs.models import Target
 from rankscope_ingest.runs.text import Place, title
 from rankscope_ingest.service.pipeline import Pipeline, make_batcher
 from rankscope_ingest.service.polling import ExternalExporters, Polling
-from rankscope_ingest.service.watching import WatchedLogs
+from rankscope_ingest.service.watching import following
 from rankscope_ingest.status_page.collect import Status, StatusCollector
 from rankscope_ingest.watch.watcher import Hooks
 from rankscope_storage.api.store import Commit, Writer
@@ -214,7 +215,7 @@ class Service:
             place=lambda: Place.of(Path(config.store.path), f"{self._api.url}{config.service.base_path}"),
         )
         hooks = Hooks(deliveries=deliveries, on_commit=self._on_commit_of_log)
-        self._watched = WatchedLogs(config, writer, notifiers, hooks)
+        self._following = partial(following, config, writer, notifiers, hooks)
         self._stalls = StallHandler(self._monitor, self._announcer, fetcher.stacks, spawn=self._spawn)
         self._exporters = ExternalExporters(config, batcher, metrics)
         self._api = Api(
@@ -258,7 +259,7 @@ class Service:
                 self._spawn(self._announcer.announce(incident, is_repeated=True))
             try:
                 # Without `stop`, only a flusher ends, with the error that prevents further commits.
-                async with self._exporters.scraping(), self._watched.following():
+                async with self._exporters.scraping(), self._following():
                     await asyncio.wait([*work, stopping], return_when=asyncio.FIRST_COMPLETED)
                 for task in work:
                     if task.done():

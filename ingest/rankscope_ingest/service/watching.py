@@ -22,54 +22,44 @@ log = logging.getLogger(__name__)
 FINISH_SECONDS: Final = 5.0
 
 
-class WatchedLogs:
-    """Follows the logs in the configuration while the service runs, and writes their rows with its store writer."""
+@contextlib.asynccontextmanager
+async def following(
+    config: ServiceConfig, writer: Writer, notifiers: Sequence[Notifier], hooks: Hooks
+) -> AsyncIterator[None]:
+    """Follow the logs in the configuration in the body of the context, and write their rows with `writer`.
 
-    def __init__(
-        self,
-        config: ServiceConfig,
-        writer: Writer,
-        notifiers: Sequence[Notifier],
-        hooks: Hooks,
-    ) -> None:
-        self._config = config
-        self._writer = writer
-        self._notifiers = notifiers
-        self._hooks = replace(hooks, on_change=self._changed)
-        self._states: dict[str, str] = {}  # by address
+    At its end, pending rows are stored and pending messages are sent.
+    """
+    if not config.watch:
+        yield
+        return
+    stop, states = asyncio.Event(), dict[str, str]()  # states by address
 
-    @contextlib.asynccontextmanager
-    async def following(self) -> AsyncIterator[None]:
-        """Follow the logs in the body of the context. At its end, store pending rows and send pending messages."""
-        if not self._config.watch:
-            yield
-            return
-        stop = asyncio.Event()
-        task = start_task("following logs", lambda: self._follow(stop), is_repeated=True)
-        try:
-            yield
-        finally:
-            stop.set()
-            await asyncio.wait([task], timeout=2 * FINISH_SECONDS)
-            await cancel([task])
-
-    def _changed(self, status: LogStatus) -> None:
+    def changed(status: LogStatus) -> None:
         """Print a line if the state of a log has changed."""
-        if status.state != self._states.get(status.address):
-            self._states[status.address] = status.state
+        if status.state != states.get(status.address):
+            states[status.address] = status.state
             level = logging.INFO if status.is_normal else logging.WARNING
             log.log(level, "%s  %s  %s", status.run, status.state, status.unreadable or status.reason)
 
-    async def _follow(self, stop: asyncio.Event) -> None:
-        for section, name in zip(self._config.watch, run_names(self._config.watch), strict=True):
+    async def follow() -> None:
+        for section, name in zip(config.watch, run_names(config.watch), strict=True):
             log.info("following %s as the run %s, every %g s", section.log, name, section.poll_seconds)
         async with watching(
-            self._config.watch,
-            self._writer,
-            Path(self._config.store.path),
-            self._notifiers,
-            hooks=self._hooks,
+            config.watch,
+            writer,
+            Path(config.store.path),
+            notifiers,
+            hooks=replace(hooks, on_change=changed),
             is_alone=False,
             finish_seconds=FINISH_SECONDS,
         ) as session:
             await session.run(stop)
+
+    task = start_task("following logs", follow, is_repeated=True)
+    try:
+        yield
+    finally:
+        stop.set()
+        await asyncio.wait([task], timeout=2 * FINISH_SECONDS)
+        await cancel([task])

@@ -124,7 +124,7 @@ def _slow(rows: LogRows, facts: Facts, limits: WatchSection) -> Verdict | None:
             return None
         median, compared = statistics.median(times), [last.step_seconds]
     slow = [at for at, seconds in enumerate(reversed(compared)) if seconds > limits.slow_factor * median]
-    if not slow:
+    if not slow or not median:  # times of whole seconds are 0 for short steps
         return None
     value, which = compared[-1 - slow[0]], f"a step {slow[0]} rows ago" if slow[0] else "the last step"
     return Verdict(

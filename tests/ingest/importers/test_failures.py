@@ -1,4 +1,4 @@
-"""Lines of logs that report a failure become error events, and end the run if no record follows."""
+"""Lines of logs that report a failure or the end become events, and end the run if no record follows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 import pytest
 
 from rankscope_contract.model.events import RunState
+from rankscope_ingest.importers.common.failures import failure_event
 from rankscope_ingest.importers.common.importer import SETTLED_SECONDS
 
 BAR = "  7%|█         | 124/1752 [04:08<1:10:01,  2.83s/it]"
@@ -47,6 +48,35 @@ HARMLESS = (
     "urllib3 retrying (ConnectionResetError, Connection reset by peer): Read timed out",
     "cat: /etc/hostname: No such file or directory",
     "the test error rate is 0.1; training without error",
+)
+
+
+ENDS = (
+    "2026-11-29 09:35:13,123 INFO training is done",
+    "Training completed. Do not forget to share your model on huggingface.co/models =)",
+    "[2026-01-01 00:00:00,123] [INFO] [train.py:100] Training finished successfully",
+    "2022-01-01 00:00:00 | INFO | fairseq_cli.train | done training in 123.4 seconds",
+    "`Trainer.fit` stopped: `max_epochs=3` reached.",
+    "Finished Training",
+    "[rank0] training done",
+    "=== TRAINING COMPLETED ===",
+    "Training finished at step 500",
+    "Training completed after 10 epochs.",
+    "Training done. (3h 20m)",
+)
+NO_ENDS = (
+    "training is done in 8 epochs of 100 steps",
+    "evaluation done",
+    "Epoch 3: training finished",
+    "Finished training epoch 3",
+    "tokenizer training finished",
+    "training done, starting validation",
+    "Training done. Evaluating on the test set",
+    "waiting until training is finished",
+    "Training done: 30/100",
+    "training completed 10%",
+    "training finished: False",
+    "pretraining done",
 )
 
 
@@ -90,6 +120,35 @@ def test_harmless_lines_are_no_failures(logs, tmp_path, kind):
 
     assert [] == errors(logs)
     assert report.state is None
+
+
+@pytest.mark.parametrize(("lines", "state"), [(ENDS, RunState.COMPLETED), (NO_ENDS, None)])
+def test_line_that_reports_the_end_of_the_training_is_its_end(lines, state):
+    found = {line: failure_event(line) for line in lines}
+
+    assert dict.fromkeys(lines, state) == {line: None if end is None else end[1][0] for line, end in found.items()}
+
+
+@pytest.mark.parametrize("kind", [*ROWS, "megatron"])
+def test_end_is_the_state_of_the_run_until_training_continues(logs, tmp_path, kind):
+    rows = ROWS.get(kind) or [f" iteration {step}/ 99 | lm loss: {5 - step / 10} |" for step in range(1, 9)]
+    report = logs.import_log(write(tmp_path, kind, *rows, ENDS[0], "Error closing a file"), kind=kind)
+    restarted = logs.import_log(write(tmp_path, kind, *rows, ENDS[0], *rows[4:7]), kind=kind)
+
+    assert (RunState.COMPLETED, "training is done") == (report.state, report.reason)
+    assert [{"step": 8}] == logs.query("SELECT step FROM events WHERE type = 'exit'")
+    assert restarted.state is None
+    attempts = logs.query("SELECT state FROM attempts ORDER BY attempt")
+    assert [RunState.COMPLETED, RunState.STOPPED] == [row["state"] for row in attempts]
+
+
+@pytest.mark.parametrize("line", [{"message": "training finished"}, {"msg": "Training completed in 3 s", "s": 3.0}])
+def test_message_of_an_object_reports_the_end_until_training_continues(logs, tmp_path, line):
+    report = logs.import_log(write(tmp_path, "jsonl", *ROWS["jsonl"], json.dumps(line)), kind="jsonl")
+    continued = [*ROWS["jsonl"], json.dumps(line), '{"step": 9, "loss": 4.0}']
+
+    assert (RunState.COMPLETED, "the log reports the end of training") == (report.state, report.reason)
+    assert logs.import_log(write(tmp_path, "jsonl", *continued), kind="jsonl").state is None
 
 
 def test_object_with_the_text_of_an_error_is_no_failure(logs, tmp_path):

@@ -51,6 +51,10 @@ def test_pace_of_rows_whose_times_are_whole_seconds(seconds):
     assert seconds == pytest.approx(rows.expected_seconds, rel=0.03)
 
 
+def test_short_steps_whose_times_are_whole_seconds_are_not_slow():
+    assert Condition.TRAINING == condition(rows_of([*[0.0] * 30, 1.0]), 1.0)
+
+
 @pytest.mark.parametrize(("silence", "text"), [(63.0, "63 s"), (7500.0, "2 h 5 min"), (31937537.0, "369 d 15 h")])
 def test_long_time_without_a_row_has_large_units(silence, text):
     found = judge(rows_of([1.0] * 30), Facts(silence=silence, quiet=silence, clock="clock"), LIMITS)

@@ -1,15 +1,16 @@
-"""Find the lines of a log that report a failure: errors of CUDA and NCCL, signals, cancelled jobs, tracebacks.
+"""Find the lines of a log that report a failure (errors, signals, cancelled jobs) or the end of the training.
 
 The module performs no I/O. The importer of Megatron logs and all importers of lines use the same patterns.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from rankscope_contract.model.events import EventType, RunState, Severity
+from rankscope_contract.model.events import EventType, ExitReason, RunState, Severity
 from rankscope_contract.model.redaction import MAX_NAME, redacted_text
 
 _MAX_SEEN: Final = 10_000
@@ -60,6 +61,18 @@ _POSSIBLE: Final[tuple[tuple[str, re.Pattern[str]], ...]] = (
 )
 """Names of failures and patterns of lines, which healthy programs of other tools than Megatron print as well."""
 
+_DURATION: Final = r"\d+:[\d:.]+|\d[\d.,]* ?(?:s|sec\w*|m|min\w*|h|hours?)\b"
+ENDS: Final = re.compile(
+    r"(?i)^(?:(?!\b(?:epoch|fold|stage|phase|round|step|batch|tokenizer)\b).){0,200}?"
+    r"(?:^|[\])}>|:*=#-]\s*|\b(?:INFO|NOTICE|WARNING)\s+)"
+    r"(?P<end>(?:model )?training(?: run| job| loop)?(?: is| has| was)?(?: been)? "
+    r"(?:done|complete|finish|end)(?:ed|d)?\b|(?:finished|completed|done)(?: with)? training\b"
+    r"|`?Trainer\.fit`? stopped: .{1,80}? reached)(?: successfully)?"
+    rf"(?=\W*$|\. Do not forget|(?:\W+(?:(?:in|after|took)\W+)?(?:{_DURATION}))+\W*$"
+    r"|,? (?:at (?:step|iteration) \d[\d,]*|after \d[\d,]* (?:step|iteration|epoch)s?)\W*$)"
+)
+"""A regular expression for a line or a message that reports the end of the training, not that of a part of it."""
+
 _STOPPING: Final = frozenset({"cancelled", "signal"})
 """Names of failures which mean that a user or the scheduler stopped the run, so that the run did not fail."""
 
@@ -67,18 +80,26 @@ _PARTS: Final = (
     b"rror", b"xception", b"Traceback", b"atchdog", b"NCCL", b"HCCL", b"EI000", b"gloo", b"ut of memory", b"oom-kill",
     b"oom_kill", b"CANCELLED", b"TIME LIMIT", b"step aborted", b"scancel", b"endezvous", b"CUDNN_", b"CUBLAS_", b"Xid",
     b"-side assert", b" SIG", b"signal", b"Kill", b"egmentation", b"core dumped", b"No space", b"KeyboardI",
+    b"raining", b"RAINING", b"Trainer.fit",
 )  # fmt: skip
-"""Texts of which every certain failure contains at least one. To find them takes less time than to match patterns."""
+"""Texts of which every certain failure, and every end of a training, contains at least one.
+
+To find them takes less time than to match patterns.
+"""
 
 
 def failure_event(text: str, *, is_certain: bool = True) -> tuple[dict[str, Any], tuple[str, str]] | None:
-    """Return the event of a line that reports a failure, and the state and reason of a run that ends with the line.
+    """Return the event of a line that reports a failure or the end, and the state and reason of a run that ends there.
 
     `text` is the line without labels and colours. With `is_certain`, only patterns apply that no healthy program
     prints. The event of a line between chained exceptions is empty. Return None for any other line. Only the first
     4,096 characters are examined.
     """
     text = text[:_EXAMINED_CHARACTERS]
+    if end := ENDS.search(text):
+        details = json.dumps({"reason": ExitReason.COMPLETED})
+        event = {"type": EventType.EXIT, "severity": Severity.INFO, "message": text, "op": None, "details": details}
+        return event, (RunState.COMPLETED, end["end"])
     reason = redacted_text(text, MAX_NAME)
     patterns = _CERTAIN if is_certain else (*_CERTAIN[:-1], *_POSSIBLE, _CERTAIN[-1])
     name = next((name for name, pattern in patterns if pattern.search(text)), None)
@@ -107,7 +128,7 @@ def ending_after(known: tuple[str, str] | None, found: tuple[str, str]) -> tuple
     The first line of a traceback names no cause, so that the failure below it is taken. Of chained exceptions, the last
     one ends the program; an error such as that of CUDA is more precise than the exceptions that follow from it.
     """
-    if known is None:
+    if known is None or found[0] == RunState.COMPLETED:
         return found
     is_chained = bool(_CHAIN.search(found[1].removeprefix("exception: "))) and known[1].startswith("exception: ")
     is_named = found[0] == RunState.FAILED or "KeyboardInterrupt" in found[1]

@@ -12,8 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from rankscope_contract.model.events import EventType, Severity
+from rankscope_contract.model.events import EventType
 from rankscope_contract.model.scalar_names import Alias, canonical, in_unit, under_own_name
+from rankscope_ingest.importers.common.failures import ENDS
 from rankscope_ingest.importers.common.values import micros, plain, quantity, seconds
 
 
@@ -101,39 +102,25 @@ def role_of(key: str) -> Role:
     return known or Role.VALUE
 
 
-@dataclass(frozen=True, slots=True)
-class EventClass:
-    """The type and severity with which a logged event is stored.
-
-    `ends_training` states whether the event means that training has ended successfully.
-    """
-
-    type: str
-    severity: str = Severity.INFO
-    ends_training: bool = False
-
-
 _WHOLE_RUN: Final = r"^(?:on_)?(?:(?:train(?:ing|er)?|run|fit|job)[ _.-]?)?"
-_EVENT_CLASSES: Final = tuple(
-    (re.compile(pattern), event_class)
-    for pattern, event_class in (
-        (r"error|exception|crash|fail|abort|oom", EventClass(EventType.ERROR, Severity.CRITICAL)),
-        (r"checkpoint|ckpt|save", EventClass(EventType.CHECKPOINT)),
-        (r"eval|valid", EventClass(EventType.EVALUATION)),
-        (rf"{_WHOLE_RUN}(?:start|begin|init)(?:ed|s)?$", EventClass(EventType.LAUNCH)),
-        (
-            rf"{_WHOLE_RUN}(?:end|ended|finish|finished|complete|completed|done)$",
-            EventClass(EventType.EXIT, ends_training=True),
-        ),
-        (r"(?:start|begin|end|finish|complete)(?:ed)?$", EventClass(EventType.PHASE)),
+_EVENT_TYPES: Final = tuple(
+    (re.compile(pattern), event_type)
+    for pattern, event_type in (
+        (ENDS.pattern, EventType.EXIT),
+        (r"error|exception|crash|fail|abort|oom", EventType.ERROR),
+        (r"checkpoint|ckpt|save", EventType.CHECKPOINT),
+        (r"eval|valid", EventType.EVALUATION),
+        (rf"{_WHOLE_RUN}(?:start|begin|init)(?:ed|s)?$", EventType.LAUNCH),
+        (rf"{_WHOLE_RUN}(?:end|ended|finish|finished|complete|completed|done)$", EventType.EXIT),
+        (r"(?:start|begin|end|finish|complete)(?:ed)?$", EventType.PHASE),
     )
 )
 
 
-def event_class(name: str) -> EventClass:
-    """Return type and severity for a logged event with this name. An event with an unknown name becomes a note."""
+def event_type(name: str) -> str:
+    """Return the type of a logged event with this name: EXIT after a success, and NOTE if the name is unknown."""
     folded = name.strip().lower()[:100]
-    return next((found for pattern, found in _EVENT_CLASSES if pattern.search(folded)), EventClass(EventType.NOTE))
+    return next((found for pattern, found in _EVENT_TYPES if pattern.search(folded)), EventType.NOTE)
 
 
 SET_LABEL: Final = "dataset"

@@ -334,7 +334,8 @@ class Extents:
         )
         for row in events:
             extent = self.by_attempt[row["attempt"] or 0]
-            found = failure_event(row["message"] or "", is_certain=False) if row["type"] == EventType.ERROR else None
+            is_end = row["type"] in {EventType.ERROR, EventType.EXIT}
+            found = failure_event(row["message"] or "", is_certain=False) if is_end else None
             if found is not None and row["seq"] > (extent.last_row or -1):
                 extent.ending = ending_after(extent.ending, found[1])
 

@@ -23,6 +23,7 @@ from rankscope_contract.model.scalar_names import SOURCE_NAME, UNITS, Alias, can
 from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.importers.common.choices import LOSS, Choices, decide, is_training
 from rankscope_ingest.importers.common.dates import Clock, Dates
+from rankscope_ingest.importers.common.failures import ENDS
 from rankscope_ingest.importers.common.importer import FROM_LOG, BlockBuilder, Faults, ImportedRun
 from rankscope_ingest.importers.common.keys import (
     BATCH,
@@ -32,7 +33,7 @@ from rankscope_ingest.importers.common.keys import (
     Names,
     Shape,
     Shapes,
-    event_class,
+    event_type,
     name_in_set,
     name_in_split,
     own_name,
@@ -270,6 +271,9 @@ class ObjectReader:
         """Return the values of the logged object `document`, divided by use."""
         record = record_of(document)
         self.config = self.config if record.config is None else record.config
+        message = document.get("message", document.get("msg"))
+        if record.event is None and isinstance(message, str) and ENDS.search(message):
+            record.event = message
         return record
 
     def choose(
@@ -337,8 +341,10 @@ class ObjectReader:
         return step
 
     def _see_row(self, rank: int | None, step: int | None) -> None:
-        """Set `has_advanced` for a row of training."""
+        """Set `has_advanced` for a row of training, after which an earlier end is none."""
         self.has_advanced = step is None or self._last_steps.get(rank) != step
+        if self.has_advanced and not (self.planned_steps and step is not None and step >= self.planned_steps):
+            self.end = None  # training continued
         self._last_steps[rank] = step
 
     def _update_last_step(self, step: int) -> None:
@@ -401,13 +407,13 @@ class ObjectReader:
         return self._names.name(key, taken, record.document)
 
     def _add_event(self, name: str, document: Mapping[str, Any], builder: BlockBuilder) -> None:
-        found = event_class(name)
-        if found.ends_training:
-            self.end = _REPORTED_END
+        found = event_type(name)
         details = {key: value for key, value in document.items() if number(value) is None and value is not None}
-        if found.type == EventType.EXIT:
+        if found == EventType.EXIT:
+            self.end = _REPORTED_END
             details = {"reason": ExitReason.COMPLETED, "last_step": self.last_step, **details}
-        builder.event(found.type, found.severity, redacted_text(name), json_text(details))
+        severity = Severity.CRITICAL if found == EventType.ERROR else Severity.INFO
+        builder.event(found, severity, redacted_text(name), json_text(details))
 
 
 def _as_loss(key: str, named: Named) -> Named:

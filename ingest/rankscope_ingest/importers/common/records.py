@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from rankscope_contract.model.events import EventType
 from rankscope_ingest.importers.common.dates import FORM
-from rankscope_ingest.importers.common.keys import EPOCH, Role, evaluation_sets, event_class, role_of
+from rankscope_ingest.importers.common.keys import EPOCH, Role, evaluation_sets, event_type, role_of
 from rankscope_ingest.importers.common.values import micros, number, quantity, seconds, whole
 
 MAX_DEPTH: Final = 8
@@ -70,7 +70,7 @@ class Record:
 
         Examples of other events are the start, the end and a failure of training.
         """
-        if self.event is not None and event_class(self.event).type != EventType.NOTE:
+        if self.event is not None and event_type(self.event) != EventType.NOTE:
             return False
         return bool(self.numbers) or any(quantity(text) or seconds(text) for text in self.texts.values())
 

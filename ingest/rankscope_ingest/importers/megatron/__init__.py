@@ -179,13 +179,14 @@ class _Found:
 class _Placed:
     """A companion line (a line between the rows, such as a validation) with its place in the log.
 
-    `step` and `attempt` are those to which the line belongs.
+    `step`, `attempt` and `time` are those to which the line belongs.
     """
 
     place: int
     companion: Companion
     step: int
     attempt: int
+    time: int
 
 
 class _Reading:
@@ -205,8 +206,7 @@ class _Reading:
         self._whole_keys: dict[tuple[str, ...], None] = {}  # of the rows with a loss
         self._once: dict[Hashable, None] = {}
         self._line = 0  # number of lines in earlier chunks
-        self._step = NO_NUMBER
-        self._attempt = 0
+        self._last = [NO_NUMBER, 0, NO_TIME]  # step, attempt and time of the last row
         self._planned = 0
 
     def take(self, data: bytes, *, is_last: bool) -> tuple[ImportedBlock | None, int]:
@@ -230,7 +230,7 @@ class _Reading:
         facts = self._companions.facts()
         planned = self._planned or facts.planned_steps
         state, reason = self._companions.ending or (None, None)
-        if state is None and planned and self._step >= planned:
+        if state is None and planned and self._last[0] >= planned:
             state, reason = RunState.COMPLETED, f"the last planned iteration, {planned}, was reached"
         return ImportedRun(
             state=state, reason=reason, planned_steps=planned, world_size=facts.world_size, config=facts.config
@@ -332,9 +332,9 @@ class _Reading:
         order = np.argsort(rows.places, kind="stable")
         attempts = np.empty(len(order), np.int64)
         attempts[order] = self._attempts.attempts(rows.printers[order], rows.steps[order], rows.losses[order])
-        known = rows.places[order], rows.steps[order], attempts[order]
+        known = rows.places[order], rows.steps[order], attempts[order], rows.times[order]
         timed = np.concatenate([np.empty(0, np.int64), *(group.lines * _PLACES for group in found.timers)])
-        timer_steps, timer_attempts = self._before(timed, *known)
+        timer_steps, timer_attempts, _ = self._before(timed, *known)
         placed = self._place(found.companions, *known)
         places = np.concatenate([rows.places, timed, [item.place for item in placed]]).astype(np.int64)
         if not len(places):
@@ -343,18 +343,17 @@ class _Reading:
         positions[np.argsort(places, kind="stable")] = np.arange(len(places))
         companions = [item.companion for item in placed]
         ranks = [_or(item.rank, NO_NUMBER) for item in companions]
-        times = [_or(item.ts, NO_TIME) for item in companions]
         chunk = Chunk.of(
             positions,
             steps=_joined(rows.steps, timer_steps, [item.step for item in placed]),
             attempts=_joined(attempts, timer_attempts, [item.attempt for item in placed]),
             ranks=_joined(self._printers.ranks(rows.printers, rows.steps), np.full(len(timed), NO_NUMBER), ranks),
-            times=_joined(rows.times, np.full(len(timed), NO_TIME), times),
+            times=_joined(rows.times, np.full(len(timed), NO_TIME), [item.time for item in placed]),
         )
         self._fill(chunk, found, positions, companions)
         if len(order):
             last = order[-1]
-            self._step, self._attempt = int(rows.steps[last]), int(attempts[last])
+            self._last = [int(rows.steps[last]), int(attempts[last]), int(rows.times[last])]
             self._planned = int(rows.planned[last])
         return chunk.block()
 
@@ -373,33 +372,30 @@ class _Reading:
             chunk.add_companion(companion, int(positions[start]))
             start += 1
 
-    def _before(
-        self, wanted: Integers, places: Integers, steps: Integers, attempts: Integers
-    ) -> tuple[Integers, Integers]:
-        """Return, for each place in `wanted`, the step and the attempt of the last row before it in the log.
+    def _before(self, wanted: Integers, places: Integers, *columns: Integers) -> list[Integers]:
+        """Return, for each place in `wanted`, the step, the attempt and the time of the last row before it in the log.
 
-        A place is a sort key: the line number and the index of the record within the line. `places`, `steps` and
-        `attempts` have one value per row.
+        A place is a sort key: the line number and the index of the record within the line. `places` and `columns` have
+        one value per row.
         """
         rows = np.searchsorted(places, wanted)
-        return np.append(self._step, steps)[rows], np.append(self._attempt, attempts)[rows]
+        return [np.append(last, column)[rows] for last, column in zip(self._last, columns, strict=True)]
 
-    def _place(
-        self, companions: Sequence[tuple[int, Companion]], places: Integers, steps: Integers, attempts: Integers
-    ) -> list[_Placed]:
+    def _place(self, companions: Sequence[tuple[int, Companion]], *known: Integers) -> list[_Placed]:
         """Return the companion lines (lines between the rows) with their steps and attempts, without repetitions.
 
-        A companion line that contains no step gets the step of the row before it.
+        A companion line that contains no step gets the step of the row before it, and an event without a time its time.
         """
         placed = []
         wanted = np.array([place for place, _ in companions], np.int64)
-        before = zip(*(column.tolist() for column in self._before(wanted, places, steps, attempts)), strict=True)
-        for (place, companion), (last, attempt) in zip(companions, before, strict=True):
+        before = zip(*(column.tolist() for column in self._before(wanted, *known)), strict=True)
+        for (place, companion), (last, attempt, time) in zip(companions, before, strict=True):
             step = _or(companion.step, last)
             if companion.once is not None and not self._is_first((companion.once, step, attempt)):
                 continue
             if companion.scalars or companion.events:
-                placed.append(_Placed(place, companion, step, attempt))
+                ts = _or(companion.ts, time if companion.events else NO_TIME)
+                placed.append(_Placed(place, companion, step, attempt, ts))
         return placed
 
     def _is_first(self, key: Hashable) -> bool:

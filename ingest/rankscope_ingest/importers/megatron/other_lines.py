@@ -26,6 +26,7 @@ COMPANION_PATTERN: Final = (
     r"|^ +[\w /-]{1,80}: *\s*$|memory \(MB\)|\] datetime: |world size: \d|\.{3,} \S|exiting program|arguments -{3}"
     r"|Traceback \(most|Error\b|ERROR|NCCL|[Oo]ut of memory|CANCELLED|TIME LIMIT|[Kk]ill|SIG[A-Z]{3,}|[Ss]ignal \d"
     r"|[Ss]egmentation fault|No space left|Permission denied|No such file|[Tt]imed? ?out|core dumped|Connection re"
+    r"|[Tt]raining\b"
 )
 """A regular expression for lines that may be companion lines (lines with data between the rows).
 
