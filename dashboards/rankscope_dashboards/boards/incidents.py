@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from typing import Final
 
 from grafana_foundation_sdk.builders import dashboard as builders
 from grafana_foundation_sdk.models import dashboard
 
 from rankscope_contract.metrics import catalogue
-from rankscope_contract.rules.defaults import DEFAULT_RULES
-from rankscope_dashboards.alerts.anomaly import tensor_expression
 from rankscope_dashboards.boards.elements.annotations import RUN_ANNOTATIONS
-from rankscope_dashboards.boards.elements.board import Section, SizedPanel, make_board
+from rankscope_dashboards.boards.elements.board import Section, make_board, sized
 from rankscope_dashboards.boards.elements.firings import new_firings
 from rankscope_dashboards.boards.elements.panels import (
     NO_FIRINGS,
@@ -28,7 +25,7 @@ from rankscope_dashboards.boards.elements.panels import (
     time_series_panel,
     value_texts,
 )
-from rankscope_dashboards.boards.elements.selectors import ALL_RANKS, RANKS, SERVICE_RANKS, SERVICE_RUN, once
+from rankscope_dashboards.boards.elements.selectors import ALL_RANKS, RANKS, SERVICE_RANKS, SERVICE_RUN
 
 OPEN_SECONDS: Final = 300
 """Time in seconds after its latest firing for which the board shows an incident as open."""
@@ -52,28 +49,10 @@ _NO_RULE: Final = "No rule, or the rank has ended"
 def board() -> builders.Dashboard:
     """Return the board "Incidents" without its uid, which `boards()` sets."""
     sections = (
-        Section(
-            "Incidents",
-            (
-                SizedPanel(_first_cause(), 24, 7),
-                SizedPanel(_open_incidents(), 24, 7),
-                SizedPanel(_closed_incidents(), 24, 7),
-            ),
-        ),
-        Section("Firings over time", (SizedPanel(_anomalies(), 12, 9), SizedPanel(_by_rank(), 12, 9))),
-        Section(
-            "Rules",
-            (
-                SizedPanel(_rule_state(), 12, 9),
-                SizedPanel(_replayed(), 12, 9),
-                SizedPanel(_since_firing(), 12, 8),
-                SizedPanel(_thresholds(), 12, 8),
-            ),
-        ),
-        Section(
-            "Tensors, ranks and events",
-            (SizedPanel(_firing_tensors(), 24, 9), SizedPanel(_events(), 12, 9), SizedPanel(_vanished(), 12, 9)),
-        ),
+        Section("Incidents", sized(24, 7, _first_cause(), _open_incidents(), _closed_incidents())),
+        Section("Firings over time", sized(12, 9, _anomalies(), _by_rank())),
+        Section("Rules", sized(12, 9, _rule_state(), _thresholds())),
+        Section("Tensors, ranks and events", sized(24, 9, _firing_tensors()) + sized(12, 9, _events(), _vanished())),
     )
     description = "Incidents, firings and rules of one run."
     return make_board("Incidents", description, sections, annotations=RUN_ANNOTATIONS)
@@ -85,7 +64,6 @@ def _first_cause() -> PanelBuilder:
         description="The incident with the lowest step: the first firing of all ranks in causal order. Incidents "
         "after it are often its consequences. Start here: open the tensor on the board Tensors, and read `rankscope "
         "anomalies RUN`.",
-        unit="none",
         empty="No incident is stored or reported in the time range",
     )
     panel = table_panel(text, (Query(_latest_firings()),), _COLUMNS)
@@ -105,7 +83,6 @@ def _open_incidents() -> PanelBuilder:
         description=f"Incidents with a firing in the last {OPEN_SECONDS // 60} minutes. The columns describe the "
         "first firing of each incident. None is normal. Critical: check whether the run still learns, and stop it if "
         "it does not.",
-        unit="none",
         empty="No incident is open",
     )
     return table_panel(text, (Query(f"(time() - {_age(f'< {OPEN_SECONDS}')}) * 1000"),), _COLUMNS)
@@ -116,7 +93,6 @@ def _closed_incidents() -> PanelBuilder:
         title="Closed incidents",
         description="Incidents of the time range without a firing in the last minutes. The columns describe the "
         "first firing of each incident. An incident that returns has a cause that is still there: compare the steps.",
-        unit="none",
         empty="No closed incident in the time range",
     )
     query = f"{_latest_firings()} unless {_age(f'< {OPEN_SECONDS}')}"
@@ -129,7 +105,6 @@ def _anomalies() -> PanelBuilder:
         "Number of new firings of each rule within each interval, counted at every step and over all selected ranks. "
         "No bar is normal. A single bar is one incident; bars at all intervals mean that the model does not recover. "
         "On all ranks at the same time: check the data and the learning rate schedule.",
-        minimum=0,
         empty=NO_FIRINGS,
     )
     return stacked(time_series_panel(text, Query(f"sum by (run, rule) ({new_firings()})", "{{rule}}")), bars=True)
@@ -140,7 +115,6 @@ def _by_rank() -> PanelBuilder:
         "Anomalies by rank",
         f"Number of new firings within each interval on the {MAX_LINES} ranks with the most. No bar is normal. If "
         "only one rank fires, check its data and its hardware.",
-        minimum=0,
         empty=NO_FIRINGS,
     )
     query = f"topk by (run) ({MAX_LINES}, sum by (run, rank) ({new_firings()}))"
@@ -153,7 +127,6 @@ def _rule_state() -> PanelBuilder:
         description="State of each rule at each scrape, by kind of tensor. Red: the rule fires on at least one rank "
         "at the step of the scrape. Firings between two scrapes are not visible here; the panel Anomalies contains "
         "them.",
-        unit="none",
         mappings=_FIRING,
         empty=_NO_RULE,
     )
@@ -162,45 +135,12 @@ def _rule_state() -> PanelBuilder:
     return history_panel(text, query, "rule", firing)
 
 
-def _replayed() -> PanelBuilder:
-    text = count_text(
-        "Rules replayed",
-        "Number of tensor statistics on which each rule holds, computed again by Prometheus from value, baseline and "
-        "threshold of each scrape. It must agree with the panel Rule state. If it does not, the rank has other rules "
-        "than this board: see the alert RuleDisagreement.",
-        minimum=0,
-        empty="No rule holds at a scrape in the time range",
-    )
-    queries = [
-        Query(
-            f"count by (run, kind) {once(catalogue.TENSOR_VALUE, _of_run(tensor_expression(rule)))}",
-            f"{rule.name} {{{{kind}}}}",
-        )
-        for rule in DEFAULT_RULES
-    ]
-    return time_series_panel(text, *queries, many=True)
-
-
-def _since_firing() -> PanelBuilder:
-    text = PanelText(
-        title="Since last firing",
-        description="Time since the latest firing of each rule, on any selected rank. The longer the better. It "
-        "falls to 0 at each firing; a curve that remains near 0 is a rule that fires all the time.",
-        unit="s",
-        minimum=0,
-        empty=NO_FIRINGS,
-    )
-    ages = f"{catalogue.ANOMALY_AGE.name}{RANKS} or {catalogue.ANOMALIES_INGESTED_AGE.name}{SERVICE_RANKS}"
-    return time_series_panel(text, Query(f"min by (run, rule) ({ages})", "{{rule}}"))
-
-
 def _thresholds() -> PanelBuilder:
     text = PanelText(
         title="Thresholds of the rules",
         description="Configured threshold of each rule, lowest and highest of the ranks. Both must be equal: a rank "
         "with another threshold judges differently. NaN: the rule has no threshold. Change thresholds in the "
         "configuration.",
-        unit="none",
         empty=_NO_RULE,
     )
     series = f"{catalogue.RULE_THRESHOLD.name}{RANKS}"
@@ -246,7 +186,6 @@ def _events() -> PanelBuilder:
         description="Time of the latest event of each type in the time range. `launch`, `exit` and `phase` are normal. "
         "For `fault`, `hang`, `xid` or `gap`, read the messages: `rankscope events RUN`, or the page of events to "
         "which this panel links.",
-        unit="none",
         empty="The run has no event in the time range",
     )
     live, stored = (
@@ -271,8 +210,3 @@ def _latest_firings() -> str:
         for age in (f"{catalogue.INCIDENT_AGE.name}{selector}" for selector in (SERVICE_RUN, ALL_RANKS))
     )
     return f"({live} or {stored})"
-
-
-def _of_run(expression: str) -> str:
-    """Return the expression of a rule with the run and the ranks of the board in each selector."""
-    return re.sub(r"(rankscope_\w+)\{", rf"\1{RANKS[:-1]}, ", expression)

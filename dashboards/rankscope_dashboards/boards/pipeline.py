@@ -8,7 +8,7 @@ from grafana_foundation_sdk.builders import dashboard as builders
 
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.metrics.spec import MetricSpec
-from rankscope_dashboards.boards.elements.board import Section, SizedPanel, make_board
+from rankscope_dashboards.boards.elements.board import Section, make_board, sized
 from rankscope_dashboards.boards.elements.panels import (
     ZERO_IS_GOOD,
     PanelBuilder,
@@ -48,45 +48,21 @@ NO_REMOTE_WRITE: Final = "No Prometheus writes to the service"
 def board() -> builders.Dashboard:
     """Return the board "Pipeline" without its uid, which `boards()` sets."""
     sections = (
-        Section(
-            "Service",
-            (SizedPanel(_lost(), 6, 5), SizedPanel(_targets(), 12, 5), SizedPanel(_faults(), 6, 5)),
-        ),
+        Section("Service", sized(8, 5, _lost(), _targets(), _faults())),
         Section(
             "From ranks to the store",
-            (
-                SizedPanel(_records(), 8, 8),
-                SizedPanel(_received_bytes(), 8, 8),
-                SizedPanel(_lag(), 8, 8),
-                SizedPanel(_rows_committed(), 12, 8),
-                SizedPanel(_since_commit(), 6, 8),
-                SizedPanel(_rows_pending(), 6, 8),
-            ),
+            sized(8, 8, _records(), _received_bytes(), _lag())
+            + sized(12, 8, _rows_committed())
+            + sized(6, 8, _since_commit(), _rows_pending()),
         ),
         Section(
             "Commits, compaction, failures and drops",
-            (
-                SizedPanel(_commit_seconds(), 6, 8),
-                SizedPanel(_compaction(), 6, 8),
-                SizedPanel(_scrape_failures(), 6, 8),
-                SizedPanel(_dropped(), 6, 8),
-            ),
+            sized(6, 8, _commit_seconds(), _compaction(), _scrape_failures(), _dropped()),
         ),
-        Section(
-            "Cost on the ranks",
-            (
-                SizedPanel(_overhead(), 8, 8),
-                SizedPanel(_sampling_interval(), 8, 8),
-                SizedPanel(_ring(), 8, 8),
-            ),
-        ),
+        Section("Cost on the ranks", sized(8, 8, _overhead(), _sampling_interval(), _ring())),
         Section(
             "Other sources and notifications",
-            (
-                SizedPanel(_exporter_scrapes(), 8, 8),
-                SizedPanel(_remote_write(), 8, 8),
-                SizedPanel(_notifications(), 8, 8),
-            ),
+            sized(8, 8, _exporter_scrapes(), _remote_write(), _notifications()),
             is_folded=True,
         ),
     )
@@ -144,7 +120,6 @@ def _records() -> PanelBuilder:
         description="Records of all ranks that the service receives per second. It is steps per second times ranks. "
         "0 while ranks train: check the panels Targets and Failed polls.",
         unit="suffix: records/s",
-        minimum=0,
         empty=NO_SERVICE,
     )
     return time_series_panel(text, Query(_rate(catalogue.RECORDS_INGESTED), "records"))
@@ -156,7 +131,6 @@ def _received_bytes() -> PanelBuilder:
         description="Bytes per second that the service receives from ranks. It grows with the number of measured "
         "tensors. If it is too much for the network, sample fewer steps or fewer tensors.",
         unit="Bps",
-        minimum=0,
         empty=NO_SERVICE,
     )
     return time_series_panel(text, Query(_rate(catalogue.BYTES_INGESTED), "bytes"))
@@ -168,7 +142,6 @@ def _rows_committed() -> PanelBuilder:
         description="Rows per second that the service commits to the store, by dataset. A level that does not change "
         "is normal during training. 0 while records arrive: the disk is full, or the store is not writable.",
         unit="suffix: rows/s",
-        minimum=0,
         empty=NO_SERVICE,
     )
     query = _rate(catalogue.ROWS_COMMITTED)
@@ -181,7 +154,6 @@ def _lag() -> PanelBuilder:
         "Records that a rank has published and the service has not committed yet, for the rank with the most. A "
         "sawtooth between two commits is normal. A line that only rises means that the service is too slow and will "
         "lose records. A line that ends means that the service is down.",
-        minimum=0,
         empty="No rank of this run is alive",
     )
     query = f"max by (run) ({catalogue.LAG_RECORDS.name}{SERVICE_RANKS})"
@@ -194,7 +166,6 @@ def _since_commit() -> PanelBuilder:
         description="Time since the last commit to the store, over all runs of the service. A few seconds are normal "
         "during training. The time grows if nothing trains, the disk is full, or the service is down.",
         unit="s",
-        minimum=0,
         empty="The service made no commit in the last hour",
     )
     # Use the last value of the past hour: a service that is down exports nothing, and the line must continue to rise.
@@ -207,7 +178,6 @@ def _rows_pending() -> PanelBuilder:
         "Rows pending",
         "Rows in the memory of the service that are not committed yet. A sawtooth is normal. If it only rises, "
         "commits fail or take too long: see the duration of a commit.",
-        minimum=0,
         empty=NO_SERVICE,
     )
     return time_series_panel(text, Query(f"max({catalogue.ROWS_PENDING.name})", "rows"))
@@ -219,7 +189,6 @@ def _commit_seconds() -> PanelBuilder:
         description="Duration of the latest flush to the store with its commit. Less than a second is normal on a "
         "local disk. If it approaches the interval between commits, the disk is too slow.",
         unit="s",
-        minimum=0,
         empty=NO_SERVICE,
     )
     return time_series_panel(text, Query(f"max({catalogue.COMMIT_SECONDS.name})", "latest commit"))
@@ -232,7 +201,6 @@ def _compaction() -> PanelBuilder:
         "added instead. Compaction runs after 50 commits, and every half an hour. No removed file for hours during "
         "training: the log of the service contains the reason, and queries become slow.",
         unit="suffix: /s",
-        minimum=0,
         empty=NO_SERVICE,
     )
     commits = Query(_rate(catalogue.COMMITS), "commits")
@@ -245,7 +213,6 @@ def _scrape_failures() -> PanelBuilder:
         description="Polls of ranks that failed, per second and reason. 0 is normal. `timeout` on all ranks: the "
         "service has too little CPU. `refused`: the rank has ended. The log of the service names the rank.",
         unit="suffix: polls/s",
-        minimum=0,
         empty=NO_SERVICE,
     )
     rates = _rate(catalogue.SCRAPE_FAILURES)
@@ -258,7 +225,6 @@ def _dropped() -> PanelBuilder:
         description="Records, series and events that the selected ranks dropped per second, by reason. 0 is normal. "
         "Reasons that begin with `series_`: more tensors than the series limit; the store still contains all of them.",
         unit="suffix: items/s",
-        minimum=0,
         empty="The ranks dropped nothing",
     )
     rates = rate(catalogue.DROPPED)
@@ -281,7 +247,6 @@ def _sampling_interval() -> PanelBuilder:
         "Sampling interval factor",
         "1: the sampling interval is as configured. Above 1: monitoring exceeded `max_overhead`, and all ranks "
         "multiply the interval by this factor. Events of type `budget` contain the time and the reason.",
-        minimum=0,
     )
     return time_series_panel(text, Query(f"max by (run) ({catalogue.SAMPLING_STRETCH.name}{RANKS})", "factor"))
 
@@ -291,7 +256,6 @@ def _ring() -> PanelBuilder:
         "Records in the ring",
         "Records in the memory of the rank with the most, and those of them that no store has committed. The second "
         "line falls to 0 at each commit. If it reaches the first one, the rank overwrites records that were not read.",
-        minimum=0,
     )
     uncommitted, records = (
         f"max by (run) ({metric.name}{RANKS})" for metric in (catalogue.RING_UNCOMMITTED, catalogue.RING_RECORDS)
@@ -305,7 +269,6 @@ def _exporter_scrapes() -> PanelBuilder:
         description="Scrapes of external exporters, samples read and samples dropped, per second. All scrapes should "
         "be `ok`. `skipped`: the store is behind, or too many exporters do not respond.",
         unit="suffix: /s",
-        minimum=0,
         empty=NO_EXPORTERS,
     )
     return time_series_panel(
@@ -322,7 +285,6 @@ def _remote_write() -> PanelBuilder:
         description="Samples and requests per second that a Prometheus sends, and dropped items. A constant level "
         "is normal. Dropped items: the label reason shows why.",
         unit="suffix: /s",
-        minimum=0,
         empty=NO_REMOTE_WRITE,
     )
     return time_series_panel(
@@ -339,7 +301,6 @@ def _notifications() -> PanelBuilder:
         description="Notifications of the service per second, and attempts to deliver them, by outcome. 0 is normal "
         "without incidents. `failed`: check the addresses with `rankscope doctor`.",
         unit="suffix: /s",
-        minimum=0,
         empty=NO_SERVICE,
     )
     attempts = Query(_rate(catalogue.NOTIFICATION_ATTEMPTS), "attempts {{outcome}}")

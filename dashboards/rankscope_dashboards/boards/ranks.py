@@ -15,7 +15,7 @@ from rankscope_contract.metrics import catalogue, hardware
 from rankscope_contract.metrics.spec import MetricSpec
 from rankscope_contract.model.phases import LABEL, Phase
 from rankscope_dashboards.boards.elements.annotations import RUN_ANNOTATIONS
-from rankscope_dashboards.boards.elements.board import Section, SizedPanel, make_board
+from rankscope_dashboards.boards.elements.board import Section, make_board, sized
 from rankscope_dashboards.boards.elements.panels import (
     NO_GPU,
     NO_TORCH_DEVICE,
@@ -55,38 +55,27 @@ NO_HASHES: Final = "The quantity hashes is not measured in this run"
 def board() -> builders.Dashboard:
     """Return the board "Ranks" without its uid, which `boards()` sets."""
     sections = (
-        _halves("Slow ranks", 9, _slowest(), _data_wait(), _behind(), _compute_time()),
-        _halves("Phases of a step", 9, _time_by_phase(), _latest_step()),
+        Section("Slow ranks", sized(12, 9, _slowest(), _data_wait(), _behind(), _compute_time())),
+        Section("Phases of a step", sized(12, 9, _time_by_phase(), _latest_step())),
         Section(
             "Hosts and replicas",
-            (
-                SizedPanel(_hosts(), 24, 7),
-                SizedPanel(_host_cpu(), 12, 8),
-                SizedPanel(_host_memory(), 12, 8),
-                SizedPanel(_processes(), 6, 8),
-                SizedPanel(_switches(), 6, 8),
-                SizedPanel(_disk(), 6, 8),
-                SizedPanel(_replica_divergence(), 6, 8),
-            ),
+            sized(24, 7, _hosts())
+            + sized(12, 8, _host_cpu(), _host_memory())
+            + sized(6, 8, _processes(), _switches(), _disk(), _replica_divergence()),
         ),
-        _halves("Collectives", 8, *_collectives(), is_folded=True),
-        _halves(
+        Section("Collectives", sized(12, 8, *_collectives()), is_folded=True),
+        Section(
             "GPUs",
-            8,
-            *(_utilization(), _power(), _gpu_memory(), _links(), _temperature(), _clock(), _throttled(), _energy()),
+            sized(12, 8, _utilization(), _power(), _gpu_memory(), _temperature())
+            + sized(6, 8, _links(), _clock(), _throttled(), _energy()),
             is_folded=True,
         ),
-        _halves("GPU errors", 8, _errors(), _error_counts(), is_folded=True),
-        _halves("GPU memory of PyTorch", 8, _allocated(), _retries(), is_folded=True),
+        Section("GPU errors", sized(12, 8, _errors(), _error_counts()), is_folded=True),
+        Section("GPU memory of PyTorch", sized(12, 8, _allocated(), _retries()), is_folded=True),
     )
     description = "Slow ranks, phases, GPUs and hosts of one run."
     variables = (RUN, HOST, RANK)
     return make_board("Ranks", description, sections, variables=variables, annotations=RUN_ANNOTATIONS)
-
-
-def _halves(title: str, height: int, *panels: PanelBuilder, is_folded: bool = False) -> Section:
-    """Return a section of panels of half the width, which have room for a legend at the side."""
-    return Section(title, tuple(SizedPanel(panel, 12, height) for panel in panels), is_folded=is_folded)
 
 
 def _slowest() -> PanelBuilder:
@@ -95,8 +84,6 @@ def _slowest() -> PanelBuilder:
         description=f"Time for data and computation of the {MAX_LINES} slowest ranks, relative to the median rank. "
         "Check ranks above 1.1. A rank at 1.25 can make each step of the whole job a quarter longer: check its clocks, "
         "other jobs on its host, and, in the panel Wait for data, its data.",
-        unit="none",
-        minimum=0,
         decimals=2,
         empty=NO_WAIT_MEASURED,
     )
@@ -114,7 +101,6 @@ def _compute_time() -> PanelBuilder:
         "with the highest and the rank with the lowest value. Step times are equal on all ranks because ranks wait for "
         "each other; the compute time is not. Two curves apart: look for the rank in the panel Slow ranks.",
         unit="s",
-        minimum=0,
         empty=NO_WAIT_MEASURED,
     )
     return time_series_panel(text, *over_ranks(_each(catalogue.PRE_COLLECTIVE_SECONDS), "max", "min"))
@@ -125,7 +111,6 @@ def _behind() -> PanelBuilder:
         "Steps behind",
         f"Steps that the {MAX_LINES} ranks furthest behind have completed less than the first rank. 0 or 1 is normal. "
         "A rank that falls behind has stopped: check its log, and `rankscope summary RUN`.",
-        minimum=0,
     )
     leader = f"max by (run) ({catalogue.STEP.name}{ALL_RANKS})"
     behind = f"({leader} - on (run) group_right () max by (run, rank) ({catalogue.STEP.name}{RANKS}))"
@@ -151,7 +136,6 @@ def _latest_step() -> PanelBuilder:
         "clocks of the ranks or their devices. Phases that cannot be distinguished with the framework in use are "
         "missing. A phase that takes longer than before is the place to look for the cause of slow steps.",
         unit="s",
-        minimum=0,
     )
     seconds = _each(catalogue.STEP_PHASE_SECONDS)
     ranks_with_steps = f"count by (run) (count by (run, rank) {seconds})"
@@ -192,7 +176,6 @@ def _power() -> PanelBuilder:
         description="Power draw of the GPUs with the least, and the lowest power limit. This is the best indicator of "
         "real work: a GPU that waits in a collective shows full utilisation at half the power.",
         unit="watt",
-        minimum=0,
         empty=NO_GPU,
     )
     limit = over_ranks(_each(hardware.GPU_POWER_LIMIT_WATTS), "min", legend="limit,")
@@ -228,7 +211,6 @@ def _throttled() -> PanelBuilder:
         "Throttled GPUs",
         "Number of GPUs with reduced clocks, by reason. `sw_power_cap` under full load and `idle` are normal. "
         "`hw_slowdown`, `hw_thermal`, `hw_power_brake` and `sw_thermal` indicate a problem with heat or power.",
-        minimum=0,
         empty="No GPU is throttled, or there is none",
     )
     # If Prometheus scrapes `/node/metrics` of each host, live and stored samples of a GPU are two series.
@@ -242,7 +224,6 @@ def _gpu_memory() -> PanelBuilder:
         "memory reserved by PyTorch, the CUDA context, NCCL buffers, and memory of other processes. Above 95 % of the "
         "size the next larger batch fails.",
         unit="bytes",
-        minimum=0,
         empty=NO_GPU,
     )
     size = over_ranks(_each(hardware.GPU_MEMORY_TOTAL_BYTES), "min", legend="size,")
@@ -255,7 +236,6 @@ def _links() -> PanelBuilder:
         description="Bytes per second of all selected GPUs over NVLink and PCIe, by direction. NVLink carries the "
         "collectives of a host, PCIe the batches. PCIe as busy as NVLink: peer access between the GPUs may be off.",
         unit="Bps",
-        minimum=0,
         empty=NO_GPU,
     )
     links = {"NVLink": _rate(hardware.GPU_NVLINK_BYTES), "PCIe": _each(hardware.GPU_PCIE_BYTES_PER_SECOND)}
@@ -284,7 +264,6 @@ def _errors() -> PanelBuilder:
         "New errors within each interval, of the GPUs with the most: XID errors reported by the driver, and "
         "uncorrectable memory errors. Investigate every one; the event of type `xid` in the store contains its "
         "number.",
-        minimum=0,
         empty="No GPU error in the time range, or no GPU",
     )
     counts = {
@@ -328,7 +307,6 @@ def _allocated() -> PanelBuilder:
         "at most since the start, of the rank with the highest value. A line that rises at every step is a leak, often "
         "a loss that is stored together with its graph.",
         unit="bytes",
-        minimum=0,
         empty=NO_TORCH_DEVICE,
     )
     sizes = {
@@ -346,7 +324,6 @@ def _retries() -> PanelBuilder:
         "Number of times within each interval, over all ranks, that PyTorch freed its cache to get memory, and that "
         "the allocation failed nevertheless. Each retry blocks the rank for milliseconds, and the other ranks wait. "
         "Reduce the batch size, or set `PYTORCH_ALLOC_CONF=expandable_segments:True`.",
-        minimum=0,
         empty=NO_TORCH_DEVICE,
     )
     retries, ooms = (
@@ -373,7 +350,6 @@ def _host_memory() -> PanelBuilder:
         "the most, and resident memory of the largest rank. At 0 available the kernel kills a process, in most cases a "
         "rank, and the run ends without an exit event.",
         unit="bytes",
-        minimum=0,
     )
     left = f"bottomk by (run) ({MAX_LINES}, min by (run, host) {_each(hardware.HOST_MEMORY_AVAILABLE_BYTES)})"
     whole = over_ranks(_each(hardware.HOST_MEMORY_TOTAL_BYTES), "min", legend="size,")
@@ -410,8 +386,6 @@ def _processes() -> PanelBuilder:
         title="Processes",
         description="CPU cores that a rank uses, mean and highest, and the threads of the rank with the most. More "
         "cores than the host has per rank: set `OMP_NUM_THREADS`. Threads that only grow are a leak, often of loaders.",
-        unit="none",
-        minimum=0,
     )
     cores = over_ranks(_rate(hardware.PROCESS_CPU_SECONDS), "avg", "max", legend="cores,")
     return time_series_panel(text, *cores, *_highest({"threads": hardware.PROCESS_THREADS}))
@@ -423,7 +397,6 @@ def _disk() -> PanelBuilder:
         description="Bytes per second that all selected ranks read from storage and write to it. Reads follow the data "
         "loader, writes are checkpoints. No reads while ranks wait for data: the source is elsewhere, or in the cache.",
         unit="Bps",
-        minimum=0,
     )
     rates = {"read": hardware.PROCESS_READ_BYTES, "written": hardware.PROCESS_WRITTEN_BYTES}
     return time_series_panel(text, *(Query(f"sum by (run) {_rate(of)}", name) for name, of in rates.items()))
@@ -436,7 +409,6 @@ def _collectives() -> tuple[PanelBuilder, PanelBuilder]:
         description="Message bytes of collectives per second, by operation, sum of the selected ranks. It should be as "
         "level as the speed. It falls with the speed when a rank or a link is slow.",
         unit="Bps",
-        minimum=0,
         empty=empty,
     )
     calls = replace(
@@ -464,8 +436,6 @@ def _switches() -> PanelBuilder:
         description="Involuntary context switches of a rank per second, mean and highest, and page faults that "
         "required a read from disk. Thousands of switches on one rank: too many threads, or another job on the host. "
         "Page faults: the host is short of memory.",
-        unit="none",
-        minimum=0,
     )
     switches, faults = (
         _rate(metric) for metric in (hardware.PROCESS_INVOLUNTARY_SWITCHES, hardware.PROCESS_MAJOR_FAULTS)

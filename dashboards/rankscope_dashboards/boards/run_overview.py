@@ -12,7 +12,7 @@ from rankscope_contract.metrics.spec import MetricSpec
 from rankscope_contract.model.events import RunState
 from rankscope_contract.model.phases import LABEL, Phase
 from rankscope_dashboards.boards.elements.annotations import RUN_ANNOTATIONS
-from rankscope_dashboards.boards.elements.board import Section, SizedPanel, make_board
+from rankscope_dashboards.boards.elements.board import Section, make_board, sized
 from rankscope_dashboards.boards.elements.firings import firings
 from rankscope_dashboards.boards.elements.panels import (
     NO_FIRINGS,
@@ -46,38 +46,14 @@ _COMPLETE: Final = f"{RunState.COMPLETED}|{RunState.STOPPED}"
 
 def board() -> builders.Dashboard:
     """Return the board "Run overview" without its uid, which `boards()` sets."""
-    tiles = (
-        _state(),
-        _progress(),
-        _step(),
-        _time_left(),
-        _latest_loss(),
-        _latest_speed(),
-        _ranks_up(),
-        _anomaly_count(),
-    )
+    values = (_progress(), _step(), _time_left(), _latest_loss(), _latest_speed())
     sections = (
-        Section("Status", tuple(SizedPanel(panel, 3, 4) for panel in tiles)),
-        Section("Convergence", (SizedPanel(_loss(), 12, 10), SizedPanel(_grad_norm(), 12, 10))),
-        Section(
-            "Speed",
-            (
-                SizedPanel(_tokens_per_second(), 12, 8),
-                SizedPanel(_step_time(), 12, 8),
-                SizedPanel(_learning_rate(), 12, 8),
-                SizedPanel(_pauses(), 12, 8),
-            ),
-        ),
+        Section("Status", sized(3, 4, _state(), *values, _ranks_up(), _anomaly_count())),
+        Section("Convergence", sized(12, 10, _loss(), _grad_norm())),
+        Section("Speed", sized(12, 8, _tokens_per_second(), _step_time(), _learning_rate(), _pauses())),
         Section(
             "Other curves",
-            (
-                SizedPanel(_perplexity(), 12, 8),
-                SizedPanel(_logged_numbers(), 12, 8),
-                SizedPanel(_mfu(), 6, 8),
-                SizedPanel(_tflops(), 6, 8),
-                SizedPanel(_samples(), 6, 8),
-                SizedPanel(_skipped_steps(), 6, 8),
-            ),
+            sized(12, 8, _perplexity(), _logged_numbers()) + sized(8, 8, _mfu(), _tflops(), _skipped_steps()),
             is_folded=True,
         ),
     )
@@ -96,7 +72,6 @@ def _state() -> PanelBuilder:
         description="Last state of the run in the time range, as the service determines it from registrations, "
         "records, exit events and missing responses. Green: running. Blue: completed. Stalled: ranks respond but "
         "complete no step. Failed: `rankscope summary RUN` shows the rank and the reason.",
-        unit="none",
         mappings=STATE_TEXTS,
         empty=NO_SERVICE,
     )
@@ -166,7 +141,6 @@ def _latest_loss() -> PanelBuilder:
         title="Latest loss",
         description="Last logged loss of each name in the time range, mean of all ranks that logged it at its last "
         "step. Compare it with the curve below: it should fall or remain level. NaN and infinite values are red.",
-        unit="none",
         decimals=4,
         empty="The script logs no loss",
         thresholds=((None, "text"), (sys.float_info.max, "red")),  # the second one is that of an infinite loss
@@ -193,7 +167,7 @@ def _loss() -> PanelBuilder:
         "of the ranks smoothed over the time of the variable Smoothing. It should fall or remain level. A gap means "
         "that no rank logged a loss. NaN is also a gap here and counts as an anomaly. If the curves of the ranks "
         "diverge, the ranks see different data or are no longer replicas.",
-        unit="none",
+        minimum=None,
         empty="The script logs no loss",
     )
     raw = over_ranks(f"({catalogue.LOSS.name}{RANKS})", "max", "min", by="run, loss", legend="{{loss}}")
@@ -208,7 +182,6 @@ def _grad_norm() -> PanelBuilder:
         "visible, and the smoothed mean of the ranks. The norm often rises some steps before the loss. The scale is "
         "logarithmic: a tenfold increase is one decade for every model. If it rises, check the data and the learning "
         "rate.",
-        unit="none",
         empty="The script logs no gradient norm",
     )
     series = f"{catalogue.GRAD_NORM.name}{RANKS}"
@@ -236,15 +209,15 @@ def _learning_rate() -> PanelBuilder:
 def _tokens_per_second() -> PanelBuilder:
     text = PanelText(
         title="Tokens per second",
-        description="Tokens per second, as the sum of the selected ranks, and of the slowest rank. Ranks wait for each "
-        "other, so all ranks slow down together. The board Ranks shows the slow rank, this panel does not. Dips at "
-        "regular intervals are checkpoints or evaluations.",
-        unit="suffix: tok/s",
-        minimum=0,
-        empty="The script logs no tokens",
+        description="Tokens per second, as the sum of the selected ranks, and of the slowest rank, and samples per "
+        "second of all. Ranks wait for each other, so all ranks slow down together. The board Ranks shows the slow "
+        "rank, this panel does not. Dips at regular intervals are checkpoints or evaluations.",
+        unit="suffix: /s",
+        empty="The script logs no tokens and no samples",
     )
     slowest = f"min by (run) ({_speed('run, rank')})"
-    return time_series_panel(text, Query(_speed("run"), "all ranks"), Query(slowest, "slowest rank"))
+    samples = Query(f"sum by (run) {rate(catalogue.SAMPLES)}", "samples")
+    return time_series_panel(text, Query(_speed("run"), "all ranks"), Query(slowest, "slowest rank"), samples)
 
 
 def _step_time() -> PanelBuilder:
@@ -254,7 +227,6 @@ def _step_time() -> PanelBuilder:
         "is one slow step. A level that rises and does not fall has another cause: another job on the host, a "
         "throttled GPU, or a slow data loader.",
         unit="s",
-        minimum=0,
     )
     return time_series_panel(text, *over_ranks(f"({catalogue.STEP_SECONDS.name}{RANKS})", "max", "min"))
 
@@ -266,7 +238,6 @@ def _pauses() -> PanelBuilder:
         "evaluations. The height of a peak is the duration of the pause, also that of a restart. A pause that becomes "
         "longer from one checkpoint to the next: check the file system.",
         unit="s",
-        minimum=0,
         empty=NO_SERVICE,
     )
     silence = f"time() - max by (run) ({catalogue.RUN_LAST_STEP.name}{SERVICE_RUN}) unless on (run) "
@@ -281,7 +252,6 @@ def _perplexity() -> PanelBuilder:
         title="Perplexity",
         description="Exponential of each loss, mean of the ranks. It has a meaning only for a cross-entropy in nats, "
         "such as the loss of a language model. It should fall; read a rise like a rise of the loss.",
-        unit="none",
         empty="The script logs no loss",
     )
     query = f"exp({mean_loss(ONE_RUN, RANKS)})"
@@ -293,7 +263,7 @@ def _logged_numbers() -> PanelBuilder:
         title="Other logged numbers",
         description="Numbers that the script logged under other names, such as the loss of an evaluation: the 20 first "
         "names, mean of the ranks. Their meaning and their normal values are those of the script.",
-        unit="none",
+        minimum=None,
         empty="The script logs no other numbers",
     )
     query = f"topk by (run) (20, avg by (run, name) {once(catalogue.SCALAR, catalogue.SCALAR.name + RANKS)})"
@@ -319,22 +289,9 @@ def _tflops() -> PanelBuilder:
         "unknown. Ranks wait for each other, so all slow down together. In pipeline parallelism each rank counts only "
         "the FLOPs of its own stage.",
         unit="suffix: TFLOP/s",
-        minimum=0,
         empty="No FLOPs are counted in this run",
     )
     return time_series_panel(text, *_by_method(hardware.TFLOPS_PER_GPU))
-
-
-def _samples() -> PanelBuilder:
-    text = PanelText(
-        title="Samples per second",
-        description="Samples per second, as the sum of the selected ranks. Read it as the tokens per second: the level "
-        "should not change, and dips at regular intervals are checkpoints or evaluations.",
-        unit="suffix: /s",
-        minimum=0,
-        empty="The script logs no samples",
-    )
-    return time_series_panel(text, Query(f"sum by (run) {rate(catalogue.SAMPLES)}", "samples"))
 
 
 def _skipped_steps() -> PanelBuilder:
@@ -342,7 +299,6 @@ def _skipped_steps() -> PanelBuilder:
         "Skipped steps",
         "Steps without an optimizer update within each interval, on the rank with the most. A few at the start are "
         "normal with a loss scaler. Steps that are skipped again and again mean that the gradients are not finite.",
-        minimum=0,
         empty="No step was skipped in the time range",
     )
     return time_series_panel(text, Query(f"max by (run) ({increase(catalogue.SKIPPED_STEPS)})", "skipped"))

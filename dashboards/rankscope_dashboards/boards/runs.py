@@ -7,7 +7,7 @@ from typing import Final
 from grafana_foundation_sdk.builders import dashboard as builders
 
 from rankscope_contract.metrics import catalogue
-from rankscope_dashboards.boards.elements.board import Section, SizedPanel, make_board
+from rankscope_dashboards.boards.elements.board import Section, make_board, sized
 from rankscope_dashboards.boards.elements.firings import firings
 from rankscope_dashboards.boards.elements.panels import (
     NO_SERVICE,
@@ -46,12 +46,9 @@ _LINKS: Final = {
 def board() -> builders.Dashboard:
     """Return the board "Runs" without its uid, which `boards()` sets."""
     sections = (
-        Section("Runs", (SizedPanel(_table(), 24, 9), SizedPanel(_history(), 24, 7))),
-        Section("Convergence", (SizedPanel(_loss(), 12, 9), SizedPanel(_grad_norm(), 12, 9))),
-        Section(
-            "Speed",
-            (SizedPanel(_tokens_per_second(), 12, 9), SizedPanel(_step_time(), 12, 9), SizedPanel(_goodput(), 24, 8)),
-        ),
+        Section("Runs", sized(24, 9, _table()) + sized(24, 7, _history())),
+        Section("Convergence", sized(12, 9, _loss(), _grad_norm())),
+        Section("Speed", sized(12, 9, _tokens_per_second(), _step_time()) + sized(24, 8, _goodput())),
     )
     return make_board("Runs", "All runs of a time range, compared.", sections, variables=(RUNS,))
 
@@ -64,7 +61,6 @@ def _table() -> PanelBuilder:
         "list; they have no speed. "
         "Click a run to open it, in this time range or from its start to its latest step. Failed or stalled: open "
         "the run, and read `rankscope summary RUN`.",
-        unit="none",
         empty="The service exports no run in the time range",
     )
     loss = f"avg by (run) {mean_loss(SEVERAL_RUNS, RANKS_OF_RUNS, '[$__range]')}"
@@ -101,7 +97,6 @@ def _history() -> PanelBuilder:
         title="State over time",
         description="State of each run over time. Green: running. Blue: completed. A run that changes between red "
         "and green was restarted after failures. Orange: stalled; read the stacks on its page.",
-        unit="none",
         mappings=STATE_TEXTS,
         empty=NO_SERVICE,
     )
@@ -115,7 +110,7 @@ def _loss() -> PanelBuilder:
         title="Loss of the runs",
         description=f"Loss of up to {MAX_LINES} runs, mean of the ranks. Compare runs with the same data and the same "
         "loss. A run above the others, or one that rises, needs a look at its gradient norm.",
-        unit="none",
+        minimum=None,
         empty="No run logs a loss in the time range",
     )
     query = f"topk({MAX_LINES}, {mean_loss(SEVERAL_RUNS, RANKS_OF_RUNS)})"
@@ -127,7 +122,6 @@ def _grad_norm() -> PanelBuilder:
         title="Gradient norm of the runs",
         description=f"Gradient norm of up to {MAX_LINES} runs, highest rank. The scale is logarithmic. A run whose "
         "norm is a decade above that of similar runs will probably diverge: check its data and its learning rate.",
-        unit="none",
         empty="No run logs a gradient norm in the time range",
     )
     query = f"topk({MAX_LINES}, max by (run) ({catalogue.GRAD_NORM.name}{RANKS_OF_RUNS}))"
@@ -140,7 +134,6 @@ def _tokens_per_second() -> PanelBuilder:
         description=f"Tokens per second over all ranks, of up to {MAX_LINES} runs. The level of a run should not "
         "change. Compare only runs with the same model and number of ranks.",
         unit="suffix: tok/s",
-        minimum=0,
         empty="No run logs tokens in the time range",
     )
     query = f"topk({MAX_LINES}, sum by (run) {rate_of_runs(catalogue.TOKENS)})"
@@ -153,7 +146,6 @@ def _step_time() -> PanelBuilder:
         description=f"Duration of the step at the latest scrape, slowest rank, of up to {MAX_LINES} runs. The level "
         "of a run should not change. If it rises, open the run and its board Ranks.",
         unit="s",
-        minimum=0,
     )
     query = f"topk({MAX_LINES}, max by (run) ({catalogue.STEP_SECONDS.name}{RANKS_OF_RUNS}))"
     return time_series_panel(text, Query(query, "{{run}}"), many=True)

@@ -11,7 +11,7 @@ from rankscope_contract.metrics import catalogue
 from rankscope_contract.model.kinds import Kind
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_dashboards.boards.elements.annotations import RUN_ANNOTATIONS
-from rankscope_dashboards.boards.elements.board import Section, SizedPanel, make_board
+from rankscope_dashboards.boards.elements.board import Section, make_board, sized
 from rankscope_dashboards.boards.elements.panels import (
     TENSOR_COLUMN,
     Column,
@@ -49,22 +49,17 @@ _TENSOR_COLUMNS: Final = {
 def board() -> builders.Dashboard:
     """Return the board "Tensors" without its uid, which `boards()` sets."""
     sections = (
-        Section("Deviations", (SizedPanel(_top_deviations(), 24, 7), SizedPanel(_heat_map(), 24, 12))),
-        Section("Selected tensors", (SizedPanel(_value_and_baseline(), 24, 10), SizedPanel(_nonfinite(), 24, 7))),
-        Section("Ranks", (SizedPanel(_spread(), 24, 9),)),
+        Section("Deviations", sized(24, 7, _top_deviations()) + sized(24, 12, _heat_map())),
+        Section("Selected tensors", sized(24, 10, _value_and_baseline()) + sized(24, 7, _nonfinite())),
+        Section("Ranks", sized(24, 9, _spread())),
         Section(
             "Kinds",
-            (
-                SizedPanel(_parameters(), 8, 8),
-                SizedPanel(_gradients(), 8, 8),
-                SizedPanel(_activations(), 8, 8),
-                SizedPanel(_optimizer_state(), 6, 8),
-                SizedPanel(_communication(), 6, 8),
-                SizedPanel(_sampled_step(), 12, 8),
-            ),
+            sized(8, 8, _parameters(), _gradients(), _activations())
+            + sized(6, 8, _optimizer_state(), _communication())
+            + sized(12, 8, _sampled_step()),
         ),
-        Section("Features of modules", (SizedPanel(_features(), 24, 9),)),
-        Section("All statistics", (SizedPanel(_statistics(), 24, 10),), is_folded=True),
+        Section("Features of modules", sized(24, 9, _features())),
+        Section("All statistics", sized(24, 10, _statistics()), is_folded=True),
     )
     return make_board(
         "Tensors",
@@ -82,7 +77,6 @@ def _value_and_baseline() -> PanelBuilder:
         f"rules compare it, and the threshold above which AnomalyTurbulence fires, for the {MAX_TENSORS} tensors with "
         "the highest norms. A norm near its baseline is normal. Above the threshold: look at the board Incidents for "
         "the first cause.",
-        unit="none",
         empty=NOT_MEASURED,
     )
     chosen = ranks(OF_KIND, OF_TENSORS, NORM)
@@ -103,7 +97,6 @@ def _heat_map() -> PanelBuilder:
         f"the {MAX_ROWS} tensors that deviate most. Green: 0.5 to 1.5 times the baseline. Yellow or red in one row: "
         "this tensor deviates. In all rows at the same time: a bad batch or a too high learning rate. The first red "
         "row is the cause.",
-        unit="none",
         decimals=2,
         thresholds=DEVIATION,
         empty=NO_BASELINE,
@@ -119,7 +112,6 @@ def _top_deviations() -> PanelBuilder:
         description="The 20 statistics of all kinds with the largest absolute value relative to their baseline, at "
         "the end of the time range. Around 1 is normal. A value above 1 plus the threshold of the rule fires the "
         "rule: click the tensor to see when it left its baseline.",
-        unit="none",
         decimals=2,
         thresholds=DEVIATION,
         empty=NO_BASELINE,
@@ -165,7 +157,6 @@ def _parameters() -> PanelBuilder:
         title="Parameters",
         description="Largest norm of a parameter before and after the update, over all tensors and selected ranks. "
         "It changes slowly. A jump after a restart means that another checkpoint was loaded.",
-        unit="none",
         empty="Parameters are not measured in this run",
     )
     return _largest_norms(text, (Kind.PARAM_BEFORE, Kind.PARAM_AFTER))
@@ -177,7 +168,6 @@ def _gradients() -> PanelBuilder:
         description="Largest norm of a gradient, before and after the reduction over ranks and after clipping. A "
         "peak in all three is a bad batch. A peak only before the reduction is on one rank: see the spread between "
         "ranks.",
-        unit="none",
         empty="Gradients are not measured in this run",
     )
     return _largest_norms(text, (Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED, Kind.GRAD_CLIPPED))
@@ -188,7 +178,6 @@ def _activations() -> PanelBuilder:
         title="Activations",
         description="Largest norm of an input or output of a module, and of the gradients with respect to them. A "
         "level that grows over thousands of steps ends in overflow: check normalisation layers and the precision.",
-        unit="none",
         empty="Activations are not measured in this run",
     )
     return _largest_norms(text, (Kind.ACT_IN, Kind.ACT_OUT, Kind.ACT_GRAD_IN, Kind.ACT_GRAD_OUT))
@@ -199,7 +188,6 @@ def _optimizer_state() -> PanelBuilder:
         title="Optimizer state",
         description="Largest norm of the moments of Adam, or of the momentum of SGD. It follows the gradients with a "
         "delay. A value of 0 after a restart means that the state of the optimizer was not loaded.",
-        unit="none",
         empty="The optimizer has no such state, or it is not measured",
     )
     return _largest_norms(text, (Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.MOMENTUM))
@@ -210,7 +198,6 @@ def _communication() -> PanelBuilder:
         title="Collectives",
         description="Largest norm of an input and of an output of a collective. They should move together. An output "
         "that is not finite with finite inputs indicates a fault in the network or in the reduction.",
-        unit="none",
         empty="Collectives are not measured in this run",
     )
     return _largest_norms(text, (Kind.COMM_IN, Kind.COMM_OUT))
@@ -223,7 +210,6 @@ def _features() -> PanelBuilder:
         "ranks: entropy of attention and routers, stable rank, spectral norm. They change slowly. An entropy that "
         "falls to 0 means that attention or routing collapses. A spectral norm that only grows ends in overflow. "
         "`rankscope sql` with the dataset features shows the module.",
-        unit="none",
         empty="No feature is measured: add the quantity attention, linear or router",
     )
     of_op = {op: catalogue.FEATURE_VALUE.name + ranks(f'op="{op}"') for op in ("min", "max")}
@@ -239,7 +225,6 @@ def _sampled_step() -> PanelBuilder:
         "Latest sampled step",
         "Latest step at which each kind was measured, on the rank furthest behind. It rises with the step in steps "
         "of the sampling interval. If one kind stops, its hooks were removed: the log of the rank contains a notice.",
-        minimum=0,
         empty="No tensor is measured in this run",
     )
     query = f"min by (run, kind) ({catalogue.KIND_STEP.name}{RANKS})"
@@ -252,7 +237,7 @@ def _statistics() -> PanelBuilder:
         description="All exported statistics but the norm, of the selected tensors, on the rank with the highest "
         f"value, {MAX_LINES} lines at most. The scale is linear because minima and means are negative too. Select one "
         "tensor.",
-        unit="none",
+        minimum=None,
         empty=NOT_MEASURED,
     )
     chosen = ranks(OF_KIND, OF_TENSORS, 'op!="norm"')

@@ -27,6 +27,11 @@ class SizedPanel:
     height: int
 
 
+def sized(width: int, height: int, *panels: PanelBuilder) -> tuple[SizedPanel, ...]:
+    """Return panels of one size."""
+    return tuple(SizedPanel(panel, width, height) for panel in panels)
+
+
 @dataclass(frozen=True, slots=True)
 class Section:
     """Panels under one heading. They are placed from left to right, and then in the next row.

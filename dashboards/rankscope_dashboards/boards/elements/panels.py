@@ -79,15 +79,15 @@ class PanelText:
 
     `description` defines the quantity, states which values are good, and recommends an action for bad values.
     `empty` is the text of the panel without data: the reason. `thresholds` are pairs of (lowest value, colour). The
-    first pair has None as its lowest value.
+    first pair has None as its lowest value. Without a `minimum`, an axis begins near the lowest value.
     """
 
     title: str
     description: str
-    unit: str
+    unit: str = "none"
     empty: str = NOT_MEASURED
     mappings: Sequence[dashboard.ValueMapping] = field(default_factory=tuple)
-    minimum: float | None = None
+    minimum: float | None = 0
     maximum: float | None = None
     decimals: float | None = None
     thresholds: Sequence[tuple[float | None, str]] = ONE_COLOUR
@@ -95,16 +95,13 @@ class PanelText:
 
 def fraction_text(title: str, description: str, *, maximum: float | None = 1, empty: str = NOT_MEASURED) -> PanelText:
     """Return the settings of a panel for fractions, which are shown in percent from 0 up to `maximum`."""
-    return PanelText(
-        title=title, description=description, unit="percentunit", minimum=0, maximum=maximum, decimals=1, empty=empty
-    )
+    return PanelText(title=title, description=description, unit="percentunit", maximum=maximum, decimals=1, empty=empty)
 
 
 def count_text(
     title: str,
     description: str,
     *,
-    minimum: float | None = None,
     thresholds: Sequence[tuple[float | None, str]] = ONE_COLOUR,
     mappings: Sequence[dashboard.ValueMapping] = (),
     empty: str = NOT_MEASURED,
@@ -113,8 +110,6 @@ def count_text(
     return PanelText(
         title=title,
         description=description,
-        unit="none",
-        minimum=minimum,
         decimals=0,
         thresholds=thresholds,
         mappings=mappings,
@@ -129,7 +124,7 @@ def time_series_panel(
 
     With `many` curves, the legend is a table at the right, which a reader can scroll. Such a panel must be wide.
     """
-    panel = _configured(timeseries.Panel(), text, queries)
+    panel = _configured(timeseries.Panel(), replace(text, minimum=None) if logarithmic else text, queries)
     panel = panel.line_width(1).fill_opacity(0).show_points(common.VisibilityMode.NEVER).span_nulls(False)
     panel = panel.tooltip(common_builders.VizTooltipOptions().mode(common.TooltipDisplayMode.MULTI))
     mode, place = (
