@@ -52,7 +52,7 @@ def board() -> builders.Dashboard:
         Section("Incidents", sized(24, 7, _first_cause(), _open_incidents(), _closed_incidents())),
         Section("Firings over time", sized(12, 9, _anomalies(), _by_rank())),
         Section("Rules", sized(12, 9, _rule_state(), _thresholds())),
-        Section("Tensors, ranks and events", sized(24, 9, _firing_tensors()) + sized(12, 9, _events(), _vanished())),
+        Section("Tensors, ranks and events", sized(24, 9, _firing_tensors()) + sized(12, 9, _events(), _failed())),
     )
     description = "Incidents, firings and rules of one run."
     return make_board("Incidents", description, sections, annotations=RUN_ANNOTATIONS)
@@ -169,15 +169,22 @@ def _firing_tensors() -> PanelBuilder:
     return table_panel(text, (Query(query),), columns)
 
 
-def _vanished() -> PanelBuilder:
+def _failed() -> PanelBuilder:
     text = count_text(
-        "Ranks that vanished",
-        "Ranks that stopped responding without an exit event. None is normal. Check the host for a lack of memory "
-        "and for hardware errors, and the stacks of the other ranks.",
-        empty="No rank of this run vanished",
+        "Failed ranks",
+        "The rank that failed first with its exception or signal, and ranks that stopped responding without an exit "
+        "event. None is normal. A rank without a reason: check its host for a lack of memory and for hardware errors, "
+        "and the stacks of the other ranks.",
+        empty="No rank of this run failed or vanished",
     )
-    columns = {"rank": Column(heading="Rank", is_number=True), "Value": Column(heading="Vanished", width=120)}
-    return table_panel(text, (Query(f"max by (rank) ({catalogue.RANK_VANISHED.name}{SERVICE_RANKS} == 1)"),), columns)
+    columns = {
+        "rank": Column(heading="Rank", width=100, is_number=True),
+        "reason": Column(heading="Reason"),
+        "Value": Column(heading="Failed", width=100),
+    }
+    failed = f"max by (rank, reason) ({catalogue.RUN_FAILURE.name}{SERVICE_RUN})"
+    vanished = f"max by (rank) ({catalogue.RANK_VANISHED.name}{SERVICE_RANKS} == 1)"
+    return table_panel(text, (Query(f"{failed} or on (rank) {vanished}"),), columns)
 
 
 def _events() -> PanelBuilder:

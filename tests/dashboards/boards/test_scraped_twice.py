@@ -26,7 +26,7 @@ EXPRESSIONS = [
         *board["annotations"]["list"][1:],
     )
 ]
-WITHOUT_RESULT = 7
+WITHOUT_RESULT = 6
 """Number of queries that select nothing from the series of this test, such as incidents that are closed, or the spread
 between ranks, which are at different steps here."""
 
