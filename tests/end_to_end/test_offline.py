@@ -101,7 +101,7 @@ def test_training_without_service_is_read_from_its_folder_and_imported(tmp_path:
     assert content(records) == before
 
 
-def test_failure_of_a_run_is_resolved_if_a_later_launch_in_its_folder_completes(tmp_path: Path) -> None:
+def test_failure_is_resolved_if_a_later_launch_of_the_folder_completes(tmp_path: Path) -> None:
     failing = program("model(torch.ones(4, 8)); raise ValueError('disk full')")
     failed = run_program(failing, folder=tmp_path, RANKSCOPE_SPOOL_DIR="", RANKSCOPE_INGEST_URL="")
     assert (1, 0) == (failed.returncode, trained(tmp_path).returncode)

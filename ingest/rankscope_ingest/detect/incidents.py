@@ -28,7 +28,7 @@ contains a note that it may be a repetition.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from rankscope_contract.model.events import REPLICA_DESYNC, RULES_OF_RUNS, RUN_FAILED, RUN_STALLED, SLOW_RANK, RunState
@@ -144,10 +144,8 @@ class IncidentTracker:
                 settled.append(incident)
         return settled
 
-    def resolve(
-        self, runs: RunTracker, diverged: Collection[AttemptKey] = (), new: Sequence[Incident] = ()
-    ) -> list[Incident]:
-        """Remove the resolved incidents from the open ones and return them. `new` and not announced ones are kept.
+    def resolve(self, runs: RunTracker, diverged: Collection[AttemptKey] = ()) -> list[Incident]:
+        """Remove the resolved incidents from the open ones and return them. Incidents not announced yet are kept.
 
         An incident is resolved when all live ranks are more than `quiet_steps` past its last step. After the end of the
         attempt, it is resolved if a step was sampled after its last step, or when a later attempt has passed its first
@@ -157,7 +155,7 @@ class IncidentTracker:
         for key, incidents in self._open.items():
             attempt, later = runs.known(key), runs.later(key)
             for incident in incidents:
-                if not incident.is_settled or incident in new:
+                if not incident.is_settled:
                     continue
                 if self._is_over(incident, runs, diverged) or any(self._is_passed(incident, one) for one in later):
                     resolved.append(incident)

@@ -14,7 +14,7 @@ import functools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -338,8 +338,6 @@ class RunMonitor:
         failures = self._failures.due(self.runs.attempts(), now)
         for failure in failures:
             self.incidents.restore(failure)
-        if failures:
-            self.resolve_incidents(failures)  # those that these replace, in the same commit
         self._forget(now)
         return failures
 
@@ -397,12 +395,9 @@ class RunMonitor:
                 self.poll_now(incident.first.run, number)
         return settled
 
-    def resolve_incidents(self, new: Sequence[Incident] = ()) -> None:
-        """Add an event with state `resolved` to the current batch for each open incident that is now resolved.
-
-        Those in `new` remain open until the next call, because the event that they are open is not yet added.
-        """
-        for incident in self.incidents.resolve(self.runs, self.replicas.diverged, new):
+    def resolve_incidents(self) -> None:
+        """Add an event with state `resolved` to the current batch for each open incident that is now resolved."""
+        for incident in self.incidents.resolve(self.runs, self.replicas.diverged):
             self.record_incident(incident, RESOLVED)
             self.batcher.want_flush()
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Final
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Final
 
 from rankscope_contract.model.events import Severity
 from rankscope_ingest.notify.deliveries import Deliveries
@@ -75,14 +75,19 @@ class Announcer:
         self._retry_seconds = retry_seconds
         self.place = place
 
-    async def announce(self, incident: Incident, *, is_repeated: bool = False) -> None:
-        """Store and send `incident`.
+    def announce(self, incident: Incident, *, is_repeated: bool = False) -> Coroutine[Any, Any, None]:
+        """Store `incident` before any later state of it, and return the coroutine that commits and sends it.
 
         A muted incident is stored but not sent. If `is_repeated` is true, the incident is already in the store and is
         only sent.
         """
-        if not is_repeated or not self._notifiers:  # if this service sends nothing, a restart must not send it either
+        is_new = not is_repeated or not self._notifiers  # if this service sends nothing, no later one does
+        if is_new:
             self._record(incident, MUTED if incident.is_muted or not self._notifiers else OPENED)
+        return self._commit_and_send(incident, is_new=is_new, is_repeated=is_repeated)
+
+    async def _commit_and_send(self, incident: Incident, *, is_new: bool, is_repeated: bool) -> None:
+        if is_new:
             await self._commit_soon()
         if incident.is_muted:
             self._deliveries.finished(MUTED)

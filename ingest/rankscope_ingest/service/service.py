@@ -298,7 +298,9 @@ class Service:
         self._announce(self._monitor.due_incidents())
 
     def _update_runs(self) -> None:
-        self._announce(self._monitor.update_runs())
+        if failures := self._monitor.update_runs():
+            self._announce(failures)
+            self._monitor.resolve_incidents()  # the failures that these replace, in the same commit
 
     def _announce(self, incidents: Iterable[Incident]) -> None:
         for incident in incidents:
