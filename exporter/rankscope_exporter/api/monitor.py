@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import difflib
 import functools
 import json
 import os
@@ -36,7 +35,7 @@ from rankscope_exporter.api.session_factory import Optimizers, attached
 from rankscope_exporter.base.copies import CopiesDoNothing
 from rankscope_exporter.base.errors import ConfigError, ErrorBoundary, missing_name
 from rankscope_exporter.base.tracing import is_dynamo_compiling, on_compilation, uncompiled
-from rankscope_exporter.config.monitor_config import MonitorConfig, setting_names, warn
+from rankscope_exporter.config.monitor_config import MonitorConfig, warn
 from rankscope_exporter.config.resolve import Given, callable_or_none, config_of, steps_from
 from rankscope_exporter.model.parameter_names import encodable
 from rankscope_exporter.monitors.hangs.diagnosis import CapturedStacks
@@ -172,10 +171,9 @@ class Monitor(CopiesDoNothing):
         anomalies wait for their call, further anomalies are dropped and counted. Raises ConfigError if the
         configuration is invalid.
         """
-        for name in unknown:
-            near = difflib.get_close_matches(name, ("config", "total_steps", "first_step", "on_anomaly"), n=1)
-            right = "config, as in Monitor({" + repr(name) + ": …})" if name in setting_names() else ", ".join(near)
-            raise ConfigError(f"Monitor has no argument {name}; use {right or 'config, total_steps or first_step'}")
+        if unknown:
+            known = "config (with all settings, as in Monitor({'run': 'a'})), total_steps, first_step and on_anomaly"
+            raise ConfigError(f"Monitor has no argument {', '.join(unknown)}; its arguments are {known}")
         self._config = config_of(config).with_environment(os.environ)
         self._total_steps = None if total_steps is None else steps_from("total_steps", total_steps, at_least=1)
         self._first_step = steps_from("first_step", first_step, at_least=0)

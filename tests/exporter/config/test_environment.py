@@ -96,8 +96,8 @@ MISTAKES = {
     "MonitorConfig(every=-1)": "every must be a whole number of steps of at least 1, not -1",
     "Monitor(5)": "the configuration must be a MonitorConfig, a mapping or a path, not 5",
     "Monitor('absent.toml')": "absent.toml: there is no such file, or its path is invalid",
-    "Monitor(run='a')": "Monitor has no argument run; use config, as in Monitor({'run': …})",
-    "Monitor(total_step=9)": "Monitor has no argument total_step; use total_steps",
+    "Monitor(run='a')": "Monitor has no argument run; its arguments are config (with all settings, as in "
+    "Monitor({'run': 'a'})), total_steps, first_step and on_anomaly",
     "Monitor(total_steps=0)": "total_steps must be a whole number of steps of at least 1, not 0",
     "Monitor(on_anomaly=5)": "on_anomaly must be a function of one argument, not 5",
 }
