@@ -29,13 +29,9 @@ def state_number(run: str, window: str = "") -> str:
 
     With a `window`, such as `[$__range]`, it is the last state within this time.
     """
-
-    def number(*matchers: str) -> str:
-        found = []
-        for position, state in enumerate(_COLOURS):
-            selected = ", ".join((*matchers, run, f'state="{state}"'))
-            latest = at_end(catalogue.RUN_STATE, f"{{{selected}}}", window)
-            found.append(f"max by (run) ({latest} == 1) * {position}")
-        return " or ".join(found)
-
-    return f"{number()} or {number(OF_JOB)}"
+    return " or ".join(
+        f"max by (run) ({at_end(catalogue.RUN_STATE, selected, window)} == 1) * {position}"
+        for job in ("", f"{OF_JOB}, ")
+        for position, state in enumerate(_COLOURS)
+        for selected in (f'{{{job}{run}, state="{state}"}}',)
+    )
