@@ -79,7 +79,7 @@ def created(change: Change, others: Sequence[str]) -> Change:
     """Return the creation of an object, or a clash if `others`, the uids of other objects with its name, has any."""
     if not others:
         return replace(change, action=Action.CREATE)
-    reason = f"{', '.join(others)} has this name: rename it, then run the same command again"
+    reason = f"uid {', '.join(others)} has this name: rename it, then run the same command again"
     return replace(change, action=Action.CLASH, reason=reason)
 
 

@@ -141,7 +141,7 @@ def _check(planned: Sequence[Change], content: Shipped, server: Server, options:
             f"provisioning files own these {len(rules)} rules: {', '.join(rules)}{others}. Only the files can change "
             "them: use either files or this command for a server. Nothing was changed."
         )
-    if clashes := [change.line() for change in planned if change.action is Action.CLASH]:
+    if clashes := [" ".join(change.line().split()) for change in planned if change.action is Action.CLASH]:
         raise GrafanaError("; ".join([*clashes, "nothing was changed"]))
     queries = itertools.chain.from_iterable(rule["data"] for group in content.groups for rule in group.rules)
     used = {query["datasourceUid"] for query in queries}

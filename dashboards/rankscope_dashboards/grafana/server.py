@@ -100,7 +100,8 @@ class Server:
         try:
             health = self._ask("GET", "/health", client=self._anonymous)
         except (RefusedError, UnauthorizedError) as error:
-            if getattr(error.__cause__, "status_code", 0) >= 500:  # of Grafana without its database, or of a proxy
+            answer = getattr(error.__cause__, "response", None)
+            if isinstance(answer, dict) and "database" in answer:  # Grafana has no connection to its database
                 raise
             raise GrafanaError(not_grafana) from error
         version = str(health.get("version", "")) if isinstance(health, dict) and "database" in health else ""

@@ -104,7 +104,13 @@ def test_refused_connection_is_reported(local: Grafana):
 
 @pytest.mark.parametrize(
     ("status", "body"),
-    [(404, "404 page not found"), (401, "{}"), (200, "<html>Sign in</html>"), (200, '{"version": "9.5.1"}')],
+    [
+        (404, "404 page not found"),
+        (501, "<html>"),
+        (401, "{}"),
+        (200, "<html>Sign in</html>"),
+        (200, '{"version": "9.5.1"}'),
+    ],
 )
 def test_other_program_at_the_address_is_named_so(local: Grafana, status: int, body: str):
     class Other(BaseHTTPRequestHandler):
