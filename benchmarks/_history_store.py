@@ -20,7 +20,7 @@ import pyarrow as pa
 from rankscope_storage.api.store import Store
 from rankscope_storage.base.schema import conform
 from rankscope_storage.files.encoding import DataFile, write_file
-from rankscope_storage.files.partitioning import parts
+from rankscope_storage.files.sorting import parts
 from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.maintenance.compaction import compact
 from rankscope_storage.maintenance.vacuum import maintain

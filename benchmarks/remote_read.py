@@ -15,8 +15,7 @@ from rankscope_ingest.base.protobuf import packed
 from rankscope_ingest.remote_read.handler import frames, read_response
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import Connection, connect
-from rankscope_storage.prometheus.matchers import Matcher, MatchType
-from rankscope_storage.prometheus.query import SeriesQuery
+from rankscope_storage.prometheus.query import Matcher, MatchType, SeriesQuery
 from rankscope_storage.prometheus.read import read
 from rankscope_storage.prometheus.series import Series
 from rankscope_storage.writer.writer import Batch

@@ -20,7 +20,7 @@ from rankscope.demo.checks import KINDS_OF_EVERY_STEP, KINDS_OF_OPTIMIZER_STEPS,
 from rankscope.demo.receiver import Alert, AlertReceiver, Sender, parse_alert
 from rankscope.demo.report import show_page
 from rankscope.output.progress import BarView, PlainView, progress_parts
-from rankscope.up.processes import child, interrupted_by_termination, stop
+from rankscope.up.supervisor import child, interrupted_by_termination, stop
 from rankscope_ingest.reporting.progress import RunProgress
 
 RUN = RunProgress(

@@ -15,8 +15,7 @@ from torch import nn
 from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.connection import connect
-from rankscope_storage.diff.diff import Divergence, Tolerance, divergence
-from rankscope_storage.diff.sources import DiffSelection, DiffSide
+from rankscope_storage.diff.diff import DiffSelection, DiffSide, Divergence, Tolerance, divergence
 
 STEPS = 5
 QUANTITIES = ("parameters", "gradients", "optimizer_state", "activations", "hashes")

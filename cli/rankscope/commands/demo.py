@@ -19,7 +19,7 @@ from rankscope.base.errors import USAGE, CommandError
 from rankscope.demo.checks import ExpectedRun, Fault, reported_by_alertmanager
 from rankscope.demo.receiver import AlertReceiver, Sender
 from rankscope.output.progress import View, fetch_runs, view_for
-from rankscope.up.processes import child, interrupted_by_termination, stop
+from rankscope.up.supervisor import child, interrupted_by_termination, stop
 
 RUN: Final = "demo"
 RANKS: Final = 2

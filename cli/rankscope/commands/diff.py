@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from rankscope.base.errors import USAGE, CommandError
-from rankscope.base.open_store import open_store, resolve_run
 from rankscope.base.options import Store, step_range
+from rankscope.base.sources import open_store, resolve_run
 from rankscope_contract.diagnostics.collective_format import spans
 
 if TYPE_CHECKING:
     from rankscope_storage.connection import Connection
-    from rankscope_storage.diff.diff import Divergence
-    from rankscope_storage.diff.sources import DiffSide
+    from rankscope_storage.diff.diff import DiffSide, Divergence
 
 _OF_KINDS: Final = ("tensor_stats", "features", "hashes")
 DIFFERENT: Final = 1
@@ -68,8 +67,7 @@ def diff(
     rankscope diff my-run --attempts 0 1 --kind param_after
     """
     from rankscope.output.diff_text import diff_document, diff_lines
-    from rankscope_storage.diff.diff import Tolerance, divergence
-    from rankscope_storage.diff.sources import DiffSelection
+    from rankscope_storage.diff.diff import DiffSelection, Tolerance, divergence
 
     try:
         bounds = step_range(steps)
@@ -93,7 +91,7 @@ def diff(
 def _sides(
     connection: Connection, runs: list[str], ranks: tuple[int, int] | None, attempts: tuple[int, int] | None
 ) -> tuple[DiffSide, DiffSide]:
-    from rankscope_storage.diff.sources import DiffSide
+    from rankscope_storage.diff.diff import DiffSide
 
     names = [resolve_run(connection, run) for run in runs]
     if len(names) == 1 and (ranks is not None or attempts is not None):
@@ -133,7 +131,7 @@ def _check_compared(found: Divergence, connection: Connection, kinds: Sequence[s
 
 def _check_kinds(kinds: Sequence[str], sides: Sequence[DiffSide], connection: Connection) -> None:
     """Raise CommandError if a run has none of the requested kinds; the message lists the available kinds."""
-    from rankscope_storage.diff.sources import SCALAR
+    from rankscope_storage.diff.diff import SCALAR
 
     for side in sides:
         queries = [f"SELECT DISTINCT kind FROM {name} WHERE run = $run" for name in _OF_KINDS]  # noqa: S608 - constants

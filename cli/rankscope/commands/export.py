@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rankscope.base.errors import USAGE, CommandError, command_errors, suggestion
-from rankscope.base.open_store import open_store, resolve_run
 from rankscope.base.options import STANDARD_OUTPUT, Run, Store, output_file, step_range
 from rankscope.base.progress_bar import progress_bar
+from rankscope.base.sources import open_store, resolve_run
 from rankscope_contract.security.escaping import file_name
 
 if TYPE_CHECKING:

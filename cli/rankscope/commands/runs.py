@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from rankscope.base.errors import USAGE, CommandError
-from rankscope.base.open_store import open_store, resolve_run, store_errors
 from rankscope.base.options import STANDARD_OUTPUT, Store
+from rankscope.base.sources import open_store, resolve_run, store_errors
 from rankscope.output.rows import Format, Output, OutputFormat, as_json, write_rows, write_text
 from rankscope.output.runs_text import run_lines, terminal_width
 

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from rankscope.base.errors import USAGE, CommandError
-from rankscope.base.open_store import open_store
 from rankscope.base.options import STANDARD_OUTPUT, Store
+from rankscope.base.sources import open_store
 from rankscope.output.rows import TABLE_ROWS, Format, Output, OutputFormat, write_rows, write_text
 
 

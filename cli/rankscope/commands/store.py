@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from rankscope.base.errors import USAGE, CommandError, command_errors
-from rankscope.base.open_store import store_errors
 from rankscope.base.options import STANDARD_OUTPUT
 from rankscope.base.options import WrittenStore as Folder
 from rankscope.base.progress_bar import progress_bar
+from rankscope.base.sources import store_errors
 from rankscope.output.rows import Format, Output, OutputFormat, write_rows
 
 if TYPE_CHECKING:
+    from rankscope_storage.maintenance.check import CheckReport
     from rankscope_storage.maintenance.compaction import CompactionReport
-    from rankscope_storage.maintenance.file_check import CheckReport
     from rankscope_storage.maintenance.repair import RepairReport
     from rankscope_storage.maintenance.retention import RetentionReport
     from rankscope_storage.maintenance.retention_policy import Retention

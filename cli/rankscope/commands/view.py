@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from rankscope.base.errors import USAGE, CommandError
-from rankscope.base.open_store import store_errors
 from rankscope.base.options import Listen, Store, store_folder
+from rankscope.base.sources import store_errors
 from rankscope.base.spools import readable_store
 
 

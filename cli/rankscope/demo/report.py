@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from rankscope.base.open_store import open_store
+from rankscope.base.sources import open_store
 from rankscope.demo.checks import ExpectedRun, Query, checks, delays
 from rankscope.demo.receiver import Alert
 from rankscope.output.report_file import make_report

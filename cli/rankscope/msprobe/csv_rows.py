@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from rankscope_contract.msprobe.csv_layout import (
     CSV_KEYS,
+    FAMILIES,
     FEATURES,
     MICRO_STEP,
     OTHER,
@@ -20,7 +21,6 @@ from rankscope_contract.msprobe.csv_layout import (
     parse_time,
     time_text,
 )
-from rankscope_contract.msprobe.names import FAMILIES
 
 if TYPE_CHECKING:
     import pyarrow as pa

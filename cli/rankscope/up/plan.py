@@ -284,7 +284,7 @@ def _service_options(command_line: CommandLine, settings: ServiceConfig) -> Serv
 
 def _advertised_url(settings: ServiceConfig, port: int) -> str:
     """Return the URL of the service that ranks on any machine can use."""
-    from rankscope_ingest.network.sockets import advertised
+    from rankscope_ingest.network.connections import advertised
 
     scheme = "http" if service_tls(settings) is None else "https"
     return f"{scheme}://{advertised(settings.service, port)}"

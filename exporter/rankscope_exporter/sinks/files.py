@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
-from rankscope_contract.msprobe.csv_layout import OPS
-from rankscope_contract.msprobe.names import Squash
+from rankscope_contract.msprobe.csv_layout import OPS, Squash
 from rankscope_exporter.base.validation import Allowed, Checked, did_you_mean, is_list
 from rankscope_exporter.records.step_record import StepRecord
 

@@ -30,8 +30,7 @@ from rankscope_ingest.base.errors import DecodeError, RegistrationError
 from rankscope_ingest.base.protobuf import MESSAGES, as_varint, label_bytes, packed, parse, unpacked
 from rankscope_storage.base.errors import LimitError, QueryError, StoreError
 from rankscope_storage.connection import Connection, connect
-from rankscope_storage.prometheus.matchers import Matcher, MatchType
-from rankscope_storage.prometheus.query import SeriesQuery
+from rankscope_storage.prometheus.query import Matcher, MatchType, SeriesQuery
 from rankscope_storage.prometheus.read import CancelToken, read
 from rankscope_storage.prometheus.series import Series
 

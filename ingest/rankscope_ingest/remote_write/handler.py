@@ -37,8 +37,7 @@ from rankscope_ingest.base.errors import BusyError, DecodeError, RegistrationErr
 from rankscope_ingest.base.protobuf import unpacked
 from rankscope_ingest.base.tables import NO_RUN, TIME, constant, samples_schema
 from rankscope_ingest.pipeline.batcher import FlushClock, PendingBatch
-from rankscope_ingest.pipeline.flusher import Flusher
-from rankscope_ingest.pipeline.quarantine import Quarantine
+from rankscope_ingest.pipeline.flusher import Flusher, Quarantine
 from rankscope_ingest.remote_write.decoder import DecodedRequest, WriteReader
 from rankscope_ingest.remote_write.outcomes import OUTCOME
 from rankscope_ingest.remote_write.senders import Senders, printable

@@ -12,9 +12,8 @@ from typing import Any, Final
 from rankscope_contract.metrics.catalogue import ROWS_SET_ASIDE
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.pipeline.batcher import Batcher, PendingBatch
-from rankscope_ingest.pipeline.flusher import Flusher
+from rankscope_ingest.pipeline.flusher import Flusher, Quarantine
 from rankscope_ingest.pipeline.maintenance_schedule import retention_job, run_maintenance
-from rankscope_ingest.pipeline.quarantine import Quarantine
 from rankscope_ingest.remote_write.handler import RemoteWrite
 from rankscope_ingest.reporting.goodput import WITHOUT_TIME
 from rankscope_ingest.reporting.rows import Stamp

@@ -1,6 +1,8 @@
 """The running service: start its components, run the periodic jobs, and drain the service when it is stopped.
 
 `Api` builds the responses of the service to HTTP requests. It implements the protocol `Backend` of the HTTP routes.
+
+`following` follows the logs in the sections [[watch]] of the configuration.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from rankscope_ingest.detect.stall_handler import RankAnswer, StallHandler
 from rankscope_ingest.http.pages import Pages
 from rankscope_ingest.http.routes import alarms, make_application
 from rankscope_ingest.network.auth import own_names
-from rankscope_ingest.network.sockets import serving
+from rankscope_ingest.network.connections import serving
 from rankscope_ingest.notify.announcer import Announcer
 from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.notifiers import Notifier
@@ -48,11 +50,58 @@ from rankscope_ingest.runs.models import Target
 from rankscope_ingest.runs.text import Place, title
 from rankscope_ingest.service.pipeline import Pipeline, make_batcher
 from rankscope_ingest.service.polling import ExternalExporters, Polling
-from rankscope_ingest.service.watching import following
 from rankscope_ingest.status_page.collect import Status, StatusCollector
-from rankscope_ingest.watch.watcher import Hooks
+from rankscope_ingest.watch.session import run_names, watching
+from rankscope_ingest.watch.watcher import Hooks, LogStatus
 from rankscope_storage.api.store import Commit, Writer
 from rankscope_view.site import Site
+
+log = logging.getLogger(__name__)
+
+FINISH_SECONDS: Final = 5.0
+
+
+@contextlib.asynccontextmanager
+async def following(
+    config: ServiceConfig, writer: Writer, notifiers: Sequence[Notifier], hooks: Hooks
+) -> AsyncIterator[None]:
+    """Follow the logs in the configuration in the body of the context, and write their rows with `writer`.
+
+    At its end, pending rows are stored and pending messages are sent.
+    """
+    if not config.watch:
+        yield
+        return
+    stop, states = asyncio.Event(), dict[str, str]()  # states by address
+
+    def changed(status: LogStatus) -> None:
+        """Print a line if the state of a log has changed."""
+        if status.state != states.get(status.address):
+            states[status.address] = status.state
+            level = logging.INFO if status.is_normal else logging.WARNING
+            log.log(level, "%s  %s  %s", status.run, status.state, status.unreadable or status.reason)
+
+    async def follow() -> None:
+        for section, name in zip(config.watch, run_names(config.watch), strict=True):
+            log.info("following %s as the run %s, every %g s", section.log, name, section.poll_seconds)
+        async with watching(
+            config.watch,
+            writer,
+            Path(config.store.path),
+            notifiers,
+            hooks=replace(hooks, on_change=changed),
+            is_alone=False,
+            finish_seconds=FINISH_SECONDS,
+        ) as session:
+            await session.run(stop)
+
+    task = start_task("following logs", follow, is_repeated=True)
+    try:
+        yield
+    finally:
+        stop.set()
+        await asyncio.wait([task], timeout=2 * FINISH_SECONDS)
+        await cancel([task])
 
 
 @dataclass(kw_only=True)
@@ -163,8 +212,6 @@ class Api:
             degraded=self.degraded(),
         )
 
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from rankscope_ingest.base.stop_event import stop_on_signals
 from rankscope_ingest.http.pages import Pages
 from rankscope_ingest.http.routes import errors_as_text
 from rankscope_ingest.network.auth import own_names, refuse_web_pages, token_guard
-from rankscope_ingest.network.sockets import serving
+from rankscope_ingest.network.connections import serving
 from rankscope_view.site import Site
 
 

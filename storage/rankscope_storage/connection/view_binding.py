@@ -23,8 +23,7 @@ from rankscope_storage.query.statements import StatementCache, needed_definition
 from rankscope_storage.sql.clock_jumps import JUMPS, NO_JUMPS
 from rankscope_storage.sql.scalar_curve import raw_curve, scalar_curve, sole_attempt_curve
 from rankscope_storage.sql.scalar_history import LOSS_LOGGED_ONCE, LOSS_OF_SOLE_ATTEMPT, POSITIONS, STEPS_ARE_POSITIONS
-from rankscope_storage.sql.tensor_macros import bucket_deviations, tensor_latest
-from rankscope_storage.sql.views import common_columns, raw_select
+from rankscope_storage.sql.views import bucket_deviations, common_columns, raw_select, tensor_latest
 
 LATEST: Final = "tensor_latest"
 CURVE: Final = "scalar_curve"

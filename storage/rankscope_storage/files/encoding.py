@@ -36,11 +36,12 @@ from rankscope_storage.base.fsync import Sync, make_folders
 from rankscope_storage.base.schema import dataset_schema, written
 from rankscope_storage.files.integer_pages import WIDE, page_starts
 from rankscope_storage.files.older_integers import INTEGERS_KEY
-from rankscope_storage.files.partitioning import data_file, file_mantissa_bits
 from rankscope_storage.files.sorting import (
     LAID_TOGETHER,
     SORT_KEYS,
     Indices,
+    data_file,
+    file_mantissa_bits,
     is_constant,
     is_sorted,
     one_chunk,

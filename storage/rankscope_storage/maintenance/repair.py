@@ -18,7 +18,7 @@ from rankscope_storage.files.encoding import DataFile
 from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.entries import LOG_FOLDER, entries, torn_checkpoint_files, torn_entries
 from rankscope_storage.log.shard_lock import all_shards
-from rankscope_storage.maintenance.file_check import Finding, FindingKind, check_file, describe_rows
+from rankscope_storage.maintenance.check import Finding, FindingKind, check_file, describe_rows
 from rankscope_storage.maintenance.vacuum import delete_orphan_files, find_orphan_files
 
 DAMAGED: Final = "_damaged"

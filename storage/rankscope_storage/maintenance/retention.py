@@ -33,8 +33,7 @@ from rankscope_storage.base.errors import ConflictError, StoreError
 from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.schema import conform
 from rankscope_storage.files.encoding import STAGING, DataFile, coarsest, discard, open_file, own_columns, write_file
-from rankscope_storage.files.partitioning import SHARED_PREFIX, file_mantissa_bits
-from rankscope_storage.files.sorting import SORT_KEYS
+from rankscope_storage.files.sorting import SHARED_PREFIX, SORT_KEYS, file_mantissa_bits
 from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.maintenance.retention_plan import File, RetentionAction, RetentionJob, plan
 from rankscope_storage.maintenance.retention_policy import RAW, Retention

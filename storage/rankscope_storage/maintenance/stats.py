@@ -15,7 +15,7 @@ from rankscope_contract.model.schema import ROLLUPS
 from rankscope_storage.files.encoding import coarsest
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.entries import LOG_FOLDER, entries
-from rankscope_storage.maintenance.file_check import size_of
+from rankscope_storage.maintenance.check import size_of
 from rankscope_storage.maintenance.retention_policy import RAW
 
 _COUNTS: Final = len(COUNT_OPS) - 1

@@ -19,7 +19,7 @@ from rankscope_storage.base.fsync import Sync
 from rankscope_storage.files.encoding import STAGING
 from rankscope_storage.log.delta import REMOVED_FILES_HOURS, Log
 from rankscope_storage.log.entries import staged_entries
-from rankscope_storage.maintenance.file_check import size_of
+from rankscope_storage.maintenance.check import size_of
 from rankscope_storage.query.sql_script import write_sql_script
 
 _log = logging.getLogger(__name__)

@@ -20,9 +20,8 @@ from rankscope_contract.security.escaping import sql_identifier, sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.files.sorting import sort_order
 from rankscope_storage.prometheus import names
-from rankscope_storage.prometheus.matchers import NAME, Matcher
 from rankscope_storage.prometheus.names import STAGE_EXTRAS, Scalar
-from rankscope_storage.prometheus.query import IDENTITY, SeriesQuery
+from rankscope_storage.prometheus.query import IDENTITY, NAME, Matcher, SeriesQuery
 from rankscope_storage.prometheus.series import ResultLimit, Series, gathered, labelled, split_series
 
 _MOMENTS: Final = ("vpp_stage", "micro_step", "call_seq")

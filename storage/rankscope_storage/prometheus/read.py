@@ -40,8 +40,7 @@ from rankscope_contract.security.escaping import sql_identifier, sql_string
 from rankscope_storage.base.errors import FilesGoneError, LimitError, StoreError
 from rankscope_storage.connection import Connection
 from rankscope_storage.prometheus import names
-from rankscope_storage.prometheus.matchers import NAME, MatchType
-from rankscope_storage.prometheus.query import SeriesQuery
+from rankscope_storage.prometheus.query import NAME, MatchType, SeriesQuery
 from rankscope_storage.prometheus.rank_series import RankSeries
 from rankscope_storage.prometheus.series import ResultLimit, Series, gathered, labelled, merge_series, split_series
 

@@ -30,8 +30,7 @@ from rankscope_contract.security.escaping import sql_identifier, sql_string
 from rankscope_storage.log.snapshot import RowRanges, divided
 from rankscope_storage.sql.clock_jumps import IS_JUMP
 from rankscope_storage.sql.scalar_history import EPOCHS, LOSSES, STEPLESS
-from rankscope_storage.sql.tensor_macros import OPTIONAL_KEYS
-from rankscope_storage.sql.views import empty_select
+from rankscope_storage.sql.views import OPTIONAL_KEYS, empty_select
 
 _KEPT_FILES: Final = 10_000
 _BATCH_FILES: Final = 200

@@ -24,7 +24,7 @@ from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.schema import conform
 from rankscope_storage.connection import connect
 from rankscope_storage.files.encoding import DataFile, discard, read_file, write_file
-from rankscope_storage.files.partitioning import SHARED_PREFIX, file_mantissa_bits, own_part
+from rankscope_storage.files.sorting import SHARED_PREFIX, file_mantissa_bits, own_part
 from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.entries import watermark_transaction
 from rankscope_storage.log.shard_lock import all_shards

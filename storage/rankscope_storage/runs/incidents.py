@@ -16,7 +16,7 @@ from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.schema import conform, dataset_schema
 from rankscope_storage.files.encoding import write_file
-from rankscope_storage.files.partitioning import shared_part
+from rankscope_storage.files.sorting import shared_part
 from rankscope_storage.log.delta import Change, Log
 
 LONGEST_NOTE: Final = 10_000

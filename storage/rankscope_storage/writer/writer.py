@@ -26,7 +26,7 @@ from rankscope_storage.base.errors import BatchError, ConflictError, ShardLostEr
 from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.schema import conform
 from rankscope_storage.files.encoding import DataFile, discard, rounded, write_file
-from rankscope_storage.files.partitioning import parts
+from rankscope_storage.files.sorting import parts
 from rankscope_storage.log.checkpoints import Checkpointer
 from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.entries import watermark_transaction, watermarks_of

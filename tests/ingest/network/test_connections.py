@@ -18,8 +18,7 @@ from rankscope_contract.security.tls import server_context
 from rankscope_contract.security.web_config import TlsServer
 from rankscope_ingest.base import file_limit
 from rankscope_ingest.network import connections
-from rankscope_ingest.network.connections import Limits, accepting
-from rankscope_ingest.network.sockets import open_socket
+from rankscope_ingest.network.connections import Limits, accepting, open_socket
 
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 HALF_OPEN = {

@@ -11,8 +11,8 @@ from aiohttp import web
 
 from rankscope_ingest.base.config import ServiceSection, split_address
 from rankscope_ingest.base.errors import RegistrationError
+from rankscope_ingest.network.connections import advertised, open_socket
 from rankscope_ingest.network.dialing import address_of, check_allowed, parse_target_url
-from rankscope_ingest.network.sockets import advertised, open_socket
 
 
 @contextlib.asynccontextmanager

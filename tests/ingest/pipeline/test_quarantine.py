@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.properties import examples
 
 from rankscope_ingest.pipeline.batcher import Batcher, PendingBatch
-from rankscope_ingest.pipeline.quarantine import FOLDER, Quarantine, halves, parts
+from rankscope_ingest.pipeline.flusher import FOLDER, Quarantine, halves, parts
 from rankscope_ingest.reporting.rows import Stamp
 from rankscope_storage.api.store import Store
 from rankscope_storage.base.errors import BatchError

@@ -14,8 +14,7 @@ from rankscope_ingest.base.errors import DecodeError
 from rankscope_ingest.base.protobuf import packed, unpacked
 from rankscope_ingest.remote_read.handler import MAX_REQUEST_BYTES, read_request, read_response
 from rankscope_storage.base.errors import QueryError
-from rankscope_storage.prometheus.matchers import Matcher, MatchType
-from rankscope_storage.prometheus.query import SeriesQuery
+from rankscope_storage.prometheus.query import Matcher, MatchType, SeriesQuery
 from rankscope_storage.prometheus.series import Series
 
 HINTED = st.sampled_from(["", "rate", "series"])

@@ -17,7 +17,7 @@ from rankscope_contract.metrics.catalogue import REMOTE_WRITE_DROPPED, REMOTE_WR
 from rankscope_ingest.base.config import RemoteWriteSection
 from rankscope_ingest.base.errors import BusyError, DecodeError
 from rankscope_ingest.base.protobuf import packed
-from rankscope_ingest.pipeline.quarantine import Quarantine
+from rankscope_ingest.pipeline.flusher import Quarantine
 from rankscope_ingest.remote_write import handler
 from rankscope_ingest.remote_write.decoder import WriteReader
 from rankscope_ingest.remote_write.handler import RemoteWrite

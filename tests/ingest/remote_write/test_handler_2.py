@@ -14,7 +14,7 @@ from tests.ingest.remote_write.test_handler import NOW, Memory, receiver, until
 
 from rankscope_ingest.base.errors import BusyError
 from rankscope_ingest.base.protobuf import packed
-from rankscope_ingest.pipeline.quarantine import Quarantine
+from rankscope_ingest.pipeline.flusher import Quarantine
 from rankscope_ingest.remote_write import handler
 from rankscope_ingest.remote_write.handler import Version
 from rankscope_storage.base.errors import BatchError

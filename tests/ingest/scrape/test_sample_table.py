@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope_ingest.pipeline.batcher import Batcher
-from rankscope_ingest.pipeline.quarantine import halves
+from rankscope_ingest.pipeline.flusher import halves
 from rankscope_ingest.scrape.sample_table import Grid, Scrape, Series
 from rankscope_storage.base.schema import conform
 from rankscope_storage.files.sorting import SORT_KEYS, is_sorted

@@ -34,8 +34,7 @@ from rankscope_storage.connection import connect
 from rankscope_storage.log import delta as log_module
 from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.shard_lock import ShardLock, shard_transaction
-from rankscope_storage.maintenance.check import check
-from rankscope_storage.maintenance.file_check import FindingKind
+from rankscope_storage.maintenance.check import FindingKind, check
 from rankscope_storage.maintenance.repair import repair
 
 NO_LINKS = Path(__file__).with_name("no_links.py")

@@ -75,7 +75,7 @@ def test_locked_connection_returns_the_same_rows(store, put):
 
 
 def test_unregistered_run_is_listed_by_its_rows(asking, put, monkeypatch):
-    monkeypatch.setattr("rankscope_storage.files.partitioning.OWN_PART_ROWS", 2)
+    monkeypatch.setattr("rankscope_storage.files.sorting.OWN_PART_ROWS", 2)
     tensor = {"kind": "k", "tensor": "t"}
     put("scalars", scalar("loss", 4, 1.0, ts=START), run="only scalars")
     put("tensor_stats", {"step": 5, **tensor}, run="only tensors, shared")
@@ -208,7 +208,7 @@ def test_lost_records_are_the_sum_of_the_gaps(asking, put):
 
 
 def test_bytes_of_shared_files_are_divided_by_rows(asking, put, store, monkeypatch):
-    monkeypatch.setattr("rankscope_storage.files.partitioning.OWN_PART_ROWS", 50)
+    monkeypatch.setattr("rankscope_storage.files.sorting.OWN_PART_ROWS", 50)
     many = [scalar("loss", step, 1.0) for step in range(60)]
     put(
         "scalars",

@@ -232,7 +232,7 @@ ODD_RUNS = [
 
 
 def test_runs_with_any_name_are_distinguished(connection, writer, batch, monkeypatch):
-    monkeypatch.setattr("rankscope_storage.files.partitioning.OWN_PART_ROWS", 5)
+    monkeypatch.setattr("rankscope_storage.files.sorting.OWN_PART_ROWS", 5)
     for number, run in enumerate(ODD_RUNS):
         writer.append(batch(range(number % 3 + 4), run=run, incarnation=f"i{number}"))
     expected = sorted((run, number % 3 + 4) for number, run in enumerate(ODD_RUNS))
@@ -284,7 +284,7 @@ def test_files_with_older_columns_are_read_together_with_new_ones(connection, wr
     writer.append(batch(range(3)))
     (path,) = map(Path, connection.files("scalars"))
     pq.write_table(pq.ParquetFile(path).read().drop_columns("labels"), path)
-    monkeypatch.setattr("rankscope_storage.files.partitioning.fingerprint", lambda dataset, *, whole: "0ld5hape")
+    monkeypatch.setattr("rankscope_storage.files.sorting.fingerprint", lambda dataset, *, whole: "0ld5hape")
     writer.append(batch(range(5)))
     monkeypatch.undo()
     writer.append(batch(range(6)))

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from rankscope_storage.api.store import Batch
 from rankscope_storage.base.schema import dataset_schema
-from rankscope_storage.diff.diff import Divergence, Tolerance, relative_difference
+from rankscope_storage.diff.diff import DiffSelection, DiffSide, Divergence, Tolerance, relative_difference
 from rankscope_storage.diff.diff import divergence as compared
-from rankscope_storage.diff.sources import DiffSelection, DiffSide
 
 A, B = DiffSide(run="a"), DiffSide(run="b")
 

@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 
 from rankscope_contract.model.schema import DATASETS
 from rankscope_storage.base.schema import dataset_schema, fingerprint
-from rankscope_storage.files.partitioning import (
+from rankscope_storage.files.sorting import (
     LONGEST_PART,
     OWN_PART_ROWS,
+    SORT_KEYS,
     data_file,
     file_fingerprint,
+    is_sorted,
     own_part,
     parts,
     shared_part,
+    sort_order,
 )
-from rankscope_storage.files.sorting import SORT_KEYS, is_sorted, sort_order
 
 TODAY = dt.date(2026, 11, 20)
 

@@ -19,7 +19,7 @@ from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import conform
 from rankscope_storage.connection import connect
 from rankscope_storage.files.encoding import FEWEST_BITS, MANTISSA_BITS_KEY, MOST_BITS, coarsest, round_bits, rounded
-from rankscope_storage.files.partitioning import file_mantissa_bits
+from rankscope_storage.files.sorting import file_mantissa_bits
 from rankscope_storage.log.delta import Log
 from rankscope_storage.maintenance import compaction
 from rankscope_storage.maintenance.stats import store_stats

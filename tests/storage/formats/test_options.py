@@ -9,7 +9,7 @@ import pytest
 
 import rankscope_storage.formats as package
 from rankscope_contract.model.kinds import Kind
-from rankscope_contract.msprobe.names import FAMILY_OF
+from rankscope_contract.msprobe.csv_layout import FAMILY_OF
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.formats import ExportOptions, export_formats
 from rankscope_storage.formats.common.base import parse_time

@@ -23,10 +23,10 @@ from rankscope_storage.connection import connect
 from rankscope_storage.files.encoding import DataFile
 from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.entries import LOG_FOLDER
-from rankscope_storage.maintenance import compaction, file_check
-from rankscope_storage.maintenance.check import check
+from rankscope_storage.maintenance import check as checking
+from rankscope_storage.maintenance import compaction
+from rankscope_storage.maintenance.check import FindingKind, check
 from rankscope_storage.maintenance.compaction import compact
-from rankscope_storage.maintenance.file_check import FindingKind
 from rankscope_storage.maintenance.repair import DAMAGED, repair
 from rankscope_storage.maintenance.stats import store_stats
 
@@ -203,7 +203,7 @@ def test_disk_error_during_decoding_is_no_damage_of_the_file(left, monkeypatch):
     def failing(path):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(file_check.pq, "ParquetFile", failing)
+    monkeypatch.setattr(checking.pq, "ParquetFile", failing)
 
     assert [FindingKind.OUT_OF_REACH] * 3 == kinds(left)
     with pytest.raises(StoreError, match="no file was removed"):
@@ -433,7 +433,7 @@ def test_bytes_per_sample_count_seven_statistics_per_row(store, writer):
 
 
 def test_file_of_a_newer_schema_is_reported(left, monkeypatch):
-    monkeypatch.setattr(file_check, "SCHEMA_VERSION", 0)
+    monkeypatch.setattr(checking, "SCHEMA_VERSION", 0)
     texts = [finding.text for finding in check(left).findings]
 
     assert 3 == sum("and this Rankscope supports up to 0" in text for text in texts)

@@ -15,7 +15,7 @@ from rankscope_storage.api.store import Batch
 from rankscope_storage.base.errors import ShardLostError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import connect
-from rankscope_storage.files.partitioning import shared_part
+from rankscope_storage.files.sorting import shared_part
 from rankscope_storage.log.delta import MUTEX, Change, Log
 from rankscope_storage.maintenance import compaction
 from rankscope_storage.maintenance.compaction import (

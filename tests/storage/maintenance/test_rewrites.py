@@ -18,9 +18,8 @@ from rankscope_storage.connection import connect
 from rankscope_storage.files.older_integers import has_older_integers
 from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.maintenance import compaction
-from rankscope_storage.maintenance.check import check
+from rankscope_storage.maintenance.check import FindingKind, check
 from rankscope_storage.maintenance.compaction import compact
-from rankscope_storage.maintenance.file_check import FindingKind
 from rankscope_storage.maintenance.repair import repair
 from rankscope_storage.maintenance.stats import store_stats
 

@@ -18,8 +18,7 @@ from rankscope_storage.log.checkpoints import write_checkpoint
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.entries import LOG_FOLDER
 from rankscope_storage.maintenance import compaction
-from rankscope_storage.maintenance.check import check
-from rankscope_storage.maintenance.file_check import FindingKind
+from rankscope_storage.maintenance.check import FindingKind, check
 from rankscope_storage.maintenance.repair import repair
 
 

@@ -30,7 +30,7 @@ def data_files(store) -> set[str]:
     "run", ["r", "a/b", "..", "a=b", 'it\'s "q"', "学习", "123", "", "%41", "_shared-2026-01-01", "x学/" * 99]
 )
 def test_vacuum_keeps_used_files_of_any_age_and_name(store, writer, batch, connection, run, monkeypatch):
-    monkeypatch.setattr("rankscope_storage.files.partitioning.OWN_PART_ROWS", 1)
+    monkeypatch.setattr("rankscope_storage.files.sorting.OWN_PART_ROWS", 1)
     writer.append(batch(range(3), run=run))
     for path in store.root.rglob("*.parquet"):
         age(path, 1000)

@@ -13,8 +13,7 @@ import pytest
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import Connection, connect
-from rankscope_storage.prometheus.matchers import Matcher, MatchType
-from rankscope_storage.prometheus.query import SeriesQuery
+from rankscope_storage.prometheus.query import Matcher, MatchType, SeriesQuery
 from rankscope_storage.prometheus.read import read
 
 OPERATORS = {"=": MatchType.EQUAL, "!=": MatchType.NOT_EQUAL, "=~": MatchType.REGEX, "!~": MatchType.NOT_REGEX}

@@ -13,7 +13,7 @@ from tests.storage.prometheus.conftest import JULY, MARCH, History
 
 from rankscope_storage.base.errors import LimitError, QueryError
 from rankscope_storage.connection import connect
-from rankscope_storage.prometheus.matchers import Matcher, MatchType
+from rankscope_storage.prometheus.query import Matcher, MatchType
 
 SPRING = (("instance", "spring/0"), ("job", "rankscope"), ("rank", "0"), ("run", "spring"))
 

@@ -50,7 +50,7 @@ def test_script_of_an_empty_store_has_all_views_without_rows(store):
     "run", few(2, ['it\'s "q"', "a\nb", "", "%41", "..", "r", "a/b", "a=b", "学习", "123", "2026-11-20"])
 )
 def test_script_finds_files_with_any_run_name(store, writer, batch, run, monkeypatch):
-    monkeypatch.setattr("rankscope_storage.files.partitioning.OWN_PART_ROWS", 1)
+    monkeypatch.setattr("rankscope_storage.files.sorting.OWN_PART_ROWS", 1)
     writer.append(batch(range(3), run=run))
 
     assert_same_files(store.root)

@@ -42,7 +42,7 @@ def expected(attempt: int, incarnation: str, count: int) -> list[tuple]:
 def root(request, store, writer, batch: Callable, monkeypatch):
     """Return a store of the ended runs a, b and c, without a running service."""
     if request.param == "own parts":
-        monkeypatch.setattr("rankscope_storage.files.partitioning.OWN_PART_ROWS", 1)
+        monkeypatch.setattr("rankscope_storage.files.sorting.OWN_PART_ROWS", 1)
     for number, run in enumerate("abc"):
         writer.append(batch(range(4 + number), run=run, incarnation=f"i{run}"))
         writer.append(run_version(run, "completed"))

@@ -16,8 +16,7 @@ from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
 from rankscope_storage.maintenance.retention import Retention, retain
-from rankscope_storage.prometheus.matchers import Matcher, MatchType
-from rankscope_storage.prometheus.query import SeriesQuery
+from rankscope_storage.prometheus.query import Matcher, MatchType, SeriesQuery
 from rankscope_storage.prometheus.read import read
 
 START = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)

@@ -14,8 +14,7 @@ import pytest
 from rankscope_storage.api import summaries
 from rankscope_storage.api.store import Batch
 from rankscope_storage.base.schema import dataset_schema
-from rankscope_storage.diff.diff import divergence
-from rankscope_storage.diff.sources import DiffSide
+from rankscope_storage.diff.diff import DiffSide, divergence
 from rankscope_storage.sql.scalar_history import STEPS_ARE_POSITIONS
 
 START = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)

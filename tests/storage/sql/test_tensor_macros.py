@@ -14,7 +14,7 @@ import pytest
 from rankscope_storage.api.store import Batch
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
-from rankscope_storage.sql.tensor_macros import OPTIONAL_KEYS, TENSOR_LATEST
+from rankscope_storage.sql.views import OPTIONAL_KEYS, TENSOR_LATEST
 
 
 def append(writer, rows: list[dict], watermarks: dict[str, int] | None = None) -> None:

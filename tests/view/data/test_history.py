@@ -7,7 +7,7 @@ import pytest
 from tests.view.training import HOSTILE, MAIN
 
 from rankscope_view.data.history import main_labels, read_history
-from rankscope_view.data.raw_history import raw_histories
+from rankscope_view.data.raw_rows import raw_histories
 
 VIEW = """\
 SELECT attempt, step, cumulative_step, value, lowest, highest, stands FROM scalar_history

@@ -10,8 +10,7 @@ from tests.view.training import START, append, scalars
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
 from rankscope_view.data.history import read_history
-from rankscope_view.data.raw_history import raw_histories
-from rankscope_view.data.raw_rows import is_constant, read_rows
+from rankscope_view.data.raw_rows import is_constant, raw_histories, read_rows
 
 STEPS = 70_000  # more than one row group
 

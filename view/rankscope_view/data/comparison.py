@@ -13,8 +13,7 @@ import numpy as np
 
 from rankscope_contract.model.phases import PRE_COLLECTIVE_SECONDS
 from rankscope_storage.connection import Connection
-from rankscope_storage.diff.diff import ROUNDING, Divergence, Tolerance, divergence
-from rankscope_storage.diff.sources import DiffSelection, DiffSide, DiffSource
+from rankscope_storage.diff.diff import ROUNDING, DiffSelection, DiffSide, DiffSource, Divergence, Tolerance, divergence
 from rankscope_view.data.detail import RunDetail, read_chart, read_detail
 from rankscope_view.data.documents import flat, json_object
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, History

@@ -23,8 +23,7 @@ from rankscope_view.data.history import (
     read_history,
     restarts,
 )
-from rankscope_view.data.raw_history import raw_histories
-from rankscope_view.data.raw_rows import RawRows, read_rows
+from rankscope_view.data.raw_rows import RawRows, raw_histories, read_rows
 from rankscope_view.data.runs import RunFacts, RunRow, run_facts, run_row
 from rankscope_view.data.tensor import total_gradient_norm
 

@@ -21,7 +21,7 @@ from rankscope_view.data.curves import Curve, CurveRequest, curve, joined
 from rankscope_view.data.detail import CHARTS, PERPLEXITY, nothing, read_chart
 from rankscope_view.data.grid import pairs
 from rankscope_view.data.history import History, read_history
-from rankscope_view.data.raw_history import raw_series
+from rankscope_view.data.raw_rows import raw_series
 
 HARDWARE: Final = "Host and GPU"
 MONITOR: Final = "Step phases and monitor"

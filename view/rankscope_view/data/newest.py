@@ -14,8 +14,7 @@ from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.sql.scalar_history import POSITIONS, is_main_source
 from rankscope_view.data.history import LEARNING_RATE, LOSS, SPEEDS, Floats, Integers, is_constant
-from rankscope_view.data.raw_history import by_step
-from rankscope_view.data.raw_rows import RawRows, SeriesRows, read_rows
+from rankscope_view.data.raw_rows import RawRows, SeriesRows, by_step, read_rows
 
 SPARKLINE_POINTS: Final = 60
 _PACE_STEPS: Final = 100

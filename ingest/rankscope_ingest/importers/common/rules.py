@@ -29,7 +29,7 @@ Numbers = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
 
-_SERIES_COLUMNS: Final = ("rank", "attempt", "name", "labels")
+_SCALAR_SERIES: Final = ("rank", "attempt", "name", "labels")
 _PAUSES: Final = (EventType.EVALUATION.value, EventType.CHECKPOINT.value)
 
 
@@ -104,9 +104,9 @@ class CurveEvaluator:
             is_judged = pc.is_in(names, pa.array(judged))
             rows = np.flatnonzero(pc.and_(is_judged, pc.fill_null(is_finite, fill_value=False)).to_numpy())
             fired, medians = [np.empty(0, np.int64)], [np.empty(0)]
-            for key, positions in _series(scalars.select([*_SERIES_COLUMNS]).take(rows)):
+            for key, positions in _series(scalars.select([*_SCALAR_SERIES]).take(rows)):
                 own = rows[positions]
-                is_rate = key[_SERIES_COLUMNS.index("name")] in rule.rates
+                is_rate = key[_SCALAR_SERIES.index("name")] in rule.rates
                 values = scalars.column("value").take(own).to_numpy()
                 if is_rate:
                     own, values = own[values > 0], 1 / values[values > 0]
@@ -159,7 +159,6 @@ def _series(keys: pa.Table) -> list[tuple[tuple[Any, ...], Integers]]:
 
 
 _SERIES: Final = ("rank", "attempt", "vpp_stage", "micro_step", "kind", "tensor", "index", "call_seq")
-_SCALAR_SERIES: Final = ("rank", "attempt", "name", "labels")
 _PLACE: Final = ("run", "attempt", "rank", "incarnation", "seq", "ordinal", "step", "micro_step", "ts", "ts_origin")
 _COUNTS: Final = ("nans", "infs")
 

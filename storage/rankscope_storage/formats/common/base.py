@@ -18,8 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
-from rankscope_contract.msprobe.csv_layout import DEFAULT_TIME_ZONE, check_time_zone
-from rankscope_contract.msprobe.names import FAMILIES, FEATURE_FAMILIES, family_names
+from rankscope_contract.msprobe.csv_layout import (
+    DEFAULT_TIME_ZONE,
+    FAMILIES,
+    FEATURE_FAMILIES,
+    check_time_zone,
+    family_names,
+)
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.connection import Connection
 
