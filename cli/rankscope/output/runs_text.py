@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 
 from rankscope.output.rows import cell, columns, printable
+from rankscope_view.data.documents import json_object
 
 ALWAYS: Final = ("run", "state", "steps", "ranks", "started", "duration")
 OPTIONAL: Final = ("attempts", "reason", "tags", "note", "source")
@@ -174,7 +175,7 @@ def _code(config: str | None) -> dict[str, Any]:
 
     Both are None if `config` is not JSON, as for some imported logs.
     """
-    document = _document(config)
+    document = json_object(config)
     argv, commit = document.get("argv"), document.get("git_commit")
     return {
         "git_commit": commit if isinstance(commit, str) else None,
@@ -183,15 +184,7 @@ def _code(config: str | None) -> dict[str, Any]:
 
 
 def _settings(config: str | None) -> dict[str, Any]:
-    return {key: value for key, value in _document(config).items() if key not in _APART}
-
-
-def _document(config: str | None) -> dict[str, Any]:
-    try:
-        found = json.loads(config or "{}")
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+    return {key: value for key, value in json_object(config).items() if key not in _APART}
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
