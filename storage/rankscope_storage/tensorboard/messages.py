@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
+
+from rankscope_storage.base.protobuf import message_classes
 
 __all__ = ["SESSION_START", "DecodeError", "Event", "Histogram", "put_number", "scalar_value", "text_value"]
 
@@ -26,95 +27,31 @@ _EXACT_FIELD: Final = 1000
 
 Other readers skip the field."""
 
-_PACKAGE: Final = "rankscope.tensorboard"
-_Field = descriptor_pb2.FieldDescriptorProto
-
-# Message -> (number, name, type, repeated, oneof). A type in capitals is a message of this list.
-_MESSAGES: Final[dict[str, tuple[tuple[int, str, str, bool, str], ...]]] = {
-    "Event": (
-        (1, "wall_time", "double", False, ""),
-        (2, "step", "int64", False, ""),
-        (3, "file_version", "bytes", False, "what"),
-        (5, "summary", "Summary", False, "what"),
-        (7, "session_log", "SessionLog", False, "what"),
-        (10, "source_metadata", "SourceMetadata", False, ""),
-    ),
-    "SourceMetadata": ((1, "writer", "bytes", False, ""),),
-    "SessionLog": ((1, "status", "int32", False, ""),),
-    "Summary": ((1, "value", "Value", True, ""),),
-    "Value": (
-        (1, "tag", "bytes", False, ""),
-        (2, "simple_value", "float", False, "value"),
-        (5, "histo", "bytes", False, "value"),
-        (8, "tensor", "TensorProto", False, "value"),
-        (9, "metadata", "SummaryMetadata", False, ""),
-        (_EXACT_FIELD, "exact", "double", False, "exactly"),
-    ),
-    "Histogram": (
-        (1, "low", "double", False, ""),
-        (2, "high", "double", False, ""),
-        (3, "count", "double", False, ""),
-        (4, "total", "double", False, ""),
-        (5, "squares", "double", False, ""),
-        (6, "limits", "double", True, ""),
-        (7, "counts", "double", True, ""),
-    ),
-    "SummaryMetadata": (
-        (1, "plugin_data", "PluginData", False, ""),
-        (2, "display_name", "bytes", False, ""),
-        (3, "summary_description", "bytes", False, ""),
-        (4, "data_class", "int32", False, ""),
-    ),
-    "PluginData": ((1, "plugin_name", "bytes", False, ""), (2, "content", "bytes", False, "")),
-    "TensorProto": (
-        (1, "dtype", "int32", False, ""),
-        (2, "tensor_shape", "TensorShape", False, ""),
-        (4, "tensor_content", "bytes", False, ""),
-        (5, "float_val", "float", True, ""),
-        (6, "double_val", "double", True, ""),
-        (7, "int_val", "int32", True, ""),
-        (8, "string_val", "bytes", True, ""),
-        (10, "int64_val", "int64", True, ""),
-        (11, "bool_val", "bool", True, ""),
-        (13, "half_val", "int32", True, ""),
-        (16, "uint32_val", "uint32", True, ""),
-        (17, "uint64_val", "uint64", True, ""),
-    ),
-    "TensorShape": ((2, "dim", "Dim", True, ""),),
-    "Dim": ((1, "size", "int64", False, ""),),
-}
-
-
-def _file() -> descriptor_pb2.FileDescriptorProto:
-    file = descriptor_pb2.FileDescriptorProto(name="rankscope/tensorboard.proto", package=_PACKAGE, syntax="proto3")
-    for name, fields in _MESSAGES.items():
-        message = file.message_type.add(name=name)
-        oneofs = list(dict.fromkeys(field[4] for field in fields if field[4]))
-        for oneof in oneofs:
-            message.oneof_decl.add(name=oneof)
-        for number, field_name, type_, repeated, oneof in fields:
-            field = message.field.add(
-                name=field_name,
-                number=number,
-                label=_Field.LABEL_REPEATED if repeated else _Field.LABEL_OPTIONAL,
-            )
-            if type_ in _MESSAGES:
-                field.type, field.type_name = _Field.TYPE_MESSAGE, f".{_PACKAGE}.{type_}"
-            else:
-                field.type = getattr(_Field, f"TYPE_{type_.upper()}")
-            if oneof:
-                field.oneof_index = oneofs.index(oneof)
-    return file
-
-
-# A separate pool, because the default one may contain TensorFlow's messages and duplicate names are an error.
-_pool = descriptor_pool.DescriptorPool()
-_pool.Add(_file())
-Event, Histogram = (  # the fields of a histogram are those of TensorFlow's HistogramProto, under other names
-    cast("Any", message_factory.GetMessageClass(_pool.FindMessageTypeByName(f"{_PACKAGE}.{name}")))
-    for name in ("Event", "Histogram")
+_MESSAGES: Final = message_classes(
+    "rankscope.tensorboard",
+    {
+        "Event": "double wall_time = 1; int64 step = 2; bytes file_version = 3 what; Summary summary = 5 what; "
+        "SessionLog session_log = 7 what; SourceMetadata source_metadata = 10",
+        "SourceMetadata": "bytes writer = 1",
+        "SessionLog": "int32 status = 1",
+        "Summary": "repeated Value value = 1",
+        "Value": "bytes tag = 1; float simple_value = 2 value; bytes histo = 5 value; TensorProto tensor = 8 value; "
+        f"SummaryMetadata metadata = 9; double exact = {_EXACT_FIELD} exactly",
+        "Histogram": "double low = 1; double high = 2; double count = 3; double total = 4; double squares = 5; "
+        "repeated double limits = 6; repeated double counts = 7",
+        "SummaryMetadata": "PluginData plugin_data = 1; bytes display_name = 2; bytes summary_description = 3; "
+        "int32 data_class = 4",
+        "PluginData": "bytes plugin_name = 1; bytes content = 2",
+        "TensorProto": "int32 dtype = 1; TensorShape tensor_shape = 2; bytes tensor_content = 4; "
+        "repeated float float_val = 5; repeated double double_val = 6; repeated int32 int_val = 7; "
+        "repeated bytes string_val = 8; repeated int64 int64_val = 10; repeated bool bool_val = 11; "
+        "repeated int32 half_val = 13; repeated uint32 uint32_val = 16; repeated uint64 uint64_val = 17",
+        "TensorShape": "repeated Dim dim = 2",
+        "Dim": "int64 size = 1",
+    },
 )
-
+# The fields of a histogram are those of TensorFlow's HistogramProto, under other names.
+Event, Histogram = _MESSAGES["Event"], _MESSAGES["Histogram"]
 
 # Format of one number in `tensor_content`, and the repeated field used otherwise, by TensorFlow's data type.
 _CONTENT: Final = {1: "<f", 2: "<d", 3: "<i", 4: "<B", 5: "<h", 6: "<b", 9: "<q", 10: "<?", 17: "<H", 19: "<e"}
@@ -122,13 +59,9 @@ _CONTENT_UNSIGNED: Final = {22: "<I", 23: "<Q"}
 _REPEATED: Final[dict[int, str]] = {
     1: "float_val",
     2: "double_val",
-    3: "int_val",
-    4: "int_val",
-    5: "int_val",
-    6: "int_val",
+    **dict.fromkeys((3, 4, 5, 6, 17), "int_val"),
     9: "int64_val",
     10: "bool_val",
-    17: "int_val",
     22: "uint32_val",
     23: "uint64_val",
 }
