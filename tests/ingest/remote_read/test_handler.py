@@ -19,6 +19,7 @@ from rankscope_ingest.remote_read.handler import ReadRequest, RemoteRead
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.prometheus.query import SeriesQuery
+from rankscope_storage.prometheus.read import read
 
 ALWAYS = (0, 1 << 42)
 pytestmark = pytest.mark.timeout(60)
@@ -100,3 +101,21 @@ async def test_stopping_service_does_not_wait_for_a_query(tmp_path, monkeypatch)
 
         with pytest.raises(aiohttp.ClientError):
             await asking
+
+
+async def test_equal_queries_of_one_version_are_read_once(tmp_path, monkeypatch):
+    """The functions of a panel, such as `max(x) - min(x)`, ask for the same series one after the other."""
+    reads = []
+    monkeypatch.setattr(handler, "read", lambda *given, **more: reads.append(given[1]) or read(*given, **more))
+    questions = [SeriesQuery((), *ALWAYS), SeriesQuery((), *ALWAYS), SeriesQuery((), 5, 6), SeriesQuery((), *ALWAYS)]
+    async with asked(tmp_path, monkeypatch, questions) as (_, url):
+        first, second, other = [await post(url) for _ in range(3)]
+        with Store.open(tmp_path / "store").claim(owner="test") as writer:
+            more = {"run": "", "ts": 2_000_000, "ts_origin": "ingest", "target": "t", "metric": "m", "value": 2.0}
+            samples = pa.Table.from_pylist([more], schema=dataset_schema("samples"))
+            writer.append(Batch(tables={"samples": samples}, watermarks={}))
+        later = await post(url)
+
+    assert (200, True, False) == (first[0], first == second, first == other)
+    assert 3 == len(reads)
+    assert len(later[1]) > len(first[1])
