@@ -8,7 +8,7 @@ from typing import Final
 from grafana_foundation_sdk.builders import dashboard as builders
 
 from rankscope_contract.metrics import catalogue
-from rankscope_contract.model.kinds import Kind
+from rankscope_contract.model.kinds import JUDGED_OPS, Kind
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_dashboards.boards.elements.annotations import RUN_ANNOTATIONS
 from rankscope_dashboards.boards.elements.board import Section, make_board, sized
@@ -24,15 +24,21 @@ from rankscope_dashboards.boards.elements.panels import (
     table_panel,
     time_series_panel,
 )
-from rankscope_dashboards.boards.elements.selectors import OF_KIND, OF_TENSORS, RANKS, ranks
-from rankscope_dashboards.boards.elements.variables import KIND, RANK, RUN, TENSOR
+from rankscope_dashboards.boards.elements.selectors import NORM, OF_KIND, OF_TENSORS, RANKS, ranks
+from rankscope_dashboards.boards.elements.variables import KIND, RANK, RUN, TENSOR, largest_deviations
 
 MAX_LINES: Final = 20
 MAX_TENSORS: Final = 6
 """Largest number of tensors in a panel that has three lines per tensor."""
 
 MAX_ROWS: Final = 40
-NORM: Final = 'op="norm"'
+OF_LINES: Final = 'tensor=~"$lines"'
+OF_ROWS: Final = 'tensor=~"$rows"'
+"""Label matchers for the tensors with the largest deviations: MAX_TENSORS and MAX_ROWS of the selected ones."""
+
+INTERVAL: Final = "30s"
+"""Shortest interval of panels that read all tensors."""
+
 NOT_MEASURED: Final = "No tensor of this kind is measured, or the series limit leaves them out"
 NO_BASELINE: Final = "No baseline, or no rule on this kind"
 DEVIATION: Final = ((None, "blue"), (0.5, "green"), (1.5, "yellow"), (3, "red"))
@@ -65,8 +71,13 @@ def board() -> builders.Dashboard:
         "Tensors",
         "Statistics, baselines and deviations of the tensors of one run.",
         sections,
-        variables=(RUN, RANK, KIND, TENSOR),
+        variables=(
+            *(RUN, RANK, KIND, TENSOR),
+            largest_deviations("lines", MAX_TENSORS),
+            largest_deviations("rows", MAX_ROWS),
+        ),
         annotations=RUN_ANNOTATIONS,
+        refresh="30s",
     )
 
 
@@ -74,19 +85,19 @@ def _value_and_baseline() -> PanelBuilder:
     text = PanelText(
         title="Norm, baseline and threshold",
         description="Norm of the selected tensors on the rank with the highest value, the baseline with which the "
-        f"rules compare it, and the threshold above which AnomalyTurbulence fires, for the {MAX_TENSORS} tensors with "
-        "the highest norms. A norm near its baseline is normal. Above the threshold: look at the board Incidents for "
-        "the first cause.",
+        f"rules compare it, and the threshold above which AnomalyTurbulence fires, for the {MAX_TENSORS} tensors that "
+        "rose most above their baseline in the time range. A norm near its baseline is normal. Above the threshold: "
+        "look at the board Incidents for the first cause.",
         empty=NOT_MEASURED,
     )
-    chosen = ranks(OF_KIND, OF_TENSORS, NORM)
+    chosen = ranks(OF_KIND, OF_LINES, NORM)
     value = f"max by (run, tensor) ({catalogue.TENSOR_VALUE.name}{chosen})"
     baseline = f"max by (run, tensor) ({catalogue.TENSOR_BASELINE.name}{chosen})"
     rule = ranks(f'rule="{AnomalyTurbulence.__name__}"')
     factor = f"(1 + max by (run) ({catalogue.RULE_THRESHOLD.name}{rule}))"
     threshold = f"{baseline} * on (run) group_left () {factor}"
     lines = ((value, "{{tensor}}"), (baseline, "{{tensor}} baseline"), (threshold, "{{tensor}} threshold"))
-    queries = [Query(f"topk({MAX_TENSORS}, {expression})", legend) for expression, legend in lines]
+    queries = [Query(expression, legend) for expression, legend in lines]
     return time_series_panel(text, *queries, logarithmic=True, many=True)
 
 
@@ -94,15 +105,18 @@ def _heat_map() -> PanelBuilder:
     text = PanelText(
         title="Norm relative to the baseline, by tensor",
         description="Norm of each selected tensor divided by its baseline, on the rank with the highest value, for "
-        f"the {MAX_ROWS} tensors that deviate most. Green: 0.5 to 1.5 times the baseline. Yellow or red in one row: "
-        "this tensor deviates. In all rows at the same time: a bad batch or a too high learning rate. The first red "
-        "row is the cause.",
+        f"the {MAX_ROWS} tensors that rose most above it in the time range. Green: 0.5 to 1.5 times the baseline. "
+        "Yellow or red in one row: this tensor deviates. In all rows at the same time: a bad batch or a too high "
+        "learning rate. The first red row is the cause.",
         decimals=2,
         thresholds=DEVIATION,
         empty=NO_BASELINE,
     )
-    query = f"topk({MAX_ROWS}, max by (run, tensor) ({_relative(OF_KIND, OF_TENSORS)}))"
-    baseline = f"{catalogue.TENSOR_BASELINE.name}{ranks(OF_KIND, OF_TENSORS)}"
+    value, baseline = (
+        f"{metric.name}{ranks(OF_KIND, OF_ROWS, NORM)}"
+        for metric in (catalogue.TENSOR_VALUE, catalogue.TENSOR_BASELINE)
+    )
+    query = f"max by (run, tensor) ({value} / ({baseline} > 0))"
     return history_panel(text, Query(query, "{{tensor}}"), "tensor", baseline)
 
 
@@ -116,7 +130,8 @@ def _top_deviations() -> PanelBuilder:
         thresholds=DEVIATION,
         empty=NO_BASELINE,
     )
-    value, baseline = (f"{metric.name}{RANKS}" for metric in (catalogue.TENSOR_VALUE, catalogue.TENSOR_BASELINE))
+    judged = ranks(f'op=~"{"|".join(JUDGED_OPS)}"')
+    value, baseline = (f"{metric.name}{judged}" for metric in (catalogue.TENSOR_VALUE, catalogue.TENSOR_BASELINE))
     query = f"topk(20, max by (rank, kind, tensor, op) (abs({value}) / (abs({baseline}) > 0)))"
     columns = {**_TENSOR_COLUMNS, "Value": Column(heading="Times baseline", width=140)}
     return table_panel(text, (Query(query),), columns)
@@ -147,9 +162,9 @@ def _spread() -> PanelBuilder:
     )
     norm = f"by (run, kind, tensor) ({catalogue.TENSOR_VALUE.name}{ranks(OF_KIND, OF_TENSORS, NORM)})"
     step = f"by (run, kind) ({catalogue.KIND_STEP.name}{ranks(OF_KIND)})"
-    spread = f"(max {norm} - min {norm}) / (max {norm} > 0)"
+    spread = f"1 - min {norm} / (max {norm} > 0)"
     query = f"topk({MAX_LINES}, {spread} unless on (run, kind) (max {step} != min {step}))"
-    return time_series_panel(text, Query(query, "{{tensor}}"), many=True)
+    return time_series_panel(text, Query(query, "{{tensor}}"), many=True).interval(INTERVAL)
 
 
 def _parameters() -> PanelBuilder:
@@ -240,7 +255,7 @@ def _statistics() -> PanelBuilder:
         minimum=None,
         empty=NOT_MEASURED,
     )
-    chosen = ranks(OF_KIND, OF_TENSORS, 'op!="norm"')
+    chosen = ranks(OF_KIND, OF_ROWS, 'op!="norm"')
     query = f"topk({MAX_LINES}, max by (run, tensor, op) ({catalogue.TENSOR_VALUE.name}{chosen}))"
     return time_series_panel(text, Query(query, "{{tensor}} {{op}}"), many=True)
 
@@ -249,11 +264,4 @@ def _largest_norms(text: PanelText, kinds: Sequence[Kind]) -> PanelBuilder:
     names = "|".join(kinds)
     chosen = ranks(f'kind=~"{names}"', NORM)
     query = f"max by (run, kind) ({catalogue.TENSOR_VALUE.name}{chosen})"
-    return time_series_panel(text, Query(query, "{{kind}}"), logarithmic=True)
-
-
-def _relative(*matchers: str) -> str:
-    value, baseline = (
-        f"{metric.name}{ranks(*matchers, NORM)}" for metric in (catalogue.TENSOR_VALUE, catalogue.TENSOR_BASELINE)
-    )
-    return f"{value} / ({baseline} > 0)"
+    return time_series_panel(text, Query(query, "{{kind}}"), logarithmic=True).interval(INTERVAL)

@@ -85,7 +85,8 @@ class Context:
 def read_panel(panel: Mapping[str, Any], context: Context) -> Panel:
     """Return a panel with the results of its queries. A rejected query is a note of the panel."""
     points = panel.get("maxDataPoints") or panel["gridPos"]["w"] * _PIXELS_PER_COLUMN
-    step = step_seconds(context.window, points, context.scrape_seconds)
+    least = max(context.scrape_seconds, float((panel.get("interval") or "0s").removesuffix("s")))
+    step = step_seconds(context.window, points, least)
     notes, results = [], {}
     for target in panel.get("targets") or ():
         try:

@@ -79,10 +79,11 @@ def _value(variable: Mapping[str, Any], listed: Sequence[str], given: Sequence[s
             known = ", ".join(listed[:_SHOWN]) + (", …" if len(listed) > _SHOWN else "")
             choice = f"choose one of {known}" if known else "Prometheus has none"
             raise PreviewError(f"unknown {name} {one!r} in the time range: {choice}")
-    if not given and variable.get("includeAll"):
-        return str(variable.get("allValue") or ".*")
+    if not given and (every := variable.get("allValue")):
+        return str(every)
     stored = [one for one in listed if one == variable.get("current", {}).get("value")]
-    chosen = given or stored or ([] if variable["type"] == "custom" else listed[:1])
+    first = [] if variable["type"] == "custom" else listed[:1]
+    chosen = given or stored or (listed if variable.get("includeAll") else first)
     if not has_several:
         return _quoted(chosen[0]) if chosen else ""
     escaped = [_quoted(re.sub(r"([\\^$.|?*+(){}\[\]])", r"\\\1", one)) for one in chosen]

@@ -20,6 +20,8 @@ VARIABLES = {
     "$host": ".+",
     "$kind": "grad_reduced",
     "$tensor": ".+",
+    "$lines": ".+",
+    "$rows": ".+",
 }
 AT = 300
 """Time in seconds at which expressions are evaluated."""

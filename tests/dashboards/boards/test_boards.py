@@ -30,7 +30,8 @@ ANNOTATIONS = [one for board in BOARDS.values() for one in board["annotations"][
     found[1]
     for board in BOARDS.values()
     for variable in board["templating"]["list"]
-    if (found := re.fullmatch(r"query_result\((.+)\)", variable["query"]))
+    if variable["name"] == "run"
+    for found in [re.fullmatch(r"query_result\((.+)\)", variable["query"])]
 }
 SCRAPED_OR_STORED = re.compile(
     r"""(?x) (?P<how>rate|increase) \( (?P<counter>\w+) \{ (?P<who>[^}]*) \} \[\$__rate_interval\] \)
@@ -361,7 +362,7 @@ VARIABLES_OF = {
     "runs": ["datasource", "run", "pages"],
     "run_overview": ["datasource", "run", "rank", "smooth", "pages"],
     "ranks": ["datasource", "run", "host", "rank", "pages"],
-    "tensors": ["datasource", "run", "rank", "kind", "tensor", "pages"],
+    "tensors": ["datasource", "run", "rank", "kind", "tensor", "lines", "rows", "pages"],
     "incidents": ONE_RUN,
     "pipeline": ONE_RUN,
 }
@@ -378,10 +379,10 @@ def test_variables_select_one_run_and_several_ranks_from_series(name):
         "run": f"query_result({RUN_LIST})",
         "host": 'label_values(rankscope_run_info{run="$run"}, host)',
         "rank": f'label_values({step}, run="$run"}}, rank)',
-        "kind": f"label_values({value}}}, kind)",
-        "tensor": f'label_values({value}, rank=~"$rank", kind="$kind"}}, tensor)',
+        "kind": 'label_values(rankscope_kind_step{job="rankscope", run="$run"}, kind)',
+        "tensor": f'label_values({value}, rank=~"$rank", kind="$kind", op="norm"}}, tensor)',
     }
-    for variable in (one for one in found.values() if one["type"] == "query"):
+    for variable in (one for one in found.values() if one["type"] == "query" and one["name"] in queries):
         has_all = variable["name"] in {"host", "rank", "tensor"} or name == "runs"
         assert queries[variable["name"]] == variable["query"]
         assert has_all == variable["multi"] == variable["includeAll"]
@@ -389,6 +390,26 @@ def test_variables_select_one_run_and_several_ranks_from_series(name):
         assert variable["sort"] in range(7), "Grafana 9.4 does not know other orders"
         assert (variable["name"] == "run") == (variable["sort"] == 0), "the query orders the runs"
         assert ('/{run="(.*)"}/' if variable["name"] == "run" else None) == (variable.get("regex") or None)
+
+
+def test_board_of_tensors_reads_the_curves_of_those_that_rose_most(judge):
+    """Panels have the same six tensors at all times. Grafana inserts the values of the hidden variable as `(a|b)`."""
+    board = BOARDS["tensors"]
+    (lines,) = [one for one in board["templating"]["list"] if one["name"] == "lines"]
+    curves = [target["expr"] for one in all_panels(board) if "Norm, " in one["title"] for target in one["targets"]]
+    labels = 'job="rankscope", run="r", rank="0", kind="grad_reduced", op="norm"'
+    given = {}
+    for place in range(9):
+        given[f'rankscope_tensor_value{{{labels}, tensor="w{place}"}}'] = f"1x10 {10 * (1 + place)} 1x20"
+        given[f'rankscope_tensor_baseline{{{labels}, tensor="w{place}"}}'] = f"{1 if place != 8 else 100}x40"
+    query = substituted(re.fullmatch(r"query_result\((.+)\)", lines["query"])[1])
+    others = f'({query}) and (label_replace(vector(1), "tensor", "w0", "", "") or {{tensor=~"w(0|1|8)"}})'
+
+    assert 3 == len(curves)
+    assert all('tensor=~"$lines"' in curve for curve in curves)
+    assert (2, True, True) == (lines["hide"], lines["multi"], lines["includeAll"])
+    assert "30s" == board["refresh"]
+    assert promql_error(judge, given, [(f"count({query})", "{}", 6), (f"count({others})", None, 0)]) is None
 
 
 @pytest.mark.parametrize("name", ["z-old", "a-new"])

@@ -38,9 +38,9 @@ class Recorded:
                 "status": "success",
                 "data": [{name: one} for name, listed in self.labels.items() for one in listed],
             }
-        if not self.results and asked["query"][0].startswith("sort_desc"):
-            runs = [{"metric": {"run": run}, "value": [3600, "1"]} for run in self.labels.get("run", ())]
-            return {"status": "success", "data": {"resultType": "vector", "result": runs}}
+        if not self.results and (list_ := LISTS_OF.get(asked["query"][0].partition("(")[0])):
+            found = [{"metric": {list_: name}, "value": [3600, "1"]} for name in self.labels.get(list_, ())]
+            return {"status": "success", "data": {"resultType": "vector", "result": found}}
         if isinstance(self.results, str):
             return {"status": "error", "error": self.results}
         return {"status": "success", "data": {"resultType": "matrix", "result": list(self.results)}}
@@ -66,21 +66,22 @@ def series(rank: str, *samples: tuple[float, str]) -> dict[str, Any]:
     return {"metric": {"__name__": "up", "rank": rank}, "values": [list(one) for one in samples]}
 
 
+LISTS_OF = {"sort_desc": "run", "topk": "tensor"}
 LISTS = {"run": ["r"], "rank": ["0", "10", "2"], "kind": ["param", "act_out"], "tensor": ["a.b", "c"]}
 
 
 @pytest.mark.parametrize(
     ("given", "values"),
     [
-        ({}, {"run": "r", "rank": ".+", "kind": "act_out", "tensor": ".+"}),
-        ({"tensor": ["a.b"], "kind": ["param"]}, {"run": "r", "rank": ".+", "kind": "param", "tensor": r"a\\.b"}),
-        ({"rank": ["0", "10"]}, {"run": "r", "rank": "(0|10)", "kind": "act_out", "tensor": ".+"}),
+        ({}, {"kind": "act_out", "tensor": ".+"}),
+        ({"tensor": ["a.b"], "kind": ["param"]}, {"kind": "param", "tensor": r"a\\.b"}),
+        ({"rank": ["0", "10"]}, {"rank": "(0|10)", "kind": "act_out", "tensor": ".+"}),
     ],
 )
 def test_variables_have_the_values_that_grafana_sends(given, values):
     found = chosen_values(TENSORS, Prometheus(Recorded(labels=LISTS).fetch), HOUR, given)
 
-    assert values == found
+    assert {"run": "r", "rank": ".+", "lines": r"(a\\.b|c)", "rows": r"(a\\.b|c)"} | values == found
 
 
 @pytest.mark.parametrize(
@@ -102,10 +103,9 @@ def test_lists_of_variables_depend_on_the_variables_before():
     recorded = Recorded(labels=LISTS)
     chosen_values(TENSORS, Prometheus(recorded.fetch), HOUR, {"rank": ["2"]})
 
-    assert (
-        'rankscope_tensor_value{job="rankscope", run="r", rank=~"2", kind="act_out"}'
-        == recorded.requests[-1]["match[]"][0]
-    )
+    tensors, lines = recorded.requests[-3]["match[]"][0], recorded.requests[-2]["query"][0]
+    assert 'rankscope_tensor_value{job="rankscope", run="r", rank=~"2", kind="act_out", op="norm"}' == tensors
+    assert 'rank=~"2", kind="act_out", tensor=~".+", op="norm"}[3600s]' in lines
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ OF_KIND: Final = 'kind="$kind"'
 OF_TENSORS: Final = 'tensor=~"$tensor"'
 """Label matchers for the hosts that are selected in the board Ranks, and kind and tensors in the board Tensors."""
 
+NORM: Final = 'op="norm"'
+
 
 def _selector(*matchers: str) -> str:
     return "{" + ", ".join(matchers) + "}"

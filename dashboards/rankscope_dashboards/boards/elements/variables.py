@@ -14,7 +14,15 @@ from grafana_foundation_sdk.models import dashboard
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.model.kinds import Kind
 from rankscope_dashboards.boards.elements.panels import DATASOURCE
-from rankscope_dashboards.boards.elements.selectors import ALL_RANKS, OF_KIND, SERVICE_RUN, in_life, ranks
+from rankscope_dashboards.boards.elements.selectors import (
+    ALL_RANKS,
+    NORM,
+    OF_KIND,
+    OF_TENSORS,
+    SERVICE_RUN,
+    in_life,
+    ranks,
+)
 
 _ALL: Final = ".+"
 Sort = dashboard.VariableSort
@@ -57,7 +65,7 @@ RANK: Final = _several(
     _query("rank", "Rank", f"label_values({catalogue.STEP.name}{ALL_RANKS}, rank)", Sort.NUMERICAL_ASC)
 )
 KIND: Final = _query(
-    "kind", "Kind", f"label_values({catalogue.TENSOR_VALUE.name}{ALL_RANKS}, kind)", Sort.ALPHABETICAL_ASC
+    "kind", "Kind", f"label_values({catalogue.KIND_STEP.name}{ALL_RANKS}, kind)", Sort.ALPHABETICAL_ASC
 ).current(dashboard.VariableOption(selected=True, text=Kind.GRAD_REDUCED.value, value=Kind.GRAD_REDUCED.value))
 """Selects one kind of tensors: gradients at first, or the first entry if the run has no gradients."""
 
@@ -65,10 +73,26 @@ TENSOR: Final = _several(
     _query(
         "tensor",
         "Tensor",
-        f"label_values({catalogue.TENSOR_VALUE.name}{ranks(OF_KIND)}, tensor)",
+        f"label_values({catalogue.TENSOR_VALUE.name}{ranks(OF_KIND, NORM)}, tensor)",
         Sort.ALPHABETICAL_ASC,
     )
-)
+).refresh(dashboard.VariableRefresh.ON_DASHBOARD_LOAD)
+
+
+def largest_deviations(name: str, tensors: int) -> builders.QueryVariable:
+    """Return a hidden variable with the selected tensors whose norm rose most above their baseline in the time range.
+
+    A tensor without a baseline is ranked by its norm. Panels then read the curves of no others.
+    """
+    chosen = ranks(OF_KIND, OF_TENSORS, NORM)
+    norm = f"max_over_time({catalogue.TENSOR_VALUE.name}{chosen}[$__range])"
+    baseline = f"last_over_time({catalogue.TENSOR_BASELINE.name}{chosen}[$__range])"
+    risen = f"max by (tensor) ({norm} / ({baseline} > 0) or {norm})"
+    made = _query(name, name, f"query_result(topk({tensors}, {risen}))", Sort.DISABLED).regex('/{tensor="(.*)"}/')
+    every = dashboard.VariableOption(selected=True, text=["All"], value=["$__all"])
+    return made.multi(True).include_all(True).current(every).hide(dashboard.VariableHide.HIDE_VARIABLE)
+
+
 _WINDOWS: Final = [
     dashboard.VariableOption(text=window, value=window, selected=window == "5m") for window in ("1m", "5m", "15m", "1h")
 ]
