@@ -43,7 +43,6 @@ _HOLES: Final = re.compile(rb"\0{16,}")
 _NULS: Final = re.compile(rb"\0{2,}")
 _MAX_LINES: Final = 2_000
 _ZIP: Final = b"PK\x03\x04"
-_ENCRYPTED: Final = 1
 _UTF16: Final = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _PROBE_BYTES: Final = 4096
 _BINARY_SHARE: Final = 0.3
@@ -57,7 +56,7 @@ def open_log(path: Path) -> BinaryIO:
     if file.read(len(_ZIP)) == _ZIP and zipfile.is_zipfile(file):
         archive = zipfile.ZipFile(path)
         match archive.infolist():
-            case [only] if only.compress_type == zipfile.ZIP_STORED and not only.flag_bits & _ENCRYPTED:
+            case [only] if only.compress_type == zipfile.ZIP_STORED and not only.flag_bits & 1:  # encrypted
                 file.close()
                 return io.BufferedReader(archive.open(only))  # type: ignore[type-var] # typeshed: only IO[bytes]
     file.seek(0)
