@@ -113,7 +113,7 @@ def _behind() -> PanelBuilder:
         "A rank that falls behind has stopped: check its log, and `rankscope summary RUN`.",
     )
     leader = f"max by (run) ({catalogue.STEP.name}{ALL_RANKS})"
-    behind = f"({leader} - on (run) group_right () max by (run, rank) ({catalogue.STEP.name}{RANKS}))"
+    behind = f"clamp_min({leader} - on (run) group_right () max by (run, rank) ({catalogue.STEP.name}{RANKS}), 0)"
     return time_series_panel(text, _by_rank(_on_hosts(behind)), many=True)
 
 
@@ -271,7 +271,7 @@ def _errors() -> PanelBuilder:
         "ECC": increase(hardware.GPU_ECC_ERRORS, 'type="uncorrected"'),
     }
     queries = (
-        replace(_by_rank(f"{_on_hosts(of)} > 0"), legend=f"rank {{{{rank}}}} {{{{host}}}} {kind}")
+        replace(_by_rank(f"({_on_hosts(of)} > 0)"), legend=f"rank {{{{rank}}}} {{{{host}}}} {kind}")
         for kind, of in counts.items()
     )
     return time_series_panel(text, *queries, many=True)
@@ -339,7 +339,7 @@ def _host_cpu() -> PanelBuilder:
         f"CPU utilisation by all processes, of the {MAX_LINES} hosts with the highest. At 100 % the data loader and "
         "the launching of kernels delay each other.",
     )
-    query = f"topk by (run) ({MAX_LINES}, max by (run, host) {_each(hardware.HOST_CPU_UTILIZATION)})"
+    query = f"topk by (run) ({MAX_LINES}, max by (run, host) {_with_host(_each(hardware.HOST_CPU_UTILIZATION))})"
     return time_series_panel(text, Query(query, "host {{host}}"), many=True)
 
 
@@ -351,7 +351,8 @@ def _host_memory() -> PanelBuilder:
         "rank, and the run ends without an exit event.",
         unit="bytes",
     )
-    left = f"bottomk by (run) ({MAX_LINES}, min by (run, host) {_each(hardware.HOST_MEMORY_AVAILABLE_BYTES)})"
+    available = _with_host(_each(hardware.HOST_MEMORY_AVAILABLE_BYTES))
+    left = f"bottomk by (run) ({MAX_LINES}, min by (run, host) {available})"
     whole = over_ranks(_each(hardware.HOST_MEMORY_TOTAL_BYTES), "min", legend="size,")
     held = _highest({"swap": hardware.HOST_SWAP_USED_BYTES, "largest rank": hardware.RESIDENT_BYTES})
     return time_series_panel(text, Query(left, "available {{host}}"), *whole, *held, many=True)
@@ -464,14 +465,18 @@ def _replica_divergence() -> PanelBuilder:
 
 
 def _on_hosts(expression: str) -> str:
-    """Return PromQL with the series of the selected hosts in `expression`, each with the label `host`.
+    """Return PromQL for `expression` without the ranks of hosts that are not selected. Ended ranks have no host."""
+    others = service('host!~"$host"')
+    return f"({expression} unless on (run, rank) {catalogue.RUN_INFO.name}{others})"
 
-    The host of a rank is known while Prometheus scrapes the rank. Series of other times have no such label.
-    """
-    info, step = f"{catalogue.RUN_INFO.name}{service(OF_HOSTS)}", f"{catalogue.STEP.name}{RANKS}"
-    known = f"topk by (run, rank) (1, max by (run, rank, host) ({info}))"
-    unknown = f"group by (run, rank) ({step}) unless on (run) {catalogue.RUN_INFO.name}{SERVICE_RUN}"
-    return f"({expression} * on (run, rank) group_left (host) ({known} or {unknown}))"
+
+def _with_host(expression: str) -> str:
+    """Return PromQL for `expression` with the label `host`, which series of ended ranks lack."""
+    known = f"topk by (run, rank) (1, max by (run, rank, host) ({catalogue.RUN_INFO.name}{SERVICE_RUN}))"
+    # Of the metrics of all ranks, this one is read fastest from the store.
+    unknown = f"group by (run, rank) ({catalogue.STEP_SECONDS.name}{RANKS})"
+    live = f"{catalogue.RUN_INFO.name}{SERVICE_RUN}"
+    return f"({expression} * on (run, rank) group_left (host) ({known} or {unknown} unless on (run) {live}))"
 
 
 def _each(metric: MetricSpec, *matchers: str) -> str:
@@ -484,7 +489,7 @@ def _rate(metric: MetricSpec, *matchers: str) -> str:
 
 def _by_rank(expression: str) -> Query:
     """Return a query for the ranks with the highest values."""
-    highest = f"topk by (run) ({MAX_LINES}, max by (run, host, rank) ({expression}))"
+    highest = f"topk by (run) ({MAX_LINES}, max by (run, host, rank) {_with_host(expression)})"
     return Query(highest, "rank {{rank}} {{host}}")
 
 
@@ -492,5 +497,5 @@ def _by_gpu(metric: MetricSpec, pick: str, *matchers: str) -> Query:
     """Return a query for the GPUs with the highest (`topk`) or lowest (`bottomk`) mean over the time range."""
     series = metric.name + ranks(*matchers)
     chosen = f"{pick}({MAX_LINES}, max by (rank, gpu) (avg_over_time({series}[$__range] @ end())))"
-    lines = f"max by (run, host, rank, gpu) ({_each(metric, *matchers)}) and on (rank, gpu) {chosen}"
+    lines = f"max by (run, host, rank, gpu) {_with_host(_each(metric, *matchers))} and on (rank, gpu) {chosen}"
     return Query(f'label_replace({lines}, "gpu", "$1", "gpu", "GPU-(.{{8}}).*")', "{{host}} rank {{rank}} {{gpu}}")

@@ -145,7 +145,9 @@ def _latest_loss() -> PanelBuilder:
         empty="The script logs no loss",
         thresholds=((None, "text"), (sys.float_info.max, "red")),  # the second one is that of an infinite loss
     )
-    return stat_panel(text, Query(mean_loss(ONE_RUN, RANKS, "[$__range]"), "{{loss}}", instant=True), with_names=True)
+    return stat_panel(
+        text, Query(mean_loss(ONE_RUN, RANKS, "[$__range]"), "loss {{loss}}", instant=True), with_names=True
+    )
 
 
 def _latest_speed() -> PanelBuilder:

@@ -23,7 +23,7 @@ def test_slow_rank_is_visible_next_to_the_mean(judge):
         given[f'rankscope_gpu_clock_limit_hertz{{{gpu}, clock="sm"}}'] = "1980000000x30"
         given[f'rankscope_gpu_throttled{{{gpu}, reason="hw_thermal"}}'] = f"{rank}x30"
         given[f'rankscope_gpu_throttled{{{gpu}, reason="idle"}}'] = "0x30"
-        given[f'rankscope_step{{job="rankscope", run="r", rank="{rank}"}}'] = "0+1x30"
+        given[f'rankscope_step_seconds{{job="rankscope", run="r", rank="{rank}"}}'] = "1x30"
     checks = [
         (query("SM clock"), '{run="r"}', 0.75),
         (query("SM clock", 1), '{run="r"}', 0.5),
@@ -41,16 +41,22 @@ def test_rank_with_slow_data_is_named(judge):
         given[f"rankscope_pre_collective_seconds_total{{{labels}}}"] = "0+2x30"
         given[f'rankscope_phase_seconds_total{{{labels}, phase="data_wait"}}'] = waited
         given[f"rankscope_step{{{labels}}}"] = "0+10x30"
+        given[f"rankscope_step_seconds{{{labels}}}"] = "1x30"
     slow, waits = (f"round({query(title)}, 0.001) > 0.5" for title in ("Slow ranks", "Wait for data"))
 
-    named = '{run="r", rank="1"}'
+    named, with_host = '{run="r", rank="1"}', '{run="r", rank="1", host="n2"}'
+    known = given | {f'rankscope_run_info{{run="r", rank="{rank}", host="n{rank + 1}"}}': "1x30" for rank in range(2)}
+    one_host = waits.replace('host!~".+"', 'host!~"n2"')
     assert promql_error(judge, given, [(slow, named, 1.667), (waits, named, 0.8)]) is None
+    assert promql_error(judge, known, [(slow, with_host, 1.667), (one_host, with_host, 0.8)]) is None
+    assert promql_error(judge, known, [(waits.replace('host!~".+"', 'host!~"n1"'), None, 0)]) is None
 
 
 def test_rank_that_stops_is_shown_with_its_steps_behind(judge):
     given = {
         'rankscope_step{job="rankscope", run="r", rank="0"}': "0+1x30",
         'rankscope_step{job="rankscope", run="r", rank="1"}': "0+1x10 10x20",
+        'rankscope_step_seconds{job="rankscope", run="r", rank="1"}': "1x30",
     }
 
     assert promql_error(judge, given, [(f"({query('Steps behind')}) > 0", '{run="r", rank="1"}', 20)]) is None

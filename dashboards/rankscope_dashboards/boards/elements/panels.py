@@ -184,6 +184,8 @@ def history_panel(text: PanelText, query: Query, label: str, *series: str) -> st
     panel = panel.mappings([*text.mappings, *value_texts({"-1": ("no data", NEUTRAL)})])
     legend = common_builders.VizLegendOptions().show_legend(True).placement(common.LegendPlacement.BOTTOM)
     panel = panel.show_value(common.VisibilityMode.NEVER).row_height(0.9).col_width(0.95)
+    if text.mappings:  # otherwise the legend of Grafana 9.4 has thresholds instead of states
+        panel = panel.color_scheme(dashboard_builders.FieldColor().mode(dashboard.FieldColorModeId.PALETTE_CLASSIC))
     return panel.legend(legend.display_mode(common.LegendDisplayMode.LIST))
 
 
