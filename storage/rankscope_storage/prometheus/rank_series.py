@@ -207,7 +207,8 @@ class RankSeries:
             each = _each(f"{value}::DOUBLE" for value in values)
             return f"SELECT {columns}, attempt, step, ts, {each} AS value {source}"
         order = "CASE WHEN isnan({0}::DOUBLE) THEN '-inf'::DOUBLE ELSE {0} END" if question.largest_alone else _NEWEST
-        times = _each(f"arg_max(ts, {order.format(value)}) FILTER ({value} IS NOT NULL)" for value in values)
+        time = f"arg_max(ts, {order})" if question.largest_alone else "max(ts)"
+        times = _each(f"{time.format(value)} FILTER ({value} IS NOT NULL)" for value in values)
         found = _each(f"arg_max({value}, {order.format(value)})::DOUBLE" for value in values)
         period = [f"(epoch_ms(ts) + {question.step_ms - 1}) // {question.step_ms}"] if question.step_ms else []
         return (

@@ -31,11 +31,13 @@ class Series:
         """Return the series with its last sample alone."""
         return Series(self.labels, self.times_ms[-1:], self.values[-1:])
 
-    def ended(self, ends_ms: npt.ArrayLike) -> Series:
+    def ended(self, ends_ms: Sequence[int]) -> Series:
         """Return the series with a staleness marker 1 ms after each of the times `ends_ms` that follows a sample.
 
         Without a marker, Prometheus repeats the last value for five minutes.
         """
+        if not ends_ms:
+            return self
         ends = np.unique(np.asarray(ends_ms, np.int64)) + 1
         ends = np.setdiff1d(ends[ends > self.times_ms[0]], self.times_ms)
         at, markers = np.searchsorted(self.times_ms, ends), np.full(len(ends), STALE_BITS).view(np.float64)

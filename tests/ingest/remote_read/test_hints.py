@@ -118,6 +118,7 @@ async def two_readers(store, monkeypatch, sent):
         return answers
 
     monkeypatch.setattr(handler, "read", counted)
+    monkeypatch.setattr(handler, "_KEPT_SAMPLES", -1)  # each case reads the store
     application, readers = web.Application(), []
     for via, kind in READERS.items():
         section = RemoteReadSection(external_labels={**OUTSIDE, "via": via}, max_samples=100_000)
