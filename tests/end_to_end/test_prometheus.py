@@ -46,6 +46,7 @@ VARIABLES = {
     "$smooth": "1m",
     "$run": RUN,
     "$rank": ALL,
+    "$host": ALL,
     "$kind": "grad_reduced",
     "$tensor": ALL,
 }

@@ -67,7 +67,9 @@ def board() -> builders.Dashboard:
         Section(
             "GPUs",
             sized(12, 8, _utilization(), _power(), _gpu_memory(), _temperature())
-            + sized(6, 8, _links(), _clock(), _throttled(), _energy()),
+            + sized(8, 8, _links())
+            + sized(6, 8, _clock(), _throttled())
+            + sized(4, 8, _energy()),
             is_folded=True,
         ),
         Section("GPU errors", sized(12, 8, _errors(), _error_counts()), is_folded=True),
@@ -286,10 +288,10 @@ def _error_counts() -> PanelBuilder:
         empty="No GPU has errors, or there is no GPU",
     )
     columns = {
-        "rank": Column(heading="Rank", width=80, is_number=True),
+        "rank": Column(heading="Rank", width=70, is_number=True),
         "gpu": Column(heading="GPU"),
-        "type": Column(heading="Type", width=160),
-        "Value": Column(heading="Errors", width=100),
+        "type": Column(heading="Type", width=150),
+        "Value": Column(heading="Errors", width=85),
     }
     rows, replays = (one.name + RANKS for one in (hardware.GPU_REMAPPED_ROWS, hardware.GPU_PCIE_REPLAYS))
     counts = (

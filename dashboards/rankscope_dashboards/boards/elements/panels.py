@@ -35,7 +35,7 @@ NO_SERVICE: Final = "The service does not export this run"
 NO_FIRINGS: Final = "No counter of firings here: none fired, or the run has ended"
 """Texts of panels without data, which name the most probable reason."""
 
-_STYLES: Final = {
+_STYLES: Final[Mapping[str, Mapping[str, object]]] = {
     "(highest|lowest)$": {"color": {"mode": "fixed", "fixedColor": "rgba(128, 160, 200, 0.5)"}},
     "smoothed$": {"custom.lineWidth": 3},
 }
