@@ -235,4 +235,4 @@ def test_missing_label_is_not_zero(history):
     without = {dict(labels)["__name__"] for labels in history.ask(("rank", "=", ""), ("run", "=", "spring"))}
 
     assert [{"0"}, set()] == ranks
-    assert {"rankscope_scalar", "rankscope_step"} == without
+    assert {"rankscope_run_loss", "rankscope_scalar", "rankscope_step"} == without
