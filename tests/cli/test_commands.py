@@ -156,6 +156,13 @@ def test_closed_standard_streams_are_not_an_error(sample_store, tmp_path):
     assert 0 == closed.returncode
 
 
+def test_full_disk_behind_standard_output_is_one_line(sample_store):
+    command = f"{sys.executable} -m rankscope sql 'SELECT 1' --store {sample_store} >/dev/full"
+    full = subprocess.run(["bash", "-c", command], check=False, capture_output=True, text=True)
+
+    assert (1, "rankscope: cannot write standard output: No space left on device\n") == (full.returncode, full.stderr)
+
+
 @pytest.mark.parametrize("closed", ["stdin", "stdout", "stderr"])
 def test_a_closed_stream_is_replaced_by_the_null_device(monkeypatch, closed):
     for name in ("stdin", "stdout", "stderr"):

@@ -358,3 +358,12 @@ def test_invalid_configuration_is_reported_and_other_checks_run(tmp_path, free_p
     assert ["Configuration", "Service"] == failed
     assert "did you mean service" in outcome["results"][0]["text"]
     assert "" == done.stderr
+
+
+def test_wrong_address_is_a_failed_check(in_process, free_port):
+    wrong = f"http://127.0.0.1:{free_port}0000"
+    done = in_process("doctor", "--url", wrong, "--prometheus", "http://[x", "--alertmanager", wrong)
+
+    assert 1 == done.returncode
+    assert "Port out of range" in done.stdout
+    assert "Traceback" not in done.stderr

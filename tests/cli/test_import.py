@@ -365,6 +365,22 @@ def test_other_loss_of_an_imported_log_needs_reimport(rankscope, tmp_path, growt
     assert "`--reimport --loss avr_loss` imports it again" in other.stderr
 
 
+def test_secret_in_a_run_name_is_masked_and_the_given_name_is_found(in_process, tmp_path):
+    log, store, name = tmp_path / "a.jsonl", ("--store", tmp_path / "history"), "https://bob:pa/ss#w0rd@host/x"
+    log.write_text('{"step": 1, "loss": 0.5}\n')
+    imported = in_process("import", log, "--run", name, *store)
+    summary = in_process("summary", name, *store)
+    in_process("runs", "rename", name, "ghp_0123456789abcdefghij", *store)
+    listed = in_process("runs", "--format", "json", *store)
+    watched = in_process("watch", log, "--once", "--run", name, "--store", tmp_path / "other")
+
+    assert "new rows in https://***@host/x\n" in imported.stdout
+    assert "https://***@host/x, " in summary.stdout, summary.stderr
+    assert '"run": "***"' in listed.stdout
+    assert "as the run https://***@host/x" in watched.stdout
+    assert "ss#w0rd" not in watched.stdout + watched.stderr + summary.stdout
+
+
 def test_run_name_that_ranks_could_not_have_is_refused_and_nothing_is_stored(in_process, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
     imported = in_process("import", tmp_path / "a.jsonl", "--run", "x" * 1001, "--store", tmp_path / "history")

@@ -241,7 +241,7 @@ def plan_logs(
     from rankscope_ingest.importers import newer_log, run_name
 
     try:
-        check_run_name(run or "")
+        run = check_run_name(run or "")
     except ValueError as error:
         raise CommandError(f"--run: {error}", code=USAGE) from error
     plan: list[Log] = []

@@ -50,9 +50,11 @@ def output_file(path: Path, suffix: str = "") -> Iterator[Path]:
 
 def _copy_to_standard_output(file: Path) -> None:
     with file.open("rb") as content:
-        if sys.stdout.isatty() and b"\0" in content.read(4096):
-            raise CommandError("the output is binary: write it to a file with --output, or to a pipe", code=USAGE)
-        content.seek(0)
+        if sys.stdout.isatty():
+            if b"\0" in content.read(4096):
+                raise CommandError("the output is binary: write it to a file with --output, or to a pipe", code=USAGE)
+            sys.stdout.write(file.read_text(encoding="utf-8", errors="replace"))  # which masks escape sequences
+            return
         sys.stdout.flush()
         shutil.copyfileobj(content, sys.stdout.buffer)
         sys.stdout.buffer.flush()

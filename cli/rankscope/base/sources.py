@@ -10,6 +10,7 @@ A command that only reads also accepts a folder with the records that ranks wrot
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 import tempfile
@@ -23,6 +24,7 @@ import typer
 from rankscope.base.errors import USAGE, CommandError, suggestion
 from rankscope.base.log_import import SHOWN_FAULTS, TIME_ZONE, Log, import_logs, plan_logs
 from rankscope.base.spools import readable_store
+from rankscope_contract.model.redaction import MAX_LABEL, redacted_name
 
 if TYPE_CHECKING:
     from rankscope_storage.connection import Connection
@@ -74,6 +76,7 @@ def resolve_run(connection: Connection, run: str | None) -> str:
     known: list[str] = rows["run"].to_pylist()
     if damaged and run not in known:
         raise CommandError("\nrankscope: ".join(damaged))
+    run = run if run is None or run in known else redacted_name(run, MAX_LABEL)
     if run is None:
         if not known:
             raise CommandError(f"{connection.path} contains no run yet")
@@ -165,7 +168,7 @@ class Choice:
         if self.source is None:
             return self._default()
         path = Path(self.source)
-        if not path.exists():
+        if not os.path.exists(path):  # noqa: PTH110 - Path.exists raises OSError for the long name of a run
             if self.run is not None:
                 raise CommandError(f"{path} does not exist: name a store or a log, or only the run", code=USAGE)
             if not _has_store(self.store):

@@ -7,6 +7,7 @@ Instead of a function, the file may have a `typer.Typer` with several commands, 
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib
 import inspect
@@ -75,8 +76,11 @@ def command(*names: str) -> Callable[..., Any]:
 def main() -> None:
     """Run the `rankscope` command. An error is printed as one line on standard error, without a traceback."""
     try:
-        # The import of all subcommands takes longer than most of them: only the named one is imported.
-        command(*[name for name in sys.argv[1:2] if name in command_files()])(prog_name="rankscope")
+        try:
+            # The import of all subcommands takes longer than most of them: only the named one is imported.
+            command(*[name for name in sys.argv[1:2] if name in command_files()])(prog_name="rankscope")
+        finally:
+            sys.stdout.flush()
     except CommandError as error:
         print(f"rankscope: {error}", file=sys.stderr)
         sys.exit(error.code)
@@ -90,7 +94,13 @@ def main() -> None:
         sys.exit(FAILED)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:
-        # The reader of the pipe (head, less) has exited. Redirect stdout, or the interpreter reports an error at exit.
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename:
+            raise
+        # The reader of the pipe (head, less) has exited, or the disk is full. Redirect stdout, or the interpreter
+        # reports an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        if error.errno == errno.EPIPE:
+            sys.exit(141)
+        print(f"rankscope: cannot write standard output: {error.strerror}", file=sys.stderr)
+        sys.exit(FAILED)

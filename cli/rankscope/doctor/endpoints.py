@@ -143,5 +143,7 @@ def _token_of(folder: StateDir) -> str | None:
 
 
 def _local_port(url: str) -> int | None:
-    parts = urlsplit(url)
-    return parts.port if parts.hostname in {"127.0.0.1", "::1", "localhost"} else None
+    with contextlib.suppress(ValueError):  # the check of the program reports a wrong address
+        parts = urlsplit(url)
+        return parts.port if parts.hostname in {"127.0.0.1", "::1", "localhost"} else None
+    return None

@@ -59,19 +59,19 @@ def run_from_environment(environment: Mapping[str, str]) -> str | None:
         value = environment.get(variable, "")
         if value and not (variable == "TORCHELASTIC_RUN_ID" and value == _UNSET_ELASTIC_ID):
             with contextlib.suppress(ValueError):
-                check_run_name(value)
-                return value
+                return check_run_name(value)
     return None
 
 
-def check_run_name(run: str) -> None:
-    """Raise ValueError with the reason if the service would reject the run name `run`."""
+def check_run_name(run: str) -> str:
+    """Return `run` with secrets masked. Raises ValueError with the reason if the service would reject the name."""
     if len(run) > LONGEST_NAME:
         raise ValueError(f"the name of the run has {len(run):,} characters; the maximum is {LONGEST_NAME:,}")
     try:
         run.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"the name of the run, {run!a}, is not valid Unicode") from error
+    return redacted_name(run, LONGEST_NAME)
 
 
 def rank_from_environment(environment: Mapping[str, str]) -> tuple[int, int, int]:

@@ -2,9 +2,9 @@
 
 A rank cleans its texts before it sends them. The service and the importers clean them again before they store them,
 because a rank may run another release, and a log or an exporter may contain any text. A secret is detected by its name
-(`--hf-token`, `password`), its place (`https://user:pw@host`) or its form (`ghp_…`, a JWT, a private key). A password
-in an argument without such a name is not detected. In the name of a metric, run or tensor, words such as `token=bpe`
-are no secret: two names must not become one.
+(`--hf-token`, `password`), its place (`https://user:pw@host`) or its form (`ghp_…`, a JWT, a private key). In prose,
+the word after `password is` is a secret; a password in an argument without such a name is not detected. In the name of
+a metric, run or tensor, words such as `token=bpe` are no secret: two names must not become one.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ log = logging.getLogger(__name__)
 
 _DEEPEST: Final = 100
 _words: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+").findall
-_SECRET_WORDS: Final = frozenset(_words(
+_SECRET_ENDS: Final = tuple(_words(
     "secret secrets password passwords passwd passphrase passwort pwd credential credentials auth authorization bearer "
     "cookie apikey apitoken accesskey secretkey privatekey authtoken"
 ))  # fmt: skip
 _SECRET_BEFORE_KEY: Final = frozenset(_words(
-    "access account api auth client deploy encryption license master private secret service session shared signing ssh "
-    "storage subscription wandb write"
+    "access account admin api auth client db deploy encryption license master mysql private secret service session "
+    "shared signing smtp ssh storage subscription wandb write"
 ))  # fmt: skip
 _SECRET_BEFORE_TOKENS: Final = frozenset(_words("access api auth bearer refresh secret"))
 _VOCABULARY: Final = frozenset(
@@ -51,24 +51,31 @@ _SHOWN_LAST_WORDS: Final = frozenset(_words("dir file folder mode name path type
 """Last words of names such as `token_file`: the named value is the location or type of a secret, not the secret."""
 
 _LOOKS: Final = re.compile(
-    r"(?<=://)(?<!ssh://)[^/?#\s]+(?=@)|(?:(?<=ssh://)|(?<=[a-z]:/))[^/?#\s:]*:[^/?#\s]+(?=@)"  # ssh: not a user alone
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+    r"(?<=://)(?<!ssh://)[^/?#\s]+(?=@)"
+    r"|(?:(?<=://)|(?<=[a-z]:/))[^/?#\s:@[]*:(?!\d{1,5}(?:[/?#\s]|\Z))[^\s\"'<>]{1,256}(?=@)"  # ssh: not a user alone
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----|\Z)"
     r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"
-    r"|\b(?:github_pat_|glpat-|sk-|nvapi-|pypi-|xox[abeoprs]-|AIza)[\w-]{16,}"
-    r"|\b(?:gh[pousr]|hf|npg)_[A-Za-z0-9]{16,}"  # without `_`: hf_attention_projection is the name of a module
+    r"|\b(?:github_pat_|glpat-|sk-|[rs]k_live_|nvapi-|pypi-|dckr_pat_|xox[abeoprs]-|AIza|SG\.[\w-]+\.|ya29\.)[\w-]{16,}"
+    r"|\b(?:gh[pousr]|hf|npg|npm)_[A-Za-z0-9]{16,}"  # without `_`: hf_attention_projection is the name of a module
     r"|\beyJ[\w-]{6,2000}\.[\w-]{6,2000}\.[\w-]*"  # a JSON web token
-    r"|(?<=hooks\.slack\.com/)\S+|(?<=/api/webhooks/)\S+"
+    r"|(?<=hooks\.slack\.com/)\S+|(?<=/api/webhooks/)\S+|(?<=telegram\.org/bot)[^/\s]+"
 )
 _SCHEME: Final = re.compile(r"(?i)\b(authorization: \w+\s++|bearer\s++|basic\s++(?=\S*(?-i:[A-Z\d=])))[\w.~+/=:-]{6,}")
 _CERTAIN: Final = re.compile(
-    r"(?i)((?:[?&][\w.-]*(?:token|key|sig|signature)|(?:hf|access|auth|github)[_-]?token|password|passwd|secret"
-    r"|api[_-]?key)=)(?!…|\.\.\.)[^\s&,;\"']+"
+    r"(?i)((?:[?&][\w.-]*(?:token|key|sig|signature|auth|pwd|credential)|(?:hf|access|auth|github)[_-]?token"
+    r"|password|passwd|secret|api[_-]?key)=\\*[\"']?)(?!…|\.\.\.)[^\s&,;\"']+"
 )
 """Values that are secret also in names: of the query of a URL, and after words without another meaning."""
 # Possessive quantifiers: no backtracking. Otherwise 1 MB of text from a rank could block the service.
-_NAMED: Final = re.compile(r"""(?<![\w.-])([\w.-]++)(["']?+\s*+[=:]\s*+)""")
+_NAMED: Final = re.compile(r"""(?<![\w.-])((--)?[\w.-]++)(?:\\*["']?+\s*+[=:]{1,2}>?\s*+\\*|(?(2)["']?+,?\s++|(?!)))""")
 # A word and a space after `: ` are prose: "the rank requires a token: set it there". KEY=VALUE explains a form.
-_VALUE: Final = re.compile(r"""(?!VALUE\b|…|\.\.\.|(?<=: )[A-Za-z]++ )(?:"[^"]*"|'[^']*'|[^\s,;&"'{}\[\]]+)""")
+_VALUE: Final = re.compile(r"""(?!VALUE\b|…|\.\.\.|--|(?<=: )[A-Za-z]++ )(?:"[^"]*"|'[^']*'|[^\s,;&"'{}\[\]]+)""")
+_LOGIN: Final = re.compile(r"(?<![\w/@.:=-])[A-Za-z_][\w.-]{0,63}:[^\s/:@,\"'<>]{1,256}(?=@(?!sha)([A-Za-z]|\d+\.\d))")
+_SPOKEN: Final = re.compile(
+    r"(?i)\b((?:pass(?:word|wd|phrase|wort)|secret|api[ _-]?key|(?:access|api|auth|hf) token)(?: (?:is|was))?:? )"
+    r"(?:[\"'`]?(?=\S*\d)[^\s\"'`,;]{6,}|(?<= is )(?!(?:not|required|missing|wrong|incorrect|invalid|empty|unset"
+    r"|unknown|set|needed|expired|too|in|the|an?|never|only)\b)[^\s,;]+)"
+)
 _cut: Final[list[str]] = []  # has an element after the first cut, which is logged
 _OPTION: Final = re.compile(r"-{1,2}([A-Za-z][\w.-]*)$")
 
@@ -85,11 +92,11 @@ def is_secret_name(name: str) -> bool:
     before = set(words[:-1])
     if words[-1] == "token":
         return not before & _VOCABULARY
-    if words[-1] in ("key", "keys"):
+    if words[-1] in ("key", "keys", "pass"):
         return words == ["key"] or bool(before & _SECRET_BEFORE_KEY)
     if words[-1] == "tokens":
         return bool(before & _SECRET_BEFORE_TOKENS)
-    return not _SECRET_WORDS.isdisjoint(words)
+    return any(word.endswith(_SECRET_ENDS) for word in words)
 
 
 def redacted_text(text: str, limit: int = MAX_TEXT) -> str:
@@ -135,7 +142,7 @@ def _without_forms(text: str) -> str:
 
 
 def _masked(text: str) -> str:
-    text = _without_forms(text)
+    text = _SPOKEN.sub(rf"\1{MASK}", _LOGIN.sub(MASK, _without_forms(text)))
     parts, end = [], 0
     for found in _NAMED.finditer(text):
         value = _VALUE.match(text, found.end()) if found.start() >= end and is_secret_name(found[1]) else None
@@ -180,7 +187,8 @@ def redacted(value: Any, *, depth: int = 0) -> Any:
     if isinstance(value, Mapping):
         return {redacted_name(str(key), MAX_LABEL): _named(str(key), item, depth) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [redacted(item, depth=depth + 1) for item in value]
+        is_texts = all(isinstance(item, str) for item in value)  # such as a command line
+        return redacted_arguments(value) if is_texts else [redacted(item, depth=depth + 1) for item in value]
     return value
 
 
@@ -217,8 +225,6 @@ def _without_doubles(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _named(name: str, value: Any, depth: int) -> Any:
-    if name == "argv" and isinstance(value, list | tuple):
-        return redacted_arguments([str(item) for item in value])
     if value is None or isinstance(value, bool) or not is_secret_name(name):
         return redacted(value, depth=depth + 1)
     return MASK

@@ -103,7 +103,7 @@ def _parsed(path: Path, text: str, load_yaml: LoadYaml | None) -> Any:
             return tomllib.loads(text)
         if path.suffix == ".json":
             return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WebConfigError(f"web_config {path}: {error}") from error
     if load_yaml is None:
         raise WebConfigError(

@@ -65,7 +65,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such file: give the path of an existing TOML file") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: the file is not valid TOML: {error}") from error
 
 

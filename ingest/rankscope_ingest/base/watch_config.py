@@ -9,13 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from rankscope_contract.model.identity import check_run_name
 from rankscope_contract.rules.curve import SLOW_FACTOR
 
-
-def _checked(run: str) -> str:
-    check_run_name(run)
-    return run
-
-
-RunName = Annotated[str, AfterValidator(_checked)]
+RunName = Annotated[str, AfterValidator(check_run_name)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Factor = Annotated[float, Field(gt=1, allow_inf_nan=False)]
 Rows = Annotated[int, Field(ge=1, le=1000)]

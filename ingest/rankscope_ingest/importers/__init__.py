@@ -26,6 +26,7 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rankscope_contract.model.redaction import redacted_name
 from rankscope_contract.rules.curve import IMPORT_RULES
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.importer import (
@@ -340,8 +341,8 @@ def run_name(path: Path) -> str:
             break
         path = path.parent
     if path.is_dir():
-        return path.name or "import"
-    return Path(_ROTATED.sub("", path.name)).stem
+        return redacted_name(path.name) or "import"
+    return redacted_name(Path(_ROTATED.sub("", path.name)).stem)
 
 
 def _head(path: Path) -> bytes:

@@ -9,6 +9,7 @@ from urllib.parse import unquote
 
 from rankscope_contract.security.escaping import path_segment
 from rankscope_ingest.base.errors import ConfigError
+from rankscope_storage.files.sorting import own_part
 
 SCHEME: Final = "ssh://"
 FOLDER: Final = "_watch"
@@ -74,7 +75,7 @@ class LogAddress:
 
     def copy_in(self, store: Path) -> Path:
         """Return the path of the copy of a log of another machine. The name of the file does not change."""
-        folder = path_segment(str(PurePosixPath(self.path).parent))
+        folder = own_part(str(PurePosixPath(self.path).parent))
         return store.absolute() / FOLDER / path_segment(self.machine) / folder / self.name
 
 

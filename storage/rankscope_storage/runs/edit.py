@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.events import RunState
+from rankscope_contract.model.redaction import redacted_name
 from rankscope_contract.model.schema import DATASETS
 from rankscope_contract.protocol.channel import NOTHING
 from rankscope_storage.base.errors import ConflictError, ShardLockError, StoreError
@@ -210,6 +211,7 @@ def remove_source(
 
 def rename(root: Path, run: str, name: str, sync: Sync) -> RewriteReport:
     """Rename `run` to `name`. Raises StoreError if another run has this name."""
+    name = redacted_name(name, LONGEST_NAME + 1)
     if not name.strip():
         raise StoreError("the name of a run must not be empty: only samples of other exporters have no run")
     if len(name) > LONGEST_NAME or not name.isprintable():

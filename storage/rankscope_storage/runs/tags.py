@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
+from rankscope_contract.model.redaction import redacted, redacted_text
 from rankscope_storage.base.errors import ConflictError, StoreError
 from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.schema import conform, dataset_schema
@@ -103,7 +104,7 @@ def parse_tags(text: str | None) -> dict[str, str]:
 
 
 def edit_tags(root: Path, run: str, change: TagsEdit, sync: Sync) -> TagsAndNote:
-    """Apply the edit `change` to the tags and the note of `run`, commit the result and return it.
+    """Apply the edit `change` to the tags and the note of `run`, mask secrets, commit the result and return it.
 
     A service may write the run at the same time.
     """
@@ -115,6 +116,7 @@ def edit_tags(root: Path, run: str, change: TagsEdit, sync: Sync) -> TagsAndNote
         nonlocal edited
         known = _known(root, run)  # not older than the handle: a concurrent edit or rename would move the mutex
         edited = change(TagsAndNote.of(known["tags"], known["note"]))
+        edited = TagsAndNote(redacted(edited.tags), redacted_text(edited.note, LONGEST_NOTE))
         row, part = conform(_new_version(known, edited), "runs"), shared_part(dt.datetime.now(dt.UTC).date())
         try:
             return Change(added=[write_file(root, "runs", part, row, sync)])

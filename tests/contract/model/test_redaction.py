@@ -109,6 +109,7 @@ def test_similar_names_are_not_secret(name):
         (["--tokenizer", "gpt2", "--max-tokens", "4096"], ["--tokenizer", "gpt2", "--max-tokens", "4096"]),
         (["--token-file", "/run/token"], ["--token-file", "/run/token"]),
         (["train.py", "hf_abcdefghijklmnopqrstuv"], ["train.py", "***"]),
+        (["mail", f"DB_PASS={SECRET}", f"PGPASSWORD={SECRET}"], ["mail", "DB_PASS=***", "PGPASSWORD=***"]),
     ],
 )
 def test_secrets_in_command_lines_are_masked(given_, shown):
@@ -158,6 +159,26 @@ def test_text_without_secrets_is_unchanged(text):
     assert text == redacted_text(text) == redacted_name(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"Command '['curl', '--password', '{SECRET}']' failed", "Command '['curl', '--password', ***]' failed"),
+        (f"srun train.py --api-key {SECRET} --lr 3", "srun train.py --api-key *** --lr 3"),
+        (f'{{\\"password\\": \\"{SECRET}\\"}}', '{\\"password\\": \\***}'),
+        (f"ssh bob:{SECRET}@node7.cluster failed", "ssh ***@node7.cluster failed"),
+        (f"login failed: the password is {SECRET}", "login failed: the password is ***"),
+        ("password is required; password: not set", "password is required; password: not set"),
+        ("eval:recall@10=0.5 of pytorch:24.01@sha256:ab, token=***,lr=3",) * 2,
+        (
+            f"https://bob:a/b?{SECRET}@host:80/x at http://host:80/x?a=b@c",
+            "https://***@host:80/x at http://host:80/x?a=b@c",
+        ),
+    ],
+)
+def test_secret_in_prose_and_in_a_quoted_command_is_masked(text, shown):
+    assert shown == redacted_text(text) == redacted_text(shown)
+
+
 @pytest.mark.parametrize("text", ["token=bpe/loss", "key=3", '{"key":"queue:3"}', "next_token: 5", "eos-token=2"])
 def test_name_that_only_resembles_a_secret_is_unchanged(text):
     """Two names that differ must not become one name."""
@@ -204,6 +225,7 @@ def test_configuration_is_masked_by_names_and_patterns():
         "serve": {"token": SECRET, "token_file": "/run/token", "ingest_url": "http://host:9470"},
         "wandb": [{"api_key": SECRET, "entity": "us"}],
         "argv": ["train.py", "--token", SECRET],
+        "wandb_metadata": {"args": ["--api-key", SECRET]},
         "auth": {"user": "me", "pw": SECRET},
         "url": f"https://me:{SECRET}@host/",
         "every": 1,
@@ -215,6 +237,7 @@ def test_configuration_is_masked_by_names_and_patterns():
         "serve": {"token": "***", "token_file": "/run/token", "ingest_url": "http://host:9470"},
         "wandb": [{"api_key": "***", "entity": "us"}],
         "argv": ["train.py", "--token", "***"],
+        "wandb_metadata": {"args": ["--api-key", "***"]},
         "auth": "***",
         "url": "https://***@host/",
         "every": 1,

@@ -83,6 +83,7 @@ def test_invalid_token_of_the_environment_is_reported(environment, complaint):
         ("[store]\npath='x'\n[runs]\nfailed_after_seconds=6", ["failed_after_seconds (6) must be at least twice"]),
         ("store = 1", ["store"]),
         ("[store", ["not valid TOML"]),
+        ("store = " + "[" * 100_000, ["not valid TOML: maximum recursion depth"]),
     ],
 )
 def test_error_names_the_key_and_the_allowed_values(tmp_path, text, complaints):

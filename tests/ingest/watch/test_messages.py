@@ -170,3 +170,14 @@ async def test_service_follows_the_logs_of_its_configuration(tmp_path: Path, slo
 
     assert len(scalars) == service.rows("SELECT count(*) AS n FROM scalars")[0]["n"]
     assert [{"state": "stopped"}] == service.rows("SELECT state FROM runs WHERE run = 'r'")
+
+
+def test_copy_of_a_log_in_a_folder_with_a_long_name_can_be_written(tmp_path):
+    """Each Chinese character takes nine bytes in the percent-encoded name of the folder."""
+    copies = [LogAddress.parse(f"ssh://me@host/{'数据' * 30}{end}/train.log").copy_in(tmp_path) for end in "ab"]
+    for copy in copies:
+        copy.parent.mkdir(parents=True)
+        copy.touch()
+
+    assert 2 == len(set(copies))
+    assert LogAddress.parse("ssh://h/data/a.log").copy_in(tmp_path) == tmp_path / "_watch" / "h" / "%2Fdata" / "a.log"

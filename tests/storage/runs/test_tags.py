@@ -57,6 +57,14 @@ def test_tags_and_note_are_set_changed_and_removed(root):
     assert [("running", None, None)] == shown(root)
 
 
+def test_secrets_in_tags_and_notes_are_masked(root):
+    edit_tags(root, "r", set_tags({"hf_token": "correct-horse", "url": "https://bob:correct-horse@host"}), sync_to_disk)
+    edit_tags(root, "r", set_note("the password is correct-horse"), sync_to_disk)
+
+    expected = '{"hf_token":"***","url":"https://***@host"}'
+    assert [("running", expected, "the password is ***")] == shown(root)
+
+
 def test_service_writes_its_run_without_removing_tags(root, writer, batch):
     edit_tags(root, "r", set_tags({"keep": "yes"}), sync_to_disk)
     writer.append(batch(range(3)))
