@@ -25,6 +25,9 @@ from rankscope_contract.rules.defaults import DEFAULT_RULES
 FEWEST_ROWS: Final = 19
 """Number of values before the first one that is judged: rules apply from the 20th row on."""
 
+LAST_ROWS: Final = 7
+"""Number of values whose median replaces the one of 19 where it is smaller: that of 19 is late on a falling curve."""
+
 LOGARITHMIC_SHARE: Final = 0.75
 LOGARITHMIC_MOST: Final = 7.5
 TINY: Final = sys.float_info.min
@@ -33,14 +36,15 @@ _LARGER_RISE: Final = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveRule(AnomalyRule):
-    """Fires for a scalar in `names` of at least `ratio` times the median of its last 19 values.
+    """Fires for a scalar in `names` of at least `ratio` times the median of its last 19 values, or of its last 7.
 
-    At least `fewest` values must exist, and nine tenths of the last `rows` must be positive. The value must also exceed
-    the median by `deviations` median deviations of these rows, and in a logarithmic scale by three quarters of that
-    number or 7.5: where values often reach multiples of the median, a multiple is not an anomaly. A deviation is
-    measured between values in a row, so that a falling curve does not hide a spike. The rule fires once, at the row
-    that completes `in_a_row` such rows. If that is one row, it fires again at each further row up to the first one
-    below `ratio` times the same median: a loss that does not return is no spike that is over.
+    The lower median counts. At least `fewest` values must exist, and nine tenths of the last `rows` must be positive.
+    The value must also exceed the median by `deviations` median deviations of these rows, and in a logarithmic scale
+    by three quarters of that number or 7.5: where values often reach multiples of the median, a multiple is not an
+    anomaly. A deviation is measured between values in a row, so that a falling curve does not hide a spike. The rule
+    fires once, at the row that completes `in_a_row` such rows, by the median of 19 values only. If that is one row,
+    it fires again at each further row up to the first one below `ratio` times the same median: a loss that does not
+    return is no spike that is over.
 
     With `above="highest"`, the value is compared with the highest value before it, and must rise more than three times
     as far as any value before it. A schedule that returns to an earlier value or rises in equal stairs is no anomaly.
@@ -92,6 +96,8 @@ class CurveRule(AnomalyRule):
     def compare(self, value: float, window: Sequence[float]) -> float | None:
         """Return the median before `value` if it is above the limit, otherwise None. `window` has the values before."""
         middle = statistics.median(window[-FEWEST_ROWS:])
+        if self.holds:
+            middle = min(middle, statistics.median(window[-LAST_ROWS:]))
         if not value >= self.ratio * middle > 0 or not _low(window) > 0:
             return None
         logarithms = [math.log(max(one, TINY)) for one in window]

@@ -118,6 +118,19 @@ def test_loss_that_diverges_fires_to_the_end():
     assert [*range(fired[0], 300)] == fired
 
 
+@pytest.mark.parametrize(("deviation", "least"), [(0.01, 190), (0.03, 150)])
+def test_spike_on_a_steep_curve_is_found(deviation, least):
+    random, rows, found = np.random.default_rng(3), np.arange(120), 0
+    for place in range(25, 65, 2):
+        for _ in range(10):
+            losses = (0.5 + 9 * np.exp(-rows / 15)) * (1 + deviation * random.normal(size=len(rows)))
+            assert [] == firings({"loss": losses})
+            losses[place] *= 2.5
+            found += ("LossSpike", place) in firings({"loss": losses})
+
+    assert found >= least
+
+
 def test_spike_fires_until_the_loss_has_returned():
     loss = 2 + 2 * np.exp(-np.arange(300) / 60) + 0.02 * noise(1)[:300]
     loss[[40, 120, 121, 250]] *= 6
