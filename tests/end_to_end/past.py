@@ -154,7 +154,8 @@ def listed(prometheus: str, then: int) -> dict[str, set[str]]:
             text = substituted(variable["query"])
             if ordered := re.fullmatch(r"query_result\((.+)\)", text):
                 at = {"query": ordered[1], "time": then + STEPS * SECONDS_PER_STEP}
-                found["run"] = {one["metric"]["run"] for one in _asked(f"{prometheus}/api/v1/query", **at)["result"]}
+                runs = _asked(f"{prometheus}/api/v1/query", **at)["result"] if variable["name"] == "run" else ()
+                found |= {"run": {one["metric"]["run"] for one in runs}} if runs else {}
                 continue
             selector, label = re.fullmatch(r"label_values\((.+), (\w+)\)", text).groups()
             window = {"start": then, "end": then + STEPS * SECONDS_PER_STEP}

@@ -15,6 +15,7 @@ UUID = "bbbbbbbb-0000-1111-2222-333333333333"
 READINGS_PER_ERROR = 20
 MANY_READINGS = 10_000
 GIB = 1 << 30
+SIZES = {"allocated": 6, "reserved": 8}
 
 
 def simulate() -> None:
@@ -27,7 +28,7 @@ def simulate() -> None:
     calls = itertools.count()
 
     def of_allocator(_observer: MemoryObserver) -> list[Any]:
-        stats = {"allocated_bytes.all.current": 6 * GIB, "reserved_bytes.all.current": 8 * GIB}
+        stats = {f"{name}_bytes.all.{when}": GIB * size for name, size in SIZES.items() for when in ("current", "peak")}
         return list(allocator_scalars(stats | {"num_alloc_retries": next(calls) // READINGS_PER_ERROR, "num_ooms": 0}))
 
     poller.uuid_of = lambda _device: UUID

@@ -89,7 +89,7 @@ def main() -> None:
             if (step, rank) == (PARTING_STEP, 1):
                 with torch.no_grad():
                     net.bias[0] += 1e-3
-            monitor.log(loss=loss, grad_norm=norm, tokens=32, accuracy=0.5)
+            monitor.log(loss=loss, grad_norm=norm, tokens=32, samples=2, accuracy=0.5)
             time.sleep(PAUSE_SECONDS)
             if step in WAITING_STEPS:
                 wait_for(folder / f"seen-{step}")
