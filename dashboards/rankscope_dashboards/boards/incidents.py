@@ -64,7 +64,7 @@ def _first_cause() -> PanelBuilder:
         description="The incident with the lowest step: the first firing of all ranks in causal order. Incidents "
         "after it are often its consequences. Start here: open the tensor on the board Tensors, and read `rankscope "
         "anomalies RUN`.",
-        empty="No incident is stored or reported in the time range",
+        empty="No data of an incident in the time range",
     )
     panel = table_panel(text, (Query(_latest_firings()),), _COLUMNS)
     numbers = {"conversions": [{"targetField": "Step", "destinationType": "number"}], "fields": {}}
@@ -83,7 +83,7 @@ def _open_incidents() -> PanelBuilder:
         description=f"Incidents with a firing in the last {OPEN_SECONDS // 60} minutes. The columns describe the "
         "first firing of each incident. None is normal. Critical: check whether the run still learns, and stop it if "
         "it does not.",
-        empty="No incident is open",
+        empty="No data of an open incident",
     )
     return table_panel(text, (Query(f"(time() - {_age(f'< {OPEN_SECONDS}')}) * 1000"),), _COLUMNS)
 
@@ -93,7 +93,7 @@ def _closed_incidents() -> PanelBuilder:
         title="Closed incidents",
         description="Incidents of the time range without a firing in the last minutes. The columns describe the "
         "first firing of each incident. An incident that returns has a cause that is still there: compare the steps.",
-        empty="No closed incident in the time range",
+        empty="No data of a closed incident in the time range",
     )
     query = f"{_latest_firings()} unless {_age(f'< {OPEN_SECONDS}')}"
     return table_panel(text, (Query(query),), _COLUMNS)
@@ -175,7 +175,7 @@ def _failed() -> PanelBuilder:
         "The rank that failed first with its exception or signal, and ranks that stopped responding without an exit "
         "event. None is normal. A rank without a reason: check its host for a lack of memory and for hardware errors, "
         "and the stacks of the other ranks.",
-        empty="No rank of this run failed or vanished",
+        empty="No data of a rank that failed or vanished",
     )
     columns = {
         "rank": Column(heading="Rank", width=100, is_number=True),
@@ -193,7 +193,7 @@ def _events() -> PanelBuilder:
         description="Time of the latest event of each type in the time range. `launch`, `exit` and `phase` are normal. "
         "For `fault`, `hang`, `xid` or `gap`, read the messages: `rankscope events RUN`, or the page of events to "
         "which this panel links.",
-        empty="The run has no event in the time range",
+        empty="No data of an event in the time range",
     )
     live, stored = (
         f"max_over_time({catalogue.EVENT_LAST.name}{selector}[$__range])" for selector in (SERVICE_RUN, ALL_RANKS)

@@ -301,7 +301,7 @@ def _skipped_steps() -> PanelBuilder:
         "Skipped steps",
         "Steps without an optimizer update within each interval, on the rank with the most. A few at the start are "
         "normal with a loss scaler. Steps that are skipped again and again mean that the gradients are not finite.",
-        empty="No step was skipped in the time range",
+        empty="No data of a skipped step in the time range",
     )
     return time_series_panel(text, Query(f"max by (run) ({increase(catalogue.SKIPPED_STEPS)})", "skipped"))
 

@@ -143,7 +143,7 @@ def _nonfinite() -> PanelBuilder:
         "Largest number of elements in the time range that were NaN or infinite at a scrape, of the 20 tensors with "
         "the most. There should be none. The kind that comes first in a step is the cause: activations before "
         "gradients before parameters. `rankscope anomalies RUN` lists them in causal order, for every step.",
-        empty="All measured tensors were finite",
+        empty="No count of NaN or Inf above 0 in the data of the time range",
     )
     selector = ranks('op=~"nans|infs"')
     counts = f"max_over_time({catalogue.TENSOR_VALUE.name}{selector}[$__range])"
