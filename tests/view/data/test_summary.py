@@ -6,10 +6,13 @@ import json
 import math
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from tests.view.data.test_curves import history
-from tests.view.training import HOSTILE, MAIN
+from tests.view.training import HOSTILE, MAIN, append, run_row, scalars
 
+from rankscope_storage.api.store import Store
+from rankscope_storage.connection import connect
 from rankscope_view.data.summary import Trend, losses_of, read_summary, summary_document, trend
 from rankscope_view.pages.sections import sections
 
@@ -68,3 +71,18 @@ def test_run_of_any_shape_has_a_summary(connection, run):
 
 def test_unknown_run_has_no_summary(connection):
     assert read_summary(connection, "nothing") is None
+
+
+def test_ruined_run_gets_no_advice_to_go_on(connection, tmp_path):
+    """An open incident, a newest loss of NaN, and a failure ruin a run, also after a finite evaluation."""
+    steps, losses = np.arange(9), {"good": 2.0, "nan": np.where(np.arange(9) > 7, np.nan, 2.0), "failed": 2.0}
+    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
+        for run, loss in losses.items():
+            state = run_row(run, "failed" if run == "failed" else "completed", last_step=8)
+            tables = [scalars(run, "loss", steps, loss), scalars(run, "eval_loss", steps[:8], 4.0 - steps[:8] / 9)]
+            append(writer, runs=state, scalars=pa.concat_tables(tables))
+    runs = [(connect(tmp_path / "store"), run) for run in losses] + [(connection, MAIN)]
+    texts = [[one["text"] for one in summary_document(read_summary(*run))["advice"]] for run in runs]
+
+    assert "No reason to stop." in texts[0][0]
+    assert [[]] * 3 == [[one for one in found if "stop" in one or "Wait" in one] for found in texts[1:]]

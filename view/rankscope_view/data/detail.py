@@ -9,6 +9,7 @@ from typing import Final
 
 import numpy as np
 
+from rankscope_contract.model.events import RunState
 from rankscope_storage.connection import Connection
 from rankscope_view.data.advice import Advice, early_stopping, logging_interval, perplexity, perplexity_history
 from rankscope_view.data.events import EventLine, event_lines
@@ -130,7 +131,9 @@ def read_detail(connection: Connection, run: str, *, most_step_times: int | None
     loss = histories.get(LOSS) or nothing(LOSS)
     if len(loss) and has_tokens:
         histories[PERPLEXITY] = perplexity_history(loss)
-    advice = [early_stopping(histories.get(EVAL_LOSS) or nothing(EVAL_LOSS), loss), logging_interval(loss)]
+    early = early_stopping(histories.get(EVAL_LOSS) or nothing(EVAL_LOSS), loss)
+    is_ruined = row.state == RunState.FAILED or row.incidents or (row.loss is not None and not math.isfinite(row.loss))
+    advice = [None if is_ruined and not early.is_action else early, logging_interval(loss)]
     return RunDetail(
         row=row,
         facts=facts,
