@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 from tests.properties import few
-from tests.view.training import HOSTILE, MAIN, START, append, scalars
+from tests.view.training import HOSTILE, MAIN, START, append, event, events, scalars
 
 from rankscope_storage.api.store import Store
 from rankscope_storage.api.summaries import AnomalyRow
@@ -191,6 +191,26 @@ def test_incident_lists_no_anomalies_of_an_incident_that_is_over(connection):
 
     assert [216, 217, 240] == [each.step for each in own_anomalies(rows, later, (over, later))]
     assert [186, 186, 188, 188] == [each.step for each in own_anomalies(rows, over, (over, later))]
+
+
+def test_incident_page_has_the_anomalies_after_its_last_report(tmp_path):
+    """A service reports when it announces an incident, not at later firings. A person has closed it then."""
+    nan = {"rule": "AnomalyNan", "severity": "critical", "rank": 1, "tensor": "h.1.up.weight", "op": "nans"}
+    listed = [event("r", "anomaly", step, step, kind="grad_reduced", value=4.0, **nan) for step in range(90, 161)]
+    for at, state in ((91, "opened"), (94, "notified"), (200, "closed")):
+        known = {"key": "n", "last_step": min(at, 93), "events": 4, "state": state}
+        listed.append(event("r", "incident", 90, at, details=known, **nan))
+    with Store.open(tmp_path, create=True).claim(owner="a test") as writer:
+        append(writer, events=events(listed), scalars=scalars("r", "loss", np.arange(161), 2.0, ts=START))
+    found = read(Site(tmp_path), "runs", "r", "incidents", "n")
+
+    assert "First of 71 anomalies in steps 90 to 160." in found.text
+    assert "AND step BETWEEN 90 AND 160" in found.text
+    assert "rankscope anomalies r --steps 90:160" in found.text
+    assert {("30", "160")} == {
+        (each["data-from"], each["data-to"]) for _, each in found.elements if "data-from" in each
+    }
+    assert "≥ 4" in read(Site(tmp_path), "runs", "r", "incidents").text
 
 
 def test_incident_page_names_the_newest_checkpoint_before_the_first_sign(site, connection):

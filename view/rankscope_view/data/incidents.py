@@ -127,6 +127,11 @@ class Incident:
         return is_open(state for _, state in self.states)
 
     @property
+    def is_resolved(self) -> bool:
+        """Return whether its cause was seen to be gone. Only then are its last step and its number of events final."""
+        return any(state == "resolved" for _, state in self.states)
+
+    @property
     def is_critical(self) -> bool:
         """Return whether the incident has the highest severity."""
         return self.severity == Severity.CRITICAL
@@ -298,6 +303,7 @@ def utc(seconds: float | None) -> dt.datetime | None:
 
 _BEFORE: Final = 60
 _AFTER: Final = 30
+_NEWEST: Final = 2**62  # a step after all others
 _LAYER: Final = re.compile(r"^(.*?\b\d+)\b")
 _CHECKPOINTS: Final = """\
 SELECT max(step) FILTER (step < $first) AS before, min(step) FILTER (step >= $first) AS after FROM events
@@ -352,25 +358,26 @@ class Story:
 
 
 def window(one: Incident) -> tuple[int, int]:
-    """Return the steps that the page of an incident shows."""
+    """Return the steps around the first step of an incident."""
     step = one.step or 0
-    return max(0, step - _BEFORE), max(step, min(one.last_step or step, step + _AFTER)) + _AFTER
+    return max(0, step - _BEFORE), step + 2 * _AFTER
 
 
 def incident_story(connection: Connection, one: Incident, found: Sequence[Incident]) -> Story:
     """Return the story of an incident, which is one of those `found` in its run."""
     steps = window(one)
-    listed = anomalies(connection, one.run, top=1_000_000, steps=steps)
+    listed = anomalies(connection, one.run, top=1_000_000, steps=(steps[0], _NEWEST))
     near = [each for each in listed if (each.attempt or 0) == (one.attempt or 0)]
     growth = tuple(each for each in near if one.rule not in RULES_OF_RUNS and _grows(each, one))
     own = own_anomalies(near, one, found) if one.rule not in RULES_OF_RUNS else []
     keys = [each.key for each in sorted(found, key=in_order)]
     at = keys.index(one.key)
-    safe, bad = _checkpoints(connection, one, growth)
+    own_steps = (own[0].step or 0, own[-1].step or 0) if own else steps
+    safe, bad = _checkpoints(connection, one, growth, own_steps[1])
     return Story(
         groups=tuple(grouped(own)),
         total=len(own),
-        steps=(own[0].step or 0, own[-1].step or 0) if own else steps,
+        steps=own_steps,
         ranks=tuple(sorted({*one.ranks, *(each.rank for each in own if each.rank is not None)})),
         safe_checkpoint=safe,
         bad_checkpoint=bad,
@@ -385,7 +392,8 @@ def own_anomalies(near: Sequence[AnomalyRow], one: Incident, found: Sequence[Inc
     """Return the anomalies in `near`, in the order of steps, that belong to `one` and to no other incident in `found`.
 
     The anomalies of a step belong to the incident that began there, else to the latest one with the same rule and
-    tensor, else to the latest one. An incident that is over has no anomalies after its last step.
+    tensor, else to the latest one. A resolved incident has no anomalies after its last step. Of another one, the last
+    step is that of its newest report, because a service reports a change of the state only.
     """
     peers = [each for each in found if (each.attempt or 0) == (one.attempt or 0) and each.rule not in RULES_OF_RUNS]
     subjects: dict[str, set[tuple[str | None, str | None]]] = {
@@ -410,7 +418,7 @@ def own_anomalies(near: Sequence[AnomalyRow], one: Incident, found: Sequence[Inc
 def _covers(one: Incident, step: int | None) -> bool:
     if one.step is None or step is None:
         return one.step is step
-    return one.step <= step and (one.is_open or one.last_step is None or step <= one.last_step)
+    return one.step <= step and (not one.is_resolved or one.last_step is None or step <= one.last_step)
 
 
 def _grows(each: AnomalyRow, one: Incident) -> bool:
@@ -461,16 +469,17 @@ def grouped(found: Sequence[AnomalyRow]) -> list[AnomalyGroup]:
     ]
 
 
-def _checkpoints(connection: Connection, one: Incident, growth: Sequence[AnomalyRow]) -> tuple[int | None, int | None]:
+def _checkpoints(
+    connection: Connection, one: Incident, growth: Sequence[AnomalyRow], last: int
+) -> tuple[int | None, int | None]:
     """Return the step of the newest checkpoint before the first sign of an incident, and of the first one after it.
 
-    Only checkpoints of its attempt, up to the last step of the incident, are considered.
+    Only checkpoints of its attempt, up to the step `last`, are considered.
     """
     signs = [row.step for row in growth if row.step is not None] + ([] if one.step is None else [one.step])
     if not signs:
         return None, None
-    steps = {"first": min(signs), "last": one.last_step or max(signs)}
-    parameters = {"run": one.run, "attempt": one.attempt or 0, **steps}
+    parameters = {"run": one.run, "attempt": one.attempt or 0, "first": min(signs), "last": last}
     row = connection.query(_CHECKPOINTS, parameters).to_pylist()[0]
     return row["before"], row["after"]
 

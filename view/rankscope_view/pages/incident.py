@@ -45,7 +45,7 @@ def _row(place: Place, run: str, one: Incident) -> str:
     url = place.url("runs", run, "incidents", one.key)
     return (
         f'<tr class="{"" if one.is_open else "off"}"><td><a href="{url}">{incident_line(one)}</a></td><td class="n">{count(one.step)}</td>'
-        f'<td class="n rare">{count(one.attempt)}</td><td class="n rare">{"≥ " if one.is_open and one.events > 1 else ""}{count(one.events)}</td>'
+        f'<td class="n rare">{count(one.attempt)}</td><td class="n rare">{"≥ " if one.events > 1 and not one.is_resolved else ""}{count(one.events)}</td>'
         f'<td class="rare">{utc(one.opened_at, "%Y-%m-%d %H:%M:%S")}</td><td>{last_state(one)}</td></tr>'
     )
 
@@ -56,9 +56,9 @@ def last_state(one: Incident) -> str:
     return f"{'open, ' if one.is_open else ''}{text(' by '.join(filter(None, (STATE_TEXTS.get(state, state), one.closed_by))))}"
 
 
-def sql(one: Incident, steps: tuple[int, int] | None = None) -> str:
-    """Return the statement that lists the anomalies of an incident, or those of `steps`, the first cause first."""
-    first, last = steps or window(one)
+def sql(one: Incident, steps: tuple[int, int]) -> str:
+    """Return the statement that lists the anomalies of the attempt of an incident in `steps`, the first cause first."""
+    first, last = steps
     attempt = "attempt IS NULL" if one.attempt is None else f"attempt = {one.attempt}"
     return (
         "SELECT step, rank, rule, kind, tensor, op, value, baseline, threshold\nFROM events\n"
@@ -94,7 +94,7 @@ def page(place: Place, row: RunRow, one: Incident, story: Story) -> str:
         f'<span class="pill {kind}">{icon(kind)}{state}</span>{_beside(place, one.run, story.beside)}</div><h1>{sentence(one)}</h1><p class="reason">{about}</p></div>'
     )
     body = (
-        f'{head}<div class="columns" id="run" data-run="{text(one.run)}" data-fixed="1"><div>{_evidence(one)}{_order(one, story)}{_sql(one, story.steps)}</div>'
+        f'{head}<div class="columns" id="run" data-run="{text(one.run)}" data-fixed="1"><div>{_evidence(one, story)}{_order(one, story)}{_sql(one, story.steps)}</div>'
         f"<aside>{_actions(place, one, story)}{_first_cause(one)}{_timeline(one, story)}{_not_judged(story.not_measured)}</aside></div>"
     )
     return run_document(place, row, "Incident", body, page="incident", tab="incidents", last=f"Incident {one.key}")
@@ -111,10 +111,10 @@ def _beside(place: Place, run: str, beside: tuple[str | None, str | None]) -> st
     return f'<span class="aside">{"".join(links)}</span>' if links else ""
 
 
-def _evidence(one: Incident) -> str:
+def _evidence(one: Incident, story: Story) -> str:
     charts = []
     first, last = window(one)
-    span = f'data-from="{first}" data-to="{last}" data-axis="attempt"'
+    span = f'data-from="{first}" data-to="{max(last, story.steps[1])}" data-axis="attempt"'
     legend = '<span class="legend"></span>'
     if one.tensor is not None and one.kind:
         op = one.op if one.op in {"norm", "mean", "min", "max"} else "norm"
