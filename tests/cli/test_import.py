@@ -148,7 +148,7 @@ def test_failure_of_a_log_is_an_incident_with_its_cause_in_every_command(in_proc
     assert incident in of_log.stdout
     assert "close one with" not in of_log.stdout
     assert f"  end: Failed at step 40: out of memory: {cause}." in summary.stdout
-    assert "  incidents: 1, see rankscope incidents oom" in summary.stdout
+    assert "  incidents: 1 open, 0 resolved or closed, see rankscope incidents oom" in summary.stdout
     assert '"state": "resolved"' in after.stdout
 
 

@@ -92,8 +92,6 @@ class Site:
         self._most_step_times = most_step_times
         self._lock = threading.Lock()
         self._cache: OrderedDict[tuple[Any, ...], tuple[int, float, Response]] = OrderedDict()
-        self.reload_seconds = 0.0
-        """Time that the answers to the requests of one page took lately."""
 
     def version(self) -> int:
         """Return the newest version of the store."""

@@ -324,9 +324,8 @@ def _notification_lines(options: UpOptions, count: int) -> list[str]:
     lines = [f"service notifies       {count} address{'' if count == 1 else 'es'}"] if count else []
     if options.alertmanager is not None:
         receivers = ", ".join(_receiver_text(receiver.integrations[0]) for receiver in options.receivers)
-        lines.append(
-            f"Alertmanager notifies  {receivers or 'no address: name one with --notify'} ({timing_text(options)})"
-        )
+        receivers = receivers or ("no other address" if count else "no address: name one with --notify")
+        lines.append(f"Alertmanager notifies  {receivers} ({timing_text(options)})")
     if options.prometheus is not None:
         lines.append(
             f'Prometheus serves      the whole store, selected by the job label: rankscope_loss{{job="{RANKS_JOB}"}}'

@@ -41,9 +41,6 @@ GATHER_SECONDS: Final = 0.2
 RELOAD_SECONDS: Final = 240.0
 """Interval in seconds at which the page of a run is loaded again for numbers such as goodput."""
 
-_SHARE: Final = 0.05
-"""Share of one processor that all reloads of pages may take, as a rule."""
-
 _OF_TRAINING: Final = frozenset(
     {"scalars", "tensor_stats", "features", "hashes", "samples", "tensors", "runs", "attempts"}
 )
@@ -53,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class LiveUpdates:
-    """The open pages of one store. `read_version` returns the newest version; `reload_cost` the seconds of a page.
+    """The open pages of one store. `read_version` returns its newest version.
 
     `most` is the maximum number of streams: the other connections are for the pages themselves.
     """
@@ -61,13 +58,11 @@ class LiveUpdates:
     def __init__(
         self,
         read_version: Callable[[], Awaitable[int]],
-        reload_cost: Callable[[], float],
         tails: LiveTails | None,
         watch_seconds: float,
         most: int,
     ) -> None:
         self._read_version = read_version
-        self._reload_cost = reload_cost
         self._tails = tails
         self._watch_seconds = watch_seconds
         self._most = most
@@ -142,13 +137,6 @@ class LiveUpdates:
                 if newest > seen:
                     seen = newest
                     await stream.write(f"event: {'notable' if has_rows else 'message'}\ndata: {seen}\n\n".encode())
-                    await self._rest()
-
-    async def _rest(self) -> None:
-        """Wait until pages may be loaded again, so that reloads take at most a small share of one processor."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(RELOAD_SECONDS, self._reload_cost() / _SHARE)):
-                await self._stopped.wait()
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
@@ -209,7 +197,7 @@ class Pages:
         seconds = WATCH_SECONDS if tails is None else OTHERS_SECONDS
         self._preparation: asyncio.TimerHandle | None = None
         most = most_connections() // 2
-        self._live = LiveUpdates(self._version, lambda: site.reload_seconds, tails, seconds, most)
+        self._live = LiveUpdates(self._version, tails, seconds, most)
 
     def committed(self, version: int, datasets: Collection[str]) -> None:
         """Update open pages after a commit of the service with rows of `datasets`."""
@@ -256,7 +244,7 @@ class Pages:
         try:
             self._site.prepare()
         except (StoreError, duckdb.Error, pa.ArrowInvalid, OSError) as error:
-            log.warning("the pages are not prepared, the first request takes longer: %s", error)
+            log.info("the pages are not prepared, the first request takes longer: %s", error)
         except Exception as error:  # noqa: BLE001 - it is logged and reported
             self._faults.report("preparing the pages", error)
 

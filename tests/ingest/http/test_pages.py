@@ -86,7 +86,7 @@ async def _event(stream, kind, is_wanted):
 
 async def test_page_is_loaded_again_after_an_event_but_not_after_each_step():
     tails = LiveTails()
-    updates = LiveUpdates(read_version=None, reload_cost=lambda: 0.0, tails=tails, watch_seconds=1.0, most=1)
+    updates = LiveUpdates(read_version=None, tails=tails, watch_seconds=1.0, most=1)
     updates.committed(3, ["scalars"])  # the first one after a long time
     updates.committed(4, ["scalars", "tensor_stats"])
     assert (4, 3) == (updates.newest(has_rows=False), updates.newest(has_rows=True))

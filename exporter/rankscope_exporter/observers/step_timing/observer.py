@@ -491,7 +491,7 @@ class StepTimingObserver(StepObserver):
         self._note(("closes", now, cause))
         marks = self._marks
         self._open(now)
-        has_step, self._has_step = self._has_step, False
+        has_step, self._has_step = self._has_step and cause != "end", False
         pending_step.later.append(partial(self._read, marks, is_first=self._is_first, of_step=has_step))
 
     def _open(self, now: Time) -> None:
