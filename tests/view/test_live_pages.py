@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 from tests.ingest.conftest import FakeRank, eventually, running_service
@@ -59,6 +60,9 @@ async def shows_step(page, step):
     await in_thread(page.wait, f"document.querySelector('#head [data-value=step]').innerText === '{step}'")
 
 
+EVALUATION = "document.querySelector('#more [aria-label=\"Evaluation loss\"]').parentElement"
+
+
 async def test_curve_is_complete_and_progress_is_one_number(page, tmp_path, monkeypatch):
     """Each second poll brings only scalars of the machine, as for a run whose steps take longer than a poll.
 
@@ -77,7 +81,8 @@ async def test_curve_is_complete_and_progress_is_one_number(page, tmp_path, monk
     changes = {"ingest.flush_after_seconds": 2.0}
     async with running_service(tmp_path / "store", **changes) as service, FakeRank(planned_steps=9) as rank:
         for step in range(3):
-            rank.publish(step=step, ts=ten_seconds * step, scalars=[{"name": "loss", "value": step + 1.0}])
+            more = [] if step else [{"name": "grad_norm", "value": 1.0}]
+            rank.publish(step=step, ts=ten_seconds * step, scalars=[{"name": "loss", "value": step + 1.0}, *more])
         await rank.register(service.url)
         await eventually(lambda: service.rows("FROM runs WHERE state = 'running'"))
         for step in (3, 4):
@@ -92,8 +97,13 @@ async def test_curve_is_complete_and_progress_is_one_number(page, tmp_path, monk
             polls = len(rank.polls)
             rank.publish(step=None, scalars=[{"name": "host_cpu_utilization", "value": 1.0}])
             await eventually(lambda before=polls: len(rank.polls) > before + 2)
-            rank.publish(step=step, ts=ten_seconds * step, scalars=[{"name": "loss", "value": float(step)}])
+            values = {"loss": float(step)} | ({"eval_loss": 2.0 if step < 8 else math.nan} if step > 6 else {})
+            listed = [{"name": name, "value": value} for name, value in values.items()]
+            rank.publish(step=step, ts=ten_seconds * step, scalars=listed)
             await shows_step(page, step)
+        await in_thread(page.run, f"{EVALUATION}.scrollIntoView()")
+        await in_thread(page.wait, f"{EVALUATION}.querySelector('.legend').innerText.includes('NaN')")
+        group = await in_thread(page.run, f"{EVALUATION}.closest('details').querySelector('summary').innerText")
         points = sorted(await in_thread(page.run, POINTS))
         rank.publish(step=9, ts=9 * ten_seconds, scalars=[{"name": "loss", "value": 9.0}])
         await ends(rank, service)
@@ -103,6 +113,7 @@ async def test_curve_is_complete_and_progress_is_one_number(page, tmp_path, monk
         await leave(page)
 
     assert [] == fails
+    assert "Gradient norm, evaluation loss 2 charts m" == group
     assert list(range(9)) == [step for step, _ in points]
     assert ["5.000", "6.000", "7.000", "8.000"] == [value for _, value in points[-4:]]
     steps = [int(text.split()[0]) for text in noted]

@@ -4,7 +4,7 @@ import { test } from "node:test";
 
 import { clipped, common } from "../../../view/rankscope_view/assets/heat_marks.js";
 import { logTicks, csv, duration, expanded, keptOrder, nearest, placeLabel, readState, replaceState, roundSteps, shown, sliced, stepSplits, tickLabel, valueRange, viridis, writeState } from "../../../view/rankscope_view/assets/logic.js";
-import { seriesOf } from "../../../view/rankscope_view/assets/series.js";
+import { badRange, seriesOf } from "../../../view/rankscope_view/assets/series.js";
 import { contextOf, extended, grown, ranksNote, secondsLeft } from "../../../view/rankscope_view/assets/tail.js";
 
 const line = { label: null, x: [0, 1, 2, 3], step: [30, 10, 20, 30], value: [4, null, 2, 1], smoothed: [4, null, 3, 2], low: [], high: [] };
@@ -133,6 +133,13 @@ test("time left and the lines below the values follow the live rows", () => {
 
   rows.push([0, 141, 1e9 + 202, { loss: [3, 3, 3, 1] }]);
   assert.deepEqual(["1 of 2 ranks", "1 of 2 ranks", ""], [lines(rows)[0], ranksNote(rows.slice(-1), 2), ranksNote(rows.slice(-1), 1)]);
+});
+
+test("a line that ends with NaN has that range at its end, also of several runs and before a training loss", () => {
+  const line = (label, role, last) => ({ label, role, x: [0, last], step: [0, last], value: [2, 1], smoothed: [null, null], low: [2, 1], high: [2, 1] });
+  const ends = (lines, nonfinite) => seriesOf({ ...curve, lines, nonfinite }).map((one) => badRange({ ...curve, lines, nonfinite }, one, null)?.[2]);
+  assert.deepEqual([undefined, "NaN of B 6–9"], ends([line("A", null, 12), line("B", null, 5)], [[2, 3, "NaN of A 2–3"], [6, 9, "NaN of B 6–9"]]));
+  assert.deepEqual([undefined, "NaN 6–9"], ends([line("training", "training", 9), line(null, null, 5)], [[6, 9, "NaN 6–9"]]));
 });
 
 test("averages of live rows begin with the first value, and have no bias to it", () => {

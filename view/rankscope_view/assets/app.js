@@ -374,15 +374,17 @@ function newMetric(name) {
   const list = byId("metrics");
   if (!forms || !list) return [];
   const form = /** @type {HTMLElement} */ (/** @type {HTMLElement} */ (forms.content.firstElementChild).cloneNode(true));
-  const title = JSON.parse(forms.dataset.titles ?? "{}")[name] ?? name;
-  const group = name.indexOf("/") > 0 ? name.slice(0, name.indexOf("/")) : "Own metrics";
+  const known = JSON.parse(forms.dataset.titles ?? "{}")[name];
+  const title = known ?? name;
+  const group = known ?? (name.indexOf("/") > 0 ? name.slice(0, name.indexOf("/")) : "Own metrics");
   const panel = /** @type {HTMLElement} */ (form.querySelector(".metric"));
   const box = /** @type {HTMLElement} */ (panel.querySelector(".plot"));
   box.dataset.chart = JSON.stringify({ ...optionsOf(box), name, keys: [name] });
   box.setAttribute("aria-label", title);
   const word = /** @type {HTMLElement} */ (panel.querySelector("h2 bdi"));
   [word.textContent, word.title] = [title, name];
-  let place = [.../** @type {NodeListOf<HTMLElement>} */ (list.querySelectorAll("details"))].find((one) => one.dataset.group === group);
+  const more = known ? byId("more") : null;
+  let place = more ?? [.../** @type {NodeListOf<HTMLElement>} */ (list.querySelectorAll("details"))].find((one) => one.dataset.group === group);
   if (!place) {
     place = form;
     place.dataset.group = group;
@@ -390,9 +392,11 @@ function newMetric(name) {
     place.querySelector(".grid2")?.replaceChildren();
     list.insertBefore(place, list.querySelector("details[data-group='Host and GPU'], details[data-group='Step phases and monitor']"));
   }
-  list.hidden = false;
+  list.hidden = list.hidden && Boolean(more);
+  const words = more?.querySelector("summary")?.firstChild;
+  if (words) words.textContent = `${words.textContent?.trim()}, ${title.toLowerCase()} `;
   place.querySelector(".grid2")?.append(panel);
-  const count = place.querySelectorAll(".metric").length;
+  const count = place.querySelectorAll(".chartbox").length;
   /** @type {HTMLElement} */ (place.querySelector("summary .dim")).textContent = `${count} chart${count === 1 ? "" : "s"}`;
   return [box];
 }

@@ -2,7 +2,7 @@
 import { logTicks, placeLabel, shown, stepSplits, tickLabel, valueAt, valueRange } from "./logic.js";
 import { clip, colour, cross, glyph, hatch, labelFont, lineAcross, MAP_LEFT, ring, triangle } from "./marks.js";
 import { setText } from "./newest.js";
-import { bandsOf, isDrawn, seriesOf } from "./series.js";
+import { badRange, bandsOf, isDrawn, seriesOf } from "./series.js";
 
 /** @typedef {import("./logic.js").Curve} Curve */
 /** @typedef {import("./series.js").Series} Series */
@@ -274,9 +274,12 @@ export class Chart {
     const main = this.options.tensor ? this.series.find((one) => one.style === "main") : undefined;
     const newest = main?.x[main.y.findLastIndex((one) => one !== null)] ?? places[places.length - 1];
     const x = isPointed ? places[index] : newest;
-    const bad = curve.nonfinite.findLast(([first, last]) => last >= x && (isPointed ? x >= first : curve.lines.length < 2));
     const entries = this.entries();
-    const texts = entries.map(([, style, , series]) => (series && style !== "limit" && style !== "baseline" ? valueText(bad && !isPointed ? null : valueAt(series, x), bad?.[2]) : null));
+    const texts = entries.map(([, style, , series]) => {
+      if (!series || style === "limit" || style === "baseline") return null;
+      const bad = badRange(curve, series, isPointed ? x : null);
+      return valueText(bad && !isPointed ? null : valueAt(series, x), bad?.[2]);
+    });
     const hasPlace = isPointed || Boolean(this.options.tensor);
     const key = JSON.stringify([hasPlace, entries.map(([mark, style, word], at) => [mark, style, word, texts[at] === null])]);
     if (key !== this.entriesKey) {

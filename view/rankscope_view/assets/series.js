@@ -42,6 +42,22 @@ function numberOf(line, at) {
 }
 
 /**
+ * Return the range of values of a series that are not finite, at the place `x` or, if it is null, at the end.
+ * @param {Curve} curve
+ * @param {Series} series
+ * @param {number | null} x
+ */
+export function badRange(curve, series, x) {
+  if (series.style === "behind") return undefined;
+  const sole = curve.lines.filter((line) => line.role !== "training").length < 2;
+  const isOwn = (/** @type {string} */ word) => {
+    const owner = / of (.*) [^ ]*$/.exec(word)?.[1];
+    return owner === undefined ? sole : owner === series.label;
+  };
+  return curve.nonfinite.findLast(([first, last, word]) => isOwn(word) && (x === null ? last >= (series.x.at(-1) ?? last) : first <= x && x <= last));
+}
+
+/**
  * Return whether any value of a series exists.
  * @param {Series} series
  */
