@@ -10,9 +10,10 @@ from dataclasses import fields, replace
 from html.parser import HTMLParser
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from tests.properties import few
-from tests.view.training import HOSTILE, MAIN, START, append, event, events, scalars
+from tests.view.training import HOSTILE, MAIN, START, append, event, events, run_row, scalars
 
 from rankscope_storage.api.store import Store
 from rankscope_storage.api.summaries import AnomalyRow
@@ -288,6 +289,23 @@ def test_any_two_runs_can_be_compared(site, others):
 
     assert "Summary" in found.text
     assert ("The runs are equal" in found.text) is (others == MAIN)
+
+
+def test_comparison_shows_a_ruined_run_and_digits_that_differ(tmp_path):
+    opened = {"rule": "LossNan", "severity": "critical", "op": "loss", "details": {"key": "k", "state": "opened"}}
+    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
+        for run, rate in (("a", 0.0099986), ("b", 0.0099991)):
+            tables = [
+                scalars(run, name, np.arange(9), value) for name, value in (("loss", 2.0), ("learning_rate", rate))
+            ]
+            listed = events([event(run, "incident", 8, START, **opened)] if run == "b" else [])
+            append(writer, scalars=pa.concat_tables(tables), runs=run_row(run, "completed", last_step=8), events=listed)
+    found = read(Site(tmp_path / "store"), "compare", a="a", b="b")
+    (state,) = [one["title"] for _, one in found.elements if one.get("class") == "bad" and "title" in one]
+
+    assert "Completed, 1 open incident" == state
+    assert "Completed Completed, 1 open incident" in found.text
+    assert "Learning rate: 0.0099986 against 0.0099991, a difference of 5e-05 of the value." in found.text
 
 
 def test_comparison_without_a_second_run_offers_the_others(site):

@@ -17,7 +17,7 @@ from rankscope_view.data.newest import SPEED_STEPS
 from rankscope_view.pages import svg
 from rankscope_view.pages.format import NOTHING, count, kind_words, measure, text
 from rankscope_view.pages.metrics import metric_groups
-from rankscope_view.pages.parts import Place, document, icon, panel, state_word, tensor_name, verdict
+from rankscope_view.pages.parts import Place, document, icon, panel, state_words, tensor_name, verdict
 from rankscope_view.pages.run import OUTSIDE, ChartChoice, is_long, scalar_words, title, toolbar
 
 _NOTES: Final = {
@@ -137,7 +137,7 @@ def _verdict(a: Side, b: Side, result: Divergence | None, *, is_pair: bool) -> s
     )
     more = result.points_at_first - 1
     others = f" {count(more)} other value{' differs' if more == 1 else 's differ'} at this step." if more else ""
-    evidence = f"{_what(first)} {measure(first.a)} against {measure(first.b)}{_share(first)}.{others}{steps}"
+    evidence = f"{_what(first)} {' against '.join(_values(first))}{_share(first)}.{others}{steps}"
     evidence += " Rounding in another order of additions can cause this." if result.looks_rounded else ""
     # Runs that differ from the beginning were probably never meant to be equal.
     severity = "critical" if equal else "info"
@@ -154,6 +154,16 @@ def _what(point: Point) -> str:
         return text(f"{words[:1].upper()}{words[1:]}:")
     words = kind_words(point.kind)
     return text(f"{words[:1].upper()}{words[1:]}, {point.op}:")
+
+
+def _values(point: Point) -> list[str]:
+    """Return both values, with more digits where those of a table do not differ."""
+    shown = [measure(point.a), measure(point.b)]
+    for digits in range(5, 18 if shown[0] == shown[1] else 0):
+        shown = [f"{value:.{digits}g}" for value in (point.a, point.b)]
+        if shown[0] != shown[1]:
+            break
+    return shown
 
 
 def _share(point: Point) -> str:
@@ -199,9 +209,10 @@ def _points(found: Comparison) -> str:
 
 
 def _point(number: int, point: Point) -> str:
+    values = "".join(f'<td class="n">{value}</td>' for value in _values(point))
     return (
         f'<tr class="{"hot" if number == 0 else ""}"><td class="n">{count(point.step)}</td><td class="n">{NOTHING if point.rank is None else point.rank}</td>'
-        f'<td>{tensor_name(point.tensor) if point.kind != "scalar" else text(scalar_words(point.tensor))}</td><td>{text(point.op)}</td><td class="n">{measure(point.a)}</td><td class="n">{measure(point.b)}</td>'
+        f"<td>{tensor_name(point.tensor) if point.kind != 'scalar' else text(scalar_words(point.tensor))}</td><td>{text(point.op)}</td>{values}"
         f'<td class="n">{NOTHING if point.relative is None else f"{point.relative:.2g}"}</td></tr>'
     )
 
@@ -266,9 +277,9 @@ def _change(values: Sequence[float | None]) -> str:
 
 
 def _state(one: ComparedSide, *, has_word: bool) -> str:
-    state = one.detail.row.state
-    word = text(state_word(state))
-    return f'<span title="{word}">{icon(state or "unknown")}{f"<br>{word}" if has_word else ""}</span>'
+    kind, words = state_words(one.detail.row)
+    shown = f"<br>{words.replace(', ', ',<br>')}" if has_word else ""
+    return f'<span title="{words}"{" class=bad" if kind == "critical" else ""}>{icon(kind)}{shown}</span>'
 
 
 def _best(one: ComparedSide) -> float | None:

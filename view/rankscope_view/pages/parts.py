@@ -85,18 +85,17 @@ def state_word(state: str | None) -> str:
     return {"": "Unknown", RunState.PENDING.value: "Waiting"}.get(state or "", (state or "").capitalize())
 
 
-def pill(state: str | None) -> str:
-    """Return the state of a run as icon and word on a coloured ground."""
-    kind = state if state is not None and state in STATES else "unknown"
-    return f'<span class="pill {kind}">{icon(kind)}{text(state_word(state))}</span>'
+def state_words(row: RunRow) -> tuple[str, str]:
+    """Return the icon and the words of the state of a run; of an ended run, with the number of its open incidents."""
+    if row.end_sentence and row.state != RunState.FAILED:
+        return "critical", f"{state_word(row.state)}, {open_count(len(row.incidents))}"
+    return row.state if row.state is not None and row.state in STATES else "unknown", text(state_word(row.state))
 
 
 def run_pill(row: RunRow) -> str:
-    """Return the state of a run; that of an ended run with the number of its open incidents, in their colour."""
-    if not row.end_sentence or row.state == RunState.FAILED:
-        return pill(row.state)
-    words = f"{state_word(row.state)}, {open_count(len(row.incidents))}"
-    return f'<span class="pill failed">{icon("critical")}{words}</span>'
+    """Return the state of a run as icon and words on a coloured ground, which is that of a failure if it is ruined."""
+    kind, words = state_words(row)
+    return f'<span class="pill {"failed" if kind == "critical" else kind}">{icon(kind)}{words}</span>'
 
 
 def page_title(row: RunRow, title: str) -> str:
