@@ -20,7 +20,7 @@ def test_checkpoint_has_the_four_sections_and_its_facts(in_process, logs):
         "  step: 60 / 90, 66.7 %",
         "  epoch: 2.00 / 3, 66.7 %",
         "  lowest: 0.448509 at step 60",
-        "  trend: falling (mean of the last 10 rows against the rows before)",
+        "  trend: falling (mean of the last 10 rows against the 10 rows before)",
         "  eval_dev_loss: 0.016667 at step 60; best 0.016667 at step 60",
         "  best metric: 0.066700, outputs/checkpoint-15, step 15",
         "  learning rate: 8.00e-06",

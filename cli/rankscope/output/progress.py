@@ -166,7 +166,7 @@ def figures(run: RunProgress) -> Iterator[str]:
         yield f"loss {run.loss:.4f}{run.loss_note}".replace("nan", "NaN")
     if run.tokens_per_second is not None:
         yield f"{run.tokens_per_second:,.0f} tokens/s"
-    yield f"{run.rows_stored:,} rows stored"
+    yield f"{run.rows_stored:,} row{'' if run.rows_stored == 1 else 's'} stored"
     if run.ranks_alive:  # afterwards, it is the number of records that wait for the last commit
         yield f"lag {run.lag_records}"
     yield f"{run.ranks_alive}/{run.world_size} ranks"

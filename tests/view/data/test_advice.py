@@ -21,7 +21,8 @@ def test_perplexity_is_infinite_above_the_largest_exponent():
     [
         ([], "no evaluation loss", False),
         ([2.0], "one evaluation loss", False),
-        ([3.0, 2.0, 1.0], "No reason to stop", False),
+        ([3.0, 2.0, 1.0], "improved in 2 of the last 2 evaluations; best 1 at step 2. No reason to stop", False),
+        ([3.0, 2.0], "Evaluation loss improved in the last evaluation; best 2 at step 1.", False),
         ([3.0, 1.0, 2.0], "Wait", False),
         ([3.0, 1.0, 2.0, 2.1, 2.2], "Consider stopping", True),
     ],

@@ -58,7 +58,8 @@ def early_stopping(evaluation: History, training: History) -> Advice:
     words = f"best {evaluation.value[best]:.4g} at step {evaluation.step[best]:,}"
     if since == 0:
         improved = int((np.diff(np.minimum.accumulate(evaluation.value)) < 0).sum())
-        text = f"Evaluation loss improved in {improved} of the last {len(evaluation) - 1} evaluations; {words}."
+        last = "the last evaluation" if best == 1 else f"{improved} of the last {best} evaluations"
+        text = f"Evaluation loss improved in {last}; {words}."
         return Advice(text=f"{text} No reason to stop.", is_action=False)
     text = f"No improvement in {since} evaluation{'' if since == 1 else 's'}; {words}."
     if since < PATIENCE:

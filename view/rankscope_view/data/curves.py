@@ -175,15 +175,16 @@ def notice(curve: Curve) -> str:
     if curve.rows == 0:
         return "no rows in this window"
     if curve.bucket_width is None:
-        text = f"{curve.rows:,} rows stored, all drawn"
+        text = "1 row stored, drawn" if curve.rows == 1 else f"{curve.rows:,} rows stored, all drawn"
     else:
         text = (
             f"{curve.rows:,} rows drawn as {curve.buckets:,} stretches of {curve.bucket_width:,g}; "
             "the lowest and highest of each are kept"
         )
-    if curve.rows_left_out:
+    if (number := curve.rows_left_out) > 0:
         reason = {Axis.STEP: "superseded", Axis.TIME: "without a time"}.get(curve.request.axis, "older")
-        text += f"; {curve.rows_left_out:,} {'older' if curve.request.newest else reason} rows are left out"
+        reason = "older" if curve.request.newest else reason
+        text += f"; {number:,} {reason} row{' is' if number == 1 else 's are'} left out"
     return text
 
 

@@ -101,7 +101,8 @@ def _loss(found: Summary) -> Iterator[tuple[str, str]]:
     finite = losses.rows - losses.nonfinite
     yield f"mean of the {count(finite)} finite" if losses.nonfinite else "mean", _six(losses.mean)
     compared = losses.trend in {Trend.FALLING, Trend.RISING, Trend.STEADY}
-    basis = f" (mean of the last {TREND_ROWS} rows against the rows before)" if compared else ""
+    before = _rows(min(TREND_ROWS, losses.rows - TREND_ROWS))
+    basis = f" (mean of the last {TREND_ROWS} rows against the {before} before)" if compared else ""
     yield "trend", losses.trend + basis
     if losses.perplexity is not None:
         is_over = math.isinf(losses.perplexity)
