@@ -12,13 +12,14 @@ OUTAGE: Final = "5m"
 """Longest outage of the service during which its last values count. In a longer one, its alerts resolve."""
 
 
-def held(metric: MetricSpec, matcher: str = "") -> str:
+def held(metric: MetricSpec, matcher: str = "", *, present: str | None = None) -> str:
     """Return PromQL for a gauge of the service about runs, or its last value while the service does not export the run.
 
-    Otherwise each restart of the service would resolve all alerts, and send their messages again.
+    Otherwise each restart of the service would resolve all alerts, and send their messages again. `present` is the
+    expression while it does; by default, the gauge.
     """
     series = metric.name + matcher
-    return f"({series} or last_over_time({series}[{OUTAGE}]) unless on (run) {catalogue.RUN_STATE.name})"
+    return f"({present or series} or last_over_time({series}[{OUTAGE}]) unless on (run) {catalogue.RUN_STATE.name})"
 
 
 def present_age(age: MetricSpec, matcher: str = "") -> str:

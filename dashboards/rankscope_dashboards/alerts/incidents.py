@@ -45,7 +45,7 @@ def incident_alerts(window: str) -> tuple[Alert, ...]:
 
 def _incident(window: str) -> Alert:
     age = catalogue.INCIDENT_AGE
-    recent = f"group by ({', '.join(age.labels)}) ({held(age)} < {seconds(window):g})"
+    recent = f"group by ({', '.join(age.labels)}) ({held(age, present=present_age(age))} < {seconds(window):g})"
     return Alert(
         name="AnomalyIncident",
         expression=with_all_labels(recent, ("rank", "kind", "tensor", "op", "step")),

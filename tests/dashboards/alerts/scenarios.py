@@ -356,7 +356,7 @@ def incidents():
         alert="AnomalyIncident",
         title="Prometheus is away",
         given=cut,
-        expected={1: alert, 12: alert, 30: alert, 32: []},
+        expected={1: alert, 11: alert, 12: [], 30: []},
     )
     two = [{**first, "rank": rank, "step": step} for rank, step in (("0", "150"), ("1", "900"))]
     given = {series(age, **SERVICE, **labels): "0x9" for labels in two}
