@@ -206,7 +206,7 @@ HIDE = """(() => {
 })()"""
 
 
-async def test_nine_visible_windows_follow_and_a_hidden_one_is_true_when_shown(page, tmp_path):
+async def test_nine_windows_follow_of_which_one_is_hidden_for_a_while(page, tmp_path):
     """A browser permits six connections to one server."""
     first = page.window
     paths = ["/runs/r"] * 4 + ["/runs/s"] * 3 + ["/"] * 2
@@ -221,24 +221,30 @@ async def test_nine_visible_windows_follow_and_a_hidden_one_is_true_when_shown(p
             await in_thread(page.open, service.url + path)
         await in_thread(page.use, windows[0])
         await in_thread(page.run, HIDE % "true")
-        hidden = await in_thread(page.run, "document.querySelector('.live').innerText")
         for one in (rank, other):
             one.publish_steps(2)
         for window, path in zip(windows[1:], paths[1:], strict=True):
             await in_thread(page.use, window)
             await (shows_step(page, 4) if path != "/" else in_thread(page.wait, IS_FOUR))
         await in_thread(page.use, windows[0])
-        stale = await in_thread(page.run, "document.querySelector('#head [data-value=step]').innerText")
-        await in_thread(page.run, HIDE % "false")
-        await shows_step(page, 4)
-        await in_thread(page.wait, "document.querySelector('.live').innerText.startsWith('Live')")
+        await shows_step(page, 4)  # of the store: a hidden page has no rows
         rank.publish_steps(1)
+        await in_thread(page.run, HIDE % "false")
         await shows_step(page, 5)
+        await in_thread(page.wait, "document.querySelector('.live').innerText.startsWith('Live')")
+        await in_thread(page.run, HIDE % "true")
+        details = '{"reason": "exception", "exception": "ValueError: boom"}'
+        rank.publish(step=None, events=[{"type": "exit", "severity": "critical", "details": details}])
+        await in_thread(page.wait, "document.title === '1 open incident: r · Rankscope'", 10)
+        hidden = await in_thread(page.run, "document.querySelector('#head .pill').innerText")
+        for state in ("frozen", "active"):
+            await in_thread(lambda to=state: page.call("Page.setWebLifecycleState", state=to))
+        frozen = await in_thread(page.run, "document.title")
         for window in windows:
             await in_thread(page.use, window)
             await in_thread(lambda: page.call("Page.close"))
         await in_thread(page.use, first)
 
-    assert hidden.startswith("Late since ")
-    assert "2" == stale
+    assert "Failed" == hidden
+    assert "Late: 1 open incident: r · Rankscope" == frozen
     assert [] == page.problems

@@ -124,7 +124,7 @@ document.addEventListener("click", (event) => {
 });
 if (document.body.dataset.version) {
   const run = page === "run" ? (byId("run")?.dataset.run ?? "") : "";
-  follow(async () => void (await Promise.all(updates.map((update) => update()))), run, (rows, isNew) => extensions.forEach((extend) => extend(rows, isNew)));
+  follow(async () => void (await Promise.all(updates.slice(0, document.hidden ? 1 : undefined).map((update) => update()))), run, (rows, isNew) => extensions.forEach((extend) => extend(rows, isNew)));
 }
 
 /**

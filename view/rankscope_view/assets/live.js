@@ -109,7 +109,7 @@ function portOf(isOwn) {
 
 /**
  * Call `update` once per version of the store, and `extend` with new rows of the run of the page. Mark the page if the
- * connection is lost. A hidden page follows nothing: it is marked, and updated when it is shown.
+ * connection is lost. A hidden page receives versions and no rows, so that its state and title remain true.
  * @param {() => Promise<void>} update
  * @param {string} run empty: a page of several runs
  * @param {(rows: import("./tail.js").Row[], isNew: boolean) => void} extend the first rows of a new connection are not behind those before
@@ -117,7 +117,7 @@ function portOf(isOwn) {
 export function follow(update, run, extend) {
   let version = Number(document.body.dataset.version); // the newest one that is known here
   let heard = Date.now(); // time of the last event, in milliseconds
-  let opened = Number(document.hidden); // number of connections so far; rows may have been missed before all but the first
+  let opened = 0; // number of connections so far; rows may have been missed before all but the first
   let isBusy = false;
   let isWaiting = false;
   let isLost = false; // whether a worker has ended, or could not begin
@@ -159,15 +159,12 @@ export function follow(update, run, extend) {
     return one;
   };
   let port = attach();
-  const send = () => port.postMessage(document.hidden ? null : { address: new URL(`${base}/data/live`, location.href).href, run, version });
+  const send = () => port.postMessage({ address: new URL(`${base}/data/live`, location.href).href, run: document.hidden ? "" : run, version });
   send();
-  document.addEventListener("visibilitychange", () => {
-    late(true);
-    heard = Date.now();
-    send();
-  });
+  document.addEventListener("visibilitychange", send);
+  document.addEventListener("freeze", () => late(true)); // the browser stops a page that is hidden for long
+  addEventListener("pagehide", () => port.postMessage(null));
   setInterval(() => {
-    if (document.hidden) return;
     if (Date.now() - heard > QUIET + REPEAT) {
       late(true);
       port.postMessage(null);
@@ -182,6 +179,7 @@ export function follow(update, run, extend) {
 /** @param {boolean} isLate */
 function late(isLate) {
   document.body.classList.toggle("late", isLate);
+  document.title = `${isLate ? "Late: " : ""}${document.title.replace(/^Late: /, "")}`;
   const word = document.querySelector(".live span");
   if (word && (isLate || word.textContent?.startsWith("Late"))) word.textContent = isLate ? `Late since ${word.textContent?.startsWith("Late") ? word.textContent.slice(11) : new Date().toISOString().slice(11, 19)}` : "Live";
 }

@@ -1,14 +1,14 @@
 // The one connection of all open pages of a browser to the service, because a browser permits only six to one server.
 // The script runs in a shared worker, or in the page if there is none.
 
-/** @typedef {{address: string, run: string, version: number}} Wanted the run of a page, empty for a page of several runs, and its version */
+/** @typedef {{address: string, run: string, version: number}} Wanted the run of a page, empty for a page of several runs or a hidden page, and its version */
 /** @typedef {{kind: string, data?: any, isNew?: boolean}} News an event of the connection; `isNew`: rows may have been missed before it */
 
 /** Time in milliseconds without an event after which the connection is opened again. The server sends one every 15 s. */
 export const QUIET = 40_000;
 
-/** Time in milliseconds after which a page that sends nothing is closed. Each sends its wish every few seconds. */
-const GONE = 30_000;
+/** Time in milliseconds after which a page that sends nothing is closed. A browser runs timers of hidden pages once a minute. */
+const GONE = 150_000;
 
 /** @type {Map<MessagePort, Wanted & {at: number, isNew: boolean}>} */ const pages = new Map();
 /** @type {EventSource | null} */ let source = null;
@@ -17,15 +17,16 @@ let runs = ""; // those of the connection
 let timer = 0;
 
 /**
- * Send the news to a page while it sends what it wants. A hidden page sends null and gets none.
+ * Send the news to a page while it sends what it wants. A page that sends null gets none.
  * @param {MessagePort} port
  */
 export function join(port) {
   port.onmessage = ({ data: wanted }) => {
     const known = pages.get(port);
-    if (wanted) pages.set(port, { ...wanted, at: Date.now(), isNew: known?.isNew ?? true });
+    const isOther = known?.run !== wanted?.run; // also that of a page that was hidden or is shown
+    if (wanted) pages.set(port, { ...wanted, at: Date.now(), isNew: isOther || (known?.isNew ?? true) });
     else pages.delete(port);
-    if (!known || !wanted) connect(Boolean(wanted) && !known);
+    if (isOther || !wanted) connect(Boolean(wanted));
     timer ||= setInterval(check, 1000);
   };
 }
