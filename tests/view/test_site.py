@@ -262,6 +262,8 @@ def test_figures_of_a_run_equal_sql(site, connection):
     for name in ("loss", "grad_norm"):
         assert measure(means[name]) in found.text
     assert measure(speeds["step_seconds"]) in found.text
+    assert "Peaks at checkpoints are normal." in found.text.partition("Step time")[2]
+    assert "Dips at checkpoints are normal." not in found.text.partition("Step time")[2]
     assert measure(float(np.exp(means["loss"]))) in found.text
     assert short(ranks * speeds["tokens_per_second"]) in found.text
 

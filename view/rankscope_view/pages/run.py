@@ -54,12 +54,13 @@ _HINTS: Final = {
     GRAD_NORM: "Before clipping. Above 100: clip. Near 0: vanishing.",
     LEARNING_RATE: "Warm-up, then the shape of the schedule. A jump at a restart is a changed setting.",
     EVAL_LOSS: "Training falls while evaluation rises: overfitting.",
+    **dict.fromkeys(SPEEDS, "Dips at checkpoints are normal. A level that remains lower is not."),
+    STEP_SECONDS: "Peaks at checkpoints are normal. A level that remains higher is not.",
 }
 _LARGEST_PERPLEXITY: Final = float(np.exp(20))
 """Largest perplexity of a linear axis. The loss of a model that knows nothing of 1,000,000 tokens is 13.8."""
 
 GOODPUT: Final = "goodput"
-_SPEED_HINT: Final = "Dips at checkpoints are normal. A level that remains lower is not."
 _TITLES: Final = {
     GRAD_NORM: "Gradient norm",
     EVAL_LOSS: "Evaluation loss",
@@ -328,7 +329,7 @@ def chart_panel(
 
     `source` is the name under which the script logged the scalar, if it differs from the stored one.
     """
-    hint = _HINTS.get(name, _SPEED_HINT if name in SPEEDS else "")
+    hint = _HINTS.get(name, "")
     axis = next(line for axis, _, line in AXES if axis is choice.request.axis)
     ranks, logging = found.row.world_size or 0, found.row.loss_ranks + found.row.loss_ranks_missing
     of_loss = "logged by 1 rank" if logging == 1 < ranks else ""
