@@ -252,11 +252,12 @@ class RunMonitor:
     def record_incident(self, incident: Incident, state: str) -> None:
         """Add an event to the current batch which records that `incident` reached the state `state`.
 
-        If the incident was found in records of an ended process, the time is that of its first record, or of the end of
-        the run.
+        If the incident was found in records of an ended process, it opens at the time of its first record, and is
+        resolved at the end of the run.
         """
-        stamp, key, at = self.stamp(), incident.attempt_key, incident.first.at
-        if at is not None and state not in {OPENED, MUTED}:
+        stamp, key = self.stamp(), incident.attempt_key
+        at = incident.first.at if state in {OPENED, MUTED, RESOLVED} else None  # a message has the time of its delivery
+        if at is not None and state == RESOLVED:
             at = next((one.ended_at for one in (*reversed(self.runs.later(key)), self.runs.known(key)) if one), None)
         self.add_event(incident_row(incident, state, replace(stamp, ts=min(at or stamp.ts, stamp.ts))))
 

@@ -18,6 +18,7 @@ from rankscope_ingest.detect.run_monitor import RunMonitor
 from rankscope_ingest.record_channel.arrow_guard import open_stream
 from rankscope_ingest.record_channel.validate import RowContext, ValidBody, check
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
+from rankscope_ingest.runs.incident import Incident, Symptom
 from rankscope_ingest.service.pipeline import make_batcher
 
 BODY_UP_TO_9 = ValidBody(
@@ -84,6 +85,17 @@ def test_ordinals_are_the_time_and_increase_even_if_the_clock_goes_back():
 
     assert (1000, 5000) == (firsts[0], firsts[-1])
     assert all(later >= first + count for (first, later), count in zip(pairwise(firsts), counts, strict=False))
+
+
+def test_message_about_an_ended_process_has_the_time_of_its_delivery():
+    monitor = run_monitor(lambda: 5000)
+    monitor.accept(process("i"), ())
+    first = Symptom(run="r", attempt=0, rank=0, step=3, severity="critical", causal=(), rule="AnomalyNan", at=700)
+    for state in ("opened", "notified", "undelivered"):
+        monitor.record_incident(Incident(first=first, severity="critical", opened_at=0.0, last_step=3), state)
+    rows = [row for row in monitor.batcher.take().tables()["events"].to_pylist() if row["type"] == "incident"]
+
+    assert [700, 5000, 5000] == [row["ts"].microsecond for row in rows]
 
 
 def test_ordinals_after_a_restart_are_above_those_in_the_store():
