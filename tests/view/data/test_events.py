@@ -103,6 +103,26 @@ def test_markers_lie_on_the_axis_of_the_attempt(connection, course):
     assert float(course.nan_from) == first.x
 
 
+def test_failure_at_repeated_steps_has_a_mark(tmp_path):
+    """Attempt 0 failed at step 50. Attempt 1 began at step 41, so that its rows alone are on the axis of steps."""
+    failed = {"rule": "RunFailed", "severity": "critical", "message": "rank 1: ValueError: bad shard"}
+    listed = [event("r", "incident", 50, START + 50, **failed), event("r", "checkpoint", 45, START + 45)]
+    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
+        for attempt, steps in enumerate((np.arange(1, 50), np.arange(41, 121))):
+            own = {"attempt": attempt, "incarnation": f"r-{attempt}", "ts": START + 60 * attempt + steps}
+            append(writer, scalars=scalars("r", "loss", steps, 1.0, **own))
+        append(writer, events=events(listed))
+    with connect(tmp_path / "store") as opened:
+        lines, loss = event_lines(opened, "r"), read_history(opened, "r", "loss")
+        found = {axis: markers(lines, nothing("eval_loss"), loss, axis) for axis in (Axis.STEP, Axis.CUMULATIVE)}
+
+    begin = (Group.RESTART, 41.0, "attempt 1 begins at step 41")
+    crash = (Group.INCIDENT, 50.0, "rank 1: ValueError: bad shard")
+    assert [begin, crash] == [(one.group, one.x, one.text) for one in found[Axis.STEP]]
+    groups = [Group.CHECKPOINT, Group.INCIDENT, Group.RESTART]
+    assert groups == [one.group for one in found[Axis.CUMULATIVE]]
+
+
 def test_run_with_one_row_has_no_marker(connection):
     loss = read_history(connection, "one-row", "loss")
 

@@ -286,16 +286,19 @@ def markers(lines: Sequence[EventLine], evaluations: History, history: History, 
             evaluations.attempt.tolist(), evaluations.step.tolist(), evaluations.value.tolist(), strict=True
         )
     ]
-    places: dict[int, tuple[list[int], list[float], float]] = {}
+    places: dict[tuple[int, bool], tuple[list[int], list[float], float]] = {}
+    # A later attempt repeats the steps before a failure, and only its rows are on the axis.
+    is_repeated = axis is Axis.STEP and bool((np.diff(rows.step) > 0).all())
     once: set[tuple[Group, float]] = set()
-    for group, attempt, step, text, is_critical in seen:
+    for group, attempt, step, text, is_critical in sorted(seen, key=lambda one: not one[-1]):
         if step is None or group not in (Group.CHECKPOINT, Group.EVALUATION, Group.INCIDENT):
             continue
-        if attempt not in places:
-            own = np.flatnonzero(rows.attempt == attempt)
+        key = attempt, is_repeated and group is Group.INCIDENT
+        if key not in places:
+            own = np.flatnonzero(rows.attempt >= attempt if key[1] else rows.attempt == attempt)
             interval = float(np.median(np.diff(rows.step[own]))) if len(own) > 1 else 0.0
-            places[attempt] = (rows.step[own].tolist(), x[own].tolist(), 2 * interval)
-        steps, own_x, reach = places[attempt]  # reach: events between two logged steps
+            places[key] = (rows.step[own].tolist(), x[own].tolist(), 2 * interval)
+        steps, own_x, reach = places[key]  # reach: events between two logged steps
         if not steps or not steps[0] <= step <= steps[-1] + reach:
             continue
         at = own_x[min(bisect.bisect_left(steps, step), len(steps) - 1)]
