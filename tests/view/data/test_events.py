@@ -187,7 +187,10 @@ def test_first_cause_among_anomalies_of_one_time_is_always_the_same(tmp_path):
 
 
 def test_firings_of_one_cause_are_one_line(tmp_path):
-    """A NaN from step 40 to step 160 gives 119 events in each step, and one that comes back later its own line."""
+    """A NaN from step 40 to step 160 gives 119 events in each step, and one that comes back later its own line.
+
+    The optimizer does not run then, on two ranks.
+    """
     listed = [
         event("r", "anomaly", step, 1_000_000 * step, rule="AnomalyNan", severity="critical", tensor=f"layer.{number}")
         for step in (*range(40, 161), 300)
@@ -195,14 +198,20 @@ def test_firings_of_one_cause_are_one_line(tmp_path):
     ]
     listed += [event("r", "anomaly", 40, 40_500_000, rule="AnomalyNan", kind="param_before", tensor="z.cause")]
     listed += [event("r", "anomaly", None, 5, rule="AnomalyNan", tensor="a"), event("r", "note", 50, 9, message="note")]
+    skipped = [(step, rank) for step in (*range(41, 160), 200) for rank in (0, 1)]
+    listed += [event("r", "step_skipped", step, step, rank=rank, message="not run") for step, rank in skipped]
     with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
-        append(writer, events=events(listed))
+        append(writer, events=events(listed), scalars=scalars("r", "loss", np.arange(301), 1.0, ts=START))
     with connect(tmp_path / "store") as opened:
         found = event_lines(opened, "r")
+        marks = markers(found, nothing("eval_loss"), read_history(opened, "r", "loss"), Axis.STEP)
 
     assert [
         (300, 119, "AnomalyNan: layer.0 and 118 more"),
         (40, 121 * 119 + 1, "AnomalyNan: z.cause and 14,399 more until step 160"),
+        (200, 2, "not run"),
+        (41, 2 * 119, "not run: 119 steps until step 159"),
         (50, 1, "note"),
         (None, 1, "AnomalyNan: a"),
     ] == [(line.step, line.events, line.text) for line in found]
+    assert [40, 41, 200, 300] == [mark.step for mark in marks]

@@ -58,7 +58,9 @@ _GROUPS: Final = {
 }
 _OF_PHASE: Final = {Phase.CHECKPOINT: Group.CHECKPOINT, Phase.EVALUATION: Group.EVALUATION}
 
-# One line for the same event on several ranks, and for all firings of a rule in steps that are at most
+_LASTING: Final = (EventType.ANOMALY.value, EventType.STEP_SKIPPED.value, EventType.LOSS_MISSING.value)
+
+# One line for the same event on several ranks, and for all firings of a rule, or skipped steps, that are at most
 # INCIDENT_GAP_STEPS apart: a NaN that remains gives thousands of firings. Further keys order lines and events that have
 # the same time, because the order in which DuckDB returns equal rows depends on its threads.
 _LINES: Final = f"""\
@@ -71,13 +73,13 @@ WITH placed AS (
   WINDOW firing AS (PARTITION BY attempt, type, rule, step IS NULL ORDER BY step)
 ),
 event AS (
-  SELECT *, CASE WHEN type = 'anomaly' THEN sum(begins) OVER firing ELSE step END AS stretch FROM placed
+  SELECT *, CASE WHEN type IN {_LASTING} THEN sum(begins) OVER firing ELSE step END AS stretch FROM placed
   WINDOW firing AS (
     PARTITION BY attempt, type, rule, step IS NULL ORDER BY step, begins DESC ROWS UNBOUNDED PRECEDING)
 ),
 line AS (
   SELECT attempt, min(step) AS step, max(step) AS last_step, type, rule, epoch(min(ts)) AS happened_at,
-    count(*) AS events,
+    count(*) AS events, count(DISTINCT step) AS steps,
     list(DISTINCT rank ORDER BY rank) AS ranks,
     max(severity) FILTER (severity = 'critical') AS critical, max(severity) AS severity,
     arg_min(tensor, place) AS tensor, arg_min(op, place) AS op,
@@ -236,6 +238,8 @@ def _line(row: dict[str, Any]) -> EventLine:
         more = f" and {row['events'] - 1:,} more" if row["events"] > 1 else ""
         more += f" until step {row['last_step']:,}" if row["last_step"] != row["step"] else ""
         text = f"{row['rule'] or 'anomaly'}: {subject_name(row['tensor'], row['op']) or text}{more}"
+    elif kind in _LASTING and row["steps"] > 1:
+        text = f"{text}: {row['steps']:,} steps until step {row['last_step']:,}"
     elif kind == EventType.LAUNCH:
         count = len(row["ranks"])
         text = f"attempt {row['attempt'] or 0}: {count:,} rank{'' if count == 1 else 's'} registered"
