@@ -306,6 +306,7 @@ def test_comparison_shows_a_ruined_run_and_digits_that_differ(tmp_path):
     (state,) = [one["title"] for _, one in found.elements if one.get("class") == "bad" and "title" in one]
 
     assert "Completed, 1 open incident" == state
+    assert " 1 anomaly. " in read(Site(tmp_path / "store"), "runs", "b", "incidents", "k").text
     assert "Completed Completed, 1 open incident" in found.text
     assert "Learning rate: 0.0099986 against 0.0099991, a difference of 5e-05 of the value." in found.text
 

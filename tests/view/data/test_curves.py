@@ -81,6 +81,7 @@ def test_reduction_keeps_extremes_at_their_places(axis):
     assert (values[0], values[-1]) == (line.value[0], line.value[-1])
     np.testing.assert_array_equal(values[line.x.astype(int)], line.value)
     assert f"{found.buckets:,} stretches of 128" in notice(found)
+    assert "1 row stored, drawn" == notice(curve(history([3]), CurveRequest()))
 
 
 def test_old_buckets_do_not_change_when_rows_arrive():

@@ -158,12 +158,9 @@ def _what(point: Point) -> str:
 
 def _values(point: Point) -> list[str]:
     """Return both values, with more digits where those of a table do not differ."""
-    shown = [measure(point.a), measure(point.b)]
-    for digits in range(5, 18 if shown[0] == shown[1] else 0):
-        shown = [f"{value:.{digits}g}" for value in (point.a, point.b)]
-        if shown[0] != shown[1]:
-            break
-    return shown
+    writers = (measure, "{:.6g}".format, "{:.9g}".format, "{:.17g}".format)
+    pairs = [[write(point.a), write(point.b)] for write in writers]
+    return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
 
 
 def _share(point: Point) -> str:

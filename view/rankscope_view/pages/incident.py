@@ -87,9 +87,8 @@ def page(place: Place, row: RunRow, one: Incident, story: Story) -> str:
     kind = "pending" if one.is_open else "completed"
     ranks = f"Ranks concerned: {rank_list(story.ranks)}." if story.ranks else ""
     near = f" in steps {count(story.steps[0])} to {count(story.steps[1])}" if story.total >= one.events else ""
-    number = max(story.total, one.events)
-    first = f"First of {count(number)} anomalies{near}. " if number > 1 else "1 anomaly. "
-    first = "" if one.rule in RULES_OF_RUNS else first
+    number = 0 if one.rule in RULES_OF_RUNS else max(story.total, one.events)
+    first = f"First of {count(number)} anomalies{near}. " if number > 1 else "1 anomaly. " * number
     about = f"{first}{_growth(story)}{ranks} {text(one.cause or '')}"
     head = (
         f'<div class="runhead incidenthead" id="incident" data-live><div class="title"><span class="pill {"failed" if one.is_critical else "pending"}">{icon(severity)}{word}</span>'

@@ -245,9 +245,8 @@ def _loss_line(row: RunRow, change: tuple[float, int] | None, loss: History) -> 
     if len(values) and len(finite) and finite[-1] != len(values) - 1:
         step = int(loss.step[loss.stands][finite[-1]])
         return f"last finite {measure(float(values[finite[-1]]))} at step {count(step)}"
-    if change is None:
-        return ""
-    return f"median of {change[1]} rows: {change[0]:+.3g} against the {change[1]} before".replace("-", "−", 1)
+    moved, rows = change or (0.0, 0)
+    return f"median of {rows} rows: {moved:+.3g} against the {rows} before".replace("-", "−", 1) if rows else ""
 
 
 def goodput_texts(share: float | None, lost: float | None) -> tuple[str, str] | None:
