@@ -275,7 +275,7 @@ def _change(values: Sequence[float | None]) -> str:
 
 def _state(one: ComparedSide, *, has_word: bool) -> str:
     kind, words = state_words(one.detail.row)
-    shown = f"<br>{words.replace(', ', ',<br>')}" if has_word else ""
+    shown = f"<br>{words.replace(', ', ',<br>').replace('open ', 'open<br>')}" if has_word else ""
     return f'<span title="{words}"{" class=bad" if kind == "critical" else ""}>{icon(kind)}{shown}</span>'
 
 
