@@ -1,63 +1,113 @@
-"""Boards that a real Grafana server draws in Chromium: of a run that trains, and of a run that ended months ago.
+"""Boards that a real Grafana server draws in Chromium: every panel, for runs of each kind, at several time ranges.
 
-With RANKSCOPE_GRAFANA_PICTURES, pictures of all boards are written to this folder.
+With RANKSCOPE_GRAFANA_PICTURES, pictures of all boards and the measured times are written to this folder.
 """
 
 from __future__ import annotations
 
 import base64
 import os
+import re
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 import pytest
 from tests.dashboards.grafana.conftest import complete, needs_server, real_server
+from tests.dashboards.grafana.drawn_page import LOADED, MARKS, OPEN_ROWS, PANELS, Requests, mark
 from tests.dashboards.grafana.watched import Watched, watched
 from tests.end_to_end import past
-from tests.programs import start_script
-from tests.view.browser import Browser, browser
+from tests.programs import Started, start_script
 
+from rankscope.up.ports import free_port
 from rankscope_dashboards.boards.elements.pages import all_panels
 from rankscope_dashboards.deploy.prometheus import HISTORY_SOURCE, LIVE_SOURCE
+from rankscope_storage.connection import connect
 
-pytestmark = [needs_server, pytest.mark.timeout(600)]
-TRAINING = Path(__file__).parents[2] / "end_to_end" / "troubled_training.py"
-TRAINING_STEPS = 100
+pytestmark = [needs_server, pytest.mark.timeout(900)]
+ONE_RANK = Path(__file__).with_name("drawn_training.py")
+TWO_RANKS = Path(__file__).parents[2] / "end_to_end" / "slow_rank_training.py"
+TROUBLED = Path(__file__).parents[2] / "end_to_end" / "troubled_training.py"
+CHECKPOINT_STEP, NAN_STEP, LAST_STEP = 10, 40, 60
+ENDED_STEPS = 1300
+"""The run lasts longer than the distance of two points at a range of 24 h."""
+
+ENDLESS = 100_000
+LATE_SECONDS = 0.3
+"""The last rank waits this long for its data in each step."""
+
 DEFAULT_WITHIN_SECONDS = 60.0
+SETTLED_SECONDS = 130.0
+"""At a range of 24 h, points of a chart and marks are a minute apart."""
+
+LATER_SECONDS = 480
+"""A view ends at the latest this long after all faults, so that each range contains them on a slow machine too."""
+
 AGO_SECONDS = 60 * 86_400
 THEN = int(time.time()) // 60 * 60 - AGO_SECONDS
-VIEWS = {
-    "live": {"var-datasource": LIVE_SOURCE, "var-run": "watched", "from": "now-5m", "to": "now", "refresh": ""},
-    "ended": {
-        "var-datasource": HISTORY_SOURCE,
-        "var-run": past.RUN,
-        "from": (THEN - 60) * 1000,
-        "to": (THEN + past.STEPS * past.SECONDS_PER_STEP + 60) * 1000,
-    },
+RUNS = {
+    "live": "watched-alone",
+    "simulated": "watched",
+    "slow": "watched-slow",
+    "nan": "watched-nan",
+    "failed": "watched-failed",
+    "ended": "watched-ended",
+    "past": past.RUN,
 }
+RANGES = {"15m": 900, "6h": 21_600, "24h": 86_400}
 BOARDS = {board["uid"]: board for board in complete().boards}
 NO_REASON = {"No data", "No data in response", "Data is missing a number field", "Data is missing a time field"}
 """Texts of Grafana for a panel without data."""
 
-LOADED_WITHIN_SECONDS = 150.0
-"""Longest time for all queries of a board, on a machine with other work."""
+NO_INCIDENT = "No data of an incident in the time range"
+NO_FIRING = "No counter of firings here: none fired, or the run has ended"
+NO_RANK = "No rank of this run is scraped: it has ended"
+FALSE = {
+    "live": {NO_INCIDENT, NO_FIRING, NO_RANK},
+    "simulated": {
+        NO_INCIDENT,
+        NO_FIRING,
+        NO_RANK,
+        "No GPU on this machine, or no rankscope[nvidia]",
+        "No GPU memory: PyTorch runs on the CPU",
+    },
+    "slow": {NO_INCIDENT, NO_RANK, "The framework of this run does not show when a rank waits for others"},
+    "nan": {NO_INCIDENT, NO_FIRING, NO_RANK, "The script logs no loss"},
+    "failed": {NO_INCIDENT, "The run has completed or was stopped"},
+    "ended": {NO_INCIDENT, "The script logs no loss"},
+    "past": {NO_INCIDENT, "The script logs no loss"},
+}
+"""Texts of our panels that contradict the store for a run. The range contains all of its faults."""
 
-WIDTH, HEIGHT = 1600, 4200
-LOADED = """(() => {
-    const panels = document.querySelectorAll("section.panel-container");
-    return panels.length > 0 && !document.querySelector(".panel-loading, .panel-loading__spinner") && panels.length;
-})()"""
-PANELS = """[...document.querySelectorAll("section.panel-container")].map((panel) => ({
-    title: panel.querySelector("h2, h6")?.innerText ?? "",
-    text: panel.innerText,
-    drawn: panel.querySelectorAll("canvas, [role=cell], .flot-text").length,
-    cut: [...panel.querySelectorAll("*")]
-        .filter((one) => one.childElementCount === 0 && one.innerText?.trim())
-        .filter((one) => getComputedStyle(one).overflowX !== "visible" && one.scrollWidth > one.clientWidth + 1)
-        .map((one) => one.innerText),
-}))"""
+CLAIMS = re.compile(r"No (?:rule|tensor|rank|anomaly|incident) (?:fired|holds|failed|deviates)\b.*")
+"""Claims that nothing happened, which a panel without data cannot know. Each of these runs had a fault."""
+
+SHOWN = {
+    "simulated": {"State": "running"},
+    "slow": {"State": "running", "Slow ranks": "rank 1"},
+    "nan": {"State": "running", "Latest loss": "NaN"},
+    "failed": {"State": "failed", "Failed ranks": "RuntimeError"},
+    "ended": {"State": "completed"},
+    "past": {"State": "completed"},
+}
+"""A text that a panel must show for a run."""
+
+ENDED = {"failed", "ended", "past"}
+"""Runs whose last step must be shown."""
+
+NOT_GREEN = {"nan": {"Latest loss"}, "failed": {"State", "Ranks up"}}
+"""Tiles that must not be green for a run."""
+
+LOADED_WITHIN_SECONDS = 150.0
+"""Longest time for all queries of a board, on a machine with other work. On two idle cores it is at most 5 s."""
+
+QUERY_WITHIN_SECONDS = 10.0
+"""Longest time for one query alone, on a machine with other work. On two idle cores it is at most 1 s."""
+
+WIDTH, HEIGHT = 1440, 4200
 
 
 @pytest.fixture(scope="module")
@@ -72,34 +122,78 @@ def all_programs(require_server, tmp_path_factory) -> Iterator[Watched]:
 
 @pytest.fixture(scope="module")
 def training(all_programs: Watched) -> Iterator[Watched]:
-    """Yield all programs while two ranks train."""
-    folder = all_programs.programs.folder
-    for sign in ("go", "seen-21", "seen-31", "seen-40"):
-        (folder / sign).touch()
-    ranks = []
-    for rank in ("0", "1"):
-        settings = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "RANKSCOPE_RUN": "watched"}
-        settings["RANKSCOPE_INGEST_URL"] = all_programs.programs.urls["service"]
-        ranks.append(start_script(TRAINING, folder, log=folder / f"rank{rank}.log", **settings))
-    step = f'rankscope_step{{run="watched"}} > {TRAINING_STEPS}'
-    all_programs.wait_for(lambda: all_programs.query(step))
-    yield all_programs
-    for process in ranks:
-        process.kill()
-        process.wait(10)
+    """Yield all programs after the faults of all runs, while the live ones train."""
+    folder, started = all_programs.programs.folder, list[Started]()
+
+    def start(kind: str, script: Path, *arguments: object, ranks: int = 1) -> list[Started]:
+        group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        group |= {"RANKSCOPE_RUN": RUNS[kind], "RANKSCOPE_INGEST_URL": all_programs.programs.urls["service"]}
+        made = [
+            start_script(script, *arguments, log=folder / f"{kind}{rank}.log", RANK=rank, LOCAL_RANK=rank, **group)
+            for rank in map(str, range(ranks))
+        ]
+        started.extend(made)
+        return made
+
+    try:
+        for sign in ("go", "seen-21", "seen-31", "seen-40"):
+            (folder / sign).touch()
+        start("simulated", TROUBLED, folder, ranks=2)
+        start("slow", TWO_RANKS, ENDLESS, LATE_SECONDS, 0, 0, ranks=2)
+        (ended,) = start("ended", ONE_RANK, ENDED_STEPS, CHECKPOINT_STEP, NAN_STEP)
+        (first,) = start("nan", ONE_RANK, LAST_STEP, CHECKPOINT_STEP, ENDLESS)
+        all_programs.start(*{RUNS["live"], RUNS["failed"]} - all_programs.ranks.keys())
+        all_programs.send(RUNS["live"], "nan")
+        all_programs.send(RUNS["failed"], "nan-raise")
+        assert 0 == first.wait(120)
+        time.sleep(5.0)
+        start("nan", ONE_RANK, ENDLESS, -1, NAN_STEP)
+        for kind in ("simulated", "slow", "nan"):
+            all_programs.wait_for(
+                lambda kind=kind: all_programs.query(f'rankscope_step{{run="{RUNS[kind]}"}} > {LAST_STEP}')
+            )
+        all_programs.wait_for(
+            lambda: all_programs.query(f'rankscope_run_state{{run="{RUNS["failed"]}",state="failed"}} == 1')
+        )
+        time.sleep(SETTLED_SECONDS)
+        assert 0 == ended.wait(120)
+        state = f'rankscope_run_state{{run="{RUNS["ended"]}",state="completed"}} == 1'
+        all_programs.wait_for(lambda: all_programs.query(state))
+        yield all_programs
+    finally:
+        for process in started:
+            process.kill()
+            process.wait(10)
 
 
 @pytest.fixture(scope="module")
-def chromium(training: Watched, require_server, tmp_path_factory) -> Iterator[Browser]:
-    with browser(require_server("chromium"), tmp_path_factory.mktemp("chromium")) as found:
+def chromium(training: Watched, require_server, tmp_path_factory) -> Iterator[Requests]:
+    with closing(Requests(require_server("chromium"), tmp_path_factory.mktemp("chromium"))) as found:
         credentials = training.grafana.credentials
         if isinstance(credentials, str):
             login = f"Bearer {credentials}"
         else:
             login = f"Basic {base64.b64encode(':'.join(credentials).encode()).decode()}"
-        found.call("Network.enable")
+        found.call("Network.enable", maxPostDataSize=1 << 20)
         found.call("Network.setExtraHTTPHeaders", headers={"Authorization": login})
         yield found
+
+
+@pytest.fixture(scope="module")
+def ready(training: Watched) -> int:
+    """Return the time after all faults, in seconds since the epoch."""
+    return int(time.time())
+
+
+@pytest.fixture(scope="module")
+def times() -> Iterator[list[tuple[Any, ...]]]:
+    """Yield a table of measured seconds, which is printed at the end."""
+    rows: list[tuple[Any, ...]] = []
+    yield rows
+    table = "\n".join("\t".join(map(str, row)) for row in rows)
+    print(table)
+    if folder := os.environ.get("RANKSCOPE_GRAFANA_PICTURES"):
+        Path(folder, "times.tsv").write_text(f"{table}\n", encoding="utf-8")
 
 
 def test_nan_of_one_step_reaches_the_default_policy(all_programs: Watched):
@@ -112,36 +206,106 @@ def test_nan_of_one_step_reaches_the_default_policy(all_programs: Watched):
     assert all_programs.seconds_until_message("single", "nan", "AnomalyNan") < DEFAULT_WITHIN_SECONDS
 
 
-def panels_of(board: dict) -> list[str]:
-    """Return the titles of the panels that are shown when a board is opened."""
-    folded = [panel for row in board["panels"] if row.get("collapsed") for panel in row["panels"]]
-    return [panel["title"] for panel in all_panels(board) if panel["type"] != "row" and panel not in folded]
+def test_texts_of_this_test_are_texts_of_panels():
+    panels = [panel for board in BOARDS.values() for panel in all_panels(board)]
+    texts = {panel.get("fieldConfig", {}).get("defaults", {}).get("noValue") for panel in panels}
+    titles = {panel["title"] for panel in panels}
+
+    assert set() == set().union(*FALSE.values()) - texts
+    assert set() == set().union(*SHOWN.values(), *NOT_GREEN.values()) - titles
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("view", VIEWS)
+def stored(store: Path, run: str) -> dict[str, int]:
+    """Return the numbers of incidents, checkpoints and restarts of a run in the store, and its last step."""
+    counted = """SELECT
+        (SELECT count(DISTINCT (rank, rule, kind, tensor, step)) FROM events
+            WHERE run = $run AND type = 'incident' AND details->>'$.state' = 'opened') AS "Incidents",
+        (SELECT count(DISTINCT (attempt, step)) FROM events
+            WHERE run = $run AND type = 'phase' AND details->>'$.phase' = 'checkpoint') AS "Checkpoints",
+        (SELECT max(attempt) FROM attempts WHERE run = $run) AS "Restarts",
+        (SELECT max(last_step) FROM attempts WHERE run = $run) AS "Step"
+    """
+    with connect(store) as connection:
+        (found,) = connection.query(counted, {"run": run}).to_pylist()
+    return dict(found)
+
+
+def faults_of_page(board: dict[str, Any], kind: str, step: int, panels: list[dict[str, Any]]) -> list[str]:
+    """Return the faults of the panels of a board for a run with this last step."""
+    shown = SHOWN.get(kind, {}) | ({"Step": str(step)} if kind in ENDED else {})
+    texts = {panel["title"]: panel["text"] for panel in panels}
+    lines = {(title, line) for title, text in texts.items() for line in text.splitlines()}
+    wanted = sorted(panel["title"] for panel in all_panels(board) if panel["type"] != "row")
+    return [
+        *([] if wanted == sorted(texts) else [f"panels: {sorted(texts)}"]),
+        *(f"{title}: {line}" for title, line in lines if line in NO_REASON | FALSE[kind] or CLAIMS.search(line)),
+        *(f"{one['title']}: empty" for one in panels if not one["drawn"] and one["text"] == one["title"]),
+        *(f"{one['title']}: cut {one['cut']}" for one in panels if one["cut"]),
+        *(f"{one['title']}: green" for one in panels if one["green"] and one["title"] in NOT_GREEN.get(kind, ())),
+        *(
+            f"{title}: {texts[title]!r} without {text!r}"
+            for title, text in shown.items()
+            if title in texts and text not in texts[title].removeprefix(title)
+        ),
+    ]
+
+
+def faults_of_marks(board: dict[str, Any], expected: dict[str, int], panels: list[dict[str, Any]]) -> list[str]:
+    """Return the charts whose marks are not those of the store."""
+    has_marks = {"Restarts", *MARKS.values()} <= {one["name"] for one in board["annotations"]["list"]}
+    charts = {panel["title"] for panel in all_panels(board) if panel["type"] == "timeseries"}
+    drawn = {
+        one["title"]: {name: [*map(mark, one["marks"])].count(name) for name in MARKS.values()}
+        for one in panels
+        if one["drawn"] and one["title"] in charts
+    }
+    wanted = {name: expected[name] if has_marks else 0 for name in MARKS.values()}
+    return [f"{title}: marks {found}, in the store {wanted}" for title, found in drawn.items() if found != wanted]
+
+
+@pytest.mark.parametrize("kind", RUNS)
 @pytest.mark.parametrize("uid", BOARDS)
-def test_board_is_drawn(training: Watched, chromium: Browser, uid: str, view: str, theme: str):
-    titles = panels_of(BOARDS[uid])
-    address = urlencode(VIEWS[view] | {"orgId": 1, "theme": theme})
-    chromium.problems.clear()
+@pytest.mark.parametrize("seconds", RANGES.values(), ids=RANGES)
+def test_board_is_drawn(training, chromium: Requests, ready: int, times: list[Any], uid: str, seconds: int, kind: str):
+    board, theme, name = BOARDS[uid], "dark" if seconds == RANGES["6h"] else "light", f"{uid}-{kind}-{seconds // 60}m"
+    end = (
+        THEN + past.STEPS * past.SECONDS_PER_STEP + 60
+        if kind == "past"
+        else min(int(time.time()), ready + LATER_SECONDS)
+    )
+    view = {"var-datasource": HISTORY_SOURCE if kind == "past" else LIVE_SOURCE, "var-run": RUNS[kind], "refresh": ""}
+    view |= {"from": str((end - seconds) * 1000), "to": str(end * 1000)}
+    wanted = sum(panel["type"] != "row" for panel in all_panels(board))
+    chromium.forget()
     chromium.look(WIDTH, HEIGHT, theme)
 
-    chromium.open(f"{training.grafana.url}/d/{uid}?{address}&kiosk")
-    chromium.wait(f"({LOADED}) >= {len(titles)}", LOADED_WITHIN_SECONDS)
+    chromium.open(f"{training.grafana.url}/d/{uid}?{urlencode(view | {'orgId': 1, 'theme': theme})}&kiosk")
+    chromium.wait(LOADED, LOADED_WITHIN_SECONDS)
+    chromium.run(OPEN_ROWS)
+    chromium.wait(f"({LOADED}) >= {wanted}", LOADED_WITHIN_SECONDS)
     chromium.drain(1.0)
-    chromium.wait(f"({LOADED}) >= {len(titles)}", LOADED_WITHIN_SECONDS)
-    panels = chromium.run(PANELS)
-    save_picture(chromium, f"{uid}-{view}-{theme}")
+    chromium.wait(f"({LOADED}) >= {wanted}", LOADED_WITHIN_SECONDS)
+    panels, queries = chromium.run(PANELS), chromium.queries()
+    save_picture(chromium, f"{name}-{theme}")
+    expected = stored(training.programs.folder / "history", RUNS[kind])
+    asked = {query: query.ask(training.programs.urls["prometheus"]) for query in queries}
+    slowest = max(asked, key=lambda query: asked[query][0])
+    times.append((name, *(f"{one:.2f}" for one in (*chromium.seconds(), asked[slowest][0])), slowest.expression))
 
-    assert sorted(titles) == sorted(panel["title"] for panel in panels)
-    assert [] == [panel for panel in panels if NO_REASON & {*panel["text"].splitlines()}]
-    assert [] == [panel["title"] for panel in panels if not panel["drawn"] and panel["text"] == panel["title"]]
-    assert [] == [panel for panel in panels if panel["cut"]]
-    assert [] == [problem for problem in chromium.problems if '"level": "error"' in problem]
+    faults = [
+        *faults_of_page(board, kind, expected["Step"], panels),
+        *faults_of_marks(board, expected, panels),
+        *(f"refused: {query.substituted}: {error}" for query, (_, error) in asked.items() if error),
+        *(f"[]: {query.expression}" for query in queries if "[]" in query.expression),
+        *(f"[]: {one}" for one in chromium.lists if re.search(r"(?<!match)\[\]", one)),
+        *(problem for problem in chromium.problems if '"level": "error"' in problem),
+    ]
+    assert [] == faults
+    assert chromium.seconds()[0] < LOADED_WITHIN_SECONDS
+    assert asked[slowest][0] < QUERY_WITHIN_SECONDS
 
 
-def save_picture(chromium: Browser, name: str) -> None:
+def save_picture(chromium: Requests, name: str) -> None:
     """Write a picture of the page to the folder for pictures, if it is set."""
     if folder := os.environ.get("RANKSCOPE_GRAFANA_PICTURES"):
         Path(folder, f"{name}.png").write_bytes(chromium.picture())
