@@ -104,7 +104,7 @@ def test_change_of_a_flat_loss_with_one_spike_is_zero(tmp_path):
     with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
         append(writer, scalars=scalars("r", "loss", steps, values, incarnation="r-0", ts=START + steps))
 
-    assert "median of 100 rows: +0 against the 100 before" in read(Site(tmp_path / "store"), "runs", "r").text
+    assert "median +0 per 100 rows" in read(Site(tmp_path / "store"), "runs", "r").text
 
 
 def test_events_are_events_and_restarts_are_counted(site):

@@ -120,7 +120,7 @@ function changeOf(values, own, before) {
   const rows = Math.min(RECENT_ROWS, values.length >> 1);
   const newest = values.slice(-2 * rows);
   if (rows < 5 || !newest.every(Number.isFinite)) return "";
-  return `median of ${rows} rows: ${signed(median(newest.slice(rows)) - median(newest.slice(0, rows)), 3)} against the ${rows} before`;
+  return `median ${signed(median(newest.slice(rows)) - median(newest.slice(0, rows)), 3)} per ${rows} rows`;
 }
 
 /**

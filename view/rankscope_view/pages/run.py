@@ -246,7 +246,7 @@ def _loss_line(row: RunRow, change: tuple[float, int] | None, loss: History) -> 
         step = int(loss.step[loss.stands][finite[-1]])
         return f"last finite {measure(float(values[finite[-1]]))} at step {count(step)}"
     moved, rows = change or (0.0, 0)
-    return f"median of {rows} rows: {moved:+.3g} against the {rows} before".replace("-", "−", 1) if rows else ""
+    return f"median {moved:+.3g} per {rows} rows".replace("-", "−", 1) if rows else ""
 
 
 def goodput_texts(share: float | None, lost: float | None) -> tuple[str, str] | None:

@@ -215,7 +215,8 @@ def _stored(found: Summary) -> Iterator[tuple[str, str]]:
         yield "code", ", ".join(code)
     see = f", see {shlex.join(['rankscope', 'incidents', found.run])}" if found.incidents else ""
     number = len(found.detail.row.incidents)
-    yield "incidents", f"{number} open, {found.incidents - number} resolved or closed{see}"
+    split = f"{number} open, {found.incidents - number} resolved or closed"
+    yield "incidents", f"{split}{see}" if found.incidents else "0"
     yield "lost", f"{stored.lost_records} records"
     rows = ", ".join(f"{rows:,} {dataset}" for dataset, rows in stored.rows.items())
     yield "stored", f"{rows or 'nothing'}; {_size(stored.bytes_on_disk)}"
