@@ -123,7 +123,7 @@ test("time left and the lines below the values follow the live rows", () => {
   const lines = (own) => ["loss", "learning_rate", "step_seconds", "perplexity"].map((name) => contextOf(name, own, "exp(loss)", 2, 99));
   assert.deepEqual([122, NaN], [secondsLeft(rows, 200), secondsLeft(rows.slice(0, 1), 200)]); // one pause does not change the pace
   assert.deepEqual(["2 min 2 s", "9.5 s", "3 h", "31 s"], [122, 9.5, 10_800, 31.2].map(duration));
-  assert.deepEqual(["median of 20 rows: −2 against the 20 before", "constant", "+100 % since step 130", "exp(loss)"], lines(rows));
+  assert.deepEqual(["median −2 per 20 rows", "constant", "+100 % since step 130", "exp(loss)"], lines(rows));
   assert.deepEqual(["", "constant", "", "exp(loss)"], lines(rows.slice(0, 9)));
   assert.deepEqual(["up to step 99", ""], [99, -1].map((at) => contextOf("grad_norm", rows, "median 1 in 9 rows", 2, at)));
 
