@@ -124,14 +124,14 @@ def _by_rank() -> PanelBuilder:
 def _rule_state() -> PanelBuilder:
     text = PanelText(
         title="Rule state",
-        description="State of each rule at each scrape, by kind of tensor. Red: the rule fires on at least one rank "
-        "at the step of the scrape. Firings between two scrapes are not visible here; the panel Anomalies contains "
+        description="State of each rule, by kind of tensor. Red: the rule fired on at least one rank at the step of "
+        "a scrape. Firings between two scrapes are not visible here; the panel Anomalies contains "
         "them.",
         mappings=_FIRING,
         empty=_NO_RULE,
     )
     firing = f"{catalogue.RULE_FIRING.name}{RANKS}"
-    query = Query(f"max by (run, rule, kind) ({firing})", "{{rule}} {{kind}}")
+    query = Query(f"max by (run, rule, kind) (max_over_time({firing}[$__interval]))", "{{rule}} {{kind}}")
     return history_panel(text, query, "rule", firing)
 
 

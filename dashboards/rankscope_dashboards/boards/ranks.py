@@ -290,7 +290,7 @@ def _error_counts() -> PanelBuilder:
     columns = {
         "rank": Column(heading="Rank", width=70, is_number=True),
         "gpu": Column(heading="GPU"),
-        "type": Column(heading="Type", width=150),
+        "type": Column(heading="Type", width=170),
         "Value": Column(heading="Errors", width=85),
     }
     rows, replays = (one.name + RANKS for one in (hardware.GPU_REMAPPED_ROWS, hardware.GPU_PCIE_REPLAYS))

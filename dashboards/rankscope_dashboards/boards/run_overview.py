@@ -133,7 +133,7 @@ def _step() -> PanelBuilder:
         "Highest completed step of the selected ranks at the end of the time range, and its curve. It rises while "
         "training runs. If it does not, look at the state and at the panel Steps behind of the board Ranks.",
     )
-    return stat_panel(text, Query(f"max by (run) ({catalogue.STEP.name}{RANKS})"))
+    return stat_panel(text, Query(f"max by (run) (last_over_time({catalogue.STEP.name}{RANKS}[$__interval]))"))
 
 
 def _latest_loss() -> PanelBuilder:
