@@ -24,7 +24,7 @@ def by_service(url: str) -> None:
 
 
 def by_deployment(url: str) -> None:
-    with pytest.raises(GrafanaError, match="did not state its release"):
+    with pytest.raises(GrafanaError, match="it is not Grafana"):
         Server(url, "glsa_token").check()
 
 
