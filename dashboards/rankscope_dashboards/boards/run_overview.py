@@ -141,7 +141,6 @@ def _latest_loss() -> PanelBuilder:
         title="Latest loss",
         description="Last logged loss of each name in the time range, mean of all ranks that logged it at its last "
         "step. Compare it with the curve below: it should fall or remain level. NaN and infinite values are red.",
-        decimals=4,
         empty="The script logs no loss",
         thresholds=((None, "text"), (sys.float_info.max, "red")),  # the second one is that of an infinite loss
     )

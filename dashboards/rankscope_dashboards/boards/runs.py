@@ -82,7 +82,7 @@ def _table() -> PanelBuilder:
         "Value #C": Column(heading="Progress", width=95, unit="percentunit", decimals=1),
         "Value #B": Column(heading="Time left", width=120, unit="dtdurations", decimals=0),
         "Value #D": Column(heading="Step", width=90, decimals=0),
-        "Value #E": Column(heading="Loss", width=90, decimals=4),
+        "Value #E": Column(heading="Loss", width=90),
         "Value #F": Column(heading="Tokens/s", width=100, decimals=0),
         "Value #G": Column(heading="Anomalies", width=115, decimals=0),
         "Value #H": Column(heading="Ranks up", width=95, decimals=0),
