@@ -65,6 +65,17 @@ def test_failed_run_is_found(reader):
     assert "loss is not finite" in reader.text("#head")
 
 
+def test_text_below_a_number_of_a_run_does_not_reach_the_next_number(chromium, address):
+    chromium.look(1440, 900)
+    chromium.open(f"{address}/runs/{MAIN}")
+    right = "getBoundingClientRect().right"
+    widths = f"(box) => [box.{right}, Math.max(...[...box.querySelectorAll('dd *')].map((one) => one.{right}))]"
+    found = chromium.run(f"[...document.querySelectorAll('.runhead dl div')].map({widths})")
+
+    assert len(found) == 7
+    assert [] == [(box, text) for box, text in found if text > box]
+
+
 def test_first_nan_is_found(reader, course):
     reader.click(f"#runs tr:has(a[href='/runs/{MAIN}']) .why a", "document.body.dataset.page === 'incident'")
 
