@@ -26,7 +26,7 @@ FEWEST_ROWS: Final = 19
 """Number of values before the first one that is judged: rules apply from the 20th row on."""
 
 LAST_ROWS: Final = 7
-"""Number of values whose median replaces the one of 19 where it is smaller: that of 19 is late on a falling curve."""
+"""Number of values of a second median. On a falling curve, the median of 19 values is far above the newest values."""
 
 LOGARITHMIC_SHARE: Final = 0.75
 LOGARITHMIC_MOST: Final = 7.5
