@@ -28,6 +28,10 @@ FEWEST_ROWS: Final = 19
 LAST_ROWS: Final = 7
 """Number of values of a second median. On a falling curve, the median of 19 values is far above the newest values."""
 
+RISEN_ROWS: Final = 10
+RISE: Final = 2.0
+"""A rise is this number of values in a row that are at least twice the ratio times the lowest median of the series."""
+
 LOGARITHMIC_SHARE: Final = 0.75
 LOGARITHMIC_MOST: Final = 7.5
 TINY: Final = sys.float_info.min
@@ -44,7 +48,8 @@ class CurveRule(AnomalyRule):
     anomaly. A deviation is measured between values in a row, so that a falling curve does not hide a spike. The rule
     fires once, at the row that completes `in_a_row` such rows, by the median of 19 values only. If that is one row,
     it fires again at each further row up to the first one below `ratio` times the same median: a loss that does not
-    return is no spike that is over.
+    return is no spike that is over. It also fires at the tenth row in a row of at least twice `ratio` times the lowest
+    median of 19 values of the series: a loss that grows by a few percent per row is never far above the rows before it.
 
     With `above="highest"`, the value is compared with the highest value before it, and must rise more than three times
     as far as any value before it. A schedule that returns to an earlier value or rises in equal stairs is no anomaly.
@@ -98,12 +103,16 @@ class CurveRule(AnomalyRule):
         middle = statistics.median(window[-FEWEST_ROWS:])
         if self.holds:
             middle = min(middle, statistics.median(window[-LAST_ROWS:]))
+        return middle if self.is_far(value, middle, window) else None
+
+    def is_far(self, value: float, middle: float, window: Sequence[float]) -> bool:
+        """Return whether `value` is above the limit, compared with `middle` and the deviations of `window`."""
         if not value >= self.ratio * middle > 0 or not _low(window) > 0:
-            return None
+            return False
         logarithms = [math.log(max(one, TINY)) for one in window]
         is_far = value - middle >= self.deviations * _spread(window)
         least = min(LOGARITHMIC_SHARE * self.deviations, LOGARITHMIC_MOST) * _spread(logarithms)
-        return middle if is_far and math.log(value) - math.log(middle) >= least else None
+        return is_far and math.log(value) - math.log(middle) >= least
 
 
 def _low(window: Sequence[float]) -> float:
@@ -127,6 +136,8 @@ class Curve:
     highest: float = -math.inf
     rise: float = 0.0  # the largest rise of the highest value that was no anomaly
     above: int = 0  # number of rows above the limit, up to the last row
+    lowest: float = math.inf  # the lowest median of 19 values
+    risen: int = 0  # number of rows of at least twice the ratio times the lowest median, up to the last row
     held: float = math.nan  # the median before the first firing, while the values have not returned
 
     def observe(self, rule: CurveRule, value: float) -> float | None:
@@ -151,11 +162,17 @@ class Curve:
                 before = self.highest if is_steep and value >= rule.ratio * self.highest > 0 else None
             elif value >= rule.ratio * min(self.values):  # as is the median
                 before = rule.compare(value, self.values)
+        if rule.holds:
+            self.risen = self.risen + 1 if value >= RISE * rule.ratio * self.lowest else 0
+            if before is None and self.risen >= RISEN_ROWS and rule.is_far(value, self.lowest, self.values):
+                before = self.lowest
         if value > self.highest >= 0 and before is None:
             self.rise = max(self.rise, value - self.highest)
         self.highest = max(self.highest, value)
         self.values = [*self.values[1 - rule.rows :], value] if rule.rows > 1 else [value]
         self.count += 1
+        if rule.holds and self.count >= rule.fewest:
+            self.lowest = min(self.lowest, statistics.median(self.values[-FEWEST_ROWS:]))
         return before
 
 

@@ -118,6 +118,16 @@ def test_loss_that_diverges_fires_to_the_end():
     assert [*range(fired[0], 300)] == fired
 
 
+@pytest.mark.parametrize("growth", [0.01, 0.03, 0.05, 0.1, 0.15, 0.3])
+def test_loss_that_grows_a_few_percent_per_row_is_found(growth):
+    loss = (2 + 3 * np.exp(-np.arange(400) / 40)) * (1 + 0.03 * noise(2)[:400])
+    loss[100:] *= (1 + growth) ** np.arange(300)
+    fired = [row for name, row in firings({"loss": loss}) if name == "LossSpike"]
+
+    assert loss[100] < loss[fired[0]] < 8 * loss[100]
+    assert [*range(fired[0], 400)] == fired
+
+
 @pytest.mark.parametrize(("deviation", "least"), [(0.01, 190), (0.03, 150)])
 def test_spike_on_a_steep_curve_is_found(deviation, least):
     random, rows, found = np.random.default_rng(3), np.arange(120), 0
@@ -186,8 +196,9 @@ def test_ranks_judge_each_value_as_imports_judge_the_table():
     random = np.random.default_rng(8)
     curve = np.exp(0.3 * random.normal(size=900)) * np.where(random.random(900) < 0.02, 40, 1)
     curve[random.random(900) < 0.05] = np.nan
+    grows = (2 + 0.02 * noise(9)[:900]) * 1.04 ** np.clip(np.arange(900) - 300, 0, 200)
     rate = np.cumprod(1 + (random.random(900) < 0.02) * random.random(900))
-    for name, values in {"loss": curve, "learning_rate": rate, "grad_norm": curve**2}.items():
+    for name, values in [("loss", curve), ("loss", grows), ("learning_rate", rate), ("grad_norm", curve**2)]:
         evaluator = SeriesEvaluator(CURVE_RULES, None, "value", name)
         found = [(f.rule.name, f.position) for value in values.tolist() if (f := evaluator.observe(value)) is not None]
 
@@ -222,6 +233,7 @@ def test_firings_do_not_depend_on_the_division_of_the_log():
         "loss": np.exp(0.4 * noise(1)[:600]) * np.where(np.arange(600) % 97 == 96, 40, 1),
         "step_seconds": np.where(np.arange(600) % 100 > 95, 4.0, 1.0),
     }
+    curves["grad_norm"] = np.ones(600) * 1.2 ** np.clip(np.arange(600) - 300, 0, 60)
     whole = [name for name, _ in firings(curves)]
     for size in (7, 128):
         evaluator = CurveEvaluator(CURVE_RULES)

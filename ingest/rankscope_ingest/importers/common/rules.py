@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from rankscope_contract.model.events import EventType
 from rankscope_contract.model.kinds import JUDGED_OPS, VALUE_OPS
 from rankscope_contract.rules import AnomalyRule
-from rankscope_contract.rules.curve import Curve, CurveRule, SeriesEvaluator
+from rankscope_contract.rules.curve import FEWEST_ROWS, RISE, RISEN_ROWS, Curve, CurveRule, SeriesEvaluator
 from rankscope_ingest.base.tables import table_schema
 
 Numbers = npt.NDArray[np.float64]
@@ -61,6 +61,8 @@ class _Curve(Curve):
             for row in np.flatnonzero(judged >= rule.ratio * windows.min(axis=1)).tolist():
                 median = rule.compare(float(judged[row]), windows[row].tolist())
                 medians[single + row] = np.nan if median is None else median
+            if rule.holds:
+                self._rise(rule, history, windows, medians[single:])
             self.values, self.count = history[-rule.rows :].tolist(), self.count + len(judged)
         is_above = np.isfinite(medians)
         if rule.skips_pauses:
@@ -69,6 +71,17 @@ class _Curve(Curve):
         self.above, self.seq = int(runs[-1]), int(seqs[-1])
         fired = np.flatnonzero(runs == rule.in_a_row)
         return self._hold(rule, values, fired, medians) if rule.holds else (fired, medians[fired])
+
+    def _rise(self, rule: CurveRule, history: Numbers, windows: Numbers, medians: Numbers) -> None:
+        """Write the lowest median into `medians` for the rows that end ten rows above its limit. See `Curve`."""
+        newest = np.lib.stride_tricks.sliding_window_view(history, min(FEWEST_ROWS, rule.rows))[-len(medians) :]
+        lowest = np.minimum.accumulate(np.append(self.lowest, np.median(newest, axis=1)))
+        judged, self.lowest = history[-len(medians) :], float(lowest[-1])
+        risen = _run_lengths(judged >= RISE * rule.ratio * lowest[:-1], self.risen)
+        self.risen = int(risen[-1])
+        for row in np.flatnonzero((risen >= RISEN_ROWS) & np.isnan(medians)).tolist():
+            if rule.is_far(float(judged[row]), float(lowest[row]), windows[row].tolist()):
+                medians[row] = lowest[row]
 
     def _hold(self, rule: CurveRule, values: Numbers, fired: Integers, medians: Numbers) -> tuple[Integers, Numbers]:
         """Return all positions up to the return of the values after each firing, and the medians before them."""
