@@ -52,11 +52,12 @@ def summary_text(found: Summary, form: TextFormat) -> str:
     return "\n".join([*lines_of(title(found), [(section.title, section.rows) for section in sections(found)]), ""])
 
 
-def lines_of(title: str, sections: Iterable[tuple[str, Iterable[tuple[str, str]]]]) -> Iterator[str]:
+def lines_of(title: str, sections: Iterable[tuple[str, Sequence[tuple[str, str]]]]) -> Iterator[str]:
     """Yield the lines of a summary, from the title and the rows of each section."""
     yield from (RULE, printable(title), RULE)
     for name, rows in sections:
-        yield name
+        throughput = [text for key, text in rows if (name, key) == ("speed", "throughput")]
+        yield f"speed: {printable(throughput[0].partition(' (')[0])}" if throughput else name
         yield from (f"  {printable(key)}: {printable(text)}" for key, text in rows)
     yield RULE
 
