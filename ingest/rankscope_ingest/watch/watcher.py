@@ -16,6 +16,7 @@ from rankscope_contract.model.events import LOG_UNREADABLE, RUN_FAILED, RUN_FINI
 from rankscope_contract.rules.curve import SLOW_STEPS
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.base.watch_config import WatchSection
+from rankscope_ingest.importers.common.report import unkept_names
 from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.runs.incident import MUTED, OPENED, RESOLVED, Incident
 from rankscope_ingest.watch.anomalies import LogAnomalies
@@ -129,6 +130,7 @@ class LogWatcher:
         self._refusal: str | None = None  # reason why the present content of the log cannot be imported
         self._import_due_at = 0.0  # monotonic
         self._values_stored = 0
+        self._unkept: set[str] = set()  # names that were printed
         self.status = LogStatus(
             address=self._address, run=run, condition=Condition.WAITING, reason="the log was not read yet"
         )
@@ -211,6 +213,9 @@ class LogWatcher:
         is_long = seconds > LONG_IMPORT_SECONDS and not outcome.is_first  # the first import stores the complete log
         self._import_due_at = began + (seconds / IMPORT_SHARE if is_long else 0.0)
         self._values_stored += outcome.report.rows_stored
+        for text in unkept_names([name for name in outcome.report.unkept if name not in self._unkept]):
+            log.warning("%s: %s", self.run_name, text)
+        self._unkept.update(outcome.report.unkept)
         if outcome.is_first and (incarnation := self._intake.incarnation) is not None:
             self._rows.add(await self._store.run(lambda: self._store.recent(self.run_name, incarnation)), None)
         is_live, attempt = self._imported is not None, self._rows.attempt

@@ -149,6 +149,18 @@ DIALECTS = {
             (100, "tokens_per_second", 12.0),
         ],
     ),
+    "own_metrics_after_spaces": (
+        "step 120/900: loss 2.31 my_reward 0.44 kl/actor 1e-3, wait 5ms entropy 0.7 lr 1e-4 took 3 of 4",
+        [
+            (120, "entropy", 0.7),
+            (120, "kl/actor", 1e-3),
+            (120, "learning_rate", 1e-4),
+            (120, "loss", 2.31),
+            (120, "my_reward", 0.44),
+            (120, "wait", 0.005),
+        ],
+    ),
+    "prose_behind_a_loss": ("step 5 loss 2.5 saved 3 files after 2.5 s", [(5, "loss", 2.5)]),
     "validation_row": ("| valid | step 500 | loss 2.1 |", [(500, "eval_loss", 2.1)]),
     "nan": ("iteration 5/10 loss=nan grad_norm=inf", [(5, "grad_norm", math.inf), (5, "loss", math.nan)]),
 }

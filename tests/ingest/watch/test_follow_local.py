@@ -107,6 +107,20 @@ async def test_error_that_training_survives_is_no_failure(watch, replay, slow_li
     assert [] == watch.receiver.titles
 
 
+async def test_names_that_are_not_kept_are_named_once_and_on_the_page(watch, replay, caplog):
+    async with watch.session() as session:
+        for begin in (1, 6):
+            replay.write([f"step {step} | loss 2.5 | took 3.5x of Train 9 in" for step in range(begin, begin + 5)])
+            await session.poll()
+        replay.write([f"step {step} | loss 2.5 | waited 3.5x" for step in range(11, 15)])
+        await session.poll()
+    with connect(watch.folder) as connection:
+        texts = [line.text for line in event_lines(connection, "r")]
+
+    assert ["r: not kept: took, Train", "r: not kept: waited"] == caplog.messages
+    assert "records of train.log; not kept: took, Train" in texts
+
+
 async def test_checkpoint_in_progress_is_no_stall(watch, replay, slow_lines):
     saving = next(number for number, line in enumerate(slow_lines) if line.startswith("saving"))
     async with watch.session() as session:

@@ -1,7 +1,7 @@
 """Split a line of a text log into its prefix, its counters, and its pairs of a name and a value.
 
 A line is split by its own separators. A name is followed by a colon, an equals sign, the word `is`, or a space. If a
-space follows the name, it must be the name of a known quantity, or name and value must be alone between two separators.
+space follows the name, it must be the name of a known quantity, or only such pairs may be between two separators.
 Numbers of a line that belong to no pair are returned by the words before them, so that they can be counted.
 """
 
@@ -72,6 +72,13 @@ _PAIR: Final = re.compile(
     r"(?:\s?\((?P<paren>[^()]{1,40})\))?(?=$|[\s,;|~)\]}>'\"]|\.(?:\s|$))",
     re.IGNORECASE,
 )
+_NO_NAMES: Final = r"(?:after|and|at|by|for|from|in|of|on|over|per|than|then|to|took|until|was|with|within)\b"
+_RUN: Final = re.compile(
+    rf"(?:^|(?<=[|,;:(\[{{]))(?:\s*(?!{_NO_NAMES}){_WORD}\s+{NUMBER}(?:\s?(?:{_UNITS}))?(?![\w.:/%]))+"
+    r"(?=\s*(?:$|[|,;)\]}]))",
+    re.IGNORECASE,
+)
+"""A regular expression for names and values between two separators that only spaces separate from each other."""
 _VALUE: Final = re.compile(r"\d|nan|inf", re.IGNORECASE)  # a line without any of these has no pair
 _VALUE_FIRST: Final = re.compile(
     rf"(?:^|\|)\s*(?P<value>{NUMBER})\s*(?P<unit>{_UNITS})\s*(?P<name>(?:\w+ )?MFU)?\s*(?=\||$)", re.IGNORECASE
@@ -148,12 +155,13 @@ def parse(text: str) -> Line:
     begin = _prefix_end(text, min(start, _PREFIX_CHARACTERS))
     ends = [begin]
 
-    def pair(found: re.Match[str]) -> str:
-        if not _is_pair(found):
-            return found[0]
+    def add(found: re.Match[str]) -> str:
         ends.append(found.start())
         _add_pair(found, line)
         return "|"
+
+    def pair(found: re.Match[str]) -> str:
+        return add(found) if _is_pair(found) else found[0]
 
     left = body[begin:]
     if begin < start < len(text):
@@ -172,6 +180,8 @@ def parse(text: str) -> Line:
         left = left.replace(evaluation[0], "|", 1)
     line.has_point = _POINT.search(body, begin) is not None
     if left.strip(_SEPARATORS):
+        if line.pairs and line.counters:
+            left = _RUN.sub(lambda run: _PAIR.sub(add, run[0]), left)
         left = _VALUE_FIRST.sub(lambda found: _add_value(found, line), left)
         line.rest += [_name_before(left, found.start()) for found in _REST.finditer(left)]
         line.has_words = _LETTERS.search(left) is not None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
+from collections.abc import Collection
 from typing import Final
 
 from rankscope_ingest.importers.common.importer import Fault
@@ -50,6 +52,8 @@ class ImportReport:
     """Step of the first record in which this log differs from the log at `branches_from`, if that path is set."""
     is_unchanged: bool = False
     """True if the log was not read, because it has not changed since its last import."""
+    unkept: tuple[str, ...] = ()
+    """Names of the numbers that are not stored."""
     is_replacement: bool = False
     """True if the last import from this path read another log. That log was rotated or truncated since then."""
 
@@ -59,9 +63,14 @@ def unkept_notes(unkept: Counter[str]) -> list[str]:
 
     Return an empty list if all numbers are stored. The names are sorted by their numbers of values.
     """
-    shown = [f"{name} ({count:,})" for name, count in unkept.most_common(_SHOWN_NAMES)]
-    more = len(unkept) - len(shown)
-    return [f"not kept: {', '.join(shown)}{f' and {more:,} more' if more else ''}"] if shown else []
+    return unkept_names([f"{name} ({count:,})" for name, count in unkept.most_common()])
+
+
+def unkept_names(names: Collection[str]) -> list[str]:
+    """Return a message with the first 20 of `names`, the numbers that are not stored; an empty list without names."""
+    more = len(names) - _SHOWN_NAMES
+    shown = ", ".join(itertools.islice(names, _SHOWN_NAMES))
+    return [f"not kept: {shown}{f' and {more:,} more' if more > 0 else ''}"] if names else []
 
 
 def overlap_notes(overlap: KnownImport | None) -> list[str]:
