@@ -51,6 +51,13 @@ _COUNTED: Final = re.compile(r"step|iter|update|epoch|batch|\[\s*\d+\s*/|^s:", r
 _ALONE: Final = re.compile(r"loss|perplexity|ppl|acc|per.step", re.IGNORECASE)
 """A regular expression that occurs in a line without a counter which may be read."""
 _CHECKPOINT: Final = re.compile(r"\b(?:checkpoint|ckpt)", re.IGNORECASE)
+_VERB: Final = r"\b(saved|saving|wrote|written|writing|loaded|loading|restored|restoring|resumed|resuming)\b"
+_HANDLED: Final = re.compile(
+    rf"{_VERB}\W+(?:\w+\W+){{0,3}}?(?:checkpoint|ckpt)(?! shards)"
+    rf"|\b(?:checkpoint|ckpt)\S*\W+(?:(?!will\b)\w+\W+){{0,2}}?{_VERB}",
+    re.IGNORECASE,
+)
+"""A regular expression for a line which reports that a checkpoint is or was saved or loaded."""
 _HEADING: Final = re.compile(r"\bepoch\b", re.IGNORECASE)
 _HEADING_CHARACTERS: Final = 80
 _SET: Final = re.compile(r"^(?:Train|Eval) (?=\w+/)")
@@ -119,7 +126,7 @@ class TextLog:
             parts = bar_lines(line.decode(errors="replace"))
             for place, part in enumerate(parts, 1):
                 text = without_colours(part)
-                record = log.record(text) or _checkpoint(text)
+                record = log.record(text) or log.checkpoint(text)
                 if record is None:
                     counts["other_lines"] += 1
                     continue
@@ -214,6 +221,24 @@ class Lines:
         self._faults.unkept.update(found.rest)
         return found.document()
 
+    def checkpoint(self, text: str) -> dict[str, Any] | None:
+        """Return an object with an event for a line about a checkpoint; None for any other line.
+
+        The line has a step, or follows a record and reports that a checkpoint is saved, at its step, or loaded.
+        """
+        if len(text) > MAX_LINE_CHARACTERS or not _CHECKPOINT.search(text):
+            return None
+        found, counters = _HANDLED.search(text), parse(text).counters
+        if not (counters or (found and self._counters)):
+            return None
+        document = {"event": EventType.CHECKPOINT, **counters, "line": text.strip()[:1000]}
+        if found is None:
+            return document
+        verb = (found[1] or found[2]).lower()
+        is_load, end = verb[0] in "lr", "ing" if verb.endswith("ing") else "ed"
+        place = {} if counters or is_load else self._counters
+        return {**place, **document, "action": f"{'load' if is_load else 'sav'}{end}"}
+
 
 def nearest_miss(head: bytes) -> str | None:
     """Return the first line of a file that is nearly a record, and its missing part. Return None without one."""
@@ -239,14 +264,6 @@ def _stands_alone(line: Line) -> bool:
 
 def _is_typical(key: str) -> bool:
     return canonical(key).name in _TYPICAL or "loss" in key.lower()
-
-
-def _checkpoint(text: str) -> dict[str, Any] | None:
-    """Return an object with a checkpoint event for a line that mentions a checkpoint and a step; otherwise None."""
-    if len(text) > MAX_LINE_CHARACTERS or not _CHECKPOINT.search(text):
-        return None
-    counters = parse(text).counters
-    return {"event": EventType.CHECKPOINT, **counters, "line": text.strip()[:1000]} if counters else None
 
 
 IMPORTER = TextLog()

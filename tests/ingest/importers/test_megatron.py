@@ -249,6 +249,18 @@ def test_restarts_are_counted_per_rank(tmp_path):
     assert [0, 0, 0, 0] == [one["attempt"] for one in rows if one["rank"] == 1]
 
 
+@pytest.mark.parametrize("rows", [(), (6, 7)])
+def test_start_lines_are_of_the_attempt_that_begins_with_them(tmp_path, rows):
+    """A load before its first row is of the next attempt, too, if it returns to an earlier step."""
+    text = "".join(f"{row(step)}\n" for step in range(1, 9))
+    text += " successfully loaded checkpoint from /ckpt [ t 1, p 1 ] at iteration 5\n"
+    text += "[after dataloaders are built] datetime: 2025-02-28 17:00:00\n" if rows else ""
+    _, events, *_ = read(tmp_path, text + "".join(f"{row(step)}\n" for step in rows))
+
+    want = [("checkpoint", 5, 1), ("phase", None, 1)]
+    assert want[: 1 + bool(rows)] == [(one["type"], one["step"], one["attempt"]) for one in events]
+
+
 def test_repeated_row_is_no_restart_but_a_repeated_step_is(tmp_path):
     """S0-09 (variant 8): several ranks print the same row; a step that runs again has another loss."""
     again = row(3).replace("9.763827E+00", "9.763999E+00")

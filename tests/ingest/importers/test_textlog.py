@@ -276,6 +276,30 @@ def test_checkpoint_line_is_an_event(logs):
     )
 
 
+@pytest.mark.parametrize(
+    ("line", "step", "action"),
+    [
+        ("saved ckpt-500.pt", 2, "saved"),
+        ("Saving model checkpoint to out/checkpoint-500", 2, "saving"),
+        ("checkpoint written: out/last.pt", 2, "saved"),
+        ("[rank0] checkpoint out/a.ckpt was successfully saved", 2, "saved"),
+        ("Resumed from checkpoint out/a.ckpt", None, "loaded"),
+        ("saved checkpoint at step 1 to out/", 1, "saved"),
+        ("Checkpoints will be saved to out/", None, None),
+        ("checkpoint_every=500 save_total=3", None, None),
+        ("Loading checkpoint shards: done", None, None),
+    ],
+)
+def test_line_about_a_saved_checkpoint_is_an_event_at_the_step_before_it(logs, line, step, action):
+    logs.import_log(
+        logs.write("train.log", f"{line.replace('step 1 ', '')}\nstep 1 loss 3\nstep 2 loss 2\n{line}\nstep 3 loss 1\n")
+    )
+
+    assert [{"step": step, "action": action}] * (action is not None) == logs.query(
+        "SELECT step, details->>'$.action' AS action FROM events WHERE type = 'checkpoint'"
+    )
+
+
 def test_source_code_before_the_rows_does_not_hide_them(tmp_path):
     """Logs of modded-nanogpt begin with the source code of the program, which is longer than the sampled beginning."""
     path = tmp_path / "log.txt"

@@ -7,6 +7,7 @@ records. Lines that report a failure become events.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +15,7 @@ from typing import Any, Final
 from rankscope_ingest.importers.common.choices import MAX_BYTES, MAX_RECORDS, Choices
 from rankscope_ingest.importers.common.dates import FORM, Dates, decide_dates
 from rankscope_ingest.importers.common.failures import FailureLine, FailureLines
-from rankscope_ingest.importers.common.importer import FROM_LOG, BlockBuilder, Faults, Imported
+from rankscope_ingest.importers.common.importer import FROM_LOG, SETTLED_SECONDS, BlockBuilder, Faults, Imported
 from rankscope_ingest.importers.common.lines import (
     MAX_LINE_BYTES,
     is_settled,
@@ -58,6 +59,8 @@ def read_log(
         if builder.is_full and (block := builder.take()):
             yield block
     records.decide()
+    if time.time() - path.stat().st_mtime > SETTLED_SECONDS:  # otherwise, the row that they wait for may follow
+        objects.add_starts(builder)
     if block := builder.take():
         yield block
     faults.notes += objects.choices.notes()
@@ -197,6 +200,7 @@ class _LogRecords:
     def _add_failure(self, failure: FailureLine) -> None:
         """Add an event for `failure`, at the step of the last record, unless it has one."""
         if event := self.failures.event(failure):
+            self.objects.add_starts(self._builder)
             ts = micros(failure.timestamp)
             if ts is None and failure.timestamp:
                 ts, _ = self.objects.clock.moment(failure.timestamp)

@@ -119,6 +119,7 @@ An example is `train_loss`. ms-swift's `train_speed(iter/s)` is the speed of a s
 
 _SPELLED: Final = re.compile(r"\d ?[a-z]+[\s,]*\d")
 """A regular expression that occurs in a duration with several units, such as `1m 20s`, which no other value has."""
+_LOAD: Final = re.compile(r"load|restor|resum", re.IGNORECASE)
 _ELAPSED: Final = "elapsed_seconds"
 _COUNTS: Final = {"tokens", "samples", "tokens/s", "samples/s"}
 
@@ -163,6 +164,7 @@ class ObjectReader:
         self._unkept: Counter[str] = Counter() if unkept is None else unkept
         self._stored: set[str] = set()
         self._rows: dict[int | None, int] = {}  # per rank, the number of records that contain a number
+        self._starts: list[Record] = []  # of a launch or a load after a row, which wait for the attempt that they begin
 
     def add(
         self,
@@ -180,7 +182,18 @@ class ObjectReader:
         """
         shape = self._shapes.of(document, self._names.version)
         if shape is None or not self._add_plain(shape, tuple(document.values()), builder, attempt):
-            self._add_any(record or self.record(document), builder, attempt)
+            record = record or self.record(document)
+            if attempt is None and self._last_steps and _is_start(record):
+                self._starts.append(record)
+                self.has_advanced = False
+            else:
+                self._add_any(record, builder, attempt)
+
+    def add_starts(self, builder: BlockBuilder, attempt: int | None = None) -> None:
+        """Add the launches and loads that wait, by default to the attempt of the last record."""
+        starts, self._starts = self._starts, []
+        for record in starts:
+            self._add_any(record, builder, attempt)
 
     def _add_plain(self, shape: Shape, values: Sequence[Any], builder: BlockBuilder, attempt: int | None) -> bool:
         """Add a record of a known shape. Return False, and add nothing, if one of its values has another form."""
@@ -189,13 +202,14 @@ class ObjectReader:
             return False
         step, planned, rank, ts = found
         self.planned_steps = planned or self.planned_steps
-        if step is not None:
-            self._update_last_step(step)
-        self._see_row(rank, step)
         if attempt is None:
             epoch = None if shape.epoch is None else values[shape.epoch]
             value = numbers[0] if numbers and shape.numbers[0][1] is None else None  # as in `_add_any`
             attempt = self._streams.attempt(rank, step, epoch, value=value)
+        self.add_starts(builder, attempt)
+        if step is not None:
+            self._update_last_step(step)
+        self._see_row(rank, step)
         builder.record(step=step, rank=rank, ts=ts, origin=FROM_LOG, attempt=attempt)
         if shape.is_converted:
             numbers = [alias.converted(value) for value, (alias, _) in zip(numbers, shape.names, strict=True)]
@@ -219,6 +233,7 @@ class ObjectReader:
             # A row of an evaluation begins no attempt: its step may be that of a checkpoint, or an epoch.
             counted = None if is_aside else step
             attempt = self._streams.attempt(record.rank, counted, record.epoch(), record.writer, value)
+        self.add_starts(builder, attempt)
         ts = builder.last_ts if record.ts is None and record.event is not None else record.ts
         builder.record(step=step, rank=record.rank, ts=ts, origin=FROM_LOG, attempt=attempt)
         self.has_advanced = False
@@ -414,6 +429,13 @@ class ObjectReader:
             details = {"reason": ExitReason.COMPLETED, "last_step": self.last_step, **details}
         severity = Severity.CRITICAL if found == EventType.ERROR else Severity.INFO
         builder.event(found, severity, redacted_text(name), json_text(details))
+
+
+def _is_start(record: Record) -> bool:
+    """Return whether `record` is the event of a launch, or of a checkpoint that is loaded."""
+    found = None if record.event is None else event_type(record.event)
+    texts = (record.event or "", str(record.document.get("action", "")))
+    return found == EventType.LAUNCH or (found == EventType.CHECKPOINT and any(map(_LOAD.search, texts)))
 
 
 def _as_loss(key: str, named: Named) -> Named:

@@ -385,12 +385,16 @@ class _Reading:
         """Return the companion lines (lines between the rows) with their steps and attempts, without repetitions.
 
         A companion line that contains no step gets the step of the row before it, and an event without a time its time.
+        A line of the start of a process belongs to the attempt that begins with it.
         """
         placed = []
         wanted = np.array([place for place, _ in companions], np.int64)
-        before = zip(*(column.tolist() for column in self._before(wanted, *known)), strict=True)
-        for (place, companion), (last, attempt, time) in zip(companions, before, strict=True):
-            step = _or(companion.step, last)
+        before = [column.tolist() for column in self._before(wanted, *known)]
+        after = np.append(known[2], -1)[np.searchsorted(known[0], wanted)].tolist()  # attempt of the row behind
+        for (place, companion), last, own, time, later in zip(companions, *before, after, strict=True):
+            step, attempt = _or(companion.step, last), own
+            if companion.is_start and (later > own or (later < 0 and step < last)):
+                step, attempt = _or(companion.step, NO_NUMBER), max(later, own + 1)
             if companion.once is not None and not self._is_first((companion.once, step, attempt)):
                 continue
             if companion.scalars or companion.events:

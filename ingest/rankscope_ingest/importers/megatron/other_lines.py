@@ -83,6 +83,11 @@ class Companion:
     is always stored.
     """
 
+    @property
+    def is_start(self) -> bool:
+        """Return whether the line is one of the start of a process."""
+        return self.once is not None and (self.once[0] == "phase" or self.once[1:] in {("loading",), ("loaded",)})
+
 
 @dataclass(slots=True)
 class Companions:
