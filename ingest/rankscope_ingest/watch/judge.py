@@ -65,19 +65,23 @@ class Facts:
     """Source of the clock with which the silence was measured."""
     ending: tuple[str, str] | None = None
     """State and reason of the end of the run, according to the log; None if the log contains no end."""
+    is_reported: bool = False
+    """True if the end is reported: lines without a row, such as those of the next start, do not revoke it."""
     slow_since: float | None = None
     """Median step time with which the present slow steps are compared; None if the training is not slow."""
 
 
 def judge(rows: LogRows, facts: Facts, limits: WatchSection) -> Verdict:
     """Return the condition of the training that writes a log."""
+    stall = _stall(rows, facts, limits)
     if facts.ending is not None:
         state, reason = facts.ending
         condition = ENDS[RunState(state)]
         # An error that training survives is followed by further rows.
-        if condition is Condition.FINISHED or facts.quiet >= limits.failed_after_seconds:
+        is_over = facts.is_reported or stall is not None or facts.quiet >= limits.failed_after_seconds
+        if condition is Condition.FINISHED or is_over:
             return Verdict(condition=condition, reason=reason)
-    if (stall := _stall(rows, facts, limits)) is not None:
+    if stall is not None:
         return stall
     if not rows.rows:
         return Verdict(condition=Condition.WAITING, reason="the log contains no row of training yet")

@@ -272,6 +272,10 @@ class LogWatcher:
             quiet=remote - state.modified,
             clock=self._clock.source,
             ending=self._intake.ending,
+            is_reported=any(
+                one.first.rule in {RUN_FAILED, RUN_STOPPED} and one.first.attempt == self._rows.attempt
+                for one in self._open.values()
+            ),
             slow_since=None if slow is None else slow.first.baseline,
         )
         verdict = judge(self._rows, facts, self._section)

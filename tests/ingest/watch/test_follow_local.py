@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,38 @@ async def test_names_that_are_not_kept_are_named_once_and_on_the_page(watch, rep
 
     assert ["r: not kept: took, Train", "r: not kept: waited"] == caplog.messages
     assert "records of train.log; not kept: took, Train" in texts
+
+
+async def test_start_lines_after_a_crash_are_of_the_next_attempt(watch, replay, tmp_path):
+    """The failure is one incident, from the error until the first row of the next attempt."""
+    rows = [f"step {step} loss {3 - step / 100:.2f}" for step in range(1, 61)]
+    starts = ["Loading checkpoint out/50.pt", "loaded checkpoint at step 50"]
+    replay.now = time.time()  # start lines at the end of an old log do not wait
+    async with watch.session() as session:
+        await watch.follow(session, rows, step=20)
+        conditions = []
+        for lines, seconds in ((TRACEBACK, 1.0), ([], 40.0), (starts[:1], 10.0), (starts[1:], 70.0), ([], 9.0)):
+            replay.advance(seconds)
+            if lines:
+                replay.write(lines)
+            await session.poll()
+            conditions.append(session.statuses[0].state)
+        replay.write([line.replace("loss", "loss ") for line in rows[50:55]], seconds=5.0)
+        await session.poll()
+        conditions.append(session.statuses[0].state)
+    states = watch.query(
+        "SELECT rule, details->>'$.state' AS state FROM events WHERE type = 'incident' ORDER BY ordinal"
+    )
+
+    assert ["training", *["failed"] * 4, "training"] == conditions
+    assert [("RunFailed", state) for state in ("opened", "notified", "resolved")] == [
+        tuple(row.values()) for row in states
+    ]
+    assert [(None, 1), (50, 1)] == [
+        tuple(row.values())
+        for row in watch.query("SELECT step, attempt FROM events WHERE type = 'checkpoint' ORDER BY seq")
+    ]
+    assert watch.rows() == imported_rows(tmp_path / "once", replay.path)
 
 
 async def test_checkpoint_in_progress_is_no_stall(watch, replay, slow_lines):
