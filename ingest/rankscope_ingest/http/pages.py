@@ -67,24 +67,29 @@ class LiveUpdates:
         self._watch_seconds = watch_seconds
         self._most = most
         self._version = -1
-        self._notable = -1  # the newest version that changes pages of runs beyond their rows
+        self._notable = {"": -1}  # by run, and of all runs, the newest version that changes their pages beyond rows
         self._notable_at = -math.inf
         self._changed = asyncio.Event()
         self._open = 0
         self._watch: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
 
-    def committed(self, version: int, datasets: Collection[str]) -> None:
-        """Send the version to open pages after a commit with rows of `datasets`; "states" is a new state of a run."""
+    def committed(self, version: int, datasets: Collection[str], runs: Collection[str] = ("",)) -> None:
+        """Send the version to open pages after a commit with rows of `datasets`; "states" is a new state of a run.
+
+        `runs` are the runs of these rows, by default all.
+        """
         self._version = max(self._version, version)
         is_late = time.monotonic() - self._notable_at >= RELOAD_SECONDS
         if is_late or not _OF_TRAINING.issuperset(datasets):
-            self._notable, self._notable_at = self._version, time.monotonic()
+            runs = ("",) if is_late else runs
+            self._notable |= dict.fromkeys(runs, self._version)
+            self._notable_at = time.monotonic() if "" in runs else self._notable_at
         self._changed.set()
 
-    def newest(self, *, has_rows: bool) -> int:
-        """Return the newest version for which a page must be loaded again; `has_rows`: a page that receives rows."""
-        return self._notable if has_rows else self._version
+    def newest(self, run: str) -> int:
+        """Return the newest version for which the page of `run` must be loaded again; empty: a page without rows."""
+        return max(self._notable.get(run, -1), self._notable[""]) if run else self._version
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """Send events for all pages of a browser until it closes the connection; it connects again after an error.
@@ -98,7 +103,7 @@ class LiveUpdates:
         await stream.prepare(request)
         known, runs = request.query.get("version", ""), set(request.query.getall("run", [""]))
         seen = int(known) if known.isdecimal() and len(known) < 19 else -1
-        senders = [functools.partial(self._send_versions, stream, seen, has_rows=one) for one in {*map(bool, runs)}]
+        senders = [functools.partial(self._send_versions, stream, seen, run) for run in runs]
         if self._tails is not None:
             senders += [functools.partial(self._send_rows, stream, self._tails, run) for run in runs - {""}]
         tasks = [start_task("sending live updates to a page", sender) for sender in senders]
@@ -123,12 +128,12 @@ class LiveUpdates:
                 seen, text = await tails.changed(run, seen)
                 await stream.write(f"event: rows\ndata: [{json.dumps(run)},{text}]\n\n".encode())
 
-    async def _send_versions(self, stream: web.StreamResponse, seen: int, *, has_rows: bool) -> None:
+    async def _send_versions(self, stream: web.StreamResponse, seen: int, run: str) -> None:
         with contextlib.suppress(ConnectionResetError):
             while not self._stopped.is_set():
                 try:
                     async with asyncio.timeout(PING_SECONDS):
-                        while (newest := self.newest(has_rows=has_rows)) <= seen and not self._stopped.is_set():
+                        while (newest := self.newest(run)) <= seen and not self._stopped.is_set():
                             self._changed.clear()
                             await self._changed.wait()
                 except TimeoutError:
@@ -136,7 +141,8 @@ class LiveUpdates:
                     continue
                 if newest > seen:
                     seen = newest
-                    await stream.write(f"event: {'notable' if has_rows else 'message'}\ndata: {seen}\n\n".encode())
+                    event = f"notable\ndata: {json.dumps([run, seen])}" if run else f"message\ndata: {seen}"
+                    await stream.write(f"event: {event}\n\n".encode())
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
@@ -199,9 +205,9 @@ class Pages:
         most = most_connections() // 2
         self._live = LiveUpdates(self._version, tails, seconds, most)
 
-    def committed(self, version: int, datasets: Collection[str]) -> None:
-        """Update open pages after a commit of the service with rows of `datasets`."""
-        self._live.committed(version, datasets)
+    def committed(self, version: int, datasets: Collection[str], runs: Collection[str] = ("",)) -> None:
+        """Update open pages after a commit of the service with rows of `datasets` of `runs`, by default all."""
+        self._live.committed(version, datasets, runs)
 
     def add_to(self, application: web.Application) -> None:
         """Add the pages to an application. Its shutdown ends all live updates."""

@@ -373,8 +373,10 @@ class Service:
         for target in self._monitor.committed(batch, commit.rows, commit.seconds):
             self._polling.poke(target.incarnation)
 
-    def _on_commit_of_log(self, commit: Commit) -> None:
-        self._pages.committed(commit.version, ["events"])  # nothing sends the rows of followed logs to their pages
+    def _on_commit_of_log(self, commit: Commit, runs: Collection[str]) -> None:
+        self._pages.committed(
+            commit.version, ["events"], runs
+        )  # nothing sends the rows of followed logs to their pages
         self._pipeline.rows_stored += sum(commit.rows.values())
 
     async def _drain(self, flushing: asyncio.Task[None]) -> None:

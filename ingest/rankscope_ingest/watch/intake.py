@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +62,7 @@ _ANOMALIES: Final = """\
 SELECT * FROM events WHERE run = $run AND incarnation = $incarnation AND type = 'anomaly' ORDER BY seq"""
 
 Row = dict[str, Any]
+OnCommit = Callable[[Commit, Collection[str]], object]
 
 
 class WatchStore:
@@ -70,12 +71,10 @@ class WatchStore:
     `known` has the imported logs of each run, which all logs of the run share.
     """
 
-    def __init__(
-        self, folder: Path, writer: Writer, *, compacts: bool, on_commit: Callable[[Commit], object] = lambda _: None
-    ) -> None:
+    def __init__(self, folder: Path, writer: Writer, *, compacts: bool, on_commit: OnCommit = lambda *_: None) -> None:
         """With `compacts`, small files are merged after every 50 commits. In the service, the service does this.
 
-        `on_commit` is called in the thread of the store with each commit.
+        `on_commit` is called in the thread of the store with each commit and its runs.
         """
         self.folder = folder
         self._writer = writer
@@ -94,7 +93,7 @@ class WatchStore:
     def append(self, batch: Batch) -> Commit:
         """Store the rows of `batch`."""
         commit = self._writer.append(batch)
-        self._on_commit(commit)
+        self._on_commit(commit, {run for table in batch.tables.values() for run in table["run"].unique().to_pylist()})
         self._commits += 1
         if self._compacts and self._commits % COMPACT_EVERY_COMMITS == 0:
             self._writer.compact()

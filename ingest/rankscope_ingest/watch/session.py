@@ -124,7 +124,7 @@ async def watching(
     hosts = SshHosts(ask=hooks.ask, now=hooks.now)
     loop, on_commit = asyncio.get_running_loop(), hooks.on_commit
     store = WatchStore(
-        folder, writer, compacts=is_alone, on_commit=lambda version: loop.call_soon_threadsafe(on_commit, version)
+        folder, writer, compacts=is_alone, on_commit=lambda *commit: loop.call_soon_threadsafe(on_commit, *commit)
     )
     reporter = Reporter(store, notifiers, deliveries=hooks.deliveries, place=Place.of(folder))
     try:

@@ -23,12 +23,11 @@ from rankscope_ingest.watch.anomalies import LogAnomalies
 from rankscope_ingest.watch.clock import RemoteClock
 from rankscope_ingest.watch.files import FileState, LogFile, LogUnreadableError
 from rankscope_ingest.watch.follower import Follower, Part
-from rankscope_ingest.watch.intake import FOLLOWED, UNFOLLOWED, LogIntake, WatchStore
+from rankscope_ingest.watch.intake import FOLLOWED, UNFOLLOWED, LogIntake, OnCommit, WatchStore
 from rankscope_ingest.watch.judge import ENDS, Condition, Facts, Verdict, judge
 from rankscope_ingest.watch.reports import RULES, Reporter, condition_incident, log_report, unreadable_incident
 from rankscope_ingest.watch.rows import LogRows
 from rankscope_ingest.watch.ssh import Ask, UntrustedHostError
-from rankscope_storage.api.store import Commit
 from rankscope_storage.base.errors import ShardLostError, StoreError
 
 log = logging.getLogger(__name__)
@@ -88,7 +87,7 @@ class Hooks:
     """Functions that a session calls, the counters of its notifications, and its sources of time."""
 
     on_change: OnChange = lambda _: None
-    on_commit: Callable[[Commit], object] = lambda _: None
+    on_commit: OnCommit = lambda *_: None
     deliveries: Deliveries | None = None
     ask: Ask | None = None
     now: Callable[[], float] = time.time

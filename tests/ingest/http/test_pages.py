@@ -89,10 +89,13 @@ async def test_page_is_loaded_again_after_an_event_but_not_after_each_step():
     updates = LiveUpdates(read_version=None, tails=tails, watch_seconds=1.0, most=1)
     updates.committed(3, ["scalars"])  # the first one after a long time
     updates.committed(4, ["scalars", "tensor_stats"])
-    assert (4, 3) == (updates.newest(has_rows=False), updates.newest(has_rows=True))
+    assert (4, 3) == (updates.newest(""), updates.newest("r"))
 
     updates.committed(5, ["scalars", "events"])
-    assert 5 == updates.newest(has_rows=True)
+    assert 5 == updates.newest("r")
+
+    updates.committed(6, ["scalars", "events"], {"log"})  # followed logs commit often
+    assert [6, 6, 5] == [updates.newest(run) for run in ("", "log", "r")]
 
 
 @pytest.fixture

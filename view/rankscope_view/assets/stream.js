@@ -62,8 +62,9 @@ function connect(isNeeded) {
  */
 function pass(kind, data) {
   for (const [port, page] of pages) {
-    if (kind === "open" ? !page.isNew : kind === "rows" ? data[0] !== page.run : kind === (page.run ? "message" : "notable")) continue;
-    port.postMessage(/** @type {News} */ ({ kind, data: kind === "rows" ? data[1] : data, isNew: page.isNew }));
+    const isOfRun = kind === "rows" || kind === "notable";
+    if (kind === "open" ? !page.isNew : isOfRun ? data[0] !== page.run : kind === "message" && page.run) continue;
+    port.postMessage(/** @type {News} */ ({ kind, data: isOfRun ? data[1] : data, isNew: page.isNew }));
     if (kind === "rows") page.isNew = false;
   }
 }
