@@ -199,6 +199,55 @@ def test_number_of_ranks_with_a_loss_is_below_its_curve(chromium, tmp_path):
         chromium.open("about:blank#end")
 
 
+WORDS = """(() => {
+  const { fillText, clearRect } = CanvasRenderingContext2D.prototype;
+  const size = Object.getOwnPropertyDescriptor(HTMLCanvasElement.prototype, 'width');
+  const set = function (value) { this.words = []; size.set.call(this, value); };
+  Object.defineProperty(HTMLCanvasElement.prototype, 'width', { ...size, set });
+  Object.assign(CanvasRenderingContext2D.prototype, {
+    clearRect(...box) { this.canvas.words = []; clearRect.apply(this, box); },
+    fillText(word, x, y, ...rest) {
+      const { actualBoundingBoxLeft: left, actualBoundingBoxRight: right } = this.measureText(word);
+      if (word) (this.canvas.words ??= []).push([word, x - left, x + right, y]);
+      fillText.call(this, word, x, y, ...rest);
+    },
+  });
+})()"""
+"""Keeps the words on each canvas, with their left and right ends and their height."""
+
+
+def test_labels_of_charts_and_scales_are_whole_and_apart(chromium, tmp_path):
+    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
+        step = 119_880 + np.arange(121)
+        times = [
+            scalars("r", name, step, 1 + rank / 20, rank=rank, incarnation=f"r-{rank}", labels=labels)
+            for rank in (0, 1)
+            for name, labels in (
+                ("loss", None),
+                ("pre_collective_seconds", None),
+                ("step_phase_seconds", '{"phase":"forward"}'),
+            )
+        ]
+        append(writer, runs=run_row("r", "completed", world_size=2), scalars=pa.concat_tables(times))
+    found = {}
+    script = chromium.call("Page.addScriptToEvaluateOnNewDocument", source=WORDS)["identifier"]
+    with served(Site(tmp_path / "store", clock=lambda: NOW)) as own:
+        for path, box, last in (("", "#chart-loss", "120,000"), ("/ranks", "#heat", "absent")):
+            chromium.look(1280, 900)
+            chromium.open(f"{own}/runs/r{path}")
+            canvas = f"document.querySelector('{box} canvas')"
+            chromium.wait(f"{canvas}?.words?.some(([word]) => word === '{last}')")
+            found[box] = chromium.run(f"[{canvas}.width, {canvas}.words]")
+        chromium.call("Page.removeScriptToEvaluateOnNewDocument", identifier=script)
+        chromium.open("about:blank#end")
+
+    for width, words in found.values():
+        assert [] == [word for word, left, right, _ in words if left < 0 or right > width]
+    places = sorted(y for word, _, _, y in found["#heat"][1] if word.endswith("×"))
+    assert len(places) > 1
+    assert min(np.diff(places)) >= 11
+
+
 @pytest.mark.usual(2)
 @pytest.mark.parametrize("run", ["only-nan", "no-loss", "no-times", "one-row", "mamba2-370m-32k-ctx"])
 def test_run_of_any_shape_has_pages_without_messages(chromium, address, run):

@@ -107,6 +107,19 @@ def test_change_of_a_flat_loss_with_one_spike_is_zero(tmp_path):
     assert "median +0 per 100 rows" in read(Site(tmp_path / "store"), "runs", "r").text
 
 
+def test_only_a_live_run_states_since_which_step_it_is_slower(tmp_path):
+    steps = np.arange(200)
+    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
+        for run, state in (("ended", "completed"), ("live", "running")):
+            times = scalars(run, "step_seconds", steps, np.where(steps < 160, 1.0, 0.89))
+            append(writer, runs=run_row(run, state, last_step=199), scalars=times)
+    ended, live = (read(Site(tmp_path / "store"), "runs", run).text for run in ("ended", "live"))
+
+    assert "since step" not in ended
+    assert "median, newest 20 steps, −11 % since step 160" in live
+    assert "0.8900 s/step median, newest 20 steps" in ended
+
+
 def test_events_are_events_and_restarts_are_counted(site):
     """Each logged step is a line only if steps are chosen. A launch and an exit are no restart."""
     run, log, steps = read(site, "runs", MAIN), read(site, "runs", MAIN, "events"), ("runs", MAIN, "events")

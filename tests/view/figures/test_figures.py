@@ -140,6 +140,9 @@ def test_speed_marks_rows_below_p10_and_has_a_second_axis(connection):
     assert below == data(figure.axes[1], "below")[0]
     assert "2 rows below P10 = 799 k" in [text.get_text() for text in figure.axes[1].get_legend().get_texts()]
     assert "tokens/s" == figure.axes[1].get_ylabel()
+    figure.draw_without_rendering()
+    panel, legend = figure.axes[1].get_window_extent(), figure.axes[1].get_legend().get_window_extent()
+    assert legend.y1 <= panel.y0  # it covers no mark
 
 
 def test_loss_has_a_dashed_average_of_20_rows_and_the_rate_at_the_right(connection):

@@ -155,6 +155,11 @@ test("a logarithmic axis has labels at decades, whatever its range", () => {
   assert.deepEqual([0.5, 1, 2], logTicks([0.31, 3]));
 });
 
+test("values have the strong colour and their average the light one", () => {
+  const found = seriesOf({ ...curve, lines: [line] }).filter((one) => one.style !== "edge");
+  assert.deepEqual([["raw", "s1"], ["main", "raw"]], found.map((one) => [one.style, one.colour]));
+});
+
 test("the training loss is behind the evaluations, with a name", () => {
   const behind = { ...line, label: "training loss", role: "training" };
   const own = { ...line, smoothed: line.value.map(() => null), high: line.value, low: line.value };
