@@ -142,3 +142,14 @@ def test_configuration_page_requires_no_optional_setting():
     assert "### `[[exporters]]`" in page
     for setting in ("options", "sinks", "hyperparameters", "capture.options"):
         assert f"| `{setting}` | none |" in page
+
+
+def test_pages_agree_about_stalled_runs_and_list_the_special_names_of_log():
+    pages = {name: (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("live", "first-week", "pages")}
+    (row,) = re.findall(r"^\| reports \|([^|]*)\|", pages["live"], re.MULTILINE)
+    names = pages["pages"].partition("| name in `log()` | effect |")[2].partition("\n\n")[0]
+
+    assert "[critical] sleeper: RunStalled, rank 1" in pages["first-week"]
+    assert "`RunStalled`" in row
+    for name in ("`loss`", "`train_loss`", "`eval_loss`", "`valid_loss`", "`tokens`", "`learning_rate`", "`step`"):
+        assert name in names, name

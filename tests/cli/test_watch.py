@@ -101,12 +101,14 @@ def test_line_that_reports_the_end_ends_the_command(log, tmp_path):
 
 
 def test_watch_prints_immediately_that_it_reads_and_how_long_it_waits(log, tmp_path):
-    command = [sys.executable, "-m", "rankscope", "watch", str(log), "--store", str(tmp_path / "history")]
+    program = ["env", "--default-signal=HUP", sys.executable, "-m", "rankscope"]  # tests may run under nohup
+    command = [*program, "watch", str(log), "--store", str(tmp_path / "history")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None
         lines = [watching.stdout.readline().rstrip() for _ in range(3)]
-        watching.send_signal(signal.SIGINT)
+        watching.send_signal(signal.SIGHUP)
 
+    assert 0 == watching.returncode  # as after SIGTERM
     expected = "train: reading the log; a log that has just begun is stored after 60 s, when its format is certain"
     assert expected == lines[2]
 

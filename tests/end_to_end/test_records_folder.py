@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -89,11 +90,13 @@ def test_a_named_store_is_never_replaced_by_the_records_folder(folder: Path) -> 
 @pytest.mark.usual(1)
 @pytest.mark.parametrize("arguments", [[], ["--store", "rankscope-records"], ["rankscope-records"]])
 def test_view_takes_its_store_as_other_commands_do(folder: Path, arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "rankscope", "view", *arguments]
+    program = ["env", "--default-signal=HUP", sys.executable, "-m", "rankscope"]  # tests may run under nohup
+    command = [*program, "view", *arguments]
     environment = os.environ | {"RANKSCOPE_SPOOL_DIR": ""}
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True, env=environment) as shown:
         assert shown.stdout is not None
         first = shown.stdout.readline()
-        shown.send_signal(2)
+        shown.send_signal(signal.SIGHUP)
 
+    assert 0 == shown.returncode
     assert "pages of rankscope-records: http://127.0.0.1:" in first

@@ -27,3 +27,11 @@ def test_a_test_that_writes_into_the_checkout_fails_the_run(tmp_path):
     assert 1 == done.returncode, done.stdout + done.stderr
     assert "written into the checkout while the tests ran: -, rankscope-records/\n" in done.stdout
     assert "3 passed" in done.stdout
+
+
+def test_no_file_of_the_checkout_has_the_name_of_an_output():
+    """Such a folder was made by `--output -`, and 412 of its files were committed."""
+    tracked = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=False).stdout
+
+    assert not (ROOT / "-").exists()
+    assert [] == [name for name in tracked.splitlines() if name.startswith(("-", "rankscope-records"))]

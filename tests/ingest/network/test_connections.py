@@ -227,12 +227,13 @@ async def test_connection_is_refused_if_all_have_an_answer_under_way(caplog):
 
 
 @pytest.mark.parametrize("part", ["no byte", "half a body"])
-async def test_health_and_ranks_are_answered_while_streams_use_all_other_places(part, caplog):
+async def test_reserved_paths_are_answered_while_streams_use_all_other_places(part, caplog):
     async with Server().running(Limits(most=8)) as server:
         streams, answers = await server.streams(20)
         for _ in range(10):
             await server.begin(HALF_OPEN[part])
-        health = await server.get(GET.replace(b"/ ", b"%s " % channel.HEALTH_PATH.encode()))
+        paths = (channel.HEALTH_PATH, channel.METRICS_PATH, channel.SERVICE_DISCOVERY_PATH)
+        reserved = [await server.get(GET.replace(b"/ ", b"%s " % path.encode())) for path in paths]
         rank = await server.get(
             HALF_OPEN["half a body"].replace(b"/ ", b"%s " % channel.REGISTER_PATH.encode()) + b"defghi"
         )
@@ -243,7 +244,7 @@ async def test_health_and_ranks_are_answered_while_streams_use_all_other_places(
 
         assert [b"200"] * 6 + [b"503"] * 14 == [answer.split()[1] for answer in answers]
         assert all(b"\r\nRetry-After: " in answer for answer in answers[6:])
-        assert [b"200", b"200", b"503"] == [answer.split()[1] for answer in (health, rank, other)]
+        assert [b"200"] * 4 + [b"503"] == [answer.split()[1] for answer in (*reserved, rank, other)]
         assert 6 == len(ends)
         assert (await server.get()).startswith(b"HTTP/1.1 200 ")
     assert 1 == sum("requests are refused" in record.message for record in caplog.records)

@@ -124,6 +124,7 @@ async def test_response_without_a_shown_scalar_is_no_change():
         tails.add(body(0, {1: 1.0}))
         seen, _ = await rows(tails)
         waiting = asyncio.create_task(rows(tails, seen))
+        await asyncio.sleep(0)
         tails.add(body(0, {1: 7.0}, name="host_cpu_utilization"))
         await asyncio.sleep(0)
         tails.add(body(0, {2: 2.0}))

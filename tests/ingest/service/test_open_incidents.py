@@ -169,3 +169,4 @@ async def test_failure_is_closed_when_a_second_attempt_completes(start_service, 
         await service.end()
 
     assert [0] * 6 == [text.count("open incident") for text in texts_of(service.store, "r")]
+    assert re.search(r"Open incidents\W*None\.", page_of(service.store, "runs", "r")[1])
