@@ -160,6 +160,10 @@ DIALECTS = {
             (120, "wait", 0.005),
         ],
     ),
+    "own_metrics_before_prose": (
+        "step 5 loss 2.5 my_reward 0.4 done 3 grad 1.25 in 3.5 s, saved 3 files",
+        [(5, "done", 3.0), (5, "grad", 1.25), (5, "loss", 2.5), (5, "my_reward", 0.4)],
+    ),
     "prose_behind_a_loss": ("step 5 loss 2.5 saved 3 files after 2.5 s", [(5, "loss", 2.5)]),
     "validation_row": ("| valid | step 500 | loss 2.1 |", [(500, "eval_loss", 2.1)]),
     "nan": ("iteration 5/10 loss=nan grad_norm=inf", [(5, "grad_norm", math.inf), (5, "loss", math.nan)]),

@@ -73,12 +73,17 @@ _PAIR: Final = re.compile(
     re.IGNORECASE,
 )
 _NO_NAMES: Final = r"(?:after|and|at|by|for|from|in|of|on|over|per|than|then|to|took|until|was|with|within)\b"
+_NAMED: Final = rf"\s*(?!{_NO_NAMES}){_WORD}\s+"
+_BEHIND: Final = rf"(?:\s?(?:{_UNITS}))?(?![\w.:/%])"
 _RUN: Final = re.compile(
-    rf"(?:^|(?<=[|,;:(\[{{]))(?:\s*(?!{_NO_NAMES}){_WORD}\s+{NUMBER}(?:\s?(?:{_UNITS}))?(?![\w.:/%]))+"
-    r"(?=\s*(?:$|[|,;)\]}]))",
+    rf"(?:^|(?<=[|,;:(\[{{]))(?:{_NAMED}{NUMBER}{_BEHIND})*(?:{_NAMED}{NUMBER}{_BEHIND}(?=\s*(?:$|[|,;)\]}}]))"
+    rf"|{_NAMED}[-+]?\d*\.\d+(?:e[-+]?\d+)?{_BEHIND}(?=\s))",
     re.IGNORECASE,
 )
-"""A regular expression for names and values between two separators that only spaces separate from each other."""
+"""A regular expression for names and values behind a separator that only spaces separate from each other.
+
+A separator follows them, or the last value has a decimal point: `saved 3 files` is prose.
+"""
 _VALUE: Final = re.compile(r"\d|nan|inf", re.IGNORECASE)  # a line without any of these has no pair
 _VALUE_FIRST: Final = re.compile(
     rf"(?:^|\|)\s*(?P<value>{NUMBER})\s*(?P<unit>{_UNITS})\s*(?P<name>(?:\w+ )?MFU)?\s*(?=\||$)", re.IGNORECASE
