@@ -237,7 +237,8 @@ class Lines:
         verb = (found[1] or found[2]).lower()
         is_load, end = verb[0] in "lr", "ing" if verb.endswith("ing") else "ed"
         place = {} if counters or is_load else self._counters
-        return {**place, **document, "action": f"{'load' if is_load else 'sav'}{end}"}
+        action = f"{'load' if is_load else 'sav'}{end}"
+        return {**place, **document, "event": f"{EventType.CHECKPOINT} {action}", "action": action}
 
 
 def nearest_miss(head: bytes) -> str | None:

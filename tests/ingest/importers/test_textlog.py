@@ -299,8 +299,8 @@ def test_line_about_a_saved_checkpoint_is_an_event_at_the_step_before_it(logs, l
         logs.write("train.log", f"{line.replace('step 1 ', '')}\nstep 1 loss 3\nstep 2 loss 2\n{line}\nstep 3 loss 1\n")
     )
 
-    assert [{"step": step, "action": action}] * (action is not None) == logs.query(
-        "SELECT step, details->>'$.action' AS action FROM events WHERE type = 'checkpoint'"
+    assert [{"step": step, "action": action, "message": f"checkpoint {action}"}] * (action is not None) == logs.query(
+        "SELECT step, details->>'$.action' AS action, message FROM events WHERE type = 'checkpoint'"
     )
 
 

@@ -433,9 +433,10 @@ class ObjectReader:
 
 def _is_start(record: Record) -> bool:
     """Return whether `record` is the event of a launch, or of a checkpoint that is loaded."""
-    found = None if record.event is None else event_type(record.event)
-    texts = (record.event or "", str(record.document.get("action", "")))
-    return found == EventType.LAUNCH or (found == EventType.CHECKPOINT and any(map(_LOAD.search, texts)))
+    if record.event is None:
+        return False
+    found = event_type(record.event)
+    return found == EventType.LAUNCH or (found == EventType.CHECKPOINT and _LOAD.search(record.event) is not None)
 
 
 def _as_loss(key: str, named: Named) -> Named:
