@@ -112,11 +112,11 @@ class LogRows:
             for row in rows:
                 if row["seq"] is not None and row["seq"] > self._last_seq and row["incarnation"] == incarnation:
                     items.setdefault(row["seq"], ([], []))[place].append(row)
-        before = None if self.last is None else self.arrived_at
+        before, attempt = None if self.last is None else self.arrived_at, self.attempt
         added = sum(self._record(*items[seq]) for seq in sorted(items))
         self._last_seq = max(items, default=self._last_seq)
         if added and modified is not None:
-            if before is not None and self.rows[-1].gap is None:
+            if before is not None and attempt == self.attempt and self.rows[-1].gap is None:
                 self._gaps.append(max(0.0, modified - before) / added)
             self.arrived_at = modified
         return added

@@ -144,6 +144,7 @@ async def test_start_lines_after_a_crash_are_of_the_next_attempt(watch, replay, 
     )
 
     assert ["training", *["failed"] * 4, "training"] == conditions
+    assert "step 55" == session.statuses[0].reason  # the pause is no time between two rows
     assert [("RunFailed", state) for state in ("opened", "notified", "resolved")] == [
         tuple(row.values()) for row in states
     ]
