@@ -2,9 +2,10 @@
 
 A rank cleans its texts before it sends them. The service and the importers clean them again before they store them,
 because a rank may run another release, and a log or an exporter may contain any text. A secret is detected by its name
-(`--hf-token`, `password`), its place (`https://user:pw@host`) or its form (`ghp_…`, a JWT, a private key). In prose,
-the word after `password is` is a secret; a password in an argument without such a name is not detected. In the name of
-a metric, run or tensor, words such as `token=bpe` are no secret: two names must not become one.
+(`--hf-token`, `password`), its place (`https://user:pw@host`, `curl -u user:pw`, `mysql -ppw`) or its form (`ghp_…`, a
+JWT, a private key). In prose, the word after `password is` is a secret. After `token` and `-p`, only a word in which
+letters and digits are mixed is one. In the name of a metric, run or tensor, words such as `token=bpe` are no secret:
+two names must not become one.
 """
 
 from __future__ import annotations
@@ -54,28 +55,46 @@ _LOOKS: Final = re.compile(
     r"(?<=://)(?<!ssh://)[^/?#\s]+(?=@)"
     r"|(?:(?<=://)|(?<=[a-z]:/))[^/?#\s:@[]*:(?!\d{1,5}(?:[/?#\s]|\Z))[^\s\"'<>]{1,256}(?=@)"  # ssh: not a user alone
     r"|-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----|\Z)"
-    r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"
-    r"|\b(?:github_pat_|glpat-|sk-|[rs]k_live_|nvapi-|pypi-|dckr_pat_|xox[abeoprs]-|AIza|SG\.[\w-]+\.|ya29\.)[\w-]{16,}"
-    r"|\b(?:gh[pousr]|hf|npg|npm)_[A-Za-z0-9]{16,}"  # without `_`: hf_attention_projection is the name of a module
+    r"|(?<![A-Za-z0-9])(?:(?:AKIA|ASIA)[0-9A-Z]{16}\b"  # also after `_`, as in the name of a file
+    r"|(?:github_pat_|glpat-|sk-|[rs]k_live_|nvapi-|pypi-|dckr_pat_|xox[abeoprs]-|AIza|SG\.[\w-]+\.|ya29\.)[\w-]{16,}"
+    r"|(?:gh[pousr]|hf|npg|npm)_[A-Za-z0-9]{16,})"  # without `_`: hf_attention_projection is the name of a module
     r"|\beyJ[\w-]{6,2000}\.[\w-]{6,2000}\.[\w-]*"  # a JSON web token
     r"|(?<=hooks\.slack\.com/)\S+|(?<=/api/webhooks/)\S+|(?<=telegram\.org/bot)[^/\s]+"
 )
-_SCHEME: Final = re.compile(r"(?i)\b(authorization: \w+\s++|bearer\s++|basic\s++(?=\S*(?-i:[A-Z\d=])))[\w.~+/=:-]{6,}")
+_SCHEME: Final = re.compile(
+    r"(?i)\b(authorization['\"]?\s*+[:=]\s*+['\"]?(?:basic|bearer|token|apikey|digest)\s++(?=\w)"
+    r"|(?:authorization: \w+|bearer|basic(?=\s++\S*(?-i:[A-Z\d=])))\s++(?=[\w.~+/=:-]{6}))[\w.~+/=:-]+"
+)
 _CERTAIN: Final = re.compile(
-    r"(?i)((?:[?&][\w.-]*(?:token|key|sig|signature|auth|pwd|credential)|(?:hf|access|auth|github)[_-]?token"
+    r"(?i)((?:[?&][\w.-]*(?:token|key|sig|signature|auth|pwd|pass|pw|credential)|(?:hf|access|auth|github)[_-]?token"
     r"|password|passwd|secret|api[_-]?key)=\\*[\"']?)(?!…|\.\.\.)[^\s&,;\"']+"
 )
 """Values that are secret also in names: of the query of a URL, and after words without another meaning."""
 # Possessive quantifiers: no backtracking. Otherwise 1 MB of text from a rank could block the service.
 _NAMED: Final = re.compile(r"""(?<![\w.-])((--)?[\w.-]++)(?:\\*["']?+\s*+[=:]{1,2}>?\s*+\\*|(?(2)["']?+,?\s++|(?!)))""")
-# A word and a space after `: ` are prose: "the rank requires a token: set it there". KEY=VALUE explains a form.
-_VALUE: Final = re.compile(r"""(?!VALUE\b|…|\.\.\.|--|(?<=: )[A-Za-z]++ )(?:"[^"]*"|'[^']*'|[^\s,;&"'{}\[\]]+)""")
+_NO_VALUE: Final = (
+    r"(?:not|no|required|missing|wrong|incorrect|invalid|empty|unset|unknown|set|needed|expired|too|in|the|an?|never"
+    r"|only|see|none|null)\b"
+)
+# A word and a space after `: ` are prose, except after `X-Api-Key` and `X-Token`: "the rank requires a token: set it
+# there". KEY=VALUE explains a form.
+_VALUE: Final = re.compile(
+    rf"""(?!VALUE\b|…|\.\.\.|--|(?<=: )(?:{_NO_VALUE}|(?<!(?i:-key): )(?<!(?i:-token): )[A-Za-z]++ ))"""
+    r"""(?:"[^"]*"|'[^']*'|[^\s,;&"'{}\[\]]+)"""
+)
 _LOGIN: Final = re.compile(r"(?<![\w/@.:=-])[A-Za-z_][\w.-]{0,63}:[^\s/:@,\"'<>]{1,256}(?=@(?!sha)([A-Za-z]|\d+\.\d))")
 _SPOKEN: Final = re.compile(
     r"(?i)\b((?:pass(?:word|wd|phrase|wort)|secret|api[ _-]?key|(?:access|api|auth|hf) token)(?: (?:is|was))?:? )"
-    r"(?:[\"'`]?(?=\S*\d)[^\s\"'`,;]{6,}|(?<= is )(?!(?:not|required|missing|wrong|incorrect|invalid|empty|unset"
-    r"|unknown|set|needed|expired|too|in|the|an?|never|only)\b)[^\s,;]+)"
+    rf"(?:[\"'`]?(?=\S*\d)[^\s\"'`,;]{{6,}}|(?:(?<= is )|(?<= is: ))(?!{_NO_VALUE})[^\s,;]+)"
 )
+_OF_COMMAND: Final = re.compile(
+    r"(?<![\w-])(-[pu](?:[\"'],)? ?[\"']?|--(?:proxy-)?user(?:[\"'],|=)? ?[\"']?"
+    r"|(?i:token|login)(?i: is| was)?:? [\"'`]?)((?!-)[^\s\"'`,;|]+)"
+)
+"""Values in a command line without a name that is secret: of -p, of -u and --user, and the word after `token`."""
+
+_ASKS: Final = re.compile(r"\b((mysql|mariadb|mongo)[\w-]*|sshpass|(docker|az) login)\b(?:(?![ '\"]-p)[^\n;|])*$")
+_ORDINARY: Final = re.compile(r"(?:0x)?\d+[A-Za-z]{0,3}|[A-Za-z]+\d{0,4}[A-Za-z]{0,2}|e\dm\d\w*|\d+T\d+Z?").fullmatch
 _cut: Final[list[str]] = []  # has an element after the first cut, which is logged
 _OPTION: Final = re.compile(r"-{1,2}([A-Za-z][\w.-]*)$")
 
@@ -141,8 +160,23 @@ def _without_forms(text: str) -> str:
     return _CERTAIN.sub(rf"\1{MASK}", _SCHEME.sub(rf"\1{MASK}", _LOOKS.sub(MASK, text)))
 
 
+def _of_command(found: re.Match[str]) -> str:
+    """Return a match of _OF_COMMAND, masked if it is a user with a password, a password of a program, or a mixed word.
+
+    A mixed word has 8 characters or more, with letters and digits unlike in `bfloat16`, `a100-80gb` and `5e-05`.
+    """
+    option, value = found.groups()
+    before = found.string[max(0, found.start() - 200) : found.start()]
+    is_mixed = len(value) >= 8 and not all(map(_ORDINARY, re.findall("[A-Za-z0-9]+", value)))
+    is_secret = is_mixed or (option.startswith("-p") and _ASKS.search(before))
+    if option.startswith(("-u", "--")):
+        is_secret = re.match(r"(?!\d+:\d+\Z|\$)[^:/]+:(?!//).", value)
+    return f"{option}{MASK}" if is_secret else found[0]
+
+
 def _masked(text: str) -> str:
     text = _SPOKEN.sub(rf"\1{MASK}", _LOGIN.sub(MASK, _without_forms(text)))
+    text = _OF_COMMAND.sub(_of_command, text)
     parts, end = [], 0
     for found in _NAMED.finditer(text):
         value = _VALUE.match(text, found.end()) if found.start() >= end and is_secret_name(found[1]) else None
@@ -164,7 +198,9 @@ def redacted_arguments(arguments: Sequence[str]) -> list[str]:
     """Return a command line with secrets masked. Examples: `--token x`, `--token=x`, `api.key=x`, `ghp_…`."""
     shown: list[str] = []
     masks_next = False
-    for argument in arguments:
+    for given in arguments:
+        before = " ".join(shown[-20:])
+        argument = _OF_COMMAND.sub(_of_command, f"{before} {given}")[len(before) + 1 :]
         option = _OPTION.match(argument)
         is_value = masks_next and not argument.startswith("--")
         masks_next = option is not None and is_secret_name(option[1])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from rankscope_ingest.importers import KnownImport
-from rankscope_ingest.importers.common.log_identity import has_equal_beginning
+from rankscope_ingest.importers.common.log_identity import has_equal_beginning, stored_path
 from rankscope_ingest.watch.files import FileState, LocalFile, LogFile, LogUnreadableError
 
 CHUNK_BYTES: Final = 1 << 20
@@ -64,7 +64,7 @@ class LocalFollower:
         """Yield the older part of a log that was rotated since the last call, and then the log."""
         state = await self._file.state()
         has_grown, note = state != self._last, None
-        last = next((log for log in reversed(known) if log.path == str(self.path) and log.marks), None)
+        last = next((log for log in reversed(known) if log.path == stored_path(self.path) and log.marks), None)
         if has_grown and last is not None and not has_equal_beginning(self.path, last.marks):
             size = last.marks[-1][0]
             note = f"the log was {'truncated' if state.size < size else 'replaced'}"

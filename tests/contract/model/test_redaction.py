@@ -22,6 +22,7 @@ from rankscope_contract.model.redaction import (
 )
 
 SECRET = "correct-horse"
+MIXED = "kX9mPq2vL8wR"
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,11 @@ def test_similar_names_are_not_secret(name):
         (["--token-file", "/run/token"], ["--token-file", "/run/token"]),
         (["train.py", "hf_abcdefghijklmnopqrstuv"], ["train.py", "***"]),
         (["mail", f"DB_PASS={SECRET}", f"PGPASSWORD={SECRET}"], ["mail", "DB_PASS=***", "PGPASSWORD=***"]),
+        (["curl", "-u", f"bob:{SECRET}", "http://host:80/x"], ["curl", "-u", "***", "http://host:80/x"]),
+        (["mysql", f"-p{SECRET}", "-h", "db"], ["mysql", "-p***", "-h", "db"]),
+        (["sshpass", "-p", SECRET, "ssh", "-p", "2222", "host"], ["sshpass", "-p", "***", "ssh", "-p", "2222", "host"]),
+        (["train.py", "-p", MIXED, "token", MIXED], ["train.py", "-p", "***", "token", "***"]),
+        (["train.py", "-p", "bfloat16-mixed", "-u", "http://host:80"],) * 2,
     ],
 )
 def test_secrets_in_command_lines_are_masked(given_, shown):
@@ -153,6 +159,16 @@ def test_secret_pattern_is_masked_anywhere_in_a_text(text):
         ),
         *("ssh://user@host/data/train.log", "write: rankscope runs tag RUN KEY=VALUE…", "export RANKSCOPE_TOKEN=…"),
         "the rank requires a token: set [service] token of this service to the token of the ranks",
+        *("token 5 of 512", "the token is expired", "1024 tokens, tokens_per_second 5.1e+04", "token embedding_128d"),
+        *(
+            "srun -p a100-80gb",
+            "ssh -p 2222 host",
+            "docker run -p 80:80 -u 1000:1000",
+            "python -u train.py",
+            "mkdir -p a1/b2",
+        ),
+        *("token layers.0.self_attn.q_proj", "per token 3.25e-05s", "token 2026-11-29T12:30:45Z", "-p float8_e4m3fn"),
+        *("api-key: not set", "x-api-key: missing", "login node042.cluster"),
     ],
 )
 def test_text_without_secrets_is_unchanged(text):
@@ -167,6 +183,21 @@ def test_text_without_secrets_is_unchanged(text):
         (f'{{\\"password\\": \\"{SECRET}\\"}}', '{\\"password\\": \\***}'),
         (f"ssh bob:{SECRET}@node7.cluster failed", "ssh ***@node7.cluster failed"),
         (f"login failed: the password is {SECRET}", "login failed: the password is ***"),
+        (f"password is: {SECRET}, token {MIXED}.", "password is: ***, token ***"),
+        (f"curl -u bob:{SECRET} http://host:80", "curl -u *** http://host:80"),
+        (f"['curl', '--user', 'bob:{SECRET}']", "['curl', '--user', '***']"),
+        (f"mysql -u root -p{SECRET} -h db | tail -p x", "mysql -u root -p*** -h db | tail -p x"),
+        (f"['sshpass', '-p', '{SECRET}', 'ssh']", "['sshpass', '-p', '***', 'ssh']"),
+        (f"train.py -p {MIXED} --lr 3", "train.py -p *** --lr 3"),
+        ("Authorization: Basic YTpi", "Authorization: Basic ***"),
+        ("{'Authorization': 'Basic YTpi'}", "{'Authorization': ***}"),
+        ("-H 'X-Api-Key: secretword' -H 'x-auth-token: other word'", "-H 'X-Api-Key: ***' -H 'x-auth-token: *** word'"),
+        (f"export AWS_SECRET_ACCESS_KEY={SECRET}; ls", "export AWS_SECRET_ACCESS_KEY=***; ls"),
+        (f"GET /v1?api_key={SECRET}&pass={SECRET} failed", "GET /v1?api_key=***&pass=*** failed"),
+        (
+            f"/logs/train_hf_{'a1' * 12}.log, /logs/run-password={SECRET}.log",
+            "/logs/train_***.log, /logs/run-password=***",
+        ),
         ("password is required; password: not set", "password is required; password: not set"),
         ("eval:recall@10=0.5 of pytorch:24.01@sha256:ab, token=***,lr=3",) * 2,
         (

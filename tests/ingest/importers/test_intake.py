@@ -467,6 +467,22 @@ def test_log_without_records_creates_no_run(tmp_path, importing):
     assert [] == query("SELECT * FROM runs")
 
 
+def test_secret_in_the_name_of_a_log_is_masked_and_the_log_is_known(importing, tmp_path):
+    import_log, query = importing
+    path = tmp_path / "run-password=correct-horse.log"
+    path.write_text(rows(1, 3))
+    import_log(path)
+    again = import_log(path)
+    path.write_text(rows(1, 5))
+    import_log(path)
+    events = query("SELECT message, details FROM events WHERE type = 'import' ORDER BY ordinal")
+
+    assert (0, True) == (again.rows_stored, again.is_known)
+    assert 2 * ["records of run-password=***"] == [one["message"] for one in events]
+    assert "horse" not in json.dumps(events)
+    assert [{"n": 5}] == query("SELECT count(*) AS n FROM scalars WHERE name = 'loss'")
+
+
 def test_no_secret_of_a_log_reaches_the_store(importing, tmp_path):
     """A log repeats the settings that training was started with, including secrets."""
     import_log, query = importing

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.events import EventType
+from rankscope_contract.model.redaction import MAX_DOCUMENT, redacted_name
 from rankscope_contract.model.schema import IMPORT_PREFIX
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.failures import ending_after, failure_event
@@ -155,6 +156,11 @@ def any_of(runs: Collection[str]) -> tuple[str, dict[str, str]]:
     return f"run IN ({', '.join(f'${name}' for name in named)})", named
 
 
+def stored_path(path: Path) -> str:
+    """Return the absolute `path` as an import event contains it, with secrets masked."""
+    return redacted_name(str(path.absolute()), MAX_DOCUMENT)
+
+
 def identify(path: Path, run: str, known: Sequence[KnownImport], identity: str | None = None) -> Source:
     """Return the identity of the log at `path`, which is a log in `known` or a new log.
 
@@ -164,7 +170,8 @@ def identify(path: Path, run: str, known: Sequence[KnownImport], identity: str |
         incarnation = incarnation_of(path, run) if identity is None else stream_of(run, identity)
         before = next((log for log in known if log.incarnation == incarnation), None)
         return Source(incarnation=incarnation, before=before)
-    named = [log for log in known if log.path.rpartition("/")[2] == path.name and log.marks]
+    name = stored_path(path).rpartition("/")[2]
+    named = [log for log in known if log.path.rpartition("/")[2] == name and log.marks]
     others = [log for log in known if log not in named and log.records]
     beginning = _Beginning(path)
     for candidates in (named, others):

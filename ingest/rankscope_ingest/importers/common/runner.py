@@ -50,6 +50,7 @@ from rankscope_ingest.importers.common.log_identity import (
     identify,
     marks,
     overlapping,
+    stored_path,
     stream_of,
 )
 from rankscope_ingest.importers.common.numbering import Numbering
@@ -304,7 +305,7 @@ def _fingerprint(path: Path, importer: Importer) -> str | None:
 def _is_unchanged(path: Path, importer: Importer, fingerprint: str | None, before: KnownImport) -> bool:
     if fingerprint is None or fingerprint != before.fingerprint:
         return False
-    return before.kind == importer.name and before.path == str(path.absolute())
+    return before.kind == importer.name and before.path == stored_path(path)
 
 
 @dataclasses.dataclass
@@ -365,7 +366,7 @@ class _Intake:
         """Return the facts about this import that the import event stores for the next import of the same log."""
         return KnownImport(
             incarnation=self.source.incarnation,
-            path=str(self.path.absolute()),
+            path=stored_path(self.path),
             kind=self.kind,
             marks=() if self.path.is_dir() else marks(self.path, faults.read_bytes),
             records=self.records,
@@ -393,7 +394,7 @@ class _Intake:
                 "incarnation": note.incarnation,
                 "type": EventType.IMPORT,
                 "severity": Severity.INFO if self.source.branches_from is None else Severity.WARNING,
-                "message": "; ".join([f"records of {self.path.name}{self._branch()}", *unkept_names(unkept)]),
+                "message": "; ".join([f"records of {Path(note.path).name}{self._branch()}", *unkept_names(unkept)]),
                 "details": note.to_json(),
             }
             tables["events"] = rows_table("events", [common | event])
