@@ -19,7 +19,10 @@ def main() -> None:
     arguments = sys.argv[1:]
     prepare_streams(is_service=arguments[:1] in (["serve"], ["up"], ["view"], ["watch"]))
     if arguments in ([], ["--help"], ["-h"], ["--version"]) and "_RANKSCOPE_COMPLETE" not in os.environ:
-        sys.stdout.write(f"rankscope {__version__}\n" if arguments == ["--version"] else overview())
+        try:
+            print(f"rankscope {__version__}" if arguments == ["--version"] else overview()[:-1], flush=True)
+        except BrokenPipeError:  # the interpreter would report it again at its exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     try:
         if arguments[:1] == ["serve"]:

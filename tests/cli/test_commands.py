@@ -141,6 +141,26 @@ def test_misspelt_command_suggests_the_nearest_name(rankscope):
     assert "Did you mean 'anomalies'?" in done.stderr
 
 
+def test_usage_error_shows_no_secret(rankscope):
+    refused = [
+        rankscope("https://bob:correct-horse@host/x"),
+        rankscope("summary", "my-run", "https://bob:correct-horse@host/x"),
+        rankscope("incidents", "--closed", "password=correct-horse"),
+    ]
+
+    assert {2} == {done.returncode for done in refused}
+    assert all("Error" in done.stderr and "***" in done.stderr for done in refused[:2])
+    assert "horse" not in "".join(done.stderr + done.stdout for done in refused)
+
+
+@pytest.mark.parametrize("arguments", ["--help", "--version", "runs --help"])
+def test_help_into_a_closed_pipe_prints_no_error(arguments):
+    command = f"{sys.executable} -m rankscope {arguments} | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+
+    assert "" == done.stderr
+
+
 def test_closed_pipe_is_not_an_error(sample_store):
     command = f"{sys.executable} -m rankscope sql --store {sample_store} --format csv 'from range(300000)' | head -n 2"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)

@@ -22,11 +22,27 @@ import typer
 
 from rankscope.base.errors import FAILED, CommandError
 from rankscope.base.overview import HELP, command_files
+from rankscope_contract.model.redaction import MAX_DOCUMENT, redacted_text
+
+_UsageError: Any = typer.BadParameter.__base__  # of click, or of its copy in typer
+
+
+class _Group(typer.core.TyperGroup):
+    """The `rankscope` command. Secrets in the arguments that a usage error quotes are masked."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the subcommand of `ctx`."""
+        try:
+            return super().invoke(ctx)
+        except _UsageError as error:
+            error.message = redacted_text(error.message, MAX_DOCUMENT)
+            raise
 
 
 def build(*names: str) -> typer.Typer:
     """Return the typer application with the subcommands `names`, or without names with all in this folder."""
     app = typer.Typer(
+        cls=_Group,
         help=HELP,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
