@@ -184,13 +184,13 @@ def _of_type(hint: Any) -> Allowed | None:
     return _BY_TYPE.get(origin or hint)
 
 
-def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return a sentence that suggests the name in `known` that is most similar to `word`.
+def did_you_mean(word: object, known: Iterable[str], form: str = "'{}'") -> str:
+    """Return a sentence that suggests the name in `known` that is most similar to `word`, in place of {} in `form`.
 
     Return an empty text if no name is similar.
     """
     near = difflib.get_close_matches(str(word), known, n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    return f" Did you mean {form.replace('{}', near[0])}?" if near else ""
 
 
 def check_keys(
@@ -203,8 +203,7 @@ def check_keys(
     """
     for key in settings:
         if key not in known:
-            near = difflib.get_close_matches(str(key), {*known, *also_near}, n=1)
-            hint = f" Did you mean {prefix}{near[0]}?" if near else ""
+            hint = did_you_mean(key, {*known, *also_near}, f"{prefix}{{}}")
             raise ConfigError(f"unknown setting {prefix}{key}; valid settings are {', '.join(sorted(known))}.{hint}")
 
 

@@ -11,7 +11,6 @@ each heartbeat, so its size is limited.
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import json
 import logging
@@ -43,6 +42,7 @@ from rankscope_exporter.base.validation import (
     accepted_settings,
     at_least,
     check_keys,
+    did_you_mean,
     is_list,
     number,
     one_of,
@@ -444,11 +444,11 @@ class MonitorConfig:
                     config = change(config, text)
                 except ConfigError as error:
                     warn(f"{name} is not used: {error}")
-        for name in sorted(environment.keys() - VARIABLES.keys() - OTHER_VARIABLES):
+        for name in sorted(environment.keys() - VARIABLES.keys()):
             names = [known.removeprefix(PREFIX) for known in VARIABLES]  # all of them agree in the prefix
-            near = difflib.get_close_matches(name.removeprefix(PREFIX), names, n=1)
-            if near and name.startswith(PREFIX):
-                warn(f"the environment variable {name} has no effect. Did you mean {PREFIX}{near[0]}?")
+            hint = did_you_mean(name.removeprefix(PREFIX), names, f"{PREFIX}{{}}")
+            if hint and name.startswith(PREFIX) and name.split("_")[1] not in OTHER_VARIABLES:
+                warn(f"the environment variable {name} has no effect.{hint}")
         return config
 
 
@@ -482,8 +482,12 @@ VARIABLES: Final[Mapping[str, Callable[[MonitorConfig, str], MonitorConfig]]] = 
 The function raises ConfigError for a wrong value. A setting follows those that its check reads.
 """
 
-OTHER_VARIABLES: Final = frozenset({f"{PREFIX}STORE"})
-"""Environment variables that only commands and the service read."""
+OTHER_VARIABLES: Final = frozenset(re.findall(
+    r"\w+",
+    "BENCH BIN COMMITS CRASHES EXAMPLES FLEET FUZZ GPU GRAFANA HISTORY HOUR KILL NOTIFY PAGES PEERS PROMETHEUS READERS "
+    "REQUIRE RETENTION RULES SHARED SOAK SQL STORE TEST THOROUGH UPDATE",
+))  # fmt: skip
+"""First words, after the prefix, of the variables that only commands, service, boards and tests of Rankscope read."""
 
 
 def warn(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import textwrap
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.programs import run_program
 
-from rankscope_exporter.config.monitor_config import VARIABLES, MonitorConfig
+from rankscope_exporter.config.monitor_config import OTHER_VARIABLES, VARIABLES, MonitorConfig
 
 TRAINING = """
 import torch
@@ -79,6 +80,34 @@ def test_misspelt_variable_is_named_with_the_nearest(caplog: pytest.LogCaptureFi
         MonitorConfig().with_environment({name[:-1]: "1"})
 
         assert [f"the environment variable {name[:-1]} has no effect. Did you mean {name}?"] == caplog.messages
+
+
+def test_variables_that_the_repository_reads_are_known(caplog: pytest.LogCaptureFixture) -> None:
+    """A training that starts with the variables of other programs of Rankscope prints nothing about them."""
+    root = Path(__file__).parents[3]
+    files = [root / "Makefile", *root.glob("*.toml")]
+    for folder in (
+        "exporter",
+        "ingest",
+        "storage",
+        "view",
+        "dashboards",
+        "cli",
+        "deploy",
+        "examples",
+        "benchmarks",
+        "tests",
+        "docs",
+    ):
+        for end in ("py", "sh", "yaml", "yml", "toml", "service"):
+            files += (root / folder).rglob(f"*.{end}")
+    text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+    found = set(re.findall(r"\bRANKSCOPE_\w*[A-Z0-9]\b", text))
+
+    assert OTHER_VARIABLES == {name.split("_")[1] for name in found - set(VARIABLES)}
+    assert OTHER_VARIABLES.isdisjoint(name.split("_")[1] for name in VARIABLES)
+    MonitorConfig().with_environment(dict.fromkeys(found - set(VARIABLES), "1"))
+    assert [] == caplog.messages
 
 
 def test_port_in_use_is_one_line() -> None:

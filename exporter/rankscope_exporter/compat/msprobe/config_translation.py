@@ -15,7 +15,6 @@ another effect than intended costs a training run.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
@@ -31,6 +30,7 @@ from rankscope_exporter.base.validation import (
     at_least,
     between,
     check_keys,
+    did_you_mean,
     list_of,
     number,
     table,
@@ -66,8 +66,7 @@ def _rule(entry: Any) -> dict[str, Any]:
         )
     name = entry.get("rule_name")
     if name not in _RULES:
-        near = difflib.get_close_matches(str(name), _RULES, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name, _RULES, "{}")
         raise ConfigError(f"alert.rules: {name!r} is unknown; valid names are {', '.join(_RULES)}.{hint}")
     threshold = _threshold(name, entry.get("args"))
     if name == "AnomalyTurbulence":
