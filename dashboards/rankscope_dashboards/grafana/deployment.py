@@ -118,7 +118,7 @@ def _kinds(server: Server, content: Shipped, options: Options) -> list[Kind]:
     """Return all kinds of objects, in an order in which each refers only to earlier ones."""
     force, rules_folder = options.force, content.rules_folder
     return [
-        Folders(server, _folders(content)),
+        Folders(server, (content.boards_folder, content.rules_folder)),
         Sources(server, content.sources, options.urls, force=force),
         Boards(server, content.boards, content.boards_folder, force=force),
         ContactPoints(server, options.contact_points, force=force),
@@ -128,12 +128,8 @@ def _kinds(server: Server, content: Shipped, options: Options) -> list[Kind]:
     ]
 
 
-def _folders(content: Shipped) -> tuple[Folder, Folder]:
-    return content.boards_folder, content.rules_folder
-
-
 def _check(planned: Sequence[Change], content: Shipped, server: Server, options: Options) -> None:
-    """Raise GrafanaError if files own rules, if a name is not free, or if a data source or the receiver is absent."""
+    """Raise GrafanaError if files own rules, a name is not free, or a needed object is absent, or owned."""
     owned = [change for change in planned if change.reason.startswith(OWNED)]
     if rules := [change.title for change in owned if change.kind == "rule"]:
         others = "".join(f", {one.kind} {one.title or one.uid}" for one in owned if one.kind != "rule")
@@ -153,6 +149,11 @@ def _check(planned: Sequence[Change], content: Shipped, server: Server, options:
         if options.receiver not in names:
             known = ", ".join(sorted(names))
             raise GrafanaError(f"the contact point {options.receiver!r} does not exist. Contact points: {known}")
+        tree, title = server.get(routes.POLICIES), _folder_title(server, content.rules_folder)
+        keeps_receivers = server.release >= (11, 0) or _rule_receivers(server, content)
+        is_needed = options.add_route and not (options.dry_run or keeps_receivers or routes.our_routes(tree, title))
+        if is_needed and (text := routes.owner(tree)):
+            raise GrafanaError(f"{text} Nothing was changed. Leave out --add-route: {routes.BY_HAND}")
 
 
 def _write(kinds: Sequence[Kind], show: Print) -> int:
@@ -272,7 +273,11 @@ def _deployed_sources(server: Server, content: Shipped, options: Options, gone: 
 
 def _deployed_folders(server: Server, content: Shipped, gone: Collection[str]) -> list[Change]:
     """Return the removal of each folder that exists; it remains if it holds an object that is not in `gone`."""
-    found = [folder for one in _folders(content) if (folder := server.find(object_path(FOLDERS, one.uid)))]
+    found = [
+        folder
+        for one in (content.boards_folder, content.rules_folder)
+        if (folder := server.find(object_path(FOLDERS, one.uid)))
+    ]
     removals = [removed("folder", folder["uid"], folder["title"], may=True) for folder in found]
     return [_used(change, list(_remaining(server, gone, change.uid))) for change in removals]
 

@@ -169,6 +169,11 @@ def test_policies_of_another_owner_remain_and_it_is_named(
 
     assert text in planned
     assert before == contract.alerting.policies
+    assert {} == contract.alerting.rules
+    with pytest.raises(GrafanaError, match=r"Nothing was changed\. Leave out --add-route"):
+        local.deploy(contact_points=points, receiver="on-call", add_route=True)
+    local.deploy(contact_points=points, receiver="on-call")
+    assert contract.alerting.rules
 
 
 def test_route_of_an_earlier_release_is_replaced_and_removed(local: Grafana, contract: ContractServer, points):
