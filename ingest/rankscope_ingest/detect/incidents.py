@@ -89,7 +89,8 @@ class IncidentTracker:
         incidents = self._open[key]
         # The ranks of an incident have its first step; the last one in memory can be of a later step.
         for incident in sorted(incidents, key=lambda one: one.first.step == symptom.step)[::-1]:
-            if self._belongs(symptom, incident):
+            rule, rank = incident.first.rule, incident.first.rank
+            if self._belongs(symptom, incident) or (symptom.rule, symptom.rank) == (rule, rank) == (SLOW_RANK, rank):
                 _join(incident, symptom, now)
                 return None
         if any(incident.attempt_key == key and self._belongs(symptom, incident) for incident in self._over):
@@ -144,12 +145,13 @@ class IncidentTracker:
                 settled.append(incident)
         return settled
 
-    def resolve(self, runs: RunTracker, diverged: Collection[AttemptKey] = ()) -> list[Incident]:
+    def resolve(self, runs: RunTracker, lasting: Collection[object] = ()) -> list[Incident]:
         """Remove the resolved incidents from the open ones and return them. Incidents not announced yet are kept.
 
         An incident is resolved when all live ranks are more than `quiet_steps` past its last step. After the end of the
         attempt, it is resolved if a step was sampled after its last step, or when a later attempt has passed its first
-        step without it. `diverged` contains the attempts with replicas that differ now.
+        step without it. `lasting` contains the attempts with replicas that differ now, and (attempt, rank) of the
+        slow ranks.
         """
         resolved, ended = [], []
         for key, incidents in self._open.items():
@@ -157,7 +159,7 @@ class IncidentTracker:
             for incident in incidents:
                 if not incident.is_settled:
                     continue
-                if self._is_over(incident, runs, diverged) or any(self._is_passed(incident, one) for one in later):
+                if self._is_over(incident, runs, lasting) or any(self._is_passed(incident, one) for one in later):
                     resolved.append(incident)
                 elif attempt is None or not attempt.live_ranks:
                     ended.append(incident)
@@ -193,7 +195,7 @@ class IncidentTracker:
         # A comparison with a score of NaN is false.
         return _shares_subject(symptom, incident) and (is_next or not symptom.score > incident.first.score)
 
-    def _is_over(self, incident: Incident, runs: RunTracker, diverged: Collection[AttemptKey]) -> bool:
+    def _is_over(self, incident: Incident, runs: RunTracker, lasting: Collection[object]) -> bool:
         """Return whether the cause of `incident` is seen to be gone in its own attempt, which is evaluated."""
         rule, last, attempt = incident.first.rule, incident.last_step, runs.get(incident.attempt_key)
         if rule == RUN_STALLED or (rule == SLOW_RANK and (attempt is None or not attempt.live_ranks)):
@@ -203,7 +205,8 @@ class IncidentTracker:
         if rule == RUN_FAILED:
             is_active = attempt.state is RunState.RUNNING and _has_passed(attempt, last)
             return is_active or attempt.state is RunState.COMPLETED
-        if last is None or (rule == REPLICA_DESYNC and attempt.key in diverged):
+        cause = {REPLICA_DESYNC: attempt.key, SLOW_RANK: (attempt.key, incident.first.rank)}.get(rule or "")
+        if last is None or cause in lasting:
             return False
         if live := {rank.number: rank.last_step for rank in attempt.live_ranks}:
             return _all_passed(live, last + self.quiet_steps + 1)

@@ -4,8 +4,8 @@ The module performs no I/O. All methods run on the event loop. `RecordSink` pass
 registrations, and the periodic jobs of the service call the methods for decisions that depend on time, such as dead
 ranks and stalled runs.
 
-The phases of the newest steps show which ranks of a running attempt make the others wait. A slow rank is reported once;
-it is reported again after it was as fast as the others.
+The phases of the newest steps show which ranks of a running attempt make the others wait. A slow rank is reported once,
+and has one open incident; it is reported again after it was as fast as the others for HOLD_SECONDS.
 """
 
 from __future__ import annotations
@@ -61,6 +61,9 @@ LEAST_SHARE: Final = 0.3
 Ranks that share cores differ by 0.1 to 0.25 over tens of steps without a cause in the training.
 """
 
+HOLD_SECONDS: Final = 60.0
+"""Time after which a rank that is no longer slow is forgotten: a rank that is slow now and then has one incident."""
+
 _KEPT_STEPS: Final = 200
 _JUDGED_STEPS: Final = 40
 _EVERY_STEPS: Final = 10
@@ -77,9 +80,11 @@ class _Rank(NamedTuple):
 class StragglerTracker:
     """The newest steps of all running attempts, and the slow ranks that were reported."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._ranks: dict[AttemptKey, dict[int, _Rank]] = defaultdict(dict)
-        self._reported: dict[AttemptKey, set[int]] = defaultdict(set)
+        self.reported: dict[AttemptKey, dict[int, float]] = defaultdict(dict)
+        """The time at which each reported rank was last seen to be slow, in monotonic seconds."""
         self._checked: dict[AttemptKey, int] = {}
 
     def add(self, key: AttemptKey, rank: int, body: ValidBody) -> None:
@@ -106,7 +111,7 @@ class StragglerTracker:
         `attempts` contains the keys of all active attempts. The state of all other attempts is discarded.
         """
         active = set(attempts)
-        for state in (self._ranks, self._reported, self._checked):
+        for state in (self._ranks, self.reported, self._checked):
             for key in [key for key in state if key not in active]:
                 del state[key]
         for key, known in self._ranks.items():
@@ -114,14 +119,15 @@ class StragglerTracker:
             newest = min(int(known[rank].steps.max()) for rank in numbers)
             if len(numbers) < 2 or newest - self._checked.get(key, 0) < _EVERY_STEPS:
                 continue
-            self._checked[key], before = newest, self._reported[key]
+            self._checked[key], now = newest, self._clock()
+            before = {n: at for n, at in self.reported[key].items() if now - at < HOLD_SECONDS}
             steps = np.arange(max(0, newest - _KEPT_STEPS + 1), newest + 1)
             at = steps % _KEPT_STEPS
             parts = [np.where((one.steps[at] == steps)[:, None], one.seconds[at], np.nan) for one in known.values()]
             seconds = np.array(parts, np.float64)[np.argsort(list(known))]
             slow = {numbers[one.row]: one for one in find_slow_ranks(seconds, _PHASES, steps=_JUDGED_STEPS)}
             found = {n: one for n, one in slow.items() if one.pauses or one.share >= LEAST_SHARE or n in before}
-            self._reported[key] = set(found)
+            self.reported[key] = before | dict.fromkeys(found, now)
             for number, one in found.items():
                 columns = {"run": key[0], "attempt": key[1], "rank": number, "step": newest, "rule": SLOW_RANK}
                 columns |= {"op": one.phase, "value": one.share}
@@ -190,7 +196,7 @@ class RunMonitor:
         self.stalls = StallTracker(history.open_stalls)
         self.replicas = DivergenceTracker(history.diverged)
         self.replicas.add(history.hashes, history.read_at)
-        self.stragglers = StragglerTracker()
+        self.stragglers = StragglerTracker(clock)
         self.batcher = batcher
         self.poll_budget = PollBudget(
             lambda: batcher.free_rows, max_rows=batcher.max_pending_rows, max_bytes=config.ingest.max_bytes
@@ -398,7 +404,8 @@ class RunMonitor:
 
     def resolve_incidents(self) -> None:
         """Add an event with state `resolved` to the current batch for each open incident that is now resolved."""
-        for incident in self.incidents.resolve(self.runs, self.replicas.diverged):
+        slow = {(key, rank) for key, ranks in self.stragglers.reported.items() for rank in ranks}
+        for incident in self.incidents.resolve(self.runs, self.replicas.diverged | slow):
             self.record_incident(incident, RESOLVED)
             self.batcher.want_flush()
 

@@ -95,6 +95,16 @@ def test_slow_rank_is_no_longer_open_at_the_end_of_the_run(state):
     assert [slow] == [one.first for one in opened(slow).resolve(runs_with(attempt(state=state, r0=150, r1=150)))]
 
 
+def test_rank_that_is_slow_now_and_then_has_one_incident():
+    """The rank is held as slow between, also in another phase. One poll brings more than `quiet_steps` steps."""
+    incidents, running = opened(symptom(63, rank=1, rule=SLOW_RANK, tensor=None)), at(r0=150, r1=150)
+
+    assert [] == incidents.resolve(running, {(ATTEMPT, 1)})
+    assert None is incidents.observe(dataclasses.replace(symptom(150, rank=1, rule=SLOW_RANK, tensor="x"), events=0), 0)
+    (slow,) = incidents.resolve(at(r0=171, r1=171), {(ATTEMPT, 0)})
+    assert (63, 150, 1) == (slow.first.step, slow.last_step, slow.events)
+
+
 NAN_TO_THE_END = (symptom(60), *(symptom(step) for step in range(61, 161)))
 
 
