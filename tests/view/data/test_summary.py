@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from tests.view.data.test_curves import history
-from tests.view.training import HOSTILE, MAIN, append, run_row, scalars
+from tests.view.training import HOSTILE, MAIN, append, event, events, run_row, scalars
 
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
@@ -73,16 +73,32 @@ def test_unknown_run_has_no_summary(connection):
     assert read_summary(connection, "nothing") is None
 
 
-def test_ruined_run_gets_no_advice_to_go_on(connection, tmp_path):
-    """An open incident, a newest loss of NaN, and a failure ruin a run, also after a finite evaluation."""
-    steps, losses = np.arange(9), {"good": 2.0, "nan": np.where(np.arange(9) > 7, np.nan, 2.0), "failed": 2.0}
+@pytest.mark.parametrize(("slope", "words"), [(-1, "No reason to stop."), (1, "which is overfitting. Consider stop")])
+def test_ruined_run_gets_no_advice_from_its_curves(connection, tmp_path, slope, words):
+    """A failure, a newest loss or gradient norm of NaN, and an incident that is open or that a person closed."""
+    steps = np.arange(9)
+    falls = 4.0 - steps / 9
+    losses = dict.fromkeys(("good", "slow", "failed", "grad", "closed"), falls) | {
+        "nan": np.where(steps > 7, np.nan, 2)
+    }
+    known = {"kind": "grad_reduced", "rule": "AnomalyNan", "op": "nans", "value": 1.0, "severity": "critical"}
+    states = [("slow", {"rule": "SlowRank"}, "opened"), ("closed", known, "opened"), ("closed", known, "closed")]
+    listed = [
+        event(run, "incident", 3, at, details={"key": "n", "state": state}, **one)
+        for at, (run, one, state) in enumerate(states)
+    ]
     with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
+        append(writer, events=events(listed))
         for run, loss in losses.items():
             state = run_row(run, "failed" if run == "failed" else "completed", last_step=8)
-            tables = [scalars(run, "loss", steps, loss), scalars(run, "eval_loss", steps[:8], 4.0 - steps[:8] / 9)]
+            tables = [
+                scalars(run, "loss", steps, loss),
+                scalars(run, "eval_loss", steps[:8], 4.0 + slope * steps[:8] / 9),
+            ]
+            tables.append(scalars(run, "grad_norm", steps, np.where((steps > 7) & (run == "grad"), np.nan, 1.0)))
             append(writer, runs=state, scalars=pa.concat_tables(tables))
     runs = [(connect(tmp_path / "store"), run) for run in losses] + [(connection, MAIN)]
     texts = [[one["text"] for one in summary_document(read_summary(*run))["advice"]] for run in runs]
 
-    assert "No reason to stop." in texts[0][0]
-    assert [[]] * 3 == [[one for one in found if "stop" in one or "Wait" in one] for found in texts[1:]]
+    assert [True, True] == [words in text for text, *_ in texts[:2]]
+    assert [[]] * 5 == [[one for one in found if "stop" in one or "Wait" in one] for found in texts[2:]]

@@ -9,7 +9,6 @@ from typing import Final
 
 import numpy as np
 
-from rankscope_contract.model.events import RunState
 from rankscope_storage.connection import Connection
 from rankscope_view.data.advice import Advice, early_stopping, logging_interval, perplexity, perplexity_history
 from rankscope_view.data.events import EventLine, event_lines
@@ -131,9 +130,10 @@ def read_detail(connection: Connection, run: str, *, most_step_times: int | None
     loss = histories.get(LOSS) or nothing(LOSS)
     if len(loss) and has_tokens:
         histories[PERPLEXITY] = perplexity_history(loss)
-    early = early_stopping(histories.get(EVAL_LOSS) or nothing(EVAL_LOSS), loss)
-    is_ruined = row.state == RunState.FAILED or row.incidents or (row.loss is not None and not math.isfinite(row.loss))
-    advice = [None if is_ruined and not early.is_action else early, logging_interval(loss)]
+    newest = [one.value[-1] for one in (loss, histories.get(GRAD_NORM, loss)) if len(one)]
+    is_ruined = row.is_ruined or not np.isfinite(newest).all()
+    early = None if is_ruined else early_stopping(histories.get(EVAL_LOSS) or nothing(EVAL_LOSS), loss)
+    advice = [early, logging_interval(loss)]
     return RunDetail(
         row=row,
         facts=facts,

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from rankscope_contract.model.events import RUN_FAILED, RunState
+from rankscope_contract.model.events import RUN_FAILED, RUN_SLOW, SLOW_RANK, RunState
 from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.runs.tags import parse_tags
@@ -63,6 +63,7 @@ class RunRow:
     eta_seconds: float | None = None  # None: unknown or ended
     sparkline: Sparkline = NO_CURVE
     incidents: tuple[Incident, ...] = ()  # open ones, the most urgent first
+    is_ruined: bool = False  # it failed, or the cause of an incident that is not about speed was never seen to be gone
 
     @property
     def share(self) -> float | None:
@@ -268,11 +269,7 @@ def _run_row(row: Mapping[str, Any], newest: Newest, listed: Sequence[Incident])
     positions = [one["position"] for one in rows] + ([row["last_step"]] if row["last_step"] is not None else [])
     times = [one["logged_at"] for one in rows if one["logged_at"] is not None]
     return RunRow(
-        **{
-            name: row[name]
-            for name in ("run", "state", "reason", "planned_steps", "started_at", "ended_at", "tags", "note")
-        },
-        **{name: row[name] for name in ("source_kind", "world_size", "attempt")},
+        **{name: row[name] for name in ("run", *_COLUMNS) if name not in {"last_step", "updated_at"}},
         step=_done(row, positions),
         seen_at=max(times, default=row["ended_at"] or row["updated_at"]),
         loss=latest.get((run, LOSS), {}).get("value"),
@@ -285,6 +282,8 @@ def _run_row(row: Mapping[str, Any], newest: Newest, listed: Sequence[Incident])
         eta_seconds=None if row["state"] == RunState.STALLED else newest.etas.get(run),
         sparkline=newest.sparklines.get(run, NO_CURVE),
         incidents=tuple(one for one in listed if one.is_open),
+        is_ruined=row["state"] == RunState.FAILED
+        or any(not one.is_resolved and one.rule not in {SLOW_RANK, RUN_SLOW} for one in listed),
     )
 
 

@@ -53,7 +53,7 @@ _HINTS: Final = {
     PERPLEXITY: "10 means: as unsure as among 10 words of equal chance. Lower is better.",
     GRAD_NORM: "Before clipping. Above 100: clip. Near 0: vanishing.",
     LEARNING_RATE: "Warm-up, then the shape of the schedule. A jump at a restart is a changed setting.",
-    EVAL_LOSS: "Training falls while evaluation rises: overfitting.",
+    EVAL_LOSS: "If it rises while the training loss falls, the model overfits.",
     **dict.fromkeys(SPEEDS, "Dips at checkpoints are normal. A level that remains lower is not."),
     STEP_SECONDS: "Peaks at checkpoints are normal. A level that remains higher is not.",
 }
