@@ -69,6 +69,24 @@ def test_shares_are_sums_over_the_sum_of_the_same_steps(opened):
     assert f"{100 * expected['data_wait']:.0f} % of the step time is waiting for data" in found.hints[0].observation
 
 
+def test_time_in_collectives_that_only_some_ranks_have_is_no_communication(opened, tmp_path):
+    """A rank that is late does not wait: the shortest time of a step is that of the collective itself."""
+    step, waits = np.arange(1, 21), {0: 0.6, 1: 0.1}
+    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
+        tables = [
+            phase_rows(phase, step, np.full(20, seconds), {"rank": rank, "incarnation": f"r-0-{rank}"})
+            for rank, wait in waits.items()
+            for phase, seconds in (("data_wait", 1 - wait), ("collective", wait))
+        ]
+        append(writer, runs=run_row("r", "completed"), scalars=pa.concat_tables(tables))
+    with connect(tmp_path / "store") as connection:
+        late = read_summary(connection, "r").speed
+
+    other = read_summary(opened, "r").speed
+    assert other.collective.value == pytest.approx(other.for_slower)
+    assert (0.35, 0.25) == (pytest.approx(late.collective.value), pytest.approx(late.for_slower))
+
+
 def test_summary_has_one_line_about_where_the_time_went(opened):
     found = read_summary(opened, "r")
     lines = dict(row for section in sections(found) for row in section.rows)

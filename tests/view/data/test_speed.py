@@ -167,6 +167,21 @@ def test_hint_has_the_observation_that_triggers_it(side, words, known, more):
     assert side in [hint.side for hint in hints if words in hint.observation and hint.actions]
 
 
+def test_wait_for_a_slow_loader_is_not_blamed_on_the_network():
+    """All ranks spend 4 % in the reduction, and the others 30 % in waiting for the loader of rank 3."""
+    slow = dataclasses.replace(SLOW_RANK, slow=dataclasses.replace(SLOW, phase="data_wait"))
+    known = {"collective": Share(value=0.34, source="x"), "throughput": throughput(np.where(STEP < 30, 100.0, 70.0))}
+    hints = tuning_hints(
+        speed(**known, for_slower=0.3), None, RankTable(attempt=0, rows=(slow,), last_step=9, median_step=1.0)
+    )
+    actions = " ".join(action for hint in hints for action in hint.actions)
+
+    assert "34 % of the step time is waiting for other ranks (x), 30 % for slower ones" in [
+        one.observation for one in hints
+    ]
+    assert ["num_workers"] == [one for one in ("num_workers", "bucket size", "power limit", "disk") if one in actions]
+
+
 def test_training_on_a_cpu_has_no_advice_about_gpus(store):
     assert None is read_utilization(store, "with-batch", read_speed(store, "with-batch", {}, '{"device": "cpu"}'))
     shares = {"data_wait": Share(value=0.25, source="x"), "collective": Share(value=0.3, source="x")}

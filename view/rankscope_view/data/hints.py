@@ -70,6 +70,7 @@ COMMUNICATION_ACTIONS: Final = (
     "accumulate gradients over more micro-batches",
     "with ZeRO-3 and offload, check the PCIe bandwidth, or use a lower stage",
 )
+WAIT_ACTIONS: Final = ("find on the page of ranks which rank makes the others wait, and in which phase",)
 SYSTEM_ACTIONS: Final = (
     "check clocks, power limit and temperature of the GPU",
     "check disk and network of the host, and which other programs use its processors",
@@ -142,13 +143,18 @@ def _memory_share(rows: Sequence[RankRow]) -> float | None:
 def _communication_hints(speed: Speed) -> Iterator[Hint]:
     wait = speed.collective
     if wait is not None and wait.value >= MOST_COLLECTIVE:
-        observation = f"{_percent(wait.value)} of the step time is waiting for other ranks ({wait.source})"
-        yield Hint(side=Side.COMMUNICATION, observation=observation, actions=COMMUNICATION_ACTIONS)
+        is_network = wait.value - speed.for_slower >= MOST_COLLECTIVE
+        slower = "" if is_network else f", {_percent(speed.for_slower)} for slower ones"
+        observation = f"{_percent(wait.value)} of the step time is waiting for other ranks ({wait.source}){slower}"
+        actions = COMMUNICATION_ACTIONS if is_network else WAIT_ACTIONS
+        yield Hint(side=Side.COMMUNICATION, observation=observation, actions=actions)
 
 
 def _system_hints(speed: Speed, ranks: RankTable | None) -> Iterator[Hint]:
+    loads = speed.data_wait is not None and speed.data_wait.value >= MOST_DATA_WAIT
     for row in () if ranks is None else ranks.rows:
         if row.slow is not None:
+            loads |= row.slow.phase == Phase.DATA_WAIT
             where = f" on {row.host}" if row.host else ""
             since = "" if row.slow_since is None else f", since step {row.slow_since:,}"
             yield Hint(
@@ -163,7 +169,7 @@ def _system_hints(speed: Speed, ranks: RankTable | None) -> Iterator[Hint]:
         yield Hint(
             side=Side.SYSTEM,
             observation=f"the throughput has fallen by {_percent(-change[0])} since step {change[1]:,}",
-            actions=SYSTEM_ACTIONS,
+            actions=("first shorten the wait for data, which another hint names",) if loads else SYSTEM_ACTIONS,
         )
     yield from _swings(speed.throughput)
 

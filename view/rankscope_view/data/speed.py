@@ -54,12 +54,17 @@ _STEPS: Final = 1 << 40
 
 _PHASES: Final = f"""\
 WITH phase AS (
-  SELECT incarnation, seq, labels->>'$.phase' AS phase, value AS seconds FROM {{scalars}}
+  SELECT incarnation, seq, attempt, step, labels->>'$.phase' AS phase, value AS seconds FROM {{scalars}}
   WHERE run = $run AND name = '{STEP_PHASE_SECONDS}' AND isfinite(value) AND {is_main_source()}
-)
-SELECT phase, sum(seconds) AS seconds FROM phase
-ANTI JOIN (SELECT * FROM phase WHERE phase = '{Phase.FIRST_STEP}' AND seconds > 0) USING (incarnation, seq)
-GROUP BY phase ORDER BY seconds DESC, phase"""
+), step AS (
+  SELECT attempt, step, phase, sum(seconds) AS seconds, count(*) AS ranks, min(seconds) AS least FROM phase
+  ANTI JOIN (SELECT * FROM phase WHERE phase = '{Phase.FIRST_STEP}' AND seconds > 0) USING (incarnation, seq)
+  GROUP BY ALL)
+SELECT phase, sum(seconds) AS seconds,
+  sum(seconds - if(ranks = most, ranks * least, 0)) / sum(sum(seconds)) OVER () AS excess
+FROM (SELECT *, max(ranks) OVER (PARTITION BY attempt, step) AS most FROM step) GROUP BY phase ORDER BY 2 DESC, 1"""
+"""Seconds of each phase, and the share of all time in which a rank is longer in it than the first one of its step."""
+
 _LOGGED: Final = f"""\
 WITH chosen AS (
   SELECT name FROM (SELECT DISTINCT name FROM {{scalars}} WHERE run = $run)
@@ -152,6 +157,8 @@ class Speed:
     batch_check: BatchCheck | None
     data_wait: Share | None
     collective: Share | None
+    for_slower: float = 0.0
+    """The part of `collective` in which ranks wait for slower ones; the rest is the time that all ranks need."""
     time_spent: str = ""
     """The share of each phase in the time of all steps after the first, the largest first; empty if unknown."""
     has_gpus: bool = True  # also for logs, which do not name the device
@@ -183,6 +190,7 @@ def read_speed(connection: Connection, run: str, histories: Mapping[str, History
         batch_check=_check(_finite(samples) * ranks, step_seconds, batch),
         data_wait=data_wait,
         collective=_phase_share(seconds, Phase.COLLECTIVE),
+        for_slower=sum(row["excess"] for row in phases if row["phase"] == Phase.COLLECTIVE),
         time_spent=shares_text(seconds),
         has_gpus=json_object(config).get("device") != "cpu",
     )
