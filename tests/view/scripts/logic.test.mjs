@@ -4,7 +4,7 @@ import { test } from "node:test";
 
 import { clipped, common } from "../../../view/rankscope_view/assets/heat_marks.js";
 import { logTicks, csv, duration, expanded, keptOrder, nearest, placeLabel, readState, replaceState, roundSteps, shown, sliced, stepSplits, tickLabel, valueRange, viridis, writeState } from "../../../view/rankscope_view/assets/logic.js";
-import { badRange, seriesOf } from "../../../view/rankscope_view/assets/series.js";
+import { badRange, seriesOf, valueText } from "../../../view/rankscope_view/assets/series.js";
 import { contextOf, extended, grown, ranksNote, secondsLeft } from "../../../view/rankscope_view/assets/tail.js";
 
 const line = { label: null, x: [0, 1, 2, 3], step: [30, 10, 20, 30], value: [4, null, 2, 1], smoothed: [4, null, 3, 2], low: [], high: [] };
@@ -140,6 +140,15 @@ test("a line that ends with NaN has that range at its end, also of several runs 
   const ends = (lines, nonfinite) => seriesOf({ ...curve, lines, nonfinite }).map((one) => badRange({ ...curve, lines, nonfinite }, one, null)?.[2]);
   assert.deepEqual([undefined, "NaN of B 6–9"], ends([line("A", null, 12), line("B", null, 5)], [[2, 3, "NaN of A 2–3"], [6, 9, "NaN of B 6–9"]]));
   assert.deepEqual([undefined, "NaN 6–9"], ends([line("training", "training", 9), line(null, null, 5)], [[6, 9, "NaN 6–9"]]));
+});
+
+test("a legend shows NaN where a reader points at a range of NaN, and the value of a row within a long range", () => {
+  const line = (label, x) => ({ label, role: null, x, step: x, value: x.map((one) => one / 2), smoothed: [null], low: [0], high: [0] });
+  const drawn = { ...curve, lines: [line("A", [1, 7, 9]), line("B", [1, 8, 30])], nonfinite: [[6, 12, "NaN of B 6–12"]] };
+  const texts = (x, isPointed) => seriesOf(drawn).map((one) => valueText(drawn, one, x, isPointed));
+  assert.deepEqual(["3.500", "NaN"], texts(7, true));
+  assert.deepEqual(["3.500", "4.000"], texts(8, true));
+  assert.deepEqual(["4.500", "15.00"], texts(30, false));
 });
 
 test("averages of live rows begin with the first value, and have no bias to it", () => {

@@ -1,8 +1,8 @@
 // One chart of a curve: lines by uPlot; NaN ranges, restarts and markers are drawn over them.
-import { logTicks, placeLabel, shown, stepSplits, tickLabel, valueAt, valueRange } from "./logic.js";
+import { logTicks, placeLabel, stepSplits, tickLabel, valueRange } from "./logic.js";
 import { clip, colour, cross, glyph, hatch, labelFont, lineAcross, MAP_LEFT, ring, triangle } from "./marks.js";
 import { setText } from "./newest.js";
-import { badRange, bandsOf, isDrawn, seriesOf } from "./series.js";
+import { bandsOf, isDrawn, seriesOf, valueText } from "./series.js";
 
 /** @typedef {import("./logic.js").Curve} Curve */
 /** @typedef {import("./series.js").Series} Series */
@@ -275,11 +275,7 @@ export class Chart {
     const newest = main?.x[main.y.findLastIndex((one) => one !== null)] ?? places[places.length - 1];
     const x = isPointed ? places[index] : newest;
     const entries = this.entries();
-    const texts = entries.map(([, style, , series]) => {
-      if (!series || style === "limit" || style === "baseline") return null;
-      const bad = badRange(curve, series, isPointed ? x : null);
-      return valueText(bad && !isPointed ? null : valueAt(series, x), bad?.[2]);
-    });
+    const texts = entries.map(([, style, , series]) => (series && style !== "limit" && style !== "baseline" ? valueText(curve, series, x, isPointed) : null));
     const hasPlace = isPointed || Boolean(this.options.tensor);
     const key = JSON.stringify([hasPlace, entries.map(([mark, style, word], at) => [mark, style, word, texts[at] === null])]);
     if (key !== this.entriesKey) {
@@ -348,14 +344,6 @@ export class Chart {
       setTimeout(() => URL.revokeObjectURL(link.href), 1000);
     });
   }
-}
-
-/**
- * @param {number | null} value
- * @param {string} [bad] the label of the range of values that are not finite, such as "NaN 40–60", if it is absent there
- */
-function valueText(value, bad) {
-  return value === null && bad ? bad.replace(/( of .*)? [^ ]*$/, "") : shown(value);
 }
 
 /**

@@ -1,4 +1,5 @@
 // The lines of a chart: which arrays of a curve are drawn, in which style. No function touches the document.
+import { shown, valueAt } from "./logic.js";
 
 /** @typedef {import("./logic.js").Curve} Curve */
 /** @typedef {import("./logic.js").Line} Line */
@@ -55,6 +56,19 @@ export function badRange(curve, series, x) {
     return owner === undefined ? sole : owner === series.label;
   };
   return curve.nonfinite.findLast(([first, last, word]) => isOwn(word) && (x === null ? last >= (series.x.at(-1) ?? last) : first <= x && x <= last));
+}
+
+/**
+ * Return the text of the value of a series at the place `x`, to which a reader points or at which its axis ends: `NaN` in a range of values that are not finite. A range of many rows can contain finite ones.
+ * @param {Curve} curve
+ * @param {Series} series
+ * @param {number} x
+ * @param {boolean} isPointed
+ */
+export function valueText(curve, series, x, isPointed) {
+  const bad = badRange(curve, series, isPointed ? x : null);
+  const value = bad && !(isPointed && series.x.includes(x)) ? null : valueAt(series, x);
+  return value === null && bad ? bad[2].replace(/( of .*)? [^ ]*$/, "") : shown(value);
 }
 
 /**
