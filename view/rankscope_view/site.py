@@ -30,7 +30,7 @@ from rankscope_view.data.evaluation import evaluation_curve
 from rankscope_view.data.events import EVENT_GROUPS, NEWEST, EventLog, Group, event_log
 from rankscope_view.data.grid import histogram_tensors, tensor_kinds
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LOSS
-from rankscope_view.data.incidents import incident_story, incidents
+from rankscope_view.data.incidents import counted, incident_story, incidents
 from rankscope_view.data.metrics import read_metrics
 from rankscope_view.data.ranks import rank_table
 from rankscope_view.data.runs import RunQuery, RunRow, known_runs, run_list, run_row
@@ -262,7 +262,7 @@ class Site:
         place, row = self._row(connection, asked)
         found = incidents(connection, [row.run]).get(row.run, [])
         if len(asked.segments) == 3:
-            return _page(incident_page.list_page(place, row, found))
+            return _page(incident_page.list_page(place, row, counted(connection, found)))
         one = next((one for one in found if one.key == asked.segments[3]), None)
         if one is None:
             raise NotFoundError(f"The run {row.run!r} has no incident {asked.segments[3]!r}.")

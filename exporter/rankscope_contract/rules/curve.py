@@ -216,7 +216,7 @@ def deviation_text(name: str, value: float, baseline: float | None, rule: str | 
     if not baseline or not math.isfinite(baseline):
         return f"{words} {value:.3g}{unit}"
     ratio = value / baseline
-    times = f"{ratio:,.0f}" if abs(ratio) >= 100 else f"{ratio:.2g}"
+    times = f"{ratio:,.0f}" if 100 <= abs(ratio) < 1e6 else f"{ratio:.2g}"
     before = "median" if rule in _OF_MEDIAN else "previous maximum" if rule == "LearningRateJump" else "average"
     shown = f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.3g}"
     return f"{words} {shown}{unit}, {times} times its {before}"

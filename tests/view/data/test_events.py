@@ -6,6 +6,7 @@ import math
 import random
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from tests.view.training import MAIN, START, append, event, events, scalars
 
@@ -154,6 +155,46 @@ def test_anomalies_without_a_service_are_grouped_as_the_service_does(tmp_path):
         (one.step, one.tensor, one.events, one.last_step) for one in found
     ]
     assert "gradient norm 9, 9 times its average" == happening(found[0])
+
+
+def test_sentence_of_a_spike_has_the_largest_loss_that_followed_it(tmp_path):
+    """A loss that a service reported at 9.7 rose to 970,000, in one run after a larger spike that was over."""
+    spike = {"rule": "LossSpike", "severity": "warning", "rank": 0, "op": "loss", "baseline": 1.2}
+    listed = [event("r", "anomaly", 60 + at, at, value=9.7 * 10.0**at, **spike) for at in range(6)]
+    listed += [event("r", "anomaly", 66, 66, **spike | {"rule": "AnomalyNan", "value": math.nan})]
+    listed += [event("over", "anomaly", step, step, value=value, **spike) for step, value in ((60, 99.0), (300, 9.7))]
+    for run, step, states in (("r", 60, ("opened",)), ("over", 60, ("opened", "resolved")), ("over", 300, ("opened",))):
+        known = spike | {"value": 99.0 if states[1:] else 9.7}
+        listed += [
+            event(run, "incident", step, 70 + at, details={"key": f"{step}", "state": state, "events": 1}, **known)
+            for at, state in enumerate(states)
+        ]
+    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
+        append(writer, events=events(listed))
+    with connect(tmp_path / "store") as opened:
+        found = {run: [sentence_of(one) for one in listed] for run, listed in incidents(opened, ["r", "over"]).items()}
+
+    again, over = (
+        "Rank 0: loss 9.7, 8.1 times its median at step 300",
+        "Rank 0: loss 99, 82 times its median at step 60",
+    )
+    assert {"r": ["Rank 0: loss 970,000, 808,333 times its median since step 60"], "over": [again, over]} == found
+
+
+def test_evaluation_is_one_line(tmp_path):
+    """A phase that the script announced, and the loss that it logged, at two steps; the third one logged none."""
+    steps = np.arange(1, 41)
+    listed = [event("r", "phase", step, START + step, details={"phase": "evaluation"}) for step in (10, 20, 30)]
+    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
+        tables = [scalars("r", "loss", steps, 1.0), scalars("r", "eval_loss", np.array([10, 20]), 2.0)]
+        append(writer, scalars=pa.concat_tables(tables), events=events(listed))
+    with connect(tmp_path / "store") as opened:
+        loss, evaluations = read_history(opened, "r", "loss"), read_history(opened, "r", "eval_loss")
+        found = event_log(event_lines(opened, "r"), loss, (), evaluations, groups={Group.EVALUATION})
+
+    texts = [(line.step, line.text) for line in found.lines]
+    assert [(10, "evaluation loss 2.000"), (20, "evaluation loss 2.000"), (30, "evaluation")] == sorted(texts)
+    assert 3 == found.counts[Group.EVALUATION]
 
 
 @pytest.mark.parametrize("kind", ["grad_reduced", "param_after"])

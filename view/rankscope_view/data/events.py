@@ -139,7 +139,9 @@ def event_log(
 
     The line of a step also has the values of `others`, such as the gradient norm. Without groups, all are selected.
     """
-    known = [*lines, *_value_lines(evaluations, Group.EVALUATION, "evaluation loss", ())]
+    values = _value_lines(evaluations, Group.EVALUATION, "evaluation loss", ())
+    valued = {(Group.EVALUATION, line.attempt or 0, line.step) for line in values}
+    known = [*(line for line in lines if (line.group, line.attempt or 0, line.step) not in valued), *values]
     counts = dict.fromkeys(Group, 0)
     for line in known:
         counts[line.group] += 1

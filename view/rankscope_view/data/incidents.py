@@ -94,6 +94,14 @@ SELECT run, attempt, min(step) AS step, max(step) AS last_step, epoch(min(ts)) A
 FROM numbered GROUP BY run, attempt, subject, number ORDER BY min(place)"""
 
 
+# The values of an incident are those of its first anomaly, and later ones can be far larger.
+_SUBJECT: Final = ("run", "attempt", "rank", "rule", "kind", "tensor", "op")
+_WORST: Final = f"""\
+SELECT {", ".join(_SUBJECT)}, max(value) AS worst, arg_max(step, value) AS step FROM events
+WHERE type = 'anomaly' AND baseline > 0 AND isfinite(value) AND run IN (SELECT unnest($runs))
+  AND coalesce(tensor, '') IN (SELECT unnest($tensors)) GROUP BY ALL"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
     """A group of anomalies with one cause, or the failure or stall of an attempt. Columns are of its first cause."""
@@ -120,6 +128,8 @@ class Incident:
     cause: str | None = None  # evidence against the rank
     closed_by: str = ""  # name of the user that closed it, and the note in quotation marks
     where: tuple[str, ...] = ()  # places in which ranks wait
+    worst: float | None = None  # the largest value of the same subject, if it came after the first one
+    when: str = "at"  # the word before the first step in a clause; `since` before that of the largest value
 
     @property
     def is_open(self) -> bool:
@@ -165,10 +175,21 @@ def incidents(connection: Connection, runs: Sequence[str]) -> dict[str, list[Inc
             last = _reported(one.key, closings[one.run, one.key])
             one = replace(one, states=(*one.states, *last.states), closed_by=last.closed_by)  # noqa: PLW2901 - its end
         found.setdefault(one.run, []).append(one)
+    later = [one for one in itertools.chain(*found.values()) if one.baseline and math.isfinite(one.value or math.nan)]
+    chosen = {"runs": [one.run for one in later], "tensors": [one.tensor or "" for one in later]}
+    rows = connection.query(_WORST, chosen).to_pylist() if later else []
+    largest = {tuple(row[name] for name in _SUBJECT): row for row in rows}
     for run, listed in found.items():
-        numbered = [replace(one, number=number) for number, one in enumerate(sorted(listed, key=in_order), start=1)]
+        ordered = (_with_worst(one, largest) for one in sorted(listed, key=in_order))
+        numbered = [replace(one, number=number) for number, one in enumerate(ordered, start=1)]
         found[run] = sorted(numbered, key=lambda one: (not one.is_open, not one.is_critical))
     return found
+
+
+def _with_worst(one: Incident, largest: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> Incident:
+    row = largest.get(tuple(getattr(one, name) for name in _SUBJECT))
+    is_later = row is not None and one.step != row["step"] and _covers(one, row["step"])
+    return replace(one, worst=row["worst"], when="since") if row and is_later else one
 
 
 def in_order(one: Incident) -> tuple[int, int, str]:
@@ -254,13 +275,13 @@ def _numbers(values: Iterable[Any] | None) -> list[int]:
 
 
 def happening(one: Incident) -> str:
-    """Return a clause about the first cause of an incident, such as `loss 9.7, 8 times its median`."""
+    """Return a clause about the first cause of an incident with its largest value: `loss 9.7, 8 times its median`."""
     if one.op in _WORDS and one.tensor is not None:
         return f"{_quantity(one.kind)} {_WORDS[one.op]}"
     is_finite = one.value is not None and math.isfinite(one.value)
     if one.value is not None and one.rule not in RULES_OF_RUNS and (one.baseline or not is_finite):
         name = one.op or subject_name(one.tensor, None) or "value"
-        text = deviation_text(name, one.value, one.baseline, one.rule)
+        text = deviation_text(name, one.worst or one.value, one.baseline, one.rule)
         return f"{_quantity(one.kind)} {text}".strip() if is_finite else text
     line = (one.message or one.rule or "reported").partition("\n")[0]
     return line.removesuffix(f", step {one.step}")  # sentences end with the step
@@ -273,7 +294,7 @@ def sentence_of(one: Incident) -> str:
         quantity = _quantity(one.kind)
         what = f"{quantity} of {name} {what.removeprefix(quantity).lstrip()}"
     where = "" if one.rank is None or what.startswith("rank") else f"rank {one.rank}: "
-    step = "" if one.step is None else f" at step {one.step:,}"
+    step = "" if one.step is None else f" {one.when} step {one.step:,}"
     clause = f"{where}{what}{step}"
     return f"{clause[:1].upper()}{clause[1:]}"
 
@@ -367,9 +388,8 @@ def incident_story(connection: Connection, one: Incident, found: Sequence[Incide
     """Return the story of an incident, which is one of those `found` in its run."""
     steps = window(one)
     listed = anomalies(connection, one.run, top=1_000_000, steps=(steps[0], _NEWEST))
-    near = [each for each in listed if (each.attempt or 0) == (one.attempt or 0)]
-    growth = tuple(each for each in near if one.rule not in RULES_OF_RUNS and _grows(each, one))
-    own = own_anomalies(near, one, found) if one.rule not in RULES_OF_RUNS else []
+    growth = tuple(each for each in listed if one.rule not in RULES_OF_RUNS and _grows(each, one))
+    own = own_anomalies(listed, one, found) if one.rule not in RULES_OF_RUNS else []
     keys = [each.key for each in sorted(found, key=in_order)]
     at = keys.index(one.key)
     own_steps = (own[0].step or 0, own[-1].step or 0) if own else steps
@@ -388,8 +408,16 @@ def incident_story(connection: Connection, one: Incident, found: Sequence[Incide
     )
 
 
-def own_anomalies(near: Sequence[AnomalyRow], one: Incident, found: Sequence[Incident]) -> list[AnomalyRow]:
-    """Return the anomalies in `near`, in the order of steps, that belong to `one` and to no other incident in `found`.
+def counted(connection: Connection, found: Sequence[Incident]) -> list[Incident]:
+    """Return the incidents `found` of a run, of which those not resolved have all their anomalies up to now."""
+    listed = anomalies(connection, found[0].run, top=1_000_000) if found else []
+    lasting = (one for one in found if not one.is_resolved and one.rule not in RULES_OF_RUNS)
+    totals = {one.key: len(own_anomalies(listed, one, found)) for one in lasting}
+    return [replace(one, events=max(one.events, totals.get(one.key, 0))) for one in found]
+
+
+def own_anomalies(listed: Sequence[AnomalyRow], one: Incident, found: Sequence[Incident]) -> list[AnomalyRow]:
+    """Return the anomalies in `listed`, in the order of steps, that belong to `one` and to no other one in `found`.
 
     The anomalies of a step belong to the incident that began there, else to the latest one with the same rule and
     tensor, else to the latest one. A resolved incident has no anomalies after its last step. Of another one, the last
@@ -400,6 +428,7 @@ def own_anomalies(near: Sequence[AnomalyRow], one: Incident, found: Sequence[Inc
         each.key: {(each.rule, subject_name(each.tensor, each.op))} for each in peers
     }
     own: list[AnomalyRow] = []
+    near = [each for each in listed if (each.attempt or 0) == (one.attempt or 0) and (each.step or 0) >= window(one)[0]]
     for step, rows in itertools.groupby(near, key=lambda row: row.step):
         anomalies_of_step = list(rows)
         named = {(row.rule, subject_name(row.tensor, row.op)) for row in anomalies_of_step}
@@ -423,7 +452,8 @@ def _covers(one: Incident, step: int | None) -> bool:
 
 def _grows(each: AnomalyRow, one: Incident) -> bool:
     is_before = each.step is not None and one.step is not None and each.step < one.step
-    return is_before and bool(each.baseline) and (each.tensor, each.rank) == (one.tensor, one.rank)
+    same = (each.tensor, each.rank, each.attempt or 0) == (one.tensor, one.rank, one.attempt or 0)
+    return is_before and bool(each.baseline) and same
 
 
 def _moments(connection: Connection, one: Incident, growth: Sequence[AnomalyRow]) -> tuple[Moment, ...]:

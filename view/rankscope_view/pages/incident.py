@@ -32,10 +32,8 @@ def list_page(place: Place, row: RunRow, found: Sequence[Incident]) -> str:
     """Return all incidents of a run, open ones first."""
     head = '<tr><th>Incident<th class="n">step<th class="n rare">attempt<th class="n rare">events<th class="rare">opened, UTC<th>state</tr>'
     rows = "".join(_row(place, row.run, one) for one in found)
-    is_open = any(one.is_open for one in found)
-    close = (
-        f'<p class="empty">Close all open ones: {close_command(place, row.run)}</p>' if is_open and place.store else ""
-    )
+    is_open, command = any(one.is_open for one in found), close_command(place, row.run)
+    close = f'<p class="empty">Close all open ones: {command}</p>' if is_open and place.store else ""
     table = f'<table class="list">{head}{rows}</table>' if rows else '<p class="empty">None is stored for this run.</p>'
     body = f'<div id="list" data-live>{close}{panel("Incidents", table, kind="scrolls")}</div>'
     return run_document(place, row, "Incidents", body, page="incidents")
@@ -45,7 +43,7 @@ def _row(place: Place, run: str, one: Incident) -> str:
     url = place.url("runs", run, "incidents", one.key)
     return (
         f'<tr class="{"" if one.is_open else "off"}"><td><a href="{url}">{incident_line(one)}</a></td><td class="n">{count(one.step)}</td>'
-        f'<td class="n rare">{count(one.attempt)}</td><td class="n rare">{"≥ " if one.events > 1 and not one.is_resolved else ""}{count(one.events)}</td>'
+        f'<td class="n rare">{count(one.attempt)}</td><td class="n rare">{count(one.events)}</td>'
         f'<td class="rare">{utc(one.opened_at, "%Y-%m-%d %H:%M:%S")}</td><td>{last_state(one)}</td></tr>'
     )
 
@@ -70,7 +68,7 @@ def sql(one: Incident, steps: tuple[int, int]) -> str:
 def sentence(one: Incident) -> str:
     """Return the heading of an incident as HTML."""
     where = "" if one.rank is None else f"Rank {one.rank}: "
-    step = "" if one.step is None else f" at step {count(one.step)}"
+    step = "" if one.step is None else f" {one.when} step {count(one.step)}"
     if one.tensor is not None:
         what = happening(one)
         return f"{where}{text(what.split(' ')[0])} of {tensor_name(one.tensor)} {text(' '.join(what.split(' ')[1:]))}{step}"
@@ -201,11 +199,8 @@ def _actions(place: Place, one: Incident, story: Story) -> str:
     command = text(shlex.join(["rankscope", "anomalies", one.run, "--steps", f"{first}:{last}", *store]))
     lines = []
     if one.rule == RUN_FAILED:
-        newest = (
-            ""
-            if story.safe_checkpoint is None
-            else f" The newest checkpoint before it is that of step {count(story.safe_checkpoint)}."
-        )
+        safe = story.safe_checkpoint
+        newest = "" if safe is None else f" The newest checkpoint before it is that of step {count(safe)}."
         lines.append(f"<b>Repair the cause of the failure:</b> {text(happening(one).rstrip('.'))}.{newest}")
     elif one.rank is not None and one.step is not None and one.rule not in {SLOW_RANK, *RULES_OF_RUNS}:
         lines.append(
@@ -229,11 +224,9 @@ def _resume(one: Incident, story: Story) -> str:
     """Return which checkpoint is safe and which is not."""
     if story.safe_checkpoint is None:
         return f"<b>Resume from a checkpoint before step {count(one.step or 0)}.</b> No earlier one is stored in this attempt."
-    bad = (
-        f" That of step {count(story.bad_checkpoint)} is from after it."
-        if story.bad_checkpoint is not None
-        else " Later ones contain the effects."
-    )
+    bad = " Later ones contain the effects."
+    if story.bad_checkpoint is not None:
+        bad = f" That of step {count(story.bad_checkpoint)} is from after it."
     return f"<b>Resume from the checkpoint of step {count(story.safe_checkpoint)}.</b> It is the newest one before the first sign.{bad}"
 
 

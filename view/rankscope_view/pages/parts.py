@@ -133,7 +133,7 @@ def incident_line(one: Incident, more: int = 0) -> str:
     first = " · ".join([*subject, *([] if one.tensor is None else [tensor_name(one.tensor)])]) or text(
         one.rule or "incident"
     )
-    step = "" if one.step is None else f" at step {count(one.step)}"
+    step = "" if one.step is None else f" {one.when} step {count(one.step)}"
     further = f' <span class="count">+{more}</span>' if more else ""
     severity = "critical" if one.is_critical else "warning"
     what = happening(one)
