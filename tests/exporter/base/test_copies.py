@@ -246,6 +246,7 @@ def names_of(made: Any) -> set[str]:
     return {name for name in dir(made) if not name.startswith("_")}
 
 
+@pytest.mark.usual(16)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", LIVE, ids=live_id)
 def test_copy_has_all_attributes_and_is_inactive(kind, way, request):
@@ -258,6 +259,7 @@ def test_copy_has_all_attributes_and_is_inactive(kind, way, request):
     assert set(threading.enumerate()) <= threads
 
 
+@pytest.mark.usual(16)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", LIVE, ids=live_id)
 def test_model_with_a_monitor_object_can_be_copied_and_saved(kind, way, request):
@@ -416,6 +418,7 @@ def test_training_with_copies_is_bit_identical():
     assert all(map(torch.equal, train(watched=False), train(watched=True)))
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(180)
 def test_model_in_a_spawned_process_trains_without_monitoring(request):
     model = Holding(attached(request))

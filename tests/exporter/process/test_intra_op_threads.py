@@ -121,7 +121,7 @@ assert added and added == _native_pool(), (added, _native_pool())
 """
 
 
-@pytest.mark.usual(1)
+@pytest.mark.thorough
 def test_threads_of_a_native_pool_are_found_by_name(program):
     """Torch with OpenMP uses the same class of pool for `torch.jit.fork`."""
     done = program(NATIVE_POOL)

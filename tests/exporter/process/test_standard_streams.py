@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from rankscope.base.spools import store_spools
 from rankscope_storage.connection import connect
 
@@ -42,6 +44,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.thorough
 def test_output_with_closed_streams_is_in_no_file_of_the_monitor(tmp_path):
     import torch
 

@@ -180,6 +180,7 @@ while True:
 """
 
 
+@pytest.mark.thorough
 def test_killed_rank_leaves_complete_rows(tmp_path, eventually):
     environment = {**os.environ, "RANKSCOPE_INGEST_URL": "", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, "-c", TRAINING, str(tmp_path)], env=environment)

@@ -112,6 +112,7 @@ def test_process_can_exit_during_the_warm_up(tmp_path: Path):
     assert (0, "bye\n", "") == (done.returncode, done.stdout, done.stderr)
 
 
+@pytest.mark.thorough
 @needs_numba
 def test_child_forked_during_the_warm_up_can_import_numpy(tmp_path: Path):
     """A data loader's workers are forked early, and import numpy."""
