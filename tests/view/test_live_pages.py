@@ -10,6 +10,7 @@ from tests.ingest.conftest import FakeRank, eventually, running_service
 from tests.view.browser import browser
 
 from rankscope_ingest.reporting.live_tail import LiveTails
+from rankscope_view.pages.format import duration
 
 POINTS = """(() => {
   const plot = document.querySelector('#chart-loss .plot'), legend = document.querySelector('#chart-loss .legend');
@@ -121,7 +122,7 @@ async def test_curve_is_complete_and_progress_is_one_number(page, tmp_path, monk
     assert 9 == steps[-1]
     assert [f"{min(round(100 * step / 9, 1), 100):g} %" for step in steps] == [text.split(" · ")[1] for text in noted]
     left = [text.split(" · ")[2].split(",")[0] for text in noted if " left" in text]
-    assert [f"{10 * (9 - step)} s left" for step in steps if step < 9] == left
+    assert [f"{duration(10.0 * (9 - step))} left" for step in steps if step < 9] == left
     assert 1 == sum("/data/curve?" in one and "name=loss" in one for one in requests)
     assert [] == page.problems
 
