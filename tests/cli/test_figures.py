@@ -42,12 +42,15 @@ def test_plot_writes_a_png_of_300_dpi_named_after_the_run(in_process, logs, fold
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("speed", ["Loss", "Throughput", "samples/s", "5 rows below P10 = 100"]),
+        (
+            "speed",
+            ["Loss", "Throughput", "samples/s", "5 rows below P10 = 100", "EMA 0.9, then moving average of 20 rows"],
+        ),
         ("gpu", ["GPU utilisation", "measured: field gpu_util of the log"]),
     ],
 )
 def test_each_kind_of_figure_of_a_log(in_process, logs, folder, kind, words):
-    done = in_process("plot", logs / "metrics.jsonl", "--kind", kind, "--output", "figure.svg")
+    done = in_process("plot", logs / "metrics.jsonl", "--kind", kind, "--smoothing", "both", "--output", "figure.svg")
     text = (folder / "figure.svg").read_text(encoding="utf-8")
 
     assert 0 == done.returncode, done.stderr

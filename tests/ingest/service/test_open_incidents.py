@@ -157,6 +157,23 @@ async def test_crash_is_shown_with_its_exception_and_the_step_of_its_rank(start_
     assert ["step 30: OSError: disk full"] == [title.rpartition(", ")[2] for title in titles]
 
 
+async def test_failure_without_a_known_first_rank_has_its_step_once(start_service, fake_rank, eventually):
+    async with start_service() as service:
+        async with fake_rank(world_size=2) as zero, fake_rank(rank=1, world_size=2) as one:
+            for rank in (zero, one):
+                for step in range(1, 31):
+                    rank.publish(step=step, scalars=[{"name": "loss", "value": 1.0}])
+                await rank.register(service.url)
+            for rank in (zero, one):
+                await end(rank, service, eventually, "exception", "RuntimeError: Connection closed by peer")
+        await eventually(lambda: service.rows("SELECT 1 FROM events WHERE rule = 'RunFailed'"))
+        await service.end()
+    texts = [*texts_of(service.store, "r"), page_of(service.store, "runs", "r", "incidents")[1]]
+
+    assert [] == [found for text in texts for found in re.findall("rank unknown|step 30 at step 30", text)]
+    assert all("Connection closed by peer" in text for text in texts)
+
+
 @pytest.mark.thorough
 async def test_failure_is_closed_when_a_second_attempt_completes(start_service, fake_rank, eventually):
     async with start_service() as service:
