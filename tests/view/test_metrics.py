@@ -58,6 +58,8 @@ def store(tmp_path_factory) -> Path:
         labelled += [("once", wave, STEPS[3:4], None), ("rare", 1.0 * STEPS, STEPS[::100], None)]
         labelled += [("eval_loss", 4 - STEPS / 100, STEPS[::20], '{"source_name":"val/loss"}')]
         write_run(writer, "own", names, labelled)
+        spiked = np.where(STEPS == 100, 50.0, 5 - STEPS / 100)
+        write_run(writer, "spiked", {"loss": spiked, "tokens_total": 64.0 * STEPS})
         write_run(writer, "other", {"loss": 5 - STEPS / 90, "my_metric": 3.0 * STEPS})
         many = [(f"g{at % 25}/m{at}", wave + at, STEPS[:30], None) for at in range(500)]
         seq = 10 * STEPS[:20]  # a rank sends records of the machine between those of steps, without a step
@@ -159,16 +161,29 @@ def test_chart_shows_values_labels_and_gaps(chromium, address):
     assert "logged as val/loss" in chromium.run("document.querySelector('#chart-eval_loss').innerText")
 
 
-def test_perplexity_has_a_logarithmic_axis_after_a_spike_of_the_loss(tmp_path):
-    path = tmp_path / "store"
-    with Store.open(path, create=True).claim(owner="a test") as writer:
-        for run, spike in (("calm", 9.0), ("spiked", 21.4)):
-            losses = scalars(run, "loss", STEPS, np.where(STEPS == 100, spike, 5 - STEPS / 100))
-            append(writer, scalars=losses, runs=run_row(run, "completed", source_kind="jsonl"))
-    pages = [Site(path).respond(("runs", run), {}).body.decode() for run in ("calm", "spiked")]
+WRITTEN = """
+window.written = [];
+const fill = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (word, ...place) {
+  written.push(word);
+  return fill.call(this, word, ...place);
+};
+"""
+"""Statements after which `written` has all words on canvases."""
 
-    assert "{&quot;name&quot;: &quot;perplexity&quot;, &quot;log&quot;: false" in pages[0]
-    assert "{&quot;name&quot;: &quot;perplexity&quot;, &quot;log&quot;: true" in pages[1]
+
+def test_perplexity_remains_readable_after_a_spike_of_the_loss(chromium, address):
+    """A spike of 50 is exp(50): the axis is logarithmic and ends at e^20, where a triangle has words."""
+    opened(chromium, f"{address}/runs/spiked")
+    chromium.run("document.querySelector('#chart-perplexity').scrollIntoView()")
+    chromium.wait("document.querySelector('#chart-perplexity .uplot')")
+    chromium.run(WRITTEN)
+    chromium.look(1200, 900)  # draws it again
+    chromium.wait("written.includes('▲ above 4.9e8')")
+    words = chromium.run("written.join(' ')")
+
+    assert [] == chromium.problems
+    assert "1,000 100 k 1e7 ▲ above 4.9e8" in words
 
 
 def test_page_of_a_run_has_its_configuration(chromium, address):

@@ -3,7 +3,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { clipped, common } from "../../../view/rankscope_view/assets/heat_marks.js";
-import { logTicks, csv, duration, expanded, keptOrder, nearest, placeLabel, readState, replaceState, roundSteps, shown, sliced, stepSplits, tickLabel, valueRange, viridis, writeState } from "../../../view/rankscope_view/assets/logic.js";
+import { logTicks, csv, duration, expanded, keptOrder, nearest, perplexityRange, placeLabel, readState, replaceState, roundSteps, shown, sliced, stepSplits, tickLabel, valueRange, viridis, writeState } from "../../../view/rankscope_view/assets/logic.js";
 import { badRange, seriesOf, valueText } from "../../../view/rankscope_view/assets/series.js";
 import { contextOf, extended, grown, ranksNote, secondsLeft } from "../../../view/rankscope_view/assets/tail.js";
 
@@ -142,13 +142,23 @@ test("a line that ends with NaN has that range at its end, also of several runs 
   assert.deepEqual([undefined, "NaN 6–9"], ends([line("training", "training", 9), line(null, null, 5)], [[6, 9, "NaN 6–9"]]));
 });
 
-test("a legend shows NaN where a reader points at a range of NaN, and the value of a row within a long range", () => {
+test("a legend shows NaN where a reader points at a range of NaN, the value of a row within a long range, and no value after the end", () => {
   const line = (label, x) => ({ label, role: null, x, step: x, value: x.map((one) => one / 2), smoothed: [null], low: [0], high: [0] });
   const drawn = { ...curve, lines: [line("A", [1, 7, 9]), line("B", [1, 8, 30])], nonfinite: [[6, 12, "NaN of B 6–12"]] };
   const texts = (x, isPointed) => seriesOf(drawn).map((one) => valueText(drawn, one, x, isPointed));
   assert.deepEqual(["3.500", "NaN"], texts(7, true));
   assert.deepEqual(["3.500", "4.000"], texts(8, true));
   assert.deepEqual(["4.500", "15.00"], texts(30, false));
+  assert.deepEqual(["–", "15.00"], texts(30, true)); // A has ended
+  assert.deepEqual(["4.500", "NaN"], texts(11, true)); // less than the distance of its rows after its last one
+});
+
+test("the axis of a perplexity ends at e^20, also if a value is near the largest number", () => {
+  const range = (values) => perplexityRange({ ...curve, lines: [{ ...line, value: values }] });
+  assert.equal(null, range([7, null, 2e8]));
+  assert.deepEqual([7 / 1.3, Math.exp(20)], range([7, 60, Math.exp(50), 9]));
+  assert.deepEqual([7 / 1.3, Math.exp(20)], range([7, 60, 1.7e308]));
+  assert.deepEqual([1e12 / 1.3, 10 * (1e12 / 1.3)], range([1e12, 1e13]));
 });
 
 test("averages of live rows begin with the first value, and have no bias to it", () => {

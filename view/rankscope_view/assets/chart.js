@@ -1,5 +1,5 @@
 // One chart of a curve: lines by uPlot; NaN ranges, restarts and markers are drawn over them.
-import { logTicks, placeLabel, stepSplits, tickLabel, valueRange } from "./logic.js";
+import { logTicks, perplexityRange, placeLabel, stepSplits, tickLabel, valueRange } from "./logic.js";
 import { clip, colour, cross, glyph, hatch, labelFont, lineAcross, MAP_LEFT, ring, triangle } from "./marks.js";
 import { setText } from "./newest.js";
 import { bandsOf, isDrawn, seriesOf, valueText } from "./series.js";
@@ -52,8 +52,9 @@ export class Chart {
   show(curve, state) {
     this.curve = curve;
     this.series = seriesOf(curve);
-    const log = state.log || this.options.log;
-    this.range = valueRange(curve, { log, cut: state.cut && !this.options.fixed, zero: this.options.zero });
+    this.bounded = this.options.name === "perplexity" ? perplexityRange(curve) : null;
+    const log = state.log || this.options.log || this.bounded !== null;
+    this.range = this.bounded ?? valueRange(curve, { log, cut: state.cut && !this.options.fixed, zero: this.options.zero });
     const [low, high] = curve.extent ?? [0, 1];
     const margin = high > low ? 0 : Math.abs(low) * 0.5 || 1;
     this.window = [state.from ?? low - margin, state.to ?? high + margin];
@@ -220,7 +221,7 @@ export class Chart {
   }
 
   /**
-   * Write the label of each range without finite values next to it.
+   * Write the label of each range without finite values next to it, and from which value on an axis is cut.
    * @param {any} u
    * @param {(x: number) => boolean} visible
    */
@@ -228,6 +229,9 @@ export class Chart {
     const context = u.ctx;
     const ratio = devicePixelRatio;
     context.font = labelFont();
+    context.textAlign = "left";
+    context.fillStyle = colour("text-2");
+    if (this.bounded) context.fillText(`▲ above ${tickLabel(Number(this.bounded[1].toPrecision(2)))}`, u.bbox.left + 5 * ratio, u.bbox.top + 16 * ratio);
     context.fillStyle = colour("failed");
     for (const [first, last, word] of this.curve?.nonfinite.slice(0, 12) ?? []) {
       if (!visible(first) && !visible(last)) continue;

@@ -260,6 +260,19 @@ export function valueRange(curve, choice) {
   return [low - margin, high + margin];
 }
 
+/** e^20. A model that knows nothing of 1,000,000 tokens has a perplexity of 1e6. */
+const LARGEST_PERPLEXITY = Math.exp(20);
+
+/**
+ * Return the range of the logarithmic axis of a perplexity with values above LARGEST_PERPLEXITY, which are at its edge; null without such values. After a spike of the loss, an axis with all values of its exponential would show nothing else.
+ * @param {Curve} curve
+ * @returns {[number, number] | null}
+ */
+export function perplexityRange(curve) {
+  const [low, high] = valueRange(curve, { log: true, cut: false, zero: false });
+  return high > 1.3 * LARGEST_PERPLEXITY ? [low, Math.max(LARGEST_PERPLEXITY, 10 * low)] : null;
+}
+
 /**
  * Return the ticks of a logarithmic axis: at most seven decades, and within two decades also 2 and 5.
  * @param {number[]} range

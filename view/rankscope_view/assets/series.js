@@ -59,7 +59,7 @@ export function badRange(curve, series, x) {
 }
 
 /**
- * Return the text of the value of a series at the place `x`, to which a reader points or at which its axis ends: `NaN` in a range of values that are not finite. A range of many rows can contain finite ones.
+ * Return the text of the value of a series at the place `x`, to which a reader points or at which its axis ends: `NaN` in a range of values that are not finite, and `–` after the end of the series. A range of many rows can contain finite ones.
  * @param {Curve} curve
  * @param {Series} series
  * @param {number} x
@@ -67,7 +67,9 @@ export function badRange(curve, series, x) {
  */
 export function valueText(curve, series, x, isPointed) {
   const bad = badRange(curve, series, isPointed ? x : null);
-  const value = bad && !(isPointed && series.x.includes(x)) ? null : valueAt(series, x);
+  const [before, end] = [series.x.at(-2) ?? -Infinity, series.x.at(-1) ?? x];
+  const isAbsent = (bad && !(isPointed && series.x.includes(x))) || (isPointed && x - end > end - before);
+  const value = isAbsent ? null : valueAt(series, x);
   return value === null && bad ? bad[2].replace(/( of .*)? [^ ]*$/, "") : shown(value);
 }
 

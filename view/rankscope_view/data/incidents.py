@@ -304,7 +304,7 @@ def closing_columns(one: Incident) -> dict[str, Any]:
     names = ("run", "attempt", "rank", "step", "severity", "rule", "kind", "tensor", "op", "value", "baseline")
     details = {"key": one.key, "events": one.events, "ranks": list(one.ranks), "last_step": one.last_step}
     known = {name: getattr(one, name) for name in (*names, "threshold")}
-    return known | {"message": sentence_of(one), "details": details}
+    return known | {"message": f"closed: {sentence_of(one)}", "details": details}
 
 
 def _quantity(kind: str | None) -> str:

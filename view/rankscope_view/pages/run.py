@@ -57,9 +57,6 @@ _HINTS: Final = {
     **dict.fromkeys(SPEEDS, "Dips at checkpoints are normal. A level that remains lower is not."),
     STEP_SECONDS: "Peaks at checkpoints are normal. A level that remains higher is not.",
 }
-_LARGEST_PERPLEXITY: Final = float(np.exp(20))
-"""Largest perplexity of a linear axis. The loss of a model that knows nothing of 1,000,000 tokens is 13.8."""
-
 GOODPUT: Final = "goodput"
 _TITLES: Final = {
     GRAD_NORM: "Gradient norm",
@@ -123,7 +120,7 @@ def page(
     )
     words = ", ".join(title(name).lower() for name in more)
     group = (
-        f'<details class="more" id="more" open><summary>{words.capitalize()} <span class="dim">{len(more)} charts</span> '
+        f'<details class="more" id="more" open><summary>{words.capitalize()} <span class="dim">{len(more)} chart{"" if len(more) == 1 else "s"}</span> '
         f"<kbd>m</kbd></summary><div class=grid2>{folded}</div></details>"
     )
     body = (
@@ -338,8 +335,7 @@ def chart_panel(
     if ranks > 1 and name in _SUMMED:
         note += " per rank"
     note = ", ".join(part for part in (note, f"logged as {source}" if source else "") if part)
-    # After a spike of the loss, a linear axis of its exponential would show nothing else.
-    is_log = choice.is_log or name == GRAD_NORM or (name == PERPLEXITY and curve.range()[1] > _LARGEST_PERPLEXITY)
+    is_log = choice.is_log or name == GRAD_NORM
     legend = '<span class="legend"></span><button class="save" title="Save as CSV or PNG" aria-label="Save">⤓</button>'
     below = f'<p class="notice">{notice(curve)} · <span class="axisword">{axis}</span>{_MARKS}{OUTSIDE}</p>'
     known = {"name": name, "log": is_log, "fixed": name == GRAD_NORM, "zero": name in (LEARNING_RATE, *SPEEDS)}
