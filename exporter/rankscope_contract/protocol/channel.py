@@ -40,9 +40,10 @@ EXPORTERS_PATH: Final = "/api/v1/exporters"  # external exporters
 RUN_STACKS_PATH: Final = "/api/v1/stacks"  # POST: requests stacks from the ranks of a run
 SERVICE_DISCOVERY_PATH: Final = "/sd"
 
-# Headers of GET /records. Requests contain SCHEMA and LEASE; responses contain the others.
+# Headers of GET /records. Requests contain SCHEMA, LEASE and NOTICE; responses contain the others.
 SCHEMA_HEADER: Final = "Rankscope-Schema"
 LEASE_HEADER: Final = "Rankscope-Lease"
+NOTICE_HEADER: Final = "Rankscope-Notice"  # only if the reply to a registration has one: the rank registers immediately
 INCARNATION_HEADER: Final = "Rankscope-Incarnation"
 FIRST_HEADER: Final = "Rankscope-First"  # first seq in the body
 LAST_HEADER: Final = "Rankscope-Last"  # last seq in the body

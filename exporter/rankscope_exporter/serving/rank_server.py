@@ -293,9 +293,9 @@ class RankServer:
         except Exception as error:  # noqa: BLE001 - an optional part must not prevent the rank from being served
             self._on_fault(part, error)
 
-    def _on_poll(self, committed: int) -> None:
+    def _on_poll(self, committed: int, has_notice: bool) -> None:  # noqa: FBT001 - passed by Routes alone
         if self._registration is not None:
-            self._registration.on_poll()
+            (self._registration.send_now if has_notice else self._registration.on_poll)()
         self._commit(committed)
 
     def _commit(self, seq: int) -> None:

@@ -29,6 +29,7 @@ from rankscope_contract.protocol.channel import (
     METRICS_PATH,
     NODE_METRICS_PATH,
     NOTHING,
+    NOTICE_HEADER,
     PLAN_PATH,
     QUEUED_HEADER,
     RECORDS_PATH,
@@ -82,10 +83,11 @@ class Routes:
     token: str | None
     is_guarded: bool
     """True if only processes on this machine, or clients with a token or certificate, can send requests."""
-    on_poll: Callable[[int], None]
+    on_poll: Callable[[int, bool], None]
     """Function that is called for each poll by the service that holds the lease of this rank.
 
-    Its argument is the sequence number up to which the service has committed the records. May raise CursorError.
+    Its arguments are the sequence number up to which the service has committed the records, and whether the service has
+    a notice for the rank. May raise CursorError.
     """
 
     def __post_init__(self) -> None:
@@ -156,7 +158,7 @@ class Routes:
             return answer
         try:
             if committed is not None and _holds_lease(request, self.state.lease):
-                self.on_poll(committed)
+                self.on_poll(committed, NOTICE_HEADER.lower() in request.headers)
             stretch = self.persistence.after(after, max_bytes, self.ring.first)
             if stretch is not None:
                 return stretch_answer(stretch, self._state_headers(), after)

@@ -148,8 +148,10 @@ log = logging.getLogger(__name__)
 PollNow = Callable[[str, int | None], None]
 """Callable `poll_now(run, rank)` that polls a rank immediately. If `rank` is None, it polls all ranks of the run."""
 
-OVERLAP_SECONDS: Final = 5.0
-"""Time for which two attempts of a run train together before this is reported: one process may be ending."""
+OVERLAP_SECONDS: Final = 3.0
+"""Time for which two attempts of a run train together before this is reported: one process may be ending.
+
+A rank without events is polled every 5 s, so that ranks print it within 10 s."""
 
 REMEMBER_SECONDS: Final = 600.0
 REMEMBER_ATTEMPT_SECONDS: Final = 3600.0
@@ -359,6 +361,9 @@ class RunMonitor:
             self.shared_names[older.run] = sentence
             if older.run not in known:
                 log.warning("%s", sentence)
+                for target in self.registry.targets:
+                    target.has_notice |= target.registration.run == older.run
+                self.poll_now(older.run, None)
 
     def check_replicas(self) -> None:
         """Add events for replicas that diverged or are equal again.

@@ -94,15 +94,17 @@ class Fetcher(HttpClient):
         self._timeout_seconds = timeout_seconds
 
     async def records(
-        self, url: str, *, incarnation: str, after: int, committed: int, lease: str | None, max_bytes: int
+        self, url: str, *, incarnation: str, after: int, committed: int, lease: str | None, max_bytes: int, notice: bool
     ) -> Answer:
         """Request the records after the sequence number `after`: up to `max_bytes` bytes, but at least one record.
 
         `committed` is the last committed sequence number. `lease` is the id that permits this service to mark records
-        of the rank as committed. Both are sent to the rank; if `lease` is None, neither is sent. Raises FetchError if
-        the request fails or the response violates the protocol.
+        of the rank as committed. Both are sent to the rank; if `lease` is None, neither is sent. With a `notice` for
+        the rank, it is asked to register immediately. Raises FetchError if the request fails or the response violates
+        the protocol.
         """
         headers = {"Accept": channel.ARROW_STREAM, channel.SCHEMA_HEADER: str(SCHEMA_VERSION), **self._authorization}
+        headers |= {channel.NOTICE_HEADER: "1"} if notice else {}
         query = {"incarnation": incarnation, "after": str(after), "max_bytes": str(max_bytes)}
         if lease is not None:
             headers[channel.LEASE_HEADER] = lease

@@ -48,11 +48,12 @@ class Source(Protocol):
     """Source of records: a rank over HTTP, or the spool of an ended process. All methods may raise FetchError."""
 
     async def records(
-        self, url: str, *, incarnation: str, after: int, committed: int, lease: str | None, max_bytes: int
+        self, url: str, *, incarnation: str, after: int, committed: int, lease: str | None, max_bytes: int, notice: bool
     ) -> Answer:
         """Return the records after the sequence number `after`: up to `max_bytes` bytes, but at least one record.
 
-        `committed` is the last committed sequence number; the rank may delete the records up to it.
+        `committed` is the last committed sequence number; the rank may delete the records up to it. With a
+        `notice` for the rank, the rank is asked to register immediately.
         """
 
     async def plan(self, url: str, plan_id: str) -> str:
@@ -247,6 +248,7 @@ class TargetLoop:
             committed=target.committed,
             lease=target.lease,
             max_bytes=max_bytes,
+            notice=target.has_notice,
         )
         match answer:
             case NothingNew(ring):

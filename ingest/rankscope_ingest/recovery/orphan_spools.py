@@ -96,7 +96,7 @@ class Spools:
         self._claimed.clear()
 
     async def records(
-        self, url: str, *, incarnation: str, after: int, committed: int, lease: str | None, max_bytes: int
+        self, url: str, *, incarnation: str, after: int, committed: int, lease: str | None, max_bytes: int, notice: bool
     ) -> Answer:
         """Return the next records of a claimed spool, or of a rank over HTTP.
 
@@ -104,9 +104,8 @@ class Spools:
         """
         orphan = self._claimed.get(url)
         if orphan is None:
-            return await self._http.records(
-                url, incarnation=incarnation, after=after, committed=committed, lease=lease, max_bytes=max_bytes
-            )
+            reads = {"after": after, "committed": committed, "max_bytes": max_bytes}
+            return await self._http.records(url, incarnation=incarnation, lease=lease, notice=notice, **reads)
         try:
             answer = await asyncio.to_thread(_read, orphan, after, committed, max_bytes)
         except OSError as error:

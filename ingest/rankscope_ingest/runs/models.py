@@ -256,6 +256,7 @@ class Target:
     gone_at: float | None = None
     last_ts: int | None = None  # UTC µs of the newest record taken, by the clock of the rank
     given_up: int = NOTHING  # records up to this seq that were not taken are counted as lost
+    has_notice: bool = False  # the reply to its next registration contains a notice, for which it is asked to register
     uncommitted: deque[tuple[int, int]] = field(default_factory=deque)  # last seq and rows of each pending body
 
     @property

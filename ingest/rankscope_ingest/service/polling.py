@@ -141,7 +141,7 @@ async def incarnation_at(static: StaticTarget, fetcher: Fetcher) -> str:
     Raises FetchError if the process does not respond or does not report its incarnation.
     """
     answer = await fetcher.records(
-        static.url, incarnation=_NO_INCARNATION, after=NOTHING, committed=NOTHING, lease=None, max_bytes=1
+        static.url, incarnation=_NO_INCARNATION, after=NOTHING, committed=NOTHING, lease=None, max_bytes=1, notice=False
     )
     if isinstance(answer, OtherProcess):
         return answer.incarnation

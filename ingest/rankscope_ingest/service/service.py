@@ -145,7 +145,8 @@ class Api:
         """
         if self.is_draining:
             raise RegistrationError(503, "the service is stopping: retry later")
-        reply = self.monitor.registry.reply(await self.polling.register(registration))
+        target = await self.polling.register(registration)
+        reply, target.has_notice = self.monitor.registry.reply(target), False
         return replace(reply, notice=self.monitor.shared_names.get(registration.run))
 
     def poke(self, incarnation: str) -> bool:

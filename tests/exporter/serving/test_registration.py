@@ -75,6 +75,18 @@ def test_polled_rank_sends_no_heartbeat(new_rank, service, until):
     assert 1 == while_polled
 
 
+def test_polled_rank_registers_immediately_for_a_notice(new_rank, service, until, caplog):
+    """A poll postpones the next heartbeat by up to a minute."""
+    service.heartbeat_seconds = 60.0
+    rank = new_rank(ingest_url=service.url)
+    until(lambda: rank.channel.state.lease)
+    service.notice = "two trainings have the same run name"
+    rank.records(-1, committed=-1, Rankscope_Lease=service.lease, Rankscope_Notice="1")
+    until(lambda: "two trainings have the same run name" in caplog.text)
+
+    assert 2 == len(service.registrations)
+
+
 @given(st.floats(0.0, 0.4))
 def test_late_poll_in_each_interval_still_suppresses_heartbeats(lateness):
     """Polls and heartbeats both have an interval of 5 s by default; the result must not depend on their order."""

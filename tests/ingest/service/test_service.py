@@ -108,6 +108,7 @@ async def test_live_training_is_shown_after_a_younger_one_of_its_name_has_ended(
         await eventually(lambda: [row["attempt"] for row in service.rows("FROM runs WHERE state = 'running'")] == [0])
         shown = await service.run_state()
         await eventually(lambda: "two trainings have" in caplog.text)
+        await eventually(lambda: "Rankscope-Notice" in older.requests[-1].headers)
         reply = json.loads((await older.register(service.url))[1])
         pages = [(await service.get(path))[1] for path in ("/", "/service", "/api/v1/status")]
         with connect(service.store) as connection:
