@@ -82,9 +82,8 @@ class LiveUpdates:
         self._version = max(self._version, version)
         is_late = time.monotonic() - self._notable_at >= RELOAD_SECONDS
         if is_late or not _OF_TRAINING.issuperset(datasets):
-            runs = ("",) if is_late else runs
-            self._notable |= dict.fromkeys(runs, self._version)
-            self._notable_at = time.monotonic() if "" in runs else self._notable_at
+            self._notable |= dict.fromkeys(("",) if is_late else runs, self._version)
+            self._notable_at = time.monotonic() if is_late or "" in runs else self._notable_at
         self._changed.set()
 
     def newest(self, run: str) -> int:
@@ -141,8 +140,7 @@ class LiveUpdates:
                     continue
                 if newest > seen:
                     seen = newest
-                    event = f"notable\ndata: {json.dumps([run, seen])}" if run else f"message\ndata: {seen}"
-                    await stream.write(f"event: {event}\n\n".encode())
+                    await stream.write(f"data: {json.dumps([run, seen])}\n\n".encode())
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:

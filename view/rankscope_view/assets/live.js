@@ -147,7 +147,6 @@ export function follow(update, run, extend) {
     ping: () => late(false),
     lost: () => late(true),
     message: changed,
-    notable: changed,
     rows: extend,
   };
   const attach = () => {

@@ -45,7 +45,7 @@ function connect(isNeeded) {
   const one = new EventSource(`${wanted[0].address}?${query}`);
   source = one;
   heard = Date.now();
-  for (const kind of ["open", "ping", "message", "notable", "rows"]) {
+  for (const kind of ["open", "ping", "message", "rows"]) {
     one.addEventListener(kind, (event) => {
       heard = Date.now();
       const text = /** @type {MessageEvent} */ (event).data;
@@ -62,8 +62,8 @@ function connect(isNeeded) {
  */
 function pass(kind, data) {
   for (const [port, page] of pages) {
-    const isOfRun = kind === "rows" || kind === "notable";
-    if (kind === "open" ? !page.isNew : isOfRun ? data[0] !== page.run : kind === "message" && page.run) continue;
+    const isOfRun = kind === "rows" || kind === "message";
+    if (kind === "open" ? !page.isNew : isOfRun && data[0] !== page.run) continue;
     port.postMessage(/** @type {News} */ ({ kind, data: isOfRun ? data[1] : data, isNew: page.isNew }));
     if (kind === "rows") page.isNew = false;
   }
