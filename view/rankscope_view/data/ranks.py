@@ -202,9 +202,9 @@ class StepMatrix:
         present = ratio[np.isfinite(ratio)][-RECENT_STEPS:]
         if not len(present):
             return None
-        # The last step of a run has no wait for data after it.
-        usual = np.flatnonzero(~(ratio[:-1] > 1 + (float(np.median(present)) - 1) / 2))
-        return self.steps[min(int(usual[-1]) + 1 if len(usual) else 0, len(self.steps) - 1)]
+        is_usual = ~(ratio > 1 + (float(np.median(present)) - 1) / 2)
+        usual = np.flatnonzero(is_usual[:-1] & is_usual[1:])  # one step alone may be that of an evaluation
+        return self.steps[min(int(usual[-1]) + 2 if len(usual) else 0, len(self.steps) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
