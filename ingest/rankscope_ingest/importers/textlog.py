@@ -53,9 +53,8 @@ _ALONE: Final = re.compile(r"loss|perplexity|ppl|acc|per.step", re.IGNORECASE)
 _CHECKPOINT: Final = re.compile(r"\b(?:checkpoint|ckpt)", re.IGNORECASE)
 _VERB: Final = r"\b(saved|saving|wrote|written|writing|loaded|loading|restored|restoring|resumed|resuming)\b"
 _HANDLED: Final = re.compile(
-    rf"{_VERB}\W+(?:\w+\W+){{0,3}}?(?:checkpoint|ckpt)(?! shards)"
-    rf"|\b(?:checkpoint|ckpt)\S*\W+(?:(?!will\b)\w+\W+){{0,2}}?{_VERB}",
-    re.IGNORECASE,
+    rf"(?i){_VERB}\W+(?:\w+\W+){{0,3}}?(?:checkpoint|ckpt)(?! shards)"
+    rf"|\b(?:checkpoint|ckpt)\S*\W+(?:(?!will\b)\w+\W+){{0,2}}?{_VERB}"
 )
 """A regular expression for a line which reports that a checkpoint is or was saved or loaded."""
 _HEADING: Final = re.compile(r"\bepoch\b", re.IGNORECASE)
@@ -231,14 +230,11 @@ class Lines:
         found, counters = _HANDLED.search(text), parse(text).counters
         if not (counters or (found and self._counters)):
             return None
-        document = {"event": EventType.CHECKPOINT, **counters, "line": text.strip()[:1000]}
-        if found is None:
-            return document
-        verb = (found[1] or found[2]).lower()
-        is_load, end = verb[0] in "lr", "ing" if verb.endswith("ing") else "ed"
-        place = {} if counters or is_load else self._counters
-        action = f"{'load' if is_load else 'sav'}{end}"
-        return {**place, **document, "event": f"{EventType.CHECKPOINT} {action}", "action": action}
+        verb = (found[1] or found[2]).lower() if found else ""
+        action = f"{'load' if verb[0] in 'lr' else 'sav'}{'ing' if verb.endswith('ing') else 'ed'}" if verb else ""
+        place = counters or ({} if "load" in action else self._counters)
+        event = f"{EventType.CHECKPOINT} {action}".rstrip()
+        return {"event": event, **place, "line": text.strip()[:1000], "action": action}
 
 
 def nearest_miss(head: bytes) -> str | None:

@@ -66,7 +66,7 @@ class Facts:
     ending: tuple[str, str] | None = None
     """State and reason of the end of the run, according to the log; None if the log contains no end."""
     is_reported: bool = False
-    """True if the end is reported: lines without a row, such as those of the next start, do not revoke it."""
+    """True if an end was the last verdict: lines without a row, such as those of the next start, do not revoke it."""
     slow_since: float | None = None
     """Median step time with which the present slow steps are compared; None if the training is not slow."""
 
@@ -78,8 +78,7 @@ def judge(rows: LogRows, facts: Facts, limits: WatchSection) -> Verdict:
         state, reason = facts.ending
         condition = ENDS[RunState(state)]
         # An error that training survives is followed by further rows.
-        is_over = facts.is_reported or stall is not None or facts.quiet >= limits.failed_after_seconds
-        if condition is Condition.FINISHED or is_over:
+        if stall or facts.is_reported or condition is Condition.FINISHED or facts.quiet >= limits.failed_after_seconds:
             return Verdict(condition=condition, reason=reason)
     if stall is not None:
         return stall

@@ -16,7 +16,7 @@ from rankscope_contract.model.events import LOG_UNREADABLE, RUN_FAILED, RUN_FINI
 from rankscope_contract.rules.curve import SLOW_STEPS
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.base.watch_config import WatchSection
-from rankscope_ingest.importers.common.report import unkept_names
+from rankscope_ingest.importers.common.report import unkept_notes
 from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.runs.incident import MUTED, OPENED, RESOLVED, Incident
 from rankscope_ingest.watch.anomalies import LogAnomalies
@@ -39,7 +39,6 @@ LONG_IMPORT_SECONDS: Final = 1.0
 """Duration from which imports of a large log are so far apart that they take at most IMPORT_SHARE of the time."""
 
 _ENDED: Final = frozenset({Condition.FINISHED, Condition.FAILED, Condition.STOPPED})
-_STATES: Final = {Condition.STALLED: RunState.STALLED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +211,7 @@ class LogWatcher:
         is_long = seconds > LONG_IMPORT_SECONDS and not outcome.is_first  # the first import stores the complete log
         self._import_due_at = began + (seconds / IMPORT_SHARE if is_long else 0.0)
         self._values_stored += outcome.report.rows_stored
-        for text in unkept_names([name for name in outcome.report.unkept if name not in self._unkept]):
+        for text in unkept_notes([name for name in outcome.report.unkept if name not in self._unkept]):
             log.warning("%s: %s", self.run_name, text)
         self._unkept.update(outcome.report.unkept)
         if outcome.is_first and (incarnation := self._intake.incarnation) is not None:
@@ -271,10 +270,7 @@ class LogWatcher:
             quiet=remote - state.modified,
             clock=self._clock.source,
             ending=self._intake.ending,
-            is_reported=any(
-                one.first.rule in {RUN_FAILED, RUN_STOPPED} and one.first.attempt == self._rows.attempt
-                for one in self._open.values()
-            ),
+            is_reported=self.status.has_ended,
             slow_since=None if slow is None else slow.first.baseline,
         )
         verdict = judge(self._rows, facts, self._section)
@@ -287,7 +283,7 @@ class LogWatcher:
         shown = self._incidents.with_open(verdict)
         if verdict.condition is Condition.FINISHED:
             self._report(shown, now)
-        run_state = _STATES.get(verdict.condition, RunState.RUNNING)
+        run_state = RunState.STALLED if verdict.condition is Condition.STALLED else RunState.RUNNING
         reason = verdict.reason if run_state is RunState.STALLED else FOLLOWED
         await self._store.run(lambda: self._intake.write_state(run_state, reason))
         self._set(verdict.condition, shown.reason, silence=None if last is None else silence, worst=shown.severity)

@@ -119,7 +119,6 @@ An example is `train_loss`. ms-swift's `train_speed(iter/s)` is the speed of a s
 
 _SPELLED: Final = re.compile(r"\d ?[a-z]+[\s,]*\d")
 """A regular expression that occurs in a duration with several units, such as `1m 20s`, which no other value has."""
-_LOAD: Final = re.compile(r"load|restor|resum", re.IGNORECASE)
 _ELAPSED: Final = "elapsed_seconds"
 _COUNTS: Final = {"tokens", "samples", "tokens/s", "samples/s"}
 
@@ -183,7 +182,7 @@ class ObjectReader:
         shape = self._shapes.of(document, self._names.version)
         if shape is None or not self._add_plain(shape, tuple(document.values()), builder, attempt):
             record = record or self.record(document)
-            if attempt is None and self._last_steps and _is_start(record):
+            if attempt is None and self._last_steps and _is_start(record.event or ""):
                 self._starts.append(record)
                 self.has_advanced = False
             else:
@@ -431,12 +430,10 @@ class ObjectReader:
         builder.event(found, severity, redacted_text(name), json_text(details))
 
 
-def _is_start(record: Record) -> bool:
-    """Return whether `record` is the event of a launch, or of a checkpoint that is loaded."""
-    if record.event is None:
-        return False
-    found = event_type(record.event)
-    return found == EventType.LAUNCH or (found == EventType.CHECKPOINT and _LOAD.search(record.event) is not None)
+def _is_start(event: str) -> bool:
+    """Return whether `event` is a launch, or that a checkpoint is loaded."""
+    is_load = re.search("load|restor|resum", event.lower())
+    return event_type(event) in {EventType.LAUNCH, EventType.CHECKPOINT if is_load else EventType.LAUNCH}
 
 
 def _as_loss(key: str, named: Named) -> Named:

@@ -72,13 +72,11 @@ _PAIR: Final = re.compile(
     r"(?:\s?\((?P<paren>[^()]{1,40})\))?(?=$|[\s,;|~)\]}>'\"]|\.(?:\s|$))",
     re.IGNORECASE,
 )
-_NO_NAMES: Final = r"(?:after|and|at|by|for|from|in|of|on|over|per|than|then|to|took|until|was|with|within)\b"
-_NAMED: Final = rf"\s*(?!{_NO_NAMES}){_WORD}\s+"
+_NAMED: Final = rf"\s*(?!(?:after|and|at|by|for|from|in|of|on|over|per|than|to|took|until|was|with)\b){_WORD}\s+"
 _BEHIND: Final = rf"(?:\s?(?:{_UNITS}))?(?![\w.:/%])"
 _RUN: Final = re.compile(
-    rf"(?:^|(?<=[|,;:(\[{{]))(?:{_NAMED}{NUMBER}{_BEHIND})*(?:{_NAMED}{NUMBER}{_BEHIND}(?=\s*(?:$|[|,;)\]}}]))"
-    rf"|{_NAMED}[-+]?\d*\.\d+(?:e[-+]?\d+)?{_BEHIND}(?=\s))",
-    re.IGNORECASE,
+    rf"(?i)(?:^|(?<=[|,;:(\[{{]))(?:{_NAMED}{NUMBER}{_BEHIND})*(?:{_NAMED}{NUMBER}{_BEHIND}(?=\s*(?:$|[|,;)\]}}]))"
+    rf"|{_NAMED}[-+]?\d*\.\d+(?:e[-+]?\d+)?{_BEHIND}(?=\s))"
 )
 """A regular expression for names and values behind a separator that only spaces separate from each other.
 

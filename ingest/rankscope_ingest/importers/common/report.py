@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections import Counter
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import Final
 
 from rankscope_ingest.importers.common.importer import Fault
@@ -58,18 +56,10 @@ class ImportReport:
     """True if the last import from this path read another log. That log was rotated or truncated since then."""
 
 
-def unkept_notes(unkept: Counter[str]) -> list[str]:
-    """Return a message with the names of the numbers that are not stored, and how many each name has.
-
-    Return an empty list if all numbers are stored. The names are sorted by their numbers of values.
-    """
-    return unkept_names([f"{name} ({count:,})" for name, count in unkept.most_common()])
-
-
-def unkept_names(names: Collection[str]) -> list[str]:
+def unkept_notes(names: Sequence[str]) -> list[str]:
     """Return a message with the first 20 of `names`, the numbers that are not stored; an empty list without names."""
     more = len(names) - _SHOWN_NAMES
-    shown = ", ".join(itertools.islice(names, _SHOWN_NAMES))
+    shown = ", ".join(names[:_SHOWN_NAMES])
     return [f"not kept: {shown}{f' and {more:,} more' if more > 0 else ''}"] if names else []
 
 

@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -54,13 +54,7 @@ from rankscope_ingest.importers.common.log_identity import (
     stream_of,
 )
 from rankscope_ingest.importers.common.numbering import Numbering
-from rankscope_ingest.importers.common.report import (
-    ImportReport,
-    overlap_notes,
-    unchanged_report,
-    unkept_names,
-    unkept_notes,
-)
+from rankscope_ingest.importers.common.report import ImportReport, overlap_notes, unchanged_report, unkept_notes
 from rankscope_ingest.importers.common.rules import RuleEvaluator
 from rankscope_storage.api.store import Batch, Commit
 from rankscope_storage.connection import Connection
@@ -210,7 +204,7 @@ def import_records(
             progress(faults.read_bytes)
         note = None if known is None else intake.note(faults, fingerprint)
     if (intake.records or intake.facts) and (rows_stored or note is None or note != source.before):
-        appender.append(intake.dimensions(note, faults.unkept))
+        appender.append(intake.dimensions(note, [*faults.unkept]))
     return _report(intake, faults, rows_stored)
 
 
@@ -263,7 +257,7 @@ def _report(intake: _Intake, faults: Faults, rows_stored: int) -> ImportReport:
         notes=(
             *faults.notes,
             *_step_notes(source.before, faults),
-            *unkept_notes(faults.unkept),
+            *unkept_notes([f"{name} ({count:,})" for name, count in faults.unkept.most_common()]),
             *overlap_notes(intake.overlap),
         ),
         passed_over=faults.passed_over,
@@ -379,7 +373,7 @@ class _Intake:
             choices=faults.choices,
         )
 
-    def dimensions(self, note: KnownImport | None, unkept: Collection[str]) -> Batch:
+    def dimensions(self, note: KnownImport | None, unkept: Sequence[str]) -> Batch:
         """Return a batch with rows of `runs` and `attempts`, and with the import event, which names `unkept` numbers.
 
         If the log does not contain the end of the run, the state of the run is "stopped". For a run of which ranks have
@@ -394,7 +388,7 @@ class _Intake:
                 "incarnation": note.incarnation,
                 "type": EventType.IMPORT,
                 "severity": Severity.INFO if self.source.branches_from is None else Severity.WARNING,
-                "message": "; ".join([f"records of {Path(note.path).name}{self._branch()}", *unkept_names(unkept)]),
+                "message": "; ".join([f"records of {Path(note.path).name}{self._branch()}", *unkept_notes(unkept)]),
                 "details": note.to_json(),
             }
             tables["events"] = rows_table("events", [common | event])

@@ -393,7 +393,7 @@ class _Reading:
         after = np.append(known[2], -1)[np.searchsorted(known[0], wanted)].tolist()  # attempt of the row behind
         for (place, companion), last, own, time, later in zip(companions, *before, after, strict=True):
             step, attempt = _or(companion.step, last), own
-            if companion.is_start and (later > own or (later < 0 and step < last)):
+            if companion.once and companion.once[0] == "start" and (later > own or (later < 0 and step < last)):
                 step, attempt = _or(companion.step, NO_NUMBER), max(later, own + 1)
             if companion.once is not None and not self._is_first((companion.once, step, attempt)):
                 continue

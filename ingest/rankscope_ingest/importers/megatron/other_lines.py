@@ -80,13 +80,8 @@ class Companion:
     """A key that identifies repeated lines: only the first line with the same key and step is stored.
 
     This avoids, for example, a thousand events for a failure that a thousand ranks print. If the key is None, the line
-    is always stored.
+    is always stored. The keys of lines of the start of a process begin with "start".
     """
-
-    @property
-    def is_start(self) -> bool:
-        """Return whether the line is one of the start of a process."""
-        return self.once is not None and (self.once[0] == "phase" or self.once[1:] in {("loading",), ("loaded",)})
 
 
 @dataclass(slots=True)
@@ -178,7 +173,8 @@ class Companions:
         action = {"successfully saved": "saved", "successfully loaded": "loaded"}.get(action, action.split()[0])
         details = {"action": action} | ({"path": redacted_name(path["path"])} if path else {})
         event = _event(EventType.CHECKPOINT, found.string, details=json.dumps(details))
-        return [Companion(events=(event,), step=_whole(step["step"]) if step else None, once=("checkpoint", action))]
+        kind = "start" if action.startswith("load") else "checkpoint"
+        return [Companion(events=(event,), step=_whole(step["step"]) if step else None, once=(kind, action))]
 
     def _timer_block(self, found: re.Match[str]) -> list[Companion]:
         self._across = found["kind"]
@@ -236,7 +232,7 @@ class Companions:
             self.ending = (RunState.COMPLETED, "training is done")
             details = json.dumps({"reason": ExitReason.COMPLETED})
             return [Companion(events=(_event(EventType.EXIT, found.string, details=details),), ts=ts)]
-        return [Companion(events=(_event(EventType.PHASE, found.string),), ts=ts, once=("phase", found["phase"]))]
+        return [Companion(events=(_event(EventType.PHASE, found.string),), ts=ts, once=("start", found["phase"]))]
 
     def _world_size(self, found: re.Match[str]) -> list[Companion]:
         if 0 < int(found["size"]) < _LARGEST:
