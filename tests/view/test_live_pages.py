@@ -143,6 +143,9 @@ async def test_page_of_a_followed_log_shows_its_new_rows_and_its_end(page, tmp_p
         for step in (6, 9):
             write(step - 2, step + 1)
             await shows_step(page, step)
+        await in_thread(
+            page.wait, "/^Live, last step [1-9] s ago$/.test(document.querySelector('#following').innerText)"
+        )
         await leave(page)
 
     assert [] == page.problems

@@ -1,6 +1,6 @@
 // Follow the store: when a version is committed, the parts of the page that changed are replaced.
 import { keptOrder } from "./logic.js";
-import { showLatest } from "./newest.js";
+import { showAge, showLatest } from "./newest.js";
 import { QUIET, join } from "./stream.js";
 
 const base = document.body.dataset.base ?? "";
@@ -29,6 +29,8 @@ export function load(url) {
 export async function refresh(url, keepsOrder) {
   if (!document.querySelector("[data-live][id]")) return;
   const next = await load(url);
+  const stepOf = () => document.getElementById("head")?.dataset.step;
+  const before = stepOf();
   for (const part of document.querySelectorAll("[data-live][id]")) {
     const other = next.getElementById(part.id);
     if (!other) return location.reload(); // another page: the first run, or the first loss
@@ -41,6 +43,7 @@ export async function refresh(url, keepsOrder) {
     const box = fresh.querySelector(".scroll");
     if (box) box.scrollTop = scroll;
   }
+  showAge(stepOf() !== before);
   document.title = next.title;
   await fillPending();
 }

@@ -8,6 +8,7 @@ const MOST_LINES = 200;
 const LINES_EVERY = 1000;
 
 let linesAt = -LINES_EVERY; // time of the last change
+let shownAt = 0; // time in milliseconds at which the server had a new step; 0 if it had none
 let timer = 0; // of the next change, if lines wait for it
 /** @type {import("./tail.js").Row[]} */ let latest = [];
 
@@ -32,6 +33,17 @@ export function showNewest(rows) {
   const behind = Math.max(0, Date.now() / 1000 - last[2]);
   setText(word, `Live, ${behind < 10 ? behind.toFixed(1) : Math.round(behind)} s behind`);
   if (!timer) timer = setTimeout(addLatest, Math.max(0, linesAt + LINES_EVERY - performance.now()));
+}
+
+/**
+ * Show the age of the newest step of a run of which the service sends no rows, such as a followed log.
+ * @param {boolean} isNew whether the page shows a new step
+ */
+export function showAge(isNew) {
+  if (isNew && !shownAt) setInterval(showAge, 1000, false);
+  if (isNew) shownAt = Date.now();
+  if (!shownAt || latest.length || document.body.classList.contains("late")) return;
+  setText(document.querySelector(".live span"), `Live, last step ${Math.round((Date.now() - shownAt) / 1000)} s ago`);
 }
 
 /**
