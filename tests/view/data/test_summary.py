@@ -45,6 +45,7 @@ def test_losses_and_steps_equal_sql(connection):
         ([4.0, 4.2] * 5 + [4.2, 4.4] * 5, Trend.RISING),
         (4.0 - np.arange(20) / 100, Trend.FALLING),
         ([*[0.0] * 30, *[5.0] * 10, *[4.0] * 10], Trend.FALLING),
+        (2 + 1.6 ** np.arange(20.0), Trend.RISING),  # ever faster, with large errors
     ],
 )
 def test_trend_compares_the_last_ten_losses_with_ten_before(losses, expected):

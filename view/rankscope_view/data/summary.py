@@ -51,7 +51,8 @@ WHERE run = $run AND name IN ('skipped_iterations', 'nan_iterations', 'loss_scal
 class Trend(enum.StrEnum):
     """Direction of the loss: the mean of its last ten values against the finite ones of the ten before them.
 
-    A loss is steady if these means differ by at most TREND_ERRORS standard errors of their difference.
+    A loss is steady if these means differ by at most TREND_ERRORS standard errors of their difference, unless all ten
+    values are above or below those before.
     """
 
     FALLING = "falling"
@@ -287,7 +288,9 @@ def trend(losses: Floats) -> Trend:
     change = float(newest.mean() - before.mean())
     squares = float(((newest - newest.mean()) ** 2).sum() + ((before - before.mean()) ** 2).sum())
     error = math.sqrt(squares / (len(newest) + len(before) - 2) * (1 / len(newest) + 1 / len(before)))
-    if abs(change) <= TREND_ERRORS * error:
+    # The values of a loss that rises ever faster have a larger error than its change.
+    is_apart = len(before) == len(newest) and (newest.min() > before.max() or newest.max() < before.min())
+    if not is_apart and abs(change) <= TREND_ERRORS * error:
         return Trend.STEADY
     return Trend.FALLING if change < 0 else Trend.RISING
 
