@@ -28,7 +28,8 @@ def slow_write(descriptor, data):
 os.write = slow_write
 model = torch.nn.Linear(8, 2)
 optimizer = torch.optim.AdamW(model.parameters())
-with Monitor({"run": "slow", "statistics": "torch"}, total_steps=20).attach(model, optimizer) as monitor:
+settings = {"run": "slow", "statistics": "torch", "exit_wait_seconds": WAIT}
+with Monitor(settings, total_steps=20).attach(model, optimizer) as monitor:
     for step in range(1, 21):
         model(torch.ones(4, 8)).square().mean().backward()
         optimizer.step()
@@ -39,9 +40,16 @@ with Monitor({"run": "slow", "statistics": "torch"}, total_steps=20).attach(mode
 
 
 def trained(
-    folder: Path, end: str = "pass", *, limit: float = 60.0, begin: str = "model =", **environment: str
+    folder: Path,
+    end: str = "pass",
+    *,
+    limit: float = 60.0,
+    wait: float = 5.0,
+    begin: str = "model =",
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    code = TRAINING.replace("END", end).replace("LIMIT", str(limit)).replace("model =", begin, 1)
+    code = TRAINING.replace("END", end).replace("LIMIT", str(limit)).replace("WAIT", str(wait))
+    code = code.replace("model =", begin, 1)
     code = code.replace('"run": "slow", ', "") if "RANKSCOPE_RUN" in environment else code
     return run_program(code, whole_exit=True, RANKSCOPE_SPOOL_DIR=str(folder), **environment)
 
@@ -87,7 +95,7 @@ def test_slow_disk_delays_the_end_until_every_step_is_published(
     ],
 )
 def test_steps_that_are_not_published_in_time_count_as_lost(end: str, status: int, reason: str, tmp_path: Path) -> None:
-    done = trained(tmp_path, end, limit=0.4)
+    done = trained(tmp_path, end, limit=0.4, wait=0.0)
     steps, lost, reported = found(tmp_path)
 
     assert status == done.returncode, done.stderr
