@@ -273,7 +273,8 @@ def test_run_that_raises_again_has_one_open_failure_and_warns_of_its_rules(servi
     first, second = (one.stderr for one in done)
     assert f"rankscope: registered with service {service.url}\n" in first
     again = "AnomalyTurbulence from value 101, LossSpike from value 20, LearningRateJump from value 20"
-    assert f"{service.url} as attempt 1; rules begin again without earlier values: {again}\n" in second
+    start = "as attempt 1, with steps from 1 on (first_step)"
+    assert f"{service.url} {start}; rules begin again without earlier values: {again}\n" in second
 
 
 def _assert_other_store_is_independent(service: Any) -> None:

@@ -132,7 +132,7 @@ class Session:
         self.steps = StepQueue()
         self.current_step = CurrentStep(self.steps.put)
         self.notices = Notices(self.console, identity, self.current_step)
-        self._build_serving(total_steps)
+        self._build_serving(total_steps, first_step)
         self.step_observers = StepObservers(
             monitored,
             config,
@@ -163,7 +163,7 @@ class Session:
         self._announce_kinds()
         boundary.on_first = self.notices.fault
 
-    def _build_serving(self, total_steps: int | None) -> None:
+    def _build_serving(self, total_steps: int | None, first_step: int) -> None:
         """Build the server, and the watchdog, which detects hangs and reports them through the server."""
         config, boundary = self.config, self._boundary
         self.channel = RankServer(
@@ -176,7 +176,7 @@ class Session:
             overhead=self.overhead_seconds,
             dropped=self._dropped,
             faults=lambda: boundary.count,
-            on_registered=lambda attempt: self.notices.registered(config.serve.ingest_url, attempt, config.rules),
+            on_registered=lambda attempt: self.notices.registered(config, attempt, first_step),
             sources=RankServerSources(
                 take_stacks=lambda: self.diagnosis.take("request").document(self.identity.rank),
                 change_sampling=self._change_sampling,

@@ -80,15 +80,14 @@ class Notices:
         text = encodable(message)
         self._current.publish_event(Event(type=EventType.NOTE, severity=Severity.WARNING, message=text))
 
-    def registered(self, service: str | None, attempt: int, rules: Sequence[AnomalyRule]) -> None:
-        """Print on rank 0 that the service has accepted the rank, and which rules begin again after a restart."""
+    def registered(self, config: MonitorConfig, attempt: int, first_step: int) -> None:
+        """Print on rank 0 that the service has accepted the rank; of a restart, its first step and the new rules."""
         if self._identity.rank == 0:
-            values = {rule.name: getattr(rule, "after_values", getattr(rule, "fewest", 0)) for rule in rules}
+            values = {rule.name: getattr(rule, "after_values", getattr(rule, "fewest", 0)) for rule in config.rules}
             first = ", ".join(f"{name} from value {number + 1}" for name, number in values.items() if number)
-            again = (
-                f" as attempt {attempt}; rules begin again without earlier values: {first}" if attempt and first else ""
-            )
-            self._console.line(f"registered with service {service}{again}")
+            rules = f"; rules begin again without earlier values: {first}" if first else ""
+            again = f" as attempt {attempt}, with steps from {first_step} on (first_step){rules}" if attempt else ""
+            self._console.line(f"registered with service {config.serve.ingest_url}{again}")
 
     def uncommitted(self, records: int, kept: Persistence, config: ServeConfig) -> None:
         """Print the folder with the records that no service has committed. Only one rank of a host prints the folder.

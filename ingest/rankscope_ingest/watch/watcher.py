@@ -226,6 +226,10 @@ class LogWatcher:
         # A log that has just begun is first imported when it is settled.
         if self._rows.attempt > attempt and (is_live or now > (self._seen_at or now)):
             self._report_restart(now)
+            step = next((row.step for row in self._rows.rows), None)
+            log.warning(
+                "%s: training was started again as attempt %d, step %s", self.run_name, self._rows.attempt, step
+            )
 
     def _report_restart(self, now: float) -> None:
         """Report the failure of the attempt before the present one, unless the log showed it before the restart."""
@@ -235,7 +239,6 @@ class LogWatcher:
         found = condition_incident(verdict, self._rows, run=self.run_name, address=self._address, attempt=number)
         if found is not None:
             log.critical("%s: failed at step %s: %s", self.run_name, found.first.step, verdict.reason)
-            log.warning("%s: training was started again as attempt %d", self.run_name, self._rows.attempt)
             self._open[RUN_FAILED] = found  # the next verdict resolves it
             self._announce(found, now, wait_seconds=0.0)
 

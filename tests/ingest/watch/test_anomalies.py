@@ -131,7 +131,7 @@ async def test_crash_and_restart_between_two_polls_are_printed_sent_and_listed(w
     assert [failed, "[resolved] r: RunFailed, training continues"] == watch.receiver.titles
     assert [
         "r: failed at step 60: exception: RuntimeError: disk full",
-        "r: training was started again as attempt 1",
+        "r: training was started again as attempt 1, step 41",
     ] == [record.getMessage() for record in caplog.records]
     assert [("resolved", "Exception: RuntimeError: disk full at step 60")] == listed(watch)
     assert ["failed", "stopped"] == [row["state"] for row in watch.query("FROM attempts ORDER BY attempt")]
