@@ -79,11 +79,8 @@ def _progress(found: Summary) -> Iterator[tuple[str, str]]:
     if found.detail.row.end_sentence:
         yield "end", found.detail.row.end_sentence
     yield "step", step + _share(progress.step_share)
-    if progress.epoch is None:
-        epoch = NOTHING
-    else:
-        planned = "" if progress.planned_epochs is None else f" / {progress.planned_epochs:g}"
-        epoch = f"{progress.epoch:.2f}{planned}"
+    planned = "" if progress.planned_epochs is None else f" / {progress.planned_epochs:g}"
+    epoch = NOTHING if progress.epoch is None else f"{progress.epoch:.2f}{planned}"
     yield "epoch", epoch + _share(progress.epoch_share)
     left = progress.eta_seconds
     yield "time left", NOTHING if left is None else duration(left) if left else "0 s"
