@@ -225,7 +225,7 @@ def _dropped() -> PanelBuilder:
         description="Records, series and events that the selected ranks dropped per second, by reason. 0 is normal. "
         "Reasons that begin with `series_`: more tensors than the series limit; the store still contains all of them.",
         unit="suffix: items/s",
-        empty="The ranks dropped nothing",
+        empty="The selected ranks dropped nothing yet, or have ended",
     )
     rates = rate(catalogue.DROPPED)
     return time_series_panel(text, _reasons(f"sum by (run, reason) {rates}", f"sum by (run) {rates}"))

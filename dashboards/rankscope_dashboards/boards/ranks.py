@@ -474,11 +474,12 @@ def _on_hosts(expression: str) -> str:
 
 def _with_host(expression: str) -> str:
     """Return PromQL for `expression` with the label `host`, which series of ended ranks lack."""
-    known = f"topk by (run, rank) (1, max by (run, rank, host) ({catalogue.RUN_INFO.name}{SERVICE_RUN}))"
+    # One host for the whole time range: otherwise the legend also has the rank without a host.
+    info = f"max by (run, rank, host) (last_over_time({catalogue.RUN_INFO.name}{SERVICE_RUN}[$__range] @ end()))"
+    known = f"topk by (run, rank) (1, {info})"
     # The store reads this metric faster than `rankscope_step`.
     unknown = f"group by (run, rank) ({catalogue.STEP_SECONDS.name}{RANKS})"
-    live = f"{catalogue.RUN_INFO.name}{SERVICE_RUN}"
-    return f"({expression} * on (run, rank) group_left (host) ({known} or {unknown} unless on (run) {live}))"
+    return f"({expression} * on (run, rank) group_left (host) ({known} or {unknown} unless on (run, rank) {known}))"
 
 
 def _each(metric: MetricSpec, *matchers: str) -> str:

@@ -150,9 +150,8 @@ def _check(planned: Sequence[Change], content: Shipped, server: Server, options:
             known = ", ".join(sorted(names))
             raise GrafanaError(f"the contact point {options.receiver!r} does not exist. Contact points: {known}")
         tree, title = server.get(routes.POLICIES), _folder_title(server, content.rules_folder)
-        keeps_receivers = server.release >= (11, 0) or _rule_receivers(server, content)
-        is_needed = options.add_route and not (options.dry_run or keeps_receivers or routes.our_routes(tree, title))
-        if is_needed and (text := routes.owner(tree)):
+        has_receiver = server.release >= (11, 0) or _rule_receivers(server, content) or routes.our_routes(tree, title)
+        if options.add_route and not options.dry_run and not has_receiver and (text := routes.owner(tree)):
             raise GrafanaError(f"{text} Nothing was changed. Leave out --add-route: {routes.BY_HAND}")
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import pytest
@@ -142,12 +143,52 @@ def test_every_panel_has_a_description_longer_than_80_characters():
 
 
 def test_panels_without_data_show_the_reason():
-    """The reason is also in the description, for the reader of a panel that has data."""
+    """The reason is only probable, because the query may have failed. A tile only names the place of the reason."""
     for _, panel in PANELS:
-        reason = panel["fieldConfig"]["defaults"]["noValue"]
+        reason = reason_of(panel)
+        text = reason if reason.startswith("No data") else f"No data. Probable reason: {reason}"
 
         assert len(reason.split()) >= 4, panel["title"]
-        assert panel["description"].endswith(f"Without data: {reason}."), panel["title"]
+        assert panel["fieldConfig"]["defaults"]["noValue"] == (
+            "No data, see (i)" if panel["type"] == "stat" else text
+        ), panel["title"]
+
+
+def reason_of(panel: dict[str, Any]) -> str:
+    """Return the reason for the absence of data, at the end of the description of a panel."""
+    return panel["description"].rpartition(" Without data: ")[2].removesuffix(".")
+
+
+def test_axis_of_zeros_does_not_end_at_a_hundred():
+    charts = {panel["title"]: panel["fieldConfig"]["defaults"] for _, panel in PANELS if panel["type"] == "timeseries"}
+    tops = {title: one["custom"].get("axisSoftMax") for title, one in charts.items()}
+    of_few = {title for title, one in charts.items() if one.get("unit") == "sci"}
+
+    assert (0.1, 0.1, 1, 0.001) == tuple(
+        tops[one] for one in ("Failed polls", "Notifications", "Anomalies", "Step time")
+    )
+    assert {None} == {tops[title] for title in of_few} == {tops["Loss"]}
+
+
+def test_absent_values_have_no_colour_of_a_state_and_no_link():
+    """Grafana shows the text of an absent value in the legend of states, and as the text of a link."""
+    for _, panel in PANELS:
+        if panel["type"] == "status-history":
+            shown = [one["options"] for one in panel["fieldConfig"]["defaults"]["mappings"] if one["type"] == "special"]
+            assert [("null", "no data")] == [(one["match"], one["result"]["text"]) for one in shown]
+            assert all(one["result"]["color"] == "#6e7079" for one in shown)
+        for column in panel["fieldConfig"]["overrides"] or ():
+            settings = {one["id"]: one["value"] for one in column["properties"]}
+            texts = [
+                one["options"]["result"]["text"] for one in settings.get("mappings", ()) if one["type"] == "special"
+            ]
+            assert {" " if "links" in settings else "–"} >= set(texts), column["matcher"]["options"]
+
+
+def test_legend_names_a_rank_with_one_host_only():
+    (expression,) = (text for title, text in EXPRESSIONS if title == "Steps behind")
+
+    assert 'last_over_time(rankscope_run_info{run="$run"}[$__range] @ end())' in expression
 
 
 def test_axis_ticks_without_a_label_do_not_show_the_reason():
@@ -160,7 +201,7 @@ def test_axis_ticks_without_a_label_do_not_show_the_reason():
 def test_panels_of_gpus_report_that_there_is_no_gpu():
     for _, panel in PANELS:
         if any("rankscope_gpu_" in target["expr"] for target in panel["targets"]):
-            assert re.search(r"\bno GPU\b|\bis none\b", panel["fieldConfig"]["defaults"]["noValue"], re.IGNORECASE)
+            assert re.search(r"\bno GPU\b|\bis none\b", reason_of(panel), re.IGNORECASE)
 
 
 def test_units_are_known_to_grafana():

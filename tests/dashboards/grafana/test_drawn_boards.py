@@ -63,22 +63,24 @@ NO_REASON = {"No data", "No data in response", "Data is missing a number field",
 """Texts of Grafana for a panel without data."""
 
 NO_INCIDENT = "No data of an incident in the time range"
-NO_FIRING = "No counter of firings here: none fired, or the run has ended"
-NO_RANK = "No rank of this run is scraped: it has ended"
+PROBABLE = "No data. Probable reason: "
+NO_FIRING = f"{PROBABLE}No counter of firings here: none fired, or the run has ended"
+NO_RANK = f"{PROBABLE}No rank of this run is scraped: it has ended"
+NO_LOSS = f"{PROBABLE}The script logs no loss"
 FALSE = {
     "live": {NO_INCIDENT, NO_FIRING, NO_RANK},
     "simulated": {
         NO_INCIDENT,
         NO_FIRING,
         NO_RANK,
-        "No GPU on this machine, or no rankscope[nvidia]",
-        "No GPU memory: PyTorch runs on the CPU",
+        f"{PROBABLE}No GPU on this machine, or no rankscope[nvidia]",
+        f"{PROBABLE}No GPU memory: PyTorch runs on the CPU",
     },
-    "slow": {NO_INCIDENT, NO_RANK, "The framework of this run does not show when a rank waits for others"},
-    "nan": {NO_INCIDENT, NO_FIRING, NO_RANK, "The script logs no loss"},
-    "failed": {NO_INCIDENT, "The run has completed or was stopped"},
-    "ended": {NO_INCIDENT, "The script logs no loss"},
-    "past": {NO_INCIDENT, "The script logs no loss"},
+    "slow": {NO_INCIDENT, NO_RANK, f"{PROBABLE}The framework of this run does not show when a rank waits for others"},
+    "nan": {NO_INCIDENT, NO_FIRING, NO_RANK, NO_LOSS},
+    "failed": {NO_INCIDENT},
+    "ended": {NO_INCIDENT, NO_LOSS},
+    "past": {NO_INCIDENT, NO_LOSS},
 }
 """Texts of our panels that contradict the store for a run. The range contains all of its faults."""
 

@@ -28,12 +28,18 @@ ZERO_IS_GOOD: Final = ((None, "green"), (1, "red"))
 NEUTRAL: Final = "#6e7079"
 """Colour of a panel without data: grey that is readable in light and dark."""
 
+NO_DATA_IN_TILE: Final = "No data, see (i)"
+"""Text of a tile without data, in which a longer one would be tiny. The description at (i) has the reason."""
+
 NOT_MEASURED: Final = "No data of this run in the time range"
 NO_GPU: Final = "No GPU on this machine, or no rankscope[nvidia]"
 NO_TORCH_DEVICE: Final = "No GPU memory: PyTorch runs on the CPU"
 NO_SERVICE: Final = "The service does not export this run"
 NO_FIRINGS: Final = "No counter of firings here: none fired, or the run has ended"
 """Texts of panels without data, which name the most probable reason."""
+
+_LEAST_TOP: Final = {"suffix": 0.1, "percentunit": 0.001, "s": 0.001, "Bps": 1, "bytes": 1}
+"""Lowest top of an axis by unit. Otherwise an axis of zeros ends at 100."""
 
 _STYLES: Final[Mapping[str, Mapping[str, object]]] = {
     "(highest|lowest)$": {"color": {"mode": "fixed", "fixedColor": "rgba(128, 160, 200, 0.5)"}},
@@ -132,6 +138,9 @@ def time_series_panel(
         if many
         else (common.LegendDisplayMode.LIST, common.LegendPlacement.BOTTOM)
     )
+    least = _LEAST_TOP.get(text.unit.partition(":")[0], 1 if text.decimals == 0 else None)
+    if least and text.minimum == 0 and text.maximum is None and not logarithmic:
+        panel = panel.axis_soft_max(least)
     legend = common_builders.VizLegendOptions().show_legend(True).placement(place).display_mode(mode)
     panel = panel.legend(legend.calcs(["lastNotNull"])).mappings([*text.mappings, null_text(" ")])
     for names, settings in _STYLES.items() if queries[-1].legend.endswith("smoothed") else ():
@@ -159,8 +168,8 @@ def stat_panel(text: PanelText, *queries: Query, with_names: bool = False, bad_n
     curve = common.BigValueGraphMode.NONE if queries[0].instant else common.BigValueGraphMode.AREA
     panel = _configured(stat.Panel(), text, queries).graph_mode(curve).reduce_options(latest)
     # Otherwise coloured, as if they were judged values.
-    absent, bad = null_text(text.empty, NEUTRAL), _special(dashboard.SpecialValueMatch.NA_N, "NaN", "red")
-    panel = panel.mappings([*text.mappings, absent, bad])
+    absent, bad = null_text(NO_DATA_IN_TILE, NEUTRAL), _special(dashboard.SpecialValueMatch.NA_N, "NaN", "red")
+    panel = panel.mappings([*text.mappings, absent, bad]).no_value(NO_DATA_IN_TILE)
     if bad_name:
         red = _thresholds(((None, "text"), (1, "red"))).build()
         panel = panel.override_by_name(bad_name, _properties({"thresholds": red}))
@@ -180,10 +189,10 @@ def history_panel(text: PanelText, query: Query, label: str, *series: str) -> st
     absent = " and on () ".join(f"absent_over_time({one}[$__range] @ end())" for one in series)
     reason = f'max by ({label}) (label_replace({absent}, "{label}", "{text.empty}", "", "")) - 2'
     query = replace(query, expression=f"{query.expression} or {reason}")
-    panel = _configured(statushistory.Panel(), text, (query,)).max_data_points(60)
-    panel = panel.mappings([*text.mappings, *value_texts({"-1": ("no data", NEUTRAL)})])
+    no_data = [*value_texts({"-1": ("no data", NEUTRAL)}), null_text("no data", NEUTRAL)]
+    panel = _configured(statushistory.Panel(), replace(text, mappings=[*text.mappings, *no_data]), (query,))
     legend = common_builders.VizLegendOptions().show_legend(True).placement(common.LegendPlacement.BOTTOM)
-    panel = panel.show_value(common.VisibilityMode.NEVER).row_height(0.9).col_width(0.95)
+    panel = panel.max_data_points(60).show_value(common.VisibilityMode.NEVER).row_height(0.9).col_width(0.95)
     if text.mappings:  # otherwise the legend of Grafana 9.4 has thresholds instead of states
         panel = panel.color_scheme(dashboard_builders.FieldColor().mode(dashboard.FieldColorModeId.PALETTE_CLASSIC))
     return panel.legend(legend.display_mode(common.LegendDisplayMode.LIST))
@@ -193,8 +202,8 @@ def history_panel(text: PanelText, query: Query, label: str, *series: str) -> st
 class Column:
     """A column of a table: heading, width in pixels (None: the remaining width), unit, value mappings and links.
 
-    A cell without a value, or with an empty label, shows the text `absent`. Grafana aligns labels to the left, also
-    numbers: `is_number` aligns them to the right, as values.
+    A cell without a value, or with an empty label, shows the text `absent`, or nothing if the column has links. Grafana
+    aligns labels to the left, also numbers: `is_number` aligns them to the right, as values.
     """
 
     heading: str
@@ -217,7 +226,8 @@ class Column:
             made["unit"] = self.unit
         if self.decimals is not None:
             made["decimals"] = self.decimals
-        absent = (null_text(self.absent), _special(dashboard.SpecialValueMatch.EMPTY, self.absent))
+        shown = " " if self.links else self.absent  # otherwise the text is a link to nothing
+        absent = (null_text(shown), _special(dashboard.SpecialValueMatch.EMPTY, shown))
         made["mappings"] = list(self.mappings or absent)
         if self.mappings:  # their colours fill the cells
             made["custom.cellOptions"] = {"type": "color-background", "mode": "basic"}
@@ -292,8 +302,9 @@ def _thresholds(pairs: Sequence[tuple[float | None, str]]) -> dashboard_builders
 
 def _configured(panel: P, text: PanelText, queries: Sequence[Query]) -> P:
     described = f"{text.description} Without data: {text.empty}."
+    absent = text.empty if text.empty.startswith("No data") else f"No data. Probable reason: {text.empty}"
     panel.title(text.title).description(described).unit(text.unit).datasource(DATASOURCE)
-    panel.thresholds(_thresholds(text.thresholds)).mappings(list(text.mappings)).no_value(text.empty)
+    panel.thresholds(_thresholds(text.thresholds)).mappings(list(text.mappings)).no_value(absent)
     panel.targets([query.build(position) for position, query in enumerate(queries)])
     if text.minimum is not None:
         panel.min(text.minimum)
