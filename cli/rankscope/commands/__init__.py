@@ -76,13 +76,6 @@ def _modules(names: Iterable[str]) -> dict[str, Callable[..., None] | typer.Type
     return {name: getattr(importlib.import_module(f"rankscope.commands.{stem}"), stem) for name, stem in stems.items()}
 
 
-def _has_working_directory() -> bool:
-    try:
-        return bool(Path.cwd())
-    except OSError:
-        return False
-
-
 @functools.cache
 def command(*names: str) -> Callable[..., Any]:
     """Return `build(*names)` as a click command, which a process makes once."""
@@ -101,13 +94,13 @@ def main() -> None:
         print(f"rankscope: {error}", file=sys.stderr)
         sys.exit(error.code)
     except (FileNotFoundError, PermissionError):
-        if _has_working_directory():
-            raise
-        reason = (
-            "the working directory was removed or cannot be read: change to another one, or give only absolute paths"
-        )
-        print(f"rankscope: {reason}", file=sys.stderr)
-        sys.exit(FAILED)
+        try:
+            Path.cwd()
+        except OSError:
+            remedy = "change to another one, or give only absolute paths"
+            print(f"rankscope: the working directory was removed or cannot be read: {remedy}", file=sys.stderr)
+            sys.exit(FAILED)
+        raise
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as error:

@@ -193,6 +193,11 @@ def did_you_mean(word: object, known: Iterable[str], form: str = "'{}'") -> str:
     return f" Did you mean {form.replace('{}', near[0])}?" if near else ""
 
 
+def listed(known: Collection[str], word: object, form: str = "'{}'") -> str:
+    """Return the names in `known` as a list, with a suggestion for `word`: see `did_you_mean`."""
+    return f"{', '.join(known)}.{did_you_mean(word, known, form)}"
+
+
 def check_keys(
     settings: Iterable[str], known: Collection[str], prefix: str = "", *, also_near: Iterable[str] = ()
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 
 from rankscope_contract.rules.base import AnomalyRule
 from rankscope_exporter.base.errors import ConfigError
-from rankscope_exporter.base.validation import Checked, at_least, check_keys, did_you_mean, number, table, validate
+from rankscope_exporter.base.validation import Checked, at_least, check_keys, listed, number, table, validate
 from rankscope_exporter.observers.throughput.costs import ThroughputConfig
 from rankscope_exporter.quantities import select_quantities
 from rankscope_exporter.serving.config import ServeConfig
@@ -135,8 +135,7 @@ def checked_capture(
         names = [rule.name for rule in rules]
         for name in capture.rules:
             if name != ALL and name not in names:
-                hint = did_you_mean(name, names)
-                raise ConfigError(f"capture.rules: there is no rule {name!r}; the rules are {', '.join(names)}.{hint}")
+                raise ConfigError(f"capture.rules: there is no rule {name!r}; the rules are {listed(names, name)}")
         try:
             monitor_with(**capture.settings(options))
         except ConfigError as error:

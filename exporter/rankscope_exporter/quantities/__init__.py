@@ -11,7 +11,7 @@ import pkgutil
 from collections.abc import Iterable, Iterator
 
 from rankscope_exporter.base.errors import ConfigError
-from rankscope_exporter.base.validation import did_you_mean
+from rankscope_exporter.base.validation import listed
 from rankscope_exporter.quantities.base import Quantity
 
 __all__ = ["Quantity", "quantity_classes", "select_quantities"]
@@ -44,8 +44,7 @@ def select_quantities(names: Iterable[str]) -> list[type[Quantity]]:
     classes = quantity_classes()
     for name in names:
         if name not in classes:
-            hint = did_you_mean(name, classes)
-            raise ConfigError(f"quantities: {name!r} is unknown; the quantities are {', '.join(classes)}.{hint}")
+            raise ConfigError(f"quantities: {name!r} is unknown; the quantities are {listed(classes, name)}")
     return [classes[name] for name in names]
 
 

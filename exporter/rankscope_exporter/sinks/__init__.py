@@ -13,7 +13,7 @@ import importlib
 import pkgutil
 
 from rankscope_exporter.base.errors import ConfigError
-from rankscope_exporter.base.validation import did_you_mean
+from rankscope_exporter.base.validation import listed
 from rankscope_exporter.sinks.base import Sink
 
 __all__ = ["Sink", "sink_class", "sink_classes"]
@@ -33,6 +33,5 @@ def sink_class(name: str) -> type[Sink]:
     """
     classes = sink_classes()
     if name not in classes:
-        hint = did_you_mean(name, classes)
-        raise ConfigError(f"sinks: {name!r} is unknown; valid names are {', '.join(classes)}.{hint}")
+        raise ConfigError(f"sinks: {name!r} is unknown; valid names are {listed(classes, name)}")
     return classes[name]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Final
 
 from rankscope_contract.msprobe.csv_layout import OPS, Squash
-from rankscope_exporter.base.validation import Allowed, Checked, did_you_mean, is_list
+from rankscope_exporter.base.validation import Allowed, Checked, is_list, listed
 from rankscope_exporter.records.step_record import StepRecord
 
 _PORTION: Final = 4096
@@ -95,9 +95,7 @@ def output_folder(given: str | None, environment: Mapping[str, str] = os.environ
 def _check_ops(ops: Sequence[str]) -> None:
     unknown = [op for op in ops if op not in OPS]
     if unknown:
-        raise ValueError(
-            f"ops: {unknown[0]!r} is unknown; valid names are {', '.join(OPS)}.{did_you_mean(unknown[0], OPS)}"
-        )
+        raise ValueError(f"ops: {unknown[0]!r} is unknown; valid names are {listed(OPS, unknown[0])}")
     if len(set(ops)) < len(ops):
         raise ValueError(f"ops contains a statistic twice: {', '.join(ops)}")
 

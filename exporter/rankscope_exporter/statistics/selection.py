@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, DEFAULT_OPS, VALUE_OPS
 from rankscope_contract.rules import AnomalyRule
-from rankscope_exporter.base.validation import did_you_mean
+from rankscope_exporter.base.validation import listed
 from rankscope_exporter.statistics import Finished
 
 Ops = frozenset[str]
@@ -57,8 +57,7 @@ def chosen_ops(names: Sequence[str]) -> Ops:
     known = {_OTHER_NAMES.get(name, name) for name in names} & set(ALL_OPS)
     unknown = [name for name in names if name not in (*ALL_OPS, *_ELSEWHERE, *_OTHER_NAMES)]
     if known and unknown:
-        hint = did_you_mean(unknown[0], ALL_OPS)
-        raise ValueError(f"ops: {unknown[0]!r} is not a statistic; the statistics are {', '.join(ALL_OPS)}.{hint}")
+        raise ValueError(f"ops: {unknown[0]!r} is not a statistic; the statistics are {listed(ALL_OPS, unknown[0])}")
     return frozenset({*(known or {FALLBACK}), ALWAYS})
 
 

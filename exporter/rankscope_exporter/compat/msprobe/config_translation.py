@@ -30,8 +30,8 @@ from rankscope_exporter.base.validation import (
     at_least,
     between,
     check_keys,
-    did_you_mean,
     list_of,
+    listed,
     number,
     table,
     validate,
@@ -66,8 +66,7 @@ def _rule(entry: Any) -> dict[str, Any]:
         )
     name = entry.get("rule_name")
     if name not in _RULES:
-        hint = did_you_mean(name, _RULES, "{}")
-        raise ConfigError(f"alert.rules: {name!r} is unknown; valid names are {', '.join(_RULES)}.{hint}")
+        raise ConfigError(f"alert.rules: {name!r} is unknown; valid names are {listed(_RULES, name, '{}')}")
     threshold = _threshold(name, entry.get("args"))
     if name == "AnomalyTurbulence":
         return {"rule_name": name, "args": {"threshold": threshold}}
