@@ -47,6 +47,15 @@ def test_report_that_cannot_be_made_is_one_line(in_process, sample_store, argume
     assert 1 == len(done.stderr.splitlines())
 
 
+def test_report_of_a_log_with_a_secret_in_its_name_contains_none(in_process, tmp_path):
+    log, report = tmp_path / "run-api_key=correct-horse.log", tmp_path / "out.html"
+    log.write_text('{"step": 1, "loss": 2.5}\n', encoding="utf-8")
+    in_process("report", log, "--output", report)
+
+    assert "run-api_key=***" in report.read_text(encoding="utf-8")
+    assert "horse" not in report.read_text(encoding="utf-8")
+
+
 def test_run_with_a_name_longer_than_a_file_name_has_a_report(in_process, tmp_path, monkeypatch):
     """File systems permit names of 255 bytes, which 120 Chinese characters exceed."""
     monkeypatch.chdir(tmp_path)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from rankscope_contract.model.events import RunState
+from rankscope_contract.model.redaction import redacted_text
 from rankscope_contract.security.escaping import sql_string
 from rankscope_view.data.curves import Axis, Curve
 from rankscope_view.data.detail import RunDetail
@@ -252,5 +253,5 @@ def _queries(content: ReportContent) -> str:
     lines = ";\n".join(text(statement) for statement in statements)
     return (
         f'<details><summary>SQL behind this report</summary><pre class="sql">{lines};</pre></details>'
-        f'<p class="dim">Made from {text(content.source)}. Every number is a stored value or is derived from stored values.</p>'
+        f'<p class="dim">Made from {text(redacted_text(content.source))}. Every number is a stored value or is derived from stored values.</p>'
     )
