@@ -254,9 +254,8 @@ def _with_article(name: str) -> str:
 
 
 def _stands_alone(line: Line) -> bool:
-    names = {canonical(name).name for name in line.pairs}
-    is_known = any(name in _WITHOUT_COUNTER or name.startswith(_EVALUATION) for name in names)
-    return is_known and not line.has_words and not line.rest
+    names = () if line.has_words or line.rest else {canonical(name).name for name in line.pairs}
+    return any(name in _WITHOUT_COUNTER or name.startswith(_EVALUATION) for name in names)
 
 
 def _is_typical(key: str) -> bool:

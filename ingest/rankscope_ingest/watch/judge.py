@@ -60,13 +60,11 @@ class Facts:
     silence: float
     """Time since the last row; without a row, the time for which the log was followed."""
     quiet: float
-    """Time since the last change of the log."""
+    """Time since the last change of the log; after the end, infinite: lines of the next start do not revoke it."""
     clock: str
     """Source of the clock with which the silence was measured."""
     ending: tuple[str, str] | None = None
     """State and reason of the end of the run, according to the log; None if the log contains no end."""
-    is_reported: bool = False
-    """True if an end was the last verdict: lines without a row, such as those of the next start, do not revoke it."""
     slow_since: float | None = None
     """Median step time with which the present slow steps are compared; None if the training is not slow."""
 
@@ -78,7 +76,7 @@ def judge(rows: LogRows, facts: Facts, limits: WatchSection) -> Verdict:
         state, reason = facts.ending
         condition = ENDS[RunState(state)]
         # An error that training survives is followed by further rows.
-        if stall or facts.is_reported or condition is Condition.FINISHED or facts.quiet >= limits.failed_after_seconds:
+        if stall or condition is Condition.FINISHED or facts.quiet >= limits.failed_after_seconds:
             return Verdict(condition=condition, reason=reason)
     if stall is not None:
         return stall

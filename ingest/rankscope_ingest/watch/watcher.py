@@ -38,8 +38,6 @@ IMPORT_SHARE: Final = 0.1
 LONG_IMPORT_SECONDS: Final = 1.0
 """Duration from which imports of a large log are so far apart that they take at most IMPORT_SHARE of the time."""
 
-_ENDED: Final = frozenset({Condition.FINISHED, Condition.FAILED, Condition.STOPPED})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogStatus:
@@ -75,7 +73,7 @@ class LogStatus:
     @property
     def has_ended(self) -> bool:
         """Return whether the training has ended according to the log."""
-        return self.condition in _ENDED
+        return self.condition in ENDS.values()
 
 
 OnChange = Callable[[LogStatus], None]
@@ -270,10 +268,9 @@ class LogWatcher:
         slow = self._open.get(RULES[Condition.SLOW][0])
         facts = Facts(
             silence=silence,
-            quiet=remote - state.modified,
+            quiet=float("inf") if self.status.has_ended else remote - state.modified,
             clock=self._clock.source,
             ending=self._intake.ending,
-            is_reported=self.status.has_ended,
             slow_since=None if slow is None else slow.first.baseline,
         )
         verdict = judge(self._rows, facts, self._section)
@@ -302,7 +299,7 @@ class LogWatcher:
             if not is_kept:
                 del self._open[known]
                 if known != RUN_FINISHED:
-                    self._reporter.resolve(incident, has_continued=verdict.condition not in _ENDED)
+                    self._reporter.resolve(incident, has_continued=verdict.condition not in ENDS.values())
         if rule is None or rule in self._open:
             return
         found = condition_incident(verdict, self._rows, run=self.run_name, address=self._address)
