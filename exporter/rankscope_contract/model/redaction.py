@@ -199,7 +199,7 @@ def redacted_arguments(arguments: Sequence[str]) -> list[str]:
     shown: list[str] = []
     masks_next = False
     for given in arguments:
-        before = " ".join(shown[-20:])
+        before = " ".join(shown[-20:])[-200:]
         argument = _OF_COMMAND.sub(_of_command, f"{before} {given}")[len(before) + 1 :]
         option = _OPTION.match(argument)
         is_value = masks_next and not argument.startswith("--")
