@@ -148,12 +148,13 @@ def _latest_step() -> PanelBuilder:
 def _data_wait() -> PanelBuilder:
     text = fraction_text(
         "Wait for data",
-        f"Fraction of the time in which a rank waits for its next batch, of the {MAX_LINES} ranks with the highest "
-        "values. One high rank: check its disk and its loader workers. All ranks high: check the data source. "
+        f"Fraction of its step time in which a rank waits for its next batch, of the {MAX_LINES} ranks with the "
+        "highest values. One high rank: check its disk and its loader workers. All ranks high: check the data source. "
         "Unannounced work of the script between an update and the next forward pass counts as waiting.",
         maximum=None,
     )
-    return time_series_panel(text, _by_rank(_on_hosts(_waits_for_data())), many=True)
+    share = f"sum by (run, rank) {_waits_for_data()} / (sum by (run, rank) {rate(catalogue.PHASE_SECONDS)} > 0)"
+    return time_series_panel(text, _by_rank(_on_hosts(share)), many=True)
 
 
 def _waits_for_data() -> str:

@@ -40,6 +40,7 @@ def test_rank_with_slow_data_is_named(judge):
         labels = f'job="rankscope", run="r", rank="{rank}"'
         given[f"rankscope_pre_collective_seconds_total{{{labels}}}"] = "0+2x30"
         given[f'rankscope_phase_seconds_total{{{labels}, phase="data_wait"}}'] = waited
+        given[f'rankscope_phase_seconds_total{{{labels}, phase="forward"}}'] = "0+2x30"
         given[f"rankscope_step{{{labels}}}"] = "0+10x30"
         given[f"rankscope_step_seconds{{{labels}}}"] = "1x30"
     slow, waits = (f"round({query(title)}, 0.001) > 0.5" for title in ("Slow ranks", "Wait for data"))
