@@ -28,9 +28,9 @@ FEWEST_ROWS: Final = 19
 LAST_ROWS: Final = 7
 """Number of values of a second median. On a falling curve, the median of 19 values is far above the newest values."""
 
-RISEN_ROWS: Final = 10
-RISE: Final = 2.0
-"""A rise is this number of values in a row that are at least twice the ratio times the lowest median of the series."""
+RISEN_ROWS: Final = 5
+RISE: Final = 1.25
+"""A rise is 5 values in a row of 1.25 times the ratio, and of the lowest median; the median has risen by this, too."""
 
 LOGARITHMIC_SHARE: Final = 0.75
 LOGARITHMIC_MOST: Final = 7.5
@@ -48,8 +48,9 @@ class CurveRule(AnomalyRule):
     anomaly. A deviation is measured between values in a row, so that a falling curve does not hide a spike. The rule
     fires once, at the row that completes `in_a_row` such rows, by the median of 19 values only. If that is one row,
     it fires again at each further row up to the first one below `ratio` times the same median: a loss that does not
-    return is no spike that is over. It also fires at the tenth row in a row of at least twice `ratio` times the lowest
-    median of 19 values of the series: a loss that grows by a few percent per row is never far above the rows before it.
+    return is no spike that is over. It also fires at the fifth row in a row of at least 1.25 times `ratio` times the
+    lowest median of 19 values of the series, while this median is 1.25 times that of the 19 values before or more: a
+    loss that grows by a few percent per row is never far above the rows before it.
 
     With `above="highest"`, the value is compared with the highest value before it, and must rise more than three times
     as far as any value before it. A schedule that returns to an earlier value or rises in equal stairs is no anomaly.
@@ -96,7 +97,8 @@ class CurveRule(AnomalyRule):
 
     def message(self, name: str, value: float, before: float) -> str:
         """Return the text of an event. `before` is the median or the highest value before `value`."""
-        return f"{self.name}: {name} is {value:.6g}, the {self.above} before it is {before:.6g}"
+        reference = "the highest value" if self.above == "highest" else "a median"
+        return f"{self.name}: {name} is {value:.6g}, {reference} before it is {before:.6g}"
 
     def compare(self, value: float, window: Sequence[float]) -> float | None:
         """Return the median before `value` if it is above the limit, otherwise None. `window` has the values before."""
@@ -104,6 +106,12 @@ class CurveRule(AnomalyRule):
         if self.holds:
             middle = min(middle, statistics.median(window[-LAST_ROWS:]))
         return middle if self.is_far(value, middle, window) else None
+
+    def rises(self, value: float, lowest: float, window: Sequence[float]) -> bool:
+        """Return whether `value` is above the limit of `lowest`, and the median of `window` rises."""
+        newest, before = window[-FEWEST_ROWS:], window[-2 * FEWEST_ROWS : -FEWEST_ROWS] or window
+        rises = statistics.median(newest) >= RISE * statistics.median(before)
+        return rises and self.is_far(value, lowest, window)
 
     def is_far(self, value: float, middle: float, window: Sequence[float]) -> bool:
         """Return whether `value` is above the limit, compared with `middle` and the deviations of `window`."""
@@ -137,7 +145,7 @@ class Curve:
     rise: float = 0.0  # the largest rise of the highest value that was no anomaly
     above: int = 0  # number of rows above the limit, up to the last row
     lowest: float = math.inf  # the lowest median of 19 values
-    risen: int = 0  # number of rows of at least twice the ratio times the lowest median, up to the last row
+    risen: int = 0  # number of rows of at least RISE times the ratio times the lowest median, up to the last row
     held: float = math.nan  # the median before the first firing, while the values have not returned
 
     def observe(self, rule: CurveRule, value: float) -> float | None:
@@ -164,7 +172,7 @@ class Curve:
                 before = rule.compare(value, self.values)
         if rule.holds:
             self.risen = self.risen + 1 if value >= RISE * rule.ratio * self.lowest else 0
-            if before is None and self.risen >= RISEN_ROWS and rule.is_far(value, self.lowest, self.values):
+            if before is None and self.risen >= RISEN_ROWS and rule.rises(value, self.lowest, self.values):
                 before = self.lowest
         if value > self.highest >= 0 and before is None:
             self.rise = max(self.rise, value - self.highest)

@@ -73,14 +73,14 @@ class _Curve(Curve):
         return self._hold(rule, values, fired, medians) if rule.holds else (fired, medians[fired])
 
     def _rise(self, rule: CurveRule, history: Numbers, windows: Numbers, medians: Numbers) -> None:
-        """Write the lowest median into `medians` for the rows that end ten rows above its limit. See `Curve`."""
+        """Write the lowest median into `medians` for the rows that end a rise above its limit. See `Curve`."""
         newest = np.lib.stride_tricks.sliding_window_view(history, min(FEWEST_ROWS, rule.rows))[-len(medians) :]
         lowest = np.minimum.accumulate(np.append(self.lowest, np.median(newest, axis=1)))
         judged, self.lowest = history[-len(medians) :], float(lowest[-1])
         risen = _run_lengths(judged >= RISE * rule.ratio * lowest[:-1], self.risen)
         self.risen = int(risen[-1])
         for row in np.flatnonzero((risen >= RISEN_ROWS) & np.isnan(medians)).tolist():
-            if rule.is_far(float(judged[row]), float(lowest[row]), windows[row].tolist()):
+            if rule.rises(float(judged[row]), float(lowest[row]), windows[row].tolist()):
                 medians[row] = lowest[row]
 
     def _hold(self, rule: CurveRule, values: Numbers, fired: Integers, medians: Numbers) -> tuple[Integers, Numbers]:
