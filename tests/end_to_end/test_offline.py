@@ -251,7 +251,7 @@ def test_rule_for_one_scalar_is_one_line_next_to_the_default_rules(tmp_path):
     ]
 
     assert "replaces" not in done.stderr
-    assert "step 6, rank 0: High: loss is 6, the median before it is 3" in done.stderr
+    assert "step 6, rank 0: High: loss is 6, a median before it is 3" in done.stderr
     assert "6 0 High null null loss 6 3 1.2 1" == " ".join(anomaly.split())
 
 
