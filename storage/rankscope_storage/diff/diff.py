@@ -14,11 +14,12 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from rankscope_contract.model.events import causal_key
 from rankscope_contract.model.kinds import COUNT_OPS, GRADIENT_KINDS, VALUE_OPS
+from rankscope_contract.model.scalar_names import SOURCE_NAME, SOURCE_UNIT
 from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.sql.scalar_history import POSITIONS
@@ -42,7 +43,7 @@ _SELECTED: Final = {
         + ", ".join(f'"{op}"' for op in (*VALUE_OPS, *COUNT_OPS))
     ),
     "features": 'micro_step, vpp_stage, kind, module AS tensor, "index", value::DOUBLE AS value',
-    "scalars": f"'{SCALAR}' AS kind, name || coalesce(labels, '') AS tensor, value",
+    "scalars": f"'{SCALAR}' AS kind, {{scalar}} AS tensor, value",
     "hashes": "vpp_stage, kind, tensor, replicas, hash, norm, 'replica' AS placement",
 }
 _TYPES: Final = {
@@ -55,6 +56,9 @@ _TYPES: Final = {
 _NO_ROWS: Final = "SELECT " + ", ".join(f'NULL::{type_} AS "{name}"' for name, type_ in _TYPES.items()) + " WHERE false"
 
 
+_SERIES: Final = "name || coalesce(labels, '')"
+_NOT_OF_LOGS: Final = f"""\
+nullif(json_merge_patch(coalesce(labels, '{{}}'), '{{"{SOURCE_NAME}":null, "{SOURCE_UNIT}":null}}')::VARCHAR, '{{}}')"""
 _EVERY_STEP: Final = (-(1 << 62), 1 << 62)
 _LAST_SEEN: Final = (
     f"QUALIFY row_number() OVER (PARTITION BY step, rank, {', '.join(KEYS)} "
@@ -83,6 +87,8 @@ class DiffSelection:
     """Kinds to compare, including `scalar`. If empty, all kinds that are expected to be equal are compared."""
     ranks: tuple[int, ...] = ()
     steps: tuple[int, int] | None = None
+    scalar: str = _SERIES
+    """SQL of the name by which scalars are compared."""
 
 
 class DiffSource:
@@ -124,10 +130,11 @@ class DiffSource:
         found = self._connection.query(query)
         return dict(zip(found["step"].to_pylist(), found["rows"].to_pylist(), strict=True))
 
-    def ranks(self) -> set[int | None]:
-        """Return the ranks that have rows on this side of the comparison."""
+    def ranks(self) -> set[int]:
+        """Return the ranks that have rows on this side of the comparison; 0 for rows without a rank."""
         parts = " UNION ALL ".join(self._places(dataset) for dataset in self._datasets())
-        return set(self._connection.query(f"SELECT DISTINCT rank FROM ({parts})")["rank"].to_pylist())
+        query = f"SELECT DISTINCT coalesce(rank, 0) AS rank FROM ({parts})"
+        return set(self._connection.query(query)["rank"].to_pylist())
 
     def order(self) -> dict[tuple[str, str], int]:
         """Return the position of each pair of kind and tensor name by the column `ordinal` of the dataset `tensors`.
@@ -178,8 +185,9 @@ class DiffSource:
         return f"SELECT * FROM ({_NO_ROWS} UNION ALL BY NAME {rows}) {_LAST_SEEN}" if repeated else rows
 
     def _selected_rows(self, dataset: str, steps: tuple[int, int]) -> str:
+        columns = _SELECTED[dataset].format(scalar=self._selected.scalar)
         return (
-            f"SELECT '{dataset}' AS source, step, rank, attempt, ordinal, seq, {_SELECTED[dataset]} "
+            f"SELECT '{dataset}' AS source, step, rank, attempt, ordinal, seq, {columns} "
             f"FROM {self._relation(dataset, steps)} WHERE {self._where(dataset, steps)}"
         )
 
@@ -210,12 +218,32 @@ class DiffSource:
             parts.append(f"attempt = {int(self.side.attempt)}")
         kinds = self._selected.kinds
         if dataset == "scalars":
-            parts += [] if kinds else [f"name IN ({', '.join(map(sql_string, SCALARS))})"]
+            parts.append(_chosen(kinds))
         elif kinds:
             parts.append(f"kind IN ({', '.join(map(sql_string, kinds))})")
         if self._between_ranks and not kinds and dataset == "tensor_stats":
             parts.append("placement = 'replica'")
         return " AND ".join(parts)
+
+
+def _chosen(kinds: Sequence[str]) -> str:
+    """Return an SQL condition for the scalars that are compared if `kinds` are requested."""
+    return "true" if kinds else f"name IN ({', '.join(map(sql_string, SCALARS))})"
+
+
+def _common_names(connection: Connection, runs: Sequence[str], kinds: Sequence[str]) -> str:
+    """Return SQL of the name of a scalar, which is the same for `lm loss` of one run and `loss` of the other.
+
+    Series that both runs have keep their names, and so do those after the first one of a stored name in a run.
+    """
+    query = f"""\
+WITH series AS (SELECT DISTINCT run, {_SERIES} AS series, name || coalesce({_NOT_OF_LOGS}, '') AS plain
+  FROM scalars WHERE run IN (SELECT unnest($runs)) AND {_chosen(kinds)})
+SELECT plain, min(series) AS series FROM series GROUP BY plain, run HAVING min(series) <> plain
+  AND plain NOT IN (SELECT plain FROM series GROUP BY plain, series HAVING count(*) > 1)"""
+    rows = connection.query(query, {"runs": list(runs)}).to_pylist()
+    cases = " ".join(f"WHEN {sql_string(row['series'])} THEN {sql_string(row['plain'])}" for row in rows)
+    return f"CASE {_SERIES} {cases} ELSE {_SERIES} END" if rows else _SERIES
 
 
 WINDOW_ROWS: Final = 500_000
@@ -341,12 +369,13 @@ def divergence(
     If both sides name a rank, these two ranks are compared, even if their numbers are different.
     """
     tolerance, selected = tolerance or Tolerance(), selected or DiffSelection()
+    selected = replace(selected, scalar=_common_names(connection, (a.run, b.run), selected.kinds))
     between = a.rank is not None and b.rank is not None
     with connection.pinned():
         sources = [DiffSource(connection, side, selected, between_ranks=between) for side in (a, b)]
         comparison = _Comparison(connection, sources[0], sources[1], tolerance, by_rank=not between)
         counts = [source.counted() for source in sources]
-        ranks = [set() if between else source.ranks() for source in sources]
+        ranks: list[set[int]] = [set() if between else source.ranks() for source in sources]
         common = [step for step in counts[0] if step in counts[1]]
         steps: list[StepDifference] = []
         compared = 0
@@ -370,8 +399,8 @@ def divergence(
         steps=tuple(steps),
         only_in_a=tuple(sorted(names[0] - names[1])),
         only_in_b=tuple(sorted(names[1] - names[0])),
-        ranks_only_in_a=_numbers(ranks[0] - ranks[1]),
-        ranks_only_in_b=_numbers(ranks[1] - ranks[0]),
+        ranks_only_in_a=tuple(sorted(ranks[0] - ranks[1])),
+        ranks_only_in_b=tuple(sorted(ranks[1] - ranks[0])),
         steps_only_in_a=tuple(step for step in counts[0] if step not in counts[1]),
         steps_only_in_b=tuple(step for step in counts[1] if step not in counts[0]),
     )
@@ -428,6 +457,7 @@ class _Comparison:
     def _joined(self, first: int, last: int) -> str:
         keys = ("step", *(("rank",) if self._by_rank else ()), *KEYS)
         on = " AND ".join(f"a.{key} IS NOT DISTINCT FROM b.{key}" for key in keys)
+        on = re.sub(r"[ab]\.rank", r"coalesce(\g<0>, 0)", on)  # a log without ranks is compared with rank 0
         a, b = (source.rows((first, last)) for source in self._sources)
         both = ", ".join(f'a."{op}" AS "{op}_a", b."{op}" AS "{op}_b"' for op in _OPS)
         flags = {op: self._apart(op) for op in _OPS}
@@ -465,10 +495,6 @@ def _largest(op: str) -> str:
 
 def _relative(op: str) -> str:
     return f'coalesce(abs("{op}_a"::DOUBLE - "{op}_b"::DOUBLE) / nullif({_largest(op)}, 0), 0)'
-
-
-def _numbers(ranks: set[int | None]) -> tuple[int, ...]:
-    return tuple(sorted(rank for rank in ranks if rank is not None))
 
 
 def _windows(steps: Sequence[int], counts: Sequence[Mapping[int, int]], window_rows: int) -> Iterator[tuple[int, int]]:

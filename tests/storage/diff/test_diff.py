@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 
 import pyarrow as pa
@@ -147,6 +148,26 @@ def test_times_are_compared_only_on_request(put):
     assert divergence(put, A, B).first is None
     chosen = divergence(put, A, B, selected=DiffSelection(kinds=("scalar",)))
     assert ["step_seconds"] == [point.tensor for point in chosen.points]
+
+
+@pytest.mark.parametrize(
+    ("of_a", "of_b", "apart"),
+    [
+        ({"loss": None}, {"loss": "lm loss"}, ["loss"]),
+        ({"loss": None, "train_loss": "train_loss"}, {"loss": "lm loss"}, ["loss"]),
+        ({"a": "eval_a", "b": "eval_b"}, {"b": "eval_b"}, ['loss{"source_name":"eval_b"}']),
+    ],
+)
+def test_scalars_of_one_stored_name_are_compared(put, of_a, of_b, apart):
+    for run, rank, series in (("a", None, of_a), ("b", 0, of_b)):
+        for source in series.values():
+            labels = None if source is None else json.dumps({"source_name": source}, separators=(",", ":"))
+            value = 1.0 if run == "a" else 2.0
+            put(run, "scalars", {"step": 1, "rank": rank, "name": "loss", "labels": labels, "value": value})
+    found = divergence(put, A, B)
+
+    assert apart == [point.tensor for point in found.points]
+    assert ((), ()) == (found.ranks_only_in_a, found.ranks_only_in_b)
 
 
 def test_two_ranks_are_compared_by_their_replicated_rows(put):
