@@ -98,13 +98,27 @@ def test_page_of_a_long_run_requests_its_goodput(store_path, connection):
     assert f"Goodput {answer[0]}" in read(site, "runs", MAIN, goodput="1").text
 
 
-def test_change_of_a_flat_loss_with_one_spike_is_zero(tmp_path):
-    steps = np.arange(200)
-    values = np.where(steps == 100, 113.0, 2.0)
+@pytest.mark.parametrize(
+    ("name", "values", "line"),
+    [
+        ("loss", np.where(np.arange(200) == 150, 113.0, 2.0), ""),
+        ("loss", np.random.default_rng(2).normal(2.0, 0.2, 200), ""),
+        ("loss", np.r_[np.full(101, 1.9), np.geomspace(1.9, 37.0, 99)], "median of 5 rows: 1.958 to 34.82 in 100 rows"),
+        ("learning_rate", np.r_[np.linspace(0.0, 0.1, 161), np.full(39, 0.1)], "constant in 40 rows"),
+        ("learning_rate", np.full(200, 0.1), "constant"),
+        ("step_seconds", np.random.default_rng(8).uniform(1.9, 3.9, 200), "median, newest 20 steps"),
+    ],
+    ids=["spike", "noise", "rise", "warm-up", "constant", "random speed"],
+)
+def test_header_names_a_change_only_if_it_is_one(tmp_path, name, values, line):
     with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
-        append(writer, scalars=scalars("r", "loss", steps, values, incarnation="r-0", ts=START + steps))
+        rows = scalars("r", name, np.arange(200), values, incarnation="r-0", ts=START + np.arange(200))
+        state = {} if name == "loss" else {"runs": run_row("r", "running", last_step=199)}
+        append(writer, scalars=rows, **state)
+    page = Site(tmp_path / "store").respond(("runs", "r"), {}).body.decode()
+    (found,) = re.findall(f'data-value="{name}".*?</b>.*?<span[^>]*>([^<]*)</span>', page, re.DOTALL)
 
-    assert "median +0 per 100 rows" in read(Site(tmp_path / "store"), "runs", "r").text
+    assert line == found
 
 
 def test_only_a_live_run_states_since_which_step_it_is_slower(tmp_path):

@@ -118,21 +118,21 @@ test("a range of NaN that began before the first live row remains, and grows", (
   assert.deepEqual([[40, 119, "NaN 40–119"], [121, 121, "NaN 121"]], extended(stored, rows, readState("")).nonfinite);
 });
 
-test("time left and the lines below the values follow the live rows", () => {
-  const rows = [...Array(40).keys()].map((at) => [0, 100 + at, 1e9 + 2 * at + (at > 20 ? 60 : 0), { loss: [4 - at / 10, 0, 0, 2], learning_rate: [0.1], step_seconds: [at < 30 ? 1 : 2] }]);
-  const lines = (own) => ["loss", "learning_rate", "step_seconds", "perplexity"].map((name) => contextOf(name, own, "exp(loss)", 2, 99));
+test("time left follows the live rows, and a change below a value is that of the server", () => {
+  const rows = [...Array(40).keys()].map((at) => [0, 100 + at, 1e9 + 2 * at + (at > 20 ? 60 : 0), { loss: [4 - at / 10, 0, 0, 2], step_seconds: [at < 30 ? 1 : 2] }]);
+  const line = (name, before, own = rows) => contextOf(name, own, before, 2, 99);
   assert.deepEqual([122, NaN], [secondsLeft(rows, 200), secondsLeft(rows.slice(0, 1), 200)]); // one pause does not change the pace
   assert.deepEqual(["2 min 2 s", "9.5 s", "3 h", "31 s"], [122, 9.5, 10_800, 31.2].map(duration));
-  assert.deepEqual(["median −2 per 20 rows", "constant", "+100 % since step 130", "exp(loss)"], lines(rows));
-  assert.deepEqual(["", "constant", "", "exp(loss)"], lines(rows.slice(0, 9)));
+  const median = "median of 5 rows: 2 to 37 in 100 rows";
+  assert.deepEqual([median, "", "", "median, newest 20 steps", ""], [line("loss", median), line("loss", "last finite 3 at step 9"), line("loss", "1 of 2 ranks"), line("step_seconds", "median, newest 20 steps"), line("step_seconds", "up to step 9")]);
   assert.deepEqual(["up to step 99", ""], [99, -1].map((at) => contextOf("grad_norm", rows, "median 1 in 9 rows", 2, at)));
 
   rows.push([0, 140, 1e9 + 200, { loss: [null, null, null] }]);
-  assert.equal("last finite 0.1000 at step 139", lines(rows)[0]);
-  assert.deepEqual(["last finite 3 at step 9", ""], ["last finite 3 at step 9", "−1 in 9 rows"].map((before) => contextOf("loss", rows.slice(-1), before, 2, 99)));
+  assert.equal("last finite 0.1000 at step 139", line("loss", median));
+  assert.deepEqual(["last finite 3 at step 9", ""], ["last finite 3 at step 9", median].map((before) => line("loss", before, rows.slice(-1))));
 
   rows.push([0, 141, 1e9 + 202, { loss: [3, 3, 3, 1] }]);
-  assert.deepEqual(["1 of 2 ranks", "1 of 2 ranks", ""], [lines(rows)[0], ranksNote(rows.slice(-1), 2), ranksNote(rows.slice(-1), 1)]);
+  assert.deepEqual(["1 of 2 ranks", "1 of 2 ranks", ""], [line("loss", ""), ranksNote(rows.slice(-1), 2), ranksNote(rows.slice(-1), 1)]);
 });
 
 test("a line that ends with NaN has that range at its end, also of several runs and before a training loss", () => {

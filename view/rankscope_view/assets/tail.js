@@ -34,7 +34,6 @@ export function valuesOf(row, name) {
 }
 
 const PACE = { steps: 100, seconds: 30, rows: 10, parts: 5 };
-const RECENT_ROWS = 100;
 export const SUMMED = ["tokens_per_second", "samples_per_second"];
 export const SPEEDS = [...SUMMED, "steps_per_second", "step_seconds"];
 
@@ -75,8 +74,9 @@ export function ranksNote(rows, most) {
 }
 
 /**
- * Return the line below a value in the header, over rows that the page has received; empty if they are too few. Without a
- * row with the value, as of a gradient norm from stored statistics, it is the step up to which the server knew the value.
+ * Return the line below a value in the header, over rows that the page has received. Changes are found by the server, over
+ * all stored rows. Without a row with the value, as of a gradient norm from stored statistics, the line is the step up to
+ * which the server knew the value.
  * @param {string} name
  * @param {Row[]} rows of one attempt
  * @param {string} before the line of the server
@@ -88,53 +88,12 @@ export function contextOf(name, rows, before, ranks, at) {
   if (!["loss", "learning_rate", "grad_norm", ...SPEEDS].includes(name)) return before;
   const own = rows.filter((row) => valuesOf(row, name));
   if (!own.length) return at < 0 ? "" : `up to step ${grouped(at)}`;
+  if (name !== "loss") return before.startsWith("up to") ? "" : before;
   const values = own.map((row) => valuesOf(row, name)?.[0] ?? NaN);
-  const recent = values.slice(-RECENT_ROWS).filter(Number.isFinite);
-  if (name === "learning_rate") {
-    const change = recent[recent.length - 1] - recent[0];
-    return recent.length < 2 ? "" : change ? `${change < 0 ? "falling" : "rising"} in ${recent.length} rows` : "constant";
-  }
-  if (name === "grad_norm") return recent.length < 2 ? "" : `median ${shown(median(recent))} in ${recent.length} rows`;
-  if (name === "loss") return ranksNote(own, ranks) || changeOf(values, own, before);
-  return speedChange(values, own);
-}
-
-/**
- * @param {number} value
- * @param {number} digits
- */
-function signed(value, digits) {
-  return `${value < 0 ? "−" : "+"}${Number(Math.abs(value).toPrecision(digits))}`;
-}
-
-/**
- * Return the change of the loss over its newest rows; of a loss that is not finite, its last finite value.
- * @param {number[]} values
- * @param {Row[]} own
- * @param {string} before
- */
-function changeOf(values, own, before) {
   const finite = values.findLastIndex(Number.isFinite);
-  if (finite < 0) return before.startsWith("last finite") ? before : "";
-  if (finite < values.length - 1) return `last finite ${shown(values[finite])} at step ${grouped(own[finite][1])}`;
-  const rows = Math.min(RECENT_ROWS, values.length >> 1);
-  const newest = values.slice(-2 * rows);
-  if (rows < 5 || !newest.every(Number.isFinite)) return "";
-  return `median ${signed(median(newest.slice(rows)) - median(newest.slice(0, rows)), 3)} per ${rows} rows`;
-}
-
-/**
- * Return the change of the newest speed against the median, of at least a tenth, and the step since which it holds.
- * @param {number[]} values
- * @param {Row[]} own
- */
-function speedChange(values, own) {
-  const [usual, newest] = [median(values), median(values.slice(-Math.max(5, Math.floor(values.length / 100))))];
-  const change = newest / usual - 1;
-  if (values.length < 40 || !(Math.abs(change) >= 0.1)) return "";
-  const limit = usual * (1 + change / 2);
-  const since = values.findLastIndex((value) => (change > 0 ? value < limit : value > limit)) + 1;
-  return `${change < 0 ? "−" : "+"}${Math.round(100 * Math.abs(change))} % since step ${grouped(own[Math.min(since, own.length - 1)][1])}`;
+  const note = ranksNote(own, ranks);
+  if (note || finite === values.length - 1) return note || (/^median/.test(before) ? before : "");
+  return finite < 0 ? (before.startsWith("last finite") ? before : "") : `last finite ${shown(values[finite])} at step ${grouped(own[finite][1])}`;
 }
 
 /**

@@ -12,7 +12,15 @@ import numpy as np
 from rankscope_contract.metrics.catalogue import SCALAR_TITLES
 from rankscope_view.data.advice import Advice
 from rankscope_view.data.curves import POINTS, Axis, Curve, CurveRequest, Smoothing, notice
-from rankscope_view.data.detail import CHARTS, PERPLEXITY, RECENT_ROWS, STEP_SECONDS, RunDetail, speed_change
+from rankscope_view.data.detail import (
+    CHARTS,
+    PERPLEXITY,
+    RECENT_ROWS,
+    SHORT_ROWS,
+    STEP_SECONDS,
+    RunDetail,
+    speed_change,
+)
 from rankscope_view.data.events import NEWEST, EventLine, EventLog, Group
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, SPEEDS, History
 from rankscope_view.data.metrics import Metrics
@@ -233,7 +241,7 @@ def _figures(place: Place, found: RunDetail) -> Iterator[tuple[str, str, str, st
         yield GOODPUT, "Goodput", NOTHING, f'<span data-pending="{pending}">{link}</span>'
 
 
-def _loss_line(row: RunRow, change: tuple[float, int] | None, loss: History) -> str:
+def _loss_line(row: RunRow, change: tuple[float, float, int] | None, loss: History) -> str:
     """Return the change of the loss over its newest rows; of a loss that is not finite, its last finite value."""
     if row.loss_note:
         return row.loss_note
@@ -242,8 +250,8 @@ def _loss_line(row: RunRow, change: tuple[float, int] | None, loss: History) -> 
     if len(values) and len(finite) and finite[-1] != len(values) - 1:
         step = int(loss.step[loss.stands][finite[-1]])
         return f"last finite {measure(float(values[finite[-1]]))} at step {count(step)}"
-    moved, rows = change or (0.0, 0)
-    return f"median {moved:+.3g} per {rows} rows".replace("-", "−", 1) if rows else ""
+    first, last, rows = change or (0.0, 0.0, 0)
+    return f"median of {SHORT_ROWS} rows: {measure(first)} to {measure(last)} in {rows} rows" if rows else ""
 
 
 def goodput_texts(share: float | None, lost: float | None) -> tuple[str, str] | None:
@@ -257,8 +265,10 @@ def _direction(rates: History) -> str:
     values = values[np.isfinite(values)]
     if len(values) < 2:
         return ""
-    change = float(values[-1] - values[0])
-    return "constant" if change == 0 else f"{'falling' if change < 0 else 'rising'} in {len(values)} rows"
+    signs = np.sign(np.diff(values))
+    rows = 1 + int(np.argmax([*(signs[::-1] != signs[-1]), True]))
+    word = {1.0: "rising", 0.0: "constant"}.get(float(signs[-1]), "falling")
+    return word if signs[-1] == 0 and rows == len(values) else f"{word} in {rows} rows"
 
 
 def _usual(norms: History) -> str:
