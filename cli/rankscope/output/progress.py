@@ -171,7 +171,7 @@ def figures(run: RunProgress) -> Iterator[str]:
         yield f"lag {run.lag_records}"
     yield f"{run.ranks_alive}/{run.world_size} ranks"
     if run.records_lost:
-        yield f"{run.records_lost} records LOST"
+        yield f"{run.records_lost} record{'' if run.records_lost == 1 else 's'} LOST"
 
 
 def _steps(run: RunProgress) -> str:

@@ -57,7 +57,11 @@ class Console(StepObserver):
             return
         shown = new or ordered[:1]
         more = f" (and {len(anomalies) - len(shown)} more at this step)" if len(anomalies) > len(shown) else ""
-        earlier = f" [{self._suppressed} steps with firings not shown]" if self._suppressed else ""
+        earlier = (
+            f" [{self._suppressed} step{'' if self._suppressed == 1 else 's'} with firings not shown]"
+            if self._suppressed
+            else ""
+        )
         for event in shown:
             note = f"{more}{earlier}" if event is shown[0] else ""
             self.line(f"step {record.step}, rank {self._rank}: {event.message}{note}")
@@ -68,9 +72,10 @@ class Console(StepObserver):
         """Print the number of firings of each rule that the rate limit has held back since the last line."""
         if self._suppressed:
             rules = ", ".join(f"{count:,} of {rule}" for rule, count in self._held.items())
-            steps = f"at {self._suppressed:,} more steps, the last is step {self._held_step}"
-            self.line(f"rank {self._rank}: firings {steps}: {rules}")
+            steps = f"{self._suppressed:,} more step{'' if self._suppressed == 1 else 's'}"
+            self.line(f"rank {self._rank}: firings at {steps}, the last is step {self._held_step}: {rules}")
             self._suppressed = 0
+            self._held.clear()
 
     def line(self, text: str) -> None:
         """Print `text` with the prefix "rankscope:".

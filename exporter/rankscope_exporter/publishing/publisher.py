@@ -308,7 +308,7 @@ class Publisher:
                 type=EventType.GAP,
                 severity=Severity.WARNING,
                 value=float(lost),
-                message=f"{lost} records lost: {why}",
+                message=f"{lost} record{'' if lost == 1 else 's'} lost: {why}",
                 details=json.dumps({"records": lost, "reason": why}),
             )
             self._publish_record(StepRecord(ts=now_microseconds(), monotonic=monotonic_microseconds(), events=(event,)))

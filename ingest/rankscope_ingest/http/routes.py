@@ -175,7 +175,7 @@ def alarms(backend: Backend) -> list[str]:
         names = ", ".join(target.name for target in failing[:3])
         found.append(f"{len(failing):,} rank{'' if len(failing) == 1 else 's'} cannot be polled: {names}")
     if lost := sum(progress.records_lost for progress in backend.runs()):
-        found.append(f"{lost:,} records were lost")
+        found.append(f"{lost:,} {'record was' if lost == 1 else 'records were'} lost")
     return found
 
 

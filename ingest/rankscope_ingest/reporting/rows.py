@@ -96,7 +96,7 @@ def gap_row(target: Target, first: int, last: int, reason: str, stamp: Stamp) ->
     """Return the row of `events` which reports that the records with seq `first` to `last` are lost."""
     records = last - first + 1
     details = {"first": first, "last": last, "records": records, "reason": reason}
-    message = f"{records} records lost (seq {first} to {last}): {reason}"
+    message = f"{records} record{'' if records == 1 else 's'} lost (seq {first} to {last}): {reason}"
     columns = _rank_columns(target) | {"seq": last, "value": float(records)}
     return event_row(stamp, EventType.GAP, Severity.WARNING, message, details, **columns)
 

@@ -59,6 +59,8 @@ def test_first_firing_of_each_rule_and_severity_is_printed_immediately() -> None
         console.on_record(record(step, fired("AnomalyNan", Severity.CRITICAL, "nan")))
     console.finish()
     console.finish()
+    console.on_record(record(30, fired("AnomalyNan", Severity.CRITICAL, "nan")))
+    console.finish()
     lines = stream.getvalue().splitlines()
 
     assert [
@@ -68,6 +70,7 @@ def test_first_firing_of_each_rule_and_severity_is_printed_immediately() -> None
         "rankscope: step 20, rank 0: nan (and 1 more at this step) [17 steps with firings not shown]",
         "rankscope: step 21, rank 0: worse",
         "rankscope: rank 0: firings at 8 more steps, the last is step 29: 8 of AnomalyNan",
+        "rankscope: rank 0: firings at 1 more step, the last is step 30: 1 of AnomalyNan",
     ] == lines
 
 

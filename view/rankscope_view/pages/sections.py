@@ -214,7 +214,7 @@ def _stored(found: Summary) -> Iterator[tuple[str, str]]:
     number = len(found.detail.row.incidents)
     split = f"{number} open, {found.incidents - number} resolved or closed"
     yield "incidents", f"{split}{see}" if found.incidents else "0"
-    yield "lost", f"{stored.lost_records} records"
+    yield "lost", f"{stored.lost_records} record{'' if stored.lost_records == 1 else 's'}"
     rows = ", ".join(f"{rows:,} {dataset}" for dataset, rows in stored.rows.items())
     yield "stored", f"{rows or 'nothing'}; {_size(stored.bytes_on_disk)}"
 
