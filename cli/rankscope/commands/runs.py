@@ -139,15 +139,16 @@ def _list(store: Path, tags: Sequence[str], form: Format, output: Path) -> None:
 
     from rankscope_storage.api import summaries
     from rankscope_view.data.incidents import incidents
-    from rankscope_view.data.runs import end_sentence
+    from rankscope_view.data.runs import end_sentence, open_sentence
 
     with open_store(store) as connection:
         rows, damaged = connection.undamaged(lambda: summaries.runs(connection))
         listed, more = connection.undamaged(lambda: incidents(connection, rows["run"].to_pylist()))
     open_ = [[one for one in listed.get(run, ()) if one.is_open] for run in rows["run"].to_pylist()]
-    ends = map(end_sentence, rows["state"].to_pylist(), open_)
+    name, sentence = ("sentence", open_sentence) if form is Format.TABLE else ("end", end_sentence)
+    sentences = map(sentence, rows["state"].to_pylist(), open_)
     rows = rows.append_column("open_incidents", pa.array(map(len, open_), pa.int64()))
-    rows = rows.append_column("end", pa.array(ends, pa.string()))
+    rows = rows.append_column(name, pa.array(sentences, pa.string()))
     if tags:
         rows = _having(rows, tags)
     if form is Format.TABLE:

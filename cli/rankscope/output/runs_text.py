@@ -26,7 +26,7 @@ _GAP: Final = 2
 
 
 def run_lines(rows: pa.Table, width: int | None = None) -> Iterator[str]:
-    """Yield a line of headings, a line per run, and a line per run that ended with open incidents. Times are in UTC.
+    """Yield a line of headings, a line per run, and a line per run with open incidents. Times are in UTC.
 
     Columns that do not fit into `width` characters are omitted, and long names are shortened in the middle. If `width`
     is None, nothing is omitted or shortened.
@@ -40,9 +40,9 @@ def run_lines(rows: pa.Table, width: int | None = None) -> Iterator[str]:
         for row in cells:
             row["run"] = shortened(row["run"], max(_SHORTEST_RUN, spare))
     yield from columns(names, ([row[name] for name in names] for row in cells))
-    ended = [row for row in rows.to_pylist() if row.get("end")]
-    yield from (f"{printable(row['run'])}: {printable(row['end'])}" for row in ended)
-    if ended:
+    troubled = [row for row in rows.to_pylist() if row.get("sentence")]
+    yield from (f"{printable(row['run'])}: {printable(row['sentence'])}" for row in troubled)
+    if troubled:
         yield "(rankscope incidents RUN lists the open incidents of a run)"
 
 
@@ -77,7 +77,7 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     tags = json.loads(row["tags"]) if row["tags"] else {}
     texts = {
         "run": row["run"],
-        "state": (row["state"] or "unknown") + (f", {row['open_incidents']} open" if row.get("end") else ""),
+        "state": (row["state"] or "unknown") + (f", {row['open_incidents']} open" if row.get("sentence") else ""),
         "steps": steps,
         "ranks": str(row["ranks"] or ""),
         "started": "" if row["started_at"] is None else f"{row['started_at']:%Y-%m-%d %H:%M}",
@@ -116,18 +116,19 @@ _WHEN = ("started_at", "ended_at", "last_step", "planned_steps", "world_size", "
 def run_details(connection: Connection, run: str) -> dict[str, Any]:
     """Return the details of `run` as one JSON object. Values that the store does not have are null or empty."""
     from rankscope_storage.runs.tags import parse_tags
-    from rankscope_view.data.incidents import incidents
+    from rankscope_view.data.incidents import incidents, sentence_of
     from rankscope_view.data.runs import end_sentence
 
     with connection.pinned():
-        found = incidents(connection, [run]).get(run, ())
+        open_ = [one for one in incidents(connection, [run]).get(run, ()) if one.is_open]
         (known,) = connection.query("SELECT * FROM runs WHERE run = $run", {"run": run}).to_pylist()
         (started,) = connection.query(_CONFIG, {"run": run}).to_pylist()
         launches = connection.query("SELECT * FROM attempts WHERE run = $run ORDER BY attempt", {"run": run})
     return {
         "run": run,
         "state": known["state"],
-        "end": end_sentence(known["state"], [one for one in found if one.is_open]) or None,
+        "end": end_sentence(known["state"], open_) or None,
+        "open_incidents": [sentence_of(one) for one in open_],
         **{name: known[name] for name in _WHEN},
         "tags": parse_tags(known["tags"]),
         "note": known["note"],
@@ -143,6 +144,7 @@ def run_detail_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     yield _line("run", printable(facts["run"]))
     yield _line("state", f"{facts['state']}{why}")
     yield from _block("end", [printable(facts["end"])] if facts["end"] else [])
+    yield from _block("open incidents", [printable(one) for one in facts["open_incidents"]])
     for name in ("started_at", "ended_at", "last_step", "planned_steps", "world_size", "source_kind"):
         if facts[name] is not None:
             yield _line(name.removesuffix("_at").replace("_", " "), cell(facts[name]))

@@ -251,6 +251,8 @@ def _join(incident: Incident, symptom: Symptom, now: float) -> None:
     incident.seen_at = now
     incident.events += symptom.events
     incident.subjects |= symptom.subjects
+    if (symptom.rule, symptom.tensor, symptom.op) == (incident.first.rule, incident.first.tensor, incident.first.op):
+        incident.largest = max(incident.largest, symptom.value or 0.0)
     if symptom.rank is not None:
         incident.ranks.add(symptom.rank)
     if symptom.step is not None:

@@ -116,6 +116,7 @@ class Incident:
     last_step: int | None
     seen_at: float = 0.0  # time of its latest anomaly, in monotonic seconds
     events: int = 0
+    largest: float = -math.inf  # value of the later firings of its first rule and scalar
     ranks: set[int] = field(default_factory=set)
     subjects: set[Subject] = field(default_factory=set)
     is_settled: bool = False

@@ -266,8 +266,11 @@ def title(incident: Incident) -> str:
     return f"[{incident.severity}] {incident.first.run}: {headline(incident.first)}{': ' if wrong else ''}{wrong}"
 
 
-def wrong_values(incident: Incident) -> str:
-    """Return the values, or the error, of an incident, such as `loss 9.7, 8 times its median`; empty if unknown."""
+def wrong_values(incident: Incident, *, is_largest: bool = False) -> str:
+    """Return the values, or the error, of an incident, such as `loss 9.7, 8 times its median`; empty if unknown.
+
+    With `is_largest`, the value is the largest one so far, and not the first one.
+    """
     first = incident.first
     if first.rule == RUN_FAILED or (first.rule in RULES_OF_RUNS and incident.log):
         reason = (incident.cause if incident.log else first.message) or ""
@@ -278,7 +281,8 @@ def wrong_values(incident: Incident) -> str:
         return (first.message or "").removeprefix(f"{first.ranks_named} ")
     if first.op in _NON_FINITE_COUNTS:
         return f"{first.value:,.0f} elements are {_NON_FINITE_COUNTS[first.op]}"
-    return deviation_text(first.op, first.value, first.baseline, first.rule)
+    value, extent = (incident.largest, "up to ") if is_largest else (first.value, "")
+    return deviation_text(first.op, value, first.baseline, first.rule, extent)
 
 
 def body(incident: Incident, *, is_repeated: bool = False, place: Place = NO_PLACE) -> str:

@@ -44,6 +44,8 @@ class LogAnomalies:
             return verdict
         worst = max(found, key=lambda incident: incident.first.urgency)
         cause = f"{wrong_values(worst) or worst.first.rule} at step {worst.first.step}"
+        if worst.first.value is not None and worst.largest > worst.first.value:
+            cause = f"{wrong_values(worst, is_largest=True)}, since step {worst.first.step}"
         state = "finished" if verdict.condition is Condition.FINISHED else f"{verdict.reason},"
         reason = f"{state} with {len(found)} open incident{'s' if len(found) > 1 else ''}: {cause}"
         return dataclasses.replace(verdict, reason=reason, severity=worst.severity)

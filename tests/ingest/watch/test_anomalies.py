@@ -93,6 +93,17 @@ async def test_training_that_finished_with_nan_has_its_severity(watch, replay):
     assert not watch.changes[-1].is_normal
 
 
+async def test_spike_that_rises_to_the_end_has_its_largest_value(watch, replay):
+    rising = {step: 7.66 * 1.1 ** (step - 40) for step in range(40, 60)}
+    done = {**HEALTHY, "loss": 60.0, "step": 60, "total_steps": 60}
+    rows = [*lines(1, 59, loss=rising), json.dumps(done)]
+    await write(watch, replay, rows[:45], rows[45:])
+    shown = "loss up to 60, 19 times its median, since step 40"
+
+    assert f"finished with 1 open incident: {shown}" == watch.changes[-1].reason
+    assert [("open", f"L{shown[1:]}")] == listed(watch)
+
+
 async def test_rows_of_every_hundredth_step_are_neighbours(watch, replay):
     """The log has a row for every 100 steps, of which the last two are NaN."""
     rows = [json.dumps({"step": 100 * n, "loss": math.nan if n > 28 else 3.0 - n / 90}) for n in range(1, 31)]

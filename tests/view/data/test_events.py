@@ -8,8 +8,9 @@ import random
 import numpy as np
 import pyarrow as pa
 import pytest
-from tests.view.training import MAIN, START, append, event, events, scalars
+from tests.view.training import MAIN, START, append, event, events, run_row, scalars
 
+from rankscope.commands.runs import runs
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
 from rankscope_view.data.curves import Axis
@@ -178,7 +179,39 @@ def test_sentence_of_a_spike_has_the_largest_loss_that_followed_it(tmp_path):
         "Rank 0: loss 9.7, 8.1 times its median at step 300",
         "Rank 0: loss 99, 82 times its median at step 60",
     )
-    assert {"r": ["Rank 0: loss 970,000, 808,333 times its median since step 60"], "over": [again, over]} == found
+    assert {
+        "r": ["Rank 0: loss up to 970,000, 808,333 times its median, since step 60"],
+        "over": [again, over],
+    } == found
+
+
+def test_ruin_is_named_before_a_stall_until_the_end_of_the_run(tmp_path, capsys):
+    """A loss spiked at step 20, with its largest value at step 22, and the ranks wait since step 29."""
+    spike = {"rule": "LossSpike", "severity": "warning", "op": "loss", "baseline": 2.0, "value": 10.0}
+    hang = {
+        "rule": "RunStalled",
+        "severity": "critical",
+        "message": "rank 1: no sign of training for 9 s, after step 29",
+    }
+    listed = [event("r", "anomaly", 20 + at, at, **spike | {"value": at * 8 + 10.0}) for at in range(3)]
+    listed += [event("r", "incident", 29, 50, details={"key": "hang", "state": "opened"}, **hang)]
+    listed += [event("r", "incident", 20, 51, details={"key": "spike", "state": "opened"}, **spike)]
+    shown = []
+    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
+        append(writer, events=events(listed), runs=run_row("r", "stalled"))
+        for ordinal in (1, 2):
+            runs(store=tmp_path / "store")
+            shown.append(capsys.readouterr().out)
+            append(writer, runs=run_row("r", "stopped", ordinal=ordinal + 1))
+    with connect(tmp_path / "store") as opened:
+        (spiked, stalled) = incidents(opened, ["r"])["r"]
+    sentence = "Loss up to 26, 13 times its median, since step 20"
+
+    assert ["stalled, 2 open", "stopped, 1 open"] == [text.splitlines()[1][5:20] for text in shown]
+    assert f"r: Stalled with 2 open incidents: {sentence}." in shown[0]
+    assert f"r: Stopped with 1 open incident: {sentence}." in shown[1]
+    assert "Rank 1: no sign of training for 9 s, after step 29" == sentence_of(stalled)
+    assert [True, False] == [spiked.is_open, stalled.is_open]
 
 
 def test_evaluation_is_one_line(tmp_path):

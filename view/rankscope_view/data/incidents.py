@@ -20,6 +20,8 @@ from rankscope_contract.model.events import (
     RULES_OF_RUNS,
     RUN_FAILED,
     RUN_FINISHED,
+    RUN_STALLED,
+    SLOW_RANK,
     Severity,
     is_open,
     subject_name,
@@ -69,6 +71,11 @@ SELECT run, attempt, if(source_kind = 'live', NULL, last_step) AS step, last_ste
       AND (later.state = 'completed' OR later.last_step > failed.last_step)) AS is_over
 FROM attempts AS failed WHERE state = 'failed' AND run IN (SELECT unnest($runs))"""
 
+# The end of an attempt is the end of the cause of a stall.
+_OVER: Final = """\
+SELECT run, coalesce(attempt, 0) + (state IN ('completed', 'stopped', 'failed'))::INTEGER AS attempt FROM runs
+WHERE run IN (SELECT unnest($runs))"""
+
 # Without anomalies, as in most runs, this takes a fifth of the time of the statement that groups them.
 _WITH_ANOMALIES: Final = """\
 SELECT DISTINCT run FROM events WHERE type = 'anomaly' AND run IN (SELECT unnest($runs))"""
@@ -97,7 +104,8 @@ FROM numbered GROUP BY run, attempt, subject, number ORDER BY min(place)"""
 # The values of an incident are those of its first anomaly, and later ones can be far larger.
 _SUBJECT: Final = ("run", "attempt", "rank", "rule", "kind", "tensor", "op")
 _WORST: Final = f"""\
-SELECT {", ".join(_SUBJECT)}, max(value) AS worst, arg_max(step, value) AS step FROM events
+SELECT {", ".join(_SUBJECT)}, max(value) AS highest, arg_max(step, value) AS highest_step,
+  min(value) AS lowest, arg_min(step, value) AS lowest_step FROM events
 WHERE type = 'anomaly' AND baseline > 0 AND isfinite(value) AND run IN (SELECT unnest($runs))
   AND coalesce(tensor, '') IN (SELECT unnest($tensors)) GROUP BY ALL"""
 
@@ -128,8 +136,7 @@ class Incident:
     cause: str | None = None  # evidence against the rank
     closed_by: str = ""  # name of the user that closed it, and the note in quotation marks
     where: tuple[str, ...] = ()  # places in which ranks wait
-    worst: float | None = None  # the largest value of the same subject, if it came after the first one
-    when: str = "at"  # the word before the first step in a clause; `since` before that of the largest value
+    worst: float | None = None  # the value of the same subject farthest from normal, if it came after the first one
 
     @property
     def is_open(self) -> bool:
@@ -147,13 +154,32 @@ class Incident:
         return self.severity == Severity.CRITICAL
 
     @property
+    def is_stall(self) -> bool:
+        """Return whether it is the wait of ranks, which the end of the run ends."""
+        return self.rule in {RUN_STALLED, SLOW_RANK}
+
+    @property
+    def is_ruin(self) -> bool:
+        """Return whether training failed, or its numbers are wrong: a critical incident or one of the loss."""
+        is_of_numbers = self.rule == RUN_FAILED or (self.rule not in RULES_OF_RUNS and not self.is_stall)
+        return is_of_numbers and (self.is_critical or self.op == "loss")
+
+    @property
+    def place(self) -> str:
+        """Return the end of a clause with the first step; empty without a step, or if the message ends with it."""
+        line = (self.message or "").partition("\n")[0]
+        if self.step is None or (self.rule in RULES_OF_RUNS and f"after step {self.step};" in f"{line};"):
+            return ""
+        return f"{' at' if self.worst is None else ', since'} step {self.step:,}"
+
+    @property
     def opened_at(self) -> float | None:
         """Return the time of the first report in UTC seconds."""
         return self.states[0][0] if self.states else None
 
 
 def incidents(connection: Connection, runs: Sequence[str]) -> dict[str, list[Incident]]:
-    """Return the incidents of each run in `runs` that has any, open ones first, then by severity and time."""
+    """Return the incidents of each run in `runs` that has any: open ones first, then ruins, severe and early ones."""
     found: dict[str, list[Incident]] = {}
     reported: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in connection.query(_REPORTED, {"runs": list(runs)}).to_pylist():
@@ -179,17 +205,24 @@ def incidents(connection: Connection, runs: Sequence[str]) -> dict[str, list[Inc
     chosen = {"runs": [one.run for one in later], "tensors": [one.tensor or "" for one in later]}
     rows = connection.query(_WORST, chosen).to_pylist() if later else []
     largest = {tuple(row[name] for name in _SUBJECT): row for row in rows}
+    stalled = [run for run, listed in found.items() if any(one.is_open and one.is_stall for one in listed)]
+    over = connection.query(_OVER, {"runs": stalled}).to_pylist() if stalled else []
+    begins = {row["run"]: row["attempt"] for row in over}
     for run, listed in found.items():
+        for at, one in enumerate(listed):
+            if one.is_open and one.is_stall and (one.attempt or 0) < begins.get(run, 0):
+                listed[at] = replace(one, states=(*one.states, (None, "resolved")))
         ordered = (_with_worst(one, largest) for one in sorted(listed, key=in_order))
         numbered = [replace(one, number=number) for number, one in enumerate(ordered, start=1)]
-        found[run] = sorted(numbered, key=lambda one: (not one.is_open, not one.is_critical))
+        found[run] = sorted(numbered, key=lambda one: (not one.is_open, not one.is_ruin, not one.is_critical))
     return found
 
 
 def _with_worst(one: Incident, largest: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> Incident:
     row = largest.get(tuple(getattr(one, name) for name in _SUBJECT))
-    is_later = row is not None and one.step != row["step"] and _covers(one, row["step"])
-    return replace(one, worst=row["worst"], when="since") if row and is_later else one
+    end = "lowest" if (one.value or 0.0) < (one.baseline or 0.0) else "highest"  # a throughput is anomalous below it
+    is_later = row is not None and one.step != row[f"{end}_step"] and _covers(one, row[f"{end}_step"])
+    return replace(one, worst=row[end]) if row and is_later else one
 
 
 def in_order(one: Incident) -> tuple[int, int, str]:
@@ -281,7 +314,9 @@ def happening(one: Incident) -> str:
     is_finite = one.value is not None and math.isfinite(one.value)
     if one.value is not None and one.rule not in RULES_OF_RUNS and (one.baseline or not is_finite):
         name = one.op or subject_name(one.tensor, None) or "value"
-        text = deviation_text(name, one.worst or one.value, one.baseline, one.rule)
+        extent = "" if one.worst is None else "up to " if one.worst > one.value else "down to "
+        value = one.value if one.worst is None else one.worst
+        text = deviation_text(name, value, one.baseline, one.rule, extent)
         return f"{_quantity(one.kind)} {text}".strip() if is_finite else text
     line = (one.message or one.rule or "reported").partition("\n")[0]
     return line.removesuffix(f", step {one.step}")  # sentences end with the step
@@ -294,8 +329,7 @@ def sentence_of(one: Incident) -> str:
         quantity = _quantity(one.kind)
         what = f"{quantity} of {name} {what.removeprefix(quantity).lstrip()}"
     where = "" if one.rank is None or what.startswith("rank") else f"rank {one.rank}: "
-    step = "" if one.step is None else f" {one.when} step {one.step:,}"
-    clause = f"{where}{what}{step}"
+    clause = f"{where}{what}{one.place}"
     return f"{clause[:1].upper()}{clause[1:]}"
 
 

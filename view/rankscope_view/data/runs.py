@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from rankscope_contract.model.events import RUN_FAILED, RUN_SLOW, SLOW_RANK, RunState
+from rankscope_contract.model.events import RUN_FAILED, RUN_SLOW, RunState
 from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.runs.tags import parse_tags
@@ -89,24 +89,29 @@ class RunRow:
         return self.state is not None and self.state not in ENDED
 
 
-def open_count(number: int) -> str:
-    """Return a number of open incidents as text, such as `2 open incidents`."""
-    return f"{number:,} open incident{'' if number == 1 else 's'}"
+def open_count(number: int, which: str = "") -> str:
+    """Return a number of open incidents as text, such as `2 open incidents`. `which` stands before `open`."""
+    return f"{number:,} {which}open incident{'' if number == 1 else 's'}"
 
 
 def end_sentence(state: str | None, found: Sequence[Incident]) -> str:
-    """Return the sentence which states that a run in `state` has ended with the open incidents `found`, or "".
+    """Return the sentence which states that a run in `state` has ended with the open incidents `found`, or ""."""
+    return open_sentence(state, found) if state in ENDED else ""
+
+
+def open_sentence(state: str | None, found: Sequence[Incident]) -> str:
+    """Return the sentence which states that a run in `state` has the open incidents `found`; empty without any.
 
     Of a failed run, it begins with the step and the exception.
     """
-    if state not in ENDED or not found:
+    if not found:
         return ""
     failure = max((one for one in found if one.rule == RUN_FAILED), key=in_order, default=None)
     if failure is None or state != RunState.FAILED:
-        return f"{state.capitalize()} with {open_count(len(found))}: {sentence_of(found[0])}."
+        return f"{(state or 'unknown').capitalize()} with {open_count(len(found))}: {sentence_of(found[0])}."
     step = "" if failure.step is None else f" at step {failure.step:,}"
     others = [one for one in found if one is not failure]
-    more = f" It has {open_count(len(others))} more: {sentence_of(others[0])}." if others else ""
+    more = f" It has {open_count(len(others), 'further ')}: {sentence_of(others[0])}." if others else ""
     return f"Failed{step}: {happening(failure).rstrip('.')}.{more}"
 
 
@@ -283,7 +288,7 @@ def _run_row(row: Mapping[str, Any], newest: Newest, listed: Sequence[Incident])
         sparkline=newest.sparklines.get(run, NO_CURVE),
         incidents=tuple(one for one in listed if one.is_open),
         is_ruined=row["state"] == RunState.FAILED
-        or any(not one.is_resolved and one.rule not in {SLOW_RANK, RUN_SLOW} for one in listed),
+        or any(not one.is_resolved and not one.is_stall and one.rule != RUN_SLOW for one in listed),
     )
 
 

@@ -68,12 +68,11 @@ def sql(one: Incident, steps: tuple[int, int]) -> str:
 def sentence(one: Incident) -> str:
     """Return the heading of an incident as HTML."""
     where = "" if one.rank is None else f"Rank {one.rank}: "
-    step = "" if one.step is None else f" {one.when} step {count(one.step)}"
     if one.tensor is not None:
         what = happening(one)
-        return f"{where}{text(what.split(' ')[0])} of {tensor_name(one.tensor)} {text(' '.join(what.split(' ')[1:]))}{step}"
+        return f"{where}{text(what.split(' ')[0])} of {tensor_name(one.tensor)} {text(' '.join(what.split(' ')[1:]))}{one.place}"
     what = happening(one) if one.rank is None else happening(one).removeprefix(f"rank {one.rank}: ")
-    return f"{where}{text(what)}{step}"
+    return f"{where}{text(what)}{one.place}"
 
 
 def page(place: Place, row: RunRow, one: Incident, story: Story) -> str:

@@ -12,7 +12,7 @@ from rankscope_contract.model.events import WHOLE_MODEL, RunState
 from rankscope_contract.security.escaping import path_segment
 from rankscope_view.data.incidents import Incident, happening
 from rankscope_view.data.runs import STOPPING, RunRow, open_count
-from rankscope_view.pages.format import count, text
+from rankscope_view.pages.format import text
 
 ICONS: Final = {
     "running": '<path d="M4 2.5v11l9-5.5z"/>',
@@ -133,7 +133,6 @@ def incident_line(one: Incident, more: int = 0) -> str:
     first = " · ".join([*subject, *([] if one.tensor is None else [tensor_name(one.tensor)])]) or text(
         one.rule or "incident"
     )
-    step = "" if one.step is None else f" {one.when} step {count(one.step)}"
     further = f' <span class="count">+{more}</span>' if more else ""
     severity = "critical" if one.is_critical else "warning"
     what = happening(one)
@@ -141,7 +140,7 @@ def incident_line(one: Incident, more: int = 0) -> str:
         what = what.removeprefix(f"rank {one.rank}").lstrip(": ")  # the line above names the rank
     return (
         f'<span class="trouble">{icon(severity)}<span><span class="first">{first}{further}</span>'
-        f'<span class="second">{text(what)}{step}</span></span></span>'
+        f'<span class="second">{text(what)}{one.place}</span></span></span>'
     )
 
 
