@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -13,8 +14,10 @@ from tests.view.training import append, rows, run_row, scalars
 
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
-from rankscope_view.data.comparison import Side, compare, difference, first_difference
+from rankscope_view.data.comparison import Side, compare, compared_values, difference, first_difference
 from rankscope_view.data.detail import read_chart
+from rankscope_view.data.speed import Method, Utilization
+from rankscope_view.data.summary import read_summary
 from rankscope_view.site import Site
 
 
@@ -138,6 +141,17 @@ def test_curves_of_all_sides_have_their_letters(folder):
 
     assert {"loss": ["A", "B", "C"], "difference": ["B − A", "C − A"]} == labels
     assert 404 == site.respond(("data", "compare"), {"a": "same"}).status
+
+
+def test_estimated_utilisation_is_named_so_and_has_a_row_of_its_own(opened):
+    summary = read_summary(opened, "same")
+    runs = [
+        replace(summary, utilization=Utilization(value=0.5, method=method)) for method in (Method.NVML, Method.PACE)
+    ]
+    found = {one.name: one.values for one in compared_values(runs)}
+
+    assert (0.5, None) == found["GPU utilisation"]
+    assert (None, 0.5) == found["GPU utilisation (estimated)"]
 
 
 def test_page_of_two_ranks_names_the_command_for_them(folder):

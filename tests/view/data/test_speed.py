@@ -40,6 +40,12 @@ VALUES = {
         "samples_per_second": np.full(40, 60.0),
         "step_seconds": np.where(STEP < 4, 0.25, 0.4),
         "global_batch_size": np.full(40, 32.0),
+        "data_time": np.full(40, 0.01),
+    },
+    "without-data-times": {
+        "samples_per_second": np.full(40, 60.0),
+        "step_seconds": np.where(STEP < 4, 0.25, 0.4),
+        "global_batch_size": np.full(40, 32.0),
     },
     "with-totals": {"tokens_total": 1000.0 * STEP, "step_seconds": np.full(40, 0.5)},
     "with-flops": {"tflops_per_gpu": np.full(40, 300.0), "step_seconds": np.full(40, 0.5)},
@@ -107,6 +113,7 @@ def test_global_batch_may_be_in_the_configuration(store):
         ("with-flops", 1000.0, Method.FLOPS, 0.3),
         ("with-batch", None, Method.PACE, 60 * 0.25 / 32),
         ("with-flops", None, None, None),
+        ("without-data-times", None, None, None),
         ("without-speed", None, None, None),
     ],
 )
@@ -151,7 +158,12 @@ SLOW_RANK = RankRow(rank=3, host="gpu-a", is_slow=True, slow=SLOW, slow_since=79
         (Side.DATA, "20 % fewer than the global batch", {"batch_check": BatchCheck(samples=80, global_batch=100)}, {}),
         (Side.COMPUTE, "used to 40 %", {}, {"utilization": Utilization(value=0.4, method=Method.NVML)}),
         (Side.COMMUNICATION, "30 % of the step time", {"collective": Share(value=0.3, source="x")}, {}),
-        (Side.SYSTEM, "P10", {"throughput": throughput(np.where(np.arange(100) % 8, 100.0, 50.0))}, {}),
+        (
+            Side.SYSTEM,
+            "P10",
+            {"throughput": throughput(np.where(np.arange(100) % 8, 100.0, 50 - np.arange(100) / 10))},
+            {},
+        ),
         (Side.SYSTEM, "fallen by 30 %", {"throughput": throughput(np.where(STEP < 30, 100.0, 70.0))}, {}),
         (
             Side.SYSTEM,
@@ -225,3 +237,8 @@ def test_run_with_good_numbers_has_no_hints():
     )
 
     assert () == tuning_hints(good, Utilization(value=0.95, method=Method.NVML))
+
+
+def test_no_hint_about_rows_below_p10_if_none_is_below():
+    """Times in whole seconds: a quarter of the steps has the lowest value, which is P10."""
+    assert () == tuning_hints(speed(throughput=throughput(np.where(np.arange(100) % 4, 0.5, 1 / 3))), None)

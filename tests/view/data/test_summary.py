@@ -14,7 +14,7 @@ from tests.view.training import HOSTILE, MAIN, append, event, events, run_row, s
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
 from rankscope_view.data.summary import Trend, losses_of, read_summary, summary_document, trend
-from rankscope_view.pages.sections import sections
+from rankscope_view.pages.sections import _decimals, _six, sections
 
 ODD = ("one-row", "only-nan", "no-loss", "no-times", "mamba2-370m-32k-ctx", HOSTILE)
 
@@ -57,6 +57,8 @@ def test_infinite_perplexity_and_nan_are_not_numbers_of_the_loss():
 
     assert (4, 1, 1.0, 800.0) == (found.rows, found.nonfinite, found.lowest, found.highest)
     assert math.inf == found.perplexity
+    assert ["5.16e+73", "8,518.5379", "NaN"] == [_decimals(one) for one in (5.163e73, 8518.5379, math.nan)]
+    assert "5.16e+73" == _six(5.163e73)
     assert losses_of(history([1.0, np.nan])).perplexity is None
 
 

@@ -189,8 +189,10 @@ def compared_values(runs: Sequence[Summary]) -> tuple[ComparedValue, ...]:
         "gradient norm": [one.parameters.grad_norm for one in runs],
         "restarts": [len(one.detail.restarts) for one in runs],
         "step seconds (median of all steps)": [one.speed.step_seconds for one in runs],
-        "GPU utilisation": [None if one.utilization is None else one.utilization.value for one in runs],
     }
+    for name, how in {"GPU utilisation": "measured", "GPU utilisation (estimated)": "estimated"}.items():
+        known = [one.utilization for one in runs]
+        columns[name] = [one.value if one and one.words.startswith(how) else None for one in known]
     for name in sorted({one.speed.throughput.unit for one in runs if one.speed.throughput is not None}):
         found = [one.speed.throughput for one in runs]
         columns[f"{name} (median of all steps)"] = [one.median if one and one.unit == name else None for one in found]

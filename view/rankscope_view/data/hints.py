@@ -178,7 +178,7 @@ def _swings(throughput: Throughput) -> Iterator[Hint]:
     """Yield a hint if a tenth of the steps is much slower than the median."""
     if len(throughput.finite) < _FEWEST_ROWS or not throughput.low or not throughput.median:
         return
-    if throughput.low < LOW_THROUGHPUT * throughput.median:
+    if throughput.rows_below and throughput.low < LOW_THROUGHPUT * throughput.median:
         distances = np.diff(np.flatnonzero(throughput.finite < throughput.low))
         is_regular = len(distances) > 1 and bool((distances == distances[0]).all())
         when = f", each {int(distances[0])} rows" if is_regular else ""
@@ -189,7 +189,7 @@ def _swings(throughput: Throughput) -> Iterator[Hint]:
                 f"the median is {throughput.median:,.4g}"
             ),
             actions=(
-                "compare the marked steps with checkpoints and evaluations: dips there are normal",
+                "compare these steps with checkpoints and evaluations: dips there are normal",
                 "otherwise look for stalls of data loading, I/O or the network",
             ),
         )

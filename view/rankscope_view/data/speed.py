@@ -450,8 +450,8 @@ def _pace(speed: Speed) -> float | None:
     if speed.step_times is None or measured is None or measured.median is None or not speed.global_batch:
         return None
     times = speed.step_times.value[np.isfinite(speed.step_times.value)]
-    if not speed.has_gpus or measured.name != "samples_per_second" or len(times) < _FEWEST_STEPS:
+    is_known = speed.has_gpus and measured.name == "samples_per_second" and len(times) >= _FEWEST_STEPS
+    if not is_known or speed.data_wait is None:  # otherwise each steady run has nearly 100 %
         return None
     ideal = speed.global_batch / float(np.quantile(times, _FASTEST))
-    most = 1.0 if speed.data_wait is None else 1.0 - speed.data_wait.value
-    return min(most, measured.median * measured.ranks / ideal)
+    return min(1.0 - speed.data_wait.value, measured.median * measured.ranks / ideal)

@@ -39,6 +39,8 @@ def number(value: float) -> str:
         return "NaN"
     if math.isinf(value):
         return "∞" if value > 0 else "-∞"
+    if abs(value) >= 1e9:
+        return measure(value)
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 

@@ -52,11 +52,11 @@ def title(found: Summary) -> str:
 def _six(value: float | None) -> str:
     if value is None:
         return NOTHING
-    return f"{value:.6f}" if math.isfinite(value) and abs(value) < 1e9 else number(value)
+    return f"{value:.6f}" if abs(value) < 1e9 else number(value)
 
 
 def _decimals(value: float) -> str:
-    return f"{value:.4f}" if math.isfinite(value) else number(value)
+    return f"{value:,.4f}" if abs(value) < 1e9 else number(value)
 
 
 def _at(step: int | None) -> str:
@@ -102,9 +102,8 @@ def _loss(found: Summary) -> Iterator[tuple[str, str]]:
     basis = f" (mean of the last {TREND_ROWS} rows against the {before} before)" if compared else ""
     yield "trend", losses.trend + basis
     if losses.perplexity is not None:
-        is_over = math.isinf(losses.perplexity)
-        limit = f" (the loss exceeds {LARGEST_EXPONENT:.2f})" if is_over else ""
-        yield "perplexity", (number(losses.perplexity) if is_over else f"{losses.perplexity:,.4f}") + limit
+        limit = f" (the loss exceeds {LARGEST_EXPONENT:.2f})" if math.isinf(losses.perplexity) else ""
+        yield "perplexity", _decimals(losses.perplexity) + limit
     if losses.nonfinite:
         yield "not finite", f"{count(losses.nonfinite)} of {_rows(losses.rows)} NaN or infinite"
     for one in found.evaluations:
@@ -215,7 +214,8 @@ def _stored(found: Summary) -> Iterator[tuple[str, str]]:
     split = f"{number} open, {found.incidents - number} resolved or closed"
     yield "incidents", f"{split}{see}" if found.incidents else "0"
     yield "lost", f"{stored.lost_records} record{'' if stored.lost_records == 1 else 's'}"
-    rows = ", ".join(f"{rows:,} {dataset}" for dataset, rows in stored.rows.items())
+    # A run or an attempt has a row for each version of its state.
+    rows = ", ".join(f"{rows:,} {name}" for name, rows in stored.rows.items() if name not in {"runs", "attempts"})
     yield "stored", f"{rows or 'nothing'}; {_size(stored.bytes_on_disk)}"
 
 
