@@ -300,7 +300,8 @@ def _error_counts() -> PanelBuilder:
         f'label_replace({rows}, "type", "remapped $1", "state", "(.*)")',
         f'label_replace({replays}, "type", "PCIe replays", "", "")',
     )
-    return table_panel(text, (Query(f"topk(20, max by (rank, gpu, type) ({' or '.join(counts)}) > 0)"),), columns)
+    most = f"topk(20, max by (rank, gpu, type) ({' or '.join(counts)}) > 0)"
+    return table_panel(text, (Query(_short_gpu(most)),), columns)
 
 
 def _allocated() -> PanelBuilder:
@@ -502,4 +503,8 @@ def _by_gpu(metric: MetricSpec, pick: str, *matchers: str) -> Query:
     series = metric.name + ranks(*matchers)
     chosen = f"{pick}({MAX_LINES}, max by (rank, gpu) (avg_over_time({series}[$__range] @ end())))"
     lines = f"max by (run, host, rank, gpu) {_with_host(_each(metric, *matchers))} and on (rank, gpu) {chosen}"
-    return Query(f'label_replace({lines}, "gpu", "$1", "gpu", "GPU-(.{{8}}).*")', "{{host}} rank {{rank}} {{gpu}}")
+    return Query(_short_gpu(lines), "{{host}} rank {{rank}} {{gpu}}")
+
+
+def _short_gpu(query: str) -> str:
+    return f'label_replace({query}, "gpu", "$1", "gpu", "GPU-(.{{8}}).*")'
