@@ -219,7 +219,7 @@ _OF_MEDIAN: Final = frozenset({"LossSpike", "GradNormSpike", SLOW_STEPS})
 def deviation_text(name: str, value: float, baseline: float | None, rule: str | None, extent: str = "") -> str:
     """Return the value for which `rule` fired as text for users, such as `loss 9.7, 8 times its median`.
 
-    `extent` stands before the value, such as `up to ` for the largest of several values.
+    `extent` is put before the value, such as `up to ` for the largest of several values.
     """
     words, unit = _WORDS.get(name, name.replace("_per_", " per ")), " s" if name == "step_seconds" else ""
     if not math.isfinite(value):

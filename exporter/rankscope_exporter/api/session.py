@@ -335,7 +335,8 @@ class Session:
 
     def record_end(self, ending: Ending) -> None:
         """Finish the last step and record the exit event."""
-        last_step = self._boundary.call("end of training", self.recorder.finish)
+        is_cut = ending.reason in {ExitReason.EXCEPTION, ExitReason.SIGNAL}
+        last_step = self._boundary.call("end of training", lambda: self.recorder.finish(is_cut=is_cut))
         self.steps.items.put(self.publisher.report_skipped)
         self._boundary.call("end of training", self.reactions.finish, self.publisher.catch_up)
         reason, error = lifecycle.weighed_reason(

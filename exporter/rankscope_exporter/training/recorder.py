@@ -287,15 +287,19 @@ class Recorder:
             self._after(self._tracker.end(skipped=skipped), "script")
             self._time_late(time.monotonic(), "script")
 
-    def finish(self) -> int | None:
-        """Publish the remaining records; return the number of the last step with gradients, None if there was none."""
+    def finish(self, *, is_cut: bool) -> int | None:
+        """Publish the remaining records; return the number of the last completed step, None if there was none.
+
+        With `is_cut`, an exception or a signal ends training, and a step without an update is not completed.
+        """
         with self._lock:
             self._notice_updates()
-            before, begun_only = self._current.last_step, self._tracker.stage is StepStage.OPEN
+            before, stage = self._current.last_step, self._tracker.stage
             self._events.on_training_end()
             self._after(self._tracker.end(skipped=False), "end")
             self._time_late(time.monotonic(), "end")
-            return before if begun_only else self._current.last_step
+            is_partial = stage is StepStage.OPEN or (is_cut and stage is StepStage.GRADIENTS)
+            return before if is_partial else self._current.last_step
 
     @property
     def holds_an_update(self) -> bool:

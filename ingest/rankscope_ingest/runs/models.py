@@ -167,12 +167,12 @@ class Attempt:
 
     @property
     def completed_step(self) -> int | None:
-        """Return the last step; of a failed attempt, the last one that all ranks completed."""
+        """Return the last step; of a failed or stopped attempt, the last one that all ranks completed."""
         of_ranks = (
             rank.last_step if rank.completed_step is None else rank.completed_step for rank in self.ranks.values()
         )
         steps = [step for step in of_ranks if step is not None]
-        return min(steps) if self.state is RunState.FAILED and steps else self.last_step
+        return min(steps) if self.state in {RunState.FAILED, RunState.STOPPED} and steps else self.last_step
 
     @property
     def sampling_interval(self) -> int:

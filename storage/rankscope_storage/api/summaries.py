@@ -39,7 +39,8 @@ WITH known AS (
   ) LEFT JOIN (SELECT run, attempt AS shown FROM runs WHERE source_kind = 'live') USING (run) GROUP BY run
 )
 SELECT run, state, coalesce(attempts, 0) AS attempts, coalesce(ranks, 0) AS ranks,
-  coalesce(greatest(runs.last_step, if(state = 'failed', NULL, known.last_step)), known.last_step) AS last_step,
+  coalesce(greatest(runs.last_step, if(state = 'failed' OR (state = 'stopped' AND source_kind = 'live'), NULL,
+    known.last_step)), known.last_step) AS last_step,
   planned_steps,
   coalesce(started_at, first_ts) AS started_at, ended_at, last_ts AS last_seen_at,
   round(epoch(coalesce(ended_at, if(source_kind <> 'live' AND state NOT IN ('running', 'stalled'), NULL, last_ts))

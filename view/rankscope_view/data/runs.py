@@ -90,7 +90,7 @@ class RunRow:
 
 
 def open_count(number: int, which: str = "") -> str:
-    """Return a number of open incidents as text, such as `2 open incidents`. `which` stands before `open`."""
+    """Return a number of open incidents as text, such as `2 open incidents`. `which` is put before `open`."""
     return f"{number:,} {which}open incident{'' if number == 1 else 's'}"
 
 
@@ -293,9 +293,9 @@ def _run_row(row: Mapping[str, Any], newest: Newest, listed: Sequence[Incident])
 
 
 def _done(row: Mapping[str, Any], positions: Sequence[int]) -> int | None:
-    """Return the last completed step: a failed run also has rows of the step in which it failed."""
-    has_last = row["state"] == RunState.FAILED and row["last_step"] is not None
-    return row["last_step"] if has_last else max(positions, default=None)
+    """Return the last completed step: a failed or stopped run also has rows of the step in which it ended."""
+    is_cut = row["state"] == RunState.FAILED or (row["state"] == RunState.STOPPED and row["source_kind"] == "live")
+    return row["last_step"] if is_cut and row["last_step"] is not None else max(positions, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
