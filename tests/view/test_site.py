@@ -239,6 +239,7 @@ def test_incident_page_has_the_anomalies_after_its_last_report(tmp_path):
         (each["data-from"], each["data-to"]) for _, each in found.elements if "data-from" in each
     }
     assert "at step 90 90 0 71 1970" in read(Site(tmp_path), "runs", "r", "incidents").text
+    assert " 71 anomalies · " in read(Site(tmp_path), "runs", "r", "report").text
 
 
 def test_incident_page_names_the_newest_checkpoint_before_the_first_sign(site, connection):

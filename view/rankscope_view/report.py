@@ -18,7 +18,7 @@ from rankscope_view.data.detail import CHARTS, RunDetail, nothing
 from rankscope_view.data.evaluation import evaluation_curve
 from rankscope_view.data.events import EVENT_GROUPS, Marker, event_log, markers
 from rankscope_view.data.history import EVAL_LOSS, LOSS, History
-from rankscope_view.data.incidents import incidents
+from rankscope_view.data.incidents import counted, incidents
 from rankscope_view.data.metrics import own_histories
 from rankscope_view.data.ranks import rank_table
 from rankscope_view.data.summary import read_summary
@@ -81,7 +81,7 @@ def read_content(connection: Connection, run: str, *, made_at: float, source: st
         }
         summary = replace(summary, detail=replace(found, histories=histories))
         found = summary.detail
-        listed = incidents(connection, [run]).get(run, [])
+        listed = counted(connection, incidents(connection, [run]).get(run, []))
         ranks = rank_table(connection, run)
     axes = offered_axes(found)
     request = CurveRequest(axis=axes[0], points=_DRAWN_POINTS)

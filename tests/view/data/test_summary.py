@@ -98,10 +98,14 @@ def test_ruined_run_gets_no_advice_from_its_curves(connection, tmp_path, slope, 
                 scalars(run, "loss", steps, loss),
                 scalars(run, "eval_loss", steps[:8], 4.0 + slope * steps[:8] / 9),
             ]
+            tables += [scalars(run, name, steps, 0.0 * steps + 0.3) for name in ("step_seconds", "data_time")]
             tables.append(scalars(run, "grad_norm", steps, np.where((steps > 7) & (run == "grad"), np.nan, 1.0)))
             append(writer, runs=state, scalars=pa.concat_tables(tables))
     runs = [(connect(tmp_path / "store"), run) for run in losses] + [(connection, MAIN)]
     texts = [[one["text"] for one in summary_document(read_summary(*run))["advice"]] for run in runs]
 
+    hints = {run: summary_document(read_summary(connection, run))["hints"] for connection, run in runs}
+
+    assert {"nan"} == {run for run, found in hints.items() if not found} - {MAIN}
     assert [True, True] == [words in text for text, *_ in texts[:2]]
     assert [[]] * 5 == [[one for one in found if "stop" in one or "Wait" in one] for found in texts[2:]]

@@ -180,7 +180,9 @@ def read_summary(
         epochs = _history(connection, run, "epoch")
         speed = read_speed(connection, run, detail.histories, detail.facts.config)
         utilization = read_utilization(connection, run, speed, peak_tflops=peak_tflops)
-        hints = tuning_hints(speed, utilization, rank_table(connection, run))
+        losses = losses_of(detail.history(LOSS))
+        is_ruined = losses.trend is Trend.NOT_FINITE
+        hints = () if is_ruined else tuning_hints(speed, utilization, rank_table(connection, run))
         evaluations = _evaluations(connection, run, scalars)
         named = {one.name for one in evaluations}
         metrics = tuple(one for one in metric_summaries(connection, run) if one.name not in named)
@@ -191,7 +193,7 @@ def read_summary(
     return Summary(
         run=run,
         progress=_progress(detail, state, epochs),
-        losses=replace(losses_of(detail.history(LOSS)), perplexity=detail.perplexity),
+        losses=replace(losses, perplexity=detail.perplexity),
         evaluations=evaluations,
         metrics=metrics,
         best=_best(state),

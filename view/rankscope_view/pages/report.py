@@ -201,7 +201,7 @@ def _incident(one: Incident) -> str:
     facts = [f"rule {text(one.rule)}" if one.rule else ""]
     known = {"value": one.value, "baseline": one.baseline, "threshold": one.threshold}
     facts += [f"{name} {measure(value)}" for name, value in known.items() if value is not None]
-    facts += [f"{'at least ' if one.is_open else ''}{count(one.events)} anomalies" if one.events > 1 else ""]
+    facts += [f"{count(one.events)} anomalies" if one.events > 1 else ""]
     facts += [f"ranks {incident_page.rank_list(one.ranks)}" if len(one.ranks) > 1 else ""]
     facts += [f"attempt {one.attempt}" if one.attempt else ""]
     facts += [f"{text(STATE_TEXTS.get(state, state))} {utc(at, '%d %b %H:%M:%S')}" for at, state in one.states if at]

@@ -152,7 +152,8 @@ def _time(found: Summary) -> Iterator[tuple[str, str]]:
         yield "training time", f"{duration(times.train_seconds)} (train_runtime of the log)"
     if times.goodput is not None and times.wall_seconds is not None:
         share = f"{percent(times.goodput)} of {duration(times.wall_seconds)}"
-        yield "goodput", f"{share}; the rest was repeated, lost or waiting"
+        bad = "; steps with a loss of NaN or Inf count as good" if found.losses.nonfinite else ""
+        yield "goodput", f"{share}; the rest was repeated, lost or waiting{bad}"
 
 
 def _speed(found: Summary) -> Iterator[tuple[str, str]]:
