@@ -65,8 +65,9 @@ HOLD_SECONDS: Final = 60.0
 """Time after which a rank that is no longer slow is forgotten: a rank that is slow now and then has one incident."""
 
 _KEPT_STEPS: Final = 200
-_JUDGED_STEPS: Final = 40
-_EVERY_STEPS: Final = 10
+_JUDGED_SECONDS: Final = 10.0
+_JUDGED_STEPS: Final = (12, 40)  # the time of fewer or shorter steps is too irregular
+_EVERY_STEPS: Final = 5
 _PHASES: Final = (*map(str, Phase), "announced_phase")
 
 
@@ -125,7 +126,9 @@ class StragglerTracker:
             at = steps % _KEPT_STEPS
             parts = [np.where((one.steps[at] == steps)[:, None], one.seconds[at], np.nan) for one in known.values()]
             seconds = np.array(parts, np.float64)[np.argsort(list(known))]
-            slow = {numbers[one.row]: one for one in find_slow_ranks(seconds, _PHASES, steps=_JUDGED_STEPS)}
+            usual = np.nanmedian(np.nansum(seconds[:, -_JUDGED_STEPS[0] :], axis=2))
+            judged = int(np.clip(_JUDGED_SECONDS / max(float(usual), 1e-9), *_JUDGED_STEPS))
+            slow = {numbers[one.row]: one for one in find_slow_ranks(seconds, _PHASES, steps.tolist(), steps=judged)}
             found = {n: one for n, one in slow.items() if one.pauses or one.share >= LEAST_SHARE or n in before}
             self.reported[key] = before | dict.fromkeys(found, now)
             for number, one in found.items():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from tests.view.training import MAIN, Size, append, rank_scalars, trajectory
 
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
-from rankscope_view.data.ranks import StepMatrix, rank_grid, rank_table
+from rankscope_view.data.ranks import rank_grid, rank_table
 
 
 @pytest.fixture(scope="module")
@@ -26,16 +25,7 @@ def test_slow_rank_is_the_one_that_computes_longer(table):
 
     assert [4] == [row.rank for row in slow]
     assert 0.31 == pytest.approx(slow[0].against_median, abs=0.02)
-    assert 336 == slow[0].slow_since
-
-
-def test_rank_is_slow_since_its_first_slow_step_despite_evaluations():
-    """At steps 60 and 79, both ranks wait for an evaluation, so that the ratio of their times is usual."""
-    seconds = np.full((2, 80), 0.1)
-    seconds[1, 20:] = 0.2
-    seconds[:, [60, 79]] += 3.0
-
-    assert 20 == StepMatrix([0, 1], list(range(80)), seconds).slow_since(1)
+    assert 336 == slow[0].slow.since
 
 
 def test_rank_whose_rows_end_early_is_silent(table):

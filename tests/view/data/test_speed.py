@@ -147,8 +147,8 @@ def speed(**changes) -> Speed:
     return Speed(**(dict.fromkeys(names) | changes))
 
 
-SLOW = SlowRank(row=3, seconds=0.9, share=0.31, phase="forward", steps=20, pauses=0)
-SLOW_RANK = RankRow(rank=3, host="gpu-a", is_slow=True, slow=SLOW, slow_since=790)
+SLOW = SlowRank(row=3, seconds=0.9, share=0.31, phase="forward", steps=20, pauses=0, since=790)
+SLOW_RANK = RankRow(rank=3, host="gpu-a", is_slow=True, slow=SLOW)
 
 
 @pytest.mark.parametrize(

@@ -156,10 +156,9 @@ def _system_hints(speed: Speed, ranks: RankTable | None) -> Iterator[Hint]:
         if row.slow is not None:
             loads |= row.slow.phase == Phase.DATA_WAIT
             where = f" on {row.host}" if row.host else ""
-            since = "" if row.slow_since is None else f", since step {row.slow_since:,}"
             yield Hint(
                 side=Side.SYSTEM,
-                observation=f"rank {row.rank}{where} {row.slow.words}{since}",
+                observation=f"rank {row.rank}{where} {row.slow.words}",
                 actions=DATA_ACTIONS if row.slow.phase == Phase.DATA_WAIT else SYSTEM_ACTIONS,
             )
     if speed.throughput is None:

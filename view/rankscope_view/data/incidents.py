@@ -329,7 +329,7 @@ def sentence_of(one: Incident) -> str:
         quantity = _quantity(one.kind)
         what = f"{quantity} of {name} {what.removeprefix(quantity).lstrip()}"
     where = "" if one.rank is None or what.startswith("rank") else f"rank {one.rank}: "
-    clause = f"{where}{what}{one.place}"
+    clause = f"{where}{what}{'' if ' since step ' in what else one.place}"
     return f"{clause[:1].upper()}{clause[1:]}"
 
 

@@ -69,7 +69,6 @@ class RankRow:
     slow: SlowRank | None = None
     is_silent: bool = False
     against_median: float | None = None  # 0.31: 31 % longer than the median of the others
-    slow_since: int | None = None
 
     @property
     def wait_seconds(self) -> float | None:
@@ -157,7 +156,8 @@ def _judged(attempt: int, rows: list[RankRow], last: int | None, phases: PhaseSt
     middle = float(np.median(times)) if times else None
     matrix = phases.own()
     heard = [at for at, rank in enumerate(phases.ranks) if rank not in silent]
-    slow = {phases.ranks[heard[one.row]]: one for one in find_slow_ranks(phases.seconds[heard], phases.phases)}
+    found = find_slow_ranks(phases.seconds[heard], phases.phases, phases.steps)
+    slow = {phases.ranks[heard[one.row]]: one for one in found}
     recent = matrix.seconds[:, np.array(matrix.steps) > (last or 0) - RECENT_STEPS]
     counts = np.isfinite(recent).sum(axis=1)
     own = np.where(counts, np.nansum(recent, axis=1) / np.maximum(counts, 1), np.nan)
@@ -165,15 +165,13 @@ def _judged(attempt: int, rows: list[RankRow], last: int | None, phases: PhaseSt
     judged = []
     for row in rows:
         mine, others = usual.get(row.rank, (np.nan, np.nan))
-        found = slow.get(row.rank)
         judged.append(
             replace(
                 row,
                 compute_seconds=mine if np.isfinite(mine) else None,
                 against_median=mine / others - 1 if len(usual) > 1 and mine >= 0 and others > 0 else None,
-                is_slow=found is not None,
-                slow=found,
-                slow_since=None if found is None or found.pauses else matrix.slow_since(row.rank),
+                is_slow=row.rank in slow,
+                slow=slow.get(row.rank),
                 is_silent=row.rank in silent,
             )
         )
@@ -193,18 +191,6 @@ class StepMatrix:
         with np.errstate(invalid="ignore", divide="ignore"):
             ratio: Floats = self.seconds / row_medians(self.seconds.T)[None, :]
         return ratio
-
-    def slow_since(self, rank: int) -> int | None:
-        """Return the step since which `rank` computes longer than half of its present excess; None if it has no row."""
-        if rank not in self.ranks:
-            return None
-        ratio = self.against_median()[self.ranks.index(rank)]
-        present = ratio[np.isfinite(ratio)][-RECENT_STEPS:]
-        if not len(present):
-            return None
-        is_usual = ~(ratio > 1 + (float(np.median(present)) - 1) / 2)
-        usual = np.flatnonzero(is_usual[:-1] & is_usual[1:])  # one step alone may be that of an evaluation
-        return self.steps[min(int(usual[-1]) + 2 if len(usual) else 0, len(self.steps) - 1)]
 
 
 @dataclass(frozen=True, slots=True)

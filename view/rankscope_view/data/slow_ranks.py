@@ -23,6 +23,7 @@ SLOW: Final = 0.15
 
 _MOST_STEPS: Final = 0.8
 _FEWEST_PAUSES: Final = 3
+_FEWEST_STEPS: Final = 40
 _LARGER: Final = 4.0
 _PAUSE_SHARE: Final = 0.5
 
@@ -42,13 +43,16 @@ class SlowRank:
     """Number of steps that were compared."""
     pauses: int
     """Number of steps with a pause of at least half a step; 0 for a rank that is slow in most steps."""
+    since: int | None = None
+    """The step since which the rank is slow; None if it pauses, or is slow in all steps that are known."""
 
     @property
     def words(self) -> str:
         """Return the share of the others' wait and the phase as a text."""
         slow = f"pauses in {self.pauses} of {self.steps} steps, in" if self.pauses else "is slow in"
         wait = f"the others wait {self.seconds:.3g} s a step, {100 * self.share:.0f} % of the time"
-        return f"{slow} {self.phase.replace('_', ' ')}: {wait}"
+        since = "" if self.since is None else f", since step {self.since:,}"
+        return f"{slow} {self.phase.replace('_', ' ')}: {wait}{since}"
 
 
 def own_phases(seconds: Floats, phases: Sequence[str]) -> list[int]:
@@ -74,11 +78,14 @@ def of_others(values: Floats) -> Floats:
         return np.broadcast_to(np.nanmedian(values, axis=0), values.shape)
 
 
-def find_slow_ranks(seconds: Floats, phases: Sequence[str], *, steps: int = 20) -> list[SlowRank]:
+def find_slow_ranks(
+    seconds: Floats, phases: Sequence[str], numbers: Sequence[int], *, steps: int = 20
+) -> list[SlowRank]:
     """Return the slow ranks in `seconds` [ranks, steps, phases], the slowest first. A missing step is NaN.
 
     A rank is slow if the others wait for it for the share SLOW of the step, in four fifths of the newest `steps` and in
-    their sum; or if it alone has pauses of half a step or more that take this share of all steps.
+    their sum; or if it alone has pauses of half a step or more that take this share of all steps, and come and go.
+    `numbers` are the numbers of the steps.
     """
     if len(seconds) < 2 or not seconds.shape[1]:
         return []
@@ -94,11 +101,14 @@ def find_slow_ranks(seconds: Floats, phases: Sequence[str], *, steps: int = 20) 
     for row in range(len(own)):
         known, pauses = (np.flatnonzero(flags) for flags in (np.isfinite(late[row]), is_pause[row]))
         chosen = known[-steps:]
-        if len(chosen) == steps and np.mean(late[row, chosen] >= SLOW * whole[row, chosen]) >= _MOST_STEPS:
+        is_late = late[row, chosen] >= SLOW * whole[row, chosen]
+        if len(chosen) == steps and np.mean(is_late) >= _MOST_STEPS:
             pauses = pauses[:0]
         elif (
-            len(known) >= 2 * steps
-            and len(pauses) >= _FEWEST_PAUSES
+            len(known) >= max(2 * steps, _FEWEST_STEPS)
+            # Pauses come and go: a stretch of slow steps, after which the cause is gone, is none.
+            and np.sum(np.diff(pauses, prepend=-2) > 1) >= max(_FEWEST_PAUSES, len(pauses) / 2)
+            and not is_late[-_FEWEST_PAUSES:].all()
             and paused[row] > _LARGER * np.delete(paused, row).max()
         ):
             # After a longer time without a pause than between two of them, the cause is gone.
@@ -117,6 +127,14 @@ def find_slow_ranks(seconds: Floats, phases: Sequence[str], *, steps: int = 20) 
                 phase=phases[places[int(np.argmax((mine - usual)[places]))]],
                 steps=len(chosen),
                 pauses=len(pauses),
+                since=None if len(pauses) else _slow_since(late[row, known], known, numbers, len(chosen)),
             )
         )
     return sorted(found, key=lambda one: -one.share)
+
+
+def _slow_since(late: Floats, known: npt.NDArray[np.intp], numbers: Sequence[int], newest: int) -> int | None:
+    """Return the step since which a rank is late by more than half of its present time; None if in all."""
+    is_usual = ~(late > float(np.median(late[-newest:])) / 2)
+    usual = np.flatnonzero(is_usual[:-1] & is_usual[1:])  # one step alone may be chance
+    return int(numbers[known[min(int(usual[-1]) + 2, len(known) - 1)]]) if len(usual) else None

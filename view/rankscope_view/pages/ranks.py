@@ -46,8 +46,7 @@ def verdicts(
     """
     for row in sorted(table.rows, key=lambda row: -(row.slow.share if row.slow else 0)):
         if row.slow is not None:
-            since = "" if row.slow_since is None else f", since step {count(row.slow_since)}"
-            yield verdict("critical", f"Rank {row.rank} {row.slow.words}{since}", _evidence(row, table), link(row.rank))
+            yield verdict("critical", f"Rank {row.rank} {row.slow.words}", _evidence(row, table), link(row.rank))
     for row in table.rows:
         if row.is_silent:
             last = f"Its last step is {count(row.last_step)}, of {count(table.last_step or 0)}"

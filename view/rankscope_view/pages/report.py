@@ -95,8 +95,7 @@ def sentences(content: ReportContent) -> Iterator[str]:
         yield from _first_incident([one for one in content.incidents if one.tensor is not None or one.rank not in slow])
     for row in content.ranks.rows:
         if row.slow is not None:
-            since = "" if row.slow_since is None else f", since step {count(row.slow_since)}"
-            yield f"Rank {row.rank} {row.slow.words}{since}."
+            yield f"Rank {row.rank} {row.slow.words}."
             break
 
 
