@@ -13,7 +13,19 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from tests.properties import few
-from tests.view.training import HOSTILE, MAIN, START, append, event, events, run_row, scalars
+from tests.view.training import (
+    HOSTILE,
+    MAIN,
+    START,
+    Size,
+    append,
+    event,
+    events,
+    rank_scalars,
+    run_row,
+    scalars,
+    trajectory,
+)
 
 from rankscope_storage.api.store import Store
 from rankscope_storage.api.summaries import AnomalyRow
@@ -119,6 +131,26 @@ def test_header_names_a_change_only_if_it_is_one(tmp_path, name, values, line):
     (found,) = re.findall(f'data-value="{name}".*?</b>.*?<span[^>]*>([^<]*)</span>', page, re.DOTALL)
 
     assert line == found
+
+
+def test_page_of_ranks_names_a_rank_that_was_slow_and_its_own_age(tmp_path):
+    message = "rank 1 is slow in data wait: the others wait 0.6 s a step, 74 % of the time, since step 45"
+    known = {"rule": "SlowRank", "rank": 1, "op": "data_wait", "message": message, "ts_origin": "service"}
+    states = [
+        event("r", "incident", 57, START + at, **known, details={"key": "k", "state": state, "last_step": last})
+        for at, (state, last) in enumerate((("opened", 57), ("resolved", 77)))
+    ]
+    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
+        size = Size(ranks=2, layers=1, steps=60)
+        rows = {"scalars": rank_scalars("r", size, trajectory(size)), "runs": run_row("r", "running", last_step=59)}
+        append(writer, **rows, events=events(states))
+    body = Site(tmp_path / "store").respond(("runs", "r", "ranks"), {}).body.decode()
+    page = Reader(body)
+    past = "Rank 1 was slow in data wait: the others waited 0.6 s a step, 74 % of the time"
+
+    assert f"{past}, since step 45 until about step 77 In attempt 0. Incident 1" in page.text
+    assert "/runs/r/incidents/k" in [one.get("href") for _, one in page.elements]
+    assert float(re.findall(r'data-seen="([0-9.]+)"', body)[0]) >= START / 1e6
 
 
 def test_only_a_live_run_states_since_which_step_it_is_slower(tmp_path):

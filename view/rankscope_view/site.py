@@ -256,7 +256,8 @@ class Site:
     def _ranks(self, connection: Connection, asked: Asked) -> Response:
         place, row = self._row(connection, asked)
         table = rank_table(connection, row.run)
-        return _page(rank_page.page(place, row, table, answers.rank_order(asked), self._clock()))
+        found = incidents(connection, [row.run]).get(row.run, [])
+        return _page(rank_page.page(place, row, table, answers.rank_order(asked), self._clock(), past=found))
 
     def _incidents(self, connection: Connection, asked: Asked) -> Response:
         place, row = self._row(connection, asked)

@@ -4,7 +4,7 @@ import { fillPending, follow, refresh } from "./live.js";
 import { forgetColours } from "./marks.js";
 import { keep, recall, setAddress } from "./memory.js";
 import { readState, replaceState, STRENGTH, writeState } from "./logic.js";
-import { showNewest } from "./newest.js";
+import { showBehind, showNewest } from "./newest.js";
 import { readCurve, sheet } from "./source.js";
 import { grown, merged } from "./tail.js";
 
@@ -116,6 +116,7 @@ document.addEventListener("keydown", (event) => {
 
 if (page === "list") list();
 if (document.querySelector(".plot[data-chart]")) charts();
+if (page === "ranks") setInterval(showBehind, 1000);
 void fillPending();
 if (document.querySelector(".heat")) void import("./heat.js").then((heat) => heat.start(bind, updates, redraws));
 document.addEventListener("click", (event) => {

@@ -46,6 +46,13 @@ export function showAge(isNew) {
   setText(document.querySelector(".live span"), `Live, last step ${Math.round((Date.now() - shownAt) / 1000)} s ago`);
 }
 
+/** Show the age of the newest row of the table of ranks, which follows the commits of the store. */
+export function showBehind() {
+  const seen = Number(/** @type {HTMLElement | null} */ (document.querySelector("[data-seen]"))?.dataset.seen);
+  const word = document.querySelector(".live span");
+  if (seen && !document.body.classList.contains("late")) setText(word, `Live, ${Math.max(0, Math.round(Date.now() / 1000 - seen))} s behind`);
+}
+
 /**
  * Return the median of a speed over the newest steps, as the server does; of a throughput, the sum over ranks.
  * @param {import("./tail.js").Row[]} rows

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
 
+from rankscope_contract.model.events import SLOW_RANK
 from rankscope_contract.model.phases import Phase
+from rankscope_view.data.incidents import Incident, sentence_of
 from rankscope_view.data.ranks import RECENT_STEPS, RankOrder, RankRow, RankTable
 from rankscope_view.data.runs import RunRow
 from rankscope_view.pages import svg
@@ -21,8 +23,8 @@ _MOST_VERDICTS: Final = 2
 _GIBIBYTE: Final = 2.0**30
 
 
-def page(place: Place, row: RunRow, table: RankTable, order: RankOrder, now: float) -> str:
-    """Return the page of the ranks of a run, in this order."""
+def page(place: Place, row: RunRow, table: RankTable, order: RankOrder, now: float, *, past: Sequence[Incident]) -> str:
+    """Return the page of the ranks of a run, in this order. `past` are the incidents of the run."""
     if not table.rows:
         body = f'<div class="panel blank" id="no-rank" data-live>{icon("unknown")}<strong>No rank has sent a row in this run</strong><p>Imported logs have no ranks.</p></div>'
         return run_document(place, row, "Ranks", body, page="ranks")
@@ -32,7 +34,10 @@ def page(place: Place, row: RunRow, table: RankTable, order: RankOrder, now: flo
     more = f'<p class="dim">{left} more ranks are marked in the table.</p>' if left > 0 else ""
     if not found:
         evidence = "Compared by input, computation and pauses of each step."
-        found = [verdict("info", f"No rank of {len(table.rows)} is slow or silent", evidence)]
+        when = "now" if row.is_live else "at the end"
+        found = [verdict("info", f"No rank of {len(table.rows)} is slow or silent {when}", evidence)]
+    slow = [] if any(one.is_slow for one in table.rows) else [one for one in past if one.rule == SLOW_RANK]
+    more += "".join(_past(place, row.run, one) for one in slow[:1] if one.is_resolved)
     body = f'<div id="verdicts" data-live>{"".join(found[:_MOST_VERDICTS])}{more}</div>{_toolbar(place, row.run, table, order)}{_strips(row.run)}{_table(table.ordered(order), now)}'
     return run_document(place, row, "Ranks", body, page="ranks")
 
@@ -55,6 +60,17 @@ def verdicts(
             others = " The others continue: if they share collectives with it, the rank runs and only its exporter is silent."
             evidence = f"{last}{seen}.{others} Its figures are absent here, not zero."
             yield verdict("warning", f"Rank {row.rank} is silent", evidence)
+
+
+def _past(place: Place, run: str, one: Incident) -> str:
+    """Return the sentence of a rank that was slow before, with the step of its last report, and a link."""
+    sentence = (
+        sentence_of(one).replace(" is slow ", " was slow ").replace(" pauses ", " paused ").replace("wait ", "waited ")
+    )
+    link = f'<a class="button" href="{place.url("runs", run, "incidents", one.key)}">Incident {one.number}</a>'
+    return verdict(
+        "warning", f"{text(sentence)} until about step {count(one.last_step)}", f"In attempt {one.attempt}.", link
+    )
 
 
 def _evidence(row: RankRow, table: RankTable) -> str:
@@ -135,7 +151,8 @@ def _table(table: RankTable, now: float) -> str:
     body = "".join(_row(row, whole, now) for row in table.rows)
     median = "" if table.median_step is None else f", median step {table.median_step:.3g} s"
     note = f"mean of the newest {RECENT_STEPS} steps of attempt {table.attempt}{median}"
-    return f'<div id="ranks" data-live>{panel("Phases", f"<table class=list>{heads}{body}</table>", note=note, aside=keys, kind="scrolls")}</div>'
+    seen = max((row.seen_at or 0.0 for row in table.rows), default=0.0)
+    return f'<div id="ranks" data-live data-seen="{seen:.1f}">{panel("Phases", f"<table class=list>{heads}{body}</table>", note=note, aside=keys, kind="scrolls")}</div>'
 
 
 def _row(row: RankRow, whole: float, now: float) -> str:
