@@ -166,9 +166,10 @@ class Incident:
 
     @property
     def place(self) -> str:
-        """Return the end of a clause with the first step; empty without a step, or if the message ends with it."""
+        """Return the end of a clause with the first step; empty without a step, or if the message has it."""
         line = (self.message or "").partition("\n")[0]
-        if self.step is None or (self.rule in RULES_OF_RUNS and f"after step {self.step};" in f"{line};"):
+        is_named = ", since step " in line or (self.rule in RULES_OF_RUNS and f"after step {self.step};" in f"{line};")
+        if self.step is None or is_named:
             return ""
         return f"{' at' if self.worst is None else ', since'} step {self.step:,}"
 
@@ -329,7 +330,7 @@ def sentence_of(one: Incident) -> str:
         quantity = _quantity(one.kind)
         what = f"{quantity} of {name} {what.removeprefix(quantity).lstrip()}"
     where = "" if one.rank is None or what.startswith("rank") else f"rank {one.rank}: "
-    clause = f"{where}{what}{'' if ' since step ' in what else one.place}"
+    clause = f"{where}{what}{one.place}"
     return f"{clause[:1].upper()}{clause[1:]}"
 
 
