@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from tests.cli.conftest import START, common, table
 from tests.cli.test_commands import assert_golden
 
 from rankscope.commands import main
+from rankscope.output.diff_text import _growth
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
+from rankscope_storage.diff.diff import StepDifference
 
 RUNS = ("good-run", "bad-run")
 PARTED = 12
@@ -91,6 +94,15 @@ def test_golden_output(diff, name, code, arguments):
     assert "" == done.stderr
     assert code == done.returncode
     assert_golden(name, done.stdout)
+
+
+def test_nan_has_the_longest_bar_and_times_are_left_out_in_words(diff):
+    step = StepDifference(step=36, compared=2, apart=1, worst=math.nan)
+
+    assert f"  36       NaN  {'#' * 24}  1 of 2 rows differ" == list(_growth([step]))[-1]
+    assert diff(*RUNS, "--kind", "scalar").stdout.endswith(
+        "\nleft out: times, and values of hosts and of Rankscope; --kind timing compares them\n"
+    )
 
 
 def test_json_contains_the_complete_result(diff):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 from rankscope.base.errors import USAGE, CommandError
 from rankscope.base.options import Store, step_range
 from rankscope.base.sources import open_store, resolve_run
+from rankscope.output.rows import as_json as json_text
 from rankscope_contract.diagnostics.collective_format import spans
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def diff(
     absolute: Annotated[float, typer.Option(min=0, help="Largest absolute difference that counts as equal.")] = 0.0,
     kind: Annotated[
         list[str] | None,
-        typer.Option(help="Only this kind, such as act_out or scalar; may be repeated.", show_default=False),
+        typer.Option(help="Only this kind, such as act_out, scalar or timing; may be repeated.", show_default=False),
     ] = None,
     rank: Annotated[list[int] | None, typer.Option(help="Only this rank; may be repeated.", show_default=False)] = None,
     ranks: Annotated[
@@ -83,7 +83,9 @@ def diff(
             _check_compared(found, connection, kind or ())
     except CommandError as error:
         raise CommandError(str(error), code=ERROR) from error
-    print(json.dumps(diff_document(found), ensure_ascii=False, indent=1) if as_json else "\n".join(diff_lines(found)))
+    left_out = "scalar" in (kind or ()) and "timing" not in (kind or ())
+    note = ["left out: times, and values of hosts and of Rankscope; --kind timing compares them"] if left_out else []
+    print(json_text(diff_document(found)) if as_json else "\n".join([*diff_lines(found), *note, ""]), end="")
     if found.first is not None:
         raise typer.Exit(DIFFERENT)
 
@@ -131,13 +133,14 @@ def _check_compared(found: Divergence, connection: Connection, kinds: Sequence[s
 
 def _check_kinds(kinds: Sequence[str], sides: Sequence[DiffSide], connection: Connection) -> None:
     """Raise CommandError if a run has none of the requested kinds; the message lists the available kinds."""
-    from rankscope_storage.diff.diff import SCALAR
+    from rankscope_storage.diff.diff import SCALAR, TIMING
 
     for side in sides:
         queries = [f"SELECT DISTINCT kind FROM {name} WHERE run = $run" for name in _OF_KINDS]  # noqa: S608 - constants
         has = {kind for query in queries for kind in connection.query(query, {"run": side.run})["kind"].to_pylist()}
-        if kinds and not {*has, SCALAR} & set(kinds):
-            listed = ", ".join(sorted({*has, SCALAR}))
+        has |= {SCALAR, TIMING}
+        if kinds and not has & set(kinds):
+            listed = ", ".join(sorted(has))
             raise CommandError(f"{side.run} has no kind {', '.join(kinds)}; it has {listed}", code=USAGE)
 
 

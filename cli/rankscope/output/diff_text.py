@@ -50,15 +50,15 @@ def first_line(found: Divergence) -> str:
 
 
 def diff_document(found: Divergence) -> dict[str, Any]:
-    """Return the complete result of `rankscope diff` as a document for JSON, with NaN and Inf as strings."""
+    """Return the complete result of `rankscope diff` as a document, in which NaN and Inf are numbers."""
     return {
         "a": asdict(found.a),
         "b": asdict(found.b),
         "tolerance": asdict(found.tolerance),
         "steps_compared": found.steps_compared,
         "rows_compared": found.rows_compared,
-        "first": None if found.first is None else _plain(found.first),
-        "points": [_plain(point) for point in found.points],
+        "first": None if found.first is None else _document(found.first),
+        "points": [_document(point) for point in found.points],
         "points_at_first_step": found.points_at_first,
         "steps": [asdict(step) for step in found.steps],
         **{
@@ -96,7 +96,7 @@ def _bar(worst: float | None) -> str:
     """
     if not worst:
         return ""
-    decades = min(8.0, max(0.0, 8 + math.log10(worst)))
+    decades = 8.0 if math.isnan(worst) else min(8.0, max(0.0, 8 + math.log10(worst)))
     return "#" * max(1, round(_BAR * decades / 8))
 
 
@@ -145,12 +145,8 @@ def _value(value: float | None) -> str:
 
 
 def _share(share: float | None) -> str:
-    return "" if share is None else f"{share:.2g}"
+    return "" if share is None else "NaN" if math.isnan(share) else f"{share:.2g}"
 
 
-def _plain(point: Point) -> dict[str, Any]:
-    values = {**asdict(point), "relative": point.relative}
-    return {
-        name: cell(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }
+def _document(point: Point) -> dict[str, Any]:
+    return asdict(point) | {"relative": point.relative}

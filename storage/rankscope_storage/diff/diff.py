@@ -17,12 +17,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from rankscope_contract.metrics.catalogue import HARDWARE_SCALARS, MONITOR_SCALARS
 from rankscope_contract.model.events import causal_key
 from rankscope_contract.model.kinds import COUNT_OPS, GRADIENT_KINDS, VALUE_OPS
 from rankscope_contract.model.scalar_names import SOURCE_NAME, SOURCE_UNIT
 from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.sql.scalar_history import POSITIONS
+
+TIMING: Final = "timing"
+"""Name that represents the scalars of times, hosts and Rankscope itself, which differ between any two runs."""
 
 SCALAR: Final = "scalar"
 """Name that represents all scalars where a kind is expected, for example in `DiffSelection.kinds`."""
@@ -32,6 +36,8 @@ SCALARS: Final = ("loss", "grad_norm", "learning_rate")
 
 Other scalars, such as times and rates, differ between any two runs."""
 
+_NAMES: Final = "|".join(sorted(HARDWARE_SCALARS | MONITOR_SCALARS))
+_TIMES: Final = rf"regexp_matches(name, '(^|[_/])(seconds|(run)?time(rs?)?)($|[_/])|_per_|^({_NAMES})$')"
 DATASETS: Final = ("tensor_stats", "features", "scalars", "hashes")
 NUMBERS: Final = (*VALUE_OPS, "value")
 EXACT: Final = (*COUNT_OPS, "hash")
@@ -205,7 +211,7 @@ class DiffSource:
     def _datasets(self) -> list[str]:
         if self._between_ranks and not self._selected.kinds:
             return ["tensor_stats", "hashes"]
-        if self._selected.kinds and SCALAR not in self._selected.kinds:
+        if self._selected.kinds and not {SCALAR, TIMING} & set(self._selected.kinds):
             return [name for name in DATASETS if name != "scalars"]
         return list(DATASETS)
 
@@ -228,7 +234,9 @@ class DiffSource:
 
 def _chosen(kinds: Sequence[str]) -> str:
     """Return an SQL condition for the scalars that are compared if `kinds` are requested."""
-    return "true" if kinds else f"name IN ({', '.join(map(sql_string, SCALARS))})"
+    if not kinds:
+        return f"name IN ({', '.join(map(sql_string, SCALARS))})"
+    return "true" if {SCALAR, TIMING} <= set(kinds) else _TIMES if TIMING in kinds else f"NOT ({_TIMES})"
 
 
 def _common_names(connection: Connection, runs: Sequence[str], kinds: Sequence[str]) -> str:
@@ -309,7 +317,8 @@ class Point:
 class StepDifference:
     """Differences of two sides (runs or ranks) at one step.
 
-    These are the numbers of compared and of different rows, and the largest relative difference of two numbers.
+    These are the numbers of compared and of different rows, and the largest relative difference of two numbers, which
+    is NaN if a value or an element is NaN or infinite on one side.
     """
 
     step: int
@@ -427,7 +436,8 @@ class _Comparison:
 
     def steps(self, first: int, last: int) -> Iterator[StepDifference]:
         """Yield the numbers of differences between the two sides at each step from `first` to `last`."""
-        worst = ", ".join(f"CASE WHEN {_finite(op)} THEN {_relative(op)} END" for op in NUMBERS)
+        shares = [f"WHEN {_finite(op)} THEN {_relative(op)} WHEN {op}_apart THEN 'nan'::DOUBLE" for op in NUMBERS]
+        worst = ", ".join(f"CASE {case} END" for case in (*shares, "WHEN nans_apart OR infs_apart THEN 'nan'::DOUBLE"))
         query = (
             f"SELECT step, count(*) AS compared, count(*) FILTER (apart) AS apart, max(greatest({worst})) AS worst "
             f"FROM ({self._joined(first, last)}) GROUP BY step ORDER BY step"

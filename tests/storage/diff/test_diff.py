@@ -114,10 +114,11 @@ def test_hashes_and_zeros_count_only_without_tolerance(put):
 def test_counts_of_nans_infs_and_elements_are_exact(put, op):
     put("a", "tensor_stats", stats(1))
     put("b", "tensor_stats", stats(1, **{op: 1}))
-    first = divergence(put, A, B, Tolerance(relative=0.9)).first
+    found = divergence(put, A, B, Tolerance(relative=0.9))
 
-    assert first is not None
-    assert op == first.op
+    assert found.first is not None
+    assert op == found.first.op
+    assert (op != "numel") == math.isnan(found.steps[0].worst)
 
 
 def test_statistic_missing_on_one_side_is_no_difference(put):
@@ -147,7 +148,9 @@ def test_times_are_compared_only_on_request(put):
 
     assert divergence(put, A, B).first is None
     chosen = divergence(put, A, B, selected=DiffSelection(kinds=("scalar",)))
-    assert ["step_seconds"] == [point.tensor for point in chosen.points]
+    assert [] == [point.tensor for point in chosen.points]
+    timed = divergence(put, A, B, selected=DiffSelection(kinds=("timing",)))
+    assert ["step_seconds"] == [point.tensor for point in timed.points]
 
 
 @pytest.mark.parametrize(
