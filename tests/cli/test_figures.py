@@ -150,8 +150,19 @@ def test_events_have_filters_and_counts(in_process, sample_store):
 
     assert ["time", "(UTC)", "attempt", "step", "type", "severity", "ranks", "event"] == text[0].split()
     assert ["anomaly", "critical", "0-1", "AnomalyNan:"] == text[1].split()[4:8]
-    assert "(1 of 32 events: 30 step, 2 anomaly or incident)" == text[-1]
-    assert markdown.startswith("# Events of my-run\n\n1 of 32 events: 30 step, 2 anomaly or incident\n\n| time (UTC) |")
+    assert "(1 of 32 events: 30 step (--type step), 2 anomaly or incident)" == text[-1]
+    assert markdown.startswith(
+        "# Events of my-run\n\n1 of 32 events: 30 step (--type step), 2 anomaly or incident\n\n| time (UTC) |"
+    )
+
+
+def test_lines_of_steps_are_printed_only_on_request(in_process, sample_store):
+    every, steps = (
+        in_process("events", "my-run", "-s", sample_store, *more).stdout for more in ((), ("--type", "step"))
+    )
+
+    assert "AnomalyNan: " in every
+    assert (0, 30) == (every.count("  loss "), steps.count("  loss "))
 
 
 def test_unknown_type_of_event_suggests_the_nearest(in_process, sample_store):

@@ -40,7 +40,7 @@ def events(
     newest: Annotated[int, typer.Option("--newest", "-n", min=1, help="Largest number of lines.")] = 200,
     form: FormatOption = TextFormat.TEXT,
 ) -> None:
-    """Print the newest lines of the event log of a run, the newest first, with one line for each logged step.
+    """Print the newest lines of the event log of a run, the newest first. --type step has a line for each logged step.
 
     [bold]Examples[/bold]
 
@@ -52,6 +52,7 @@ def events(
     """
     from rankscope_view.data.detail import read_detail
     from rankscope_view.data.event_query import TYPES, EventQuery, select_events
+    from rankscope_view.data.events import EVENT_GROUPS
 
     for name in type_ or ():
         if name not in TYPES:
@@ -60,5 +61,9 @@ def events(
     choice = Choice(source=source, store=store, run=run, checkpoint=checkpoint, outputs=outputs, latest=latest)
     with open_run(choice) as chosen:
         detail = chosen.stored(read_detail(chosen.connection, chosen.run))
-    query = EventQuery(types=tuple(type_ or ()), severity=severity, rank=rank, newest=newest)
+    # Lines of steps repeat the loss: as on a page, they are listed if they are chosen, and if their loss is NaN.
+    has_steps = form is TextFormat.JSON or severity is not Severity.INFO
+    query = EventQuery(
+        types=tuple(type_ or (() if has_steps else EVENT_GROUPS)), severity=severity, rank=rank, newest=newest
+    )
     sys.stdout.write(events_text(chosen.run, select_events(detail, query), form))

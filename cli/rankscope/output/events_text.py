@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 _HEAD: Final = ("time (UTC)", "attempt", "step", "type", "severity", "ranks", "event")
 
-_OF_GROUP: Final = {"restart": "launch or exit", "incident": "anomaly or incident"}
-"""Names of the groups of lines that would be read as a number of restarts and of incidents."""
+_OF_GROUP: Final = {"step": "step (--type step)", "restart": "launch or exit", "incident": "anomaly or incident"}
+"""Names of the groups, where the plain name would be read as a number of restarts and of incidents."""
 
 
 def events_text(run: str, log: EventLog, form: TextFormat) -> str:
