@@ -213,6 +213,9 @@ def test_nan_of_one_run_covers_no_line_of_another():
 
     assert 0.9 < low < high <= below < end < 1
     assert {"a: NaN 30–39", "b: NaN 20–39"} <= {text.get_text() for text in axes.texts}
+    ends = {text.get_text(): text for text in axes.texts if "  " in text.get_text()}
+    assert {"fine  39.00", "a  NaN", "b  NaN"} == set(ends)
+    assert (29, 8, 0) == (ends["a  NaN"].xy[0], *ends["a  NaN"].xyann)
 
 
 def test_map_of_tensors_has_a_cell_for_each_value_and_names_the_first_nan(connection, course):

@@ -35,6 +35,7 @@ class _End:
     value: float
     text: str
     color: str
+    is_ruined: bool  # it is at the last finite value, which values of NaN or Inf follow
 
 
 def overlay(
@@ -88,7 +89,8 @@ def _draw(axes: Axes, label: str, found: Curve, run: int) -> _End:
             last = float(line.x[rows[-1]]), float(line.value[rows[-1]])
     top = 1 - _LABEL_DISTANCE * run  # a strip for each run: NaN of one run does not cover the lines of others
     lines.hatch_nonfinite(axes, found, name=f"{label}: ", low=top - 0.025, high=top)
-    return _End(*last, f"{label}  {measure(last[1])}", color)
+    ruin = "".join(one.word for one in found.nonfinite[-1:] if one.last > last[0])
+    return _End(*last, f"{label}  {ruin or measure(last[1])}", color, is_ruined=bool(ruin))
 
 
 def _limit(axes: Axes, curves: Sequence[Curve], longest: int) -> None:
@@ -115,6 +117,6 @@ def _label_ends(axes: Axes, ends: Sequence[_End]) -> None:
         placed.append((end.x, height))
         axes.annotate(
             style.shown(end.text), (end.x, height), xycoords=("data", "axes fraction"), color=end.color,
-            xytext=(8, 0 if end.x == right else 14), textcoords="offset points", va="center", annotation_clip=False,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5},
+            xytext=(8, 0 if end.x == right or end.is_ruined else 14), textcoords="offset points", va="center",
+            annotation_clip=False, bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5},
         )  # fmt: skip
