@@ -20,7 +20,7 @@ from rankscope_view.data.evaluation import evaluation_curve
 from rankscope_view.data.events import event_lines, markers
 from rankscope_view.data.grid import MOST_ROWS, GridRequest, Order, TensorKinds, histogram_grid, tensor_grid
 from rankscope_view.data.history import EVAL_LOSS, LOSS, History
-from rankscope_view.data.metrics import metric_curve, metric_histories, named_history, read_metrics
+from rankscope_view.data.metrics import metric_curve, metric_histories, named_histories, read_metrics
 from rankscope_view.data.ranks import RankOrder, rank_grid, rank_table
 from rankscope_view.data.runs import run_goodput
 from rankscope_view.data.tensor import tensor_curve, tensor_detail
@@ -143,12 +143,11 @@ def compared_sides(asked: Asked) -> list[Side]:
     return found
 
 
-def compared_curve(sides: Sequence[Side], histories: Sequence[History], name: str, request: CurveRequest) -> Curve:
-    """Return the histories of a scalar of several sides as lines of one curve on the axis of steps.
+def compared_curve(letters: Sequence[str], histories: Sequence[History], name: str, request: CurveRequest) -> Curve:
+    """Return the histories of a scalar of several sides, with these labels, as lines of one curve on the axis of steps.
 
     If the name is DIFFERENCE, the lines are those of all other sides minus the first one, on the axis of common steps.
     """
-    letters = [side.letter.upper() for side in sides]
     if name == DIFFERENCE:
         histories = [difference(histories[0], other) for other in histories[1:]]
         letters = [f"{letter} − {letters[0]}" for letter in letters[1:]]
@@ -159,10 +158,11 @@ def compared_curves(connection: Connection, asked: Asked) -> Response:
     """Return the curves of a scalar of several sides as JSON."""
     sides, name = compared_sides(asked), asked.query.get("name", LOSS)
     source = LOSS if name == DIFFERENCE else name
-    histories = [named_history(connection, side.run, source, side.rank) for side in sides]
-    if len(histories) < 2:
+    if len(sides) < 2:
         raise NotFoundError("A comparison needs two sides.")
-    return _json(compared_curve(sides, histories, name, chart_choice(asked).request).document())
+    found = [(one, *line) for one in sides for line in named_histories(connection, one.run, source, one.rank)]
+    labels = [", ".join(filter(None, (one.letter.upper(), words))) for one, words, _ in found]
+    return _json(compared_curve(labels, [rows for *_, rows in found], name, chart_choice(asked).request).document())
 
 
 def _pair(text_: str | None) -> tuple[int, int] | None:
@@ -270,7 +270,7 @@ def goodput(connection: Connection, asked: Asked) -> Response:
 def curve_csv(connection: Connection, asked: Asked) -> Response:
     """Return all stored rows of a scalar in the zoom window as CSV."""
     run, name = asked.query.get("run", ""), asked.query.get("name", LOSS)
-    history = named_history(connection, run, name)
+    history = named_histories(connection, run, name)[0][1]
     sheet = io.StringIO()
     writer = csv.writer(sheet)
     writer.writerow(("attempt", "step", "cumulative_step", "time", name, "lowest", "highest", "is_superseded"))

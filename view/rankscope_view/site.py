@@ -281,12 +281,12 @@ class Site:
             names = " and ".join(repr(side.run) for side in sides)
             raise NoRunError(f"The store does not have the runs {names}.")
         choice = chart_choice(asked)
-        curves: dict[str, Curve] = {}
+        letters, curves = [side.letter.upper() for side in sides], dict[str, Curve]()
         for name in (LOSS, DIFFERENCE, *SCALARS[1:]):
             histories = [
                 one.histories.get(LOSS if name == DIFFERENCE else name) or nothing(name) for one in found.sides
             ]
-            drawn = answers.compared_curve(sides, histories, name, _smaller(choice.request))
+            drawn = answers.compared_curve(letters, histories, name, _smaller(choice.request))
             curves |= {name: drawn} if drawn.rows else {}
         place = self._place_of(asked, is_live=any(one.detail.row.is_live for one in found.sides))
         own = {one.name: one for run in {side.run for side in sides} for one in read_metrics(connection, run).own}

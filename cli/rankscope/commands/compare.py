@@ -81,9 +81,10 @@ def _first_difference(opened: Sequence[OpenRun]) -> Divergence | None:
 
 def _figure(opened: Sequence[OpenRun], scalar: str, axis: AxisName) -> Figure:
     from rankscope_view.data.curves import Axis
-    from rankscope_view.data.metrics import named_history
+    from rankscope_view.data.metrics import named_histories
     from rankscope_view.figures.overlay import overlay
 
-    return overlay(
-        scalar, [(one.run, named_history(one.connection, one.run, scalar)) for one in opened], axis=Axis(axis)
-    )
+    found = [(one.run, *line) for one in opened for line in named_histories(one.connection, one.run, scalar)]
+    named = [(", ".join(filter(None, (run, words))), rows) for run, words, rows in found]
+    title = f"{scalar} of {len(opened)} runs" if len(named) > len(opened) else None
+    return overlay(scalar, named, axis=Axis(axis), title=title)

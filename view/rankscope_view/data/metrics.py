@@ -171,12 +171,11 @@ def own_histories(connection: Connection, run: str, most: int) -> dict[str, Hist
     return dict(itertools.islice(found.items(), most))
 
 
-def named_history(connection: Connection, run: str, name: str, rank: int | None = None) -> History:
-    """Return the history of the first line of a scalar; it may have no rows."""
+def named_histories(connection: Connection, run: str, name: str, rank: int | None = None) -> list[tuple[str, History]]:
+    """Return the lines of a scalar as pairs of words and rows; at least one, which may have no rows."""
     if name in CHARTS:
-        return read_chart(connection, run, name, rank)
-    lines = scalar_lines(connection, run, name, rank)
-    return lines[0][1] if lines else nothing(name)
+        return [("", read_chart(connection, run, name, rank))]
+    return scalar_lines(connection, run, name, rank) or [("", nothing(name))]
 
 
 def close_names(connection: Connection, run: str, name: str) -> list[str]:
