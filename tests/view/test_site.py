@@ -374,7 +374,9 @@ def test_comparison_shows_a_ruined_run_and_digits_that_differ(tmp_path):
 def test_comparison_has_a_named_line_for_each_key_of_a_metric(tmp_path):
     with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
         for run in ("a", "b"):
-            lines = [scalars(run, "queue", np.arange(9), at, labels=f'{{"key":"{key}"}}') for at, key in enumerate("xy")]
+            lines = [
+                scalars(run, "queue", np.arange(9), at, labels=f'{{"key":"{key}"}}') for at, key in enumerate("xy")
+            ]
             append(writer, scalars=pa.concat_tables(lines), runs=run_row(run, "completed", last_step=8))
     answer = Site(tmp_path / "store").respond(("data", "compare"), {"a": "a", "b": "b", "name": "queue"}).body
     named = {line["label"]: line["value"][-1] for line in json.loads(answer)["lines"]}

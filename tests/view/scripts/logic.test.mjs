@@ -4,7 +4,7 @@ import { test } from "node:test";
 
 import { clipped, common } from "../../../view/rankscope_view/assets/heat_marks.js";
 import { logTicks, csv, duration, expanded, keptOrder, nearest, perplexityRange, placeLabel, readState, replaceState, roundSteps, shown, sliced, stepSplits, tickLabel, valueRange, viridis, writeState } from "../../../view/rankscope_view/assets/logic.js";
-import { badRange, seriesOf, valueText } from "../../../view/rankscope_view/assets/series.js";
+import { alone, badRange, seriesOf, valueText } from "../../../view/rankscope_view/assets/series.js";
 import { contextOf, extended, grown, ranksNote, secondsLeft } from "../../../view/rankscope_view/assets/tail.js";
 
 const line = { label: null, x: [0, 1, 2, 3], step: [30, 10, 20, 30], value: [4, null, 2, 1], smoothed: [4, null, 3, 2], low: [], high: [] };
@@ -151,6 +151,10 @@ test("a legend shows NaN where a reader points at a range of NaN, the value of a
   assert.deepEqual(["4.500", "15.00"], texts(30, false));
   assert.deepEqual(["–", "15.00"], texts(30, true)); // A has ended
   assert.deepEqual(["4.500", "NaN"], texts(11, true)); // less than the distance of its rows after its last one
+});
+
+test("a value between gaps, such as the only one of an attempt, is drawn as a point", () => {
+  assert.deepEqual([[3], [0, 4], null], [[1, 2, null, 3], [1, undefined, null, null, 5, undefined], [1, undefined, 2]].map(alone));
 });
 
 test("the axis of a perplexity ends at e^20, also if a value is near the largest number", () => {

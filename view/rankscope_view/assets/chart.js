@@ -2,7 +2,7 @@
 import { logTicks, perplexityRange, placeLabel, stepSplits, tickLabel, valueRange } from "./logic.js";
 import { clip, colour, cross, glyph, hatch, labelFont, lineAcross, MAP_LEFT, ring, triangle } from "./marks.js";
 import { setText } from "./newest.js";
-import { bandsOf, isDrawn, seriesOf, valueText } from "./series.js";
+import { alone, bandsOf, isDrawn, seriesOf, valueText } from "./series.js";
 
 /** @typedef {import("./logic.js").Curve} Curve */
 /** @typedef {import("./series.js").Series} Series */
@@ -10,6 +10,8 @@ import { bandsOf, isDrawn, seriesOf, valueText } from "./series.js";
  *   keys?: string[]}} Options keys: of a metric, the names under which new rows have its lines */
 
 const LANE = 42;
+/** Height of the labels of ranges without finite values above a chart. */
+const WORDS = 12;
 /** @type {Record<string, {width: number, dash?: number[]}>} Width and dashes by style. */
 const STYLES = { edge: { width: 0 }, behind: { width: 1 }, raw: { width: 1.5 }, main: { width: 1.5 }, other: { width: 1 }, baseline: { width: 1.5, dash: [8, 4] }, limit: { width: 1.2, dash: [2, 3] } };
 
@@ -85,7 +87,7 @@ export class Chart {
   settings(log) {
     const [text, grid] = [colour("text-3"), colour("grid")];
     const font = labelFont().replace(/^\S+/, "11px");
-    const points = { show: (/** @type {any} */ _, /** @type {number} */ __, /** @type {number} */ first, /** @type {number} */ last) => last - first < 3 };
+    const points = { show: (/** @type {any} */ _, /** @type {number} */ __, /** @type {number} */ first, /** @type {number} */ last) => last - first < 3, filter: (/** @type {any} */ u, /** @type {number} */ at, /** @type {boolean} */ show) => (show ? null : alone(u.data[at])) };
     const series = this.series.map(({ style, colour: name }) => ({
       ...STYLES[style],
       stroke: style === "edge" ? "transparent" : colour(style === "other" ? `${name}-faded` : name),
@@ -93,11 +95,10 @@ export class Chart {
       spanGaps: false,
     }));
     const axis = { stroke: text, font, grid: { stroke: grid, width: 1 }, ticks: { show: false } };
-    const lane = this.options.name === "loss" ? LANE : 8;
     const curve = /** @type {Curve} */ (this.curve);
     return {
       ...this.size(),
-      padding: [lane, () => (this.isBelowMap() ? 80 : Math.max(18, 4 + 3.3 * this.longestPlace())), 0, 0], // the last label is as wide as half of it
+      padding: [() => this.lane() + (this.curve?.nonfinite.length ? WORDS : 0), () => (this.isBelowMap() ? 80 : Math.max(18, 4 + 3.3 * this.longestPlace())), 0, 0], // the last label is as wide as half of it
       series: [{}, ...series],
       bands: bandsOf(this.series).map(([upper, lower, name]) => ({ series: [upper + 1, lower + 1], fill: colour(name) })),
       scales: {
@@ -124,6 +125,11 @@ export class Chart {
         setSelect: [(/** @type {any} */ u) => this.selected(u)],
       },
     };
+  }
+
+  /** Return the height of the lane for the marks of events above the chart. */
+  lane() {
+    return this.options.name === "loss" ? LANE : 8;
   }
 
   /** Return the number of characters of the label at the right end of the axis. */
@@ -221,7 +227,7 @@ export class Chart {
   }
 
   /**
-   * Write the label of each range without finite values next to it, and from which value on an axis is cut.
+   * Write the label of each range without finite values above it, where no curve is, and from which value on an axis is cut.
    * @param {any} u
    * @param {(x: number) => boolean} visible
    */
@@ -233,12 +239,16 @@ export class Chart {
     context.fillStyle = colour("text-2");
     if (this.bounded) context.fillText(`▲ above ${tickLabel(Number(this.bounded[1].toPrecision(2)))}`, u.bbox.left + 5 * ratio, u.bbox.top + 16 * ratio);
     context.fillStyle = colour("failed");
+    context.textAlign = "center";
+    let end = -Infinity; // a label that would cover the one before is left out
     for (const [first, last, word] of this.curve?.nonfinite.slice(0, 12) ?? []) {
       if (!visible(first) && !visible(last)) continue;
-      const right = u.valToPos(last, "x", true) + 5 * ratio;
-      const isInside = right + context.measureText(word).width < u.bbox.left + u.bbox.width;
-      context.textAlign = isInside ? "left" : "right";
-      context.fillText(word, isInside ? right : u.valToPos(first, "x", true) - 5 * ratio, u.bbox.top + 16 * ratio);
+      const half = context.measureText(word).width / 2;
+      const middle = (u.valToPos(Math.max(first, u.scales.x.min), "x", true) + u.valToPos(Math.min(last, u.scales.x.max), "x", true)) / 2;
+      const at = Math.max(u.bbox.left + half, Math.min(middle, u.bbox.left + u.bbox.width - half));
+      if (at - half < end) continue;
+      context.fillText(word, at, u.bbox.top - (this.lane() + 1) * ratio);
+      end = at + half + 4 * ratio;
     }
   }
 

@@ -74,6 +74,17 @@ export function valueText(curve, series, x, isPointed) {
 }
 
 /**
+ * Return the places of values between gaps, such as the only one of an attempt, which no line shows; null without any. An
+ * undefined value is that of a place of other series.
+ * @param {(number | null | undefined)[]} values
+ */
+export function alone(values) {
+  const known = [...values.keys()].filter((at) => values[at] !== undefined);
+  const found = known.filter((at, place) => values[at] !== null && [known[place - 1], known[place + 1]].every((near) => (values[near] ?? null) === null));
+  return found.length ? found : null;
+}
+
+/**
  * Return whether any value of a series exists.
  * @param {Series} series
  */
