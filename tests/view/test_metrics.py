@@ -14,8 +14,9 @@ from tests.view.training import HOSTILE, START, append, run_row, scalars
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
 from rankscope_view.data.comparison import compared_values
-from rankscope_view.data.metrics import read_metrics, scalar_lines
+from rankscope_view.data.metrics import Metric, read_metrics, scalar_lines
 from rankscope_view.data.summary import read_summary
+from rankscope_view.pages.metrics import metric_groups
 from rankscope_view.pages.sections import sections
 from rankscope_view.report import report
 from rankscope_view.site import Site
@@ -144,6 +145,17 @@ def test_own_series_have_titles_with_units_for_people(chromium, address):
     assert "Time of a step by phase, s" in words
     assert "phase data wait" in words
     assert "_" not in words
+
+
+def test_epoch_and_counts_of_the_program_are_no_own_metrics():
+    names = {"my_metric": "my_metric", "epoch": "epoch", "number of nan iterations": "nan_iterations"}
+    found = [Metric(name=name, stored=stored, labels=(None,)) for name, stored in names.items()]
+    own, monitor = metric_groups(found, {}).split('data-group="Step phases and monitor"')
+
+    assert 'data-group="Own metrics" open' in own
+    assert ["my_metric"] == [name for name in names if f'title="{name}"' in own]
+    assert monitor.startswith("><summary>")  # folded
+    assert all(f'title="{name}"' in monitor for name in ("epoch", "number of nan iterations"))
 
 
 def test_chart_shows_values_labels_and_gaps(chromium, address):

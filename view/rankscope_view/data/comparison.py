@@ -187,6 +187,7 @@ def compared_values(runs: Sequence[Summary]) -> tuple[ComparedValue, ...]:
         "rows not finite": [one.losses.nonfinite for one in runs],
         "learning rate": [one.parameters.learning_rate for one in runs],
         "gradient norm": [one.parameters.grad_norm for one in runs],
+        "global batch": [one.speed.global_batch for one in runs],
         "restarts": [len(one.detail.restarts) for one in runs],
         "step seconds (median of all steps)": [one.speed.step_seconds for one in runs],
     }

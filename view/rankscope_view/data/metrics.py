@@ -26,6 +26,8 @@ from rankscope_view.data.raw_rows import raw_series
 HARDWARE: Final = "Host and GPU"
 MONITOR: Final = "Step phases and monitor"
 UNGROUPED: Final = "Own metrics"
+_COUNTS: Final = {"epoch", "tokens", "samples", "global_batch_size", "skipped_iterations", "nan_iterations"}
+_NOT_OWN: Final = MONITOR_SCALARS | _COUNTS | {"loss_scale"}
 MOST_LINES: Final = 24
 """Largest number of lines of a metric, which a chart shows."""
 
@@ -51,7 +53,7 @@ class Metric:
     @property
     def group(self) -> str:
         """Return the heading below which pages show the metric: the part of its name before the first slash."""
-        if self.stored in HARDWARE_SCALARS or self.stored in MONITOR_SCALARS:
+        if self.stored in HARDWARE_SCALARS or self.stored in _NOT_OWN:
             return HARDWARE if self.stored in HARDWARE_SCALARS else MONITOR
         return group_of(self.name)
 
