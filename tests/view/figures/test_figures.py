@@ -206,6 +206,13 @@ def test_overlay_has_one_average_and_one_label_per_run():
     assert ["b  29.00", "a  39.00"] == [text.get_text() for text in axes.texts if "  " in text.get_text()]
 
 
+def test_bytes_are_shown_in_gibibytes():
+    axes = overlay("device_memory_allocated_bytes", [("r", history(np.full(40, 1.5 * 2**30)))]).axes[0]
+
+    assert "Device memory allocated, GiB" == axes.get_ylabel()
+    assert ["r  1.500"] == [text.get_text() for text in axes.texts if text.get_text().startswith("r")]
+
+
 def test_nan_of_one_run_covers_no_line_of_another():
     ruined = [history(np.where(np.arange(40.0) < 30 - start, np.arange(40.0), np.nan)) for start in (0, 10)]
     axes = overlay("loss", [("fine", history(np.arange(40.0))), *zip("ab", ruined, strict=True)]).axes[0]

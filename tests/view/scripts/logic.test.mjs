@@ -3,7 +3,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { clipped, common } from "../../../view/rankscope_view/assets/heat_marks.js";
-import { logTicks, csv, duration, expanded, keptOrder, nearest, perplexityRange, placeLabel, readState, replaceState, roundSteps, shown, sliced, stepSplits, tickLabel, valueRange, viridis, writeState } from "../../../view/rankscope_view/assets/logic.js";
+import { byteSize, logTicks, csv, duration, expanded, keptOrder, nearest, perplexityRange, placeLabel, readState, replaceState, roundSteps, shown, sliced, stepSplits, tickLabel, valueRange, viridis, writeState } from "../../../view/rankscope_view/assets/logic.js";
 import { alone, badRange, seriesOf, valueText } from "../../../view/rankscope_view/assets/series.js";
 import { contextOf, extended, grown, ranksNote, secondsLeft } from "../../../view/rankscope_view/assets/tail.js";
 
@@ -28,6 +28,12 @@ test("unknown choices are the default", () => {
 
 test("numbers keep four digits, and NaN and absence are words", () => {
   assert.deepEqual(["2.870", "1.03e-4", "12,480", "NaN", "∞", "–", "0"], [2.87, 1.03e-4, 12480, NaN, Infinity, null, 0].map(shown));
+});
+
+test("bytes have binary units on the axis and in the legend of a chart", () => {
+  assert.deepEqual(["17.51 GiB", "512 MiB", "1.5 KiB", "0 B"], [1.88e10, 2 ** 29, 1536, 0].map(byteSize));
+  const memory = { ...curve, name: "device_memory_allocated_bytes", lines: [{ ...line, value: line.value.map(() => 2 ** 34) }] };
+  assert.equal("16 GiB", valueText(memory, seriesOf(memory)[0], 3, true));
 });
 
 test("labels of ticks are not rounded", () => {

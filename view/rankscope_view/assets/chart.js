@@ -1,5 +1,5 @@
 // One chart of a curve: lines by uPlot; NaN ranges, restarts and markers are drawn over them.
-import { logTicks, perplexityRange, placeLabel, stepSplits, tickLabel, valueRange } from "./logic.js";
+import { byteSize, logTicks, perplexityRange, placeLabel, stepSplits, tickLabel, valueRange } from "./logic.js";
 import { clip, colour, cross, glyph, hatch, labelFont, lineAcross, MAP_LEFT, ring, triangle } from "./marks.js";
 import { setText } from "./newest.js";
 import { alone, bandsOf, isDrawn, seriesOf, valueText } from "./series.js";
@@ -12,6 +12,8 @@ import { alone, bandsOf, isDrawn, seriesOf, valueText } from "./series.js";
 const LANE = 42;
 /** Height of the labels of ranges without finite values above a chart. */
 const WORDS = 12;
+/** Distances of ticks of an axis of bytes. */
+const BINARY = [...Array(50).keys()].map((power) => 2 ** power);
 /** @type {Record<string, {width: number, dash?: number[]}>} Width and dashes by style. */
 const STYLES = { edge: { width: 0 }, behind: { width: 1 }, raw: { width: 1.5 }, main: { width: 1.5 }, other: { width: 1 }, baseline: { width: 1.5, dash: [8, 4] }, limit: { width: 1.2, dash: [2, 3] } };
 
@@ -94,6 +96,7 @@ export class Chart {
       points: this.options.name === "eval_loss" ? { show: style === "raw", size: 6 } : style === "raw" ? points : { show: false },
       spanGaps: false,
     }));
+    const isBytes = this.options.name.endsWith("_bytes");
     const axis = { stroke: text, font, grid: { stroke: grid, width: 1 }, ticks: { show: false } };
     const curve = /** @type {Curve} */ (this.curve);
     return {
@@ -107,7 +110,7 @@ export class Chart {
       },
       axes: [
         { ...axis, space: 70, size: 26, splits: curve.axis === "arrival" ? () => stepSplits(this.curve, this.window ?? [0, 1], this.box.clientWidth / 75) : undefined, values: (/** @type {any} */ u, /** @type {number[]} */ ticks) => this.places(u, ticks) },
-        { ...axis, ...(log ? { splits: () => logTicks(this.range ?? [1, 10]), filter: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks } : {}), size: (/** @type {any} */ _, /** @type {string[] | null} */ words) => (this.isBelowMap() ? MAP_LEFT + 6 : Math.max(52, 16 + 6.3 * Math.max(0, ...(words ?? []).map((one) => one.length)))), values: (/** @type {any} */ _, /** @type {(number | null)[]} */ ticks) => ticks.map((one) => (one === null ? "" : tickLabel(one))) },
+        { ...axis, ...(isBytes ? { incrs: BINARY } : {}), ...(log ? { splits: () => logTicks(this.range ?? [1, 10]), filter: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks } : {}), size: (/** @type {any} */ _, /** @type {string[] | null} */ words) => (this.isBelowMap() ? MAP_LEFT + 6 : Math.max(52, 16 + 6.3 * Math.max(0, ...(words ?? []).map((one) => one.length)))), values: (/** @type {any} */ _, /** @type {(number | null)[]} */ ticks) => ticks.map((one) => (one === null ? "" : isBytes ? byteSize(one) : tickLabel(one))) },
       ],
       cursor: {
         sync: { key: "run" },

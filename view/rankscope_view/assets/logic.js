@@ -108,6 +108,16 @@ export function shown(value) {
 }
 
 /**
+ * Return a number of bytes with a binary unit, as of memory.
+ * @param {number} bytes
+ * @returns {string}
+ */
+export function byteSize(bytes) {
+  const power = Math.max(0, Math.min(4, Math.floor(Math.log2(Math.abs(bytes) || 1) / 10)));
+  return `${EXACT.format(Number((bytes / 1024 ** power).toPrecision(4)))} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+}
+
+/**
  * Return a duration as text in its two largest units, as the server does.
  * @param {number} seconds
  * @returns {string}

@@ -1,5 +1,5 @@
 // The lines of a chart: which arrays of a curve are drawn, in which style. No function touches the document.
-import { shown, valueAt } from "./logic.js";
+import { byteSize, shown, valueAt } from "./logic.js";
 
 /** @typedef {import("./logic.js").Curve} Curve */
 /** @typedef {import("./logic.js").Line} Line */
@@ -70,7 +70,7 @@ export function valueText(curve, series, x, isPointed) {
   const [before, end] = [series.x.at(-2) ?? -Infinity, series.x.at(-1) ?? x];
   const isAbsent = (bad && !(isPointed && series.x.includes(x))) || (isPointed && x - end > end - before);
   const value = isAbsent ? null : valueAt(series, x);
-  return value === null && bad ? bad[2].replace(/( of .*)? [^ ]*$/, "") : shown(value);
+  return value === null && bad ? bad[2].replace(/( of .*)? [^ ]*$/, "") : value !== null && curve.name?.endsWith("_bytes") ? byteSize(value) : shown(value);
 }
 
 /**

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -47,6 +47,9 @@ def overlay(
     grey print distinguishes them.
     """
     words = title_of(name)
+    if name.endswith("_bytes"):
+        histories = [(label, replace(rows, value=rows.value / 2.0**30)) for label, rows in histories]
+        words = f"{words.removesuffix(', bytes')}, GiB"
     with style.style(_TEXT_SIZE):
         figure = style.new_figure(*SIZE)
         axes: Axes = figure.subplots()
