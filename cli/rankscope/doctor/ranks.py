@@ -59,11 +59,7 @@ def _problems(live: Sequence[dict[str, Any]]) -> Iterator[CheckResult]:
     lost = sum(target["records_lost"] for target in live)
     if lost:
         remedy = "increase serve.ring_records or enable the spool; events of type gap list the lost records"
-        yield warn(
-            AREA,
-            f"{lost} {'record was' if lost == 1 else 'records were'} overwritten before the service read them",
-            remedy,
-        )
+        yield warn(AREA, f"records that were overwritten before the service read them: {lost}", remedy)
 
 
 def _rank_checks(environment: Environment, live: Sequence[dict[str, Any]]) -> Iterator[CheckResult]:

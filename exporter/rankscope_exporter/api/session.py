@@ -363,8 +363,7 @@ class Session:
         self.notices.time_spent(self.step_observers.phases.step_seconds)
         left = self.channel.drain(left_seconds if is_hurried else wait_seconds)
         if left and self.channel.service_url:
-            records = f"{left} record{'' if left == 1 else 's'}"
-            self.notices.say(f"{self.channel.service_url} did not commit {records} within {wait_seconds:g} s")
+            self.notices.say(f"{self.channel.service_url} did not commit {left} of the records in {wait_seconds:g} s")
         if left:
             self.channel.persistence.flush(limit)
             self.notices.uncommitted(left, self.channel.persistence, self.config.serve)

@@ -57,11 +57,8 @@ class Console(StepObserver):
             return
         shown = new or ordered[:1]
         more = f" (and {len(anomalies) - len(shown)} more at this step)" if len(anomalies) > len(shown) else ""
-        earlier = (
-            f" [{self._suppressed} step{'' if self._suppressed == 1 else 's'} with firings not shown]"
-            if self._suppressed
-            else ""
-        )
+        plural = "" if self._suppressed == 1 else "s"
+        earlier = f" [{self._suppressed} step{plural} with firings not shown]" if self._suppressed else ""
         for event in shown:
             note = f"{more}{earlier}" if event is shown[0] else ""
             self.line(f"step {record.step}, rank {self._rank}: {event.message}{note}")
@@ -75,7 +72,6 @@ class Console(StepObserver):
             steps = f"{self._suppressed:,} more step{'' if self._suppressed == 1 else 's'}"
             self.line(f"rank {self._rank}: firings at {steps}, the last is step {self._held_step}: {rules}")
             self._suppressed = 0
-            self._held.clear()
 
     def line(self, text: str) -> None:
         """Print `text` with the prefix "rankscope:".

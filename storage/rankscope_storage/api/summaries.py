@@ -23,7 +23,7 @@ from rankscope_storage.sql.views import files_select
 INCIDENT_GAP_STEPS: Final = 20
 """Two consecutive anomalies of one attempt belong to one incident if at most this many steps are between them."""
 
-# The time of an import event is not a time of the run. Logs that were imported into a live run do not change its facts.
+# An import and an incident have no time of the run. Logs that were imported into a live run do not change its facts.
 _RUNS: Final = f"""\
 WITH known AS (
   SELECT run, max(attempt) + 1 AS attempts, count(DISTINCT rank) AS ranks,
@@ -31,7 +31,7 @@ WITH known AS (
   FROM (
     SELECT run, attempt, rank, step, ts FROM scalars_without_jumps WHERE {is_main_source()}
     UNION ALL
-    SELECT run, attempt, rank, step, CASE WHEN type <> 'import' THEN ts END AS ts FROM events_without_jumps
+    SELECT run, attempt, rank, step, if(type IN ('import', 'incident'), NULL, ts) AS ts FROM events_without_jumps
     WHERE coalesce(NOT starts_with(incarnation, '{IMPORT_PREFIX}'), true)
       OR run NOT IN (SELECT run FROM attempts WHERE source_kind = 'live')
     UNION ALL

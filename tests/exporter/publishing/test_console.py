@@ -59,8 +59,10 @@ def test_first_firing_of_each_rule_and_severity_is_printed_immediately() -> None
         console.on_record(record(step, fired("AnomalyNan", Severity.CRITICAL, "nan")))
     console.finish()
     console.finish()
-    console.on_record(record(30, fired("AnomalyNan", Severity.CRITICAL, "nan")))
-    console.finish()
+    once = Console(1, enabled=True, stream=stream, clock=lambda: now[0])
+    for step in range(4):
+        once.on_record(record(step, fired("AnomalyNan", Severity.CRITICAL, "nan")))
+    once.finish()
     lines = stream.getvalue().splitlines()
 
     assert [
@@ -70,7 +72,8 @@ def test_first_firing_of_each_rule_and_severity_is_printed_immediately() -> None
         "rankscope: step 20, rank 0: nan (and 1 more at this step) [17 steps with firings not shown]",
         "rankscope: step 21, rank 0: worse",
         "rankscope: rank 0: firings at 8 more steps, the last is step 29: 8 of AnomalyNan",
-        "rankscope: rank 0: firings at 1 more step, the last is step 30: 1 of AnomalyNan",
+        *(f"rankscope: step {step}, rank 1: nan" for step in range(3)),
+        "rankscope: rank 1: firings at 1 more step, the last is step 3: 1 of AnomalyNan",
     ] == lines
 
 

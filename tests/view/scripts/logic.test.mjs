@@ -139,6 +139,11 @@ test("time left follows the live rows, and a change below a value is that of the
 
   rows.push([0, 141, 1e9 + 202, { loss: [3, 3, 3, 1] }]);
   assert.deepEqual(["1 of 2 ranks", "1 of 2 ranks", ""], [line("loss", ""), ranksNote(rows.slice(-1), 2), ranksNote(rows.slice(-1), 1)]);
+
+  rows.push([0, 151, 1e9 + 210, { step_seconds: [1] }], [0, 152, 1e9 + 211, { step_seconds: [1] }]);
+  const every = rows.filter((row, at) => at % 10 === 0 || !row[3].loss);
+  assert.deepEqual(["no loss since step 141", "last finite 1.000 at step 130"], [line("loss", ""), line("loss", "", every)]);
+  assert.equal("no loss since step 9", line("loss", "no loss since step 9", rows.slice(-1)));
 });
 
 test("a line that ends with NaN has that range at its end, also of several runs and before a training loss", () => {

@@ -87,8 +87,13 @@ export function ranksNote(rows, most) {
 export function contextOf(name, rows, before, ranks, at) {
   if (!["loss", "learning_rate", "grad_norm", ...SPEEDS].includes(name)) return before;
   const own = rows.filter((row) => valuesOf(row, name));
+  const isLate = name === "loss" && before.startsWith("no loss since");
+  if (isLate && own.length < 2) return before;
   if (!own.length) return at < 0 ? "" : `up to step ${grouped(at)}`;
   if (name !== "loss") return before.startsWith("up to") ? "" : before;
+  const [first, last] = [own[0][1], own[own.length - 1][1]];
+  const isEnded = rows[rows.length - 1][1] - last > Math.max(10, (5 * (last - first)) / (own.length - 1)); // NaN of one row
+  if (isEnded) return `no loss since step ${grouped(last)}`;
   const values = own.map((row) => valuesOf(row, name)?.[0] ?? NaN);
   const finite = values.findLastIndex(Number.isFinite);
   const note = ranksNote(own, ranks);

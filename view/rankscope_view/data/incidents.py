@@ -48,9 +48,11 @@ CAUSAL_PLACE: Final = f"""\
 """SQL of a sort key of anomalies of an attempt, which puts the first cause first."""
 
 
+# The end of an attempt is the end of the cause of a stall.
 _REPORTED: Final = f"""\
 SELECT run, attempt, rank, step, epoch(ts) AS at, severity, rule, kind, tensor, op, value, baseline, threshold, message,
-  details
+  details, rule IN ('{RUN_STALLED}', '{SLOW_RANK}') AND coalesce(attempt, 0) < (SELECT coalesce(max(attempt), 0)
+    + bool_or(state IN ('completed', 'stopped', 'failed'))::INTEGER FROM runs WHERE run = events.run) AS is_over
 FROM events
 WHERE type = 'incident' AND rule IS DISTINCT FROM '{RUN_FINISHED}' AND run IN (SELECT unnest($runs))
 ORDER BY run, ordinal, ts, details NULLS FIRST, rank NULLS FIRST, tensor NULLS FIRST"""
@@ -70,11 +72,6 @@ SELECT run, attempt, if(source_kind = 'live', NULL, last_step) AS step, last_ste
     SELECT 1 FROM attempts AS later WHERE later.run = failed.run AND later.attempt > failed.attempt
       AND (later.state = 'completed' OR later.last_step > failed.last_step)) AS is_over
 FROM attempts AS failed WHERE state = 'failed' AND run IN (SELECT unnest($runs))"""
-
-# The end of an attempt is the end of the cause of a stall.
-_OVER: Final = """\
-SELECT run, coalesce(attempt, 0) + (state IN ('completed', 'stopped', 'failed'))::INTEGER AS attempt FROM runs
-WHERE run IN (SELECT unnest($runs))"""
 
 # Without anomalies, as in most runs, this takes a fifth of the time of the statement that groups them.
 _WITH_ANOMALIES: Final = """\
@@ -104,9 +101,8 @@ FROM numbered GROUP BY run, attempt, subject, number ORDER BY min(place)"""
 # The values of an incident are those of its first anomaly, and later ones can be far larger.
 _SUBJECT: Final = ("run", "attempt", "rank", "rule", "kind", "tensor", "op")
 _WORST: Final = f"""\
-SELECT {", ".join(_SUBJECT)}, max(value) AS highest, arg_max(step, value) AS highest_step,
-  min(value) AS lowest, arg_min(step, value) AS lowest_step FROM events
-WHERE type = 'anomaly' AND baseline > 0 AND isfinite(value) AND run IN (SELECT unnest($runs))
+SELECT {", ".join(_SUBJECT)}, max(value) AS worst, arg_max(step, value) AS step FROM events
+WHERE type = 'anomaly' AND baseline > 0 AND isfinite(value) AND value > baseline AND run IN (SELECT unnest($runs))
   AND coalesce(tensor, '') IN (SELECT unnest($tensors)) GROUP BY ALL"""
 
 
@@ -136,7 +132,7 @@ class Incident:
     cause: str | None = None  # evidence against the rank
     closed_by: str = ""  # name of the user that closed it, and the note in quotation marks
     where: tuple[str, ...] = ()  # places in which ranks wait
-    worst: float | None = None  # the value of the same subject farthest from normal, if it came after the first one
+    worst: float | None = None  # the largest value of the same subject, if it came after the first one
 
     @property
     def is_open(self) -> bool:
@@ -154,22 +150,15 @@ class Incident:
         return self.severity == Severity.CRITICAL
 
     @property
-    def is_stall(self) -> bool:
-        """Return whether it is the wait of ranks, which the end of the run ends."""
-        return self.rule in {RUN_STALLED, SLOW_RANK}
-
-    @property
     def is_ruin(self) -> bool:
         """Return whether training failed, or its numbers are wrong: a critical incident or one of the loss."""
-        is_of_numbers = self.rule == RUN_FAILED or (self.rule not in RULES_OF_RUNS and not self.is_stall)
-        return is_of_numbers and (self.is_critical or self.op == "loss")
+        return self.rule not in {*RULES_OF_RUNS - {RUN_FAILED}, SLOW_RANK} and (self.is_critical or self.op == "loss")
 
     @property
     def place(self) -> str:
         """Return the end of a clause with the first step; empty without a step, or if the message has it."""
-        line = (self.message or "").partition("\n")[0]
-        is_named = ", since step " in line or (self.rule in RULES_OF_RUNS and f"after step {self.step};" in f"{line};")
-        if self.step is None or is_named:
+        line = f"{self.message};"
+        if self.step is None or ", since step " in line or f"after step {self.step};" in line:
             return ""
         return f"{' at' if self.worst is None else ', since'} step {self.step:,}"
 
@@ -206,13 +195,7 @@ def incidents(connection: Connection, runs: Sequence[str]) -> dict[str, list[Inc
     chosen = {"runs": [one.run for one in later], "tensors": [one.tensor or "" for one in later]}
     rows = connection.query(_WORST, chosen).to_pylist() if later else []
     largest = {tuple(row[name] for name in _SUBJECT): row for row in rows}
-    stalled = [run for run, listed in found.items() if any(one.is_open and one.is_stall for one in listed)]
-    over = connection.query(_OVER, {"runs": stalled}).to_pylist() if stalled else []
-    begins = {row["run"]: row["attempt"] for row in over}
     for run, listed in found.items():
-        for at, one in enumerate(listed):
-            if one.is_open and one.is_stall and (one.attempt or 0) < begins.get(run, 0):
-                listed[at] = replace(one, states=(*one.states, (None, "resolved")))
         ordered = (_with_worst(one, largest) for one in sorted(listed, key=in_order))
         numbered = [replace(one, number=number) for number, one in enumerate(ordered, start=1)]
         found[run] = sorted(numbered, key=lambda one: (not one.is_open, not one.is_ruin, not one.is_critical))
@@ -221,9 +204,8 @@ def incidents(connection: Connection, runs: Sequence[str]) -> dict[str, list[Inc
 
 def _with_worst(one: Incident, largest: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> Incident:
     row = largest.get(tuple(getattr(one, name) for name in _SUBJECT))
-    end = "lowest" if (one.value or 0.0) < (one.baseline or 0.0) else "highest"  # a throughput is anomalous below it
-    is_later = row is not None and one.step != row[f"{end}_step"] and _covers(one, row[f"{end}_step"])
-    return replace(one, worst=row[end]) if row and is_later else one
+    is_later = row is not None and one.step != row["step"] and _covers(one, row["step"])
+    return replace(one, worst=row["worst"]) if row and is_later else one
 
 
 def in_order(one: Incident) -> tuple[int, int, str]:
@@ -284,14 +266,16 @@ def _reported(key: str, rows: Sequence[dict[str, Any]]) -> Incident:
     first, details = rows[0], rows[-1]["details"]
     ends = (row["details"] for row in reversed(rows) if row["details"].get("state") == CLOSED)
     closed: dict[str, Any] = next(ends, {})
-    columns = {name: value for name, value in first.items() if name not in {"at", "details"}}
+    columns = {name: value for name, value in first.items() if name not in {"at", "details", "is_over"}}
+    states = [(row["at"], str(row["details"].get("state"))) for row in rows]
+    over = [(None, "resolved")] if first["is_over"] and is_open(state for _, state in states) else []
     return Incident(
         **columns,
         key=key,
         last_step=details.get("last_step"),
         events=int(details.get("events") or len(rows)),
         ranks=tuple(_numbers(details.get("ranks"))),
-        states=tuple((row["at"], str(row["details"].get("state"))) for row in rows),
+        states=(*states, *over),
         cause=details.get("cause"),
         closed_by=" ".join(filter(None, (closed.get("user"), f"“{note}”" if (note := closed.get("note")) else None))),
         where=tuple(str(place) for place in details.get("where") or ()),
@@ -315,9 +299,7 @@ def happening(one: Incident) -> str:
     is_finite = one.value is not None and math.isfinite(one.value)
     if one.value is not None and one.rule not in RULES_OF_RUNS and (one.baseline or not is_finite):
         name = one.op or subject_name(one.tensor, None) or "value"
-        extent = "" if one.worst is None else "up to " if one.worst > one.value else "down to "
-        value = one.value if one.worst is None else one.worst
-        text = deviation_text(name, value, one.baseline, one.rule, extent)
+        text = deviation_text(name, one.worst or one.value, one.baseline, one.rule, "up to " if one.worst else "")
         return f"{_quantity(one.kind)} {text}".strip() if is_finite else text
     line = (one.message or one.rule or "reported").partition("\n")[0]
     return line.removesuffix(f", step {one.step}")  # sentences end with the step

@@ -49,8 +49,8 @@ newest AS (
   FROM logged JOIN first USING (run, name, attempt) WHERE coalesce(labels, '') = chosen GROUP BY ALL
 ),
 by_step AS (
-  SELECT run, name, logged.position, known, max(ts) AS newest_ts, avg(value) AS value, count(*) AS rows,
-    count(DISTINCT rank) AS ranks
+  SELECT run, name, logged.position, known, any_value(attempt) AS attempt, max(ts) AS newest_ts,
+    avg(value) AS value, count(*) AS rows, count(DISTINCT rank) AS ranks
   FROM logged JOIN newest USING (run, name, attempt)
   WHERE coalesce(labels, '') = chosen
     AND logged.position > newest.position - if(name IN ('{"', '".join(SPEEDS)}'), {SPEED_STEPS}, 1)
@@ -59,8 +59,8 @@ by_step AS (
 complete AS (
   SELECT *, rows = max(rows) OVER (PARTITION BY run, name) AS is_complete FROM by_step
 )
-SELECT run, name, max(position) AS position, epoch(arg_max(newest_ts, position)) AS logged_at,
-  median(value) FILTER (is_complete) AS value,
+SELECT run, name, any_value(attempt) AS attempt, max(position) AS position,
+  epoch(arg_max(newest_ts, position)) AS logged_at, median(value) FILTER (is_complete) AS value,
   median(value) FILTER (is_complete) * greatest(any_value(known), 1) AS total,
   arg_max(ranks, position) AS ranks, any_value(known) - arg_max(ranks, position) AS missing
 FROM complete GROUP BY run, name"""
@@ -174,6 +174,7 @@ def _newest(rows: SeriesRows, steps: int) -> dict[str, Any]:
         "value": value,
         "total": value * max(known, 1),
         "position": step,
+        "attempt": int(attempt),
         "logged_at": None if math.isnan(at) else at,
         "ranks": ranks,
         "missing": known - ranks,

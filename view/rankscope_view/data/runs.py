@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from rankscope_contract.model.events import RUN_FAILED, RUN_SLOW, RunState
+from rankscope_contract.model.events import RUN_FAILED, RUN_SLOW, SLOW_RANK, RunState
 from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.runs.tags import parse_tags
+from rankscope_storage.sql.scalar_history import POSITIONS, is_main_source
 from rankscope_view.data.history import LEARNING_RATE, LOSS, SPEEDS
 from rankscope_view.data.incidents import Incident, happening, in_order, incidents, sentence_of
 from rankscope_view.data.newest import NO_CURVE, Newest, Sparkline, read_newest
@@ -26,6 +27,15 @@ _RUNS: Final = """\
 SELECT run, state, reason, planned_steps, last_step, epoch(started_at) AS started_at, epoch(ended_at) AS ended_at,
   epoch(ts) AS updated_at, source_kind, tags, note, world_size, attempt FROM runs"""
 
+_LAST_ROWS: Final = f"""\
+SELECT run, max(coalesce(attempt, 0)) AS attempt, epoch(max(ts)) AS logged_at,
+  arg_max(position, (coalesce(attempt, 0), position)) AS position
+FROM {POSITIONS} WHERE run IN (SELECT unnest($runs)) AND position IS NOT NULL AND NOT starts_with(name, 'eval')
+GROUP BY run"""
+_LOSSES_APART: Final = f"""\
+SELECT run, (max(position) - min(position)) / greatest(count(DISTINCT position) - 1, 1) AS apart
+FROM {POSITIONS} WHERE run IN (SELECT unnest($runs)) AND name = 'loss' AND value IS NOT NULL AND {is_main_source()}
+GROUP BY run, coalesce(attempt, 0) QUALIFY coalesce(attempt, 0) = max(coalesce(attempt, 0)) OVER (PARTITION BY run)"""
 _NO_TAGS: Final = (None, "", "{}")
 _COLUMNS: Final = (
     *("state", "reason", "planned_steps", "last_step", "started_at", "ended_at"),
@@ -54,6 +64,8 @@ class RunRow:
     tags: Mapping[str, str] = field(default_factory=dict)
     note: str | None = None
     loss: float | None = None  # mean over the ranks that logged it at its newest step
+    loss_step: int | None = None
+    is_loss_late: bool = False  # further ones should have followed it
     loss_ranks: int = 0  # number of these ranks; 0 for a log without ranks
     loss_ranks_missing: int = 0  # ranks that logged the loss before, and not at its newest step
     learning_rate: float | None = None
@@ -74,7 +86,9 @@ class RunRow:
 
     @property
     def loss_note(self) -> str:
-        """Return the number of ranks in the mean of the loss, if ranks are missing: `1 of 2 ranks`."""
+        """Return that the loss has ended, or the number of ranks in its mean if ranks are missing: `1 of 2 ranks`."""
+        if self.is_loss_late:
+            return f"no loss since step {self.loss_step:,}"
         of = self.loss_ranks + self.loss_ranks_missing
         return f"{self.loss_ranks} of {of} ranks" if self.loss_ranks_missing else ""
 
@@ -258,7 +272,15 @@ def _complete(
     names = [row["run"] for row in known]
     live = {row["run"]: row for row in known if row["state"] is not None and row["state"] not in ENDED}
     newest = read_newest(connection, names, live, has_curves=has_curves, rows=rows)
-    return [_run_row(row, newest, found.get(row["run"], ())) for row in known]
+    # The service stores the step of a followed log rarely, and its rows need no scalar that the list shows.
+    logs = [run for run, row in live.items() if row["source_kind"] not in {None, "live"}]
+    for line in connection.query(_LAST_ROWS, {"runs": logs}).to_pylist() if logs else ():
+        newest.values[line["run"], ""] = line
+    found_rows = [_run_row(row, newest, found.get(row["run"], ())) for row in known]
+    lags = {one.run: lag for one in found_rows if (lag := (one.step or 0) - (one.loss_step or math.inf)) > 10}
+    apart = connection.query(_LOSSES_APART, {"runs": list(lags)}).to_pylist() if lags else ()
+    late = {line["run"] for line in apart if lags[line["run"]] > 5 * line["apart"]}
+    return [replace(one, is_loss_late=one.run in late) for one in found_rows]
 
 
 def _run_row(row: Mapping[str, Any], newest: Newest, listed: Sequence[Incident]) -> RunRow:
@@ -270,14 +292,18 @@ def _run_row(row: Mapping[str, Any], newest: Newest, listed: Sequence[Incident])
         if (run, name) in latest
     }
     speed_name = next(iter(speeds), None)
-    rows = [latest[run, name] for name in (LOSS, LEARNING_RATE, *SPEEDS) if (run, name) in latest]
-    positions = [one["position"] for one in rows] + ([row["last_step"]] if row["last_step"] is not None else [])
+    rows = [latest[run, name] for name in ("", LOSS, LEARNING_RATE, *SPEEDS) if (run, name) in latest]
+    newest_attempt = max((one["attempt"] for one in rows), default=0)
+    attempt_of_row = -1 if (run, "") in latest else row["attempt"] or 0  # a log has one last step for all attempts
+    placed = [*((one["attempt"], one["position"]) for one in rows), (attempt_of_row, row["last_step"])]
+    positions = [step for attempt, step in placed if step is not None and attempt >= newest_attempt]
     times = [one["logged_at"] for one in rows if one["logged_at"] is not None]
     return RunRow(
         **{name: row[name] for name in ("run", *_COLUMNS) if name not in {"last_step", "updated_at"}},
         step=_done(row, positions),
         seen_at=max(times, default=row["ended_at"] or row["updated_at"]),
         loss=latest.get((run, LOSS), {}).get("value"),
+        loss_step=latest.get((run, LOSS), {}).get("position"),
         loss_ranks=latest.get((run, LOSS), {}).get("ranks", 0),
         loss_ranks_missing=latest.get((run, LOSS), {}).get("missing", 0),
         learning_rate=latest.get((run, LEARNING_RATE), {}).get("value"),
@@ -288,7 +314,7 @@ def _run_row(row: Mapping[str, Any], newest: Newest, listed: Sequence[Incident])
         sparkline=newest.sparklines.get(run, NO_CURVE),
         incidents=tuple(one for one in listed if one.is_open),
         is_ruined=row["state"] == RunState.FAILED
-        or any(not one.is_resolved and not one.is_stall and one.rule != RUN_SLOW for one in listed),
+        or any(not one.is_resolved and one.rule not in {SLOW_RANK, RUN_SLOW} for one in listed),
     )
 
 

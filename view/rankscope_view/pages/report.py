@@ -122,7 +122,8 @@ def _loss(found: Summary) -> str:
         return f"All {count(losses.rows)} losses are NaN or infinite."
     trend = f" and {losses.trend}" if losses.trend in {Trend.FALLING, Trend.RISING, Trend.STEADY} else ""
     if math.isfinite(losses.current):
-        return f"Loss {measure(losses.current)}{trend}."
+        late = f", {found.detail.row.loss_note}" if found.detail.row.is_loss_late else ""
+        return f"Loss {measure(losses.current)}{trend}{late}."
     return f"Loss {measure(losses.current)}; the last finite loss is {measure(losses.last_finite)} at step {count(losses.last_finite_step or 0)}."
 
 
