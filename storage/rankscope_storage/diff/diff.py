@@ -37,7 +37,9 @@ SCALARS: Final = ("loss", "grad_norm", "learning_rate")
 Other scalars, such as times and rates, differ between any two runs."""
 
 _NAMES: Final = "|".join(sorted(HARDWARE_SCALARS | MONITOR_SCALARS))
-_TIMES: Final = rf"regexp_matches(name, '(^|[_/])(seconds|(run)?time(rs?)?)($|[_/])|_per_(second|gpu)|^(mfu|{_NAMES})$')"
+_TIMES: Final = (
+    rf"regexp_matches(name, '(^|[_/])(seconds|(run)?time(rs?)?)($|[_/])|_per_(second|gpu)|^(mfu|{_NAMES})$')"
+)
 DATASETS: Final = ("tensor_stats", "features", "scalars", "hashes")
 NUMBERS: Final = (*VALUE_OPS, "value")
 EXACT: Final = (*COUNT_OPS, "hash")

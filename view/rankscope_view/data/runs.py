@@ -29,9 +29,8 @@ SELECT run, state, reason, planned_steps, last_step, epoch(started_at) AS starte
 
 _LAST_ROWS: Final = f"""\
 SELECT run, max(coalesce(attempt, 0)) AS attempt, epoch(max(ts)) AS logged_at,
-  arg_max(position, (coalesce(attempt, 0), position)) AS position
-FROM {POSITIONS} WHERE run IN (SELECT unnest($runs)) AND position IS NOT NULL AND NOT starts_with(name, 'eval')
-GROUP BY run"""
+  arg_max(position, (coalesce(attempt, 0), position)) AS position FROM {POSITIONS}
+WHERE run IN (SELECT unnest($runs)) AND position IS NOT NULL AND NOT starts_with(name, 'eval') GROUP BY run"""
 _LOSSES_APART: Final = f"""\
 SELECT run, (max(position) - min(position)) / greatest(count(DISTINCT position) - 1, 1) AS apart
 FROM {POSITIONS} WHERE run IN (SELECT unnest($runs)) AND name = 'loss' AND value IS NOT NULL AND {is_main_source()}
