@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import math
+import random
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import google_crc32c
 import pyarrow as pa
 from multidict import CIMultiDict
+from tests.fuzz.mutations import mutated
 from tests.ingest.conftest import encode_records
 from tests.ingest.remote_write.messages import write_request
 
@@ -329,7 +331,10 @@ def readers(folder: Path) -> Iterator[Reader]:
     ]
     streams = tuple(encode_records(records, compression=one) for one in (None, "lz4"))
     odd = streams[0].replace(b"message", b"m\xffssage")
-    yield Reader("records", streams, body, decode_errors, (odd, streams[0].replace(b"micro_step", b"micro\xffstep")))
+    late = mutated(streams[713_654 % len(streams)], streams, random.Random(713_654))  # an event after the year 9999
+    yield Reader(
+        "records", streams, body, decode_errors, (odd, streams[0].replace(b"micro_step", b"micro\xffstep"), late)
+    )
     yield Reader("spool", (streams[0],), spool(folder), (SpoolError,))
     write_identity(folder, REGISTRATION)
     yield Reader("identity of a spool", ((folder / "identity.json").read_bytes(),), identity(folder), (SpoolError,))
@@ -398,4 +403,5 @@ def _folders(folder: Path) -> Iterator[Reader]:
         (rank / "grad_reduced_0-1.csv").write_bytes(data)
         return list(importers()["msprobe"].read(rank.parent, Faults()))
 
-    yield Reader("log: msprobe", tuple(path.read_bytes() for path in tables), msprobe, (IngestError,))
+    seeds = tuple(path.read_bytes() for path in tables)
+    yield Reader("log: msprobe", seeds, msprobe, (IngestError,), (seeds[0].replace(b", ", b"\x0c"),))

@@ -294,9 +294,10 @@ class Shapes:
 
 def _shape(text: str | None) -> tuple[int, ...] | None:
     match = _SHAPE.fullmatch((text or "").strip())
-    if not match:
+    texts = [size for one in match[1].split(",") if (size := one.strip())] if match else [""]
+    if not all(map(str.isdecimal, texts)):
         return None
-    sizes = tuple(int(size[:20]) for size in match[1].replace(" ", "").split(",") if size)
+    sizes = tuple(int(size[:20]) for size in texts)
     return sizes if len(sizes) <= _MAX_DIMENSIONS and math.prod(sizes) < _MAX_ELEMENTS else None
 
 
