@@ -9,7 +9,7 @@ from typing import Final
 from rankscope_contract.model.events import RULES_OF_RUNS, RUN_FAILED, SLOW_RANK
 from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.api.summaries import AnomalyRow
-from rankscope_view.data.incidents import STATE_TEXTS, AnomalyGroup, Incident, Story, happening, window
+from rankscope_view.data.incidents import STATE_TEXTS, AnomalyGroup, Incident, Story, happening, sentence_of, window
 from rankscope_view.data.runs import RunRow
 from rankscope_view.pages.format import NONFINITE, NOTHING, count, kind_words, measure, text, utc
 from rankscope_view.pages.parts import (
@@ -67,12 +67,10 @@ def sql(one: Incident, steps: tuple[int, int]) -> str:
 
 def sentence(one: Incident) -> str:
     """Return the heading of an incident as HTML."""
-    where = "" if one.rank is None else f"Rank {one.rank}: "
-    if one.tensor is not None:
-        what = happening(one)
-        return f"{where}{text(what.split(' ')[0])} of {tensor_name(one.tensor)} {text(' '.join(what.split(' ')[1:]))}{one.place}"
-    what = happening(one) if one.rank is None else happening(one).removeprefix(f"rank {one.rank}: ")
-    return f"{where}{text(what)}{one.place}"
+    if one.tensor is None:
+        return text(sentence_of(one))
+    where, what = "" if one.rank is None else f"Rank {one.rank}: ", happening(one)
+    return f"{where}{text(what.split(' ')[0])} of {tensor_name(one.tensor)} {text(' '.join(what.split(' ')[1:]))}{one.place}"
 
 
 def page(place: Place, row: RunRow, one: Incident, story: Story) -> str:
