@@ -260,10 +260,12 @@ def test_incident_page_has_the_anomalies_after_its_last_report(tmp_path):
     for at, state in ((91, "opened"), (94, "notified"), (200, "closed")):
         known = {"key": "n", "last_step": min(at, 93), "events": 4, "state": state}
         listed.append(event("r", "incident", 90, at, details=known, **nan))
+    listed.append(event("r", "phase", 80, 80, rank=0, message="checkpoint", details={"phase": "checkpoint"}))
     with Store.open(tmp_path, create=True).claim(owner="a test") as writer:
         append(writer, events=events(listed), scalars=scalars("r", "loss", np.arange(161), 2.0, ts=START))
     found = read(Site(tmp_path), "runs", "r", "incidents", "n")
 
+    assert "Resume from the checkpoint of step 80." in found.text
     assert "First of 71 anomalies in steps 90 to 160." in found.text
     assert "AND step BETWEEN 90 AND 160" in found.text
     assert "rankscope anomalies r --steps 90:160" in found.text

@@ -345,7 +345,8 @@ _NEWEST: Final = 2**62  # a step after all others
 _LAYER: Final = re.compile(r"^(.*?\b\d+)\b")
 _CHECKPOINTS: Final = """\
 SELECT max(step) FILTER (step < $first) AS before, min(step) FILTER (step >= $first) AS after FROM events
-WHERE run = $run AND type = 'checkpoint' AND coalesce(attempt, 0) = $attempt AND step <= $last"""
+WHERE run = $run AND (type = 'checkpoint' OR details->>'$.phase' = 'checkpoint') AND coalesce(attempt, 0) = $attempt
+  AND step <= $last"""
 _ATTEMPTS: Final = """\
 SELECT type, coalesce(attempt, 0) AS attempt, epoch(min(if(type = 'launch', coalesce(started_at, ts), ts))) AS at,
   arg_min(message, ts) AS message, min(step) AS step

@@ -92,7 +92,8 @@ def sentences(content: ReportContent) -> Iterator[str]:
     slow = {row.rank for row in content.ranks.rows if row.is_slow}
     # A sentence below names a slow rank, so its incident is not counted a second time.
     if not ended:
-        yield from _first_incident([one for one in content.incidents if one.tensor is not None or one.rank not in slow])
+        others = [one for one in content.incidents if one.tensor is not None or one.rank not in slow]
+        yield from _first_incident(others) if others or not content.incidents else ()
     for row in content.ranks.rows:
         if row.slow is not None:
             yield f"Rank {row.rank} {row.slow.words}."
