@@ -344,7 +344,8 @@ _LAUNCHES: Final = """\
 SELECT DISTINCT details->>'$.host' AS host, details->>'$.versions' AS versions FROM events
 WHERE run = $run AND type = 'launch' AND json_valid(details) ORDER BY host"""
 _GOODPUT: Final = """\
-SELECT goodput, wall_seconds, wall_seconds - useful_seconds AS lost FROM goodput WHERE run = $run AND useful_seconds > 0"""
+SELECT goodput, wall_seconds, wall_seconds - useful_seconds AS lost FROM goodput
+WHERE run = $run AND useful_seconds > 0"""
 
 
 def run_facts(connection: Connection, run: str, *, with_goodput: bool | None = True) -> RunFacts:
