@@ -24,7 +24,9 @@ _MOST_ERRORS: Final = 20
 _TRAINING: Final = frozenset({
     "loss", "learning_rate", "grad_norm", "step_seconds", "samples_per_second", "tokens_per_second", "tflops_per_gpu",
 })  # fmt: skip
-"""Quantities of which each row of training contains at least one. Other records are timers and evaluations."""
+"""Quantities of which the first row of training contains at least one. Other records are timers and evaluations.
+
+After it, a record of a further step is a row too: its loss may be missing."""
 
 SCALARS: Final = ("incarnation", "seq", "attempt", "rank", "step", "ts", "name", "value")
 EVENTS: Final = ("incarnation", "seq", "attempt", "rank", "step", "type", "severity", "op", "message", "details")
@@ -133,7 +135,8 @@ class LogRows:
         for event in events:
             self._event(event)
         values = {row["name"]: row["value"] for row in scalars}
-        if not values.keys() & _TRAINING:
+        is_ahead = self.last is not None and (first["step"] or 0) > (self.last.step or 0)
+        if not values.keys() & _TRAINING and not (is_ahead and any(not name.startswith("eval") for name in values)):
             return 0
         self._row(first, values)
         return 1

@@ -31,6 +31,7 @@ FAILURES = {
     "[E] ProcessGroupHCCL.cpp:71 [Rank 2] operation timeout: SeqNum=7": ("hccl", 2, RunState.FAILED),
     "EI0002: The wait execution of the Notify register times out.": ("hccl", None, RunState.FAILED),
     "[rank1]: RuntimeError: [gloo/transport/tcp/pair.cc:5] Timed out waiting 1800000ms": ("gloo", 1, RunState.FAILED),
+    "RuntimeError: DataLoader worker (pid 42) is killed by signal: Killed.": ("exception", None, RunState.FAILED),
     CANCELLED: ("cancelled", None, RunState.STOPPED),
     "srun: error: n3: task 3: Killed": ("signal", None, RunState.STOPPED),
     "W0811 api.py:1 Sending process 44 closing signal SIGTERM": ("signal", None, RunState.STOPPED),

@@ -51,6 +51,15 @@ def test_pace_of_rows_whose_times_are_whole_seconds(seconds):
     assert seconds == pytest.approx(rows.expected_seconds, rel=0.03)
 
 
+@pytest.mark.parametrize(("name", "last"), [("entropy", 32), ("eval_loss", 30)])
+def test_row_of_a_further_step_without_a_loss_is_a_row(name, last):
+    rows = rows_of([1.0] * 30)
+    own = {"incarnation": "i", "attempt": 0, "rank": None, "name": name, "value": 1.0, "ts": None}
+    rows.add({"scalars": pa.Table.from_pylist([own | {"seq": n, "step": n} for n in (31, 32)])}, 0)
+
+    assert last == rows.last.step
+
+
 def test_short_steps_whose_times_are_whole_seconds_are_not_slow():
     assert Condition.TRAINING == condition(rows_of([*[0.0] * 30, 1.0]), 1.0)
 

@@ -48,11 +48,12 @@ CAUSAL_PLACE: Final = f"""\
 """SQL of a sort key of anomalies of an attempt, which puts the first cause first."""
 
 
-# The end of an attempt is the end of the cause of a stall.
+# The end of an attempt is the end of the cause of a stall; the end of following its log is not.
 _REPORTED: Final = f"""\
 SELECT run, attempt, rank, step, epoch(ts) AS at, severity, rule, kind, tensor, op, value, baseline, threshold, message,
   details, rule IN ('{RUN_STALLED}', '{SLOW_RANK}') AND coalesce(attempt, 0) < (SELECT coalesce(max(attempt), 0)
-    + bool_or(state IN ('completed', 'stopped', 'failed'))::INTEGER FROM runs WHERE run = events.run) AS is_over
+    + bool_or(state IN ('completed', 'failed') OR (state = 'stopped' AND source_kind = 'live'))::INTEGER
+    FROM runs WHERE run = events.run) AS is_over
 FROM events
 WHERE type = 'incident' AND rule IS DISTINCT FROM '{RUN_FINISHED}' AND run IN (SELECT unnest($runs))
 ORDER BY run, ordinal, ts, details NULLS FIRST, rank NULLS FIRST, tensor NULLS FIRST"""

@@ -73,6 +73,7 @@ ENDS: Final = re.compile(
 )
 """A regular expression for a line or a message that reports the end of the training, not that of a part of it."""
 
+_ERROR: Final = re.compile(r"[A-Za-z_][\w.]*(?:Error|(?<!Signal)Exception): ")
 _STOPPING: Final = frozenset({"cancelled", "signal"})
 """Names of failures which mean that a user or the scheduler stopped the run, so that the run did not fail."""
 
@@ -107,6 +108,8 @@ def failure_event(text: str, *, is_certain: bool = True) -> tuple[dict[str, Any]
         return {}, (RunState.FAILED, f"exception: {reason}")
     if name is None:
         return None
+    if name in _STOPPING and _ERROR.match(text):  # a worker that a signal ended is the reason of the error
+        name = "exception"
     is_stop = name in _STOPPING
     severity = Severity.WARNING if is_stop else Severity.CRITICAL
     event = {"type": EventType.ERROR, "severity": severity, "message": text, "op": name}
