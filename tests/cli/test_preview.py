@@ -96,7 +96,7 @@ def test_board_is_drawn_for_the_range_of_the_run(preview):
 
     assert (0, "") == (done.returncode, done.stderr)
     assert f"preview of run_overview: {path.as_uri()}" == done.stdout.strip()
-    for text in ("Preview, not Grafana", "completed", "1.10", "The run has ended", "folded in Grafana"):
+    for text in ("Preview, not Grafana", "completed", "1.10", "No data, see (i)", "folded in Grafana"):
         assert text in found.text, text
     assert "2026-03-01 12:00:00 to 2026-03-01 12:09:45 UTC" in found.text
     curves = json.loads(re.search(r'id="curves">(.*?)</script>', html, re.DOTALL)[1], parse_constant=pytest.fail)

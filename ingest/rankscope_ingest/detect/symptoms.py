@@ -81,6 +81,8 @@ def symptoms(events: pa.Table | None, *, is_past: bool = False) -> list[Symptom]
     firsts = np.flatnonzero(np.concatenate(([True], steps[1:] != steps[:-1])))
     worst = np.maximum.reduceat(_by_word(anomalies["severity"], urgency).astype(np.int64)[order], firsts)
     counts = np.diff(np.append(firsts, len(order)))
+    place = anomalies.column_names.index("ts")
+    anomalies = anomalies.set_column(place, "ts", anomalies["ts"].cast(pa.int64()))  # after 9999, Python has no date
     rows = anomalies.take(pa.array(order[firsts])).to_pylist()
     subjects = _subjects(anomalies)
     return [
@@ -148,7 +150,7 @@ def _symptom(row: dict[str, Any], level: int, count: int, subjects: frozenset[Su
         events=count,
         further_subjects=subjects,
         message=row["message"],
-        at=None if row["ts"] is None else round(row["ts"].timestamp() * 1e6),
+        at=row["ts"],
         **{name: row[name] for name in SYMPTOM_COLUMNS},
     )
 

@@ -33,10 +33,6 @@ NAME_COLUMNS: Final = ("kind", "tensor", "index", "placement", "shard_group", "c
 
 KEPT_PLANS: Final = 256
 
-_FIRST_TIME: Final = -62_135_596_800_000_000
-_LAST_TIME: Final = 253_402_300_799_000_000
-"""The first and the last microsecond since 1970 that Python can represent: of the years 1 and 9999."""
-
 MAX_CONCURRENT_REQUESTS: Final = 4
 """Maximum number of concurrent plan requests.
 
@@ -264,8 +260,6 @@ def check(
     times = flat["ts"].view(pa.int64()).to_numpy()
     offsets = flat["clock_offset"]
     jumps = None if offsets.null_count == len(offsets) else offsets.fill_null(0).to_numpy()
-    steady = times if jumps is None else times - jumps
-    _check_times("ts", times, steady)
     return ValidBody(
         context=context,
         first_ordinal=first_ordinal,
@@ -276,14 +270,9 @@ def check(
         rows=sum(map(_present, statistics)) + sum(map(len, nested.values())),
         missing=missing,
         last_step=_highest(flat["step"]),
-        last_ts=int(steady.max()),
+        last_ts=int((times if jumps is None else times - jumps).max()),
         offsets=jumps,
     )
-
-
-def _check_times(name: str, *columns: npt.NDArray[np.int64]) -> None:
-    if any(len(times) and (times.min() < _FIRST_TIME or times.max() > _LAST_TIME) for times in columns):
-        raise DecodeError(f"column {name} has a time before the year 1 or after 9999")
 
 
 def _highest(steps: pa.Array) -> int | None:
@@ -398,6 +387,4 @@ def _member(member: Any, rows: int, dataset: str, field: Field, wanted: pa.Field
         raise DecodeError(f"field {dataset}.{field.name} has type {member.type} instead of {wanted.type}")
     if not field.nullable and member.null_count:
         raise DecodeError(f"field {dataset}.{field.name} has a null, which is not allowed")
-    if pa.types.is_timestamp(wanted.type):
-        _check_times(f"{dataset}.{field.name}", member.drop_null().view(pa.int64()).to_numpy())
     return cleaned(member, field.name) if wanted.type == pa.string() and member.null_count < rows else member

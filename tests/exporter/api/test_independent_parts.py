@@ -124,9 +124,9 @@ def test_failed_start_of_an_optional_part_keeps_the_others(part, monkeypatch, ca
 
 
 def _noting(started: list[str], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **named: Any) -> Any:
         started.append(name)
-        return original(*args)
+        return original(*args, **named)
 
     return call
 
@@ -176,8 +176,8 @@ def test_failed_stop_of_a_part_keeps_the_exit_record(part, monkeypatch, caplog):
     skipped: list[Callable[[], object]] = []
 
     def failing(original: Callable[..., object]) -> Callable[..., object]:
-        def fail(*args: Any) -> object:
-            skipped.append(functools.partial(original, *args))
+        def fail(*args: Any, **named: Any) -> object:
+            skipped.append(functools.partial(original, *args, **named))
             return broken()
 
         return fail
