@@ -110,6 +110,7 @@ def test_cause_of_a_stall_is_named_or_unknown(
     assert ("RunStalled", rank) == incident_of(service)
 
 
+@pytest.mark.thorough
 def test_dead_rank_is_named_although_the_others_report_first(
     service: Any, start_job: Callable[..., Any], tmp_path: Path, another_port: int
 ) -> None:

@@ -134,6 +134,7 @@ def assert_printed_groups(text: str) -> None:
     assert re.search(r"^ +all_reduce +.*distributed_c10d\.py:\d+$", second, re.MULTILINE)
 
 
+@pytest.mark.thorough
 def test_interrupted_hang_is_resolved_because_the_run_ended(service: Any, hanging: Start) -> None:
     """The hung rank exits first, as with Ctrl-C in a terminal whose processes end one after the other."""
     with AlertReceiver() as receiver:

@@ -37,6 +37,7 @@ def assert_each_once(expected: set[tuple[int, int, str, str]], rows: list[dict[s
     assert len(rows) == len({tuple(row[name] for name in TENSOR_ROW_KEY) for row in rows})
 
 
+@pytest.mark.thorough
 def test_service_killed_five_times_stores_each_exact_row_once(
     service: Any, train: Train, reference: Reference, tmp_path: Path
 ) -> None:

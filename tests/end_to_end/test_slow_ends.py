@@ -123,6 +123,7 @@ RankServer.publish = lambda self, record: (time.sleep(0.3), publish(self, record
 model ="""
 
 
+@pytest.mark.thorough
 def test_service_counts_the_steps_of_a_killed_rank_that_waited_in_its_queue(tmp_path: Path, service: Service) -> None:
     """With a spool and without: the rank ends by `os._exit`, after the service has polled it since its last step."""
     service.spools = (tmp_path / "spool",)

@@ -27,6 +27,7 @@ class Scores(nn.Module):
         return {"loss": nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten()), "scores": scores}
 
 
+@pytest.mark.thorough
 def test_tokens_of_a_step_equal_the_count_of_trainer(tmp_path):
     from rankscope_exporter.integrations.huggingface import RankscopeCallback
 

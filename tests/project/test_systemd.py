@@ -81,6 +81,7 @@ def test_shipped_configuration_is_valid_with_all_commented_settings(tmp_path):
     assert "secret" == load_config(tmp_path / "whole.toml", environment={"RANKSCOPE_TOKEN": "secret"}).token
 
 
+@pytest.mark.thorough
 def test_unit_command_notifies_systemd_of_ready_and_watchdog(tmp_path, free_port):
     """READY is sent once the service listens; WATCHDOG repeatedly while it runs."""
     text = (DEPLOY / "rankscope.toml").read_text()

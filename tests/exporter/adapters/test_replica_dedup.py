@@ -146,6 +146,7 @@ def keyed(rows: list[Found]) -> dict[tuple[Any, ...], Found]:
 
 
 @pytest.mark.parametrize("name", named(USUAL, CASES))
+@pytest.mark.thorough
 def test_training_is_the_same_and_the_first_rank_publishes_all(name, found):
     for rank in range(WORLD):
         assert found[name, rank].state

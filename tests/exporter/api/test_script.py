@@ -319,6 +319,7 @@ def test_monitored_model_can_be_copied_and_saved(quiet: MonitorConfig) -> None:
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.thorough
 def test_compiling_after_attach_records_every_step(
     fullgraph: bool, quiet: MonitorConfig, reader: MakeReader, eventually: Eventually
 ) -> None:

@@ -246,7 +246,7 @@ def names_of(made: Any) -> set[str]:
     return {name for name in dir(made) if not name.startswith("_")}
 
 
-@pytest.mark.usual(16)
+@pytest.mark.usual(8)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", LIVE, ids=live_id)
 def test_copy_has_all_attributes_and_is_inactive(kind, way, request):
@@ -259,7 +259,7 @@ def test_copy_has_all_attributes_and_is_inactive(kind, way, request):
     assert set(threading.enumerate()) <= threads
 
 
-@pytest.mark.usual(16)
+@pytest.mark.usual(8)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", LIVE, ids=live_id)
 def test_model_with_a_monitor_object_can_be_copied_and_saved(kind, way, request):

@@ -439,13 +439,12 @@ class SelectiveCheckpoint(Loop):
 
 
 USUAL = [
-    *(Loop, CompiledStep, CompiledLoss, CompiledInPlace, CapturedBackward),
-    *(JitTrace, JitTraceWithinAStep, MakeFx, MakeFxWithFakes, MakeFxBeforeDispatch, MakeFxOfGradients),
-    *(SymbolicTrace, Export, ExportNotStrict, FakeForward, FakeParameters, Aot),
-    *(UserDispatchMode, UserFunctionMode, CountedFlops, CountedCollectives, ModesOfBothKinds, MetaDevice),
-    *(DefaultDevice, SelectiveCheckpoint),
+    *(Loop, CompiledStep, CompiledLoss, JitTrace, JitTraceWithinAStep, MakeFx, MakeFxBeforeDispatch),
+    *(SymbolicTrace, ExportNotStrict, FakeForward, FakeParameters, UserDispatchMode, UserFunctionMode),
+    *(CountedFlops, CountedCollectives, MetaDevice, DefaultDevice, SelectiveCheckpoint),
 ]
 LONG = [
+    *(CompiledInPlace, CapturedBackward, MakeFxWithFakes, MakeFxOfGradients, Export, Aot, ModesOfBothKinds),
     *(CompiledUpdateWithAot, CompiledMethodStep, CompiledUpdateOfMicroBatches, CompiledUpdateAndLateZero),
     *(CompiledUpdate, CompiledUpdateOfSGD, CompiledBackward, CompiledBackwardAndClipping),
 ]

@@ -85,6 +85,7 @@ def test_secrets_are_masked_by_name_and_by_form(name):
     assert {"model": {name: "***"}, "text": "***", "client": "https://***@host"} == found
 
 
+@pytest.mark.thorough
 def test_size_is_limited_and_the_result_is_stable():
     endless = []
     endless.extend([endless] * 50)

@@ -95,7 +95,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.usual(2)
+@pytest.mark.usual(1)
 @pytest.mark.parametrize("pool_exists", [True, False], ids=["existing pool", "no pool"])
 def test_only_threads_of_the_pool_are_found(program, pool_exists):
     """DuckDB, pyarrow and a second thread with torch compute all the time, each with several threads."""

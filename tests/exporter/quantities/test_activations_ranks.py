@@ -193,6 +193,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], 
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.thorough
 def test_every_rank_has_activations_of_its_own_batches(case, outcomes):
     for rank in range(WORLD):
         differs, steps, is_equal, faults, notices, placements = outcomes[case, rank]

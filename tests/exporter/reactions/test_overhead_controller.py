@@ -201,6 +201,7 @@ def test_without_max_overhead_sampling_is_never_stretched(monkeypatch):
     assert (list(range(1, 41)), []) == (training.measured(), training.events())
 
 
+@pytest.mark.thorough
 def test_cost_is_read_only_where_a_window_may_end():
     """Adding the CPU time of all threads costs microseconds. Steps take 10 ms and windows 10 s."""
     training = Training(max_overhead="1 %")

@@ -156,6 +156,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], 
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.usual(1)
 def test_all_ranks_change_at_the_same_step_although_one_is_slower(case, outcomes):
     (one, measured, events, faults), (other, _, others, other_faults) = outcomes[case, 0], outcomes[case, 1]
 

@@ -191,6 +191,7 @@ FORK = """
 """
 
 
+@pytest.mark.thorough
 def test_forked_child_has_no_sockets_of_the_rank():
     """The child has neither the listening socket nor the connections; the parent still serves and can close."""
     script = textwrap.dedent(FORK)

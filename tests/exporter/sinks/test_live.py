@@ -137,6 +137,7 @@ class _StopError(Exception):
 
 
 @pytest.mark.parametrize("ending", [None, _StopError, SystemExit, KeyboardInterrupt])
+@pytest.mark.usual(2)
 def test_last_step_is_in_the_file_however_training_ends(config, tmp_path, ending):
     net, optimizer = make()
     try:

@@ -84,6 +84,7 @@ def test_invalid_ops_are_rejected(settings, text):
 
 
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.usual(3)
 def test_single_selected_op_is_published_and_others_are_null(op, reader, eventually):
     net, optimizer = net_and_optimizer()
     with Monitor(config_of(quantities=("parameters", "activations"), ops=[op])).attach(net, optimizer) as monitor:

@@ -61,6 +61,7 @@ def test_debug_logging_does_not_log_the_compiler(warmed):
     assert "numba.core" not in warmed.stderr
 
 
+@pytest.mark.thorough
 def test_torch_is_used_without_numba_and_without_a_warning():
     done = run("""
 sys.modules["numba"] = None

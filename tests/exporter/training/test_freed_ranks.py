@@ -96,6 +96,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, s
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.thorough
 def test_parameters_are_freed_as_without_a_monitor(model, way, outcomes):
     for of_rank in outcomes:
         alone, watched = of_rank[model, way]

@@ -279,6 +279,7 @@ def same(one: list[Any], other: list[Any]) -> bool:
 @pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:.*lr_scheduler.step", "ignore:.*torch.jit.script")
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.usual(10)
 def test_training_is_bit_identical_and_gaps_are_reported_once(case, every):
     alone = case()
     alone.train()
@@ -518,6 +519,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[Any]]
 
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("ending", named(USUAL, ENDINGS))
+@pytest.mark.usual(1)
 def test_process_ends_as_without_the_monitor(ending, ended):
     without, with_us = ended[ending]
 

@@ -102,6 +102,7 @@ def rows_of(store, columns=COLUMNS, dataset="tensor_stats"):
     steps=st.lists(st.lists(tensors(), min_size=1, max_size=5).map(distinct), min_size=1, max_size=4),
     per_file=st.integers(1, 5),
 )
+@pytest.mark.thorough
 def test_statistics_are_restored_exactly(tmp_path_factory, steps, per_file):
     folder = tmp_path_factory.mktemp("round")
     places = itertools.product(range(2), range(2), enumerate(steps, 1))  # attempts, ranks, steps

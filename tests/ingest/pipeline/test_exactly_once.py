@@ -212,6 +212,7 @@ def test_sigterm_stores_all_published_records(make_service, open_channels):
     assert [49, 49] == [channel.ring.committed for channel in channels]
 
 
+@pytest.mark.thorough
 def test_dead_rank_fails_the_run_and_lost_records_are_counted(make_service, tmp_path):
     """A real process is killed after a heartbeat that announced records which were not polled yet."""
     service = make_service()
@@ -276,6 +277,7 @@ class Receiver:
         return web.Response()
 
 
+@pytest.mark.thorough
 async def test_each_incident_is_notified_once_also_across_kills(make_service, open_channels):
     """Step 60: the local gradient of one tensor on one rank, then all reduced ones. Step 120: another tensor."""
     async with Receiver() as receiver:

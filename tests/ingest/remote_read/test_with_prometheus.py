@@ -106,6 +106,7 @@ async def asked(url, expression, **when):
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.thorough
 async def test_months_old_history_and_live_data_are_one_series(
     require_server, tmp_path, start_service, eventually, free_port
 ):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 STALLING = {"runs.stalled_after_seconds": 2.0, "runs.stalled_in_phase_after_seconds": 30.0}
 
 
@@ -74,6 +76,7 @@ async def test_launch_with_fewer_ranks_is_the_next_attempt_of_its_run(start_serv
     assert "rank 1: ValueError: no" == rows[0]["reason"]
 
 
+@pytest.mark.thorough
 async def test_repeated_launch_id_after_the_end_starts_a_new_attempt(start_service, fake_rank, eventually):
     """Restarted ranks without a process group derive an equal id. This works across a restart of the service."""
     numbers = []

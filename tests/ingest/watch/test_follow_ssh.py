@@ -199,6 +199,7 @@ class KilledError(Exception):
     """A process was killed: nothing runs at its end."""
 
 
+@pytest.mark.thorough
 async def test_restart_of_watch_repeats_no_row_and_no_message(remote, replay, watch, slow_lines, tmp_path):
     """Position and state are in the store. The copy of the log can be deleted: it is read again."""
     for begin in range(0, len(slow_lines), 70):

@@ -62,7 +62,7 @@ def figures(connection: Any, run: str) -> list[dict[str, Any]]:
     return [*found, {name: listed[name] for name in ("started_at", "last_seen_at", "seconds")}]
 
 
-@pytest.mark.usual(2)
+@pytest.mark.usual(1)
 @pytest.mark.parametrize("jump", [-HOUR, HOUR, -DAYS, DAYS])
 def test_figures_of_a_run_do_not_depend_on_jumps_of_its_clock(jump, writer, connection):
     """One rank of the second run jumps, both of the third."""

@@ -152,6 +152,7 @@ def _as_sorted(norm: float) -> tuple[int, float]:
     return (1, 0.0) if math.isnan(norm) else (0, norm)
 
 
+@pytest.mark.thorough
 def test_tensor_latest_by_file_facts_equals_a_full_scan(writer, connection):
     """Facts remembered per file and the selected files, compared with the view that reads all rows."""
     draw = random.Random(5)

@@ -56,6 +56,7 @@ def opened(folder):
         yield connection
 
 
+@pytest.mark.thorough
 def test_first_difference_is_found_after_several_ranges_of_steps(opened):
     found = first_difference(opened, "same", "other")
 

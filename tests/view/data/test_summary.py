@@ -77,6 +77,7 @@ def test_unknown_run_has_no_summary(connection):
 
 
 @pytest.mark.parametrize(("slope", "words"), [(-1, "No reason to stop."), (1, "which is overfitting. Consider stop")])
+@pytest.mark.usual(1)
 def test_ruined_run_gets_no_advice_from_its_curves(connection, tmp_path, slope, words):
     """A failure, a newest loss or gradient norm of NaN, and an incident that is open or that a person closed."""
     steps = np.arange(9)

@@ -89,6 +89,7 @@ def test_signal_publishes_stacks_and_calls_the_previous_handler():
     """)
 
 
+@pytest.mark.thorough
 def test_stacks_are_written_while_c_code_holds_the_gil():
     """Another process sends the signal and reads the file, because this process cannot run Python code."""
     assert "hold_the_interpreter in the file\nhold_the_interpreter recorded\n" == run("""

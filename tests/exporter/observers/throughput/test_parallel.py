@@ -107,6 +107,7 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
+@pytest.mark.thorough
 def test_each_rank_has_the_flops_of_its_own_device(kind, ranks):
     method, expected = EXPECTED[kind]
 

@@ -123,6 +123,7 @@ def ids() -> torch.Tensor:
     [(Balanced, floats), (Counting, floats), (Fed, floats), (Tokens, ids)],
     ids=lambda value: value.__name__,
 )
+@pytest.mark.usual(2)
 def test_forward_runs_as_often_as_without_a_monitor(make, batch, anomaly_mode, reader, eventually):
     def model_of() -> nn.Module:
         reset()
