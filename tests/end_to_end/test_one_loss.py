@@ -21,7 +21,7 @@ EXPECTED = {"unequal": "3.620", "missing": "2.120", "stage": "7.120", "diverged"
 NOTES = {"missing": "1 of 2 ranks"}
 
 TRAINING = """
-import os
+import os, time
 rank = 1 if (child := os.fork()) == 0 else 0  # before any thread is started
 import torch
 from torch import nn
@@ -45,6 +45,7 @@ for port, (run, loss) in enumerate(LOSSES.items()):
             optimizer.step()
             optimizer.zero_grad()
             monitor.log(loss=loss(rank, step))
+            time.sleep(0.002)  # samples of one millisecond are one sample of Prometheus
 if rank == 0:
     assert 0 == os.waitpid(child, 0)[1]
 """
