@@ -375,9 +375,8 @@ class Service:
             self._polling.poke(target.incarnation)
 
     def _on_commit_of_log(self, commit: Commit, runs: Collection[str]) -> None:
-        self._pages.committed(
-            commit.version, ["events"], runs
-        )  # nothing sends the rows of followed logs to their pages
+        # As a commit with events, because nothing sends the rows of followed logs to their pages.
+        self._pages.committed(commit.version, ["events"], runs)
         self._pipeline.rows_stored += sum(commit.rows.values())
 
     async def _drain(self, flushing: asyncio.Task[None]) -> None:

@@ -429,8 +429,8 @@ def incident_story(connection: Connection, one: Incident, found: Sequence[Incide
 
 def counted(connection: Connection, found: Sequence[Incident]) -> list[Incident]:
     """Return the incidents `found` of a run, of which those not resolved have all their anomalies up to now."""
-    listed = anomalies(connection, found[0].run, top=1_000_000) if found else []
-    lasting = (one for one in found if not one.is_resolved and one.rule not in RULES_OF_RUNS)
+    lasting = [one for one in found if not one.is_resolved and one.rule not in RULES_OF_RUNS]
+    listed = anomalies(connection, found[0].run, top=1_000_000) if lasting else []
     totals = {one.key: len(own_anomalies(listed, one, found)) for one in lasting}
     return [replace(one, events=max(one.events, totals.get(one.key, 0))) for one in found]
 
