@@ -38,7 +38,7 @@ def test_plot_writes_a_png_of_300_dpi_named_after_the_run(in_process, logs, fold
     assert 3.6 * 300 == pytest.approx(height, rel=0.1)  # without a throughput, only the loss
 
 
-@pytest.mark.usual(2)
+@pytest.mark.usual(1)
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -67,6 +67,7 @@ def test_map_of_tensors_of_one_rank_has_the_statistic_in_its_title(in_process, s
     assert f"first values that are not finite: step {NAN_STEP}, blocks.0.weight" in text
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

@@ -26,6 +26,7 @@ def sweep(tmp_path_factory):
     return folder
 
 
+@pytest.mark.thorough
 def test_sweep_of_small_logs_becomes_few_files_and_commits(in_process, sweep, tmp_path):
     """`field_operations/many_small_logs.py`: at most 120 data files for 120 logs."""
     store = tmp_path / "history"

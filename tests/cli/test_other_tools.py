@@ -61,6 +61,7 @@ def test_commands_give_the_same_output_after_a_rewrite(in_process, history):
     assert {0, 1} == {code for _, code, _ in before}  # 1: ranks differ
 
 
+@pytest.mark.thorough
 def test_commands_that_write_succeed_after_a_rewrite(in_process, history):
     DeltaTable(str(history)).optimize.z_order(["rank", "step"])
     for command in (*FILES, *CHANGES):

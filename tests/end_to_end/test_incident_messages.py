@@ -160,6 +160,7 @@ def test_one_nan_on_all_tensors_is_one_small_message(post: Any) -> None:
     assert "runbook_url" not in reported["annotations"]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(150)
 def test_message_about_many_ranks_is_small_and_has_their_number(post: Any) -> None:
     sent = post([an_alert("RankGone", run="pretrain", rank=str(rank)) for rank in range(512)])

@@ -56,6 +56,7 @@ def trained(tmp_path_factory):
         yield service.store, step, [f"{alert.title}\n{alert.text}" for alert in receiver.alerts]
 
 
+@pytest.mark.thorough
 def test_healthy_run_has_no_event_and_no_message(trained):
     store, _, messages = trained
     with connect(store) as connection:

@@ -185,9 +185,12 @@ async def test_page_opened_before_its_run_shows_the_run_and_then_its_incident(pa
             await rank.register(service.url)
             await in_thread(page.wait, "document.querySelector('#no-loss')?.innerText.startsWith('Waiting for')", 15)
             rank.publish_steps(3)
+            await in_thread(page.wait, f"{panel}?.includes('None.')", 15)
+            await in_thread(
+                page.wait, "document.querySelector('#chart-loss')?.innerText.includes('logged by 1 rank')", 15
+            )
             other.publish_steps(2)
             await other.register(service.url)
-            await in_thread(page.wait, f"{panel}?.includes('None.')", 15)
             await in_thread(page.wait, "document.querySelector('#chart-loss')?.innerText.includes('1 of 2 ranks')", 15)
             page.problems.clear()
             details = '{"reason": "exception", "exception": "ValueError: boom"}'

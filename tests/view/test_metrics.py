@@ -116,7 +116,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.usual(4)
+@pytest.mark.usual(2)
 def test_every_logged_name_has_a_chart_on_the_page_of_the_run(chromium, address, name):
     if not chromium.run("location.href").endswith("/runs/own"):
         opened(chromium, f"{address}/runs/own")

@@ -82,6 +82,7 @@ def read(site, *segments, **query) -> Reader:
 RUNS = [MAIN, "only-nan", HOSTILE, "no-loss", "no-times", "mamba2-370m-32k-ctx", "one-row"]
 
 
+@pytest.mark.usual(10)
 @pytest.mark.parametrize("run", few(4, RUNS))
 @pytest.mark.parametrize("page", [(), ("events",), ("tensors",), ("ranks",), ("incidents",)])
 def test_run_of_any_shape_has_its_pages(site, run, page):

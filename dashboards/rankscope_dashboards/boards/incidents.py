@@ -25,7 +25,7 @@ from rankscope_dashboards.boards.elements.panels import (
     time_series_panel,
     value_texts,
 )
-from rankscope_dashboards.boards.elements.selectors import ALL_RANKS, RANKS, SERVICE_RANKS, SERVICE_RUN
+from rankscope_dashboards.boards.elements.selectors import AHEAD, ALL_RANKS, RANKS, SERVICE_RANKS, SERVICE_RUN
 
 OPEN_SECONDS: Final = 300
 """Time in seconds after its latest firing for which the board shows an incident as open."""
@@ -131,7 +131,7 @@ def _rule_state() -> PanelBuilder:
         empty=_NO_RULE,
     )
     firing = f"{catalogue.RULE_FIRING.name}{RANKS}"
-    query = Query(f"max by (run, rule, kind) (max_over_time({firing}[$__interval]))", "{{rule}} {{kind}}")
+    query = Query(f"max by (run, rule, kind) (max_over_time({firing}{AHEAD}))", "{{rule}} {{kind}}")
     return history_panel(text, query, "rule", firing)
 
 

@@ -22,6 +22,7 @@ from rankscope_dashboards.boards.elements.panels import (
     value_texts,
 )
 from rankscope_dashboards.boards.elements.selectors import (
+    AHEAD,
     RANKS,
     RATE_WINDOW,
     SERVICE_RANKS,
@@ -109,8 +110,8 @@ def _faults() -> PanelBuilder:
         "tasks of the service. 0 is normal. The logs and events of type `fault` contain the message: please report it.",
         thresholds=ZERO_IS_GOOD,
     )
-    faults = f"sum by (run) {once(catalogue.FAULTS, catalogue.FAULTS.name + RANKS)}"
-    tasks = once(catalogue.BACKGROUND_ERRORS, catalogue.BACKGROUND_ERRORS.name)
+    faults = f"sum by (run) {once(catalogue.FAULTS, at_end(catalogue.FAULTS, RANKS, AHEAD))}"
+    tasks = once(catalogue.BACKGROUND_ERRORS, at_end(catalogue.BACKGROUND_ERRORS, window=AHEAD))
     return stat_panel(text, Query(f"sum({faults} or {tasks})"))
 
 

@@ -32,10 +32,12 @@ from rankscope_dashboards.boards.elements.panels import (
     time_series_panel,
 )
 from rankscope_dashboards.boards.elements.selectors import (
+    AHEAD,
     ALL_RANKS,
     OF_HOSTS,
     RANKS,
     SERVICE_RUN,
+    at_end,
     increase,
     once,
     ranks,
@@ -257,7 +259,7 @@ def _energy() -> PanelBuilder:
     )
     counter = hardware.GPU_ENERGY_JOULES
     first = f"min_over_time({counter.name}{RANKS}[$__range] @ end())"
-    used = _on_hosts(once(counter, f"{counter.name}{RANKS} - {first}"))
+    used = _on_hosts(once(counter, f"{at_end(counter, RANKS, AHEAD)} - {first}"))
     return stat_panel(text, Query(f"sum by (run) {used} / 3600"))
 
 

@@ -28,9 +28,11 @@ from rankscope_dashboards.boards.elements.panels import (
     time_series_panel,
 )
 from rankscope_dashboards.boards.elements.selectors import (
+    AHEAD,
     ONE_RUN,
     RANKS,
     SERVICE_RUN,
+    at_end,
     in_life,
     increase,
     mean_loss,
@@ -124,16 +126,17 @@ def _anomaly_count() -> PanelBuilder:
         thresholds=ZERO_IS_GOOD,
         empty=NO_FIRINGS,
     )
-    return stat_panel(text, Query(f"sum by (run) ({firings()})"))
+    return stat_panel(text, Query(f"sum by (run) ({firings(AHEAD)})"))
 
 
 def _step() -> PanelBuilder:
     text = count_text(
         "Step",
-        "Highest completed step of the selected ranks at the end of the time range, and its curve. It rises while "
-        "training runs. If it does not, look at the state and at the panel Steps behind of the board Ranks.",
+        "Highest step of the selected ranks at the end of the time range, also one in which a rank raised, and its "
+        "curve. It rises while training runs. If it does not, look at the state and at the panel Steps behind of the "
+        "board Ranks.",
     )
-    return stat_panel(text, Query(f"max by (run) (last_over_time({catalogue.STEP.name}{RANKS}[$__interval]))"))
+    return stat_panel(text, Query(f"max by (run) ({at_end(catalogue.STEP, RANKS, AHEAD)})"))
 
 
 def _latest_loss() -> PanelBuilder:
@@ -306,7 +309,9 @@ def _skipped_steps() -> PanelBuilder:
 
 
 def _smoothed(metric: MetricSpec) -> str:
-    return once(metric, f"avg_over_time({metric.name}{RANKS}[$smooth])")
+    """Return PromQL for the mean over the time of the variable Smoothing, which ends with the curve itself."""
+    series = f"{metric.name}{RANKS}"
+    return once(metric, f"avg_over_time({series}[$smooth]) and present_over_time({series}[$__interval])")
 
 
 def _in(states: str) -> str:

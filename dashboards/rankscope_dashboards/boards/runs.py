@@ -21,6 +21,7 @@ from rankscope_dashboards.boards.elements.panels import (
     time_series_panel,
 )
 from rankscope_dashboards.boards.elements.selectors import (
+    AHEAD,
     RANKS_OF_RUNS,
     SERVICE_RUNS,
     SEVERAL_RUNS,
@@ -100,7 +101,7 @@ def _history() -> PanelBuilder:
         mappings=STATE_TEXTS,
         empty=NO_SERVICE,
     )
-    query = Query(f"topk({MAX_LINES}, {state_number(SEVERAL_RUNS)})", "{{run}}")
+    query = Query(f"topk({MAX_LINES}, {state_number(SEVERAL_RUNS, AHEAD)})", "{{run}}")
     states = (f"{catalogue.RUN_STATE.name}{selector}" for selector in (SERVICE_RUNS, RANKS_OF_RUNS))
     return history_panel(text, query, "run", *states)
 

@@ -24,7 +24,7 @@ from rankscope_dashboards.boards.elements.panels import (
     table_panel,
     time_series_panel,
 )
-from rankscope_dashboards.boards.elements.selectors import NORM, OF_KIND, OF_TENSORS, RANKS, ranks
+from rankscope_dashboards.boards.elements.selectors import AHEAD, NORM, OF_KIND, OF_TENSORS, RANKS, at_end, ranks
 from rankscope_dashboards.boards.elements.variables import KIND, RANK, RUN, TENSOR, largest_deviations
 
 MAX_LINES: Final = 20
@@ -112,12 +112,10 @@ def _heat_map() -> PanelBuilder:
         thresholds=DEVIATION,
         empty=NO_BASELINE,
     )
-    value, baseline = (
-        f"{metric.name}{ranks(OF_KIND, OF_ROWS, NORM)}"
-        for metric in (catalogue.TENSOR_VALUE, catalogue.TENSOR_BASELINE)
-    )
+    chosen = ranks(OF_KIND, OF_ROWS, NORM)
+    value, baseline = (at_end(metric, chosen, AHEAD) for metric in (catalogue.TENSOR_VALUE, catalogue.TENSOR_BASELINE))
     query = f"max by (run, tensor) ({value} / ({baseline} > 0))"
-    return history_panel(text, Query(query, "{{tensor}}"), "tensor", baseline)
+    return history_panel(text, Query(query, "{{tensor}}"), "tensor", catalogue.TENSOR_BASELINE.name + chosen)
 
 
 def _top_deviations() -> PanelBuilder:

@@ -192,6 +192,16 @@ class SeriesQuery:
         run = runs[0] if runs is not None and len(runs) == 1 else None
         return both_tiers(connection, dataset, run=run, times=self.span())
 
+    def ends(self, connection: Connection) -> dict[str, list[int]]:
+        """Return the ends in ms of the attempts of each run within the time of the query, if it reads all samples."""
+        if self.series_alone or not self.with_ends:
+            return {}
+        runs = [matcher.on_text("run") for matcher in self.matchers if matcher.name == "run"]
+        start, end = (f"TIMESTAMPTZ '{edge.isoformat()}'" for edge in self.span())
+        where = " AND ".join([f"ended_at >= {start} AND ended_at < {end}", *runs])
+        query = f"SELECT run, list(epoch_ms(ended_at)) AS ends FROM attempts WHERE {where} GROUP BY run"
+        return {row["run"]: row["ends"] for row in connection.query(query).to_pylist()}
+
     def of_rank(self) -> str:
         """Return the SQL predicate for run, rank, instance and time of rows that ranks sent."""
         predicates = [self.within()]

@@ -177,22 +177,12 @@ class RankSeries:
             return
         # Sorted here by dictionary codes: for large results, sorting by text in DuckDB takes twice as long.
         found = found.take(pa.array(sort_order(found, (*every, "ms", "attempt", "step_"))))
-        ends = self._ends()
+        ends = self.question.ends(self.connection)
         for own, times, values in split_series(found, list(every), self.limit):
             texts = {name: str(text) for name, text in own.items()}
             instance = f"{texts['run']}/{texts['rank']}"
             series = Series(labelled({NAME: metric, "job": names.JOB, "instance": instance, **texts}), times, values)
             yield series.ended(ends.get(texts["run"], ()))
-
-    def _ends(self) -> dict[str, list[int]]:
-        """Return the ends in ms of the attempts of each run within the time of the query, if it reads all samples."""
-        if self.question.series_alone or not self.question.with_ends:
-            return {}
-        runs = [matcher.on_text("run") for matcher in self.question.matchers if matcher.name == "run"]
-        start, end = (f"TIMESTAMPTZ '{edge.isoformat()}'" for edge in self.question.span())
-        where = " AND ".join([f"ended_at >= {start} AND ended_at < {end}", *runs])
-        query = f"SELECT run, list(epoch_ms(ended_at)) AS ends FROM attempts WHERE {where} GROUP BY run"
-        return {row["run"]: row["ends"] for row in self.connection.query(query).to_pylist()}
 
     def _rows(self, dataset: str, keys: Sequence[str], values: Sequence[str], where: str, more: str = "") -> str:
         """Return a query for the rows of `dataset` with the columns `keys`, and one row for each column in `values`.

@@ -116,6 +116,7 @@ class RunSeries:
         if not self.question.is_of(spec.name) or not self.question.fits_all({}, (NAME, "job", *labels)):
             return
         by = ", ".join(map(sql_identifier, labels))
+        ends = self.question.ends(self.connection) if spec is catalogue.RUN_LOSS else {}
         query = f"SELECT {by}, epoch_ms(ts) AS ms, value::DOUBLE AS value FROM ({rows}) WHERE value IS NOT NULL"
         if self.question.series_alone:
             query += f" QUALIFY row_number() OVER (PARTITION BY {by} ORDER BY ts DESC) = 1"
@@ -125,7 +126,7 @@ class RunSeries:
         for own, times, values in split_series(found, list(labels), self.limit):
             texts = {NAME: spec.name, "job": names.JOB, **{name: str(text) for name, text in own.items()}}
             if self.question.fits_all(texts):
-                yield Series(labelled(texts), times, values)
+                yield Series(labelled(texts), times, values).ended(ends.get(texts["run"], ()))
 
 
 MATCH_BATCH_ROWS: Final = 10_000

@@ -229,6 +229,7 @@ def test_every_alert_behaves_as_its_scenarios_specify(judge, scenarios):
     assert [] == [objection for objection in judge(cases) if objection]
 
 
+@pytest.mark.thorough
 def test_alerts_are_the_same_if_every_target_is_scraped_twice(judge, scenarios):
     """Prometheus has each series under two jobs, and both of them from a pair of servers with the label `replica`."""
     under_two_jobs = [(one, scraped_twice(one.given, **OTHER_JOB)) for one in scenarios.SUITE]
@@ -284,6 +285,7 @@ def test_every_alert_has_scenarios_that_fire_and_scenarios_that_do_not(scenarios
         assert not all(moments), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("alert", few(1, MUTANTS))
 def test_scenarios_detect_every_mutation_of_an_alert(judge, promtool, scenarios, tmp_path, alert):
     cases, names = [], []

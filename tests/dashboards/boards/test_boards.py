@@ -358,7 +358,10 @@ def test_annotations_mark_restarts_checkpoints_and_incidents():
 
 @pytest.mark.parametrize("job", [None, "rankscope"])
 def test_each_event_has_one_mark_at_every_range(judge, job):
-    """The run has the last two hours of a day. Grafana evaluates marks about 100 times. The store has few samples."""
+    """The run has the last two hours of a day. Grafana evaluates marks about 100 times. The store has few samples.
+
+    The last evaluation is at a whole interval, up to an interval before the end of the range.
+    """
     of_run = 'run="r"' + (f', job="{job}"' if job else "")
     ages, saves = ("0+10x360", "{}x89") if job is None else ("0 _x2 0 _x357", "{} _x89")
     saved = " ".join(saves.format(3 * number) for number in range(1, 9))
@@ -370,8 +373,13 @@ def test_each_event_has_one_mark_at_every_range(judge, job):
         labels = f'{of_run}, rank="0", rule="AnomalyNan", kind="loss", tensor="", step="{step}"'
         given[f"rankscope_ingest_incident_age_seconds{{{labels}}}"] = f"_x{start} {ages}"
     tests = [
-        {"expr": f"sum(count_over_time({expression}[{range_}:{step}]))", "eval_time": "86400s", "exp_samples": samples}
-        for range_, step, counts in (("15m", "15s", (0, 1, 1)), ("6h", "5m", (1, 8, 2)), ("24h", "15m", (1, 8, 2)))
+        {"expr": f"sum(count_over_time({expression}[{range_}:{step}]))", "eval_time": f"{end}s", "exp_samples": samples}
+        for range_, step, end, counts in (
+            ("15m", "15s", 86_400, (0, 1, 1)),
+            ("6h", "5m", 86_400, (1, 8, 2)),
+            ("24h", "15m", 86_400, (1, 8, 2)),
+            ("24h", "15m", 85_500, (1, 8, 2)),
+        )
         for one, count in zip(BOARDS["ranks"]["annotations"]["list"][1:], counts, strict=True)
         for expression in [substituted(one["expr"], {"$__interval_ms": "300000", "$__interval": step, "$run": "r"})]
         for samples in [[{"labels": "{}", "value": count}] if count else []]

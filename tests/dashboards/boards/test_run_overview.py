@@ -115,6 +115,7 @@ def test_time_since_last_commit_grows_while_the_service_is_down(judge):
     assert promql_error(judge, given, [(pipeline("Since last commit"), "{}", AT - 10)]) is None
 
 
+@pytest.mark.thorough
 def test_panels_have_at_most_20_lines_with_50_ranks(judge):
     cases = {(name, title, place): query_of(BOARDS[name])(title, place) for name, title, place in DRAWN}
     pairs = [

@@ -26,9 +26,9 @@ EXPRESSIONS = [
         *board["annotations"]["list"][1:],
     )
 ]
-WITHOUT_RESULT = 6
-"""Number of queries that select nothing from the series of this test, such as incidents that are closed, or the spread
-between ranks, which are at different steps here."""
+WITHOUT_RESULT = 8
+"""Number of queries that select nothing from the series of this test, such as closed incidents, marks of values that
+had not changed, or the spread between ranks, which are at different steps here."""
 
 
 def results(judge, cases):

@@ -152,6 +152,7 @@ def wait_for(condition):
         time.sleep(0.2)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(150)
 def test_commands_of_the_compose_file_start_the_programs(tmp_path, require_server, free_port):
     """All commands but Grafana's. Prometheus scrapes the service with the token and knows the Alertmanager."""

@@ -100,6 +100,7 @@ class Outcome:
         self.state = [*net.state_dict().values(), *self.seen]
 
 
+@pytest.mark.usual(5)
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_training_with_swapped_tensors_is_bit_identical(way, every):

@@ -246,7 +246,7 @@ def names_of(made: Any) -> set[str]:
     return {name for name in dir(made) if not name.startswith("_")}
 
 
-@pytest.mark.usual(8)
+@pytest.mark.usual(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", LIVE, ids=live_id)
 def test_copy_has_all_attributes_and_is_inactive(kind, way, request):
@@ -259,7 +259,7 @@ def test_copy_has_all_attributes_and_is_inactive(kind, way, request):
     assert set(threading.enumerate()) <= threads
 
 
-@pytest.mark.usual(8)
+@pytest.mark.usual(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", LIVE, ids=live_id)
 def test_model_with_a_monitor_object_can_be_copied_and_saved(kind, way, request):
@@ -309,6 +309,7 @@ NOTHING: Mapping[str, Any] = {
 """Results of methods and attributes of a copied monitor, except those that return an object of Rankscope."""
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_method_of_a_copied_monitor_has_no_effect(way, request):
     monitor = attached(request)
@@ -375,7 +376,7 @@ def test_saved_model_does_not_contain_the_token(kind, request):
     assert TOKEN.encode() not in pickle.dumps(Holding(LIVE[kind](request)))
 
 
-@pytest.mark.usual(3)
+@pytest.mark.usual(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_original_continues_after_copies_are_used_and_deleted(way, request):
     model = Holding()
@@ -438,6 +439,7 @@ def test_model_in_a_spawned_process_trains_without_monitoring(request):
 # The other objects.
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_copied_trainer_mon_is_inactive(way, request, caplog):
     made = trainer_mon(request)
@@ -460,6 +462,7 @@ def test_copied_trainer_mon_is_inactive(way, request, caplog):
     assert made.monitor.address is not None
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_copied_transformers_callback_is_inactive(way, request, caplog):
     made = LIVE["huggingface"](request)
@@ -482,6 +485,7 @@ def test_copied_transformers_callback_is_inactive(way, request, caplog):
     assert made._attended.monitor.address is not None
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_copied_lightning_callback_is_inactive(way, request, caplog):
     made = LIVE["lightning"](request)

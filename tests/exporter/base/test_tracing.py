@@ -470,6 +470,7 @@ def trained(case: Callable[[], Loop], monitor: Monitor | None = None) -> tuple[L
     return loop, (bits, loop.collected, graphs)
 
 
+@pytest.mark.usual(9)
 @pytest.mark.filterwarnings("ignore")  # deprecation warnings of torch about its tracers
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_training_is_bit_identical_and_its_rows_are_right(case, reader, eventually):
@@ -559,6 +560,7 @@ def test_compiled_entry_reports_each_compilation_and_does_not_run():
     assert ["compiled"] == calls
 
 
+@pytest.mark.thorough
 def test_learning_rates_of_a_compiled_update_are_the_used_ones(quiet, reader, eventually):
     class Scheduled(CompiledUpdate):
         def prepare(self) -> None:

@@ -160,6 +160,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.usual(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_kinds_that_are_absent_by_definition_are_not_named(name):
     assert [] == notes_after(6, OPTIMIZERS[name])
@@ -214,6 +215,7 @@ def cleared_of_one_module(net: nn.Sequential) -> None:
     net[2]._forward_pre_hooks.clear()
 
 
+@pytest.mark.usual(6)
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("quantities", [PLAIN, (*PLAIN, "activations")], ids=len)
 @pytest.mark.parametrize("take_off", [cleared, replaced, cleared_of_one_module])

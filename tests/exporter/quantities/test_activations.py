@@ -297,6 +297,7 @@ def block_references() -> list[dict[Key, torch.Tensor]]:
     return found
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize("mode", ["plain", "reentrant", "without reentrance"])
 def test_recomputed_calls_are_measured_once_with_their_gradients(mode, block_references):
     """Micro-batches and calls of one module are separate; an overwritten input has its earlier statistics."""
@@ -334,6 +335,7 @@ def plain_loss(model: nn.Module, step: int) -> torch.Tensor:
 IN, OUT, GRAD_IN, GRAD_OUT = (("act_in", None), ("act_out", None), ("act_grad_in", None), ("act_grad_out", None))
 
 
+@pytest.mark.usual(5)
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -368,6 +370,7 @@ def test_targets_and_switches_select_the_measured_tensors(options, expected):
     assert (0, []) == (run.faults, run.notices)
 
 
+@pytest.mark.usual(4)
 @pytest.mark.parametrize(
     ("parts", "expected"),
     [

@@ -229,7 +229,7 @@ CALLS: dict[str, tuple[nn.Module, Callable[[nn.Module, torch.Tensor], Any], dict
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.usual(9)
+@pytest.mark.usual(7)
 def test_query_key_mask_and_scale_are_found_in_a_call(name):
     core, call, options, expected = CALLS[name]
     unmasked = {} if "causal" in name or "mask" in name.lower() else {"causal": False}

@@ -127,6 +127,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], 
     return {(case, rank): rest for case, rank, *rest in rows}
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize("case", [case for case in CASES if case != "in parts"])
 def test_every_rank_has_the_features_of_whole_weights(case, outcomes):
     expected = references()

@@ -269,7 +269,7 @@ def _read_slowly(client, bytes_per_second):
     return size
 
 
-@pytest.mark.usual(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_tls", [False, True])
 def test_client_that_reads_slowly_gets_the_whole_answer(new_server, certificates, is_tls, monkeypatch):
     """A megabyte of the answer takes twice the time limit, which counts from the last accepted bytes."""

@@ -55,6 +55,7 @@ def numbers(size: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(size, generator=generator, dtype=torch.float64) * 50).to(dtype)
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize("zero_below", [0.0, 20.0])
 def test_all_dtypes_and_sizes_have_the_defined_statistics(measured, check, zero_below):
     tensors = [numbers(size, dtype) for size in SIZES for dtype in FLOATS]

@@ -16,7 +16,7 @@ from rankscope_exporter import Monitor
 from rankscope_exporter.quantities.activations.quantity import Leaves, TensorCache
 
 
-@pytest.mark.usual(3)
+@pytest.mark.usual(1)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_parameters_are_freed_when_the_model_drops_them(way):
     assert [[], [], 0] == left_after(way, Net, watched=True)

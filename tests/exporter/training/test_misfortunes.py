@@ -279,7 +279,7 @@ def same(one: list[Any], other: list[Any]) -> bool:
 @pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:.*lr_scheduler.step", "ignore:.*torch.jit.script")
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.usual(10)
+@pytest.mark.usual(5)
 def test_training_is_bit_identical_and_gaps_are_reported_once(case, every):
     alone = case()
     alone.train()

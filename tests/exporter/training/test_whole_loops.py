@@ -143,6 +143,7 @@ FOREIGN: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
+@pytest.mark.usual(5)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
 @pytest.mark.parametrize("name", FOREIGN)
 def test_foreign_forward_passes_between_steps_change_no_step(name):

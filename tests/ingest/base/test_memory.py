@@ -34,6 +34,7 @@ def faults(how: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc's allocator is configured")
 def test_memory_of_one_flush_serves_the_next():
     """20 flushes of 80 MB each run in a thread. Only the pages of one of them are requested from the system."""
@@ -59,6 +60,7 @@ print(full - before, kept - before, resident() - before, columns[0].sum())
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc's allocator is configured")
 def test_trim_returns_free_memory_before_a_used_block():
     """The last of 400 MB remains in use. Without trim, the allocator returns only memory at the end of the heap."""
@@ -147,6 +149,7 @@ def test_memory_of_a_large_maintenance_task_is_returned_before_the_next_one():
     assert after - before < 20
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc's allocator is configured")
 def test_small_maintenance_task_leaves_free_memory_to_the_flushes():
     before, full, after = maintenance(20)
@@ -162,7 +165,7 @@ def maintenance(megabytes: int) -> list[int]:
     return [int(size) for size in done.stdout.split()]
 
 
-@pytest.mark.usual(2)
+@pytest.mark.usual(1)
 @pytest.mark.parametrize("module", ["rankscope", "rankscope_ingest"])
 @pytest.mark.parametrize(("chosen", "used"), [(None, "system"), ("mimalloc", "mimalloc")])
 def test_threads_and_arrow_share_one_heap_unless_the_user_chose_another(module, chosen, used, tmp_path):

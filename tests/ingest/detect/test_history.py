@@ -194,6 +194,7 @@ def test_failed_run_remains_failed_until_all_its_ranks_register(store_and_read):
     assert [("failed", "rank 1 on node1 stopped responding without an exit report"), ("running", None)] == states
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize(
     ("states", "still_open", "past", "unsent"),
     [

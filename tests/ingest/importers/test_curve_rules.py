@@ -100,6 +100,7 @@ def test_spike_of_2_4_times_is_found_and_healthy_losses_have_no_event(deviation)
     assert found >= (20 if deviation < 0.1 else 17 if deviation == 0.1 else 0)
 
 
+@pytest.mark.usual(5)
 @pytest.mark.parametrize("log", HEALTHY_RECORDED)
 def test_healthy_recorded_log_has_no_event(logs, data, log):
     logs.import_log(data / log)

@@ -126,6 +126,7 @@ def told(store, dataset):
         return sorted(map(repr, connection.query(f"SELECT {names} FROM {dataset}").to_pylist()))
 
 
+@pytest.mark.thorough
 @relaxed
 @given(
     data=st.fixed_dictionaries(

@@ -39,6 +39,7 @@ def _cases(names):
     return list(names) or [pytest.param("", marks=needs_inputs)]
 
 
+@pytest.mark.usual(21)
 @pytest.mark.parametrize(
     "name",
     [*_cases(READ), *(pytest.param(name, marks=pytest.mark.xfail(strict=True)) for name in INPUTS if name in MISREAD)],

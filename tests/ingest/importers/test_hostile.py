@@ -80,6 +80,7 @@ def values(logs, kind):
     return [next(iter(row.values())) for row in rows]
 
 
+@pytest.mark.usual(6)
 @pytest.mark.parametrize("kind", SAMPLES)
 @pytest.mark.parametrize(
     ("change", "said"),
@@ -128,6 +129,7 @@ def test_other_archives_are_rejected_with_the_remedy(logs, kind, packed):
         logs.import_log(path)
 
 
+@pytest.mark.usual(3)
 @pytest.mark.parametrize("kind", SAMPLES)
 def test_byte_order_mark_and_crlf_change_nothing(logs, kind):
     text = "\ufeff" + text_of(kind, 1.5, 2.5, 3.5).replace("\n", "\r\n")
@@ -155,7 +157,7 @@ def readers():
     return server_of("rankscope_ingest.importers")
 
 
-@pytest.mark.usual(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", few(2, SAMPLES))
 def test_line_of_100_megabytes_is_counted_in_bounded_memory(tmp_path, readers, kind):
     """The file contains zeros, which take no disk space, within a value, so the parser itself must handle them."""
@@ -180,6 +182,7 @@ def test_line_of_100_megabytes_is_counted_in_bounded_memory(tmp_path, readers, k
     assert higher_peak - peak < 80
 
 
+@pytest.mark.usual(4)
 @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "a/b\\c", "..", "con", "x" * 300, "学" * 90, "a\nb"])
 def test_hostile_names_write_no_file_outside_the_store(logs, name):
     """Names of runs and quantities are values and never paths."""
@@ -198,6 +201,7 @@ def test_hostile_samples_cover_every_text_importer():
     )  # event files are binary and contain the lengths of records
 
 
+@pytest.mark.usual(4)
 @pytest.mark.parametrize("kind", ["megatron", "jsonl", "textlog", "columns"])
 @pytest.mark.parametrize("change", [lambda text: "\0" * 100_000 + text, lambda text: text.replace("\n", "\r")])
 def test_hole_at_the_beginning_and_old_line_ends_change_nothing(logs, kind, change):

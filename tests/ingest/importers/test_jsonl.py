@@ -405,6 +405,7 @@ def test_dictionary_without_a_number_is_no_record():
     assert printed_dict("{'optimizer': AdamW, 'model': Llama()}") is None
 
 
+@pytest.mark.usual(3)
 @pytest.mark.parametrize(
     ("prefix", "rank"),
     [("[rank3]: ", 3), ("[default3]:", 3), ("3: ", 3), ("[Rank 3] ", 3), ("rank=3 ", 3), ("10:00:03: ", None)],
@@ -459,7 +460,7 @@ def test_grown_log_without_steps_continues_its_numbers(logs):
     assert [(1, "loss", 2.0), (2, "loss", 1.9), (3, "loss", 1.8)] == scalars(logs)
 
 
-@pytest.mark.usual(6)
+@pytest.mark.usual(3)
 @pytest.mark.parametrize(
     ("spelled", "value"),
     [

@@ -607,6 +607,7 @@ COLOURED = (
 )
 
 
+@pytest.mark.usual(3)
 @pytest.mark.parametrize("part", ["{step}/", "iteration", "lm loss", "lm loss:", "2.5", "grad norm: 1.0", "|"])
 def test_colour_within_a_row_loses_no_column(logs, part):
     coloured = COLOURED.replace(part, f"\x1b[1;32m{part}\x1b[0m")

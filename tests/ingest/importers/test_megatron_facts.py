@@ -108,7 +108,7 @@ def as_printed(expected: Any, found: Any) -> Any:
     return found
 
 
-@pytest.mark.usual(6)
+@pytest.mark.usual(3)
 def test_every_recorded_fact_is_reproduced_by_a_query(recorded, logs):
     """S0-07 to S0-13: queries of the store give all results that scripts compute from such a log.
 

@@ -227,7 +227,7 @@ def test_byte_order_mark_and_crlf_change_nothing(tmp_path, begin, end):
     assert (8, 0) == (len(found), count)
 
 
-@pytest.mark.usual(7)
+@pytest.mark.usual(3)
 @pytest.mark.parametrize(
     "head",
     [

@@ -144,6 +144,7 @@ def test_nan_in_gradient_and_moment_have_the_same_step(logs, rank):
     assert 2 == logs.value("SELECT world_size FROM runs")
 
 
+@pytest.mark.usual(4)
 @pytest.mark.parametrize(
     ("cells_", "expected"),
     [
@@ -165,6 +166,7 @@ def test_nan_inf_absent_and_zero_are_distinguished(logs, cells_, expected):
     assert ([] if expected is None else [expected]) == [tuple(row.values()) for row in found]
 
 
+@pytest.mark.usual(3)
 @pytest.mark.parametrize(
     ("header", "row", "expected"),
     [
@@ -218,6 +220,7 @@ def test_files_in_parts_and_with_many_steps_are_read(logs):
     assert 4 == len({row["incarnation"] for row in found})
 
 
+@pytest.mark.thorough
 def test_grown_folder_adds_only_new_rows(logs):
     """Steps continue in the last file of each family, even within a line; new files and ranks appear."""
     target = logs.folder / "out"

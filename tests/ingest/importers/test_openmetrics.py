@@ -89,6 +89,7 @@ def test_bad_lines_are_counted_with_their_numbers(logs):
     assert ["a", "c", "d"] == [row["metric"] for row in logs.query(SAMPLES)]
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize("count", [1, 2, 5, 40])
 def test_nul_bytes_within_a_label_are_kept_and_holes_are_skipped(logs, count):
     nuls = "\0" * count
@@ -269,6 +270,7 @@ def test_fuzzed_lines_never_crash_the_parser(lines):
             continue
 
 
+@pytest.mark.thorough
 def test_mutated_files_never_crash_the_importer(tmp_path):
     """Fuzz test: a dump of a rank with bytes changed, removed and duplicated."""
     rng = random.Random(4)

@@ -324,7 +324,7 @@ _RESUMED = _OLD[:30] + _entries(31, 80, 9.0)
 _RESUMED_AGAIN = _RESUMED[:60] + _entries(61, 90, 20.0)
 
 
-@pytest.mark.usual(4)
+@pytest.mark.usual(2)
 @pytest.mark.parametrize(
     ("histories", "expected"),
     [

@@ -266,6 +266,7 @@ async def test_live_rank_with_the_identity_of_a_spool_is_not_affected(start_serv
     }
 
 
+@pytest.mark.thorough
 async def test_another_rank_serves_the_spool_of_a_silent_process(start_service, fake_rank, eventually):
     """The registration is rejected while the process is alive. The target is never in http_sd."""
     async with start_service() as service, fake_rank() as rank:
@@ -372,6 +373,7 @@ async def test_older_launches_found_at_the_start_get_lower_attempt_numbers(start
     assert 2 == rank.attempt
 
 
+@pytest.mark.thorough
 async def test_older_launch_found_late_is_not_the_state_of_the_run(start_service, fake_rank, eventually, root):
     """Its records arrive while a later launch trains. The state of the later launch is that of the run."""
     async with start_service(**settings(root)) as service, fake_rank(launch_id="new", started_at=12) as rank:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import pytest
 from deltalake import DeltaTable
 from deltalake.exceptions import CommitFailedError
 
@@ -22,6 +23,7 @@ def operate(store) -> None:
             operation(DeltaTable(str(store)))
 
 
+@pytest.mark.thorough
 async def test_service_starts_and_stores_each_record_once_between_rewrites(start_service, fake_rank, eventually):
     async with fake_rank() as rank:
         for life in range(2):

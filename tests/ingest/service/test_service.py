@@ -515,6 +515,7 @@ async def test_poke_causes_an_early_poll(start_service, fake_rank, eventually):
         assert [404, 204] == [await poke("unknown"), await poke(rank.registration.incarnation)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_failing", [True, False])
 async def test_pokes_cause_at_most_four_extra_polls_per_second(start_service, fake_rank, eventually, is_failing):
     import aiohttp
@@ -647,6 +648,7 @@ def last_stored(service) -> int:
         return connection.query("SELECT max(seq) AS last FROM scalars").to_pylist()[0]["last"]
 
 
+@pytest.mark.thorough
 async def test_pending_rows_are_not_polled_again_when_a_process_returns(start_service, fake_rank, eventually):
     slow = {"runs.failed_after_seconds": 1.0, "ingest.flush_after_seconds": 3600.0}
     async with fake_rank() as rank, start_service(**slow) as service:
@@ -682,6 +684,7 @@ async def test_pending_rows_are_not_polled_again_when_a_process_returns(start_se
     assert list(range(6)) == [row["seq"] for row in service.rows(LOSSES)]
 
 
+@pytest.mark.thorough
 async def test_process_that_was_unreachable_for_long_undoes_its_lost_records(
     start_service, fake_rank, eventually, monkeypatch
 ):

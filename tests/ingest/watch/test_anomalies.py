@@ -55,6 +55,7 @@ FAULTS: Mapping[str, tuple[Mapping[str, Mapping[int, float]], str, str]] = {
 }
 
 
+@pytest.mark.usual(2)
 @pytest.mark.parametrize("rule", FAULTS)
 async def test_firing_is_printed_sent_and_listed_once(watch, replay, caplog, rule):
     faults, severity, wrong = FAULTS[rule]

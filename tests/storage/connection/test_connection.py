@@ -304,6 +304,7 @@ def locked(store, writer, batch):
         yield connection
 
 
+@pytest.mark.usual(5)
 @pytest.mark.parametrize(
     "query",
     [

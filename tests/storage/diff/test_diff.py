@@ -91,6 +91,7 @@ def test_mean_is_compared_on_the_scale_of_its_elements(put):
     assert pytest.approx(3e-9) == divergence(put, A, B).steps[0].worst
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize(
     ("norm", "minimum", "looks"), [(1.0 + 1e-6, 0.5, True), (1.0 + 1e-4, 0.5, False), (1.0 + 1e-6, 0.6, False)]
 )
@@ -110,6 +111,7 @@ def test_hashes_and_zeros_count_only_without_tolerance(put):
     assert divergence(put, A, B, Tolerance(absolute=1e-9)).first is None
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize("op", ["nans", "infs", "numel"])
 def test_counts_of_nans_infs_and_elements_are_exact(put, op):
     put("a", "tensor_stats", stats(1))

@@ -144,6 +144,7 @@ def widths(path: Path, name: str) -> Iterator[int]:
             yield (int(differences.max()) - int(differences.min())).bit_length() if len(differences) else 0
 
 
+@pytest.mark.usual(4)
 @pytest.mark.parametrize(
     ("shape", "shared", "encoding", "pages"),
     [

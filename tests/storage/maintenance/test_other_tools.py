@@ -203,7 +203,7 @@ def test_compaction_restores_files_with_own_columns(stores, rewritten, monkeypat
     assert check(rewritten, deep=True).is_intact
 
 
-@pytest.mark.usual(2)
+@pytest.mark.usual(1)
 @pytest.mark.parametrize("change", ["rename", "merge", "remove"])
 def test_run_in_rewritten_files_can_be_edited(stores, rewritten, tmp_path, change):
     own = Path(shutil.copytree(stores["own"], tmp_path / "own"))
@@ -401,6 +401,7 @@ def test_files_of_a_commit_that_is_reported_as_refused_are_kept(root, writer, ba
     assert check(root, deep=True).is_intact
 
 
+@pytest.mark.thorough
 def test_rows_are_stored_once_while_delta_rs_and_compaction_rewrite(store, writer, batch, monkeypatch):
     monkeypatch.setattr(compaction, "SMALL_FILES", 2)
     rounds, done = [], threading.Event()

@@ -83,9 +83,13 @@ def test_run_has_the_values_of_its_latest_attempt_at_each_time(history):
 
 
 def test_loss_of_a_run_is_the_mean_of_the_ranks_that_logged_it_at_each_step(history):
+    """As a curve, the loss ends with each attempt."""
     means = [(MARCH + 9, 3.5), (MARCH + 18, 3.5), (MARCH + 27, 1.0)]  # rank 1 logs step 2 after rank 0 logs step 3
+    ends = [(MARCH + MINUTE + 1, "stale"), (SECOND_ATTEMPT + MINUTE + 1, "stale")]
 
-    assert {of_spring("rankscope_run_loss"): means} == history.ask(*SPRING, ("__name__", "=", "rankscope_run_loss"))
+    found = history.ask(*SPRING, ("__name__", "=", "rankscope_run_loss"))[of_spring("rankscope_run_loss")]
+
+    assert [*means, *ends] == [(ms, "stale" if math.isnan(value) else value) for ms, value in found]
 
 
 def test_end_of_a_run_is_stored_only_after_its_end(history):

@@ -85,6 +85,7 @@ def test_merged_run_has_attempts_after_those_of_the_other(root):
         assert [(1,), (3,)] == connection.sql("SELECT ordinal FROM runs_history WHERE run = 'a' ORDER BY 1").fetchall()
 
 
+@pytest.mark.usual(1)
 def test_existing_target_name_or_missing_run_is_refused(root):
     with pytest.raises(StoreError, match="a run named 'a' already exists"):
         edit.rename(root, "b", "a", sync_to_disk)

@@ -130,7 +130,7 @@ def launch_of(run: str, attempt: int, registered_at: float, rank: int = 0) -> di
     return row | {"ts": ts, "ts_origin": "ingest", "ordinal": round(ts.timestamp() * 1e6)}
 
 
-@pytest.mark.usual(2)
+@pytest.mark.usual(1)
 @pytest.mark.parametrize("jump", [-HOUR, HOUR, -DAYS, DAYS, -30, 30])
 def test_jump_in_an_earlier_attempt_changes_no_time_between_attempts(jump, writer, connection):
     """The host of the rank that jumps keeps its clock, and starts the next attempt after 49 s."""

@@ -177,6 +177,7 @@ def test_share_of_each_phase_of_a_step(killed, writer, connection):
     assert [("checkpoint", 8.0, 8 / 18), ("forward", 10.0, 10 / 18)] == [tuple(row.values()) for row in rows]
 
 
+@pytest.mark.thorough
 def test_memory_of_the_query_does_not_grow_with_the_number_of_ranks():
     """A service runs this query every minute, and 3.2 million rows of 800 ranks do not fit into the memory limit."""
     with duckdb.connect(config={"memory_limit": "20MB", "max_temp_directory_size": "0B", "threads": 2}) as plain:
@@ -208,6 +209,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), TIMES, st.float
 HANGS = st.lists(st.tuples(st.integers(0, 2), TIMES, st.floats(0, 60), st.sampled_from(["began", "ended"])), max_size=3)
 
 
+@pytest.mark.thorough
 @settings(max_examples=examples(20), deadline=None)
 @given(st.lists(st.tuples(TIMES, st.none() | TIMES), max_size=3), STEPS, HANGS)
 def test_parts_add_up_to_the_wall_time_for_any_rows(launches, steps, hangs):

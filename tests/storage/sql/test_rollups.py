@@ -160,7 +160,7 @@ def steps(first: int, end: int, *, per_day: int = 100, **columns) -> list[Row]:
     ]
 
 
-@pytest.mark.usual(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("dataset", ["tensor_stats", "scalars"])
 def test_rollups_are_equal_for_any_number_of_slices(tmp_path, monkeypatch, dataset):
     """Slices are divided at row groups. Some names contain a quote, and names are no numbers."""
@@ -291,6 +291,7 @@ def test_table_of_an_older_release_gets_the_columns_of_rollups(folder, monkeypat
         assert 100 == found(connection, "tensor_stats")[0]["norm_count"]
 
 
+@pytest.mark.thorough
 def test_rollups_follow_removal_rename_and_merge_of_their_run(store, writer, connection):
     for run in ("a", "b", "c"):
         append(writer, "tensor_stats", steps(0, 100, run=run))

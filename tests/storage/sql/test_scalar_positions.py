@@ -189,6 +189,7 @@ def test_summary_takes_first_last_and_lowest_of_records(writer, connection, reco
     assert expected == (found.loss_first, found.loss_last, found.loss_min)
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize("steps", [(None, None, None, None), (1, 2, 1, 2)])
 def test_diff_compares_each_record(writer, connection, steps):
     for run, third in (("a", 3.0), ("b", 3.5)):
@@ -206,6 +207,7 @@ def test_diff_compares_each_record(writer, connection, steps):
     )
 
 
+@pytest.mark.thorough
 def test_live_runs_have_the_rows_of_the_previous_release(writer, connection):
     """Ranks report epochs, repeat steps, restart, and log scalars without steps; a log was imported next to them."""
     draw, ordinals = random.Random(7), itertools.count()

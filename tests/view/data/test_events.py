@@ -71,6 +71,7 @@ def test_anomalies_of_a_step_are_one_line(connection):
     assert all("more" in line.text for line in nan)
 
 
+@pytest.mark.thorough
 def test_events_of_one_time_have_one_order_with_several_threads(tmp_path):
     """4,000 events of one step and time, shuffled in each of 8 files."""
     shuffled = random.Random(1)

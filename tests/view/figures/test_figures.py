@@ -276,7 +276,7 @@ def drawn(connection, run) -> list[Figure]:
     ]
 
 
-@pytest.mark.usual(2)
+@pytest.mark.usual(1)
 @pytest.mark.parametrize("run", ["one-row", "only-nan", "no-loss", "no-times", "mamba2-370m-32k-ctx", HOSTILE])
 def test_run_of_any_shape_has_all_figures(connection, run):
     for figure in drawn(connection, run):

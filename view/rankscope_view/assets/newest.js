@@ -74,12 +74,13 @@ export function showLatest() {
   const newest = newer.reduce((one, row) => (row[2] >= one[2] ? row : one), newer[0]);
   const own = newer.filter((row) => row[0] === newest[0]);
   const isLive = Boolean(head?.querySelector("[data-left]")); // a failed run has rows of the step in which it failed
+  const ranks = Number(head?.dataset.ranks ?? 0);
+  const note = document.querySelector("#chart-loss header .dim");
+  const words = ranksNote(own, ranks) || (ranks > 1 ? `mean of ${ranks} ranks` : "$&");
+  setText(note, note?.textContent?.replace(/^(logged by 1 rank|(mean of )?\d+ (of \d+ )?ranks)/, words) ?? "");
   const rows = own.filter((row) => row[0] > attempt || (isLive && row[1] > at));
   const last = rows.at(-1);
   if (!last) return newest;
-  const ranks = Number(head?.dataset.ranks ?? 0);
-  const note = document.querySelector("#chart-loss header .dim");
-  setText(note, note?.textContent?.replace(/^(mean of )?\d+ (of \d+ )?ranks/, ranksNote(own, ranks) || `mean of ${ranks} ranks`) ?? "");
   for (const place of /** @type {NodeListOf<HTMLElement>} */ (head?.querySelectorAll("[data-value]") ?? [])) {
     const name = place.dataset.value ?? "";
     if (name === "step") setText(place, grouped(last[1]));

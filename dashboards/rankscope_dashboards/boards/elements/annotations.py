@@ -11,7 +11,7 @@ from rankscope_contract.metrics import catalogue
 from rankscope_contract.metrics.spec import MetricSpec
 from rankscope_contract.model.phases import LABEL, Phase
 from rankscope_dashboards.boards.elements.panels import DATASOURCE
-from rankscope_dashboards.boards.elements.selectors import OF_JOB, service
+from rankscope_dashboards.boards.elements.selectors import AHEAD, OF_JOB, service
 
 _MERGED: Final = 300
 """Time in seconds within which checkpoints at consecutive times of evaluation are one mark: those of several ranks."""
@@ -26,15 +26,15 @@ def _changes(metric: MetricSpec, *matchers: str, how: str = "last", aggregation:
     """Return PromQL for the changes of the values of `metric`, live or stored, each of them at one time of evaluation.
 
     Grafana evaluates marks at about 100 times, whatever the time range. The interval between these times is therefore
-    the window of a mark, and its values are compared with those of the hour before.
+    the window of a mark, at whose begin the mark is, and its values are compared with those of the hour before.
     """
     series = [f"{metric.name}{service(*more, *matchers)}" for more in ((), (OF_JOB,))]
 
     def within(window: str) -> str:
         return f"{aggregation} ({' or '.join(f'{how}_over_time({one}{window})' for one in series)})"
 
-    now = within("[$__interval]")
-    return f"({now} unless {now} == {within('[1h] offset $__interval')})"
+    now = within(AHEAD)
+    return f"({now} unless {now} == {within('[1h]')})"
 
 
 ALERTS_OFF: Final = (

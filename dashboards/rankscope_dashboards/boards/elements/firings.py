@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from rankscope_contract.metrics import catalogue
-from rankscope_dashboards.boards.elements.selectors import RANKS, SERVICE_RANKS
+from rankscope_dashboards.boards.elements.selectors import RANKS, SERVICE_RANKS, at_end
 
 
-def firings(offset: str = "", *, of_ranks: str = RANKS, of_service: str = SERVICE_RANKS) -> str:
-    """Return PromQL for the number of firings of each rank, rule and kind, at a time that is `offset` earlier.
+def firings(window: str = "", *, offset: str = "", of_ranks: str = RANKS, of_service: str = SERVICE_RANKS) -> str:
+    """Return PromQL for the number of firings of each rank, rule and kind, at the end of `window` or `offset` earlier.
 
     A rank and the service each have such a counter. While the rank is alive, its counter is the more recent one; after
     its end, only the counter of the service remains. The maximum of both counters counts each firing once. The two
     selectors choose the ranks.
     """
     past = f" offset {offset}" if offset else ""
-    own, service = f"{catalogue.ANOMALY_EVENTS.name}{of_ranks}", f"{catalogue.ANOMALIES_INGESTED.name}{of_service}"
+    own, service = (
+        at_end(catalogue.ANOMALY_EVENTS, of_ranks, window),
+        at_end(catalogue.ANOMALIES_INGESTED, of_service, window),
+    )
     return f"max by (run, rank, rule, kind) ({own}{past} or {service}{past})"
 
 
@@ -25,4 +28,4 @@ def new_firings() -> str:
     counter that did not exist before has counted from 0.
     """
     now = firings()
-    return f"({now} - ({firings('$__interval')} or {now} * 0)) > 0"
+    return f"({now} - ({firings(offset='$__interval')} or {now} * 0)) > 0"

@@ -186,7 +186,7 @@ def history_panel(text: PanelText, query: Query, label: str, *series: str) -> st
     in the time range, the panel has one grey row instead. The legend of the query must contain `label`: the name of
     this row is the reason.
     """
-    absent = " and on () ".join(f"absent_over_time({one}[$__range] @ end())" for one in series)
+    absent = " and on () ".join(f"absent_over_time({one}[$__range] @ end() offset -$__interval)" for one in series)
     reason = f'max by ({label}) (label_replace({absent}, "{label}", "{text.empty}", "", "")) - 2'
     query = replace(query, expression=f"{query.expression} or {reason}")
     no_data = [*value_texts({"-1": ("no data", NEUTRAL)}), null_text("no data", NEUTRAL)]

@@ -15,6 +15,12 @@ from rankscope_dashboards.deploy.prometheus import RANKS_JOB
 
 RATE_WINDOW: Final = "[$__rate_interval]"
 
+AHEAD: Final = "[$__interval] offset -$__interval"
+"""Window after a time of evaluation.
+
+The last one is up to an interval before the end of the time range, in a small panel of 24 h a quarter of an hour.
+"""
+
 OF_JOB: Final = f'job="{RANKS_JOB}"'
 ONE_RUN: Final = 'run="$run"'
 SEVERAL_RUNS: Final = 'run=~"$run"'
@@ -95,11 +101,13 @@ def mean_loss(run: str, ranks: str, window: str = "") -> str:
     """Return PromQL for the losses of runs: of the main loss the mean of the ranks that logged it at the same step.
 
     Of a loss with a name, and of a live run without its store, it is the mean of the last loss of each rank. `run` is
-    the label matcher for the runs, `ranks` the selector of their ranks, and `window` that of `at_end`.
+    the label matcher for the runs, `ranks` the selector of their ranks, and `window` that of `at_end`. Without one, the
+    result ends with the run, although the service continues to export its last loss.
     """
-    stored, ended = at_end(catalogue.RUN_LOSS, _selector(OF_JOB, run), window), catalogue.RUN_LOSS.name + _selector(run)
+    stored, kept = at_end(catalogue.RUN_LOSS, _selector(OF_JOB, run), window), catalogue.RUN_LOSS.name + _selector(run)
     each = once(catalogue.LOSS, at_end(catalogue.LOSS, ranks, window))
-    return f"(max by (run) ({stored}) or max by (run) ({ended}) or avg by (run, loss) {each})"
+    live = f"max by (run) ({kept})" + ("" if window else f" and on (run) {catalogue.LOSS.name}{ranks}")
+    return f"(max by (run) ({stored}) or {live} or avg by (run, loss) {each})"
 
 
 def rate(metric: MetricSpec, *matchers: str) -> str:

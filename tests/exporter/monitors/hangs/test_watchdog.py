@@ -68,6 +68,7 @@ def test_hang_and_its_end_are_published_and_printed_once(reader, eventually, cap
     assert 1 == output.count("training continues after")
 
 
+@pytest.mark.thorough
 def test_evaluation_is_not_a_hang(reader, eventually):
     parts = made()
     settings = watching(hang_after_seconds=0.8, hang_in_phase_after_seconds=60)

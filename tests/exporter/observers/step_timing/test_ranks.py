@@ -67,6 +67,7 @@ sys.exit(max(rank.exitcode != 0 for rank in ranks))
 """
 
 
+@pytest.mark.usual(1)
 @pytest.mark.parametrize(
     ("options", "micro"), [({}, 1), ({"gradient_as_bucket_view": True}, 2)], ids=["plain", "bucket views, accumulated"]
 )

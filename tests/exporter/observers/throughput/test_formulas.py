@@ -63,6 +63,7 @@ def test_formula_reproduces_the_published_megatron_figures(billions, heads, hidd
     assert billions == pytest.approx(parameters(layers, hidden, VOCABULARY, SEQUENCE) / 1e9, rel=0.01, abs=0.05)
 
 
+@pytest.mark.thorough
 @given(
     heads=st.integers(1, 64),
     width=st.sampled_from([32, 64, 128]),

@@ -278,7 +278,7 @@ class Routed(Tokens):
 IMAGES = torch.zeros(2, 3, 8, 8)
 
 
-@pytest.mark.usual(8)
+@pytest.mark.usual(4)
 @pytest.mark.parametrize(
     ("make", "batch", "options", "why"),
     [
