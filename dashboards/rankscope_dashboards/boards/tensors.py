@@ -8,7 +8,7 @@ from typing import Final
 from grafana_foundation_sdk.builders import dashboard as builders
 
 from rankscope_contract.metrics import catalogue
-from rankscope_contract.model.kinds import JUDGED_OPS, Kind
+from rankscope_contract.model.kinds import Kind
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_dashboards.boards.elements.annotations import RUN_ANNOTATIONS
 from rankscope_dashboards.boards.elements.board import Section, make_board, sized
@@ -121,17 +121,17 @@ def _heat_map() -> PanelBuilder:
 def _top_deviations() -> PanelBuilder:
     text = PanelText(
         title="Largest deviations",
-        description="The 20 statistics of all kinds with the largest absolute value relative to their baseline, at "
-        "the end of the time range. Around 1 is normal. A value above 1 plus the threshold of the rule fires the "
-        "rule: click the tensor to see when it left its baseline.",
+        description="The 20 tensors of all kinds with the largest norm relative to its baseline, at the end of the "
+        "time range. Around 1 is normal. A value above 1 plus the threshold of the rule fires the rule: click the "
+        "tensor to see when it left its baseline.",
         decimals=2,
         thresholds=DEVIATION,
         empty=NO_BASELINE,
     )
-    judged = ranks(f'op=~"{"|".join(JUDGED_OPS)}"')
-    value, baseline = (f"{metric.name}{judged}" for metric in (catalogue.TENSOR_VALUE, catalogue.TENSOR_BASELINE))
-    query = f"topk(20, max by (rank, kind, tensor, op) (abs({value}) / (abs({baseline}) > 0)))"
-    columns = {**_TENSOR_COLUMNS, "Value": Column(heading="Times baseline", width=140)}
+    value, baseline = (f"{metric.name}{ranks(NORM)}" for metric in (catalogue.TENSOR_VALUE, catalogue.TENSOR_BASELINE))
+    query = f"topk(20, max by (rank, kind, tensor) ({value} / ({baseline} > 0)))"
+    columns = {name: column for name, column in _TENSOR_COLUMNS.items() if name != "op"}
+    columns["Value"] = Column(heading="Times baseline", width=140)
     return table_panel(text, (Query(query),), columns)
 
 

@@ -9,6 +9,7 @@ prompb/io/prometheus/write/v2/types.proto. The packages `remote_read` and `remot
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -66,6 +67,7 @@ def parse(name: str, data: bytes, classes: Mapping[str, Any] = MESSAGES) -> Any:
         ) from error
 
 
+@functools.lru_cache(maxsize=1 << 13)  # the series of a response share most labels
 def label_bytes(name: str, value: str) -> bytes:
     """Return a serialized Prometheus Label message."""
     data: bytes = MESSAGES["Label"](name=name, value=value).SerializeToString()

@@ -44,10 +44,12 @@ Prometheus sends such queries when it lists series, for example for the menus of
 
 _ONE_VALUE: Final = frozenset({
     "", "sum", "avg", "min", "max", "count", "group", "topk", "bottomk", "quantile", "stddev", "stdvar", "count_values",
+    "abs", "ceil", "floor", "round", "sgn", "exp", "ln", "log2", "log10", "sqrt", "clamp", "clamp_min", "clamp_max",
+    "label_replace", "label_join", "sort", "sort_desc", "scalar",
 })  # fmt: skip
 """Function names in the hints of queries that need one value of each series at each time of evaluation.
 
-These are aggregations over series, and "" for no function."""
+These are aggregations over series, functions of each sample or of labels, and "" for no function."""
 
 _LOOKBACK_MS: Final = 300_000
 """Prometheus' default lookback period in ms, by which the range of an instant query begins before its time."""
@@ -151,9 +153,10 @@ def labels_of(series: Series) -> list[bytes]:
 def _samples(times: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> bytes:
     """Return the samples as serialized fields of a TimeSeries message.
 
-    If the times take six bytes each, all encoded samples have the same length and are written as columns of one array.
+    If several times take six bytes each, all encoded samples have the same length and are written as columns of one
+    array.
     """
-    if len(times) and not _SIX_BYTES_FROM <= times.min() <= times.max() < _SIX_BYTES_BELOW:
+    if len(times) == 1 or (len(times) and not _SIX_BYTES_FROM <= times.min() <= times.max() < _SIX_BYTES_BELOW):
         sample = MESSAGES["Sample"]
         pairs = zip(times.tolist(), values.tolist(), strict=True)
         samples = [sample(timestamp=ms, value=value) for ms, value in pairs]

@@ -379,4 +379,5 @@ def _of_ranks(
     if of_ranks is None:
         return
     for series in chain(RankSeries(connection, of_ranks, limit).read(), RunSeries(connection, of_ranks, limit).read()):
-        yield Series(labelled({**external_labels, **dict(series.labels)}), series.times_ms, series.values)
+        labels = labelled({**external_labels, **dict(series.labels)}) if external_labels else series.labels
+        yield Series(labels, series.times_ms, series.values)

@@ -56,6 +56,7 @@ class Query:
     start: float
     end: float
     step: float
+    is_instant: bool
 
     @property
     def substituted(self) -> str:
@@ -70,11 +71,13 @@ class Query:
 
     def ask(self, prometheus: str) -> tuple[float, str | None]:
         """Return the seconds until Prometheus responds, and its error if it refuses the query."""
-        arguments = {"query": self.substituted, "start": self.start, "end": self.end, "step": self.step}
+        arguments: dict[str, Any] = {"query": self.substituted, "time": self.end}
+        if not self.is_instant:
+            arguments |= {"start": self.start, "end": self.end, "step": self.step}
         began, error = time.monotonic(), None
         try:
             with urllib.request.urlopen(
-                f"{prometheus}/api/v1/query_range?{urlencode(arguments)}", timeout=60
+                f"{prometheus}/api/v1/query{'' if self.is_instant else '_range'}?{urlencode(arguments)}", timeout=60
             ) as answer:
                 answer.read()
         except urllib.error.HTTPError as refused:
@@ -111,7 +114,11 @@ class Requests(Browser):
         """Return the different queries of panels and marks."""
         return {
             Query(
-                query["expr"], int(body["from"]) / 1000, int(body["to"]) / 1000, query.get("intervalMs", 15000) / 1000
+                query["expr"],
+                int(body["from"]) / 1000,
+                int(body["to"]) / 1000,
+                query.get("intervalMs", 15000) / 1000,
+                is_instant=bool(query.get("instant")),
             )
             for _, body in self.sent.values()
             for query in body["queries"]

@@ -33,6 +33,9 @@ INSTANT = [
     f"{LOSS} - {LOSS} offset 20m",
     f"{LOSS} @ {START + 301}",
     f"topk(1, {NORM})",
+    f"abs({NORM})",
+    f"clamp_min({LOSS}, 2)",
+    f"label_replace({LOSS}, 'other', '$1', 'rank', '(.*)')",
     f"sum by (tensor) ({NORM})",
     f"count_values('v', {LOSS})",
     f"timestamp({LOSS})",
@@ -175,8 +178,8 @@ async def test_results_with_hints_equal_results_without(require_server, tmp_path
             assert results[0] or "gone" in text or "absent" in text, (path, text)
             saved |= {text} if sent["hints"] < sent["all"] else set()
 
-    thinned = {LOSS, NORM, *COARSE[6:], *INSTANT[11:14]}
-    assert {*INSTANT[:7], *SERIES, "gone_temperature{%s}", *thinned} <= saved
+    thinned = {LOSS, NORM, *COARSE[6:], *INSTANT[14:17]}
+    assert {*INSTANT[:10], *SERIES, "gone_temperature{%s}", *thinned} <= saved
 
 
 async def is_ready(url):
