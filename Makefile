@@ -25,7 +25,7 @@ UV = UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$($(INDEX))}" UV_INDEX="$${UV_INDEX
 	$(BIN)/python -m uv pip install --python $(BIN)/python --index-strategy unsafe-best-match
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-thorough test-all test-crashes soak test-hour test-fuzz test-examples test-frameworks test-frameworks-heavy test-torch test-gpu test-grafana test-prometheus-3 boards-check test-readers lint bench pictures generate clean
+.PHONY: help env demo test test-thorough test-all test-crashes soak test-hour test-fuzz test-mutants test-examples test-frameworks test-frameworks-heavy test-torch test-gpu test-grafana test-prometheus-3 boards-check test-readers lint bench pictures generate clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -56,6 +56,11 @@ test-hour: $(VENV)/.installed-dev ## a person's hour in 15 minutes: trainings wi
 
 test-fuzz: $(VENV)/.installed-dev ## change the inputs of each reader of outside bytes for two minutes (SEED=n begins with others, about an hour)
 	RANKSCOPE_FUZZ_SECONDS=120 RANKSCOPE_FUZZ_SEED=$(SEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/fuzz $(PYTEST)
+
+test-mutants: $(VENV)/.installed-dev ## change the code in 120 drawn places, one at a time: a test must notice each; continues an earlier call (3 h)
+	test -d .mutants/site || $(PIP) install -q --no-deps --target .mutants/site coverage pytest-cov
+	test -f .mutants/tests.log || $(BIN)/python -m tests.mutants.run map tests/mutants/list.tsv
+	$(BIN)/python -m tests.mutants.run test tests/mutants/list.tsv $(or $(RESULT),.mutants/result.tsv)
 
 test-examples: $(VENV)/.installed-dev ## run every example for a few steps
 	RANKSCOPE_EXAMPLES=1 $(BIN)/python -m pytest tests/examples
