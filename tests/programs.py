@@ -57,6 +57,8 @@ for number, path in enumerate([os.devnull, *job["streams"]]):
     os.close(stream)
 os.environ.clear()
 os.environ.update(job["environment"])
+if "coverage" in sys.modules and (recorder := sys.modules["coverage"].Coverage.current()):  # make test-mutants
+    recorder.switch_context(os.environ["PYTEST_CURRENT_TEST"])
 os.chdir(job["folder"])
 sys.argv[:] = job["arguments"]
 sys.modules["__main__"] = main = types.ModuleType("__main__")

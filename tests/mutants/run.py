@@ -168,6 +168,8 @@ def record(mutants: list[Mutant]) -> int:
         f"data_file = {COVERAGE}/data\ninclude =\n" + "".join(f"    {file}\n" for file in files),
         encoding="utf-8",
     )
+    # Python starts the recorder in each process of a test.
+    (COVERAGE / "site" / "sitecustomize.py").write_text("import coverage\n\ncoverage.process_startup()\n", "utf-8")
     options = [f"--cov-config={settings}", "--cov", "--cov-context=test", "--cov-report=", "--durations=0", "-vv"]
     options += ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
     variables = {**os.environ, "PYTHONPATH": str(COVERAGE / "site")}
@@ -228,8 +230,8 @@ def environment(mutant: Mutant | None, copy: Path) -> dict[str, str]:
     if mutant is not None:
         found |= {
             "PYTHONPATH": str(Path(__file__).with_name("hook")),
-            "RANKSCOPE_MUTANT_OF": os.path.realpath(ROOT / mutant.file),
-            "RANKSCOPE_MUTANT": str(copy),
+            "MUTANT_OF": os.path.realpath(ROOT / mutant.file),
+            "MUTANT_COPY": str(copy),
             "NUMBA_CACHE_DIR": str(copy.parent / "numba"),
         }
     return found

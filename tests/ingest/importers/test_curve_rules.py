@@ -221,6 +221,19 @@ def test_third_slow_row_fires(name):
     assert [("SlowSteps", 52)] == firings({name: values})
 
 
+def test_rate_of_zero_is_no_value():
+    rates = 1 / np.r_[1 + 0.1 * np.sin(np.arange(50)), np.full(20, 3.0)]
+    rates[[10, 30]] = 0.0
+
+    assert [("SlowSteps", 52)] == firings({"tokens_per_second": rates})
+
+
+def test_rules_of_curves_judge_values_of_scalars_only():
+    series = [(kind, op) for kind in (None, "grad_reduced") for op in ("value", "norm")]
+
+    assert [(None, "value")] * len(CURVE_RULES) == [one for rule in CURVE_RULES for one in series if rule.judges(*one)]
+
+
 def test_slow_rows_next_to_evaluations_and_few_slow_rows_do_not_fire():
     seconds = np.ones(100)
     seconds[[30, 31, 60, 61, 62]] = 4.0

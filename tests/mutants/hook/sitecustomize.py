@@ -1,13 +1,13 @@
 """Imports one module from a changed copy of its file. Python runs this file at its start if PYTHONPATH has the folder.
 
-RANKSCOPE_MUTANT_OF is the path of the module's file, and RANKSCOPE_MUTANT is that of the copy. Bytecode is not kept.
+MUTANT_OF is the path of the module's file, and MUTANT_COPY is that of the copy. Bytecode is not kept.
 """
 
 import importlib.machinery
 import os
 from pathlib import Path
 
-_OF, _COPY = os.environ.get("RANKSCOPE_MUTANT_OF"), os.environ.get("RANKSCOPE_MUTANT")
+_OF, _COPY = os.environ.get("MUTANT_OF"), os.environ.get("MUTANT_COPY")
 _get_code = importlib.machinery.SourceFileLoader.get_code
 
 

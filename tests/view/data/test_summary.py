@@ -102,11 +102,11 @@ def test_ruined_run_gets_no_advice_from_its_curves(connection, tmp_path, slope, 
             tables += [scalars(run, name, steps, 0.0 * steps + 0.3) for name in ("step_seconds", "data_time")]
             tables.append(scalars(run, "grad_norm", steps, np.where((steps > 7) & (run == "grad"), np.nan, 1.0)))
             append(writer, runs=state, scalars=pa.concat_tables(tables))
-    runs = [(connect(tmp_path / "store"), run) for run in losses] + [(connection, MAIN)]
-    texts = [[one["text"] for one in summary_document(read_summary(*run))["advice"]] for run in runs]
+    with connect(tmp_path / "store") as ruined:
+        documents = {run: summary_document(read_summary(ruined, run)) for run in losses}
+    documents[MAIN] = summary_document(read_summary(connection, MAIN))
+    texts = [[one["text"] for one in document["advice"]] for document in documents.values()]
 
-    hints = {run: summary_document(read_summary(connection, run))["hints"] for connection, run in runs}
-
-    assert {"nan"} == {run for run, found in hints.items() if not found} - {MAIN}
+    assert {"nan"} == {run for run, document in documents.items() if not document["hints"]} - {MAIN}
     assert [True, True] == [words in text for text, *_ in texts[:2]]
     assert [[]] * 5 == [[one for one in found if "stop" in one or "Wait" in one] for found in texts[2:]]
