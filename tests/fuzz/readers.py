@@ -322,6 +322,7 @@ def readers(folder: Path) -> Iterator[Reader]:
         text.replace(b'"shape":[2,3]', one)
         for one in (b'"shape":[1e999]', b'"shape":["a"]', b'"shape":[%d]' % (1 << 70))
     ]
+    wrong += [text.replace(b'"kind":"grad"', b'"kind":null'), text.replace(b'"tensor":"w"', b'"tensor":null')]
     wrong += [b"[" * 100_000, text.replace(b'["v"]', b'[["v"]]'), text.replace(b'["v"]', b'["\\ud800"]')]
     yield Reader("plan", (text,), plan, decode_errors, tuple(wrong))
     scalars = [{"name": "loss", "value": 2.0, "labels": '{"a":"b"}'}]

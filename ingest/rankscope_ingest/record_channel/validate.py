@@ -60,6 +60,9 @@ class PlanColumns:
             for name in NAME_COLUMNS
         }
         self._dimensions = rows_table("tensors", map(_dimension, plan.entries))  # here: a wrong plan is refused
+        for name in ("kind", "tensor"):
+            if self._dimensions.column(name).null_count:
+                raise ValueError(f"an entry has no {name}")
 
     def __len__(self) -> int:
         return len(self.entries)
