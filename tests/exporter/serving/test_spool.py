@@ -221,10 +221,12 @@ def test_record_larger_than_the_limit_is_counted(tmp_path):
     spool.append(0, plain(0))
     spool.append(1, plain(1, modules=({"module": "m", "class": "c", "stack": os.urandom(60_000).hex()},)))
     spool.append(2, plain(2))
+    files = len(segments(spool.folder))
     die(spool)
 
     assert [0, 2] == found(tmp_path)
     assert 1 == spool.dropped[FULL]
+    assert 2 == files, "no sequence number is missing within a file"
 
 
 @pytest.mark.parametrize("room", [0, 1, 100])
