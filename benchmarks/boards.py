@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -30,6 +31,7 @@ from rankscope.up.ports import free_port
 from rankscope_dashboards.deploy.prometheus import LIVE_SOURCE
 
 RUN, RANKS, ROUNDS = "wide", 2, 3
+SCRAPE_SECONDS = 5.0  # the default of `rankscope up`
 RANGES = {"15 min": 900, "6 h": 21_600, "24 h": 86_400}
 TRAINING = """
 import time, torch
@@ -60,7 +62,8 @@ def run() -> list[Row]:
         folder, ranks = Path(name), list[Started]()
         script = folder / "training.py"
         script.write_text(TRAINING, encoding="utf-8")
-        with watched(real_server(folder, complete()), folder, servers, add_route=False) as programs:
+        how: dict[str, Any] = {"add_route": False, "scrape_seconds": SCRAPE_SECONDS}
+        with watched(real_server(folder, complete()), folder, servers, **how) as programs:
             group = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             group |= {"RANKSCOPE_RUN": RUN, "RANKSCOPE_INGEST_URL": programs.programs.urls["service"]}
             try:

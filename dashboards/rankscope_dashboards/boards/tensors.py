@@ -162,7 +162,7 @@ def _spread() -> PanelBuilder:
     step = f"by (run, kind) ({catalogue.KIND_STEP.name}{ranks(OF_KIND)})"
     spread = f"1 - min {norm} / (max {norm} > 0)"
     query = f"topk({MAX_LINES}, {spread} unless on (run, kind) (max {step} != min {step}))"
-    return time_series_panel(text, Query(query, "{{tensor}}"), many=True).interval("60s")
+    return time_series_panel(text, Query(query, "{{tensor}}"), many=True).interval("60s").max_data_points(300)
 
 
 def _parameters() -> PanelBuilder:

@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 
 import psutil
 from tests.dashboards.grafana.conftest import Grafana, same_policies, save_policies
-from tests.end_to_end.alerting import Alerting, Ranks, alerting, live_runs
+from tests.end_to_end.alerting import SCRAPE_SECONDS, Alerting, Ranks, alerting, live_runs
 
 from rankscope_dashboards.deploy.prometheus import HISTORY_SOURCE, LIVE_SOURCE
 from rankscope_dashboards.grafana.contact_points import read_contact_points
@@ -160,6 +160,7 @@ def watched(
     *,
     add_route: bool = True,
     stalled_after_seconds: float = 300.0,
+    scrape_seconds: float = SCRAPE_SECONDS,
 ) -> Iterator[Watched]:
     """Run all programs in the context. `servers` are the paths of Prometheus and Alertmanager.
 
@@ -167,7 +168,8 @@ def watched(
     """
     points = folder / "points.yaml"
     points.write_text(POINTS.format(name=RECEIVER), encoding="utf-8")
-    with alerting(folder, *servers, stalled_after_seconds=stalled_after_seconds) as programs, Hook() as hook:
+    times = {"stalled_after_seconds": stalled_after_seconds, "scrape_seconds": scrape_seconds}
+    with alerting(folder, *servers, **times) as programs, Hook() as hook:
         grafana.undeploy(force=True)
         grafana.deploy(
             urls=dict.fromkeys((LIVE_SOURCE, HISTORY_SOURCE), programs.urls["prometheus"]),
