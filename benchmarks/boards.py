@@ -6,7 +6,6 @@ are deleted from it. The ranks make a step per second for RANKSCOPE_BENCH_SECOND
 
 from __future__ import annotations
 
-import base64
 import os
 import shutil
 import statistics
@@ -81,12 +80,7 @@ def run() -> list[Row]:
 
 
 def _rows(programs: Watched, chromium: Requests) -> Iterator[Row]:
-    given = programs.grafana.credentials
-    login = (
-        f"Bearer {given}" if isinstance(given, str) else f"Basic {base64.b64encode(':'.join(given).encode()).decode()}"
-    )
-    chromium.call("Network.enable", maxPostDataSize=1 << 20)
-    chromium.call("Network.setExtraHTTPHeaders", headers={"Authorization": login})
+    chromium.log_in(programs.grafana.credentials)
     chromium.look(1440, 4200, "light")
     for board in complete().boards:
         for text, seconds in RANGES.items():

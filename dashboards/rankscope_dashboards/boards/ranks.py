@@ -258,7 +258,7 @@ def _energy() -> PanelBuilder:
         empty=NO_GPU,
     )
     counter = hardware.GPU_ENERGY_JOULES
-    first = f"min_over_time({counter.name}{RANKS}[$__range] @ end())"
+    first = f"min_over_time({counter.name}{RANKS}[$__range] @ end() offset -$__interval)"
     used = _on_hosts(once(counter, f"{at_end(counter, RANKS, AHEAD)} - {first}"))
     return stat_panel(text, Query(f"sum by (run) {used} / 3600"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import time
@@ -91,6 +92,15 @@ class Requests(Browser):
     sent: dict[str, tuple[float, dict[str, Any]]]
     answered: dict[str, float]
     lists: list[str]
+
+    def log_in(self, credentials: str | tuple[str, str]) -> None:
+        """Send `credentials`, a token or a user with a password, with each request, and keep the requests for data."""
+        if isinstance(credentials, str):
+            login = f"Bearer {credentials}"
+        else:
+            login = f"Basic {base64.b64encode(':'.join(credentials).encode()).decode()}"
+        self.call("Network.enable", maxPostDataSize=1 << 20)
+        self.call("Network.setExtraHTTPHeaders", headers={"Authorization": login})
 
     def forget(self) -> None:
         """Forget all earlier requests and problems."""

@@ -5,7 +5,6 @@ With RANKSCOPE_GRAFANA_PICTURES, pictures of all boards and the measured times a
 
 from __future__ import annotations
 
-import base64
 import os
 import re
 import time
@@ -171,13 +170,7 @@ def training(all_programs: Watched) -> Iterator[Watched]:
 @pytest.fixture(scope="module")
 def chromium(training: Watched, require_server, tmp_path_factory) -> Iterator[Requests]:
     with closing(Requests(require_server("chromium"), tmp_path_factory.mktemp("chromium"))) as found:
-        credentials = training.grafana.credentials
-        if isinstance(credentials, str):
-            login = f"Bearer {credentials}"
-        else:
-            login = f"Basic {base64.b64encode(':'.join(credentials).encode()).decode()}"
-        found.call("Network.enable", maxPostDataSize=1 << 20)
-        found.call("Network.setExtraHTTPHeaders", headers={"Authorization": login})
+        found.log_in(training.grafana.credentials)
         yield found
 
 

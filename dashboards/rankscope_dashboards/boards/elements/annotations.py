@@ -26,7 +26,7 @@ def _changes(metric: MetricSpec, *matchers: str, how: str = "last", aggregation:
     """Return PromQL for the changes of the values of `metric`, live or stored, each of them at one time of evaluation.
 
     Grafana evaluates marks at about 100 times, whatever the time range. The interval between these times is therefore
-    the window of a mark, at whose begin the mark is, and its values are compared with those of the hour before.
+    the window of a mark, and its values are compared with those of the hour before. The mark is at the start of it.
     """
     series = [f"{metric.name}{service(*more, *matchers)}" for more in ((), (OF_JOB,))]
 
