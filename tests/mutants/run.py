@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -284,7 +284,9 @@ def tried(mutant: Mutant) -> Result:
             count += len(part)
             limit = 120 + 4 * sum(durations()[test] for test in part)
             by = failed(part, environment(mutant, copy), limit)
-            if by and (by in ("time", "start") or not failed([by.strip()], environment(None, copy), 600)):
+            if by == "time" and not failed(part, environment(None, copy), limit):
+                return result("killed", by, count)
+            if by and by != "time" and (by == "start" or not failed([by.strip()], environment(None, copy), 600)):
                 return result("killed", by, count)
     return result("survived", "", count)
 
@@ -321,10 +323,11 @@ def main() -> int:
     mutants = read(chosen.first, Mutant)
     if chosen.command == "map":
         return record(mutants)
-    done = {result.number for result in read(chosen.second, Result)} if chosen.second.exists() else set()
-    left = [mutant for mutant in mutants if mutant.number not in done]
+    known = {result.number for result in read(chosen.second, Result)} if chosen.second.exists() else set()
+    left = [mutant for mutant in mutants if mutant.number not in known]
     with ThreadPoolExecutor(2) as pool:
-        for result in pool.map(tried, left):
+        for done in as_completed([pool.submit(tried, mutant) for mutant in left]):
+            result = done.result()
             write(chosen.second, [result], append=chosen.second.exists())
             print(f"{result.number}\t{result.verdict}\t{result.seconds:.0f} s\t{result.by}", flush=True)
     return 0
