@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import get_args
 
 import pytest
 from tests.cli.conftest import NAN_STEP, table
 
-from rankscope.base.figure_files import AxisName
 from rankscope_storage.api.store import Batch, Store
-from rankscope_view.data.curves import Axis
 
 
 def size_of_png(path) -> tuple[int, int]:
     head = path.read_bytes()[:24]
     return int.from_bytes(head[16:20]), int.from_bytes(head[20:24])
-
-
-def test_names_of_axes_are_those_of_curves():
-    assert list(Axis) == list(get_args(AxisName))
 
 
 @pytest.fixture
@@ -67,7 +60,7 @@ def test_map_of_tensors_of_one_rank_has_the_statistic_in_its_title(in_process, s
     assert f"first values that are not finite: step {NAN_STEP}, blocks.0.weight" in text
 
 
-@pytest.mark.usual(2)
+@pytest.mark.usual(3)
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -75,6 +68,7 @@ def test_map_of_tensors_of_one_rank_has_the_statistic_in_its_title(in_process, s
         (["--output", "missing/figure.png"], 1, "cannot write missing/figure.png: No such file or directory"),
         (["--kind", "tensors", "--tensor-kind", "grad"], 2, "has no kind 'grad'; it has exp_avg"),
         (["--kind", "tensors", "--op", "median"], 2, "'median' is no statistic"),
+        (["--scalar", "los"], 2, "my-run has no scalar 'los'; similar names: loss"),
     ],
 )
 def test_plot_rejects_wrong_options(in_process, sample_store, folder, arguments, code, message):
@@ -121,12 +115,19 @@ def test_compare_prints_values_and_settings_that_differ(in_process, logs, folder
     assert [] == list(folder.iterdir())
 
 
-def test_compare_of_a_run_and_a_log_as_markdown(in_process, logs, sample_store):
-    done = in_process(
-        "compare", "my-run", logs / "megatron.log", "-s", sample_store, "--no-figure", "--format", "markdown"
-    )
+@pytest.mark.parametrize(
+    ("second", "options", "code", "out", "err"),
+    [
+        ("LOG", ("--format", "markdown"), 0, "## States, and values that differ\n\n|  | my-run | megatron |\n", ""),
+        ("my-run", (), 2, "", "rankscope: name two or more different runs or logs\n"),
+    ],
+)
+def test_compare_needs_two_different_runs_or_logs(in_process, logs, sample_store, second, options, code, out, err):
+    second = logs / "megatron.log" if second == "LOG" else second
+    done = in_process("compare", "my-run", second, "-s", sample_store, "--no-figure", *options)
 
-    assert done.stdout.startswith("## States, and values that differ\n\n|  | my-run | megatron |\n")
+    assert (code, err) == (done.returncode, done.stderr)
+    assert done.stdout.startswith(out)
 
 
 def test_compare_as_json_has_all_values_and_the_first_difference(in_process, sample_store):
@@ -136,12 +137,6 @@ def test_compare_as_json_has_all_values_and_the_first_difference(in_process, sam
     assert ["my-run", "../other run"] == found["runs"]
     assert 0 == found["difference"]["rows_compared"]
     assert {"name": "step", "values": [30, 7], "differs": True} in found["values"]
-
-
-def test_compare_needs_two_different_runs(in_process, sample_store):
-    done = in_process("compare", "my-run", "my-run", "-s", sample_store)
-
-    assert (2, "rankscope: name two or more different runs or logs\n") == (done.returncode, done.stderr)
 
 
 def test_events_have_filters_and_counts(in_process, sample_store):
@@ -158,21 +153,15 @@ def test_events_have_filters_and_counts(in_process, sample_store):
 
 
 def test_lines_of_steps_are_printed_only_on_request(in_process, sample_store):
-    every, steps = (
-        in_process("events", "my-run", "-s", sample_store, *more).stdout for more in ((), ("--type", "step"))
+    every, steps, wrong = (
+        in_process("events", "my-run", "-s", sample_store, *more)
+        for more in ((), ("--type", "step"), ("--type", "chekpoint"))
     )
 
-    assert "AnomalyNan: " in every
-    assert (0, 30) == (every.count("  loss "), steps.count("  loss "))
-
-
-def test_unknown_type_of_event_suggests_the_nearest(in_process, sample_store):
-    done = in_process("events", "my-run", "-s", sample_store, "--type", "chekpoint")
-
-    assert (2, "rankscope: --type 'chekpoint' is no type of events. Did you mean 'checkpoint'?\n") == (
-        done.returncode,
-        done.stderr,
-    )
+    assert "AnomalyNan: " in every.stdout
+    assert (0, 30) == (every.stdout.count("  loss "), steps.stdout.count("  loss "))
+    message = "rankscope: --type 'chekpoint' is no type of events. Did you mean 'checkpoint'?\n"
+    assert (2, message) == (wrong.returncode, wrong.stderr)
 
 
 @pytest.fixture(scope="module")
@@ -219,11 +208,3 @@ def test_own_metrics_and_histograms_are_drawn(in_process, own_store, folder, opt
 
     assert (0, "wrote figure.svg\n") == (done.returncode, done.stderr)
     assert [] == [word for word in words if word not in text.replace("−", "-")]
-
-
-def test_unknown_scalar_is_refused_with_similar_names(in_process, own_store, folder):
-    done = in_process("plot", "own", "--store", own_store, "--scalar", "val/accurcy")
-
-    assert 2 == done.returncode
-    assert "own has no scalar 'val/accurcy'; similar names: val/accuracy" in done.stderr
-    assert [] == list(folder.iterdir())

@@ -43,26 +43,21 @@ def test_notify_addresses_become_receivers():
 
 
 @pytest.mark.parametrize(
-    ("address", "url"),
+    ("address", "integration"),
     [
-        ("slack+https://chat.example/hooks/x1", "https://chat.example/hooks/x1"),
-        ("slack+http://127.0.0.1:8080/x", "http://127.0.0.1:8080/x"),
-        ("https://hooks.slack.com/services/T0/B0/x", "https://hooks.slack.com/services/T0/B0/x"),
-        ("https://chat.example/services/T0/B0/x", "https://chat.example/services/T0/B0/x"),
+        ("slack+http://127.0.0.1:8080/x", Slack(url="http://127.0.0.1:8080/x")),
+        ("https://hooks.slack.com/services/T0/B0/x", Slack(url="https://hooks.slack.com/services/T0/B0/x")),
+        ("https://chat.example/services/T0/B0/x", Slack(url="https://chat.example/services/T0/B0/x")),
+        (
+            "smtp://[::1]?to=a@x&to=b@x&tls=no",
+            Mail(to="a@x, b@x", sender="rankscope@localhost", smarthost="[::1]:25", require_tls=False),
+        ),
     ],
 )
-def test_address_of_a_chat_gets_the_fields_of_slack(address, url):
+def test_address_has_the_fields_of_its_kind(address, integration):
     ((receiver,), _) = receivers([f"critical={address}"])
 
-    assert ((Slack(url=url),), (Severity.CRITICAL,)) == (receiver.integrations, receiver.severities)
-
-
-def test_mail_address_options_and_default_port():
-    ((receiver,), _) = receivers(["smtp://[::1]?to=a@x&to=b@x&tls=no"])
-
-    assert (
-        Mail(to="a@x, b@x", sender="rankscope@localhost", smarthost="[::1]:25", require_tls=False),
-    ) == receiver.integrations
+    assert ((integration,), (Severity.CRITICAL,)) == (receiver.integrations, receiver.severities)
 
 
 @pytest.mark.parametrize(
@@ -93,27 +88,18 @@ def chosen(ports, previous, taken=()):
     )
 
 
-def test_fixed_ports_are_the_defaults():
+def test_ports_are_the_defaults_the_previous_ones_or_free_ones():
+    """Running trainings still use the previous address of the service."""
+    previous = {"service": 41, "prometheus": 42}
+
     assert ({"service": 9470, "prometheus": 9090}, []) == chosen(PortChoice.FIXED, {"service": 1})
-
-
-def test_default_port_in_use_is_replaced_and_reported():
-    ports, notes = chosen(PortChoice.FIXED, {}, taken=(9090,))
-
-    assert {"service": 9470, "prometheus": 50_000} == ports
-    assert ["port 9090 is in use: prometheus listens on 50000 instead"] == notes
-
-
-def test_free_ports_prefer_the_previous_ports():
-    assert ({"service": 41, "prometheus": 42}, []) == chosen(PortChoice.FREE, {"service": 41, "prometheus": 42})
-    assert {"service": 50_000, "prometheus": 42} == chosen(
-        PortChoice.FREE, {"service": 41, "prometheus": 42}, taken=(41,)
-    )[0]
-
-
-def test_previous_replacement_port_is_used_again():
-    """Running trainings still use the address of the service."""
+    assert (previous, []) == chosen(PortChoice.FREE, previous)
+    assert {"service": 50_000, "prometheus": 42} == chosen(PortChoice.FREE, previous, taken=(41,))[0]
     assert 41 == chosen(PortChoice.FIXED, {"service": 41}, taken=(9470,))[0]["service"]
+    assert (
+        {"service": 9470, "prometheus": 50_000},
+        ["port 9090 is in use: prometheus listens on 50000 instead"],
+    ) == chosen(PortChoice.FIXED, {}, taken=(9090,))
 
 
 def test_invalid_saved_ports_are_ignored():
@@ -133,24 +119,19 @@ def test_port_with_a_listener_is_not_free():
     assert is_free(free_port())
 
 
-def test_restart_delays_double_up_to_a_limit_of_restarts():
-    restarts = Restarts()
+def test_restart_delays_double_up_to_a_limit_of_recent_restarts():
+    recent, spread = Restarts(), Restarts()
 
-    assert [0.5, 1.0, 2.0, 4.0, 8.0, None] == [restarts.delay_after_exit(now) for now in range(MAX_RESTARTS + 1)]
-
-
-def test_old_exits_do_not_count():
-    restarts = Restarts()
-    waits = [restarts.delay_after_exit(number * RESTART_WINDOW_SECONDS) for number in range(50)]
-
-    assert {0.5} == set(waits)
+    assert [0.5, 1.0, 2.0, 4.0, 8.0, None] == [recent.delay_after_exit(now) for now in range(MAX_RESTARTS + 1)]
+    assert {0.5} == {spread.delay_after_exit(number * RESTART_WINDOW_SECONDS) for number in range(50)}
 
 
-def test_all_programs_listen_on_localhost():
+def test_all_programs_listen_on_localhost_and_notify_within_12_seconds():
     for program in programs(OPTIONS, FOLDER):
         assert program.url.startswith("http://127.0.0.1:")
         assert any("127.0.0.1:" in part for part in program.command)
     assert "--cluster.listen-address=" in programs(OPTIONS, FOLDER)[1].command
+    assert 12.0 == max_notification_seconds(OPTIONS)
 
 
 def test_omitted_programs_are_not_configured_or_started():
@@ -172,10 +153,6 @@ def test_service_on_all_addresses_is_reached_on_loopback():
     assert "secret" not in made["prometheus.yml"]
     assert "credentials_file: /state/config/token" in made["prometheus.yml"]
     assert "0.0.0.0:9470" in programs(options, FOLDER)[0].command
-
-
-def test_largest_notification_delay_is_12_seconds():
-    assert 12.0 == max_notification_seconds(OPTIONS)
 
 
 def test_store_option_is_omitted_with_a_configuration_file():
@@ -206,11 +183,13 @@ def test_export_lines_contain_the_token_file_not_the_token():
     ] == exports("http://h:1", Path("/state/config/token"))
 
 
-def test_state_folder_is_readable_by_the_owner_only(tmp_path):
-    folder = StateDir(tmp_path / "state")
+def test_state_folder_is_made_once_and_readable_by_the_owner_only(tmp_path):
+    folder = StateDir.next_to(tmp_path / "history")
+    folder.create()
     folder.create()
     folder.write({"token": "secret"})
 
+    assert tmp_path / "rankscope-live" == folder.path
     assert 0o700 == stat.S_IMODE(folder.config("token").parent.stat().st_mode)
     assert 0o600 == stat.S_IMODE(folder.config("token").stat().st_mode)
 
@@ -223,15 +202,6 @@ def test_folder_with_other_files_is_rejected_unchanged(tmp_path):
         StateDir(tmp_path).create()
     assert mode == tmp_path.stat().st_mode
     assert ["precious"] == [path.name for path in tmp_path.iterdir()]
-
-
-def test_existing_state_folder_is_used_again(tmp_path):
-    for _ in range(2):
-        StateDir(tmp_path / "state").create()
-
-
-def test_default_state_folder_is_next_to_the_store(tmp_path):
-    assert tmp_path / "rankscope-live" == StateDir.next_to(tmp_path / "history").path
 
 
 def test_locked_state_folder_error_names_the_process(tmp_path):
