@@ -34,22 +34,18 @@ def test_generated_pages_are_current():
     assert [] == generate.stale()
 
 
-def test_every_metric_is_documented():
-    page = (DOCS / "metrics.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("metrics", [f"`{name}`" for name in CATALOG]),
+        ("store", [f"`{field.name}`" for fields in DATASETS.values() for field in fields]),
+        ("commands", [f"## `rankscope {name}`" for name in subcommands()]),
+    ],
+)
+def test_every_metric_column_and_command_is_documented(page, names):
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
 
-    assert [] == [name for name in CATALOG if f"`{name}`" not in page]
-
-
-def test_every_column_is_documented():
-    page = (DOCS / "store.md").read_text(encoding="utf-8")
-
-    assert [] == [field.name for fields in DATASETS.values() for field in fields if f"`{field.name}`" not in page]
-
-
-def test_every_command_is_documented():
-    page = (DOCS / "commands.md").read_text(encoding="utf-8")
-
-    assert [] == [name for name in subcommands() if f"## `rankscope {name}`" not in page]
+    assert [] == [name for name in names if name not in text]
 
 
 def test_index_links_every_page():

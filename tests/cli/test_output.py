@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope.base.errors import CommandError, suggestion
 from rankscope.output.rows import Format, as_text, cell, distinct_names, interval_text, write_rows
 from rankscope.output.summary_text import anomaly_table
 from rankscope_storage.api.summaries import AnomalyRow
@@ -36,9 +35,6 @@ def test_json_writes_nan_and_inf_as_strings():
     assert [0.0, "NaN", "Infinity", "-Infinity", None] == [row["value"] for row in rows]
     assert ["", 'a "b", c', "line\nbreak", "学习", None] == [row["text"] for row in rows]
     assert [[1, 2], [], None, [None], [3]] == [row["list"] for row in rows]
-
-
-def test_json_of_no_rows_is_an_empty_list():
     assert [] == json.loads(as_text(ROWS.slice(0, 0), Format.JSON))
 
 
@@ -65,14 +61,11 @@ def test_table_shows_every_value_and_counts_hidden_rows():
         assert word in text
 
 
-def test_table_in_a_file_never_truncates_values():
-    assert "x" * 500 in as_text(pa.table({"text": ["x" * 500]}), Format.TABLE)
-
-
-def test_markup_and_control_characters_have_no_effect():
-    text = as_text(pa.table({"tensor": ["[red]w[/red] \x1b[2J"]}), Format.TABLE)
+def test_table_in_a_file_has_whole_values_without_control_characters():
+    text = as_text(pa.table({"tensor": ["[red]w[/red] \x1b[2J" + "x" * 500]}), Format.TABLE)
 
     assert "[red]w[/red]" in text
+    assert "x" * 500 in text
     assert "\x1b" not in text
 
 
@@ -112,11 +105,6 @@ def test_times_out_of_range_are_shown_with_all_other_values():
     assert "d\n1970-01-01\nInfinity\n" == as_text(pa.table({"d": dates}), Format.CSV)
 
 
-def test_unwritable_output_file_raises_command_error(tmp_path):
-    with pytest.raises(CommandError, match=r"cannot write .*missing"):
-        write_rows(ROWS, Format.CSV, tmp_path / "missing" / "rows.csv")
-
-
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
@@ -130,11 +118,6 @@ def test_unwritable_output_file_raises_command_error(tmp_path):
 )
 def test_cell_text_of_each_type(value, shown):
     assert shown == cell(value)
-
-
-def test_suggestion_contains_the_nearest_name():
-    assert " Did you mean 'my-run'?" == suggestion("my-rum", ["other", "my-run"])
-    assert "" == suggestion("zzz", ["other", "my-run"])
 
 
 @pytest.mark.parametrize(("form", "start"), [(Format.CSV, "attempt,rank,step,"), (Format.JSON, "[\n")])
@@ -162,17 +145,10 @@ def test_an_interval_is_written_as_duckdb_writes_it(value, text):
     assert text == interval_text(value) == cell(value)
 
 
-@pytest.mark.parametrize("form", [Format.TABLE, Format.CSV, Format.JSON])
-def test_an_interval_of_a_query_is_readable_in_each_format(form):
-    rows = duckdb.sql(
-        "select timestamp '2026-03-02 13:00:00' - timestamp '2026-03-01 12:00:00' as took"
-    ).to_arrow_table()
-
-    assert "1 day 01:00:00" in as_text(rows, form)
-
-
-def test_an_interval_of_a_query_can_be_written_to_parquet(tmp_path):
-    rows = duckdb.sql("select interval 90 seconds as took union all select null").to_arrow_table()
+def test_an_interval_of_a_query_is_readable_in_each_format(tmp_path):
+    query = "select timestamp '2026-03-02 13:00:00' - timestamp '2026-03-01 12:00:00' as took union all select null"
+    rows = duckdb.sql(query).to_arrow_table()
     write_rows(rows, Format.PARQUET, tmp_path / "rows.parquet")
 
-    assert ["00:01:30", None] == pq.read_table(tmp_path / "rows.parquet")["took"].to_pylist()
+    assert all("1 day 01:00:00" in as_text(rows, form) for form in (Format.TABLE, Format.CSV, Format.JSON))
+    assert {"1 day 01:00:00", None} == {*pq.read_table(tmp_path / "rows.parquet")["took"].to_pylist()}
