@@ -53,9 +53,8 @@ class Grafana:
         return "\n".join(self.lines)
 
     def options(self, **options: Any) -> Options:
-        return Options(
-            **{"urls": {"rankscope-live": PROMETHEUS, "rankscope-history": PROMETHEUS}, "copies": self.folder} | options
-        )
+        urls = {"rankscope-live": PROMETHEUS, "rankscope-history": PROMETHEUS}
+        return Options(**{"urls": urls, "copies": self.folder} | options)
 
     def deploy(self, content: Shipped | None = None, server: Server | None = None, **options: Any) -> int:
         self.lines.clear()
@@ -79,11 +78,9 @@ class Grafana:
 
     def save_rule(self, rule: dict[str, Any]) -> None:
         """Save a rule as a user does in the UI."""
-        path = "/v1/provisioning/alert-rules"
-        if rule["uid"] in self.rules():
-            self.user.put(f"{path}/{rule['uid']}", rule, headers=EDITABLE)
-        else:
-            self.user.post(path, rule, headers=EDITABLE)
+        path, is_new = "/v1/provisioning/alert-rules", rule["uid"] not in self.rules()
+        send, where = (self.user.post, path) if is_new else (self.user.put, f"{path}/{rule['uid']}")
+        send(where, rule, headers=EDITABLE)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Alert rules, contact points, notification policies, mute timings and templates of the contract server."""
+"""Alert rules, contact points, notification policies and mute timings of the contract server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from tests.dashboards.grafana.contract_answers import NULL, Answer, Caller, Request, message
+from tests.dashboards.grafana.contract_answers import NOT_MODELLED, NULL, Answer, Caller, Request, message
 
 MOST_TITLE_CHARACTERS: Final = 190
 SCHEDULER_SECONDS: Final = 10
@@ -30,6 +30,7 @@ CONFLICT: Final = (
 )
 BAD_REQUEST: Final = message(400, "bad request data")
 DEFAULT_RECEIVER: Final = "grafana-default-email"
+SECRETS: Final = ("authorization_credentials", "password", "token")
 
 
 @dataclass
@@ -38,7 +39,6 @@ class Alerting:
 
     - `keeps_later_keys`: keep the keys of rules that 9.4 drops. This is not recorded; it follows the documentation of
       later releases.
-    - `new_uids`: the uids that the server chooses for rules without one.
     - `mistakes`: rules that the server accepted although they cannot work, as Grafana does.
     """
 
@@ -48,24 +48,14 @@ class Alerting:
     contact_points: list[dict[str, Any]] = field(default_factory=list)
     policies: dict[str, Any] = field(default_factory=dict)
     mute_timings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    templates: dict[str, str] = field(default_factory=dict)
-    new_uids: Iterator[str] = field(default_factory=lambda: (f"made{number}" for number in itertools.count()))
     mistakes: list[str] = field(default_factory=list)
     has_folder: Callable[[str], bool] = lambda _uid: True
     has_source: Callable[[str], bool] = lambda _uid: True
 
     def __post_init__(self) -> None:
         self._ids = itertools.count(1)
-        address = {"addresses": "<example@email.com>"}
-        self.contact_points.append(
-            {
-                "uid": "",
-                "name": "email receiver",
-                "type": "email",
-                "settings": address,
-                "disableResolveMessage": False,
-            }
-        )
+        email = {"name": "email receiver", "type": "email", "settings": {"addresses": "<example@email.com>"}}
+        self.contact_points.append({"uid": "", **email, "disableResolveMessage": False})
         self.policies |= {"receiver": DEFAULT_RECEIVER, "group_by": ["grafana_folder", "alertname"]}
 
     def routes(self) -> list[tuple[str, str, Callable[..., Answer]]]:
@@ -88,13 +78,7 @@ class Alerting:
             ("POST", "/api/alertmanager/grafana/config/api/v1/alerts", self._save_configuration),
             ("GET", f"{base}/mute-timings", lambda *_: Answer(200, list(self.mute_timings.values()))),
             ("POST", f"{base}/mute-timings", self._create_mute_timing),
-            ("GET", f"{base}/mute-timings/([^/]+)", self._get_mute_timing),
-            ("PUT", f"{base}/mute-timings/([^/]+)", self._update_mute_timing),
             ("DELETE", f"{base}/mute-timings/([^/]+)", self._delete_mute_timing),
-            ("GET", f"{base}/templates", self._list_templates),
-            ("GET", f"{base}/templates/([^/]+)", self._get_template),
-            ("PUT", f"{base}/templates/([^/]+)", self._put_template),
-            ("DELETE", f"{base}/templates/([^/]+)", self._delete_template),
         ]
 
     def holds_rules(self, folder: str) -> bool:
@@ -134,27 +118,23 @@ class Alerting:
         return Answer(200, self.rules[uid]) if uid in self.rules else message(500, "could not find alert rule")
 
     def _create_rule(self, request: Request, _caller: Caller) -> Answer:
-        wanted = {"uid": next(self.new_uids), **request.body} if "uid" not in request.body else request.body
-        error = self._error(wanted)
-        if error is None and (wanted["uid"] in self.rules or self._title_is_taken(wanted)):
-            error = message(500, CONFLICT)
-        if error is not None:
-            return error
-        self._note_mistakes(wanted)
-        return Answer(201, self.add_rule(wanted, _provenance(request)))
+        return self._store(201, request.body, _provenance(request), is_taken=request.body["uid"] in self.rules)
 
     def _update_rule(self, request: Request, _caller: Caller, uid: str) -> Answer:
         if uid not in self.rules:
             return NULL
-        wanted = {**request.body, "uid": uid}
         old, new = self.rules[uid].get("provenance", ""), _provenance(request)
         if old not in {new, ""}:
             return message(500, f"cannot changed provenance from '{old}' to '{new}'")
-        error = self._error(wanted) or (message(500, CONFLICT) if self._title_is_taken(wanted) else None)
-        if error is not None:
-            return error
-        self._note_mistakes(wanted)
-        return Answer(200, self.add_rule(wanted, new))
+        return self._store(200, {**request.body, "uid": uid}, new)
+
+    def _store(self, status: int, wanted: dict[str, Any], provenance: str, *, is_taken: bool = False) -> Answer:
+        error = self._error(wanted)
+        if error is None and (is_taken or self._title_is_taken(wanted)):
+            error = message(500, CONFLICT)
+        if error is None:
+            self._note_mistakes(wanted)
+        return error or Answer(status, self.add_rule(wanted, provenance))
 
     def _note_mistakes(self, wanted: dict[str, Any]) -> None:
         sources = {query["datasourceUid"] for query in wanted["data"]} - {"__expr__"}
@@ -212,39 +192,21 @@ class Alerting:
         return Answer(200, {"title": group, "folderUid": folder, "interval": interval, "rules": rules})
 
     def _update_group(self, request: Request, _caller: Caller, folder: str, group: str) -> Answer:
-        interval, wanted = request.body["interval"], request.body.get("rules")
+        interval = request.body["interval"]
         old = self._group(folder, group)
         if interval % SCHEDULER_SECONDS:
             text = f"interval ({interval}s) should be non-zero and divided exactly by scheduler interval: 10"
             return message(400, f"invalid alert rule: {text}")
         if any(rule.get("provenance") == "file" for rule in old):
             return message(500, "cannot update with provided provenance 'api', needs 'file'")
-        for rule in wanted or []:
-            if rule.get("uid") and rule["uid"] not in self.rules:
-                text = f"failed to update rule with UID {rule['uid']} because could not find alert rule"
-                return message(500, f"failed to calculate diff for alert rules: {text}")
-        shown = self._replace(folder, group, wanted) if wanted else wanted
-        if old and self.intervals[folder, group] != interval and wanted is None:
+        if "rules" in request.body:
+            return NOT_MODELLED
+        if old and self.intervals[folder, group] != interval:
             # Grafana updates each rule of the group and sets its provenance (read in the source, not recorded).
             for rule in old:
                 self.rules[rule["uid"]] = {**rule, "provenance": "api"}
         self.intervals[folder, group] = interval
-        return Answer(200, {"title": group, "folderUid": folder, "interval": interval, "rules": shown})
-
-    def _replace(self, folder: str, group: str, wanted: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Make the rules of a group equal to `wanted`; return them as the server does: new rules without a uid."""
-        kept = {rule["uid"] for rule in wanted if rule.get("uid")}
-        for rule in self._group(folder, group):
-            if rule["uid"] not in kept:
-                del self.rules[rule["uid"]]
-        shown = []
-        for rule in wanted:
-            uid = rule.get("uid")
-            stored = self.add_rule({**rule, "uid": uid or next(self.new_uids)}, "api")
-            answer = {name: value for name, value in _without_provenance(stored).items() if name != "updated"}
-            answer["updated"] = "0001-01-01T00:00:00Z"
-            shown.append(answer if uid else answer | {"uid": "", "id": 0})
-        return shown
+        return Answer(200, {"title": group, "folderUid": folder, "interval": interval, "rules": None})
 
     def _receivers(self) -> set[str]:
         return {DEFAULT_RECEIVER, *(point["name"] for point in self.contact_points)}
@@ -276,24 +238,16 @@ class Alerting:
         return Answer(202, made | {"settings": made["settings"] | redacted})
 
     def _contact_point(self, wanted: dict[str, Any], provenance: str) -> dict[str, Any]:
-        return {
-            "uid": wanted["uid"],
-            "name": wanted["name"],
-            "type": wanted["type"],
-            "settings": {
-                name: "[REDACTED]" if name in {"authorization_credentials", "password", "token"} else value
-                for name, value in wanted["settings"].items()
-            },
-            "disableResolveMessage": wanted.get("disableResolveMessage", False),
-            **({"provenance": provenance} if provenance else {}),
-        }
+        secret = {name: "[REDACTED]" for name in SECRETS if name in wanted["settings"]}
+        made = {name: wanted[name] for name in ("uid", "name", "type")} | {"settings": wanted["settings"] | secret}
+        made["disableResolveMessage"] = wanted.get("disableResolveMessage", False)
+        return made | ({"provenance": provenance} if provenance else {})
 
     def _update_contact_point(self, request: Request, _caller: Caller, uid: str) -> Answer:
-        numbers = [number for number, point in enumerate(self.contact_points) if point["uid"] == uid]
-        if not numbers:
+        old = next((point for point in self.contact_points if point["uid"] == uid), None)
+        if old is None:
             return message(404, f"object not found: contact point with uid '{uid}' not found")
-        made = self._contact_point({**request.body, "uid": uid}, _provenance(request))
-        self.contact_points[numbers[0]] = made
+        old |= self._contact_point({**request.body, "uid": uid}, _provenance(request))
         return message(202, "contactpoint updated")
 
     def _delete_contact_point(self, _request: Request, _caller: Caller, uid: str) -> Answer:
@@ -306,16 +260,17 @@ class Alerting:
 
     def _update_policies(self, request: Request, _caller: Caller) -> Answer:
         wanted = copy.deepcopy(request.body)
-        if any(matcher[1] not in {"=", "!=", "=~", "!~"} for matcher in itertools.chain(*_matchers(wanted))):
+        if any(
+            matcher[1] not in {"=", "!=", "=~", "!~"}
+            for matcher in itertools.chain(*_values(wanted, "object_matchers"))
+        ):
             return BAD_REQUEST
         for receiver in _values(wanted, "receiver"):
             if receiver not in self._receivers():
                 return message(400, f"invalid object specification: receiver '{receiver}' does not exist")
-        for names in _values(wanted, "mute_time_intervals"):
-            for name in names:
-                if name not in self.mute_timings:
-                    text = f"mute time interval '{name}' does not exist"
-                    return message(400, f"invalid object specification: {text}")
+        for name in itertools.chain(*_values(wanted, "mute_time_intervals")):
+            if name not in self.mute_timings:
+                return message(400, f"invalid object specification: mute time interval '{name}' does not exist")
         self.policies = _without_false(wanted) | {"provenance": "api"}  # also with X-Disable-Provenance
         return message(202, "policies updated")
 
@@ -363,38 +318,10 @@ class Alerting:
         self.mute_timings[wanted["name"]] = wanted
         return Answer(201, wanted | {"provenance": "api"})
 
-    def _get_mute_timing(self, _request: Request, _caller: Caller, name: str) -> Answer:
-        return Answer(200, self.mute_timings[name]) if name in self.mute_timings else NULL
-
-    def _update_mute_timing(self, request: Request, _caller: Caller, name: str) -> Answer:
-        if name not in self.mute_timings:
-            return NULL
-        self.mute_timings[name] = request.body
-        return Answer(202, request.body | {"provenance": "api"})
-
     def _delete_mute_timing(self, _request: Request, _caller: Caller, name: str) -> Answer:
         if name in set(itertools.chain(*_values(self.policies, "mute_time_intervals"))):
             return message(500, f"mute time '{name}' is currently used by a notification policy")
         self.mute_timings.pop(name, None)
-        return Answer(204)
-
-    def _list_templates(self, _request: Request, _caller: Caller) -> Answer:
-        return Answer(200, [{"name": name, "template": text} for name, text in sorted(self.templates.items())])
-
-    def _get_template(self, _request: Request, _caller: Caller, name: str) -> Answer:
-        return Answer(200, {"name": name, "template": self.templates[name]}) if name in self.templates else NULL
-
-    def _put_template(self, request: Request, _caller: Caller, name: str) -> Answer:
-        text = request.body["template"]
-        if text.count("{{") != text.count("}}"):
-            return message(400, "invalid object specification: invalid template: template: :1: unclosed action")
-        if "define" not in text:
-            text = f'{{{{ define "{name}" }}}}\n  {text}\n{{{{ end }}}}'
-        self.templates[name] = text
-        return Answer(202, {"name": name, "template": text, "provenance": "api"})
-
-    def _delete_template(self, _request: Request, _caller: Caller, name: str) -> Answer:
-        self.templates.pop(name, None)
         return Answer(204)
 
 
@@ -406,18 +333,12 @@ def _without_provenance(rule: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in rule.items() if name != "provenance"}
 
 
-def _routes(route: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield route
+def _values(route: dict[str, Any], key: str) -> Iterator[Any]:
+    """Yield the value of a key in a tree of routes."""
+    if route.get(key):
+        yield route[key]
     for child in route.get("routes") or []:
-        yield from _routes(child)
-
-
-def _values(tree: dict[str, Any], key: str) -> Iterator[Any]:
-    return (route[key] for route in _routes(tree) if route.get(key))
-
-
-def _matchers(tree: dict[str, Any]) -> Iterator[list[list[str]]]:
-    return _values(tree, "object_matchers")
+        yield from _values(child, key)
 
 
 def _without_false(route: dict[str, Any]) -> dict[str, Any]:

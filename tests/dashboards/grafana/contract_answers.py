@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,10 +36,6 @@ class Request:
     headers: Mapping[str, str] = field(default_factory=dict)
     body: Any = None
 
-    def key(self) -> str:
-        """Return the text that identifies requests with the same recorded answer."""
-        return json.dumps([self.method, self.path, self.query, self.body], sort_keys=True)
-
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -58,3 +53,6 @@ def message(status: int, text: str, /, **more: Any) -> Answer:
 
 NULL = Answer(404, None, "text/plain; charset=utf-8")
 """The answer to requests for absent rules, templates and mute timings."""
+
+NOT_MODELLED = message(501, "no deployment sends this request")
+"""The answer of the contract server, but not of Grafana, to all other requests."""

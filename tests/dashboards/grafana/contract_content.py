@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -35,41 +35,23 @@ class Folder:
 
 @dataclass
 class Board:
-    """A saved board. `versions` has its versions from first to last, each with a message."""
+    """A saved board."""
 
     uid: str
     id: int
     folder: str
     login: str
     document: dict[str, Any]
-    versions: list[dict[str, Any]] = field(default_factory=list)
+    version: int = 0
     file: str = ""
 
     @property
     def title(self) -> str:
         return str(self.document["title"])
 
-    @property
-    def version(self) -> int:
-        return len(self.versions)
-
-    def save(self, document: dict[str, Any], text: str) -> None:
-        number = self.version + 1
-        self.document = {**document, "id": self.id, "uid": self.uid, "version": number}
-        self.versions.append(
-            {
-                "id": number,
-                "dashboardId": self.id,
-                "dashboardUid": "",
-                "parentVersion": number - 1,
-                "restoredFrom": 0,
-                "version": number,
-                "created": TIME,
-                "createdBy": 1,
-                "message": text if number > 1 else "Initial save",
-                "data": self.document,
-            }
-        )
+    def save(self, document: dict[str, Any]) -> None:
+        self.version += 1
+        self.document = {**document, "id": self.id, "uid": self.uid, "version": self.version}
 
 
 def slug(title: str) -> str:
@@ -105,17 +87,14 @@ class Content:
             ("GET", "/api/folders", self._list_folders),
             ("POST", "/api/folders", self._create_folder),
             ("GET", "/api/folders/([^/]+)", self._get_folder),
-            ("PUT", "/api/folders/([^/]+)", self._update_folder),
             ("DELETE", "/api/folders/([^/]+)", self._delete_folder),
             ("GET", "/api/datasources", self._list_sources),
             ("POST", "/api/datasources", self._create_source),
             ("GET", "/api/datasources/(uid|name)/([^/]+)", self._get_source),
             ("PUT", "/api/datasources/uid/([^/]+)", self._update_source),
             ("DELETE", "/api/datasources/uid/([^/]+)", self._delete_source),
-            ("GET", "/api/datasources/uid/([^/]+)/health", lambda *_: message(404, "Not found")),
             ("POST", "/api/dashboards/db", self._save_board),
             ("GET", "/api/dashboards/uid/([^/]+)", self._get_board),
-            ("GET", "/api/dashboards/uid/([^/]+)/versions", self._versions),
             ("DELETE", "/api/dashboards/uid/([^/]+)", self._delete_board),
             ("GET", "/api/search", self._search),
         ]
@@ -126,7 +105,7 @@ class Content:
 
     def add_board(self, uid: str, document: dict[str, Any], folder: str, *, login: str, file: str = "") -> Board:
         board = Board(uid=uid, id=next(self._board_ids), folder=folder, login=login, document={}, file=file)
-        board.save(document, "")
+        board.save(document)
         self.boards[uid] = board
         return board
 
@@ -157,13 +136,6 @@ class Content:
     def _get_folder(self, _request: Request, caller: Caller, uid: str) -> Answer:
         return self._folder_answer(self.folders[uid], caller) if uid in self.folders else NO_FOLDER
 
-    def _update_folder(self, request: Request, caller: Caller, uid: str) -> Answer:
-        folder = self.folders[uid]
-        if not request.body.get("overwrite") and request.body.get("version") != folder.version:
-            return CHANGED_FOLDER
-        folder.title, folder.version = request.body["title"], folder.version + 1
-        return self._folder_answer(folder, caller)
-
     def _delete_folder(self, request: Request, _caller: Caller, uid: str) -> Answer:
         if uid not in self.folders:
             return NO_FOLDER
@@ -186,41 +158,31 @@ class Content:
         wanted = request.body
         if "type" not in wanted:
             return message(400, "bad request data")
-        if not _is_url(wanted.get("url", "")):
+        try:
+            urlsplit(wanted.get("url", ""))
+        except ValueError:
             return message(400, "Validation error, invalid URL")
         for name in ("name", "uid"):
             if any(source[name] == wanted[name] for source in self.sources.values()):
                 return message(409, f"data source with the same {name} already exists")
-        number = next(self._source_ids)
-        return self._source_answer(self.add_source(wanted, number=number, version=1), "Data source added")
+        return self._source_answer(self.add_source(wanted), "Data source added")
 
-    def add_source(self, wanted: dict[str, Any], *, number: int, version: int, read_only: bool = False) -> Any:
+    def add_source(
+        self, wanted: dict[str, Any], *, number: int | None = None, version: int = 1, read_only: bool = False
+    ) -> Any:
         made = {
-            "id": number,
-            "uid": wanted["uid"],
+            "id": number or next(self._source_ids),
             "orgId": 1,
-            "name": wanted["name"],
-            "type": wanted["type"],
-            "typeLogoUrl": "",
-            "access": wanted["access"],
-            "url": wanted.get("url", ""),
-            "user": "",
-            "database": "",
-            "basicAuth": False,
-            "basicAuthUser": "",
-            "withCredentials": False,
-            "isDefault": wanted.get("isDefault", False),
-            "jsonData": wanted.get("jsonData", {}),
-            "secureJsonFields": {},
             "version": version,
             "readOnly": read_only,
+            "secureJsonFields": {},
         }
+        made |= dict.fromkeys(("typeLogoUrl", "user", "database", "basicAuthUser"), "")
+        made |= dict.fromkeys(("basicAuth", "withCredentials"), False)
+        made |= {name: wanted[name] for name in ("uid", "name", "type", "access")}
+        made |= {name: wanted.get(name, unset) for name, unset in (("url", ""), ("isDefault", False), ("jsonData", {}))}
         self.sources[wanted["uid"]] = made
         return made
-
-    def seed_source(self, wanted: dict[str, Any]) -> None:
-        """Add a data source that a file provisions."""
-        self.add_source(wanted, number=next(self._source_ids), version=1, read_only=True)
 
     def _source_answer(self, source: dict[str, Any], text: str) -> Answer:
         shown = text.replace("Data source", "Datasource")
@@ -266,7 +228,8 @@ class Content:
             return message(400, "Cannot save provisioned dashboard")
         if old is not None and not overwrite and wanted.get("version") != old.version:
             return CHANGED_BOARD
-        same = next(self._same_title(wanted["title"], folder, uid), None)
+        boards, place = self.boards.values(), (wanted["title"], folder)
+        same = next((one for one in boards if (one.title, one.folder) == place and one.uid != uid), None)
         if same is not None:
             if not overwrite:
                 return SAME_NAME
@@ -275,14 +238,9 @@ class Content:
             old = self.add_board(uid, wanted, folder, login=caller.login)
         else:
             old.folder = folder
-            old.save(wanted, request.body.get("message", ""))
+            old.save(wanted)
         named = {"id": old.id, "slug": slug(old.title), "status": "success", "uid": old.uid}
         return Answer(200, {**named, "url": f"/d/{old.uid}/{slug(old.title)}", "version": old.version})
-
-    def _same_title(self, title: str, folder: str, uid: str) -> Iterator[Board]:
-        for board in self.boards.values():
-            if (board.title, board.folder) == (title, folder) and board.uid != uid:
-                yield board
 
     def _get_board(self, _request: Request, _caller: Caller, uid: str) -> Answer:
         if uid not in self.boards:
@@ -299,6 +257,8 @@ class Content:
         meta = {
             "type": "db",
             **dict.fromkeys(("canSave", "canEdit", "canAdmin", "canStar", "canDelete"), True),
+            **dict.fromkeys(("hasAcl", "isFolder", "hasPublicDashboard", "publicDashboardEnabled"), False),
+            **dict.fromkeys(("publicDashboardAccessToken", "publicDashboardUid"), ""),
             "slug": slug(board.title),
             "url": f"/d/{uid}/{slug(board.title)}",
             "expires": "0001-01-01T00:00:00Z",
@@ -307,21 +267,13 @@ class Content:
             "updatedBy": board.login,
             "createdBy": board.login,
             "version": board.version,
-            "hasAcl": False,
-            "isFolder": False,
-            **where,
             "provisioned": bool(board.file),
             "provisionedExternalId": board.file,
             "annotationsPermissions": {"dashboard": may, "organization": may},
-            "hasPublicDashboard": False,
-            **dict.fromkeys(("publicDashboardAccessToken", "publicDashboardUid"), ""),
-            "publicDashboardEnabled": False,
+            **where,
         }
         document = board.document | ({"schemaVersion": 99} if self.migrates_boards else {})
         return Answer(200, {"meta": meta, "dashboard": document})
-
-    def _versions(self, _request: Request, _caller: Caller, uid: str) -> Answer:
-        return Answer(200, self.boards[uid].versions[::-1])
 
     def _delete_board(self, _request: Request, _caller: Caller, uid: str) -> Answer:
         if uid not in self.boards:
@@ -334,44 +286,22 @@ class Content:
 
     def _search(self, request: Request, _caller: Caller) -> Answer:
         """Return boards and folders. The parameter `folderUIDs` is ignored, as Grafana 9.4 does."""
-        wanted = request.query.get("folderIds")
-        boards = [self._found(board) for board in self.boards.values()]
-        if wanted is not None:
-            return Answer(200, [found for found in boards if str(found["folderId"]) == wanted])
         title = request.query.get("query", "").lower()
-        boards = [found for found in boards if title in found["title"].lower()]
-        folders = [{"id": one.id, "uid": one.uid, "title": one.title, "type": "dash-folder"} for one in self._listed()]
-        folders = [found for found in folders if title in found["title"].lower()]
-        return Answer(200, boards if request.query.get("type") == "dash-db" else folders + boards)
-
-    def _listed(self) -> list[Folder]:
-        return list(self.folders.values())
+        boards = [self._found(board) for board in self.boards.values()]
+        named = {"type": "dash-folder"}
+        folders = [named | {"id": one.id, "uid": one.uid, "title": one.title} for one in self.folders.values()]
+        if (number := request.query.get("folderIds")) is not None:
+            return Answer(200, [one for one in boards if str(one["folderId"]) == number])
+        found = boards if request.query.get("type") == "dash-db" else folders + boards
+        return Answer(200, [one for one in found if title in one["title"].lower()])
 
     def _found(self, board: Board) -> dict[str, Any]:
         address = slug(board.title)
-        found = {
-            "id": board.id,
-            "uid": board.uid,
-            "title": board.title,
-            "uri": f"db/{address}",
-            "url": f"/d/{board.uid}/{address}",
-            "slug": "",
-            "type": "dash-db",
-            "tags": board.document.get("tags", []),
-            "isStarred": False,
-            "folderId": 0,
-            "sortMeta": 0,
-        }
+        found = {"id": board.id, "uid": board.uid, "title": board.title, "slug": "", "type": "dash-db", "sortMeta": 0}
+        found |= {"uri": f"db/{address}", "url": f"/d/{board.uid}/{address}", "isStarred": False, "folderId": 0}
+        found |= {"tags": board.document.get("tags", [])}
         folder = self.folders.get(board.folder)
         if folder is None:
             return found
         url = f"/dashboards/f/{folder.uid}/{slug(folder.title)}"
         return found | {"folderId": folder.id, "folderUid": folder.uid, "folderTitle": folder.title, "folderUrl": url}
-
-
-def _is_url(text: str) -> bool:
-    try:
-        urlsplit(text)
-    except ValueError:
-        return False
-    return True

@@ -1,7 +1,7 @@
 """A server that answers as the recorded Grafana 9.4 does: strict where Grafana is strict, lenient where it is lenient.
 
-Folders, data sources, boards and alerting are models in memory. Answers that need a Prometheus are those of the
-recording. `tests/data/grafana_api/README.md` describes the recording.
+Folders, data sources, boards and alerting are models in memory, for the requests that a deployment sends.
+`tests/data/grafana_api/README.md` describes the recording.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import base64
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, Self
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from tests.dashboards.grafana.contract_alerting import Alerting
-from tests.dashboards.grafana.contract_answers import Answer, Caller, Request, Role, message
+from tests.dashboards.grafana.contract_answers import NOT_MODELLED, Answer, Caller, Request, Role, message
 from tests.dashboards.grafana.contract_content import Content
 
 ADMIN: Final = ("admin", "admin")
@@ -30,36 +29,8 @@ TOKENS: Final = {
 """Service account tokens (`glsa_`) and an API key (`eyJr`), with their roles."""
 
 MOST_WRONG_PASSWORDS: Final = 5
-NOT_FOUND: Final = Answer(404, {"message": "Not found"})
 HEALTH: Final = {"commit": "8f3e923057", "database": "ok", "version": "9.4.0-pre"}
-BUILD: Final = {
-    "buildInfo": {
-        "buildstamp": 1673611911,
-        "commit": "8f3e923057",
-        "edition": "Open Source",
-        "env": "production",
-        "hasUpdate": False,
-        "hideVersion": False,
-        "latestVersion": "",
-        "version": "9.4.0-pre",
-    }
-}
-USER: Final = {
-    "id": 1,
-    "email": "admin@localhost",
-    "name": "",
-    "login": "admin",
-    "theme": "",
-    "orgId": 1,
-    "isGrafanaAdmin": True,
-    "isDisabled": False,
-    "isExternal": False,
-    "authLabels": [],
-    "avatarUrl": "/public/img/user_profile.png",
-}
 ADDRESS: Final = dict.fromkeys(("address1", "address2", "city", "zipCode", "state", "country"), "")
-
-Handler = Callable[..., Answer]
 
 
 def permission(method: str, path: str) -> str | None:
@@ -68,8 +39,6 @@ def permission(method: str, path: str) -> str | None:
         return "alert.provisioning:read" if method == "GET" else "alert.provisioning:write"
     if path.startswith("/api/alertmanager/grafana/config/"):
         return f"alert.notifications:{'read' if method == 'GET' else 'write'}"
-    if path.startswith("/api/admin/provisioning/"):
-        return "provisioning:reload"
     needed = {
         ("POST", "folders"): "folders:create",
         ("PUT", "folders"): "folders:write",
@@ -80,13 +49,11 @@ def permission(method: str, path: str) -> str | None:
         ("POST", "dashboards"): "any of dashboards:create, dashboards:write",
         ("DELETE", "dashboards"): "dashboards:delete",
     }
-    return None if "/proxy/" in path else needed.get((method, path.split("/")[2]))
+    return needed.get((method, path.split("/")[2]))
 
 
 def is_granted(caller: Caller, needed: str) -> bool:
     """Return True if the caller's role has the permission."""
-    if needed == "provisioning:reload":
-        return caller.is_grafana_admin
     if caller.role is Role.EDITOR:
         return needed.startswith(("folders:", "dashboards:", "any of dashboards:"))
     return caller.role is Role.ADMIN
@@ -96,7 +63,6 @@ def is_granted(caller: Caller, needed: str) -> bool:
 class ContractServer:
     """A running contract server with its state.
 
-    - `canned`: recorded answers of requests that need a Prometheus.
     - `denied`: permissions that no caller has.
     - `authenticated`: paths of the requests with credentials.
     - `fail_after`: number of requests after which the server closes each connection without an answer.
@@ -104,7 +70,6 @@ class ContractServer:
 
     content: Content = field(default_factory=Content)
     alerting: Alerting = field(default_factory=Alerting)
-    canned: Mapping[str, Answer] = field(default_factory=dict)
     version: str = HEALTH["version"]
     denied: set[str] = field(default_factory=set)
     fail_after: int | None = None
@@ -151,32 +116,15 @@ class ContractServer:
         caller = self._caller(request)
         if isinstance(caller, Answer):
             return caller
-        if request.method == "GET" and request.path == "/api/frontend/settings":
-            return Answer(200, BUILD)
-        canned = self.canned.get(request.key())
-        if canned is not None:
-            return canned
         needed = permission(request.method, request.path)
         if needed is not None and (needed in self.denied or not is_granted(caller, needed)):
             text = f"You'll need additional permissions to perform this action. Permissions needed: {needed}"
             return Answer(403, {"accessErrorId": "ACE1", "message": text, "title": "Access denied"})
-        for method, pattern, handler in self._routes():
-            found = re.fullmatch(pattern, request.path)
-            if found and method == request.method:
+        routes = [("GET", "/api/org", self._organisation), *self.content.routes(), *self.alerting.routes()]
+        for method, pattern, handler in routes:
+            if method == request.method and (found := re.fullmatch(pattern, request.path)):
                 return handler(request, caller, *map(unquote, found.groups()))
-        return NOT_FOUND
-
-    def _routes(self) -> list[tuple[str, str, Handler]]:
-        own: list[tuple[str, str, Handler]] = [
-            ("GET", "/api/org", self._organisation),
-            ("POST", "/api/orgs", self._create_organisation),
-            ("GET", "/api/user", lambda _request, _caller: Answer(200, USER)),
-            ("POST", "/api/admin/provisioning/([a-z]+)/reload", self._reload),
-            ("POST", "/api/serviceaccounts/", self._service_account),
-            ("POST", "/api/serviceaccounts/([0-9]+)/tokens", self._key),
-            ("POST", "/api/auth/keys", self._key),
-        ]
-        return [*own, *self.content.routes(), *self.alerting.routes()]
+        return NOT_MODELLED
 
     def _caller(self, request: Request) -> Caller | Answer:
         """Return the caller of a request, or the answer to wrong or missing credentials."""
@@ -201,22 +149,6 @@ class ContractServer:
     def _organisation(self, _request: Request, caller: Caller) -> Answer:
         number = caller.organisation
         return Answer(200, {"id": number, "name": self.organisations[number], "address": ADDRESS})
-
-    def _create_organisation(self, request: Request, _caller: Caller) -> Answer:
-        number = len(self.organisations) + 1
-        self.organisations[number] = request.body["name"]
-        return Answer(200, {"message": "Organization created", "orgId": number})
-
-    def _reload(self, _request: Request, _caller: Caller, kind: str) -> Answer:
-        return Answer(200, {"message": f"{kind.capitalize()} config reloaded"})
-
-    def _service_account(self, request: Request, _caller: Caller) -> Answer:
-        name, role = request.body["name"], request.body["role"]
-        made = {"name": name, "login": f"sa-{name}", "orgId": 1, "isDisabled": False, "role": role, "tokens": 0}
-        return Answer(201, {"id": 2, **made, "avatarUrl": ""})
-
-    def _key(self, request: Request, _caller: Caller, *_account: str) -> Answer:
-        return Answer(200, {"id": 1, "name": request.body["name"], "key": "REDACTED"})
 
 
 class _Handler(BaseHTTPRequestHandler):

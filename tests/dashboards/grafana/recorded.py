@@ -14,15 +14,6 @@ from tests.dashboards.grafana.contract_content import Content
 from tests.dashboards.grafana.contract_server import ContractServer
 
 DATA: Final = Path(__file__).parents[2] / "data" / "grafana_api"
-CANNED: Final = (
-    "/api/ds/query",
-    "/api/datasources/proxy/",
-    "/api/prometheus/",
-    "/api/ruler/",
-    "/api/alertmanager/",
-)
-"""Paths with answers that depend on a Prometheus or on evaluated rules. The contract server repeats the recording."""
-
 ALERTS_FOLDER: Final = "mhQtPvgOk"
 
 
@@ -57,17 +48,17 @@ def webhooks() -> list[dict[str, Any]]:
 def recorded_server() -> ContractServer:
     """Return a server with the state of the first recorded request: everything is provisioned by files."""
     content = Content()
-    alerting = Alerting(new_uids=iter(("UmEPPDRdk", "made-two", "made-three")))
+    alerting = Alerting()
     content.add_folder(ALERTS_FOLDER, "Training alerts")
     content.add_folder("rankscope", "Training")
     for uid in ("rankscope-devices", "rankscope-step-time", "rankscope-run-overview"):
         content.add_board(uid, _board(uid), "rankscope", login="Anonymous", file=f"{uid[10:].replace('-', '_')}.json")
-    content.seed_source(_body("datasource_update_provisioned"))
+    content.add_source(_body("datasource_update_provisioned"), read_only=True)
     for rule in pair("rules_list").answer.body:  # type: ignore[union-attr]
         alerting.add_rule(rule, "file")
     for number in range(4, 17):
         alerting.add_rule(_body("rule_create") | {"uid": f"seed-{number}", "folderUID": ALERTS_FOLDER}, "file")
-    return ContractServer(content=content, alerting=alerting, canned=_canned())
+    return ContractServer(content=content, alerting=alerting, organisations={1: "Main Org.", 2: "Second"})
 
 
 def _pair(line: dict[str, Any]) -> Pair:
@@ -90,11 +81,3 @@ def _board(uid: str) -> dict[str, Any]:
     assert answer is not None
     board: dict[str, Any] = answer.body["dashboard"]
     return board if uid == board["uid"] else board | {"uid": uid, "title": uid}
-
-
-def _canned() -> dict[str, Answer]:
-    return {
-        one.request.key(): one.answer
-        for one in pairs()
-        if one.answer is not None and (one.request.path.startswith(CANNED) or "/resources/" in one.request.path)
-    }

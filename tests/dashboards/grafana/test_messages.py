@@ -51,8 +51,7 @@ def without_run(programs: Watched, since: float) -> list[dict]:
 
 
 def test_large_gradient_of_one_step(all_programs: Watched):
-    step = f'rankscope_step{{run="large"}} > {JUDGED_AFTER_STEPS}'
-    all_programs.wait_for(lambda: all_programs.query(step))
+    all_programs.wait_for_result(f'rankscope_step{{run="large"}} > {JUDGED_AFTER_STEPS}')
 
     assert all_programs.seconds_until_message("large", "large", "AnomalyIncident") < WITHIN_SECONDS
 

@@ -31,11 +31,16 @@ MUTED = {"mute_time_intervals": ["rankscope-details"]}
 POLICIES = "/v1/provisioning/policies"
 
 
+def read(folder: Path, text: str = FILE, environment=ENVIRONMENT):
+    """Return the contact points of a file with this text."""
+    file = folder / "points.yaml"
+    file.write_text(text, encoding="utf-8")
+    return read_contact_points(file, environment)
+
+
 @pytest.fixture
 def points(tmp_path: Path):
-    file = tmp_path / "points.yaml"
-    file.write_text(FILE, encoding="utf-8")
-    return read_contact_points(file, ENVIRONMENT)
+    return read(tmp_path)
 
 
 @pytest.fixture
@@ -67,27 +72,18 @@ def test_receiver_is_set_on_rules_where_the_release_keeps_it(local: Grafana, con
     assert "sent to: on-call" in local.text
 
 
-def test_receiver_that_a_user_has_chosen_remains(local: Grafana, contract: ContractServer, points):
+@pytest.mark.parametrize("change", [{"notification_settings": {"receiver": "email receiver"}}, {"isPaused": True}])
+def test_rule_that_a_user_has_paused_or_sent_elsewhere_remains(
+    local: Grafana, contract: ContractServer, points, change
+):
     contract.alerting.keeps_later_keys = True
     local.deploy(contact_points=points, receiver="on-call")
     (uid, rule), *_ = local.rules().items()
-    local.save_rule(rule | {"notification_settings": {"receiver": "email receiver"}})
+    local.save_rule(rule | change)
 
     local.deploy(contact_points=points, receiver="on-call")
 
-    assert "email receiver" == local.rules()[uid]["notification_settings"]["receiver"]
-    assert f"({uid}): it was changed" in local.text
-
-
-def test_paused_rule_is_a_changed_rule(local: Grafana, contract: ContractServer):
-    contract.alerting.keeps_later_keys = True
-    local.deploy()
-    (uid, rule), *_ = local.rules().items()
-    local.save_rule(rule | {"isPaused": True})
-
-    local.deploy()
-
-    assert local.rules()[uid]["isPaused"]
+    assert change.items() <= local.rules()[uid].items()
     assert f"({uid}): it was changed" in local.text
 
 
@@ -135,24 +131,18 @@ def test_pages_can_edit_policies_and_secrets_remain(dropping: Grafana, points):
     dropping.user.post(CONTACT_POINTS, users)
     tree = dropping.user.get(POLICIES)
 
-    for command in (
-        lambda: dropping.deploy(contact_points=points, receiver="on-call", add_route=True),
-        dropping.undeploy,
-    ):
+    added = {"contact_points": points, "receiver": "on-call", "add_route": True}
+    for command in (lambda: dropping.deploy(**added), dropping.undeploy):
         command()
         found = dropping.user.get(POLICIES)
         save_policies(dropping.user, found | {"group_wait": "45s"})
         save_policies(dropping.user, found)
         assert "provenance" not in found
-        assert "[REDACTED]" == stored_password(dropping)
+        (stored,) = (one for one in dropping.user.get(CONTACT_POINTS) if one["uid"] == "users-point")
+        assert "[REDACTED]" == stored["settings"].get("password")
 
     assert tree == dropping.user.get(POLICIES)
     dropping.user.delete(f"{CONTACT_POINTS}/users-point")
-
-
-def stored_password(grafana: Grafana) -> str | None:
-    (point,) = (one for one in grafana.user.get(CONTACT_POINTS) if one["uid"] == "users-point")
-    return point["settings"].get("password")
 
 
 @pytest.mark.parametrize(("provenance", "text"), [("api", "belong to the API"), ("file", "to a provisioning file")])
@@ -213,22 +203,23 @@ def test_unknown_receiver_is_rejected_before_any_write(local: Grafana, contract:
     assert [] == contract.writes
 
 
-def test_changed_contact_point_is_kept_without_force(grafana: Grafana, points):
+def test_changed_contact_point_is_kept_without_force_and_no_secret_is_printed(grafana: Grafana, points):
+    grafana.deploy(contact_points=points, dry_run=True)
+    text = grafana.text
     grafana.deploy(contact_points=points)
-    path = f"/v1/provisioning/contact-points/{points[0]['uid']}"
+    text += grafana.text
+    path = f"{CONTACT_POINTS}/{points[0]['uid']}"
     grafana.user.put(path, points[0] | {"settings": {"url": "http://127.0.0.1:8/other"}})
 
-    kept = grafana.deploy(contact_points=points)
-    text = grafana.text
-    replaced = grafana.deploy(contact_points=points, force=True)
-
-    assert (0, 1) == (kept, replaced)
-    assert "these keys are different: settings.url" in text
+    assert 0 == grafana.deploy(contact_points=points)
+    assert "these keys are different: settings.url" in grafana.text
+    assert 1 == grafana.deploy(contact_points=points, force=True)
+    assert "a-secret" not in text + grafana.text
 
 
 def test_contact_point_of_a_user_with_the_same_name_remains(local: Grafana, contract: ContractServer, points):
     users = points[0] | {"uid": "users"}
-    local.user.post("/v1/provisioning/contact-points", users)
+    local.user.post(CONTACT_POINTS, users)
 
     local.deploy(contact_points=points, force=True)
 
@@ -236,25 +227,8 @@ def test_contact_point_of_a_user_with_the_same_name_remains(local: Grafana, cont
     assert "choose a different name" in local.text
 
 
-def test_secrets_are_never_printed(grafana: Grafana, points):
-    grafana.deploy(contact_points=points, dry_run=True)
-    text = grafana.text
-    grafana.deploy(contact_points=points)
-
-    assert "a-secret" not in text + grafana.text
-
-
-def test_unset_variable_of_a_contact_point_is_named(tmp_path: Path):
-    file = tmp_path / "points.yaml"
-    file.write_text(FILE, encoding="utf-8")
-
+def test_file_without_contact_points_or_with_an_unset_variable_is_rejected(tmp_path: Path):
     with pytest.raises(GrafanaError, match="HOOK_PASSWORD, which is not set"):
-        read_contact_points(file, {"HOOK_URL": "http://a"})
-
-
-def test_file_without_contact_points_is_rejected(tmp_path: Path):
-    file = tmp_path / "points.yaml"
-    file.write_text("receivers: []\n", encoding="utf-8")
-
+        read(tmp_path, environment={"HOOK_URL": "http://a"})
     with pytest.raises(GrafanaError, match="no file of contact points"):
-        read_contact_points(file, ENVIRONMENT)
+        read(tmp_path, "receivers: []\n")

@@ -10,7 +10,7 @@ from tests.dashboards.grafana.conftest import PROMETHEUS, complete
 from tests.dashboards.grafana.contract_server import ContractServer
 from tests.programs import run_command
 
-from rankscope_dashboards.grafana.shipped import Shipped, shipped
+from rankscope_dashboards.grafana.shipped import shipped
 from rankscope_dashboards.provisioning.tree import SHIPPED
 
 RULE_KEYS = {
@@ -19,33 +19,27 @@ RULE_KEYS = {
 }
 
 
-def with_file(tmp_path: Path, name: str, old: str, new: str) -> Shipped:
-    """Return the content of a tree in which the text of one file is replaced."""
-    tree = tmp_path / "tree"
-    shutil.copytree(SHIPPED, tree)
-    text = (tree / name).read_text(encoding="utf-8")
-    assert old in text
-    (tree / name).write_text(text.replace(old, new, 1), encoding="utf-8")
-    return shipped(tree)
+def token_file(folder: Path) -> Path:
+    (folder / "token").write_text("glsa_admin\n", encoding="utf-8")
+    return folder / "token"
 
 
-def test_rules_have_only_keys_of_the_api():
-    keys = {key for group in complete().groups for rule in group.rules for key in rule}
+def test_rules_have_only_keys_of_the_api_and_link_to_a_panel():
+    rules = [rule for group in complete().groups for rule in group.rules]
+    keys = {key for rule in rules for key in rule}
 
     assert keys <= RULE_KEYS
     assert "keep_firing_for" in keys
-
-
-def test_rules_link_to_a_panel_by_annotations():
-    annotations = [rule["annotations"] for group in complete().groups for rule in group.rules]
-
-    assert all({"__dashboardUid__", "__panelId__"} <= one.keys() for one in annotations)
+    assert all({"__dashboardUid__", "__panelId__"} <= rule["annotations"].keys() for rule in rules)
 
 
 def test_doubled_dollar_signs_of_a_file_are_single(tmp_path: Path):
-    content = with_file(tmp_path, "alerting/rules.yaml", "severity: critical", "severity: costs $$5")
+    tree = tmp_path / "tree"
+    shutil.copytree(SHIPPED, tree)
+    file = tree / "alerting" / "rules.yaml"
+    file.write_text(file.read_text().replace("severity: critical", "severity: costs $$5", 1))
 
-    assert "costs $5" == content.groups[0].rules[0]["labels"]["severity"]
+    assert "costs $5" == shipped(tree).groups[0].rules[0]["labels"]["severity"]
 
 
 def test_panels_link_to_the_pages_address():
@@ -58,9 +52,7 @@ def test_panels_link_to_the_pages_address():
 
 
 def test_commands_deploy_and_remove_everything(contract: ContractServer, tmp_path: Path):
-    token = tmp_path / "token"
-    token.write_text("glsa_admin\n", encoding="utf-8")
-    server = ["--url", contract.url, "--token-file", str(token)]
+    server = ["--url", contract.url, "--token-file", str(token_file(tmp_path))]
 
     deployed = run_command("dashboards", "deploy", *server, "--prometheus-url", PROMETHEUS)
     removed = run_command("dashboards", "undeploy", *server)
@@ -71,16 +63,12 @@ def test_commands_deploy_and_remove_everything(contract: ContractServer, tmp_pat
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
-    [
-        (["--add-route"], "add --receiver NAME"),
-        (["--token-file", "absent"], "cannot read the token file absent"),
-    ],
+    [(["--add-route"], "add --receiver NAME"), (["--token-file", "absent"], "cannot read the token file absent")],
 )
 def test_wrong_options_end_with_one_line(tmp_path: Path, arguments: list[str], text: str):
-    token = tmp_path / "token"
-    token.write_text("glsa_admin\n", encoding="utf-8")
+    server = ["--url", "http://127.0.0.1:9", "--token-file", str(token_file(tmp_path))]
 
-    result = run_command("dashboards", "deploy", "--url", "http://127.0.0.1:9", "--token-file", str(token), *arguments)
+    result = run_command("dashboards", "deploy", *server, *arguments)
 
     assert 0 != result.returncode
     assert text in result.stderr

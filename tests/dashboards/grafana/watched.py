@@ -132,6 +132,10 @@ class Watched:
             found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
         return found
 
+    def wait_for_result(self, expression: str) -> None:
+        """Wait until an instant query of Prometheus has a result."""
+        self.wait_for(lambda: self.query(expression))
+
     def wait_for(self, condition: Callable[[], Any], seconds: float = 120.0) -> Any:
         """Return the value of `condition` as soon as it is true."""
         until = time.monotonic() + seconds
