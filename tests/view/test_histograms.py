@@ -23,7 +23,7 @@ def write(writer, run: str, *, ranks: int = 1, nonfinite: int = 0) -> None:
             "histograms", run=run, attempt=0, rank=rank, incarnation=f"{run}-{rank}", kind=kind, tensor=tensor,
             seq=np.arange(STEPS), ordinal=np.arange(STEPS), step=np.arange(STEPS), ts=START, ts_origin="rank",
             scheme="linear:-1.0:1.0:4", below=0, above=100, nonfinite=np.where(np.arange(STEPS) == 20, nonfinite, 0),
-            counts=[COUNTS] * STEPS,
+            counts=[COUNTS] * STEPS
         )
         for rank in range(ranks)
         for kind in ("adam_ratio", "adam_update")

@@ -111,11 +111,7 @@ def test_embedded_curves_have_the_stored_values_on_each_axis(made, connection):
 def test_axes_without_a_difference_are_not_offered(connection):
     axes = {run: list(offered_axes(read_detail(connection, run))) for run in ("no-times", "no-loss", MAIN)}
 
-    assert {
-        "no-times": ["step"],
-        "no-loss": ["step", "time"],
-        MAIN: ["arrival", "step", "attempt", "time"],
-    } == axes
+    assert {"no-times": ["step"], "no-loss": ["step", "time"], MAIN: ["arrival", "step", "attempt", "time"]} == axes
 
 
 def test_curves_are_reduced_until_they_fit(connection):

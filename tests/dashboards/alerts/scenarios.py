@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rankscope_contract.model.events import RunState
@@ -42,7 +43,7 @@ def without(labels, *names):
     return {name: value for name, value in labels.items() if name not in names}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Scenario:
     """Input series in promtool's notation, and the labels of the active alerts at some of the samples.
 
@@ -95,26 +96,20 @@ def filled_in(text, labels):
 
 def test_file(scenarios):
     """Return the scenarios as a promtool test file. As many as possible share one test: each test creates a storage."""
-    packed, single = _packable(scenarios)
+    packed = [scenario for scenario in scenarios if all('run="' in name for name in scenario.given)]
+    single = [scenario for scenario in scenarios if scenario not in packed]
     tests = [*([_side_by_side(packed)] if packed else []), *(scenario.document() for scenario in single)]
     return {"evaluation_interval": f"{SECONDS}s", "tests": tests}
 
 
 def values_above_zero(expression, scenarios):
     """Return a promtool test file that fails if `expression` returns a value that is not above zero, such as NaN."""
-    packed, single = _packable(scenarios)
-    tests = [*([_side_by_side(packed)] if packed else []), *(scenario.document() for scenario in single)]
     never = f"({expression}) unless (({expression}) > 0)"
     times = sorted({at for scenario in scenarios for at in scenario.expected})
     checks = [{"expr": never, "eval_time": f"{SECONDS * at}s", "exp_samples": []} for at in times]
-    checked = [{**test, "alert_rule_test": [], "promql_expr_test": checks} for test in tests]
-    return {"evaluation_interval": f"{SECONDS}s", "tests": checked}
-
-
-def _packable(scenarios):
-    """Return (scenarios in which all series have a label `run`, other scenarios). Only the former can share a test."""
-    packed = [scenario for scenario in scenarios if all('run="' in name for name in scenario.given)]
-    return packed, [scenario for scenario in scenarios if scenario not in packed]
+    document = test_file(scenarios)
+    checked = [{**test, "alert_rule_test": [], "promql_expr_test": checks} for test in document["tests"]]
+    return {**document, "tests": checked}
 
 
 def _side_by_side(scenarios):
@@ -145,8 +140,7 @@ def page(values, baselines="1x30", thresholds="0.5x30", **labels):
 
 
 def turbulence():
-    def scenario(title, given, expected, rules=DEFAULT_RULES):
-        return Scenario(alert="AnomalyTurbulence", title=title, given=given, expected=expected, rules=rules)
+    scenario = partial(Scenario, "AnomalyTurbulence")
 
     both = [AnomalyTurbulence(threshold=0.5, direction="both", ops=("norm", "mean"))]
     yield scenario(
@@ -175,8 +169,7 @@ def turbulence():
 
 
 def nan():
-    def scenario(title, given, expected, rules=DEFAULT_RULES):
-        return Scenario(alert="AnomalyNan", title=title, given=given, expected=expected, rules=rules)
+    scenario = partial(Scenario, "AnomalyNan")
 
     for op in ("nans", "infs"):
         count = series("rankscope_tensor_value", **OF_W, op=op)
@@ -240,9 +233,7 @@ def vectors():
                 # and the op `nans` counts these elements.
                 fires[rule.name] += [alert] if firing and not (kind and math.isnan(raw)) else []
     for rule in rules:
-        yield Scenario(
-            alert=rule.name, title="recorded vectors", given=given, expected={0: fires[rule.name]}, rules=rules
-        )
+        yield Scenario(rule.name, "recorded vectors", given, {0: fires[rule.name]}, rules)
 
 
 def _shown(labels, value, baseline, rank, rule):
@@ -265,9 +256,7 @@ def counted():
         age = series("rankscope_anomaly_age_seconds", **without(labels, "tensor", "op"))
         other = {**labels, "rule": "Other"}
 
-        def scenario(title, given, expected, alert=rule):
-            return Scenario(alert=alert, title=title, given=given, expected=expected)
-
+        scenario = partial(Scenario, rule)
         yield scenario("one more firing", {counter: "3x19 4x40"}, {19: [], 20: [fired], 36: [fired], 40: []})
         first = {counter: "_x19 1x40", age: "_x19 0+10x40"}
         yield scenario("the first firing", first, {18: [], 19: [fired], 35: [fired], 40: []})
@@ -288,7 +277,7 @@ def events():
         counter, other = series(metric, **NAN_KIND), series(metric, **{**NAN_KIND, "rule": "AnomalyTurbulence"})
 
         def scenario(title, values, expected, name=counter):
-            return Scenario(alert="AnomalyNanEvents", title=title, given={name: values}, expected=expected)
+            return Scenario("AnomalyNanEvents", title, {name: values}, expected)
 
         yield scenario("one firing between two scrapes", "0x19 1x40", {19: [], 20: [fired], 31: [fired], 33: []})
         yield scenario(
@@ -302,21 +291,17 @@ def events():
         age = counter.replace("_events_total", "_age_seconds")
         away = {counter: "0 1 1x5 _x30 1x40", age: "_ 0+10x5 _x30 360+10x40"}
         title = "no second firing after Prometheus was away for longer than the window"
-        yield Scenario(
-            alert="AnomalyNanEvents", title=title, given=away, expected={1: [fired], 30: [], 38: [], 40: [], 50: []}
-        )
+        yield Scenario("AnomalyNanEvents", title, away, {1: [fired], 30: [], 38: [], 40: [], 50: []})
     two = {
         series("rankscope_anomaly_events_total", **{**NAN_KIND, "kind": kind}): "0 1" for kind in ("exp_avg", "act_out")
     }
     each = [fired, {**fired, "kind": "act_out"}]
-    yield Scenario(alert="AnomalyNanEvents", title="one alert for each kind", given=two, expected={1: each})
+    yield Scenario("AnomalyNanEvents", "one alert for each kind", two, {1: each})
     logged = {series("rankscope_anomaly_events_total", **{**NAN_KIND, "kind": ""}): "0 1"}
-    yield Scenario(
-        alert="AnomalyNanEvents", title="a logged scalar", given=logged, expected={0: [], 1: [{**RANK, "kind": "n/a"}]}
-    )
+    yield Scenario("AnomalyNanEvents", "a logged scalar", logged, {0: [], 1: [{**RANK, "kind": "n/a"}]})
     turbulent = series("rankscope_anomaly_events_total", **{**NAN_KIND, "rule": "AnomalyTurbulence"})
     expected = {0: [], 1: [fired]}
-    yield Scenario(alert="AnomalyTurbulenceEvents", title="turbulence", given={turbulent: "0 1"}, expected=expected)
+    yield Scenario("AnomalyTurbulenceEvents", "turbulence", {turbulent: "0 1"}, expected)
 
 
 def after_downtime(alert, counter, old, recent):
@@ -324,7 +309,7 @@ def after_downtime(alert, counter, old, recent):
     age = counter.replace("_events_total", "_age_seconds").replace("records_total", "records_age_seconds")
     for title, first, expected in (("before the window", 600, old), ("within the window", 80, recent)):
         given = {counter: "_ _ _ 7x40", age: f"_ _ _ {first}+10x40"}
-        yield Scenario(alert=alert, title=f"an increase {title}, seen late", given=given, expected=expected)
+        yield Scenario(alert, f"an increase {title}, seen late", given, expected)
 
 
 def incidents():
@@ -339,7 +324,7 @@ def incidents():
     ):
         given = {series(age, **SERVICE, **labels): "0+10x60"}
         alert = [{**NO_TENSOR, "step": "unknown", "rank": "unknown", **labels}]
-        yield Scenario(alert="AnomalyIncident", title=title, given=given, expected={0: alert, 11: alert, 12: []})
+        yield Scenario("AnomalyIncident", title, given, {0: alert, 11: alert, 12: []})
     alert = [{**first, "step": "150"}]
     known = series(age, **SERVICE, **first, step="150")
     state = series("rankscope_run_state", **SERVICE, run="r", state="running")
@@ -348,19 +333,14 @@ def incidents():
         ("a first firing that was found to be another one", "0+10x5 stale", "1x60", {5: alert, 6: []}),
     ):
         given = {known: values, state: states}
-        yield Scenario(alert="AnomalyIncident", title=title, given=given, expected=expected)
+        yield Scenario("AnomalyIncident", title, given, expected)
     later = {series(age, **SERVICE, **first, step="150"): "900+10x9"}
-    yield Scenario(alert="AnomalyIncident", title="an old incident, seen late", given=later, expected={0: [], 9: []})
+    yield Scenario("AnomalyIncident", "an old incident, seen late", later, {0: [], 9: []})
     cut = {series(age, **SERVICE, **first, step="150"): "0 10 _x30"}
-    yield Scenario(
-        alert="AnomalyIncident",
-        title="Prometheus is away",
-        given=cut,
-        expected={1: alert, 11: alert, 12: [], 30: []},
-    )
+    yield Scenario("AnomalyIncident", "Prometheus is away", cut, {1: alert, 11: alert, 12: [], 30: []})
     two = [{**first, "rank": rank, "step": step} for rank, step in (("0", "150"), ("1", "900"))]
     given = {series(age, **SERVICE, **labels): "0x9" for labels in two}
-    yield Scenario(alert="AnomalyIncident", title="two incidents of a run", given=given, expected={0: two})
+    yield Scenario("AnomalyIncident", "two incidents of a run", given, {0: two})
     age = series("rankscope_anomaly_age_seconds", **NAN_KIND)
     fired = {age: "0+10x60"}
     alone = [{"run": "r", "rule": "AnomalyNan"}]
@@ -378,14 +358,14 @@ def incidents():
         ("samples from before an outage", {age: "0 10 _x30"}, {6: alone, 11: alone, 12: []}),
         ("only one of two firings was reported", {**fired, state: "1x3 stale", **other_rank}, {11: [], 12: alone}),
     ):
-        yield Scenario(alert="AnomalyWithoutService", title=title, given=given, expected=expected)
+        yield Scenario("AnomalyWithoutService", title, given, expected)
 
 
 def lifecycle():
     for other in RunState:
         given = {series("rankscope_run_state", **SERVICE, run="r", state=other): "0 1 0"}
         when = [{"run": "r"}] if other == "stalled" else []
-        yield Scenario(alert="RunStalled", title=f"RunStalled: {other}", given=given, expected={0: [], 1: when, 2: []})
+        yield Scenario("RunStalled", f"RunStalled: {other}", given, {0: [], 1: when, 2: []})
     state = series("rankscope_run_state", **SERVICE, run="r", state="failed")
     for alert, name, labels in (
         ("RunFailed", "rankscope_run_failure", {"rank": "1", "reason": "ValueError"}),
@@ -399,26 +379,22 @@ def lifecycle():
             ("begin and end", {failed: "_ 1 0"}, {0: [], 1: run, 2: []}),
             ("the service no longer exports the run", {failed: "1 stale"}, {0: run, 29: run, 31: []}),
             ("a restart of the service", {failed: "1 stale _x20 1 0"}, {9: run, 20: run, 22: run, 23: []}),
-            ("another state after a restart", {failed: "1 stale _x10 0", state: "_x12 0"}, {11: run, 12: []}),
+            ("another state after a restart", {failed: "1 stale", state: "_x12 0"}, {11: run, 12: []}),
         ):
-            yield Scenario(alert=alert, title=title, given=given, expected=expected)
+            yield Scenario(alert, title, given, expected)
         two = {series(name, **SERVICE, run=run, **labels): "1" for run in "rs"}
         each = [{"run": "r", **own}, {"run": "s", **own}]
-        yield Scenario(alert=alert, title="an alert for each run", given=two, expected={0: each})
+        yield Scenario(alert, "an alert for each run", two, {0: each})
     earlier, later = (series("rankscope_run_failure", **SERVICE, run="r", rank=rank, reason="E") for rank in "01")
     given = {earlier: "1 stale", later: "_ 1 stale"}
     one = [{"run": "r", "rank": "0", "reason": "E"}]
-    yield Scenario(
-        alert="RunFailed", title="two reasons before an outage are one alert", given=given, expected={5: one}
-    )
+    yield Scenario("RunFailed", "two reasons before an outage are one alert", given, {5: one})
     given = {
         series("rankscope_rank_vanished", **SERVICE, run="r", rank=rank): v
         for rank, v in (("0", "0x9"), ("1", "0 1 0"))
     }
     gone = [{"run": "r", "rank": "1"}]
-    yield Scenario(
-        alert="RankGone", title="one of two ranks, responds again later", given=given, expected={0: [], 1: gone, 2: []}
-    )
+    yield Scenario("RankGone", "one of two ranks, responds again later", given, {0: [], 1: gone, 2: []})
     vanished, state = (
         series(name, **SERVICE, run="r", **labels)
         for name, labels in (("rankscope_rank_vanished", {"rank": "1"}), ("rankscope_run_state", {"state": "failed"}))
@@ -428,7 +404,7 @@ def lifecycle():
         ("the run without the rank", "1 stale _x20 1", {9: gone, 10: []}),
     ):
         states = "1 stale _x20 1" if "restart" in title else "1 stale _x8 1x20"
-        yield Scenario(alert="RankGone", title=title, given={vanished: values, state: states}, expected=expected)
+        yield Scenario("RankGone", title, {vanished: values, state: states}, expected)
     lost = series("rankscope_ingest_lost_records_total", **SERVICE, run="r")
     run = [{"run": "r"}]
     for title, values, expected in (
@@ -438,15 +414,13 @@ def lifecycle():
         ("a service that is away soon after", "_ 3x9 stale _x9 3x30", {1: run, 15: run, 25: run, 40: []}),
         ("losses before the window", "5x60", {50: []}),
     ):
-        yield Scenario(alert="IngestLosing", title=title, given={lost: values}, expected=expected)
+        yield Scenario("IngestLosing", title, {lost: values}, expected)
     yield from after_downtime("IngestLosing", lost, {3: [], 9: []}, {3: run, 9: run, 26: []})
     cut = {lost: "7 _x30", lost.replace("records_total", "records_age_seconds"): "200 _x30"}
     expected = {0: run, 10: run, 11: []}
-    yield Scenario(alert="IngestLosing", title="a sample from before an outage", given=cut, expected=expected)
+    yield Scenario("IngestLosing", "a sample from before an outage", cut, expected)
     two = {series("rankscope_ingest_lost_records_total", **SERVICE, run=run): "0 1" for run in "rs"}
-    yield Scenario(
-        alert="IngestLosing", title="one alert for each run", given=two, expected={1: [{"run": "r"}, {"run": "s"}]}
-    )
+    yield Scenario("IngestLosing", "one alert for each run", two, {1: [{"run": "r"}, {"run": "s"}]})
     up = series("up", **SERVICE)
     for title, given, expected in (
         ("the service responds", {up: "1x9"}, {0: [], 9: []}),
@@ -458,7 +432,7 @@ def lifecycle():
             {2: [], 3: [{**SERVICE, "instance": "an unknown address"}]},
         ),
     ):
-        yield Scenario(alert="ServiceDown", title=title, given=given, expected=expected)
+        yield Scenario("ServiceDown", title, given, expected)
 
 
 def hardware():
@@ -467,32 +441,26 @@ def hardware():
         ("GpuXid", series("rankscope_gpu_xid_errors_total", **gpu)),
         ("GpuEccUncorrected", series("rankscope_gpu_ecc_errors_total", **gpu, type="uncorrected")),
     ):
-        yield Scenario(alert=alert, title="no errors", given={errors: "0x40"}, expected={0: [], 40: []})
+        yield Scenario(alert, "no errors", {errors: "0x40"}, {0: [], 40: []})
         active = {19: [], 20: [gpu], 79: [gpu], 81: []}
-        yield Scenario(
-            alert=alert, title="one error, active for ten minutes", given={errors: "0x19 1x80"}, expected=active
-        )
+        yield Scenario(alert, "one error, active for ten minutes", {errors: "0x19 1x80"}, active)
     corrected = series("rankscope_gpu_ecc_errors_total", **gpu, type="corrected")
-    yield Scenario(alert="GpuEccUncorrected", title="corrected errors", given={corrected: "0 1 2"}, expected={2: []})
+    yield Scenario("GpuEccUncorrected", "corrected errors", {corrected: "0 1 2"}, {2: []})
     old = series("rankscope_gpu_ecc_errors_total", **gpu, type="uncorrected")
-    yield Scenario(
-        alert="GpuEccUncorrected", title="errors of earlier runs", given={old: "7x40"}, expected={0: [], 40: []}
-    )
+    yield Scenario("GpuEccUncorrected", "errors of earlier runs", {old: "7x40"}, {0: [], 40: []})
     for reason, expected in (("hw_thermal", [gpu]), ("sw_thermal", [gpu]), ("sw_power_cap", []), ("idle", [])):
         slow = {series("rankscope_gpu_throttled", **gpu, reason=reason): "1x40"}
         when = {29: [], 30: expected, 40: expected}
-        yield Scenario(alert="GpuThrottled", title=f"{reason} for five minutes", given=slow, expected=when)
+        yield Scenario("GpuThrottled", f"{reason} for five minutes", slow, when)
     short = {series("rankscope_gpu_throttled", **gpu, reason="hw_slowdown"): "1x20 0 1x20"}
-    yield Scenario(
-        alert="GpuThrottled", title="twice for less than five minutes", given=short, expected={20: [], 41: []}
-    )
+    yield Scenario("GpuThrottled", "twice for less than five minutes", short, {20: [], 41: []})
 
 
 def self_check():
     def scenario(rule, title, given, expected):
         alerts = [{**one, "judged_by": rule} for one in ({**RANK, "kind": "grad_unreduced"},)]
         when = {at: alerts if differs else [] for at, differs in expected.items()}
-        return Scenario(alert="RuleDisagreement", title=title, given=given, expected=when)
+        return Scenario("RuleDisagreement", title, given, when)
 
     nans = series("rankscope_tensor_value", **OF_W, op="nans")
     verdict = series("rankscope_rule_firing", **RANK, rule="AnomalyNan", kind="grad_unreduced")
@@ -547,13 +515,11 @@ def replicas():
         ("a rank is no longer exported", hashes("7x30", "7x30", "stale"), {1: []}),
         ("equal again, resolves after a minute", hashes("7x30", "8 7x29", "7x30"), {0: [group], 5: [group], 8: []}),
     ):
-        yield Scenario(alert="ReplicaDesync", title=title, given=given, expected=expected)
+        yield Scenario("ReplicaDesync", title, given, expected)
     others = (
         hashes("7x9", "7x9", "7x9") | hashes("5x9", "5x9", "5x9", replicas="3-5") | hashes("6x9", "6x9", "6x9", run="s")
     )
-    yield Scenario(
-        alert="ReplicaDesync", title="groups and runs are compared separately", given=others, expected={1: []}
-    )
+    yield Scenario("ReplicaDesync", "groups and runs are compared separately", others, {1: []})
     fired = {"run": "r", "rank": "1", "kind": "param_after"}
     counter = series("rankscope_ingest_anomaly_events_total", **SERVICE, **fired, rule="ReplicaDesync")
     other = series("rankscope_ingest_anomaly_events_total", **SERVICE, **fired, rule="AnomalyNan")
@@ -566,7 +532,7 @@ def replicas():
         ("firings of other rules", {counter: "0x9", other: "0 9x9"}, {2: []}),
         ("an unknown rank", {unknown: "0x9 1x60"}, {9: [], 10: [{**fired, "rank": "unknown"}]}),
     ):
-        yield Scenario(alert="ReplicaDesyncEvents", title=title, given=given, expected=expected)
+        yield Scenario("ReplicaDesyncEvents", title, given, expected)
     yield from after_downtime("ReplicaDesyncEvents", counter, {3: [], 8: []}, {3: [fired], 8: []})
 
 

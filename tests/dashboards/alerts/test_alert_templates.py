@@ -21,13 +21,9 @@ def description_error(judge, given, ending, rule="AnomalyNan"):
         f"`rankscope anomalies {RUN}` lists the affected tensors in causal order.{ending}",
     }
     active = {"exp_labels": labels | alert["labels"], "exp_annotations": annotations}
-    tests = [
-        {
-            "interval": "10s",
-            "input_series": [{"series": name, "values": values} for name, values in given.items()],
-            "alert_rule_test": [{"eval_time": "200s", "alertname": alert["alert"], "exp_alerts": [active]}],
-        }
-    ]
+    checks = [{"eval_time": "200s", "alertname": alert["alert"], "exp_alerts": [active]}]
+    series = [{"series": name, "values": values} for name, values in given.items()]
+    tests = [{"interval": "10s", "input_series": series, "alert_rule_test": checks}]
     rules = {"groups": [{"name": "alone", "rules": [alert]}]}
     return judge([(rules, {"evaluation_interval": "10s", "tests": tests})])[0]
 
@@ -53,9 +49,8 @@ def test_counting_alert_lists_recent_tensors_and_the_step_of_the_rank(judge, rul
         series("rankscope_step", rank="1"): "5x30",
     }
 
-    assert (
-        description_error(judge, given, " Tensors: new (nans), more (nans). The rank is at step 1234567.", rule) is None
-    )
+    ending = " Tensors: new (nans), more (nans). The rank is at step 1234567."
+    assert description_error(judge, given, ending, rule) is None
 
 
 def test_queries_without_result_add_no_text(judge):

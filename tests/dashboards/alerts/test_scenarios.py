@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import subprocess
 import sys
@@ -11,196 +10,137 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.dashboards.alerts import scenarios
 from tests.dashboards.boards.promql import OTHER_JOB, OTHER_REPLICA, scraped_twice
 from tests.properties import few
 
-from rankscope_dashboards.alerts.groups import alert_groups, rule_file
+from rankscope_dashboards.alerts.groups import DEFAULT_RULES, alert_groups, rule_file
 from rankscope_dashboards.generate import PROVISIONING
 
 FIELD_OPERATIONS = Path(__file__).parents[2] / "data" / "field_operations"
 RULES = PROVISIONING / "prometheus" / "rankscope.rules.yml"
-TENSOR_PART = 'rankscope_tensor_value{op=~"nans|infs"} > 0'
-UNLESS = "  unless on (run, rank, kind)\n"
 
-# Mutations of the part that reads the counters of firings.
-COUNTED = [
-    ("expr", "(increase(", "(-increase("),
-    ("expr", "op) (last_over_time", "op) (0 * last_over_time"),
-    ("expr", "[2m]", "[1m]"),
-    ("expr", "offset 2m", "offset 1m"),
-    ("expr", "events_total{rule=", "events_total{rule!="),
-    ("expr", "  unless on (run, rank, kind)\nmin", "  or\n-min"),
-    ("expr", "> 120", "> 1200"),
-    ("expr", "> 120", "> 60"),
-]
-
-# Mutations of the part that holds an alert while the service is away.
-HELD = [
-    ("expr", " unless on (run) rankscope_run_state", ""),
-    ("expr", "or last_over_time", "and last_over_time"),
-    ("expr", "[5m]", "[1m]"),
-]
-
-# Mutations of each alert, such as typing errors and wrong simplifications: (field, old text, new text).
-MUTANTS = {
-    "AnomalyTurbulence": [
-        ("expr", "> (rankscope_tensor_baseline", ">= (rankscope_tensor_baseline"),
-        ("expr", "> (rankscope_tensor_baseline", "> ignoring (tensor) group_left () (rankscope_tensor_baseline"),
-        ("expr", "(1 + rankscope_rule_threshold", "(0 + rankscope_rule_threshold"),
-        ("expr", "abs(rankscope_tensor_value", "(rankscope_tensor_value"),
-        ("expr", ") < (", ") <= ("),
-        ("expr", "} / ignoring", "} * ignoring"),
-        ("expr", "ignoring (kind, tensor, op, rule) group_left ()", "on (run) group_left ()"),
-        ("expr", "grad_unreduced|grad_reduced", "grad_unreduced"),
-        ("expr", "grad_unreduced|grad_reduced", "grad_reduced"),
-        ("expr", "grad_unreduced|grad_reduced", ".+"),
-        ("expr", 'op=~"norm"', 'op=~"norm|mean"'),
-        ("expr", "tensor_baseline{", "tensor_value{"),
-        ("expr", "group by (run, rank, kind, tensor, op)", "group by (run, rank, kind, op)"),
-        *COUNTED,
-        ("keep_firing_for", "1m", "0s"),
-        ("keep_firing_for", "1m", "10m"),
-    ],
-    "AnomalyNan": [
-        ("expr", "nans|infs", "nans"),
-        ("expr", "nans|infs", "infs"),
-        ("expr", "nans|infs", "nans|infs|norm"),
-        ("expr", TENSOR_PART, TENSOR_PART.replace("> 0", "> 1")),
-        ("expr", TENSOR_PART, TENSOR_PART.replace("> 0", ">= 0")),
-        *[
-            ("expr", f"{metric} != {metric}", f"{metric} > Inf")
-            for metric in ("rankscope_loss", "rankscope_grad_norm", "rankscope_learning_rate", "rankscope_scalar")
-        ],
-        *[
-            ("expr", f"abs({metric}) == Inf", f"{metric} == Inf")
-            for metric in ("rankscope_loss", "rankscope_grad_norm", "rankscope_learning_rate", "rankscope_scalar")
-        ],
-        ("expr", "group by (run, rank, kind, tensor, op)", "sum by (run, rank, kind, op)"),
-        *COUNTED,
-        ("expr", '"kind", "n/a"', '"kind", ""'),
-        ("expr", "> ignoring", ">= ignoring"),
-        ("expr", "abs(rankscope_tensor_value", "(rankscope_tensor_value"),
-        ("expr", "abs(rankscope_loss) > ignoring", "(rankscope_loss) > ignoring"),
-        ("keep_firing_for", "1m", "0s"),
-    ],
-    "AnomalyIncident": [
-        ("expr", "< 120", "< 60"),
-        ("expr", "< 120", "< 130"),
-        ("expr", "run, rank, rule, severity, kind, tensor, op, step", "run, rank, rule, severity, kind, tensor, op"),
-        *[("expr", f'"{name}", "")', f'"{name}", "x")') for name in ("rank", "kind", "tensor", "op", "step")],
-        *HELD,
-    ],
-    "AnomalyWithoutService": [
-        ("expr", "< 120", "< 60"),
-        ("expr", "< 120", "< 130"),
-        ("expr", "unless on (run)", "unless on ()"),
-        ("expr", "unless on (run)", "unless on (run, rule)"),
-        ("expr", "unless on (run, rank, rule, kind)", "or"),
-        ("expr", "unless on (run, rank, rule, kind)", "unless on (run)"),
-        ("expr", "- 10 >", "+ 60 >"),
-        ("expr", "- 10 >", "- 100 >"),
-        ("expr", "[2m:10s]", "[20s:10s]"),
-        ("for", "1m", "0s"),
-    ],
-    "AnomalyNanEvents": [
-        *[
-            ("expr", before.format(metric), after.format(metric))
-            for metric in ("rankscope_anomaly_events_total", "rankscope_ingest_anomaly_events_total")
-            for before, after in (
-                ("(increase({}", "(-increase({}"),
-                ("kind) (last_over_time({}{{rule", "kind) (0 * last_over_time({}{{rule"),
-                ('unless {}{{rule="AnomalyNan"}} offset 2m', ""),
-                ('increase({}{{rule="AnomalyNan"}}[2m]', 'increase({}{{rule="AnomalyNan"}}[1m]'),
-                ('increase({}{{rule="AnomalyNan"}}', 'increase({}{{rule=~".+"}}'),
-            )
-        ],
-        ("expr", "offset 2m", "offset 1m"),
-        ("expr", "> 0", ">= 0"),
-        ("expr", "> 0", "> 1"),
-        ("expr", "max by (run, rank, kind)", "max by (run, rank)"),
-        ("expr", "> 120", "> 1200"),
-        ("expr", "> 120", "> 60"),
-        ("expr", "anomaly_age_seconds{", "anomaly_age_seconds{kind='none', "),
-    ],
-    "ReplicaDesync": [
-        ("expr", "!=", ">="),
-        ("expr", "!= min", "!= max"),
-        ("expr", "== min", ">= min"),
-        ("expr", "  and max", "  or max"),
-        ("expr", "by (run, replicas)", "by (run)"),
-        ("expr", "by (run, replicas)", "by (replicas)"),
-        ("keep_firing_for", "1m", "0s"),
-        ("keep_firing_for", "1m", "10m"),
-    ],
-    "ReplicaDesyncEvents": [
-        ("expr", "(increase(", "(-increase("),
-        ("expr", "kind) (last_over_time", "kind) (0 * last_over_time"),
-        ("expr", 'unless rankscope_ingest_anomaly_events_total{rule="ReplicaDesync"} offset 2m', ""),
-        ("expr", "[2m]", "[1m]"),
-        ("expr", "offset 2m", "offset 1m"),
-        ("expr", 'rule="ReplicaDesync"', 'rule=~".+"'),
-        ("expr", "> 120", "> 1200"),
-        ("expr", "max by (run, rank, kind)", "max by (run, rank)"),
-        ("expr", "> 0", ">= 0"),
-        ("expr", "> 0", "> 1"),
-    ],
-    "RunFailed": [
-        ("expr", "== 1", ">= 0"),
-        ("expr", "topk by (run) (1, ", "(("),
-        ("expr", "topk by (run)", "topk"),
-        ("expr", "max by (run, rank, reason)", "max by (run)"),
-        *HELD,
-    ],
-    "RunStalled": [("expr", 'state="stalled"', 'state="running"'), ("expr", "== 1", "== 0")],
-    "RankGone": [
-        ("expr", "max by (run, rank)", "max by (run)"),
-        ("expr", "== 1", "== 0"),
-        ("expr", "== 1", ">= 0"),
-        *HELD,
-    ],
-    "IngestLosing": [
-        ("expr", "(increase(", "(-increase("),
-        ("expr", "(run) (last_over_time", "(run) (0 * last_over_time"),
-        ("expr", "unless rankscope_ingest_lost_records_total offset 5m", ""),
-        ("expr", "last_over_time(rankscope_ingest_lost_records_total[5m])", "rankscope_ingest_lost_records_total"),
-        ("expr", "[5m]", "[1m]"),
-        ("expr", "offset 5m", "offset 1m"),
-        ("expr", "max by (run)", "max"),
-        ("expr", "> 0", ">= 0"),
-        ("expr", "> 300", "> 1200"),
-        ("expr", "> 300", "> 60"),
-        ("expr", "- timestamp(rankscope_ingest_lost_records_age_seconds) + time()", ""),
-    ],
-    "ServiceDown": [
-        ("expr", "== 0", "== 1"),
-        ("expr", "absent(", "0 > absent("),
-        ("expr", "absent(", "sum("),
-        ("expr", '"instance", "an', '"instance", "un'),
-        ("for", "30s", "0s"),
-        ("for", "30s", "2m"),
-    ],
-    "RuleDisagreement": [
-        ("expr", UNLESS + "rankscope_rule_firing", UNLESS + "0 * rankscope_rule_firing"),
-        ("expr", "== 1\n)", ">= 0\n)"),
-        ("expr", "== 1)", ">= 0)"),
-        ("expr", 'kind!=""', 'kind=~".*"'),
-        ("expr", "unless on (run, rank, kind)", "unless on (run, kind)"),
-        ("expr", "unless on (run, rank, kind)", "unless on (run, rank)"),
-        ("expr", 'reason=~"series_.+"', 'reason=~".+"'),
-        ("expr", 'reason=~"series_.+"} > 0', 'reason=~"series_.+"} >= 0'),
-        ("expr", 'reason=~"series_.+"} > 0', 'reason=~"series_.+"} > 9'),
-        ("keep_firing_for", "5m", "0s"),
-    ],
+EVERYWHERE = {
+    "(increase(": ["(-increase("],
+    "op) (last_over_time": ["op) (0 * last_over_time"],
+    "[2m]": ["[1m]"],
+    "[5m]": ["[1m]"],
+    "offset 2m": ["offset 1m"],
+    "events_total{rule=": ["events_total{rule!="],
+    "  unless on (run, rank, kind)\nmin": ["  or\n-min"],
+    "> 120": ["> 1200", "> 60"],
+    "< 120": ["< 60", "< 130"],
+    " unless on (run) rankscope_run_state": [""],
+    "or last_over_time": ["and last_over_time"],
+    "abs(rankscope_tensor_value": ["(rankscope_tensor_value"],
+    "keep_firing_for": ["0s", "10m"],
 }
+"""Mutations of all alerts with a text: its values replace it in the expression, or are new values of the field."""
+
+SCALARS = ("rankscope_loss", "rankscope_grad_norm", "rankscope_learning_rate", "rankscope_scalar")
+FIRINGS = ("rankscope_anomaly_events_total", "rankscope_ingest_anomaly_events_total")
+MUTANTS = {
+    "AnomalyTurbulence": {
+        "> (rankscope": [">= (rankscope", "> ignoring (tensor) group_left () (rankscope"],
+        "(1 + rankscope_rule_threshold": ["(0 + rankscope_rule_threshold"],
+        ") < (": [") <= ("],
+        "} / ignoring": ["} * ignoring"],
+        "ignoring (kind, tensor, op, rule) group_left ()": ["on (run) group_left ()"],
+        "grad_unreduced|grad_reduced": ["grad_unreduced", "grad_reduced", ".+"],
+        'op=~"norm"': ['op=~"norm|mean"'],
+        "tensor_baseline{": ["tensor_value{"],
+        "group by (run, rank, kind, tensor, op)": ["group by (run, rank, kind, op)"],
+    },
+    "AnomalyNan": {
+        "nans|infs": ["nans", "infs", "nans|infs|norm"],
+        '"nans|infs"} > 0': ['"nans|infs"} > 1', '"nans|infs"} >= 0'],
+        **{f"{one} != {one}": [f"{one} > Inf"] for one in SCALARS},
+        **{f"abs({one}) == Inf": [f"{one} == Inf"] for one in SCALARS},
+        "group by (run, rank, kind, tensor, op)": ["sum by (run, rank, kind, op)"],
+        '"kind", "n/a"': ['"kind", ""'],
+        "> ignoring": [">= ignoring"],
+        "abs(rankscope_loss) > ignoring": ["(rankscope_loss) > ignoring"],
+    },
+    "AnomalyIncident": {
+        "rule, severity, kind, tensor, op, step": ["rule, severity, kind, tensor, op"],
+        **{f'"{name}", "")': [f'"{name}", "x")'] for name in ("rank", "kind", "tensor", "op", "step")},
+    },
+    "AnomalyWithoutService": {
+        "unless on (run)": ["unless on ()", "unless on (run, rule)"],
+        "unless on (run, rank, rule, kind)": ["or", "unless on (run)"],
+        "- 10 >": ["+ 60 >", "- 100 >"],
+        "[2m:10s]": ["[20s:10s]"],
+        "for": ["0s"],
+    },
+    "AnomalyNanEvents": {
+        **{f"(increase({one}": [f"(-increase({one}"] for one in FIRINGS},
+        **{f"kind) (last_over_time({one}{{": [f"kind) (0 * last_over_time({one}{{"] for one in FIRINGS},
+        **{f'unless {one}{{rule="AnomalyNan"}} offset 2m': [""] for one in FIRINGS},
+        **{f'increase({one}{{rule="AnomalyNan"}}[2m': [f'increase({one}{{rule="AnomalyNan"}}[1m'] for one in FIRINGS},
+        **{f'increase({one}{{rule="AnomalyNan"}}': [f'increase({one}{{rule=~".+"}}'] for one in FIRINGS},
+        "> 0": [">= 0", "> 1"],
+        "max by (run, rank, kind)": ["max by (run, rank)"],
+        "anomaly_age_seconds{": ["anomaly_age_seconds{kind='none', "],
+    },
+    "ReplicaDesync": {
+        "!=": [">="],
+        "!= min": ["!= max"],
+        "== min": [">= min"],
+        "  and max": ["  or max"],
+        "by (run, replicas)": ["by (run)", "by (replicas)"],
+    },
+    "ReplicaDesyncEvents": {
+        "kind) (last_over_time": ["kind) (0 * last_over_time"],
+        'unless rankscope_ingest_anomaly_events_total{rule="ReplicaDesync"} offset 2m': [""],
+        'rule="ReplicaDesync"': ['rule=~".+"'],
+        "max by (run, rank, kind)": ["max by (run, rank)"],
+        "> 0": [">= 0", "> 1"],
+    },
+    "RunFailed": {
+        "== 1": [">= 0"],
+        "topk by (run) (1, max": ["(max"],
+        "topk by (run)": ["topk"],
+        "max by (run, rank, reason)": ["max by (run)"],
+    },
+    "RunStalled": {'state="stalled"': ['state="running"'], "== 1": ["== 0"]},
+    "RankGone": {"max by (run, rank)": ["max by (run)"], "== 1": ["== 0", ">= 0"]},
+    "IngestLosing": {
+        "(run) (last_over_time": ["(run) (0 * last_over_time"],
+        "unless rankscope_ingest_lost_records_total offset 5m": [""],
+        "last_over_time(rankscope_ingest_lost_records_total[5m])": ["rankscope_ingest_lost_records_total"],
+        "offset 5m": ["offset 1m"],
+        "max by (run)": ["max"],
+        "> 0": [">= 0"],
+        "> 300": ["> 1200", "> 60"],
+        "- timestamp(rankscope_ingest_lost_records_age_seconds) + time()": [""],
+    },
+    "ServiceDown": {
+        "== 0": ["== 1"],
+        "absent(": ["0 > absent(", "sum("],
+        '"instance", "an': ['"instance", "un'],
+        "for": ["0s", "2m"],
+    },
+    "RuleDisagreement": {
+        "kind)\nrankscope_rule_firing": ["kind)\n0 * rankscope_rule_firing"],
+        "== 1\n)": [">= 0\n)"],
+        "== 1)": [">= 0)"],
+        'kind!=""': ['kind=~".*"'],
+        "unless on (run, rank, kind)": ["unless on (run, kind)", "unless on (run, rank)"],
+        'reason=~"series_.+"': ['reason=~".+"'],
+        'reason=~"series_.+"} > 0': ['reason=~"series_.+"} >= 0', 'reason=~"series_.+"} > 9'],
+    },
+}
+"""Further mutations of one alert, such as typing errors and wrong simplifications."""
 
 
-def grouped(suite, alert):
-    """Return the scenarios of `alert`, grouped by their rules."""
+def grouped(suite=scenarios.SUITE, only=None):
+    """Yield (alert, rules, scenarios of this alert with these rules)."""
     groups = {}
     for scenario in suite:
-        if scenario.alert == alert:
-            groups.setdefault(tuple(scenario.rules), []).append(scenario)
-    return groups
+        groups.setdefault((scenario.alert, tuple(scenario.rules)), []).append(scenario)
+    yield from (
+        (alert, rules, mine) for (alert, rules), mine in sorted(groups.items(), key=str) if only in {None, alert}
+    )
 
 
 def alone(rules, name):
@@ -209,36 +149,32 @@ def alone(rules, name):
     return {"groups": [{"name": "alone", "rules": kept}]}
 
 
-def mutated(document, field, old, new):
-    """Return the rule file with `old` replaced in a field of its alerts, or None if nothing changed."""
-    changed = copy.deepcopy(document)
-    for rule in changed["groups"][0]["rules"]:
-        rule[field] = rule[field].replace(old, new)
-    return None if changed == document else changed
+def mutants(alert):
+    """Return the mutations of an alert as pairs of an old and a new text."""
+    (rule, *_) = alone(DEFAULT_RULES, alert)["groups"][0]["rules"]
+    general = {old: news for old, news in EVERYWHERE.items() if old in rule or old in rule["expr"]}
+    return [(old, new) for found in (general, MUTANTS[alert]) for old, news in found.items() for new in news]
 
 
-def test_every_alert_behaves_as_its_scenarios_specify(judge, scenarios):
-    suite = scenarios.SUITE
-    alerts = {scenario.alert for scenario in suite}
-    cases = [
-        (alone(rules, alert), scenarios.test_file(mine))
-        for alert in sorted(alerts)
-        for rules, mine in grouped(suite, alert).items()
-    ]
+def mutated(document, old, new):
+    """Return the rule file with a mutation, or None if nothing changed."""
+    rules = document["groups"][0]["rules"]
+    changed = [rule | ({old: new} if old in rule else {"expr": rule["expr"].replace(old, new)}) for rule in rules]
+    return None if changed == rules else {"groups": [{"name": "alone", "rules": changed}]}
+
+
+def test_every_alert_behaves_as_its_scenarios_specify(judge):
+    cases = [(alone(rules, alert), scenarios.test_file(mine)) for alert, rules, mine in grouped()]
 
     assert [] == [objection for objection in judge(cases) if objection]
 
 
 @pytest.mark.thorough
-def test_alerts_are_the_same_if_every_target_is_scraped_twice(judge, scenarios):
+def test_alerts_are_the_same_if_every_target_is_scraped_twice(judge):
     """Prometheus has each series under two jobs, and both of them from a pair of servers with the label `replica`."""
     under_two_jobs = [(one, scraped_twice(one.given, **OTHER_JOB)) for one in scenarios.SUITE]
     doubled = [replace(one, given=scraped_twice(given, **OTHER_REPLICA)) for one, given in under_two_jobs]
-    cases = [
-        (alone(rules, alert), scenarios.test_file(mine))
-        for alert in sorted({one.alert for one in doubled})
-        for rules, mine in grouped(doubled, alert).items()
-    ]
+    cases = [(alone(rules, alert), scenarios.test_file(mine)) for alert, rules, mine in grouped(doubled)]
 
     assert [] == [objection for objection in judge(cases) if objection]
 
@@ -251,7 +187,7 @@ def test_rank_under_two_jobs_does_not_stop_the_alerts_of_others(promtool):
     assert (0, "right: both alerts are evaluated\n") == (done.returncode, done.stdout), done.stderr
 
 
-def test_annotations_contain_the_labels_of_the_alert(judge, scenarios):
+def test_annotations_contain_the_labels_of_the_alert(judge):
     """Promtool compares the annotations for one scenario of each alert, with tensors and with logged scalars."""
     firing = [scenario for scenario in scenarios.SUITE if any(scenario.expected.values())]
     first = {
@@ -268,31 +204,24 @@ def test_annotations_contain_the_labels_of_the_alert(judge, scenarios):
     assert [] == [objection for objection in judge(cases) if objection]
 
 
-def test_all_instances_of_an_alert_have_the_same_labels(scenarios):
+def test_every_alert_has_scenarios_that_fire_with_equal_labels_and_others_that_do_not():
     """Grafana mixes up the values of instances if the labels of one contain the labels of another."""
     for name in {alert.name for group in alert_groups() for alert in group.alerts}:
-        mine = [scenario for scenario in scenarios.SUITE if scenario.alert == name]
-        fired = [one for scenario in mine for alerts in scenario.expected.values() for one in alerts]
-
-        assert 1 == len({frozenset(labels) for labels in fired}), name
-
-
-def test_every_alert_has_scenarios_that_fire_and_scenarios_that_do_not(scenarios):
-    for name in {alert.name for group in alert_groups() for alert in group.alerts}:
-        moments = [at for scenario in scenarios.SUITE if scenario.alert == name for at in scenario.expected.values()]
+        moments = [alerts for one in scenarios.SUITE if one.alert == name for alerts in one.expected.values()]
 
         assert any(moments), name
         assert not all(moments), name
+        assert 1 == len({frozenset(labels) for alerts in moments for labels in alerts}), name
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("alert", few(1, MUTANTS))
-def test_scenarios_detect_every_mutation_of_an_alert(judge, promtool, scenarios, tmp_path, alert):
+def test_scenarios_detect_every_mutation_of_an_alert(judge, promtool, tmp_path, alert):
     cases, names = [], []
-    for mutant in MUTANTS[alert]:
+    for mutant in mutants(alert):
         changed = [
             (document, scenarios.test_file(mine))
-            for rules, mine in grouped(scenarios.SUITE, alert).items()
+            for _, rules, mine in grouped(only=alert)
             if (document := mutated(alone(rules, alert), *mutant))
         ]
         assert changed, f"mutation changes nothing: {mutant}"
@@ -305,16 +234,16 @@ def test_scenarios_detect_every_mutation_of_an_alert(judge, promtool, scenarios,
     killed = {name for name, objection in zip(names, judge(cases), strict=True) if objection}
 
     assert 0 == parsed.returncode, parsed.stderr
-    assert [] == [mutant for mutant in MUTANTS[alert] if mutant not in killed]
+    assert [] == [name for name in names if name not in killed]
 
 
-def test_alert_expressions_return_only_values_above_zero(judge, scenarios):
+def test_alert_expressions_return_only_values_above_zero(judge):
     """In Prometheus any value fires. Grafana evaluates the same expression and requires a value above zero."""
-    cases = []
-    for name in sorted({scenario.alert for scenario in scenarios.SUITE}):
-        for rules, mine in grouped(scenarios.SUITE, name).items():
-            document = alone(rules, name)
-            for rule in document["groups"][0]["rules"]:
-                cases += [(document, scenarios.values_above_zero(rule["expr"], mine))]
+    cases = [
+        (document, scenarios.values_above_zero(rule["expr"], mine))
+        for name, rules, mine in grouped()
+        for document in [alone(rules, name)]
+        for rule in document["groups"][0]["rules"]
+    ]
 
     assert [] == [objection for objection in judge(cases) if objection]

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
 import yaml
-from tests.dashboards.generated import FILES
+from tests.dashboards.generated import BOARDS
 
 from rankscope_contract.metrics.catalogue import CATALOG
 from rankscope_dashboards.boards.elements.pages import all_panels
 from rankscope_dashboards.generate import LINT_EXCEPTIONS, PROVISIONING
 
-BOARDS = {name: json.loads(text) for name, text in FILES.items() if name.endswith(".json")}
 EXCLUSIONS = yaml.safe_load((PROVISIONING / LINT_EXCEPTIONS).read_text(encoding="utf-8"))["exclusions"]
 WITH_UNITS = {"stat", "singlestat", "graph", "table", "timeseries", "gauge"}
+SOURCE = ("datasource", "Data source", "prometheus")
+LISTS = r"label_values\([a-z_]+(\{[^}]*\})?, [a-z_]+\)|query_result\(.+\)"
+"""Queries of variables. promtool parses that of a query_result."""
 
 
 def variables(board):
     return {variable["name"]: variable for variable in board["templating"]["list"]}
+
+
+def queried(board):
+    return {name: one for name, one in variables(board).items() if one["type"] == "query"}
 
 
 def panels(board):
@@ -30,111 +35,69 @@ def targets(board):
     return [(panel["title"], target["expr"]) for panel in panels(board) for target in panel["targets"]]
 
 
-def template_datasource(board):
-    sources = [variable for variable in board["templating"]["list"] if variable["type"] == "datasource"]
-    names = [(source["name"], source["label"], source["query"]) for source in sources]
-    if names != [("datasource", "Data source", "prometheus")]:
-        yield "board", names
+def is_source(board):
+    sources = [one for one in variables(board).values() if one["type"] == "datasource"]
+    return [SOURCE] == [(one["name"], one["label"], one["query"]) for one in sources]
 
 
-def template_of(name, *, multi=True, all_value=".+"):
-    def rule(board):
-        found = variables(board).get(name)
-        expected = (multi, all_value, "${datasource}")
-        if not found or (found["multi"], found.get("allValue"), found["datasource"]["uid"]) != expected:
-            yield "board", f"no variable {name}, or with other settings"
-
-    return rule
+def is_template(board, name, *, multi=True, all_value=".+"):
+    found, expected = variables(board).get(name), (multi, all_value, "${datasource}")
+    return bool(found) and (found["multi"], found.get("allValue"), found["datasource"]["uid"]) == expected
 
 
-def template_label_promql(board):
-    for name, variable in variables(board).items():
-        values = r"label_values\([a-z_]+(\{[^}]*\})?, [a-z_]+\)"  # promtool parses the query of a query_result
-        if variable["type"] == "query" and not re.fullmatch(rf"{values}|query_result\(.+\)", variable["query"]):
-            yield name, variable["query"]
+def has_unit(panel):
+    settings = panel["fieldConfig"]["defaults"]
+    return panel["type"] not in WITH_UNITS or settings.get("unit") or settings.get("mappings")
 
 
-def template_on_time_change_reload(board):
-    for name, variable in variables(board).items():
-        if variable["type"] == "query" and variable["refresh"] != 2:
-            yield name, variable["refresh"]
+def windows(expression):
+    return set(re.findall(r"\b(?:rate|irate|increase)\([^)]*\[([^]]+)\]", expression))
 
 
-def panel_datasource(board):
-    for panel in panels(board):
-        if panel["datasource"] != {"type": "prometheus", "uid": "${datasource}"}:
-            yield panel["title"], panel["datasource"]
+def bare_counters(board):
+    """Return each counter that a panel shows without its rate."""
+    shown = [(title, re.sub(r"\b(?:rate|irate|increase)\([^)]*\)", "", text)) for title, text in targets(board)]
+    return [(title, name) for title, bare in shown for name in re.findall(r"\w+_total\b", bare)]
 
 
-def panel_title_description(board):
-    for panel in panels(board):
-        if not panel["title"] or not panel["description"]:
-            yield panel["title"], "no title or description"
-
-
-def panel_units(board):
-    for panel in panels(board):
-        defaults = panel["fieldConfig"]["defaults"]
-        if panel["type"] in WITH_UNITS and not defaults.get("unit") and not defaults.get("mappings"):
-            yield panel["title"], "no unit"
-
-
-def panel_no_targets(board):
-    for panel in panels(board):
-        if not panel["targets"]:
-            yield panel["title"], "no query"
-
-
-def target_rate_interval(board):
-    for title, expression in targets(board):
-        for window in re.findall(r"\b(?:rate|irate|increase)\([^)]*\[([^]]+)\]", expression):
-            if window != "$__rate_interval":
-                yield title, window
-
-
-def target_label(label):
-    def rule(board):
-        for title, expression in targets(board):
-            if not all(re.search(rf"\b{label}=~", selector) for selector in re.findall(r"\{([^}]*)\}", expression)):
-                yield title, f"no matcher for {label}"
-
-    return rule
-
-
-def target_counter_agg(board):
-    for title, expression in targets(board):
-        bare = re.sub(r"\b(?:rate|irate|increase)\([^)]*\)", "", expression)
-        for name in re.findall(r"\w+_total\b", bare):
-            yield title, name
-
-
-def uneditable_dashboard(board):
-    if board["editable"]:
-        yield "board", "editable"
+def unlabelled(board, label):
+    has = [
+        (title, [re.search(rf"\b{label}=~", one) for one in re.findall(r"\{([^}]*)\}", text)])
+        for title, text in targets(board)
+    ]
+    return [title for title, found in has if not all(found)]
 
 
 RULES = {
-    "template-datasource-rule": template_datasource,
-    "template-job-rule": template_of("job"),
-    "template-instance-rule": template_of("instance"),
-    "template-label-promql-rule": template_label_promql,
-    "template-on-time-change-reload-rule": template_on_time_change_reload,
-    "panel-datasource-rule": panel_datasource,
-    "panel-title-description-rule": panel_title_description,
-    "panel-units-rule": panel_units,
-    "panel-no-targets-rule": panel_no_targets,
-    "target-rate-interval-rule": target_rate_interval,
-    "target-job-rule": target_label("job"),
-    "target-instance-rule": target_label("instance"),
-    "target-counter-agg-rule": target_counter_agg,
-    "uneditable-dashboard": uneditable_dashboard,
+    "template-datasource-rule": lambda board: [] if is_source(board) else ["board"],
+    "template-job-rule": lambda board: [] if is_template(board, "job") else ["board"],
+    "template-instance-rule": lambda board: [] if is_template(board, "instance") else ["board"],
+    "template-label-promql-rule": lambda board: [
+        name for name, one in queried(board).items() if not re.fullmatch(LISTS, one["query"])
+    ],
+    "template-on-time-change-reload-rule": lambda board: [
+        name for name, one in queried(board).items() if one["refresh"] != 2
+    ],
+    "panel-datasource-rule": lambda board: [
+        one["title"] for one in panels(board) if one["datasource"] != {"type": "prometheus", "uid": "${datasource}"}
+    ],
+    "panel-title-description-rule": lambda board: [
+        one["title"] for one in panels(board) if not one["title"] or not one["description"]
+    ],
+    "panel-units-rule": lambda board: [one["title"] for one in panels(board) if not has_unit(one)],
+    "panel-no-targets-rule": lambda board: [one["title"] for one in panels(board) if not one["targets"]],
+    "target-rate-interval-rule": lambda board: [
+        title for title, text in targets(board) if not windows(text) <= {"$__rate_interval"}
+    ],
+    "target-job-rule": lambda board: unlabelled(board, "job"),
+    "target-instance-rule": lambda board: unlabelled(board, "instance"),
+    "target-counter-agg-rule": lambda board: [title for title, _ in bare_counters(board)],
+    "uneditable-dashboard": lambda board: ["board"] if board["editable"] else [],
 }
-"""All rules except the two about logs, and target-promql: `test_boards.py` parses all queries with promtool."""
+"""The places where a board breaks a rule, for all rules except the two about logs, and target-promql.
 
-REPLACEMENTS = {
-    "template-job-rule": template_of("run", multi=False, all_value=None),
-    "template-instance-rule": template_of("rank"),
-}
+`test_boards.py` parses all queries with promtool.
+"""
 
 
 def excluded(rule, where):
@@ -145,17 +108,17 @@ def excluded(rule, where):
 @pytest.mark.parametrize("rule", RULES)
 def test_boards_follow_the_linter_rule_or_have_an_exception(rule):
     for board in BOARDS.values():
-        assert [] == [found for found in RULES[rule](board) if not excluded(rule, found[0])], board["uid"]
+        assert [] == [found for found in RULES[rule](board) if not excluded(rule, found)], board["uid"]
 
 
-@pytest.mark.parametrize("rule", REPLACEMENTS)
-@pytest.mark.parametrize("board", [board for board in BOARDS.values() if board["uid"] != "rankscope-runs"])
-def test_run_and_rank_variables_follow_the_rules_for_job_and_instance(rule, board):
-    assert [] == list(REPLACEMENTS[rule](board))
+def test_run_and_rank_variables_follow_the_rules_for_job_and_instance():
+    for name, board in BOARDS.items():
+        assert name == "runs" or is_template(board, "run", multi=False, all_value=None), name
+        assert name == "runs" or is_template(board, "rank"), name
 
 
 def test_every_linter_exception_is_needed_and_has_a_reason():
-    found = {(rule, where) for rule, check in RULES.items() for board in BOARDS.values() for where, _ in check(board)}
+    found = {(rule, where) for rule, check in RULES.items() for board in BOARDS.values() for where in check(board)}
 
     for rule, entry in EXCLUSIONS.items():
         assert len(entry["reason"]) > 20
@@ -169,18 +132,5 @@ def test_exceptions_cover_only_job_instance_and_incident_counters():
     assert {"template-job-rule", "template-instance-rule", "target-job-rule", "target-instance-rule"} == {
         rule for rule, entry in EXCLUSIONS.items() if "entries" not in entry
     }
-    shown = {name for board in BOARDS.values() for _, name in target_counter_agg(board)}
-    assert shown == {
-        "rankscope_anomaly_events_total",
-        "rankscope_ingest_anomaly_events_total",
-        "rankscope_tensor_anomaly_events_total",
-        "rankscope_ingest_lost_records_total",
-        "rankscope_gpu_ecc_errors_total",
-        "rankscope_ingest_rows_set_aside_total",
-        "rankscope_exporter_faults_total",
-        "rankscope_ingest_background_errors_total",
-        "rankscope_dropped_total",
-        "rankscope_gpu_energy_joules_total",
-        "rankscope_gpu_pcie_replays_total",
-    }
+    shown = {name for board in BOARDS.values() for _, name in bare_counters(board)}
     assert shown <= CATALOG.keys()

@@ -11,11 +11,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.dashboards.generated import FILES
+from tests.dashboards.generated import BOARDS
 
 from rankscope_dashboards.boards.elements.pages import all_panels
 
-BOARDS = {Path(name).stem: json.loads(text) for name, text in FILES.items() if name.endswith(".json")}
 MODULES = {
     "stat": "stat/panelcfg/x/StatPanelCfg",
     "status-history": "statushistory/panelcfg/x/StatusHistoryPanelCfg",

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import yaml
 from tests.dashboards.boards.promql import promql_error, query_of
-from tests.dashboards.generated import FILES
+from tests.dashboards.generated import BOARDS, FILES
 
 from rankscope_dashboards.boards.elements.pages import all_panels
 
-BOARD = json.loads(FILES["dashboards/rankscope/ranks.json"])
+BOARD = BOARDS["ranks"]
 query = query_of(BOARD)
 GPU = 'job="rankscope", run="r", gpu="GPU-{rank}", rank="{rank}"'
 
@@ -61,12 +59,13 @@ def test_rank_that_stops_is_shown_with_its_steps_behind(judge):
     }
 
     assert promql_error(judge, given, [(f"({query('Steps behind')}) > 0", '{run="r", rank="1"}', 20)]) is None
+    assert '(rankscope_run_info{run="r"}[1h] @ end())' in query("Steps behind"), "one host of a rank in the legend"
 
 
 def test_spread_between_ranks_compares_equal_steps(judge):
     """Two ranks are scraped at different times. A step that is not in the store has no `rankscope_kind_step`."""
     labels = 'job="rankscope", run="r", kind="grad_reduced"'
-    spread = query_of(json.loads(FILES["dashboards/rankscope/tensors.json"]))("Spread between ranks")
+    spread = query_of(BOARDS["tensors"])("Spread between ranks")
     norms = {
         f'rankscope_tensor_value{{{labels}, tensor="w", op="norm", rank="{rank}"}}': f"{1 + rank}x30"
         for rank in range(2)

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 
-from tests.dashboards.boards.promql import (
-    OTHER_JOB,
-    OTHER_REPLICA,
-    given_series,
-    promql_errors,
-    scraped_twice,
-    substituted,
-)
-from tests.dashboards.generated import FILES
+from tests.dashboards.boards import promql
+from tests.dashboards.boards.promql import OTHER_JOB, OTHER_REPLICA, scraped_twice
+from tests.dashboards.generated import BOARDS, PANELS
 
-from rankscope_dashboards.boards.elements.pages import all_panels
-
-BOARDS = [json.loads(text) for name, text in FILES.items() if name.endswith(".json")]
+MARKS = [one for board in BOARDS.values() for one in board["annotations"]["list"][1:]]
 EXPRESSIONS = [
-    f"round({substituted(item['expr'])}, 0.000001)"  # a sum of floats depends on their order
-    for board in BOARDS
-    for item in (
-        *(target for panel in all_panels(board) for target in panel.get("targets", ())),
-        *board["annotations"]["list"][1:],
-    )
+    f"round({promql.substituted(item['expr'])}, 0.000001)"  # a sum of floats depends on their order
+    for item in (*(target for _, panel in PANELS for target in panel["targets"]), *MARKS)
 ]
 WITHOUT_RESULT = 8
 """Number of queries that select nothing from the series of this test, such as closed incidents, marks of values that
@@ -33,7 +20,7 @@ had not changed, or the spread between ranks, which are at different steps here.
 
 def results(judge, cases):
     """Return, for each collection of series, the samples of each expression that selects any."""
-    errors = promql_errors(judge, [(given, [(one, None, 0) for one in EXPRESSIONS]) for given in cases])
+    errors = promql.promql_errors(judge, [(given, [(one, None, 0) for one in EXPRESSIONS]) for given in cases])
     assert all(errors)
     parts = [re.split(r"^ +expr: ", error, flags=re.MULTILINE)[1:] for error in errors]
     return [{part.partition(", time:")[0]: samples(part) for part in one} for one in parts]
@@ -47,7 +34,7 @@ def samples(part):
 def test_results_are_the_same_if_targets_are_scraped_twice(judge):
     given = {}
     for expression in EXPRESSIONS:
-        given |= given_series(expression, 3, lambda rank: f"{rank}+{rank + 1}x30")
+        given |= promql.given_series(expression, 3, lambda rank: f"{rank}+{rank + 1}x30")
     rank = {name: values for name, values in given.items() if 'rank="1"' in name}
     all_twice = [scraped_twice(given, **labels) for labels in (OTHER_JOB, OTHER_REPLICA)]
     once, *twice = results(judge, [given, *all_twice, given | scraped_twice(rank, **OTHER_REPLICA)])

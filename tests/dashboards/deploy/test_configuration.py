@@ -14,21 +14,14 @@ from rankscope_contract.model.events import Severity
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_dashboards.alerts.groups import DEFAULT_RULES, alert_groups, rule_file
-from rankscope_dashboards.deploy.alertmanager import (
-    SUBJECT,
-    AlertmanagerSettings,
-    Mail,
-    Receiver,
-    Slack,
-    Webhook,
-    alertmanager_config,
-)
+from rankscope_dashboards.deploy import alertmanager
+from rankscope_dashboards.deploy.alertmanager import AlertmanagerSettings, Mail, Receiver, Webhook, alertmanager_config
 from rankscope_dashboards.deploy.prometheus import PrometheusSettings, Tls, as_yaml, duration, prometheus_config
 from rankscope_dashboards.generate import PROVISIONING
 
 HOOK = Webhook(url="https://alerts.example/hook?key=1")
 MAIL = Mail(to="me@example", sender="rankscope@example", smarthost="mail.example:587", username="u", password="p")
-CHAT = Receiver(name="chat", integrations=(HOOK, Slack(url="https://chat.example/hooks/x")))
+CHAT = Receiver(name="chat", integrations=(HOOK, alertmanager.Slack(url="https://chat.example/hooks/x")))
 ON_CALL = Receiver(name="on-call", integrations=(MAIL, HOOK), severities=(Severity.CRITICAL,))
 HISTORY_PAGE = Path(__file__).parents[3].joinpath("docs/prometheus.md").read_text(encoding="utf-8")
 HOSTILE = 'a"b\\c\n{{ .Evil }}'
@@ -60,22 +53,15 @@ def by_promtool(checked):
     return lambda document: checked(document, "promtool", "prometheus", "check", "config")
 
 
-def test_committed_alertmanager_configuration_is_valid(by_amtool):
+def test_every_alertmanager_configuration_is_valid(by_amtool):
     by_amtool(yaml.safe_load((PROVISIONING / "alertmanager" / "alertmanager.yml").read_text(encoding="utf-8")))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        AlertmanagerSettings(rules=DEFAULT_RULES),
-        AlertmanagerSettings(
-            rules=DEFAULT_RULES, receivers=(CHAT, ON_CALL), group_wait_seconds=0.25, repeat_seconds=90
-        ),
-        AlertmanagerSettings(receivers=(CHAT,), rules=(AnomalyNan(name=HOSTILE), AnomalyTurbulence(threshold=2.0))),
-    ],
-)
-def test_every_alertmanager_configuration_is_valid(by_amtool, settings):
-    by_amtool(alertmanager_config(settings))
+    hostile = (AnomalyNan(name=HOSTILE), AnomalyTurbulence(threshold=2.0))
+    for rules, settings in (
+        (DEFAULT_RULES, {}),
+        (DEFAULT_RULES, {"receivers": (CHAT, ON_CALL), "group_wait_seconds": 0.25, "repeat_seconds": 90}),
+        (hostile, {"receivers": (CHAT,)}),
+    ):
+        by_amtool(alertmanager_config(AlertmanagerSettings(rules=rules, **settings)))
 
 
 @pytest.mark.parametrize(
@@ -92,56 +78,46 @@ def test_mail_subject_contains_run_and_rank_if_present(require_server, tmp_path,
     data.write_text(json.dumps({"status": "firing", "groupLabels": group, "commonLabels": common}))
     (tmp_path / "none.tmpl").write_text("")
     command = [require_server("amtool", "prometheus-alertmanager"), "template", "render", f"--template.data={data}"]
-    command += [f"--template.glob={tmp_path}/*.tmpl", f"--template.text={SUBJECT}"]
+    command += [f"--template.glob={tmp_path}/*.tmpl", f"--template.text={alertmanager.SUBJECT}"]
 
     assert subject == subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_receivers_get_only_alerts_of_their_severities(by_amtool, require_server):
-    """One receiver gets all alerts, the other only critical ones. Without receivers no notification is sent."""
+@pytest.fixture
+def receivers(by_amtool, require_server):
+    """Return a function that returns the receivers of an alert: one gets all alerts, the other only critical ones."""
     path = by_amtool(alertmanager_config(AlertmanagerSettings(rules=DEFAULT_RULES, receivers=(CHAT, ON_CALL))))
+    command = [require_server("amtool"), "config", "routes", "test", f"--config.file={path}"]
 
-    def receivers(severity):
-        command = [
-            require_server("amtool"),
-            "config",
-            "routes",
-            "test",
-            f"--config.file={path}",
-            f"severity={severity}",
-        ]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    def routed(**labels):
+        given = [f"{label}={text}" for label, text in labels.items()]
+        return subprocess.run([*command, *given], capture_output=True, text=True, check=True).stdout.strip()
 
-    assert "chat,on-call" == receivers("critical")
-    assert "chat" == receivers("warning")
+    return routed
+
+
+def test_receivers_get_only_alerts_of_their_severities(receivers):
+    """Without receivers no notification is sent."""
+    assert ("chat,on-call", "chat") == (receivers(severity="critical"), receivers(severity="warning"))
     assert "none" == alertmanager_config(AlertmanagerSettings(rules=DEFAULT_RULES))["route"]["receiver"]
 
 
-def test_alerts_that_are_details_of_an_incident_reach_no_receiver(by_amtool, require_server):
-    path = by_amtool(alertmanager_config(AlertmanagerSettings(rules=DEFAULT_RULES, receivers=(CHAT, ON_CALL))))
+def test_alerts_that_are_details_of_an_incident_reach_no_receiver(receivers):
     alerts = {alert.name: alert.all_labels() for group in alert_groups() for alert in group.alerts}
-    silent = set()
-    for name, labels in alerts.items():
-        given = [f"{label}={text}" for label, text in (labels | {"severity": "critical"}).items()]
-        command = [require_server("amtool"), "config", "routes", "test", f"--config.file={path}", *given]
-        routes = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-        silent |= {name} if routes == "none" else set()
 
     rules = ("AnomalyNan", "AnomalyTurbulence", "ReplicaDesync")
-    assert {f"{rule}{ending}" for rule in rules for ending in ("", "Events")} == silent
+    assert {f"{rule}{ending}" for rule in rules for ending in ("", "Events")} == {
+        name for name, labels in alerts.items() if receivers(**labels | {"severity": "critical"}) == "none"
+    }
 
 
 def test_nan_alert_inhibits_only_the_turbulence_alert_of_the_same_tensor():
     rules = (AnomalyNan(name="Broken"), AnomalyTurbulence(name="Wild", threshold=2.0))
     document = alertmanager_config(AlertmanagerSettings(rules=rules))
 
-    assert [
-        {
-            "source_matchers": ['rule="Broken"', 'tensor!~"|n/a"'],
-            "target_matchers": ['rule="Wild"', 'tensor!~"|n/a"'],
-            "equal": ["run", "rank", "tensor"],
-        }
-    ] == document["inhibit_rules"]
+    broken, wild = ([f'rule="{rule}"', 'tensor!~"|n/a"'] for rule in ("Broken", "Wild"))
+    equal = {"equal": ["run", "rank", "tensor"]}
+    assert [{"source_matchers": broken, "target_matchers": wild, **equal}] == document["inhibit_rules"]
 
 
 @pytest.mark.parametrize(
@@ -170,13 +146,8 @@ def test_default_configuration_discovers_ranks_through_the_service(by_promtool):
     assert ["127.0.0.1:1"] == service["static_configs"][0]["targets"]
     assert "authorization" not in ranks
     assert "alerting" not in document
-    assert [
-        {
-            "url": "http://127.0.0.1:1/api/v1/read",
-            "name": "rankscope-service",
-            "required_matchers": {"job": "rankscope"},
-        }
-    ] == document["remote_read"]
+    read = {"url": "http://127.0.0.1:1/api/v1/read", "name": "rankscope-service"}
+    assert [read | {"required_matchers": {"job": "rankscope"}}] == document["remote_read"]
     assert "remote_read" not in prometheus_config(PrometheusSettings(with_history=False))
 
 
@@ -193,22 +164,17 @@ def test_discovery_scrapes_and_remote_read_use_token_and_certificates(by_promtoo
     assert "https://[::1]:9470/sd" == discovery["url"]
     assert "https://[::1]:9470/api/v1/read" == history["url"]
     assert "https" == service["scheme"]
-    assert ["secret"] * 4 == [
-        part["authorization"]["credentials_file"] for part in (ranks, service, discovery, history)
-    ]
-    assert [{"ca_file": "secret", "server_name": "service"}] * 3 == [
-        part["tls_config"] for part in (service, discovery, history)
-    ]
+    parts = (service, discovery, history)
+    assert ["secret"] * 4 == [part["authorization"]["credentials_file"] for part in (ranks, *parts)]
+    assert [{"ca_file": "secret", "server_name": "service"}] * 3 == [part["tls_config"] for part in parts]
     assert {"insecure_skip_verify": True} == ranks["tls_config"]
     assert "token" not in as_yaml(document)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(1, "1s"), (0.25, "250ms"), (60, "1m"), (90, "90s"), (3600, "1h"), (1.5, "1500ms"), (0, "0ms")],
-)
-def test_duration_uses_the_largest_unit_without_a_fraction(seconds, text):
-    assert text == duration(seconds)
+def test_duration_uses_the_largest_unit_without_a_fraction():
+    texts = {0.25: "250ms", 60: "1m", 90: "90s", 3600: "1h", 1.5: "1500ms", 0: "0ms"}
+
+    assert texts == {seconds: duration(seconds) for seconds in texts}
 
 
 def test_no_alert_rule_reads_the_store():

@@ -30,54 +30,41 @@ PINNED = re.compile(r"[\w./-]+:v?\d+\.\d+\.\d+(-[\w-]+)?")
 PORTS = {"rankscope": 9470, "prometheus": 9090, "alertmanager": 9093, "grafana": 3000}
 
 
-def schema():
-    """Return the schema that the compose specification publishes. The package check-jsonschema contains it."""
-    folder = importlib.resources.files("check_jsonschema") / "builtin_schemas" / "vendor"
-    return json.loads((folder / "compose-spec.json").read_text(encoding="utf-8"))
-
-
 def test_compose_file_conforms_to_the_published_schema():
-    validator = jsonschema.Draft7Validator(schema())
+    """The package check-jsonschema contains the schema that the compose specification publishes."""
+    folder = importlib.resources.files("check_jsonschema") / "builtin_schemas" / "vendor"
+    validator = jsonschema.Draft7Validator(json.loads((folder / "compose-spec.json").read_text(encoding="utf-8")))
 
     assert [] == [error.message for error in validator.iter_errors(COMPOSE)]
     assert [*validator.iter_errors({**COMPOSE, "service": {}})], "the schema rejects unknown keys"
     assert COMPOSE == yaml.safe_load(compose_files()["compose.yaml"])
 
 
-@pytest.mark.parametrize("name", SERVICES)
-def test_container_is_pinned_unprivileged_and_has_a_health_check(name):
-    service = SERVICES[name]
-    user, _, _ = service["user"].partition(":")
+def test_containers_are_pinned_unprivileged_and_have_health_checks():
+    for name, service in SERVICES.items():
+        user, _, _ = service["user"].partition(":")
 
-    assert PINNED.fullmatch(service["image"])
-    assert int(user) > 0
-    assert ["ALL"] == service["cap_drop"]
-    assert ["no-new-privileges:true"] == service["security_opt"]
-    assert "CMD" == service["healthcheck"]["test"][0]
-    assert f":{PORTS[name]}/" in service["healthcheck"]["test"][-1]
+        assert PINNED.fullmatch(service["image"])
+        assert int(user) > 0
+        assert ["ALL"] == service["cap_drop"]
+        assert ["no-new-privileges:true"] == service["security_opt"]
+        assert "CMD" == service["healthcheck"]["test"][0]
+        assert f":{PORTS[name]}/" in service["healthcheck"]["test"][-1]
 
 
-def test_data_is_in_named_volumes_and_all_other_mounts_are_read_only():
+def test_mounts_and_ports_are_those_of_the_tree_and_of_this_machine():
+    """Data is in named volumes, and all other mounts are read-only. Other hosts reach only the service."""
     mounts = [mount.split(":") for service in SERVICES.values() for mount in service["volumes"]]
     volumes = [source for source, _, *mode in mounts if not mode]
+    files = tree_files(packaged_boards())
+    paths = {source.removeprefix("./") for source, *_ in mounts if source.startswith("./")}
+    local = {name: [port.startswith("127.0.0.1:") for port in one["ports"]] for name, one in SERVICES.items()}
 
     assert sorted(COMPOSE["volumes"]) == sorted(volumes)
     assert all(source.startswith("./") and mode == ["ro"] for source, _, *mode in mounts if source not in volumes)
-
-
-def test_only_the_service_is_reachable_from_other_hosts():
-    local = {name: [port.startswith("127.0.0.1:") for port in one["ports"]] for name, one in SERVICES.items()}
-
-    assert {"rankscope": [False], "prometheus": [True], "alertmanager": [True], "grafana": [True]} == local
-
-
-def test_mounted_files_are_part_of_the_tree():
-    files = tree_files(packaged_boards())
-    sources = {mount.split(":")[0] for service in SERVICES.values() for mount in service["volumes"]}
-    paths = {source.removeprefix("./") for source in sources if source.startswith("./")}
-
     assert all(any(name == path or name.startswith(f"{path}/") for name in files) for path in paths), paths
     assert f"{SERVICES['rankscope']['build']['context'].removeprefix('./')}/Dockerfile" in files
+    assert {"rankscope": [False], "prometheus": [True], "alertmanager": [True], "grafana": [True]} == local
 
 
 def test_dockerfile_is_pinned_has_a_health_check_and_a_user_other_than_root():

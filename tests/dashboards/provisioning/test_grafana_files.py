@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.dashboards.generated import BOARDS as GENERATED
 from tests.dashboards.generated import FILES
 
 from rankscope_contract.rules.nan import AnomalyNan
@@ -19,6 +20,7 @@ from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_dashboards.alerts.alert import Alert, AlertGroup
 from rankscope_dashboards.alerts.groups import alert_groups
 from rankscope_dashboards.alerts.panels import Panel
+from rankscope_dashboards.boards.elements.pages import all_panels
 from rankscope_dashboards.deploy.prometheus import seconds
 from rankscope_dashboards.provisioning.alert_rules import alert_rules, panel_ids
 from rankscope_dashboards.provisioning.notifications import GROUP_WAIT
@@ -27,7 +29,7 @@ from rankscope_ingest.base.config import IngestSection, NotifySection
 DOCUMENTATION = Path(__file__).parents[3] / "docs" / "dashboards.md"
 OWN_GROUP_WAIT_SECONDS = seconds(GROUP_WAIT)
 
-BOARDS = {json.loads(text)["uid"]: json.loads(text) for name, text in FILES.items() if name.endswith(".json")}
+BOARDS = {board["uid"]: board for board in GENERATED.values()}
 SOURCES = yaml.safe_load(FILES["datasources/rankscope.yaml"])
 PROVIDERS = yaml.safe_load(FILES["dashboards/rankscope.yaml"])
 ALERTING = yaml.safe_load(FILES["alerting/rules.yaml"])
@@ -41,47 +43,22 @@ PANELS = panel_ids(text for name, text in FILES.items() if name.endswith(".json"
 # Keys of the provisioning file format. Some keys have other names in the HTTP API.
 GROUP_KEYS = {"orgId", "name", "folder", "interval", "rules"}
 RULE_KEYS = {
-    "uid",
-    "title",
-    "condition",
-    "data",
-    "dashboardUid",
-    "panelId",
-    "noDataState",
-    "execErrState",
-    "for",
-    "keepFiringFor",
-    "annotations",
-    "labels",
-    "isPaused",
-    "notification_settings",
-    "record",
-    "missing_series_evals_to_resolve",
+    *("uid", "title", "condition", "data", "dashboardUid", "panelId", "noDataState", "execErrState", "for", "record"),
+    *("keepFiringFor", "annotations", "labels", "isPaused", "notification_settings", "missing_series_evals_to_resolve"),
 }
 MANDATORY_RULE_KEYS = {"uid", "title", "condition", "data"}
 QUERY_KEYS = {"refId", "queryType", "relativeTimeRange", "datasourceUid", "model"}
 SOURCE_KEYS = {"name", "uid", "type", "access", "orgId", "url", "isDefault", "editable", "jsonData"}
 SOURCE_OPTIONS = {"httpMethod", "timeInterval", "prometheusType", "seriesEndpoint", "manageAlerts"}
 PROVIDER_KEYS = {
-    "name",
-    "orgId",
-    "folder",
-    "folderUid",
-    "type",
-    "disableDeletion",
-    "updateIntervalSeconds",
-    "allowUiUpdates",
+    *("name", "orgId", "folder", "folderUid", "type", "disableDeletion", "updateIntervalSeconds", "allowUiUpdates"),
     "options",
 }
 
 
-def an_alert(**changes):
-    values = {"name": "A", "expression": "up", "summary": "s", "description": "d", "severity": "info", "runbook": "A"}
-    return Alert(**{**values, **changes})
-
-
 def a_rule(**changes):
-    return alert_rules([AlertGroup("g", [an_alert(**changes)])], PANELS)["groups"][0]["rules"][0]
+    values = {"name": "A", "expression": "up", "summary": "s", "description": "d", "severity": "info", "runbook": "A"}
+    return alert_rules([AlertGroup("g", [Alert(**values | changes)])], PANELS)["groups"][0]["rules"][0]
 
 
 def test_files_contain_only_keys_that_grafana_reads():
@@ -111,11 +88,6 @@ def test_documentation_lists_the_keys_that_the_oldest_release_ignores():
     assert listed <= {key for rule in RULES for key in rule} | SOURCE_OPTIONS
 
 
-def test_every_group_is_evaluated_every_ten_seconds():
-    """The minimum of Grafana. An interval that is no multiple of 10 s prevents the start of the server."""
-    assert {"10s"} == {group["interval"] for group in ALERTING["groups"]}
-
-
 def test_fault_of_one_step_reaches_the_receiver_within_30_seconds():
     """The sum of all waits: poll and incident of the service, scrape, evaluation, group_wait of Rankscope's route."""
     scrape = seconds(PROMETHEUS["global"]["scrape_interval"])
@@ -137,14 +109,6 @@ def test_failed_queries_are_one_message_that_names_no_run():
     assert "vector(0)" == WATCH["data"][0]["model"]["expr"], "one series, never above zero"
 
 
-def test_alerts_resolve_no_sooner_than_in_prometheus():
-    """Grafana's keepFiringFor does not apply to series that a filter omits, so that evaluations are counted."""
-    for rule in RULES:
-        kept = seconds(rule.get("keepFiringFor", "20s"))
-
-        assert kept == 10 * rule["missing_series_evals_to_resolve"], rule["title"]
-
-
 def test_uids_and_titles_are_unique_and_within_the_length_limit():
     uids, titles = [rule["uid"] for rule in RULES], [rule["title"] for rule in RULES]
 
@@ -157,55 +121,43 @@ def test_uids_and_titles_are_unique_and_within_the_length_limit():
 
 
 def test_rules_use_only_states_and_conditions_that_grafana_accepts():
+    """The interval is the minimum of Grafana. One that is no multiple of 10 s prevents the start of the server.
+
+    Grafana's keepFiringFor does not apply to series that a filter omits, so that evaluations are counted.
+    """
+    assert {"10s"} == {group["interval"] for group in ALERTING["groups"]}
     for rule in RULES:
+        query, condition = rule["data"]
         assert rule["noDataState"] in {"OK", "NoData", "Alerting", "KeepLast"}
         assert rule["execErrState"] in {"OK", "Error", "Alerting", "KeepLast"}
-        assert rule["missing_series_evals_to_resolve"] > 0
+        assert seconds(rule.get("keepFiringFor", "20s")) == 10 * rule["missing_series_evals_to_resolve"], rule["title"]
         assert re.fullmatch(r"\d+[smh]", rule["for"])
         assert re.fullmatch(r"\d+[smh]", rule.get("keepFiringFor", "1s"))
-        query, condition = rule["data"]
         assert rule["condition"] == condition["refId"] == condition["model"]["refId"] != query["refId"]
         assert query["refId"] == query["model"]["refId"] == condition["model"]["expression"]
         assert "__expr__" == condition["datasourceUid"]
 
 
-def without_queries(rule):
-    """Return a Prometheus rule without the queries at the end of its description: Grafana templates cannot query."""
-    description = rule["annotations"]["description"].partition("{{ with printf")[0]
-    return rule | {"annotations": rule["annotations"] | {"description": description}}
+def content(rule, expression, title):
+    """Return the content of a rule that both files have. Grafana's templates cannot query, and have links to boards."""
+    links = ("__dashboardUid__", "__panelId__", "board")
+    texts = {name: text for name, text in rule["annotations"].items() if name not in links}
+    texts["description"] = texts["description"].partition("{{ with printf")[0]
+    return title, expression, rule.get("for", "0s").replace("0s", ""), rule["labels"], texts
 
 
 def test_expressions_and_hold_times_equal_those_of_the_prometheus_file():
-    def content(rule, expression, title):
-        return title, expression, rule.get("for", "0s").replace("0s", ""), rule["labels"], rule["annotations"]
+    rules = [rule for group in PROMETHEUS_RULES["groups"] for rule in group["rules"]]
+    grafana = [content(rule, rule["data"][0]["model"]["expr"], rule["title"].split()[0]) for rule in JUDGING]
 
-    def texts(rule):
-        links = ("__dashboardUid__", "__panelId__")
-        return {name: text for name, text in rule["annotations"].items() if name not in {*links, "board"}}
-
-    grafana = [
-        content(rule | {"annotations": texts(rule)}, rule["data"][0]["model"]["expr"], rule["title"].split()[0])
-        for rule in JUDGING
-    ]
-    prometheus = [
-        content(without_queries(rule), rule["expr"], rule["alert"])
-        for group in PROMETHEUS_RULES["groups"]
-        for rule in group["rules"]
-    ]
-    keep = [rule.get("keep_firing_for") for group in PROMETHEUS_RULES["groups"] for rule in group["rules"]]
-
-    assert prometheus == grafana
-    assert keep == [rule.get("keepFiringFor") for rule in JUDGING]
-
-
-def panels_of(board):
-    return [inner for panel in board["panels"] for inner in (panel, *panel.get("panels", ()))]
+    assert [content(rule, rule["expr"], rule["alert"]) for rule in rules] == grafana
+    assert [rule.get("keep_firing_for") for rule in rules] == [rule.get("keepFiringFor") for rule in JUDGING]
 
 
 def test_messages_link_to_an_existing_panel_with_queries():
     """Grafana makes the links of a message from two annotations; the keys alone make none."""
     for rule in RULES:
-        panels = {panel["id"]: panel for panel in panels_of(BOARDS[rule["dashboardUid"]])}
+        panels = {panel["id"]: panel for panel in all_panels(BOARDS[rule["dashboardUid"]])}
 
         assert panels[rule["panelId"]].get("targets"), rule["title"]
         assert rule["dashboardUid"] == rule["annotations"]["__dashboardUid__"]
@@ -216,43 +168,36 @@ def test_messages_about_a_run_link_to_its_board_in_the_last_hour():
     """The links that Grafana makes have no run and no time, and open the board of another run."""
     for rule in RULES:
         texts = rule["annotations"]
-        board = (
-            f"{{{{ externalURL }}}}d/{rule['dashboardUid']}?var-run={{{{ $labels.run | urlquery }}}}&from=now-1h&to=now"
-        )
+        run = "{{ $labels.run | urlquery }}"
+        board = f"{{{{ externalURL }}}}d/{rule['dashboardUid']}?var-run={run}&from=now-1h&to=now"
 
         assert ("$labels.run" in texts["summary"]) == ("board" in texts), rule["title"]
         assert texts.get("board") in {None, f"{{{{ if $labels.run }}}}{board}{{{{ end }}}}"}
     assert sum("board" in rule["annotations"] for rule in RULES) > 10
 
 
-def test_alert_on_a_panel_that_no_board_has_is_rejected():
+def test_panels_in_folded_rows_are_found_and_absent_ones_rejected():
+    board = {"uid": "b", "panels": [{"title": "Row", "id": 1, "panels": [{"title": "Inner", "id": 2}]}]}
+
+    assert {"b": {"Row": 1, "Inner": 2}} == panel_ids([json.dumps(board)])
     with pytest.raises(LookupError, match="rankscope-run-overview has no panel with the title 'Gone'"):
         a_rule(panel=Panel("rankscope-run-overview", "Gone"))
 
 
-def test_panels_in_folded_rows_are_found():
-    board = {"uid": "b", "panels": [{"title": "Row", "id": 1, "panels": [{"title": "Inner", "id": 2}]}]}
-
-    assert {"b": {"Row": 1, "Inner": 2}} == panel_ids([json.dumps(board)])
-
-
-def test_alerts_and_boards_use_the_live_data_source():
+def test_data_sources_have_the_scrape_interval_and_read_lists_from_series():
+    """With `prometheusVersion`, Grafana 9.4 asks for label values, which remote read does not have."""
     live, history = (source["uid"] for source in SOURCES["datasources"])
 
     assert ("rankscope-live", "rankscope-history") == (live, history)
     assert {live} == {rule["data"][0]["datasourceUid"] for rule in RULES}
     assert all(board["templating"]["list"][0]["current"]["value"] == live for board in BOARDS.values())
-
-
-def test_data_sources_have_the_scrape_interval_and_read_lists_from_series():
-    """With `prometheusVersion`, Grafana 9.4 asks for label values, which remote read does not have."""
     for source in SOURCES["datasources"]:
         assert PROMETHEUS["global"]["scrape_interval"] == source["jsonData"]["timeInterval"]
         assert source["jsonData"]["seriesEndpoint"] is True
         assert "prometheusVersion" not in source["jsonData"]
 
 
-def test_addresses_and_paths_cannot_be_empty():
+def test_addresses_paths_and_texts_contain_nothing_that_grafana_replaces():
     """Grafana replaces `$NAME` and `${NAME}` by environment variables, and unset ones by an empty string.
 
     With an empty path, it would read every JSON file in its working directory as a board.
@@ -264,9 +209,6 @@ def test_addresses_and_paths_cannot_be_empty():
     assert "/etc/grafana/provisioning/dashboards/rankscope" == provider["options"]["path"]
     assert ["http://127.0.0.1:9090"] * 2 == [source["url"] for source in SOURCES["datasources"]]
     assert {"dashboards/rankscope"} == {name.rpartition("/")[0] for name in FILES if name.endswith(".json")}
-
-
-def test_alert_texts_contain_nothing_that_grafana_replaces():
     for rule in RULES:
         assert "${" not in "".join(rule["annotations"].values())
         assert "$" not in "".join((rule["title"], rule["uid"], *rule["labels"].values()))

@@ -34,20 +34,10 @@ TEMPLATES = EXAMPLES["templates.yaml"]["templates"]
 DOCUMENT_KEYS = {"contactPoints", "policies", "muteTimes", "templates"}
 POINT_KEYS = {"orgId", "name", "receivers"}
 RECEIVER_KEYS = {"uid", "type", "disableResolveMessage", "settings"}
-SETTINGS = {
-    "webhook": {"url", "httpMethod", "maxAlerts"},
-    "email": {"addresses", "singleEmail", "subject", "message"},
-}
+SETTINGS = {"webhook": {"url", "httpMethod", "maxAlerts"}, "email": {"addresses", "singleEmail", "subject", "message"}}
 ROUTE_KEYS = {
-    "receiver",
-    "group_by",
-    "object_matchers",
-    "mute_time_intervals",
-    "continue",
-    "routes",
-    "group_wait",
-    "group_interval",
-    "repeat_interval",
+    *("receiver", "group_by", "object_matchers", "mute_time_intervals", "continue", "routes"),
+    *("group_wait", "group_interval", "repeat_interval"),
 }
 INTERVAL_KEYS = {"times", "weekdays", "days_of_month", "months", "years", "location"}
 
@@ -57,6 +47,11 @@ def routes(route):
 
 
 def test_examples_contain_only_keys_that_grafana_reads():
+    assert {"examples"} == {name.partition("/")[0] for name in FILES if "/alerting/" in name}, (
+        "Grafana reads no example"
+    )
+    assert "replaces the tree of your server" in FILES["examples/alerting/policies.yaml"]
+    assert not [name for name in FILES if name.startswith("examples/") and "$" in FILES[name]]
     for name, document in EXAMPLES.items():
         assert document == yaml.safe_load(FILES[f"examples/alerting/{name}"])
         assert document.keys() - DOCUMENT_KEYS == {"apiVersion"}
@@ -72,13 +67,6 @@ def test_examples_contain_only_keys_that_grafana_reads():
         assert {"orgId", "name", "time_intervals"} == mute.keys()
         assert all(interval.keys() <= INTERVAL_KEYS for interval in mute["time_intervals"])
     assert all({"orgId", "name", "template"} == template.keys() for template in TEMPLATES)
-
-
-def test_grafana_does_not_read_the_examples():
-    folders = {name.partition("/")[0] for name in FILES if "/alerting/" in name}
-
-    assert {"examples"} == folders
-    assert "replaces the tree of your server" in FILES["examples/alerting/policies.yaml"]
 
 
 def test_routes_refer_to_contact_points_and_mute_timings_that_exist():
@@ -98,6 +86,8 @@ def test_route_of_rankscope_sends_one_message_for_each_incident():
     assert (["alertname", "run", "rule", "step"], "5s") == (route["group_by"], route["group_wait"])
     assert [[DETAIL[0], "=", DETAIL[1]]] == details["object_matchers"]
     assert ["rankscope-always"] == details["mute_time_intervals"]
+    (always,) = (mute for mute in MUTES if mute["name"] == "rankscope-always")
+    assert [{"times": [{"start_time": "00:00", "end_time": "24:00"}]}] == always["time_intervals"]
     assert critical["object_matchers"] == [["severity", "=", Severity.CRITICAL]]
     assert critical["continue"]
     assert {"receiver": "rankscope-chat"} == rest
@@ -132,10 +122,9 @@ def messages(route, labels, group_by=()):
 def settings_of_rules():
     """Return the receiver of each rule on a release of Grafana that keeps it, by the title of the rule."""
     content = complete()
-    with ContractServer() as server:
-        rules = Rules(
-            Server(server.url, "glsa_admin"), content.groups, content.rules_folder, receiver="chat", force=False
-        )
+    with ContractServer() as contract:
+        server = Server(contract.url, "glsa_admin")
+        rules = Rules(server, content.groups, content.rules_folder, receiver="chat", force=False)
         return {change.title: change.payload["notification_settings"] for change in rules.plan()}
 
 
@@ -165,16 +154,6 @@ def test_nan_of_one_step_is_one_message_for_each_contact_point(tree):
     receivers = {"chat"} if "deploy" in tree else {"chat", "on-call"}
     assert dict.fromkeys(receivers, 1) == sent(["150"])
     assert dict.fromkeys(receivers, 2) == sent(["150", "151"])
-
-
-def test_details_are_muted_at_all_times():
-    (always,) = (mute for mute in MUTES if mute["name"] == "rankscope-always")
-
-    assert [{"times": [{"start_time": "00:00", "end_time": "24:00"}]}] == always["time_intervals"]
-
-
-def test_examples_contain_nothing_that_grafana_replaces():
-    assert not [name for name in FILES if name.startswith("examples/") and "$" in FILES[name]]
 
 
 @pytest.mark.parametrize("run", ["r", None])

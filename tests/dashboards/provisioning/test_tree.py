@@ -42,22 +42,16 @@ def test_addresses_and_paths_are_filled_in():
         runbooks_url="https://wiki.example/rankscope",
         boards_path="/srv/grafana/boards",
     )
-    files = tree_files(BOARDS, settings)
-    sources = yaml.safe_load(files["datasources/rankscope.yaml"])["datasources"]
+    files, same = tree_files(BOARDS, settings), tree_files(BOARDS, TreeSettings(prometheus_url="http://p.example"))
+    sources, own = (yaml.safe_load(one["datasources/rankscope.yaml"])["datasources"] for one in (files, same))
     (provider,) = yaml.safe_load(files["dashboards/rankscope.yaml"])["providers"]
 
     assert ["http://prometheus.example:9090", "http://history.example:9090"] == [source["url"] for source in sources]
+    assert ["http://p.example"] * 2 == [source["url"] for source in own], "history without an address of its own"
     assert "/srv/grafana/boards" == provider["options"]["path"]
     for name in ("alerting/rules.yaml", "prometheus/rankscope.rules.yml"):
         assert "runbook_url: https://wiki.example/rankscope#servicedown" in files[name]
         assert "runbook_url" not in FILES[name]
-
-
-def test_history_is_read_from_prometheus_without_an_address_of_its_own():
-    files = tree_files(BOARDS, TreeSettings(prometheus_url="http://p.example"))
-    sources = yaml.safe_load(files["datasources/rankscope.yaml"])["datasources"]
-
-    assert ["http://p.example"] * 2 == [source["url"] for source in sources]
 
 
 def test_address_of_the_pages_is_the_value_of_a_variable_of_the_boards():
@@ -85,13 +79,6 @@ def test_address_that_grafana_would_not_use_is_rejected(settings, message):
         TreeSettings(**settings)
 
 
-def test_second_call_updates_the_files(tmp_path):
-    write_tree(tmp_path / "tree", {"a/one.yaml": "1", "old.json": "{}"})
-    write_tree(tmp_path / "tree", {"a/one.yaml": "2", "b/new.yaml": "3"})
-
-    assert {"a/one.yaml": "2", "b/new.yaml": "3"} == written(tmp_path / "tree")
-
-
 def test_folder_of_the_user_is_refused_without_force(tmp_path):
     (tmp_path / "mine.yaml").write_text("mine")
     with pytest.raises(TreeError, match="is not empty: name another folder, or add --force"):
@@ -113,20 +100,15 @@ def test_file_that_the_user_changed_is_refused_without_force(tmp_path):
     assert {"one.yaml": "2", "two.yaml": "2"} == written(tmp_path / "tree")
 
 
-def test_file_of_the_user_that_has_the_name_of_a_new_file_is_refused(tmp_path):
-    write_tree(tmp_path / "tree", {"one.yaml": "1"})
-    (tmp_path / "tree" / "new.yaml").write_text("mine")
+def test_file_of_the_user_with_the_name_of_a_new_file_is_refused_and_a_dropped_one_remains(tmp_path):
+    write_tree(tmp_path / "tree", {"one.yaml": "1", "dropped.yaml": "1"})
+    for name in ("new.yaml", "dropped.yaml"):
+        (tmp_path / "tree" / name).write_text("mine")
 
     with pytest.raises(TreeError, match=r"were changed: new\.yaml"):
         write_tree(tmp_path / "tree", {"one.yaml": "1", "new.yaml": "2"})
-
-
-def test_dropped_file_that_the_user_changed_remains(tmp_path):
-    write_tree(tmp_path / "tree", {"one.yaml": "1", "dropped.yaml": "1"})
-    (tmp_path / "tree" / "dropped.yaml").write_text("mine")
     write_tree(tmp_path / "tree", {"one.yaml": "1"})
-
-    assert {"one.yaml": "1", "dropped.yaml": "mine"} == written(tmp_path / "tree")
+    assert {"one.yaml": "1", "dropped.yaml": "mine", "new.yaml": "mine"} == written(tmp_path / "tree")
 
 
 def test_call_after_an_interrupted_one_completes_the_files(tmp_path):

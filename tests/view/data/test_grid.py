@@ -29,7 +29,7 @@ def many(tmp_path_factory):
     table = rows(
         "tensor_stats", run="r", attempt=0, rank=0, incarnation="i", seq=step, step=step, kind="grad_reduced",
         tensor=[f"layers.{one}.weight" for one in number], norm=pa.array(norm, mask=bad), nans=np.where(bad, 3, 0),
-        infs=np.zeros(len(step), np.int64),
+        infs=np.zeros(len(step), np.int64)
     )  # fmt: skip
     with Store.open(folder, create=True).claim(owner="a test") as writer:
         append(writer, tensor_stats=table)
