@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from tests.view.browser import Browser, browser
-from tests.view.training import Size, Trajectory, write_store
+from tests.view.training import Size, Trajectory, write, write_store
 
 from rankscope_storage.connection import Connection, connect
 
@@ -38,3 +39,16 @@ def connection(store_path: Path) -> Iterator[Connection]:
 def chromium(require_server: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     with browser(require_server("chromium"), tmp_path_factory.mktemp("chromium")) as found:
         yield found
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that writes tables, and then further batches of tables, to a store; it returns its path."""
+    return lambda *later, **tables: write(tmp_path / "store", tables, *later)
+
+
+@pytest.fixture
+def opened(stored: Callable[..., Path]) -> Iterator[Callable[..., Connection]]:
+    """Yield a function as `stored`, which returns a connection to the store."""
+    with ExitStack() as stack:
+        yield lambda *later, **tables: stack.enter_context(connect(stored(*later, **tables)))

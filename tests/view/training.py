@@ -87,6 +87,14 @@ def append(writer: Writer, **tables: pa.Table) -> None:
     writer.append(Batch(tables=tables, watermarks=newest))
 
 
+def write(path: Path, *batches: dict[str, pa.Table]) -> Path:
+    """Append each batch of tables to the store at `path`, which is created if it does not exist. Return `path`."""
+    with Store.open(path, create=True).claim(owner="a test") as writer:
+        for tables in batches:
+            append(writer, **tables)
+    return path
+
+
 @dataclass(slots=True)
 class Trajectory:
     """Order of the rows of the main run: attempts, steps, times, and the means of loss and gradient norm."""

@@ -203,7 +203,7 @@ def test_unknown_receiver_is_rejected_before_any_write(local: Grafana, contract:
     assert [] == contract.writes
 
 
-def test_changed_contact_point_is_kept_without_force_and_no_secret_is_printed(grafana: Grafana, points):
+def test_changed_contact_point_is_kept_and_no_secret_is_printed(grafana: Grafana, points):
     grafana.deploy(contact_points=points, dry_run=True)
     text = grafana.text
     grafana.deploy(contact_points=points)

@@ -184,7 +184,7 @@ def test_curves_have_the_unit_of_their_largest_value():
     assert ("GiB", (2.0**-20, 2.0)) == (body.unit, body.lines[0][1].values)
 
 
-def test_panel_of_another_type_is_a_table_and_one_without_data_has_its_reason():
+def test_other_panel_is_a_table_and_one_without_data_has_its_reason():
     found = Recorded([series("0", (0, "1"))]).read(panel("heatmap"))
     empty, rejected = Recorded().read(panel("stat")), Recorded("parse error").read(panel("stat"))
 

@@ -100,15 +100,16 @@ def test_file_that_the_user_changed_is_refused_without_force(tmp_path):
     assert {"one.yaml": "2", "two.yaml": "2"} == written(tmp_path / "tree")
 
 
-def test_file_of_the_user_with_the_name_of_a_new_file_is_refused_and_a_dropped_one_remains(tmp_path):
-    write_tree(tmp_path / "tree", {"one.yaml": "1", "dropped.yaml": "1"})
+def test_second_call_updates_the_files_but_none_of_the_user(tmp_path):
+    tree = tmp_path / "tree"
+    write_tree(tree, {"a/one.yaml": "1", "dropped.yaml": "1", "old.json": "{}"})
     for name in ("new.yaml", "dropped.yaml"):
-        (tmp_path / "tree" / name).write_text("mine")
+        (tree / name).write_text("mine")
 
     with pytest.raises(TreeError, match=r"were changed: new\.yaml"):
-        write_tree(tmp_path / "tree", {"one.yaml": "1", "new.yaml": "2"})
-    write_tree(tmp_path / "tree", {"one.yaml": "1"})
-    assert {"one.yaml": "1", "dropped.yaml": "mine", "new.yaml": "mine"} == written(tmp_path / "tree")
+        write_tree(tree, {"a/one.yaml": "2", "new.yaml": "2"})
+    write_tree(tree, {"a/one.yaml": "2", "b/new.yaml": "3"})
+    assert {"a/one.yaml": "2", "b/new.yaml": "3", "dropped.yaml": "mine", "new.yaml": "mine"} == written(tree)
 
 
 def test_call_after_an_interrupted_one_completes_the_files(tmp_path):

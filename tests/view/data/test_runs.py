@@ -8,10 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 import pytest
-from tests.view.training import HOSTILE, MAIN, append, run_row, scalars
+from tests.view.training import HOSTILE, MAIN, run_row, scalars
 
 from rankscope.output.summary_text import TextFormat, summary_text
-from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
 from rankscope_view.data.newest import NO_CURVE, read_newest
 from rankscope_view.data.raw_rows import RawRows
@@ -54,10 +53,10 @@ def test_sparkline_has_at_most_60_points_and_its_last_row(listed):
 
 @pytest.mark.parametrize("run", ["only-nan", "one-row", "no-loss", "no-times", "mamba2-370m-32k-ctx", HOSTILE])
 def test_run_of_any_shape_has_a_row_and_facts(connection, listed, run):
-    assert repr(replace(listed[run], sparkline=NO_CURVE)) == repr(
-        row_of_run(connection, run)
-    )  # NaN differs from itself
+    without_curve = replace(listed[run], sparkline=NO_CURVE)
+    assert repr(without_curve) == repr(row_of_run(connection, run)), "NaN differs from itself"
     assert run_facts(connection, run).attempts == 0
+    assert row_of_run(connection, "no such run") is None
 
 
 def test_step_without_a_row_is_unknown_and_not_zero(listed):
@@ -65,32 +64,28 @@ def test_step_without_a_row_is_unknown_and_not_zero(listed):
     assert listed["no-loss"].loss is None
 
 
-def test_loss_that_ended_before_the_newest_step_is_named(tmp_path):
+def test_loss_that_ended_before_the_newest_step_is_named(stored):
     """Two logs go on with another scalar, and one of them has a loss every 20 steps. A third one goes back."""
-    steps = np.arange(1, 91)
-    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
-        for run, losses in (("ended", steps[:65]), ("every", steps[19::20])):
-            others = scalars(run, "accuracy", steps, 1.0 * steps, ordinal=steps + 90, seq=steps + 90)
-            state = run_row(run, "running", source_kind="jsonl", last_step=65, started_at=None)
-            append(writer, scalars=pa.concat_tables([scalars(run, "loss", losses, 1.0 * losses), others]), runs=state)
-        before = scalars("again", "loss", steps[:25], 1.0)
-        again = scalars("again", "loss", [20, 21], 2.5, attempt=1, seq=[31, 32])
-        append(writer, scalars=before, runs=run_row("again", "running", source_kind="jsonl", attempt=1, last_step=25))
-        append(writer, scalars=again)
-    with connect(tmp_path / "store") as opened:
+    steps, batches = np.arange(1, 91), []
+    for run, losses in (("ended", steps[:65]), ("every", steps[19::20])):
+        others = scalars(run, "accuracy", steps, 1.0 * steps, ordinal=steps + 90, seq=steps + 90)
+        state = run_row(run, "running", source_kind="jsonl", last_step=65, started_at=None)
+        tables = [scalars(run, "loss", losses, 1.0 * losses), others]
+        batches.append({"scalars": pa.concat_tables(tables), "runs": state})
+    state = run_row("again", "running", source_kind="jsonl", attempt=1, last_step=25)
+    batches.append({"scalars": scalars("again", "loss", steps[:25], 1.0), "runs": state})
+    batches.append({"scalars": scalars("again", "loss", [20, 21], 2.5, attempt=1, seq=[31, 32])})
+    store = stored(*batches)
+    with connect(store) as opened:
         found = {row.run: row for row in run_list(opened, RunQuery()).rows}
         words = summary_text(read_summary(opened, "ended"), TextFormat.TEXT)
-        page = Site(tmp_path / "store").respond(("runs", "ended"), {}).body.decode()
+    page = Site(store).respond(("runs", "ended"), {}).body.decode()
 
     assert {"ended": 90, "every": 90, "again": 21} == {run: row.step for run, row in found.items()}
     notes = {"ended": "no loss since step 65", "every": "", "again": ""}
     assert notes == {run: row.loss_note for run, row in found.items()}
     assert "current: 65.000000 at step 65 (no loss since step 65)" in words
     assert "no loss since step 65" in page
-
-
-def test_unknown_run_has_no_row(connection):
-    assert row_of_run(connection, "no such run") is None
 
 
 @pytest.mark.parametrize(

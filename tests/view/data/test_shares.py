@@ -7,9 +7,8 @@ import json
 import numpy as np
 import pyarrow as pa
 import pytest
-from tests.view.training import append, run_row, scalars
+from tests.view.training import run_row, scalars, write
 
-from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
 from rankscope_view.data.ranks import RECENT_STEPS, rank_table
 from rankscope_view.data.summary import read_summary
@@ -24,26 +23,23 @@ FROM scalars WHERE run = 'r' AND name = 'step_phase_seconds' AND step > 0"""
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shares") / "store"
-    with Store.open(folder, create=True).claim(owner="a test") as writer:
-        tables, random = [], np.random.default_rng(3)
-        for rank in range(2):
-            step = np.arange(1, STEPS)
-            whole = np.full(STEPS, 20.0)
-            whole[1:] = 0.0
-            chosen = {"rank": rank, "incarnation": f"r-0-{rank}"}
-            tables.append(phase_rows("first_step", np.array([0, 1]), np.array([20.0, 0.0]), chosen))
-            for phase, every in EVERY.items():
-                if phase == "collective" and rank == 1:
-                    continue  # the last rank does not wait
-                at = step[step % every == 0]
-                seconds = SECONDS[phase] * random.uniform(0.5, 1.5, len(at))
-                whole[at] += seconds
-                tables.append(phase_rows(phase, at, seconds, chosen))
-            tables.append(scalars("r", "step_seconds", np.arange(STEPS), whole, **chosen))
-        append(writer, runs=run_row("r", "completed"), scalars=pa.concat_tables(tables))
-    with connect(folder) as connection:
+def shares(tmp_path_factory):
+    tables, random = [], np.random.default_rng(3)
+    for rank in range(2):
+        step = np.arange(1, STEPS)
+        whole = np.where(np.arange(STEPS) == 0, 20.0, 0.0)
+        chosen = {"rank": rank, "incarnation": f"r-0-{rank}"}
+        tables.append(phase_rows("first_step", np.array([0, 1]), np.array([20.0, 0.0]), chosen))
+        for phase, every in EVERY.items():
+            if phase == "collective" and rank == 1:
+                continue  # the last rank does not wait
+            at = step[step % every == 0]
+            seconds = SECONDS[phase] * random.uniform(0.5, 1.5, len(at))
+            whole[at] += seconds
+            tables.append(phase_rows(phase, at, seconds, chosen))
+        tables.append(scalars("r", "step_seconds", np.arange(STEPS), whole, **chosen))
+    batch = {"runs": run_row("r", "completed"), "scalars": pa.concat_tables(tables)}
+    with connect(write(tmp_path_factory.mktemp("shares") / "store", batch)) as connection:
         yield connection
 
 
@@ -56,48 +52,37 @@ def raw_share(connection, phase):
     return row["share"]
 
 
-def test_shares_are_sums_over_the_sum_of_the_same_steps(opened):
-    found = read_summary(opened, "r")
-    expected = {phase: raw_share(opened, phase) for phase in EVERY}
+def test_shares_are_sums_over_the_sum_of_the_same_steps(shares):
+    found = read_summary(shares, "r")
+    expected = {phase: raw_share(shares, phase) for phase in EVERY}
     shown = dict(part.rsplit(" ", 2)[:2] for part in found.speed.time_spent.split(", "))
+    lines = dict(row for section in sections(found) for row in section.rows)
 
-    assert pytest.approx((expected["data_wait"], expected["collective"])) == (
-        found.speed.data_wait.value,
-        found.speed.collective.value,
-    )
+    waits = (found.speed.data_wait.value, found.speed.collective.value)
+    assert pytest.approx((expected["data_wait"], expected["collective"])) == waits
     assert {phase.replace("_", " "): f"{100 * share:.1f}" for phase, share in expected.items()} == shown
     assert f"{100 * expected['data_wait']:.0f} % of the step time is waiting for data" in found.hints[0].observation
+    assert lines["time of a step"] == found.speed.time_spent
+    assert f"{100 * expected['data_wait']:.1f} % of the step time" in lines["data wait"]
 
 
-def test_time_in_collectives_that_only_some_ranks_have_is_no_communication(opened, tmp_path):
+def test_time_in_collectives_that_only_some_ranks_have_is_no_communication(shares, opened):
     """A rank that is late does not wait: the shortest time of a step is that of the collective itself."""
-    step, waits = np.arange(1, 21), {0: 0.6, 1: 0.1}
-    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
-        tables = [
-            phase_rows(phase, step, np.full(20, seconds), {"rank": rank, "incarnation": f"r-0-{rank}"})
-            for rank, wait in waits.items()
-            for phase, seconds in (("data_wait", 1 - wait), ("collective", wait))
-        ]
-        append(writer, runs=run_row("r", "completed"), scalars=pa.concat_tables(tables))
-    with connect(tmp_path / "store") as connection:
-        late = read_summary(connection, "r").speed
+    tables = [
+        phase_rows(phase, np.arange(1, 21), np.full(20, seconds), {"rank": rank, "incarnation": f"r-0-{rank}"})
+        for rank, wait in ((0, 0.6), (1, 0.1))
+        for phase, seconds in (("data_wait", 1 - wait), ("collective", wait))
+    ]
+    late = read_summary(opened(runs=run_row("r", "completed"), scalars=pa.concat_tables(tables)), "r").speed
+    other = read_summary(shares, "r").speed
 
-    other = read_summary(opened, "r").speed
     assert other.collective.value == pytest.approx(other.for_slower)
     assert (0.35, 0.25) == (pytest.approx(late.collective.value), pytest.approx(late.for_slower))
 
 
-def test_summary_has_one_line_about_where_the_time_went(opened):
-    found = read_summary(opened, "r")
-    lines = dict(row for section in sections(found) for row in section.rows)
-
-    assert lines["time of a step"] == found.speed.time_spent
-    assert f"{100 * raw_share(opened, 'data_wait'):.1f} % of the step time" in lines["data wait"]
-
-
-def test_phases_of_a_rank_are_those_of_an_average_step(opened):
-    table = rank_table(opened, "r")
-    raw = opened.query(
+def test_phases_of_a_rank_are_those_of_an_average_step(shares):
+    table = rank_table(shares, "r")
+    raw = shares.query(
         f"""SELECT rank, labels->>'$.phase' AS phase, sum(value) / {RECENT_STEPS} AS seconds FROM scalars
         WHERE run = 'r' AND name = 'step_phase_seconds' AND step >= {STEPS - RECENT_STEPS} GROUP BY ALL"""
     ).to_pylist()
@@ -108,8 +93,8 @@ def test_phases_of_a_rank_are_those_of_an_average_step(opened):
     assert [pytest.approx(row.step_seconds) for row in table.rows] == [sum(row.phases.values()) for row in table.rows]
 
 
-def test_shares_of_the_sql_view_are_those_of_each_step(opened):
-    worst = opened.query(
+def test_shares_of_the_sql_view_are_those_of_each_step(shares):
+    worst = shares.query(
         """SELECT max(abs(share - seconds / step.value)) AS error FROM step_phases
         JOIN scalars AS step USING (run, rank, step) WHERE step.name = 'step_seconds' AND step > 0"""
     )["error"].to_pylist()

@@ -9,9 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from tests.view.data.test_curves import history
-from tests.view.training import MAIN, append, run_row, scalars
+from tests.view.training import MAIN, run_row, scalars, write
 
-from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
 from rankscope_view.data.hints import Side, tuning_hints
 from rankscope_view.data.ranks import RankRow, RankTable
@@ -29,43 +28,28 @@ from rankscope_view.data.speed import (
 from rankscope_view.pages.ranks import verdicts
 
 STEP = np.arange(40)
+SAMPLES = {"samples_per_second": 60.0, "step_seconds": np.where(STEP < 4, 0.25, 0.4), "global_batch_size": 32.0}
+FIELDS = {"samples_per_second": 100.0 + STEP, "step_seconds": 0.4, "global_batch_size": 32.0, "data_time": 0.1}
 VALUES = {
-    "with-fields": {
-        "samples_per_second": 100.0 + STEP,
-        "step_seconds": np.full(40, 0.4),
-        "global_batch_size": np.full(40, 32.0),
-        "data_time": np.full(40, 0.1),
-    },
-    "with-batch": {
-        "samples_per_second": np.full(40, 60.0),
-        "step_seconds": np.where(STEP < 4, 0.25, 0.4),
-        "global_batch_size": np.full(40, 32.0),
-        "data_time": np.full(40, 0.01),
-    },
-    "without-data-times": {
-        "samples_per_second": np.full(40, 60.0),
-        "step_seconds": np.where(STEP < 4, 0.25, 0.4),
-        "global_batch_size": np.full(40, 32.0),
-    },
-    "with-totals": {"tokens_total": 1000.0 * STEP, "step_seconds": np.full(40, 0.5)},
-    "with-flops": {"tflops_per_gpu": np.full(40, 300.0), "step_seconds": np.full(40, 0.5)},
-    "without-speed": {"loss": np.full(40, 2.0)},
+    "with-fields": FIELDS,
+    "with-batch": SAMPLES | {"data_time": 0.01},
+    "without-data-times": SAMPLES,
+    "with-totals": {"tokens_total": 1000.0 * STEP, "step_seconds": 0.5},
+    "with-flops": {"tflops_per_gpu": 300.0, "step_seconds": 0.5},
+    "without-speed": {"loss": 2.0},
 }
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("speed") / "store"
-    with Store.open(folder, create=True).claim(owner="a test") as writer:
-        for run, values in VALUES.items():
-            tables = [scalars(run, name, STEP, value) for name, value in values.items()]
-            if run == "with-fields":
-                for gpu in range(2):
-                    labels = json.dumps({"gpu": str(gpu)})
-                    busy = np.full(40, 70.0 + 20 * gpu)
-                    tables.append(scalars(run, "gpu_util", STEP, busy, labels=labels, unit="percent", rank=None))
-            append(writer, runs=run_row(run, "completed"), scalars=pa.concat_tables(tables))
-    with connect(folder) as opened:
+    batches = []
+    for run, values in VALUES.items():
+        tables = [scalars(run, name, STEP, value + 0.0 * STEP) for name, value in values.items()]
+        for gpu in range(2) if run == "with-fields" else ():
+            known = {"labels": json.dumps({"gpu": str(gpu)}), "unit": "percent", "rank": None}
+            tables.append(scalars(run, "gpu_util", STEP, 70.0 + 20 * gpu + 0 * STEP, **known))
+        batches.append({"runs": run_row(run, "completed"), "scalars": pa.concat_tables(tables)})
+    with connect(write(tmp_path_factory.mktemp("speed") / "store", *batches)) as opened:
         yield opened
 
 
@@ -142,9 +126,15 @@ def throughput(values) -> Throughput:
 
 
 def speed(**changes) -> Speed:
-    names = ("throughput", "step_times", "step_seconds", "first_step_seconds")
-    names += ("global_batch", "batch_check", "data_wait", "collective")
-    return Speed(**(dict.fromkeys(names) | changes))
+    names = ("throughput", "step_times", "step_seconds", "first_step_seconds", "global_batch", "batch_check")
+    return Speed(**dict.fromkeys((*names, "data_wait", "collective")) | changes)
+
+
+FALLING = throughput(np.where(STEP < 30, 100.0, 70.0))
+
+
+def ranks(*rows: RankRow) -> RankTable:
+    return RankTable(attempt=0, rows=rows, last_step=9, median_step=1.0)
 
 
 SLOW = SlowRank(row=3, seconds=0.9, share=0.31, phase="forward", steps=20, pauses=0, since=790)
@@ -164,12 +154,12 @@ SLOW_RANK = RankRow(rank=3, host="gpu-a", is_slow=True, slow=SLOW)
             {"throughput": throughput(np.where(np.arange(100) % 8, 100.0, 50 - np.arange(100) / 10))},
             {},
         ),
-        (Side.SYSTEM, "fallen by 30 %", {"throughput": throughput(np.where(STEP < 30, 100.0, 70.0))}, {}),
+        (Side.SYSTEM, "fallen by 30 %", {"throughput": FALLING}, {}),
         (
             Side.SYSTEM,
             "rank 3 on gpu-a is slow in forward: the others wait 0.9 s a step, 31 % of the time, since step 790",
             {},
-            {"ranks": RankTable(attempt=0, rows=(SLOW_RANK,), last_step=9, median_step=1.0)},
+            {"ranks": ranks(SLOW_RANK)},
         ),
     ],
 )
@@ -179,66 +169,49 @@ def test_hint_has_the_observation_that_triggers_it(side, words, known, more):
     assert side in [hint.side for hint in hints if words in hint.observation and hint.actions]
 
 
+def actions(hints) -> str:
+    return " ".join(action for hint in hints for action in hint.actions or ["none"])
+
+
 def test_wait_for_a_slow_loader_is_not_blamed_on_the_network():
     """All ranks spend 4 % in the reduction, and the others 30 % in waiting for the loader of rank 3."""
     slow = dataclasses.replace(SLOW_RANK, slow=dataclasses.replace(SLOW, phase="data_wait"))
-    known = {"collective": Share(value=0.34, source="x"), "throughput": throughput(np.where(STEP < 30, 100.0, 70.0))}
-    hints = tuning_hints(
-        speed(**known, for_slower=0.3), None, RankTable(attempt=0, rows=(slow,), last_step=9, median_step=1.0)
-    )
-    actions = " ".join(action for hint in hints for action in hint.actions)
+    known = {"collective": Share(value=0.34, source="x"), "throughput": FALLING}
+    hints = tuning_hints(speed(**known, for_slower=0.3), None, ranks(slow))
+    words = ("num_workers", "bucket size", "power limit", "disk")
 
-    assert "34 % of the step time is waiting for other ranks (x), 30 % for slower ones" in [
-        one.observation for one in hints
-    ]
-    assert ["num_workers"] == [one for one in ("num_workers", "bucket size", "power limit", "disk") if one in actions]
+    waiting = "34 % of the step time is waiting for other ranks (x), 30 % for slower ones"
+    assert waiting in [one.observation for one in hints]
+    assert ["num_workers"] == [one for one in words if one in actions(hints)]
 
 
 def test_training_on_a_cpu_has_no_advice_about_gpus(store):
     assert None is read_utilization(store, "with-batch", read_speed(store, "with-batch", {}, '{"device": "cpu"}'))
     shares = {"data_wait": Share(value=0.25, source="x"), "collective": Share(value=0.3, source="x")}
-    found = {
-        has_gpus: " ".join(
-            action
-            for hint in tuning_hints(
-                speed(**shares, has_gpus=has_gpus, throughput=throughput(np.where(STEP < 30, 100.0, 70.0))),
-                None,
-                RankTable(attempt=0, rows=(SLOW_RANK,), last_step=9, median_step=1.0),
-            )
-            for action in hint.actions or ["none"]
-        )
-        for has_gpus in (True, False)
-    }
-    words = ("GPU", "PCIe", "NVLink", "pinned", "none")
+    gpus, cpu = (
+        actions(tuning_hints(speed(**shares, has_gpus=has, throughput=FALLING), None, ranks(SLOW_RANK)))
+        for has in (True, False)
+    )
 
-    assert {True: list(words[:4]), False: []} == {
-        key: [word for word in words if word in text] for key, text in found.items()
-    }
-    assert ["num_workers", "processors"] == [word for word in ("num_workers", "processors") if word in found[False]]
+    assert all(word in gpus and word not in cpu for word in ("GPU", "PCIe", "NVLink", "pinned"))
+    assert "num_workers" in cpu
+    assert "processors" in cpu
+    assert "none" not in gpus + cpu
 
 
 def test_evidence_of_a_slow_rank_begins_with_the_phase_that_costs_most():
     usual = RankRow(rank=0, host="a", phases={"backward": 0.00106, "data_wait": 0.00184, "forward": 0.15})
     phases = {"backward": 0.00117, "data_wait": 0.106, "forward": 0.18}
-    table = RankTable(
-        attempt=0, rows=(usual, dataclasses.replace(SLOW_RANK, phases=phases)), last_step=9, median_step=0.2
-    )
-    shown = "".join(verdicts(table, 0.0, is_live=True))
+    shown = "".join(verdicts(ranks(usual, dataclasses.replace(SLOW_RANK, phases=phases)), 0.0, is_live=True))
 
     assert "Data wait 0.106 s against 0.00184 s; forward 0.18 s against 0.15 s. Whole" in shown
 
 
 def test_run_with_good_numbers_has_no_hints():
-    good = speed(
-        throughput=throughput(np.full(100, 100.0)),
-        data_wait=Share(value=0.01, source="x"),
-        collective=Share(value=0.05, source="x"),
-        batch_check=BatchCheck(samples=101, global_batch=100),
-    )
-
-    assert () == tuning_hints(good, Utilization(value=0.95, method=Method.NVML))
-
-
-def test_no_hint_about_rows_below_p10_if_none_is_below():
     """Times in whole seconds: a quarter of the steps has the lowest value, which is P10."""
-    assert () == tuning_hints(speed(throughput=throughput(np.where(np.arange(100) % 4, 0.5, 1 / 3))), None)
+    good = {"data_wait": Share(value=0.01, source="x"), "collective": Share(value=0.05, source="x")}
+    good["batch_check"] = BatchCheck(samples=101, global_batch=100)
+    constant, seconds = throughput(np.full(100, 100.0)), throughput(np.where(np.arange(100) % 4, 0.5, 1 / 3))
+
+    assert () == tuning_hints(speed(throughput=constant, **good), Utilization(value=0.95, method=Method.NVML))
+    assert () == tuning_hints(speed(throughput=seconds), None)

@@ -9,10 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from tests.view.data.test_curves import history
-from tests.view.training import HOSTILE, MAIN, append, event, events, run_row, scalars
+from tests.view.training import HOSTILE, MAIN, event, events, run_row, scalars
 
-from rankscope_storage.api.store import Store
-from rankscope_storage.connection import connect
 from rankscope_view.data.summary import Trend, losses_of, read_summary, summary_document, trend
 from rankscope_view.pages.sections import _decimals, _six, sections
 
@@ -70,40 +68,30 @@ def test_run_of_any_shape_has_a_summary(connection, run):
 
     assert ["progress", "loss", "parameters", "time"] == titles[:4]
     json.dumps(summary_document(found))
-
-
-def test_unknown_run_has_no_summary(connection):
     assert read_summary(connection, "nothing") is None
 
 
 @pytest.mark.parametrize(("slope", "words"), [(-1, "No reason to stop."), (1, "which is overfitting. Consider stop")])
 @pytest.mark.usual(1)
-def test_ruined_run_gets_no_advice_from_its_curves(connection, tmp_path, slope, words):
+def test_ruined_run_gets_no_advice_from_its_curves(connection, opened, slope, words):
     """A failure, a newest loss or gradient norm of NaN, and an incident that is open or that a person closed."""
     steps = np.arange(9)
-    falls = 4.0 - steps / 9
-    losses = dict.fromkeys(("good", "slow", "failed", "grad", "closed"), falls) | {
-        "nan": np.where(steps > 7, np.nan, 2)
-    }
+    losses = dict.fromkeys(("good", "slow", "failed", "grad", "closed"), 4.0 - steps / 9)
+    losses["nan"] = np.where(steps > 7, np.nan, 2)
     known = {"kind": "grad_reduced", "rule": "AnomalyNan", "op": "nans", "value": 1.0, "severity": "critical"}
     states = [("slow", {"rule": "SlowRank"}, "opened"), ("closed", known, "opened"), ("closed", known, "closed")]
     listed = [
         event(run, "incident", 3, at, details={"key": "n", "state": state}, **one)
         for at, (run, one, state) in enumerate(states)
     ]
-    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
-        append(writer, events=events(listed))
-        for run, loss in losses.items():
-            state = run_row(run, "failed" if run == "failed" else "completed", last_step=8)
-            tables = [
-                scalars(run, "loss", steps, loss),
-                scalars(run, "eval_loss", steps[:8], 4.0 + slope * steps[:8] / 9),
-            ]
-            tables += [scalars(run, name, steps, 0.0 * steps + 0.3) for name in ("step_seconds", "data_time")]
-            tables.append(scalars(run, "grad_norm", steps, np.where((steps > 7) & (run == "grad"), np.nan, 1.0)))
-            append(writer, runs=state, scalars=pa.concat_tables(tables))
-    with connect(tmp_path / "store") as ruined:
-        documents = {run: summary_document(read_summary(ruined, run)) for run in losses}
+    tables, rows = [], []
+    for run, loss in losses.items():
+        rows.append(run_row(run, "failed" if run == "failed" else "completed", last_step=8))
+        tables += [scalars(run, "loss", steps, loss), scalars(run, "eval_loss", steps[:8], 4 + slope * steps[:8] / 9)]
+        tables += [scalars(run, name, steps, 0.0 * steps + 0.3) for name in ("step_seconds", "data_time")]
+        tables.append(scalars(run, "grad_norm", steps, np.where((steps > 7) & (run == "grad"), np.nan, 1.0)))
+    ruined = opened(events=events(listed), runs=pa.concat_tables(rows), scalars=pa.concat_tables(tables))
+    documents = {run: summary_document(read_summary(ruined, run)) for run in losses}
     documents[MAIN] = summary_document(read_summary(connection, MAIN))
     texts = [[one["text"] for one in document["advice"]] for document in documents.values()]
 
