@@ -14,6 +14,7 @@ from typing import Any, Self
 import aiohttp
 import pyarrow as pa
 import pytest
+import pytest_asyncio
 from aiohttp import web
 
 from rankscope_contract.model.fields import arrow_schema
@@ -29,12 +30,16 @@ Behaviour = Callable[[web.Request], Awaitable[web.StreamResponse | None]]
 
 
 def encode_records(
-    records: Sequence[Mapping[str, Any]], *, schema: pa.Schema | None = None, compression: str | None = "lz4"
+    records: Sequence[Mapping[str, Any]],
+    *,
+    schema: pa.Schema | None = None,
+    compression: str | None = "lz4",
+    max_chunksize: int | None = None,
 ) -> bytes:
     schema = schema or arrow_schema(pa, WIRE_FIELDS, WIRE_METADATA)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
-        writer.write_table(pa.Table.from_pylist(list(records), schema=schema))
+        writer.write_table(pa.Table.from_pylist(list(records), schema=schema), max_chunksize=max_chunksize)
     return sink.getvalue().to_pybytes()
 
 
@@ -106,6 +111,12 @@ class FakeRank:
     def publish_steps(self, count: int, **record: Any) -> None:
         for _ in range(count):
             self.publish(scalars=[{"name": "loss", "value": float(self.head + 1)}], **record)
+
+    async def deliver(self, service: RunningService, steps: int = 0, **record: Any) -> None:
+        """Publish `steps`, register, and wait until the service has committed all records."""
+        self.publish_steps(steps, **record)
+        await self.register(service.url)
+        await eventually(lambda: self.committed == self.head)
 
     def add_plan(self, plan: Plan) -> str:
         self.plans[plan.hash] = plan.to_json()
@@ -248,6 +259,13 @@ def untuned_test_process() -> Iterator[None]:
 def start_service(tmp_path: Path) -> Callable[..., contextlib.AbstractAsyncContextManager[RunningService]]:
     """Return a function that returns a context manager, which runs a service. All services of a test use one store."""
     return lambda **changes: running_service(tmp_path / "store", **changes)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RunningService]:
+    """Return the service of all tests of a module that need no settings. Each of them has runs of its own."""
+    async with running_service(tmp_path_factory.mktemp("shared") / "store") as service:
+        yield service
 
 
 @pytest.fixture

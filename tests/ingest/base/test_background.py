@@ -37,41 +37,26 @@ async def test_failing_job_is_called_again_and_each_fault_is_logged_once(caplog)
     assert ["unexpected error in the work, retrying"] * 2 == [record.getMessage() for record in caplog.records]
 
 
-async def test_running_jobs_are_cancelled_with_the_loop():
-    began, ended = asyncio.Event(), asyncio.Event()
+async def test_running_coroutine_delays_no_other_job_and_is_cancelled_with_the_loop():
+    started, calls, done, ended = [], [], asyncio.Event(), asyncio.Event()
 
-    async def work():
-        began.set()
+    async def slow():
+        started.append("slow")
         try:
             await asyncio.Event().wait()
         finally:
             ended.set()
-
-    async with running(Job("the work", 0.0, work, starts_immediately=True)):
-        await began.wait()
-
-    assert ended.is_set()
-
-
-async def test_running_coroutine_delays_no_other_job_and_is_not_started_twice():
-    started, calls, done = [], [], asyncio.Event()
-
-    async def slow():
-        started.append("slow")
-        await asyncio.Event().wait()
 
     def fast():
         calls.append("fast")
         if len(calls) == 3:
             done.set()
 
-    async with running(
-        Job("slow", 0.0, slow, starts_immediately=True),
-        Job("fast", 0.0, fast),
-    ):
+    async with running(Job("slow", 0.0, slow, starts_immediately=True), Job("fast", 0.0, fast)):
         await done.wait()
 
     assert (["slow"], ["fast"] * 3) == (started, calls[:3])
+    assert ended.is_set()
 
 
 async def test_wake_up_makes_the_loop_evaluate_intervals_again():
@@ -138,35 +123,22 @@ def test_failed_read_is_retried_after_one_interval():
     assert budget.is_due
 
 
-async def test_wait_returns_false_on_timeout():
-    wake_up = WakeUp()
-    began = time.monotonic()
-
-    assert [False, False] == [await wake_up.wait(0.05), await wake_up.wait(-1.0)]
-    assert time.monotonic() - began >= 0.05
-
-
-async def test_set_ends_the_current_wait():
-    wake_up = WakeUp()
+async def test_wait_returns_false_on_timeout_and_ends_with_a_set():
+    """A set before the wait ends one wait, unless it is cleared."""
+    wake_up, began = WakeUp(), time.monotonic()
+    waited = [await wake_up.wait(0.05), await wake_up.wait(-1.0)]
+    took = time.monotonic() - began
     asyncio.get_running_loop().call_later(0.01, wake_up.set)
-
-    assert await wake_up.wait(60.0)
-
-
-async def test_set_before_the_wait_ends_one_wait():
-    wake_up = WakeUp()
+    waited.append(await wake_up.wait(60.0))
     wake_up.set()
     wake_up.set()
-
-    assert [True, False] == [await wake_up.wait(60.0), await wake_up.wait(0.0)]
-
-
-async def test_clear_undoes_an_earlier_set():
-    wake_up = WakeUp()
+    waited += [await wake_up.wait(60.0), await wake_up.wait(0.0)]
     wake_up.set()
     wake_up.clear()
+    waited.append(await wake_up.wait(0.01))
 
-    assert not await wake_up.wait(0.01)
+    assert [False, False, True, True, False, False] == waited
+    assert took >= 0.05
 
 
 async def test_cancelled_wait_leaves_no_timer_that_ends_the_next_one():

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc's allocator is configured")
+
 TOUCH = """
 import resource, sys, threading
 import numpy as np
@@ -29,16 +31,18 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 """
 
 
-def faults(how: str) -> int:
-    done = subprocess.run([sys.executable, "-c", TOUCH, how], capture_output=True, text=True, check=True, timeout=60)
-    return int(done.stdout)
+def printed(script: str, *arguments: str) -> list[int]:
+    """Return the numbers that a Python process prints."""
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return [int(number) for number in done.stdout.split()]
 
 
+@LINUX
 @pytest.mark.thorough
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc's allocator is configured")
 def test_memory_of_one_flush_serves_the_next():
     """20 flushes of 80 MB each run in a thread. Only the pages of one of them are requested from the system."""
-    assert 2 * faults("keep") < faults("leave")
+    assert 2 * printed(TOUCH, "keep")[0] < printed(TOUCH, "leave")[0]
 
 
 HOLES = """
@@ -60,12 +64,11 @@ print(full - before, kept - before, resident() - before, columns[0].sum())
 """
 
 
+@LINUX
 @pytest.mark.thorough
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc's allocator is configured")
 def test_trim_returns_free_memory_before_a_used_block():
     """The last of 400 MB remains in use. Without trim, the allocator returns only memory at the end of the heap."""
-    done = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True, timeout=60)
-    full, kept, trimmed, still = map(int, done.stdout.split())
+    full, kept, trimmed, still = printed(HOLES)
 
     assert full >= 400
     assert kept >= 390
@@ -140,29 +143,15 @@ print(*Store.seen[:3])
 """
 
 
+@LINUX
 @pytest.mark.thorough
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc's allocator is configured")
-def test_memory_of_a_large_maintenance_task_is_returned_before_the_next_one():
-    before, full, after = maintenance(400)
+@pytest.mark.parametrize(("megabytes", "is_returned"), [(400, True), (20, False)])
+def test_memory_of_a_large_maintenance_task_is_returned_before_the_next_one(megabytes, is_returned):
+    """A small task leaves free memory to the flushes."""
+    before, full, after = printed(MAINTENANCE, str(megabytes))
 
-    assert full - before >= 400
-    assert after - before < 20
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc's allocator is configured")
-def test_small_maintenance_task_leaves_free_memory_to_the_flushes():
-    before, full, after = maintenance(20)
-
-    assert full - before >= 20
-    assert after >= full
-
-
-def maintenance(megabytes: int) -> list[int]:
-    """Return the resident MB before a maintenance task that allocates `megabytes`, at its end, and before the next."""
-    command = [sys.executable, "-c", MAINTENANCE, str(megabytes)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    return [int(size) for size in done.stdout.split()]
+    assert full - before >= megabytes
+    assert after - before < 20 if is_returned else after >= full
 
 
 @pytest.mark.usual(1)

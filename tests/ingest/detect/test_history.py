@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 
 import pytest
+from tests.ingest import builders
 
 from rankscope_contract.model.events import RUN_FAILED, RunState
 from rankscope_contract.model.schema import DATASETS, ROLLUPS
-from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.base.config import RunsSection
-from rankscope_ingest.base.errors import ConfigError
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.history import read_history
 from rankscope_ingest.detect.incidents import IncidentTracker
 from rankscope_ingest.notify.announcer import Announcer, message
 from rankscope_ingest.notify.deliveries import Deliveries
-from rankscope_ingest.notify.notifiers import NotifyError, make_notifiers
+from rankscope_ingest.notify.notifiers import NotifyError
 from rankscope_ingest.reporting.rows import Stamp, attempt_row, clock_row, incident_row, launch_row
 from rankscope_ingest.runs.incident import Symptom, run_incident
-from rankscope_ingest.runs.models import Attempt, Liveness, Target
+from rankscope_ingest.runs.models import Liveness
 from rankscope_ingest.runs.text import SENT_AGAIN
 from rankscope_ingest.runs.tracker import RunTracker
 from rankscope_storage.api.store import Store
@@ -51,35 +51,17 @@ def stamp(order):
 
 
 def attempt(number=0, state=RunState.RUNNING, launch="l0", **changes):
-    fields = {"run": "r", "number": number, "launch_id": launch, "world_size": 2, "started_at": 100 + number}
-    return Attempt(**(fields | {"state": state, "last_step": 7} | changes))
+    fields = {"number": number, "launch_id": launch, "world_size": 2, "started_at": 100 + number, "state": state}
+    return builders.attempt(**(fields | {"last_step": 7} | changes))
 
 
 def target(rank=0):
-    registration = Registration(
-        run="r",
-        rank=rank,
-        world_size=2,
-        local_rank=rank,
-        host=f"node{rank}",
-        pid=1,
-        incarnation=f"i{rank}",
-        launch_id="l0",
-        url="http://127.0.0.1:1",
-    )
-    return Target(registration=registration, attempt=0, lease="x", liveness=Liveness(last_sign=0.0))
+    return builders.target(builders.registration(rank=rank, world_size=2, host=f"node{rank}", launch_id="l0"))
 
 
 def exit_row(rank, reason):
-    return {
-        "run": "r",
-        "attempt": 0,
-        "rank": rank,
-        "incarnation": f"i{rank}",
-        "type": "exit",
-        "details": f'{{"reason": "{reason}"}}',
-        "ordinal": 50,
-    }
+    who = {"run": "r", "attempt": 0, "rank": rank, "incarnation": f"i{rank}"}
+    return who | {"type": "exit", "details": f'{{"reason": "{reason}"}}', "ordinal": 50}
 
 
 def failure_of_unknown_rank():
@@ -96,96 +78,73 @@ def failure_of_unknown_rank():
 
 def some_incident(step=60, severity="critical"):
     first = Symptom(
-        run="r",
-        attempt=0,
-        rank=1,
-        step=step,
-        severity=severity,
-        causal=(step,),
-        rule="AnomalyNan",
-        tensor="w",
-        further_subjects=frozenset({("AnomalyNan", "v")}),
-        events=3,
-    )
+        run="r", attempt=0, rank=1, step=step, severity=severity, causal=(step,), rule="AnomalyNan", tensor="w",
+        further_subjects=frozenset({("AnomalyNan", "v")}), events=3,
+    )  # fmt: skip
     incidents = IncidentTracker(group_wait_seconds=0, quiet_steps=20)
     incidents.observe(first, 0.0)
     return incidents.settle(1.0, {})[0]
 
 
-def test_empty_store_has_no_history(store_and_read):
-    _, read = store_and_read
-
-    assert ([], (), ()) == (read().launches, read().attempts, read().unsent)
-
-
-def test_attempt_numbers_of_launches_are_restored(store_and_read):
+@pytest.fixture
+def restored(store_and_read):
+    """Return a function that stores an attempt of two ranks and further events, and restores a tracker from it."""
     store, read = store_and_read
-    store(attempts=[attempt_row(attempt(n, launch=f"l{n}"), stamp(n)) for n in range(3)])
 
-    assert [("r", f"l{n}", n) for n in range(3)] == sorted(read().launches)
-    assert {"r": 100} == read().run_starts
+    def restore(state=RunState.RUNNING, *events):
+        launches = [launch_row(target(rank), stamp(1 + rank)) for rank in range(2)]
+        store(attempts=[attempt_row(attempt(state=state), stamp(0))], events=[*launches, *events])
+        runs = RunTracker(RunsSection())
+        read().restore(runs, IncidentTracker(group_wait_seconds=1, quiet_steps=20))
+        return runs
+
+    return restore
 
 
-def test_active_run_fails_if_its_ranks_do_not_report_after_a_restart(store_and_read):
+def test_launches_attempts_and_jumps_of_the_clock_are_restored(store_and_read):
     store, read = store_and_read
-    store(
-        attempts=[attempt_row(attempt(), stamp(0))],
-        events=[launch_row(target(0), stamp(1)), launch_row(target(1), stamp(2))],
-    )
-    runs = RunTracker(RunsSection())
-    read().restore(runs, IncidentTracker(group_wait_seconds=1, quiet_steps=20))
+    empty = read()
+    jumps = [clock_row(attempt(0), -3_600_000_000, stamp(2)), clock_row(attempt(0), 5_000_000, stamp(3))]
+    store(attempts=[attempt_row(attempt(n, launch=f"l{n}"), stamp(n)) for n in range(3)], events=jumps)
+    found = read()
+
+    assert ([], (), ()) == (empty.launches, empty.attempts, empty.unsent)
+    assert [("r", f"l{n}", n) for n in range(3)] == sorted(found.launches)
+    assert {"r": 100} == found.run_starts
+    assert [-3_595_000_000, 0, 0] == [one.clock_offset for one in found.attempts]
+
+
+def test_active_run_fails_if_its_ranks_do_not_report_after_a_restart(restored):
+    runs = restored()
     early = [str(found.state) for found in runs.tick(1024.0, 1).changed]
     runs.tick(1025.0, 1)
+    found = runs.get(("r", 0))
 
-    assert [] == early
-    assert "failed" == runs.get(("r", 0)).state
-    assert None is runs.get(("r", 0)).culprit
+    assert ([], "failed", None) == (early, found.state, found.culprit)
     assert (
         "rank 0 on node0, rank 1 on node1 did not respond after the service restarted "
         "(ended or killed while it was down); which rank failed first is unknown"
-    ) == runs.get(("r", 0)).reason
+    ) == found.reason
 
 
-def test_exit_reports_in_the_store_complete_the_run(store_and_read):
-    store, read = store_and_read
-    store(
-        attempts=[attempt_row(attempt(), stamp(0))],
-        events=[
-            launch_row(target(0), stamp(1)),
-            launch_row(target(1), stamp(2)),
-            exit_row(0, "completed"),
-            exit_row(1, "completed"),
-        ],
-    )
-    runs = RunTracker(RunsSection())
-    read().restore(runs, IncidentTracker(group_wait_seconds=1, quiet_steps=20))
+def test_exit_reports_in_the_store_complete_the_run(restored):
+    runs = restored(RunState.RUNNING, exit_row(0, "completed"), exit_row(1, "completed"))
     runs.tick(1001.0, 1)
 
     assert "completed" == runs.get(("r", 0)).state
 
 
-def test_ended_attempt_is_remembered_but_not_judged_again(store_and_read):
-    store, read = store_and_read
-    store(attempts=[attempt_row(attempt(state=RunState.COMPLETED), stamp(0))])
-    runs = RunTracker(RunsSection())
-    read().restore(runs, IncidentTracker(group_wait_seconds=1, quiet_steps=20))
+def test_ended_attempt_is_remembered_but_not_judged_again(restored):
+    runs = restored(RunState.COMPLETED)
     runs.tick(9999.0, 1)
     before = list(runs.attempts())
     revived = runs.registered(target().registration, 0, Liveness(last_sign=0.0), 5)
 
-    assert [] == before
-    assert 7 == revived.last_step
+    assert ([], 7) == (before, revived.last_step)
 
 
-def test_failed_run_remains_failed_until_all_its_ranks_register(store_and_read):
-    store, read = store_and_read
-    store(
-        attempts=[attempt_row(attempt(state=RunState.FAILED), stamp(0))],
-        events=[launch_row(target(0), stamp(1)), launch_row(target(1), stamp(2))],
-    )
-    runs = RunTracker(RunsSection())
-    read().restore(runs, IncidentTracker(group_wait_seconds=1, quiet_steps=20))
-    states = []
+def test_failed_run_remains_failed_until_all_its_ranks_register(restored):
+    runs, states = restored(RunState.FAILED), []
     for rank in (0, 1):
         runs.registered(target(rank).registration, 0, Liveness(last_sign=1000.0), 5)
         runs.tick(1001.0, 1)
@@ -241,26 +200,20 @@ def test_incident_rows_written_by_a_rank_are_ignored(store_and_read):
     assert ((), ()) == (read().open_incidents, read().unsent)
 
 
-def test_announced_failure_is_restored(store_and_read):
-    store, read = store_and_read
-    failure = failure_of_unknown_rank()
-    store(events=[incident_row(failure, "opened", stamp(0)), incident_row(failure, "notified", stamp(1))])
-
-    assert {failure.key} == read().announced_failures
-    assert "details: rankscope summary r" in message(failure).body.splitlines()
-
-
 def test_failure_of_an_unknown_rank_is_sent_again_without_a_rank(store_and_read):
     store, read = store_and_read
     failure = failure_of_unknown_rank()
     store(events=[incident_row(failure, "opened", stamp(0))])
     (found,) = read().unsent
+    store(events=[incident_row(failure, "notified", stamp(1))])
 
     assert (None, set()) == (found.first.rank, found.ranks)
     # The row does not contain the reason, which is in the tables of runs.
     assert [line for line in message(failure).body.splitlines() if not line.startswith("message:")] == [
         line for line in message(found).body.splitlines() if line != SENT_AGAIN
     ]
+    assert {failure.key} == read().announced_failures
+    assert "details: rankscope summary r" in message(failure).body.splitlines()
 
 
 class ListNotifier:
@@ -296,24 +249,30 @@ def announcer(*notifiers, **changes):
     return made, log
 
 
-async def test_incident_is_committed_before_it_is_sent_and_again_after():
+SENT = ["count attempts sent", "count notifications sent", "notified", "commit"]
+
+
+@pytest.mark.parametrize(
+    ("incident", "is_repeated", "expected", "count"),
+    [
+        (some_incident(), False, ["opened", "commit", *SENT], 1),
+        (some_incident(), True, SENT, 1),
+        (
+            dataclasses.replace(some_incident(), is_muted=True),
+            False,
+            ["muted", "commit", "count notifications muted"],
+            0,
+        ),
+    ],
+    ids=["first", "repeated", "muted"],
+)
+async def test_incident_is_committed_before_it_is_sent_and_again_after(incident, is_repeated, expected, count):
     notifier = ListNotifier()
     made, log = announcer(notifier)
-    await made.announce(some_incident())
+    await made.announce(incident, is_repeated=is_repeated)
 
-    assert ["opened", "commit", "count attempts sent", "count notifications sent", "notified", "commit"] == log
-    assert 1 == len(notifier.messages)
-
-
-async def test_repeated_message_contains_a_note():
-    notifier = ListNotifier()
-    made, log = announcer(notifier)
-    incident = some_incident()
-    await made.announce(incident, is_repeated=True)
-
-    assert ["count attempts sent", "count notifications sent", "notified", "commit"] == log
-    assert SENT_AGAIN in notifier.messages[0].body
-    assert incident.key == notifier.messages[0].key
+    assert (expected, [incident.key] * count) == (log, [one.key for one in notifier.messages])
+    assert all(is_repeated == (SENT_AGAIN in one.body) for one in notifier.messages)
 
 
 async def test_failing_notifier_is_retried_and_delays_no_other():
@@ -327,34 +286,9 @@ async def test_failing_notifier_is_retried_and_delays_no_other():
 
 
 async def test_message_is_sent_if_the_commit_times_out(monkeypatch):
-    import asyncio
-
     monkeypatch.setattr("rankscope_ingest.notify.announcer.COMMIT_WAIT_SECONDS", 0.01)
     notifier = ListNotifier()
     made, _ = announcer(notifier, commit=lambda: asyncio.sleep(60))
     await made.announce(some_incident())
 
     assert 1 == len(notifier.messages)
-
-
-async def test_muted_incident_is_stored_but_not_sent():
-    notifier = ListNotifier()
-    made, log = announcer(notifier)
-    await made.announce(dataclasses.replace(some_incident(), is_muted=True))
-
-    assert (["muted", "commit", "count notifications muted"], []) == (log, notifier.messages)
-
-
-def test_unsupported_address_is_rejected_without_its_secret():
-    with pytest.raises(ConfigError, match=r"notify\.urls\[0\] \(nosuch://…\)") as error:
-        make_notifiers(["nosuch://user:s3cret@host"], timeout_seconds=1)
-
-    assert "s3cret" not in str(error.value)
-
-
-def test_jumps_of_the_clock_of_an_earlier_service_are_known_after_a_restart(store_and_read):
-    store, read = store_and_read
-    jumps = [clock_row(attempt(0), -3_600_000_000, stamp(2)), clock_row(attempt(0), 5_000_000, stamp(3))]
-    store(attempts=[attempt_row(attempt(number), stamp(number)) for number in range(2)], events=jumps)
-
-    assert [-3_595_000_000, 0] == [one.clock_offset for one in read().attempts]

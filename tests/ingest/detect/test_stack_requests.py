@@ -10,21 +10,18 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientSession, web
+from tests.ingest import builders
 
-from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.detect.stall_handler import request_stacks
 from rankscope_ingest.record_channel.client import Fetcher
-from rankscope_ingest.runs.models import Health, Liveness, Target
+from rankscope_ingest.runs.models import Health, Target
 
 Make = Callable[..., Any]
 
 
 def target(rank: int, url: str, **more: Any) -> Target:
-    who = Registration(
-        run="r", rank=rank, world_size=8, local_rank=0, host="node", pid=70 + rank, incarnation=f"i{rank}",
-        launch_id="l", url=url,
-    )  # fmt: skip
-    return Target(registration=who, attempt=0, lease="x", liveness=Liveness(last_sign=0), **more)
+    who = builders.registration(rank=rank, world_size=8, host="node", pid=70 + rank, url=url)
+    return builders.target(who, **more)
 
 
 @pytest.fixture

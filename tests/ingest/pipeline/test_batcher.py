@@ -19,34 +19,18 @@ def table(*values):
     return pa.table({"x": list(values)})
 
 
-def test_empty_batch_is_never_due():
-    empty = batcher()
-    empty.want_flush()
-
-    assert empty.due(1e9) is None
-
-
 def test_batch_is_due_by_rows_by_age_and_on_demand():
-    by_rows, by_age, wanted = batcher(), batcher(), batcher()
+    """A request to flush an empty batch does not affect the next one."""
+    by_rows, by_age, wanted, early = batcher(), batcher(), batcher(), batcher()
+    early.want_flush()
+    empty = early.due(1e9)
     by_rows.add({"scalars": table(*range(10))}, 0.0)
-    by_age.add({"scalars": table(1)}, 0.0)
-    wanted.add({"scalars": table(1)}, 0.0)
+    for one in (by_age, wanted, early):
+        one.add({"scalars": table(1)}, 0.0)
     wanted.want_flush()
 
-    assert ["rows", None, "age", "wanted"] == [
-        by_rows.due(0.0),
-        by_age.due(4.9),
-        by_age.due(5.0),
-        wanted.due(0.0),
-    ]
-
-
-def test_request_to_flush_an_empty_batch_does_not_affect_the_next_one():
-    early = batcher()
-    early.want_flush()
-    early.add({"scalars": table(1)}, 1.0)
-
-    assert early.due(1.0) is None
+    assert [None, None, "rows", "wanted"] == [empty, early.due(0.0), by_rows.due(0.0), wanted.due(0.0)]
+    assert [None, "age"] == [by_age.due(4.9), by_age.due(5.0)]
 
 
 def filling(rows, seconds):
@@ -117,26 +101,19 @@ def test_watermark_without_rows_is_flushed():
     assert {"a": 3} == idle.take().watermarks
 
 
-def test_rows_count_as_pending_until_their_commit():
-    full = batcher()
-    full.add({"scalars": table(*range(20))}, 0.0)
-    batch = full.take()
-    before = full.is_full
-    full.release(batch)
-
-    assert [True, False, 0] == [before, full.is_full, full.pending_rows]
-
-
 def test_rows_received_while_a_batch_is_in_flight_form_the_next_one():
-    busy = batcher()
+    """Rows count as pending until their commit."""
+    busy = batcher(max_pending_rows=2)
     busy.add({"scalars": table(1)}, 0.0, watermarks={"a": 1, "b": 1})
     first = busy.take()
     busy.add({"scalars": table(2)}, 1.0, watermarks={"a": 2})
     second = busy.take()
+    before = (busy.pending_rows, busy.is_full)
+    busy.release(first)
 
     assert [[1], [2]] == [batch.tables()["scalars"]["x"].to_pylist() for batch in (first, second)]
     assert [{"a": 1, "b": 1}, {"a": 2}] == [first.watermarks, second.watermarks]
-    assert 2 == busy.pending_rows
+    assert [(2, True), (1, False)] == [before, (busy.pending_rows, busy.is_full)]
 
 
 @settings(deadline=None)

@@ -75,26 +75,14 @@ def test_compaction_is_due_by_commits_and_other_jobs_by_the_clock():
     assert ["compact", "maintain", "retain"] == done(store, due, MAINTAIN_SECONDS, 2 * COMPACT_EVERY_COMMITS)
 
 
-def test_result_of_each_compaction_is_reported():
+def test_compaction_by_the_clock_is_reported_and_logged_if_another_process_compacts(caplog):
     store, reports = Store(), []
-    due = MaintenanceSchedule(store, 0.0, on_compaction=reports.append)
-    done(store, due, 2.0, COMPACT_EVERY_COMMITS)
-
-    assert [CompactionReport()] == reports
-
-
-def test_compaction_is_also_due_by_the_clock():
-    store = Store()
-
-    assert ["compact", "maintain"] == done(store, turns(store), MAINTAIN_SECONDS)[:2]
-
-
-def test_compaction_by_another_process_is_logged(caplog):
-    store = Store()
     store.refused = 1
+    due = MaintenanceSchedule(store, 0.0, on_compaction=reports.append)
     with caplog.at_level("INFO"):
-        done(store, turns(store), MAINTAIN_SECONDS)
+        assert ["compact", "maintain"] == done(store, due, MAINTAIN_SECONDS)
 
+    assert [CompactionReport(refused=1)] == reports
     assert ["compaction skipped: another process compacts the store"] == caplog.messages
 
 
@@ -124,14 +112,10 @@ def configured(tmp_path, text: str):
     return load_config(path)
 
 
-def test_retention_is_off_without_days(tmp_path):
-    assert None is retention_job(configured(tmp_path, ""))
-    assert None is not retention_job(configured(tmp_path, "[retention]\nsamples_days = 30"))
-
-
-def test_only_the_first_service_of_a_store_performs_retention(tmp_path):
+def test_retention_is_performed_by_the_first_service_of_a_store_and_only_with_days(tmp_path):
     text = 'shard = "{}/2"\n[retention]\nraw_days = 30'
 
+    assert None is retention_job(configured(tmp_path, ""))
     assert [False, True] == [retention_job(configured(tmp_path, text.format(number))) is None for number in (0, 1)]
 
 
@@ -161,33 +145,25 @@ async def test_old_rows_are_rolled_up_while_a_service_appends(tmp_path, eventual
     now = dt.datetime.now(dt.UTC)
     with StoreFolder.open(config.store.path, create=True).claim(owner="service") as writer:
         for dataset, names in (("tensor_stats", {"kind": "k", "tensor": "t"}), ("scalars", {"name": "loss"})):
-            rows = [
-                {"run": "r", "step": step, "ts": now - dt.timedelta(days=90 - step / 10), **names}
-                for step in range(900)  # ten a day, until now
-            ]
+            times = [now - dt.timedelta(days=90 - step / 10) for step in range(900)]  # ten a day, until now
+            rows = [{"run": "r", "step": step, "ts": ts, **names} for step, ts in enumerate(times)]
             table = pa.Table.from_pylist(rows, schema=dataset_schema(dataset))
             writer.append(Batch(tables={dataset: table}, watermarks={}))
         times = {"retain_seconds": 3600, "first_retention_seconds": 0.0, "check_seconds": 0.01}
         maintenance = asyncio.create_task(run_maintenance(writer, lambda: 0, retain=retention_job(config), **times))
         try:
-            await eventually(lambda: maintenance.done() or tiers(config.store.path) == expected_tiers())
+            await eventually(lambda: maintenance.done() or tiers(config.store.path) == [(300, 600)] * 2)
             assert not maintenance.done()
         finally:
             maintenance.cancel()
 
 
-def expected_tiers() -> dict[str, tuple[int, int]]:
-    """Return the number of rows by view and tier, for sixty past days of ten steps."""
-    return {"tensor_timeline": (300, 600), "scalar_timeline": (300, 600)}
-
-
-def tiers(root: str) -> dict[str, tuple[int, int]]:
+def tiers(root: str) -> list[tuple[int, int]]:
+    """Return the numbers of raw and rolled-up rows of both timelines."""
     question = "SELECT sum(rows) FILTER (tier = 'raw')::BIGINT, coalesce(sum(rows) FILTER (tier = 'rollup'), 0)::BIGINT"
     with connect(root) as connection:
-        return {
-            view: connection.sql(f"{question} FROM {view}").fetchall()[0]
-            for view in ("tensor_timeline", "scalar_timeline")
-        }
+        views = ("tensor_timeline", "scalar_timeline")
+        return [connection.sql(f"{question} FROM {view}").fetchall()[0] for view in views]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux threads have separate nice values")

@@ -20,13 +20,9 @@ from rankscope_ingest.record_channel.decode import decode, decode_one
 from rankscope_ingest.record_channel.validate import RowContext, ValidBody, check, plan_ids
 from rankscope_storage.files.sorting import SORT_KEYS, sort_order
 
-contexts = st.builds(
-    RowContext,
-    run=st.sampled_from(["a", "学"]),
-    attempt=st.integers(0, 1),
-    rank=st.integers(0, 2),
-    incarnation=st.sampled_from(["i", "j"]),
-)
+MADE = {"run": st.sampled_from(["a", "学"]), "attempt": st.integers(0, 1), "rank": st.integers(0, 2)}
+contexts = st.builds(RowContext, **MADE, incarnation=st.sampled_from(["i", "j"]))
+CONTEXT = RowContext(run="r", attempt=0, rank=0, incarnation="i")
 
 
 def checked(records, known, context, after=-1) -> ValidBody:
@@ -55,9 +51,8 @@ def test_rows_are_in_storage_order_for_any_order_of_plans_and_ranks():
     """Sorting them does not change their order."""
     plan = Plan(tuple(PlanEntry(kind=kind, tensor=tensor) for tensor in ("b", "a", "学") for kind in ("y", "x")))
     numbers = {"plan": plan.hash, "values": [1.0] * 36, "counts": [1] * 24}
-    context = RowContext(run="r", attempt=0, rank=0, incarnation="i")
     read = [
-        checked([{"seq": seq, "step": seq, "ts": 0, **numbers} for seq in span], [plan], replace(context, rank=rank))
+        checked([{"seq": seq, "step": seq, "ts": 0, **numbers} for seq in span], [plan], replace(CONTEXT, rank=rank))
         for span, rank in ((range(2), 2), (range(1), 0), (range(2, 3), 2), (range(3), 1))
     ]
     table = decode(read)["tensor_stats"]
@@ -67,9 +62,8 @@ def test_rows_are_in_storage_order_for_any_order_of_plans_and_ranks():
 
 
 def test_events_that_were_decoded_on_arrival_are_not_decoded_again():
-    context = RowContext(run="r", attempt=0, rank=0, incarnation="i")
     records = [{"seq": seq, "ts": seq, "events": [{"type": "anomaly"}]} for seq in range(2)]
-    early, late = (checked(records, [], replace(context, rank=rank)) for rank in (0, 1))
+    early, late = (checked(records, [], replace(CONTEXT, rank=rank)) for rank in (0, 1))
     expected = decode([early, late])["events"].to_pylist()
 
     events = decode_one(early, "events")
@@ -81,8 +75,7 @@ def test_events_that_were_decoded_on_arrival_are_not_decoded_again():
 
 def test_events_of_ranks_and_service_are_in_one_table():
     gathered = Batcher(flush_rows=10, flush_after_seconds=1.0, max_pending_rows=10)
-    context = RowContext(run="r", attempt=0, rank=0, incarnation="i")
-    gathered.add_body(checked([{"seq": 0, "ts": 0, "events": [{"type": "anomaly"}]}], [], context), 0.0)
+    gathered.add_body(checked([{"seq": 0, "ts": 0, "events": [{"type": "anomaly"}]}], [], CONTEXT), 0.0)
     gathered.add({"events": rows_table("events", [{"run": "r", "type": "gap"}])}, 0.0)
     batch = gathered.take()
 

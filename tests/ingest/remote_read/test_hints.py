@@ -78,13 +78,7 @@ def history():
         for tensor, factor in (("w", 1), ("b", 3))
     ]
     samples = [
-        {
-            "run": "",
-            "target": "t",
-            "metric": metric,
-            "ts": one["ts"] + 500,
-            "value": one["step"] or None,
-        }
+        {"run": "", "target": "t", "metric": metric, "ts": one["ts"] + 500, "value": one["step"] or None}
         for one in moments[:STEPS:5]
         for metric in ("temperature", "gone_temperature")
     ]

@@ -233,12 +233,7 @@ def test_duplicate_label_is_rejected():
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(
-    st.one_of(
-        st.binary(max_size=60),
-        st.tuples(st.integers(0, 200), st.binary(min_size=1, max_size=3)),
-    )
-)
+@given(st.one_of(st.binary(max_size=60), st.tuples(st.integers(0, 200), st.binary(min_size=1, max_size=3))))
 def test_random_bytes_are_decoded_or_raise_decode_error(change):
     """Random bytes, and a valid request in which up to three bytes are changed."""
     data = write_request((UP, [(NOW, 1.0)]), ({**UP, "cpu": "1"}, [(NOW, 0.0)]), ({**UP, "cpu": "2"}, [(NOW, 2.5)]))

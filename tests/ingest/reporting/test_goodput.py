@@ -14,11 +14,10 @@ from rankscope_storage.sql.goodput import GOODPUT, GOODPUT_ATTEMPTS
 
 class World:
     def __init__(self) -> None:
-        self.now, self.commits, self.reads, self.takes = 0.0, 1, 0, 0.0
+        self.now, self.commits, self.reads = 0.0, 1, 0
 
     def read(self) -> dict[str, float]:
         self.reads += 1
-        self.now += self.takes
         return {"r": self.reads / 10}
 
 
@@ -58,18 +57,6 @@ def test_pause_between_reads_grows_to_15_intervals(world):
     assert [420, 450, 450, 450] == pauses[-4:]
 
 
-def test_slow_read_is_repeated_less_often(world):
-    goodput = make_reader(world)
-    world.takes = 6.0
-    goodput.read()
-    world.commits = 2
-    due = []
-    for world.now in (31, 299, 301):
-        due.append(goodput.is_due)
-
-    assert [False, False, True] == due  # 6 s are 2 % of 300
-
-
 def test_datasets_of_the_goodput_queries_are_not_in_without_time():
     statements = (GOODPUT + GOODPUT_ATTEMPTS).replace("_without_jumps", "")  # views with corrected times
     queried = DATASETS.keys() & set(re.findall(r"\w+", statements))
@@ -78,7 +65,7 @@ def test_datasets_of_the_goodput_queries_are_not_in_without_time():
     assert not queried & WITHOUT_TIME
 
 
-def test_page_contains_the_goodput_of_known_runs(world):
+def test_page_contains_the_goodput_of_known_runs():
     metrics = ServiceMetrics()
     metrics.show_goodput({"here": 0.75, "gone": 0.5}, {"here", "new"})
     shown = [line for line in metrics.page().decode().splitlines() if line.startswith("rankscope_run_goodput_ratio")]

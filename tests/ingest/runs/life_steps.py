@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from tests.ingest.builders import rank_of, registration
+
 from rankscope_contract.model.events import RunState
-from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.base.config import RunsSection
 from rankscope_ingest.runs.models import Attempt, Liveness, Rank
 from rankscope_ingest.runs.tracker import RunTracker
@@ -79,18 +82,8 @@ class Life:
     def restart(self) -> None:
         """Restart the service: the new one has the stored rows, and the live ranks register again."""
         old, self.tracker = self.attempt, RunTracker(LIMITS)
-        restored = Attempt(
-            run=old.run,
-            number=old.number,
-            launch_id=old.launch_id,
-            world_size=old.world_size,
-            started_at=old.started_at,
-            planned_steps=old.planned_steps,
-            state=old.state,
-            reason=old.reason,
-            ended_at=old.ended_at,
-            last_step=old.last_step,
-        )
+        stored = ("run", "number", "launch_id", "world_size", "started_at", "planned_steps", "state", "reason")
+        restored = Attempt(**{name: getattr(old, name) for name in (*stored, "ended_at", "last_step")})
         if old.state not in {RunState.COMPLETED, RunState.STOPPED}:
             restored.ranks = {rank.number: _restored(rank, old, self.now) for rank in old.ranks.values()}
         if restored.has_ended:
@@ -103,24 +96,12 @@ class Life:
                 self.register(rank)
         self.tracker.stepped(KEY, 0, None, self.now)  # makes a past attempt active
 
-    def register(self, rank: int, incarnation: str | None = None) -> None:
+    def register(self, rank: int, incarnation: str | None = None, **more: Any) -> None:
         liveness = self.liveness.setdefault(rank, Liveness(last_sign=self.now))
         liveness.note_sign(self.now)
-        registration = Registration(
-            run="r",
-            rank=rank,
-            world_size=self.world_size,
-            local_rank=rank,
-            host="h",
-            pid=1,
-            incarnation=incarnation or f"i{rank}",
-            launch_id="l",
-            url="http://127.0.0.1:1",
-            started_at=START,
-            planned_steps=100,
-            phase=self.phases.get(rank),
-        )
-        self.tracker.registered(registration, 0, liveness, self.wall)
+        shown = {"world_size": self.world_size, "started_at": START, "planned_steps": 100} | more
+        shown |= {"phase": self.phases.get(rank), "incarnation": incarnation or f"i{rank}"}
+        self.tracker.registered(registration(rank=rank, **shown), 0, liveness, self.wall)
 
     def _rank_does(self, verb: str, rank: int) -> None:
         match verb:
@@ -169,15 +150,6 @@ EXITS = {
 
 
 def _restored(rank: Rank, attempt: Attempt, now: float) -> Rank:
-    return Rank(
-        number=rank.number,
-        incarnation=rank.incarnation,
-        host=rank.host,
-        liveness=Liveness(last_sign=now),
-        known_since=now,
-        exit_reason=rank.exit_reason,
-        error=rank.error,
-        exited_at=rank.exited_at,
-        is_restored=True,
-        is_vanished=attempt.state is RunState.FAILED,
-    )
+    stored = {name: getattr(rank, name) for name in ("incarnation", "exit_reason", "error", "exited_at")}
+    seen = {"liveness": Liveness(last_sign=now), "known_since": now}
+    return rank_of(rank.number, **stored, **seen, is_restored=True, is_vanished=attempt.state is RunState.FAILED)

@@ -51,6 +51,8 @@ TABLE = [
     ("killed, and its peer reports first", "step 0;refuse 1;peer 0;wait 11", "running failed failed", LOST.format(1)),
     ("killed, and the launcher ends its peer", "step 0;refuse 1;term 0;wait 11", "running failed", LOST.format(1)),
     ("killed, and its peer fails much later", "step 0;refuse 1;wait 20;raise 0", "running failed", LOST.format(1)),
+    ("killed, but not yet for long", "step 0;refuse 1;wait 9", "running", None),
+    ("both drained without an exit report", "step 0;close *", "running stopped", "ended without reporting success"),
     ("silent: a host is down", "step 0;vanish 1;wait 25", "running failed", LOST.format(1)),
     ("silent, but not yet for long", "step 0;vanish 1;wait 24", "running", None),
     ("silent, then back", "step 0;vanish 1;wait 30;back 1", "running failed running", None),

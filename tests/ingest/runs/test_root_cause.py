@@ -5,11 +5,14 @@ Three situations, with every set of sources: a sleeping rank, a rank in an earli
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
+from tests.ingest import builders
+from tests.ingest.builders import rank_of
 from tests.ingest.runs.life_steps import KEY, LIMITS, START
 
 from rankscope_contract.diagnostics.stacks import Collective, FlightRecord, Frame, GroupProgress, StackDump, ThreadStack
@@ -20,12 +23,13 @@ from rankscope_ingest.detect.incidents import FailureAlerts
 from rankscope_ingest.detect.stall_tracker import StallTracker
 from rankscope_ingest.notify.announcer import message
 from rankscope_ingest.runs.incident import Incident
-from rankscope_ingest.runs.models import Attempt, Liveness, Rank
+from rankscope_ingest.runs.models import Attempt, Liveness
 from rankscope_ingest.runs.text import MAX_LINES, last_reports
 from rankscope_ingest.runs.tracker import RunTracker
 
 REDUCE = Frame("/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 3252, "all_reduce")
 SOURCES = ("flight", "heartbeat", "stacks")
+SUBSETS = [one for size in range(4) for one in itertools.combinations(SOURCES, size)]
 LONGEST_WAIT = 2000
 
 
@@ -79,35 +83,25 @@ class Job:
             yield "stacks", stacks(line=88 if is_other else 12, sleeps=sleeps).to_json()
         if "flight" in self.sources:
             is_behind = not is_other and self.situation == "earlier"
-            yield (
-                "flight_record",
-                flight(40 if is_behind else 41, is_pending=is_other or is_behind, world=self.world).to_json(),
-            )
+            record = flight(40 if is_behind else 41, is_pending=is_other or is_behind, world=self.world)
+            yield "flight_record", record.to_json()
 
 
 def registration(rank: int, world: int) -> Registration:
-    return Registration(
-        run="r", rank=rank, world_size=world, local_rank=rank, host="h", pid=1, incarnation=f"i{rank}",
-        launch_id="l", url="http://127.0.0.1:1", started_at=START,
-    )  # fmt: skip
+    return builders.registration(rank=rank, world_size=world, started_at=START)
 
 
 def stacks(*, line: int, sleeps: bool) -> StackDump:
     own = Frame("/job/train.py", line, "main")
-    thread = (
-        ThreadStack(ident=1, is_training=True, frames=(own,), calls="time.sleep")
-        if sleeps
-        else ThreadStack(ident=1, is_training=True, frames=(REDUCE, own), calls=".wait")
-    )
+    frames, calls = ((own,), "time.sleep") if sleeps else ((REDUCE, own), ".wait")
+    thread = ThreadStack(ident=1, is_training=True, frames=frames, calls=calls)
     return StackDump(reason="request", threads=(thread,))
 
 
 def flight(seq: int, *, is_pending: bool, world: int) -> FlightRecord:
     entered = [(seq - 1, False), (seq, True)] if is_pending else [(seq - 1, False)]
-    entries = tuple(
-        Collective(op="all_reduce", backend="gloo", group="dp", group_id="0", seq=one, is_pending=pends, age_seconds=99)
-        for one, pends in entered
-    )
+    common = {"op": "all_reduce", "backend": "gloo", "group": "dp", "group_id": "0", "age_seconds": 99}
+    entries = tuple(Collective(seq=one, is_pending=pends, **common) for one, pends in entered)
     group = GroupProgress(id="0", ranks=f"0-{world - 1}", latest_seq=entries[-1].seq)
     return FlightRecord(reason="request", collectives=entries, recorded=2, groups=(group,))
 
@@ -116,18 +110,12 @@ def event(kind: str, details: str, message: str = "") -> Any:
     return rows_table("events", [{"run": "r", "type": kind, "message": message, "details": details}])
 
 
-def subsets() -> list[tuple[str, ...]]:
-    return [
-        tuple(source for place, source in enumerate(SOURCES) if number >> place & 1) for number in reversed(range(8))
-    ]
-
-
 NEEDED = {"sleeps": {"flight", "stacks"}, "earlier": {"flight"}, "died": {"heartbeat"}}
 """The sources each of which singles out the rank."""
 
 
 @pytest.mark.usual(40)
-@pytest.mark.parametrize("sources", subsets(), ids=lambda sources: "+".join(sources) or "nothing")
+@pytest.mark.parametrize("sources", SUBSETS, ids=lambda sources: "+".join(sources) or "nothing")
 @pytest.mark.parametrize("situation", NEEDED)
 @pytest.mark.parametrize(("world", "rank"), [(2, 0), (2, 1), (3, 1), (8, 0), (8, 7)])
 def test_rank_is_named_only_if_a_source_singles_it_out(situation, sources, world, rank):
@@ -171,7 +159,7 @@ def test_message_contains_the_evidence(situation, sources, cause):
 # Failures.
 
 
-def failed(*ends: tuple[str, str | None] | None, world: int = 3, host: str = "h") -> tuple[Attempt, FailureAlerts]:
+def failed(*ends: tuple[str, str | None] | None, world: int = 3) -> tuple[Attempt, FailureAlerts]:
     """Return an attempt whose ranks ended with these reasons and errors. None: the rank still runs."""
     runs = RunTracker(LIMITS)
     for one, end in enumerate(ends):
@@ -244,13 +232,23 @@ def test_failure_names_no_rank_if_a_late_report_shows_a_second_failure():
 
 def attempt_of(*ranks: tuple[int, int | None, float], world: int | None = None, **more: Any) -> Attempt:
     """Return an attempt with ranks of (number, last step, seconds since the last report)."""
-    made = Attempt(run="r", number=0, launch_id="l", world_size=world or len(ranks), started_at=0)
-    for number, step, age in ranks:
-        made.ranks[number] = Rank(
-            number=number, incarnation=f"i{number}", host="h", liveness=Liveness(last_sign=1000.0 - age),
-            known_since=0.0, last_step=step, **more,
-        )  # fmt: skip
-    return made
+    made = (rank_of(one, last_step=step, liveness=Liveness(last_sign=1000.0 - age), **more) for one, step, age in ranks)
+    return builders.attempt(made, world_size=world or len(ranks))
+
+
+def stalled(*ranks: tuple[int, int | None, float], state: RunState = RunState.STALLED, progressed_at: float) -> Attempt:
+    job = attempt_of(*ranks)
+    job.state, job.reason, job.progressed_at = state, "alive, but no step for 300 s", progressed_at
+    return job
+
+
+def announced(stalls: StallTracker, job: Attempt, first: float, second: float) -> Incident:
+    stalls.check([job], first)
+    (incident,) = stalls.check([job], second).due
+    return incident
+
+
+BEGAN = json.dumps({"state": "began"})
 
 
 def test_last_reports_group_equal_ranks_and_start_with_the_lowest_step():
@@ -286,15 +284,11 @@ def test_last_reports_of_many_ranks_have_few_lines():
 
 def test_places_of_many_ranks_have_few_lines():
     """A thousand ranks at different places; half of them sent no stacks, for different reasons."""
-    stalls = StallTracker()
-    job = attempt_of(*((one, 41, 0.0) for one in range(1000)))
-    job.state, job.reason = RunState.STALLED, "alive, but no step for 300 s"
+    stalls, job = StallTracker(), stalled(*((one, 41, 0.0) for one in range(1000)), progressed_at=0.0)
     for one in range(0, 1000, 2):
         stalls.add(KEY, one, event("stacks", stacks(line=one, sleeps=True).to_json()), 900.0)
-    for one in range(1, 1000, 2):
-        stalls.add_refusal(KEY, one, f"reason {one}", 900.0)
-    stalls.check([job], 901.0)
-    (incident,) = stalls.check([job], 920.0).due
+        stalls.add_refusal(KEY, one + 1, f"reason {one + 1}", 900.0)
+    incident = announced(stalls, job, 901.0, 920.0)
 
     assert None is incident.first.rank
     assert 2 * 13 == len(incident.places)
@@ -305,43 +299,34 @@ def test_places_of_many_ranks_have_few_lines():
 def test_hanging_rank_is_named_by_the_steps_of_the_others():
     """The stacks and flight records of the others show a training that runs."""
     stalls = StallTracker()
-    job = attempt_of((0, 60, 0.0), (1, 41, 0.0), (2, 61, 0.0))
-    job.state, job.progressed_at = RunState.RUNNING, 960.0
-    stalls.add(KEY, 1, event("hang", json.dumps({"state": "began"}), "no sign of training for 240 s"), 950.0)
+    job = stalled((0, 60, 0.0), (1, 41, 0.0), (2, 61, 0.0), state=RunState.RUNNING, progressed_at=960.0)
+    stalls.add(KEY, 1, event("hang", BEGAN, "no sign of training for 240 s"), 950.0)
     for one in (0, 2):
         record = flight(41, is_pending=one == 0, world=3)
         stalls.add(KEY, one, event("flight_record", record.to_json()), 961.0)
-    stalls.check([job], 951.0)
-    (incident,) = stalls.check([job], 970.0).due
+    incident = announced(stalls, job, 951.0, 970.0)
 
     assert 1 == incident.first.rank
     assert "rank 1: its last step is 41, and all other ranks made step 60 or a later one (steps)" == incident.cause
 
 
 def test_equal_hangs_share_a_message_and_name_no_rank():
-    stalls = StallTracker()
-    job = attempt_of((0, 41, 0.0), (1, 41, 0.0))
-    job.state, job.progressed_at = RunState.RUNNING, 900.0
+    stalls, job = StallTracker(), stalled((0, 41, 0.0), (1, 41, 0.0), state=RunState.RUNNING, progressed_at=900.0)
     for one in (0, 1):
-        stalls.add(KEY, one, event("hang", json.dumps({"state": "began"}), "no sign of training for 240 s"), 950.0)
-    stalls.check([job], 951.0)
-    (incident,) = stalls.check([job], 970.0).due
+        stalls.add(KEY, one, event("hang", BEGAN, "no sign of training for 240 s"), 950.0)
+    first = announced(stalls, job, 951.0, 970.0).first
 
-    assert "ranks 0-1: no sign of training for 240 s" == incident.first.message
-    assert None is incident.first.rank
+    assert ("ranks 0-1: no sign of training for 240 s", None) == (first.message, first.rank)
 
 
 def test_flight_record_from_before_the_stall_is_no_evidence():
     """The flight record was taken while training ran; only the stacks are from the stall."""
-    stalls = StallTracker()
-    job = attempt_of((0, 41, 0.0), (1, 41, 0.0))
-    job.state, job.reason, job.progressed_at = RunState.STALLED, "alive, but no step for 300 s", 600.0
+    stalls, job = StallTracker(), stalled((0, 41, 0.0), (1, 41, 0.0), progressed_at=600.0)
     for one in (0, 1):
         record = flight(41, is_pending=one == 0, world=2)
         stalls.add(KEY, one, event("flight_record", record.to_json()), 500.0)
         stalls.add(KEY, one, event("stacks", stacks(line=88, sleeps=False).to_json()), 900.0)
-    stalls.check([job], 901.0)
-    (incident,) = stalls.check([job], 920.0).due
+    incident = announced(stalls, job, 901.0, 920.0)
 
     cause = "unknown: the stacks of ranks 0-1 do not identify a single rank"
     assert (None, cause) == (incident.first.rank, incident.cause)

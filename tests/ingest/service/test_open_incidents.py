@@ -9,7 +9,6 @@ import io
 import json
 import re
 
-import pytest
 from aiohttp import web
 from tests.ingest.service.test_service_life_cycle import end, is_in
 
@@ -32,8 +31,7 @@ async def train(rank, service, eventually, *, steps, nan=(), reason="completed",
     for step in steps:
         events = [nan_event()] if step in nan else []
         rank.publish(step=step, scalars=[{"name": "loss", "value": 1.0}], events=events)
-    await rank.register(service.url)
-    await eventually(lambda: rank.committed == rank.head)
+    await rank.deliver(service)
     await end(rank, service, eventually, reason, error)
 
 
@@ -109,9 +107,8 @@ async def test_nan_that_is_over_before_the_end_and_an_open_one_of_two(start_serv
         async with fake_rank() as rank:
             await train(rank, service, eventually, steps=range(1, 31), nan=range(12, 28))
         async with fake_rank(run="crash") as rank:
-            await train(
-                rank, service, eventually, steps=range(1, 31), nan=[30], reason="exception", error="OSError: disk full"
-            )
+            crash = {"nan": [30], "reason": "exception", "error": "OSError: disk full"}
+            await train(rank, service, eventually, steps=range(1, 31), **crash)
         await eventually(lambda: is_in(service, "completed"))
         await eventually(lambda: service.rows("SELECT 1 FROM events WHERE rule = 'RunFailed'"))
         await service.end()
@@ -126,64 +123,37 @@ async def test_nan_that_is_over_before_the_end_and_an_open_one_of_two(start_serv
     ]
     assert closing["user"]
     assert closing["ts"]
-    assert [1] * 6 == [
-        text.count("Failed at step 30: rank 0: OSError: disk full.") for text in texts_of(store, "crash")
-    ]
+    shown = "Failed at step 30: rank 0: OSError: disk full."
+    assert [1] * 6 == [text.count(shown) for text in texts_of(store, "crash")]
     assert f"rankscope incidents close crash --store {store}" in page_of(store, "runs", "crash")[1]
 
 
 async def test_crash_is_shown_with_its_exception_and_the_step_of_its_rank(start_service, fake_rank, eventually):
-    """Rank 0 has begun the step 31, which waits 11 s for its peer, when rank 1 raises at step 30."""
-    crash = "OSError: disk full"
+    """Rank 0 has begun the step 31, which waits 11 s for its peer, when rank 1 raises at step 30.
+
+    In the other run, the first rank to fail is unknown.
+    """
+    closed = "RuntimeError: Connection closed by peer"
     async with receiver() as (address, titles), start_service(**{"notify.urls": [address]}) as service:
-        async with fake_rank(world_size=2) as zero, fake_rank(rank=1, world_size=2) as one:
-            for rank, last in ((zero, 31), (one, 30)):
-                for step in range(1, last + 1):
-                    values = {"loss": 1.0, "step_seconds": 0.25 if step < 31 else 11.0, "tokens_per_second": 300.0}
-                    rank.publish(step=step, scalars=[{"name": key, "value": value} for key, value in values.items()])
-                await rank.register(service.url)
-            await end(one, service, eventually, "exception", crash)
-            await end(zero, service, eventually, "exception", "RuntimeError: Connection closed by peer")
-        await eventually(lambda: is_in(service, "failed"))
-        await eventually(lambda: titles)
+        for run, last_step, cause in (("r", 31, "OSError: disk full"), ("unknown", 30, closed)):
+            zero, one = (fake_rank(run=run, rank=rank, world_size=2) for rank in range(2))
+            async with zero, one:
+                for rank, last in ((zero, last_step), (one, 30)):
+                    for step in range(1, last + 1):
+                        values = {"loss": 1.0, "step_seconds": 0.25 if step < 31 else 11.0, "tokens_per_second": 300.0}
+                        rank.publish(step=step, scalars=[{"name": name, "value": values[name]} for name in values])
+                    await rank.register(service.url)
+                await end(one, service, eventually, "exception", cause)
+                await end(zero, service, eventually, "exception", closed)
+        await eventually(lambda: {"[critical] r", "[critical] unknown"} == {title.split(":")[0] for title in titles})
         await service.end()
-
-    assert [1] * 6 == [
-        text.count("Failed at step 30: rank 1: OSError: disk full.") for text in texts_of(service.store, "r")
-    ]
     page, store = page_of(service.store, "runs", "r")[1], service.store
+    unknown = [*texts_of(store, "unknown"), page_of(store, "runs", "unknown", "incidents")[1]]
+
+    crash = "Failed at step 30: rank 1: OSError: disk full."
+    assert [1] * 6 == [text.count(crash) for text in texts_of(store, "r")]
     assert [True] * 3 == [text in page for text in ("step 30 ·", "0.2500 s/step", "Throughput, all ranks600 tok/s")]
-    assert [30] == [row["last_step"] for row in json.loads(printed(runs, store=store, form=Format.JSON))]
-    assert ["step 30: OSError: disk full"] == [title.rpartition(", ")[2] for title in titles]
-
-
-async def test_failure_without_a_known_first_rank_has_its_step_once(start_service, fake_rank, eventually):
-    async with start_service() as service:
-        async with fake_rank(world_size=2) as zero, fake_rank(rank=1, world_size=2) as one:
-            for rank in (zero, one):
-                for step in range(1, 31):
-                    rank.publish(step=step, scalars=[{"name": "loss", "value": 1.0}])
-                await rank.register(service.url)
-            for rank in (zero, one):
-                await end(rank, service, eventually, "exception", "RuntimeError: Connection closed by peer")
-        await eventually(lambda: service.rows("SELECT 1 FROM events WHERE rule = 'RunFailed'"))
-        await service.end()
-    texts = [*texts_of(service.store, "r"), page_of(service.store, "runs", "r", "incidents")[1]]
-
-    assert [] == [found for text in texts for found in re.findall("rank unknown|step 30 at step 30", text)]
-    assert all("Connection closed by peer" in text for text in texts)
-
-
-@pytest.mark.thorough
-async def test_failure_is_closed_when_a_second_attempt_completes(start_service, fake_rank, eventually):
-    async with start_service() as service:
-        async with fake_rank() as rank:
-            await train(rank, service, eventually, steps=range(1, 31), reason="exception", error="OSError: disk full")
-        await eventually(lambda: is_in(service, "failed"))
-        async with fake_rank(launch_id="second", incarnation="later") as rank:
-            await train(rank, service, eventually, steps=range(1, 21))
-        await eventually(lambda: is_in(service, "completed", attempt=1))
-        await service.end()
-
-    assert [0] * 6 == [text.count("open incident") for text in texts_of(service.store, "r")]
-    assert re.search(r"Open incidents\W*None\.", page_of(service.store, "runs", "r")[1])
+    assert [30] * 2 == [row["last_step"] for row in json.loads(printed(runs, store=store, form=Format.JSON))]
+    assert ["step 30: OSError: disk full"] == [title.rpartition(", ")[2] for title in titles if "] r:" in title]
+    assert [] == [found for text in unknown for found in re.findall("rank unknown|step 30 at step 30", text)]
+    assert all("Connection closed by peer" in text for text in unknown)

@@ -7,8 +7,8 @@ import ipaddress
 import json
 
 import pytest
+from tests.ingest import builders
 
-from rankscope_contract.protocol.channel import Registration
 from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.network.dialing import AllowedResolver, address_of, is_allowed, parse_target_url
 from rankscope_ingest.runs.models import Health
@@ -19,28 +19,13 @@ HOME = [ipaddress.ip_address("127.0.0.1")]
 
 
 def registration(**changes):
-    fields = {
-        "run": "r",
-        "rank": 0,
-        "world_size": 2,
-        "local_rank": 0,
-        "host": "h",
-        "pid": 11,
-        "incarnation": "i0",
-        "launch_id": "l0",
-        "url": "http://127.0.0.1:9400",
-    }
-    return Registration(**(fields | changes))
+    return builders.registration(**({"world_size": 2, "pid": 11, "incarnation": "i0", "launch_id": "l0"} | changes))
 
 
 def registry(**changes):
     leases = iter(f"lease{n}" for n in range(100))
-    return Registry(
-        **(
-            {"networks": LOOPBACK, "heartbeat_seconds": 5, "ttl_seconds": 15, "make_lease": lambda: next(leases)}
-            | changes
-        )
-    )
+    fields = {"networks": LOOPBACK, "heartbeat_seconds": 5, "ttl_seconds": 15, "make_lease": lambda: next(leases)}
+    return Registry(**(fields | changes))
 
 
 def test_heartbeat_keeps_lease_and_attempt_and_moves_the_head():
@@ -67,30 +52,32 @@ def test_heartbeat_interval_and_timeout_double_with_a_thousand_ranks(ranks, seco
     assert book.register(second, HOME, 3 * seconds + 0.1).is_new_target
 
 
-def test_each_launch_of_a_run_is_its_next_attempt():
-    book = registry()
+def test_each_launch_is_the_next_attempt_also_after_those_in_the_store():
+    book, later = registry(), registry(attempts=AttemptNumbers([("r", "old", 4)]))
+    launches = [("r", "l0"), ("r", "l1"), ("s", "l1"), ("r", "l0"), ("r", "l2")]
     attempts = [
         book.register(registration(incarnation=f"i{n}", launch_id=launch, run=run), HOME, 100.0 * n).target.attempt
-        for n, (run, launch) in enumerate([("r", "l0"), ("r", "l1"), ("s", "l1"), ("r", "l0"), ("r", "l2")])
+        for n, (run, launch) in enumerate(launches)
     ]
 
     assert [0, 1, 0, 0, 2] == attempts
-
-
-def test_attempt_numbers_continue_after_those_in_the_store():
-    book = registry(attempts=AttemptNumbers([("r", "old", 4)]))
-
-    assert 4 == book.register(registration(launch_id="old"), HOME, 0.0).target.attempt
-    assert 5 == book.register(registration(launch_id="new", incarnation="i1"), HOME, 0.0).target.attempt
+    assert 4 == later.register(registration(launch_id="old"), HOME, 0.0).target.attempt
+    assert 5 == later.register(registration(launch_id="new", incarnation="i1"), HOME, 0.0).target.attempt
 
 
 def test_second_live_process_of_a_rank_is_rejected_with_the_first_one():
+    """Another rank serves the spool of a process only when it is dead."""
     book = registry()
     book.register(registration(host="node7", pid=4242), HOME, 0.0)
+    for other, words in (
+        (registration(incarnation="twin"), "process 4242 on node7"),
+        (registration(served_by="successor"), "process i0 is still alive"),
+    ):
+        with pytest.raises(RegistrationError, match=words) as error:
+            book.register(other, HOME, 14.0)
+        assert 409 == error.value.status
 
-    with pytest.raises(RegistrationError, match="process 4242 on node7") as error:
-        book.register(registration(incarnation="twin"), HOME, 14.0)
-    assert 409 == error.value.status
+    assert not book.register(registration(host="node7", pid=4242, served_by="successor"), HOME, 60.0).is_new_target
 
 
 def test_second_process_is_accepted_if_the_first_is_silent_refused_or_gone():
@@ -140,21 +127,12 @@ def test_is_allowed_accepts_only_allowed_networks(host, allowed):
 @pytest.mark.parametrize(
     "url",
     [
-        "",
-        "127.0.0.1:9400",
-        "ftp://h:1",
-        "http://h",
-        "http://h:99999",
-        "http://u:p@h:1",
-        "http://h:1/path",
-        "http://h:1?x",
-        "file:///etc",
-        "http://[::1",
-        "http://:80",
+        *("", "127.0.0.1:9400", "ftp://h:1", "http://h", "http://h:99999", "http://u:p@h:1", "http://h:1/path"),
+        *("http://h:1?x", "http://[::1", "http://:80", "http://fd00::7:9400"),
     ],
 )
 def test_url_with_more_than_host_and_port_is_rejected(url):
-    with pytest.raises(RegistrationError) as error:
+    with pytest.raises(RegistrationError, match="http://host:port") as error:
         parse_target_url(url)
 
     assert 400 == error.value.status
@@ -197,11 +175,6 @@ def test_error_for_another_schema_version_names_the_supported_one():
         parse_registration(registration(schema_version=2).to_json().encode())
 
     assert 406 == error.value.status
-
-
-def test_hostile_names_are_accepted_unchanged():
-    for name in ("../x", "a=b", "123", "'; DROP", "学习", "a/b", " "):
-        assert name == parse_registration(registration(run=name).to_json().encode()).run
 
 
 @pytest.mark.parametrize("change", [{"run": "other"}, {"rank": 1}, {"launch_id": "l1"}])
