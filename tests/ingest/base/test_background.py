@@ -37,7 +37,7 @@ async def test_failing_job_is_called_again_and_each_fault_is_logged_once(caplog)
     assert ["unexpected error in the work, retrying"] * 2 == [record.getMessage() for record in caplog.records]
 
 
-async def test_running_coroutine_delays_no_other_job_and_is_cancelled_with_the_loop():
+async def test_running_coroutine_delays_no_other_job_and_ends_with_the_loop():
     started, calls, done, ended = [], [], asyncio.Event(), asyncio.Event()
 
     async def slow():

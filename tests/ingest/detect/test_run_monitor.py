@@ -153,7 +153,7 @@ def test_pause_of_the_service_does_not_count_as_silence_of_a_rank():
 
 @pytest.mark.parametrize(("cursor", "left_at"), [(9, 1.0), (8, 10.0)])
 def test_process_killed_after_its_exit_report_is_not_polled_forever(cursor, left_at):
-    """Its last response was lost. It is gone at once if all was read."""
+    """Its last response was lost. It is gone immediately if all was read."""
     host = Host()
     monitor = host.monitor()
     monitor.accept(process("i"), ())

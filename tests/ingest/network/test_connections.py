@@ -162,10 +162,10 @@ async def test_body_that_the_handler_does_not_read_has_no_time_limit():
     server = Server()
     server.application = web.Application(client_max_size=2 * size)
     server.application.add_routes([web.post("/wait", server.wait)])
-    async with server.running(FAST):
+    async with server.running(dataclasses.replace(FAST, body_seconds=0.5)):
         reader, writer = await server.begin(b"POST /wait HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % size)
         writer.write(bytes(size))
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.8)
         server.go_on.set()
         head = await reader.readuntil(b"\r\n\r\n")
 

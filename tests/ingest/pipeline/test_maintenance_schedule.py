@@ -75,7 +75,7 @@ def test_compaction_is_due_by_commits_and_other_jobs_by_the_clock():
     assert ["compact", "maintain", "retain"] == done(store, due, MAINTAIN_SECONDS, 2 * COMPACT_EVERY_COMMITS)
 
 
-def test_compaction_by_the_clock_is_reported_and_logged_if_another_process_compacts(caplog):
+def test_compaction_by_the_clock_is_reported_and_logged_if_refused(caplog):
     store, reports = Store(), []
     store.refused = 1
     due = MaintenanceSchedule(store, 0.0, on_compaction=reports.append)
@@ -112,7 +112,7 @@ def configured(tmp_path, text: str):
     return load_config(path)
 
 
-def test_retention_is_performed_by_the_first_service_of_a_store_and_only_with_days(tmp_path):
+def test_retention_needs_days_and_is_performed_by_the_first_service(tmp_path):
     text = 'shard = "{}/2"\n[retention]\nraw_days = 30'
 
     assert None is retention_job(configured(tmp_path, ""))

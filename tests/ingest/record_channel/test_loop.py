@@ -24,7 +24,7 @@ def target(incarnation="i", **changes):
 
 
 @pytest.mark.parametrize(("targets", "groups"), [(0, 1), (1, 1), (32, 1), (33, 2), (80, 3), (1000, 32)])
-def test_targets_are_polled_in_groups_of_about_thirty_spread_over_the_interval(targets, groups):
+def test_targets_are_polled_in_groups_spread_over_the_interval(targets, groups):
     pace = Pace(poll_seconds=2.0, max_backoff_seconds=30.0, targets=lambda: targets)
     offsets = [[pace.offset(f"{n:x}", 2.0) for n in range(20_000)] for _ in range(2)]
     sizes = Counter(offsets[0])

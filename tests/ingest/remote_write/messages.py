@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import aiohttp
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 INT64, DOUBLE, STRING, UINT32 = 3, 1, 9, 13
@@ -56,6 +57,16 @@ def write_request(*series, metadata=()):
     for name in metadata:
         request.metadata.add(type=1, metric_family_name=name)
     return request.SerializeToString()
+
+
+async def post(service, data, path="/api/v1/write", **headers):
+    """Send a request of remote write, and return status, headers and text of the response."""
+    kinds = {"Content-Type": "application/x-protobuf", "Content-Encoding": "snappy"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{service.url}{path}", data=data, headers=kinds | headers) as response,
+    ):
+        return response.status, response.headers, await response.text()
 
 
 MESSAGES_2 = {

@@ -92,23 +92,10 @@ def test_known_series_are_decoded_with_any_values_and_several_samples():
     reader = WriteReader()
     series = [{**UP, "cpu": str(number), "mode": "x" * number} for number in range(300)]
     reader.read(write_request(*((labels, [(NOW, 1.0)]) for labels in series)))
-    data = [
-        write_request(*((labels, [(NOW + at * count, count % 3)]) for count, labels in enumerate(series, 1)))
-        for at in (15_000, 30_000)
-    ]
-    data.append(write_request(*((labels, [(NOW + 1000 * n, n % 2) for n in range(9)]) for labels in series)))
+    data = write_request(*((labels, [(NOW + 15_000 * n, n % 3)]) for n, labels in enumerate(series, 1)))
+    several = write_request(*((labels, [(NOW + 1000 * n, n % 2) for n in range(9)]) for labels in series))
 
-    assert list(map(expected_rows, data)) == [rows(reader.read(one)) for one in data]
-
-
-def test_exemplars_and_histograms_do_not_change_the_series():
-    reader = WriteReader()
-    first = reader.read(write_request((UP, [(NOW, 1.0)], 2, 1)))
-    second = reader.read(write_request((UP, [(NOW, 1.0)], 1, 0), (UP, [(NOW + 1, 1.0)])))
-
-    assert (2, 1, 0) == (first.exemplars, first.histograms, first.repeated)
-    assert (1, 0, 1) == (second.exemplars, second.histograms, second.repeated)
-    assert first.series == second.series
+    assert [expected_rows(data), expected_rows(several)] == [rows(reader.read(one)) for one in (data, several)]
 
 
 def test_repeated_sample_is_dropped_also_with_another_order_of_labels():
@@ -152,32 +139,27 @@ def test_samples_are_right_while_the_cache_is_full_and_swept():
     assert sorted(row for one in requests for row in expected_rows(one)) == rows(*decoded)
 
 
+def read_rounds(reader, *rounds):
+    """Read one request after the other; return the numbers of new and repeated samples of the last round."""
+    for at, active in rounds:
+        decoded = [reader.read(request) for request in one_round(at, active, series_per_request=10 - (at % 2) * 2)]
+    return sum(one.rows for one in decoded), sum(one.repeated for one in decoded)
+
+
 def test_inactive_series_are_swept_from_a_full_cache():
     """After two generations without the old series, repeated samples of the new ones are detected."""
     reader = WriteReader(max_known_series=100)
-    for at in range(20):
-        for request in one_round(at, range(50, 150) if at else range(100)):
-            reader.read(request)
-    for at in range(20, 40):
-        for request in one_round(at, range(300, 390)):
-            reader.read(request)
+    read_rounds(reader, *((at, range(50, 150) if at else range(100)) for at in range(20)))
+    read_rounds(reader, *((at, range(300, 390)) for at in range(20, 40)))
 
-    again = [reader.read(request) for request in one_round(39, range(300, 390), series_per_request=8)]
-
-    assert (0, 90) == (sum(one.rows for one in again), sum(one.repeated for one in again))
+    assert (0, 90) == read_rounds(reader, (39, range(300, 390)))
 
 
 def test_repeated_samples_of_cached_series_are_detected_in_a_full_cache():
     reader = WriteReader(max_known_series=100)
-    for at in range(9):
-        for request in one_round(at, range(at, at + 80)):
-            reader.read(request)
-    for request in one_round(0, range(1000, 1040)):
-        reader.read(request)
+    read_rounds(reader, *((at, range(at, at + 80)) for at in range(9)), (0, range(1000, 1040)))
 
-    again = [reader.read(request) for request in one_round(8, range(8, 88), series_per_request=8)]
-
-    assert (0, 80) == (sum(one.rows for one in again), sum(one.repeated for one in again))
+    assert (0, 80) == read_rounds(reader, (8, range(8, 88)))
 
 
 def test_series_with_long_labels_use_the_capacity_of_several():
@@ -202,6 +184,16 @@ def test_series_with_too_many_or_too_long_labels_is_dropped_and_counted():
     assert expected_rows(write_request((UP, [(NOW, 1.0)]))) == rows(first)
 
 
+def twice():
+    """Return a request whose only series has a label twice."""
+    request = CLASSES["WriteRequest"].FromString(write_request((UP, [(NOW, 1.0)])))
+    request.timeseries[0].labels.add(name="job", value="again")
+    return request.SerializeToString()
+
+
+GOOD = write_request((UP, [(NOW, 1.0)]))
+
+
 @pytest.mark.parametrize(
     ("data", "why"),
     [
@@ -210,26 +202,19 @@ def test_series_with_too_many_or_too_long_labels_is_dropped_and_counted():
         (write_request((UP, [(-1, 1.0)])), "before 1970"),
         (write_request((UP, [(1 << 50, 1.0)])), "after 9999"),
         (write_request((UP, [(NOW - 86_400_000 * 70, 1.0)])), "more than 62 days"),
-        (write_request((UP, [(NOW, 1.0)])) + b"\x0a\x7f", "not a valid prometheus.WriteRequest"),
-        (write_request((UP, [(NOW, 1.0)])) + b"\x22\x01x", "field 4 does not exist in remote write 1.0"),
-        (write_request((UP, [(NOW, 1.0)])).replace(b"node", b"\xff\xfe\xfd\xfc"), "not a valid prometheus.Label"),
+        (GOOD + b"\x0a\x7f", "not a valid prometheus.WriteRequest"),
+        (GOOD + b"\x22\x01x", "field 4 does not exist in remote write 1.0"),
+        (GOOD.replace(b"node", b"\xff\xfe\xfd\xfc"), "not a valid prometheus.Label"),
         (b"\x0a\x06" + b"\x0a\x04\x0a\x02up"[:6], "has no label __name__"),
         (b"\x0a\x02\x10\x01", "field 2 of a TimeSeries has the unexpected wire type 0"),
         (b"\x0b", "not a valid prometheus.WriteRequest"),
-        (write_request((UP, [(NOW, 1.0)]))[:-1], "not a valid prometheus.WriteRequest"),
+        (GOOD[:-1], "not a valid prometheus.WriteRequest"),
+        (twice(), "twice"),
     ],
 )
 def test_malformed_request_is_rejected_as_a_whole_with_the_reason(data, why):
     with pytest.raises(DecodeError, match=why):
         WriteReader().read(write_request((UP, [(NOW, 2.0)])) + data)
-
-
-def test_duplicate_label_is_rejected():
-    request = CLASSES["WriteRequest"].FromString(write_request((UP, [(NOW, 1.0)])))
-    request.timeseries[0].labels.add(name="job", value="again")
-
-    with pytest.raises(DecodeError, match="twice"):
-        WriteReader().read(request.SerializeToString())
 
 
 @settings(max_examples=examples(60), deadline=None)

@@ -9,23 +9,19 @@ import sys
 import threading
 from collections import Counter
 
-import aiohttp
 import pytest
-from tests.ingest.remote_write.messages import write_request
+from tests.ingest.remote_write.messages import post, write_request
 
 from rankscope_contract.metrics.catalogue import REMOTE_WRITE_DROPPED, REMOTE_WRITE_REQUESTS
 from rankscope_ingest.base.config import RemoteWriteSection
 from rankscope_ingest.base.errors import BusyError, DecodeError
 from rankscope_ingest.base.protobuf import packed
-from rankscope_ingest.pipeline.flusher import Quarantine
-from rankscope_ingest.remote_write import handler
 from rankscope_ingest.remote_write.decoder import WriteReader
 from rankscope_ingest.remote_write.handler import RemoteWrite
-from rankscope_storage.base.errors import BatchError, StoreError
+from rankscope_storage.base.errors import StoreError
 from rankscope_storage.writer.writer import Commit
 
 NOW = 1_770_000_000_000
-PROTOBUF = {"Content-Type": "application/x-protobuf", "Content-Encoding": "snappy"}
 
 
 def body(value, *, ms=NOW, **labels):
@@ -35,16 +31,16 @@ def body(value, *, ms=NOW, **labels):
 class Memory:
     """A store that keeps batches in memory, and fails while `fails` is set."""
 
-    def __init__(self):
-        self.batches, self.fails = [], False
+    def __init__(self, *, fails=False):
+        self.batches, self.fails = [], fails
 
     def append(self, batch):
         if self.fails:
             raise StoreError("the disk is full")
-        if not batch.tables:  # the batch is in quarantine
-            return Commit(version=len(self.batches), rows={}, files=0, seconds=0)
-        self.batches.append(batch)
-        return Commit(version=len(self.batches), rows={"samples": batch.tables["samples"].num_rows}, files=1, seconds=0)
+        rows = {name: table.num_rows for name, table in batch.tables.items()}
+        if rows:  # otherwise the batch is in quarantine
+            self.batches.append(batch)
+        return Commit(version=len(self.batches), rows=rows, files=len(rows), seconds=0)
 
     def watermark(self, incarnation):
         raise NotImplementedError
@@ -90,18 +86,11 @@ class HeldReader(WriteReader):
 
 @contextlib.asynccontextmanager
 async def receiver(store, *, aside=None, reader=None, answer_seconds=30.0, inline_bytes=65_536, **section):
-    counts = Counts()
-    one = RemoteWrite(
-        RemoteWriteSection(**{"hold_seconds": 0.0, **section}),
-        store,
-        counts,
-        on_commit=lambda *_: None,
-        clock=asyncio.get_running_loop().time,
-        aside=aside,
-        reader=reader,
-        answer_seconds=answer_seconds,
-        inline_bytes=inline_bytes,
-    )
+    counts, clock = Counts(), asyncio.get_running_loop().time
+    settings = RemoteWriteSection(**{"hold_seconds": 0.0, **section})
+    limits = {"answer_seconds": answer_seconds, "inline_bytes": inline_bytes}
+    changed = {"on_commit": lambda *_: None, "clock": clock, "aside": aside, "reader": reader}
+    one = RemoteWrite(settings, store, counts, **changed, **limits)
     one.counts = counts
     await one.begin()
     flushing = asyncio.create_task(one.run())
@@ -140,19 +129,10 @@ async def test_response_follows_the_commit():
             await one.take(body(3.0))
 
 
-async def test_request_that_cannot_be_stored_is_quarantined_and_others_are_stored(tmp_path, monkeypatch):
+async def test_request_that_cannot_be_stored_is_quarantined_and_others_are_stored(tmp_path, rejecting):
     """Otherwise it would be retried forever, and all later requests would be rejected."""
     store, set_aside = Memory(), []
-    quarantine = Quarantine(tmp_path, stamp=None, count=set_aside.append)
-    genuine = handler.samples_table
-
-    def table(requests):
-        rows = genuine(requests)
-        if 13.0 in rows["value"].to_pylist():
-            raise BatchError("rows cannot be written as Parquet: a fault of ours")
-        return rows
-
-    monkeypatch.setattr(handler, "samples_table", table)
+    quarantine = rejecting(lambda values: 13.0 in values, set_aside.append)
     async with receiver(store, aside=quarantine, hold_seconds=15.0) as one:
         waiting = [asyncio.create_task(one.take(body(float(value)))) for value in range(10, 17)]
         await until(lambda: one.pending_rows == 7)
@@ -163,16 +143,14 @@ async def test_request_that_cannot_be_stored_is_quarantined_and_others_are_store
     (folder,) = (tmp_path / "_quarantine").iterdir()
     kept = pickle.loads((folder / "as_it_came.pickle").read_bytes())
 
-    assert [10.0, 11.0, 12.0, 14.0, 15.0, 16.0] == store.values
-    assert [1] == set_aside
+    assert ([10.0, 11.0, 12.0, 14.0, 15.0, 16.0], [1]) == (store.values, set_aside)
     assert [{"target": ["a"], "metric": ["m"], "labels": [None], "time_ms": [NOW], "value": [13.0]}] == kept
     assert "a fault of ours" in (folder / "why.json").read_text()
 
 
 async def test_repeated_request_is_stored_once_even_after_a_restart():
     """Prometheus times out after 30 s, and sends the same bytes again."""
-    store = Memory()
-    store.fails = True
+    store = Memory(fails=True)
     async with receiver(store, answer_seconds=0.05) as one:
         for _ in range(2):
             with pytest.raises(BusyError, match="accepted but not stored yet"):
@@ -192,8 +170,7 @@ async def test_repeated_request_is_stored_once_even_after_a_restart():
 
 
 async def test_repeated_sample_in_another_request_waits_for_the_first_commit():
-    store = Memory()
-    store.fails = True
+    store = Memory(fails=True)
     async with receiver(store, answer_seconds=0.05) as one:
         again = packed(write_request(({"instance": "a", "__name__": "m"}, [(NOW, 1.0)])))
         for request in (body(1.0), again):
@@ -231,8 +208,7 @@ async def test_small_request_is_decoded_in_a_thread_if_the_cache_is_swept():
 
 
 async def test_requests_are_rejected_above_max_pending_samples():
-    store = Memory()
-    store.fails = True
+    store = Memory(fails=True)
     async with receiver(store, answer_seconds=0.01, max_pending_samples=2, max_bytes=65_536) as one:
         for value in (1.0, 2.0, 3.0):
             with pytest.raises(BusyError):
@@ -244,8 +220,7 @@ async def test_requests_are_rejected_above_max_pending_samples():
 
 
 async def test_waiting_request_is_rejected_when_the_receiver_closes():
-    store = Memory()
-    store.fails = True
+    store = Memory(fails=True)
     async with receiver(store) as one:
         waiting = asyncio.create_task(one.take(body(1.0)))
         await until(lambda: one.pending_rows == 1)
@@ -266,8 +241,7 @@ async def test_bytes_of_incoming_bodies_are_bounded():
 
 
 async def test_body_is_reserved_until_decoded_and_not_kept_while_store_is_slow():
-    store, sent, reader = Memory(), body(1.0), HeldReader(held=True)
-    store.fails = True
+    store, sent, reader = Memory(fails=True), body(1.0), HeldReader(held=True)
     references = sys.getrefcount(sent)
     async with receiver(store, reader=reader, inline_bytes=0, max_bytes=65_536) as one:
         others = [one.reserve(None) for _ in range(3)]
@@ -300,6 +274,7 @@ async def test_malformed_request_leaves_no_samples_and_may_be_repeated():
 async def test_service_stores_valid_requests_and_reports_why_others_are_rejected(start_service):
     """Same token and port as for all other requests; `/metrics` counts requests by outcome."""
     token = "for-ranks-and-readers"
+    version_3 = "application/x-protobuf;proto=io.prometheus.write.v3.Request"
     cases = [
         (body(1.5, job="j"), {}, 204, ""),
         (body(1.5, job="j"), {}, 204, ""),
@@ -307,17 +282,16 @@ async def test_service_stores_valid_requests_and_reports_why_others_are_rejected
         (b"\xff", {}, 400, "truncated"),
         (packed(b"x" * 70_000), {}, 400, "limit is 65536"),
         (b"x" * 70_000, {}, 413, "max_bytes"),
-        (body(2.0), {"Content-Type": "application/x-protobuf;proto=io.prometheus.write.v3.Request"}, 415, "2.0"),
+        (body(2.0), {"Content-Type": version_3}, 415, "2.0"),
         (body(2.0), {"Content-Type": "text/plain"}, 415, "JSON"),
         (body(2.0), {"Content-Encoding": "lz4"}, 415, "snappy"),
         (packed(write_request(metadata=["up"])), {}, 204, ""),
     ]
     limits = {"remote_write.hold_seconds": 0.0, "remote_write.max_bytes": 65_536, "service.token": token}
-    async with start_service(**limits) as service, aiohttp.ClientSession() as session:
+    async with start_service(**limits) as service:
         for data, more, status, why in cases:
-            headers = PROTOBUF | {"Authorization": f"Bearer {token}"} | more
-            async with session.post(f"{service.url}/api/v1/write", data=data, headers=headers) as response:
-                assert (status, True) == (response.status, why in await response.text())
+            found, _, text = await post(service, data, **{"Authorization": f"Bearer {token}", **more})
+            assert (status, True) == (found, why in text)
         _, page = await service.get("/metrics", Authorization=f"Bearer {token}")
         rows = service.rows("SELECT run, target, metric, labels, value, ts_origin FROM samples")
 

@@ -7,19 +7,16 @@ import json
 import struct
 from pathlib import Path
 
-import aiohttp
 import pytest
-from tests.ingest.remote_write.messages import write_request, write_request_2
+from tests.ingest.remote_write.messages import post, write_request, write_request_2
 from tests.ingest.remote_write.test_handler import NOW, Memory, receiver, until
 
 from rankscope_ingest.base.errors import BusyError
 from rankscope_ingest.base.protobuf import packed
-from rankscope_ingest.pipeline.flusher import Quarantine
-from rankscope_ingest.remote_write import handler
 from rankscope_ingest.remote_write.handler import Version
-from rankscope_storage.base.errors import BatchError
 
-V1, V2 = "application/x-protobuf", "application/x-protobuf;proto=io.prometheus.write.v2.Request"
+V1 = "application/x-protobuf"
+V2 = "application/x-protobuf;proto=io.prometheus.write.v2.Request"
 SERIES = {"__name__": "m", "instance": "a", "job": "j"}
 WRITTEN = [f"X-Prometheus-Remote-Write-{kind}-Written" for kind in ("Samples", "Histograms", "Exemplars")]
 RECORDED = Path(__file__).parents[2] / "data" / "remote_write_2" / "prometheus_3.16.snappy"
@@ -35,28 +32,29 @@ async def test_responses_to_version_2_have_the_numbers_of_stored_items(start_ser
     """In all responses 2xx and 4xx; a repeated request has the same numbers. Version 1.0 has no such headers."""
     token = "for-ranks-and-readers"
     many = {"__name__": "m", **{f"l{number}": "x" for number in range(200)}}
+    strange = {"Content-Type": V2.replace("v2", "v\u202e2"), "User-Agent": "p\u202e"}
+    version_1 = {"Content-Type": V1 + '; proto="prometheus.WriteRequest"'}
     cases = [
-        (body_2(1.0, 2.0, items=(3, 1)), V2, {}, 204, "2"),
-        (body_2(1.0, 2.0, items=(3, 1)), V2, {}, 204, "2"),
-        (packed(write_request_2((SERIES, [(NOW + 1, 2.0)]))), V2, {}, 204, "1"),  # it is stored already
-        (packed(write_request_2((SERIES, [(NOW + 2, 3.0)]), (many, [(NOW, 1.0)]))), V2, {}, 204, "1"),
-        (body_2(9.0)[:-1], V2, {}, 400, "0"),
-        (b"x" * 70_000, V2, {}, 413, "0"),
-        (body_2(9.0), V2.replace("v2", "v3"), {}, 415, "0"),
-        *((body_2(9.0), V2, {"Content-Encoding": name}, 415, "0") for name in ("lz4", "gzip", "zstd", "br")),
-        (body_2(9.0), V2.replace("v2", "v\u202e2"), {"User-Agent": "p\u202e"}, 415, "0"),
-        (body_2(9.0), V2, {"Authorization": "Bearer other"}, 401, "0"),
-        (body_2(9.0), V1, {}, 400, None),
-        (packed(write_request((SERIES, [(NOW + 3, 4.0)]))), V1 + '; proto="prometheus.WriteRequest"', {}, 204, None),
+        (body_2(1.0, 2.0, items=(3, 1)), {}, 204, "2"),
+        (body_2(1.0, 2.0, items=(3, 1)), {}, 204, "2"),
+        (packed(write_request_2((SERIES, [(NOW + 1, 2.0)]))), {}, 204, "1"),  # it is stored already
+        (packed(write_request_2((SERIES, [(NOW + 2, 3.0)]), (many, [(NOW, 1.0)]))), {}, 204, "1"),
+        (body_2(9.0)[:-1], {}, 400, "0"),
+        (b"x" * 70_000, {}, 413, "0"),
+        (body_2(9.0), {"Content-Type": V2.replace("v2", "v3")}, 415, "0"),
+        *((body_2(9.0), {"Content-Encoding": name}, 415, "0") for name in ("lz4", "gzip", "zstd", "br")),
+        (body_2(9.0), strange, 415, "0"),
+        (body_2(9.0), {"Authorization": "Bearer other"}, 401, "0"),
+        (body_2(9.0), {"Content-Type": V1}, 400, None),
+        (packed(write_request((SERIES, [(NOW + 3, 4.0)]))), version_1, 204, None),
     ]
     limits = {"remote_write.hold_seconds": 0.0, "remote_write.max_bytes": 65_536, "service.token": token}
-    async with start_service(**limits) as service, aiohttp.ClientSession() as session:
-        for data, kind, more, status, samples in cases:
-            common = {"Content-Type": kind, "Content-Encoding": "snappy", "Authorization": f"Bearer {token}"}
-            async with session.post(f"{service.url}/api/v1/write", data=data, headers=common | more) as response:
-                found = [response.headers.get(name) for name in WRITTEN]
+    async with start_service(**limits) as service:
+        for data, more, status, samples in cases:
+            common = {"Content-Type": V2, "Authorization": f"Bearer {token}"}
+            found, headers, _ = await post(service, data, **common | more)
 
-                assert (status, [samples, *([samples and "0"] * 2)]) == (response.status, found)
+            assert (status, [samples, *([samples and "0"] * 2)]) == (found, [headers.get(name) for name in WRITTEN])
         _, page = await service.get("/metrics", Authorization=f"Bearer {token}")
         _, document = await service.get("/api/v1/status", Authorization=f"Bearer {token}")
         rows = service.rows("SELECT target, metric, labels, value, ts_origin FROM samples ORDER BY value")
@@ -89,42 +87,30 @@ def request_of_literals(name, value, moment):
     return varint(len(data)) + b"".join(bytes([(len(piece) - 1) << 2]) + piece for piece in pieces)
 
 
-async def test_requests_that_other_code_encodes_are_stored(start_service):
-    headers = {"Content-Type": V2, "Content-Encoding": "snappy", "X-Prometheus-Remote-Write-Version": "2.0.0"}
-    async with start_service(**{"remote_write.hold_seconds": 0.0}) as service, aiohttp.ClientSession() as session:
-        for at in range(5):
-            data = request_of_literals("x", 1.0, NOW + at)
-            async with session.post(f"{service.url}/api/v1/write", data=data, headers=headers) as response:
-                assert 204 == response.status
-        rows = service.rows("SELECT target, metric, labels, count(*) AS samples FROM samples GROUP BY ALL")
-
-    assert [{"target": "node-1", "metric": "x", "labels": '{"job":"field"}', "samples": 5}] == rows
-
-
-async def test_recorded_request_of_prometheus_3_is_stored(start_service):
-    headers = {"Content-Type": V2, "Content-Encoding": "snappy", "X-Prometheus-Remote-Write-Version": "2.0.0"}
-    async with start_service(**{"remote_write.hold_seconds": 0.0}) as service, aiohttp.ClientSession() as session:
-        async with session.post(f"{service.url}/api/v1/write", data=RECORDED.read_bytes(), headers=headers) as response:
-            found = response.status, *(response.headers[name] for name in WRITTEN)
+async def test_requests_of_prometheus_3_and_of_other_code_are_stored(start_service):
+    version = {"Content-Type": V2, "X-Prometheus-Remote-Write-Version": "2.0.0"}
+    async with start_service(**{"remote_write.hold_seconds": 0.0}) as service:
+        status, headers, _ = await post(service, RECORDED.read_bytes(), **version)
         _, page = await service.get("/metrics")
-        rows = service.rows(
-            "SELECT target, metric, labels, value FROM samples WHERE metric IN ('m_total', 'goes') ORDER BY metric, ts"
-        )
         total = service.rows("SELECT count(*) AS samples, count(DISTINCT metric) AS metrics FROM samples")
+        for at in range(5):
+            assert 204 == (await post(service, request_of_literals("x", 1.0, NOW + at), **version))[0]
+        found = "SELECT target, metric, labels, value FROM samples WHERE metric IN ('m_total', 'goes', 'x')"
+        rows = service.rows(f"{found} ORDER BY metric, ts")
 
     goes = {"target": "a:9100", "metric": "goes", "labels": '{"job":"node"}'}
     counter = {"target": "a:9100", "metric": "m_total", "labels": r'{"cpu":"0","job":"node","mode":"a b\"c"}'}
-    assert (204, "36", "0", "0") == found
+    assert (204, "36", "0", "0") == (status, *(headers[name] for name in WRITTEN))
     assert [{**goes, "value": value} for value in (1.0, 1.0, None)] == rows[:3]
     assert [{**counter, "value": value} for value in (5.0, 10.0, 15.0)] == rows[3:6]
+    assert [{"target": "node-1", "metric": "x", "labels": '{"job":"field"}', "value": 1.0}] * 5 == rows[-5:]
     assert [{"samples": 36, "metrics": 7}] == total
     assert 'remote_write_dropped_total{reason="exemplar"} 1.0' in page
 
 
 async def test_number_of_stored_samples_of_a_repeated_request_is_kept():
     """While the first request waits, later, and after a restart."""
-    store = Memory()
-    store.fails = True
+    store = Memory(fails=True)
     async with receiver(store, answer_seconds=0.05) as one:
         with pytest.raises(BusyError):
             await one.take(body_2(1.0, 2.0), 0, Version.V2)
@@ -136,43 +122,12 @@ async def test_number_of_stored_samples_of_a_repeated_request_is_kept():
     async with receiver(store) as one:
         found.append(await one.take(body_2(1.0, 2.0), 0, Version.V2))
 
-    assert {2} == set(found)
-    assert [1.0, 2.0] == store.values
+    assert ({2}, [1.0, 2.0]) == (set(found), store.values)
 
 
-async def test_quarantined_samples_are_not_reported_as_stored(tmp_path, monkeypatch):
-    genuine = handler.samples_table
-
-    def table(requests):
-        rows = genuine(requests)
-        if 13.0 in rows["value"].to_pylist():
-            raise BatchError("rows cannot be written as Parquet: a fault of ours")
-        return rows
-
-    monkeypatch.setattr(handler, "samples_table", table)
-    quarantine = Quarantine(tmp_path, stamp=None, count=lambda _: None)
-    async with receiver(Memory(), aside=quarantine, hold_seconds=15.0) as one:
-        waiting = [asyncio.create_task(one.take(body_2(value), 0, Version.V2)) for value in (12.0, 13.0, 14.0)]
-        await until(lambda: one.pending_rows == 3)
-        await one.finish()
-
-        assert [1, 0, 1] == await asyncio.gather(*waiting)
-        assert 0 == await one.take(body_2(13.0), 0, Version.V2)
-
-
-async def test_repeated_samples_are_reported_as_stored_only_if_they_are(tmp_path, monkeypatch):
+async def test_repeated_samples_are_reported_as_stored_only_if_they_are(rejecting):
     """Samples that occur twice in one request, and samples of an earlier request that is moved to quarantine."""
-    genuine = handler.samples_table
-
-    def table(requests):
-        rows = genuine(requests)
-        if 13.0 in rows["value"].to_pylist():
-            raise BatchError("rows cannot be written as Parquet: a fault of ours")
-        return rows
-
-    monkeypatch.setattr(handler, "samples_table", table)
-    quarantine = Quarantine(tmp_path, stamp=None, count=lambda _: None)
-    store = Memory()
+    store, quarantine = Memory(), rejecting(lambda values: 13.0 in values)
     bodies = [
         packed(write_request_2((SERIES, [(NOW, 12.0), (NOW, 12.0)]))),
         packed(write_request_2((SERIES, [(NOW + 1, 13.0), (NOW + 1, 13.0)]))),
@@ -185,37 +140,25 @@ async def test_repeated_samples_are_reported_as_stored_only_if_they_are(tmp_path
         await one.finish()
 
         assert [2, 0, 1, 2] == await asyncio.gather(*waiting)
+        assert 0 == await one.take(bodies[1], 0, Version.V2)
     assert [12.0, 14.0, 15.0] == store.values
 
 
-async def test_sample_that_is_in_quarantine_is_not_dropped_as_repeated(tmp_path, monkeypatch):
-    genuine = handler.samples_table
-
-    def table(requests):
-        rows = genuine(requests)
-        if [13.0] == rows["value"].to_pylist():
-            raise BatchError("rows cannot be written as Parquet: a fault of ours")
-        return rows
-
-    monkeypatch.setattr(handler, "samples_table", table)
-    quarantine = Quarantine(tmp_path, stamp=None, count=lambda _: None)
-    store = Memory()
+async def test_sample_that_is_in_quarantine_is_not_dropped_as_repeated(rejecting):
+    store, quarantine = Memory(), rejecting(lambda values: [13.0] == values)
     async with receiver(store, aside=quarantine, hold_seconds=0.0) as one:
         found = [await one.take(body_2(*values), 0, Version.V2) for values in ((13.0,), (13.0, 14.0))]
 
-    assert [0, 2] == found
-    assert [13.0, 14.0] == store.values
+    assert ([0, 2], [13.0, 14.0]) == (found, store.values)
 
 
 async def test_sender_that_gets_only_refusals_is_logged_once_and_listed(start_service, caplog):
     """Another sender at the same address is not listed; the sender is removed after an accepted request."""
     good = packed(write_request_2((SERIES, [(NOW, 1.0)])))
-    async with start_service(**{"remote_write.hold_seconds": 0.0}) as service, aiohttp.ClientSession() as session:
+    async with start_service(**{"remote_write.hold_seconds": 0.0}) as service:
 
         async def send(data, agent, **more):
-            headers = {"Content-Type": V2, "Content-Encoding": "snappy", "User-Agent": agent, **more}
-            async with session.post(f"{service.url}/api/v1/write", data=data, headers=headers) as response:
-                return response.status
+            return (await post(service, data, **{"Content-Type": V2, "User-Agent": agent, **more}))[0]
 
         statuses = [await send(good, "<vm>/1", **{"Content-Encoding": "zstd"}) for _ in range(3)]
         statuses += [await send(good, "Prometheus/3"), await send(b"\xff", "Prometheus/3")]
@@ -224,46 +167,41 @@ async def test_sender_that_gets_only_refusals_is_logged_once_and_listed(start_se
         statuses.append(await send(good, "<vm>/1"))
         _, after = await service.get("/api/v1/status")
 
-    said = [one.getMessage() for one in caplog.records if "remote write: all requests" in one.getMessage()]
+    (said,) = [one.getMessage() for one in caplog.records if "remote write: all requests" in one.getMessage()]
     (listed,) = json.loads(document)["refused_senders"]
     assert [415, 415, 415, 204, 400, 204] == statuses
     assert ("127.0.0.1 (<vm>/1)", 3) == (listed["name"], listed["requests"])
     assert listed["reason"].startswith("unsupported: Content-Encoding zstd is not supported: send remote write")
     assert [] == json.loads(after)["refused_senders"]
-    assert 1 == len(said)
-    assert "127.0.0.1 (<vm>/1) are refused, its samples are lost: unsupported: Content-Encoding zstd" in said[0]
+    assert "127.0.0.1 (<vm>/1) are refused, its samples are lost: unsupported: Content-Encoding zstd" in said
     assert "Samples are lost." in page
     assert "127.0.0.1 (&lt;vm&gt;/1) are refused: unsupported: Content-Encoding zstd" in page
 
 
 async def test_senders_that_are_refused_for_any_reason_are_listed(start_service, caplog):
     """The reasons contain neither a token nor the path of a request. Another status than 4xx is no refusal."""
-    token = "for-ranks-and-readers"
-    good = packed(write_request_2((SERIES, [(NOW, 1.0)])))
+    token, good, path = "for-ranks-and-readers", packed(write_request_2((SERIES, [(NOW, 1.0)]))), "/api/v1/write"
     version = {"X-Prometheus-Remote-Write-Version": "2.0.0"}
     cases = {
-        "no token": (good, "/api/v1/write", {"Authorization": ""}, 401, "unauthorized: no valid token"),
-        "token": (good, "/api/v1/write", {"Authorization": "Bearer s3cret"}, 401, "unauthorized: no valid token"),
+        "no token": (good, path, {"Authorization": ""}, 401, "unauthorized: no valid token"),
+        "token": (good, path, {"Authorization": "Bearer s3cret"}, 401, "unauthorized: no valid token"),
         "path": (good, "/push/s3cret", version, 400, "wrong path: send remote write to /api/v1/write"),
-        "text": (good, "/api/v1/write", {"Content-Type": "text/plain"}, 415, "unsupported media type: this Content"),
-        "snappy": (b"\xff" * 9, "/api/v1/write", {}, 400, "malformed: "),
-        "inflated": (packed(b"x" * 70_000), "/api/v1/write", {}, 400, "malformed: "),
-        "size": (b"x" * 70_000, "/api/v1/write", {}, 413, "too large: "),
-        "gzip": (good, "/api/v1/write", {"Content-Encoding": "gzip"}, 415, "unsupported: Content-Encoding gzip"),
+        "text": (good, path, {"Content-Type": "text/plain"}, 415, "unsupported media type: this Content"),
+        "snappy": (b"\xff" * 9, path, {}, 400, "malformed: "),
+        "inflated": (packed(b"x" * 70_000), path, {}, 400, "malformed: "),
+        "size": (b"x" * 70_000, path, {}, 413, "too large: "),
+        "gzip": (good, path, {"Content-Encoding": "gzip"}, 415, "unsupported: Content-Encoding gzip"),
     }
     limits = {"remote_write.hold_seconds": 0.0, "remote_write.max_bytes": 65_536, "service.token": token}
-    common = {"Content-Type": V2, "Content-Encoding": "snappy", "Authorization": f"Bearer {token}"}
-    async with start_service(**limits) as service, aiohttp.ClientSession() as session:
-        for agent, (data, path, more, status, _) in cases.items():
-            headers = common | {"User-Agent": agent} | more
-            async with session.post(f"{service.url}{path}", data=data, headers=headers) as response:
-                assert (agent, status) == (agent, response.status)
-        async with session.post(f"{service.url}/api/v1/register", data="{}", headers=common) as response:
-            assert 400 == response.status  # not of a sender
-        _, document = await service.get("/api/v1/status", Authorization=f"Bearer {token}")
-        _, page = await service.get("/service", Authorization=f"Bearer {token}")
-        _, metrics = await service.get("/metrics", Authorization=f"Bearer {token}")
+    common = {"Content-Type": V2, "Authorization": f"Bearer {token}"}
+    async with start_service(**limits) as service:
+        for agent, (data, place, more, status, _) in cases.items():
+            found, _, _ = await post(service, data, place, **common | {"User-Agent": agent} | more)
+            assert (agent, status) == (agent, found)
+        assert 400 == (await post(service, "{}", "/api/v1/register", **common))[0]  # not of a sender
+        pages = [await service.get(one, **common) for one in ("/api/v1/status", "/service", "/metrics")]
 
+    document, page, metrics = (text for _, text in pages)
     reasons = {one["name"]: one["reason"] for one in json.loads(document)["refused_senders"]}
     assert {f"127.0.0.1 ({agent})" for agent in cases} == set(reasons)
     for agent, (*_, reason) in cases.items():

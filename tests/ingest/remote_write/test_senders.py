@@ -53,11 +53,7 @@ def test_sender_that_was_accepted_earlier_is_listed_and_later_recovers(caplog):
     ("accepted_seconds", "share", "lines"),
     [
         (5, "120 of 240 requests", ["3 of 6"]),
-        (
-            120,
-            "72 of 75 requests",
-            ["all requests of", "requests of 10.0.0.1", "all requests of", "requests of 10.0.0.1", "1 of 2"],
-        ),
+        (120, "72 of 75 requests", [*("all requests of", "requests of 10.0.0.1") * 2, "1 of 2"]),
     ],
 )
 def test_accepted_requests_do_not_hide_a_refused_sender_with_the_same_name(caplog, accepted_seconds, share, lines):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 
-import aiohttp
-from tests.ingest.remote_write.messages import write_request
+from tests.ingest.remote_write.messages import post, write_request
 from tests.ingest.scrape.test_exporters import FakeExporter
 
 from rankscope_ingest.base.protobuf import packed
 
 NOW_MS = 1_770_000_000_000
-PROTOBUF = {"Content-Type": "application/x-protobuf", "Content-Encoding": "snappy"}
 STORED = "SELECT run, list(value ORDER BY step) AS losses FROM scalars GROUP BY run"
 NODE_EXPORTER = """
     SELECT target AS who, max(value) AS last FROM samples WHERE metric IN ('named', 'listed', 'served', 'pushed')
@@ -21,11 +19,7 @@ NODE_EXPORTER = """
 
 async def push(service, value):
     message = write_request(({"__name__": "pushed", "instance": "pusher"}, [(NOW_MS, value)]))
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(f"{service.url}/api/v1/write", data=packed(message), headers=PROTOBUF) as response,
-    ):
-        return response.status
+    return (await post(service, packed(message)))[0]
 
 
 async def test_all_kinds_of_targets_are_read_at_the_same_time(fake_rank, start_service, eventually, tmp_path):
