@@ -64,18 +64,6 @@ def device() -> DeviceDouble:
     return DeviceDouble()
 
 
-def test_times_are_those_of_the_device(device):
-    clock = DeviceClock(device.event)
-    begin = clock.now()
-    device.work(0.25)
-    end = clock.now()
-    assert not begin.query()
-    device.run()
-
-    assert clock.reached(end)
-    assert 0.25 == clock.seconds(begin, end)
-
-
 def test_publisher_sleeps_until_the_device_reaches_an_event(device):
     naps: list[float] = []
     clock = DeviceClock(device.event, sleep=lambda seconds: (naps.append(seconds), device.run(1)))

@@ -49,7 +49,7 @@ class SlowData(Dataset):
         return self._batches
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        self._watch.sleep("data_wait", 0.05)
+        self._watch.sleep("data_wait", 0.03)
         return torch.ones(4)
 
 
@@ -60,7 +60,7 @@ class SlowNet(nn.Module):
         self.watch = watch
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.watch.sleep("forward" if self.training else "evaluation", 0.03)
+        self.watch.sleep("forward" if self.training else "evaluation", 0.02)
         return SlowBackward.apply(self.linear(x), self.watch)
 
 
@@ -72,7 +72,7 @@ class SlowBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        ctx.watch.sleep("backward", 0.02)
+        ctx.watch.sleep("backward", 0.01)
         return gradients[0], None
 
 
@@ -80,205 +80,172 @@ class SlowSGD(torch.optim.SGD):
     watch: Stopwatch
 
     def step(self, closure: Any = None) -> Any:
-        self.watch.sleep("optimizer", 0.04)
+        self.watch.sleep("optimizer", 0.02)
         return super().step(closure)
 
 
+class Training:
+    """A training whose parts sleep, with a monitor, and the records of its last step and the steps before it."""
+
+    def __init__(self, quiet: MonitorConfig, reader: Any, eventually: Any) -> None:
+        self.watch = Stopwatch()
+        self.net = SlowNet(self.watch)
+        self.optimizer = SlowSGD(self.net.parameters(), lr=0.1)
+        self.optimizer.watch = self.watch
+        self._quiet, self._reader, self._eventually = quiet, reader, eventually
+
+    def steps(self, count: int, per_step: int = 1) -> Iterator[int]:
+        """Train, and yield after each update, where the script may do other work."""
+        for number, batch in enumerate(DataLoader(SlowData(self.watch, count * per_step)), start=1):
+            self.net(batch).sum().backward()
+            if number % per_step == 0:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                if number == per_step:
+                    self.watch.each.clear()  # of the steps after the first; its data wait is the first step's
+                yield number // per_step
+
+    def run(self, loop: Callable[[Monitor], object], last: int = 3, **settings: Any) -> list[dict[str, Any]]:
+        """Return the records after `loop`, when the phases of the step `last` are published."""
+        config = dataclasses.replace(self._quiet, **settings)
+        with Monitor(config).attach(self.net, self.optimizer) as monitor:
+            loop(monitor)
+            monitor.end_step()
+            self.read = self._reader(monitor)
+            shown = phase_rows if config.phases else lambda records: {last: 1} if totals(records) else {}
+            records: list[dict[str, Any]] = self._eventually(
+                lambda: (found := self.read.records()) and last in shown(found) and found
+            )
+            assert 0 == monitor.faults
+        return records
+
+
 @pytest.fixture
-def watch() -> Stopwatch:
-    return Stopwatch()
-
-
-def slow_training(watch: Stopwatch) -> tuple[SlowNet, SlowSGD]:
+def training(quiet: MonitorConfig, reader: Any, eventually: Any) -> Training:
     torch.manual_seed(0)
-    net = SlowNet(watch)
-    optimizer = SlowSGD(net.parameters(), lr=0.1)
-    optimizer.watch = watch
-    return net, optimizer
+    return Training(quiet, reader, eventually)
 
 
-def train(net: SlowNet, optimizer: SlowSGD, monitor: Monitor | None, batches: int, per_step: int = 1) -> Iterator[int]:
-    """Train, and yield after each update, where the script may do other work."""
-    for number, batch in enumerate(DataLoader(SlowData(net.watch, batches)), start=1):
-        net(batch).sum().backward()
-        if number % per_step == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-            yield number // per_step
-
-
-def run(config: MonitorConfig, watch: Stopwatch, between: Callable[[Monitor, SlowNet, int], None], reader: Any,
-        eventually: Any, *, per_step: int = 1) -> list[dict[str, Any]]:  # fmt: skip
-    net, optimizer = slow_training(watch)
-    with Monitor(config).attach(net, optimizer) as monitor:
-        for step in train(net, optimizer, monitor, 4 * per_step, per_step):
-            if step == 1:
-                net.watch.each.clear()  # of the steps after the first; its data wait is the first step's
-            between(monitor, net, step)
-        monitor.end_step()
-        read = reader(monitor)
-        records = eventually(lambda: (found := read.records()) and 4 in phase_rows(found) and found)
-        assert 0 == monitor.faults
-    return records
+@pytest.fixture
+def all_totals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Publish the totals with each step."""
+    monkeypatch.setattr("rankscope_exporter.observers.step_timing.observer.EVERY_SECONDS", 0.0)
 
 
 def step_phases(records: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the phases of steps 2 to 4."""
+    """Return the phases of all steps after the first."""
     summed: dict[str, float] = defaultdict(float)
     for step, phases in phase_rows(records).items():
         for phase, seconds in phases.items():
-            summed[phase] += seconds if step in (2, 3, 4) else 0.0
+            summed[phase] += seconds if step not in (None, 1) else 0.0
     return summed
 
 
+def scalars(records: list[dict[str, Any]], name: str) -> dict[int, float]:
+    """Return the values of a scalar by step."""
+    found = ((record["step"], scalar) for record in records for scalar in record["scalars"] or ())
+    return {step: scalar["value"] for step, scalar in found if scalar["name"] == name}
+
+
 @pytest.mark.parametrize("every", [1, 100])
-def test_phases_contain_their_sleeps_and_sum_up_to_the_step(every, quiet, watch, reader, eventually):
-    config = dataclasses.replace(quiet, every=every)
-    records = run(config, watch, lambda *_: None, reader, eventually, per_step=2)
-    seconds = {
-        record["step"]: scalar["value"]
-        for record in records
-        for scalar in record["scalars"] or ()
-        if scalar["name"] == "step_seconds"
-    }
-    found, phases = step_phases(records), phase_rows(records)
+def test_phases_contain_their_sleeps_and_sum_up_to_the_step(every, training, all_totals):
+    began = time.monotonic()
+    records = training.run(lambda _: [*training.steps(3, per_step=2)], every=every)
+    took = time.monotonic() - began
+    seconds = scalars(records, "step_seconds")
+    found, phases, gone, slept = step_phases(records), phase_rows(records), totals(records), training.watch.slept
 
     # The script ends the last step, so no data wait follows it.
-    unseen = {"data_wait": sum(watch.each["data_wait"][-2:])}
-    assert all(found[phase] >= slept - unseen.get(phase, 0) for phase, slept in watch.slept.items())
-    assert {"data_wait", "forward", "backward", "optimizer"} == set(watch.slept)
-    assert all(abs(seconds[step] - sum(phases[step].values())) < EXACT for step in (2, 3, 4))
+    unseen = sum(training.watch.each["data_wait"][-2:])
+    assert all(found[phase] >= time - unseen * (phase == "data_wait") for phase, time in slept.items())
+    assert {"data_wait", "forward", "backward", "optimizer"} == set(slept)
+    assert all(abs(seconds[step] - sum(phases[step].values())) < EXACT for step in (2, 3))
     assert {"first_step", "monitor"} == set(phases[1])
     assert phases[1]["first_step"] > seconds[1] - phases[1]["monitor"] - EXACT  # and the time before it
+    assert sum(slept.values()) - unseen < sum(gone.values()) < took
+    assert {"first_step", "data_wait", "forward", "backward", "optimizer", "other", "monitor"} == set(gone)
 
 
-def test_evaluation_and_checkpoint_are_not_data_wait(quiet, watch, reader, eventually, monkeypatch):
-    monkeypatch.setattr("rankscope_exporter.observers.step_timing.observer.EVERY_SECONDS", 0.0)
+def test_evaluation_and_checkpoint_are_not_data_wait(training, all_totals):
+    net, sleep, batch = training.net, training.watch.sleep, torch.ones(1, 4)
 
-    def between(monitor: Monitor, net: SlowNet, step: int) -> None:
-        if step == 3:
-            net.eval()
-            with torch.no_grad():
-                net(torch.ones(1, 4))
-                watch.sleep("evaluation", 0.02)
-                net(torch.ones(1, 4))
-            net.train()
-        if step == 2:
-            with monitor.phase("evaluation"):
+    def loop(monitor: Monitor) -> None:
+        for step in training.steps(4):
+            if step == 3:
                 net.eval()
-                net(torch.ones(1, 4))
+                with torch.no_grad():
+                    net(batch)
+                    sleep("evaluation", 0.02)
+                    net(batch)
                 net.train()
-                with monitor.phase("checkpoint"):
-                    watch.sleep("checkpoint", 0.06)
+            if step == 2:
+                with monitor.phase("evaluation"):
+                    net.eval()
+                    net(batch)
+                    net.train()
+                    with monitor.phase("checkpoint"):
+                        sleep("checkpoint", 0.06)
 
-    records = run(quiet, watch, between, reader, eventually)
-    found = step_phases(records)
-    gone = totals(records)
+    records = training.run(loop, last=4)
+    found, gone, slept = step_phases(records), totals(records), training.watch.slept
 
-    assert 0.06 <= watch.slept["checkpoint"] <= found["checkpoint"]
-    assert 0.11 <= watch.slept["evaluation"] <= found["evaluation"]
-    assert (
-        found["evaluation"] + found["data_wait"] + found["checkpoint"] <= sum(found.values()) - watch.slept["forward"]
-    )
+    assert 0.06 <= slept["checkpoint"] <= found["checkpoint"]
+    assert 0.08 <= slept["evaluation"] <= found["evaluation"]
+    assert found["evaluation"] + found["data_wait"] + found["checkpoint"] <= sum(found.values()) - slept["forward"]
     assert found["checkpoint"] == pytest.approx(gone["checkpoint"], abs=0.02)  # by the clock of the training thread
     assert found["evaluation"] == pytest.approx(gone["evaluation"], abs=0.02)
 
 
-def test_totals_sum_up_to_the_time_since_attach(quiet, watch, reader, eventually, monkeypatch):
-    monkeypatch.setattr("rankscope_exporter.observers.step_timing.observer.EVERY_SECONDS", 0.0)
-    began = time.monotonic()
-    records = run(quiet, watch, lambda *_: None, reader, eventually)
-    took = time.monotonic() - began
-    gone = totals(records)
-
-    assert sum(watch.slept.values()) - 0.05 < sum(gone.values()) < took
-    assert {"first_step", "data_wait", "forward", "backward", "optimizer", "other", "monitor"} == set(gone)
-
-
-def pre_collective(records: list[dict[str, Any]]) -> dict[int, float]:
-    return {
-        record["step"]: scalar["value"]
-        for record in records
-        for scalar in record["scalars"] or ()
-        if scalar["name"] == "pre_collective_seconds"
-    }
-
-
-def test_script_may_announce_an_inferred_phase(quiet, watch, reader, eventually):
+def test_script_may_announce_an_inferred_phase(training):
     """A loop with long logging after the update: the announced data wait has the announced phase."""
-    net, optimizer = slow_training(watch)
-    with Monitor(quiet).attach(net, optimizer) as monitor:
+
+    def loop(monitor: Monitor) -> None:
         for _ in range(3):
             with monitor.phase("data_wait"):
                 time.sleep(0.02)
-            net(torch.ones(1, 4)).sum().backward()
+            training.net(torch.ones(1, 4)).sum().backward()
             with monitor.phase("collective"):
                 time.sleep(0.03)
-            optimizer.step()
+            training.optimizer.step()
             with monitor.phase("logging"):
                 time.sleep(0.04)
-        monitor.end_step()
-        read = reader(monitor)
-        records = eventually(lambda: (found := read.records()) and 3 in phase_rows(found) and found)
-        names = {event["message"] for event in read.events() if event["type"] == "phase"}
-        assert 0 == monitor.faults
+
+    records = training.run(loop)
     second = phase_rows(records)[2]
 
     assert (0.02, 0.03, 0.04) <= (second["data_wait"], second["collective"], second["logging"])
-    assert {"logging"} == names
-    assert 0.03 <= pre_collective(records)[2]  # computing, without a data wait before it
+    assert {"logging"} == {event["message"] for record in records for event in record["events"] or ()}
+    assert 0.03 <= scalars(records, "pre_collective_seconds")[2]  # computing, without a data wait before it
 
 
-def test_no_marks_are_kept_without_step_timing(quiet, watch, reader, eventually):
-    net, optimizer = slow_training(watch)
-    with Monitor(dataclasses.replace(quiet, phases=False)).attach(net, optimizer) as monitor:
-        for _ in train(net, optimizer, monitor, 2):
+def test_no_marks_are_kept_without_step_timing(training):
+    def loop(monitor: Monitor) -> None:
+        for _ in training.steps(2):
             with monitor.phase("checkpoint"):
                 pass
-        monitor.end_step()
-        read = reader(monitor)
-        records = eventually(lambda: (found := read.records()) and len(totals(found)) and found)
+
+    records = training.run(loop, phases=False)
 
     assert {} == phase_rows(records)
     assert {"checkpoint"} == set(totals(records))
 
 
-def test_training_is_bit_identical_with_step_timing(quiet):
-    """The model has dropout, so a used random number would change the parameters."""
-
-    def trained(**settings: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
-        torch.manual_seed(3)
-        net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 2))
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
-        with Monitor(dataclasses.replace(quiet, **settings)).attach(net, optimizer) as monitor:
-            for _ in range(5):
-                net(torch.ones(4, 8)).square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            assert 0 == monitor.faults
-        return [parameter.detach() for parameter in net.parameters()], torch.get_rng_state()
-
-    (bare, seed), (timed, timed_seed) = trained(enabled=False), trained(every=100)
-
-    assert all(torch.equal(one, other) for one, other in zip(bare, timed, strict=True))
-    assert torch.equal(seed, timed_seed)
-
-
-def test_step_with_a_late_end_is_timed(quiet, watch, reader, eventually, monkeypatch):
+def test_step_with_a_late_end_is_timed(quiet, training, reader, eventually, monkeypatch):
     """The record of a step does not wait for a long evaluation after it; its phases follow in a later record."""
     monkeypatch.setattr("rankscope_exporter.publishing.publisher.IDLE_FLUSH_SECONDS", 0.1)
-    net, optimizer = slow_training(watch)
-    with Monitor(quiet).attach(net, optimizer) as monitor:
+
+    def loop(monitor: Monitor) -> None:
         read = reader(monitor)
-        for step in train(net, optimizer, monitor, 3):
+        for step in training.steps(3):
             if step == 2:
                 eventually(lambda: 2 in {record["step"] for record in read.records()})
                 assert 2 not in phase_rows(read.records())
                 with monitor.phase("evaluation"):
-                    watch.sleep("evaluation", 0.05)
-        records = eventually(lambda: (found := read.records()) and 2 in phase_rows(found) and found)
+                    training.watch.sleep("evaluation", 0.05)
 
-    assert watch.slept["evaluation"] <= phase_rows(records)[2]["evaluation"]
+    records = training.run(loop, last=2)
+
+    assert training.watch.slept["evaluation"] <= phase_rows(records)[2]["evaluation"]
 
 
 def test_marks_of_a_long_step_are_limited_without_losing_time():
@@ -301,70 +268,49 @@ def test_marks_of_a_long_step_are_limited_without_losing_time():
     assert sum(shown.values()) >= pending_step.ended_at - began
 
 
-def test_phase_on_another_thread_is_ignored(quiet, watch, reader, eventually):
-    net, optimizer = slow_training(watch)
-    with Monitor(quiet).attach(net, optimizer) as monitor:
-        read = reader(monitor)
-        writer = threading.Event()
-        for step in train(net, optimizer, monitor, 3):
+def test_phase_on_another_thread_is_ignored(training):
+    over = threading.Event()
+
+    def loop(monitor: Monitor) -> None:
+        def write() -> None:
+            with monitor.phase("checkpoint"):
+                over.wait(60)
+
+        thread = threading.Thread(target=write)
+        for step in training.steps(3):
             if step == 1:
-
-                def write() -> None:
-                    with monitor.phase("checkpoint"):
-                        writer.wait(60)
-
-                thread = threading.Thread(target=write)
                 thread.start()
-        writer.set()
+        over.set()
         thread.join()
-        monitor.end_step()
-        records = eventually(lambda: (found := read.records()) and 3 in phase_rows(found) and found)
-        assert 0 == monitor.faults
 
-    assert not any("checkpoint" in phases for phases in phase_rows(records).values())
+    assert not any("checkpoint" in phases for phases in phase_rows(training.run(loop)).values())
 
 
-def test_training_in_eval_mode_is_not_an_evaluation(quiet, watch, reader, eventually):
-    net, optimizer = slow_training(watch)
-    net.eval()
-    with Monitor(quiet).attach(net, optimizer) as monitor:
-        for _ in train(net, optimizer, monitor, 4):
-            pass
-        monitor.end_step()
-        read = reader(monitor)
-        records = eventually(lambda: (found := read.records()) and 4 in phase_rows(found) and found)
+def test_training_in_eval_mode_is_not_an_evaluation(training):
+    training.net.eval()
+    found = step_phases(training.run(lambda _: [*training.steps(4)], last=4))
 
-    assert "evaluation" not in step_phases(records)
-    assert step_phases(records)["forward"] >= 0.06
+    assert "evaluation" not in found
+    assert found["forward"] >= 0.04
 
 
-def test_step_is_published_during_a_later_evaluation(monkeypatch, quiet, eventually):
+def test_step_is_published_during_a_later_evaluation(monkeypatch, training, eventually):
     """Each batch is a phase of milliseconds; the step must not wait for the last one, nor have a row for each."""
     monkeypatch.setattr("rankscope_exporter.publishing.publisher.IDLE_FLUSH_SECONDS", 0.2)
     monkeypatch.setattr("rankscope_exporter.training.recorder.LOGGING_SECONDS", 0.2)
-    net = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    monitor = Monitor(quiet).attach(net, optimizer)
-    ring = session_of(monitor).channel.ring
-    net(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
 
-    def rows_of_the_step() -> list[str]:
-        for _ in range(5):
-            with monitor.phase("evaluation"):
-                time.sleep(0.001)
-            monitor.log(accuracy=0.5)
-        records = ring.after(-1, 1 << 30).records
-        return next(
-            (
-                [s.labels["phase"] for s in r.scalars if s.name == "phase_seconds"]
-                for r in records
-                if r.step == 1 and r.statistics is not None
-            ),
-            [],
-        )
+    def loop(monitor: Monitor) -> None:
+        ring = session_of(monitor).channel.ring
+        next(training.steps(1))
 
-    found = eventually(rows_of_the_step)
-    monitor.detach()
+        def rows_of_the_step() -> list[str]:
+            for _ in range(5):
+                with monitor.phase("evaluation"):
+                    time.sleep(0.001)
+                monitor.log(accuracy=0.5)
+            records = [record for record in ring.after(-1, 1 << 30).records if record.step == 1 and record.statistics]
+            return [one.labels["phase"] for record in records for one in record.scalars if one.name == "phase_seconds"]
 
-    assert ["evaluation"] == found
+        assert ["evaluation"] == eventually(rows_of_the_step)
+
+    training.run(loop, last=1)
