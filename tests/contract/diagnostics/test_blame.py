@@ -2,18 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope_contract.diagnostics.blame import RankFacts, Verdict, single_out
+from rankscope_contract.diagnostics.blame import Place, RankFacts, Verdict, place_of, single_out
 from rankscope_contract.diagnostics.stacks import Collective, FlightRecord, Frame, GroupProgress, StackDump, ThreadStack
 
+TORCH = "/env/lib/python3.11/site-packages/torch"
+PYTHON = "/usr/lib/python3.11"
+OWN = Frame("/job/train.py", 88, "main")
+REDUCE = Frame(f"{TORCH}/distributed/distributed_c10d.py", 3252, "all_reduce")
+BACKWARD = Frame(f"{TORCH}/autograd/graph.py", 841, "_engine_run_backward")
+LOGGED = Frame(f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper")
+LOADER = Frame(f"{TORCH}/utils/data/dataloader.py", 701, "__next__")
+
+
+def dump(*frames: Frame, calls: str | None = None, others: tuple[ThreadStack, ...] = ()) -> StackDump:
+    thread = ThreadStack(ident=1, is_training=True, frames=frames, calls=calls)
+    return StackDump(reason="hang", threads=(thread, *others))
+
+
+@pytest.mark.parametrize(
+    ("found", "place"),
+    [
+        (dump(REDUCE, LOGGED, OWN, calls=".wait"), Place.IN_COLLECTIVE),
+        (dump(Frame(REDUCE.file, 2799, "recv"), LOGGED, OWN), Place.IN_COLLECTIVE),
+        (dump(Frame(REDUCE.file, 2169, "_new_process_group_helper"), OWN), Place.IN_COLLECTIVE),
+        (dump(Frame(f"{TORCH}/distributed/_functional_collectives.py", 161, "wait_tensor"), OWN), Place.IN_COLLECTIVE),
+        (dump(Frame(f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_param_group.py", 5, "wait"), OWN), Place.MAY_WAIT),
+        (dump(BACKWARD, OWN), Place.MAY_WAIT),
+        (dump(Frame(f"{TORCH}/nn/parallel/distributed.py", 1775, "_pre_forward"), OWN), Place.MAY_WAIT),
+        (dump(OWN, calls=".wait"), Place.MAY_WAIT),
+        (dump(OWN, calls="time.sleep"), Place.OUTSIDE),
+        (dump(OWN, calls="posix.read"), Place.OUTSIDE),
+        (dump(OWN, calls=".sleep"), Place.OUTSIDE),
+        (dump(OWN, calls=""), Place.OUTSIDE),
+        (dump(Frame(f"{PYTHON}/threading.py", 331, "wait"), OWN, calls=".acquire"), Place.OUTSIDE),
+        (dump(Frame(f"{PYTHON}/threading.py", 331, "wait"), LOADER, OWN, calls=".acquire"), Place.OUTSIDE),
+        (dump(Frame("/job/hooks.py", 3, "slow"), BACKWARD, OWN, calls="time.sleep"), Place.OUTSIDE),
+        (dump(Frame("/job/data.py", 4, "__getitem__"), LOADER, OWN, calls=".decode"), Place.OUTSIDE),
+        # The line may only wait for the device, and the device may wait for another rank.
+        (dump(OWN, calls=".item"), Place.UNKNOWN),
+        (dump(OWN, calls="builtins.float"), Place.UNKNOWN),
+        (dump(OWN, calls="torch._C._cuda_synchronize"), Place.UNKNOWN),
+        (dump(Frame(f"{PYTHON}/copy.py", 153, "deepcopy"), OWN), Place.UNKNOWN),
+        (dump(Frame(f"{TORCH}/nn/modules/linear.py", 125, "forward"), OWN), Place.UNKNOWN),
+        # The rank writes its file of a checkpoint that all ranks write together.
+        (dump(Frame(f"{TORCH}/distributed/checkpoint/filesystem.py", 9, "write_data"), OWN), Place.UNKNOWN),
+        (dump(OWN), Place.UNKNOWN),
+        (dump(), Place.UNKNOWN),
+        (StackDump(reason="hang", threads=()), Place.UNKNOWN),
+        (None, Place.UNKNOWN),
+    ],
+)
+def test_place_is_certain_only_if_the_innermost_call_shows_it(found, place):
+    assert place is place_of(found)
+
+
+@pytest.mark.parametrize(("is_ours", "place"), [(False, Place.UNKNOWN), (True, Place.OUTSIDE)])
+def test_place_is_unknown_if_a_user_thread_is_in_a_collective(is_ours, place):
+    saver = ThreadStack(ident=2, name="saver", frames=(REDUCE, LOGGED, OWN), is_ours=is_ours)
+    waits = Frame(f"{PYTHON}/threading.py", 331, "wait")
+
+    assert place is place_of(dump(waits, OWN, calls=".acquire", others=(saver,)))
+
+
 C10D = "/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
-BACKWARD = Frame("/env/lib/python3.11/site-packages/torch/autograd/graph.py", 841, "_engine_run_backward")
 
 
 def stacks(*frames: Frame, calls: str | None = None) -> StackDump:
@@ -54,11 +112,8 @@ def flights(*groups: Group) -> dict[int, FlightRecord]:
                 entries += [entry(group, done, "all_reduce", is_pending=False)]
                 if rank in group.waits:
                     entries += [entry(group, done + 1, group.waits[rank], is_pending=True)]
-                progress.append(
-                    GroupProgress(
-                        id=group.name, ranks=",".join(map(str, group.ranks)), latest_seq=done + (rank in group.waits)
-                    )
-                )
+                latest = done + (rank in group.waits)
+                progress.append(GroupProgress(id=group.name, ranks=",".join(map(str, group.ranks)), latest_seq=latest))
         found[rank] = FlightRecord(reason="x", collectives=tuple(entries), recorded=9, groups=tuple(progress))
     return found
 
@@ -153,118 +208,76 @@ def test_missing_sources_never_cause_another_rank_to_be_named(data, situation, p
 # Single situations.
 
 
-def verdict(known: Iterable[RankFacts], world: int = 3) -> int | None:
-    return single_out(known, world).rank
-
-
 def test_single_rank_of_a_world_of_one_is_named_and_of_two_is_not():
     (alone,) = facts(flights(Group(ranks=(0,), waits={0: "all_reduce"})))
 
     assert Verdict(rank=0, evidence="it is the only rank of the job") == single_out([alone], 1)
-    assert None is verdict([alone], world=2)
+    assert None is single_out([alone], 2).rank
 
 
-def test_no_rank_is_named_if_all_are_in_the_same_collective():
-    everyone = Group(ranks=range(3), waits=dict.fromkeys(range(3), "all_reduce"))
-
-    assert None is verdict(facts(flights(everyone), dict.fromkeys(range(3), IN_REDUCE)))
+def without_record(rank: int, records: dict[int, FlightRecord]) -> dict[int, FlightRecord]:
+    return {one: record for one, record in records.items() if one != rank}
 
 
-def test_no_rank_is_named_if_two_are_outside_the_collective():
-    records = flights(Group(ranks=range(3), waits={2: "all_reduce"}))
-
-    assert None is verdict(facts(records))
-    assert None is verdict(facts({}, {0: SLEEPS, 1: SLEEPS, 2: IN_REDUCE}))
-
-
-def test_chain_of_waits_is_followed_across_groups():
-    """Rank 0 waits for rank 1 in a pair. Rank 1 waits in a call of all ranks, which rank 2 never entered."""
-    world = Group(ranks=range(4), waits={1: "all_reduce", 3: "all_reduce"})
-    pair = Group(ranks=(0, 1), name="pair", waits={0: "all_reduce"})
-
-    assert 2 == verdict(facts(flights(world, pair)), world=4)
-
-
-def test_ranks_that_wait_for_each_other_do_not_implicate_a_third_rank():
-    """Each of the two has entered a call that the other has not entered. Meanwhile, rank 2 computes alone."""
-    first = Group(ranks=(0, 1), name="a", waits={0: "all_reduce"})
-    second = Group(ranks=(0, 1), name="b", waits={1: "all_reduce"})
-    alone = Group(ranks=(2,), name="c")
-    dumps = {0: IN_REDUCE, 1: IN_REDUCE, 2: SLEEPS}
-
-    assert None is verdict(facts(flights(first, second, alone), dumps))
-
-
-def test_rank_with_a_different_operation_than_all_others_is_named():
-    differ = Group(ranks=range(3), waits={0: "all_reduce", 1: "barrier", 2: "all_reduce"})
-    found = single_out(facts(flights(differ)), 3)
-
-    assert 1 == found.rank
-    assert (
-        "it called barrier (float32) as collective 41 of default_pg, ranks 0, 2 all_reduce (float32) (flight records)"
-        == found.evidence
-    )
+SUM = "all_reduce"
+CROSSED = (Group(ranks=(0, 1), name="a", waits={0: SUM}), Group(ranks=(0, 1), name="b", waits={1: SUM}))
+CHAIN = (
+    Group(ranks=range(4), waits={1: SUM, 3: SUM}),
+    Group(ranks=(0, 1), name="pair", waits={0: SUM}),
+)
+SAME_NAME = (Group(ranks=(0, 1), name="dp", waits={0: SUM}), Group(ranks=(2, 3), name="dp", done={2: 50, 3: 50}))
 
 
 @pytest.mark.parametrize(
-    "waits",
+    ("known", "world", "rank"),
     [
-        {0: "all_reduce", 1: "barrier"},
-        {0: "all_reduce", 1: "barrier", 2: "broadcast"},
-        {0: "all_reduce", 1: "barrier", 2: "barrier", 3: "all_reduce"},
+        (facts(flights(Group(ranks=range(3), waits=dict.fromkeys(range(3), SUM)))), 3, None),
+        (facts({}, dict.fromkeys(range(3), IN_REDUCE)), 3, None),
+        # Two ranks are outside of the collective.
+        (facts(flights(Group(ranks=range(3), waits={2: SUM}))), 3, None),
+        (facts({}, {0: SLEEPS, 1: SLEEPS, 2: IN_REDUCE}), 3, None),
+        # Rank 0 waits for rank 1 in a pair. Rank 1 waits in a call of all ranks, which rank 2 never entered.
+        (facts(flights(*CHAIN)), 4, 2),
+        # Two ranks have entered a call that the other has not entered. Meanwhile, rank 2 computes alone.
+        (facts(flights(*CROSSED, Group(ranks=(2,), name="c")), {0: IN_REDUCE, 1: IN_REDUCE, 2: SLEEPS}), 3, None),
+        # The other ranks disagree on the operation.
+        (facts(flights(Group(ranks=range(2), waits={0: SUM, 1: "barrier"}))), 2, None),
+        (facts(flights(Group(ranks=range(3), waits={0: SUM, 1: "barrier", 2: "broadcast"}))), 3, None),
+        (
+            facts(flights(Group(ranks=range(4), waits={0: SUM, 1: "barrier", 2: "barrier", 3: SUM}))),
+            4,
+            None,
+        ),
+        # In a training without a fault, the other rank may enter the call at any moment.
+        (facts(flights(replace(waiting(1, 3), seconds=0.2))), 3, None),
+        # A rank without a flight record may be in the collective.
+        ([*facts(without_record(2, flights(waiting(1, 3)))), RankFacts(rank=2)], 3, None),
+        (facts(without_record(2, flights(waiting(1, 3))), {2: IN_REDUCE}), 3, 1),
+        (facts(without_record(2, flights(waiting(1, 3))), {1: IN_BACKWARD, 2: SLEEPS}), 3, None),
+        # Different groups have one name.
+        (facts(flights(SAME_NAME[0]) | flights(SAME_NAME[1])), 4, None),
+        # Gloo records neither point-to-point messages nor the creation of a group. Only the stack shows them.
+        (facts(flights(waiting(1, 3)), {0: IN_REDUCE, 1: IN_RECV, 2: IN_REDUCE}), 3, None),
+        (facts({}, {0: IN_REDUCE, 1: IN_RECV, 2: IN_REDUCE}), 3, None),
+        # The others are in the backward pass, or the flight records show that they compute.
+        (facts({}, {0: IN_BACKWARD, 1: SLEEPS, 2: IN_BACKWARD}), 3, 1),
+        (facts(flights(Group(ranks=range(3))), {0: IN_BACKWARD, 1: SLEEPS, 2: IN_BACKWARD}), 3, None),
+        # A rank may wait for its device.
+        (facts({}, {0: IN_REDUCE, 1: WAITS_FOR_DEVICE, 2: IN_REDUCE}), 3, None),
+        (facts({}, {0: IN_REDUCE, 1: SLEEPS, 2: WAITS_FOR_DEVICE}), 3, None),
     ],
 )
-def test_no_rank_is_named_if_the_other_ranks_disagree_on_the_operation(waits):
-    assert None is verdict(facts(flights(Group(ranks=range(len(waits)), waits=waits))), world=len(waits))
+def test_rank_is_named_only_with_sufficient_evidence(known, world, rank):
+    assert rank == single_out(known, world).rank
 
 
-def test_collective_that_has_just_begun_is_no_evidence():
-    """In a training without a fault, the other rank may enter the call at any moment."""
-    assert None is verdict(facts(flights(replace(waiting(1, 3), seconds=0.2))))
+def test_rank_with_a_different_operation_than_all_others_is_named():
+    found = single_out(facts(flights(Group(ranks=range(3), waits={0: SUM, 1: "barrier", 2: SUM}))), 3)
+    evidence = (
+        "it called barrier (float32) as collective 41 of default_pg, ranks 0, 2 all_reduce (float32) (flight records)"
+    )
 
-
-def test_rank_without_flight_record_may_be_in_the_collective():
-    records = flights(waiting(1, 3))
-    del records[2]
-
-    assert None is verdict([*facts(records), RankFacts(rank=2)])
-    assert 1 == verdict(facts(records, {2: IN_REDUCE}))
-
-
-def test_different_groups_with_one_name_are_no_evidence():
-    left = Group(ranks=(0, 1), name="dp", waits={0: "all_reduce"})
-    right = Group(ranks=(2, 3), name="dp", done={2: 50, 3: 50})
-
-    assert None is verdict(facts(flights(left) | flights(right)), world=4)
-
-
-def test_rank_that_waits_in_an_unrecorded_operation_is_not_named():
-    """Gloo records neither point-to-point messages nor the creation of a group. Only the stack shows them."""
-    dumps = {0: IN_REDUCE, 1: IN_RECV, 2: IN_REDUCE}
-
-    assert None is verdict(facts(flights(waiting(1, 3)), dumps))
-    assert None is verdict(facts({}, dumps))
-
-
-def test_rank_outside_is_named_if_others_are_in_the_backward_pass():
-    dumps = {0: IN_BACKWARD, 1: SLEEPS, 2: IN_BACKWARD}
-
-    assert 1 == verdict(facts({}, dumps))
-    # The flight records show that the other ranks compute.
-    idle = flights(Group(ranks=range(3)))
-    assert None is verdict(facts(idle, dumps))
-
-
-def test_rank_that_may_wait_for_its_device_is_no_evidence():
-    assert None is verdict(facts({}, {0: IN_REDUCE, 1: WAITS_FOR_DEVICE, 2: IN_REDUCE}))
-    assert None is verdict(facts({}, {0: IN_REDUCE, 1: SLEEPS, 2: WAITS_FOR_DEVICE}))
-
-
-def test_ranks_outside_by_stack_and_by_flight_record_both_count():
-    records = flights(waiting(1, 3))
-    del records[2]
-
-    assert None is verdict(facts(records, {1: IN_BACKWARD, 2: SLEEPS}))
+    assert (1, evidence) == (found.rank, found.evidence)
 
 
 @pytest.mark.parametrize(
@@ -282,14 +295,14 @@ def test_ranks_outside_by_stack_and_by_flight_record_both_count():
 def test_rank_that_hangs_while_all_others_make_steps_is_named(steps, rank):
     known = [RankFacts(rank=one, last_step=step, hangs=step == min(steps)) for one, step in enumerate(steps)]
 
-    assert rank == verdict(known)
+    assert rank == single_out(known, 3).rank
 
 
 def test_old_steps_of_an_unreachable_rank_are_no_evidence():
     known = [RankFacts(rank=0, last_step=41), RankFacts(rank=1, last_step=60), RankFacts(rank=2, last_step=60)]
 
-    assert None is verdict(known)
-    assert None is verdict([replace(known[0], hangs=True), known[1]])
+    assert None is single_out(known, 3).rank
+    assert None is single_out([replace(known[0], hangs=True), known[1]], 3).rank
 
 
 def test_evidence_names_its_source_and_each_missing_source():

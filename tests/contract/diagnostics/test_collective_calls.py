@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -37,42 +38,43 @@ def only(records: Mapping[int, FlightRecord]) -> Call:
     return call
 
 
-def test_rank_outside_the_pending_call_of_the_others_never_entered_it():
-    waits = record(entry(40), entry(41, pending=True))
-    records = {0: waits, 1: waits, 2: waits, 3: record(entry(40))}
-
-    assert CallState.NEVER_ENTERED is only(records).state
-    sentence = "rank 3 never entered all_reduce 41 (4.0 MiB float32) of dp; ranks 0-2 are in it since 62 s, called at "
-    assert [f"{sentence}train.py[88]"] == sentences(
-        records, {0: "train.py[88]", 1: "train.py[88]", 2: "train.py[88]", 3: "data.py[7]"}
-    )
+WAITS, THROUGH = record(entry(40), entry(41, pending=True)), record(entry(41), entry(42))
+CALL = "all_reduce 41 (4.0 MiB float32) of dp"
 
 
-def test_rank_inside_a_call_that_the_others_completed_never_left_it():
-    through, stuck = record(entry(41), entry(42)), record(entry(41, pending=True))
-    records = {0: through, 1: stuck, 2: through, 3: through}
+@pytest.mark.parametrize(
+    ("records", "state", "sentence"),
+    [
+        (
+            {0: WAITS, 1: WAITS, 2: WAITS, 3: record(entry(40))},
+            *(CallState.NEVER_ENTERED, f"rank 3 never entered {CALL}; ranks 0-2 are in it since 62 s"),
+        ),
+        (
+            {0: THROUGH, 1: record(entry(41, pending=True)), 2: THROUGH, 3: THROUGH},
+            CallState.NEVER_LEFT,
+            f"rank 1 entered {CALL} since 62 s and never left it; ranks 0, 2-3 completed it",
+        ),
+        (
+            dict.fromkeys(range(4), record(entry(41, pending=True))),
+            *(CallState.ALL_IN, f"ranks 0-3 are all in {CALL} since 62 s, and none has left it"),
+        ),
+        (
+            {0: WAITS, 1: WAITS, 2: WAITS},
+            *(CallState.UNKNOWN, f"ranks 0-2 are in {CALL} since 62 s; rank 3 has no record"),
+        ),
+    ],
+)
+def test_state_of_a_call_and_its_sentence(records, state, sentence):
+    assert state is only(records).state
+    assert [sentence] == sentences(records)
 
-    assert CallState.NEVER_LEFT is only(records).state
-    assert [
-        "rank 1 entered all_reduce 41 (4.0 MiB float32) of dp since 62 s and never left it; ranks 0, 2-3 completed it"
-    ] == sentences(records)
 
+def test_sentence_names_the_line_of_the_waiting_ranks():
+    records = {0: WAITS, 1: WAITS, 2: WAITS, 3: record(entry(40))}
+    lines = {0: "train.py[88]", 1: "train.py[88]", 2: "train.py[88]", 3: "data.py[7]"}
 
-def test_no_rank_is_missing_if_all_are_in_the_call():
-    records = dict.fromkeys(range(4), record(entry(41, pending=True)))
-
-    assert CallState.ALL_IN is only(records).state
-    assert ["ranks 0-3 are all in all_reduce 41 (4.0 MiB float32) of dp since 62 s, and none has left it"] == sentences(
-        records
-    )
-
-
-def test_rank_without_record_is_only_reported_as_such():
-    waits = record(entry(41, pending=True))
-
-    assert CallState.UNKNOWN is only({0: waits, 1: waits, 2: waits}).state
-    assert ["ranks 0-2 are in all_reduce 41 (4.0 MiB float32) of dp since 62 s; rank 3 has no record"] == sentences(
-        {0: waits, 1: waits, 2: waits}
+    assert [f"rank 3 never entered {CALL}; ranks 0-2 are in it since 62 s, called at train.py[88]"] == sentences(
+        records, lines
     )
 
 
@@ -129,12 +131,8 @@ def test_call_that_blocks_another_call_comes_first():
         1: record(entry(7, pending=True, group="tp"), ranks="0-1", dp=40),
         3: record(ranks="1,3", tp=6),
     }
-    records[1] = FlightRecord(
-        reason="x",
-        collectives=records[1].collectives,
-        recorded=1,
-        groups=(*records[1].groups, GroupProgress(id="id of tp", ranks="1,3", latest_seq=7)),
-    )
+    groups = (*records[1].groups, GroupProgress(id="id of tp", ranks="1,3", latest_seq=7))
+    records[1] = replace(records[1], groups=groups)
 
     assert [("tp", (3,)), ("dp", (1,))] == [(call.group, call.missing) for call in calls_of_note(records)]
 

@@ -29,7 +29,6 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMP
         ({"RANK": "four"}, (0, 0, 1)),
         ({"RANK": "7"}, (7, 0, 8)),
     ],
-    ids=["alone", "torchrun", "Slurm", "Open MPI", "torchrun in Slurm", "garbage", "a rank without a world"],
 )
 def test_rank_local_rank_and_world_size(environment, expected):
     assert expected == rank_from_environment(environment)
@@ -47,16 +46,6 @@ def test_rank_local_rank_and_world_size(environment, expected):
         ({"RANKSCOPE_RUN": "", "SLURM_JOB_ID": "1"}, "1"),
         ({"RANKSCOPE_RUN": "none"}, "none"),
     ],
-    ids=[
-        "alone",
-        "torchrun without an id",
-        "torchrun",
-        "Slurm",
-        "Slurm before torchrun",
-        "named by the user",
-        "empty is unset",
-        "a run may be called none",
-    ],
 )
 def test_run_name_from_the_environment(environment, expected):
     assert expected == run_from_environment(environment)
@@ -69,14 +58,8 @@ def test_launch_ids_of_one_job_differ_and_begin_with_its_id():
     assert first != second
     assert first.startswith("4711.2.")
     assert new_launch_id({}).startswith("none.0.")
-
-
-def test_launch_id_contains_the_number_of_requeues():
     assert new_launch_id({**SLURM, "SLURM_RESTART_COUNT": "1"}).startswith("4711-r1.0.")
     assert new_launch_id({**SLURM, "SLURM_RESTART_COUNT": "0"}).startswith("4711.0.")
-
-
-def test_incarnations_differ():
     assert new_incarnation() != new_incarnation()
 
 

@@ -24,25 +24,7 @@ from rankscope_contract.security.escaping import (
 
 # Lone surrogates are excluded, because they have no UTF-8 encoding.
 names = st.text(st.characters(exclude_categories=["Cs"]))
-AWKWARD = [
-    "",
-    ".",
-    "..",
-    "../x",
-    "a=b",
-    "lr'\"",
-    "学习",
-    "123",
-    "%",
-    "%2E",
-    "a/b",
-    "a\\b",
-    "~",
-    "a b",
-    "-",
-    ".hidden",
-    "\x00",
-]
+AWKWARD = ["", ".", "..", "../x", "a=b", "lr'\"", "学习", "%", "%2E", "a/b", "a\\b", "~", "a b", "-", ".hidden", "\x00"]
 
 
 @given(names)

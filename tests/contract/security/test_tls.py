@@ -16,13 +16,8 @@ def served(certificates, cert="server", key=None, **changes):
 
 
 def test_server_context_has_the_configured_settings(certificates):
-    tls = served(
-        certificates,
-        client_auth_type="RequireAndVerifyClientCert",
-        client_ca_file=certificates.ca,
-        min_version="TLS13",
-    )
-    context = server_context(tls)
+    settings = {"client_auth_type": "RequireAndVerifyClientCert", "client_ca_file": certificates.ca}
+    context = server_context(served(certificates, **settings, min_version="TLS13"))
 
     assert ssl.CERT_REQUIRED == context.verify_mode
     assert (ssl.TLSVersion.TLSv1_3, ssl.TLSVersion.TLSv1_3) == (context.minimum_version, context.maximum_version)
@@ -75,18 +70,13 @@ def rotating(certificates, tmp_path):
     return Reloading(lambda: (server_context(tls), tls.files)), put
 
 
-def test_unchanged_files_reuse_the_context(rotating):
-    contexts, _ = rotating
-
-    assert contexts() is contexts()
-
-
-def test_changed_files_are_loaded(rotating):
+def test_changed_files_are_loaded_and_unchanged_ones_reuse_the_context(rotating):
     contexts, put = rotating
     before = contexts()
-    put("client")
 
-    assert contexts() is not before
+    assert before is contexts()
+    put("client")
+    assert before is not contexts()
 
 
 def test_unusable_new_files_keep_the_old_context_and_log_one_warning(rotating, caplog):
