@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from tests.programs import run_program
+from tests.programs import run_two_ranks
 
 PROGRAM = """
-import json, multiprocessing, os, sys, time
-sys.path.insert(0, {folder!r})
+import time
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from rankscope_exporter import Monitor, MonitorConfig
@@ -30,18 +26,16 @@ class Net(nn.Module):
             self.slept += time.monotonic() - began
         return self.linear(x)
 
-def work(rank, store):
-    dist.init_process_group("gloo", init_method=f"file://{{store}}", rank=rank, world_size=2)
+def main():
     net = Net(is_slow=rank == 1)
-    ddp = DistributedDataParallel(net, **{options!r})
+    ddp = DistributedDataParallel(net, **OPTIONS)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    published, took = [], 0.0
+    published = []
     with Monitor(MonitorConfig(console=False, exit_wait_seconds=0, every=100)).attach(ddp, optimizer) as monitor:
         monitor._session.publisher.publish = published.append
         for step in range(STEPS):
-            net.slept = net.slept if step else 0.0
-            for micro in range({micro}):
-                ddp.require_backward_grad_sync = micro == {micro} - 1
+            for micro in range(MICRO):
+                ddp.require_backward_grad_sync = micro == MICRO - 1
                 ddp(torch.ones(4, 64)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -49,21 +43,12 @@ def work(rank, store):
                 net.slept = 0.0
         monitor.end_step()
         faults = monitor.faults
-    scalars = [scalar for record in published for scalar in record.scalars if (record.step or 0) > 1]
-    seconds_of = {{}}
-    for scalar in scalars:
+    seconds_of = {"slept": net.slept, "faults": faults}
+    for scalar in [scalar for record in published for scalar in record.scalars if (record.step or 0) > 1]:
         if scalar.name in ("step_phase_seconds", "pre_collective_seconds", "step_seconds"):
             key = scalar.labels.get("phase", scalar.name)
             seconds_of[key] = seconds_of.get(key, 0.0) + scalar.value
-    with open(os.path.join({folder!r}, f"{{rank}}.json"), "w") as file:
-        json.dump({{"slept": net.slept, "faults": faults, **seconds_of}}, file)
-    dist.destroy_process_group()
-
-store = os.path.join({folder!r}, "store")
-ranks = [multiprocessing.get_context("fork").Process(target=work, args=(rank, store)) for rank in range(2)]
-for rank in ranks: rank.start()
-for rank in ranks: rank.join()
-sys.exit(max(rank.exitcode != 0 for rank in ranks))
+    return seconds_of
 """
 
 
@@ -71,10 +56,8 @@ sys.exit(max(rank.exitcode != 0 for rank in ranks))
 @pytest.mark.parametrize(
     ("options", "micro"), [({}, 1), ({"gradient_as_bucket_view": True}, 2)], ids=["plain", "bucket views, accumulated"]
 )
-def test_slow_rank_computes_longer_and_the_other_waits(tmp_path, options, micro):
-    done = run_program(PROGRAM.format(folder=str(tmp_path), options=options, micro=micro))
-    assert 0 == done.returncode, done.stderr
-    fast, slow = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+def test_slow_rank_computes_longer_and_the_other_waits(options, micro):
+    fast, slow = run_two_ranks(PROGRAM.replace("OPTIONS", repr(options)).replace("MICRO", str(micro)))
 
     assert 0 == fast["faults"] == slow["faults"]
     assert slow["slept"] <= slow["pre_collective_seconds"]

@@ -238,7 +238,7 @@ def test_missing_formula_is_reported_once_with_the_reason(run, make, batch, opti
         (Classifier, IDS, {"tokens": 20}),
     ],
 )
-def test_only_a_user_who_expects_tflops_gets_a_note(run, make, batch, logged):
+def test_missing_formula_is_reported_only_if_tokens_are_logged(run, make, batch, logged):
     made = run(make(), batch, logged=logged)
     is_expected = batch is IDS and "tokens" in logged
     note = "TFLOP/s and MFU are absent: layer is a convolution; use rankscope.count_flops()"

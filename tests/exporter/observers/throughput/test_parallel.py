@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from tests.programs import run_program
+from tests.programs import run_two_ranks
 from tests.properties import THOROUGH
 
 PROGRAM = """
-import json, os, sys, time
-import torch, torch.distributed as dist
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from rankscope_exporter import Monitor
@@ -20,11 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-folder = os.environ["FOLDER"]
-rank = 1 if os.fork() == 0 else 0
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-
 
 def measured(kind):
     torch.manual_seed(0)
@@ -72,14 +64,8 @@ def measured(kind):
     monitor.detach()
     return [rate * took * 1e12 for (_, rate), (_, took) in zip(rates, seconds)], methods, monitor.faults, notes
 
-
-found = {kind: measured(kind) for kind in os.environ["KINDS"].split()}
-with open(f"{folder}/{rank}", "w") as file:
-    json.dump(found, file)
-dist.barrier()
-dist.destroy_process_group()
-if rank == 0:
-    os.wait()
+def main():
+    return {kind: measured(kind) for kind in KINDS}
 """
 
 TOKENS = 10
@@ -100,13 +86,9 @@ EXPECTED = {
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    done = run_program(
-        PROGRAM, seconds=240, FOLDER=str(folder), KINDS=" ".join([*EXPECTED, "images"] if THOROUGH else ["images"])
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
+def ranks():
+    kinds = [*EXPECTED, "images"] if THOROUGH else ["images"]
+    return run_two_ranks(PROGRAM.replace("KINDS", repr(kinds)))
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
