@@ -57,37 +57,29 @@ def outcomes(trained: Path) -> list[dict[str, Any]]:
 
 
 def test_rows_have_the_order_and_times_of_the_calls(trained, outcomes):
-    for rank in RANKS:
+    for rank, outcome in enumerate(outcomes):
         written = diary(trained, rank)
-        rows = outcomes[rank]["script"]["rows"]
+        rows = outcome["script"]["rows"]
         calls = list(zip(written[::2], written[1::2], strict=True))
 
         assert [(step, name) for (_, step, name, _), _ in calls] == [(row["step"], row["op"]) for row in rows]
         for (entered, left), row in zip(calls, rows, strict=True):
             assert entered[-1] <= row["t_start"] <= left[-1]
         assert [*range(4)] * 3 == [row["call_seq"] for row in rows]
-        assert (0, 0) == (outcomes[rank]["script"]["faults"], outcomes[rank]["script"]["overwritten"])
+        assert [*range(1, 13)] == [row["collective_seq"] for row in rows]
+        assert (0, 0) == (outcome["script"]["faults"], outcome["script"]["overwritten"])
 
 
 def test_rows_have_size_type_group_and_call_site(outcomes):
     sizes = {"all_reduce": (12, "float32"), "all_gather": (32, "float32"), "barrier": (None, None)}
-    for outcome in outcomes:
-        for row in outcome["script"]["rows"]:
-            size = (4 * row["step"], "bfloat16") if row["op"] == "broadcast" else sizes[row["op"]]
+    names = ("group", "group_size", "group_ranks", "state", "backend", "is_p2p", "duration")
+    for row in [row for outcome in outcomes for row in outcome["script"]["rows"]]:
+        size = (4 * row["step"], "bfloat16") if row["op"] == "broadcast" else sizes[row["op"]]
 
-            assert size == (row["bytes"], row["dtype"])
-            assert f"<string>[{line_of(row['op'] + ' is here')}]" == row["call_site"]
-            assert ("default_pg", 2, "0-1", "left", "gloo", False) == tuple(
-                row[name] for name in ("group", "group_size", "group_ranks", "state", "backend", "is_p2p")
-            )
-            assert None is row["duration"]  # gloo does not report it
-
-
-def test_sequence_number_of_a_call_is_equal_on_both_ranks(outcomes):
-    one, other = ([(row["collective_seq"], row["op"]) for row in outcome["script"]["rows"]] for outcome in outcomes)
-
-    assert one == other
-    assert [*range(1, 13)] == [seq for seq, _ in one]
+        assert size == (row["bytes"], row["dtype"])
+        assert f"<string>[{line_of(row['op'] + ' is here')}]" == row["call_site"]
+        # Gloo reports no duration.
+        assert ("default_pg", 2, "0-1", "left", "gloo", False, None) == tuple(row[name] for name in names)
 
 
 @pytest.mark.parametrize(
@@ -118,16 +110,12 @@ def test_rows_of_a_framework_match_comm_debug_mode(framework, operations, outcom
         assert 0 == run["faults"]
 
 
-def test_ddp_calls_before_the_first_step_have_no_step(outcomes):
+def test_calls_before_the_first_step_have_no_step_and_one_monitor_each(outcomes):
     ops = [row["op"] for row in outcomes[0]["DDP"]["rows"] if row["step"] is None]
 
     assert ["all_gather", "broadcast", "broadcast"] == ops
-
-
-def test_second_monitor_does_not_publish_the_same_entries(outcomes):
     for outcome in outcomes:
         seen = [(row["group_id"], row["t_start"]) for name in RUNS for row in outcome[name]["rows"]]
-
         assert len(seen) == len(set(seen))
 
 
@@ -192,24 +180,20 @@ def only(folder: Path, case: str) -> Call:
         ("all in", CallState.ALL_IN, "ranks 0-1 are all in all_reduce 4 (3.9 KiB float32) of default_pg since "),
     ],
 )
-def test_positions_of_two_ranks_are_distinguished(case, state, words, stood):
+def test_positions_of_two_ranks_match_the_log_of_the_ranks(case, state, words, stood):
     """A rank stops itself inside the call, so that its state does not change."""
-    assert state is only(stood, case).state
-    assert sentences(records(stood, case))[0].startswith(words)
-
-
-@pytest.mark.parametrize("case", ["never entered", "never left", "all in"])
-def test_positions_match_the_log_of_the_ranks(case, stood):
     written = {rank: [(what, at) for what, of, at in diary(stood, rank) if of == case] for rank in RANKS}
     told_at = max(at for entries in written.values() for what, at in entries if what == "tell")
     done = {
-        rank: [what for what, at in entries if at <= told_at and what != "tell"] for rank, entries in written.items()
+        rank: tuple(what for what, at in entries if at <= told_at and what != "tell")
+        for rank, entries in written.items()
     }
-
     call = only(stood, case)
-    assert {rank for rank in RANKS if done[rank] == []} == set(call.missing)
-    assert {rank for rank in RANKS if done[rank] == ["enter"]} == set(call.waiting)
-    assert {rank for rank in RANKS if done[rank] == ["enter", "leave"]} == set(call.left)
+
+    assert state is call.state
+    assert sentences(records(stood, case))[0].startswith(words)
+    for ranks, calls in ((call.missing, ()), (call.waiting, ("enter",)), (call.left, ("enter", "leave"))):
+        assert {rank for rank in RANKS if done[rank] == calls} == set(ranks)
 
 
 def test_different_calls_of_ranks_are_named(stood):

@@ -1,15 +1,257 @@
-"""Stacks are published before the flight record is read, and a hanging device blocks only one thread."""
+"""Stacks of all threads, with the C function of the training thread, and the order of published events."""
 
 from __future__ import annotations
 
+import dis
+import os
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
-from rankscope_contract.diagnostics.stacks import Collective, FlightRecord
+from rankscope_contract.diagnostics.blame import Place, place_of
+from rankscope_contract.diagnostics.stacks import (
+    MAX_DETAILS_BYTES,
+    Collective,
+    FlightRecord,
+    Frame,
+    StackDump,
+    ThreadStack,
+)
 from rankscope_contract.model.events import Event
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.monitors.hangs import diagnosis
+from rankscope_exporter.monitors.hangs.diagnosis import (
+    MOST_BYTES,
+    Diagnosis,
+    called,
+    innermost_call,
+    read_stacks,
+    take_stacks,
+    within,
+)
+from rankscope_exporter.records.step_record import StepRecord
+
+RECORDED = """\
+Fatal Python error: none of our lines
+
+Thread 0x00000000000000ff (most recent call first):
+  File "/job/data.py", line 12 in fetch
+  File "/job/a \\u20ac.py", line ??? in ???
+
+Thread 0x0000000000000010 [worker] (most recent call first):
+
+Current thread 0x0000000000000001 (most recent call first):
+  File "/job/train.py", line 88 in step
+  File "/job/train.py", line 12 in <module>
+
+Extension modules: torch._C (total: 1)
+"""
+
+
+def test_output_of_faulthandler_is_parsed():
+    dump = read_stacks(RECORDED, "signal", 0xFF, {0xFF: "MainThread", 1: "rankscope-http"})
+
+    frames = (Frame("/job/data.py", 12, "fetch"), Frame("/job/a \\u20ac.py", 0, "???"))
+    own = (Frame("/job/train.py", 88, "step"), Frame("/job/train.py", 12, "<module>"))
+    training = ThreadStack(ident=0xFF, name="MainThread", is_training=True, frames=frames)
+    ours = ThreadStack(ident=1, name="rankscope-http", is_ours=True, frames=own)
+    assert StackDump(reason="signal", threads=(training, ThreadStack(ident=0x10, frames=()), ours)) == dump
+
+
+def test_waiting_threads_are_shown_with_their_frames():
+    lock, waiting = threading.Lock(), threading.Event()
+
+    def wait_for_the_lock():
+        waiting.set()
+        with lock:
+            pass
+
+    with lock:
+        thread = threading.Thread(target=wait_for_the_lock, name="blocked-worker", daemon=True)
+        thread.start()
+        waiting.wait(10)
+        dump = take_stacks("call", threading.get_ident())
+    thread.join(10)
+    by_name = {stack.name: stack for stack in dump.threads}
+
+    assert "wait_for_the_lock" in {frame.function for frame in by_name["blocked-worker"].frames}
+    assert dump.threads[0].is_training
+    assert __name__.rpartition(".")[2] in dump.training[0].file  # without the frames that take the stacks
+    assert "test_waiting_threads_are_shown_with_their_frames" == dump.training[0].function
+
+
+def test_dump_fits_its_limit_and_keeps_the_training_thread():
+    frames = tuple(Frame(f"/a/very/long/path/to/some/module_{i}.py", i, "function") for i in range(100))
+    threads = [ThreadStack(ident=i, frames=frames, name=f"worker-{i}", is_training=i == 0) for i in range(100)]
+    cut = within(StackDump(reason="hang", threads=tuple(threads)), MAX_DETAILS_BYTES)
+
+    assert len(cut.to_json().encode()) <= MAX_DETAILS_BYTES
+    assert frames == cut.training
+    assert 100 == len(cut.threads) + cut.left_out
+    assert len(cut.threads) > 50
+
+
+def test_dump_of_long_frames_fits_its_limit():
+    frames = tuple(Frame("x" * 2000, i, "y" * 400) for i in range(100))
+    monster = StackDump(reason="hang", threads=(ThreadStack(ident=1, is_training=True, frames=frames),))
+    cut = within(monster, MAX_DETAILS_BYTES)
+
+    assert frames[:5] == cut.training
+    assert len(cut.to_json().encode()) <= MAX_DETAILS_BYTES
+
+
+HAS_ENDED = threading.Event()
+
+
+def read_by_module(end: int) -> None:
+    os.read(end, 1)
+
+
+def method_of_what_a_call_returned(end: int) -> None:
+    (
+        os.fdopen(os.dup(end), "rb", buffering=0)
+        .read(1)
+    )  # fmt: skip
+
+
+def loop_in_python(_end: int) -> None:
+    count = 0
+    while not HAS_ENDED.is_set():
+        for _ in range(10_000):
+            count += 1
+
+
+@contextmanager
+def in_a_thread(function: Callable[[int], None]) -> Iterator[int]:
+    """Yield the id of a thread that executes `function` until the end of the block."""
+    end, begin = os.pipe()
+    HAS_ENDED.clear()
+    thread = threading.Thread(target=function, args=(end,), daemon=True)
+    thread.start()
+    yield thread.ident or 0
+    HAS_ENDED.set()
+    os.write(begin, b"x")
+    thread.join(10)
+    os.close(begin)
+    os.close(end)
+
+
+def seen(ident: int, function: Callable[..., Any], wanted: Callable[[str | None], bool]) -> str | None:
+    """Return the current call of the thread when it equals the expected one, or after a timeout."""
+    deadline = time.monotonic() + 10
+    while True:
+        found = innermost_call(ident)
+        name = found[1] if found is not None and found[0].function == function.__name__ else None
+        if wanted(name) or time.monotonic() > deadline:
+            return name
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(read_by_module, "posix.read"), (method_of_what_a_call_returned, ".read"), (loop_in_python, "")],
+)
+def test_current_call_has_the_name_of_its_function(function, name):
+    with in_a_thread(function) as ident:
+        found = seen(ident, function, lambda found: found == name)
+
+    assert name == found
+
+
+def test_only_the_training_thread_has_a_call_name():
+    with in_a_thread(read_by_module) as ident:
+        seen(ident, read_by_module, lambda found: found is not None)
+        dump = take_stacks("hang", ident)
+
+    assert {"posix.read", None} == {thread.calls for thread in dump.threads}
+    assert "posix.read" == dump.threads[0].calls
+    assert Place.OUTSIDE is place_of(dump)
+
+
+def test_missing_and_calling_thread_have_no_call_name():
+    assert None is innermost_call(1)
+    assert None is take_stacks("call", threading.get_ident()).threads[0].calls
+
+
+class Lazy:
+    """Its attributes may run any code."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was read")
+
+
+NAMES = {"time": time, "sleep": time.sleep, "begin": lambda _: None, "work": Lazy()}
+
+
+def test_very_long_function_is_not_analyzed():
+    """The analysis would hold the GIL and delay the training."""
+    code = compile("\n".join(["f(1)"] * MOST_BYTES), "<test>", "exec")
+    call = next(place for place, opcode in enumerate(code.co_code) if dis.opname[opcode] == "CALL" and place % 2 == 0)
+
+    assert None is called(code, call, {"f": len})
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("sleep(1)", "time.sleep"),
+        ("time.sleep(1)", "time.sleep"),
+        ("time.sleep(*[1])", "time.sleep"),
+        ("local.read(1)", ".read"),
+        ("time.sleep(seconds=1)", "time.sleep"),
+        ("float(x)", "builtins.float"),
+        ("work.wait()", ".wait"),
+        ("begin(x).wait()", ".wait"),
+        ("begin(1)(2)", None),
+        ("table[0](2)", None),
+        ("unknown(1)", None),
+        ("time.unknown(1)", ".unknown"),
+    ],
+)
+def test_name_belongs_to_the_last_call_of_the_line(source, name):
+    """In a chain of calls, the last call starts first and ends last in the source."""
+    code = compile(source, "<test>", "exec")
+    call = [one.offset for one in dis.get_instructions(code) if one.opname.startswith("CALL")][-1]
+
+    assert name == called(code, call, NAMES)
+
+
+RECORD = FlightRecord(
+    reason="hang",
+    collectives=(Collective(op="all_reduce", backend="gloo", group="dp", seq=5, is_pending=True, age_seconds=9.0),),
+    recorded=1,
+)
+HANG = Event(type="hang")
+
+
+class Published(list[StepRecord]):
+    """The published records of a diagnosis, and its errors. Events of the type `refused` cannot be published."""
+
+    def __init__(self, refused: str = "", **options: Any) -> None:
+        self.refused = refused
+        self.boundary = ErrorBoundary()
+        self.diagnosis = Diagnosis(3, self.publish, lambda: 41, self.boundary, **options)
+
+    def publish(self, record: StepRecord) -> None:
+        if record.events[0].type == self.refused:
+            failing()
+        self.append(record)
+
+    def types(self) -> list[str]:
+        return [event.type for record in self for event in record.events]
+
+
+def failing(*_args: object) -> None:
+    raise OSError("no such device")
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a process with a readable flight record."""
+    monkeypatch.setattr(diagnosis, "take_flight_record", lambda _reason, _report: RECORD)
 
 
 def test_hanging_flight_record_blocks_one_thread(monkeypatch):
@@ -21,26 +263,24 @@ def test_hanging_flight_record_blocks_one_thread(monkeypatch):
 
     monkeypatch.setattr(diagnosis, "take_flight_record", hold)
     monkeypatch.setattr(diagnosis, "FLIGHT_SECONDS", 0.05)
-    published = []
-    taking = diagnosis.Diagnosis(3, published.append, lambda: 41, ErrorBoundary())
-    taken = [taking.take("hang", first=Event(type="hang")) for _ in range(3)]
+    published = Published()
+    taken = [published.diagnosis.take("hang", first=HANG) for _ in range(3)]
     never.set()
 
     assert [None] * 3 == [each.flight for each in taken]
-    assert ["hang", "stacks"] * 3 == [event.type for record in published for event in record.events]
+    assert ["hang", "stacks"] * 3 == published.types()
     assert {41} == {record.step for record in published}
     assert 1 == len(asked)
 
 
-def test_recent_result_is_returned_and_published_once(monkeypatch):
+def test_recent_result_is_returned_and_published_once():
     now = [100.0]
-    published = []
-    taking = diagnosis.Diagnosis(0, published.append, lambda: None, ErrorBoundary(), clock=lambda: now[0])
-    first = taking.take("request")
+    published = Published(clock=lambda: now[0])
+    first = published.diagnosis.take("request")
     now[0] += diagnosis.MIN_SECONDS / 2
-    again = taking.take("call")
+    again = published.diagnosis.take("call")
     now[0] += diagnosis.MIN_SECONDS
-    later = taking.take("call")
+    later = published.diagnosis.take("call")
 
     assert first is again
     assert first is not later
@@ -58,26 +298,20 @@ def test_signal_handler_gets_stacks_during_a_publication():
     def interrupted():
         asked.append(taking.take("call"))
 
-    taking = diagnosis.Diagnosis(0, publish, lambda: 7, ErrorBoundary())
+    taking = Diagnosis(0, publish, lambda: 7, ErrorBoundary())
     training = threading.Thread(target=interrupted, daemon=True)
     training.start()
     training.join(30)
 
     assert (2, 1) == (len(asked), len(published))
-    stands = [frame.function for thread in asked[0].stacks.threads for frame in thread.frames]
-    assert "interrupted" in stands
+    assert "interrupted" in [frame.function for thread in asked[0].stacks.threads for frame in thread.frames]
 
 
 def test_caller_does_not_wait_for_a_blocked_thread(monkeypatch):
     monkeypatch.setattr(diagnosis, "LOCK_SECONDS", 0.05)
     held, freed = threading.Event(), threading.Event()
-
-    def publish(_record):
-        held.set()
-        freed.wait(30)
-
-    taking = diagnosis.Diagnosis(0, publish, lambda: 7, ErrorBoundary())
-    watchdog = threading.Thread(target=taking.publish, args=(Event(type="hang"),), daemon=True)
+    taking = Diagnosis(0, lambda _: (held.set(), freed.wait(30)), lambda: 7, ErrorBoundary())
+    watchdog = threading.Thread(target=taking.publish, args=(HANG,), daemon=True)
     watchdog.start()
     held.wait(30)
     taken = taking.take("call")
@@ -88,65 +322,36 @@ def test_caller_does_not_wait_for_a_blocked_thread(monkeypatch):
     assert taken.stacks.threads
 
 
-# Stacks, flight record and publishing do not depend on each other.
-
-RECORD = FlightRecord(
-    reason="hang",
-    collectives=(Collective(op="all_reduce", backend="gloo", group="dp", seq=5, is_pending=True, age_seconds=9.0),),
-    recorded=1,
-)
-
-
-def failing(*_args):
-    raise OSError("no such device")
-
-
-@pytest.fixture
-def recorded(monkeypatch):
-    """Simulate a process with a readable flight record."""
-    monkeypatch.setattr(diagnosis, "take_flight_record", lambda _reason, _report: RECORD)
-
-
-def event_types(published):
-    return [event.type for record in published for event in record.events]
-
-
 def test_flight_record_is_published_if_stacks_fail(recorded, monkeypatch):
     monkeypatch.setattr(diagnosis, "take_stacks", failing)
-    published, boundary = [], ErrorBoundary()
-    taken = diagnosis.Diagnosis(0, published.append, lambda: 7, boundary).take("hang", first=Event(type="hang"))
+    published = Published()
+    taken = published.diagnosis.take("hang", first=HANG)
 
-    assert (RECORD, (), 1) == (taken.flight, taken.stacks.threads, boundary.count)
-    assert ["hang", "flight_record"] == event_types(published)
+    assert (RECORD, (), 1) == (taken.flight, taken.stacks.threads, published.boundary.count)
+    assert ["hang", "flight_record"] == published.types()
 
 
 @pytest.mark.parametrize("refused", ["hang", "stacks", "flight_record"])
 def test_failed_event_does_not_stop_the_others(refused, recorded):
-    published, boundary = [], ErrorBoundary()
+    published = Published(refused)
+    taken = published.diagnosis.take("hang", first=HANG)
 
-    def publish(record):
-        if record.events[0].type == refused:
-            failing()
-        published.append(record)
-
-    taken = diagnosis.Diagnosis(0, publish, lambda: 7, boundary).take("hang", first=Event(type="hang"))
-
-    assert [kind for kind in ("hang", "stacks", "flight_record") if kind != refused] == event_types(published)
-    assert (RECORD, 1) == (taken.flight, boundary.count)
+    assert [kind for kind in ("hang", "stacks", "flight_record") if kind != refused] == published.types()
+    assert (RECORD, 1) == (taken.flight, published.boundary.count)
 
 
 def test_failed_recorder_is_reported_after_the_reading(monkeypatch):
     """A report takes locks that a hanging training thread may hold."""
-    held, published, boundary = threading.Event(), [], ErrorBoundary()
+    held, published = threading.Event(), Published()
 
     def take(_reason, report):
         report("reading the flight record of nccl", TimeoutError("no answer within 1.5 s"))
         return RECORD
 
     monkeypatch.setattr(diagnosis, "take_flight_record", take)
-    boundary.on_first = lambda *_: held.wait(60)
-    taken = diagnosis.Diagnosis(0, published.append, lambda: 7, boundary).take("hang")
+    published.boundary.on_first = lambda *_: held.wait(60)
+    taken = published.diagnosis.take("hang")
     held.set()
 
     assert RECORD == taken.flight
-    assert ["stacks", "flight_record"] == event_types(published)
+    assert ["stacks", "flight_record"] == published.types()

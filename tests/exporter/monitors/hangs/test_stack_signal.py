@@ -18,19 +18,16 @@ def attached(**settings):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     config = MonitorConfig(console=False, exit_wait_seconds=0, statistics="torch", **settings)
     return Monitor(config).attach(net, optimizer)
-def records(monitor):
-    return monitor._session.channel.ring.after(-1, 1 << 30).records
-def events(monitor, kind):
-    return [event for record in records(monitor) for event in record.events if event.type == kind]
+def events(monitor, kind="stacks"):
+    records = monitor._session.channel.ring.after(-1, 1 << 30).records
+    return [event for record in records for event in record.events if event.type == kind]
 def eventually(condition, seconds=15):
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
     return condition()
-def files_of(process):
+def files(process=os.getpid()):
     return glob.glob(f"{tempfile.gettempdir()}/rankscope-stacks-{process}-*.txt")
-def files():
-    return files_of(os.getpid())
 def caught():
     return next(line for line in open("/proc/self/status") if line.startswith("SigCgt"))
 """
@@ -52,7 +49,7 @@ def test_handler_is_registered_only_if_configured_and_restored():
 
         monitor = attached(stacks_signal="SIGUSR2")
         os.kill(os.getpid(), signal.SIGUSR2)
-        print(len(eventually(lambda: events(monitor, "stacks"))))
+        print(len(eventually(lambda: events(monitor))))
         monitor.detach()
         print(before[0] == caught(), signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL)
 
@@ -75,14 +72,14 @@ def test_signal_publishes_stacks_and_calls_the_previous_handler():
         signal.signal(signal.SIGUSR2, handler)
         monitor = attached(stacks_signal="SIGUSR2")
         os.kill(os.getpid(), signal.SIGUSR2)
-        recorded = eventually(lambda: events(monitor, "stacks"))
+        recorded = eventually(lambda: events(monitor))
         stacks = json.loads(recorded[0].details)
         print(received, "signal" == stacks["reason"], stacks["threads"][0].get("is_training"), monitor.faults)
         child = os.fork()
         if child == 0:
             os.kill(os.getpid(), signal.SIGUSR2)
-            os._exit(0 if received == ["before", "before"] and os.path.getsize(files_of(os.getppid())[0]) == 0 else 1)
-        print(os.waitpid(child, 0)[1], len(events(monitor, "stacks")))
+            os._exit(0 if received == ["before", "before"] and os.path.getsize(files(os.getppid())[0]) == 0 else 1)
+        print(os.waitpid(child, 0)[1], len(events(monitor)))
         monitor.detach()
         os.kill(os.getpid(), signal.SIGUSR2)
         print(received, signal.getsignal(signal.SIGUSR2) is handler, files())
@@ -106,7 +103,7 @@ def test_stacks_are_written_while_c_code_holds_the_gil():
         # A signal interrupts a sleep, so several sleeps are needed.
         while helper.poll() is None:
             hold_the_interpreter(5)
-        found = eventually(lambda: [e for e in events(monitor, "stacks") if "hold_the_interpreter" in e.details])
+        found = eventually(lambda: [e for e in events(monitor) if "hold_the_interpreter" in e.details])
         print("hold_the_interpreter recorded" if found else "not recorded")
         monitor.detach()
     """)

@@ -12,6 +12,41 @@ from tests.exporter.parts import session_of
 from torch import nn
 
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
+from rankscope_exporter.monitors.hangs.watchdog import Hang, HangDetector, HangLimits, Resumed, TrainingState
+
+LIMITS = HangLimits(training=10, in_phase=60)
+
+
+def sign(active_at: float, **changes: Any) -> TrainingState:
+    return TrainingState(**{"active_at": active_at, "has_stepped": True, "is_done": False, "phase": None, **changes})
+
+
+def test_hang_and_its_end_are_reported_once():
+    watch = HangDetector(LIMITS)
+    looks = [watch.check(sign(100), now) for now in (100, 109.9, 110, 111, 500)]
+
+    assert [None, None, Hang(10), None, None] == looks
+    assert Resumed(405) == watch.check(sign(505), 506)
+    assert None is watch.check(sign(505), 514)
+    assert Hang(10) == watch.check(sign(505), 515)
+
+
+@pytest.mark.parametrize(
+    ("limits", "state", "hangs_after"),
+    [
+        (LIMITS, {"phase": "evaluation"}, 60),
+        (LIMITS, {"has_stepped": False}, 60),
+        (HangLimits(training=10, in_phase=1), {"phase": "evaluation"}, 10),  # never below that of the training
+        (LIMITS, {"is_done": True}, None),
+        (HangLimits(training=0, in_phase=60), {}, None),
+        (HangLimits(training=0, in_phase=60), {"phase": "evaluation"}, None),
+    ],
+)
+def test_limit_depends_on_the_state_of_the_training(limits, state, hangs_after):
+    watch = HangDetector(limits)
+
+    assert None is watch.check(sign(0, **state), (hangs_after or 1e9) - 1)
+    assert (None if hangs_after is None else Hang(hangs_after)) == watch.check(sign(0, **state), hangs_after or 1e9)
 
 
 def train(monitor: Monitor, steps: int, *, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -28,35 +63,35 @@ def made() -> dict[str, Any]:
     return {"net": net, "optimizer": torch.optim.AdamW(net.parameters(), lr=0.1)}
 
 
-def watching(**settings: Any) -> MonitorConfig:
-    return MonitorConfig(**{"console": False, "exit_wait_seconds": 0, "hang_after_seconds": 0.4, **settings})
+def attached(parts: dict[str, Any], **settings: Any) -> Monitor:
+    given = {"console": False, "exit_wait_seconds": 0, "statistics": "torch", "hang_after_seconds": 0.4, **settings}
+    return Monitor(MonitorConfig(**given)).attach(parts["net"], parts["optimizer"])
 
 
 def stand_still_at(here: threading.Event) -> None:
     here.wait(30)
 
 
+def of_type(reader: Any, monitor: Monitor, *kinds: str) -> list[dict[str, Any]]:
+    return [event for event in reader(monitor).events() if event["type"] in kinds]
+
+
 def test_hang_and_its_end_are_published_and_printed_once(reader, eventually, capfd):
     parts = made()
     resume = threading.Event()
-    with Monitor(watching(console=True)).attach(parts["net"], parts["optimizer"]) as monitor:
-        events = reader(monitor).events
+    with attached(parts, console=True) as monitor:
         train(monitor, 3, **parts)
-        waker = threading.Thread(
-            target=lambda: (eventually(lambda: [e for e in events() if e["type"] == "stacks"]), resume.set())
-        )
+        waker = threading.Thread(target=lambda: (eventually(lambda: of_type(reader, monitor, "stacks")), resume.set()))
         waker.start()
         stand_still_at(resume)
         waker.join()
         train(monitor, 3, **parts)
-        eventually(lambda: [e for e in events() if e["type"] == "hang" and '"ended"' in e["details"]])
-        reported = [event for event in events() if event["type"] in ("hang", "stacks")]
+        reported = eventually(lambda: (found := of_type(reader, monitor, "hang", "stacks"))[2:] and found)
 
         assert ["hang", "stacks", "hang"] == [event["type"] for event in reported]
         assert ["critical", "critical", "info"] == [event["severity"] for event in reported]
-        assert {2, 3} >= {
-            event["step"] for event in reported[:2]
-        }  # finished steps: the begin of a step is not progress
+        # Finished steps: the begin of a step is not progress.
+        assert {2, 3} >= {event["step"] for event in reported[:2]}
         stacks = json.loads(reported[1]["details"])
         assert "hang" == stacks["reason"]
         assert "stand_still_at" in [frame[2] for frame in stacks["threads"][0]["frames"]]
@@ -71,8 +106,7 @@ def test_hang_and_its_end_are_published_and_printed_once(reader, eventually, cap
 @pytest.mark.thorough
 def test_evaluation_is_not_a_hang(reader, eventually):
     parts = made()
-    settings = watching(hang_after_seconds=0.8, hang_in_phase_after_seconds=60)
-    with Monitor(settings).attach(parts["net"], parts["optimizer"]) as monitor:
+    with attached(parts, hang_after_seconds=0.8, hang_in_phase_after_seconds=60) as monitor:
         train(monitor, 3, **parts)
         eventually(lambda: session_of(monitor).channel.progress()[0])
         with monitor.phase("evaluation"):
@@ -83,39 +117,33 @@ def test_evaluation_is_not_a_hang(reader, eventually):
                 parts["net"](torch.rand(3, 4))
             threading.Event().wait(0.2)
 
-        assert [] == [event for event in reader(monitor).events() if event["type"] == "hang"]
+        assert [] == of_type(reader, monitor, "hang")
 
 
 def test_dump_stacks_returns_text_and_publishes_the_event(reader, eventually):
-    parts = made()
-    monitor = Monitor(watching())
+    assert None is Monitor({"console": False}).dump_stacks()
 
-    assert None is monitor.dump_stacks()
-
-    with monitor.attach(parts["net"], parts["optimizer"]):
+    with attached(made()) as monitor:
         first, second = monitor.dump_stacks(), monitor.dump_stacks()
-        recorded = [event for event in reader(monitor).events() if event["type"] == "stacks"]
+        recorded = of_type(reader, monitor, "stacks")
 
         assert "test_dump_stacks_returns_text_and_publishes_the_event" in first.splitlines()[1]
         assert first == second  # a request within 2 s gets the same result
         assert ["call"] == [json.loads(event["details"])["reason"] for event in recorded]
 
 
-def test_training_is_bit_identical_while_stacks_are_taken():
-    def result(monitor: Monitor | None) -> list[torch.Tensor]:
+def test_training_is_bit_identical_while_stacks_are_taken(monkeypatch):
+    monkeypatch.setattr("rankscope_exporter.monitors.hangs.diagnosis.MIN_SECONDS", 0.0)
+
+    def result(*, is_watched: bool) -> list[torch.Tensor]:
         parts = made()
-        if monitor is not None:
-            monitor.attach(parts["net"], parts["optimizer"])
-        for _ in range(5):
-            train(monitor or Monitor(watching(enabled=False)), 4, **parts)
-            if monitor is not None:
-                session_of(monitor).diagnosis._taken_at = float("-inf")
-                assert monitor.dump_stacks()
-        if monitor is not None:
-            monitor.detach()
+        with attached(parts, enabled=is_watched) as monitor:
+            for _ in range(5):
+                train(monitor, 4, **parts)
+                assert is_watched is (monitor.dump_stacks() is not None)
         return [*parts["net"].state_dict().values(), torch.get_rng_state()]
 
-    for expected, given in zip(result(None), result(Monitor(watching())), strict=True):
+    for expected, given in zip(result(is_watched=False), result(is_watched=True), strict=True):
         assert torch.equal(expected, given)
 
 
@@ -126,8 +154,8 @@ def test_invalid_limit_is_refused(limit):
 
 
 def test_limit_of_zero_starts_no_thread():
-    parts, before = made(), set(threading.enumerate())
-    with Monitor(watching(hang_after_seconds=0)).attach(parts["net"], parts["optimizer"]):
+    before = set(threading.enumerate())
+    with attached(made(), hang_after_seconds=0):
         assert "rankscope-watchdog" not in {thread.name for thread in set(threading.enumerate()) - before}
 
 
@@ -137,9 +165,9 @@ def test_unreadable_signal_file_leaves_the_hang_detection(monkeypatch, reader, e
 
     monkeypatch.setattr("rankscope_exporter.monitors.hangs.diagnosis.StackSignal.written", fail)
     parts = made()
-    with Monitor(watching(stacks_signal="SIGUSR2")).attach(parts["net"], parts["optimizer"]) as monitor:
+    with attached(parts, stacks_signal="SIGUSR2") as monitor:
         train(monitor, 3, **parts)
-        eventually(lambda: [event for event in reader(monitor).events() if event["type"] == "stacks"])
+        eventually(lambda: of_type(reader, monitor, "stacks"))
 
 
 def test_hang_that_cannot_be_published_is_printed(monkeypatch, eventually, capfd):
@@ -149,7 +177,7 @@ def test_hang_that_cannot_be_published_is_printed(monkeypatch, eventually, capfd
     monkeypatch.setattr("rankscope_exporter.monitors.hangs.diagnosis.Diagnosis.take", fail)
     monkeypatch.setattr("rankscope_exporter.monitors.hangs.diagnosis.Diagnosis.publish", fail)
     parts, output = made(), []
-    with Monitor(watching(console=True)).attach(parts["net"], parts["optimizer"]) as monitor:
+    with attached(parts, console=True) as monitor:
         train(monitor, 3, **parts)
         eventually(lambda: output.append(capfd.readouterr().err) or "no sign of training for" in "".join(output))
         train(monitor, 3, **parts)

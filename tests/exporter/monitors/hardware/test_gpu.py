@@ -6,6 +6,7 @@ import ctypes.util
 import inspect
 import json
 import logging
+import sys
 from types import SimpleNamespace
 
 import pynvml
@@ -37,9 +38,8 @@ def values(gpu: Gpu) -> dict[tuple[str, ...], float]:
     """Return the values of a reading by name and labels, without the label of the GPU."""
     found = {}
     for scalar in gpu.read(unexpected):
-        labels = dict(scalar.labels)
-        assert labels.pop("gpu") == gpu.uuid
-        found[scalar.name, *labels.values()] = scalar.value
+        assert gpu.uuid == scalar.labels["gpu"]
+        found[scalar.name, *(value for name, value in scalar.labels.items() if name != "gpu")] = scalar.value
     return found
 
 
@@ -82,11 +82,8 @@ def test_each_reading_has_the_current_values():
 
     later = values(gpu)
 
-    assert (0.12, 412, 1.2e9) == (
-        later["gpu_utilization",],
-        later["gpu_power_watts",],
-        later["gpu_clock_hertz", "sm"],
-    )
+    names = (("gpu_utilization",), ("gpu_power_watts",), ("gpu_clock_hertz", "sm"))
+    assert [0.12, 412, 1.2e9] == [later[name] for name in names]
     assert {"hw_slowdown", "hw_thermal"} == {reason for reason in THROTTLE_REASONS if later["gpu_throttled", reason]}
     assert 1 == later["gpu_ecc_errors_total", "uncorrected"]
 
@@ -131,13 +128,9 @@ def test_gpu_is_found_by_uuid_not_by_number(monkeypatch):
 
     uuid = uuid_of(torch.device("cuda", 0))
 
+    assert [None, None] == [uuid_of(torch.device(kind)) for kind in ("cpu", "meta")]
     assert uuid is not None
     assert 0.97 == values(opened(RecordedNvml(), uuid))["gpu_utilization",]
-
-
-def test_other_devices_have_no_uuid():
-    assert uuid_of(torch.device("cpu")) is None
-    assert uuid_of(torch.device("meta")) is None
 
 
 def test_xids_are_events_published_once_and_counted():
@@ -154,46 +147,25 @@ def test_xids_are_events_published_once_and_counted():
     assert 2 == values(gpu)["gpu_xid_errors_total",]
 
 
-def test_no_gpu_metrics_without_a_driver():
+def test_unknown_and_closed_gpus_release_nvml():
     nvml = RecordedNvml()
-    nvml.is_there = False
-
-    assert Gpu.open(nvml, BUSY) is None
-
-
-def test_unknown_gpu_releases_nvml():
-    nvml = RecordedNvml()
-
-    assert Gpu.open(nvml, "GPU-00000000") is None
-    assert nvml.open_sessions == 0
-
-
-def test_close_releases_nvml():
-    nvml = RecordedNvml()
-
     opened(nvml, BUSY).close()
 
+    assert Gpu.open(nvml, "GPU-00000000") is None
+    nvml.is_there = False  # no driver
+    assert Gpu.open(nvml, BUSY) is None
     assert nvml.open_sessions == 0
-
-
-def test_no_gpu_metrics_without_the_module(monkeypatch):
-    def missing(_name):
-        raise ModuleNotFoundError
-
-    monkeypatch.setattr(gpu_module.importlib, "import_module", missing)
-
-    assert gpu_module.load_nvml() is None
 
 
 # The double against the real module, which needs no GPU to be imported.
 
 
-def test_real_module_without_driver_is_not_an_error():
-    nvml = gpu_module.load_nvml()
-
-    assert nvml is pynvml
+def test_real_module_without_driver_is_not_an_error(monkeypatch):
+    assert pynvml is gpu_module.load_nvml()
     if not ctypes.util.find_library("nvidia-ml"):
-        assert Gpu.open(nvml, BUSY) is None
+        assert Gpu.open(pynvml, BUSY) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert None is gpu_module.load_nvml()
 
 
 def test_real_module_has_all_called_functions():
@@ -230,32 +202,19 @@ def test_answers_of_the_double_have_the_real_fields():
         (nvml.nvmlDeviceGetFieldValues(BUSY, [82])[0], pynvml.c_nvmlFieldValue_t),
         (nvml.nvmlEventSetWait_v2([{"xid": 1, "after": 0}], 0), pynvml.c_nvmlEventData_t),
     ]
-    for answer, structure in pairs:
-        assert set(vars(answer)) <= {name for name, *_ in structure._fields_}
-
-
-def test_field_values_use_the_real_union_members():
     kinds = ("DOUBLE", "UNSIGNED_INT", "UNSIGNED_LONG", "UNSIGNED_LONG_LONG", "SIGNED_LONG_LONG", "SIGNED_INT")
 
+    for answer, structure in pairs:
+        assert set(vars(answer)) <= {name for name, *_ in structure._fields_}
     assert list(range(6)) == [getattr(pynvml, f"NVML_VALUE_TYPE_{kind}") for kind in kinds]
     assert set(_MEMBERS) <= {name for name, _ in pynvml.c_nvmlValue_t._fields_}
 
 
 # Errors of single metrics.
 
-PARTS = {
-    "nvmlDeviceGetClockInfo/2": ("gpu_clock_hertz", "memory"),
-    "nvmlDeviceGetMaxClockInfo/1": ("gpu_clock_limit_hertz", "sm"),
-    "nvmlDeviceGetTotalEccErrors/0/0": ("gpu_ecc_errors_total", "corrected"),
-    "nvmlDeviceGetPcieThroughput/0": ("gpu_pcie_bytes_per_second", "sent"),
-    "nvmlDeviceGetFieldValues/[(139, 4294967295)]": ("gpu_nvlink_bytes_total", "received"),
-    "nvmlDeviceGetPowerUsage": ("gpu_power_watts",),
-}
-ERRORS = {
-    "not supported": pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED),
-    "an older module": AttributeError("module 'pynvml' has no such function"),
-    "anything": OSError("the driver is gone"),
-}
+NOT_SUPPORTED = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+OLDER_MODULE = AttributeError("module 'pynvml' has no such function")
+GONE = OSError("the driver is gone")
 
 
 class Failing:
@@ -281,19 +240,28 @@ def note(reported):
     return lambda _where, error: reported.append(str(error))
 
 
-@pytest.mark.parametrize("kind", ERRORS)
-@pytest.mark.parametrize(("call", "missing"), PARTS.items())
-def test_failed_metric_does_not_affect_the_others(call, missing, kind):
+@pytest.mark.parametrize(
+    ("call", "error", "missing"),
+    [
+        ("nvmlDeviceGetClockInfo/2", NOT_SUPPORTED, ("gpu_clock_hertz", "memory")),
+        ("nvmlDeviceGetMaxClockInfo/1", OLDER_MODULE, ("gpu_clock_limit_hertz", "sm")),
+        ("nvmlDeviceGetTotalEccErrors/0/0", GONE, ("gpu_ecc_errors_total", "corrected")),
+        ("nvmlDeviceGetPcieThroughput/0", NOT_SUPPORTED, ("gpu_pcie_bytes_per_second", "sent")),
+        ("nvmlDeviceGetFieldValues/[(139, 4294967295)]", OLDER_MODULE, ("gpu_nvlink_bytes_total", "received")),
+        ("nvmlDeviceGetPowerUsage", GONE, ("gpu_power_watts",)),
+    ],
+)
+def test_failed_metric_does_not_affect_the_others(call, error, missing):
     reported = []
-    scalars = opened(Failing(call, ERRORS[kind]), BUSY).read(note(reported))
+    scalars = opened(Failing(call, error), BUSY).read(note(reported))
     found = {(scalar.name, *(scalar.labels[name] for name in scalar.labels if name != "gpu")) for scalar in scalars}
 
     assert {missing} == values(opened(RecordedNvml(), BUSY)).keys() - found
-    assert ["the driver is gone"] * (kind == "anything") == reported
+    assert ["the driver is gone"] * (error is GONE) == reported
 
 
 def test_metrics_are_read_if_xids_cannot_be_read():
-    gpu = opened(Failing("nvmlEventSetCreate", ERRORS["an older module"]), BUSY)
+    gpu = opened(Failing("nvmlEventSetCreate", OLDER_MODULE), BUSY)
 
     assert {("gpu_xid_errors_total",)} == values(opened(RecordedNvml(), BUSY)).keys() - values(gpu).keys()
     assert [] == gpu.xids(unexpected)
@@ -302,12 +270,12 @@ def test_metrics_are_read_if_xids_cannot_be_read():
 def test_error_after_an_xid_keeps_the_xid():
     nvml, reported = RecordedNvml(), []
     gpu = opened(nvml, BUSY)
-    answers = [nvml.nvmlEventSetWait_v2(gpu._events, 0), ERRORS["anything"]]
+    answers = iter([nvml.nvmlEventSetWait_v2(gpu._events, 0)])
 
     def wait(*_):
-        if isinstance(answers[0], Exception):
-            raise answers[0]
-        return answers.pop(0)
+        if (found := next(answers, None)) is None:
+            raise GONE
+        return found
 
     nvml.nvmlEventSetWait_v2 = wait
 
