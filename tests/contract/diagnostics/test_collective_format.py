@@ -71,9 +71,6 @@ def test_bytes_text_uses_binary_units(count, text):
 @given(st.sets(st.integers(0, 60)))
 def test_ranks_in_is_the_inverse_of_spans(ranks):
     assert tuple(sorted(ranks)) == ranks_in(spans(ranks))
-
-
-def test_spans_merges_consecutive_ranks():
     assert "0-2,5" == spans([5, 0, 2, 1, 1])
 
 

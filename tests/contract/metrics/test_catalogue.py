@@ -34,14 +34,11 @@ def test_stored_metric_has_a_column_or_a_scalar(spec: MetricSpec):
     assert column in {field.name for field in DATASETS[dataset]} if column else dataset.startswith("scalars:")
 
 
-def test_metrics_of_ranks_begin_with_run_and_rank_labels():
-    assert all(spec.all_labels[:2] == ("run", "rank") for spec in SPECS if spec.page == "rank")
-    assert all(not spec.name.startswith("rankscope_ingest") for spec in SPECS if spec.page == "rank")
-
-
-def test_each_scalar_has_at_most_one_metric():
+def test_metrics_of_ranks_begin_with_run_and_rank_and_have_own_scalars():
     names = [spec.stored_as for spec in SPECS if spec.stored_as and spec.stored_as.startswith("scalars:")]
 
+    assert all(spec.all_labels[:2] == ("run", "rank") for spec in SPECS if spec.page == "rank")
+    assert all(not spec.name.startswith("rankscope_ingest") for spec in SPECS if spec.page == "rank")
     assert len(set(names)) == len(names) == len(SCALARS_WITH_OWN_METRIC)
 
 
@@ -95,13 +92,10 @@ TITLES = {
 """Before you add a title here, check that it is clear without the name of the scalar."""
 
 
-def test_every_scalar_of_the_monitor_has_a_title_that_was_read():
-    assert TITLES == SCALAR_TITLES
-
-
-def test_every_name_that_the_monitor_writes_has_a_title():
+def test_every_name_that_the_monitor_writes_has_a_title_that_was_read():
     source = "".join(file.read_text() for file in Path(rankscope_exporter.__file__).parent.rglob("*.py"))
     written = set(re.findall(r"""\bScalar\(\s*"(\w+)",""", source))
 
+    assert TITLES == SCALAR_TITLES
     assert len(written) > 15
     assert set() == written - SCALAR_TITLES.keys()

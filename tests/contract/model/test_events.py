@@ -46,16 +46,11 @@ def recorded_key(record):
 
 
 def test_recorded_anomalies_have_the_order_of_msprobe():
-    ordered = sorted(RECORDED.values(), key=recorded_key)
-
-    assert FIRST_CAUSES == [record["tag_name"] for record in ordered[:5]]
-
-
-def test_updated_parameters_come_last_in_their_step():
     """A deliberate difference: msprobe sorts parameters after the update before the forward pass of the same step."""
-    last = [record["tag_name"] for record in sorted(RECORDED.values(), key=recorded_key)[-4:]]
+    tags = [record["tag_name"] for record in sorted(RECORDED.values(), key=recorded_key)]
 
-    assert all(tag.endswith("/param_updated") for tag in last)
+    assert FIRST_CAUSES == tags[:5]
+    assert all(tag.endswith("/param_updated") for tag in tags[-4:])
 
 
 def test_causal_stages_follow_the_flow_of_a_step():
@@ -74,9 +69,12 @@ def test_pipeline_stages_ascend_in_forward_and_descend_in_backward():
     assert key(kind="act_out", vpp_stage=0, pp_stage=1) < key(kind="act_out", vpp_stage=1, pp_stage=0)
 
 
-def test_events_are_ordered_by_step_and_micro_step_first():
+def test_step_and_micro_step_come_first_and_unknown_values_last():
     assert key(step=1, kind="param_after") < key(step=2, kind="param_before")
     assert key(micro_step=0, kind="grad_reduced") < key(micro_step=1, kind="act_in")
+    assert key(step=10**12) < key(step=None)
+    assert key(call_id=10**12) < key(call_id=None)
+    assert key(kind=None) == key(kind="attention_entropy")  # of a newer rank
 
 
 def test_events_of_the_whole_step_enclose_those_of_its_micro_batches():
@@ -86,12 +84,3 @@ def test_events_of_the_whole_step_enclose_those_of_its_micro_batches():
     assert parameters < key(kind="act_in", micro_step=0) < key(kind="act_grad_in", micro_step=0)
     assert key(kind="act_grad_in", micro_step=0) < key(kind="act_in", micro_step=1) < activations < gradients
     assert key(kind="grad_unreduced", micro_step=3) < gradients
-
-
-def test_unknown_step_or_call_sorts_last():
-    assert key(step=10**12) < key(step=None)
-    assert key(call_id=10**12) < key(call_id=None)
-
-
-def test_unknown_kind_of_a_newer_rank_sorts_like_no_kind():
-    assert key(kind=None) == key(kind="attention_entropy")

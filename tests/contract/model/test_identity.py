@@ -63,16 +63,13 @@ def test_launch_ids_of_one_job_differ_and_begin_with_its_id():
     assert new_incarnation() != new_incarnation()
 
 
-@pytest.mark.parametrize("name", ["x" * LONGEST_NAME, "a/../b", "a\nb\x00\x1b", " ", "ü\U0001f600"])
-def test_odd_names_of_runs_are_accepted(name):
-    check_run_name(name)
-
-
 @pytest.mark.parametrize(
     ("name", "reason"),
     [("x" * (LONGEST_NAME + 1), "1,001 characters"), ("a\udcff", r"'a\\udcff', is not valid Unicode")],
 )
-def test_name_that_the_service_would_reject_is_refused(name, reason):
+def test_only_names_that_the_service_would_reject_are_refused(name, reason):
+    for odd in ("x" * LONGEST_NAME, "a/../b", "a\nb\x00\x1b", " ", "ü\U0001f600"):
+        check_run_name(odd)
     with pytest.raises(ValueError, match=reason):
         check_run_name(name)
 

@@ -38,9 +38,10 @@ def test_loopback_is_reached_directly_in_every_notation(host):
     assert None is proxy_of(f"https://{shown}/", PROXY, {})
 
 
-@pytest.mark.parametrize("host", ["localhost.example", "127.example", "10.0.0.1", "::2", "mylocalhost", "128.0.0.1"])
-def test_other_hosts_are_no_loopback(host):
-    assert not is_loopback(host)
+def test_other_hosts_are_no_loopback():
+    hosts = ["localhost.example", "127.example", "10.0.0.1", "::2", "mylocalhost", "128.0.0.1"]
+
+    assert [] == [host for host in hosts if is_loopback(host)]
 
 
 @pytest.mark.parametrize(
