@@ -13,38 +13,24 @@ from typing import Any
 
 import pytest
 import torch
-from tests.exporter.parts import records_of, session_of
+from tests.exporter.parts import QUIET, records_of, session_of, small
 from torch import nn
 
 from rankscope_contract.model.events import Event
 from rankscope_exporter import Monitor
 from rankscope_exporter.api.session import Session
 
-QUIET = {"console": False, "exit_wait_seconds": 0.0}
-
-
-class Part(nn.Module):
-    """A model that may have its monitor as an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(4, 2)
-        self.monitor: Monitor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.body(x)
-        return result
+Trained = tuple[nn.Sequential, torch.optim.Optimizer, Monitor]
 
 
 def step(net: nn.Module, optimizer: torch.optim.Optimizer, scale: float = 1.0) -> None:
     optimizer.zero_grad()
-    (net(torch.ones(3, 4)).square().sum() * scale).backward()
+    (net(torch.ones(2, 3)).square().sum() * scale).backward()
     optimizer.step()
 
 
-def trained(**settings: Any) -> tuple[Part, torch.optim.Optimizer, Monitor]:
-    net = Part()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+def trained(**settings: Any) -> Trained:
+    net, optimizer = small()
     monitor = Monitor(QUIET, **settings).attach(net, optimizer)
     for _ in range(3):
         step(net, optimizer)
@@ -87,66 +73,43 @@ class Trainer:
 
     def __init__(self) -> None:
         self.anomalies: list[Any] = []
-        self.net, self.optimizer, self.monitor = trained(on_anomaly=self.react)
-        self.net.trainer = self  # type: ignore[assignment]  # as frameworks do
-
-    def react(self, anomaly: Any) -> None:
-        self.anomalies.append((anomaly, self.net))
+        self.trained = trained(on_anomaly=lambda anomaly: self.anomalies.append((anomaly, self.trained)))
+        self.trained[0].trainer = self  # type: ignore[assignment]  # as frameworks do
 
 
-def as_names() -> tuple[Part, Monitor, Any]:
-    net, optimizer, monitor = trained()
-    return net, monitor, optimizer
+def keep_as_attribute(net: nn.Module, monitor: Monitor) -> Any:
+    net.monitor = monitor  # type: ignore[assignment]  # no module
 
 
-def as_attribute_of_the_model() -> tuple[Part, Monitor, Any]:
-    net, optimizer, monitor = trained()
-    net.monitor = monitor
-    return net, monitor, optimizer
+def keep_in_hook(net: nn.Sequential, monitor: Monitor) -> Any:
+    net[0].register_forward_hook(lambda *_: monitor.log(loss=1.0))
 
 
-def in_a_hook_of_the_model() -> tuple[Part, Monitor, Any]:
-    net, optimizer, monitor = trained()
-    net.body.register_forward_hook(lambda *_: monitor.log(loss=1.0))
-    return net, monitor, optimizer
+WAYS: dict[str, Callable[[nn.Sequential, Monitor], Any]] = {
+    "names": lambda _net, _monitor: None,
+    "attribute of the model": keep_as_attribute,
+    "hook of the model": keep_in_hook,
+    "open phase": lambda _net, monitor: monitor.phase("evaluation").__enter__(),
+}
+"""References to a monitor."""
 
 
-def in_an_open_phase() -> tuple[Part, Monitor, Any]:
-    net, optimizer, monitor = trained()
-    return net, monitor, (optimizer, monitor.phase("evaluation").__enter__())
-
-
-def in_a_cycle_with_its_callback() -> tuple[Part, Monitor, Any]:
-    trainer = Trainer()
-    return trainer.net, trainer.monitor, trainer
-
-
-WAYS: tuple[Callable[[], tuple[Part, Monitor, Any]], ...] = (
-    *(as_names, as_attribute_of_the_model, in_a_hook_of_the_model, in_an_open_phase, in_a_cycle_with_its_callback),
+@pytest.mark.parametrize(
+    ("way", "collects"),
+    [*((way, True) for way in WAYS), ("names", False), ("attribute of the model", False)],
 )
-
-
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_monitor_ends_when_script_has_dropped_it_and_its_model(way, eventually):
-    before = of_the_monitor()
-    net, monitor, others = way()
-    ended = Ended(net, monitor, before)
-    del net, monitor, others
-    gc.collect()
-    eventually(ended.is_complete)
-
-    ended.check()
-
-
-@pytest.mark.parametrize("way", WAYS[:2], ids=lambda way: way.__name__)
-def test_end_needs_no_garbage_collection(way, eventually):
+def test_monitor_ends_when_script_has_dropped_it_and_its_model(way, collects, eventually):
+    """Usually without a garbage collection."""
     before = of_the_monitor()
     gc.collect()
     gc.disable()
     try:
-        net, monitor, others = way()
+        net, optimizer, monitor = trained()
+        held = WAYS[way](net, monitor)
         ended = Ended(net, monitor, before)
-        del net, monitor, others
+        del net, optimizer, monitor, held
+        if collects:
+            gc.collect()
         eventually(ended.is_complete)
 
         ended.check()
@@ -154,7 +117,18 @@ def test_end_needs_no_garbage_collection(way, eventually):
         gc.enable()
 
 
-def unheld() -> tuple[Part, torch.optim.Optimizer, Ended]:
+def test_monitor_ends_in_a_cycle_with_its_callback(eventually):
+    before = of_the_monitor()
+    trainer = Trainer()
+    ended = Ended(trainer.trained[0], trainer.trained[2], before)
+    del trainer
+    gc.collect()
+    eventually(ended.is_complete)
+
+    ended.check()
+
+
+def unheld() -> tuple[nn.Sequential, torch.optim.Optimizer, Ended]:
     """Return a model and its optimizer, which are attached in this function, and no monitor."""
     before = of_the_monitor()
     net, optimizer, monitor = trained()
@@ -245,24 +219,15 @@ def notes_of(monitor: Monitor) -> list[str]:
 
 
 def test_second_live_monitor_of_a_model_is_named_once():
-    net = Part()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    with Monitor(QUIET).attach(net, optimizer) as first, Monitor(QUIET).attach(net, optimizer) as second:
-        for _ in range(4):
-            step(net, optimizer)
-        notes = notes_of(first), notes_of(second)
-    with Monitor(QUIET).attach(net, optimizer) as third:
-        later = notes_of(third)
+    """Monitors of other models in the process are not."""
+    (net, optimizer), (other, _) = small(), small()
+    with Monitor(QUIET).attach(other), Monitor(QUIET).attach(net, optimizer) as first:
+        with Monitor(QUIET).attach(net, optimizer) as second:
+            for _ in range(4):
+                step(net, optimizer)
+            notes = notes_of(first), notes_of(second)
+        with Monitor(QUIET).attach(*small()) as third:
+            later = notes_of(third)
 
     assert ([], 1, []) == (notes[0], len(notes[1]), later)
     assert "another Monitor is attached to the same model" in notes[1][0]
-
-
-def test_several_models_in_one_process_are_not_named():
-    nets = [Part() for _ in range(3)]
-    monitors = [Monitor(QUIET).attach(net, torch.optim.SGD(net.parameters(), lr=0.1)) for net in nets]
-    notes = [notes_of(monitor) for monitor in monitors]
-    for monitor in monitors:
-        monitor.detach()
-
-    assert [[], [], []] == notes
