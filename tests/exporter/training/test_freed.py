@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from tests.exporter.training.freed_models import CONFIG, STEPS, WAYS, Net, Training, assign, left_after
+from tests.exporter.training.freed_models import CONFIG, STEPS, WAYS, Net, Training, left_after
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rankscope_exporter import Monitor
-from rankscope_exporter.quantities.activations.quantity import Leaves, TensorCache
 
 
 @pytest.mark.usual(1)
@@ -102,53 +100,3 @@ def test_tensor_with_the_id_of_a_freed_tensor_has_its_own_numbers():
         }
 
     assert {None: 1.0, 1: 2.0, 2: 3.0} == rows
-
-
-def test_the_entry_of_a_tensor_ends_with_the_tensor():
-    memory: TensorCache[int] = TensorCache()
-    leaves: Leaves[int] = Leaves()
-    leaf, made = torch.zeros(2), torch.zeros(2, requires_grad=True) * 1
-    memory.keep(made, 1)
-    leaves.call_begins()
-    leaves.keep(leaf, 2)
-
-    assert (1, 2) == (memory.get(made), leaves.get(leaf))
-
-    leaf.add_(1)
-    held = StorageWeakRef(leaf.untyped_storage())
-    del leaf
-    leaves.call_ended()
-
-    assert held.expired()
-    assert memory.get(made.detach().requires_grad_() * 1) is None
-
-
-def test_parameters_have_no_weak_references():
-    memory: TensorCache[int] = TensorCache()
-    parameter = nn.Parameter(torch.zeros(2))
-    memory.keep(parameter, 1)
-
-    assert memory.get(parameter) is None
-    assert [] == weakref.getweakrefs(parameter)
-
-
-@pytest.fixture
-def training() -> Iterator[Training]:
-    made = Training(Net(), watched=True)
-    yield made
-    made.monitor.detach()
-
-
-def test_steps_continue_with_assigned_parameters_and_a_new_optimizer(training, reader, eventually):
-    read = reader(training.monitor)
-    for number in range(1, 6):
-        if number == 3:
-            assign(training)
-            training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=0.01)
-        training.step()
-        training.monitor.log(loss=float(number))
-    training.monitor.end_step()
-    logged = eventually(lambda: len(found := read.scalars("loss")) == 5 and found)
-
-    assert [(number, float(number)) for number in range(1, 6)] == logged
-    assert "step_skipped" not in [event["type"] for event in read.events()]

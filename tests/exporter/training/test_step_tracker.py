@@ -2,136 +2,64 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope_exporter.training.step_tracker import Ended, StepStage, StepTracker
+from rankscope_exporter.training.step_tracker import Ended, StepTracker
 
 
-def gone() -> bool:
-    return True
+def ended(tracker: StepTracker, *events: str) -> list[tuple[int, bool]]:
+    """Return the steps that the events end, each with whether it was skipped.
+
+    A pass with a "!" finds that the gradients of the last backward pass were deleted.
+    """
+    calls: dict[str, Any] = {
+        "forward": lambda: tracker.forward_begins(lambda: False),
+        "forward!": lambda: tracker.forward_begins(lambda: True),
+        "backward": lambda: tracker.backward_begins(lambda: False),
+        "backward!": lambda: tracker.backward_begins(lambda: True),
+        "update": lambda: tracker.update_begins(repeated=False),
+        "same optimizer": lambda: tracker.update_begins(repeated=True),
+        "updated": tracker.updated,
+        "end": tracker.end,
+        "end, not skipped": lambda: tracker.end(skipped=False),
+    }
+    found = [calls[event]() for event in events]
+    return [(item.step, item.skipped) for item in found if isinstance(item, Ended)]
 
 
-def kept() -> bool:
-    return False
+PASSES = ("forward", "backward")
+UPDATE = ("update", "updated")
+CLEARED = ("forward!", "backward!")
 
 
-def never() -> bool:
-    raise AssertionError("asked although the answer cannot matter")
-
-
-def test_step_ends_when_the_next_forward_pass_begins() -> None:
-    tracker = StepTracker()
-    tracker.forward_begins(never)
-    tracker.backward_begins(never)
-    tracker.update_begins(repeated=False)
-    tracker.updated()
-
-    assert Ended(1, skipped=False) == tracker.forward_begins(never)
-    assert 2 == tracker.step
-
-
-def test_micro_batches_belong_to_one_step() -> None:
-    tracker = StepTracker()
-    for _ in range(4):
-        assert tracker.forward_begins(kept) is None
-        assert tracker.backward_begins(kept) is None
-    tracker.update_begins(repeated=False)
-    tracker.updated()
-
-    assert Ended(1, skipped=False) == tracker.end()
-
-
-def test_gradients_dropped_without_an_update_are_a_skipped_step() -> None:
-    tracker = StepTracker()
-    tracker.forward_begins(never)
-    tracker.backward_begins(never)
-
-    assert Ended(1, skipped=True) == tracker.forward_begins(gone)
-    assert StepStage.OPEN is tracker.stage
-
-
-def test_skipped_step_is_detected_at_a_backward_pass_without_forward() -> None:
-    tracker = StepTracker()
-    tracker.backward_begins(never)
-
-    assert Ended(1, skipped=True) == tracker.backward_begins(gone)
-    assert StepStage.GRADIENTS is tracker.stage
-
-
-def test_two_optimizers_step_in_one_step() -> None:
-    tracker = StepTracker()
-    tracker.backward_begins(never)
-    for _ in range(2):
-        assert tracker.update_begins(repeated=False) is None
-        tracker.updated()
-
-    assert Ended(1, skipped=False) == tracker.forward_begins(never)
-
-
-def test_optimizer_with_closure_ends_the_step_when_it_steps_again() -> None:
-    tracker = StepTracker()
-    tracker.update_begins(repeated=False)
-    tracker.backward_begins(kept)
-    tracker.updated()
-
-    assert Ended(1, skipped=False) == tracker.update_begins(repeated=True)
-
-
-def test_explicit_end_states_whether_the_step_was_skipped() -> None:
-    tracker = StepTracker(first_step=7)
-    tracker.backward_begins(never)
-
-    assert Ended(7, skipped=False) == tracker.end(skipped=False)
-    assert tracker.end() is None
-
-
-def test_without_an_optimizer_no_step_counts_as_skipped() -> None:
-    tracker = StepTracker(has_optimizer=False)
-    tracker.backward_begins(never)
-
-    assert Ended(1, skipped=False) == tracker.forward_begins(gone)
-
-
-def test_all_passes_inside_a_closure_are_one_step() -> None:
-    tracker = StepTracker()
-    ended = []
-    for _ in range(2):
-        ended.append(tracker.update_begins(repeated=bool(ended)))
-        for _ in range(4):
-            ended += [tracker.forward_begins(gone), tracker.backward_begins(gone)]
-        tracker.updated()
-
-    assert [Ended(1, skipped=False)] == [item for item in ended if item is not None]
-
-
-def test_explicit_steps_end_only_on_request() -> None:
-    tracker = StepTracker(explicit=True)
-    for _ in range(3):
-        tracker.forward_begins(gone)
-        tracker.backward_begins(gone)
-        tracker.update_begins(repeated=True)
-        tracker.updated()
-
-    assert Ended(1, skipped=False) == tracker.end()
+@pytest.mark.parametrize(
+    ("settings", "events", "expected"),
+    [
+        ({}, (*PASSES, *UPDATE, "forward", "end"), [(1, False), (2, False)]),
+        ({}, (*PASSES * 4, *UPDATE, "end"), [(1, False)]),  # micro-batches
+        ({}, (*PASSES, "forward!"), [(1, True)]),
+        ({}, ("backward", "backward!"), [(1, True)]),  # no forward pass is seen
+        ({}, ("backward", *UPDATE * 2, "forward"), [(1, False)]),  # two optimizers
+        ({}, ("update", "backward", "updated", "same optimizer"), [(1, False)]),  # with a closure
+        ({}, ("update", *CLEARED * 4, "updated", "same optimizer", *CLEARED * 4, "updated"), [(1, False)]),
+        ({"first_step": 7}, ("backward", "end, not skipped", "end"), [(7, False)]),
+        ({"has_optimizer": False}, ("backward", "forward!"), [(1, False)]),
+        ({"explicit": True}, (*(*CLEARED, "same optimizer", "updated") * 3, "end"), [(1, False)]),
+    ],
+)
+def test_step_ends_at_the_event_that_begins_the_next(settings, events, expected):
+    assert expected == ended(StepTracker(**settings), *events)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=50), st.integers(1, 3))
 def test_every_attempt_is_one_step_skipped_or_not(skips: list[bool], micro_batches: int) -> None:
     """For all patterns of skipped steps with accumulation, step numbers and skips are correct."""
-    tracker = StepTracker()
-    ended: list[Ended | None] = []
-    dropped = True
+    events: list[str] = []
     for skip in skips:
-        for _ in range(micro_batches):
-            ended.append(tracker.forward_begins(lambda dropped=dropped: dropped))
-            dropped = False
-            ended.append(tracker.backward_begins(lambda: False))
-        if not skip:
-            ended.append(tracker.update_begins(repeated=False))
-            tracker.updated()
-        dropped = True
-    ended.append(tracker.forward_begins(lambda dropped=dropped: dropped))
+        events += ["forward!", "backward", *PASSES * (micro_batches - 1), *(() if skip else UPDATE)]
 
-    expected = [Ended(number, skipped=skip) for number, skip in enumerate(skips, start=1)]
-    assert expected == [item for item in ended if item is not None]
+    assert list(enumerate(skips, start=1)) == ended(StepTracker(), *events, "forward!")
