@@ -28,14 +28,6 @@ def test_writer_writes_checkpoints_without_maintenance(store, batch):
     assert 2 == len(list((store.root / LOG_FOLDER).glob("*.checkpoint.parquet")))
 
 
-def test_commit_writes_no_checkpoint_in_its_own_thread(store, writer, batch, monkeypatch):
-    monkeypatch.setattr(writer._checkpoints, "after_commit", lambda version: None)
-    for seq in range(2 * CHECKPOINT_COMMITS):
-        writer.append(batch([seq]))
-
-    assert NO_CHECKPOINT == newest_checkpoint(store.root)
-
-
 def test_compaction_and_rewrites_write_checkpoints_between_commits(store, writer, batch, monkeypatch):
     monkeypatch.setattr(writer._checkpoints, "after_commit", lambda version: None)
     monkeypatch.setattr("rankscope_storage.maintenance.compaction.SMALL_FILES", 1)
@@ -126,25 +118,6 @@ def test_maintenance_works_with_a_checkpoint_without_hint_file(store, writer, ba
     writer.maintain()
 
     assert 3 == newest_checkpoint(store.root)
-
-
-def test_refresh_opens_the_handle_again_at_a_newer_checkpoint(store, writer, batch, monkeypatch):
-    """Otherwise each refresh would read all entries since the checkpoint with which the handle was opened."""
-    monkeypatch.setattr(writer._checkpoints, "after_commit", lambda version: None)
-    log = Log.open(store.root, sync_to_disk)
-    for seq in range(CHECKPOINT_COMMITS):
-        writer.append(batch([seq]))
-        log.refresh()
-    write_checkpoint(store.root, sync_to_disk)
-    updates = []
-    genuine = DeltaTable.update_incremental
-    monkeypatch.setattr(DeltaTable, "update_incremental", lambda table: (updates.append(1), genuine(table)))
-    log.refresh()
-    begun_anew = len(updates)
-    log.refresh()
-
-    assert (0, 1) == (begun_anew, len(updates))
-    assert CHECKPOINT_COMMITS == log.snapshot().files.num_rows
 
 
 def test_appends_and_reads_continue_during_checkpoints(store, batch):

@@ -1,15 +1,17 @@
-"""Compaction changes no row, whatever other processes do."""
+"""Compaction changes no row, whatever other processes do; it makes few files with few rewrites of each row."""
 
 from __future__ import annotations
 
 import datetime as dt
 import threading
 from collections import Counter
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.storage.rows import ask, data_files, files
 
 from rankscope_storage.api.store import Batch
 from rankscope_storage.base.errors import ShardLostError
@@ -17,7 +19,8 @@ from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import connect
 from rankscope_storage.files.sorting import shared_part
 from rankscope_storage.log.delta import MUTEX, Change, Log
-from rankscope_storage.maintenance import compaction
+from rankscope_storage.log.snapshot import Snapshot
+from rankscope_storage.maintenance import compaction, retention
 from rankscope_storage.maintenance.compaction import (
     SILENCE,
     Merge,
@@ -28,6 +31,9 @@ from rankscope_storage.maintenance.compaction import (
     split_by_step,
 )
 
+NOW = dt.datetime(2026, 11, 20, 12, tzinfo=dt.UTC)
+STORED = "SELECT count(*), count(DISTINCT seq) FROM scalars"
+
 
 @pytest.fixture
 def eager(monkeypatch):
@@ -35,43 +41,41 @@ def eager(monkeypatch):
     monkeypatch.setattr(compaction, "SMALL_FILES", 2)
 
 
-def files(root) -> pa.Table:
-    return Log.open(root, sync_to_disk).snapshot().files
+@pytest.fixture
+def four(writer, batch, eager):
+    """Append four commits of one scalar each."""
+    for seq in range(4):
+        writer.append(batch([seq]))
 
 
-def test_few_files_are_not_merged(store, writer, batch):
+def column(root, *names: str) -> list[tuple]:
+    """Return these values of each file, sorted."""
+    return sorted(zip(*(files(root)[name].to_pylist() for name in names), strict=True))
+
+
+def test_only_many_tiny_files_become_one_with_equal_rows_and_progress(store, writer, batch, connection):
     for seq in range(compaction.TINY_FILES):
         writer.append(batch([seq]))
-    report = writer.compact()
-
-    assert (0, 0) == (report.files_removed, report.files_added)
-
-
-def test_many_tiny_files_become_one_with_equal_rows(store, writer, batch, connection):
-    for seq in range(compaction.TINY_FILES + 1):
-        writer.append(batch([seq]))
-    before = connection.query("FROM scalars ORDER BY seq")
-    report = writer.compact()
+    assert (0, 0) == (writer.compact().files_removed, writer.compact().files_added)
+    writer.append(batch([compaction.TINY_FILES]))
+    before, told = connection.query("FROM scalars ORDER BY seq"), []
+    report = compact(store.root, sync_to_disk, lambda done, total: told.append((done, total)))
 
     assert (11, 1, 11) == (report.files_removed, report.files_added, report.rows)
-    assert 1 == files(store.root).num_rows
+    assert ([(1, 1)], 1) == (told, files(store.root).num_rows)
     assert before.equals(connection.query("FROM scalars ORDER BY seq"))
 
 
-def test_all_types_and_special_values_survive_a_merge(store, writer, connection, eager):
+def test_all_types_and_special_values_survive_a_merge(writer, connection, eager):
     odd = [float("nan"), float("inf"), None, 0.0, -0.0]
     for seq, value in enumerate(odd):
         row = {"run": ["学/=.."], "incarnation": ["i"], "seq": [seq], "kind": ["k"], "tensor": ["t"]}
-        writer.append(
-            Batch(
-                tables={
-                    "tensor_stats": pa.table({**row, "norm": pa.array([value], pa.float32())}),
-                    "histograms": pa.table({**row, "scheme": ["log2"], "counts": [None if seq == 2 else [seq, 1]]}),
-                    "tensors": pa.table({**row, "shape": [[2, 3]], "aliases": [None if seq else ["a", "学"]]}),
-                },
-                watermarks={"i": seq},
-            )
-        )
+        tables = {
+            "tensor_stats": pa.table({**row, "norm": pa.array([value], pa.float32())}),
+            "histograms": pa.table({**row, "scheme": ["log2"], "counts": [None if seq == 2 else [seq, 1]]}),
+            "tensors": pa.table({**row, "shape": [[2, 3]], "aliases": [None if seq else ["a", "学"]]}),
+        }
+        writer.append(Batch(tables=tables, watermarks={"i": seq}))
     names = ("tensor_stats", "histograms", "tensors_history")
     before = [connection.query(f"FROM {name} ORDER BY seq") for name in names]
     report = writer.compact()
@@ -81,18 +85,17 @@ def test_all_types_and_special_values_survive_a_merge(store, writer, connection,
     assert [repr(table.to_pylist()) for table in before] == [repr(table.to_pylist()) for table in after]
 
 
-def test_appends_and_watermark_continue_after_a_merge(writer, batch, connection, eager):
-    for seq in range(5):
-        writer.append(batch([seq]))
+def test_appends_and_watermark_continue_after_a_merge(store, writer, batch, connection, four):
     writer.compact()
+    log = Log.open(store.root, sync_to_disk)
+    assert (1, 5) == (log.transaction(MUTEX), log.transaction("ingest:0/1"))  # the mutex moved, and not the shard
     writer.append(batch(range(8)))
 
     assert 7 == writer.watermark("i0")
-    assert [(8, 8)] == connection.sql("SELECT count(*), count(DISTINCT seq) FROM scalars").fetchall()
+    assert [(8, 8)] == ask(connection, STORED)
 
 
-def test_large_files_are_not_merged(store, writer, batch, monkeypatch):
-    monkeypatch.setattr(compaction, "SMALL_FILES", 2)
+def test_large_files_are_not_merged(store, writer, batch, eager, monkeypatch):
     monkeypatch.setattr(compaction, "SMALL_ROWS", 5)
     for first in range(0, 20, 5):
         writer.append(batch(range(first, first + 5)))
@@ -112,43 +115,23 @@ def test_merged_files_have_the_target_size(store, writer, batch, eager, monkeypa
 def test_merged_files_have_disjoint_step_ranges(store, writer, scalars, eager, monkeypatch):
     """The flushes of slow ranks overlap; the step ranges of the merged files do not."""
     monkeypatch.setattr(compaction, "TARGET_ROWS", 10)
-    for flush in range(6):
-        fast, slow = (
-            scalars(range(max(0, flush * 4 - lag), flush * 4 + 4 - lag), rank=lag, incarnation=f"i{lag}")
-            for lag in (0, 2)
-        )
-        writer.append(
-            Batch(
-                tables={"scalars": pa.concat_tables([fast, slow])},
-                watermarks={"i0": flush * 4 + 3, "i2": flush * 4 + 1},
-            )
-        )
+    for end in range(4, 28, 4):
+        both = [scalars(range(max(0, end - 4 - lag), end - lag), rank=lag, incarnation=f"i{lag}") for lag in (0, 2)]
+        writer.append(Batch(tables={"scalars": pa.concat_tables(both)}, watermarks={"i0": end - 1, "i2": end - 3}))
     writer.compact()
-    ranges = sorted(
-        zip(files(store.root)["step_min"].to_pylist(), files(store.root)["step_max"].to_pylist(), strict=True)
-    )
 
-    assert [(0, 4), (5, 9), (10, 14), (15, 19), (20, 23)] == ranges
+    assert [(0, 4), (5, 9), (10, 14), (15, 19), (20, 23)] == column(store.root, "step_min", "step_max")
 
 
-def test_attempts_are_never_merged_with_each_other(store, writer, scalars, eager):
+def test_attempts_parts_and_datasets_are_never_merged_with_each_other(store, writer, scalars, eager):
     for seq in range(6):
         table = scalars([seq]).set_column(1, "attempt", pa.array([seq % 2], pa.int32()))
-        writer.append(Batch(tables={"scalars": table}, watermarks={"i0": seq}))
+        event = pa.table({"run": ["r"], "incarnation": ["i0"], "seq": [seq], "type": ["note"], "attempt": [seq % 2]})
+        writer.append(Batch(tables={"scalars": table, "events": event}, watermarks={"i0": seq}))
     writer.compact()
 
-    assert [(0, 0), (1, 1)] == sorted(
-        zip(files(store.root)["attempt_min"].to_pylist(), files(store.root)["attempt_max"].to_pylist(), strict=True)
-    )
-
-
-def test_parts_and_datasets_are_never_merged_with_each_other(store, writer, batch, scalars, eager):
-    for seq in range(3):
-        event = pa.table({"run": ["r"], "incarnation": ["i0"], "seq": [seq], "type": ["note"]})
-        writer.append(Batch(tables={"scalars": scalars([seq]), "events": event}, watermarks={"i0": seq}))
-    writer.compact()
-
-    assert {"scalars": 1, "events": 1} == Counter(files(store.root)["dataset"].to_pylist())
+    expected = [(name, attempt, attempt) for name in ("events", "scalars") for attempt in (0, 1)]
+    assert expected == column(store.root, "dataset", "attempt_min", "attempt_max")
 
 
 STEPS = st.lists(
@@ -158,13 +141,8 @@ STEPS = st.lists(
 
 @given(STEPS, st.integers(1, 20))
 def test_split_by_step_divides_no_step_and_loses_no_row(steps, target):
-    table = pa.table(
-        {
-            "run": pa.array(["r"] * len(steps), pa.string()),
-            "attempt": pa.array([attempt for attempt, _ in steps], pa.int32()),
-            "step": pa.array([step for _, step in steps], pa.int64()),
-        }
-    )
+    attempts, numbers = (pa.array(values, pa.int64()) for values in zip(*steps, strict=True))
+    table = pa.table({"run": ["r"] * len(steps), "attempt": attempts.cast(pa.int32()), "step": numbers})
     pieces = [[(row["attempt"], row["step"]) for row in piece.to_pylist()] for piece in split_by_step(table, target)]
     largest_step = max(Counter(steps).values())
 
@@ -173,9 +151,7 @@ def test_split_by_step_divides_no_step_and_loses_no_row(steps, target):
     assert all(len(piece) <= max(target, largest_step) for piece in pieces)
 
 
-def test_refused_one_of_two_compactions_changes_nothing(store, writer, batch, connection, eager, monkeypatch):
-    for seq in range(4):
-        writer.append(batch([seq]))
+def test_refused_one_of_two_compactions_changes_nothing(store, writer, connection, four, monkeypatch):
     genuine = compaction._rewrite
 
     def overtaken(*arguments):
@@ -187,29 +163,22 @@ def test_refused_one_of_two_compactions_changes_nothing(store, writer, batch, co
     report = writer.compact()
 
     assert (0, 1) == (report.files_added, report.refused)
-    assert [(4, 4)] == connection.sql("SELECT count(*), count(DISTINCT seq) FROM scalars").fetchall()
-    assert 5 == len(
-        list(store.root.rglob("dataset=*/part=*/*.parquet"))
-    )  # four replaced, one new, none of the refused compaction
+    assert [(4, 4)] == ask(connection, STORED)
+    assert 5 == len(data_files(store.root))  # four replaced, one new, none of the refused compaction
 
 
-def test_file_replaced_after_the_plan_is_not_merged_again(store, writer, batch, connection, eager, monkeypatch):
+def test_file_replaced_after_the_plan_is_not_merged_again(store, writer, connection, four, monkeypatch):
     """A plan may have several merges, and another compaction may make the second one first."""
-    for seq in range(4):
-        writer.append(batch([seq]))
     stale = plan(Log.open(store.root, sync_to_disk).snapshot())
     compact(store.root, sync_to_disk)
     monkeypatch.setattr(compaction, "plan", lambda snapshot, now: stale)
     report = writer.compact()
 
     assert (0, 1) == (report.files_added, report.refused)
-    assert [(4, 4)] == connection.sql("SELECT count(*), count(DISTINCT seq) FROM scalars").fetchall()
+    assert [(4, 4)] == ask(connection, STORED)
 
 
-def test_compaction_killed_before_its_commit_changes_no_row(store, writer, batch, connection, eager, monkeypatch):
-    for seq in range(4):
-        writer.append(batch([seq]))
-
+def test_compaction_killed_before_its_commit_changes_no_row(writer, connection, four, monkeypatch):
     def die(log: Log, change: Change) -> int:
         raise KeyboardInterrupt
 
@@ -218,24 +187,15 @@ def test_compaction_killed_before_its_commit_changes_no_row(store, writer, batch
         with pytest.raises(KeyboardInterrupt):
             writer.compact()
 
-    assert [(4,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
+    assert [(4, 4)] == ask(connection, STORED)
     assert 1 == writer.compact().files_added
-    assert [(4,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
-
-
-def test_compaction_moves_the_mutex_and_not_the_shard(store, writer, batch, eager):
-    for seq in range(4):
-        writer.append(batch([seq]))
-    writer.compact()
-    log = Log.open(store.root, sync_to_disk)
-
-    assert (1, 5) == (log.transaction(MUTEX), log.transaction("ingest:0/1"))
+    assert [(4, 4)] == ask(connection, STORED)
 
 
 @pytest.mark.thorough
 def test_readers_see_whole_appends_during_appends_and_compactions(store, writer, batch, eager):
     """One appender, two concurrent compactions, one reader: each result is a whole number of appends."""
-    appends, failures, done = 60, [], threading.Event()
+    appends, failures, answers, done = 60, [], [], threading.Event()
 
     def guarded(work):
         def run():
@@ -257,45 +217,32 @@ def test_readers_see_whole_appends_during_appends_and_compactions(store, writer,
         while not done.is_set():
             compact(store.root, sync_to_disk)
 
-    answers = []
-
     def read():
         with connect(store.root) as connection:
             while not done.is_set():
-                answers.extend(connection.sql("SELECT count(*), count(DISTINCT seq), max(seq) FROM scalars").fetchall())
+                answers.extend(ask(connection, "SELECT count(*), count(DISTINCT seq), max(seq) FROM scalars"))
 
     threads = [guarded(work) for work in (append, merge, merge, read)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
-    with connect(store.root) as connection:
-        final = connection.sql("SELECT count(*), count(DISTINCT seq) FROM scalars").fetchall()
 
     assert [] == failures
-    assert [(appends * 3, appends * 3)] == final
-    assert all(
-        count == distinct == (highest + 1 if count else 0) and count % 3 == 0
-        for count, distinct, highest in answers
-        if count
-    )
+    assert [(appends * 3, appends * 3)] == ask(store.root, STORED)
+    assert all(count == distinct == highest + 1 and count % 3 == 0 for count, distinct, highest in answers if count)
     assert sorted(answers, key=lambda answer: answer[0]) == answers
     assert len({count for count, _, _ in answers}) > 5
 
 
-def test_writer_without_its_shard_can_compact_but_not_append(store, writer, batch, eager):
+def test_writer_without_its_shard_can_compact_but_not_append(store, writer, batch, four):
     """Compaction changes no row and needs only the mutex, not the shard."""
-    for seq in range(4):
-        writer.append(batch([seq]))
     for lock in (store.root / "_shards").iterdir():
         lock.unlink()
     with store.claim(owner="successor"):
         assert 1 == writer.compact().files_added
         with pytest.raises(ShardLostError):
             writer.append(batch([9]))
-
-
-NOW = dt.datetime(2026, 11, 20, 12, tzinfo=dt.UTC)
 
 
 def test_run_that_has_grown_moves_to_a_separate_part(store, writer, batch, connection, eager, monkeypatch):
@@ -306,18 +253,15 @@ def test_run_that_has_grown_moves_to_a_separate_part(store, writer, batch, conne
     before = connection.query("FROM scalars ORDER BY run, seq")
     writer.compact()
 
-    assert {"grown": 20, shared_part(dt.datetime.now(dt.UTC).date()): 4} == dict(
-        zip(files(store.root)["part"].to_pylist(), files(store.root)["rows"].to_pylist(), strict=True)
-    )
+    assert [(shared_part(dt.datetime.now(dt.UTC).date()), 4), ("grown", 20)] == column(store.root, "part", "rows")
     assert before.equals(connection.query("FROM scalars ORDER BY run, seq"))
 
 
-def test_run_with_a_separate_part_moves_only_enough_rows_for_a_file(batch):
+def test_run_with_a_separate_part_moves_only_enough_rows_for_a_file(monkeypatch):
     merge = Merge(dataset="scalars", part="_shared-x", files=(), own_parts=frozenset({"a", "b"}))
     table = pa.table({"run": ["a"] * 3 + ["b"] * 2 + ["c"] * 3})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compaction, "MOVED_ROWS", 3)
-        found = [(part, rows.column("run").to_pylist()) for part, rows in split_by_part(table, merge)]
+    monkeypatch.setattr(compaction, "MOVED_ROWS", 3)
+    found = [(part, rows.column("run").to_pylist()) for part, rows in split_by_part(table, merge)]
 
     assert [("a", ["a"] * 3), ("_shared-x", ["b"] * 2 + ["c"] * 3)] == found
 
@@ -331,3 +275,115 @@ def test_steps_after_the_slowest_live_rank_remain_separate():
 
     assert [[None, 1, 2, 3, 1, 3, 1], [4, 5]] == steps
     assert [table] == list(open_and_closed(table, NOW + dt.timedelta(days=1)))
+
+
+# --- the selection of files to merge
+
+
+def listed(*described: dict) -> Snapshot:
+    """Return a version with these files, by default with 1,000 rows of the dataset scalars each."""
+    usual = {
+        "dataset": "scalars", "rows": 1000, "size_bytes": 1, "attempt_min": 0, "attempt_max": 0, "step_min": 0,
+        "step_max": 9, "ts_min": NOW, "ts_max": NOW, "part": "r",
+    }  # fmt: skip
+    rows = [{**usual, "path": f"{number:02d}", **row} for number, row in enumerate(described)]
+    return Snapshot(Path("/store"), 1, pa.Table.from_pylist(rows))
+
+
+def slowly(first: int, steps: int, rows: int, **more: object) -> dict:
+    """Return a file with rows that arrived over two days and ended two days ago."""
+    when = {"ts_min": NOW - dt.timedelta(days=4), "ts_max": NOW - dt.timedelta(days=2)}
+    return {"step_min": first, "step_max": first + steps - 1, "rows": rows, **when, **more}
+
+
+AGO = {"ts_max": NOW - SILENCE - dt.timedelta(seconds=1)}
+HALF = {"rows": compaction.SMALL_ROWS - 1}
+SHARED = [{"part": f"_shared-2026-11-{day}", **AGO} for day in (20, 18, 17, 19, 16, 20)]
+ROLLED = {**AGO, "dataset": "tensor_rollups"}
+PIECE = {**ROLLED, "rows": retention.PIECE_ROWS}
+SLOW_DAYS = [slowly(first, 50, 1_100_000) for first in range(0, 250, 50)]
+ENDED = [slowly(0, 1000, 800_000), slowly(1000, 1000, 800_000), slowly(2000, 125, 100_000)]
+APART = [slowly(0, 50, 800_000), slowly(50, 100, 2_200_000), slowly(150, 50, 800_000), slowly(200, 50, 800_000)]
+PLANS = {
+    "active parts wait for more files": ([{}, {}], []),
+    "a part with one active file waits": ([AGO, {}], []),
+    "silent parts are merged": ([AGO, AGO], [["00", "01"]]),
+    "a single file is not merged": ([AGO], []),
+    "a full file is not merged": ([AGO, {**AGO, "rows": compaction.SMALL_ROWS}], []),
+    "fewer rows than two full files wait": ([HALF] * 3, []),
+    "few files with the rows of two full ones": ([*[HALF] * 4, {"rows": 5}], [["00", "01", "02", "03"]]),
+    "files in the size that retention writes": ([PIECE] * 3, []),
+    "a rollup row counts as four rows": (
+        [{**ROLLED, "rows": compaction.SMALL_ROWS // 4 - 1}] * 6, [["00", "01", "02", "03"], ["04", "05"]],
+    ),
+    "shared parts of past days, but not of today": (SHARED, [["04", "02", "01", "03"]]),
+    "three shared parts wait": (SHARED[1:4], []),
+    "slowly filled files once more, without the last step": (SLOW_DAYS, [["00", "01"], ["02", "03"]]),
+    "another merge at this rate would cost too much": ([{**day, "ts_min": day["ts_max"]} for day in SLOW_DAYS], []),
+    "files merged once more are not merged again": (
+        [*(slowly(first, 100, 2_200_000) for first in range(0, 500, 100)), slowly(500, 10, 1000)], [],
+    ),
+    "ended run with short steps, completely": (ENDED, [["00", "01", "02"]]),
+    "small files of a live run wait for more files": ([*ENDED, {"step_min": 5000, "step_max": 5000}], [["00", "01"]]),
+    "ended run with 20,000 rows per step, without the last": (
+        [slowly(first, 40, 800_000) for first in (0, 40, 80)], [["00", "01"]],
+    ),
+    "files that are not adjacent": (APART, []),
+    "only adjacent files": ([*APART, slowly(250, 50, 800_000)], [["02", "03"]]),
+    "shared parts are not merged once more": ([slowly(0, 2000, 800_000, part=SHARED[1]["part"])] * 2, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_files_to_merge(case):
+    described, expected = PLANS[case]
+    merges = plan(listed(*described), NOW)
+
+    assert expected == [[file.path for file in merge.files] for merge in merges]
+    if described is SHARED:
+        assert ["_shared-2026-11-16"] == [merge.part for merge in merges]
+    if described is SLOW_DAYS:
+        assert [compaction.MERGE_ROWS] * 2 == [merge.rows for merge in merges]
+
+
+def test_thirty_days_of_flushes_leave_few_files():
+    """Each day has 25 flushes of small runs and a compaction: no row is lost, and the remaining files are large."""
+    sizes: list[dict] = []
+    for day in range(60):
+        now = NOW + dt.timedelta(days=day)
+        part = f"_shared-{now.date()}"
+        sizes += [{"part": part, "rows": 3000, "ts_max": now, "path": f"{day}-{flush}"} for flush in range(25)]
+        for merge in plan(listed(*sizes), now):
+            gone = {file.path for file in merge.files}
+            rows = sum(file.rows for file in merge.files)
+            sizes = [file for file in sizes if file["path"] not in gone]
+            sizes.append({"part": merge.part, "rows": rows, "ts_max": now, "path": f"{day}-m{len(sizes)}"})
+
+    assert 60 * 25 * 3000 == sum(file["rows"] for file in sizes)
+    assert len(sizes) <= 1 + compaction.PAST_FILES + 60 * 25 * 3000 // compaction.SMALL_ROWS
+
+
+def test_thirty_days_of_a_run_leave_few_files_with_three_writes_per_row():
+    """Each day has 28 flushes of one step with 20,000 rows, and a compaction."""
+    files: list[dict] = []
+    written = 0
+    for day in range(30):
+        now = NOW + dt.timedelta(days=day)
+        for step in range(28):
+            own = dict.fromkeys(("step_min", "step_max"), day * 28 + step)
+            own |= dict.fromkeys(("ts_min", "ts_max"), now - dt.timedelta(hours=23 - step / 2))
+            files.append({"path": f"{day:02d}-{step:02d}", "rows": 20_000, **own})
+        for number, merge in enumerate(plan(listed(*files), now)):
+            gone = [file for file in files if file["path"] in {merged.path for merged in merge.files}]
+            files = [file for file in files if file not in gone]
+            picks = {"step_min": min, "step_max": max, "ts_min": min, "ts_max": max, "rows": sum}
+            ends = {name: pick(file[name] for file in gone) for name, pick in picks.items()}
+            assert ends["rows"] == (ends["step_max"] - ends["step_min"] + 1) * 20_000  # adjacent steps without a gap
+            assert ends["rows"] <= merge.rows
+            files.append({"path": f"{day:02d}-merged-{number}", **ends})
+            written += ends["rows"]
+
+    total = 30 * 28 * 20_000
+    assert total == sum(file["rows"] for file in files)
+    assert len(files) <= 9
+    assert written <= 3 * total

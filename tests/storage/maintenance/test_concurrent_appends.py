@@ -5,10 +5,9 @@ from __future__ import annotations
 import datetime as dt
 import threading
 
-import pyarrow as pa
 import pytest
+from tests.storage.rows import ask, put
 
-from rankscope_storage.api.store import Batch
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.maintenance import compaction
 from rankscope_storage.maintenance.check import check
@@ -40,26 +39,15 @@ def age(root, sync) -> None:
     retain(root, Retention(raw_days=1, scalars_days=1, samples_days=1), sync, now=dt.datetime.now(dt.UTC))
 
 
-def statistics(seqs) -> Batch:
-    listed = list(seqs)
-    table = pa.table(
-        {
-            "run": ["r"] * len(listed),
-            "incarnation": ["i-statistics"] * len(listed),
-            "seq": listed,
-            "step": listed,
-            "ts": pa.array([seq * 1_000_000 for seq in listed], pa.timestamp("us", tz="UTC")),
-            "kind": ["k"] * len(listed),
-            "tensor": ["t"] * len(listed),
-        }
-    )
-    return Batch(tables={"tensor_stats": table}, watermarks={"i-statistics": max(listed)})
+def append(writer, batch, seq: int) -> int:
+    """Append a scalar and a row of statistics; return the number of each then."""
+    writer.append(batch([seq]))
+    row = {"run": "r", "incarnation": "i-s", "seq": seq, "step": seq, "ts": seq * 1_000_000, "kind": "k", "tensor": "t"}
+    put(writer, "tensor_stats", [row], {"i-s": seq})
+    return seq + 1
 
 
-def stored(connection) -> tuple[int, int]:
-    """Return the number of rows in both tiers."""
-    counts = (f'(SELECT sum("rows")::BIGINT FROM {view})' for view in ("tensor_timeline", "scalar_timeline"))
-    return connection.sql(f"SELECT {', '.join(counts)}").fetchall()[0]
+STORED = 'SELECT (SELECT sum("rows")::BIGINT FROM tensor_timeline), (SELECT sum("rows")::BIGINT FROM scalar_timeline)'
 
 
 @pytest.mark.usual(1)
@@ -69,23 +57,19 @@ def test_appends_and_reads_work_while_maintenance_is_blocked(store, writer, conn
     rows = 0
     for moment in range(1, 60, 5):
         for _ in range(2):
-            writer.append(batch([rows]))
-            writer.append(statistics([rows]))
-            rows += 1
+            rows = append(writer, batch, rows)
         held = Held(moment)
         upkeep = threading.Thread(target=work, args=(store.root, held))
         upkeep.start()
         while upkeep.is_alive() and not held.stopped.wait(0.01):
             pass
-        writer.append(batch([rows]))
-        writer.append(statistics([rows]))
-        rows += 1
+        rows = append(writer, batch, rows)
 
-        assert (rows, rows) == stored(connection)
+        assert [(rows, rows)] == ask(connection, STORED)
         held.go_on.set()
         upkeep.join(LONG_SECONDS)
         assert not upkeep.is_alive()
-        assert (rows, rows) == stored(connection)
+        assert [(rows, rows)] == ask(connection, STORED)
         if not held.stopped.is_set():
             break
     assert moment > 3

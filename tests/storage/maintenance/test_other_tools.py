@@ -5,11 +5,9 @@ delta-rs gives each rewritten file the columns of all datasets.
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
 import json
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 from deltalake.exceptions import CommitFailedError
+from tests.storage.rows import ask, data_files, entries, table
 
 from rankscope_contract.model.schema import DATASETS
 from rankscope_storage.api.store import Batch, Store
@@ -95,10 +94,7 @@ def fill(writer, steps: range) -> None:
     """Append a commit per step, with a row of every dataset."""
     for step in steps:
         seqs = {dataset: step * len(DATASETS) + place for place, dataset in enumerate(DATASETS)}
-        tables = {
-            name: pa.Table.from_pylist([row_of(name, step, seq)], schema=dataset_schema(name))
-            for name, seq in seqs.items()
-        }
+        tables = {name: table(name, [row_of(name, step, seq)]) for name, seq in seqs.items()}
         writer.append(Batch(tables=tables, watermarks={"i": max(seqs.values())}))
 
 
@@ -120,28 +116,24 @@ def stores(tmp_path_factory) -> dict[str, Path]:
     return stores
 
 
+def copy(root: Path, target: Path) -> Path:
+    return Path(shutil.copytree(root, target))
+
+
 @pytest.fixture(params=["mixed", "z-order"])
 def rewritten(request, stores, tmp_path) -> Path:
-    return Path(shutil.copytree(stores[request.param], tmp_path / "history"))
+    return copy(stores[request.param], tmp_path / "history")
 
 
-def plain(root: Path) -> duckdb.DuckDBPyConnection:
-    database = duckdb.connect()
-    database.execute(emit_views(root))
-    return database
+@pytest.fixture
+def own(stores, tmp_path) -> Path:
+    return copy(stores["own"], tmp_path / "own")
 
 
 def answers(source: Any) -> Iterator[tuple[str, list[str], list[str], list[Any]]]:
     for name in (*VIEWS, *MACROS):
         found = source.sql(f"FROM {name} ORDER BY ALL")
         yield name, found.columns, list(map(str, found.types)), found.fetchall()
-
-
-def assert_same_answers(expected: Path, root: Path) -> None:
-    with connect(expected) as own, connect(root) as other:
-        for one, another in zip(answers(own), answers(other), strict=True):
-            assert one == another
-            assert one[3] or one[0] in EMPTY, one[0]
 
 
 def test_rewritten_files_have_the_columns_of_all_datasets(stores):
@@ -153,13 +145,19 @@ def test_rewritten_files_have_the_columns_of_all_datasets(stores):
 
 @pytest.mark.usual(1)
 def test_every_view_has_the_same_rows_and_types_after_a_rewrite(stores, rewritten):
-    assert_same_answers(stores["own"], rewritten)
+    with connect(stores["own"]) as own, connect(rewritten) as other:
+        for one, another in zip(answers(own), answers(other), strict=True):
+            assert one == another
+            assert one[3] or one[0] in EMPTY, one[0]
 
 
 @pytest.mark.thorough
 def test_script_for_duckdb_has_the_same_rows_after_a_rewrite(stores):
-    for one, another in zip(answers(plain(stores["own"])), answers(plain(stores["mixed"])), strict=True):
-        assert one == another
+    with duckdb.connect() as own, duckdb.connect() as mixed:
+        own.execute(emit_views(stores["own"]))
+        mixed.execute(emit_views(stores["mixed"]))
+
+        assert [*answers(own)] == [*answers(mixed)]
 
 
 def test_rewritten_store_is_intact(rewritten):
@@ -170,12 +168,12 @@ def test_rewritten_store_is_intact(rewritten):
 
 
 def test_file_without_required_columns_is_damage(stores, tmp_path):
-    root = Path(shutil.copytree(stores["optimize"], tmp_path / "history"))
+    root = copy(stores["optimize"], tmp_path / "history")
     with connect(root) as connection:
         path = Path(connection.files("tensor_stats")[0])
     size = path.stat().st_size
     pq.write_table(pq.read_table(path, partitioning=None).drop_columns(["tensor"]), path)
-    entry = max((root / "_delta_log").glob("*.json"))
+    entry = entries(root)[-1]
     entry.write_text(entry.read_text().replace(f'"size":{size}', f'"size":{path.stat().st_size}'))
     for checkpoint in (root / "_delta_log").glob("*checkpoint*"):
         checkpoint.unlink()
@@ -190,8 +188,7 @@ def test_compaction_restores_files_with_own_columns(stores, rewritten, monkeypat
     monkeypatch.setattr(compaction, "PAST_FILES", 0)
     more = [row_of("features", 0, 0) | {"incarnation": "j", "attempt": attempt} for attempt in (0, 1)]
     with Store.open(rewritten).claim(owner="test") as writer:  # a merge needs two files with the same attempts
-        rows = pa.Table.from_pylist(more, schema=dataset_schema("features"))
-        writer.append(Batch(tables={"features": rows}, watermarks={"j": 0}))
+        writer.append(Batch(tables={"features": table("features", more)}, watermarks={"j": 0}))
         writer.compact()
     schema = pa.schema([pa.field(field.name, field.type) for field in dataset_schema("features")])
     asked = "SELECT * FROM features WHERE incarnation = 'i' ORDER BY ALL"
@@ -204,75 +201,52 @@ def test_compaction_restores_files_with_own_columns(stores, rewritten, monkeypat
 
 
 @pytest.mark.usual(1)
-@pytest.mark.parametrize("change", ["rename", "merge", "remove"])
-def test_run_in_rewritten_files_can_be_edited(stores, rewritten, tmp_path, change):
-    own = Path(shutil.copytree(stores["own"], tmp_path / "own"))
+@pytest.mark.parametrize(("change", "names"), [("rename", ("r", "new")), ("merge", ("s", "r")), ("remove", ("s",))])
+def test_run_in_rewritten_files_can_be_edited(own, rewritten, change, names):
     for root in (own, rewritten):
-        if change == "rename":
-            edit.rename(root, "r", "new", sync_to_disk)
-        elif change == "merge":
-            edit.merge(root, "s", "r", sync_to_disk)
-        else:
-            edit.remove(root, "s", sync_to_disk)
+        getattr(edit, change)(root, *names, sync_to_disk)
     count = "SELECT run, attempt, count(*) FROM {} GROUP BY ALL ORDER BY ALL"
     with connect(own) as one, connect(rewritten) as other:
         for dataset in DATASETS:
-            assert one.sql(count.format(dataset)).fetchall() == other.sql(count.format(dataset)).fetchall(), dataset
+            assert ask(one, count.format(dataset)) == ask(other, count.format(dataset)), dataset
     assert check(rewritten, deep=True).is_intact
 
 
 @pytest.mark.usual(1)
 @pytest.mark.parametrize("days", [0, 1], ids=["all", "a part"])
-def test_retention_rolls_up_rewritten_files(stores, rewritten, tmp_path, days):
-    own = Path(shutil.copytree(stores["own"], tmp_path / "own"))
+def test_retention_rolls_up_rewritten_files(own, rewritten, days):
     now = START + dt.timedelta(days=2) if not days else START + dt.timedelta(days=1, seconds=4)
     retention = Retention(raw_days=1, scalars_days=1, samples_days=1, rollup_days=400)
-    for root in (own, rewritten):
-        report = retain(root, retention, sync_to_disk, now=now)
-
-        assert not report.failed
+    reports = [retain(root, retention, sync_to_disk, now=now) for root in (own, rewritten)]
     asked = 'SELECT run, name, sum("rows")::BIGINT FROM scalar_timeline GROUP BY ALL ORDER BY ALL'
-    with connect(own) as one, connect(rewritten) as other:
-        assert one.sql(asked).fetchall() == other.sql(asked).fetchall()
+
+    assert [()] * 2 == [report.failed for report in reports]
+    assert ask(own, asked) == ask(rewritten, asked)
     assert check(rewritten).is_intact
 
 
 def enable(root: Path, feature: str) -> None:
     """Enable a table feature of Delta that readers must know, as another tool does."""
-    entry = max((root / "_delta_log").glob("*.json"))
+    entry = entries(root)[-1]
     features = {"minReaderVersion": 3, "minWriterVersion": 7, "readerFeatures": [feature], "writerFeatures": [feature]}
     (entry.parent / f"{int(entry.stem) + 1:020d}.json").write_text(json.dumps({"protocol": features}))
 
 
-REFUSED = r"has enabled deletionVectors .* drop this table feature"
-
-
-def test_table_with_deletion_vectors_is_refused_with_the_remedy(root):
-    """DuckDB would read the deleted rows."""
-    enable(root, "deletionVectors")
-    with pytest.raises(StoreError, match=REFUSED):
-        Log.open(root, sync_to_disk)
-
-
-def test_feature_that_is_enabled_later_is_refused_by_open_handles(root, writer, batch):
+def test_table_with_deletion_vectors_is_refused_with_the_remedy(root, writer, batch):
+    """DuckDB would read the deleted rows. Open handles refuse the table, too."""
     log = Log.open(root, sync_to_disk)
     with connect(root) as connection:
         enable(root, "timestampNtz")
         writer.append(batch([4]))
-        rows = len(connection.sql("FROM scalars").fetchall())
+        rows = len(ask(connection, "FROM scalars"))
         enable(root, "deletionVectors")
-        before = stored_files(root)
+        before = data_files(root)
         uses = (log.refresh, lambda: connection.sql("FROM scalars"), lambda: writer.append(batch([5])))
-        for use in (*uses, *uses, lambda: connect(root)):
-            with pytest.raises(StoreError, match=REFUSED):
+        for use in (*uses, *uses, lambda: connect(root), lambda: Log.open(root, sync_to_disk)):
+            with pytest.raises(StoreError, match=r"has enabled deletionVectors .* drop this table feature"):
                 use()
 
-    assert 5 == rows
-    assert before == stored_files(root)
-
-
-def stored_files(root: Path) -> set[Path]:
-    return set(root.rglob("*.parquet"))
+    assert (5, before) == (rows, data_files(root))
 
 
 # --- while another tool writes
@@ -293,8 +267,7 @@ class Interrupted:
 
 def stored(root: Path) -> list[tuple[int, int]]:
     """Return seq and number of copies of each scalar in the store."""
-    with connect(root) as connection:
-        return connection.sql("SELECT seq, count(*) FROM scalars GROUP BY seq ORDER BY seq").fetchall()
+    return ask(root, "SELECT seq, count(*) FROM scalars GROUP BY seq ORDER BY seq")
 
 
 def once(count: int, *missing: int) -> list[tuple[int, int]]:
@@ -345,37 +318,33 @@ def test_compaction_yields_to_a_rewrite_by_another_tool(root, monkeypatch, opera
     assert check(root).is_intact
 
 
-def rewrite(root: Path, monkeypatch, change: str) -> None:
-    if change == "compaction":
-        monkeypatch.setattr(compaction, "SMALL_FILES", 1)
-        assert 4 == compact(root, sync_to_disk).files_removed
-    elif change == "retention":
-        assert 4 == retain(root, Retention(scalars_days=1), sync_to_disk, now=dt.datetime.now(dt.UTC)).files
-    else:
-        edit.rename(root, "r", "new", sync_to_disk)
+CHANGES: dict[str, Callable[[Path], Any]] = {
+    "compaction": lambda root: compact(root, sync_to_disk).files_removed,
+    "retention": lambda root: retain(root, Retention(scalars_days=1), sync_to_disk, now=dt.datetime.now(dt.UTC)).files,
+    "rename": lambda root: edit.rename(root, "r", "new", sync_to_disk).rows,
+}
 
 
 @pytest.mark.usual(3)
 @pytest.mark.parametrize("operation", [*REWRITES, "delete"])
-@pytest.mark.parametrize("change", ["compaction", "retention", "rename"])
+@pytest.mark.parametrize("change", CHANGES)
 def test_other_tool_cannot_add_rows_again_that_a_rewrite_moved(root, writer, monkeypatch, change, operation):
     """The other tool read the table before our commit and commits after it."""
+    monkeypatch.setattr(compaction, "SMALL_FILES", 1)
     writer.close()
     stale = DeltaTable(str(root))
-    rewrite(root, monkeypatch, change)
+    assert 4 == CHANGES[change](root)
     with pytest.raises(CommitFailedError):
         OPERATIONS[operation](stale)
-    with connect(root) as connection:
-        counted = connection.sql('SELECT sum("rows")::BIGINT FROM scalar_timeline').fetchall()
 
-    assert [(4,)] == counted
+    assert [(4,)] == ask(root, 'SELECT sum("rows")::BIGINT FROM scalar_timeline')
 
 
 def test_rename_is_tried_again_after_a_rewrite_by_another_tool(root, writer):
     writer.close()
     edit.rename(root, "r", "new", Interrupted(lambda: other_tool(root, "optimize")))
-    with connect(root) as connection:
-        assert [("new", 4)] == connection.sql("SELECT run, count(*) FROM scalars GROUP BY run").fetchall()
+
+    assert [("new", 4)] == ask(root, "SELECT run, count(*) FROM scalars GROUP BY run")
 
 
 def test_append_does_not_prevent_a_rewrite(root, writer, batch, monkeypatch):
@@ -399,32 +368,3 @@ def test_files_of_a_commit_that_is_reported_as_refused_are_kept(root, writer, ba
 
     assert once(5) == stored(root)
     assert check(root, deep=True).is_intact
-
-
-@pytest.mark.thorough
-def test_rows_are_stored_once_while_delta_rs_and_compaction_rewrite(store, writer, batch, monkeypatch):
-    monkeypatch.setattr(compaction, "SMALL_FILES", 2)
-    rounds, done = [], threading.Event()
-
-    def others() -> None:
-        while not done.is_set():
-            for operation in (*REWRITES, "checkpoint"):
-                with contextlib.suppress(CommitFailedError):  # the user of the tool tries again
-                    other_tool(store.root, operation)
-                    rounds.append(operation)
-
-    writer.append(batch([0]))
-    thread = threading.Thread(target=others)
-    thread.start()
-    try:
-        for seq in range(1, 25):
-            writer.append(batch([seq]))
-            if seq % 3 == 0:
-                writer.compact()
-    finally:
-        done.set()
-        thread.join(60)
-
-    assert {*REWRITES, "checkpoint"} == set(rounds)
-    assert once(25) == stored(store.root)
-    assert 24 == writer.watermark("i0")

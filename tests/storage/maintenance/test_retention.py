@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import datetime as dt
 
-import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.storage.rows import ask, data_files, files, table
 
 from rankscope_contract.model.schema import BUCKET_SECONDS, DATASETS, DIMENSIONS, ROLLUPS
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import dataset_schema
-from rankscope_storage.connection import connect
 from rankscope_storage.log.delta import MUTEX, Change, Log
 from rankscope_storage.maintenance import retention, retention_plan
 from rankscope_storage.maintenance.check import check
@@ -29,17 +28,15 @@ def day(number: float) -> dt.datetime:
     return START + dt.timedelta(days=number)
 
 
-def rows(dataset: str, days: list[float | None]) -> Batch:
+def rows(dataset: str, days: list[float | None], **own) -> Batch:
     """Return a row per day; other columns have any values of their type."""
-    schema = dataset_schema(dataset)
-    texts = {field.name: "x" for field in schema if not field.nullable}
-    table = [{**texts, "run": "r", "ts": None if number is None else day(number)} for number in days]
-    return Batch(tables={dataset: pa.Table.from_pylist(table, schema=schema)}, watermarks={})
+    texts = {field.name: "x" for field in dataset_schema(dataset) if not field.nullable}
+    told = [{"ts": None if number is None else day(number)} for number in days]
+    return Batch(tables={dataset: table(dataset, told, **texts | {"run": "r"} | own)}, watermarks={})
 
 
-def count(root, dataset: str) -> int:
-    with connect(root) as connection:
-        return connection.sql(f"SELECT count(*) FROM {dataset}").fetchall()[0][0]
+def count(root, dataset: str, counted: str = "count(*)") -> int:
+    return ask(root, f"SELECT {counted}::BIGINT FROM {dataset}")[0][0]
 
 
 def raw_before(root, number: float, **options) -> RetentionReport:
@@ -48,22 +45,15 @@ def raw_before(root, number: float, **options) -> RetentionReport:
 
 
 def stored(root) -> list[str]:
-    return sorted(Log.open(root, sync_to_disk).snapshot().files["dataset"].to_pylist())
+    return sorted(files(root)["dataset"].to_pylist())
 
 
 @pytest.mark.usual(2)
-@pytest.mark.parametrize(
-    ("policy", "going"),
-    [
-        (Retention(raw_days=1), {*RAW}),
-        (Retention(samples_days=1), {"samples"}),
-        (Retention(scalars_days=1), {"scalars"}),
-        (Retention(rollup_days=1), {*ROLLUPS.values()}),
-        (Retention(), set()),
-    ],
-    ids=["raw", "samples", "scalars", "rollups", "off"],
-)
-def test_each_number_of_days_applies_only_to_its_datasets(store, writer, policy, going):
+@pytest.mark.parametrize("name", ["raw_days", "samples_days", "scalars_days", "rollup_days", ""])
+def test_each_number_of_days_applies_only_to_its_datasets(store, writer, name):
+    policy = Retention(**({name: 1} if name else {}))
+    every = {"raw_days": RAW, "samples_days": {"samples"}, "scalars_days": {"scalars"}, "rollup_days": ROLLUPS.values()}
+    going = {*every.get(name, ())}
     for dataset in DATASETS:
         writer.append(rows(dataset, [0.0]))
     report = retain(store.root, policy, sync_to_disk, now=day(3))
@@ -150,7 +140,7 @@ def test_retention_retries_after_a_concurrent_compaction(store, writer, monkeypa
 
     becomes = {"features": [], "tensor_stats": ["tensor_rollups"]}[dataset]
     assert (becomes if times == 1 else [dataset]) == stored(store.root)
-    written = {path.parts[-3].removeprefix("dataset=") for path in store.root.glob("dataset=*/part=*/*.parquet")}
+    written = {path.parts[-3].removeprefix("dataset=") for path in data_files(store.root)}
     assert {dataset, *(becomes if times == 1 else [])} == written  # refused tries leave no file
 
 
@@ -171,14 +161,11 @@ def test_files_merged_meanwhile_are_left_for_the_next_retention(store, writer, m
     monkeypatch.setattr(retention, "plan", then_merged)
 
     assert (0, 1) == (raw_before(store.root, 1).files, len(stored(store.root)))
-    assert (1, 4) == (raw_before(store.root, 1).files, _sum_of_rows(store.root))
+    assert (1, 4) == (raw_before(store.root, 1).files, count(store.root, "tensor_rollups", 'sum("rows")'))
 
 
 def test_service_continues_and_removed_rows_do_not_return(store, writer, batch):
-    features = rows("features", [0.0]).tables["features"]
-    named = features.set_column(features.schema.get_field_index("incarnation"), "incarnation", pa.array(["i0"]))
-    first = named.set_column(named.schema.get_field_index("seq"), "seq", pa.array([0], pa.int64()))
-    again = Batch(tables={"features": first}, watermarks={"i0": 0})
+    again = Batch(tables=rows("features", [0.0], incarnation="i0", seq=0).tables, watermarks={"i0": 0})
     writer.append(again)
     raw_before(store.root, 1)
     writer.append(again)
@@ -194,12 +181,7 @@ def test_retention_makes_at_most_the_requested_commits(store, writer, monkeypatc
         writer.append(rows("tensor_stats", [number / 10]))
 
     assert [2, 1, 0] == [raw_before(store.root, 1, works=1).left for _ in range(3)]
-    assert (0, 5) == (count(store.root, "tensor_stats"), _sum_of_rows(store.root))
-
-
-def _sum_of_rows(root) -> int:
-    with connect(root) as connection:
-        return connection.sql('SELECT sum("rows") FROM tensor_rollups').fetchall()[0][0]
+    assert (0, 5) == (count(store.root, "tensor_stats"), count(store.root, "tensor_rollups", 'sum("rows")'))
 
 
 def test_rollup_days_below_raw_days_are_refused():

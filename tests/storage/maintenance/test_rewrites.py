@@ -1,20 +1,20 @@
-"""Files of earlier releases with integers that some readers cannot read: they are read, counted and rewritten."""
+"""Files of earlier releases are read, counted and rewritten: integers that some readers cannot read, absent columns."""
 
 from __future__ import annotations
 
 import datetime as dt
 import json
+import shutil
+from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tests.storage.crashes.operations import append, content, silent
 from tests.storage.older_encoding import split_integers, wide_differences
+from tests.storage.rows import ask, entries, files, put
 
-from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.api.store import Store
 from rankscope_storage.base.fsync import sync_to_disk
-from rankscope_storage.base.schema import dataset_schema
-from rankscope_storage.connection import connect
 from rankscope_storage.files.older_integers import has_older_integers
 from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.maintenance import compaction
@@ -22,6 +22,7 @@ from rankscope_storage.maintenance.check import FindingKind, check
 from rankscope_storage.maintenance.compaction import compact
 from rankscope_storage.maintenance.repair import repair
 from rankscope_storage.maintenance.stats import store_stats
+from rankscope_storage.runs import edit
 
 SUMS = "SELECT count(*), sum(seq), sum(step), sum(numel), min(ts), max(ts) FROM tensor_stats"
 
@@ -37,13 +38,8 @@ def older(tmp_path):
 
 
 def older_files(root):
-    files = Log.open(root, sync_to_disk).snapshot().files["path"].to_pylist()
-    return [path for path in files if has_older_integers(pq.read_metadata(root / path))]
-
-
-def asked(root):
-    with connect(root) as connection:
-        return connection.sql(SUMS).fetchall()
+    paths = files(root)["path"].to_pylist()
+    return [path for path in paths if has_older_integers(pq.read_metadata(root / path))]
 
 
 def test_check_counts_the_files_with_an_older_encoding(older):
@@ -62,34 +58,31 @@ def test_differences_of_any_width_are_an_older_encoding(tmp_path):
     rows = [{"run": "r", "name": "loss", "ts": start + dt.timedelta(seconds=at)} for at in (0, 1, 200)]
     with wide_differences(), Store.open(tmp_path, create=True).claim(owner="test") as writer:
         for some in (rows, rows[:2]):
-            table = pa.Table.from_pylist(some, dataset_schema("scalars"))
-            writer.append(Batch(tables={"scalars": table}, watermarks={}))
+            put(writer, "scalars", some)
     report = compact(tmp_path, sync_to_disk, rewrite=True)
 
     assert (1, 0) == (report.rewritten, compact(tmp_path, sync_to_disk, rewrite=True).rewritten)
-    with connect(tmp_path) as connection:
-        assert 5 == connection.query("SELECT count(ts) AS rows FROM scalars")["rows"][0].as_py()
+    assert [(5,)] == ask(tmp_path, "SELECT count(ts) FROM scalars")
 
 
-def test_repair_leaves_files_with_an_older_encoding(older):
+def test_repair_and_compaction_without_rewrite_leave_older_files(older):
     assert () == repair(older, sync_to_disk).lost
+    assert 0 == compact(older, sync_to_disk).rewritten
     assert 6 == len(older_files(older))
 
 
 def test_rewrite_replaces_each_older_file_by_one_with_equal_rows(older):
-    before, sums, progress = content(older), asked(older), []
+    before, sums, progress = content(older), ask(older, SUMS), []
     report = compact(older, sync_to_disk, lambda done, total: progress.append((done, total)), rewrite=True)
 
+    assert 2 * 2 * 12 == sums[0][0]
     assert (0, 0, 6, 0) == (report.files_removed, report.files_added, report.rewritten, report.refused)
     assert [(done, 6) for done in range(1, 7)] == progress
-    assert ([], before, sums) == (older_files(older), content(older), asked(older))
+    assert ([], before, sums) == (older_files(older), content(older), ask(older, SUMS))
     assert () == tuple(one for one in check(older, deep=True).findings if one.kind is not FindingKind.UNUSED)
     assert 0 == compact(older, sync_to_disk, rewrite=True).rewritten
-
-
-def test_compaction_without_rewrite_leaves_older_files(older):
-    assert 0 == compact(older, sync_to_disk).rewritten
-    assert 6 == len(older_files(older))
+    with Store.open(older).claim(owner="next") as writer:
+        assert 11 == writer.watermark("i0")
 
 
 def test_rewrite_merges_small_files_first(older, monkeypatch):
@@ -145,17 +138,6 @@ def test_rewrite_plans_refused_files_again(older, monkeypatch):
     assert (14, 14) == progress[-1]
 
 
-@pytest.mark.thorough
-def test_rewrite_stops_after_a_number_of_rounds_and_counts_the_files_left(older, monkeypatch):
-    monkeypatch.setattr(compaction, "REWRITE_ROUNDS", 2)
-    before = content(older)
-    overtaken(monkeypatch, lambda: commit_without_files(older), times=10)
-    report = compact(older, sync_to_disk, rewrite=True)
-
-    assert (2, 10, 4) == (report.rewritten, report.refused, report.left)
-    assert (4, before) == (len(older_files(older)), content(older))
-
-
 def test_rewrite_includes_files_that_another_process_adds_meanwhile(older, monkeypatch):
     def append_older():
         with split_integers():
@@ -185,7 +167,11 @@ def test_damaged_file_does_not_prevent_the_rewriting_of_others(older):
 
 def test_file_whose_rows_the_log_does_not_count_is_rewritten(older):
     """Some tools add files without statistics."""
-    forget_statistics(older)
+    for path in entries(older):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            line.get("add", {}).pop("stats", None)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     before = content(older)
     report = compact(older, sync_to_disk, rewrite=True)
 
@@ -195,16 +181,33 @@ def test_file_whose_rows_the_log_does_not_count_is_rewritten(older):
     assert 2 * 9 + 2 * 2 * 9 == store_stats(Log.open(older, sync_to_disk), by="dataset").rows  # the rewritten ones
 
 
-def forget_statistics(root):
-    """Remove the statistics of all files from the Delta log."""
-    for path in (root / "_delta_log").glob("*.json"):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        for line in lines:
-            line.get("add", {}).pop("stats", None)
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+# --- files of a release without tags, which lack columns that datasets have today
 
 
-def test_older_files_are_read_together_with_current_ones(older):
-    assert 2 * 2 * 12 == asked(older)[0][0]
-    with Store.open(older).claim(owner="next") as writer:
-        assert 11 == writer.watermark("i0")
+@pytest.fixture
+def without_tags(tmp_path):
+    return Path(shutil.copytree(Path(__file__).parents[1] / "data" / "store_without_labels", tmp_path / "old"))
+
+
+def test_files_that_lack_columns_are_merged_into_files_with_all_columns(without_tags, monkeypatch):
+    monkeypatch.setattr(compaction, "SMALL_FILES", 1)
+    asked = "SELECT run, state, last_step, tags FROM runs"
+    before = ask(without_tags, asked)
+    day = dt.datetime(2026, 11, 22, 12, tzinfo=dt.UTC)  # the day of its files, because few files of past days remain
+    report = compact(without_tags, sync_to_disk, now=day)
+
+    assert (2, 1) == (report.files_removed, report.files_added)
+    assert before == ask(without_tags, asked)
+    assert check(without_tags, deep=True).is_intact
+
+
+def test_run_in_files_that_lack_columns_is_renamed_and_removed(without_tags):
+    asked = "SELECT step, name, value FROM scalars WHERE run = '{}' ORDER BY ALL"
+    scalars = ask(without_tags, asked.format("before"))
+    edit.rename(without_tags, "before", "after", sync_to_disk)
+
+    assert [("after", "completed", 2, None)] == ask(without_tags, "SELECT run, state, last_step, tags FROM runs")
+    assert scalars == ask(without_tags, asked.format("after")) != []
+    assert check(without_tags, deep=True).is_intact
+    edit.remove(without_tags, "after", sync_to_disk)
+    assert [] == ask(without_tags, "FROM runs")

@@ -7,12 +7,12 @@ import os
 import time
 
 import pytest
+from tests.storage.rows import ask, data_files, entries
 
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import connect
 from rankscope_storage.log.delta import CHECKPOINT_COMMITS, REMOVED_FILES_HOURS, Log
-from rankscope_storage.log.entries import LOG_FOLDER
 from rankscope_storage.maintenance import compaction
 from rankscope_storage.maintenance.vacuum import STAGED_SECONDS
 
@@ -22,13 +22,10 @@ def age(path, hours: float) -> None:
     os.utime(path, (moment, moment))
 
 
-def data_files(store) -> set[str]:
-    return {path.name for path in store.root.rglob("dataset=*/part=*/*.parquet")}
+COUNT = "SELECT count(*) FROM scalars"
 
 
-@pytest.mark.parametrize(
-    "run", ["r", "a/b", "..", "a=b", 'it\'s "q"', "学习", "123", "", "%41", "_shared-2026-01-01", "x学/" * 99]
-)
+@pytest.mark.parametrize("run", ["a/b", "..", 'a=\'s "q"', "123", "", "%41", "_shared-2026-01-01", "x学/" * 99])
 def test_vacuum_keeps_used_files_of_any_age_and_name(store, writer, batch, connection, run, monkeypatch):
     monkeypatch.setattr("rankscope_storage.files.sorting.OWN_PART_ROWS", 1)
     writer.append(batch(range(3), run=run))
@@ -37,24 +34,22 @@ def test_vacuum_keeps_used_files_of_any_age_and_name(store, writer, batch, conne
     report = writer.maintain()
 
     assert 0 == report.data_files
-    assert [(run, 3)] == connection.sql("SELECT run, count(*) FROM scalars GROUP BY run").fetchall()
+    assert [(run, 3)] == ask(connection, "SELECT run, count(*) FROM scalars GROUP BY run")
 
 
 def test_vacuum_deletes_files_of_dead_processes_above_their_age(store, writer, batch, connection):
     writer.append(batch(range(3)))
-    part = next(store.root.glob("dataset=*/part=*"))
-    for name, hours in (("orphan-old.parquet", REMOVED_FILES_HOURS + 1), ("orphan-young.parquet", 0.5)):
-        (part / name).write_bytes(b"x")
-        age(part / name, hours)
-    for name, hours in (("old.parquet", STAGED_SECONDS / 3600 + 1), ("young.parquet", 0.5)):
-        (store.root / "_staging" / name).write_bytes(b"x")
-        age(store.root / "_staging" / name, hours)
+    part, staging = next(store.root.glob("dataset=*/part=*")), store.root / "_staging"
+    for folder, hours in ((part, REMOVED_FILES_HOURS + 1), (staging, STAGED_SECONDS / 3600 + 1)):
+        for name, old_hours in (("old.parquet", hours), ("young.parquet", 0.5)):
+            (folder / name).write_bytes(b"x")
+            age(folder / name, old_hours)
     report = writer.maintain()
 
     assert (1, 1) == (report.data_files, report.staged_files)
-    assert "orphan-young.parquet" in data_files(store)
-    assert ["young.parquet"] == [path.name for path in (store.root / "_staging").iterdir()]
-    assert [(3,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
+    assert (part / "young.parquet").exists()
+    assert ["young.parquet"] == [path.name for path in staging.iterdir()]
+    assert [(3,)] == ask(connection, COUNT)
 
 
 def test_vacuum_keeps_recently_replaced_files_for_readers(store, writer, batch, monkeypatch):
@@ -67,9 +62,8 @@ def test_vacuum_keeps_recently_replaced_files_for_readers(store, writer, batch, 
             age(path, 1000)
         writer.maintain()
 
-        assert [(4,)] == pinned.sql("SELECT count(*) FROM scalars").fetchall()
-        assert [(4,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
-    assert 5 == len(data_files(store))
+        assert [[(4,)]] * 2 == [ask(pinned, COUNT), ask(connection, COUNT)]
+    assert 5 == len(data_files(store.root))
 
 
 def test_vacuum_keeps_unknown_files_in_the_folder(store, writer, batch):
@@ -86,18 +80,18 @@ def test_vacuum_keeps_unknown_files_in_the_folder(store, writer, batch):
 def test_clean_up_deletes_old_entries_and_keeps_watermarks(store, writer, batch, connection):
     for seq in range(CHECKPOINT_COMMITS + 10):
         writer.append(batch([seq]))
-    for entry in (store.root / LOG_FOLDER).glob("*.json"):
+    for entry in entries(store.root):
         age(entry, 1000)
-    before = len(list((store.root / LOG_FOLDER).glob("*.json")))
+    before = len(entries(store.root))
     writer.maintain()
 
-    assert before > len(list((store.root / LOG_FOLDER).glob("*.json")))
+    assert before > len(entries(store.root))
     assert CHECKPOINT_COMMITS + 9 == Log.open(store.root, sync_to_disk).transaction("w:i0")
-    assert [(CHECKPOINT_COMMITS + 10,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
+    assert [(CHECKPOINT_COMMITS + 10,)] == ask(connection, COUNT)
 
     writer.append(batch([CHECKPOINT_COMMITS + 10]))
 
-    assert [(CHECKPOINT_COMMITS + 11,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
+    assert [(CHECKPOINT_COMMITS + 11,)] == ask(connection, COUNT)
 
 
 def test_maintenance_of_an_empty_store_works(writer):
