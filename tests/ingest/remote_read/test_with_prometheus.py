@@ -21,6 +21,7 @@ import pytest
 import yaml
 from aiohttp import web
 from tests.ingest.remote_read.streams import MESSAGES, decoded, frames_of
+from tests.ingest.scrape.test_exporters import FakeExporter
 
 from rankscope_ingest.base.protobuf import packed, unpacked
 from rankscope_ingest.remote_read import handler
@@ -52,40 +53,32 @@ def history():
 
 @contextlib.asynccontextmanager
 async def live_page(text=lambda: LIVE):
-    async def page(_):
-        return web.Response(body=text(), headers={"Content-Type": "text/plain; version=0.0.4"})
-
-    application = web.Application()
-    application.router.add_get("/metrics", page)
-    runner = web.AppRunner(application, handle_signals=False)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield "{}:{}".format(*runner.addresses[0][:2])
-    finally:
-        await runner.cleanup()
+    async with FakeExporter() as page:
+        page.answer = lambda _: web.Response(body=text(), headers={"Content-Type": "text/plain; version=0.0.4"})
+        yield page.address
 
 
 def remote(service, what, **more):
     return {"url": f"{service.url}/api/v1/{what}", "authorization": {"credentials": TOKEN}, **more}
 
 
+READER = {"service.token": TOKEN, "remote_read.external_labels": OUTSIDE}
+
+
 @contextlib.asynccontextmanager
 async def prometheus(program, folder, service, page, port, **more):
+    targets = [{"targets": [page], "labels": {"instance": "r/0"}}]
     config = {
         "global": {"scrape_interval": "1s", "external_labels": OUTSIDE if "remote_write" not in more else {}},
         **(more or {"remote_read": [remote(service, "read")]}),
-        "scrape_configs": [
-            {"job_name": "rankscope", "static_configs": [{"targets": [page], "labels": {"instance": "r/0"}}]}
-        ],
+        "scrape_configs": [{"job_name": "rankscope", "static_configs": targets}],
     }
     folder.mkdir()
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     arguments = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+    arguments.append(f"--web.listen-address=127.0.0.1:{port}")
     with (folder / "log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            program, *arguments, f"--web.listen-address=127.0.0.1:{port}", stdout=log, stderr=log
-        )
+        process = await asyncio.create_subprocess_exec(program, *arguments, stdout=log, stderr=log)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -115,32 +108,31 @@ async def test_months_old_history_and_live_data_are_one_series(
     with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
         writer.append(Batch(tables=history(), watermarks={}))
     itself = {"url": f"http://127.0.0.1:{free_port}/metrics", "name": "prom", "every_seconds": 2.0}
-    async with live_page() as page:
-        limits = {"remote_read.max_samples": 25, "remote_read.external_labels": OUTSIDE, "exporters": [itself]}
-        async with (
-            start_service(**{"service.token": TOKEN, **limits}) as service,
-            prometheus(program, tmp_path / "p", service, page, free_port) as url,
-        ):
+    async with (
+        live_page() as page,
+        start_service(**READER, **{"remote_read.max_samples": 25, "exporters": [itself]}) as service,
+        prometheus(program, tmp_path / "p", service, page, free_port) as url,
+    ):
 
-            async def is_live():
-                return (await asked(url, 'rankscope_loss{instance="r/0"}'))[0]
+        async def is_live():
+            return (await asked(url, 'rankscope_loss{instance="r/0"}'))[0]
 
-            await eventually(is_live)
-            merged, warnings = await asked(url, 'rankscope_loss{run=~"r|none"}[90d]')
-            range_, _ = await asked(
-                url,
-                'increase(rankscope_tensor_value{op="norm",tensor=~"w.*"}[5m])',
-                start=OLD // 1000 + 300,
-                end=OLD // 1000 + 540,
-                step=60,
-            )
-            end, curve = OLD // 1000 + 540, 'rankscope_tensor_value{op="norm",run="r"}'
-            ended, _ = await asked(url, curve, start=end - 60, end=end + 240, step=20)
-            at_end, _ = await asked(url, curve, time=end + 30)
-            await eventually(lambda: service.rows("SELECT 1 FROM samples WHERE metric = 'prometheus_build_info'"))
-            stored = 'last_over_time(prometheus_build_info{instance="prom"}[1h] offset 1s)'
-            itself_found, _ = await asked(url, stored)
-            _, refused = await asked(url, '{__name__=~"rankscope_.*",job="rankscope"}[90d]')
+        await eventually(is_live)
+        merged, warnings = await asked(url, 'rankscope_loss{run=~"r|none"}[90d]')
+        range_, _ = await asked(
+            url,
+            'increase(rankscope_tensor_value{op="norm",tensor=~"w.*"}[5m])',
+            start=OLD // 1000 + 300,
+            end=OLD // 1000 + 540,
+            step=60,
+        )
+        end, curve = OLD // 1000 + 540, 'rankscope_tensor_value{op="norm",run="r"}'
+        ended, _ = await asked(url, curve, start=end - 60, end=end + 240, step=20)
+        at_end, _ = await asked(url, curve, time=end + 30)
+        await eventually(lambda: service.rows("SELECT 1 FROM samples WHERE metric = 'prometheus_build_info'"))
+        stored = 'last_over_time(prometheus_build_info{instance="prom"}[1h] offset 1s)'
+        itself_found, _ = await asked(url, stored)
+        _, refused = await asked(url, '{__name__=~"rankscope_.*",job="rankscope"}[90d]')
 
     samples = merged[0]["values"]
     old = [(ts, value) for ts, value in samples if ts * 1000 < OLD + DAY_MS]
@@ -166,21 +158,18 @@ async def test_series_ends_in_prometheus_when_its_exporter_stops_exposing_it(
     program, shown = require_server("prometheus"), [b"ends 1\nstays 1\n"]
     async with live_page(lambda: shown[-1]) as exporter, live_page() as page:
         sections = [{"url": f"http://{exporter}/metrics", "name": "e", "every_seconds": 0.5, "timeout_seconds": 0.5}]
-        settings = {"service.token": TOKEN, "remote_read.external_labels": OUTSIDE, "exporters": sections}
         async with (
-            start_service(**settings) as service,
+            start_service(exporters=sections, **READER) as service,
             prometheus(program, tmp_path / "p", service, page, free_port) as url,
         ):
 
-            async def names():
-                return sorted(one["metric"]["__name__"] for one in (await asked(url, '{__name__=~"ends|stays"}'))[0])
+            async def are(*expected):
+                found = (await asked(url, '{__name__=~"ends|stays"}'))[0]
+                return sorted(one["metric"]["__name__"] for one in found) == list(expected)
 
-            async def are(expected):
-                return await names() == expected
-
-            await eventually(lambda: are(["ends", "stays"]))
+            await eventually(lambda: are("ends", "stays"))
             shown.append(b"stays 2\n")
-            await eventually(lambda: are(["stays"]))
+            await eventually(lambda: are("stays"))
 
 
 @pytest.mark.thorough
@@ -192,8 +181,7 @@ async def test_exporter_samples_are_returned_only_for_their_own_job(
     program = require_server("prometheus")
     async with live_page() as page, live_page(lambda: b"node_load1 3\n") as exporter:
         node = {"url": f"http://{exporter}/metrics", "name": "r/0", "every_seconds": 0.5, "timeout_seconds": 0.5}
-        settings = {"service.token": TOKEN, "remote_read.external_labels": OUTSIDE}
-        async with start_service(exporters=[node | {"labels": {"job": "node"}}], **settings) as service:
+        async with start_service(exporters=[node | {"labels": {"job": "node"}}], **READER) as service:
             await eventually(lambda: service.rows("SELECT 1 FROM samples WHERE metric = 'node_load1'"))
             found = {}
             for jobs in (["rankscope"], ["rankscope", "node"]):
@@ -221,11 +209,8 @@ def read_request(metric, start, end, accepted):
 
 async def series_of(url, metric, start, end):
     """Return {labels: [(ms, bits)]} of the plain response, and {labels: [chunk]} of the streamed one."""
-    headers = {
-        "Content-Type": "application/x-protobuf",
-        "Content-Encoding": "snappy",
-        "Authorization": f"Bearer {TOKEN}",
-    }
+    headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "snappy"}
+    headers["Authorization"] = f"Bearer {TOKEN}"
     plain, streamed = {}, defaultdict(list)
     async with aiohttp.ClientSession() as session:
         for accepted in ([0], [1, 0]):

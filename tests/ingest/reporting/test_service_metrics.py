@@ -112,25 +112,12 @@ def an_attempt(run="r", **changes):
     return builders.attempt(map(builders.rank_of, range(2)), run=run, **fields | changes)
 
 
-def observed():
-    """Return a meter that has seen two steps a second."""
-    meter = RunMeter()
-    for second in range(11):
-        meter.observe(0, None, (7 + second) * 1_000_000, second * 2)
-    return meter
-
-
 def shown(metrics, *attempts, meter=None):
     """Return the samples of the page by (name, labels)."""
-    progress = [run_progress(attempt, meter or RunMeter(), ()) for attempt in attempts]
-    metrics.show([], attempts, progress, 0)
+    metrics.show([], attempts, [run_progress(attempt, meter or RunMeter(), ()) for attempt in attempts], 0)
     families = text_string_to_metric_families(metrics.page().decode())
-    return {
-        (sample.name, *sorted(sample.labels.items())): sample.value
-        for family in families
-        for sample in family.samples
-        if "run" in sample.labels and not sample.name.endswith("_created")
-    }
+    samples = (sample for family in families for sample in family.samples if not sample.name.endswith("_created"))
+    return {(one.name, *sorted(one.labels.items())): one.value for one in samples if "run" in one.labels}
 
 
 @pytest.mark.parametrize(
@@ -149,19 +136,6 @@ def test_failed_run_has_the_rank_and_the_exception_of_its_announced_failure(rank
 
     found = [sample for sample in shown(metrics, attempt) if sample[0] == "rankscope_run_failure"]
     assert [("rankscope_run_failure", ("rank", labels[0]), ("reason", labels[1]), ("run", "r"))] == found
-
-
-def test_page_contains_the_figures_of_a_run():
-    attempt = an_attempt(planned_steps=80, last_step=20)
-    attempt.ranks[1].is_vanished = True
-    page = shown(ServiceMetrics(), attempt, meter=observed())
-    figures = {name.removeprefix("rankscope_"): value for (name, *labels), value in page.items() if len(labels) == 1}
-
-    of_steps = {"step": 20, "last_step_timestamp_seconds": 17, "steps_planned": 80, "progress_ratio": 0.25}
-    of_ranks = {"ranks_expected": 4, "ranks_up": 1, "ranks_missing": 3}
-    of_run = {"attempt": 1, "start_timestamp_seconds": 5, "eta_seconds": 30, **of_steps, **of_ranks}
-    assert {f"run_{name}": value for name, value in of_run.items()} | {"ingest_lost_records_total": 0} == figures
-    assert [0, 1] == [page["rankscope_rank_vanished", ("rank", rank), ("run", "r")] for rank in "01"]
 
 
 def test_exactly_one_state_of_a_run_is_1():
@@ -235,13 +209,15 @@ def test_ages_of_losses_and_firings_grow_and_leave_with_their_run():
 
 def test_page_equals_the_golden_file():
     """`_created` samples contain the time of this test and are left out."""
-    metrics = ServiceMetrics()
+    metrics, meter = ServiceMetrics(), RunMeter()
     metrics.count(RECORDS_INGESTED, 3)
     metrics.count(BYTES_INGESTED, 4096)
     metrics.committed({"scalars": 3}, 0.5, 1_700_000_000_500_000)
+    for second in range(11):
+        meter.observe(0, None, (7 + second) * 1_000_000, second * 2)
     attempt = an_attempt('h"os\\tile\n', planned_steps=80, last_step=20, state=RunState.RUNNING)
     attempt.ranks[1].is_vanished = True
-    shown(metrics, attempt, meter=observed())
+    shown(metrics, attempt, meter=meter)
     lines = metrics.page().decode().splitlines(keepends=True)
     page = "".join(line for line in lines if "_created" not in line)
 

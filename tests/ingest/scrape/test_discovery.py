@@ -55,19 +55,9 @@ def test_invalid_yaml_list_is_rejected_with_the_reason(text):
 
 
 NO_LISTS = [
-    "",
-    "{}",
-    "[1]",
-    '[{"targets": "a"}]',
-    '[{"targets": [1]}]',
-    '[{"targets": ["a/b"]}]',
-    '[{"targets": ["u@h"]}]',
-    '[{"targets": ["a:b"]}]',
-    '[{"targets": [""]}]',
-    '[{"targets": [], "labels": {"a b": "x"}}]',
-    '[{"targets": [], "labels": {"a": 1}}]',
-    '[{"targets": ["a"], "labels": {"__scheme__": "file"}}]',
-    "[" * 100_000,
+    *("", "{}", "[1]", '[{"targets": "a"}]', '[{"targets": [1]}]', '[{"targets": ["a/b"]}]', '[{"targets": ["u@h"]}]'),
+    *('[{"targets": ["a:b"]}]', '[{"targets": [""]}]', '[{"targets": [], "labels": {"a b": "x"}}]'),
+    *('[{"targets": [], "labels": {"a": 1}}]', '[{"targets": ["a"], "labels": {"__scheme__": "file"}}]', "[" * 100_000),
 ]
 
 

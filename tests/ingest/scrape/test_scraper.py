@@ -119,23 +119,15 @@ async def test_sample_with_an_unchanged_time_on_the_page_is_stored_once():
     assert 2 == fake.counts["repeated"]
 
 
-async def test_sample_with_a_time_out_of_bounds_is_counted_and_not_stored():
+async def test_doubled_series_and_time_out_of_bounds_are_counted_and_not_stored():
     """The page is valid, and the sample counts as scraped, as in Prometheus."""
-    fake = Fake(b"a 1 5000\na 2 9000000\nb 2\n")
+    fake = Fake(b"a 1 5000\na 2 9000000\nb 2\nb 3\n")
 
     followed = await scrape(fake, 1)
 
     assert [("a", 1.0, 5_000_000), ("b", 2.0, 100_000_000)] == [row for row in samples_of(fake) if row[0] in {"a", "b"}]
-    assert Counter(ok=1, exact=3, out_of_bounds=1) == fake.counts
+    assert Counter(ok=1, exact=3, out_of_bounds=1, doubled=1) == fake.counts
     assert 3 == followed.last_samples
-
-
-async def test_doubled_series_are_counted():
-    fake = Fake(b"a 1\na 2\n")
-
-    await scrape(fake, 1)
-
-    assert 1 == fake.counts["doubled"]
 
 
 async def test_openmetrics_page_is_parsed_by_its_content_type():

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from aiohttp import web
 from tests.ingest.conftest import encode_records
-from tests.ingest.service.test_service_life_cycle import is_in
 
 from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_contract.protocol.channel import ARROW_STREAM
@@ -501,36 +500,6 @@ async def test_compressed_body_is_a_bad_request(shared_service, path, encoding):
 
     assert (400, 200) == (status, (await shared_service.get("/healthz"))[0])
     assert "Content-Encoding" in text
-
-
-@shared
-async def test_discovery_lists_live_ranks_for_prometheus(shared_service, fake_rank):
-    async with fake_rank(run="a b") as rank:
-        await rank.register(shared_service.url)
-        _, text = await shared_service.get("/sd")
-
-    address = rank.registration.url.removeprefix("http://")
-    assert f'{{"targets": ["{address}"], "labels": {{"job": "rankscope", "instance": "a b/0"}}}}' in text
-
-
-async def test_service_pages_show_the_status(start_service, fake_rank, eventually):
-    async with fake_rank(planned_steps=100) as rank, start_service() as service:
-        await rank.deliver(service, 4)
-        state = await eventually(lambda: is_in(service, "running"))
-        metrics = (await service.get("/metrics"))[1]
-        health = await service.get("/healthz")
-
-    assert (3, 100, 3.0, 0) == (state["step"], state["planned_steps"], state["loss"], state["lag_records"])
-    assert state["rows_stored"] >= 4
-    for line in (
-        'rankscope_run_state{run="r",state="running"} 1.0',
-        'rankscope_ingest_lag_records{rank="0",run="r"} 0.0',
-        "rankscope_ingest_records_total 4.0",
-        'rankscope_ingest_targets{health="up"} 1.0',
-        'rankscope_run_ranks_missing{run="r"} 0.0',
-    ):
-        assert line in metrics
-    assert (200, '{"status": "ok"}') == health
 
 
 async def out_of_reach(request):

@@ -119,21 +119,3 @@ async def test_rank_of_an_older_attempt_does_not_change_the_state_of_the_run(sta
 
     assert [{"attempt": 1, "state": "completed"}] == run
     assert [{"attempt": 0, "state": "failed"}, {"attempt": 1, "state": "completed"}] == attempts
-
-
-async def test_draining_rank_does_not_reopen_a_completed_run(start_service, fake_rank, eventually):
-    """The service stops between the commit of the exit report and the response to the rank."""
-    async with fake_rank() as rank:
-        async with start_service() as service:
-            rank.publish_steps(3)
-            rank.publish(**exit_record("completed"))
-            await rank.register(service.url)
-            await eventually(lambda: is_in(service, "completed"))
-        rank.committed, rank.state = -1, "draining"
-        async with start_service() as service:
-            await rank.deliver(service)
-    states = service.rows("SELECT DISTINCT state, attempt FROM attempts_history")
-
-    assert [{"state": "completed", "attempt": 0}] == [
-        row for row in states if row["state"] not in ("pending", "running")
-    ]

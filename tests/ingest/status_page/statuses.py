@@ -51,30 +51,12 @@ PROGRESS = RunProgress(
 
 
 def target(rank: int, **changes: object) -> TargetStatus:
-    known = TargetStatus(
-        run="pretraining",
-        attempt=0,
-        rank=rank,
-        world_size=2,
-        host=f"node{rank // 8:03}",
-        pid=4000 + rank,
-        url=f"http://10.0.0.{rank // 8 + 1}:{9400 + rank % 8}",
-        incarnation=f"i{rank}",
-        served_by=None,
-        health="up",
-        last_error=None,
-        last_scrape_seconds=0.012,
-        last_scrape_ago_seconds=1.2,
-        last_sign_ago_seconds=1.2,
-        cursor=12_499,
-        committed=12_497,
-        head=12_499,
-        lag_records=2,
-        lag_seconds=3.4,
-        ring_fill_ratio=0.01,
-        records_lost=0,
-    )
-    return dataclasses.replace(known, **changes)  # type: ignore[arg-type]  # fields by name
+    seconds = {"last_scrape_seconds": 0.012, "last_scrape_ago_seconds": 1.2, "last_sign_ago_seconds": 1.2}
+    records = {"cursor": 12_499, "committed": 12_497, "head": 12_499, "lag_records": 2, "records_lost": 0}
+    place = {"host": f"node{rank // 8:03}", "pid": 4000 + rank, "incarnation": f"i{rank}", "served_by": None}
+    known = {"run": "pretraining", "attempt": 0, "rank": rank, "world_size": 2, "health": "up", "last_error": None}
+    known |= {"url": f"http://10.0.0.{rank // 8 + 1}:{9400 + rank % 8}", "lag_seconds": 3.4, "ring_fill_ratio": 0.01}
+    return TargetStatus(**(known | place | seconds | records | changes))
 
 
 def run(state: str = "running", **changes: object) -> RunStatus:
@@ -110,52 +92,23 @@ def small() -> Status:
         ],
     )
     refused = "http://10.0.0.1:9401: connection refused; is the rank still there?"
+    reason = "rank 1: ValueError: loss is not finite"
+    trial = {"run": "trial-3", "attempt": 2, "step": 812, "planned_steps": 1000, "ranks_alive": 0, "records_lost": 17}
+    lost = {"loss": float("nan"), "nonfinite_loss": "loss", "eta_seconds": None, "started_at": STARTED - 1}
+    labels = {"tags": {"size": "7b", "team": "ours"}, "note": "lr 3e-4\nas r2"}
+    node = {"name": "node001", "url": "http://10.0.0.1:9100/metrics", "labels": {}, "up": True, "last_error": None}
+    gpu = node | {"name": "gpu001", "url": "http://10.0.0.1:9835/metrics", "up": False}
     return Status(
         service=service,
         runs=(
-            run(
-                "failed",
-                run="trial-3",
-                attempt=2,
-                step=812,
-                planned_steps=1000,
-                loss=float("nan"),
-                nonfinite_loss="loss",
-                reason="rank 1: ValueError: loss is not finite",
-                ranks_alive=0,
-                eta_seconds=None,
-                started_at=STARTED - 1,
-                records_lost=17,
-            ),
-            run(
-                goodput_ratio=0.9417,
-                last_seen_ago_seconds=0.4,
-                tags={"size": "7b", "team": "ours"},
-                note="lr 3e-4\nas r2",
-            ),
+            run("failed", reason=reason, **trial, **lost),
+            run(goodput_ratio=0.9417, last_seen_ago_seconds=0.4, **labels),
         ),
         targets=(target(0), target(1, health="failing", last_error=refused, lag_records=340, lag_seconds=171.0)),
         exporters=(
-            {
-                "name": "node001",
-                "url": "http://10.0.0.1:9100/metrics",
-                "labels": {},
-                "up": True,
-                "last_error": None,
-                "last_scrape_seconds": 0.02,
-                "lag_seconds": 4.2,
-                "samples": 1432,
-            },
-            {
-                "name": "gpu001",
-                "url": "http://10.0.0.1:9835/metrics",
-                "labels": {},
-                "up": False,
-                "last_error": "connection refused",
-                "last_scrape_seconds": None,
-                "lag_seconds": 171.0,
-                "samples": None,
-            },
+            node | {"last_scrape_seconds": 0.02, "lag_seconds": 4.2, "samples": 1432},
+            gpu
+            | {"last_error": "connection refused", "lag_seconds": 171.0, "last_scrape_seconds": None, "samples": None},
         ),
     )
 
@@ -171,19 +124,12 @@ def large(ranks: int = 1000) -> Status:
     }
     targets = [target(rank, world_size=ranks, **sick.get(rank, {})) for rank in range(ranks)]
     states = ("pending", "stalled", "completed", "stopped", "failed")
-    others = [
-        run(
-            state,
-            run=f"ablation-{number:02} of the learning rate schedule, with warm-up",
-            started_at=STARTED - number,
-            step=None if state == "pending" else 100 * number,
-            planned_steps=1000 if number % 2 else None,
-            ranks_alive=0 if number > 2 else 8,
-            world_size=8,
-            reason=None if state == "pending" else f"said why it is {state}",
-        )
-        for number, state in enumerate(states, 1)
-    ]
+    others = []
+    for number, state in enumerate(states, 1):
+        name = f"ablation-{number:02} of the learning rate schedule, with warm-up"
+        steps = {"step": None if state == "pending" else 100 * number, "planned_steps": 1000 if number % 2 else None}
+        alive = {"ranks_alive": 0 if number > 2 else 8, "world_size": 8, "started_at": STARTED - number}
+        others.append(run(state, run=name, reason=f"said why it is {state}" if number > 1 else None, **steps, **alive))
     service = dataclasses.replace(
         SERVICE,
         status="degraded",

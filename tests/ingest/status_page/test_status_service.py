@@ -44,6 +44,7 @@ async def test_page_and_api_show_the_same_status(start_service, fake_rank, event
         told = {name: await document(service, f"/api/v1/{name}") for name in ("status", "runs", "targets")}
         async with aiohttp.ClientSession() as session, session.get(service.url + "/service") as answer:
             page, headers = await answer.text(), answer.headers
+        metrics, health = (await service.get("/metrics"))[1], await service.get("/healthz")
     (run,), (target,), whole = told["runs"], told["targets"], told["status"]
     text = "".join(
         f"{name}: {' '.join(known)}\n" for name, known in (("status", whole), ("runs", run), ("targets", target))
@@ -56,9 +57,19 @@ async def test_page_and_api_show_the_same_status(start_service, fake_rank, event
     assert "text/html; charset=utf-8" == headers["Content-Type"]
     shown = ("r&amp;d", ">running</span>", "step 4 of 8, 50 %", "team=ours", "as &lt;before&gt;", "1 up")
     assert [] == [part for part in (*shown, str(service.store)) if part not in page]
-    assert ("running", 4, 8, {"team": "ours"}, "as <before>") == tuple(
-        run[name] for name in ("state", "step", "planned_steps", "tags", "note")
+    assert ("running", 4, 8, 3.0, 0, {"team": "ours"}, "as <before>") == tuple(
+        run[name] for name in ("state", "step", "planned_steps", "loss", "lag_records", "tags", "note")
     )
+    for line in (
+        'rankscope_run_state{run="r&d",state="running"} 1.0',
+        'rankscope_ingest_lag_records{rank="0",run="r&d"} 0.0',
+        "rankscope_ingest_records_total 5.0",
+        'rankscope_ingest_targets{health="up"} 1.0',
+        'rankscope_run_ranks_missing{run="r&d"} 0.0',
+    ):
+        assert line in metrics
+    assert (200, '{"status": "ok"}') == health
+    assert run["rows_stored"] >= 4
     assert ("up", 4, 0, 0.0, None) == tuple(
         target[name] for name in ("health", "committed", "lag_records", "lag_seconds", "last_error")
     )
