@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACE = ROOT / "docs" / "requirements.md"
-TRACED = (TRACE, ROOT / "docs" / "importing-training-logs.md")
+TRACED = (TRACE, ROOT / "docs" / "importing.md", ROOT / "docs" / "importing-training-logs.md")
 LAST = {"S0": 18, "S1": 18, "S2": 14, "S3": 15, "S4": 15}
 """Number of the last behaviour of each earlier tool."""
 
@@ -37,7 +37,8 @@ def test_number_of_behaviours_on_the_page_is_that_of_its_rows():
 @pytest.mark.parametrize("page", TRACED, ids=lambda page: page.stem)
 def test_each_row_names_existing_tests(page):
     for found in ROW.finditer(page.read_text(encoding="utf-8")):
-        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", found["tests"])
+        named = re.findall(r"`(tests/[\w/]+\.(?:py|txt))::([^`]+)`", found["tests"])
+        texts = {(file, name): f"def {name}(" if file.endswith(".py") else f"%% {name}" for file, name in named}
 
         assert named, found["numbers"]
-        assert [] == [(file, test) for file, test in named if f"def {test}(" not in source(file)], found["numbers"]
+        assert [] == [one for one, text in texts.items() if text not in source(one[0])], found["numbers"]

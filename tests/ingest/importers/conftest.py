@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,21 +18,6 @@ SHARED = Path(os.environ.get("RANKSCOPE_SHARED") or Path(__file__).resolve().par
 DATA = SHARED / "data"
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test with the argument `recorded` once per recorded log of the folder in its module's FACTS_OF."""
-    if "recorded" not in metafunc.fixturenames:
-        return
-    folder = metafunc.module.FACTS_OF
-    try:
-        facts = json.loads((DATA / "FACTS.json").read_text(encoding="utf-8"))
-    except OSError:
-        facts = {f"{folder}/absent": {}}
-    absent = pytest.mark.skipif(not (DATA / folder).is_dir(), reason=f"the recorded logs are not here ({DATA})")
-    chosen = [(DATA / name, expected) for name, expected in facts.items() if name.startswith(f"{folder}/")]
-    cases = [pytest.param(case, id=case[0].stem, marks=absent) for case in chosen]
-    metafunc.parametrize("recorded", cases)
-
-
 @pytest.fixture
 def data() -> Path:
     """Return the folder of the recorded logs. Without it, the test is skipped."""
@@ -47,22 +31,25 @@ class Logs:
 
     def __init__(self, folder: Path, writer: Any) -> None:
         self.folder = folder
-        self._writer = writer
+        self.writer = writer
         self._connection: Any = None
 
     def import_log(self, path: Path, *, run: str = "r", kind: str | None = None) -> ImportReport:
         importer = find_importer(path) if kind is None else importers()[kind]
-        return import_records(path, self._writer, importer, run=run)
+        return import_records(path, self.writer, importer, run=run)
 
-    def import_again(self, path: Path, *, run: str = "r") -> ImportReport:
+    def import_again(self, path: Path, *, run: str = "r", importer: Any = None) -> ImportReport:
         """Import a log as the command does: with the stored facts about earlier imports."""
         with connect(self.folder / "store") as connection:
             known = known_imports(connection, run)
-        return import_records(path, self._writer, find_importer(path), run=run, known=known)
+        return import_records(path, self.writer, importer or find_importer(path), run=run, known=known)
 
     def query(self, query: str, **parameters: Any) -> list[dict[str, Any]]:
         self._connection = self._connection or connect(self.folder / "store")
         return self._connection.query(query, parameters or None).to_pylist()
+
+    def tuples(self, query: str, **parameters: Any) -> list[tuple[Any, ...]]:
+        return [tuple(row.values()) for row in self.query(query, **parameters)]
 
     def close(self) -> None:
         if self._connection:

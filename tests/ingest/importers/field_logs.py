@@ -99,16 +99,3 @@ def read(path: Path, choices: Mapping[str, Any] | None = None) -> tuple[list[dic
     faults = Faults(choices=choices)
     blocks = [item for item in find_importer(path).read(path, faults) if isinstance(item, ImportedBlock)]
     return [row for block in blocks if "scalars" in block.tables for row in block.tables["scalars"].to_pylist()], faults
-
-
-def series(
-    tmp_path: Path, lines: Sequence[str], choices: Mapping[str, Any] | None = None
-) -> tuple[dict[str, list[tuple[int, int | None, float]]], Faults]:
-    """Return the values of a text log by name, each with its attempt and step, and the object of the reader."""
-    path = tmp_path / "train.log"
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    rows, faults = read(path, choices)
-    found: dict[str, list[tuple[int, int | None, float]]] = {}
-    for row in rows:
-        found.setdefault(row["name"], []).append((row["attempt"], row["step"], row["value"]))
-    return found, faults

@@ -1,10 +1,11 @@
 """Tests of hostile content that all importers must handle in the same way.
 
-Content for one format, and fuzzing of its parser, is in the tests of that format.
+Content for one format is in the tests of that format. `tests/fuzz` changes valid logs; here the content is random.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
@@ -14,11 +15,13 @@ import tarfile
 import zipfile
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.programs import server_of
-from tests.properties import few
+from tests.properties import examples, few
 
 from rankscope_ingest.base.errors import IngestError
-from rankscope_ingest.importers import find_importer, importers
+from rankscope_ingest.importers import Faults, find_importer, importers
 
 HEADER = "vpp_stage,name,step,norm,min,max,mean,nans,zeros,shape,dtype\n"
 SAMPLES = {
@@ -217,3 +220,29 @@ def test_empty_file_is_rejected(logs):
     """S3-05."""
     with pytest.raises(IngestError, match="is empty: check the path"):
         find_importer(logs.write("log.jsonl", ""))
+
+
+LINE = "step iter:=/|,[]() loss0123456789.e+-nanmsGiB%\r\x1b\t"
+FUZZED = {
+    "jsonl": ("{}[]()'\",:0123456789.eE-+naif \r\\sStep", b'{"step": 1, "loss": 1}\n%b\n{%b}\n'),
+    "trainer_state": ('{}[]",:0123456789.eE-+NaIfinity \n\\u', b'{"log_history": [{"step": 1, "loss": 1.5},%b'),
+    "textlog": (LINE, b"step,loss\n%b\nstep:1 loss:2 %b"),
+    "columns": (LINE, b"step,loss\n%b\nstep:1 loss:2 %b"),
+    "msprobe": ('0123456789.naif,"-[]\r\n {w', HEADER.encode() + b"0,w,0,1,1,1,1,0,0,[1],x\n%b\n0,%b,1,1,1\n"),
+}
+
+
+@pytest.mark.parametrize("kind", FUZZED)
+@given(st.data())
+@settings(deadline=None, max_examples=examples(300))
+def test_fuzzed_content_is_read_or_rejected(tmp_path_factory, kind, data):
+    """Any content gives records, faults or IngestError; no other error and no endless loop."""
+    alphabet, form = FUZZED[kind]
+    content = data.draw(st.binary(max_size=200) | st.text(alphabet=alphabet, max_size=200).map(str.encode))
+    folder = tmp_path_factory.getbasetemp() / "Dec03_21-34-40-rank0-0123abcd"
+    folder.mkdir(exist_ok=True)
+    path, importer = folder / SAMPLES[kind][0], importers()[kind]
+    path.write_bytes(form % ((content,) * form.count(b"%b")))
+    importer.detect(path, path.read_bytes())
+    with contextlib.suppress(IngestError):
+        list(importer.read(path, Faults()))

@@ -100,10 +100,7 @@ def test_group_stores_the_same_as_single_imports(tmp_path, store, mixed):
     writer, connection = store
     counting = Counting(writer)
     together = import_all(LogGroup(counting, connection), mixed)
-    with (
-        Store.open(tmp_path / "alone", create=True).claim(owner="test") as other,
-        connect(tmp_path / "alone") as alone,
-    ):
+    with Store.open(tmp_path / "alone", create=True).claim(owner="test") as other, connect(tmp_path / "alone") as alone:
         group = LogGroup(other, alone)
         single = [report for log in mixed for report in import_all(group, [log])]
         expected = alone.query(CONTENT).to_pylist()

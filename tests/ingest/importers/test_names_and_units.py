@@ -1,4 +1,4 @@
-"""Tests of stored names and units, of numbers and durations in text, and of the attempts of steps."""
+"""Tests of numbers in text, and of the attempts of steps; `cases` has stored names, units and durations."""
 
 from __future__ import annotations
 
@@ -12,50 +12,7 @@ from hypothesis import strategies as st
 
 from rankscope_contract.model.scalar_names import canonical
 from rankscope_ingest.importers.common.step_streams import StepStreams
-from rankscope_ingest.importers.common.values import micros, number, quantity, seconds, whole
-
-
-@pytest.mark.parametrize(
-    ("source", "name", "unit", "one"),
-    [
-        ("loss", "loss", None, 1),
-        ("LOSS", "loss", None, 1),
-        ("train/loss", "loss", None, 1),
-        ("lm loss", "loss", None, 1),
-        ("lr", "learning_rate", None, 1),
-        ("optim/lr", "learning_rate", None, 1),
-        ("learning rate", "learning_rate", None, 1),
-        ("gnorm", "grad_norm", None, 1),
-        ("grad norm", "grad_norm", None, 1),
-        ("norm", "grad_norm", None, 1),
-        ("val_loss", "eval_loss", None, 1),
-        ("eval/loss", "eval_loss", None, 1),
-        ("throughput", "samples_per_second", "samples/s", 1),
-        ("samples/s", "samples_per_second", "samples/s", 1),
-        ("train_samples_per_second", "samples_per_second", "samples/s", 1),
-        ("train_speed(iter/s)", "steps_per_second", "steps/s", 1),
-        ("train_speed(s/it)", "step_seconds", "seconds", 1),
-        ("step_time_s", "step_seconds", "seconds", 1),
-        ("step_time", "step_seconds", "seconds", 1),
-        ("time/total", "step_seconds", "seconds", 1),
-        ("dt", "step_seconds", "seconds", 1),
-        ("step_time_ms", "step_seconds", "seconds", 1e-3),
-        ("elapsed time per iteration (ms)", "step_seconds", "seconds", 1e-3),
-        ("elapsed time per iteration (s)", "step_seconds", "seconds", 1),
-        ("throughput per GPU (TFLOP/s/GPU)", "tflops_per_gpu", "TFLOP/s", 1),
-        ("memory_gb", "device_memory_bytes", "bytes", 1e9),
-        ("memory(GiB)", "device_memory_bytes", "bytes", 2.0**30),
-        ("consumed tokens", "tokens_total", "tokens", 1),
-        ("data time (ms)", "data time", "seconds", 1e-3),
-        ("something else", "something else", None, 1),
-        ("rewards/chosen", "rewards/chosen", None, 1),
-    ],
-)
-def test_canonical_name_and_unit(source, name, unit, one):
-    """S3-15 with its list of aliases."""
-    alias = canonical(source)
-
-    assert (name, unit, one) == (alias.name, alias.unit, alias.converted(1.0))
+from rankscope_ingest.importers.common.values import micros, number, quantity, whole
 
 
 @given(st.text(max_size=40))
@@ -64,29 +21,6 @@ def test_any_text_has_a_canonical_name(name):
 
     assert alias.name.encode() is not None
     assert alias.labels(name) is None or alias.labels(name).isprintable() or "\\" in alias.labels(name)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("9 days, 21:39:23", 855563.0),
-        ("4 days, 7:19:52", 372_000 - 8.0),
-        ("1 day, 0:00:01", 86_401.0),
-        ("0:32:48", 1968.0),
-        ("02:03", 123.0),
-        ("49m 19s", 2959.0),
-        ("59h:30m:19s", 214_219.0),
-        ("1h 2m 3s", 3723.0),
-        ("6s", 6.0),
-        ("2 hours, 30 min", 9000.0),
-        ("285ms", None),
-        ("soon", None),
-        ("", None),
-        ("9" * 100, None),
-    ],
-)
-def test_durations_in_text_are_seconds(text, expected):
-    assert expected == seconds(text)
 
 
 @pytest.mark.parametrize(

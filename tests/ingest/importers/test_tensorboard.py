@@ -1,8 +1,7 @@
-"""Tests of event files of any writer: rows, restarts, truncation and damage; no row is stored twice."""
+"""Tests of event files of torch, of all types of summaries, and of damage; `cases` has rows, restarts and folders."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import time
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+from tests.ingest.importers.cases import framed
 from torch.utils.tensorboard import SummaryWriter, summary
 
 from rankscope_ingest.base.errors import IngestError
@@ -22,12 +21,6 @@ from rankscope_ingest.importers.common.importer import SETTLED_SECONDS
 from rankscope_ingest.importers.tensorboard import TensorBoard
 
 NAME = "events.out.tfevents.1700000000.host.1.0"
-
-
-def framed(data):
-    length = len(data).to_bytes(8, "little")
-    crcs = [masked_crc32c(part).to_bytes(4, "little") for part in (length, data)]
-    return length + crcs[0] + data + crcs[1]
 
 
 def scalar(tag, value, step, wall_time=1700000000.5):
@@ -44,36 +37,12 @@ def file_of(*events):
 def import_log(logs):
     """Return a function that writes a complete event file, and imports it or the given folder."""
 
-    def bring_in(content, name=NAME, path=None, **options):
+    def bring_in(content, path=NAME):
         if content is not None:
-            written = logs.write(name, content)
-            os.utime(written, (0, time.time() - 2 * SETTLED_SECONDS))
-        return logs.import_log(logs.folder / (path or name), **options)
+            os.utime(logs.write(path, content), (0, time.time() - 2 * SETTLED_SECONDS))
+        return logs.import_log(logs.folder / path)
 
     return bring_in
-
-
-def test_numbers_become_scalars_with_stored_names(logs, import_log):
-    report = import_log(
-        file_of(
-            scalar("train/loss", 2.5, 1),
-            scalar("train/learning_rate", 0.5, 1),
-            scalar("eval/loss", 3.5, 1),
-            scalar("my/own", float("nan"), 1),
-            scalar("lm loss", float("inf"), 2),
-        )
-    )
-    rows = logs.query("SELECT step, name, value, unit, labels, epoch_us(ts) AS us, ts_origin FROM scalars ORDER BY seq")
-
-    assert [
-        (1, "loss", "2.5", '{"source_name":"train/loss"}'),
-        (1, "learning_rate", "0.5", '{"source_name":"train/learning_rate"}'),
-        (1, "eval_loss", "3.5", '{"source_name":"eval/loss"}'),
-        (1, "my/own", "nan", None),
-        (2, "loss", "inf", '{"source_name":"lm loss"}'),
-    ] == [(row["step"], row["name"], repr(row["value"]), row["labels"]) for row in rows]
-    assert {(1700000000500000, "file")} == {(row["us"], row["ts_origin"]) for row in rows}
-    assert ("tensorboard", 5, 2, 0) == (report.source_kind, report.records, report.last_step, report.malformed)
 
 
 def test_event_files_of_torch_are_read(logs, import_log):
@@ -135,83 +104,6 @@ def test_texts_become_notes_and_images_are_skipped(logs, import_log):
     assert (2, 0) == (report.passed_over, report.malformed)
 
 
-def test_msprobe_tags_become_rows_of_tensor_stats(logs, import_log):
-    """The files of msprobe have an event per number. The numbers of one step and tensor become one row."""
-    events = []
-    for step in (0, 1):
-        for op, value in (("norm", 2.0 + step), ("min", -1.0), ("nans", 3.0)):
-            events.append(scalar(f"0:layers.0.input:1/rank2/actv_{op}", value, step))
-        events.append(scalar("lm loss", 5.0, step))
-        events.append(scalar("1:layers.0.weight/rank2/post_grad_norm", 7.0, step))
-    import_log(file_of(*events))
-    rows = logs.query(
-        'SELECT step, rank, kind, tensor, vpp_stage, micro_step, norm, "min", mean, nans FROM tensor_stats ORDER BY ALL'
-    )
-
-    assert [
-        (0, 2, "act_in", "layers.0", 0, 1, 2.0, -1.0, None, 3),
-        (0, 2, "grad_reduced", "layers.0.weight", 1, None, 7.0, None, None, None),
-        (1, 2, "act_in", "layers.0", 0, 1, 3.0, -1.0, None, 3),
-        (1, 2, "grad_reduced", "layers.0.weight", 1, None, 7.0, None, None, None),
-    ] == [tuple(row.values()) for row in rows]
-    assert 2 == logs.value("SELECT count(*) FROM scalars")
-
-
-def test_folders_of_msprobes_conversion_give_rank_and_family(logs, import_log):
-    content = file_of(scalar("vp0:fc.weight/norm", 1.0, 3), scalar("vp0:fc.weight/mean", 0.5, 3))
-    import_log(content, f"out/rank1/grad_reduced/{NAME}", "out")
-    rows = logs.query("SELECT rank, kind, tensor, norm, mean FROM tensor_stats")
-
-    assert [{"rank": 1, "kind": "grad_reduced", "tensor": "fc.weight", "norm": 1.0, "mean": 0.5}] == rows
-
-
-def test_decreasing_step_begins_one_attempt_for_all_tags(logs, import_log):
-    """TensorBoard draws zigzag lines (issue 3732) or drops the earlier values; here both attempts are stored."""
-    first = [scalar(tag, 1.0, step) for step in (1, 2, 3) for tag in ("a", "b")]
-    second = [scalar(tag, 2.0, step) for step in (2, 3, 4) for tag in ("a", "b")]
-    import_log(file_of(*first), f"run/{NAME}", "run")
-    report = import_log(file_of(*second), f"run/{NAME.replace('1700', '1800')}", "run")
-    rows = logs.query("SELECT attempt, name, list(step ORDER BY step) AS steps FROM scalars GROUP BY ALL ORDER BY ALL")
-
-    assert [
-        {"attempt": attempt, "name": name, "steps": steps}
-        for attempt, steps in ((0, [1, 2, 3]), (1, [2, 3, 4]))
-        for name in ("a", "b")
-    ] == rows
-    assert 2 == report.attempts
-
-
-def test_restarted_session_begins_an_attempt(logs, import_log):
-    """SummaryWriter(purge_step=3) announces the restart before any step decreases."""
-    restart = Event(step=3)
-    restart.session_log.status = 1
-    import_log(file_of(scalar("a", 1.0, 2), scalar("a", 1.0, 4), restart, scalar("b", 1.0, 3), scalar("a", 1.0, 5)))
-
-    assert [("a", 2, 0), ("a", 4, 0), ("b", 3, 1), ("a", 5, 1)] == [
-        tuple(row.values()) for row in logs.query("SELECT name, step, attempt FROM scalars ORDER BY seq")
-    ]
-
-
-def test_curves_over_samples_have_no_step(logs, import_log):
-    """Megatron writes `lm loss vs samples` in addition to `lm loss`."""
-    report = import_log(
-        file_of(scalar("lm loss", 2.0, 10), scalar("lm loss vs samples", 2.0, 5120), scalar("lm loss", 1.0, 20))
-    )
-
-    assert 20 == report.last_step
-    assert [{"step": None}] == logs.query("SELECT step FROM scalars WHERE name = 'lm loss vs samples'")
-
-
-def test_train_and_validation_folders_are_distinguished_by_label(logs, import_log):
-    import_log(file_of(scalar("epoch_loss", 1.0, 0)), f"logs/train/{NAME}", "logs")
-    import_log(file_of(scalar("epoch_loss", 2.0, 0)), f"logs/validation/{NAME}", "logs")
-    rows = logs.query("SELECT labels, value FROM scalars ORDER BY value")
-
-    assert [("train", 1.0), ("validation", 2.0)] == [
-        (json.loads(row["labels"])["folder"], row["value"]) for row in rows
-    ]
-
-
 def test_grown_file_adds_only_new_rows(logs, import_log):
     events = [
         scalar(tag, 1.0, step) for step in range(6) for tag in ("a", "0:w/rank0/exp_avg_norm", "0:w/rank0/exp_avg_min")
@@ -226,24 +118,6 @@ def test_grown_file_adds_only_new_rows(logs, import_log):
     assert (6, 6) == (logs.value("SELECT count(*) FROM scalars"), logs.value("SELECT count(*) FROM tensor_stats"))
     assert stored >= 6
     assert 0 == again.rows_stored
-
-
-def test_last_step_of_an_open_file_waits_for_the_next_import(logs):
-    """Otherwise an incomplete set of statistics would count as the step, and the rest as known rows."""
-    tags = ("0:w/rank0/exp_avg_norm", "0:w/rank0/exp_avg_min")
-    content = file_of(*(scalar(tag, 1.0, step) for step in (1, 2) for tag in tags))
-    half = content[: len(content) - len(framed(scalar(tags[1], 1.0, 2).SerializeToString()))]
-    path = logs.write(NAME, half)
-    logs.import_log(path)
-    seen = logs.query("SELECT step FROM tensor_stats")
-    logs.write(NAME, content)
-    os.utime(path, (0, time.time() - 2 * SETTLED_SECONDS))
-    logs.import_log(path)
-
-    assert [{"step": 1}] == seen
-    assert [(1, 1.0), (2, 1.0)] == [
-        tuple(r.values()) for r in logs.query('SELECT step, "min" FROM tensor_stats ORDER BY step')
-    ]
 
 
 def test_damaged_record_is_reported_and_the_rest_is_read(logs, import_log):
