@@ -73,9 +73,7 @@ class Sshd:
         """End the server and all its connections."""
         if self.process is None:
             return
-        for child in children(self.process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
+        self.cut_connections()
         self.process.kill()
         self.process.wait()
         self.process = None
@@ -266,6 +264,9 @@ class Watch:
         with connect(self.folder) as connection:
             return connection.query(query).to_pylist()
 
+    def steps(self) -> list[int]:
+        return [row["step"] for row in self.query("SELECT step FROM scalars WHERE name = 'loss' ORDER BY step")]
+
     def rows(self) -> list[tuple[Any, ...]]:
         """Return all scalars and all events of the log, in a comparable form."""
         return stored_rows(self.folder)
@@ -280,6 +281,11 @@ def stored_rows(folder: Path) -> list[tuple[Any, ...]]:
             "SELECT seq, step, attempt, ts, type, op, message, details FROM events WHERE seq IS NOT NULL ORDER BY ALL"
         )
     return [tuple(row.values()) for row in (*scalars.to_pylist(), *events.to_pylist())]
+
+
+def steps_in(lines: Sequence[str]) -> list[int]:
+    """Return the steps of the first lines of the slow log."""
+    return list(range(901, 901 + sum("] iteration" in line for line in lines)))
 
 
 def imported_rows(folder: Path, log: Path) -> list[tuple[Any, ...]]:

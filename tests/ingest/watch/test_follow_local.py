@@ -7,10 +7,9 @@ import json
 import os
 import re
 import time
-from pathlib import Path
 
 import pytest
-from tests.ingest.watch.conftest import imported_rows, later
+from tests.ingest.watch.conftest import imported_rows, later, steps_in
 
 from rankscope_ingest.base.errors import ConfigError
 from rankscope_ingest.base.watch_config import WatchSection
@@ -177,34 +176,28 @@ async def test_rotated_local_log_loses_no_row(watch, replay, slow_lines, caplog)
         replay.path.rename(replay.path.with_name("train.log.1"))
         replay.write(slow_lines[80:120])
         await session.poll()
-    steps = [row["step"] for row in watch.query("SELECT step FROM scalars WHERE name = 'loss' ORDER BY step")]
 
-    assert list(range(901, 901 + sum("] iteration" in line for line in slow_lines[:120]))) == steps
+    assert steps_in(slow_lines[:120]) == watch.steps()
     assert [f"{replay.path}: the log was truncated; its older part is {replay.path}.1"] == caplog.messages
 
 
 async def test_state_of_the_run_follows_the_log(watch, replay, slow_lines):
-    def state() -> tuple[str, str]:
+    def state() -> tuple[str, str, bool]:
+        """Return the state, its reason, and whether the time left is known."""
         (row,) = watch.query("SELECT state, reason FROM runs")
-        return row["state"], row["reason"]
-
-    def has_time_left() -> bool:
         with connect(watch.folder) as connection:
-            return run_row(connection, "r").eta_seconds is not None
+            return row["state"], row["reason"], run_row(connection, "r").eta_seconds is not None
 
     async with watch.session() as session:
         await watch.follow(session, slow_lines[:40], step=40)
-        running, has_left = state(), has_time_left()
+        running = state()
         replay.advance(300.0)
         await session.poll()
         stalled = state()
 
-        assert has_left
-        assert not has_time_left()
-
-    assert ("running", "the log is followed") == running
-    assert ("stalled", "no row for 300 s") == (stalled[0], stalled[1][:16])
-    assert ("stopped", "the log is no longer followed") == state()
+    assert ("running", "the log is followed", True) == running
+    assert ("stalled", "no row for 300 s", False) == (stalled[0], stalled[1][:16], stalled[2])
+    assert ("stopped", "the log is no longer followed") == state()[:2]
 
 
 async def test_message_of_a_killed_watch_is_sent_by_the_next_one(watch, replay, slow_lines):
@@ -243,12 +236,11 @@ async def test_young_log_is_imported_when_its_format_is_certain(watch, replay):
     assert watch.rows() == imported_rows(once, replay.path)
 
 
-@pytest.mark.parametrize("step", [7, 60])
-async def test_rows_of_a_followed_jsonl_are_those_of_one_import(watch, replay, tmp_path, step):
+async def test_rows_of_a_followed_jsonl_are_those_of_one_import(watch, replay, tmp_path):
     lines = [json.dumps({"step": 10 * n, "loss": 3.0 - n / 50, "lr": 1e-4, "step_time_s": 0.5}) for n in range(60)]
     async with watch.session() as session:
-        for begin in range(0, 60, step):
-            replay.write(lines[begin : begin + step], seconds=30.0)
+        for begin in range(0, 60, 7):
+            replay.write(lines[begin : begin + 7], seconds=30.0)
             await session.poll()
 
     assert watch.rows() == imported_rows(tmp_path / "once", replay.path)
@@ -265,12 +257,28 @@ async def test_log_that_appears_later_is_waited_for(watch, replay, slow_lines):
         assert 920 == session.statuses[0].step
 
 
-def test_equal_names_of_logs_need_names_of_runs(tmp_path: Path):
-    sections = [WatchSection(log="ssh://a/x/train.log"), WatchSection(log="ssh://b/x/train.log")]
+@pytest.mark.parametrize(
+    ("logs", "error"),
+    [
+        (
+            [{"log": "ssh://a/x/train.log"}, {"log": "ssh://b/x/train.log"}],
+            "several logs would be stored as the run 'train'",
+        ),
+        ([{"log": "/x/train.log", "run": "a"}, {"log": "/x/train.log", "run": "b"}], "listed twice"),
+        *(([{"log": log}], "ssh://") for log in ("ssh://user:secret@host/x.log", "ssh://host", "ssh://host/dir/")),
+        *(([{"log": log}], "ssh://") for log in ("http://host/x.log", "ssh://h:x/y")),
+    ],
+)
+def test_wrong_list_of_logs_is_refused_with_the_reason(logs, error):
+    """The reason repeats no password of an address."""
+    with pytest.raises(ConfigError, match=error) as refused:
+        run_names([WatchSection(**log) for log in logs])
 
-    with pytest.raises(ConfigError, match="several logs would be stored as the run 'train'"):
-        run_names(sections)
-    assert ["r", "r"] == run_names([section.model_copy(update={"run": "r"}) for section in sections])
+    assert "secret" not in str(refused.value)
+
+
+def test_logs_of_equal_names_may_be_stored_as_one_run():
+    assert ["r", "r"] == run_names([WatchSection(log=f"ssh://{host}/x/train.log", run="r") for host in "ab"])
 
 
 async def test_failing_reads_are_retried_with_growing_pauses(watch, replay):
@@ -293,19 +301,6 @@ async def test_failing_reads_are_retried_with_growing_pauses(watch, replay):
 
     assert all(pause <= min(2.0**number, 60.0) for number, pause in enumerate(pauses))
     assert max(pauses) > 1.0
-
-
-def test_wrong_addresses_name_the_expected_form():
-    for log in ("ssh://user:secret@host/x.log", "ssh://host", "ssh://host/dir/", "http://host/x.log", "ssh://h:x/y"):
-        with pytest.raises(ConfigError, match="ssh://") as error:
-            run_names([WatchSection(log=log)])
-
-        assert "secret" not in str(error.value)
-
-
-def test_log_that_is_listed_twice_is_refused():
-    with pytest.raises(ConfigError, match="listed twice"):
-        run_names([WatchSection(log="/x/train.log", run="a"), WatchSection(log="/x/train.log", run="b")])
 
 
 async def test_full_disk_is_displayed_and_no_row_is_lost(watch, replay, slow_lines, tmp_path, monkeypatch):
@@ -354,9 +349,8 @@ async def test_log_that_was_rotated_between_two_watches_is_complete(watch, repla
     replay.write(slow_lines[60:80])
     async with watch.session() as session:
         await session.poll()
-    steps = [row["step"] for row in watch.query("SELECT step FROM scalars WHERE name = 'loss' ORDER BY step")]
 
-    assert list(range(901, 901 + sum("] iteration" in line for line in slow_lines[:80]))) == steps
+    assert steps_in(slow_lines[:80]) == watch.steps()
 
 
 async def test_pattern_and_loss_of_the_user_apply(watch, replay):

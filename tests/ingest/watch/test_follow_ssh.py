@@ -6,7 +6,7 @@ import contextlib
 import shutil
 
 import pytest
-from tests.ingest.watch.conftest import Replay, Sshd, Watch, imported_rows, keygen, later, trust
+from tests.ingest.watch.conftest import Replay, Sshd, imported_rows, keygen, later, steps_in, trust
 
 from rankscope_ingest.watch.address import FOLDER
 from rankscope_ingest.watch.files import LogUnreadableError
@@ -101,25 +101,17 @@ async def test_changed_host_key_is_refused_and_reported(sshd, remote, replay, wa
     assert "has CHANGED" in watch.receiver.titles[0]
 
 
-async def test_unknown_host_key_names_the_remedy(sshd, remote, watch, replay, tmp_path):
+@pytest.mark.parametrize("config", ["", "  UserKnownHostsFile none\n"])
+async def test_unknown_host_key_names_the_remedy(sshd, remote, watch, replay, tmp_path, config):
+    """`UserKnownHostsFile none` means that no host is known, not that every host is accepted."""
     (tmp_path / "home/.ssh/known_hosts").unlink()
+    with (tmp_path / "home/.ssh/config").open("a") as file:
+        file.write(config)
     replay.write([])
     async with watch.session(remote) as session:
         await session.poll()
 
         assert "the key of the host is unknown: connect once with `ssh" in (session.statuses[0].unreadable or "")
-
-
-async def test_known_hosts_none_in_the_configuration_accepts_no_key(sshd, remote, watch, replay, tmp_path):
-    """`UserKnownHostsFile none` means that no host is known, not that every host is accepted."""
-    (tmp_path / "home/.ssh/known_hosts").unlink()
-    with (tmp_path / "home/.ssh/config").open("a") as config:
-        config.write("  UserKnownHostsFile none\n")
-    replay.write([])
-    async with watch.session(remote) as session:
-        await session.poll()
-
-        assert "the key of the host is unknown" in (session.statuses[0].unreadable or "")
 
 
 async def test_host_alias_and_jump_host_of_the_ssh_configuration(sshd, remote, replay, watch, slow_lines, tmp_path):
@@ -175,7 +167,7 @@ async def test_rotated_log_loses_no_row(remote, replay, watch, slow_lines, tmp_p
         replay.write(slow_lines[80:120])
         await session.poll()
 
-    assert list(range(901, 901 + sum("] iteration" in line for line in slow_lines[:120]))) == steps_of(watch)
+    assert steps_in(slow_lines[:120]) == watch.steps()
     assert "its older part is train.log.1" in caplog.messages[0]
 
 
@@ -189,10 +181,6 @@ async def test_restart_in_a_truncated_log_is_another_attempt(remote, replay, wat
         assert 920 == session.statuses[0].step
     assert "truncated" in caplog.messages[0]
     assert [0, 1] == [row["attempt"] for row in watch.query("SELECT DISTINCT attempt FROM scalars ORDER BY 1")]
-
-
-def steps_of(watch: Watch) -> list[int]:
-    return [row["step"] for row in watch.query("SELECT step FROM scalars WHERE name = 'loss' ORDER BY step")]
 
 
 class KilledError(Exception):
