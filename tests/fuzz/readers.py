@@ -7,17 +7,17 @@ import contextlib
 import json
 import math
 import random
-import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-import google_crc32c
 import pyarrow as pa
 from multidict import CIMultiDict
+from tensorboard.compat.proto.event_pb2 import Event
 from tests.fuzz.mutations import mutated
 from tests.ingest.conftest import encode_records
+from tests.ingest.importers.cases import framed
 from tests.ingest.remote_write.messages import write_request
 
 from rankscope.base.http_client import Response
@@ -56,6 +56,7 @@ REGISTRATION = Registration(
     run="r", rank=0, world_size=2, local_rank=0, host="h", pid=1, incarnation="i", launch_id="l",
     url="http://127.0.0.1:9400", config={"lr": 0.1}, versions={"torch": "2.13"},
 )  # fmt: skip
+EXIT = json.dumps({"reason": "exception", "error": "e", "last_step": 3})
 EVENTS = [
     {
         "type": "anomaly",
@@ -66,11 +67,7 @@ EVENTS = [
         "value": 3.0,
         "message": "m",
     },
-    {
-        "type": "exit",
-        "message": "exception",
-        "details": json.dumps({"reason": "exception", "error": "e", "last_step": 3}),
-    },
+    {"type": "exit", "message": "exception", "details": EXIT},
 ]
 PAGES = (
     b'# HELP a A.\n# TYPE a gauge\na{x="y"} 1.5\nb 2 1700000000000\nc NaN\n',
@@ -139,10 +136,8 @@ def snappy(data: bytes) -> object:
 
 
 def plan(data: bytes) -> object:
-    text = data.decode("utf-8", "surrogateescape")
-    columns = PlanCache().add(
-        plan_hash(text.encode("utf-8", "replace").decode()), text.encode("utf-8", "replace").decode()
-    )
+    text = data.decode("utf-8", "surrogateescape").encode("utf-8", "replace").decode()
+    columns = PlanCache().add(plan_hash(text), text)
     return conform(columns.dimension_rows(lambda: {"run": "r", "attempt": 0, "rank": 0}), "tensors")
 
 
@@ -227,10 +222,9 @@ def log(kind: str, folder: Path, suffix: str) -> Callable[[bytes], object]:
 
     def read(data: bytes) -> object:
         path.write_bytes(data)
-        for importer in {kind: importers()[kind]}.values():
-            for item in importer.read(path, Faults()):
-                for name, table in getattr(item, "tables", {}).items():
-                    table.validate(full=True), name
+        for item in importers()[kind].read(path, Faults()):
+            for table in getattr(item, "tables", {}).values():
+                table.validate(full=True)
         return find_importer(path)
 
     return read
@@ -268,100 +262,61 @@ def identity(folder: Path) -> Callable[[bytes], object]:
     return read
 
 
-def _record(length: int) -> bytes:
-    return struct.pack("<Q", length)
-
-
 def _tensorboard() -> bytes:
-    def checksum(data: bytes) -> bytes:
-        value = google_crc32c.value(data)
-        return struct.pack("<I", ((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF)
-
-    value = b"\x0a\x04loss\x15" + struct.pack("<f", 2.5)
-    event = (
-        b"\x09"
-        + struct.pack("<d", 1.7e9)
-        + b"\x10\x01\x2a"
-        + bytes([len(value) + 2])
-        + b"\x0a"
-        + bytes([len(value)])
-        + value
-    )
-    first = b"\x09" + struct.pack("<d", 1.7e9) + b"\x1a\x0dbrain.Event:2"
-    return b"".join(
-        _record(len(one)) + checksum(_record(len(one))) + one + checksum(one) for one in (first, event, event)
-    )
+    loss = Event(step=1, wall_time=1.7e9)
+    loss.summary.value.add(tag="loss", simple_value=2.5)
+    events = (Event(file_version="brain.Event:2", wall_time=1.7e9), loss, loss)
+    return b"".join(framed(event.SerializeToString()) for event in events)
 
 
 def readers(folder: Path) -> Iterator[Reader]:
     """Yield all readers. Those of files write into `folder`."""
-    decode_errors, json_registration = (DecodeError,), REGISTRATION.to_json().encode()
-    yield Reader("page", PAGES[:2], exposition(False), decode_errors, (b"", b"a 1 " + b"9" * 400 + b"\n"))
-    yield Reader(
-        "page in OpenMetrics",
-        PAGES[2:],
-        exposition(True),
-        decode_errors,
-        (PAGES[2].replace(b"1700000000.5", b"9" * 400),),
-    )
+    yield from _of_pages_and_writes()
+    yield from _of_ranks(folder)
+    yield from _of_diagnostics()
+    yield from _of_answers()
+    yield from _of_logs(folder)
+
+
+def _of_pages_and_writes() -> Iterator[Reader]:
+    own = (DecodeError,)
+    yield Reader("page", PAGES[:2], exposition(False), own, (b"", b"a 1 " + b"9" * 400 + b"\n"))
+    long = PAGES[2].replace(b"1700000000.5", b"9" * 400)
+    yield Reader("page in OpenMetrics", PAGES[2:], exposition(True), own, (long,))
     series = ({"__name__": "m", "instance": "i", "x": "y"}, [(1_700_000_000_000, 1.0)], 1, 1)
     request = write_request(series, metadata=["m"])
-    yield Reader("remote write", (request,), written(1), decode_errors)
-    recorded = (DATA / "remote_write_2" / "prometheus_3.16.snappy").read_bytes()
-    yield Reader(
-        "remote write 2.0", (unpacked(recorded, 1 << 24)[:4000], unpacked(recorded, 1 << 24)), written(2), decode_errors
-    )
-    yield Reader(
-        "snappy", (recorded, pa.compress(request, "snappy", asbytes=True)), snappy, (*decode_errors, RegistrationError)
-    )
-    yield Reader(
-        "remote read", (b"\x0a\x14\x08\x01\x10\x02\x1a\x0e\x12\x08__name__\x1a\x02up",), read_request, decode_errors
-    )
-    text = PLAN.to_json().encode()
-    wrong = [
-        text.replace(b'"shape":[2,3]', one)
-        for one in (b'"shape":[1e999]', b'"shape":["a"]', b'"shape":[%d]' % (1 << 70))
-    ]
+    yield Reader("remote write", (request,), written(1), own)
+    packed = (DATA / "remote_write_2" / "prometheus_3.16.snappy").read_bytes()
+    recorded = unpacked(packed, 1 << 24)
+    yield Reader("remote write 2.0", (recorded[:4000], recorded), written(2), own)
+    small = pa.compress(request, "snappy", asbytes=True)
+    yield Reader("snappy", (packed, small), snappy, (*own, RegistrationError))
+    wanted = b"\x0a\x14\x08\x01\x10\x02\x1a\x0e\x12\x08__name__\x1a\x02up"
+    yield Reader("remote read", (wanted,), read_request, own)
+
+
+def _of_ranks(folder: Path) -> Iterator[Reader]:
+    own, text = (DecodeError,), PLAN.to_json().encode()
+    shapes = (b'"shape":[1e999]', b'"shape":["a"]', b'"shape":[%d]' % (1 << 70))
+    wrong = [text.replace(b'"shape":[2,3]', shape) for shape in shapes]
     wrong += [text.replace(b'"kind":"grad"', b'"kind":null'), text.replace(b'"tensor":"w"', b'"tensor":null')]
     wrong += [b"[" * 100_000, text.replace(b'["v"]', b'[["v"]]'), text.replace(b'["v"]', b'["\\ud800"]')]
-    yield Reader("plan", (text,), plan, decode_errors, tuple(wrong))
+    yield Reader("plan", (text,), plan, own, tuple(wrong))
     scalars = [{"name": "loss", "value": 2.0, "labels": '{"a":"b"}'}]
     records = [
         {"seq": 0, "step": 1, "ts": 1, "scalars": scalars, "events": EVENTS},
         {"seq": 1, "step": 2, "ts": 2, "plan": PLAN.hash, "values": [1.0] * 12, "counts": [0] * 8},
     ]
     streams = tuple(encode_records(records, compression=one) for one in (None, "lz4"))
-    odd = streams[0].replace(b"message", b"m\xffssage")
-    late = mutated(streams[713_654 % len(streams)], streams, random.Random(713_654))  # an event after the year 9999
-    yield Reader(
-        "records", streams, body, decode_errors, (odd, streams[0].replace(b"micro_step", b"micro\xffstep"), late)
-    )
+    odd = [streams[0].replace(b"message", b"m\xffssage"), streams[0].replace(b"micro_step", b"micro\xffstep")]
+    odd += [mutated(streams[713_654 % 2], streams, random.Random(713_654))]  # an event after the year 9999
+    yield Reader("records", streams, body, own, tuple(odd))
     yield Reader("spool", (streams[0],), spool(folder), (SpoolError,))
     write_identity(folder, REGISTRATION)
     yield Reader("identity of a spool", ((folder / "identity.json").read_bytes(),), identity(folder), (SpoolError,))
-    yield Reader("registration", (json_registration,), registration, (RegistrationError,))
+    yield Reader("registration", (REGISTRATION.to_json().encode(),), registration, (RegistrationError,))
     lease = RegistrationReply(lease="x", attempt=0, heartbeat_seconds=2.5).to_json().encode()
     yield Reader("reply to a registration", (lease,), reply, (UnreachableError,), (b"[" * 100_000,))
-    yield Reader("request of stacks", (b'{"run": "r", "ranks": [0, 1]}',), parse_stacks_request, (RegistrationError,))
-    yield Reader(
-        "details", tuple(str(event.get("details")).encode() for event in EVENTS), details, (), (b"[" * 100_000,)
-    )
-    frames = [["a.py", 3, "f"]]
-    dump = {"reason": "hang", "threads": [{"ident": 1, "name": "m", "frames": frames}], "left_out": 0}
-    entry = {"op": "all_reduce", "backend": "nccl", "group": "g", "seq": 1, "is_pending": True, "age_seconds": 1.0}
-    flight = {
-        "reason": "hang",
-        "collectives": [entry],
-        "recorded": 1,
-        "groups": [{"id": "0", "ranks": "0-1", "latest_seq": 1}],
-    }
-    yield Reader(
-        "stacks",
-        tuple(json.dumps(one).encode() for one in (dump, flight)),
-        stacks,
-        (),
-        (json.dumps(dump | {"left_out": math.inf}).encode(),),
-    )
     head = (
         b"Status: 200\nRankscope-Incarnation: i\nRankscope-Schema: 1\nRankscope-Head: 1\nRankscope-Ring-Fill: 0.5\n"
         b"Rankscope-State: running\nRankscope-First: 0\nRankscope-Last: 1\nRankscope-Rows: 2\nContent-Length: 4\n"
@@ -369,40 +324,54 @@ def readers(folder: Path) -> Iterator[Reader]:
     )
     nothing = b"Status: 204\nRetry-After: 5\nRankscope-Incarnation: i\nRankscope-Ring-Fill: nan\n\n"
     yield Reader("answer of a rank", (head, nothing), answer, (FetchError,))
+
+
+def _of_diagnostics() -> Iterator[Reader]:
+    asked = b'{"run": "r", "ranks": [0, 1]}'
+    yield Reader("request of stacks", (asked,), parse_stacks_request, (RegistrationError,))
+    known = tuple(str(event.get("details")).encode() for event in EVENTS)
+    yield Reader("details", known, details, (), (b"[" * 100_000,))
+    dump = {"reason": "hang", "threads": [{"ident": 1, "name": "m", "frames": [["a.py", 3, "f"]]}], "left_out": 0}
+    entry = {"op": "all_reduce", "backend": "nccl", "group": "g", "seq": 1, "is_pending": True, "age_seconds": 1.0}
+    groups = [{"id": "0", "ranks": "0-1", "latest_seq": 1}]
+    flight = {"reason": "hang", "collectives": [entry], "recorded": 1, "groups": groups}
+    endless = json.dumps(dump | {"left_out": math.inf}).encode()
+    yield Reader("stacks", tuple(json.dumps(one).encode() for one in (dump, flight)), stacks, (), (endless,))
+
+
+def _of_answers() -> Iterator[Reader]:
     targets = b'[{"targets": ["a:9100"], "labels": {"__metrics_path__": "/m", "job": "x"}}]'
     yield Reader("list of exporters", (targets,), lists(False), (ConfigError,))
-    yield Reader(
-        "list of exporters in YAML",
-        (b"- targets: ['a:9100']\n  labels: {job: x}\n", targets),
-        lists(True),
-        (ConfigError,),
-    )
+    text = b"- targets: ['a:9100']\n  labels: {job: x}\n"
+    yield Reader("list of exporters in YAML", (text, targets), lists(True), (ConfigError,))
     response = (b'{"status": "success", "data": {"activeTargets": []}}',)
     yield Reader("answer to a command", response, lambda data: Response(200, data).json(), (), (b"[" * 100_000,))
     page = b"<html>403 https://user:pw@host/path?key=value token=abc</html>"
     yield Reader("answer to a message", (page,), notification_answer)
+
+
+def _of_logs(folder: Path) -> Iterator[Reader]:
+    own = (IngestError,)
     suffixes = {"jsonl": ".jsonl", "trainer_state": ".json", "columns": ".csv"}
     for kind, text in LOGS.items():
-        yield Reader(f"log: {kind}", (text.encode(),), log(kind, folder, suffixes.get(kind, ".log")), (IngestError,))
-    yield from _folders(folder)
+        yield Reader(f"log: {kind}", (text.encode(),), log(kind, folder, suffixes.get(kind, ".log")), own)
+    yield Reader("log: tensorboard", (_tensorboard(),), file_of("tensorboard", folder / "a.tfevents.1"), own)
+    rank, samples = "Nov20_21-14-28-rank0-3209471c", DATA / "msprobe"
+    seeds = tuple(path.read_bytes() for path in sorted((samples / "single_rank" / rank).glob("*.csv"))[:3])
+    tables = file_of("msprobe", folder / "msprobe" / rank / "grad_reduced_0-1.csv")
+    yield Reader("log: msprobe", seeds, tables, own, (seeds[0].replace(b", ", b"\x0c"),))
+    documents = ("single_rank/anomaly_detected/anomaly_analyse.json", "print_struct/module_struct.json")
+    for name in documents:
+        path = folder / "msprobe" / rank / Path(name).name
+        yield Reader(f"log: {path.name}", ((samples / name).read_bytes(),), file_of("msprobe", path), own)
 
 
-def _folders(folder: Path) -> Iterator[Reader]:
-    events = folder / "events"
-    events.mkdir(exist_ok=True)
+def file_of(kind: str, path: Path) -> Callable[[bytes], object]:
+    """Return a function that reads bytes as the file `path` of a folder of logs."""
+    path.parent.mkdir(parents=True, exist_ok=True)
 
-    def tensorboard(data: bytes) -> object:
-        (events / "events.out.tfevents.1.h").write_bytes(data)
-        return list(importers()["tensorboard"].read(events, Faults()))
+    def read(data: bytes) -> object:
+        path.write_bytes(data)
+        return list(importers()[kind].read(path, Faults()))
 
-    yield Reader("log: tensorboard", (_tensorboard(),), tensorboard, (IngestError,))
-    rank = folder / "msprobe" / "Nov20_21-14-28-rank0-3209471c"
-    rank.mkdir(parents=True, exist_ok=True)
-    tables = sorted((DATA / "msprobe" / "single_rank" / rank.name).glob("*.csv"))[:3]
-
-    def msprobe(data: bytes) -> object:
-        (rank / "grad_reduced_0-1.csv").write_bytes(data)
-        return list(importers()["msprobe"].read(rank.parent, Faults()))
-
-    seeds = tuple(path.read_bytes() for path in tables)
-    yield Reader("log: msprobe", seeds, msprobe, (IngestError,), (seeds[0].replace(b", ", b"\x0c"),))
+    return read
