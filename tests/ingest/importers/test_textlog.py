@@ -8,6 +8,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.ingest.importers.field_logs import read
 from tests.properties import examples
 
 from rankscope_ingest.base.errors import IngestError
@@ -147,7 +148,7 @@ def test_holes_that_a_crash_left_hide_no_line(logs):
     assert (7_999, 7_999) == (report.last_step, report.records)
 
 
-RISING = [f"epoch {e} iter {i} step {3 * e + i} total_loss 2.5\n" for e in range(2) for i in (1, 2, 3)]
+ROWS = [{"epoch": e, "iter": i, "step": 3 * e + i, "total_loss": 2.5} for e in range(2) for i in (1, 2, 3)]
 
 
 @pytest.mark.parametrize(
@@ -157,20 +158,15 @@ RISING = [f"epoch {e} iter {i} step {3 * e + i} total_loss 2.5\n" for e in range
         ("No space left on device " * 30 + "\n") * 1_600,
         '{"event": "data_loaded", "step": 0}\n' * 20_100,
     ],
+    ids=["lines", "bytes", "events"],
 )
-def test_lines_before_the_first_record_do_not_decide_the_step(logs, before):
+def test_text_before_the_first_record_does_not_decide_the_step(logs, before):
     """The step is decided over records: here `iter` begins again with each epoch."""
-    rows = RISING
-    if before.startswith("{"):
-        rows = [
-            json.dumps({"epoch": e, "iter": i, "step": 3 * e + i, "total_loss": 2.5}) + "\n"
-            for e in range(2)
-            for i in (1, 2, 3)
-        ]
-    report = logs.import_log(logs.write("train.log", before + "".join(rows)))
+    as_text = json.dumps if before.startswith("{") else lambda row: " ".join(f"{name} {row[name]}" for name in row)
+    rows, faults = read(logs.write("train.log", before + "".join(f"{as_text(row)}\n" for row in ROWS)))
 
-    assert [1, 2, 3, 4, 5, 6] == logs.value("SELECT list(step ORDER BY seq) FROM scalars WHERE name = 'loss'")
-    assert ("loss is total_loss",) == report.notes
+    assert [1, 2, 3, 4, 5, 6] == [row["step"] for row in rows if row["name"] == "loss"]
+    assert ["loss is total_loss"] == faults.notes
 
 
 def test_names_beyond_a_thousand_are_counted(logs):
