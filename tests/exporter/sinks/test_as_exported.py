@@ -66,32 +66,25 @@ def _number(cell: str) -> str:
 def exported(folder: Path, steps: int) -> Path:
     """Store the rows as the service does, and export them."""
     own = {"run": "r", "attempt": 0, "rank": 0, "incarnation": "i"}
-    tensors, features, scalars = [], [], []
+    tables: dict[str, list[dict[str, object]]] = {"tensor_stats": [], "features": [], "scalars": [], "tensors": []}
     for step in range(1, steps + 1):
         common = {**own, "step": step, "seq": step}
         for what, numbers in ROWS:
             said = {op: numbers.get(op) for op in (*WIRE_VALUE_OPS, *COUNT_OPS)}
-            tensors.append({**common, **{name: getattr(what, name) for name in ENTRY}, **said})
-        features += [{**common, **row} for row in FEATURES]
-        scalars += [
-            {**common, "name": one.name, "value": one.value, "unit": one.unit, "labels": one.labels_text}
-            for one in SCALARS
-        ]
-    known = [
-        {**own, **{name: getattr(what, name) for name in ("kind", "tensor", "index", "dtype")}, "shape": [*what.shape]}
-        for what, _ in ROWS
-    ]
-    tables = {
+            tables["tensor_stats"].append({**common, **{name: getattr(what, name) for name in ENTRY}, **said})
+        tables["features"] += [{**common, **row} for row in FEATURES]
+        for one in SCALARS:
+            scalar = {"name": one.name, "value": one.value, "unit": one.unit, "labels": one.labels_text}
+            tables["scalars"].append({**common, **scalar})
+    for what, _ in ROWS:
+        known = {name: getattr(what, name) for name in ("kind", "tensor", "index", "dtype")}
+        tables["tensors"].append({**own, **known, "shape": [*what.shape]})
+    made = {
         name: pa.Table.from_pylist([{**row, "ordinal": place} for place, row in enumerate(rows)], dataset_schema(name))
-        for name, rows in (
-            ("tensor_stats", tensors),
-            ("features", features),
-            ("scalars", scalars),
-            ("tensors", known),
-        )
+        for name, rows in tables.items()
     }
     with Store.open(folder / "store", create=True).claim(owner="test") as writer:
-        writer.append(Batch(tables=tables, watermarks={"i": steps}))
+        writer.append(Batch(tables=made, watermarks={"i": steps}))
     with connect(folder / "store") as connection:
         export_formats()["csv"].export(connection, "r", folder / "exported", ExportOptions(step_count_per_record=2))
     return folder / "exported"

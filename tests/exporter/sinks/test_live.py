@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,25 +25,21 @@ VALUES = ("norm", "min", "max", "mean", "nans", "zeros", "numel")
 QUANTITIES = ("parameters", "gradients", "micro_gradients", "optimizer_state", "activations", "direction", "linear")
 
 
-def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+def train(batches: Iterator[torch.Tensor], config: MonitorConfig | None, during: Callable[[Any], Any] = bool) -> Any:
+    """Train with a monitor if there is a `config`, and return the model and the result of `during(monitor)`."""
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 2))
-    return net, torch.optim.Adam(net.parameters())
-
-
-def batch(step: int) -> torch.Tensor:
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
-
-
-def train(net: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[torch.Tensor]) -> None:
-    for inputs in batches:
-        optimizer.zero_grad()
-        net(inputs).square().sum().backward()
-        optimizer.step()
+    optimizer = torch.optim.Adam(net.parameters())
+    with contextlib.nullcontext() if config is None else Monitor(config).attach(net, optimizer) as monitor:
+        for inputs in batches:
+            optimizer.zero_grad()
+            net(inputs).square().sum().backward()
+            optimizer.step()
+        return net, during(monitor)
 
 
 def steps() -> Iterator[torch.Tensor]:
-    return (batch(step) for step in range(STEPS))
+    return (torch.randn(5, 4, generator=torch.Generator().manual_seed(step)) for step in range(STEPS))
 
 
 @pytest.fixture
@@ -55,25 +52,20 @@ def config(tmp_path: Path, quiet: MonitorConfig) -> MonitorConfig:
 
 def test_training_is_bit_identical_with_all_sinks(config):
     nets = []
-    for sinks in (config.sinks, None):
-        net, optimizer = make()
-        if sinks is None:
-            train(net, optimizer, steps())
-        else:
-            with Monitor(config).attach(net, optimizer) as monitor:
-                train(net, optimizer, steps())
-            assert 0 == monitor.faults
+    for used in (config, None):
+        net, faults = train(steps(), used, lambda monitor: monitor and monitor.faults)
+        assert not faults
         nets.append((*(parameter.detach() for parameter in net.parameters()), torch.get_rng_state()))
 
     assert all(torch.equal(first, second) for first, second in zip(*nets, strict=True))
 
 
 def test_files_have_the_values_of_the_record_channel(config, tmp_path, reader, eventually):
-    net, optimizer = make()
-    with Monitor(config).attach(net, optimizer) as monitor:
-        train(net, optimizer, steps())
+    def during(monitor):
         monitor.end_step()
-        told = eventually(lambda: told_if_whole(reader(monitor).rows()), 60)
+        return eventually(lambda: told_if_whole(reader(monitor).rows()), 60)
+
+    _, told = train(steps(), config, during)
     rows, faults = imported(tmp_path / "out")
     found = {
         (row["step"], row["kind"], row["tensor"], row["index"], row["micro_step"]): tuple(row[op] for op in VALUES)
@@ -101,18 +93,19 @@ def told_if_whole(rows: list[Any]) -> dict[tuple[Any, ...], tuple[Any, ...]] | N
 
 def test_read_only_folder_affects_neither_training_nor_channel(config, tmp_path, reader, eventually):
     (tmp_path / "out").write_text("in the way")
-    net, optimizer = make()
-    with Monitor(config).attach(net, optimizer) as monitor:
-        train(net, optimizer, steps())
+
+    def during(monitor):
         monitor.end_step()
         assert eventually(lambda: told_if_whole(reader(monitor).rows()), 60)
         events = [event["message"] for event in reader(monitor).events() if event["type"] == EventType.FAULT]
-        page = reader(monitor).get("/metrics").decode()
+        return events, reader(monitor).get("/metrics").decode(), monitor
+
+    _, (events, page, monitor) = train(steps(), config, during)
 
     assert ["sink csv failed", "sink tensorboard failed"] == sorted({text.split(", training")[0] for text in events})
     assert len(events) == 2, "each is named once"
     assert 'reason="sink_csv"' in page
-    assert monitor.sink("api").steps(), "another sink has its rows"  # type: ignore[union-attr]  # it is there
+    assert monitor.sink("api").steps(), "another sink has its rows"
 
 
 def test_uncounted_nan_is_visible_in_the_published_columns(config, tmp_path):
@@ -120,10 +113,10 @@ def test_uncounted_nan_is_visible_in_the_published_columns(config, tmp_path):
     sinks = {"csv": {"folder": str(tmp_path)}}
     options = {"gradients": {"ops": ["max", "norm"]}}
     config = replace(config, quantities=("gradients", "parameters"), options=options, sinks=sinks)
-    net, optimizer = make()
+    net = nn.Sequential(nn.Linear(4, 8))
+    optimizer = torch.optim.Adam(net.parameters())
     with Monitor(config).attach(net, optimizer):
-        optimizer.zero_grad()
-        (net(batch(0)).sum() + next(net.parameters())[0, 0] * torch.nan).backward()  # one element of one gradient
+        (net(torch.ones(5, 4)).sum() + next(net.parameters())[0, 0] * torch.nan).backward()  # one of the gradients
         optimizer.step()
     files = {path.name: path.read_text().splitlines() for path in tmp_path.glob("*/*.csv")}
 
@@ -139,14 +132,12 @@ class _StopError(Exception):
 @pytest.mark.parametrize("ending", [None, _StopError, SystemExit, KeyboardInterrupt])
 @pytest.mark.usual(2)
 def test_last_step_is_in_the_file_however_training_ends(config, tmp_path, ending):
-    net, optimizer = make()
-    try:
-        with Monitor(config).attach(net, optimizer):
-            train(net, optimizer, steps())
-            if ending is not None:
-                raise ending
-    except (_StopError, SystemExit, KeyboardInterrupt):
-        pass
+    def during(_):
+        if ending is not None:
+            raise ending
+
+    with contextlib.suppress(_StopError, SystemExit, KeyboardInterrupt):
+        train(steps(), config, during)
     rows, _ = imported(tmp_path / "out")
 
     assert STEPS == max(row["step"] for row in rows["tensor_stats"] if row["kind"] == "param_after")
@@ -154,11 +145,9 @@ def test_last_step_is_in_the_file_however_training_ends(config, tmp_path, ending
 
 def test_forked_workers_write_no_rows(config, tmp_path):
     """Workers inherit the monitor. Each row is written once, in one folder."""
-    net, optimizer = make()
     data = [torch.ones(4) * place for place in range(8)]
-    loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context="fork")  # type: ignore[arg-type]  # a list is a data set
-    with Monitor(config).attach(net, optimizer):
-        train(net, optimizer, iter(loader))
+    loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context="fork")
+    train(iter(loader), config)
     rows, faults = imported(tmp_path / "out")
     seen = [(row["step"], row["tensor"]) for row in rows["tensor_stats"] if row["kind"] == "param_after"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -20,21 +21,14 @@ def api(steps: int = 8) -> Api:
 def test_rows_are_those_of_the_last_step_with_the_kind():
     kept = api()
     kept.put(record(1, (entry("w"), FINITE), (entry("w", "param_after"), FINITE)))
-    kept.put(record(2, (entry("w"), FINITE | {"norm": 7.0}), (entry("w", "param_after"), ABSENT)))
+    nothing_finite = FINITE | dict.fromkeys(("norm", "min", "max", "mean")) | {"nans": 4}
+    kept.put(record(2, (entry("w"), nothing_finite), (entry("w", "param_after"), ABSENT)))
+    (row,) = kept.rows("grad_reduced")
 
-    assert [(2, "w", 7.0)] == [(row.step, row.entry.tensor, row.numbers["norm"]) for row in kept.rows("grad_reduced")]
+    assert (2, "w", None, 4) == (row.step, row.entry.tensor, row.numbers["norm"], row.numbers["nans"])
     assert [1] == [row.step for row in kept.rows("param_after")]
     assert [1, 1] == [row.step for row in kept.rows(step=1)]
     assert () == kept.rows("exp_avg")
-
-
-def test_unknown_statistic_is_none_and_absent_tensor_has_no_row():
-    kept = api()
-    nothing_finite = FINITE | dict.fromkeys(("norm", "min", "max", "mean")) | {"nans": 4}
-    kept.put(record(1, (entry("w"), nothing_finite), (entry("b"), ABSENT)))
-
-    (row,) = kept.rows()
-    assert (None, 4) == (row.numbers["norm"], row.numbers["nans"])
 
 
 def test_at_most_the_configured_number_of_steps_is_kept():
@@ -57,24 +51,22 @@ def test_features_are_kept_with_their_step():
 
 def test_threads_may_read_while_records_arrive():
     kept = api(steps=3)
-    wrong = []
     done = threading.Event()
 
-    def ask() -> None:
+    def ask() -> list[tuple[int, ...]]:
+        seen = []
         while not done.is_set():
-            steps = kept.steps()
-            if list(steps) != sorted(steps) or len(steps) > 3:
-                wrong.append(steps)
+            seen.append(kept.steps())
             kept.rows("grad_reduced")
+        return seen
 
-    asking = threading.Thread(target=ask)
-    asking.start()
-    for step in range(300):
-        kept.put(record(step, (entry(), FINITE)))
-    done.set()
-    asking.join()
+    with ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(ask)
+        for step in range(300):
+            kept.put(record(step, (entry(), FINITE)))
+        done.set()
 
-    assert [] == wrong
+    assert [] == [steps for steps in asking.result() if list(steps) != sorted(steps) or len(steps) > 3]
 
 
 def test_training_code_reads_gradients_from_the_sink(eventually):
@@ -83,6 +75,7 @@ def test_training_code_reads_gradients_from_the_sink(eventually):
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with Monitor(config).attach(net, optimizer) as monitor:
+        assert monitor.sink("csv") is None
         for _ in range(3):
             optimizer.zero_grad()
             net(torch.ones(4, 3)).sum().backward()
@@ -91,14 +84,9 @@ def test_training_code_reads_gradients_from_the_sink(eventually):
         assert isinstance(sink, Api)
         rows = eventually(lambda: sink.rows("grad_reduced", step=2), 60)
 
-    assert {"weight": pytest.approx(4.0 * 6**0.5), "bias": pytest.approx(4.0 * 2**0.5)} == {
-        row.entry.tensor: row.numbers["norm"] for row in rows
-    }
+    expected = {"weight": pytest.approx(4.0 * 6**0.5), "bias": pytest.approx(4.0 * 2**0.5)}
+    assert expected == {row.entry.tensor: row.numbers["norm"] for row in rows}
     assert (2, 3) == sink.steps(), "it may still be asked after detaching, and the last step is there"
-
-
-def test_monitor_returns_none_for_an_unconfigured_sink():
-    assert Monitor(MonitorConfig(console=False)).sink("api") is None
 
 
 @pytest.mark.parametrize(

@@ -38,30 +38,26 @@ def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_tags_of_statistics_are_those_of_msprobes_manual(tmp_path):
-    change_queue = sink(tmp_path, rank=2)
+    written = sink(tmp_path, rank=2)
     for step in (1, 2):
-        change_queue.put(
-            record(
-                step,
-                (entry("m", Kind.ACT_IN, index=1, micro_step=3, vpp_stage=1), FINITE),
-                (entry("m", Kind.ACT_GRAD_OUT, micro_step=0), FINITE),
-                (entry("w", Kind.GRAD_REDUCED), FINITE | {"norm": step / 4}),
-                (entry("w", Kind.EXP_AVG), FINITE),
-                features=({"kind": "stable_rank", "module": "head", "index": None, "value": 2.5},),
-            )
+        rows = (
+            (entry("m", Kind.ACT_IN, index=1, micro_step=3, vpp_stage=1), FINITE),
+            (entry("m", Kind.ACT_GRAD_OUT, micro_step=0), FINITE),
+            (entry("w", Kind.GRAD_REDUCED), FINITE | {"norm": step / 4}),
+            (entry("w", Kind.EXP_AVG), FINITE),
         )
+        feature = {"kind": "stable_rank", "module": "head", "index": None, "value": 2.5}
+        written.put(record(step, *rows, features=(feature,)))
+    found = {path.name: read(path) for path in (tmp_path / "rank2").iterdir()}
 
-    assert ["actv", "actv_grad", "exp_avg", "grad_reduced", "linear_hook"] == sorted(
-        path.name for path in (tmp_path / "rank2").iterdir()
-    )
-    gradients = read(tmp_path / "rank2" / "grad_reduced")
-    assert [(0, 0.25), (1, 0.5)] == gradients["0:w/rank2/grad_reduced_norm"]
+    assert {"actv", "actv_grad", "exp_avg", "grad_reduced", "linear_hook"} == found.keys()
     ops = ("norm", "min", "max", "mean", "nans", "zeros")
-    assert {f"0:w/rank2/grad_reduced_{op}" for op in ops} == gradients.keys()
-    assert [(0, 5.0), (1, 5.0)] == read(tmp_path / "rank2" / "actv")["1:m.input_1:3/rank2/actv_norm"]
-    assert {f"0:m.output:0/rank2/actv_grad_{op}" for op in ops} == read(tmp_path / "rank2" / "actv_grad").keys()
-    assert [1, 2] == [step for step, _ in read(tmp_path / "rank2" / "exp_avg")["0:w/rank2/exp_avg_norm"]]
-    assert {"0:head.linear/rank2/linear_hook_sr": [(0, 2.5), (1, 2.5)]} == read(tmp_path / "rank2" / "linear_hook")
+    assert {f"0:w/rank2/grad_reduced_{op}" for op in ops} == found["grad_reduced"].keys()
+    assert {f"0:m.output:0/rank2/actv_grad_{op}" for op in ops} == found["actv_grad"].keys()
+    assert [(0, 0.25), (1, 0.5)] == found["grad_reduced"]["0:w/rank2/grad_reduced_norm"]
+    assert [(0, 5.0), (1, 5.0)] == found["actv"]["1:m.input_1:3/rank2/actv_norm"]
+    assert [1, 2] == [step for step, _ in found["exp_avg"]["0:w/rank2/exp_avg_norm"]]
+    assert {"0:head.linear/rank2/linear_hook_sr": [(0, 2.5), (1, 2.5)]} == found["linear_hook"]
 
 
 @pytest.mark.parametrize("kind", [*Kind])
@@ -76,11 +72,11 @@ def test_live_tags_equal_those_of_an_export(tmp_path, kind):
 
 
 def test_scalars_have_their_names_and_labels_as_tags(tmp_path):
-    change_queue = sink(tmp_path, rank=1)
+    written = sink(tmp_path, rank=1)
     for step, loss in ((1, 2.5), (2, math.inf)):
         rates = [Scalar("learning_rate", step / 4, labels={"group": group}) for group in "ab"]
-        change_queue.put(record(step, scalars=(Scalar("loss", loss), *rates)))
-    change_queue.put(record(2, scalars=(Scalar("loss", 1.5),), micro_step=1))
+        written.put(record(step, scalars=(Scalar("loss", loss), *rates)))
+    written.put(record(2, scalars=(Scalar("loss", 1.5),), micro_step=1))
 
     assert {
         "loss": [(0, 2.5), (1, math.inf)],
@@ -90,21 +86,16 @@ def test_scalars_have_their_names_and_labels_as_tags(tmp_path):
     } == read(tmp_path / "rank1")
 
 
-@pytest.mark.parametrize(
-    ("below", "above", "limits", "counts"),
-    [
-        (0, 0, [-0.5, 0.0, 0.5, 1.0], [1, 2, 0, 4]),
-        (7, 0, [-1.0, -0.5, 0.0, 0.5, 1.0], [7, 1, 2, 0, 4]),
-        (7, 8, [-1.0, -0.5, 0.0, 0.5, 1.0, 1.5], [7, 1, 2, 0, 4, 8]),
-    ],
-)
-def test_histograms_are_read_by_tensorboard(tmp_path, below, above, limits, counts):
-    change_queue = sink(tmp_path, rank=1)
+@pytest.mark.parametrize(("below", "above"), [(0, 0), (7, 0), (7, 8)])
+def test_histograms_are_read_by_tensorboard(tmp_path, below, above):
+    bins = [(-0.5, 1), (0.0, 2), (0.5, 0), (1.0, 4)]
+    bins = [*([(-1.0, below)] if below else []), *bins, *([(1.5, above)] if above else [])]
+    limits, counts = (list(column) for column in zip(*bins, strict=True))
+    written = sink(tmp_path, rank=1)
     for step in (1, 2):
         row = {"tensor": "layers.0.w", "scheme": "linear:-1:1:4", "counts": [1, 2, 0, 4], "nonfinite": 3}
         kinds = ("adam_update", "adam_ratio")
-        rows = tuple({**row, "kind": kind, "below": below, "above": above} for kind in kinds)
-        change_queue.put(record(step, histograms=rows))
+        written.put(record(step, histograms=tuple({**row, "kind": k, "below": below, "above": above} for k in kinds)))
     accumulator = EventAccumulator(str(tmp_path / "rank1" / "adam_update"), size_guidance={"histograms": 0})
     accumulator.Reload()
     first, second = accumulator.Histograms("0:layers.0.w/rank1/adam_update")
@@ -113,9 +104,9 @@ def test_histograms_are_read_by_tensorboard(tmp_path, below, above, limits, coun
     found = first.histogram_value
     assert (limits, counts) == (list(found.bucket_limit), list(found.bucket))
     assert (limits[0] - 0.5, limits[-1], sum(counts)) == (found.min, found.max, found.num)
-    centers = [limit - 0.25 for limit in limits]
-    assert sum(center * count for center, count in zip(centers, counts, strict=True)) == found.sum
-    assert sum(center**2 * count for center, count in zip(centers, counts, strict=True)) == found.sum_squares
+    centers = [(limit - 0.25, count) for limit, count in bins]
+    assert sum(center * count for center, count in centers) == found.sum
+    assert sum(center**2 * count for center, count in centers) == found.sum_squares
     assert ["adam_ratio", "adam_update"] == sorted(path.name for path in (tmp_path / "rank1").iterdir())
 
 
@@ -127,9 +118,9 @@ def test_histogram_with_other_bins_is_omitted(tmp_path):
 
 
 def test_nan_inf_and_absent_are_distinguished(tmp_path):
-    change_queue = sink(tmp_path, ops=("norm",))
+    written = sink(tmp_path, ops=("norm",))
     for step, numbers in enumerate(({"nans": 1}, {"infs": 1}, None, {"norm": 3e38}), 1):
-        change_queue.put(record(step, (entry(), ABSENT if numbers is None else FINITE | numbers)))
+        written.put(record(step, (entry(), ABSENT if numbers is None else FINITE | numbers)))
 
     (first, second, last) = read(tmp_path / "rank0" / "grad_reduced")["0:w/rank0/grad_reduced_norm"]
     assert (0, True) == (first[0], math.isnan(first[1]))
@@ -146,20 +137,19 @@ def test_plan_with_thousands_of_numbers_is_read_completely(tmp_path):
 def test_resumed_process_replaces_later_steps_in_tensorboard(tmp_path):
     """After three steps, a process resumes from the second: TensorBoard shows each step once."""
     for seconds, steps in ((100, (1, 2, 3)), (200, (2, 3))):
-        change_queue = sink(tmp_path, ops=("norm",))
-        change_queue._file = f"events.out.tfevents.{seconds:010d}.x"
+        written = sink(tmp_path, ops=("norm",))
+        written._file = f"events.out.tfevents.{seconds:010d}.x"
         for step in steps:
-            change_queue.put(record(step, (entry(), FINITE | {"norm": float(seconds)})))
+            written.put(record(step, (entry(), FINITE | {"norm": float(seconds)})))
 
-    assert [(0, 100.0), (1, 200.0), (2, 200.0)] == read(tmp_path / "rank0" / "grad_reduced")[
-        "0:w/rank0/grad_reduced_norm"
-    ]
+    points = read(tmp_path / "rank0" / "grad_reduced")["0:w/rank0/grad_reduced_norm"]
+    assert [(0, 100.0), (1, 200.0), (2, 200.0)] == points
 
 
 def test_importer_reads_the_event_files(tmp_path):
-    change_queue = sink(tmp_path, rank=1)
+    written = sink(tmp_path, rank=1)
     named = entry("a/b:1%", Kind.GRAD_REDUCED, vpp_stage=2)
-    change_queue.put(record(1, (named, FINITE), (entry("m", Kind.ACT_OUT, micro_step=1), FINITE)))
+    written.put(record(1, (named, FINITE), (entry("m", Kind.ACT_OUT, micro_step=1), FINITE)))
 
     faults = Faults()
     rows: list[dict[str, Any]] = []
