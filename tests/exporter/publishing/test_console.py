@@ -16,8 +16,14 @@ def anomaly(kind: str, message: str) -> Event:
     return Event(type=EventType.ANOMALY, kind=kind, message=message)
 
 
-def fired(rule: str, severity: Severity, message: str) -> Event:
-    return Event(type=EventType.ANOMALY, rule=rule, severity=severity, kind="grad_reduced", message=message)
+SPIKE, WORSE, NAN = (
+    Event(type=EventType.ANOMALY, rule=rule, severity=severity, kind="grad_reduced", message=message)
+    for rule, severity, message in (
+        ("AnomalyTurbulence", Severity.WARNING, "spike"),
+        ("AnomalyTurbulence", Severity.CRITICAL, "worse"),
+        ("AnomalyNan", Severity.CRITICAL, "nan"),
+    )
+)
 
 
 def record(step: int, *events: Event) -> StepRecord:
@@ -50,18 +56,16 @@ def test_first_firing_of_each_rule_and_severity_is_printed_immediately() -> None
     stream, now = io.StringIO(), [0.0]
     console = Console(0, enabled=True, stream=stream, clock=lambda: now[0])
     for step in range(20):
-        console.on_record(record(step, fired("AnomalyTurbulence", Severity.WARNING, "spike")))
-    console.on_record(
-        record(20, fired("AnomalyTurbulence", Severity.WARNING, "spike"), fired("AnomalyNan", Severity.CRITICAL, "nan"))
-    )
-    console.on_record(record(21, fired("AnomalyTurbulence", Severity.CRITICAL, "worse")))
+        console.on_record(record(step, SPIKE))
+    console.on_record(record(20, SPIKE, NAN))
+    console.on_record(record(21, WORSE))
     for step in range(22, 30):
-        console.on_record(record(step, fired("AnomalyNan", Severity.CRITICAL, "nan")))
+        console.on_record(record(step, NAN))
     console.finish()
     console.finish()
     once = Console(1, enabled=True, stream=stream, clock=lambda: now[0])
     for step in range(4):
-        once.on_record(record(step, fired("AnomalyNan", Severity.CRITICAL, "nan")))
+        once.on_record(record(step, NAN))
     once.finish()
     lines = stream.getvalue().splitlines()
 
@@ -77,15 +81,12 @@ def test_first_firing_of_each_rule_and_severity_is_printed_immediately() -> None
     ] == lines
 
 
-def test_closed_stream_and_disabled_console_print_nothing() -> None:
+def test_closed_stream_and_disabled_console_print_nothing(monkeypatch) -> None:
     stream = io.StringIO()
     Console(0, enabled=False, stream=stream).line("nothing")
     assert "" == stream.getvalue()
     stream.close()
     Console(0, enabled=True, stream=stream).line("nothing")
-
-
-def test_process_without_standard_error_prints_nothing(monkeypatch) -> None:
     monkeypatch.setattr("sys.stderr", None)
     Console(0, enabled=True).line("nothing")
 
@@ -143,45 +144,25 @@ def test_note_about_records_quotes_the_folder_in_its_commands() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "reason"),
+    ("ended_by", "last_step", "planned", "reason", "text"),
     [
-        (None, ExitReason.COMPLETED),
-        (SystemExit(0), ExitReason.COMPLETED),
-        (SystemExit(None), ExitReason.COMPLETED),
-        (SystemExit(3), ExitReason.EXCEPTION),
-        (SystemExit("no data"), ExitReason.EXCEPTION),
-        (SystemExit(128 + 15), ExitReason.SIGNAL),
-        (SystemExit(128 + 2), ExitReason.SIGNAL),
-        (SystemExit(128 + 9), ExitReason.EXCEPTION),
-        (KeyboardInterrupt(), ExitReason.SIGNAL),
-        (ValueError("no"), ExitReason.EXCEPTION),
+        (None, 100, 100, ExitReason.COMPLETED, None),
+        (None, 40, 100, ExitReason.COMPLETED, None),
+        (None, None, None, ExitReason.COMPLETED, None),
+        (SystemExit(0), 100, 100, ExitReason.COMPLETED, None),
+        (SystemExit(None), 40, None, ExitReason.COMPLETED, None),
+        (SystemExit(0), 40, 100, ExitReason.UNKNOWN, "sys.exit(0) at step 40 of 100 planned"),
+        (SystemExit(128 + 15), 100, 100, ExitReason.SIGNAL, "SIGTERM, SystemExit: 143"),
+        (SystemExit(128 + 2), None, None, ExitReason.SIGNAL, "SIGINT, SystemExit: 130"),
+        (SystemExit(128 + 9), None, None, ExitReason.EXCEPTION, "SystemExit: 137"),
+        (SystemExit(3), 100, 100, ExitReason.EXCEPTION, "SystemExit: 3"),
+        (SystemExit("no data"), None, None, ExitReason.EXCEPTION, "SystemExit: no data"),
+        (KeyboardInterrupt(), 40, 100, ExitReason.SIGNAL, "KeyboardInterrupt"),
+        (ValueError("no"), None, None, ExitReason.EXCEPTION, "ValueError: no"),
     ],
 )
-def test_exit_reason_of_an_exception(error: BaseException | None, reason: ExitReason) -> None:
-    assert reason is exit_reason(error)[0]
-
-
-@pytest.mark.parametrize(
-    ("ended_by", "last_step", "planned", "weighed"),
-    [
-        (None, 100, 100, (ExitReason.COMPLETED, None)),
-        (None, 40, 100, (ExitReason.COMPLETED, None)),
-        (None, None, None, (ExitReason.COMPLETED, None)),
-        (SystemExit(0), 100, 100, (ExitReason.COMPLETED, None)),
-        (SystemExit(0), 40, None, (ExitReason.COMPLETED, None)),
-        (SystemExit(0), 40, 100, (ExitReason.UNKNOWN, "sys.exit(0) at step 40 of 100 planned")),
-        (SystemExit(143), 100, 100, (ExitReason.SIGNAL, "SIGTERM, SystemExit: 143")),
-        (KeyboardInterrupt(), 40, 100, (ExitReason.SIGNAL, "KeyboardInterrupt")),
-        (SystemExit(3), 100, 100, (ExitReason.EXCEPTION, "SystemExit: 3")),
-    ],
-)
-def test_planned_steps_distinguish_completion_from_a_stop(
-    ended_by: BaseException | None,
-    last_step: int | None,
-    planned: int | None,
-    weighed: tuple[ExitReason, str | None],
-) -> None:
-    assert weighed == weighed_reason(*exit_reason(ended_by), last_step, planned)
+def test_exit_reason_depends_on_the_error_and_the_planned_steps(ended_by, last_step, planned, reason, text) -> None:
+    assert (reason, text) == weighed_reason(*exit_reason(ended_by), last_step, planned)
 
 
 @pytest.mark.parametrize(("last_step", "reason"), [(100, ExitReason.COMPLETED), (40, ExitReason.UNKNOWN)])

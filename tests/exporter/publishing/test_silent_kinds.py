@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,47 +66,36 @@ class Watched:
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor
-        self._session = session_of(monitor)
+        self.session = session_of(monitor)
 
     def notes(self) -> list[str]:
         self._monitor.end_step()
-        self._session.publisher.catch_up(30)
-        return [
-            event.message for record in records_of(self._session) for event in record.events if event.type == "note"
-        ]
+        self.session.publisher.catch_up(30)
+        events = [event for record in records_of(self.session) for event in record.events]
+        return [event.message for event in events if event.type == "note"]
 
     def kinds(self, step: int) -> set[str]:
-        self._session.publisher.catch_up(30)
-        records = [record for record in records_of(self._session) if record.step == step]
-        rows = {
-            row["kind"] for record in records for name in ("features", "histograms") for row in getattr(record, name)
-        }
+        self.session.publisher.catch_up(30)
+        records = [record for record in records_of(self.session) if record.step == step]
+        rows = {row["kind"] for record in records for row in (*record.features, *record.histograms)}
         return rows | {str(row.entry.kind) for record in records for row in rows_of(record, ())}
 
 
 @contextmanager
-def watched(
-    net: nn.Module, *optimizers: torch.optim.Optimizer, quantities: Any = ALL, **settings: Any
-) -> Iterator[Watched]:
+def watched(net: nn.Module, *optimizers: torch.optim.Optimizer, quantities: Any = ALL, **settings: Any) -> Any:
     config = {"quantities": list(quantities), "console": False, "exit_wait_seconds": 0.0, **settings}
     with Monitor(config).attach(net, optimizers) as monitor:
         yield Watched(monitor)
         assert monitor.faults == 0
 
 
-def after(steps: int, make: Callable[[nn.Module], torch.optim.Optimizer], **settings: Any) -> Watched:
+def notes_after(steps: int, make: Callable[[nn.Module], torch.optim.Optimizer], **settings: Any) -> list[str]:
     net = small()
     optimizer = make(net)
     with watched(net, optimizer, **settings) as seen:
         for _ in range(steps):
             step(net, optimizer)
-        seen.last = seen.notes()  # type: ignore[attr-defined]  # read before detach
-    return seen
-
-
-def notes_after(steps: int, make: Callable[[nn.Module], torch.optim.Optimizer], **settings: Any) -> list[str]:
-    found: list[str] = after(steps, make, **settings).last  # type: ignore[attr-defined]  # see above
-    return found
+        return list(seen.notes())
 
 
 @pytest.mark.parametrize(
@@ -120,10 +109,15 @@ def notes_after(steps: int, make: Callable[[nn.Module], torch.optim.Optimizer], 
     ],
 )
 def test_state_under_other_names_is_named_once_after_the_third_update(state, quantities, words):
-    def make(net: nn.Module) -> Moments:
-        return Moments(net.parameters(), state)
-
-    early, late = (notes_after(count, make, quantities=quantities) for count in (2, 8))
+    net = small()
+    optimizer = Moments(net.parameters(), state)
+    notes = []
+    with watched(net, optimizer, quantities=quantities) as seen:
+        for steps in (2, 6):
+            for _ in range(steps):
+                step(net, optimizer)
+            notes.append(seen.notes())
+    early, late = notes
 
     assert [] == early
     assert 1 == len(late)
@@ -140,7 +134,7 @@ def test_codes_of_a_quantised_state_are_never_published(state):
         for _ in range(3):
             step(net, optimizer)
         published = seen.kinds(2)
-        hashes = [row for record in records_of(seen._session) for row in record.hashes if row["dtype"] != "float32"]
+        hashes = [row for record in records_of(seen.session) for row in record.hashes if row["dtype"] != "float32"]
 
     usual = {"param_before", "param_after", "grad_unreduced", "grad_reduced"}
     assert published - usual <= {"step", "absmax1"}
