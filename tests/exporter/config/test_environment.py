@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import socket
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -52,12 +52,11 @@ ANY_TEXT = {"RANKSCOPE_SWITCH_FILE", "RANKSCOPE_DISCOVERY_DIR", "RANKSCOPE_SPOOL
 def test_wrong_value_of_each_variable_is_one_line_and_training_continues(tmp_path: Path) -> None:
     done = run_program(TRAINING, folder=tmp_path, **WRONG)
     lines = done.stderr.splitlines()
+    counts = {name: sum(line.startswith(f"{name} is not used: ") for line in lines) for name in WRONG}
 
     assert WRONG.keys() | ANY_TEXT == set(VARIABLES)
     assert "trained 3 steps\n" == done.stdout, done.stderr
-    assert dict.fromkeys(WRONG, 1) == {
-        name: sum(line.startswith(f"{name} is not used: ") for line in lines) for name in WRONG
-    }
+    assert dict.fromkeys(WRONG, 1) == counts
     assert "Traceback" not in done.stderr
     assert "two words" not in done.stderr
     assert any(line.startswith("rankscope: run ") for line in lines)
@@ -86,7 +85,7 @@ def test_variables_that_the_repository_reads_are_known(caplog: pytest.LogCapture
     """A training that starts with the variables of other programs of Rankscope prints nothing about them."""
     root = Path(__file__).parents[3]
     files = [root / "Makefile", *root.glob("*.toml")]
-    for folder in (
+    folders = [
         "exporter",
         "ingest",
         "storage",
@@ -98,9 +97,9 @@ def test_variables_that_the_repository_reads_are_known(caplog: pytest.LogCapture
         "benchmarks",
         "tests",
         "docs",
-    ):
-        for end in ("py", "sh", "yaml", "yml", "toml", "service"):
-            files += (root / folder).rglob(f"*.{end}")
+    ]
+    for folder, end in itertools.product(folders, ("py", "sh", "yaml", "yml", "toml", "service")):
+        files += (root / folder).rglob(f"*.{end}")
     text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
     found = set(re.findall(r"\bRANKSCOPE_\w*[A-Z0-9]\b", text))
 
@@ -133,34 +132,25 @@ MISTAKES = {
 
 
 def test_mistake_of_the_script_ends_at_its_line_with_one_sentence(tmp_path: Path) -> None:
-    body = """
-    import sys
-    from rankscope_exporter import Monitor, MonitorConfig
-    for mistake in {mistakes}:
-        try:
-            eval(mistake)
-        except Exception as error:
-            sys.excepthook(type(error), error, error.__traceback__)
-    """
-    done = run_program(textwrap.dedent(body).format(mistakes=list(MISTAKES)))
-    expected = [
-        text
-        for sentence in MISTAKES.values()
-        for text in (
-            "Traceback (most recent call last):",
-            '  File "<string>", line 6, in <module>',
-            '  File "<string>", line 1, in <module>',
-            f"rankscope_exporter.base.errors.ConfigError: {sentence}",
-        )
-    ]
+    body = f"""
+import sys
+from rankscope_exporter import Monitor, MonitorConfig
+for mistake in {list(MISTAKES)}:
+    try:
+        eval(mistake)
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+"""
+    begin = ["Traceback (most recent call last):", *(f'  File "<string>", line {at}, in <module>' for at in (6, 1))]
+    name = "rankscope_exporter.base.errors.ConfigError"
+    expected = [line for sentence in MISTAKES.values() for line in (*begin, f"{name}: {sentence}")]
 
-    assert expected == done.stderr.splitlines()
+    assert expected == run_program(body).stderr.splitlines()
 
 
 def test_monitor_without_attach_is_one_line() -> None:
     done = run_program("from rankscope_exporter import Monitor\nwith Monitor():\n    print('trained')\n")
 
     assert "trained\n" == done.stdout
-    assert ["rankscope: nothing was measured, because monitor.attach(model, optimizer) was not called"] == (
-        done.stderr.splitlines()
-    )
+    text = "rankscope: nothing was measured, because monitor.attach(model, optimizer) was not called"
+    assert [text] == done.stderr.splitlines()
