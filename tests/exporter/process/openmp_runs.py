@@ -12,13 +12,14 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import statistics
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tests.exporter.parts import session_of
 from torch import nn
 from torch.nn import functional
 
-from rankscope_exporter import Anomaly, AnomalyNan, Monitor
+from rankscope_exporter import AnomalyNan, Monitor
 from rankscope_exporter.process import threads as own_threads
 from rankscope_exporter.publishing import publisher
 from rankscope_exporter.statistics import warm_up
@@ -82,31 +83,22 @@ def finish_with_torch(*arguments: Any) -> Any:
 finish = publisher.finish
 
 
-@dataclass
-class Case:
-    """One training. `limited`: the threads of the monitor limit torch to one CPU thread, which is the default."""
-
-    settings: Mapping[str, Any] | None = field(default_factory=dict)
-    limited: bool = True
-    finish: Callable[..., Any] = finish
-    on_anomaly: Callable[[Anomaly], object] | None = None
-
-
-CASES = {
-    "unmonitored": Case(None),
-    # Without the limit, any torch operation on a thread of the monitor is detected.
-    "default": Case(limited=False),
-    "torch arithmetic": Case(limited=False, finish=finish_with_torch),
-    "everything": Case(EVERYTHING, limited=False),
-    "everything, on_anomaly with torch": Case(EVERYTHING, on_anomaly=works_with_torch),
+SETTINGS: dict[str, Mapping[str, Any] | None] = {
+    "unmonitored": None,
+    "default": {},
+    "torch arithmetic": {},
+    "everything": EVERYTHING,
+    "everything, on_anomaly with torch": EVERYTHING,
 }
+LIMITED = "everything, on_anomaly with torch"
+"""The case with the usual limit: without it, any torch operation on a thread of the monitor is detected."""
 
 
 class Core(nn.Module):
     """Scaled dot-product attention."""
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        attended: torch.Tensor = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    def forward(self, *parts: torch.Tensor) -> torch.Tensor:
+        attended: torch.Tensor = functional.scaled_dot_product_attention(*parts, is_causal=True)
         return attended
 
 
@@ -116,16 +108,14 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norm, self.core = nn.LayerNorm(width), Core()
+        self.norm, self.core, self.gate = nn.LayerNorm(width), Core(), nn.Linear(width, 4)
         self.project = nn.Linear(width, 3 * width)
-        self.gate = nn.Linear(width, 4)
-        self.enter, self.leave = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = self.project(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         x = x + self.core(*parts).transpose(1, 2).flatten(2)
-        weight = self.gate(x).softmax(-1).amax(-1, keepdim=True)
-        out: torch.Tensor = x + weight * self.leave(functional.gelu(self.enter(x)))
+        out: torch.Tensor = x + self.gate(x).softmax(-1).amax(-1, keepdim=True) * self.perceptron(x)
         return out
 
 
@@ -159,11 +149,9 @@ def lasting_threads(known: set[int]) -> set[int]:
 
 def switches(threads: set[int]) -> int:
     """Return the total number of voluntary context switches of `threads`."""
-    counted = 0
-    for thread in threads:
-        lines = (TASKS / str(thread) / "status").read_text().splitlines()
-        counted += sum(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
-    return counted
+    texts = [(TASKS / str(thread) / "status").read_text() for thread in threads]
+    counts = [re.findall(r"^voluntary_ctxt_switches:\s*(\d+)", text, re.MULTILINE) for text in texts]
+    return sum(int(count) for (count,) in counts)
 
 
 def numbers_of_threads() -> list[int]:
@@ -174,20 +162,18 @@ def numbers_of_threads() -> list[int]:
 
 def on_a_new_thread(function: Callable[[], list[int]]) -> list[int]:
     """Return the result of `function` on a thread that the script itself starts."""
-    found: list[list[int]] = []
-    thread = threading.Thread(target=lambda: found.append(function()))
-    thread.start()
-    thread.join()
-    return found[0]
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()
 
 
-def run(case: Case, threads: int, how: str, steps: int) -> dict[str, Any]:
+def run(case: str, threads: int, how: str, steps: int) -> dict[str, Any]:
     """Run the training of `case` and return the report."""
     if how == "call":
         torch.set_num_threads(threads)
-    if not case.limited:
+    if case != LIMITED:
         own_threads.limit_this_thread = lambda: True
-    publisher.finish = case.finish
+    if case == "torch arithmetic":
+        publisher.finish = finish_with_torch
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
@@ -196,17 +182,18 @@ def run(case: Case, threads: int, how: str, steps: int) -> dict[str, Any]:
     return found
 
 
-def train(case: Case, folder: Path, steps: int) -> dict[str, Any]:
+def train(case: str, folder: Path, steps: int) -> dict[str, Any]:
     """Train with or without a monitor, and return the report."""
     torch.manual_seed(0)
     model = nn.Sequential(Block(64, 4), Shifts(64), nn.Linear(64, 8))
     optimizer = torch.optim.AdamW(model.parameters())
     monitor = None
-    if case.settings is not None:
+    if (given := SETTINGS[case]) is not None:
         files = {"sinks": {name: {"folder": str(folder / name)} for name in ("csv", "tensorboard", "anomalies")}}
-        own = {**files, "serve": {"spool_dir": str(folder)}} if case.settings else {}
-        settings = {"every": EVERY, "console": False, "exit_wait_seconds": 0, **own, **case.settings}
-        monitor = Monitor(settings, on_anomaly=case.on_anomaly).attach(model, optimizer)
+        own = {**files, "serve": {"spool_dir": str(folder)}} if given else {}
+        settings = {"every": EVERY, "console": False, "exit_wait_seconds": 0, **own, **given}
+        on_anomaly = works_with_torch if case == LIMITED else None
+        monitor = Monitor(settings, on_anomaly=on_anomaly).attach(model, optimizer)
         print(monitor.address, flush=True)
     known: set[int] = set()
 
@@ -252,4 +239,4 @@ def train(case: Case, folder: Path, steps: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(run(CASES[sys.argv[1]], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))))
+    print(json.dumps(run(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))))

@@ -55,10 +55,7 @@ def test_invalid_repository_has_no_commit(tmp_path: Path, head: bytes | None) ->
         (tmp_path / ".git" / "HEAD").write_bytes(head)
 
     assert None is git_commit(tmp_path)
-
-
-def test_script_outside_of_a_repository_has_no_commit(tmp_path: Path) -> None:
-    assert None is git_commit(tmp_path / "missing" / "train.py")
+    assert None is git_commit(tmp_path.parent / "missing" / "train.py")
 
 
 @pytest.mark.parametrize("script", ["deep/train.py", "/usr/bin/launcher"])
@@ -72,9 +69,8 @@ def test_public_settings_have_the_commit_of_script_or_working_folder(
 
 
 def test_public_settings_contain_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "sys.argv", ["train.py", "--hf-token", "correct-horse", "--data", "s3://me:correct-horse@host/x"]
-    )
+    secrets = ["--hf-token", "correct-horse", "--data", "s3://me:correct-horse@host/x"]
+    monkeypatch.setattr("sys.argv", ["train.py", *secrets])
     shown = public_settings(MonitorConfig(serve=ServeConfig(token="correct-horse")))
 
     assert ["train.py", "--hf-token", "***", "--data", "s3://***@host/x"] == shown["argv"]

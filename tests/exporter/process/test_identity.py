@@ -13,11 +13,11 @@ from rankscope_exporter.process.identity import resolve_identity
 
 
 def test_single_process_names_its_run_after_the_script() -> None:
-    identity = resolve_identity({}, None)
+    identity, other = resolve_identity({}, None), resolve_identity({"TORCHELASTIC_RUN_ID": "none"}, None)
 
     assert (0, 0, 1) == (identity.rank, identity.local_rank, identity.world_size)
     assert identity.run
-    assert identity.run != resolve_identity({}, None).run
+    assert identity.run != other.run != "none"  # the default id of torchrun
 
 
 @pytest.mark.parametrize(
@@ -33,10 +33,6 @@ def test_run_name_has_the_documented_precedence(environment: dict[str, str], con
     assert run == resolve_identity(environment, configured).run
 
 
-def test_default_id_of_torchrun_is_not_used_as_run_name() -> None:
-    assert "none" != resolve_identity({"TORCHELASTIC_RUN_ID": "none"}, None).run
-
-
 def test_two_launches_of_one_job_have_different_launch_ids() -> None:
     environment = {"SLURM_JOB_ID": "7"}
 
@@ -45,50 +41,32 @@ def test_two_launches_of_one_job_have_different_launch_ids() -> None:
 
 def _in_group(rank: int, store: str, results: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    first = resolve_identity({}, None)
-    second = resolve_identity({}, None)
-    results.put((rank, first.run, first.launch_id, first.incarnation, second.launch_id))
+    same = [resolve_identity({}, None) for _ in range(2)]
+    launches = [resolve_identity({"TORCHELASTIC_RESTART_COUNT": count}, None).launch_id for count in "011"]
+    results.put((rank, same[0].run, same[0].incarnation, [one.launch_id for one in same], launches))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def test_ranks_of_a_group_share_run_and_launch_but_not_incarnation(tmp_path: Path) -> None:
+def test_ranks_of_a_group_share_run_and_launch_until_a_restart(tmp_path: Path) -> None:
+    """The agent of torchrun keeps its store when it restarts its workers. Values of the earlier launch are not used."""
     context = warm_processes()
     results = context.Queue()
     workers = [context.Process(target=_in_group, args=(rank, str(tmp_path / "store"), results)) for rank in range(2)]
     for worker in workers:
         worker.start()
-    rows = sorted(results.get(timeout=150) for _ in workers)
+    found = sorted(results.get(timeout=150) for _ in workers)
     for worker in workers:
         worker.join(30)
+    ranks, runs, incarnations, launches, restarts = zip(*found, strict=True)
 
-    assert [0, 1] == [row[0] for row in rows]
-    assert 1 == len({row[1] for row in rows})
-    assert 1 == len({row[2] for row in rows} | {row[4] for row in rows})
-    assert 2 == len({row[3] for row in rows})
-
-
-def _restarted(rank: int, store: str, results: Any) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    launches = [resolve_identity({"TORCHELASTIC_RESTART_COUNT": count}, None).launch_id for count in "011"]
-    results.put(launches)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def test_restart_with_the_store_of_the_earlier_launch_is_a_new_launch(tmp_path: Path) -> None:
-    """The agent of torchrun keeps its store when it restarts its workers. Values of the earlier launch are not used."""
-    context = warm_processes()
-    results = context.Queue()
-    workers = [context.Process(target=_restarted, args=(rank, str(tmp_path / "store"), results)) for rank in range(2)]
-    for worker in workers:
-        worker.start()
-    launches_by_rank = [results.get(timeout=150) for _ in workers]
-    for worker in workers:
-        worker.join(30)
-
-    assert launches_by_rank[0] == launches_by_rank[1]
-    assert launches_by_rank[0][0] != launches_by_rank[0][1] == launches_by_rank[0][2]
+    assert (0, 1) == ranks
+    assert 1 == len(set(runs))
+    assert 2 == len(set(incarnations))
+    assert launches[0] == launches[1]
+    assert 1 == len({*launches[0]})
+    assert restarts[0] == restarts[1]
+    assert restarts[0][0] != restarts[0][1] == restarts[0][2]
 
 
 def test_requeued_job_without_process_group_is_a_new_launch() -> None:
@@ -100,8 +78,7 @@ def test_requeued_job_without_process_group_is_a_new_launch() -> None:
 
 def test_ranks_without_process_group_derive_equal_run_and_launch() -> None:
     launcher = {"WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
-    first = resolve_identity({**launcher, "RANK": "0"}, None)
-    second = resolve_identity({**launcher, "RANK": "1"}, None)
+    first, second = (resolve_identity({**launcher, "RANK": rank}, None) for rank in "01")
 
     assert (first.run, first.launch_id) == (second.run, second.launch_id)
     assert [0, 1] == [first.rank, second.rank]

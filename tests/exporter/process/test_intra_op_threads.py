@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,20 +16,15 @@ from tests.programs import run_program
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted by /proc")
 
-Program = Callable[[str], subprocess.CompletedProcess[str]]
 
-
-def _new_interpreter(code: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=False, env=environment
-    )
+def _new_interpreter(code):
+    environment, command = {**os.environ, "OMP_NUM_THREADS": "1"}, [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=environment)
 
 
 @pytest.fixture(params=[_new_interpreter, run_program], ids=["new", "forked"])
-def program(request: pytest.FixtureRequest) -> Program:
-    run: Program = request.param
-    return run
+def program(request):
+    return request.param
 
 
 THREADS_OF_OTHERS = """

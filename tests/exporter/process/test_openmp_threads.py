@@ -134,24 +134,19 @@ if sys.argv[2] == "call":
 torch.ones(1 << 20).add(1)
 before, inside, leave = native_threads(), [], threading.Event()
 
-def work(reached):
-    works_with_torch()
-    inside.append(numbers_of_threads())
-    reached.set()
-    leave.wait()
-
-def added(start):
+def added(make, **more):
     reached = threading.Event()
-    start(lambda: work(reached)).start()
+    def work():
+        works_with_torch()
+        inside.append(numbers_of_threads())
+        reached.set()
+        leave.wait()
+    make(target=work, **more).start()
     reached.wait()
     return len(lasting_threads(before) - before)
 
-print(json.dumps([
-    added(lambda target: OwnThread(target=target, name="rankscope-test")),
-    inside[0],
-    on_a_new_thread(numbers_of_threads),
-    added(lambda target: threading.Thread(target=target)),
-]))
+own = added(OwnThread, name="rankscope-test")
+print(json.dumps([own, inside[0], on_a_new_thread(numbers_of_threads), added(threading.Thread)]))
 leave.set()
 """
 

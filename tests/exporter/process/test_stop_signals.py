@@ -16,8 +16,7 @@ from torch import nn
 def attached(**settings):
     net = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    own = {"console": False, "statistics": "torch", "exit_wait_seconds": 0}
-    settings = {**own, **settings}
+    settings = {"console": False, "statistics": "torch", "exit_wait_seconds": 0, **settings}
     monitor = Monitor(MonitorConfig(**settings), total_steps=9).attach(net, optimizer)
     publish = monitor._session.channel.publish
     def show_exit(record):
@@ -45,8 +44,8 @@ def run(body: str, **environment: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_exit_is_reported_before_the_signal_ends_the_process():
-    assert (-15, SIGNAL_EXIT) == run("monitor = attached(); stop(); report('still running')")
+def test_every_monitor_reports_the_exit_before_the_signal_ends_the_process():
+    assert (-15, SIGNAL_EXIT * 2) == run("one, two = attached(), attached(); stop(); report('still running')")
 
 
 def test_unreachable_service_delays_a_stop_signal_by_a_few_seconds():
@@ -148,7 +147,7 @@ def test_signals_of_an_event_loop_still_reach_the_loop():
 
 
 def test_other_thread_attaches_without_a_handler_and_without_a_fault():
-    code, output = run("""
+    assert (0, "0 0\n" + COMPLETED) == run("""
         def work():
             with attached() as monitor:
                 report(monitor.faults, int(signal.getsignal(signal.SIGTERM)))
@@ -156,8 +155,6 @@ def test_other_thread_attaches_without_a_handler_and_without_a_fault():
         thread.start()
         thread.join()
         """)
-
-    assert (0, "0 0\n" + COMPLETED) == (code, output)
 
 
 def test_signal_during_monitor_code_is_handled_after_that_code():
@@ -173,21 +170,15 @@ def test_signal_during_monitor_code_is_handled_after_that_code():
         """)
 
 
-def test_every_monitor_of_the_process_reports_the_exit():
-    assert (-15, SIGNAL_EXIT * 2) == run("one, two = attached(), attached(); stop()")
-
-
 def test_ignored_signal_remains_ignored():
     """With nohup, the signal does not end the process."""
-    code, output = run("""
+    assert (0, "1\n" + COMPLETED) == run("""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         monitor = attached()
         report(int(signal.getsignal(signal.SIGTERM)))
         stop()
         monitor.detach()
         """)
-
-    assert (0, "1\n" + COMPLETED) == (code, output)
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "term", ""])
@@ -197,11 +188,10 @@ def test_invalid_stop_signal_is_rejected_with_the_allowed_signals(name):
 
 
 def test_stop_signals_from_the_environment_and_conflicts():
-    named = MonitorConfig().with_environment({"RANKSCOPE_STOP_SIGNALS": "SIGTERM, SIGUSR1"})
+    texts = {"SIGTERM, SIGUSR1": ("SIGTERM", "SIGUSR1"), "": ("SIGTERM",), "off": ()}
+    found = {text: MonitorConfig().with_environment({"RANKSCOPE_STOP_SIGNALS": text}) for text in texts}
 
-    assert ("SIGTERM", "SIGUSR1") == named.stop_signals
-    assert ("SIGTERM",) == MonitorConfig().with_environment({"RANKSCOPE_STOP_SIGNALS": ""}).stop_signals
-    assert () == MonitorConfig().with_environment({"RANKSCOPE_STOP_SIGNALS": "off"}).stop_signals
+    assert texts == {text: config.stop_signals for text, config in found.items()}
     assert () == MonitorConfig(stop_signals=()).with_environment({}).stop_signals
     with pytest.raises(ConfigError, match="remove it from one of them"):
         MonitorConfig(stop_signals=("SIGUSR2",), stacks_signal="SIGUSR2")
