@@ -5,8 +5,8 @@ from __future__ import annotations
 import http.client
 import http.server
 import json
+import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +20,10 @@ from rankscope_contract.model.schema import WIRE_VALUE_OPS, Plan, PlanEntry
 from rankscope_contract.protocol.channel import POKE_PATH, REGISTER_PATH, RegistrationReply
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.records.step_record import NamedPlan, Statistics, StepRecord
-from rankscope_exporter.serving.config import ServeConfig
+from rankscope_exporter.serving.config import Address, ServeConfig
+from rankscope_exporter.serving.http_server import Answer, HttpServer
 from rankscope_exporter.serving.rank_server import RankServer
 from rankscope_exporter.serving.rank_state import RankServerSources
 
@@ -90,6 +92,16 @@ class Rank:
         finally:
             connection.close()
 
+    def fill(self, records: int, begin: int = 0, **more: Any) -> list[int]:
+        """Publish this number of records of one step each; return their sequence numbers."""
+        return [self.channel.publish(record_of(step, **more)) for step in range(begin, begin + records)]
+
+    def dropped(self, reason: str) -> float:
+        """Return the number of records that the metrics page shows as dropped for `reason`."""
+        pattern = rf'^rankscope_dropped_total.*reason="{reason}".* (.+)$'
+        (shown,) = re.findall(pattern, self.get("/metrics").text, re.MULTILINE)
+        return float(shown)
+
     def records(self, after: int, **query_and_headers: Any) -> Got:
         query = {name: value for name, value in query_and_headers.items() if name in ("committed", "max_bytes")}
         headers = {name: value for name, value in query_and_headers.items() if name not in query}
@@ -112,6 +124,7 @@ class ServiceDouble:
         self.redirect_to: str | None = None
         self.hold = threading.Event()
         self.hold.set()
+        self.refused: tuple[str, ...] = ()
         double = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -126,11 +139,10 @@ class ServiceDouble:
                     return
                 received = {REGISTER_PATH: double.registrations, POKE_PATH: double.pokes}[self.path]
                 received.append(document)
-                self._reply()
-
-            def _reply(self) -> None:
                 status, text = double.refusal or (200, double.reply().to_json())
-                if self.path == POKE_PATH and double.refusal is None:
+                if document["incarnation"] in double.refused:
+                    status, text = 409, "not you"
+                elif self.path == POKE_PATH and double.refusal is None:
                     status, text = 204, ""
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text.encode())))
@@ -150,13 +162,8 @@ class ServiceDouble:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def reply(self) -> RegistrationReply:
-        return RegistrationReply(
-            lease=self.lease,
-            attempt=0,
-            heartbeat_seconds=self.heartbeat_seconds,
-            committed=self.committed,
-            notice=self.notice,
-        )
+        more = {"heartbeat_seconds": self.heartbeat_seconds, "committed": self.committed, "notice": self.notice}
+        return RegistrationReply(lease=self.lease, attempt=0, **more)
 
     def stop(self) -> None:
         self.hold.set()
@@ -192,17 +199,17 @@ def new_rank() -> Iterator[Callable[..., Rank]]:
 
     def make(
         *,
-        run: str = "run-1",
-        rank: int = 0,
         started: bool = True,
         settings: Any = None,
         sources: RankServerSources | None = None,
+        run: str = "run-1",
+        rank: int = 0,
+        incarnation: str = INCARNATION,
         **config: Any,
     ) -> Rank:
         faults: list[tuple[str, BaseException]] = []
-        identity = Identity(
-            run=run, launch_id="launch-1", rank=rank, world_size=2, host="node-1", incarnation=INCARNATION
-        )
+        who = {"run": run, "rank": rank, "incarnation": incarnation}
+        identity = Identity(launch_id="launch-1", world_size=2, host="node-1", **who)
         channel = RankServer(
             identity,
             ServeConfig(**{"spool_dir": None, **config}),
@@ -231,17 +238,51 @@ def rank(new_rank: Callable[..., Rank]) -> Rank:
     return new_rank()
 
 
+def echo(request: Any) -> Answer:
+    return Answer.text(200, f"{request.path} {dict(request.query)}")
+
+
 @pytest.fixture
-def until() -> Callable[..., Any]:
+def new_server() -> Iterator[Callable[..., Any]]:
+    """Return a function that starts an HTTP server; its list `faults` contains the reported faults."""
+    servers = []
+
+    def make(application: Any = echo, **options: Any) -> Any:
+        faults: list[BaseException] = []
+        report = {"on_fault": lambda _, error: faults.append(error), "meter": CpuMeter()}
+        server: Any = HttpServer(Address("127.0.0.1", 0), application, **report, **options)
+        server.faults = faults
+        server.start()
+        servers.append(server)
+        return server
+
+    yield make
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def leased(new_rank: Callable[..., Rank], service: ServiceDouble, eventually: Callable[..., Any]) -> Rank:
+    """Return a rank that the service double has registered."""
+    rank = new_rank(ingest_url=service.url)
+    eventually(lambda: rank.channel.state.lease)
+    return rank
+
+
+@pytest.fixture
+def until(eventually: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that polls a condition until a deadline and returns its first true value."""
+    return eventually
 
-    def wait(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            value = condition()
-            if value:
-                return value
-            time.sleep(0.01)
-        return pytest.fail(f"the condition was not true within {seconds} s")
 
-    return wait
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str, BaseException], None]:
+    """Return a function that makes a method raise an error."""
+
+    def make(owner: Any, name: str, error: BaseException) -> None:
+        def fail(*_: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(owner, name, fail)
+
+    return make

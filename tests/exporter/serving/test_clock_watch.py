@@ -42,10 +42,10 @@ def test_jump_is_named_once_and_removed_from_all_later_records(jump):
     assert START + 2 * SECOND + jump == first.ts  # stored times do not change
 
 
-def test_jumps_add_up():
-    offsets = [one.clock_offset for one in watched(record(1, HOUR), record(2, HOUR - 5 * SECOND), record(3))]
+def test_jumps_add_up_and_a_record_without_a_monotonic_time_has_the_offset_before():
+    records = watched(record(1, HOUR), StepRecord(ts=START), record(2, HOUR - 5 * SECOND), record(3))
 
-    assert [HOUR, HOUR - 5 * SECOND, 0] == offsets
+    assert [HOUR, HOUR, HOUR - 5 * SECOND, 0] == [one.clock_offset for one in records]
 
 
 def test_clock_that_is_corrected_slowly_has_not_jumped():
@@ -70,9 +70,3 @@ def test_records_of_a_clock_without_a_jump_are_not_changed(records):
     published = [record(seconds, round(apart * SECOND)) for seconds, apart in records]
 
     assert published == watched(*published)
-
-
-def test_record_without_a_monotonic_time_has_the_offset_of_the_record_before():
-    offsets = [one.clock_offset for one in watched(record(1, HOUR), StepRecord(ts=START))]
-
-    assert [HOUR, HOUR] == offsets

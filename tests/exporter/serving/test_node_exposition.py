@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import os
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -44,8 +44,7 @@ def new_peer(node):
 
     def make(rank, page=None, launch="launch-1", run="run-1"):
         identity = Identity(run=run, launch_id=launch, rank=rank, host="node-1", incarnation=f"{launch}-{rank}")
-        shown = page or f"page of {rank}".encode
-        peer = NodePeers(identity, shown, on_fault=lambda *_: None, meter=CpuMeter())
+        peer = NodePeers(identity, page or f"page of {rank}".encode, on_fault=lambda *_: None, meter=CpuMeter())
         peer.start()
         started.append(peer)
         return peer
@@ -63,11 +62,6 @@ def folder(node):
     return Path(node) / f"rankscope-{os.geteuid()}"
 
 
-def open_to_all(path):
-    path.mkdir()
-    path.chmod(0o777)
-
-
 def families_of(text):
     return {family.name: family for family in text_string_to_metric_families(text)}
 
@@ -76,15 +70,13 @@ def families_of(text):
 
 
 def test_merged_family_has_one_head_and_all_samples():
-    one = b'# HELP a First.\n# TYPE a gauge\na{rank="0"} 1\n# HELP b Second.\n# TYPE b counter\nb{rank="0"} 2\n'
-    two = b'# HELP b Second.\n# TYPE b counter\nb{rank="1"} 4\n# HELP c Third.\n# TYPE c gauge\nc{rank="1"} 5\n'
+    first, second, third = (f"# HELP {name} {name}.\n# TYPE {name} gauge\n" for name in "abc")
+    one = first + samples("a", 0, [1]) + second + samples("b", 0, [2])
+    two = second + samples("b", 1, [4]) + third + samples("c", 1, [5])
+    merged_b = second + samples("b", 0, [2]) + samples("b", 1, [4])
+    wanted = first + samples("a", 0, [1]) + merged_b + third + samples("c", 1, [5])
 
-    wanted = (
-        b'# HELP a First.\n# TYPE a gauge\na{rank="0"} 1\n'
-        b'# HELP b Second.\n# TYPE b counter\nb{rank="0"} 2\nb{rank="1"} 4\n'
-        b'# HELP c Third.\n# TYPE c gauge\nc{rank="1"} 5\n'
-    )
-    assert wanted == joined(merged([one, two]))
+    assert wanted.encode() == joined(merged([one.encode(), two.encode()]))
 
 
 @given(st.lists(st.dictionaries(st.sampled_from("abcde"), st.lists(st.integers(0, 9), max_size=3)), max_size=4))
@@ -92,13 +84,13 @@ def test_merging_keeps_each_sample_and_each_family_once(pages):
     texts = [
         "".join(f"# HELP {name} H.\n# TYPE {name} gauge\n{samples(name, rank, some)}" for name, some in page.items())
         for rank, page in enumerate(pages)
-    ]  # fmt: skip
-    together = joined(merged(text.encode() for text in texts)).decode()
-    wanted = sorted(line for text in texts for line in text.splitlines() if not line.startswith("#"))
+    ]
+    together = joined(merged(text.encode() for text in texts)).decode().splitlines()
+    lines = [line for text in texts for line in text.splitlines()]
 
-    assert wanted == sorted(line for line in together.splitlines() if not line.startswith("#"))
-    heads = [line for line in together.splitlines() if line.startswith("# HELP")]
-    assert sorted({f"# HELP {name} H." for page in pages for name in page}) == sorted(heads)
+    assert sorted(line for line in lines if line[0] != "#") == sorted(line for line in together if line[0] != "#")
+    heads = sorted(line for line in together if line.startswith("# HELP"))
+    assert sorted({line for line in lines if line.startswith("# HELP")}) == heads
 
 
 def test_escaped_help_text_in_a_label_is_not_a_head():
@@ -110,13 +102,17 @@ def test_escaped_help_text_in_a_label_is_not_a_head():
 # Ranks that find each other.
 
 
-def test_node_page_contains_the_pages_of_its_ranks(node, new_rank, record):
+def test_node_page_contains_the_pages_of_its_ranks_and_passes_promtool(node, new_rank, record, require_server):
     ranks = [new_rank(rank=number, node_page=True) for number in range(3)]
     for number, rank in enumerate(ranks):
         rank.channel.publish(record(7, [ENTRY], [{"norm": float(number), "mean": 0.5}]))
-    page = families_of(ranks[1].get("/node/metrics").text)
+    text = ranks[1].get("/node/metrics").text
+    check = [require_server("promtool", "prometheus"), "check", "metrics"]
+    checked = subprocess.run(check, input=text.encode(), capture_output=True, check=False)
+    page = families_of(text)
     own = [families_of(rank.get("/metrics").text) for rank in ranks]
 
+    assert (0, b"") == (checked.returncode, checked.stderr)
     assert {sample.value for sample in page["rankscope_node_ranks"].samples} == {3.0, 0.0}
     for name in own[0].keys() - {"rankscope_overhead_seconds"}:
         together = [(sample.name, sample.labels, str(sample.value)) for sample in page[name].samples]
@@ -124,35 +120,15 @@ def test_node_page_contains_the_pages_of_its_ranks(node, new_rank, record):
         assert wanted == together
 
 
-def test_node_page_passes_promtool_check(node, new_rank, record, require_server):
-    program = require_server("promtool", "prometheus")
-    ranks = [new_rank(rank=number, node_page=True) for number in range(2)]
-    for rank in ranks:
-        rank.channel.publish(record(7, [ENTRY], [{"norm": 1.0, "nans": 3}]))
-    page = ranks[0].get("/node/metrics").body
-    checked = subprocess.run([program, "check", "metrics"], input=page, capture_output=True, check=False)
+def test_node_page_needs_the_token_and_the_setting_and_is_compressed(node, new_rank):
+    path, right = "/node/metrics", {"Authorization": "Bearer t", "Accept_Encoding": "gzip"}
+    guarded, other = new_rank(node_page=True, token="t"), new_rank().get(path)
+    packed = guarded.get(path, **right)
 
-    assert (0, b"") == (checked.returncode, checked.stderr)
-
-
-def test_node_page_is_compressed_if_the_client_accepts_gzip(node, new_rank):
-    import gzip
-
-    answer = new_rank(node_page=True).get("/node/metrics", Accept_Encoding="gzip")
-
-    assert "gzip" == answer.headers["Content-Encoding"]
-    assert b"rankscope_node_ranks" in gzip.decompress(answer.body)
-
-
-def test_node_page_needs_the_token_and_the_setting(node, new_rank):
-    guarded = new_rank(node_page=True, token="t")
-    assert [401, 200] == [
-        guarded.get("/node/metrics").status,
-        guarded.get("/node/metrics", Authorization="Bearer t").status,
-    ]
-
-    answer = new_rank().get("/node/metrics")
-    assert (404, True) == (answer.status, "RANKSCOPE_NODE_PAGE=1" in answer.text)
+    assert (401, 200) == (guarded.get(path).status, packed.status)
+    assert (404, True) == (other.status, "RANKSCOPE_NODE_PAGE=1" in other.text)
+    assert "gzip" == packed.headers["Content-Encoding"]
+    assert b"rankscope_node_ranks" in gzip.decompress(packed.body)
 
 
 def test_ranks_of_a_launch_register_the_same_node(node, new_rank, service, until):
@@ -165,6 +141,7 @@ def test_ranks_of_a_launch_register_the_same_node(node, new_rank, service, until
 
 def test_node_page_without_its_folder_shows_its_own_rank(node, new_rank):
     rank = new_rank(node_page=True)
+    assert 0o700 == folder(node).stat().st_mode & 0o777
     shutil.rmtree(folder(node))
 
     assert 'state="shown"} 1' in rank.get("/node/metrics").text
@@ -178,19 +155,14 @@ def test_rank_with_two_processes_is_shown_once(node, new_rank, new_peer):
     assert "\na 1\n" not in page
 
 
-def test_node_page_contains_only_its_own_launch(new_peer):
+def test_node_page_has_only_running_ranks_of_its_own_launch(new_peer):
     ours = [new_peer(rank) for rank in range(2)]
     new_peer(0, launch="launch-2")
     new_peer(0, run="run-2", launch="launch-3")
 
     assert [(1, b"page of 1")] == ours[0].gather().pages
-
-
-def test_closed_rank_leaves_the_node_page(new_peer):
-    first, second = (new_peer(rank) for rank in range(2))
-    second.close()
-
-    assert ([], 0) == (first.gather().pages, first.gather().silent)
+    ours[1].close()
+    assert ([], 0) == (ours[0].gather().pages, ours[0].gather().silent)
 
 
 def test_pages_are_requested_in_parallel_and_sorted_by_rank(new_peer):
@@ -205,7 +177,7 @@ def test_pages_are_requested_in_parallel_and_sorted_by_rank(new_peer):
 
 def test_silent_rank_is_counted_and_omitted(new_peer):
     first = new_peer(0)
-    new_peer(1, page=lambda: time.sleep(1.0) or b"late")
+    new_peer(1, page=lambda: time.sleep(0.5) or b"late")
     new_peer(2)
     gathered = first.gather(0.2)
 
@@ -230,42 +202,44 @@ def test_failed_page_is_omitted_and_the_next_one_is_shown(new_peer):
     assert [(1, b"whole")] == first.gather().pages
 
 
-CHILD = """
-import os, time
-from rankscope_contract.model.identity import Identity
-from rankscope_exporter.process.threads import CpuMeter
-from rankscope_exporter.serving.node_exposition import NodePeers
-who = Identity(run="run-1", launch_id="launch-1", rank=7, host="node-1", incarnation="child")
-peer = NodePeers(who, lambda: b"page of 7", on_fault=print, meter=CpuMeter())
-peer.start()
-if os.fork():
-    print("ready", flush=True)
-else:
-    peer.abandon()
-time.sleep(60)
-"""
+def _serve_with_a_worker(ready):
+    """Serve as rank 7 in a forked process that has a child, such as a data loader worker."""
+    try:
+        os.setsid()
+        who = Identity(run="run-1", launch_id="launch-1", rank=7, host="node-1", incarnation="child")
+        peer = NodePeers(who, lambda: b"page of 7", on_fault=print, meter=CpuMeter())
+        peer.start()
+        if os.fork():
+            os.write(ready, b"!")
+        else:
+            peer.abandon()
+        time.sleep(60)
+    finally:
+        os._exit(1)
 
 
 def test_killed_rank_is_omitted_and_stopped_rank_is_silent(node, new_peer):
-    """Also if a forked child of the killed rank still runs, such as a data loader worker."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD], stdout=subprocess.PIPE, env=os.environ | {"TMPDIR": node}, start_new_session=True
-    )
+    """Also if a forked child of the killed rank still runs."""
+    reading, ready = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _serve_with_a_worker(ready)
+    os.close(ready)
     try:
-        assert b"ready\n" == child.stdout.readline()
+        assert b"!" == os.read(reading, 1)
         first = new_peer(0)
-        seen = [first.gather(2.0).pages]
-        child.send_signal(signal.SIGSTOP)
-        os.waitpid(child.pid, os.WUNTRACED)
+        seen = first.gather(2.0).pages
+        os.kill(child, signal.SIGSTOP)
+        os.waitpid(child, os.WUNTRACED)
         stopped = first.gather(0.2)
-        child.kill()
-        child.wait(10)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
         left = first.gather(0.2)
     finally:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.stdout.close()
+        os.killpg(child, signal.SIGKILL)
+        os.close(reading)
 
-    assert [[(7, b"page of 7")]] == seen
+    assert [(7, b"page of 7")] == seen
     assert ([], 1) == (stopped.pages, stopped.silent)
     assert ([], 0) == (left.pages, left.silent)
     assert 1 == len(list(folder(node).iterdir()))  # its socket file was deleted
@@ -274,20 +248,13 @@ def test_killed_rank_is_omitted_and_stopped_rank_is_silent(node, new_peer):
 # The folder.
 
 
-def test_node_folder_is_private(new_peer, node):
-    new_peer(0)
+def test_folder_of_others_and_too_long_path_are_refused_with_the_fix(node, new_peer, monkeypatch):
+    for spoil in (lambda path: path.mkdir() or path.chmod(0o777), lambda path: path.symlink_to("/")):
+        spoil(folder(node))
+        with pytest.raises(ServeError, match="only this user can enter: remove it, or set TMPDIR"):
+            new_peer(0)
+        folder(node).rename(f"{node}/{len(list(Path(node).iterdir()))}")
 
-    assert 0o700 == folder(node).stat().st_mode & 0o777
-
-
-@pytest.mark.parametrize("spoil", [open_to_all, lambda path: path.symlink_to("/")])
-def test_folder_accessible_by_other_users_is_refused(node, new_peer, spoil):
-    spoil(folder(node))
-    with pytest.raises(ServeError, match="only this user can enter: remove it, or set TMPDIR"):
-        new_peer(0)
-
-
-def test_too_long_socket_path_is_refused_with_the_fix(node, monkeypatch, new_peer):
     deep = Path(node) / ("d" * 90)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
@@ -295,20 +262,9 @@ def test_too_long_socket_path_is_refused_with_the_fix(node, monkeypatch, new_pee
         new_peer(0)
 
 
-def test_rank_without_node_folder_serves_its_own_page(node, new_rank):
-    folder(node).symlink_to("/")
+def test_error_of_other_ranks_leaves_the_own_page(node, new_rank, plant):
     rank = new_rank(node_page=True)
-
-    assert ["node page"] == [where for where, _ in rank.faults]
-    assert 200 == rank.get("/metrics").status
-
-
-def test_error_of_other_ranks_leaves_the_own_page(node, new_rank, monkeypatch):
-    def fail(*_):
-        raise PermissionError("the folder was locked")
-
-    rank = new_rank(node_page=True)
-    monkeypatch.setattr(NodePeers, "gather", fail)
+    plant(NodePeers, "gather", PermissionError("the folder was locked"))
     got = rank.get("/node/metrics")
 
     assert 200 == got.status
@@ -316,11 +272,12 @@ def test_error_of_other_ranks_leaves_the_own_page(node, new_rank, monkeypatch):
     assert ["reading the pages of the other ranks"] == [where for where, _ in rank.faults]
 
 
-def test_failed_node_page_does_not_stop_the_server(node, new_rank, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(NodePeers, "start", fail)
+@pytest.mark.parametrize("cause", ["folder", "thread"])
+def test_rank_without_node_page_serves_its_own_page(node, new_rank, plant, cause):
+    if cause == "folder":
+        folder(node).symlink_to("/")
+    else:
+        plant(NodePeers, "start", RuntimeError("can't start new thread"))
     rank = new_rank(node_page=True)
 
     assert ["node page"] == [where for where, _ in rank.faults]
@@ -329,16 +286,13 @@ def test_failed_node_page_does_not_stop_the_server(node, new_rank, monkeypatch):
 
 def test_failed_connection_to_a_rank_leaves_the_others(new_peer, monkeypatch):
     """The process has no file descriptor left for the last connection."""
-    first = new_peer(0)
+    first, free = new_peer(0), [1]
     new_peer(1)
     new_peer(2)
-    free = [1]
 
     class Scarce(socket.socket):
         def __init__(self, *args, **options):
-            if (
-                threading.current_thread() is threading.main_thread()
-            ):  # the other ranks accept connections on separate threads
+            if threading.current_thread() is threading.main_thread():  # the other ranks accept on separate threads
                 if not free:
                     raise OSError(errno.EMFILE, "Too many open files")
                 free.pop()

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -16,37 +17,37 @@ from rankscope_exporter.serving.config import ServeError
 
 
 @pytest.fixture
-def leased(new_rank, service, until):
-    """Return a rank that the service double has registered."""
-    rank = new_rank(ingest_url=service.url)
-    until(lambda: rank.channel.state.lease)
-    return rank
-
-
-@pytest.fixture
 def own_threads():
     """Return a function that lists the threads of Rankscope that the test has started."""
     before = set(threading.enumerate())
 
     def since() -> list[str]:
-        return [item.name for item in threading.enumerate() if item not in before and item.name.startswith("rankscope")]
+        return [item.name for item in set(threading.enumerate()) - before if item.name.startswith("rankscope")]
 
     return since
 
 
-def test_server_has_no_socket_and_no_thread_before_start(own_threads, new_rank, record):
+def test_server_has_no_socket_and_no_thread_before_start(own_threads, new_rank):
     rank = new_rank(started=False)
-    seq = rank.channel.publish(record(0))
 
-    assert (0, None, []) == (seq, rank.channel.url, own_threads())
+    assert ([0], None, []) == (rank.fill(1), rank.channel.url, own_threads())
 
-
-def test_record_published_before_start_is_served(new_rank, record):
-    rank = new_rank(started=False)
-    rank.channel.publish(record(0))
     rank.channel.start()
-
     assert [0] == rank.records(-1).seqs
+    with pytest.raises(ServeError, match="create a new one"):
+        rank.channel.start()
+
+
+def test_records_of_several_threads_get_distinct_sequence_numbers(rank):
+    """The watchdog and the HTTP server publish in parallel with the publisher."""
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda begin: rank.fill(200, begin), range(0, 4000, 1000)))
+    steps = [row["step"] for row in rank.records(-1).rows]
+
+    assert sorted(begin + n for begin in range(0, 4000, 1000) for n in range(200)) == sorted(steps)
+    for thousand in range(4):
+        ours = [step for step in steps if step // 1000 == thousand]
+        assert ours == sorted(ours)
 
 
 def test_used_port_is_refused_and_leaves_nothing_open(new_rank, rank):
@@ -58,31 +59,24 @@ def test_used_port_is_refused_and_leaves_nothing_open(new_rank, rank):
     assert 200 == rank.get("/healthz").status
 
 
-def test_second_start_is_refused(rank):
-    with pytest.raises(ServeError, match="create a new one"):
-        rank.channel.start()
-
-
-def test_close_frees_the_port_and_ends_the_threads(own_threads, leased):
-    leased.channel.close()
-    leased.channel.close()
-    with socket.create_server(("127.0.0.1", leased.port)):
+def test_close_frees_the_port_and_ends_the_threads_at_once(own_threads, new_rank, service, until, monkeypatch):
+    monkeypatch.setattr(http_server, "_SWEEP_SECONDS", 60.0)
+    rank = new_rank(ingest_url=service.url)
+    until(lambda: rank.channel.state.lease)
+    begun = time.monotonic()
+    rank.channel.close()
+    rank.channel.close()
+    with socket.create_server(("127.0.0.1", rank.port)):
         pass
 
+    assert time.monotonic() - begun < 10.0
     assert [] == own_threads()
 
 
-def test_close_does_not_wait_for_the_poll_interval(new_rank, monkeypatch):
-    monkeypatch.setattr(http_server, "_SWEEP_SECONDS", 60.0)
-    rank = new_rank()
-    begun = time.monotonic()
-    rank.channel.close()
-
-    assert time.monotonic() - begun < 10.0
-
-
-def test_drain_returns_immediately_without_a_service(rank, record):
-    rank.channel.publish(record(0))
+@pytest.mark.parametrize("with_service", [False, True])
+def test_drain_does_not_wait_without_a_reachable_service(new_rank, free_port, with_service):
+    rank = new_rank(ingest_url=f"http://127.0.0.1:{free_port}" if with_service else None)
+    rank.fill(1)
     begun = time.monotonic()
     left = rank.channel.drain(30.0)
 
@@ -90,19 +84,8 @@ def test_drain_returns_immediately_without_a_service(rank, record):
     assert time.monotonic() - begun < 10.0
 
 
-def test_drain_does_not_wait_for_an_unreachable_service(new_rank, record, free_port):
-    rank = new_rank(ingest_url=f"http://127.0.0.1:{free_port}")
-    rank.channel.publish(record(0))
-    begun = time.monotonic()
-    left = rank.channel.drain(30.0)
-
-    assert 1 == left
-    assert time.monotonic() - begun < 10.0
-
-
-def test_drain_registers_as_draining_and_waits_for_the_commit(leased, service, record, until):
-    for step in range(3):
-        leased.channel.publish(record(step))
+def test_drain_registers_as_draining_and_waits_for_the_commit(leased, service, until):
+    leased.fill(3)
 
     def serve():
         until(lambda: service.pokes)
@@ -118,25 +101,22 @@ def test_drain_registers_as_draining_and_waits_for_the_commit(leased, service, r
     assert "draining" == service.registrations[-1]["state"]
 
 
-def test_drain_ends_by_the_committed_value_of_the_reply(leased, service, record):
-    leased.channel.publish(record(0))
-    service.committed = 0
-
-    assert 0 == leased.channel.drain(10.0)
-
-
-def test_run_shorter_than_its_registration_drains(new_rank, service, record):
-    service.hold.clear()
+@pytest.mark.parametrize("is_registered", [True, False])
+def test_drain_ends_by_the_committed_value_of_the_reply(new_rank, service, until, is_registered):
+    """The run may be shorter than its registration."""
+    if not is_registered:
+        service.hold.clear()
     rank = new_rank(ingest_url=service.url)
-    rank.channel.publish(record(0))
+    until(lambda: rank.channel.state.lease or not is_registered)
+    rank.fill(1)
     service.committed = 0
     threading.Timer(0.2, service.hold.set).start()
 
     assert 0 == rank.channel.drain(10.0)
 
 
-def test_drain_returns_the_uncommitted_number_after_its_timeout(leased, record):
-    leased.channel.publish(record(0))
+def test_drain_returns_the_uncommitted_number_after_its_timeout(leased):
+    leased.fill(1)
     begun = time.monotonic()
     left = leased.channel.drain(0.2)
 

@@ -8,35 +8,22 @@ import urllib.request
 from rankscope_exporter.serving.rank_state import MOST_CLIENTS, RecentClients
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_most_recent_client_is_first_with_its_age():
-    clock = Clock()
-    readers = RecentClients(clock)
+    now = 100.0
+    readers = RecentClients(lambda: now)
     readers.note("/metrics", "Prometheus/2.42.0")
-    clock.now = 101.0
+    readers.note("/config", "curl")  # only the pages with records are listed
+    now = 101.0
     readers.note("/records", "Rankscope/1")
-    clock.now = 102.5
+    readers.note("/plan/1", "curl")
+    now = 102.5
     readers.note("/metrics", "Prometheus/2.42.0")
-    clock.now = 103.0
+    now = 103.0
 
     assert [
         {"page": "/metrics", "by": "Prometheus/2.42.0", "seconds_ago": 0.5},
         {"page": "/records", "by": "Rankscope/1", "seconds_ago": 2.0},
     ] == readers.latest()
-
-
-def test_clients_of_other_pages_are_not_listed():
-    readers = RecentClients()
-    readers.note("/config", "curl")
-    readers.note("/plan/1", "curl")
-
-    assert [] == readers.latest()
 
 
 def test_number_and_length_of_client_names_are_limited():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
+import random
 import socket
 import time
 
@@ -14,72 +14,70 @@ from hypothesis import strategies as st
 
 from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.protocol.channel import Registration
-from rankscope_exporter.serving import registration
+from rankscope_exporter.serving import persistence, registration
 from rankscope_exporter.serving.config import ServeError
 from rankscope_exporter.serving.orphan_recovery import OrphanRecovery
 from rankscope_exporter.serving.registration import MAX_RETRY_SECONDS, ServiceClient, retry_seconds
 
 
-@pytest.fixture
-def registered(new_rank, service, until):
-    """Return a rank that the service double has registered."""
-    rank = new_rank(ingest_url=service.url)
-    until(lambda: rank.channel.state.lease)
-    return rank
-
-
-def test_registration_contains_identity_and_url(registered, service):
+def test_registration_contains_identity_url_and_token(new_rank, service, until, monkeypatch, free_port):
+    """A proxy of the environment is not used."""
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port}")
+    rank = new_rank(ingest_url=service.url, token="open-sesame")
+    until(lambda: service.registrations)
     sent = Registration.from_json(json.dumps(service.registrations[0]))
 
-    assert ("run-1", 0, 2, "node-1", "feedc0de", "launch-1") == (
-        sent.run, sent.rank, sent.world_size, sent.host, sent.incarnation, sent.launch_id,
-    )  # fmt: skip
-    assert (registered.channel.url, "running", 100) == (sent.url, sent.state, sent.planned_steps)
+    who = (sent.run, sent.rank, sent.world_size, sent.host, sent.incarnation, sent.launch_id)
+    assert ("run-1", 0, 2, "node-1", "feedc0de", "launch-1") == who
+    assert (rank.channel.url, "running", 100) == (sent.url, sent.state, sent.planned_steps)
     assert {"quantities": ["weights"]} == sent.config
     assert {"rankscope", "python", "pyarrow"} <= sent.versions.keys()
-
-
-def test_registration_sends_the_token(new_rank, service, until):
-    new_rank(ingest_url=service.url, token="open-sesame")
-    until(lambda: service.registrations)
-
     assert {"Bearer open-sesame"} == set(service.authorizations)
 
 
-def test_heartbeat_contains_the_current_state(new_rank, service, record, until):
-    service.heartbeat_seconds = 0.1
-    rank = new_rank(ingest_url=service.url)
-    until(lambda: service.registrations)
-    rank.channel.publish(record(41))
+@pytest.fixture
+def leased_for(new_rank, service, until):
+    """Return a function that creates a rank which the service double has registered, with this heartbeat interval."""
+
+    def make(heartbeat_seconds):
+        service.heartbeat_seconds = heartbeat_seconds
+        rank = new_rank(ingest_url=service.url)
+        until(lambda: rank.channel.state.lease)
+        return rank
+
+    return make
+
+
+def test_heartbeat_contains_the_current_state(leased_for, service, until):
+    leased_for(0.1).fill(1, begin=41)
     sent = until(lambda: [sent for sent in service.registrations if sent["head"] == 0])
 
     assert 41 == sent[0]["step"]
 
 
-def test_notice_of_the_service_is_printed_once(new_rank, service, until, caplog):
-    service.heartbeat_seconds, service.notice = 0.05, "two trainings have the same run name"
-    new_rank(ingest_url=service.url)
+def test_notice_of_the_service_is_printed_once(leased_for, service, until, caplog):
+    service.notice = "two trainings have the same run name"
+    leased_for(0.05)
     until(lambda: len(service.registrations) > 3)
 
     assert 1 == caplog.text.count("two trainings have the same run name")
 
 
-def test_polled_rank_sends_no_heartbeat(new_rank, service, until):
-    service.heartbeat_seconds = 1.0
-    rank = new_rank(ingest_url=service.url)
-    until(lambda: rank.channel.state.lease)
-    _polled_for(2.5, rank, Rankscope_Lease=service.lease)
+def test_polled_rank_sends_no_heartbeat(leased_for, service, until):
+    rank = leased_for(0.6)
+    until_time = time.monotonic() + 1.3
+    while time.monotonic() < until_time:
+        rank.records(-1, committed=-1, Rankscope_Lease=service.lease)
+        time.sleep(0.05)
     while_polled = len(service.registrations)
     until(lambda: len(service.registrations) == 2)  # no more polls
 
     assert 1 == while_polled
 
 
-def test_polled_rank_registers_immediately_for_a_notice(new_rank, service, until, caplog):
+def test_polled_rank_registers_immediately_for_a_notice(leased_for, service, until, caplog):
     """A poll postpones the next heartbeat by up to a minute."""
-    service.heartbeat_seconds = 60.0
-    rank = new_rank(ingest_url=service.url)
-    until(lambda: rank.channel.state.lease)
+    rank = leased_for(60.0)
     service.notice = "two trainings have the same run name"
     rank.records(-1, committed=-1, Rankscope_Lease=service.lease, Rankscope_Notice="1")
     until(lambda: "two trainings have the same run name" in caplog.text)
@@ -97,40 +95,19 @@ def test_late_poll_in_each_interval_still_suppresses_heartbeats(lateness):
         assert due > polled_at
 
 
-def test_polls_without_the_lease_do_not_suppress_heartbeats(new_rank, service, until):
-    service.heartbeat_seconds = 0.5
-    rank = new_rank(ingest_url=service.url)
-    until(lambda: rank.channel.state.lease)
-    _polled_for(1.5, rank, Rankscope_Lease="lease-0")
+def test_polls_without_the_lease_do_not_suppress_heartbeats(leased_for, service, until):
+    rank = leased_for(0.2)
 
-    assert 2 <= len(service.registrations)
+    until(lambda: rank.records(-1, committed=-1, Rankscope_Lease="lease-0") and len(service.registrations) >= 2)
 
 
-def test_polled_rank_sends_a_heartbeat_at_the_longest_interval(new_rank, service, until, monkeypatch):
-    monkeypatch.setattr(registration, "MAX_HEARTBEAT_SECONDS", 1.0)
-    service.heartbeat_seconds = 0.9
-    rank = new_rank(ingest_url=service.url)
-    until(lambda: rank.channel.state.lease)
-    _polled_for(2.5, rank, Rankscope_Lease=service.lease)
+def test_polled_rank_sends_a_heartbeat_at_the_longest_interval(leased_for, service, until, monkeypatch):
+    monkeypatch.setattr(registration, "MAX_HEARTBEAT_SECONDS", 0.4)
+    began = time.monotonic()
+    rank = leased_for(0.3)
+    until(lambda: rank.records(-1, committed=-1, Rankscope_Lease=service.lease) and len(service.registrations) == 4)
 
-    assert len(service.registrations) in {2, 3}
-
-
-def _polled_for(seconds, rank, **headers):
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        rank.records(-1, committed=-1, **headers)
-        time.sleep(0.05)
-
-
-def test_registration_reply_moves_committed(new_rank, service, record, until):
-    service.heartbeat_seconds = 0.1
-    rank = new_rank(ingest_url=service.url)
-    rank.channel.publish(record(0))
-    service.committed = 0
-    until(lambda: rank.channel.ring.committed == 0)
-
-    assert 0 == rank.channel.ring.uncommitted
+    assert time.monotonic() - began >= 3 * 0.4
 
 
 def test_reply_with_committed_above_the_head_is_a_fault(new_rank, service, until):
@@ -141,69 +118,49 @@ def test_reply_with_committed_above_the_head_is_a_fault(new_rank, service, until
     assert -1 == rank.channel.ring.committed
 
 
-@pytest.mark.parametrize("type_", [EventType.ANOMALY, EventType.EXIT])
-def test_urgent_event_pokes_the_service(registered, service, record, until, type_):
-    registered.channel.publish(record(0, events=(Event(type=type_),)))
-    until(lambda: service.pokes)
-
-    assert [{"incarnation": "feedc0de"}] == service.pokes
-
-
-def test_other_events_do_not_poke_the_service(registered, service, record, until):
-    registered.channel.publish(record(0, events=(Event(type=EventType.NOTE),)))
-    registered.channel.set_phase("evaluation")
+def test_phase_is_registered_immediately_and_only_urgent_events_poke(leased, service, until):
+    leased.fill(1, events=(Event(type=EventType.NOTE),))
+    leased.channel.set_phase("evaluation")
     until(lambda: service.registrations[-1]["phase"] == "evaluation")
-
-    assert [] == service.pokes
-
-
-def test_phase_is_registered_immediately(registered, service, until):
-    registered.channel.set_phase("evaluation")
-    until(lambda: service.registrations[-1]["phase"] == "evaluation")
-    registered.channel.set_phase(None)
+    leased.channel.set_phase(None)
     until(lambda: service.registrations[-1]["phase"] is None)
+    assert (3, []) == (len(service.registrations), service.pokes)
 
-    assert 3 == len(service.registrations)
+    for number, kind in enumerate((EventType.ANOMALY, EventType.EXIT), start=1):
+        leased.fill(1, events=(Event(type=kind),))
+        until(lambda: len(service.pokes) == number)  # noqa: B023 - called at once
+    assert [{"incarnation": "feedc0de"}] * 2 == service.pokes
 
 
-def test_publish_does_not_wait_for_the_service(registered, service, record):
+def test_publish_does_not_wait_for_the_service(leased, service):
     """The service hangs during an answer; the publisher is not delayed."""
     service.hold.clear()
     begun = time.monotonic()
     for step in range(200):
-        registered.channel.publish(record(step, events=(Event(type=EventType.ANOMALY, rule="AnomalyNan"),)))
-        registered.channel.set_phase(str(step))
+        leased.fill(1, events=(Event(type=EventType.ANOMALY, rule="AnomalyNan"),))
+        leased.channel.set_phase(str(step))
     spent = time.monotonic() - begun
     service.hold.set()
 
     assert spent < 5.0  # the service delays its answer for 10 s
 
 
-def test_rank_registers_when_the_service_starts_later(new_rank, service, until):
-    service.refusal = (503, "starting")
+def test_refusal_is_logged_once_until_the_service_accepts_the_rank(new_rank, service, until, caplog):
+    service.refusal = (403, "10.0.0.7 is outside networks.allowed")
     rank = new_rank(ingest_url=service.url)
-    until(lambda: service.registrations)
-    service.refusal = None
+    until(lambda: len(service.registrations) >= 3)
 
-    assert until(lambda: rank.channel.state.lease)
+    assert 1 == sum("outside networks.allowed" in message for message in caplog.messages)
+    assert rank.channel.state.lease is None
+
+    service.refusal = None
+    until(lambda: rank.channel.state.lease)
     assert [] == rank.faults
 
 
-def test_refusal_is_logged_once_with_the_text_of_the_service(new_rank, service, until, caplog):
-    service.refusal = (403, "10.0.0.7 is outside networks.allowed")
-    with caplog.at_level(logging.WARNING):
-        rank = new_rank(ingest_url=service.url)
-        until(lambda: len(service.registrations) >= 3)
-    sent = [message for message in caplog.messages if "outside networks.allowed" in message]
-
-    assert 1 == len(sent)
-    assert rank.channel.state.lease is None
-
-
 def test_unreachable_service_is_logged_once_and_is_not_a_fault(new_rank, free_port, caplog, until):
-    with caplog.at_level(logging.WARNING):
-        rank = new_rank(ingest_url=f"http://127.0.0.1:{free_port}")
-        until(lambda: caplog.messages)
+    rank = new_rank(ingest_url=f"http://127.0.0.1:{free_port}")
+    until(lambda: caplog.messages)
     (sent,) = caplog.messages
 
     assert "cannot be reached" in sent
@@ -215,9 +172,8 @@ def test_redirect_is_not_followed(new_rank, service, until, caplog):
     """Otherwise a redirect could send the token to another server."""
     with socket.create_server(("127.0.0.1", 0)) as elsewhere:
         service.redirect_to = f"http://127.0.0.1:{elsewhere.getsockname()[1]}/api/v1/register"
-        with caplog.at_level(logging.WARNING):
-            new_rank(ingest_url=service.url, token="secret")
-            until(lambda: len(service.authorizations) >= 2)
+        new_rank(ingest_url=service.url, token="secret")
+        until(lambda: len(service.authorizations) >= 2)
         elsewhere.settimeout(0.05)
         with pytest.raises(TimeoutError):
             elsewhere.accept()
@@ -225,19 +181,11 @@ def test_redirect_is_not_followed(new_rank, service, until, caplog):
     assert "307" in caplog.text
 
 
-def test_proxy_of_the_environment_is_not_used(new_rank, service, until, monkeypatch, free_port):
-    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port}")
-    rank = new_rank(ingest_url=service.url)
-
-    assert until(lambda: rank.channel.state.lease)
-
-
-@pytest.mark.parametrize("text", ["{}", "[]", "no json", '{"lease": 1, "attempt": 0, "heartbeat_seconds": 1}'])
+@pytest.mark.parametrize("text", ["[]", "no json", '{"lease": 1, "attempt": 0, "heartbeat_seconds": 1}'])
 def test_invalid_reply_is_not_a_lease(new_rank, service, until, caplog, text):
     service.refusal = (200, text)
-    with caplog.at_level(logging.WARNING):
-        rank = new_rank(ingest_url=service.url)
-        until(lambda: caplog.messages)
+    rank = new_rank(ingest_url=service.url)
+    until(lambda: caplog.messages)
 
     assert rank.channel.state.lease is None
     assert "invalid registration reply" in caplog.text
@@ -252,8 +200,6 @@ def test_retry_interval_has_jitter_and_a_limit(failures, jitter):
 
 
 def test_jitter_does_not_use_the_shared_random_state():
-    import random
-
     state = random.getstate()
     retry_seconds(3)
 
@@ -271,20 +217,15 @@ def test_rank_without_service_writes_a_discovery_file(new_rank, tmp_path):
     assert [] == list((tmp_path / "sd").iterdir())
 
 
-def test_long_run_name_has_a_discovery_file(new_rank, tmp_path):
-    new_rank(run="习" * 300, discovery_dir=str(tmp_path))
-    new_rank(run="习" * 301, discovery_dir=str(tmp_path))
-
-    assert 2 == len(list(tmp_path.glob("*.json")))
-
-
-def test_discovery_file_of_a_newer_process_is_kept(new_rank, tmp_path):
-    old = new_rank(discovery_dir=str(tmp_path))
-    new = new_rank(discovery_dir=str(tmp_path))
+def test_discovery_file_of_a_newer_process_or_another_run_is_kept(new_rank, tmp_path):
+    old, new = (new_rank(discovery_dir=str(tmp_path)) for _ in range(2))
     old.channel.close()
     (path,) = tmp_path.iterdir()
 
     assert str(new.port) in path.read_text(encoding="utf-8")
+    for length in (300, 301):
+        new_rank(run="习" * length, discovery_dir=str(tmp_path))
+    assert 3 == len(list(tmp_path.glob("*.json")))
 
 
 def test_unwritable_discovery_folder_is_refused(new_rank, tmp_path):
@@ -297,31 +238,21 @@ def test_unwritable_discovery_folder_is_refused(new_rank, tmp_path):
         socket.create_connection(("127.0.0.1", rank.port), timeout=1)
 
 
-def test_rank_remains_registered_if_a_commit_fails(new_rank, service, until, monkeypatch):
+def test_rank_remains_registered_if_a_commit_fails(new_rank, service, until, plant):
     """The commit raises a disk error; the thread continues with its heartbeats."""
-
-    def fail(*_):
-        raise OSError("no space left on device")
-
     service.heartbeat_seconds = 0.1
     rank = new_rank(started=False, ingest_url=service.url)
-    monkeypatch.setattr(rank.channel.ring, "commit", fail)
+    plant(rank.channel.ring, "commit", OSError("no space left on device"))
     rank.channel.start()
     until(lambda: len(service.registrations) > 2)
 
     assert {"registration"} == {where for where, _ in rank.faults}
 
 
-def test_heartbeats_continue_after_a_failed_poke(new_rank, service, until, monkeypatch):
-    def fail(*_):
-        raise TypeError("not foreseen")
-
-    service.heartbeat_seconds = 0.1
-    rank = new_rank(started=False, ingest_url=service.url)
-    monkeypatch.setattr(ServiceClient, "poke", fail)
-    rank.channel.start()
-    until(lambda: service.registrations)
-    rank.channel._registration.poke()
+def test_heartbeats_continue_after_a_failed_poke(leased_for, service, until, plant):
+    rank = leased_for(0.1)
+    plant(ServiceClient, "poke", TypeError("not foreseen"))
+    rank.fill(1, events=(Event(type=EventType.ANOMALY),))
     until(lambda: rank.faults)
     sent_before = len(service.registrations)
     until(lambda: len(service.registrations) > sent_before + 2)
@@ -329,11 +260,9 @@ def test_heartbeats_continue_after_a_failed_poke(new_rank, service, until, monke
     assert ["requesting an early poll"] == [where for where, _ in rank.faults]
 
 
-def test_rank_registers_if_orphan_recovery_cannot_start(new_rank, service, until, monkeypatch, tmp_path):
-    def fail(*_):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(OrphanRecovery, "start", fail)
+def test_rank_registers_if_orphan_recovery_cannot_start(new_rank, service, until, plant, tmp_path, monkeypatch):
+    plant(OrphanRecovery, "start", RuntimeError("can't start new thread"))
+    monkeypatch.setattr(persistence, "OLDER_LAUNCHES_SECONDS", 0.05)
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
     until(lambda: rank.channel.state.lease)
 

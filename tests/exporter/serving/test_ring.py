@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,23 +18,18 @@ from rankscope_exporter.serving.ring import CursorError, Ring
 EVERYTHING = 1 << 40
 
 
-def _filled(records: int, *, room: int = 1024, max_bytes: int = EVERYTHING) -> Ring:
-    ring = Ring(room, max_bytes)
+def _fill(ring: Ring, records: int, **more: Any) -> Ring:
     for step in range(records):
-        ring.append(StepRecord(ts=step, step=step))
+        ring.append(StepRecord(ts=step, step=step, **more))
     return ring
+
+
+def _filled(records: int, *, room: int = 1024, max_bytes: int = EVERYTHING) -> Ring:
+    return _fill(Ring(room, max_bytes), records)
 
 
 def _steps(ring: Ring, after: int, max_bytes: int = EVERYTHING) -> list[int | None]:
     return [record.step for record in ring.after(after, max_bytes).records]
-
-
-def test_sequence_numbers_start_at_zero():
-    ring = Ring(8, EVERYTHING)
-    seqs = [ring.append(StepRecord(ts=0)) for _ in range(3)]
-
-    assert [0, 1, 2] == seqs
-    assert (2, 0, 3) == (ring.head, ring.first, len(ring))
 
 
 def test_empty_ring_refuses_a_cursor_above_the_head():
@@ -42,21 +39,16 @@ def test_empty_ring_refuses_a_cursor_above_the_head():
     assert () == ring.after(-1, 1).records
     with pytest.raises(CursorError, match="above the sequence number of the newest record: -1"):
         ring.after(0, 1)
+    assert [0, 1, 2] == [ring.append(StepRecord(ts=0)) for _ in range(3)]
+    assert (2, 0, 3) == (ring.head, ring.first, len(ring))
 
 
-def test_after_returns_newer_records_oldest_first():
-    assert [3, 4] == _steps(_filled(5), after=2)
-
-
-def test_after_returns_one_record_above_max_bytes():
-    assert [3] == _steps(_filled(5), after=2, max_bytes=1)
-
-
-def test_max_bytes_limits_the_window():
+def test_max_bytes_limits_the_window_to_at_least_one_record():
     ring = _filled(10)
     window = ring.after(-1, 3 * 256)
 
     assert (0, 2, 3) == (window.first, window.last, len(window.records))
+    assert ([8, 9], [8]) == (_steps(ring, after=7), _steps(ring, after=7, max_bytes=1))
 
 
 def test_overwritten_records_are_reported_and_counted():
@@ -71,8 +63,7 @@ def test_overwritten_records_are_reported_and_counted():
 def test_overwritten_committed_record_is_not_a_loss():
     ring = _filled(8, room=8)
     ring.commit(5)
-    for step in range(8, 16):
-        ring.append(StepRecord(ts=step, step=step))
+    _fill(ring, 8)
 
     assert 2 == ring.overrun
 
@@ -96,21 +87,12 @@ def test_fill_is_the_uncommitted_share_of_the_capacity():
 
 
 def test_byte_limit_applies_above_the_smallest_ring(statistics):
-    ring = Ring(10_000, 1_000_000)
     big = statistics([PlanEntry(kind="grad_reduced", tensor=f"t{i}") for i in range(400)], [{"norm": 1.0}] * 400)
-    for step in range(MIN_RING_RECORDS + 50):
-        ring.append(StepRecord(ts=step, step=step, statistics=big))
+    ring = _fill(Ring(10_000, 1_000_000), MIN_RING_RECORDS + 50, statistics=big)
+    small = _filled(1000, room=10_000, max_bytes=400 * 256)
 
-    assert MIN_RING_RECORDS == len(ring)
-    assert 50 == ring.overrun
-    assert 1.0 == ring.fill
-
-
-def test_byte_limit_applies_to_small_records():
-    ring = _filled(1000, room=10_000, max_bytes=400 * 256)
-
-    assert 400 == len(ring)
-    assert 1.0 == ring.fill
+    assert (MIN_RING_RECORDS, 50, 1.0) == (len(ring), ring.overrun, ring.fill)
+    assert (400, 1.0) == (len(small), small.fill)
 
 
 def test_statistics_that_do_not_match_their_plan_are_refused(statistics):
@@ -134,18 +116,13 @@ def test_plan_is_kept_while_a_record_uses_it(statistics):
     assert ring.plan(plans[0]) is None
 
 
-def test_wait_ends_when_all_records_are_committed():
+def test_wait_ends_when_all_records_are_committed_or_after_its_timeout():
     ring = _filled(5)
     commit = threading.Timer(0.05, ring.commit, [4])
+
+    assert 5 == ring.wait_committed(0.01)
     commit.start()
-    left = ring.wait_committed(10.0)
-    commit.join()
-
-    assert 0 == left
-
-
-def test_wait_ends_after_its_timeout():
-    assert 5 == _filled(5).wait_committed(0.01)
+    assert 0 == ring.wait_committed(10.0)
 
 
 _operations = st.lists(
@@ -195,23 +172,20 @@ def test_each_record_is_delivered_once_or_reported_as_lost(operations):
 def test_concurrent_readers_and_writer_lose_no_record():
     ring = Ring(100_000, EVERYTHING)
     records = 5000
-    seen: list[list[int | None]] = [[], []]
 
-    def read(steps: list[int | None]) -> None:
+    def read(_: int) -> list[int | None]:
+        steps: list[int | None] = []
         cursor = -1
         while cursor < records - 1:
             window = ring.after(cursor, 20 * 256)
             steps += [record.step for record in window.records]
             cursor = window.last
             ring.commit(cursor)
+        return steps
 
-    readers = [threading.Thread(target=read, args=(steps,)) for steps in seen]
-    for reader in readers:
-        reader.start()
-    for step in range(records):
-        ring.append(StepRecord(ts=0, step=step))
-    for reader in readers:
-        reader.join(30)
+    with ThreadPoolExecutor(2) as threads:
+        seen = threads.map(read, range(2))
+        _fill(ring, records)
 
-    assert [list(range(records))] * 2 == seen
+    assert [list(range(records))] * 2 == list(seen)
     assert 0 == ring.uncommitted

@@ -26,9 +26,8 @@ def must_not_change(_document: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture
 def guarded(new_rank):
     """Return a rank with a token, whose sampling can be changed."""
-    return new_rank(
-        token="secret", sources=RankServerSources(change_sampling=change, sampling_state=lambda: {"since_step": 7})
-    )
+    sources = RankServerSources(change_sampling=change, sampling_state=lambda: {"since_step": 7})
+    return new_rank(token="secret", sources=sources)
 
 
 @pytest.mark.parametrize("method", ["PUT", "POST"])
@@ -39,43 +38,37 @@ def test_valid_document_changes_the_sampling(guarded, method):
     assert {"to_come": [{"quantities": ["gradients"]}]} == json.loads(got.body)
 
 
-@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}])
-def test_request_without_the_right_token_changes_nothing(new_rank, headers):
-    rank = new_rank(token="secret", sources=RankServerSources(change_sampling=must_not_change))
-
-    assert 401 == rank.get("/config", "PUT", b"{}", **headers).status
-
-
-def test_rank_without_token_refuses_changes_and_names_the_setting(new_rank):
-    rank = new_rank(sources=RankServerSources(change_sampling=must_not_change))
+def test_request_without_the_right_token_changes_nothing(new_rank):
+    sources = RankServerSources(change_sampling=must_not_change)
+    guarded, rank = new_rank(token="secret", sources=sources), new_rank(sources=sources)
     got = rank.get("/config", "PUT", b"{}")
 
-    assert 403 == got.status
-    assert "set RANKSCOPE_TOKEN" in got.text
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        assert 401 == guarded.get("/config", "PUT", b"{}", **headers).status
+    assert (403, True) == (got.status, "set RANKSCOPE_TOKEN" in got.text)
 
 
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        (b"{", "not a JSON document"),
-        (b"[" * 5000, "not a JSON document"),
-        (b"[]", "a JSON object of settings"),
-        (b'{"quantitis": []}', "Did you mean quantities"),
-        (b" " * 70_000, "longer than 64 KiB"),
-        (b"\xff", "not a JSON document"),
-    ],
-)
-def test_invalid_document_is_refused_with_the_reason(guarded, body, reason):
-    got = guarded.get("/config", "PUT", body, **RIGHT)
+INVALID = {
+    b"{": "not a JSON document",
+    b"[" * 5000: "not a JSON document",
+    b"\xff": "not a JSON document",
+    b"[]": "a JSON object of settings",
+    b'{"quantitis": []}': "Did you mean quantities",
+    b" " * 70_000: "longer than 64 KiB",
+}
 
-    assert 400 == got.status
-    assert reason in got.text
+
+def test_invalid_document_is_refused_with_the_reason(guarded):
+    for body, reason in INVALID.items():
+        got = guarded.get("/config", "PUT", body, **RIGHT)
+        assert (400, True) == (got.status, reason in got.text), reason
 
 
 def test_rank_without_a_session_answers_503(new_rank):
     rank = new_rank(token="secret")
 
     assert 503 == rank.get("/config", "PUT", b'{"quantities": []}', **RIGHT).status
+    assert 503 == rank.get("/stacks", "POST", **RIGHT).status
 
 
 def test_get_config_shows_the_current_sampling(guarded):
