@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from tests.exporter.parts import records_of, session_of
+from tests.exporter.parts import Watched
 from torch import nn
-
-from rankscope_exporter import Monitor
-from rankscope_exporter.sinks.memory import rows_of
 
 PLAIN = ("parameters", "gradients", "optimizer_state")
 ALL = (*PLAIN, "micro_gradients", "activations", "structure", "linear", "adam_updates", "direction")
@@ -61,41 +57,18 @@ def step(net: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-class Watched:
-    """The kinds of rows by step, and the notices of a monitor."""
-
-    def __init__(self, monitor: Monitor) -> None:
-        self._monitor = monitor
-        self.session = session_of(monitor)
-
-    def notes(self) -> list[str]:
-        self._monitor.end_step()
-        self.session.publisher.catch_up(30)
-        events = [event for record in records_of(self.session) for event in record.events]
-        return [event.message for event in events if event.type == "note"]
-
-    def kinds(self, step: int) -> set[str]:
-        self.session.publisher.catch_up(30)
-        records = [record for record in records_of(self.session) if record.step == step]
-        rows = {row["kind"] for record in records for row in (*record.features, *record.histograms)}
-        return rows | {str(row.entry.kind) for record in records for row in rows_of(record, ())}
+def watched(net: nn.Module, *optimizers: torch.optim.Optimizer, quantities: Any = ALL, **settings: Any) -> Watched:
+    return Watched(net, optimizers, quantities=list(quantities), **settings)
 
 
-@contextmanager
-def watched(net: nn.Module, *optimizers: torch.optim.Optimizer, quantities: Any = ALL, **settings: Any) -> Any:
-    config = {"quantities": list(quantities), "console": False, "exit_wait_seconds": 0.0, **settings}
-    with Monitor(config).attach(net, optimizers) as monitor:
-        yield Watched(monitor)
-        assert monitor.faults == 0
+def notes(seen: Watched) -> list[str]:
+    seen.publish()
+    return seen.messages("note")
 
 
-def notes_after(steps: int, make: Callable[[nn.Module], torch.optim.Optimizer], **settings: Any) -> list[str]:
-    net = small()
-    optimizer = make(net)
-    with watched(net, optimizer, **settings) as seen:
-        for _ in range(steps):
-            step(net, optimizer)
-        return list(seen.notes())
+def kinds(seen: Watched, step: int) -> set[str]:
+    rows = [row for one in seen.records if one.step == step for row in (*one.features, *one.histograms)]
+    return {row["kind"] for row in rows} | {str(row.entry.kind) for row in seen.rows() if row.step == step}
 
 
 @pytest.mark.parametrize(
@@ -111,14 +84,15 @@ def notes_after(steps: int, make: Callable[[nn.Module], torch.optim.Optimizer], 
 def test_state_under_other_names_is_named_once_after_the_third_update(state, quantities, words):
     net = small()
     optimizer = Moments(net.parameters(), state)
-    notes = []
     with watched(net, optimizer, quantities=quantities) as seen:
-        for steps in (2, 6):
-            for _ in range(steps):
-                step(net, optimizer)
-            notes.append(seen.notes())
-    early, late = notes
+        for _ in range(2):
+            step(net, optimizer)
+        early = notes(seen)
+        for _ in range(6):
+            step(net, optimizer)
+    late = seen.messages("note")
 
+    assert 0 == seen.faults
     assert [] == early
     assert 1 == len(late)
     assert all(word in late[0] for word in words)
@@ -133,13 +107,14 @@ def test_codes_of_a_quantised_state_are_never_published(state):
     with watched(net, optimizer, quantities=names, options=options) as seen:
         for _ in range(3):
             step(net, optimizer)
-        published = seen.kinds(2)
-        hashes = [row for record in records_of(seen.session) for row in record.hashes if row["dtype"] != "float32"]
+    published = kinds(seen, 2)
+    hashes = [row for record in seen.records for row in record.hashes if row["dtype"] != "float32"]
 
     usual = {"param_before", "param_after", "grad_unreduced", "grad_reduced"}
     assert published - usual <= {"step", "absmax1"}
     assert hashes
     assert {None} == {row["norm"] for row in hashes}
+    assert 0 == seen.faults
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -157,7 +132,13 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 @pytest.mark.usual(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_kinds_that_are_absent_by_definition_are_not_named(name):
-    assert [] == notes_after(6, OPTIMIZERS[name])
+    net = small()
+    optimizer = OPTIMIZERS[name](net)
+    with watched(net, optimizer) as seen:
+        for _ in range(6):
+            step(net, optimizer)
+
+    assert (0, []) == (seen.faults, seen.messages("note"))
 
 
 def test_alternating_and_skipped_parts_are_not_named():
@@ -170,9 +151,8 @@ def test_alternating_and_skipped_parts_are_not_named():
             step(net, *((first,) if number % 2 == 0 else (second,)))
         for _ in range(4):  # the updates are skipped
             step(net)
-        notes = seen.notes()
 
-    assert [] == notes
+    assert (0, []) == (seen.faults, seen.messages("note"))
 
 
 def test_kinds_that_stop_are_named_once():
@@ -187,10 +167,10 @@ def test_kinds_that_stop_are_named_once():
     with watched(net, optimizer, quantities=PLAIN) as seen:
         for _ in range(10):
             step(net, optimizer)
-        notes = seen.notes()
+    (note,) = seen.messages("note")
 
-    assert 1 == len(notes)
-    assert "optimizer_state: exp_avg, exp_avg_sq had rows, and none in 3 measured updates" in notes[0]
+    assert "optimizer_state: exp_avg, exp_avg_sq had rows, and none in 3 measured updates" in note
+    assert 0 == seen.faults
 
 
 def cleared(net: nn.Sequential) -> None:
@@ -221,12 +201,13 @@ def test_hooks_that_other_code_takes_off_are_named_once(take_off, quantities, ev
             if number == 3:
                 take_off(net)
             step(net, optimizer)
-        notes, kinds = seen.notes(), seen.kinds(9)
+    found = seen.messages("note")
 
-    assert {"grad_reduced", "param_after"} <= kinds
+    assert 0 == seen.faults
+    assert {"grad_reduced", "param_after"} <= kinds(seen, 9)
     if take_off is cleared_of_one_module and (every == 2 or "activations" not in quantities):
-        assert [] == notes  # this module has no hook between sampled steps
+        assert [] == found  # this module has no hook between sampled steps
     else:
-        assert 1 <= len(notes) <= 2
-        assert all("other code has removed the" in note for note in notes)
-    assert len(set(notes)) == len(notes)
+        assert 1 <= len(found) <= 2
+        assert all("other code has removed the" in note for note in found)
+    assert len(set(found)) == len(found)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -154,33 +150,3 @@ def test_forked_workers_write_no_rows(config, tmp_path):
     assert 0 == faults.count
     assert 4 * 4 == len(seen) == len(set(seen))
     assert 1 == len(list((tmp_path / "out").glob("*-rank0-*")))
-
-
-TRAINING = """
-import sys, torch
-from rankscope_exporter import Monitor
-net = torch.nn.Linear(4, 4)
-optimizer = torch.optim.Adam(net.parameters())
-monitor = Monitor({"console": False, "sinks": {"csv": {"folder": sys.argv[1], "steps_per_file": 1000}}})
-monitor.attach(net, optimizer)
-while True:
-    optimizer.zero_grad()
-    net(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-"""
-
-
-@pytest.mark.thorough
-def test_killed_rank_leaves_complete_rows(tmp_path, eventually):
-    environment = {**os.environ, "RANKSCOPE_INGEST_URL": "", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-c", TRAINING, str(tmp_path)], env=environment)
-    try:
-        eventually(lambda: any(path.stat().st_size > 20_000 for path in tmp_path.glob("*/*.csv")), 120)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait(60)
-    rows, faults = imported(tmp_path)
-    whole = [path.read_bytes().endswith(b"\n") for path in tmp_path.glob("*/*.csv")]
-
-    assert len(rows["tensor_stats"]) > 100
-    assert faults.count <= whole.count(False) <= 1, "at most the row that was being written"
