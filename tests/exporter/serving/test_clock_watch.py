@@ -42,7 +42,7 @@ def test_jump_is_named_once_and_removed_from_all_later_records(jump):
     assert START + 2 * SECOND + jump == first.ts  # stored times do not change
 
 
-def test_jumps_add_up_and_a_record_without_a_monotonic_time_has_the_offset_before():
+def test_jumps_add_up_and_records_without_a_monotonic_time_are_corrected():
     records = watched(record(1, HOUR), StepRecord(ts=START), record(2, HOUR - 5 * SECOND), record(3))
 
     assert [HOUR, HOUR, HOUR - 5 * SECOND, 0] == [one.clock_offset for one in records]

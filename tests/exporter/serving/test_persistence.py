@@ -173,7 +173,7 @@ def test_record_is_on_disk_before_readers_get_it(spooled, tmp_path, monkeypatch)
     assert [0] * 20 == early
 
 
-def test_hanging_disk_delays_only_one_record_and_loses_none(spooled, disk, until, caplog):
+def test_hanging_disk_delays_only_one_record(spooled, disk, until, caplog):
     """The first record waits for the timeout, later records do not wait; the rank is still served."""
     rank = spooled(1)
     disk.hang()

@@ -59,7 +59,7 @@ def test_used_port_is_refused_and_leaves_nothing_open(new_rank, rank):
     assert 200 == rank.get("/healthz").status
 
 
-def test_close_frees_the_port_and_ends_the_threads_at_once(own_threads, new_rank, service, until, monkeypatch):
+def test_close_frees_the_port_and_ends_the_threads_immediately(own_threads, new_rank, service, until, monkeypatch):
     monkeypatch.setattr(http_server, "_SWEEP_SECONDS", 60.0)
     rank = new_rank(ingest_url=service.url)
     until(lambda: rank.channel.state.lease)

@@ -366,7 +366,7 @@ def drain(root: Path, table: list[int]) -> None:
         orphan.release()
 
 
-def test_lock_is_held_until_its_process_exits_also_beside_a_forked_child(tmp_path):
+def test_lock_is_held_until_its_process_exits_also_with_a_forked_child(tmp_path):
     spool = made(tmp_path, 1)
     (reading, writing), (hearing, saying) = os.pipe(), os.pipe()
 

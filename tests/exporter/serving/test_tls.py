@@ -137,7 +137,7 @@ def test_errors_are_answered_inside_tls(new_tls_server, trusting):
     assert [ZeroDivisionError] == [type(fault) for fault in server.faults]
 
 
-def test_new_configuration_is_used_for_the_next_connection(new_tls_server, certificates, tmp_path, trusting):
+def test_new_certificate_is_used_for_the_next_connection(new_tls_server, certificates, tmp_path, trusting):
     server = new_tls_server("expired")
     with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
         asked(server, trusting)

@@ -108,8 +108,8 @@ def test_files_cover_steps_counted_from_0(tmp_path):
 
 def test_no_folder_is_created_without_measurements(tmp_path):
     sink = csv(tmp_path / "out")
-    sink.put(record(1))
-    sink.put(record(None))
+    for step in (None, 1):
+        sink.put(record(step))
     sink.put(record(2, (entry(), ABSENT)))
 
     assert not (tmp_path / "out").exists()
