@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -16,10 +17,11 @@ import pyarrow as pa
 import pytest
 import pytest_asyncio
 from aiohttp import web
+from tests.ingest import builders
 
 from rankscope_contract.model.fields import arrow_schema
 from rankscope_contract.model.schema import WIRE_FIELDS, WIRE_METADATA, Plan
-from rankscope_contract.protocol.channel import ARROW_STREAM, Registration
+from rankscope_contract.protocol.channel import ARROW_STREAM
 from rankscope_ingest.base.config_file import load_config
 from rankscope_ingest.reporting.progress import Progress
 from rankscope_ingest.service.main import run
@@ -56,17 +58,10 @@ class FakeRank:
     """
 
     def __init__(self, *, run: str = "r", rank: int = 0, world_size: int = 1, **registration: Any) -> None:
-        self.registration = Registration(
-            run=run,
-            rank=rank,
-            world_size=world_size,
-            local_rank=rank,
-            host="here",
-            pid=1000 + rank,
-            incarnation=registration.pop("incarnation", f"inc-{run}-{rank}" if run.isalnum() else uuid.uuid4().hex),
-            launch_id=registration.pop("launch_id", "launch"),
-            url="",
-            **registration,
+        who = {"run": run, "rank": rank, "world_size": world_size, "host": "here", "pid": 1000 + rank, "url": ""}
+        incarnation = f"inc-{run}-{rank}" if run.isalnum() else uuid.uuid4().hex
+        self.registration = builders.registration(
+            **({"incarnation": incarnation, "launch_id": "launch"} | who | registration)
         )
         self.records: dict[int, dict[str, Any]] = {}
         self.plans: dict[str, str] = {}
@@ -197,12 +192,11 @@ class RunningService:
             return response.status, await response.text()
 
     async def targets(self) -> list[dict[str, Any]]:
-        async with aiohttp.ClientSession() as session, session.get(f"{self.url}/api/v1/targets") as response:
-            return await response.json()
+        return json.loads((await self.get("/api/v1/targets"))[1])
 
     async def run_state(self, run: str = "r") -> dict[str, Any]:
-        async with aiohttp.ClientSession() as session, session.get(f"{self.url}/api/v1/runs") as response:
-            return next((found for found in await response.json() if found["run"] == run), {"state": None})
+        runs = json.loads((await self.get("/api/v1/runs"))[1])
+        return next((found for found in runs if found["run"] == run), {"state": None})
 
     async def end(self) -> None:
         self.stop.set()

@@ -29,13 +29,6 @@ async def test_pages_are_below_the_root_and_below_the_prefix(start_service):
     assert "Nothing has been stored here" in text
 
 
-async def test_pages_need_the_token(start_service):
-    async with start_service(**{"service.token": "secret"}) as service, aiohttp.ClientSession() as session:
-        for path in ("/", "/runs/r", "/data/live", "/assets/0/app.js"):
-            async with session.get(service.url + path) as answer:
-                assert 401 == answer.status
-
-
 async def test_live_updates_follow_the_versions_and_end_with_the_service(start_service):
     async with aiohttp.ClientSession() as session:
         async with start_service() as service:

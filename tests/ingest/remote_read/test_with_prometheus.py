@@ -172,34 +172,6 @@ async def test_series_ends_in_prometheus_when_its_exporter_stops_exposing_it(
             await eventually(lambda: are("stays"))
 
 
-@pytest.mark.thorough
-@pytest.mark.timeout(180)
-async def test_exporter_samples_are_returned_only_for_their_own_job(
-    require_server, tmp_path, start_service, eventually, free_port
-):
-    """A second `remote_read` entry with the job of the exporter returns them; the entry for ranks does not."""
-    program = require_server("prometheus")
-    async with live_page() as page, live_page(lambda: b"node_load1 3\n") as exporter:
-        node = {"url": f"http://{exporter}/metrics", "name": "r/0", "every_seconds": 0.5, "timeout_seconds": 0.5}
-        async with start_service(exporters=[node | {"labels": {"job": "node"}}], **READER) as service:
-            await eventually(lambda: service.rows("SELECT 1 FROM samples WHERE metric = 'node_load1'"))
-            found = {}
-            for jobs in (["rankscope"], ["rankscope", "node"]):
-                entries = [remote(service, "read", name=job, required_matchers={"job": job}) for job in jobs]
-                folder = tmp_path / "-".join(jobs)
-                async with prometheus(program, folder, service, page, free_port, remote_read=entries) as url:
-
-                    async def is_live(url=url):
-                        return (await asked(url, "rankscope_loss"))[0]
-
-                    await eventually(is_live)
-                    found[len(jobs)] = (await asked(url, 'last_over_time(node_load1{job="node"}[1h])'))[0]
-
-    assert [] == found[1]
-    series = {"__name__": "node_load1", "job": "node", "instance": "r/0"}
-    assert [(series, "3")] == [(one["metric"], one["value"][1]) for one in found[2]]
-
-
 def read_request(metric, start, end, accepted):
     request = MESSAGES["ReadRequest"](accepted_response_types=accepted)
     query = request.queries.add(start_timestamp_ms=start, end_timestamp_ms=end)

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from tests.ingest.remote_write.messages import post, write_request
 from tests.ingest.scrape.test_exporters import FakeExporter
-from tests.ingest.service.test_every_kind_of_target import push
 
 import rankscope_ingest
 from rankscope_ingest.base import background
+from rankscope_ingest.base.protobuf import packed
 from rankscope_ingest.http.pages import Pages
 from rankscope_ingest.network.connections import _Connections
 from rankscope_ingest.notify.announcer import Announcer
@@ -105,7 +106,8 @@ async def requested(call):
 
 
 async def pushed(service):
-    status = await push(service, 4.0)
+    message = write_request(({"__name__": "pushed", "instance": "pusher"}, [(1_770_000_000_000, 4.0)]))
+    status, _, _ = await post(service, packed(message))
     return status if status < 300 else None
 
 

@@ -336,7 +336,8 @@ async def test_token_is_required_and_sent(start_service, fake_rank, eventually):
     async with fake_rank() as rank, start_service(**{"service.token": "s3cret"}) as service:
         wrong = (None, "", "wrong", "s3cre", "s3cret2")
         refused = [(await rank.register(service.url, token=token))[0] for token in wrong]
-        pages = [(await service.get(path))[0] for path in ("/metrics", "/sd", "/api/v1/runs", "/healthz")]
+        paths = ("/metrics", "/sd", "/api/v1/runs", "/", "/runs/r", "/data/live", "/assets/0/app.js", "/healthz")
+        pages = [(await service.get(path))[0] for path in paths]
         reader, writer = await asyncio.open_connection("127.0.0.1", int(service.url.rpartition(":")[2]))
         writer.write(b"GET /sd HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer \xff\xfe\r\n\r\n")
         arbitrary = await reader.readline()
@@ -346,7 +347,7 @@ async def test_token_is_required_and_sent(start_service, fake_rank, eventually):
         await eventually(lambda: rank.committed == 0)
 
     assert [401] * 5 + [200] == [*refused, accepted]
-    assert [401, 401, 401, 200] == pages
+    assert [401] * 7 + [200] == pages
     assert b"HTTP/1.1 401 Unauthorized\r\n" == arbitrary
     assert "Bearer s3cret" == rank.requests[0].headers["Authorization"]
 
@@ -573,28 +574,6 @@ async def runs_on(service):
     """Return whether the run is running and has lost no record."""
     state = await service.run_state()
     return ("running", 0) == (state["state"], state["records_lost"])
-
-
-@pytest.mark.thorough
-async def test_process_that_was_unreachable_for_long_undoes_its_lost_records(
-    start_service, fake_rank, eventually, monkeypatch
-):
-    """After a network failure of minutes, the rank was removed. It comes back with all its records."""
-    monkeypatch.setattr(run_monitor, "REMEMBER_SECONDS", 0.5)
-    async with fake_rank() as rank, start_service(**{"runs.failed_after_seconds": 1.0}) as service:
-        await rank.deliver(service, 5)
-        rank.behave = out_of_reach
-        await eventually(lambda: rank.requests[-1].query["after"] == "4")
-
-        async def forgotten():
-            return not await service.targets()
-
-        await eventually(forgotten)
-        rank.behave = None
-        await rank.deliver(service, 5)
-        await eventually(lambda: runs_on(service))
-
-    assert list(range(10)) == [row["seq"] for row in service.rows(LOSSES)]
 
 
 async def test_lost_records_are_undone_when_they_arrive(start_service, fake_rank, eventually):

@@ -10,7 +10,7 @@ import pytest
 from tests.ingest import builders
 
 from rankscope_ingest.base.errors import RegistrationError
-from rankscope_ingest.network.dialing import AllowedResolver, address_of, is_allowed, parse_target_url
+from rankscope_ingest.network.dialing import AllowedResolver, parse_target_url
 from rankscope_ingest.runs.models import Health
 from rankscope_ingest.targets.registry import AttemptNumbers, Registry, parse_registration
 
@@ -105,23 +105,6 @@ def test_error_for_a_forbidden_address_names_the_setting():
         registry().register(registration(), [*HOME, ipaddress.ip_address("10.1.2.3")], 0.0)
 
     assert 403 == error.value.status
-
-
-@pytest.mark.parametrize(
-    ("host", "allowed"),
-    [
-        ("127.0.0.1", True),
-        ("127.9.9.9", True),
-        ("::1", True),
-        ("::ffff:127.0.0.1", True),
-        ("::ffff:8.8.8.8", False),
-        ("169.254.169.254", False),
-        ("0.0.0.0", False),
-        ("fe80::1%eth0", False),
-    ],
-)
-def test_is_allowed_accepts_only_allowed_networks(host, allowed):
-    assert allowed == is_allowed(address_of(host), LOOPBACK)
 
 
 @pytest.mark.parametrize(
