@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,12 +110,8 @@ class Run:
         return [event.message for record in self.records for event in record.events if event.type in ("note", "fault")]
 
     def anomalies(self) -> list[tuple[int | None, str | None, str | None]]:
-        return [
-            (record.step, event.rule, event.op)
-            for record in self.records
-            for event in record.events
-            if event.type == "anomaly"
-        ]
+        found = ((record.step, event) for record in self.records for event in record.events)
+        return [(step, event.rule, event.op) for step, event in found if event.type == "anomaly"]
 
 
 def write(path: Path, document: Mapping[str, Any]) -> Path:
@@ -158,14 +153,3 @@ def left(monitor: Monitor, net: nn.Module, folder: Path, faults: int = 0) -> Run
     assert session.publisher.catch_up(LONG_SECONDS)  # `detach` waits for a few seconds only
     monitor.detach()
     return Run(session.channel.ring.after(-1, 1 << 40).records, net, faults + monitor.faults, folder)
-
-
-def wait_for(condition: Callable[[], Any]) -> Any:
-    """Return the first true value of `condition`."""
-    deadline = time.monotonic() + LONG_SECONDS
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.01)
-    raise AssertionError(f"not within {LONG_SECONDS} s")

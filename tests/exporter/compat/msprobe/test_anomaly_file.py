@@ -30,15 +30,8 @@ def sink(folder: Path, rank: int = 3) -> Anomalies:
 
 
 def anomaly(tensor: str = "head.weight", **others: Any) -> Event:
-    told = {
-        "kind": "grad_reduced",
-        "op": "norm",
-        "rule": "AnomalyTurbulence",
-        "value": 3.0,
-        "baseline": 1.5,
-        "call_id": 7,
-    }
-    return Event(type=EventType.ANOMALY, tensor=tensor, **{**told, **others})
+    told = {"kind": "grad_reduced", "op": "norm", "rule": "AnomalyTurbulence", "value": 3.0, "baseline": 1.5}
+    return Event(type=EventType.ANOMALY, tensor=tensor, **{**told, "call_id": 7, **others})
 
 
 def record(step: int | None, *events: Event) -> StepRecord:
@@ -57,25 +50,12 @@ def test_entry_has_msprobes_fields_key_and_message(tmp_path):
 
     assert list(next(iter(json.loads(RECORDED.read_text()).values()))) == list(entry)
     assert f"{name}_step_4_call_7" == key
-    assert {
-        "rank": 3,
-        "step": 4,
-        "micro_step": 0,
-        "pp_stage": 3,
-        "vpp_stage": 0,
-        "call_id": 7,
-        "tag_name": name,
-        "message": f"Rule AnomalyTurbulence reports anomaly signal in ('{name}', 'norm') at step 4, "
-        "current value 3.0, history mean 1.5.",
-        "group_mates": [0, 1, 2, 3],
-    } == entry
-
-
-def test_all_anomalous_statistics_of_a_tensor_are_written(tmp_path):
-    events = [anomaly(op=op) for op in ("norm", "mean", "norm")]
-    sink(tmp_path).put(record(1, *events))
-
+    place = {"rank": 3, "step": 4, "micro_step": 0, "pp_stage": 3, "vpp_stage": 0, "call_id": 7}
+    signal = f"Rule AnomalyTurbulence reports anomaly signal in ('{name}', 'norm') at step 4"
+    message = f"{signal}, current value 3.0, history mean 1.5."
+    sink(tmp_path).put(record(1, *(anomaly(op=op) for op in ("norm", "mean", "norm"))))
     assert ["norm", "mean", "norm"] == [entry["message"].split("'")[3] for entry in read(tmp_path).values()]
+    assert {**place, "tag_name": name, "message": message, "group_mates": [0, 1, 2, 3]} == entry
 
 
 def test_importer_restores_the_anomalies(tmp_path):
@@ -110,14 +90,9 @@ def test_file_is_complete_after_every_step_and_replaced_by_a_new_run(tmp_path):
     second.put(record(2, anomaly()))
     assert 1 == len(read(tmp_path))
 
-
-def test_removed_file_is_created_again(tmp_path):
-    written = sink(tmp_path)
-    written.put(record(1, anomaly()))
-    (tmp_path / "anomaly_detected/rank3/anomaly.json").unlink()
-    written.put(record(2, anomaly()))
-
-    assert [1] == [entry["step"] for entry in read(tmp_path).values()]
+    (tmp_path / "anomaly_detected/rank3/anomaly.json").unlink()  # by somebody else
+    second.put(record(3, anomaly()))
+    assert [2] == [entry["step"] for entry in read(tmp_path).values()]
 
 
 def test_partial_write_leaves_the_file_complete(tmp_path, monkeypatch):
@@ -143,16 +118,12 @@ def test_file_size_is_limited(tmp_path, monkeypatch):
     assert 1 == len(read(tmp_path))
 
 
-def test_events_without_a_tensor_are_omitted(tmp_path):
-    sink(tmp_path).put(record(1, Event(type=EventType.NOTE), anomaly(None, op="loss"), anomaly(kind=None)))  # type: ignore[arg-type]
-
+def test_events_without_a_tensor_are_omitted_and_any_name_is_a_valid_key(tmp_path):
+    without = (Event(type=EventType.NOTE), anomaly(None, op="loss"), anomaly(kind=None))  # type: ignore[arg-type]
+    sink(tmp_path).put(record(1, *without))
     assert not list(tmp_path.iterdir())
 
-
-def test_any_name_is_a_valid_json_key(tmp_path):
-    name = 'a"b\\c\n☃\ud800'
-    sink(tmp_path).put(record(1, anomaly(name)))
-
+    sink(tmp_path).put(record(1, anomaly('a"b\\c\n☃\ud800')))
     assert 1 == len(read(tmp_path))
 
 

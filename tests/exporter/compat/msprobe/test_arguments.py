@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,21 +17,11 @@ SGD = torch.optim.SGD(NET.parameters(), lr=0.1)
 DATA, TENSOR = object(), object()
 
 
-class Group:
-    """A process group with the methods that the check calls."""
-
-    def rank(self) -> int:
-        return 0
-
-
 class Wrapper:
     """An optimizer around another one, as in DeepSpeed and Accelerate."""
 
     def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-
-    def step(self) -> None:
-        self.optimizer.step()
+        self.optimizer, self.step = optimizer, optimizer.step
 
 
 class Index:
@@ -49,18 +40,15 @@ MEANT = Attachment(model=NET, optimizer=SGD, grad_acc_steps=8, dp_group=DATA, tp
 @pytest.mark.parametrize(
     ("positional", "named"),
     [
-        ((NET, 8, SGD, DATA, TENSOR, 5), {}),
-        ((NET, SGD, 8, TENSOR, DATA, 5), {}),
-        ((NET, 8), {"optimizer": SGD, "dp_group": DATA, "tp_group": TENSOR, "start_iteration": 5}),
-        ((NET, SGD), {"grad_acc_steps": 8, "tp_group": TENSOR, "dp_group": DATA, "start_iteration": 5}),
-        ((NET, 8, SGD, DATA), {"tp_group": TENSOR, "start_iteration": 5}),
-        ((NET,), {"optimizer": SGD, "grad_acc_steps": 8, "dp_group": DATA, "tp_group": TENSOR, "start_iteration": 5}),
-        ((), {"model": NET, "optimizer": SGD, "grad_acc_steps": 8, "dp_group": DATA, "tp_group": TENSOR,
-              "start_iteration": 5}),
+        ((NET, 8, SGD, DATA, TENSOR, 5), ()),
+        ((NET, SGD, 8, TENSOR, DATA, 5), ()),
+        ((NET, 8, SGD, DATA), ("tp_group", "start_iteration")),
+        ((NET, 8), ("optimizer", "dp_group", "tp_group", "start_iteration")),
+        ((), ("model", "optimizer", "grad_acc_steps", "dp_group", "tp_group", "start_iteration")),
     ],
-)  # fmt: skip
+)
 def test_manual_and_code_argument_orders_are_equivalent(positional, named):
-    given = Attachment.of("set_monitor", positional, named)
+    given = Attachment.of("set_monitor", positional, {name: getattr(MEANT, name) for name in named})
     given.check("set_monitor")
 
     assert MEANT == given
@@ -73,12 +61,6 @@ def test_any_number_type_decides_the_argument_order(steps):
 
     assert (SGD, steps) == (given.optimizer, given.grad_acc_steps)
     assert [] == hints(grad_acc_steps=Index(8), start_iteration=torch.tensor(3))
-
-
-def test_missing_arguments_have_msprobes_defaults():
-    given = Attachment.of("set_monitor", (NET, SGD), {})
-
-    assert (1, None, None, 0) == (given.grad_acc_steps, given.dp_group, given.tp_group, given.start_iteration)
 
 
 @pytest.mark.parametrize(
@@ -101,22 +83,22 @@ def test_wrong_argument_is_rejected_with_the_correct_form(positional, named, wor
         Attachment.of("set_monitor", positional, named).check("set_monitor")
 
 
-GROUP = Group()
+GROUP = SimpleNamespace(rank=lambda: 0)
+OPT = "Megatron_DistributedOptimizer"
 
 
 @pytest.mark.parametrize(
     ("positional", "named"),
     [
-        ((GROUP, False, "Megatron_DistributedOptimizer"), {}),
-        ((GROUP,), {"params_have_main_grad": False, "opt_ty": "Megatron_DistributedOptimizer"}),
-        ((False, "Megatron_DistributedOptimizer"), {"process_group": GROUP}),
-        ((), {"process_group": GROUP, "param_have_main_grad": False, "opt_ty": "Megatron_DistributedOptimizer"}),
+        ((GROUP, False, OPT), {}),
+        ((False, OPT), {"process_group": GROUP}),
+        ((), {"process_group": GROUP, "param_have_main_grad": False, "opt_ty": OPT}),
     ],
 )
 def test_constructor_accepts_old_and_new_orders(positional, named):
-    meant = Construction(process_group=GROUP, params_have_main_grad=False, opt_ty="Megatron_DistributedOptimizer")
-
-    assert meant == Construction.of(positional, named)
+    assert Construction(process_group=GROUP, params_have_main_grad=False, opt_ty=OPT) == Construction.of(
+        positional, named
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,37 +121,37 @@ def hints(*, said: Construction | None = None, **given: Any) -> list[str]:
 
 
 def test_correct_and_missing_hints_are_not_reported():
+    given = Attachment.of("set_monitor", (NET, SGD), {})
+
+    assert (1, None, None, 0) == (given.grad_acc_steps, given.dp_group, given.tp_group, given.start_iteration)
     assert [] == hints()
     assert [] == hints(said=Construction(params_have_main_grad=False), grad_acc_steps=4, start_iteration=7)
 
 
-def test_wrong_hints_are_reported_without_an_error():
-    assert ["params_have_main_grad=True, but no parameter has a main_grad: gradients are read from .grad"] == hints(
-        said=Construction(params_have_main_grad=True)
-    )
-    assert ["opt_ty='Megatron_DistributedOptimizer', but the optimizer is a SGD, and is read as one"] == hints(
-        said=Construction(opt_ty="Megatron_DistributedOptimizer")
-    )
-    assert "opt_ty='adam' is none of Megatron_DistributedOptimizer" in hints(said=Construction(opt_ty="adam"))[0]
-    assert "grad_acc_steps=2.5 is no number of micro-batches" in hints(grad_acc_steps=2.5)[0]
-    assert "start_iteration='3' is no number of a step" in hints(start_iteration="3")[0]
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"said": Construction(opt_ty="adam")}, "opt_ty='adam' is none of Megatron_DistributedOptimizer"),
+        ({"grad_acc_steps": 2.5}, "grad_acc_steps=2.5 is no number of micro-batches"),
+        ({"start_iteration": "3"}, "start_iteration='3' is no number of a step"),
+    ],
+)
+def test_wrong_hints_are_reported_without_an_error(given, words):
+    (sentence,) = hints(**given)
+
+    assert words in sentence
 
 
-def test_hint_that_denies_an_existing_main_grad_is_reported():
-    net = nn.Linear(2, 2)
-    net.weight.main_grad = torch.zeros(2, 2)  # type: ignore[assignment]  # as Megatron does
-
-    assert [] == hints(said=Construction(params_have_main_grad=True), model=[net])
-    assert 1 == len(hints(said=Construction(params_have_main_grad=False), model=[net]))
-
-
-def test_wrapped_optimizer_class_is_found():
+def test_hints_about_main_grad_and_wrapped_optimizers_are_compared_with_the_model():
     class DistributedOptimizer(Wrapper):
         pass
 
-    assert [] == hints(
-        said=Construction(opt_ty="Megatron_DistributedOptimizer"), optimizer=Wrapper(DistributedOptimizer(SGD))
-    )
+    wrapped, hint = Wrapper(DistributedOptimizer(SGD)), Construction(opt_ty="Megatron_DistributedOptimizer")
+    net = nn.Linear(2, 2)
+    net.weight.main_grad = torch.zeros(2, 2)  # type: ignore[assignment]  # as Megatron does
+
+    assert [0, 1] == [len(hints(said=Construction(params_have_main_grad=has), model=[net])) for has in (True, False)]
+    assert [] == hints(said=hint, optimizer=wrapped)
 
 
 @pytest.mark.parametrize(

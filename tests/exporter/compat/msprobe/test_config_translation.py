@@ -1,4 +1,4 @@
-"""Tests that msprobe's configuration is accepted wherever a configuration is, and of the errors for wrong values."""
+"""Tests that msprobe's configuration is accepted wherever a configuration is, and of its names of targets."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
 from rankscope_exporter.compat.msprobe import TrainerMon
+from rankscope_exporter.compat.msprobe.config_translation import module_pattern, parameter_pattern
+from rankscope_exporter.model.parameter_names import Targets, target_notices
 from rankscope_exporter.sampling.sampling_config import sampling_config_from
 
 FROM_THE_MANUAL = """{
@@ -62,6 +64,7 @@ def test_example_of_the_manual_is_accepted_unchanged(tmp_path: Path) -> None:
     assert (AnomalyTurbulence(threshold=0.5),) == config.rules
     assert (1e-8, 1, None) == (config.zero_below, config.every, config.times)
     assert {"csv"} == set(config.sinks)
+    assert json.dumps(config.options)  # compared with the text that other ranks read
     assert config == TrainerMon(path)._config
 
 
@@ -71,6 +74,7 @@ def test_mapping_and_watched_document_are_accepted() -> None:
     switched = sampling_config_from(asked, MonitorConfig(), on=False)
 
     assert (("gradients",), 3, 7) == (config.quantities, config.every, config.times)
+    assert MonitorConfig.from_mapping(asked) == MonitorConfig.from_msprobe(asked)
     assert switched.on
     assert (("gradients",), 3, 7) == (switched.config.quantities, switched.config.every, switched.config.times)
 
@@ -90,15 +94,11 @@ def test_monitor_configurations_are_not_translated() -> None:
 
 def test_missing_keys_have_msprobes_defaults() -> None:
     config = MonitorConfig.from_mapping({"wg_distribution": True})
+    null = dict.fromkeys(("start_step", "collect_times", "targets"))
 
+    assert config == MonitorConfig.from_mapping({"wg_distribution": True, **null})
     assert ({"csv"}, (), ("norm",), 1e-8) == (set(config.sinks), config.rules, config.ops, config.zero_below)
     assert config.sinks["csv"]["squash_name"] is True
-
-
-def test_null_means_the_default() -> None:
-    assert MonitorConfig.from_mapping({"wg_distribution": True}) == MonitorConfig.from_mapping(
-        {"wg_distribution": True, "start_step": None, "collect_times": None, "targets": None}
-    )
 
 
 def test_rules_keep_their_order_and_get_unique_names() -> None:
@@ -166,18 +166,16 @@ def test_wrong_key_or_value_is_rejected_with_the_correct_form(document: dict[str
         MonitorConfig.from_mapping(document)
 
 
-def test_error_for_a_wrong_file_contains_its_path(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{", "monitor_config.json: "), ("[]", "a table of settings"), ('{"nix": 1}', "unknown"), (None, "No such file")],
+)
+def test_error_for_a_wrong_file_contains_its_path(text: str | None, words: str, tmp_path: Path) -> None:
     path = tmp_path / "monitor_config.json"
-    for text, words in (
-        ("{", "monitor_config.json: "),
-        ("[]", "a table of settings"),
-        ('{"nix": 1}', "unknown setting"),
-    ):
+    if text is not None:
         path.write_text(text)
-        with pytest.raises(ConfigError, match=words):
-            TrainerMon(path)
-    path.unlink()
-    with pytest.raises(ConfigError, match="No such file"):
+
+    with pytest.raises(ConfigError, match=words):
         TrainerMon(path)
 
 
@@ -186,26 +184,63 @@ def test_settings_as_a_mapping_are_rejected_by_trainer_mon() -> None:
         TrainerMon({"wg_distribution": True})  # type: ignore[arg-type]
 
 
-def test_translation_of_a_document_is_json(tmp_path: Path) -> None:
-    """The text of a watched file is compared with the text that other ranks read."""
-    path = tmp_path / "monitor_config.json"
-    path.write_text(FROM_THE_MANUAL)
-
-    assert json.dumps(MonitorConfig.from_file(path).options)
+NAMES = ("", "layers.1", "layers.10", "layers.1.mlp", "encoder.layers.1.mlp", "decoder.layers.1.mlp", "module.head")
+OF_LAYERS = ("layers.1.weight", "layers.10.weight", "layers.1.mlp.weight")
+PARAMETERS = (*OF_LAYERS, "encoder.layers.1.mlp.weight", "head.weight")
 
 
-def test_document_with_a_key_of_msprobe_alone_is_translated():
-    document = {"wg_distribution": True, "step_interval": 3}
+@pytest.mark.parametrize(
+    ("target", "squashed", "found"),
+    [
+        ("layers.1", False, {"layers.1"}),
+        ("12:module.module.layers.1", False, {"layers.1"}),
+        ("_fsdp_wrapped_module.layers.1._orig_mod", False, {"layers.1"}),
+        ("module.head", False, {"module.head"}),
+        ("module", False, {""}),
+        ("", False, {""}),
+        ("layers.1.mlp", False, {"layers.1.mlp"}),
+        ("layers.1.mlp", True, {"layers.1.mlp", "encoder.layers.1.mlp", "decoder.layers.1.mlp"}),
+        ("mlp", True, set()),
+        ("layersX1", False, set()),
+    ],
+)
+def test_module_target_matches_the_name_without_wrappers(target, squashed, found):
+    targets = Targets((module_pattern(target, squashed=squashed),))
 
-    assert MonitorConfig.from_msprobe(document) == MonitorConfig.from_mapping(document)
-    assert "gradients" in MonitorConfig.from_mapping(document).quantities
+    assert found == {name for name in NAMES if targets.selects(name)}
 
 
-@pytest.mark.parametrize("key", ["wg_distributon", "step_intervall", "xy_distribtion"])
-def test_misspelt_key_of_msprobe_is_an_unknown_setting(key):
-    with pytest.raises(ConfigError, match=f"unknown setting {key}; .*Did you mean "):
-        MonitorConfig.from_mapping({key: True})
+@pytest.mark.parametrize(
+    ("target", "squashed", "found"),
+    [
+        ("layers.1", False, {"layers.1.weight", "layers.1.mlp.weight"}),
+        ("layers.1.weight", False, {"layers.1.weight"}),
+        ("0:module.layers.1.mlp", False, {"layers.1.mlp.weight"}),
+        ("layers.1.mlp", True, {"layers.1.mlp.weight", "encoder.layers.1.mlp.weight"}),
+        ("", False, set(PARAMETERS)),
+        ("module", False, set(PARAMETERS)),
+        ("layers", False, set(OF_LAYERS)),
+        ("layer", False, set()),
+    ],
+)
+def test_parameter_target_matches_a_parameter_or_its_module(target, squashed, found):
+    targets = Targets((parameter_pattern(target, squashed=squashed),))
+
+    assert found == {name for name in PARAMETERS if targets.selects(name)}
 
 
-def test_shared_keys_alone_are_read_as_settings_of_a_monitor():
-    assert ("norm", "max") == MonitorConfig.from_mapping({"ops": ["norm", "max"]}).ops
+def test_target_without_a_match_is_reported_with_the_nearest_name():
+    parameters = Targets(tuple(map(parameter_pattern, ["0:layer.1.weight", "hed.weight"])))
+    modules = Targets((module_pattern("0:module.layer.1"),))
+    told = [*target_notices(parameters, PARAMETERS, "parameter"), *target_notices(modules, NAMES, "module")]
+
+    assert [
+        "target 'layer.1.weight' matches no parameter; nearest: layers.1.weight",
+        "target 'hed.weight' matches no parameter; nearest: head.weight",
+        "target 'layer.1' matches no module; nearest: layers.1",
+    ] == [sentence.partition(",")[0] for sentence in told]
+
+
+def test_name_may_contain_regex_characters():
+    for name in ("head[0].weight", "a(b).weight", "a).weight", "(?#x).weight"):
+        assert Targets((parameter_pattern(name),)).selects(name)

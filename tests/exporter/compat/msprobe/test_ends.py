@@ -29,13 +29,7 @@ main()
 
 
 def trained(folder: Path, end: str) -> int:
-    config = {
-        "targets": {},
-        "wg_distribution": True,
-        "format": "csv",
-        "step_count_per_record": 9,
-        "ops": ["norm", "min"],
-    }
+    config = {"wg_distribution": True, "format": "csv", "step_count_per_record": 9, "ops": ["norm", "min"]}
     (folder / "config.json").write_text(json.dumps(config))
     output = {"MONITOR_OUTPUT_DIR": str(folder / "out"), "RANKSCOPE_SPOOL_DIR": str(folder / "records")}
     done = run_program(SCRIPT.replace("END", end), folder=folder, whole_exit=True, **output)
@@ -43,14 +37,7 @@ def trained(folder: Path, end: str) -> int:
     return done.returncode
 
 
-@pytest.mark.parametrize(
-    ("end", "code", "state"),
-    [
-        ("pass", 0, "completed"),
-        pytest.param("sys.exit(0)", 0, "completed", marks=pytest.mark.thorough),
-        ("sys.exit(3)", 3, "failed"),
-    ],
-)
+@pytest.mark.parametrize(("end", "code", "state"), [("pass", 0, "completed"), ("sys.exit(3)", 3, "failed")])
 def test_script_that_ends_well_is_completed_with_all_its_files(end: str, code: int, state: str, tmp_path: Path) -> None:
     assert code == trained(tmp_path, end)
     done = run_command("sql", "select state from attempts", "--store", tmp_path / "records", "--format", "json")

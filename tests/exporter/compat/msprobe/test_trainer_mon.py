@@ -27,17 +27,13 @@ from tests.exporter.parts import session_of
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-import rankscope
+from rankscope import TrainerMon
 from rankscope_exporter import ConfigError
 from rankscope_exporter.adapters import framework_of
 from rankscope_exporter.api import session
-from rankscope_exporter.compat.msprobe import TrainerMon
 
+NET = model()
 EVERYTHING = {"wg_distribution": True, "xy_distribution": True, "ops": ["norm", "nans"]}
-
-
-def test_trainer_mon_is_exported_by_the_package():
-    assert TrainerMon is rankscope.TrainerMon
 
 
 @pytest.fixture
@@ -64,33 +60,20 @@ def attached(folder: Path, *arguments: Any, net: nn.Module, construction: tuple[
     return left(monitor.monitor, net, folder, monitor.faults)
 
 
-def test_both_argument_orders_attach(tmp_path, group):
-    for as_in_the_manual in (True, False):
-        net = model()
-        optimizer = adam(net)
-        manual, code = (net, 1, optimizer, group, None, 10), (net, optimizer, 1, None, group, 10)
-        run = attached(tmp_path, *(manual if as_in_the_manual else code), net=net)
-
-        assert [11, 12] == run.steps(), "the tool's steps 10 and 11"
-        assert 0 == run.faults
+def unattached(folder: Path) -> TrainerMon:
+    return TrainerMon(write(folder / "c.json", {**QUIET, "format": "api", "wg_distribution": True}))
 
 
-def test_single_chunk_list_and_wrapped_optimizer_are_accepted(tmp_path):
+def test_wrapped_optimizer_and_first_step_are_accepted(tmp_path, group):
     class Wrapper:
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-            self.optimizer = optimizer
-
-        def step(self) -> None:
-            self.optimizer.step()
-
-        def zero_grad(self) -> None:
-            self.optimizer.zero_grad()
+            self.optimizer, self.step, self.zero_grad = optimizer, optimizer.step, optimizer.zero_grad
 
     net = model()
-    run = attached(tmp_path, [net], Wrapper(adam(net)), net=net, mv_distribution=True)
+    run = attached(tmp_path, [net], 1, Wrapper(adam(net)), group, None, 10, net=net, mv_distribution=True)
 
     assert {"exp_avg", "exp_avg_sq"} <= run.kinds()
-    assert 0 == run.faults
+    assert ([11, 12], 0) == (run.steps(), run.faults), "the tool's steps 10 and 11"
 
 
 def test_chunks_of_a_virtual_pipeline_are_monitored_together(tmp_path, monkeypatch):
@@ -117,39 +100,34 @@ def test_chunks_of_a_virtual_pipeline_are_monitored_together(tmp_path, monkeypat
     monitor.detach()
 
 
-def test_first_of_several_models_is_monitored_with_a_remark(tmp_path):
-    net = model()
-    optimizer = adam(net)
-    run = attached(tmp_path, [net, nn.Linear(2, 2)], optimizer, net=net)
-
-    assert [1, 2] == run.steps("grad_reduced")
-    (said,) = run.said()
-    assert "the 2 models are no chunks" in said
-
-
 def test_wrong_hints_are_reported_once_and_change_no_number(tmp_path):
-    net = model()
-    optimizer = adam(net)
-    run = attached(tmp_path, net, optimizer, net=net, construction=(None, True, "Megatron_DistributedOptimizer"))
+    net, hints = model(), (None, True, "Megatron_DistributedOptimizer")
+    run = attached(tmp_path, [net, nn.Linear(2, 2)], adam(net), net=net, construction=hints)
 
+    several = "the 2 models are no chunks that Megatron-Core's DDP wraps, and the first is monitored"
     assert [
         "params_have_main_grad=True, but no parameter has a main_grad: gradients are read from .grad",
         "opt_ty='Megatron_DistributedOptimizer', but the optimizer is a AdamW, and is read as one",
+        f"{several}: make a TrainerMon for each",
     ] == run.said()
     assert [1, 2] == run.steps("grad_reduced")
 
 
-def test_attach_errors_are_raised_before_training(tmp_path):
-    monitor = TrainerMon(write(tmp_path / "c.json", {**QUIET, "wg_distribution": True}))
-    with pytest.raises(ConfigError, match="set_monitor needs the optimizer"):
-        monitor.set_monitor(model())
+@pytest.mark.parametrize("call", ["set_monitor", "monitor_gnorm_with_ad"])
+def test_attach_errors_are_raised_before_training(call, tmp_path):
+    monitor = unattached(tmp_path)
+    with pytest.raises(ConfigError, match=f"{call} needs the optimizer"):
+        getattr(monitor, call)(model())
+
     assert monitor.monitor is None
 
 
 def test_old_names_work_with_one_deprecation_line_each(tmp_path):
     net = model()
     optimizer = adam(net)
-    monitor = TrainerMon(write(tmp_path / "c.json", {**QUIET, "format": "api", "wg_distribution": True}))
+    monitor = unattached(tmp_path)
+    monitor.ops = ["max"]  # applies to the first step
+    assert ["max"] == monitor.ops
     for _ in range(2):
         monitor.set_wrapped_optimizer(optimizer)
     monitor.monitor_gnorm_with_ad(net, 1, None, None, None, 0)
@@ -165,33 +143,20 @@ def test_old_names_work_with_one_deprecation_line_each(tmp_path):
     run = left(monitor.monitor, net, tmp_path, monitor.faults)
     deprecated = [sentence.partition(" is deprecated: ")[0] for sentence in run.said()]
 
-    assert ["set_wrapped_optimizer", "monitor_gnorm_with_ad", "monitor.ops = […]", "reload_xy"] == deprecated
+    assert ["monitor.ops = […]", "set_wrapped_optimizer", "monitor_gnorm_with_ad", "reload_xy"] == deprecated
+    assert {"max"} == {op for row in run.rows if row.step == 1 for op in ("max", "norm") if row.numbers[op] is not None}
     assert 0 == run.faults
 
 
-def test_monitor_gnorm_with_ad_reports_a_missing_optimizer(tmp_path):
-    monitor = TrainerMon(write(tmp_path / "c.json", {**QUIET, "wg_distribution": True}))
-    with pytest.raises(ConfigError, match="monitor_gnorm_with_ad needs the optimizer"):
-        monitor.monitor_gnorm_with_ad(model())
-
-
 def test_second_model_is_rejected_with_a_remark(tmp_path):
-    def again(_step: int, monitor: TrainerMon) -> None:
-        other = model()
-        monitor.set_monitor(other, adam(other))
+    said = train(tmp_path, {"wg_distribution": True}, during=lambda _, one: one.set_monitor(NET, adam(NET))).said()
 
-    run = train(tmp_path, {"wg_distribution": True}, during=again)
-
-    assert [
-        "set_monitor was called before, and the first model remains attached: create a TrainerMon for each model"
-    ] == run.said()
+    assert ["set_monitor was called before, and the first model remains attached"] == [
+        sentence.partition(": create a TrainerMon")[0] for sentence in said
+    ]
 
 
 # The getters.
-
-
-def reference(tensor: torch.Tensor) -> float:
-    return float(tensor.double().norm())
 
 
 def test_getters_return_the_statistics_of_the_current_step(tmp_path):
@@ -200,20 +165,19 @@ def test_getters_return_the_statistics_of_the_current_step(tmp_path):
     def look(step: int, monitor: TrainerMon) -> None:
         reduced, unreduced = monitor.generate_wgrad_metrics()
         actv, actv_grad = monitor.generate_xy_metrics()
-        net = run_net
         gradient = net.head.weight.grad
         assert gradient is not None
-        expected = pytest.approx(reference(gradient), rel=1e-5)
-        assert expected == float(reduced["0:head.weight/rank0/post_grad"]["norm"])
-        assert expected == float(unreduced["0:head.weight/rank0/acc_grad"]["norm"])
-        assert pytest.approx(reference(batch(step)), rel=1e-5) == float(actv["0:.input:0/rank0/actv"]["norm"])
+        expected = [pytest.approx(float(tensor.double().norm()), rel=1e-5) for tensor in (gradient, batch(step))]
+        assert expected[0] == float(reduced["0:head.weight/rank0/post_grad"]["norm"])
+        assert expected[0] == float(unreduced["0:head.weight/rank0/acc_grad"]["norm"])
+        assert expected[1] == float(actv["0:.input:0/rank0/actv"]["norm"])
         assert {"0:layers.0.output_0:0/rank0/actv", "0:layers.0.output_1:0/rank0/actv"} <= set(actv)
         assert "0:head.output:0/rank0/actv_grad" in actv_grad
         assert {("norm", "nans")} == {tuple(numbers) for numbers in (*reduced.values(), *actv.values())}
         seen.append(step)
 
-    run_net = model()
-    run = train(tmp_path, EVERYTHING, net=run_net, during=look)
+    net = model()
+    run = train(tmp_path, EVERYTHING, net=net, during=look)
 
     assert ([1, 2], 0) == (seen, run.faults)
 
@@ -223,25 +187,19 @@ def test_getters_change_neither_records_nor_training(tmp_path):
         monitor.generate_wgrad_metrics()
         monitor.generate_xy_metrics()
 
-    looked = train(tmp_path, EVERYTHING, during=look)
-    alone = train(tmp_path, EVERYTHING)
-
-    assert [(row.step, row.entry, row.numbers) for row in alone.rows] == [
-        (row.step, row.entry, row.numbers) for row in looked.rows
-    ]
-    assert all(map(torch.equal, alone.net.parameters(), looked.net.parameters()))
-
-
-def test_training_is_bit_identical_with_trainer_mon(tmp_path):
-    watched = train(tmp_path, {**EVERYTHING, "mv_distribution": True, "param_distribution": True}, steps=3)
-    net = model()
-    optimizer = adam(net)
+    document = {**EVERYTHING, "mv_distribution": True, "param_distribution": True}
+    looked, alone = (train(tmp_path, document, steps=3, **during) for during in ({"during": look}, {}))
+    bare = model()
+    optimizer = adam(bare)
     for step in (1, 2, 3):
-        net(batch(step)).square().mean().backward()
+        bare(batch(step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    assert all(map(torch.equal, net.parameters(), watched.net.parameters()))
+    rows, others = ([(row.step, row.entry, row.numbers) for row in run.rows] for run in (looked, alone))
+    assert rows == others
+    for net in (alone.net, looked.net):
+        assert all(map(torch.equal, bare.parameters(), net.parameters()))
 
 
 def test_getter_returns_the_last_measured_step(tmp_path, monkeypatch):
@@ -276,59 +234,37 @@ def test_getters_return_nan_with_a_nan_and_zeros_as_a_share(tmp_path):
     assert math.isnan(found["mean"])
 
 
-def test_getters_are_empty_without_model_or_measurement(tmp_path):
-    monitor = TrainerMon(write(tmp_path / "c.json", {**QUIET, "wg_distribution": True}))
+def test_getters_are_empty_without_a_measurement_and_after_an_error(tmp_path, monkeypatch):
+    def fails(step: int, monitor: TrainerMon) -> None:
+        assert ({}, {}) == monitor.generate_xy_metrics()
+        if step == 2:
+            monkeypatch.setattr(monitor.monitor, "current", lambda *_: 1 / 0, raising=True)
+            assert ({}, {}) == monitor.generate_wgrad_metrics({})
+
+    monitor = unattached(tmp_path)
     assert ({}, {}) == monitor.generate_wgrad_metrics() == monitor.generate_xy_metrics()
-
-    got = []
-    train(tmp_path, {"wg_distribution": True}, during=lambda _step, one: got.append(one.generate_xy_metrics()))
-    assert [({}, {})] * 2 == got
-
-
-def test_failing_getter_returns_nothing_and_is_counted(tmp_path, monkeypatch):
-    def fails(_step: int, monitor: TrainerMon) -> None:
-        monkeypatch.setattr(monitor.monitor, "current", lambda *_: 1 / 0, raising=True)
-        assert ({}, {}) == monitor.generate_wgrad_metrics({})
-
-    assert 1 == train(tmp_path, {"wg_distribution": True}, steps=1, during=fails).faults
+    assert 1 == train(tmp_path, {"wg_distribution": True}, during=fails).faults
 
 
 # Changes while training runs.
 
 
 def test_new_ops_are_published_from_the_next_step_on(tmp_path):
+    """Invalid ones are reported without an error."""
+
     def change(step: int, monitor: TrainerMon) -> None:
         assert (["norm", "nans"] if step == 1 else ["max"]) == monitor.ops
         monitor.ops = ["max"]
-
-    run = train(tmp_path, {"wg_distribution": True, "ops": ["norm", "nans"]}, during=change)
-    known = {
-        step: {
-            op for row in run.rows if row.step == step for op in ("norm", "max", "nans") if row.numbers[op] is not None
-        }
-        for step in (1, 2)
-    }
-
-    assert {1: {"norm", "nans"}, 2: {"max"}} == known
-
-
-def test_invalid_ops_are_reported_without_an_error(tmp_path):
-    def change(_step: int, monitor: TrainerMon) -> None:
         monitor.ops = ["norm", "nons"]
         monitor.ops = "norm"  # type: ignore[assignment]  # a mistake
-        assert ["norm"] == monitor.ops
+        assert ["max"] == monitor.ops
 
-    said = train(tmp_path, {"wg_distribution": True}, during=change).said()
+    run = train(tmp_path, {"wg_distribution": True, "ops": ["norm", "nans"]}, during=change)
+    known = {(row.step, op) for row in run.rows for op in ("norm", "max", "nans") if row.numbers[op] is not None}
 
-    assert 1 == len([sentence for sentence in said if "'nons' is not a statistic" in sentence])
-    assert 1 == len([sentence for sentence in said if "ops must be a list of statistics, not 'norm'" in sentence])
-
-
-def test_ops_set_before_attach_apply_to_the_first_step(tmp_path):
-    monitor = TrainerMon(write(tmp_path / "c.json", {**QUIET, "wg_distribution": True}))
-    monitor.ops = ["max"]
-
-    assert (["max"], ("max",)) == (monitor.ops, monitor._config.ops)
+    assert {(1, "norm"), (1, "nans"), (2, "max")} == known
+    for reason in ("'nons' is not a statistic", "ops must be a list of statistics, not 'norm'"):
+        assert 1 == len([sentence for sentence in run.said() if reason in sentence])
 
 
 def test_reload_xy_switches_activations_with_the_configured_targets(tmp_path):

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.exporter.compat.msprobe.monitored_runs import QUIET, Run, adam, batch, left, model, wait_for
+from tests.exporter.compat.msprobe.monitored_runs import QUIET, Run, adam, batch, left, model
+from tests.exporter.conftest import wait_until
 from tests.exporter.parts import session_of
 
 from rankscope_exporter import Monitor
@@ -26,10 +27,11 @@ def write(path: Path, **document: Any) -> None:
 class Training:
     """A model in training while its configuration file is edited."""
 
-    def __init__(self, path: Path, attach: Callable[[torch.nn.Module, torch.optim.Optimizer], Monitor]) -> None:
-        self.path, self.net = path, model()
+    def __init__(self, folder: Path, attach: Callable[..., Monitor], **document: Any) -> None:
+        self.path, self.net = folder / "monitor_config.json", model()
         self.optimizer = adam(self.net)
-        self.monitor = attach(self.net, self.optimizer)
+        write(self.path, wg_distribution=True, **document)
+        self.monitor = attach(self.path, self.net, self.optimizer)
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -39,24 +41,21 @@ class Training:
 
     def edit(self, **document: Any) -> None:
         write(self.path, **document)
-        wait_for(lambda: self.monitor.measuring["to_come"])
+        wait_until(lambda: self.monitor.measuring["to_come"])
 
     def finish(self) -> Run:
         return left(self.monitor, self.net, self.path.parent)
 
 
-def by_trainer_mon(path: Path) -> Callable[..., Monitor]:
-    def attach(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Monitor:
-        monitor = TrainerMon(path)
-        monitor.set_monitor(net, optimizer)
-        assert monitor.monitor is not None
-        return monitor.monitor
-
-    return attach
+def by_trainer_mon(path: Path, net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Monitor:
+    monitor = TrainerMon(path)
+    monitor.set_monitor(net, optimizer)
+    assert monitor.monitor is not None
+    return monitor.monitor
 
 
-def by_monitor(path: Path) -> Callable[..., Monitor]:
-    return lambda net, optimizer: Monitor(path).attach(net, optimizer)
+def by_monitor(path: Path, net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Monitor:
+    return Monitor(path).attach(net, optimizer)
 
 
 @pytest.fixture(params=[by_trainer_mon, by_monitor])
@@ -66,15 +65,13 @@ def attach(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
 
 
 def test_dynamic_on_switches_and_the_end_is_written_to_the_file(tmp_path, attach):
-    path = tmp_path / "monitor_config.json"
-    write(path, wg_distribution=True, dynamic_on=False)
-    training = Training(path, attach(path))
+    training = Training(tmp_path, attach, dynamic_on=False)
     training.train(3)
-    training.edit(xy_distribution=True, targets={"head": {"output": "tensor"}}, dynamic_on=True, collect_times=2,
-                  start_step=50)  # fmt: skip
+    edited = {"targets": {"head": {"output": "tensor"}}, "collect_times": 2, "start_step": 50}
+    training.edit(xy_distribution=True, dynamic_on=True, **edited)
     training.train(4)
     run = training.finish()
-    text = path.read_text()
+    text = training.path.read_text()
     told = [json.loads(e.details) for r in run.records for e in r.events if e.type == "switch" and e.details]
 
     assert {"act_out"} == run.kinds()
@@ -95,7 +92,7 @@ def test_getters_follow_the_ops_of_an_edit(tmp_path, monkeypatch):
     monitor.set_monitor(net, optimizer)
     assert monitor.monitor is not None
     write(path, wg_distribution=True, dynamic_on=True, ops=["max", "nans"])
-    wait_for(lambda: monitor.ops == ["max", "nans"])
+    wait_until(lambda: monitor.ops == ["max", "nans"])
     for _ in range(2):
         net(batch()).square().mean().backward()
         reduced, _ = monitor.generate_wgrad_metrics()
@@ -107,23 +104,20 @@ def test_getters_follow_the_ops_of_an_edit(tmp_path, monkeypatch):
 
 
 def test_dynamic_on_at_start_measures_from_msprobes_step_1(tmp_path, attach):
-    path = tmp_path / "monitor_config.json"
-    write(path, wg_distribution=True, dynamic_on=True)
-    training = Training(path, attach(path))
+    training = Training(tmp_path, attach, dynamic_on=True)
     training.train(3)
 
     assert [2, 3] == training.finish().steps()
 
 
 def test_invalid_edit_keeps_the_settings_and_reports_the_reason(tmp_path, attach):
-    path = tmp_path / "monitor_config.json"
-    write(path, wg_distribution=True, dynamic_on=True)
-    training = Training(path, attach(path))
+    training = Training(tmp_path, attach, dynamic_on=True)
     training.train(3)
-    write(path, wg_distributon=True, dynamic_on=True)
-    session = session_of(training.monitor)
-    ring = session.channel.ring
-    wait_for(lambda: any(r.events and "wg_distributon" in r.events[0].message for r in ring.after(-1, 1 << 40).records))
+    write(training.path, wg_distributon=True, dynamic_on=True)
+    ring = session_of(training.monitor).channel.ring
+    wait_until(
+        lambda: any(r.events and "wg_distributon" in r.events[0].message for r in ring.after(-1, 1 << 40).records)
+    )
     training.train(1)
 
     assert [2, 3, 4] == training.finish().steps()
