@@ -90,7 +90,7 @@ def test_file_is_complete_after_every_step_and_replaced_by_a_new_run(tmp_path):
     second.put(record(2, anomaly()))
     assert 1 == len(read(tmp_path))
 
-    (tmp_path / "anomaly_detected/rank3/anomaly.json").unlink()  # by somebody else
+    (tmp_path / "anomaly_detected/rank3/anomaly.json").unlink()
     second.put(record(3, anomaly()))
     assert [2] == [entry["step"] for entry in read(tmp_path).values()]
 

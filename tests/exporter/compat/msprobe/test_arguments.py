@@ -142,7 +142,7 @@ def test_wrong_hints_are_reported_without_an_error(given, words):
     assert words in sentence
 
 
-def test_hints_about_main_grad_and_wrapped_optimizers_are_compared_with_the_model():
+def test_hints_about_main_grad_and_wrapped_optimizers_are_compared():
     class DistributedOptimizer(Wrapper):
         pass
 
