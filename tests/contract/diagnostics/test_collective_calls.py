@@ -133,12 +133,9 @@ def test_call_that_blocks_another_call_comes_first():
 def test_groups_with_one_description_are_distinguished_by_id():
     mine, theirs = entry(5, pending=True, group_id="a"), entry(5, pending=True, group_id="b")
     records = {
-        rank: FlightRecord(
-            reason="x", collectives=(one,), recorded=1,
-            groups=(GroupProgress(id=str(one.group_id), ranks=ranks, latest_seq=5),),
-        )
+        rank: replace(record(one), groups=(GroupProgress(id=str(one.group_id), ranks=ranks, latest_seq=5),))
         for rank, one, ranks in ((0, mine, "0-1"), (1, mine, "0-1"), (2, theirs, "2-3"))
-    }  # fmt: skip
+    }
 
     assert [((0, 1), ()), ((2,), (3,))] == [(call.waiting, call.unknown) for call in calls_of_note(records)]
 
@@ -149,16 +146,10 @@ def test_point_to_point_messages_are_no_collective_calls():
 
 def test_groups_of_a_record_without_group_list_are_taken_from_its_calls():
     """A rank of an earlier release sends such a record."""
-    old = [
-        FlightRecord(
-            reason="x", collectives=(entry(seq, pending=seq == 41, group_id=None, bytes=None),), recorded=1
-        )
-        for seq in (41, 40)
-    ]  # fmt: skip
+    calls = (entry(41, pending=True, group_id=None, bytes=None), entry(40, group_id=None, bytes=None))
+    records = {rank: replace(record(call), groups=()) for rank, call in enumerate(calls)}
 
-    assert ["rank 1 never entered all_reduce 41 (float32) of dp; rank 0 is in it since 62 s"] == sentences(
-        dict(enumerate(old))
-    )
+    assert ["rank 1 never entered all_reduce 41 (float32) of dp; rank 0 is in it since 62 s"] == sentences(records)
 
 
 # Any history, compared with a simulation of the calls of each rank.
@@ -187,29 +178,19 @@ def histories(draw: st.DrawFn) -> tuple[dict[int, int], dict[int, int], dict[int
 def test_calls_equal_a_simulation_for_every_history(history):
     entered, left, ops, reporting = history
     everyone = f"0-{len(entered) - 1}"
-    records = {
-        rank: FlightRecord(
-            reason="x",
-            collectives=tuple(
-                entry(seq, pending=seq > left[rank], op=ops[rank][seq])
-                for seq in range(max(1, entered[rank] - KEPT + 1), entered[rank] + 1)
-            ),
-            recorded=entered[rank],
-            groups=(GroupProgress(id="id of dp", ranks=everyone, latest_seq=entered[rank]),) if entered[rank] else (),
-        )
-        for rank in reporting
-    }
+    kept = {rank: range(max(1, entered[rank] - KEPT + 1), entered[rank] + 1) for rank in reporting}
+    calls = {rank: [entry(seq, pending=seq > left[rank], op=ops[rank][seq]) for seq in kept[rank]] for rank in kept}
+    records = {rank: record(*calls[rank], ranks=everyone, dp=entered[rank] or -1) for rank in reporting}
 
     expected = {}
     for seq in range(1, 7):
         waiting = {rank for rank in reporting if left[rank] < seq <= entered[rank]}
         if waiting:
-            expected[seq] = (
-                {rank for rank in reporting if entered[rank] < seq},
-                waiting,
+            missing, over = (
+                {rank for rank in reporting if seq > entered[rank]},
                 {rank for rank in reporting if seq <= left[rank]},
-                set(entered) - reporting,
             )
+            expected[seq] = (missing, waiting, over, set(entered) - reporting)
     found = {call.seq: call for call in calls_of_note(records)}
 
     assert expected == {
@@ -217,10 +198,7 @@ def test_calls_equal_a_simulation_for_every_history(history):
         for seq, call in found.items()
         if call.waiting
     }
-    seen = {
-        seq: {ops[rank][seq] for rank in reporting if entered[rank] - KEPT < seq <= entered[rank]}
-        for seq in range(1, 7)
-    }
+    seen = {seq: {ops[rank][seq] for rank in reporting if seq in kept[rank]} for seq in range(1, 7)}
     differing = [seq for seq, called in seen.items() if len(called) > 1]
     assert {call.seq for call in found.values() if call.is_mismatch} <= set(differing)
     assert not differing or found[differing[0]].is_mismatch
