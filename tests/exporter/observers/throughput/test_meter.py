@@ -6,6 +6,7 @@ import json
 import math
 import re
 import time
+from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,6 +105,7 @@ DECODER = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2}
 WEIGHTS, SCORES = 2 * 16 * 16 + 2 * 16 * 8 + 2 * 16 * 40, 2 * 10 * 16
 """Multiplications of a token of `DECODER` in one layer: with the weights, and in attention."""
 TWENTY = {"tokens": 20}
+FROZEN = 20 * (4 * (3 * WEIGHTS + 16 * 50) + 6 * 3 * SCORES)
 
 
 def changed(model: Tokens, *, is_frozen: bool = False, is_tied: bool = False) -> Tokens:
@@ -121,14 +123,8 @@ def changed(model: Tokens, *, is_frozen: bool = False, is_tied: bool = False) ->
         (Tokens(), {"logged": {"tokens": torch.tensor(20)}}, "6n", 20 * TOKEN),
         (changed(Tokens(), is_tied=True), {"logged": TWENTY, "method": "6n"}, "6n", 20 * TOKEN),  # counts as a matrix
         (Tokens(**DECODER), {"logged": TWENTY}, "formula", 20 * 6 * (3 * (WEIGHTS + SCORES) + 16 * 50)),
-        (
-            *(changed(Tokens(**DECODER), is_frozen=True), {"logged": TWENTY}, "formula"),
-            20 * (4 * (3 * WEIGHTS + 16 * 50) + 6 * 3 * SCORES),
-        ),
-        (
-            *(Tokens(n_layer=3, n_embd=16), {"logged": TWENTY, "method": "formula"}, "formula"),
-            20 * (TOKEN + 12 * 3 * 16 * 10),
-        ),
+        (changed(Tokens(**DECODER), is_frozen=True), {"logged": TWENTY}, "formula", FROZEN),
+        (Tokens(n_layer=3, n_embd=16), {"logged": TWENTY, "method": "formula"}, "formula", 20 * (TOKEN + 12 * 3 * 160)),
         (Tokens(), {"logged": TWENTY, "flops_per_token": 1e6}, "given", 20e6),
         (Tokens(), {"logged": TWENTY, "flops_per_token": 1e6, "model_parallel": 4}, "given", 20e6 / 4),
         (Tokens(), {"logged": {"samples": 2}, "flops_per_sample": 5e5, "method": "given"}, "given", 2 * 5e5),
@@ -153,49 +149,23 @@ def test_counted_flops_have_the_method_given(run):
     assert ({"given"}, []) == (made.methods(), made.notes)
 
 
-class Classifier(nn.Module):
-    """A convolution over embedded tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.layer = nn.Embedding(50, 16), nn.Conv1d(16, 2, 3)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.layer(self.table(ids).transpose(1, 2))
+def named(**modules: nn.Module) -> nn.Module:
+    return nn.Sequential(OrderedDict(modules))
 
 
-class Bag(nn.Module):
-    """Combines all tokens of a sample to one row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.EmbeddingBag(50, 16), nn.Linear(16, 2)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.table(ids))
+def table() -> nn.Module:
+    return nn.Embedding(50, 16)
 
 
-class Kernels(Tokens):
-    """Has a parameter of three dimensions, like a convolution kernel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernels = nn.Parameter(torch.ones(16, 16, 3))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(nn.functional.conv1d(self.table(ids).transpose(1, 2), self.kernels, padding=1).transpose(1, 2))
+def with_kernels() -> nn.Module:
+    """Return a token model with a parameter of three dimensions, like a convolution kernel."""
+    model = Tokens()
+    model.register_parameter("kernels", nn.Parameter(torch.ones(16, 16, 3)))
+    return model
 
 
-class Routed(Tokens):
-    """Has experts, and no configuration with the number of experts per token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.table(ids)
-        return self.head(sum(expert(x) for expert in self.experts))
+def convolution_of_tokens() -> nn.Module:
+    return named(table=table(), layer=nn.Conv1d(10, 2, 3))
 
 
 IMAGES = torch.zeros(2, 3, 8, 8)
@@ -207,11 +177,21 @@ IMAGES = torch.zeros(2, 3, 8, 8)
     [
         (lambda: nn.Conv2d(3, 4, 3), IMAGES, {}, "is a convolution"),
         (lambda: nn.Conv2d(3, 4, 3), IMAGES, {"method": "6n", "logged": {"samples": 2}}, "is a convolution"),
-        (Classifier, IDS, {}, "layer is a convolution"),
+        (convolution_of_tokens, IDS, {}, "layer is a convolution"),
         (mlp, torch.zeros(BATCH, 64), {}, "takes no tokens"),
-        (Bag, IDS, {}, "combines many tokens to one row"),
-        (Kernels, IDS, {}, "kernels has 3 dimensions"),
-        (Routed, IDS, {}, "number of experts per token"),
+        (
+            lambda: named(table=nn.EmbeddingBag(50, 16), head=nn.Linear(16, 2)),
+            IDS,
+            {},
+            "combines many tokens to one row",
+        ),
+        (with_kernels, IDS, {}, "kernels has 3 dimensions"),
+        (
+            lambda: named(table=table(), experts=nn.Sequential(nn.Linear(16, 16))),
+            IDS,
+            {},
+            "number of experts per token",
+        ),
         (Tokens, IDS, {"method": "formula", "logged": {"samples": 2}}, "describes no decoder"),
         (mlp, torch.zeros(2, 10, 64), {}, None),
         (lambda: nn.Conv2d(3, 4, 3), IMAGES, {"flops_per_token": 1e6}, None),
@@ -234,8 +214,8 @@ def test_missing_formula_is_reported_once_with_the_reason(run, make, batch, opti
         (lambda: nn.Conv2d(3, 4, 3), IMAGES, {}),
         (lambda: nn.Conv2d(3, 4, 3), IMAGES, {"samples": 2}),
         (lambda: nn.Conv2d(3, 4, 3), IMAGES, {"tokens": 20}),  # a model of images cannot have TFLOP/s by a formula
-        (Classifier, IDS, {"samples": 2}),
-        (Classifier, IDS, {"tokens": 20}),
+        (convolution_of_tokens, IDS, {"samples": 2}),
+        (convolution_of_tokens, IDS, {"tokens": 20}),
     ],
 )
 def test_missing_formula_is_reported_only_if_tokens_are_logged(run, make, batch, logged):
@@ -262,9 +242,11 @@ def test_cpu_without_a_peak_setting_has_no_mfu(run):
     assert all(math.isfinite(value) and value > 0 for value in made.values("tflops_per_gpu"))
 
 
-@pytest.mark.parametrize("tokens", [0, math.nan])
-def test_step_without_tokens_publishes_nothing(run, tokens):
-    assert [] == run(Tokens(), IDS, logged={"tokens": tokens}).values("tflops_per_gpu")
+@pytest.mark.parametrize("options", [{"logged": {"tokens": 0}}, {"logged": {"tokens": math.nan}}, {"method": "off"}])
+def test_nothing_is_published_without_tokens_or_with_the_method_off(run, options):
+    made = run(Tokens(), IDS, peak_tflops=1, **options)
+
+    assert [] == made.values("tflops_per_gpu") == made.values("mfu") == made.notes
 
 
 def test_float32_peak_is_tf32_if_it_is_enabled():
@@ -290,26 +272,15 @@ def test_compute_dtype_is_that_of_autocast_or_parameters():
 
 def test_mfu_uses_the_peak_of_the_device_name(monkeypatch, run):
     """No accelerator is needed: the device name is that of a double."""
-    monkeypatch.setattr(meter, "device_name", lambda _device: "NVIDIA H100 80GB HBM3")
+    found = {}
+    for name in ("NVIDIA H100 80GB HBM3", "Abacus 3000"):
+        monkeypatch.setattr(meter, "device_name", lambda _device, name=name: name)
+        found[name] = run(Tokens(), IDS)
+    known, unknown = found.values()
 
-    made = run(Tokens(), IDS)
-
-    assert [rate / 66.9 for rate in made.values("tflops_per_gpu")] == pytest.approx(made.values("mfu"))
-
-
-def test_unknown_device_is_named_once_and_has_no_mfu(monkeypatch, run):
-    monkeypatch.setattr(meter, "device_name", lambda _device: "Abacus 3000")
-
-    made = run(Tokens(), IDS)
-
-    assert [] == made.values("mfu")
-    assert 1 == len([note for note in made.notes if "Abacus 3000" in note and "peak_tflops" in note])
-
-
-def test_off_publishes_nothing(run):
-    made = run(mlp(), torch.zeros(BATCH, 64), method="off", peak_tflops=1)
-
-    assert [] == made.values("tflops_per_gpu") == made.values("mfu") == made.notes
+    assert [rate / 66.9 for rate in known.values("tflops_per_gpu")] == pytest.approx(known.values("mfu"))
+    assert [] == unknown.values("mfu")
+    assert 1 == len([note for note in unknown.notes if "Abacus 3000" in note and "peak_tflops" in note])
 
 
 @pytest.mark.parametrize(
