@@ -78,6 +78,18 @@ def raw(number: int, at_us: int, *, over: bool = True, **more: Any) -> dict[str,
     }  # fmt: skip
 
 
+def summary(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["collective_seq"], row["step"], row["call_seq"], row["state"], row["duration"]
+
+
+@pytest.fixture
+def timeline() -> StepAssignment:
+    """Return the assignment after a step from 0 to 10."""
+    timeline = StepAssignment()
+    timeline.step_ended(1, 0, 10)
+    return timeline
+
+
 def test_call_belongs_to_the_last_step_that_began_before_it():
     timeline = StepAssignment()
     timeline.step_ended(7, 10, 20)
@@ -87,39 +99,34 @@ def test_call_belongs_to_the_last_step_that_began_before_it():
     assert [(None, 0), (7, 0), (7, 1), (8, 0), (8, 1)] == [(row["step"], row["call_seq"]) for row in taken.rows]
 
 
-def test_unfinished_call_waits_and_keeps_its_position():
-    timeline = StepAssignment()
-    timeline.step_ended(1, 0, 10)
+def test_unfinished_call_waits_and_keeps_its_position(timeline):
     first = timeline.take({"cpu": [raw(0, 1, over=False), raw(1, 2)]}, RANKS).rows
     second = timeline.take({"cpu": [raw(0, 1, duration_ms=2.5), raw(1, 2)]}, RANKS).rows
 
-    assert [(2, 1, "left", None)] == [_summary(row) for row in first]
-    assert [(1, 0, "left", 0.0025)] == [_summary(row) for row in second]
+    assert [(2, 1, 1, "left", None)] == [summary(row) for row in first]
+    assert [(1, 1, 0, "left", 0.0025)] == [summary(row) for row in second]
 
 
-@pytest.mark.parametrize(("end", "state"), [("overwritten", None), ("last reading", "entered")])
-def test_unfinished_call_is_entered_unless_it_was_overwritten(end, state):
-    timeline = StepAssignment()
-    timeline.step_ended(1, 0, 10)
+@pytest.mark.parametrize(
+    ("last", "is_last", "state"),
+    [([raw(1, 2)], False, None), ([raw(0, 1, over=False), raw(1, 2)], True, "entered")],
+    ids=["overwritten", "last reading"],
+)
+def test_unfinished_call_is_entered_unless_it_was_overwritten(last, is_last, state, timeline):
     timeline.take({"cpu": [raw(0, 1, over=False)]}, RANKS)
-    last = [raw(1, 2)] if end == "overwritten" else [raw(0, 1, over=False), raw(1, 2)]
+    taken = timeline.take({"cpu": last}, RANKS, is_last=is_last)
 
-    taken = timeline.take({"cpu": last}, RANKS, is_last=end == "last reading")
-    assert [(1, 0, state, None), (2, 1, "left", None)] == [_summary(row) for row in taken.rows]
+    assert [(1, 1, 0, state, None), (2, 1, 1, "left", None)] == [summary(row) for row in taken.rows]
 
 
-def test_last_reading_includes_calls_after_the_last_step():
-    timeline = StepAssignment()
-    timeline.step_ended(1, 0, 10)
+def test_last_reading_includes_calls_after_the_last_step(timeline):
     late = {"cpu": [raw(0, 99)]}
 
     assert [] == timeline.take(late, RANKS).rows
     assert [1] == [row["step"] for row in timeline.take(late, RANKS, is_last=True).rows]
 
 
-def test_calls_of_a_step_with_lost_entries_have_no_position():
-    timeline = StepAssignment()
-    timeline.step_ended(1, 0, 10)
+def test_calls_of_a_step_with_lost_entries_have_no_position(timeline):
     timeline.take({"cpu": [raw(0, 1)]}, RANKS)
     timeline.step_ended(2, 10, 20)
     timeline.step_ended(3, 20, 30)
@@ -129,27 +136,14 @@ def test_calls_of_a_step_with_lost_entries_have_no_position():
     assert [(2, None), (2, None), (3, 0)] == [(row["step"], row["call_seq"]) for row in taken.rows]
 
 
-def test_restarted_recorder_is_followed():
-    timeline = StepAssignment()
-    timeline.step_ended(1, 0, 10)
-    timeline.take({"cpu": [raw(8, 1), raw(9, 2, over=False)]}, RANKS)
+def test_restarted_recorder_is_followed_and_two_recorders_share_one_order(timeline):
+    taken = timeline.take({"cpu": [raw(0, 1), raw(1, 5, over=False)], "nccl": [raw(0, 3)]}, RANKS)
     timeline.step_ended(2, 10, 20)
-    taken = timeline.take({"cpu": [raw(0, 11), raw(1, 12)]}, RANKS)
+    restarted = timeline.take({"cpu": [raw(0, 11)], "nccl": []}, RANKS)
 
-    assert 0 == taken.overwritten
-    assert [(1, None), (2, "left"), (2, "left")] == [(row["step"], row["state"]) for row in taken.rows]
-
-
-def test_two_recorders_of_a_process_share_one_order():
-    timeline = StepAssignment()
-    timeline.step_ended(1, 0, 10)
-    taken = timeline.take({"cpu": [raw(0, 1), raw(1, 5)], "nccl": [raw(0, 3)]}, RANKS)
-
-    assert [(1, 0), (3, 1), (5, 2)] == [(row["t_start"], row["call_seq"]) for row in taken.rows]
-
-
-def _summary(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["collective_seq"], row["call_seq"], row["state"], row["duration"]
+    assert [(1, 0), (3, 1)] == [(row["t_start"], row["call_seq"]) for row in taken.rows]
+    assert 0 == restarted.overwritten
+    assert [(1, 2, None), (2, 0, "left")] == [(row["step"], row["call_seq"], row["state"]) for row in restarted.rows]
 
 
 @st.composite

@@ -135,8 +135,7 @@ def test_unsupported_signal_is_refused_with_the_alternatives(name):
 
 
 def test_environment_sets_signal_and_limit():
-    config = MonitorConfig().with_environment(
-        {"RANKSCOPE_STACKS_SIGNAL": "SIGUSR1", "RANKSCOPE_HANG_AFTER_SECONDS": "7.5"}
-    )
+    variables = {"RANKSCOPE_STACKS_SIGNAL": "SIGUSR1", "RANKSCOPE_HANG_AFTER_SECONDS": "7.5"}
+    config = MonitorConfig().with_environment(variables)
 
     assert ("SIGUSR1", 7.5) == (config.stacks_signal, config.hang_after_seconds)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -101,8 +100,7 @@ def test_memory_of_an_accelerator_is_read_from_its_allocator(monkeypatch):
 
 
 def test_unsampled_step_reads_no_memory():
-    pending_step = SimpleNamespace(sampled=False, later=[])
-
+    pending_step = PendingStep(1, 0)
     MemoryObserver(torch.device("cpu")).on_step_end(pending_step)
 
     assert [] == pending_step.later
