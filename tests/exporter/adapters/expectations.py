@@ -30,6 +30,8 @@ class Owed:
     ranks: tuple[int, ...] = tuple(range(WORLD))
     """Ranks whose data are trained on: the same data on all ranks, or separate data on each."""
     micros: int = 1
+    is_summed_from: int = 1
+    """The first step at which the sum of this rank's own micro-batches exists."""
     split: bool = False
     scaled: bool = False
     by_loop: bool = False

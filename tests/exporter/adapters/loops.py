@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,7 +76,7 @@ def plainly(model: nn.Module, rank: int, micros: int = 1, holding: Any = None) -
 
     def backward(step: int) -> torch.Tensor:
         for micro in range(micros):
-            with holding(model, last=micro == micros - 1) if holding else _nothing():
+            with holding(model, last=micro == micros - 1) if holding else nullcontext():
                 loss = loss_of(model(batch(rank, step, micro)))
                 loss.backward()
         return loss.detach()
@@ -84,21 +84,13 @@ def plainly(model: nn.Module, rank: int, micros: int = 1, holding: Any = None) -
     return Loop(model, model, backward)
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+def no_sync(model: Any, *, last: bool) -> Any:
+    return nullcontext() if last else model.no_sync()
 
 
-@contextmanager
-def no_sync(model: Any, *, last: bool) -> Iterator[None]:
-    with _nothing() if last else model.no_sync():
-        yield
-
-
-@contextmanager
-def unsynchronized(model: Any, *, last: bool) -> Iterator[None]:
+def unsynchronized(model: Any, *, last: bool) -> Any:
     model.set_requires_gradient_sync(last)
-    yield
+    return nullcontext()
 
 
 def reducing_itself(rank: int) -> Loop:
@@ -119,11 +111,6 @@ def reducing_itself(rank: int) -> Loop:
 
 def ddp(rank: int, **options: Any) -> Loop:
     return plainly(DistributedDataParallel(Net(**options)), rank)
-
-
-def ddp_accumulating(rank: int) -> Loop:
-    model = DistributedDataParallel(Net(), gradient_as_bucket_view=True)
-    return plainly(model, rank, micros=2, holding=no_sync)
 
 
 def ddp_scaled(rank: int) -> Loop:
@@ -187,15 +174,9 @@ def tensor_parallel(_rank: int) -> Loop:
 MICROS = 4
 
 
-def pipeline(rank: int, schedule: Any) -> Loop:
-    model = Net()
-    del model.blocks["1" if rank == 0 else "0"]
-    if rank == 0:
-        model.leave = None
-    else:
-        model.enter = None
-    stage = PipelineStage(model, rank, WORLD, torch.device("cpu"))
-    driver = schedule(stage, n_microbatches=MICROS, loss_fn=loss_of)
+def scheduled(rank: int, stages: Sequence[PipelineStage], schedule: Any) -> Callable[[int], Any]:
+    """Return a function that trains the stages of this rank with a step of the schedule."""
+    driver = schedule(stages if len(stages) > 1 else stages[0], n_microbatches=MICROS, loss_fn=loss_of)
 
     def backward(step: int) -> Any:
         if rank == 0:
@@ -205,7 +186,18 @@ def pipeline(rank: int, schedule: Any) -> Loop:
         driver.step(target=torch.zeros(ROWS, 1), losses=losses)
         return torch.stack(losses).detach()
 
-    return Loop(stage, model, backward)
+    return backward
+
+
+def pipeline(rank: int, schedule: Any) -> Loop:
+    model = Net()
+    del model.blocks["1" if rank == 0 else "0"]
+    if rank == 0:
+        model.leave = None
+    else:
+        model.enter = None
+    stage = PipelineStage(model, rank, WORLD, torch.device("cpu"))
+    return Loop(stage, model, scheduled(rank, [stage], schedule))
 
 
 PARTS = ("enter", "0", "1", "leave")
@@ -225,17 +217,8 @@ def interleaved(rank: int, schedule: Any = ScheduleInterleaved1F1B) -> Loop:
     stages = [
         PipelineStage(part_of(Net(), PARTS[number]), number, len(PARTS), device) for number in (rank, rank + WORLD)
     ]
-    driver = schedule(stages, n_microbatches=MICROS, loss_fn=loss_of)
-
-    def backward(step: int) -> Any:
-        if rank == 0:
-            driver.step(batch(0, step))
-            return None
-        losses: list[torch.Tensor] = []
-        driver.step(target=torch.zeros(ROWS, 1), losses=losses)
-        return torch.stack(losses).detach()
-
-    return Loop(stages[::-1], nn.ModuleList(stage.submod for stage in stages), backward, also=OF_CALLS)
+    model = nn.ModuleList(stage.submod for stage in stages)
+    return Loop(stages[::-1], model, scheduled(rank, stages, schedule), also=OF_CALLS)
 
 
 def zero_bubble(rank: int) -> Loop:
@@ -279,26 +262,17 @@ def failing(loop: Loop) -> Loop:
 FAILED = 2
 
 
-def grown(rank: int) -> Loop:
-    """A stage gets another block while it is trained."""
-    loop = pipeline(rank, ScheduleGPipe)
-
-    def before(step: int, optimizer: torch.optim.Optimizer) -> None:
-        if step == GROWN:
-            loop.model.blocks["2"] = Block()
-            optimizer.add_param_group({"params": list(loop.model.blocks["2"].parameters())})
-
-    loop.before = before
-    return loop
-
-
-GROWN = 2
-
 LOOPS: dict[str, Callable[[int], Loop]] = {
     "plain, reducing itself": reducing_itself,
     "ddp": ddp,
-    "ddp, accumulating, bucket views": ddp_accumulating,
-    "ddp, each reduced": lambda rank: summed(plainly(DistributedDataParallel(Net()), rank, micros=2)),
+    "ddp, accumulating, bucket views": lambda rank: plainly(
+        DistributedDataParallel(Net(), gradient_as_bucket_view=True), rank, micros=2, holding=no_sync
+    ),
+    "ddp, many buckets, static graph": lambda rank: plainly(
+        DistributedDataParallel(Net(), bucket_cap_mb=0.0005, static_graph=True), rank
+    ),
+    "ddp, each reduced": lambda rank: plainly(DistributedDataParallel(Net()), rank, micros=2),
+    "ddp, each reduced, summed": lambda rank: summed(plainly(DistributedDataParallel(Net()), rank, micros=2)),
     "ddp, each reduced, bucket views": lambda rank: summed(
         plainly(DistributedDataParallel(Net(), gradient_as_bucket_view=True), rank, micros=3)
     ),
@@ -327,7 +301,6 @@ MISFORTUNES: dict[str, Callable[[int], Loop]] = {
     "fsdp2, failing": lambda rank: failing(fsdp2(rank)),
     "fsdp1, failing": lambda rank: failing(fsdp1(rank)),
     "tensor parallel, failing": lambda rank: failing(tensor_parallel(rank)),
-    "pipeline, growing": grown,
 }
 ALONE: dict[str, Callable[[int], Loop]] = {f"{name}, watched by one": LOOPS[name] for name in SHARDED}
 """Rank 0 measures, rank 1 does not."""

@@ -15,21 +15,17 @@ sys.path.insert(0, str(Path(__file__).parents[3]))  # programs of tests begin el
 import torch
 import torch.distributed as dist
 from tests.exporter.adapters.loops import ALONE, LOOPS, MISFORTUNES, WORLD, Loop
-from tests.exporter.adapters.training import OUTER, STEPS
-from tests.exporter.parts import session_of
+from tests.exporter.adapters.training import OUTER
+from tests.exporter.parts import QUIET, records_of, session_of
 from tests.programs import warm_processes
 
-from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_contract.model.kinds import COUNT_OPS
+from rankscope_exporter import Monitor
+from rankscope_exporter.sinks import memory
 
 EVERY = {**LOOPS, **MISFORTUNES, **ALONE}
 QUANTITIES = (
-    "gradients",
-    "micro_gradients",
-    "parameters",
-    "optimizer_state",
-    "adam_updates",
-    "direction",
-    "activations",
+    *("gradients", "micro_gradients", "parameters", "optimizer_state", "adam_updates", "direction", "activations"),
 )
 OPTIONS = {"activations": {"targets": [*OUTER, *(f"[0-9].{name}" for name in OUTER)]}}
 
@@ -81,7 +77,12 @@ class Outcome:
 
 
 def outcomes(
-    folder: Path, work: Any, names: Sequence[str] = tuple(EVERY), *, wait_seconds: float = 200
+    folder: Path,
+    work: Any,
+    names: Sequence[str] = tuple(EVERY),
+    *,
+    wait_seconds: float = 200,
+    exit_codes: Sequence[int] = (0,) * WORLD,
 ) -> dict[tuple[str, int], Any]:
     """Return the results of `work(rank, store, names, results)` by name and rank; torch is started once."""
     context = warm_processes()
@@ -91,24 +92,24 @@ def outcomes(
     for worker in workers:
         worker.start()
     try:
-        rows = [_next(results, workers, wait_seconds) for _ in range(WORLD * len(names))]
+        rows = [_next(results, workers, exit_codes, wait_seconds) for _ in range(WORLD * len(names))]
         for worker in workers:
             worker.join(30)
-        assert [0] * WORLD == [worker.exitcode for worker in workers]
+        assert exit_codes == tuple(worker.exitcode for worker in workers)
     finally:
         for worker in workers:
             worker.kill()
     return {(name, rank): outcome for name, rank, outcome in rows}
 
 
-def _next(results: Any, workers: Sequence[Any], wait_seconds: float) -> Any:
+def _next(results: Any, workers: Sequence[Any], exit_codes: Sequence[int], wait_seconds: float) -> Any:
     """Return the next result; a worker that failed leaves none."""
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
             return results.get(timeout=1)
         except queue.Empty:
-            assert not any(worker.exitcode for worker in workers)
+            assert all(worker.exitcode in (None, code) for worker, code in zip(workers, exit_codes, strict=True))
             assert time.monotonic() < deadline
 
 
@@ -134,13 +135,8 @@ def watched(make: Callable[[int], Loop], rank: int, *, enabled: bool = True) -> 
     loop = make(rank)
     optimizer = loop.optimizer()
     outcome = Outcome()
-    config = MonitorConfig(
-        quantities=tuple(dict.fromkeys((*QUANTITIES, *loop.also))),
-        options={**OPTIONS, **loop.also},
-        console=False,
-        exit_wait_seconds=0,
-        enabled=enabled,
-    )
+    quantities = tuple(dict.fromkeys((*QUANTITIES, *loop.also)))
+    config = {**QUIET, "quantities": quantities, "options": {**OPTIONS, **loop.also}, "enabled": enabled}
     with Monitor(config) as monitor:
         monitor.attach(loop.attached, optimizer)
         seen = loop.train(optimizer)
@@ -180,18 +176,13 @@ def _hooks_of(module: torch.nn.Module) -> list[Any]:
 
 
 def read(monitor: Monitor, outcome: Outcome) -> None:
+    """Add the records of an attached monitor to the results."""
     if monitor.address is None:
         return
     session = session_of(monitor)
-    deadline = time.monotonic() + 30
-    measured: list[Any] = []
-    while len(measured) < STEPS and time.monotonic() < deadline:
-        time.sleep(0.01)
-        records = session.channel.ring.after(-1, 1 << 30).records
-        measured = [record for record in records if record.statistics is not None]
-    for record in records:
+    assert session.publisher.catch_up(60)
+    for record in records_of(session):
         outcome.events += [(record.step, event.type) for event in record.events]
-    for record in measured:
         outcome.rows += rows_of(record)
         outcome.of_modules += of_modules(record)
 
@@ -205,11 +196,8 @@ def by_chunk(outcome: Outcome) -> None:
 
 
 def of_modules(record: Any) -> list[FoundOfModule]:
-    found = [
-        FoundOfModule(record.step, *(row.get(name) for name in ("kind", "module", "index", "micro_step")), *rest)
-        for row in record.features
-        for rest in [(row.get("vpp_stage"), row["value"])]
-    ]
+    names = ("kind", "module", "index", "micro_step", "vpp_stage")
+    found = [FoundOfModule(record.step, *map(row.get, names), row["value"]) for row in record.features]
     called = [row for row in record.modules if row["inputs"] is not None]
     return found + [
         FoundOfModule(record.step, "called", row["module"], None, None, row["vpp_stage"], None) for row in called
@@ -217,14 +205,14 @@ def of_modules(record: Any) -> list[FoundOfModule]:
 
 
 def rows_of(record: Any) -> list[Found]:
-    entries = record.statistics.plan.plan.entries
-    values, counts = record.statistics.values.to_pylist(), record.statistics.counts.to_pylist()
-    size = len(entries)
-    rows = []
-    for place, entry in enumerate(entries):
-        own = dict(zip(("nans", "infs", "zeros", "numel"), counts[place::size], strict=True))
-        if own["numel"] is not None:
-            numbers = dict(zip(("norm", "min", "max", "mean"), values[place::size], strict=False))
-            where = (record.step, entry.kind, entry.tensor, entry.micro_step, entry.placement, entry.shard_group)
-            rows.append(Found(*where, tuple(entry.shape), entry.dtype, numbers, own, entry.vpp_stage))
-    return rows
+    return [
+        Found(
+            *(row.step, entry.kind, entry.tensor, entry.micro_step, entry.placement, entry.shard_group),
+            *(tuple(entry.shape), entry.dtype),
+            numbers={op: row.numbers[op] for op in ("norm", "min", "max", "mean")},
+            counts={op: int(row.numbers[op] or 0) for op in COUNT_OPS},
+            vpp_stage=entry.vpp_stage,
+        )
+        for row in memory.rows_of(record)
+        for entry in [row.entry]
+    ]

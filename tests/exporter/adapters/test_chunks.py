@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.exporter.quantities.activation_runs import published
+from tests.exporter.parts import Watched
 from torch import nn
 
-from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.adapters.ddp import Plain
 from rankscope_exporter.adapters.monitored_model import as_one, numbers_of
 
@@ -65,19 +64,14 @@ def entropy(query: torch.Tensor, key: torch.Tensor, head: int) -> float:
     return float(torch.distributions.Categorical(logits=scores).entropy().mean())
 
 
-def run(spoil: Any = None) -> Any:
-    """Train a step, in which `spoil(chunk, micro, tensor)` may change the input; return its record."""
+def run(spoil: Any = None) -> Watched:
+    """Train a step, in which `spoil(chunk, micro, tensor)` may change the input."""
     chunks = [Chunk(), Chunk()]
     optimizer = torch.optim.SGD([item for chunk in chunks for item in chunk.parameters()], lr=0.0)
-    config = MonitorConfig(
-        console=False,
-        exit_wait_seconds=0,
-        statistics="torch",
-        quantities=("activations", "attention", "structure", "gradients"),
-        options={"activations": {"targets": ["*.core"]}, "attention": {"targets": ["*.core"]}},
-    )
-    with Monitor(config) as monitor:
-        monitor.attach(Chunked(chunks), optimizer)
+    options = {name: {"targets": ["*.core"]} for name in ("activations", "attention")}
+    quantities = ("activations", "attention", "structure", "gradients")
+    model = Chunked(chunks)
+    with Watched(model, optimizer, statistics="torch", quantities=quantities, options=options) as watched:
         outputs: dict[tuple[int, int], torch.Tensor] = {(-1, micro): data for micro, data in enumerate(batches())}
         for chunk, micro in ORDER:
             given = outputs[chunk - 1, micro]
@@ -85,20 +79,20 @@ def run(spoil: Any = None) -> Any:
             if chunk == len(chunks) - 1:
                 outputs[chunk, micro].square().mean().backward()
         optimizer.step()
-        monitor.end_step()
-        records, _ = published(monitor, 1)
-        assert 0 == monitor.faults
-    return next(record for record in records if record.statistics is not None)
+    assert 0 == watched.faults
+    return watched
 
 
-def test_each_chunk_counts_its_own_micro_batches():
-    record = run()
-    entries = record.statistics.plan.plan.entries
-    norms = record.statistics.values.to_pylist()
+@pytest.fixture(scope="module")
+def watched() -> Watched:
+    return run()
+
+
+def test_each_chunk_counts_its_own_micro_batches(watched):
     found = {
-        (entry.vpp_stage, entry.tensor, entry.micro_step): norms[place]
-        for place, entry in enumerate(entries)
-        if entry.kind == "act_in" and entry.index == 1
+        (row.entry.vpp_stage, row.entry.tensor, row.entry.micro_step): row.numbers["norm"]
+        for row in watched.rows("act_in")
+        if row.entry.index == 1
     }
     chunks, hidden = [Chunk(), Chunk()], batches()
     for number, chunk in enumerate(chunks):
@@ -108,8 +102,8 @@ def test_each_chunk_counts_its_own_micro_batches():
     assert {} == found
 
 
-def test_attention_of_all_chunks_is_measured_in_each_micro_batch():
-    features = [row for row in run().features if row["kind"] == "attention_entropy"]
+def test_attention_of_all_chunks_is_measured_in_each_micro_batch(watched):
+    features = [row for item in watched.records for row in item.features if row["kind"] == "attention_entropy"]
     found = {(row["vpp_stage"], row["module"], row["micro_step"], row["index"]): row["value"] for row in features}
     chunks, hidden = [Chunk(), Chunk()], batches()
 
@@ -120,9 +114,9 @@ def test_attention_of_all_chunks_is_measured_in_each_micro_batch():
         assert entropy(1.5 * given, given, head) == pytest.approx(value, rel=1e-4)
 
 
-def test_structure_contains_the_chunk_of_each_module():
+def test_structure_contains_the_chunk_of_each_module(watched):
     assert {("0", 0), ("0.core", 0), ("1", 1), ("1.core", 1)} == {
-        (row["module"], row["vpp_stage"]) for row in run().modules
+        (row["module"], row["vpp_stage"]) for record in watched.records for row in record.modules
     }
 
 
@@ -132,7 +126,7 @@ def test_first_cause_is_ordered_by_micro_batch_then_by_chunk():
     def spoil(chunk: int, micro: int, tensor: torch.Tensor) -> torch.Tensor:
         return tensor * float("nan") if (chunk, micro) in ((1, 0), (0, 1)) else tensor
 
-    anomalies = [event for event in run(spoil).events if event.rule == "AnomalyNan"]
+    anomalies = [event for _, event in run(spoil).events("anomaly") if event.rule == "AnomalyNan"]
     forward = [(event.micro_step, event.vpp_stage) for event in anomalies if event.kind in ("act_in", "act_out")]
 
     assert (0, 1, "act_in") == (anomalies[0].micro_step, anomalies[0].vpp_stage, anomalies[0].kind)

@@ -7,51 +7,26 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import defaultdict
 
 import pytest
-from tests.exporter.adapters.expectations import (
-    ALL,
-    GRADIENTS,
-    LOCAL,
-    NAMES,
-    REPLICA,
-    SHARD,
-    Owed,
-    check,
-    check_calls,
-    close,
-    count_of,
-)
-from tests.exporter.adapters.loops import (
-    ALONE,
-    CHUNKED,
-    FAILED,
-    FROZEN,
-    GROWN,
-    LOOPS,
-    MICROS,
-    MISFORTUNES,
-    SHARDED,
-    SKIPPED,
-    THAWED,
-    WORLD,
-)
-from tests.exporter.adapters.observation import EVERY, Outcome, by_chunk, outcomes, train_all
+from tests.exporter.adapters import expectations, loops
+from tests.exporter.adapters.expectations import ALL, GRADIENTS, LOCAL, REPLICA, SHARD, Owed, check, close
+from tests.exporter.adapters.loops import ALONE, CHUNKED, LOOPS, MICROS, MISFORTUNES, SHARDED, SKIPPED, WORLD
+from tests.exporter.adapters.observation import EVERY, Found, Outcome, by_chunk, outcomes, train_all
 from tests.exporter.adapters.training import STEPS, Net, Truth, truths
 from tests.properties import THOROUGH, named
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all the training
-
-TOLD = ", watched by one"
-
 
 STAGE = Owed(local="full", shared=frozenset({"full"}), ranks=(0,), micros=MICROS, split=True, everywhere=False)
 OWED = {
     "plain, reducing itself": Owed(shared=frozenset({"full"}), micros=2, by_loop=True),
     "ddp": Owed(),
     "ddp, accumulating, bucket views": Owed(micros=2),
-    "ddp, each reduced": Owed(micros=2),
+    "ddp, many buckets, static graph": Owed(),
+    # That each micro-batch is reduced is noticed at the first step.
+    "ddp, each reduced": Owed(micros=2, is_summed_from=2),
+    "ddp, each reduced, summed": Owed(micros=2),
     "ddp, each reduced, bucket views": Owed(micros=3),
     "ddp, gradient scaler": Owed(scaled=True),
     "ddp, checkpointed": Owed(),
@@ -75,13 +50,13 @@ OWED = {
 
 USUAL = (
     *(
+        "ddp, many buckets, static graph",
+        "ddp, each reduced",
         "ddp, each reduced, bucket views",
         "ddp, gradient scaler",
-        "ddp",
-        "fsdp2",
-        "fsdp2, mixed precision, each reduced",
     ),
-    *("fsdp1", "tensor parallel", "pipeline, 1f1b", "pipeline, interleaved", "fsdp2, failing", "fsdp2, watched by one"),
+    *("fsdp2", "fsdp2, mixed precision, each reduced", "fsdp1", "tensor parallel", "pipeline, 1f1b"),
+    *("pipeline, interleaved", "fsdp2, failing", "fsdp2, watched by one"),
 )
 """Loops of which each run consists. `make test-thorough` trains all of them."""
 
@@ -115,20 +90,6 @@ def test_training_is_bit_identical_and_without_a_fault(name, found):
 
 
 @pytest.mark.parametrize("name", named(USUAL, OWED))
-def test_every_kind_is_on_every_rank_for_every_step(name, found):
-    owed = OWED[name]
-    for rank in range(WORLD):
-        by_step: dict[int, set[str]] = defaultdict(set)
-        for row in found[name, rank].rows:
-            by_step[row.step].add(str(row.kind))
-        for step in range(1, STEPS + 1):
-            expected = set(GRADIENTS[:2]) if owed.scaled and step == SKIPPED else set(kinds_of(owed))
-            activations = {kind for kind in by_step[step] if kind.startswith("act_")}
-            assert expected == by_step[step] - activations, (rank, step)
-            assert {"act_in", "act_out", "act_grad_out"} <= activations or not owed.activations
-
-
-@pytest.mark.parametrize("name", named(USUAL, OWED))
 def test_own_gradients_of_each_rank_and_micro_batch_equal_the_reference(name, found):
     owed = OWED[name]
     for step, truth in enumerate(truth_of(owed), 1):
@@ -139,30 +100,37 @@ def test_own_gradients_of_each_rank_and_micro_batch_equal_the_reference(name, fo
             groups = [(rank,) for rank in range(WORLD)] if owed.local == "partial" else [tuple(range(WORLD))]
             for place, ranks in enumerate(groups):
                 own = truth.local(place) if micro is None else truth.micro[place][micro]
-                rows = [row for rank in ranks for row in found[name, rank].rows if row.kind == LOCAL]
-                rows = [row for row in rows if (row.step, row.micro_step) == (step, micro)]
+                rows = [row for rank in ranks for row in rows_of(found[name, rank], step, LOCAL)]
+                rows = [row for row in rows if row.micro_step == micro]
+                if micro is None and step < owed.is_summed_from:
+                    assert [] == rows
+                    continue
                 assert {owed.local} <= {row.placement for row in rows} <= {owed.local, "replica"}
                 check(rows, {key: scale * value for key, value in own.items()}, owed.rel)
 
 
 @pytest.mark.parametrize("name", named(USUAL, OWED))
 def test_tensors_combined_over_ranks_equal_the_reference(name, found):
+    """Every kind is on every rank for every step."""
     owed = OWED[name]
     for step, truth in enumerate(truth_of(owed), 1):
-        if owed.scaled and step == SKIPPED:
-            continue
-        for kind in kinds_of(owed):
+        skipped = owed.scaled and step == SKIPPED
+        for rank in range(WORLD):
+            kinds = {str(row.kind) for row in found[name, rank].rows if row.step == step}
+            activations = {kind for kind in kinds if kind.startswith("act_")}
+            assert set(GRADIENTS[:2] if skipped else kinds_of(owed)) == kinds - activations
+            assert {"act_in", "act_out", "act_grad_out"} <= activations or not owed.activations
+        for kind in () if skipped else kinds_of(owed):
             if kind == LOCAL:
                 continue
             scale = scale_at(owed, step) if kind == "grad_reduced" else 1.0
-            rows = [row for rank in range(WORLD) for row in found[name, rank].rows if row.kind == kind]
-            rows = [row for row in rows if row.step == step]
+            rows = [row for rank in range(WORLD) for row in rows_of(found[name, rank], step, kind)]
             assert owed.shared == {row.placement for row in rows}, kind
             known = "grad_clipped" if owed.by_loop and kind == "grad_reduced" else kind
             expected = {key: scale * value for key, value in truth.shared[known].items()}
             check(rows, expected, owed.rel)
             if owed.everywhere and kind != "grad_clipped":  # of no elements, it equals the reduced one
-                assert {(tensor, WORLD) for tensor in NAMES} == set(count_of(rows).items())
+                assert {(tensor, WORLD) for tensor in expectations.NAMES} == set(expectations.count_of(rows).items())
 
 
 @pytest.mark.parametrize("name", named(USUAL, [name for name, owed in OWED.items() if owed.activations]))
@@ -214,7 +182,10 @@ def test_unsharded_gradient_has_the_shape_of_the_whole_tensor(name, found):
 @pytest.mark.parametrize("name", named(USUAL, ALONE))
 def test_one_rank_can_be_monitored_without_the_others(name, found):
     """A hidden collective would hang, or would mix up the messages of the ranks."""
-    both = {(row.step, row.kind, row.tensor, row.numbers["norm"]) for row in found[name.removesuffix(TOLD), 0].rows}
+    both = {
+        (row.step, row.kind, row.tensor, row.numbers["norm"])
+        for row in found[name.removesuffix(", watched by one"), 0].rows
+    }
     alone = {(row.step, row.kind, row.tensor, row.numbers["norm"]) for row in found[name, 0].rows}
 
     assert both == alone
@@ -223,7 +194,7 @@ def test_one_rank_can_be_monitored_without_the_others(name, found):
 
 @pytest.mark.parametrize("name", named(USUAL, CHUNKED))
 def test_modules_of_all_stages_have_features_and_structure(name, found):
-    check_calls([found[name, rank] for rank in range(WORLD)], truth_of(STAGE), MICROS, split=True)
+    expectations.check_calls([found[name, rank] for rank in range(WORLD)], truth_of(STAGE), MICROS, split=True)
 
 
 @pytest.mark.parametrize("name", named(USUAL, CHUNKED))
@@ -234,14 +205,12 @@ def test_each_stage_of_a_rank_has_its_number(name, found):
 
 
 @pytest.mark.thorough
-def test_gradients_exist_exactly_while_a_parameter_is_not_frozen(found):
-    for rank in range(WORLD):
-        steps = steps_of(found["fsdp2, thawed and frozen", rank], LOCAL, "blocks.0.up.weight", "leave.weight")
-        reduced = steps_of(
-            found["fsdp2, thawed and frozen", rank], "grad_reduced", "blocks.0.up.weight", "leave.weight"
-        )
-        expected = [set(range(THAWED, STEPS + 1)), set(range(1, FROZEN))]
-        assert (expected, expected) == (steps, reduced)
+@pytest.mark.parametrize("kind", [LOCAL, "grad_reduced"])
+def test_gradients_exist_exactly_while_a_parameter_is_not_frozen(kind, found):
+    steps = {"blocks.0.up.weight": {loops.THAWED, STEPS}, "leave.weight": set(range(1, loops.FROZEN))}
+    for rank, (tensor, expected) in itertools.product(range(WORLD), steps.items()):
+        rows = [row for row in found["fsdp2, thawed and frozen", rank].rows if (row.kind, row.tensor) == (kind, tensor)]
+        assert expected == {row.step for row in rows if row.micro_step is None}
 
 
 @pytest.mark.parametrize("name", named(USUAL, [name for name in MISFORTUNES if "failing" in name]))
@@ -250,21 +219,12 @@ def test_forward_pass_that_raises_is_no_step(name, found):
         failing = [row for row in found[name, rank].rows if row.micro_step is None]
         usual = [row for row in found[name.removesuffix(", failing"), rank].rows if row.micro_step is None]
         assert usual == failing
-        rows = [row for row in found[name, rank].rows if row.step == FAILED and row.kind == LOCAL]
+        rows = rows_of(found[name, rank], loops.FAILED, LOCAL)
         assert {None, 1} == {row.micro_step for row in rows}  # the second forward pass of its step
 
 
-@pytest.mark.thorough
-def test_added_layer_is_not_measured_and_harmless(found):
-    for rank in range(WORLD):
-        rows = found["pipeline, growing", rank].rows
-        assert {1, 2, 3} == {row.step for row in rows if row.kind == "param_after"}
-        assert not [row for row in rows if row.tensor.startswith(f"blocks.{GROWN}")]
-
-
-def steps_of(outcome: Outcome, kind: str, *tensors: str) -> list[set[int]]:
-    rows = [row for row in outcome.rows if row.kind == kind and row.micro_step is None]
-    return [{row.step for row in rows if row.tensor == tensor} for tensor in tensors]
+def rows_of(outcome: Outcome, step: int, kind: str) -> list[Found]:
+    return [row for row in outcome.rows if (row.step, row.kind) == (step, kind)]
 
 
 def kinds_of(owed: Owed) -> list[str]:

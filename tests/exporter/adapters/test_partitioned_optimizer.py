@@ -10,11 +10,10 @@ import pytest
 import torch
 from tests.exporter.adapters.expectations import ALL, GRADIENTS, LOCAL, check
 from tests.exporter.adapters.loops import SKIPPED, Loop
-from tests.exporter.adapters.observation import Outcome, watched
+from tests.exporter.adapters.observation import Found, Outcome, watched
 from tests.exporter.adapters.training import ADAM, CLIP, STEPS, Net, batch, loss_of, truths
-from tests.exporter.parts import session_of
+from tests.exporter.parts import Watched
 
-from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.adapters import framework_of
 from rankscope_exporter.adapters.partitioned_optimizer import ParameterPartition, PartitionedOptimizer
 from rankscope_exporter.base.errors import ConfigError
@@ -104,6 +103,10 @@ def outcome() -> Outcome:
     return watched(lambda _rank: flat_loop(micros=2), 0)
 
 
+def local_rows(outcome: Outcome, step: int, micro: int | None) -> list[Found]:
+    return [row for row in outcome.rows if (row.kind, row.step, row.micro_step) == (LOCAL, step, micro)]
+
+
 def test_training_is_bit_identical_and_the_method_is_restored():
     loops: list[FlatLoop] = []
 
@@ -117,18 +120,14 @@ def test_training_is_bit_identical_and_the_method_is_restored():
     assert "step" not in vars(loops[-1].attached.flattened)
 
 
-@pytest.mark.parametrize("kind", ALL)
-def test_every_kind_is_combined_from_the_parts_of_all_groups(kind, outcome):
+def test_every_kind_is_combined_from_the_parts_of_all_groups(outcome):
+    """Each micro-batch has its own gradients."""
     for step, truth in enumerate(truths((0,), 2), 1):
-        rows = [row for row in outcome.rows if (str(row.kind), row.step, row.micro_step) == (kind, step, None)]
-        check(rows, truth.local(0) if kind == LOCAL else truth.shared[kind], 1e-4)
-
-
-def test_each_micro_batch_has_its_own_gradients(outcome):
-    for step, truth in enumerate(truths((0,), 2), 1):
+        for kind in ALL:
+            rows = [row for row in outcome.rows if (str(row.kind), row.step, row.micro_step) == (kind, step, None)]
+            check(rows, truth.local(0) if kind == LOCAL else truth.shared[kind], 1e-4)
         for micro in range(2):
-            rows = [row for row in outcome.rows if (row.kind, row.step, row.micro_step) == (LOCAL, step, micro)]
-            check(rows, truth.micro[0][micro], 1e-4)
+            check(local_rows(outcome, step, micro), truth.micro[0][micro], 1e-4)
 
 
 class OfScattered(OfFlattened):
@@ -147,8 +146,7 @@ def test_missing_sum_over_micro_batches_is_kept_after_it_was_detected():
         (row.step, row.micro_step) for row in outcome.rows if row.kind == LOCAL
     }
     for step, truth in list(enumerate(truths((0,), 2), 1))[1:]:
-        rows = [row for row in outcome.rows if (row.kind, row.step, row.micro_step) == (LOCAL, step, None)]
-        check(rows, truth.local(0), 1e-4)
+        check(local_rows(outcome, step, None), truth.local(0), 1e-4)
     assert ([], 0) == (outcome.unequal, outcome.faults)
 
 
@@ -161,18 +159,19 @@ def test_update_without_an_optimizer_step_is_a_skipped_step():
 
 
 def test_learning_rates_of_all_groups_are_logged():
+    """A wrapper around the replaced method remains."""
     loop = flat_loop()
-    loop.attached.flattened.optimizer.param_groups[1]["lr"] = 0.5
-    with Monitor(MonitorConfig(console=False, exit_wait_seconds=0)) as monitor:
-        monitor.attach(loop.attached, loop.optimizer())
+    flattened = loop.attached.flattened
+    flattened.optimizer.param_groups[1]["lr"] = 0.5
+    with Watched(loop.attached, flattened) as attached:
+        ours = flattened.step
+        flattened.step = lambda: ours()  # noqa: PLW0108 - another's wrapper
         loop.train(None)
-        monitor.end_step()
-        session = session_of(monitor)
-        session.publisher.stop(5.0)
-        records = session.channel.ring.after(-1, 1 << 30).records
-    rates = {item.value for record in records for item in record.scalars if item.name == "learning_rate"}
+        theirs = flattened.step
 
-    assert {ADAM["lr"], 0.5} == rates
+    assert {ADAM["lr"], 0.5} == {rate for _, rate in attached.scalars("learning_rate")}
+    assert theirs is flattened.step
+    loop.train(None)
 
 
 def test_list_of_independent_models_is_rejected():
@@ -180,17 +179,3 @@ def test_list_of_independent_models_is_rejected():
         framework_of([Net(), Net()])
 
     assert "plain" == framework_of([Net()]).name
-
-
-def test_wrapper_around_the_replaced_method_remains():
-    loop = flat_loop()
-    flattened = loop.attached.flattened
-    with Monitor(MonitorConfig(console=False, exit_wait_seconds=0)) as monitor:
-        monitor.attach(loop.attached, flattened)
-        ours = flattened.step
-        flattened.step = lambda: ours()  # noqa: PLW0108 - another's wrapper
-        loop.train(None)
-        theirs = flattened.step
-
-    assert theirs is flattened.step
-    loop.train(None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,14 +11,15 @@ import torch.distributed as dist
 from tests.exporter.adapters.loops import WORLD, Loop, ddp, ddp_scaled, fsdp1, fsdp2, plainly, tensor_parallel
 from tests.exporter.adapters.observation import Found, Outcome, begin, outcomes, read, unequal
 from tests.exporter.adapters.training import ADAM, Net
-from tests.exporter.parts import session_of
+from tests.exporter.parts import QUIET, Watched
 from tests.properties import THOROUGH, named
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 
-from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter import Monitor
 from rankscope_exporter.adapters import framework_of
 from rankscope_exporter.api.session_factory import find_replica_dedup
 from rankscope_exporter.model.parameter_names import named_parameters
@@ -42,14 +43,14 @@ def ignoring(rank: int) -> Loop:
     """A model with a parameter that DDP ignores."""
     net = Net()
     net._ddp_params_and_buffers_to_ignore = ["leave.bias"]  # type: ignore[assignment]  # as DDP has it
-    return plainly(torch.nn.parallel.DistributedDataParallel(net), rank)
+    return plainly(DistributedDataParallel(net), rank)
 
 
 def half_frozen(rank: int) -> Loop:
     net = Net()
     assert net.leave is not None
     net.leave.requires_grad_(False)
-    return plainly(torch.nn.parallel.DistributedDataParallel(net), rank)
+    return plainly(DistributedDataParallel(net), rank)
 
 
 def hybrid(rank: int) -> Loop:
@@ -88,52 +89,42 @@ USUAL = ("ddp", "ddp, ZeRO", "ddp, ignoring", "fsdp2", "fsdp2, copies", "tensor 
 class Pair:
     """One rank with and without the group."""
 
-    usual: Outcome = field(default_factory=Outcome)
-    grouped: Outcome = field(default_factory=Outcome)
-    state: bool = False
+    usual: Outcome
+    grouped: Outcome
+    same: bool
     """True if both runs end with the same bits."""
-    notes: list[str] = field(default_factory=list)
-    others: list[dict[str, int]] = field(default_factory=list)
+    notes: list[str]
+    others: list[tuple[int, int]]
     """Number of features and histograms of the run with the group, by step."""
 
 
 def train_pairs(rank: int, store: str, names: list[str], results: Any) -> None:
     begin(rank, store)
     for name in names:
-        case, pair = CASES[name], Pair()
-        states = [
-            train(case, rank, pair.usual, pair, {}),
-            train(case, rank, pair.grouped, pair, {case.group: dist.group.WORLD}),
-        ]
-        pair.state = not any(unequal(*both) for both in zip(*states, strict=True))
-        results.put((name, rank, pair))
+        case = CASES[name]
+        usual, _, state = train(case, rank, {})
+        grouped, watched, other = train(case, rank, {case.group: dist.group.WORLD})
+        measured = [record for record in watched.records if record.statistics is not None]
+        others = [(len(record.features), len(record.histograms)) for record in measured]
+        same = not any(unequal(*both) for both in zip(state, other, strict=True))
+        results.put((name, rank, Pair(usual, grouped, same, watched.messages("note"), others)))
         dist.barrier()
     dist.destroy_process_group()
 
 
-def train(case: Case, rank: int, outcome: Outcome, pair: Pair, groups: dict[str, Any]) -> list[torch.Tensor]:
-    loop = case.loop(rank)
+def train(case: Case, rank: int, groups: dict[str, Any]) -> tuple[Outcome, Watched, list[torch.Tensor]]:
+    loop, outcome = case.loop(rank), Outcome()
     optimizer: Any = loop.optimizer()
     if case.zero:
         optimizer = ZeroRedundancyOptimizer(loop.model.parameters(), torch.optim.Adam, **ADAM)
     # One way to measure, since two round differently and the compiled one is ready at any step.
-    config = MonitorConfig(quantities=QUANTITIES, statistics="torch", console=False, exit_wait_seconds=0)
-    with Monitor(config) as monitor:
-        monitor.attach(loop.attached, optimizer, **groups)
+    monitor = Monitor(QUIET | {"quantities": QUANTITIES, "statistics": "torch"})
+    with Watched(loop.attached, optimizer, monitor=monitor, groups=groups) as watched:
         loop.train(optimizer)
-        monitor.end_step()
+        watched.publish()
         read(monitor, outcome)
-        outcome.faults = monitor.faults
-        session = session_of(monitor)
-        records = session.channel.ring.after(-1, 1 << 30).records
-    if groups:
-        pair.notes = [str(e.message) for record in records for e in record.events if e.type == "note"]
-        pair.others = [
-            {"features": len(record.features), "histograms": len(record.histograms)}
-            for record in records
-            if record.statistics is not None
-        ]
-    return loop.state()
+    outcome.faults = watched.faults
+    return outcome, watched, loop.state()
 
 
 @pytest.fixture(scope="module")
@@ -146,37 +137,21 @@ def keyed(rows: list[Found]) -> dict[tuple[Any, ...], Found]:
 
 
 @pytest.mark.parametrize("name", named(USUAL, CASES))
-@pytest.mark.thorough
-def test_training_is_the_same_and_the_first_rank_publishes_all(name, found):
-    for rank in range(WORLD):
-        assert found[name, rank].state
-        assert 0 == found[name, rank].usual.faults == found[name, rank].grouped.faults
-    first = found[name, 0]
-
-    assert keyed(first.usual.rows) == keyed(first.grouped.rows)
-
-
-@pytest.mark.parametrize("name", named(USUAL, CASES))
 def test_other_rank_publishes_only_tensors_that_differ(name, found):
-    case, pair = CASES[name], found[name, 1]
-    usual, grouped = keyed(pair.usual.rows), keyed(pair.grouped.rows)
+    """Training is the same, and the first rank publishes the tensors that the other rank leaves to it."""
+    case, first, other = CASES[name], found[name, 0], found[name, 1]
+    for pair in (first, other):
+        assert (True, 0, 0) == (pair.same, pair.usual.faults, pair.grouped.faults)
+    whole, usual, grouped = (keyed(rows) for rows in (first.grouped.rows, other.usual.rows, other.grouped.rows))
     shared = SHARED - STATE if case.zero else SHARED
     left = {key for key in usual if key[1] in shared and key[2] in case.left}
 
+    assert keyed(first.usual.rows) == whole
     assert usual.keys() - left == grouped.keys()
     assert all(grouped[key] == usual[key] for key in grouped)
+    assert all((whole[key].numbers, whole[key].counts) == (usual[key].numbers, usual[key].counts) for key in left)
     assert {"grad_unreduced", "act_in"} <= {kind for _, kind, _, _ in grouped}
     assert bool(left) == bool(case.left)
-
-
-@pytest.mark.parametrize("name", named(USUAL, [name for name, case in CASES.items() if case.left]))
-def test_tensors_left_to_the_first_rank_are_published_by_it(name, found):
-    mine, its = keyed(found[name, 1].usual.rows), keyed(found[name, 0].grouped.rows)
-    case = CASES[name]
-    shared = SHARED - STATE if case.zero else SHARED
-    for key, row in mine.items():
-        if key[1] in shared and key[2] in case.left:
-            assert (its[key].numbers, its[key].counts) == (row.numbers, row.counts)
 
 
 @pytest.mark.parametrize("name", named(USUAL, CASES))
@@ -184,10 +159,8 @@ def test_store_receives_the_publishing_rank(name, found):
     case = CASES[name]
     reported = [[note for note in found[name, rank].notes if case.group in note] for rank in range(WORLD)]
     if case.left:
-        shares = (
-            f"rank 0 publishes the equal data of {len(case.left)} of {len(NAMES)} parameters for all ranks of the group"
-        )
-        assert [[], [f"{case.group}: {shares}"]] == reported
+        text = f"rank 0 publishes the equal data of {len(case.left)} of {len(NAMES)} parameters for all ranks"
+        assert [[], [f"{case.group}: {text} of the group"]] == reported
     else:
         assert all(len(notes) == 1 and "no parameter is known to be equal" in notes[0] for notes in reported)
 
@@ -195,9 +168,9 @@ def test_store_receives_the_publishing_rank(name, found):
 def test_histograms_and_features_of_replicas_are_left_to_the_first_rank(found):
     first, other = (found["ddp", rank].others for rank in range(WORLD))
 
-    assert [2 * len(NAMES)] * len(first) == [of["histograms"] for of in first]
-    assert {0} == {of["histograms"] + of["features"] for of in other}
-    assert {True} == {of["histograms"] > 0 for of in found["fsdp2", 1].others}
+    assert [2 * len(NAMES)] * len(first) == [histograms for _, histograms in first]
+    assert {(0, 0)} == set(other)
+    assert all(histograms > 0 for _, histograms in found["fsdp2", 1].others)
 
 
 def test_megatron_attributes_identify_tensor_parallel_replicas(monkeypatch):
