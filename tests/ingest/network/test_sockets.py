@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 
 import pytest
-from tests.ingest.network.test_auth import relay
 
 from rankscope_ingest.base.config import ServiceSection, split_address
 from rankscope_ingest.base.errors import RegistrationError
@@ -24,15 +22,6 @@ async def test_service_is_reached_over_ipv4_and_ipv6(start_service, listen, reac
         for host in reached_at:
             service.url = f"http://{host}:{port}"
             assert 200 == (await service.get("/healthz"))[0]
-
-
-async def test_ranks_register_and_are_polled_over_ipv6(start_service, fake_rank):
-    async with fake_rank() as rank, relay(rank, None, "::1"), start_service(**{"service.listen": "[::1]:0"}) as service:
-        await rank.deliver(service, 3)
-        discovered = json.loads((await service.get("/sd"))[1])
-
-    assert discovered[0]["targets"][0].startswith("[::1]:")
-    assert service.url.startswith("http://[::1]:")
 
 
 LOOPBACK = ["127.0.0.0/8", "::1/128"]

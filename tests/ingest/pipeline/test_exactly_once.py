@@ -265,7 +265,7 @@ async def test_failed_run_is_notified_once(start_service, fake_rank, eventually)
     assert 2 == state["step"]  # the last completed one of the exit report
 
 
-@pytest.mark.parametrize("mode", ["alertmanager", "grafana", "off"])
+@pytest.mark.parametrize("mode", ["alertmanager", "off"])
 async def test_other_modes_store_the_incident_and_send_nothing(start_service, fake_rank, eventually, mode):
     async with Receiver() as receiver, fake_rank() as rank:
         async with start_service(**{"notify.urls": [receiver.url], "notify.mode": mode}) as service:

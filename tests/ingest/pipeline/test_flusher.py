@@ -14,7 +14,7 @@ import pytest
 from rankscope_ingest.base.errors import ServiceError
 from rankscope_ingest.pipeline.batcher import Batcher
 from rankscope_ingest.pipeline.flusher import Flusher
-from rankscope_storage.base.errors import ShardLockError, ShardLostError, StoreError
+from rankscope_storage.base.errors import ShardLostError, StoreError
 from rankscope_storage.log.delta import Log
 
 
@@ -202,14 +202,6 @@ async def test_unwritable_store_pauses_polls_and_loses_no_row(start_service, fak
     assert held_back < 60
     assert (200, '{"status": "ok"}') == health
     assert [{"n": 105, "seqs": 105}] == service.rows("SELECT count(*) AS n, count(DISTINCT seq) AS seqs FROM scalars")
-
-
-async def test_second_service_on_one_store_is_rejected(start_service, fake_rank):
-    async with fake_rank() as rank, start_service() as service:
-        with pytest.raises(ShardLockError, match="process"):
-            async with start_service():
-                pass
-        await rank.deliver(service, 1)
 
 
 async def test_error_for_a_used_port_names_the_setting(start_service):

@@ -16,7 +16,7 @@ from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.pipeline.batcher import Batcher
 from rankscope_ingest.record_channel.arrow_guard import open_stream
-from rankscope_ingest.record_channel.decode import decode, decode_one
+from rankscope_ingest.record_channel.decode import decode
 from rankscope_ingest.record_channel.validate import RowContext, ValidBody, check, plan_ids
 from rankscope_storage.files.sorting import SORT_KEYS, sort_order
 
@@ -59,18 +59,6 @@ def test_rows_are_in_storage_order_for_any_order_of_plans_and_ranks():
 
     assert 6 * 7 == table.num_rows
     assert np.arange(table.num_rows).tolist() == sort_order(table, SORT_KEYS["tensor_stats"]).tolist()
-
-
-def test_events_that_were_decoded_on_arrival_are_not_decoded_again():
-    records = [{"seq": seq, "ts": seq, "events": [{"type": "anomaly"}]} for seq in range(2)]
-    early, late = (checked(records, [], replace(CONTEXT, rank=rank)) for rank in (0, 1))
-    expected = decode([early, late])["events"].to_pylist()
-
-    events = decode_one(early, "events")
-
-    assert expected[:2] == events.to_pylist()
-    assert expected == decode([early, late])["events"].to_pylist()
-    assert decode([early])["events"].equals(early.tables["events"])
 
 
 def test_events_of_ranks_and_service_are_in_one_table():

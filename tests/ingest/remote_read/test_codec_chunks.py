@@ -66,7 +66,6 @@ def test_decoded_chunks_are_bit_identical_to_the_encoded_samples(series):
     made = [arrays(*one) for one in series]
     times, values = (np.concatenate(columns) for columns in zip(*made, strict=True))
     starts = np.cumsum([0, *(len(one) for one, _ in made[:-1])])
-
     chunks = handler.chunks(times, values, starts)
 
     assert [list(zip(ts.tolist(), v.view(np.uint64).tolist(), strict=True)) for ts, v in made] == [
@@ -91,7 +90,6 @@ def labelled(number, samples):
 def test_frame_has_a_checksum_and_one_series_which_may_span_frames():
     """A client reads only the first series of a frame."""
     answers = [[labelled(0, 500), labelled(1, 1)], [], [labelled(2, 120), labelled(3, 121)]]
-
     messages = [
         MESSAGES["ChunkedReadResponse"].FromString(frame)
         for frame in frames_of(b"".join(handler.frames(answers, frame_bytes=2_000)))
@@ -112,7 +110,6 @@ def test_streamed_and_plain_responses_have_the_same_samples(group):
     """An empty result is an empty stream."""
     answers = [[labelled(number, 1 + 37 * number) for number in range(8)]]
     plain = MESSAGES["ReadResponse"].FromString(read_response(answers)).results[0].timeseries
-
     found = {}
     for frame in frames_of(b"".join(handler.frames(answers, group_samples=group))):
         for one in MESSAGES["ChunkedReadResponse"].FromString(frame).chunked_series:

@@ -104,10 +104,8 @@ def test_repeated_sample_is_dropped_also_with_another_order_of_labels():
     reader.read(write_request((UP, [(NOW, 1.0)])))
     backwards = dict(reversed(UP.items()))
     several = [(NOW + 100, 1.0), (NOW + 200, 2.0)]
-
     again = reader.read(write_request((backwards, [(NOW, 1.0)]), (UP, [(NOW + 1, 1.0)])))
     other = reader.read(write_request((UP, [(NOW + 1, 2.0)]), (UP, [(NOW - 5, 1.0)])))
-
     reader.read(write_request((UP, several)))
     last = reader.read(write_request((UP, several[1:])))
 
@@ -132,7 +130,6 @@ def test_samples_are_right_while_the_cache_is_full_and_swept():
         for at in range(60)
         for one in one_round(at, range(at // 2, at // 2 + 30), series_per_request=7 + at % 5, mode="é")
     ]
-
     decoded = [reader.read(one) for one in requests]
 
     assert [expected_rows(one) for one in requests] == [rows(one) for one in decoded]
@@ -176,7 +173,6 @@ def test_series_with_too_many_or_too_long_labels_is_dropped_and_counted():
     many = {**UP, **{f"l{number}": "x" for number in range(200)}}
     long = {**UP, "x": "y" * 70_000}
     data = write_request((many, [(NOW, 1.0)]), (UP, [(NOW, 1.0)]), (long, [(NOW, 1.0)]))
-
     first, second = reader.read(data), WriteReader().read(data)
 
     assert (2, 2) == (first.oversized, second.oversized)

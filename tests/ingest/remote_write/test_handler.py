@@ -63,21 +63,13 @@ class Counts:
 
 
 class HeldReader(WriteReader):
-    """A reader that sets `has_decoded` and then waits for `may_return` after each request; notes its threads."""
+    """A reader that sets `has_decoded` after each request, and then waits for `may_return`."""
 
-    def __init__(self, *, held=False, must_sweep=False):
+    def __init__(self):
         super().__init__()
-        self.has_decoded, self.may_return, self.threads = threading.Event(), threading.Event(), []
-        self.sweeps = must_sweep
-        if not held:
-            self.may_return.set()
-
-    @property
-    def must_sweep(self):
-        return self.sweeps
+        self.has_decoded, self.may_return = threading.Event(), threading.Event()
 
     def read(self, data):
-        self.threads.append(threading.current_thread())
         decoded = super().read(data)
         self.has_decoded.set()
         self.may_return.wait(10)
@@ -185,7 +177,7 @@ async def test_repeated_sample_in_another_request_waits_for_the_first_commit():
 
 async def test_request_is_stored_if_its_sender_disconnects_during_decoding():
     """The reader detects decoded samples as repeated, so that a second request would not store them."""
-    store, reader = Memory(), HeldReader(held=True)
+    store, reader = Memory(), HeldReader()
     async with receiver(store, reader=reader, inline_bytes=0) as one:
         gone = asyncio.create_task(one.take(body(1.0)))
         await asyncio.to_thread(reader.has_decoded.wait, 10)
@@ -195,16 +187,6 @@ async def test_request_is_stored_if_its_sender_disconnects_during_decoding():
         await one.take(body(1.0))
 
     assert [1.0] == store.values
-
-
-async def test_small_request_is_decoded_in_a_thread_if_the_cache_is_swept():
-    reader = HeldReader()
-    async with receiver(Memory(), reader=reader) as one:
-        await one.take(body(1.0))
-        reader.sweeps = True
-        await one.take(body(2.0))
-
-    assert [True, False] == [thread is threading.main_thread() for thread in reader.threads]
 
 
 async def test_requests_are_rejected_above_max_pending_samples():
@@ -241,7 +223,7 @@ async def test_bytes_of_incoming_bodies_are_bounded():
 
 
 async def test_body_is_reserved_until_decoded_and_not_kept_while_store_is_slow():
-    store, sent, reader = Memory(fails=True), body(1.0), HeldReader(held=True)
+    store, sent, reader = Memory(fails=True), body(1.0), HeldReader()
     references = sys.getrefcount(sent)
     async with receiver(store, reader=reader, inline_bytes=0, max_bytes=65_536) as one:
         others = [one.reserve(None) for _ in range(3)]

@@ -16,7 +16,6 @@ LIST = ExporterListSection(file="x.json", labels={"dc": "east", "job": "none"}, 
 def test_target_of_a_configured_exporter_is_its_name_or_address():
     url = "http://10.0.0.1:9100/metrics"
     sections = [{}, {"name": "node-1"}, {"labels": {"instance": "node-2", "dc": "east", "empty": ""}}]
-
     found = list(configured([ExporterSection(url=url, **section) for section in sections]))
 
     assert ["10.0.0.1:9100", "node-1", "node-2"] == [exporter.name for exporter in found]
@@ -27,7 +26,6 @@ def test_list_in_the_format_of_prometheus_is_parsed():
     """Labels of the list take precedence over those of the section; labels for relabelling are dropped."""
     labels = {"job": "dcgm", "__scheme__": "https", "__metrics_path__": "/gpu", "__param_all": "a b", "__meta_x": "y"}
     groups = [{"targets": ["a:9400", "[::1]:9400"], "labels": labels}, {"targets": ["b"]}]
-
     found = listed(json.dumps(groups), LIST)
 
     assert [
@@ -41,7 +39,6 @@ def test_list_in_the_format_of_prometheus_is_parsed():
 def test_yaml_list_keeps_label_values_as_text():
     """Label values that look like numbers or booleans remain text, as in Prometheus."""
     text = "- targets: ['a:9400', b]\n  labels:\n    rack: 07\n    on: yes\n"
-
     found = listed(text, LIST, is_yaml=True)
 
     labels = (("dc", "east"), ("job", "none"), ("on", "yes"), ("rack", "07"))
@@ -85,7 +82,6 @@ def test_error_names_the_wrong_setting(changes, reason):
 
 def test_paths_of_list_files_are_relative_to_the_configuration(tmp_path):
     (tmp_path / "service.toml").write_text('[store]\npath = "s"\n[[exporter_lists]]\nfile = "targets/*.json"\n')
-
     config = load_config(tmp_path / "service.toml")
 
     assert str(tmp_path / "targets/*.json") == config.exporter_lists[0].file

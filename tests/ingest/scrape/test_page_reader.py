@@ -36,7 +36,6 @@ def read_one(reader, body, **more):
 def test_second_page_is_parsed_by_its_layout(body):
     """Spaces, escapes, NaN and blank lines are part of the compared bytes."""
     changed = body.replace(b" 4\n", b" 5\n").replace(b"} 1\n", b"} -1.5e-7\n").replace(b" 41\n", b" +Inf\n")
-
     rows = read_one(warmed(body), changed)
 
     assert not rows.exact
@@ -60,7 +59,6 @@ SURPRISES = {
 def test_page_that_differs_from_its_layout_is_parsed_exactly(name):
     added, behind = SURPRISES[name]
     body = NODE.replace(b"} 17\n", b"} 17" + behind + b"\n") + added
-
     rows = read_one(warmed(NODE), body)
 
     assert isinstance(rows, DecodeError) or rows.exact
@@ -130,7 +128,6 @@ def test_openmetrics_is_parsed_by_its_own_format():
     """Times are in seconds, exemplars are allowed, and a page without its EOF marker is rejected."""
     body = b'# TYPE hits counter\nhits_total{path="/a b"} 8 1700000000.25 # {trace_id="x"} 0.067\n# EOF\n'
     reader = PageReader()
-
     whole = read_one(reader, body, openmetrics=True)
     again = read_one(reader, body, openmetrics=True)
     cut = read_one(reader, body.removesuffix(b"# EOF\n"), openmetrics=True)
@@ -143,7 +140,6 @@ def test_duplicate_series_on_a_page_is_stored_once():
     """The first sample is stored, as in Prometheus. The order of labels and empty labels make no difference."""
     body = b'a{x="1",y="2"} 1\na{y="2",x="1",z=""} 2\na{x="1"} 3\n'
     reader = PageReader()
-
     first, second = read_one(reader, body), read_one(reader, body.replace(b" 3", b" 4"))
 
     assert [("a", '{"x":"1","y":"2"}', 1.0, None), ("a", '{"x":"1"}', 3.0, None)] == rows_of(first)
@@ -172,7 +168,6 @@ def test_pages_parsed_together_give_the_same_samples_as_alone():
     """A page that differs from its layout is found by halving the batch."""
     bodies = [NODE, DCGM, NODE.replace(b" 17\n", b" 18\n"), DCGM + b"more 1\n", NODE]
     reader = warmed(NODE, DCGM, NODE, DCGM, NODE)
-
     results = reader.read([page(body, target) for target, body in zip("abcde", bodies, strict=True)])
 
     assert [reference(body) for body in bodies] == [rows_of(rows) for rows in results]
@@ -182,7 +177,6 @@ def test_pages_parsed_together_give_the_same_samples_as_alone():
 def test_line_moved_between_joined_pages_is_detected():
     """The concatenation of two pages must not match layouts that have the same lines in total."""
     reader = warmed(b"a 1\nb 1\n", b"c 1\n")
-
     results = reader.read([page(b"a 1\n", "a"), page(b"b 1\nc 1\n", "b")])
 
     assert [["a"], ["b", "c"]] == [rows.metrics.to_pylist() for rows in results]

@@ -67,14 +67,6 @@ def test_page_that_changes_within_a_flush_loses_no_sample():
     assert sorted(map(repr, expected_of(scrapes))) == sorted(map(repr, rows_of(Grid().table(scrapes))))
 
 
-def test_dictionaries_are_reused_for_unchanged_pages():
-    grid, pages = Grid(), [series("a", [("m", "{}")]), series("b", [("m", "{}")])]
-    first, second = (grid.table([scraped(page, ts) for page in pages]) for ts in (1, 2))
-    places = [table["labels"].chunk(0).dictionary.buffers()[2].address for table in (first, second)]
-
-    assert places[0] == places[1]
-
-
 def test_three_exporter_samples_count_as_one_row_for_a_flush():
     """A flush stores all names again, so that more samples are gathered for it, up to the limit of pending rows."""
     page = series("x", [("a", None), ("b", "{}")])

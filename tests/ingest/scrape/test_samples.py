@@ -30,7 +30,6 @@ class Scraped:
 @pytest.mark.parametrize("meanwhile", [[f"b 2 {NOW}"], ["b 3"], []], ids=["others", "no times", "nothing"])
 def test_series_that_returns_with_its_previous_time_is_not_stored_again(meanwhile):
     scraped = Scraped()
-
     first = scraped.page(f"a 1 {NOW}", f"b 2 {NOW}")
     for _ in range(10):
         scraped.page(*meanwhile)
@@ -72,7 +71,6 @@ def test_several_times_of_one_series_on_a_page_are_each_stored_once():
 def test_time_out_of_bounds_is_counted_and_not_stored(ms, is_stored):
     """The other samples of the page are stored, as in Prometheus."""
     scraped = Scraped()
-
     stored = scraped.page(f"a 1 {ms}", "b 2", f"c 3 {NOW}")
 
     assert [*([("a", ms)] if is_stored else []), ("b", None), ("c", NOW)] == stored

@@ -66,7 +66,6 @@ async def scrape(fake, times, exporter=ONE):
 
 async def test_scrape_stores_the_page_and_samples_about_the_scrape():
     fake = Fake(b'a{x="1"} 7\nb NaN\n')
-
     followed = await scrape(fake, 1)
 
     east = '{"dc":"east"}'
@@ -85,7 +84,6 @@ async def test_scrape_stores_the_page_and_samples_about_the_scrape():
 async def test_failed_scrape_stores_up_0_and_ends_all_series_of_the_page(answer):
     """A constant series differs from one that could not be read."""
     fake = Fake(b"a 1\n", answer, answer)
-
     followed = await scrape(fake, 3)
 
     ended = [("a", None, 100_500_000), ("scrape_samples_scraped", None, 100_500_000)]
@@ -100,7 +98,6 @@ async def test_failed_scrape_stores_up_0_and_ends_all_series_of_the_page(answer)
 async def test_scrapes_are_skipped_while_the_store_is_full():
     fake = Fake()
     fake.is_full = True
-
     await scrape(fake, 3)
 
     assert not fake.tables
@@ -110,7 +107,6 @@ async def test_scrapes_are_skipped_while_the_store_is_full():
 async def test_sample_with_an_unchanged_time_on_the_page_is_stored_once():
     """A page with times shows the same sample at each scrape until there is a new one."""
     fake = Fake(b"a 1 5000\nb 1\n", b"a 1 5000\nb 2\n", b"a 3 6000\nb 3\n", b"a 9 4000\nb 4\n")
-
     await scrape(fake, 4)
 
     stored = [(metric, value, ts, origin) for metric, _, value, ts, origin in fake.rows() if metric in {"a", "b"}]
@@ -122,7 +118,6 @@ async def test_sample_with_an_unchanged_time_on_the_page_is_stored_once():
 async def test_doubled_series_and_time_out_of_bounds_are_counted_and_not_stored():
     """The page is valid, and the sample counts as scraped, as in Prometheus."""
     fake = Fake(b"a 1 5000\na 2 9000000\nb 2\nb 3\n")
-
     followed = await scrape(fake, 1)
 
     assert [("a", 1.0, 5_000_000), ("b", 2.0, 100_000_000)] == [row for row in samples_of(fake) if row[0] in {"a", "b"}]
@@ -132,7 +127,6 @@ async def test_doubled_series_and_time_out_of_bounds_are_counted_and_not_stored(
 
 async def test_openmetrics_page_is_parsed_by_its_content_type():
     fake = Fake(Document(b"# TYPE a gauge\na 1 12.5\n# EOF\n", "application/openmetrics-text"))
-
     await scrape(fake, 1)
 
     assert ("a", '{"dc":"east"}', 1.0, 12_500_000, "exporter") == fake.rows()[0]
@@ -142,7 +136,6 @@ async def test_series_that_leaves_its_page_gets_a_staleness_marker():
     """A null row ends the series; a series with times on its page is not ended, and a returning series continues."""
     east = [b'a{x="1"} 1\na{x="2"} 1\n', b'a{x="2"} 2\n', b'a{x="1"} 3\na{x="2"} 3\n', b"b 1 5000\n", b"c 1\n"]
     fake = Fake(*east)
-
     await scrape(fake, 5)
 
     stored = [(metric, labels[-3:-2], value) for metric, labels, value, _, _ in fake.rows() if metric in "abc"]
@@ -157,7 +150,6 @@ async def test_exporter_that_leaves_all_lists_ends_with_all_its_series(eventuall
     (quick,) = configured([ExporterSection(url="http://a:1/metrics", every_seconds=0.001, timeout_seconds=0.001)])
     fake = Fake(*[b"a 1\n"] * 100_000)
     scraper = Scraper(fake, fake, clock=asyncio.get_running_loop().time, wall=lambda: 1)
-
     scraper.show("one", [quick])
     scraper.show("two", [quick])
     await eventually(lambda: fake.tables)
@@ -175,7 +167,6 @@ async def test_series_missing_at_the_new_address_of_an_exporter_end(eventually):
     old, new = (ExporterSection(url=f"http://{host}:1/m", name="n", every_seconds=0.001) for host in "ab")
     fake = Fake(b"a 1\nb 1\n", *[b"b 2\n"] * 100_000)
     scraper = Scraper(fake, fake, clock=asyncio.get_running_loop().time, wall=lambda: 1)
-
     scraper.show("list", configured([old]))
     await eventually(lambda: fake.tables)
     scraper.show("list", configured([new]))
@@ -239,7 +230,6 @@ async def test_first_of_two_exporters_with_one_name_is_scraped(caplog):
     (other,) = configured([ExporterSection(url="http://b:1/metrics", name="a:1")])
     fake = Fake()
     scraper = fake.scraper()
-
     scraper.show("one", [ONE])
     scraper.show("two", [other])
     for task in scraper.tasks:

@@ -131,15 +131,12 @@ def test_continued_service_ends_if_another_one_owns_the_shard(tmp_path, free_por
             second.publish(step_record(step))
         wait_until(lambda: second.ring.committed >= 29)
         zombie.process.send_signal(signal.SIGCONT)
-
         assert 3 == zombie.process.wait(60)
         assert f"taken over by process {successor.process.pid} on {socket.gethostname()}" in zombie.log()
         assert "this service must stop" in zombie.log()
         assert [0] == finish([second], 30)
         assert 0 == successor.terminate()
-
         zombie.start()
-
         assert [0] == finish([first], 60)
         assert 0 == zombie.terminate()
     finally:

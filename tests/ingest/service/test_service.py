@@ -8,7 +8,6 @@ import dataclasses
 import json
 import math
 import re
-import time
 
 import aiohttp
 import numpy as np
@@ -107,27 +106,6 @@ async def test_live_training_is_shown_after_a_younger_one_of_its_name_has_ended(
     assert [(6, 9)] == [(row["last_step"], row["planned_steps"]) for row in listed]
     assert (0, [0, 1, 2, 3, 4, 5, 6]) == (drawn.attempt, list(drawn.lines[0].step))
     assert (6, 9, 6) == (found.progress.step, found.progress.planned_steps, found.losses.current_step)
-
-
-async def test_clock_set_back_does_not_make_an_old_version_the_latest(
-    start_service, fake_rank, eventually, monkeypatch
-):
-    async with fake_rank() as rank:
-        async with start_service() as service:
-            await rank.deliver(service, 3)
-            await eventually(lambda: service.rows("SELECT 1 FROM runs WHERE state = 'running'"))
-        before = service.rows("SELECT max(ordinal) AS last FROM scalars")[0]["last"]
-        genuine = time.time_ns
-        monkeypatch.setattr(time, "time_ns", lambda: genuine() - 3_600_000_000_000)
-        async with start_service() as service:
-            await rank.register(service.url)
-            rank.publish_steps(2)
-            rank.publish(events=[{"type": "exit", "details": '{"reason": "completed", "last_step": 4}'}])
-            rank.state = "draining"
-            await eventually(lambda: service.rows("SELECT 1 FROM runs_history WHERE state = 'completed'"))
-
-    assert [{"state": "completed"}] == service.rows("SELECT state FROM runs")
-    assert [{"above": 2}] == service.rows(f"SELECT count(*) AS above FROM scalars WHERE ordinal > {before}")
 
 
 async def test_stop_stores_the_remaining_records_of_the_ranks(start_service, fake_rank, eventually):
