@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
 
 import pytest
-import torch
+from tests.exporter.parts import Training
 from tests.programs import run_program
-
-from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.training.cpu_time import IntraOpThreads
 
 PROGRAM = """
 import json, os, statistics, sys, time, urllib.request
@@ -81,36 +77,24 @@ print(json.dumps({"ratio": statistics.mean(ratios), "ratios": ratios, "share": s
 """
 
 
-@pytest.fixture(scope="module")
-def paired() -> dict[str, Any]:
-    """Train in a process with and without the monitor, in turn."""
-    done = run_program(PROGRAM, seconds=300)
-
-    assert 0 == done.returncode, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
-
-
 @pytest.mark.thorough
-def test_reported_overhead_equals_extra_cpu_time_within_30_percent(paired):
+def test_reported_overhead_equals_extra_cpu_time_within_30_percent():
     """Compares CPU time, not wall time. Most work of the process is that of the monitor, so the noise is small."""
+    done = run_program(PROGRAM, seconds=300)
+    assert 0 == done.returncode, done.stderr
+    paired = json.loads(done.stdout)
+
     assert paired["share"] > 0.4, paired
     assert 0.7 <= paired["ratio"] <= 1.3, paired
-
-
-@pytest.mark.thorough
-def test_overhead_has_each_active_part(paired):
     assert all(paired["by"][name] > 0 for name in ("attach", "hooks", "publisher", "http")), paired
 
 
-def test_calls_of_the_script_count_as_overhead(quiet):
+def test_calls_of_the_script_count_as_overhead():
     """A call of log() that takes 50 ms."""
-    net = torch.nn.Linear(2, 2)
-    monitor = Monitor(quiet).attach(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    before = monitor.overhead_seconds()["hooks"]
-    monitor.log(loss=_Slow())
-    spent = monitor.overhead_seconds()["hooks"] - before
-    monitor.detach()
+    with Training() as training:
+        before = training.monitor.overhead_seconds()["hooks"]
+        training.monitor.log(loss=_Slow())
+        spent = training.monitor.overhead_seconds()["hooks"] - before
 
     assert 0.05 <= spent
 
@@ -153,35 +137,15 @@ def test_torch_threads_count_only_during_measurements():
     assert 0 == done.returncode, done.stderr
 
 
-def test_single_threaded_torch_has_no_helper_clocks():
-    team = IntraOpThreads()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        team.find()
-        team.on_measurement_begin()
-        team.on_measurement_end()
-    finally:
-        torch.set_num_threads(threads)
-
-    assert ((), 0.0) == (team._clocks, team.seconds)
-
-
-def test_stored_overhead_equals_the_metrics_page(reader, eventually):
+def test_stored_overhead_equals_the_metrics_page():
     """There is a row for each thread at intervals."""
-    net = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    monitor = Monitor(MonitorConfig(console=False, exit_wait_seconds=0)).attach(net, optimizer)
-    net(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    monitor.end_step()
-    rows = eventually(
-        lambda: [s for r in reader(monitor).records() for s in r["scalars"] or () if s["name"] == "overhead_seconds"]
-    )
-    shown = monitor.overhead_seconds()
-    monitor.detach()
+    with Training() as training:
+        training.train()
+        training.publish()
+        shown = training.monitor.overhead_seconds()
+        rows = [s for record in training.records for s in record.scalars if s.name == "overhead_seconds"]
+    stored = {row.labels["thread"]: row.value for row in rows}
 
-    stored = {json.loads(row["labels"])["thread"]: row["value"] for row in rows}
     assert {"hooks", "publisher", "attach", "intra_op"} <= stored.keys() <= shown.keys()
     assert all(0 <= value <= shown[name] for name, value in stored.items())
-    assert 0 == monitor.faults
+    assert 0 == training.faults
