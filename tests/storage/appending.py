@@ -1,4 +1,4 @@
-"""Append records 0 to N-1 of two ranks like a service, after the stored ones. test_writer kills this process.
+"""Append records 0 to N-1 of two ranks like a service, after the stored ones.
 
 Usage: python appending.py STORE N
 """
@@ -17,25 +17,14 @@ RANKS, TENSORS = 2, 4
 
 def tables(first: int, count: int) -> dict[str, pa.Table]:
     """Return the rows of `count` records of each rank."""
-    rows = [(rank, seq) for rank in range(RANKS) for seq in range(first, first + count)]
     common = {"run": "r", "attempt": 0, "ts_origin": "rank"}
-    scalars = [
-        {**common, "rank": rank, "incarnation": f"i{rank}", "seq": seq, "step": seq, "name": "loss", "value": 1.0}
-        for rank, seq in rows
+    rows = [
+        {**common, "rank": rank, "incarnation": f"i{rank}", "seq": seq, "step": seq}
+        for rank in range(RANKS)
+        for seq in range(first, first + count)
     ]
-    statistics = [
-        {
-            **common,
-            "rank": rank,
-            "incarnation": f"i{rank}",
-            "seq": seq,
-            "step": seq,
-            "kind": "k",
-            "tensor": f"t{number}",
-        }
-        for rank, seq in rows
-        for number in range(TENSORS)
-    ]
+    scalars = [{**row, "name": "loss", "value": 1.0} for row in rows]
+    statistics = [{**row, "kind": "k", "tensor": f"t{number}"} for row in rows for number in range(TENSORS)]
     return {"scalars": pa.Table.from_pylist(scalars), "tensor_stats": pa.Table.from_pylist(statistics)}
 
 

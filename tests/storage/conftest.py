@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from tests.storage.rows import table
 
 from rankscope_storage.api.store import Batch, Store, Writer
 from rankscope_storage.connection import Connection, connect
@@ -16,20 +17,10 @@ def make_scalars(
     seqs: Iterable[int], *, run: str = "r", rank: int = 0, incarnation: str | None = "i0", value: float = 1.0
 ) -> pa.Table:
     """Return one scalar per seq; step is seq, ts is seq seconds."""
-    listed = list(seqs)
-    return pa.table(
-        {
-            "run": pa.array([run] * len(listed), pa.string()),
-            "attempt": pa.array([0] * len(listed), pa.int32()),
-            "rank": pa.array([rank] * len(listed), pa.int32()),
-            "incarnation": pa.array([incarnation] * len(listed), pa.string()),
-            "seq": pa.array(listed, pa.int64()),
-            "step": pa.array(listed, pa.int64()),
-            "ts": pa.array([seq * 1_000_000 for seq in listed], pa.timestamp("us", tz="UTC")),
-            "name": pa.array(["loss"] * len(listed), pa.string()),
-            "value": pa.array([value] * len(listed), pa.float64()),
-        }
-    )
+    names = ("run", "attempt", "rank", "incarnation", "seq", "step", "ts", "name", "value")
+    own = [{"seq": seq, "step": seq, "ts": seq * 1_000_000} for seq in seqs]
+    rows = [{"run": run, "attempt": 0, "rank": rank, "incarnation": incarnation, **each} for each in own]
+    return table("scalars", rows, name="loss", value=value).select(names)
 
 
 def make_batch(seqs: Iterable[int], *, run: str = "r", rank: int = 0, incarnation: str = "i0") -> Batch:

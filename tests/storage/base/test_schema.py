@@ -27,17 +27,6 @@ from rankscope_storage.files.older_integers import has_older_integers
 GOLDEN = Path(__file__).parents[2] / "golden" / "parquet_schema.txt"
 
 
-def one_row(dataset: str) -> pa.Table:
-    schema = dataset_schema(dataset)
-    values = {
-        field.name: pa.array(["x"] if pa.types.is_string(field.type) else [0], field.type)
-        if not field.nullable
-        else pa.nulls(1, field.type)
-        for field in schema
-    }
-    return conform(pa.table(values), dataset)
-
-
 def two_rows(dataset: str) -> pa.Table:
     """Return two rows that differ in every column, because constant columns are encoded differently."""
     return conform(pa.table({field.name: two_values(field.type) for field in dataset_schema(dataset)}), dataset)
@@ -52,10 +41,13 @@ def two_values(kind: pa.DataType) -> pa.Array:
 
 
 def described(root: Path, dataset: str) -> str:
-    """Return columns, types and encodings of a file of `dataset`, as Parquet reports them."""
-    (root / STAGING).mkdir(exist_ok=True)
+    """Return columns, types and encodings of a file of `dataset`, as Parquet reports them, after some checks."""
     file = write_file(root, dataset, "p", two_rows(dataset), sync_to_disk)
     metadata = pq.ParquetFile(root / file.path).metadata
+    assert SCHEMA_VERSION == schema_version(metadata.metadata)
+    assert dataset.encode() == metadata.metadata[b"rankscope_dataset"]
+    # DuckDB 1.3 to 1.5, fastparquet and pyarrow 14 read BYTE_STREAM_SPLIT only of floats.
+    assert not has_older_integers(metadata)
     group = metadata.row_group(0)
     lines = [f"{dataset}  fingerprint {fingerprint(dataset)}"]
     for position in range(metadata.num_columns):
@@ -68,6 +60,7 @@ def described(root: Path, dataset: str) -> str:
 
 def test_schema_of_every_file_equals_the_golden_file(tmp_path):
     """Readers must still read older files if it changes. RANKSCOPE_UPDATE_GOLDEN=1 rewrites the golden file."""
+    (tmp_path / STAGING).mkdir()
     text = "\n\n".join(described(tmp_path, dataset) for dataset in DATASETS) + "\n"
     if os.environ.get("RANKSCOPE_UPDATE_GOLDEN"):
         GOLDEN.write_text(text)
@@ -75,59 +68,28 @@ def test_schema_of_every_file_equals_the_golden_file(tmp_path):
     assert GOLDEN.read_text() == text
 
 
-@pytest.mark.parametrize("dataset", DATASETS)
-def test_no_file_has_integers_in_an_older_encoding(tmp_path, dataset):
-    """DuckDB 1.3 to 1.5, fastparquet and pyarrow 14 read BYTE_STREAM_SPLIT only of floats."""
-    (tmp_path / STAGING).mkdir()
-    file = write_file(tmp_path, dataset, "p", two_rows(dataset), sync_to_disk)
-
-    assert not has_older_integers(pq.read_metadata(tmp_path / file.path))
-
-
-@pytest.mark.parametrize("dataset", DATASETS)
-def test_file_metadata_has_schema_version_and_dataset(tmp_path, dataset):
-    (tmp_path / STAGING).mkdir()
-    file = write_file(tmp_path, dataset, "p", one_row(dataset), sync_to_disk)
-    metadata = pq.ParquetFile(tmp_path / file.path).metadata.metadata
-
-    assert SCHEMA_VERSION == schema_version(metadata)
-    assert dataset.encode() == metadata[b"rankscope_dataset"]
-
-
 def test_file_without_metadata_has_schema_version_0():
     assert 0 == schema_version(None)
 
 
 def test_delta_table_has_the_columns_of_all_datasets_all_nullable():
+    """It has the wider of two types."""
     schema = table_schema()
+    names = {name for dataset in DATASETS for name in dataset_schema(dataset).names}
 
     assert ["dataset", "part"] == schema.names[:2]
-    assert {"dataset", "part"} | {name for dataset in DATASETS for name in dataset_schema(dataset).names} == set(
-        schema.names
-    )
+    assert {"dataset", "part"} | names == set(schema.names)
     assert all(field.nullable for field in schema)
+    of_features = dataset_schema("features").field("value").type
+    assert (pa.float32(), pa.float64()) == (of_features, schema.field("value").type)
 
 
-def test_delta_table_has_the_wider_of_two_types():
-    assert (pa.float32(), pa.float64()) == (
-        dataset_schema("features").field("value").type,
-        table_schema().field("value").type,
-    )
+def test_conform_adds_columns_reorders_and_refuses_values_out_of_range():
+    table = conform(pa.table({"value": [1.5], "name": ["loss"], "rank": pa.array([3]), "run": ["r"]}), "scalars")
+    (row,) = table.to_pylist()
 
-
-def test_conform_adds_absent_columns_as_null_and_reorders():
-    table = conform(pa.table({"value": [1.5], "name": ["loss"], "run": ["r"]}), "scalars")
-
-    assert dataset_schema("scalars").names == table.column_names
-    assert {"run": "r", "name": "loss", "value": 1.5} == {
-        k: v for k, v in table.to_pylist()[0].items() if v is not None
-    }
-
-
-def test_conform_widens_integers_and_refuses_values_out_of_range():
-    wide = conform(pa.table({"run": ["r"], "name": ["n"], "rank": pa.array([3], pa.int64())}), "scalars")
-
-    assert (pa.int32(), [3]) == (wide.schema.field("rank").type, wide["rank"].to_pylist())
+    assert dataset_schema("scalars") == table.schema
+    assert {"run": "r", "name": "loss", "value": 1.5, "rank": 3} == {k: v for k, v in row.items() if v is not None}
     with pytest.raises(BatchError, match=r"scalars\.rank must be int32"):
         conform(pa.table({"run": ["r"], "name": ["n"], "rank": pa.array([1 << 40], pa.int64())}), "scalars")
 
@@ -139,7 +101,7 @@ def test_dictionaries_that_arrow_cannot_unify_become_plain_text():
     pieces = pa.chunked_array([with_null, without])
     with pytest.raises(pa.ArrowInvalid, match="unify"):
         pieces.unify_dictionaries()
-    rows = pa.concat_tables([one_row("events")] * 3).drop_columns("message").append_column("message", pieces)
+    rows = pa.table({"run": ["r"] * 3, "type": ["note"] * 3, "message": pieces})
 
     assert ["a", None, "b"] == conform(rows, "events")["message"].to_pylist()
 
@@ -151,20 +113,15 @@ def test_rows_that_arrow_cannot_convert_raise_batch_error(monkeypatch):
     monkeypatch.setattr("rankscope_storage.base.schema._cast", cannot)
 
     with pytest.raises(BatchError, match="rows of events cannot be converted to the schema of the store: array cannot"):
-        conform(one_row("events"), "events")
+        conform(pa.table({"run": ["r"], "type": ["note"]}), "events")
 
 
 @pytest.mark.parametrize("names", [3, 2000])
 def test_chunks_with_shared_dictionaries_keep_their_texts(names):
     """Each of two targets sends chunks with one dictionary in memory; the dictionaries have common names."""
-    shared = [
-        pa.array([f"{target}{number % 1000}" for number in range(names)]).dictionary_encode() for target in ("", "0")
-    ]
-    chunks = [shared[0], shared[1].slice(1), shared[0], shared[1]]
-    table = pa.table({"run": [""] * sum(map(len, chunks)), "labels": pa.chunked_array(chunks)})
-    required = {name: pa.array([""] * table.num_rows) for name in ("target", "metric")}
-    expected = table["labels"].to_pylist()
-    column = conform(pa.table({**dict(zip(table.column_names, table.columns, strict=True)), **required}), "samples")
+    one, other = (pa.array([f"{head}{n % 1000}" for n in range(names)]).dictionary_encode() for head in ("", "0"))
+    labels = pa.chunked_array([one, other.slice(1), one, other])
+    required = {name: [""] * len(labels) for name in ("run", "target", "metric")}
+    column = conform(pa.table({**required, "labels": labels}), "samples")["labels"]
 
-    assert expected == column["labels"].to_pylist()
-    assert 1 == column["labels"].num_chunks
+    assert (1, labels.to_pylist()) == (column.num_chunks, column.to_pylist())

@@ -36,13 +36,9 @@ class Killer:
 
     def __init__(self, folder: Path) -> None:
         self._notes = folder / "notes"
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", MODULE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "LD_PRELOAD": str(compiled(folder)), "OMP_NUM_THREADS": "1"},
-        )
+        env = {**os.environ, "LD_PRELOAD": str(compiled(folder)), "OMP_NUM_THREADS": "1"}
+        command, pipe = [sys.executable, "-m", MODULE], subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env)
 
     def close(self) -> None:
         """End the process."""
@@ -53,13 +49,9 @@ class Killer:
         """Run `operation`, killed before the `at`-th call that changes `root`; 0 does not kill."""
         status = self._request("live", operation, root, at)
         lines = self._notes.read_text().splitlines()
-        return Life(
-            calls=[line for line in lines if not line.startswith("acknowledged ")],
-            acknowledged=[
-                int(line.removeprefix("acknowledged ")) for line in lines if line.startswith("acknowledged ")
-            ],
-            killed=status == -signal.SIGKILL,
-        )
+        told = [int(line.split()[1]) for line in lines if line.startswith("acknowledged ")]
+        calls = [line for line in lines if not line.startswith("acknowledged ")]
+        return Life(calls=calls, acknowledged=told, killed=status == -signal.SIGKILL)
 
     def prepare(self, operation: str, root: Path) -> None:
         """Create the store with which `operation` begins, in a process that is not killed."""
@@ -67,13 +59,14 @@ class Killer:
 
     def content(self, root: Path) -> dict[str, Any]:
         """Return all rows of the store at `root`, by dataset."""
-        self._request("content", "", root, 0)
-        found: dict[str, Any] = json.loads(self._notes.read_text())
-        return found
+        return self._found("content", "", root)
 
     def after(self, operation: str, root: Path) -> dict[str, Any]:
         """Return the result of `operations.after`, from a separate process."""
-        self._request("after", operation, root, 0)
+        return self._found("after", operation, root)
+
+    def _found(self, action: str, operation: str, root: Path) -> dict[str, Any]:
+        self._request(action, operation, root, 0)
         found: dict[str, Any] = json.loads(self._notes.read_text())
         return found
 
@@ -94,19 +87,8 @@ class Killer:
 def compiled(folder: Path) -> Path:
     """Compile the library to preload in `folder`, and return its path."""
     library = folder / "kill_at.so"
-    command = [
-        "gcc",
-        "-shared",
-        "-fPIC",
-        "-O1",
-        "-Wall",
-        "-Werror",
-        "-o",
-        str(library),
-        str(HERE / "kill_at.c"),
-        "-ldl",
-    ]
-    subprocess.run(command, check=True)
+    options = ["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-ldl"]
+    subprocess.run(["gcc", "-o", str(library), str(HERE / "kill_at.c"), *options], check=True)
     return library
 
 
@@ -132,10 +114,9 @@ def _live(job: dict[str, Any]) -> None:
     try:
         if job["action"] == "prepare":
             operations.prepare(operation, root)
-        elif job["action"] == "content":
-            os.write(notes, json.dumps(operations.content(root), default=str).encode())
-        elif job["action"] == "after":
-            os.write(notes, json.dumps(operations.after(operation, root), default=str).encode())
+        elif job["action"] in {"content", "after"}:
+            found = operations.after(operation, root) if operation else operations.content(root)
+            os.write(notes, json.dumps(found, default=str).encode())
         else:
             ctypes.CDLL(None).rankscope_arm(os.fsencode(root), job["at"], notes)
             operations.OPERATIONS[operation](root, lambda seq: os.write(notes, b"acknowledged %d\n" % seq) and None)

@@ -43,26 +43,14 @@ def rows(first: int, count: int, *, run: str = "r", process: str = "i") -> Batch
     """Return records `first` to `first + count - 1` of each rank: a loss and two tensors. Ten are a rollup bucket."""
     records = [(rank, seq) for rank in range(RANKS) for seq in range(first, first + count)]
     common = [
-        {
-            "run": run,
-            "attempt": 0,
-            "rank": rank,
-            "incarnation": f"{process}{rank}",
-            "seq": seq,
-            "step": seq * BUCKET_STEPS // 10,
-            "ts": _BEGAN + dt.timedelta(seconds=seq),
-            "ts_origin": "rank",
-        }
+        {"run": run, "attempt": 0, "rank": rank, "incarnation": f"{process}{rank}", "seq": seq, "ts_origin": "rank",
+         "step": seq * BUCKET_STEPS // 10, "ts": _BEGAN + dt.timedelta(seconds=seq)}
         for rank, seq in records
-    ]
-    tables = {
-        "scalars": [{**row, "name": "loss", "value": 1.0 / (1 + row["seq"])} for row in common],
-        "tensor_stats": [
-            {**row, "kind": "k", "tensor": f"t{number}", "norm": 1.5, "nans": 0, "infs": 0, "zeros": 0, "numel": 4}
-            for row in common
-            for number in range(2)
-        ],
-    }
+    ]  # fmt: skip
+    counts = {"nans": 0, "infs": 0, "zeros": 0, "numel": 4}
+    tensors = [{"kind": "k", "tensor": f"t{number}", "norm": 1.5, **counts} for number in range(2)]
+    scalars = [{**row, "name": "loss", "value": 1.0 / (1 + row["seq"])} for row in common]
+    tables = {"scalars": scalars, "tensor_stats": [row | own for row in common for own in tensors]}
     return Batch(
         tables={name: pa.Table.from_pylist(listed) for name, listed in tables.items()},
         watermarks={f"{process}{rank}": first + count - 1 for rank in range(RANKS)},
