@@ -11,6 +11,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.storage.rows import ask, put
 
 from rankscope_contract.model.schema import DATASETS, TENSOR_ROW_KEY
 from rankscope_storage.api.store import Batch
@@ -18,6 +19,8 @@ from rankscope_storage.base.errors import FilesGoneError, QueryError
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.maintenance import compaction
+
+COUNT = "SELECT count(*) FROM scalars"
 
 
 @pytest.mark.usual(10)
@@ -39,12 +42,19 @@ def test_each_statement_reads_rows_appended_before_it(connection, writer, batch)
     seen = []
     for seq in range(3):
         writer.append(batch([seq]))
-        seen.extend(connection.sql("SELECT count(*) FROM scalars").fetchall())
+        seen += ask(connection, COUNT)
+    relation = connection.sql("FROM scalars")
+    writer.append(batch(range(6)))
 
     assert [(1,), (2,), (3,)] == seen
+    assert 3 == len(relation.fetchall())  # a relation keeps the rows of its version
+    with connection.pinned():
+        writer.append(batch(range(9)))
+        assert [(6,)] == ask(connection, COUNT)
+    assert [(9,)] == ask(connection, COUNT)
 
 
-@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
 def test_copy_of_a_connection_is_closed_and_the_original_works(connection, writer, batch, way):
     writer.append(batch([1]))
     before = connection.query("FROM scalars")
@@ -56,9 +66,9 @@ def test_copy_of_a_connection_is_closed_and_the_original_works(connection, write
             lambda: list(copied.stream("FROM scalars")),
             copied.snapshot,
         ]
-        for ask in questions:
+        for question in questions:
             with pytest.raises(QueryError, match="open another one with connect"):
-                ask()
+                question()
 
     assert isinstance(copied, Connection)
     assert (connection.path, connection.version) == (copied.path, copied.version)
@@ -70,56 +80,37 @@ def test_nan_infinity_null_and_zero_are_distinguished_in_sql(connection, writer,
     table = scalars(range(5)).set_column(8, "value", [[math.nan, math.inf, None, 0.0, -math.inf]])
     writer.append(Batch(tables={"scalars": table}, watermarks={"i0": 4}))
     query = "SELECT value IS NULL, isnan(value), isinf(value), value = 0 FROM scalars ORDER BY seq"
+    infinite = (False, False, True, False)
+    expected = [(False, True, False, False), infinite, (True, None, None, None), (False, False, False, True), infinite]
 
-    assert [
-        (False, True, False, False),
-        (False, False, True, False),
-        (True, None, None, None),
-        (False, False, False, True),
-        (False, False, True, False),
-    ] == connection.sql(query).fetchall()
+    assert expected == ask(connection, query)
 
 
-@pytest.mark.parametrize("asked", ["isnan(value)", "NOT isfinite(value)", "value = 'nan'", "value > 'inf'::DOUBLE"])
-def test_nan_among_finite_numbers_is_found(connection, writer, scalars, asked):
+def test_nan_among_finite_numbers_is_found(connection, writer, scalars):
     """If a footer had the range of the finite numbers, DuckDB would skip the file."""
     table = scalars(range(4)).set_column(8, "value", [[1.0, -1.0, math.nan, 2.0]])
     writer.append(Batch(tables={"scalars": table}, watermarks={"i0": 3}))
 
-    assert [(2,)] == connection.sql(f"SELECT seq FROM scalars WHERE {asked}").fetchall()
-    assert [(3,)] == connection.sql(f"SELECT count(*) FROM scalars WHERE NOT ({asked})").fetchall()
+    for asked in ("isnan(value)", "NOT isfinite(value)", "value = 'nan'", "value > 'inf'::DOUBLE"):
+        assert [(2,)] == ask(connection, f"SELECT seq FROM scalars WHERE {asked}"), asked
+        assert [(3,)] == ask(connection, f"SELECT count(*) FROM scalars WHERE NOT ({asked})"), asked
 
 
 def test_parameters_and_fetch_methods_work(connection, writer, batch):
     writer.append(batch(range(3)))
+    connection.execute("FROM range(1000000)").fetchone()  # an unfetched result does not block the next query
+    found = connection.query("SELECT seq FROM scalars WHERE seq > $low ORDER BY 1", {"low": 0})
 
-    assert [(2,)] == connection.sql("SELECT count(*) FROM scalars WHERE seq > ?", [0]).fetchall()
-    assert (3,) == connection.execute("SELECT count(*) FROM scalars").fetchone()
-    assert [1, 2] == connection.query("SELECT seq FROM scalars WHERE seq > $low ORDER BY 1", {"low": 0})[
-        "seq"
-    ].to_pylist()
+    assert [(2,)] == connection.sql(f"{COUNT} WHERE seq > ?", [0]).fetchall()
+    assert (3,) == connection.execute(COUNT).fetchone()
+    assert [1, 2] == found["seq"].to_pylist()
     assert 3 == connection.sql("FROM scalars").to_arrow_table().num_rows
-
-
-def test_unfetched_result_does_not_block_the_next_query(connection, writer, batch):
-    writer.append(batch(range(3)))
-    connection.execute("FROM range(1000000)").fetchone()
-
-    assert [(3,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
-
-
-def test_relation_keeps_the_rows_of_its_version(connection, writer, batch):
-    writer.append(batch(range(3)))
-    relation = connection.sql("FROM scalars")
-    writer.append(batch(range(6)))
-
-    assert 3 == len(relation.fetchall())
 
 
 def test_times_are_utc(connection, writer, batch):
     writer.append(batch([86_400]))
 
-    assert [("1970-01-02 00:00:00+00",)] == connection.sql("SELECT ts::VARCHAR FROM scalars").fetchall()
+    assert [("1970-01-02 00:00:00+00",)] == ask(connection, "SELECT ts::VARCHAR FROM scalars")
 
 
 def test_user_can_create_tables_and_files(connection, writer, batch, tmp_path):
@@ -127,7 +118,7 @@ def test_user_can_create_tables_and_files(connection, writer, batch, tmp_path):
     connection.sql("CREATE TABLE mine AS SELECT seq FROM scalars")
     connection.sql(f"COPY mine TO '{tmp_path}/mine.csv'")
 
-    assert [(3,)] == connection.sql(f"SELECT count(*) FROM '{tmp_path}/mine.csv'").fetchall()
+    assert [(3,)] == ask(connection, f"SELECT count(*) FROM '{tmp_path}/mine.csv'")
 
 
 def test_snapshot_keeps_its_version_during_appends_and_compaction(connection, writer, batch, monkeypatch):
@@ -138,18 +129,8 @@ def test_snapshot_keeps_its_version_during_appends_and_compaction(connection, wr
         writer.append(batch(range(9)))
         writer.compact()
 
-        assert [(4,)] == pinned.sql("SELECT count(*) FROM scalars").fetchall()
-        assert [(9,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
+        assert [[(4,)], [(9,)]] == [ask(pinned, COUNT), ask(connection, COUNT)]
         assert pinned.version < connection.version
-
-
-def test_queries_in_pinned_read_one_version_and_later_ones_the_newest(connection, writer, batch):
-    writer.append(batch(range(3)))
-    with connection.pinned():
-        writer.append(batch(range(5)))
-
-        assert [(3,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
-    assert [(5,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
 
 
 def test_query_is_repeated_if_a_file_is_deleted_before_its_read(connection, writer, batch, monkeypatch):
@@ -170,7 +151,7 @@ def test_query_is_repeated_if_a_file_is_deleted_before_its_read(connection, writ
 
     monkeypatch.setattr(connection, "_refresh", vacuumed_after_the_first_refresh)
 
-    assert [(4, 6)] == connection.sql("SELECT count(*), sum(seq) FROM scalars").fetchall()
+    assert [(4, 6)] == ask(connection, "SELECT count(*), sum(seq) FROM scalars")
     assert 2 == len(calls)
 
 
@@ -185,18 +166,13 @@ def test_snapshot_with_deleted_files_raises_files_gone_error(connection, writer,
 
 def test_dimensions_show_the_latest_version_and_history_all(connection, writer):
     for ordinal, state in ((1, "pending"), (3, "failed"), (2, "running")):
-        row = {"run": ["r"], "ordinal": [ordinal], "state": [state]}
-        writer.append(
-            Batch(
-                tables={"runs": pa.table(row), "attempts": pa.table({**row, "attempt": [ordinal % 2]})}, watermarks={}
-            )
-        )
+        row = {"run": "r", "ordinal": ordinal, "state": state}
+        put(writer, "runs", [row])
+        put(writer, "attempts", [row | {"attempt": ordinal % 2}])
 
-    assert [("failed",)] == connection.sql("SELECT state FROM runs").fetchall()
-    assert [(0, "running"), (1, "failed")] == connection.sql(
-        "SELECT attempt, state FROM attempts ORDER BY 1"
-    ).fetchall()
-    assert [(3,)] == connection.sql("SELECT count(*) FROM runs_history").fetchall()
+    assert [("failed",)] == ask(connection, "SELECT state FROM runs")
+    assert [(0, "running"), (1, "failed")] == ask(connection, "SELECT attempt, state FROM attempts ORDER BY 1")
+    assert [(3,)] == ask(connection, "SELECT count(*) FROM runs_history")
 
 
 def test_files_are_pruned_by_run_and_step_from_the_log(connection, writer, batch):
@@ -210,25 +186,12 @@ def test_files_are_pruned_by_run_and_step_from_the_log(connection, writer, batch
     assert [] == connection.files("scalars", run="a", steps=(10, 30))
     assert connection.files("scalars", run="b") == connection.files("scalars", steps=(15, 99))
     assert 10 == connection.files_table("scalars", run="b")["rows"].to_pylist()[0]
-    assert [(10,)] == connection.sql(f"SELECT count(*) FROM {connection.relation('scalars', run='b')}").fetchall()
-    assert [(0,)] == connection.sql(f"SELECT count(*) FROM {connection.relation('scalars', run='c')}").fetchall()
+    counts = [ask(connection, f"SELECT count(*) FROM {connection.relation('scalars', run=run)}") for run in "bc"]
+    assert [[(10,)], [(0,)]] == counts
 
 
-ODD_RUNS = [
-    "a/b",
-    "..",
-    "a=b",
-    'it\'s "q"',
-    "学习",
-    "123",
-    "2026-11-20",
-    "",
-    " ",
-    "%41",
-    "a\nb",
-    "_shared-x",
-    "\U0010ffff",
-]
+ODD_RUNS = ["a/b", "..", "a=b", 'it\'s "q"', "学习", "123", "2026-11-20", "", " ", "%41", "a\nb", "_shared-x"]
+ODD_RUNS += ["\U0010ffff"]
 
 
 def test_runs_with_any_name_are_distinguished(connection, writer, batch, monkeypatch):
@@ -237,32 +200,10 @@ def test_runs_with_any_name_are_distinguished(connection, writer, batch, monkeyp
         writer.append(batch(range(number % 3 + 4), run=run, incarnation=f"i{number}"))
     expected = sorted((run, number % 3 + 4) for number, run in enumerate(ODD_RUNS))
 
-    assert expected == connection.sql("SELECT run, count(*)::INT FROM scalars GROUP BY 1 ORDER BY 1").fetchall()
+    assert expected == ask(connection, "SELECT run, count(*)::INT FROM scalars GROUP BY 1 ORDER BY 1")
     for run, count in expected:
-        assert [(count,)] == connection.sql(
-            f"SELECT count(*)::INT FROM {connection.relation('scalars', run=run)} WHERE run = ?", [run]
-        ).fetchall()
-
-
-@pytest.mark.thorough
-def test_query_over_a_thousand_small_runs_reads_few_files(connection, writer, scalars):
-    """Their rows share a part, so that a run needs no separate file."""
-    for first in range(0, 1000, 50):
-        tables = [
-            scalars(range(3), run=f"run-{number}", incarnation=f"i{number}") for number in range(first, first + 50)
-        ]
-        marks = {f"i{number}": 2 for number in range(first, first + 50)}
-        writer.append(Batch(tables={"scalars": pa.concat_tables(tables)}, watermarks=marks))
-    query = "SELECT count(DISTINCT run), count(*), count(*) FILTER (run = 'run-617') FROM scalars"
-
-    assert [(1000, 3000, 3)] == connection.sql(query).fetchall()
-    assert 20 == len(connection.files("scalars"))
-    assert 4 > len(connection.files("scalars", run="run-617"))
-
-    writer.compact()
-
-    assert [(1000, 3000, 3)] == connection.sql(query).fetchall()
-    assert 1 == len(connection.files("scalars"))
+        asked = f"SELECT count(*)::INT FROM {connection.relation('scalars', run=run)} WHERE run = ?"
+        assert [(count,)] == connection.sql(asked, [run]).fetchall()
 
 
 def test_row_keys_are_unique_and_need_every_column(connection, writer):
@@ -272,11 +213,10 @@ def test_row_keys_are_unique_and_need_every_column(connection, writer):
         for i in "ab" for s in (0, 1) for v in (None, 0) for k in "pq" for t in "tu"
         for x in (None, 0) for m in (None, 1) for c in (None, 3)
     ]  # fmt: skip
-    writer.append(Batch(tables={"tensor_stats": pa.Table.from_pylist(rows)}, watermarks={"a": 1, "b": 1}))
+    put(writer, "tensor_stats", rows, {"a": 1, "b": 1})
     key = ", ".join(f'"{name}"' for name in TENSOR_ROW_KEY)
-    query = f"SELECT count(*), count(DISTINCT ({key})) FROM tensor_stats"
 
-    assert [(256, 256)] == connection.sql(query).fetchall()
+    assert [(256, 256)] == ask(connection, f"SELECT count(*), count(DISTINCT ({key})) FROM tensor_stats")
 
 
 def test_files_with_older_columns_are_read_together_with_new_ones(connection, writer, batch, monkeypatch):
@@ -290,7 +230,7 @@ def test_files_with_older_columns_are_read_together_with_new_ones(connection, wr
     writer.append(batch(range(6)))
 
     with connect(writer._log.root) as fresh:
-        assert [(6, 0)] == fresh.sql("SELECT count(*), count(labels) FROM scalars").fetchall()
+        assert [(6, 0)] == ask(fresh, "SELECT count(*), count(labels) FROM scalars")
         assert dataset_schema("scalars").names == fresh.sql("FROM scalars").columns
 
 
@@ -332,16 +272,15 @@ def test_locked_connection_works_in_a_removed_folder(store, writer, batch, tmp_p
     monkeypatch.chdir(folder)
     folder.rmdir()
     with connect(store.root, locked=True) as connection:
-        assert [(3,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
+        assert [(3,)] == ask(connection, COUNT)
         with pytest.raises(duckdb.PermissionException):
-            connection.sql("FROM read_text('/etc/hostname')").fetchall()
+            ask(connection, "FROM read_text('/etc/hostname')")
 
 
 def test_locked_connection_reads_new_rows(locked, writer, batch):
     writer.append(batch(range(7)))
 
-    assert [(7,)] == locked.sql("SELECT count(*) FROM scalars").fetchall()
-    assert [(7,)] == locked.snapshot().sql("SELECT count(*) FROM scalars").fetchall()
+    assert [[(7,)]] * 2 == [ask(locked, COUNT), ask(locked.snapshot(), COUNT)]
 
 
 @pytest.mark.usual(8)
@@ -395,6 +334,6 @@ def test_locked_connection_refuses_all_other_statements(locked, store, tmp_path,
 )
 def test_locked_connection_accesses_only_the_store(locked, store, tmp_path, query):
     (tmp_path / "secret.csv").write_text("secret\n1\n")
-    for ask in (locked.sql, locked.query, locked.execute):
+    for execute in (locked.sql, locked.query, locked.execute):
         with pytest.raises(duckdb.Error, match=r"(?i)disabled by configuration|does not exist"):
-            ask(query.format(store=store.root, outside=tmp_path))
+            execute(query.format(store=store.root, outside=tmp_path))

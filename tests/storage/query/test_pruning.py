@@ -3,122 +3,25 @@
 from __future__ import annotations
 
 import enum
-import json
-from collections.abc import Iterable
 
-import duckdb
 import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.properties import examples
+from tests.storage.rows import ask, table
 
 from rankscope_contract.model.schema import DATASETS
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
 from rankscope_storage.connection.pool import DEFINITIONS
-from rankscope_storage.log.snapshot import RowRanges
-from rankscope_storage.query.pruning import row_ranges, view_references
-
-ANY = RowRanges()
-
-
-@pytest.fixture(scope="module")
-def parser():
-    with duckdb.connect() as database:
-        yield database
-
-
-def read(parser, query: str, parameters: object = None) -> dict[str, list[RowRanges]] | None:
-    sql = "SELECT json_serialize_sql(?, skip_null := true, skip_empty := true, skip_default := true)"
-    [(tree,)] = parser.execute(sql, [query]).fetchall()
-    found = view_references(json.loads(tree).get("statements", ()), DEFINITIONS)
-    if found is None:
-        return None
-    said: dict[str, list[RowRanges]] = {}
-    for mention in found:
-        said.setdefault(mention.name, []).append(row_ranges(mention, parameters))
-    return said
 
 
 class Named(str, enum.Enum):  # noqa: UP042 - not a StrEnum, of which str() is the text
     """A text type of many programs. Its `str()` differs from the text that DuckDB compares."""
 
     RUN = "b"
-
-
-def of(*runs: str, steps: tuple[float, float] = ANY.steps, attempts: tuple[float, float] = ANY.attempts) -> RowRanges:
-    return RowRanges(frozenset(runs), attempts, steps)
-
-
-@pytest.mark.parametrize(
-    ("query", "parameters", "expected"),
-    [
-        ("FROM scalars WHERE run = 'a'", None, {"scalars": [of("a")]}),
-        ("FROM Scalars s WHERE 'a' = s.run AND 3 <= step", None, {"scalars": [of("a", steps=(3, ANY.steps[1]))]}),
-        (
-            "FROM scalars WHERE run IN ('a', $b) AND attempt = 2",
-            {"b": "c"},
-            {"scalars": [of("a", "c", attempts=(2, 2))]},
-        ),
-        ("FROM scalars WHERE run = ? AND step BETWEEN ? AND 9", ["a", 4], {"scalars": [of("a", steps=(4, 9))]}),
-        ("FROM scalars WHERE run = 'a' AND run = 'b'", None, {"scalars": [of()]}),
-        ("FROM scalars WHERE run = 'a' OR step = 1", None, {"scalars": [ANY]}),
-        ("FROM scalars WHERE NOT (run = 'a')", None, {"scalars": [ANY]}),
-        ("FROM scalars WHERE run = ?", [None], {"scalars": [ANY]}),
-        ("FROM scalars WHERE run = ? AND attempt = ?", [Named.RUN, True], {"scalars": [ANY]}),
-        ("FROM scalars WHERE step = 1.5 AND step < '7'", None, {"scalars": [ANY]}),
-        ("FROM loss_curve WHERE run = 'a' AND step < 5", None, {"loss_curve": [of("a")]}),
-        ("FROM runs WHERE run = 'a' AND attempt = 1", None, {"runs": [of("a")]}),
-        ("FROM top_deviations('a')", None, {"top_deviations": [of("a")]}),
-        ("FROM top_deviations(of_run := 'a')", None, {"top_deviations": [ANY]}),
-        (
-            "WITH c AS (FROM scalars WHERE run = 'a') FROM downsample(c, step, value, 9)",
-            None,
-            {"scalars": [of("a")], "downsample": [ANY]},
-        ),
-        ("FROM downsample(scalars, step, value, 9) WHERE x = 1", None, {"scalars": [ANY], "downsample": [ANY]}),
-        (
-            "SELECT (SELECT max(step) FROM scalars WHERE run = 'b') FROM scalars WHERE run = 'a'",
-            None,
-            {"scalars": [of("a"), of("b")]},
-        ),
-        (
-            "FROM scalars s JOIN events e ON s.step = e.step WHERE s.run = 'a' AND run = 'b'",
-            None,
-            {"scalars": [of("a")], "events": [ANY]},
-        ),
-        ("FROM scalars s FULL JOIN events e USING (run) WHERE s.run = 'a'", None, {"scalars": [ANY], "events": [ANY]}),
-        ("FROM (FROM scalars) WHERE run = 'a'", None, {"scalars": [ANY]}),
-        ("FROM scalars t(step, run) WHERE run = 'a'", None, {"scalars": [ANY]}),
-        ("SELECT 1", None, {}),
-    ],
-)
-def test_rows_that_a_statement_can_need(parser, query, parameters, expected):
-    assert expected == read(parser, query, parameters)
-
-
-@pytest.mark.parametrize(
-    "query",
-    [
-        "FROM mine",
-        "FROM 'file.parquet'",
-        "FROM main.scalars WHERE run = 'a'",
-        "FROM read_parquet('x')",
-        "WITH scalars AS (SELECT 1 AS run) FROM scalars WHERE run = 1",
-        "FROM downsample('scal' || 'ars', step, value, 9)",
-        "WITH step AS (SELECT 1) FROM downsample(x := step, source := scalars, y := value, points := 9)",
-        "FROM query_table('scalars')",
-        "SHOW TABLES",
-        "PIVOT scalars ON name",
-        "FROM scalars WHERE run = 'a'; FROM scalars",
-        "DROP TABLE scalars",
-        "no SQL at all",
-    ],
-)
-def test_statements_that_are_not_analysed(parser, query):
-    assert read(parser, query) is None
 
 
 ROWS = [(run, attempt, step) for run in "abc" for attempt in (None, 0, 1) for step in (None, -1, 0, 6)]
@@ -132,23 +35,70 @@ def scattered(tmp_path_factory):
     store = Store.open(tmp_path_factory.mktemp("questions") / "store", create=True, sync=lambda path: None)
     with store.claim(owner="test") as writer:
         for numbers in FILES:
-            writer.append(Batch(tables={name: _table(name, numbers) for name in DATASETS}, watermarks={}))
+            rows = [
+                dict(zip(("run", "attempt", "step"), ROWS[number], strict=True), ordinal=number) for number in numbers
+            ]
+            rows = [row | {"ts": 1_000_000 * row["ordinal"], "norm": row["ordinal"], "rank": 0} for row in rows]
+            writer.append(Batch(tables={name: _table(name, rows) for name in DATASETS}, watermarks={}))
     return store.root
 
 
-def _table(dataset: str, numbers: Iterable[int]) -> pa.Table:
-    texts = {"name": "loss", "kind": "grad_reduced", "tensor": "w", "state": "running"}
-    listed = [
-        {
-            **{field.name: texts.get(field.name, "x") for field in dataset_schema(dataset) if not field.nullable},
-            **dict(zip(("run", "attempt", "step"), ROWS[number], strict=True)),
-            "rank": 0, "ordinal": number, "ts": 1_000_000 * number,
-            **({"value": float(number)} if dataset in {"scalars", "features", "samples"} else {}),
-            **({"norm": float(number), "norm_baseline": 0.5} if dataset == "tensor_stats" else {}),
-        }
-        for number in numbers
-    ]  # fmt: skip
-    return pa.Table.from_pylist(listed, schema=dataset_schema(dataset))
+def _table(dataset: str, rows: list[dict]) -> pa.Table:
+    texts = {"name": "loss", "kind": "grad_reduced", "tensor": "w", "state": "running", "norm_baseline": 0.5}
+    required = {field.name: "x" for field in dataset_schema(dataset) if not field.nullable}
+    valued = dataset in {"scalars", "features", "samples"}
+    return table(dataset, [row | ({"value": row["ordinal"]} if valued else {}) for row in rows], **required | texts)
+
+
+CASES = [
+    ("FROM scalars WHERE run = 'a'", None, {"scalars": 4}),
+    ("FROM Scalars s WHERE 'a' = s.run AND 3 <= step", None, {"scalars": 3}),
+    ("FROM scalars WHERE run IN ('a', $b) AND attempt = 2", {"b": "c"}, {"scalars": 2}),
+    ("FROM scalars WHERE run = ? AND step BETWEEN ? AND 9", ["a", 4], {"scalars": 3}),
+    ("FROM scalars WHERE run = 'a' AND run = 'b'", None, {"scalars": 1}),
+    ("FROM scalars WHERE run = 'a' OR step = 1", None, {}),
+    ("FROM scalars WHERE NOT (run = 'a')", None, {}),
+    ("FROM scalars WHERE run = ?", [None], {}),
+    ("FROM scalars WHERE run = ? AND attempt = ?", [Named.RUN, True], {}),
+    ("FROM scalars WHERE step = 1.5 AND step < '7'", None, {}),
+    ("FROM loss_curve WHERE run = 'a' AND step < 5", None, {"scalars": 4, "runs": 4, "scalar_rollups": 4}),
+    ("FROM runs WHERE run = 'a' AND attempt = 1", None, {"runs": 4}),
+    ("FROM top_deviations('a')", None, {"tensor_stats": 4}),
+    ("FROM top_deviations(of_run := 'a')", None, {}),
+    ("WITH c AS (FROM scalars WHERE run = 'a') FROM downsample(c, step, value, 9)", None, {"scalars": 4}),
+    ("FROM downsample(scalars, step, value, 9) WHERE x = 1", None, {}),
+    ("SELECT (SELECT max(step) FROM scalars WHERE run = 'b') FROM scalars WHERE run = 'a'", None, {"scalars": 5}),
+    (
+        "FROM scalars s JOIN events e ON s.step = e.step WHERE s.run = 'a' AND e.run = 'b'",
+        None,
+        {"scalars": 4, "events": 3},
+    ),
+    ("FROM scalars s FULL JOIN events e USING (run) WHERE s.run = 'a'", None, {}),
+    ("FROM (FROM scalars) WHERE run = 'a'", None, {}),
+    ("SELECT step FROM scalars t(step, run) WHERE run = 1", None, {}),
+    ("FROM main.scalars WHERE run = 'a'", None, {}),
+    ("WITH scalars AS (SELECT 1 AS run) FROM scalars WHERE run = 1", None, {}),
+    (
+        "WITH step AS (SELECT 1) SELECT max(x) FROM downsample(x := step, y := value, source := scalars, points := 9)",
+        None,
+        {},
+    ),
+    ("FROM query_table('scalars') WHERE run = 'a'", None, {}),
+    ("FROM (PIVOT scalars ON name USING count(*) GROUP BY run) WHERE run = 'a'", None, {}),
+    ("FROM scalars WHERE run = 'a'; FROM scalars", None, {}),
+]
+
+
+@pytest.mark.parametrize(("query", "parameters", "files"), CASES)
+def test_only_files_that_a_statement_can_need_are_read(scattered, query, parameters, files):
+    """`files` has the numbers of files of those datasets of which not all seven are read."""
+    with connect(scattered) as few, connect(scattered) as every:
+        every._reads_only = False  # as after a statement that may have modified anything: no file is omitted
+
+        rows = [repr(one.sql(query, parameters).order("ALL").fetchall()) for one in (every, few)]
+
+        assert rows[0] == rows[1]
+        assert files == {name: len(read) for name, read in few._views.files.items() if len(read) < len(FILES)}
 
 
 COMPARED = st.one_of(
@@ -186,16 +136,16 @@ SHAPES = (
 def test_result_from_selected_files_equals_result_from_all(scattered, shape, first, second):
     query = shape.format(first, second)
     with connect(scattered) as few, connect(scattered) as every:
-        every._reads_only = False  # as after a statement that may have modified anything: no file is omitted
+        every._reads_only = False
 
-        assert every.sql(query).fetchall() == few.sql(query).fetchall()
+        assert ask(every, query) == ask(few, query)
 
 
 @pytest.mark.thorough
 def test_statement_deeper_than_the_recursion_limit_is_executed(scattered):
     with connect(scattered) as store:
         for terms in (300, 900):
-            assert store.sql(f"SELECT max({'+'.join(['step'] * terms)}) FROM scalars").fetchall() == [(6 * terms,)]
+            assert [(6 * terms,)] == ask(store, f"SELECT max({'+'.join(['step'] * terms)}) FROM scalars")
 
 
 @pytest.mark.usual(12)
@@ -205,6 +155,6 @@ def test_rows_of_a_run_in_a_view_do_not_depend_on_files_of_others(scattered, nam
         every._reads_only = False
         query = f"SELECT * FROM {name} WHERE run = 'b' ORDER BY ALL"
 
-        assert repr(every.sql(query).fetchall()) == repr(few.sql(query).fetchall())
+        assert repr(ask(every, query)) == repr(ask(few, query))
         assert few._views.files
         assert all(len(files) < len(few.files(dataset)) for dataset, files in few._views.files.items())

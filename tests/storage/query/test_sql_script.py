@@ -12,13 +12,11 @@ from pathlib import Path
 import duckdb
 import pytest
 from tests.properties import few
+from tests.storage.rows import ask, entries, files
 
 from rankscope_contract.model.schema import DATASETS
 from rankscope_storage.api.store import Store
-from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import connect
-from rankscope_storage.log.delta import Log
-from rankscope_storage.log.entries import LOG_FOLDER
 from rankscope_storage.maintenance import compaction
 from rankscope_storage.query.sql_script import FILE_NAME, emit_views
 
@@ -29,21 +27,21 @@ def plain(script: str) -> duckdb.DuckDBPyConnection:
     return database
 
 
-def assert_same_files(root: Path) -> None:
-    found = plain(emit_views(root)).sql("SELECT dataset, file FROM rankscope_files").fetchall()
-    files = Log.open(root, sync_to_disk).snapshot().files
-    expected = zip(files["dataset"].to_pylist(), (f"{root}/{path}" for path in files["path"].to_pylist()), strict=True)
+COUNT = "SELECT count(*) FROM scalars"
 
-    assert sorted(expected) == sorted(found)
+
+def assert_same_files(root: Path) -> None:
+    found = ask(plain(emit_views(root)), "SELECT dataset, file FROM rankscope_files ORDER BY ALL")
+
+    assert sorted((file["dataset"], f"{root}/{file['path']}") for file in files(root).to_pylist()) == found
 
 
 def test_script_of_an_empty_store_has_all_views_without_rows(store):
     database = plain((store.root / FILE_NAME).read_text())
     with connect(store.root) as connection:
         for dataset in (*DATASETS, "tensor_global"):
-            assert [] == database.sql(f"FROM {dataset}").fetchall()
-            assert connection.sql(f"FROM {dataset}").columns == database.sql(f"FROM {dataset}").columns
-            assert connection.sql(f"FROM {dataset}").types == database.sql(f"FROM {dataset}").types
+            own, other = connection.sql(f"FROM {dataset}"), database.sql(f"FROM {dataset}")
+            assert (own.columns, own.types, []) == (other.columns, other.types, other.fetchall())
 
 
 @pytest.mark.parametrize(
@@ -54,26 +52,27 @@ def test_script_finds_files_with_any_run_name(store, writer, batch, run, monkeyp
     writer.append(batch(range(3), run=run))
 
     assert_same_files(store.root)
-    assert [(run, 3)] == plain(emit_views(store.root)).sql("SELECT run, count(*) FROM scalars GROUP BY run").fetchall()
+    assert [(run, 3)] == ask(plain(emit_views(store.root)), "SELECT run, count(*) FROM scalars GROUP BY run")
 
 
-@pytest.mark.parametrize("version", ["v1.3.2", "v0.10.3"])
-def test_script_refuses_an_older_duckdb_with_one_sentence(store, version):
+def test_script_refuses_an_older_duckdb_with_one_sentence(store):
     """`make test-readers` executes the script in such versions, and in 1.4."""
-    script = (store.root / FILE_NAME).read_text().replace("version()", f"'{version}'")
-    with pytest.raises(duckdb.Error, match=f"rankscope.sql needs DuckDB 1.4 or newer, and this is {version}$"):
-        plain(script)
+    for version in ("v1.3.2", "v0.10.3"):
+        script = (store.root / FILE_NAME).read_text().replace("version()", f"'{version}'")
+        with pytest.raises(duckdb.Error, match=f"rankscope.sql needs DuckDB 1.4 or newer, and this is {version}$"):
+            plain(script)
 
 
-def test_script_has_curves_and_macros(store, writer, batch):
+def test_script_in_the_store_has_macros_and_finds_files_appended_later(store, writer, batch):
+    script = (store.root / FILE_NAME).read_text()
+    database = plain(script)
     writer.append(batch(range(10)))
-    database = plain((store.root / FILE_NAME).read_text())
+    database.execute(script)
     question = "WITH c AS (SELECT step, loss FROM loss_curve WHERE run = 'r') SELECT count(*) FROM {}"
 
-    assert [(2,)] == database.sql(
-        question.format("downsample(c, step, step, 5)")
-    ).fetchall()  # the curve rises: only its ends are extremes
-    assert [(10,)] == database.sql(question.format("ema(c, step, loss, 0.1)")).fetchall()
+    assert [(10,)] == ask(database, COUNT)
+    assert [(2,)] == ask(database, question.format("downsample(c, step, step, 5)"))  # only the ends are extremes
+    assert [(10,)] == ask(database, question.format("ema(c, step, loss, 0.1)"))
 
 
 @pytest.mark.usual(2)
@@ -87,39 +86,21 @@ def test_script_lists_the_same_files_as_delta_rs(store, writer, batch: Callable,
         if seq % 8 == 7:
             writer.compact()
     if clean:
-        for entry in (store.root / LOG_FOLDER).glob("*.json"):
+        for entry in entries(store.root):
             os.utime(entry, (1, 1))
         writer.maintain()
 
     assert_same_files(store.root)
-    assert [(appends,)] == plain(emit_views(store.root)).sql("SELECT count(*) FROM scalars").fetchall()
-
-
-def test_script_works_for_a_folder_with_a_quote(tmp_path, batch):
-    with Store.open(tmp_path / "it's 学", create=True).claim(owner="me") as writer:
-        writer.append(batch(range(3)))
-        writer.maintain()
-        script = (tmp_path / "it's 学" / FILE_NAME).read_text()
-
-    assert [(3,)] == plain(script).sql("SELECT count(*) FROM scalars").fetchall()
-
-
-def test_script_in_the_store_finds_files_appended_later(store, writer, batch):
-    script = (store.root / FILE_NAME).read_text()
-    database = plain(script)
-    writer.append(batch(range(3)))
-    database.execute(script)
-
-    assert [(3,)] == database.sql("SELECT count(*) FROM scalars").fetchall()
+    assert [(appends,)] == ask(plain(emit_views(store.root)), COUNT)
 
 
 def test_claim_of_a_moved_store_writes_its_script_again(store, writer, batch, tmp_path):
     writer.append(batch(range(3)))
     writer.close()
-    moved = store.root.rename(tmp_path / "moved")
+    moved = store.root.rename(tmp_path / "it's 学")
     Store.open(moved).claim(owner="me").close()
 
-    assert [(3,)] == plain((moved / FILE_NAME).read_text()).sql("SELECT count(*) FROM scalars").fetchall()
+    assert [(3,)] == ask(plain((moved / FILE_NAME).read_text()), COUNT)
 
 
 READ = """
@@ -135,9 +116,8 @@ def test_script_of_a_copied_store_reads_the_copy(store, writer, batch, tmp_path,
     writer.append(batch(range(3)))
     shutil.copytree(store.root, tmp_path / "the copy")
     writer.append(batch(range(3, 7)))
-    done = subprocess.run(
-        [sys.executable, "-c", READ, script], cwd=tmp_path / where, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", READ, script]
+    done = subprocess.run(command, cwd=tmp_path / where, capture_output=True, text=True, check=False)
 
     assert "3\n" == done.stdout, done.stderr
-    assert [(7,)] == plain((store.root / FILE_NAME).read_text()).sql("SELECT count(*) FROM scalars").fetchall()
+    assert [(7,)] == ask(plain((store.root / FILE_NAME).read_text()), COUNT)
