@@ -6,12 +6,11 @@ import datetime as dt
 import json
 from typing import Any
 
-import pyarrow as pa
 import pytest
+from tests.storage.rows import ask, table
 
 from rankscope_storage.api.store import Batch
 from rankscope_storage.api.summaries import runs, summary
-from rankscope_storage.base.schema import dataset_schema
 from rankscope_view.data.newest import read_newest
 
 START = dt.datetime(2026, 11, 20, 12, tzinfo=dt.UTC)
@@ -37,19 +36,20 @@ def rows_of(run: str, attempt: int, rank: int, began: float, jump: float | None)
 
 def put(writer: Any, run: str, processes: list[dict[str, list[dict[str, Any]]]], launches: list[float]) -> None:
     """Store the rows of `processes`, and an attempt that lasts 101 s for each start in `launches`."""
+    times = [(START + dt.timedelta(seconds=at), START + dt.timedelta(seconds=at + STEPS * 10 + 1)) for at in launches]
+    common = {"run": run, "source_kind": "live"}
     attempts = [
-        {"run": run, "attempt": number, "state": "completed", "source_kind": "live"}
-        | {
-            "started_at": START + dt.timedelta(seconds=began),
-            "ended_at": START + dt.timedelta(seconds=began + STEPS * 10 + 1),
-        }
-        for number, began in enumerate(launches)
+        {**common, "attempt": number, "state": "completed", "started_at": began, "ended_at": ended}
+        for number, (began, ended) in enumerate(times)
     ]
-    state = {"run": run, "state": "running", "planned_steps": 100, "source_kind": "live"}
     rows = {name: [row for process in processes for row in process[name]] for name in ("scalars", "events")}
-    rows |= {"attempts": attempts, "runs": [state]}
-    tables = {name: pa.Table.from_pylist(of, schema=dataset_schema(name)) for name, of in rows.items() if of}
+    rows |= {"attempts": attempts, "runs": [{**common, "state": "running", "planned_steps": 100}]}
+    tables = {name: table(name, listed) for name, listed in rows.items() if listed}
     writer.append(Batch(tables=tables, watermarks={row["incarnation"]: STEPS for row in rows["scalars"]}))
+
+
+def attempts(connection: Any, order: str = "attempt") -> list[dict[str, Any]]:
+    return connection.query(f"FROM goodput_attempts ORDER BY {order}").to_pylist()
 
 
 def figures(connection: Any, run: str) -> list[dict[str, Any]]:
@@ -74,26 +74,21 @@ def test_figures_of_a_run_do_not_depend_on_jumps_of_its_clock(jump, writer, conn
     assert [right] * 3 == others
 
 
-PLANNED = {"attempt": 0, "planned_steps": 100}
-
-
 def test_time_left_on_pages_does_not_depend_on_jumps(writer, connection):
     for run, jump in (("right", None), ("set", -HOUR)):
         put(writer, run, [rows_of(run, 0, 0, 0, jump)], [0])
-    found = read_newest(connection, ["right", "set"], dict.fromkeys(("right", "set"), PLANNED), has_curves=True)
+    planned = {run: {"attempt": 0, "planned_steps": 100} for run in ("right", "set")}
+    found = read_newest(connection, [*planned], planned, has_curves=True)
 
-    assert {"right": pytest.approx(900), "set": pytest.approx(900)} == found.etas
+    assert dict.fromkeys(planned, pytest.approx(900)) == found.etas
 
 
 def test_jumps_are_listed_and_stored_times_remain(writer, connection):
     put(writer, "r", [rows_of("r", 0, 0, 0, -HOUR)], [0])
-    (jump,) = connection.query("SELECT rank, step, seconds FROM clock_jumps").to_pylist()
-    query = "SELECT epoch(max(ts) - min(ts)) AS span FROM {} WHERE name = 'loss'"
-    spans = [
-        connection.query(query.format(name)).to_pylist()[0]["span"] for name in ("scalars", "scalars_without_jumps")
-    ]
+    query = "SELECT epoch(max(ts) - min(ts)) FROM {} WHERE name = 'loss'"
+    spans = [ask(connection, query.format(name))[0][0] for name in ("scalars", "scalars_without_jumps")]
 
-    assert {"rank": 0, "step": JUMPED_AT, "seconds": -HOUR} == jump
+    assert [(0, JUMPED_AT, -HOUR)] == ask(connection, "SELECT rank, step, seconds FROM clock_jumps")
     assert [HOUR - 10 * (JUMPED_AT - 1) + 10 * (JUMPED_AT - 2), 10.0 * (STEPS - 1)] == spans
 
 
@@ -101,7 +96,7 @@ def test_jumps_are_listed_and_stored_times_remain(writer, connection):
 def test_jump_in_the_pause_between_attempts_is_downtime(jump, writer, connection):
     """No process sees the jump, and wall time is the measure of the time between attempts."""
     put(writer, "r", [rows_of("r", 0, 0, 0, None), rows_of("r", 1, 0, 150 + jump, None)], [0, 150 + jump])
-    first, second = connection.query("FROM goodput_attempts ORDER BY attempt").to_pylist()
+    first, second = attempts(connection)
 
     assert (0, pytest.approx(49 + jump)) == (first["downtime_seconds"], second["downtime_seconds"])
     assert (0, 0) == (first["lost_steps"], second["lost_steps"])
@@ -113,7 +108,7 @@ def test_jump_in_the_pause_between_attempts_is_downtime(jump, writer, connection
 def test_jump_back_in_the_pause_between_attempts_takes_no_time(jump, writer, connection):
     """The attempts follow each other by their numbers, although the second one begins at an earlier time."""
     put(writer, "r", [rows_of("r", 0, 0, 0, None), rows_of("r", 1, 0, 150 + jump, None)], [0, 150 + jump])
-    rows = connection.query("FROM goodput_attempts ORDER BY place").to_pylist()
+    rows = attempts(connection, "place")
     (run,) = connection.query("FROM goodput").to_pylist()
 
     assert [(0, 101, 0), (1, 101, 0)] == [
@@ -141,27 +136,23 @@ def test_jump_in_an_earlier_attempt_changes_no_time_between_attempts(jump, write
         if run == "second":
             second[0]["events"].append(launch_of(run, 1, began, starter))
         put(writer, run, [*first, *second], [0, began])
-    query = "SELECT * EXCLUDE ({}) FROM {} WHERE run = $run ORDER BY ALL"
-    found = {
-        run: [
-            row
-            for view, left_out in (("goodput_attempts", "run, began, ended"), ("goodput", "run"))
-            for row in connection.query(query.format(left_out, view), {"run": run}).to_pylist()
-        ]
+    parts = "SELECT * EXCLUDE (run, began, ended) FROM goodput_attempts WHERE run = '{}' ORDER BY ALL"
+    queries = (parts, "SELECT * EXCLUDE (run) FROM goodput WHERE run = '{}'")
+    right, *others = (
+        [connection.query(query.format(run)).to_pylist() for query in queries]
         for run in ("right", "all", "first", "second")
-    }
+    )
 
-    assert 49 == found["right"][1]["downtime_seconds"]
-    assert [found["right"]] * 3 == [found["all"], found["first"], found["second"]]
+    assert 49 == right[0][1]["downtime_seconds"]
+    assert [right] * 3 == others
 
 
 def test_clock_that_starts_an_attempt_measures_the_time_before_it(writer, connection):
     """Only the host of rank 1 was set. The clock of rank 0 starts the second attempt."""
     first = [rows_of("r", 0, rank, 0, HOUR if rank else None) for rank in range(2)]
     put(writer, "r", [*first, rows_of("r", 1, 0, 150, None)], [0, 150])
-    rows = connection.query("FROM goodput_attempts ORDER BY attempt").to_pylist()
 
-    assert [0, 49] == [row["downtime_seconds"] for row in rows]
+    assert [0, 49] == [row["downtime_seconds"] for row in attempts(connection)]
 
 
 def test_attempt_whose_spool_is_found_later_precedes_those_that_began_later(writer, connection):
@@ -170,9 +161,8 @@ def test_attempt_whose_spool_is_found_later_precedes_those_that_began_later(writ
     older["events"].append(launch_of("r", 1, 160))
     newer["events"].append(launch_of("r", 0, 151))
     put(writer, "r", [newer, older], [150, 0])
-    rows = connection.query("FROM goodput_attempts ORDER BY place").to_pylist()
 
-    assert [(1, 0), (0, 49)] == [(row["attempt"], row["downtime_seconds"]) for row in rows]
+    assert [(1, 0), (0, 49)] == [(row["attempt"], row["downtime_seconds"]) for row in attempts(connection, "place")]
 
 
 def test_short_jump_back_in_the_pause_cuts_no_step_of_the_attempt_before(writer, connection):
@@ -180,8 +170,6 @@ def test_short_jump_back_in_the_pause_cuts_no_step_of_the_attempt_before(writer,
     first, second = rows_of("r", 0, 0, 0, None), rows_of("r", 1, 0, 50, None)
     second["events"].append(launch_of("r", 1, 51) | {"ordinal": round((START.timestamp() + 120) * 1e6)})
     put(writer, "r", [first, second], [0, 50])
-    rows = connection.query("FROM goodput_attempts ORDER BY attempt").to_pylist()
+    names = ("useful_seconds", "wall_seconds", "downtime_seconds")
 
-    assert [(90, 101, 0), (90, 101, 0)] == [
-        (row["useful_seconds"], row["wall_seconds"], row["downtime_seconds"]) for row in rows
-    ]
+    assert [(90, 101, 0), (90, 101, 0)] == [tuple(row[name] for name in names) for row in attempts(connection)]

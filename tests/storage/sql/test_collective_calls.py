@@ -5,23 +5,17 @@ from __future__ import annotations
 import datetime as dt
 import re
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import duckdb
-import pyarrow as pa
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.storage.rows import ask, put, table
 
 from rankscope_contract.diagnostics.collective_format import CallState, spans
-from rankscope_storage.api.store import Batch, Store
-from rankscope_storage.base.schema import dataset_schema
-from rankscope_storage.connection import connect
 from rankscope_storage.sql.collective_calls import COLLECTIVE_CALLS
 
-SECOND = 1_000_000
 DAY = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 
 
@@ -36,59 +30,38 @@ def call(rank: int, seq: int, at: float, **columns: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-Calls = Callable[[list[dict[str, Any]]], dict[tuple[str, int, int], dict[str, Any]]]
-
-
-def view_over(table: pa.Table) -> list[dict[str, Any]]:
+def view_over(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows of the view from memory, because a separate store per history would take seconds."""
     with duckdb.connect() as connection:
-        connection.register("collectives", table)
+        connection.register("collectives", table("collectives", rows))
         connection.execute(COLLECTIVE_CALLS)
-        rows = connection.sql("FROM collective_calls ORDER BY group_id, collective_seq, nth").to_arrow_table()
-    return rows.to_pylist()
+        found = connection.sql("FROM collective_calls ORDER BY group_id, collective_seq, nth").to_arrow_table()
+    return found.to_pylist()
 
 
-@pytest.fixture(scope="module")
-def calls() -> Calls:
-    """Return a function that returns the rows of the view for rows of `collectives`, ordered by group and number."""
-
-    def made(rows: list[dict[str, Any]]) -> dict[tuple[str, int, int], dict[str, Any]]:
-        found = view_over(pa.Table.from_pylist(rows, schema=dataset_schema("collectives")))
-        return {(row["group_id"], row["collective_seq"], row["nth"]): row for row in found}
-
-    return made
+def calls(rows: list[dict[str, Any]]) -> dict[tuple[str, int, int], dict[str, Any]]:
+    """Return the rows of the view for rows of `collectives`, by group and number."""
+    return {(row["group_id"], row["collective_seq"], row["nth"]): row for row in view_over(rows)}
 
 
-def test_view_exists_in_every_store(tmp_path):
-    store = Store.open(tmp_path / "store", create=True)
-    with store.claim(owner="me") as writer, connect(store.root) as connection:
-        empty = connection.query("FROM collective_calls").to_pylist()
-        table = pa.Table.from_pylist([call(0, 1, 1.0), call(1, 1, 1.5)], schema=dataset_schema("collectives"))
-        writer.append(Batch(tables={"collectives": table}, watermarks={"i": 0}))
-        found = connection.query("SELECT last_rank, spread FROM collective_calls").to_pylist()
-
-    assert ([], [{"last_rank": 1, "spread": 0.5}]) == (empty, found)
-
-
-def test_queries_of_the_documentation_return_rows(tmp_path):
+def test_queries_of_the_documentation_return_rows_in_every_store(writer, connection):
     text = (Path(__file__).parents[3] / "docs" / "collectives.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```sql\n(.*?)```", text, re.DOTALL)
-    store = Store.open(tmp_path / "store", create=True)
+    empty = ask(connection, "FROM collective_calls")
     rows = [call(0, 1, 1.0, run="my-run"), call(1, 1, 1.5, run="my-run", op="broadcast")]
-    with store.claim(owner="me") as writer, connect(store.root) as connection:
-        table = pa.Table.from_pylist(rows, schema=dataset_schema("collectives"))
-        writer.append(Batch(tables={"collectives": table}, watermarks={"i": 0}))
-        late, apart = (connection.query(question).to_pylist() for question in block.split(";")[:2])
+    put(writer, "collectives", rows, {"i": 0})
+    late, apart = (connection.query(question).to_pylist() for question in block.split(";")[:2])
 
     assert [{"last_rank": 1, "times": 1, "seconds": 0.5, "longest": 0.5}] == late
     assert [(1, "dp", 1, "all_reduce", [0, 1])] == [tuple(row.values()) for row in apart]
+    assert ([], [(1, 0.5)]) == (empty, ask(connection, "SELECT last_rank, spread FROM collective_calls"))
 
 
 def standing(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("state", "ranks_entered", "ranks_missing", "ranks_waiting", "ranks_unread"))
 
 
-def test_last_rank_and_waiting_time_of_the_others(calls):
+def test_last_rank_and_waiting_time_of_the_others():
     (row,) = calls([call(0, 1, 1.0), call(1, 1, 1.25)]).values()
 
     assert ("over", [0, 1], [], [], []) == standing(row)
@@ -98,7 +71,7 @@ def test_last_rank_and_waiting_time_of_the_others(calls):
     )
 
 
-def test_states_of_calls_have_the_names_of_hang_reports(calls):
+def test_states_of_calls_have_the_names_of_hang_reports():
     rows = calls(
         [
             *(call(rank, 1, 1.0) for rank in (0, 1)),
@@ -113,50 +86,44 @@ def test_states_of_calls_have_the_names_of_hang_reports(calls):
     assert (CallState.OVER, [0, 1], [], [], []) == standing(rows["0", 5, 1])
 
 
-def test_rank_behind_that_was_read_after_the_call_never_entered(calls):
+def test_rank_behind_that_was_read_after_the_call_never_entered():
     rows = calls([call(0, 4, 4.0, state="entered"), call(1, 1, 30.0, group_id="other", group_ranks="1")])
 
     assert (CallState.NEVER_ENTERED, [0], [1], [0], []) == standing(rows["0", 4, 1])
 
 
-def test_rank_that_was_not_read_after_the_call_is_not_missing(calls):
+def test_rank_that_was_not_read_after_the_call_is_not_missing():
     rows = calls([call(0, 1, 1.0), call(1, 1, 1.0), call(0, 2, 50.0, state="entered")])
 
     assert (CallState.UNKNOWN, [0], [], [0], [1]) == standing(rows["0", 2, 1])
 
 
-def test_rank_ahead_without_a_row_was_in_the_call(calls):
+def test_rank_ahead_without_a_row_was_in_the_call():
     """PyTorch overwrote its row before the rank was read."""
     rows = calls([call(0, 1, 1.0), call(0, 2, 2.0), call(1, 2, 2.0)])
 
     assert (CallState.OVER, [0], [], [], [1]) == standing(rows["0", 1, 1])
 
 
-@pytest.mark.parametrize(
-    ("other", "is_mismatch"),
-    [({"op": "broadcast"}, True), ({"dtype": "int64"}, True), ({"bytes": 16}, True), ({"call_site": "x.py[1]"}, False)],
-)
-def test_calls_with_different_ops_are_marked_as_mismatch(other, is_mismatch, calls):
-    assert is_mismatch is calls([call(0, 1, 1.0), call(1, 1, 1.0, **other)])["0", 1, 1]["is_mismatch"]
+def test_calls_with_different_ops_are_marked_as_mismatch():
+    """Sizes may differ for uneven ops."""
+    others = [{"op": "broadcast"}, {"dtype": "int64"}, {"bytes": 16}, {"call_site": "x.py[1]"}]
+    rows = [call(rank, seq, 1.0, **other) for seq, one in enumerate(others) for rank, other in enumerate(({}, one))]
+    rows += [call(rank, 4, 1.0, op="gather", bytes=size) for rank, size in enumerate((8, 4))]
+
+    assert [True, True, True, False, False] == [row["is_mismatch"] for row in calls(rows).values()]
 
 
-def test_sizes_may_differ_for_uneven_ops(calls):
-    rows = [call(0, 1, 1.0, op="gather", bytes=8), call(1, 1, 1.0, op="gather", bytes=4)]
-
-    assert False is calls(rows)["0", 1, 1]["is_mismatch"]
-
-
-def test_p2p_and_rows_without_a_group_are_no_calls(calls):
+def test_p2p_and_rows_without_a_group_are_no_calls():
     assert {} == calls([call(0, 1, 1.0, is_p2p=True), call(1, 1, 1.0, group_id=None)])
 
 
-def test_calls_with_one_number_are_counted_in_order(calls):
+def test_calls_with_one_number_are_counted_in_order():
     """NCCL gives coalesced calls one number."""
     rows = [call(rank, 1, at, bytes=size) for rank in (0, 1) for at, size in ((1.0, 4), (1.5, 8))]
+    found = [(row["nth"], row["bytes"], row["is_mismatch"]) for row in calls(rows).values()]
 
-    assert [(1, 4, False), (2, 8, False)] == [
-        (row["nth"], row["bytes"], row["is_mismatch"]) for row in calls(rows).values()
-    ]
+    assert [(1, 4, False), (2, 8, False)] == found
 
 
 History = list[tuple[int, int, int, bool]]
@@ -164,10 +131,8 @@ History = list[tuple[int, int, int, bool]]
 
 HISTORIES = st.lists(
     st.tuples(st.integers(0, 2), st.integers(1, 4), st.integers(0, 50), st.booleans()),
-    min_size=1,
-    max_size=12,
-    unique_by=lambda item: item[:2],
-)
+    min_size=1, max_size=12, unique_by=lambda item: item[:2],
+)  # fmt: skip
 
 
 def reference(members: range, history: History) -> dict[int, tuple[Any, ...]]:
@@ -200,12 +165,10 @@ def test_view_equals_the_reference_for_every_history(histories):
             columns = {"run": f"r{number}", "state": state, "group_ranks": spans(range(size)), "group_size": size}
             rows.append(call(rank, seq, at, **columns))
         expected |= {(f"r{number}", seq): told for seq, told in reference(range(size), made).items()}
+    names = ("ranks_entered", "ranks_missing", "ranks_waiting", "ranks_unread")
     found = {
-        (row["run"], row["collective_seq"]): (
-            *(set(row[name]) for name in ("ranks_entered", "ranks_missing", "ranks_waiting", "ranks_unread")),
-            row["spread"],
-        )
-        for row in view_over(pa.Table.from_pylist(rows, schema=dataset_schema("collectives")))
+        (row["run"], row["collective_seq"]): (*(set(row[name]) for name in names), row["spread"])
+        for row in view_over(rows)
     }
 
     assert expected == found

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.properties import examples
+from tests.storage.rows import ask, put, table
 
 from rankscope_storage.api.store import Batch
-from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.sql.goodput import PARTS, STATEMENTS
 
 START = dt.datetime(2026, 11, 20, 12, tzinfo=dt.UTC)
@@ -47,10 +47,7 @@ class History:
         self.rows["events"].append(row)
 
     def tables(self) -> dict[str, pa.Table]:
-        return {
-            dataset: pa.Table.from_pylist([{"run": "r", **row} for row in rows], schema=dataset_schema(dataset))
-            for dataset, rows in self.rows.items()
-        }
+        return {dataset: table(dataset, rows, run="r") for dataset, rows in self.rows.items()}
 
     def put(self, writer: Any) -> None:
         known = {row["incarnation"]: self._seq for name in ("scalars", "events") for row in self.rows[name]}
@@ -64,6 +61,18 @@ class History:
 
 def parts(row: dict[str, Any]) -> dict[str, float]:
     return {part: round(row[f"{part}_seconds"], 6) for part in PARTS if row[f"{part}_seconds"]}
+
+
+@pytest.fixture
+def whole(writer, connection):
+    """Return a function that stores a history and returns the row of `goodput`."""
+
+    def made(history: History) -> dict[str, Any]:
+        history.put(writer)
+        (row,) = connection.query("FROM goodput").to_pylist()
+        return row
+
+    return made
 
 
 @pytest.fixture
@@ -106,7 +115,7 @@ def test_parts_of_a_run_that_was_killed_and_restarted(killed, writer, connection
     assert (2, 12, 3) == (run["attempts"], run["steps"], run["lost_steps"])
 
 
-def test_ended_hang_is_subtracted_from_its_step_and_open_one_is_the_rest(writer, connection):
+def test_ended_hang_is_subtracted_from_its_step_and_open_one_is_the_rest(whole):
     history = History()
     history.launch(0, 0, 100)
     history.step(0, 1, 10, 10)
@@ -114,36 +123,30 @@ def test_ended_hang_is_subtracted_from_its_step_and_open_one_is_the_rest(writer,
     history.event(0, 40, "hang", seconds=25.0, state="ended")
     history.step(0, 2, 45, 35)
     history.event(0, 70, "hang", seconds=25.0, state="began")
-    history.put(writer)
-    (row,) = connection.query("FROM goodput").to_pylist()
 
-    assert {"first_step": 10, "useful": 10, "hang": 25 + 55} == parts(row)
+    assert {"first_step": 10, "useful": 10, "hang": 25 + 55} == parts(whole(history))
 
 
-def test_hang_in_a_step_that_was_interrupted_is_no_useful_time(writer, connection):
+def test_hang_in_a_step_that_was_interrupted_is_no_useful_time(whole):
     """Ctrl-C ends the step, but not the hang. The event at 30 s reports 15 s without a sign of training."""
     history = History()
     history.launch(0, 0, 50)
     history.step(0, 1, 10, 10)
     history.event(0, 30, "hang", seconds=15.0, state="began")
     history.step(0, 2, 50, 40)
-    history.put(writer)
-    (row,) = connection.query("FROM goodput").to_pylist()
 
-    assert {"first_step": 10, "useful": 5, "hang": 15 + 20} == parts(row)
+    assert {"first_step": 10, "useful": 5, "hang": 15 + 20} == parts(whole(history))
 
 
-def test_skipped_steps_and_steps_repeated_by_the_script_are_lost(writer, connection):
+def test_skipped_steps_and_steps_repeated_by_the_script_are_lost(whole):
     history = History()
     history.launch(0, 0, 60)
     for ended, step in ((10, 1), (20, 2), (30, 3), (40, 3), (50, 4), (60, 5)):  # step 3 is repeated within one process
         history.step(0, step, ended, 10)
     skipped = {key: history.rows["scalars"][-1][key] for key in ("attempt", "rank", "incarnation", "seq", "ts")}
     history.rows["events"].append({**skipped, "type": "step_skipped"})
-    history.put(writer)
-    (row,) = connection.query("FROM goodput").to_pylist()
 
-    assert {"first_step": 10, "useful": 30, "lost": 20} == parts(row)
+    assert {"first_step": 10, "useful": 30, "lost": 20} == parts(whole(history))
 
 
 def test_lowest_rank_counts_and_a_launch_without_steps_is_startup(writer, connection):
@@ -160,21 +163,16 @@ def test_lowest_rank_counts_and_a_launch_without_steps_is_startup(writer, connec
 
 
 def test_imported_run_has_no_wall_time(writer, connection):
-    rows = [{"run": "r", "attempt": 0, "step": 1, "name": "step_seconds", "value": 1.0, "ts": START}]
-    writer.append(
-        Batch(tables={"scalars": pa.Table.from_pylist(rows, schema=dataset_schema("scalars"))}, watermarks={})
-    )
+    put(writer, "scalars", [{"run": "r", "attempt": 0, "step": 1, "name": "step_seconds", "value": 1.0, "ts": START}])
 
-    assert [] == connection.query("FROM goodput").to_pylist()
+    assert [] == ask(connection, "FROM goodput")
 
 
 def test_share_of_each_phase_of_a_step(killed, writer, connection):
     killed.put(writer)
-    rows = connection.query(
-        "SELECT phase, seconds, share FROM step_phases WHERE attempt = 0 AND step = 5 ORDER BY phase"
-    ).to_pylist()
+    asked = "SELECT phase, seconds, share FROM step_phases WHERE attempt = 0 AND step = 5 ORDER BY phase"
 
-    assert [("checkpoint", 8.0, 8 / 18), ("forward", 10.0, 10 / 18)] == [tuple(row.values()) for row in rows]
+    assert [("checkpoint", 8.0, 8 / 18), ("forward", 10.0, 10 / 18)] == ask(connection, asked)
 
 
 @pytest.mark.thorough
@@ -198,9 +196,8 @@ def test_memory_of_the_query_does_not_grow_with_the_number_of_ranks():
         (row,) = plain.sql("FROM goodput").to_arrow_table().to_pylist()
 
     assert 1000 == row["steps"]
-    assert {"useful": 999 / 4, "checkpoint": 999 / 4, "other_phase": 999 / 2} == parts(
-        row
-    )  # the first step takes no time
+    expected = {"useful": 999 / 4, "checkpoint": 999 / 4, "other_phase": 999 / 2}
+    assert expected == parts(row)  # the first step takes no time
 
 
 TIMES = st.floats(-20, 120, allow_nan=False)

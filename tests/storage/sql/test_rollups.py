@@ -8,15 +8,18 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.properties import examples
+from tests.storage.rows import ask, files, put, table
 from tests.storage.sql.rollup_reference import Row, rollups
 
 from rankscope_contract.model.schema import ROLLUPS
-from rankscope_storage.api.store import Batch, Store, Writer
+from rankscope_storage.api.store import Store, Writer
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import dataset_schema, table_schema
 from rankscope_storage.connection import Connection, connect
@@ -24,8 +27,9 @@ from rankscope_storage.log.delta import Log
 from rankscope_storage.maintenance import retention, retention_plan
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.retention import Retention, RetentionReport, retain
-from rankscope_storage.runs import edit
+from rankscope_storage.sql.rollups import SERIES, facts_query, rollup_query, row_facts
 
+ROLLED_UP = 'SELECT step, "rows" FROM tensor_rollups ORDER BY step'
 START = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
 POLICY = Retention(raw_days=10, scalars_days=10)
 """With this policy, the slack is a day."""
@@ -36,8 +40,7 @@ def day(number: float) -> dt.datetime:
 
 
 def append(writer: Writer, dataset: str, rows: Sequence[Row]) -> None:
-    table = pa.Table.from_pylist([{"run": "r", **row} for row in rows], schema=dataset_schema(dataset))
-    writer.append(Batch(tables={dataset: table}, watermarks={}))
+    put(writer, dataset, rows, run="r")
 
 
 def let_age(root, until: float, *, sync=sync_to_disk, works: int | None = None) -> RetentionReport:
@@ -52,13 +55,8 @@ def found(connection: Connection, dataset: str) -> list[dict[str, Any]]:
 def comparable(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return the rollups, sorted, without columns of nulls; means have 13 digits."""
     unknown = ("incarnation", "seq", "ordinal", "ts_origin")
-    texts = []
-    for row in rows:
-        told = {name: value for name, value in row.items() if name not in unknown}
-        for name, value in told.items():
-            told[name] = told_alike(value)
-        texts.append(repr(sorted(told.items(), key=lambda item: item[0])))
-    return sorted(texts)
+    alike = [{name: told_alike(value) for name, value in row.items() if name not in unknown} for row in rows]
+    return sorted(repr(sorted(told.items(), key=lambda item: item[0])) for told in alike)
 
 
 def told_alike(value: Any) -> Any:
@@ -79,13 +77,8 @@ TENSOR_ROWS = st.fixed_dictionaries(
         "kind": st.just("k"),
         "tensor": st.sampled_from(["a", "b"]),
         "call_seq": st.sampled_from([None, 1]),
-        "norm": FLOATS,
-        "min": FLOATS,
-        "max": FLOATS,
-        "mean": FLOATS,
-        "nans": COUNTS,
-        "infs": COUNTS,
-        "zeros": COUNTS,
+        **dict.fromkeys(("norm", "min", "max", "mean"), FLOATS),
+        **dict.fromkeys(("nans", "infs", "zeros"), COUNTS),
         "numel": st.just(9),
     }
 )
@@ -104,12 +97,43 @@ ROWS = st.one_of(
 )
 
 
+NUMBERS = {"tensor_stats": ("norm", "min", "max", "mean"), "scalars": ("value",)}
+USUAL = {"rank": 0, "step": 7, "nans": 0, "infs": 0, "zeros": 5}
+
+
+@pytest.mark.usual(1)
+@pytest.mark.parametrize("dataset", ["tensor_stats", "scalars"])
+@settings(max_examples=examples(30), deadline=None)
+@given(st.data())
+def test_rollups_are_equal_with_and_without_facts(dataset, data):
+    """Some columns are finite, without nulls, or absent in all rows, as in usual data."""
+    names = {field.name for field in dataset_schema(dataset)}
+    tame = data.draw(st.sets(st.sampled_from(sorted({*USUAL, *NUMBERS[dataset]} & names))))
+    absent = data.draw(
+        st.sets(st.sampled_from(sorted({*SERIES[dataset], "step", *NUMBERS[dataset]} & names - {"run"})))
+    )
+    fixed = {name: USUAL.get(name, 1.5) for name in tame} | dict.fromkeys(absent)
+    drawn = data.draw(st.lists(TENSOR_ROWS if dataset == "tensor_stats" else SCALAR_ROWS, min_size=1, max_size=20))
+    rows = [{"run": "r", **row, **fixed, "ts": day(number / 10)} for number, row in enumerate(drawn)]
+    stored = table(dataset, rows)
+    with duckdb.connect() as engine:
+        engine.execute("SET TimeZone = 'UTC'")
+        [found] = engine.from_arrow(stored).query("rows", facts_query(dataset, "rows")).to_arrow_table().to_pylist()
+        facts = row_facts(found)
+        questions = (rollup_query(dataset, "rows"), rollup_query(dataset, "rows", facts))
+        plain, sooner = (engine.from_arrow(stored).query("rows", one).to_arrow_table() for one in questions)
+
+    assert absent <= facts.absent
+    assert plain.schema == sooner.schema
+    assert comparable(plain.to_pylist()) == comparable(sooner.to_pylist())
+
+
 class Killed(BaseException):
     """Simulates a kill: the package does not catch it."""
 
 
 def dying(after: int):
-    """A sync function that raises Died at its `after`-th call."""
+    """Return a sync function that raises Killed at its `after`-th call."""
     left = [after]
 
     def sync(path) -> None:
@@ -125,9 +149,7 @@ def dying(after: int):
 @given(ROWS, st.data())
 def test_rollups_in_any_parts_with_any_kills_equal_those_of_all_rows(tmp_path_factory, monkeypatch, given_rows, data):
     dataset, rows = given_rows
-    rows = [
-        {"run": "r", **row, "ts": day(data.draw(st.floats(0, 9)))} for row in rows
-    ]  # in any order, so that some are late
+    rows = [{"run": "r", **row, "ts": day(data.draw(st.floats(0, 9)))} for row in rows]  # in any order: some are late
     monkeypatch.setattr(retention_plan, "WORK_ROWS", 5)
     store = Store.open(tmp_path_factory.mktemp("store"), create=True)
     with store.claim(owner="me") as writer, connect(store.root) as connection:
@@ -138,9 +160,9 @@ def test_rollups_in_any_parts_with_any_kills_equal_those_of_all_rows(tmp_path_fa
             del while_there[:size]
             with contextlib.suppress(Killed):
                 let_age(store.root, data.draw(st.floats(0, 12)), sync=dying(data.draw(st.integers(1, 12))), works=2)
-            told = connection.query(f'SELECT sum("rows")::BIGINT AS rows FROM {timeline(dataset)}').to_pylist()
+            timeline = {"tensor_stats": "tensor_timeline", "scalars": "scalar_timeline"}[dataset]
 
-            assert [{"rows": len(rows) - len(while_there)}] == told
+            assert [(len(rows) - len(while_there),)] == ask(connection, f'SELECT sum("rows")::BIGINT FROM {timeline}')
         let_age(store.root, 30)
 
         assert comparable(rollups(dataset, rows)) == comparable(found(connection, dataset))
@@ -148,16 +170,10 @@ def test_rollups_in_any_parts_with_any_kills_equal_those_of_all_rows(tmp_path_fa
         assert check(store.root).is_intact
 
 
-def timeline(dataset: str) -> str:
-    return {"tensor_stats": "tensor_timeline", "scalars": "scalar_timeline"}[dataset]
-
-
 def steps(first: int, end: int, *, per_day: int = 100, **columns) -> list[Row]:
     """Return rows of one tensor, a row per step, `per_day` steps per day."""
-    return [
-        {"attempt": 0, "step": step, "ts": day(step / per_day), "kind": "k", "tensor": "t", "norm": 1.0, **columns}
-        for step in range(first, end)
-    ]
+    common = {"attempt": 0, "kind": "k", "tensor": "t", "norm": 1.0, **columns}
+    return [{"step": step, "ts": day(step / per_day), **common} for step in range(first, end)]
 
 
 @pytest.mark.thorough
@@ -199,10 +215,8 @@ def test_file_across_the_limit_is_divided_between_two_buckets(store, writer, con
     report = let_age(store.root, 2.9)  # in the middle of steps 700 to 799
 
     assert (1, 700, 7) == (report.files, report.rows, report.added_rows)
-    assert [(700, 999, 300)] == connection.sql("SELECT min(step), max(step), count(*) FROM tensor_stats").fetchall()
-    assert [(step, 100) for step in range(0, 700, 100)] == connection.sql(
-        'SELECT step, "rows" FROM tensor_rollups ORDER BY step'
-    ).fetchall()
+    assert [(700, 999, 300)] == ask(connection, "SELECT min(step), max(step), count(*) FROM tensor_stats")
+    assert [(step, 100) for step in range(0, 700, 100)] == ask(connection, ROLLED_UP)
     assert check(store.root, deep=True).is_intact
 
 
@@ -217,7 +231,7 @@ def test_file_is_not_divided_within_the_slack_or_without_an_old_bucket(store, wr
     let_age(store.root, 80)
 
     assert version + 1 == Log.open(store.root, sync_to_disk).version
-    assert [("slow", 90)] == connection.sql("SELECT tensor, count(*) FROM tensor_stats GROUP BY tensor").fetchall()
+    assert [("slow", 90)] == ask(connection, "SELECT tensor, count(*) FROM tensor_stats GROUP BY tensor")
 
 
 def test_unreadable_file_does_not_block_retention_of_others(store, writer, connection):
@@ -226,8 +240,7 @@ def test_unreadable_file_does_not_block_retention_of_others(store, writer, conne
     append(writer, "tensor_stats", steps(0, 90, per_day=1, attempt=2))
     append(writer, "tensor_stats", steps(0, 100, attempt=3))
     append(writer, "scalars", [{"step": 1, "ts": day(0), "name": "loss", "value": 1.0}])
-    table = Log.open(store.root, sync_to_disk).snapshot().files.to_pylist()
-    [broken] = [file["path"] for file in table if file["attempt_max"] == 0]
+    [broken] = [file["path"] for file in files(store.root).to_pylist() if file["attempt_max"] == 0]
     (store.root / broken).write_bytes(b"no Parquet" * 99)
     reports = []
     while not reports or reports[-1].left:
@@ -242,14 +255,14 @@ def test_bucket_that_continues_in_a_newer_file_waits_at_most_a_day(store, writer
         append(writer, "tensor_stats", steps(first, first + 20))
     let_age(store.root, 1.4)
 
-    assert [(0, 100)] == connection.sql('SELECT step, "rows" FROM tensor_rollups').fetchall()
+    assert [(0, 100)] == ask(connection, ROLLED_UP)
     let_age(store.root, 2.1)
-    assert [(0, 100), (100, 100)] == connection.sql('SELECT step, "rows" FROM tensor_rollups ORDER BY 1').fetchall()
+    assert [(0, 100), (100, 100)] == ask(connection, ROLLED_UP)
     append(writer, "tensor_stats", steps(200, 220))
     append(writer, "tensor_stats", steps(220, 240, per_day=10))  # training is slower now
     let_age(store.root, 3.5)
-    assert 240 == connection.sql("SELECT sum(rows) FROM tensor_timeline").fetchall()[0][0]
-    assert 20 == connection.sql("SELECT count(*) FROM tensor_stats").fetchall()[0][0]
+    assert [(240,)] == ask(connection, "SELECT sum(rows) FROM tensor_timeline")
+    assert [(20,)] == ask(connection, "SELECT count(*) FROM tensor_stats")
 
 
 def test_late_rows_of_a_bucket_are_combined_with_its_rollup(store, writer, connection):
@@ -291,26 +304,11 @@ def test_table_of_an_older_release_gets_the_columns_of_rollups(folder, monkeypat
         assert 100 == found(connection, "tensor_stats")[0]["norm_count"]
 
 
-@pytest.mark.thorough
-def test_rollups_follow_removal_rename_and_merge_of_their_run(store, writer, connection):
-    for run in ("a", "b", "c"):
-        append(writer, "tensor_stats", steps(0, 100, run=run))
-    let_age(store.root, 5)
-    edit.remove(store.root, "a", sync_to_disk)
-    edit.rename(store.root, "b", "d", sync_to_disk)
-    edit.merge(store.root, "d", "c", sync_to_disk)
-    told = connection.sql('SELECT run, attempt, "rows" FROM tensor_rollups ORDER BY attempt').fetchall()
-
-    assert [("c", 0, 100), ("c", 1, 100)] == told
-    assert check(store.root, deep=True).is_intact
-
-
 def test_rollups_of_shared_days_are_stored_by_month(store, writer):
     append(writer, "tensor_stats", steps(0, 10))
     let_age(store.root, 5)
-    (part,) = Log.open(store.root, sync_to_disk).snapshot().files["part"].to_pylist()
 
-    assert part == f"_shared-{dt.datetime.now(dt.UTC):%Y-%m}"
+    assert [f"_shared-{dt.datetime.now(dt.UTC):%Y-%m}"] == files(store.root)["part"].to_pylist()
 
 
 def test_rollups_are_compacted_like_other_files(store, writer, connection, monkeypatch):
@@ -328,7 +326,6 @@ def test_mean_of_float32_is_computed_in_float64(store, writer, connection):
     values = np.random.default_rng(0).normal(1e3, 1, 100).astype(np.float32)
     append(writer, "tensor_stats", [{**row, "norm": float(v)} for row, v in zip(steps(0, 100), values, strict=True)])
     let_age(store.root, 5)
+    expected = values.astype(np.float64).mean()
 
-    assert found(connection, "tensor_stats")[0]["norm_avg"] == pytest.approx(
-        values.astype(np.float64).mean(), rel=1e-15
-    )
+    assert found(connection, "tensor_stats")[0]["norm_avg"] == pytest.approx(expected, rel=1e-15)

@@ -3,99 +3,81 @@
 from __future__ import annotations
 
 import datetime as dt
-import itertools
-import math
-import random
-import statistics
 from collections.abc import Iterable
 
-import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.properties import examples, few
+from tests.properties import examples
+from tests.storage.rows import ask, put
 
-from rankscope_storage.api.store import Batch, Store
-from rankscope_storage.base.schema import dataset_schema
+from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
-from rankscope_storage.sql.scalar_history import LOSS_LOGGED_ONCE, LOSS_OF_SOLE_ATTEMPT
 
 START = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
 
 
 def append(writer, dataset: str, rows: Iterable[dict]) -> None:
-    """Append rows without incarnation, which are always stored."""
-    identity = {"run": "r", "attempt": 0, "rank": 0, "ts": START, "ts_origin": "rank"}
-    table = pa.Table.from_pylist([identity | row for row in rows], schema=dataset_schema(dataset))
-    writer.append(Batch(tables={dataset: table}, watermarks={}))
+    put(writer, dataset, rows, run="r", attempt=0, rank=0, ts=START, ts_origin="rank")
 
 
 def loss(attempt: int, step: int, value: float, **columns) -> dict:
     return {"attempt": attempt, "step": step, "name": "loss", "value": value, **columns}
 
 
+def rolled(first: int, last: int, mean: float, **columns) -> dict:
+    counts = {"rows": 9, "value_count": 9, "value_nans": 0}
+    own = {"name": "loss", "rank": None, "step": first // 100 * 100, "first_step": first, "last_step": last}
+    return {**own, **counts, "value_avg": mean, **columns}
+
+
 def curve(connection, columns: str = "attempt, step, cumulative_step, loss") -> list[tuple]:
-    return connection.sql(f"SELECT {columns} FROM loss_curve ORDER BY attempt, step").fetchall()
-
-
-ATTEMPTS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20)), min_size=1, max_size=4)
-
-
-@settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(ATTEMPTS)
-def test_last_attempt_of_a_step_is_valid_and_cumulative_steps_repeat(tmp_path_factory, attempts):
-    """Each attempt is (first step, number of steps); the reference simulates the training."""
-    store = Store.open(tmp_path_factory.mktemp("store"), create=True)
-    rows, standing, trained = [], {}, 0
-    for attempt, (first, count) in enumerate(attempts):
-        last_before = attempts[attempt - 1][0] + attempts[attempt - 1][1] - 1 if attempt else first - 1
-        trained += max(0, last_before + 1 - first) if attempt else 0
-        standing = {step: row for step, row in standing.items() if step < first}
-        for step in range(first, first + count):
-            value = 100.0 * attempt + step
-            rows.append(loss(attempt, step, value))
-            standing[step] = (attempt, step, step + trained, value)
-    with store.claim(owner="me") as writer, connect(store.root) as connection:
-        append(writer, "scalars", rows)
-
-        assert sorted(standing.values()) == curve(connection)
-        assert len(rows) == connection.sql("FROM scalar_history").count("*").fetchall()[0][0]
-
-
-FAR_ATTEMPTS = st.lists(st.tuples(st.integers(30, 60), st.integers(1, 20)), min_size=1, max_size=4)
+    return ask(connection, f"SELECT {columns} FROM loss_curve ORDER BY attempt, step")
 
 
 def drawn(connection, name: str) -> list[tuple]:
     """Return the result of `scalar_curve` with one bucket per step."""
-    return connection.sql(f"SELECT step, mean FROM scalar_curve('r', of_name := '{name}') ORDER BY step").fetchall()
+    return ask(connection, f"SELECT step, mean FROM scalar_curve('r', of_name := '{name}') ORDER BY step")
+
+
+def standing(connection, name: str) -> list[tuple]:
+    asked = f"SELECT step, cumulative_step, value FROM scalar_history WHERE name = '{name}' AND stands ORDER BY 1"
+    return ask(connection, asked)
+
+
+ATTEMPTS = st.lists(st.tuples(st.integers(10, 50), st.integers(1, 20)), min_size=1, max_size=4)
 
 
 @settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(FAR_ATTEMPTS, st.integers(1, 9), st.integers(0, 8), st.booleans())
-def test_rarely_logged_scalar_follows_the_attempts_of_the_loss(tmp_path_factory, attempts, every, offset, before):
-    """An attempt may end before its first value; an evaluation before the first step has the last step's number."""
+@given(ATTEMPTS, st.integers(1, 9), st.integers(0, 8), st.booleans())
+def test_last_attempt_of_a_step_is_valid_and_cumulative_steps_repeat(tmp_path_factory, attempts, every, offset, before):
+    """Each attempt is (first step, number of steps); the reference simulates the training.
+
+    A scalar that is logged rarely follows the attempts of the loss. An attempt may end before its first value; an
+    evaluation before the first step has the last step's number.
+    """
     store = Store.open(tmp_path_factory.mktemp("store"), create=True)
-    rows, standing, trained = [], {}, 0
+    rows, losses, evaluations, trained, end = [], {}, {}, 0, 0
     for attempt, (first, count) in enumerate(attempts):
-        last_before = attempts[attempt - 1][0] + attempts[attempt - 1][1] - 1 if attempt else first - 1
-        trained += max(0, last_before + 1 - first) if attempt else 0
-        steps = [step for step in range(first, first + count) if step % every == offset % every]
-        evaluated = sorted({*steps, first - 1} if before else steps)
-        standing = {
-            step: row for step, row in standing.items() if step < (first - 1 if first - 1 in evaluated else first)
-        }
-        rows += [
-            loss(attempt, step, 1.0, rank=None, labels=f'{{"of":"{step % 2}"}}') for step in range(first, first + count)
-        ]
-        for step in evaluated:
+        trained += max(0, end - first)
+        end = first + count
+        evaluated = {step for step in range(first, end) if step % every == offset % every}
+        evaluated |= {first - 1} if before else set()
+        losses = {step: row for step, row in losses.items() if step < first}
+        evaluations = {step: row for step, row in evaluations.items() if step < first - (first - 1 in evaluated)}
+        for step in range(first, end):
+            rows.append(loss(attempt, step, 100.0 * attempt + step, rank=None, labels=f'{{"of":"{step % 2}"}}'))
+            losses[step] = (attempt, step, step + trained, 100.0 * attempt + step)
+        for step in sorted(evaluated):
             rows.append(loss(attempt, step, 100.0 * attempt + step, name="eval_loss"))
-            standing[step] = (step, attempt, step + trained, 100.0 * attempt + step)
+            evaluations[step] = (step, step + trained, 100.0 * attempt + step)
     with store.claim(owner="me") as writer, connect(store.root) as connection:
         append(writer, "scalars", rows)
-        asked = "SELECT step, attempt, cumulative_step, value FROM scalar_history WHERE name = 'eval_loss' AND stands"
 
-        assert sorted(standing.values()) == sorted(connection.sql(asked).fetchall())
-        assert sorted((step, value) for step, *_, value in standing.values()) == drawn(connection, "eval_loss")
+        assert sorted(losses.values()) == curve(connection)
+        assert [(len(rows),)] == ask(connection, "SELECT count(*) FROM scalar_history")
+        assert sorted(evaluations.values()) == standing(connection, "eval_loss")
+        assert sorted((step, value) for step, _, value in evaluations.values()) == drawn(connection, "eval_loss")
 
 
 def test_scalar_that_counts_epochs_uses_its_own_steps(writer, connection):
@@ -104,10 +86,9 @@ def test_scalar_that_counts_epochs_uses_its_own_steps(writer, connection):
     rows += [loss(0, epoch, float(epoch), name="accuracy") for epoch in range(5)]
     rows += [loss(1, epoch, 10.0 + epoch, name="accuracy") for epoch in range(4, 9)]
     append(writer, "scalars", rows)
-    asked = "SELECT step, cumulative_step, value FROM scalar_history WHERE name = 'accuracy' AND stands ORDER BY 1"
     expected = [(0, 0, 0.0), (1, 1, 1.0), (2, 2, 2.0), (3, 3, 3.0), *((n, n + 1, 10.0 + n) for n in range(4, 9))]
 
-    assert expected == connection.sql(asked).fetchall()
+    assert expected == standing(connection, "accuracy")
     assert [(step, value) for step, _, value in expected] == drawn(connection, "accuracy")
 
 
@@ -119,21 +100,17 @@ def test_every_loss_uses_the_extent_of_all_losses_of_its_run(writer, connection,
     append(writer, "scalars", rows)
     if is_said_again:
         append(writer, "scalars", [loss(1, 5, 2.0, ordinal=1)])
-    asked = "SELECT step FROM loss_curve WHERE labels IS NOT NULL ORDER BY step"
-    drawn_of_b = "SELECT step FROM scalar_curve('r', of_labels := '{\"of\":\"b\"}') ORDER BY step"
 
-    assert [(step,) for step in range(5)] == connection.sql(asked).fetchall()
-    assert is_said_again != (connection._views.instance.defined["loss_curve"] == LOSS_LOGGED_ONCE)
-    assert [(step,) for step in range(5)] == connection.sql(drawn_of_b).fetchall()
+    for asked in ("loss_curve WHERE labels IS NOT NULL", "scalar_curve('r', of_labels := '{\"of\":\"b\"}')"):
+        assert [(step,) for step in range(5)] == ask(connection, f"SELECT step FROM {asked} ORDER BY step")
 
 
 def test_epochs_use_their_own_steps_also_after_a_fresh_start(writer, connection):
     rows = [loss(attempt, step, 1.0) for attempt in (0, 1) for step in range(1, 1001)]
     rows += [loss(attempt, epoch, epoch + 10.0 * attempt, name="accuracy") for attempt in (0, 1) for epoch in range(3)]
     append(writer, "scalars", rows)
-    asked = "SELECT step, cumulative_step, value FROM scalar_history WHERE name = 'accuracy' AND stands ORDER BY 1"
 
-    assert [(0, 3, 10.0), (1, 4, 11.0), (2, 5, 12.0)] == connection.sql(asked).fetchall()
+    assert [(0, 3, 10.0), (1, 4, 11.0), (2, 5, 12.0)] == standing(connection, "accuracy")
     assert [(0, 10.0), (1, 11.0), (2, 12.0)] == drawn(connection, "accuracy")
 
 
@@ -145,32 +122,19 @@ def test_rarely_logged_loss_defines_the_attempts_of_other_scalars(writer, connec
     expected = [(step, 1.0 * step) for step in evaluated if step < 850]
 
     assert expected == drawn(connection, "eval_loss")
-    asked = "SELECT step, value FROM scalar_history WHERE name = 'eval_loss' AND stands ORDER BY 1"
-    assert expected == connection.sql(asked).fetchall()
+    assert expected == [(step, value) for step, _, value in standing(connection, "eval_loss")]
 
 
 def test_run_without_loss_uses_the_steps_of_each_scalar(writer, connection):
-    append(
-        writer, "scalars", [loss(attempt, step, 1.0 + attempt, name="lr") for attempt, step in ((0, 1), (0, 2), (1, 2))]
-    )
+    append(writer, "scalars", [loss(at, step, 1.0 + at, name="lr") for at, step in ((0, 1), (0, 2), (1, 2))])
 
     assert [(1, 1.0), (2, 2.0)] == drawn(connection, "lr")
-    asked = "SELECT step, value FROM scalar_history WHERE stands ORDER BY 1"
-    assert [(1, 1.0), (2, 2.0)] == connection.sql(asked).fetchall()
+    assert [(1, 1.0), (2, 2.0)] == [(step, value) for step, _, value in standing(connection, "lr")]
 
 
 def test_rollup_is_superseded_if_one_of_its_steps_is(writer, connection):
     """The next attempt began within the second hundred steps; the reason for its restart may be in their mean."""
-    rolled = {"name": "loss", "rows": 9, "value_count": 9, "value_nans": 0, "rank": None}
-    buckets = ((0, 1, 99, 2.0), (100, 100, 199, 1e9))
-    append(
-        writer,
-        "scalar_rollups",
-        [
-            rolled | {"step": step, "first_step": first, "last_step": last, "value_avg": mean}
-            for step, first, last, mean in buckets
-        ],
-    )
+    append(writer, "scalar_rollups", [rolled(1, 99, 2.0), rolled(100, 199, 1e9)])
     append(writer, "scalars", [loss(1, step, 1.0) for step in range(151, 250)])
 
     assert [(0, 99, 99, 2.0), (1, 151, 200, 1.0)] == curve(connection)[:2]
@@ -184,80 +148,23 @@ def test_step_logged_again_in_an_attempt_has_its_last_value(writer, connection):
 
 
 def test_ranks_and_micro_steps_are_averaged_with_their_range(writer, connection):
-    values = {(rank, micro): 1.0 + rank + 10 * micro for rank in range(3) for micro in range(2)}
-    append(
-        writer, "scalars", [loss(0, 1, value, rank=rank, micro_step=micro) for (rank, micro), value in values.items()]
-    )
-    expected = (6, statistics.fmean(values.values()), min(values.values()), max(values.values()))
+    rows = [loss(0, 1, 1.0 + rank + 10 * micro, rank=rank, micro_step=micro) for rank in range(3) for micro in range(2)]
+    append(writer, "scalars", rows)
 
-    assert [expected] == curve(connection, "parts, loss, lowest, highest")
+    assert [(6, 7.0, 1.0, 13.0)] == curve(connection, "parts, loss, lowest, highest")
 
 
 def test_runs_names_and_labels_have_separate_histories(writer, connection):
-    rows = [
-        loss(0, 1, 1.0),
-        loss(0, 1, 2.0, run="s"),
-        loss(0, 1, 3.0, labels='{"loss":"aux"}'),
-        loss(1, 1, 4.0, name="lr"),
-    ]
+    rows = [loss(0, 1, 1.0), loss(0, 1, 2.0, run="s"), loss(0, 1, 3.0, labels="{}"), loss(1, 1, 4.0, name="lr")]
     append(writer, "scalars", rows)
-    found = connection.sql("SELECT run, name, labels, value FROM scalar_history WHERE stands ORDER BY value").fetchall()
+    found = ask(connection, "SELECT run, name, labels, value FROM scalar_history WHERE stands ORDER BY value")
 
-    expected = [("r", "loss", None), ("s", "loss", None), ("r", "loss", '{"loss":"aux"}'), ("r", "lr", None)]
-    assert [(*key, value) for key, value in zip(expected, (1.0, 2.0, 3.0, 4.0), strict=True)] == found
-
-
-@pytest.mark.usual(3)
-@pytest.mark.parametrize("said", few(1, ["again in another file", "once", "again in a file"]))
-@pytest.mark.parametrize(
-    ("attempts", "less"),
-    [
-        ([0], LOSS_OF_SOLE_ATTEMPT),
-        ([None, 0], LOSS_OF_SOLE_ATTEMPT),
-        ([0, 1], LOSS_LOGGED_ONCE),
-        ([3], LOSS_LOGGED_ONCE),
-    ],
-)
-@pytest.mark.parametrize("micro_steps", [[None], [0, 1]])
-def test_cheaper_loss_curves_equal_the_general_view(writer, connection, said, attempts, less, micro_steps):
-    """Several files: rewinds, ranks, micro-batches, NaN, labels, and steps that are logged again."""
-    draw, ordinals = random.Random(len(said) + len(attempts)), itertools.count()
-    for first in (40, 0, 90, 91 if said == "again in another file" else -40):
-        keys = itertools.product(
-            ["r", "s"], attempts, [None, 0, 1], micro_steps, range(first, first + 15), [None, "{}"]
-        )
-        rows = [
-            loss(
-                attempt,
-                step + 5 * (attempt or 0),
-                draw.choice([math.nan, math.inf, *map(float, range(6))]),
-                run=run,
-                rank=rank
-                if attempt == attempts[0]
-                else 2,  # a null attempt counts as 0, so that one rank in both would repeat steps
-                micro_step=micro_step,
-                labels=labels,
-                ordinal=next(ordinals),
-                ts=START + dt.timedelta(seconds=draw.randrange(99)),
-            )
-            for run, attempt, rank, micro_step, step, labels in keys
-            if draw.random() < 0.7 and (attempt == attempts[0] or rank == 0)
-        ]
-        again = rows[::97] if said == "again in a file" else []
-        others = [loss(0, 1, 1.0, name="lr"), loss(0, 1, 2.0, name="lr"), loss(0, None, 1.0)]
-        append(
-            writer, "scalars", [*rows, *({**row, "value": 9.0, "ordinal": next(ordinals)} for row in again), *others]
-        )
-    for run in ("r", "s"):
-        asked = f"FROM loss_curve WHERE run = '{run}' ORDER BY ALL"
-        sooner = connection.sql(asked)
-        made_of = connection._views.instance.defined["loss_curve"]
-        in_a_text = asked.replace("'", "''")
-        plain = connection.sql(f"FROM query('{in_a_text}')")
-
-        assert (made_of == less) == (said == "once")
-        assert (plain.columns, plain.types) == (sooner.columns, sooner.types)
-        assert repr(plain.fetchall()) == repr(sooner.fetchall())
+    assert [
+        ("r", "loss", None, 1.0),
+        ("s", "loss", None, 2.0),
+        ("r", "loss", "{}", 3.0),
+        ("r", "lr", None, 4.0),
+    ] == found
 
 
 def test_later_rollup_or_repeated_loss_is_visible_immediately(writer, connection):
@@ -265,27 +172,12 @@ def test_later_rollup_or_repeated_loss_is_visible_immediately(writer, connection
     before = curve(connection)
     append(writer, "scalars", [loss(0, 101, 5.0, ordinal=200)])
     again = curve(connection)
-    rolled = {"name": "loss", "step": 0, "first_step": 1, "last_step": 99, "rows": 9, "value_count": 9}
-    append(writer, "scalar_rollups", [rolled | {"rank": None, "value_avg": 2.0, "value_nans": 0}])
-    rolled_up = curve(connection)
+    append(writer, "scalar_rollups", [rolled(1, 99, 2.0), rolled(101, 199, 3.0, run="s")])
+    found = [[row[3] for row in rows] for rows in (before, again, curve(connection))]
 
-    assert [1.0, 1.0] == [row[3] for row in before]
-    assert [1.0, 5.0] == [row[3] for row in again]
-    assert [2.0, 1.0, 5.0] == [row[3] for row in rolled_up]
-
-
-def test_rollups_of_one_run_do_not_change_another(writer, connection):
-    append(writer, "scalars", [loss(0, step, 1.0) for step in (1, 2)])
-    rolled = {"run": "s", "name": "loss", "step": 0, "first_step": 1, "last_step": 99, "rows": 9, "value_count": 9}
-    append(writer, "scalar_rollups", [rolled | {"rank": None, "value_avg": 2.0, "value_nans": 0}])
-    found, made_of = {}, {}
-    for asked in ("WHERE run = 'r'", "WHERE run = 's'", ""):
-        found[asked] = connection.sql(f"SELECT run, loss FROM loss_curve {asked} ORDER BY ALL").fetchall()
-        made_of[asked] = connection._views.instance.defined["loss_curve"] == LOSS_OF_SOLE_ATTEMPT
-
-    of_r, of_s = [("r", 1.0), ("r", 1.0)], [("s", 2.0)]
-    assert [of_r, of_s, of_r + of_s] == list(found.values())
-    assert [True, False, False] == list(made_of.values())
+    assert [[1.0, 1.0], [1.0, 5.0], [2.0, 1.0, 5.0, 3.0]] == found
+    of_s = ask(connection, "SELECT loss FROM loss_curve WHERE run = 's'")
+    assert [(3.0,)] == of_s  # rollups of one run do not change another
 
 
 def run_row(**columns) -> dict:
@@ -297,7 +189,7 @@ def paced(step: int, seconds: float, attempt: int = 0) -> dict:
 
 
 def eta(connection) -> list[tuple]:
-    return connection.sql("SELECT step, seconds_per_step, eta_seconds, expected_end FROM run_eta").fetchall()
+    return ask(connection, "SELECT step, seconds_per_step, eta_seconds, expected_end FROM run_eta")
 
 
 @pytest.mark.parametrize("fast", [0.1, 0.5])
@@ -326,24 +218,14 @@ def test_eta_uses_the_newest_steps_of_the_newest_attempt(writer, connection):
 
 
 @pytest.mark.parametrize(
-    ("run", "expected"),
+    ("planned", "state", "expected"),
     [
-        (run_row(planned_steps=None), None),
-        (run_row(planned_steps=10), 0.0),
-        (run_row(planned_steps=100, state="failed"), None),
-        (run_row(planned_steps=10, state="completed"), 0.0),
+        (None, "running", None), (10, "running", 0.0), (100, "failed", None), (10, "completed", 0.0),
+        (10**12, "running", pytest.approx(10**12)), (2**63 - 1, "running", pytest.approx(2**63 - 1)),
     ],
-)
-def test_run_without_plan_or_remaining_steps_has_no_eta(writer, connection, run, expected):
+)  # fmt: skip
+def test_run_without_plan_or_with_no_or_endless_steps_left_has_no_end(writer, connection, planned, state, expected):
     append(writer, "scalars", [paced(step, step) for step in range(1, 11)])
-    append(writer, "runs", [run])
+    append(writer, "runs", [run_row(planned_steps=planned, state=state)])
 
     assert [(10, 1.0, expected, None)] == eta(connection)
-
-
-@pytest.mark.parametrize("planned", [10**12, 2**63 - 1])
-def test_plan_of_practically_infinite_steps_has_no_expected_end(writer, connection, planned):
-    append(writer, "scalars", [paced(step, step) for step in range(1, 11)])
-    append(writer, "runs", [run_row(planned_steps=planned)])
-
-    assert [(10, 1.0, pytest.approx(planned), None)] == eta(connection)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import datetime as dt
-import itertools
-import random
 from collections.abc import Iterable
-from pathlib import Path
 
-import pyarrow as pa
 import pytest
+from tests.storage.rows import ask, put
 
 from rankscope_storage.api import summaries
-from rankscope_storage.api.store import Batch
-from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.diff.diff import DiffSide, divergence
 from rankscope_storage.sql.scalar_history import STEPS_ARE_POSITIONS
 
@@ -21,18 +16,13 @@ START = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
 HISTORY = (
     "SELECT attempt, step, cumulative_step, value FROM scalar_history WHERE run = 'r' AND name = '{}'{} ORDER BY 3"
 )
-BEFORE = Path(__file__).parents[2] / "golden/history_of_live_runs.sql"
 
 
 def append(writer, rows: Iterable[dict]) -> None:
     """Append scalars; rows with a seq are covered by a watermark."""
-    listed = [{"run": "r", "attempt": 0, "ts": START, "ts_origin": "log", **row} for row in rows]
-    watermarks: dict[str, int] = {}
-    for row in listed:
-        if "seq" in row:
-            watermarks[row["incarnation"]] = max(row["seq"], watermarks.get(row["incarnation"], -1))
-    table = pa.Table.from_pylist(listed, schema=dataset_schema("scalars"))
-    writer.append(Batch(tables={"scalars": table}, watermarks=watermarks))
+    listed = list(rows)
+    watermarks = dict(sorted((row["incarnation"], row["seq"]) for row in listed if "seq" in row))
+    put(writer, "scalars", listed, watermarks, run="r", attempt=0, ts=START, ts_origin="log")
 
 
 def log(records: Iterable[dict[str, float | None]], *, incarnation: str = "import-a", ordinal: int = 0, **columns):
@@ -51,30 +41,27 @@ def epoch(number: int, steps: Iterable[int], **columns) -> list[dict]:
 def both(connection, query: str) -> list[tuple]:
     """Return the rows of `query`, after a check that a statement without pruning returns the same rows."""
     text = query.replace("'", "''")
-    rows = connection.sql(query).fetchall()
-    assert rows == connection.sql(f"FROM query('{text}')").fetchall()
+    rows = ask(connection, query)
+    assert rows == ask(connection, f"FROM query('{text}')")
     return rows
+
+
+def drawn(connection) -> list[tuple]:
+    return both(connection, "SELECT step, mean FROM scalar_curve('r') ORDER BY step")
 
 
 def test_cumulative_step_continues_over_epochs_and_step_does_not(writer, connection):
     """One evaluation has no epoch, and its own counter of batches does not decide."""
     evaluation = [{"step": 30, "eval_loss": 5.0}, {"epoch": 2.0, "step": 1, "accuracy": 0.5}]
     append(writer, log([*epoch(1, (10, 20, 30)), *evaluation, *epoch(2, (5, 15, 25)), *epoch(3, (10, 20))]))
-    logged = [(1, 10), (1, 20), (1, 30), (2, 5), (2, 15), (2, 25), (3, 10), (3, 20)]
-    expected = [
-        (0, step, at, 10.0 * number + step)
-        for (number, step), at in zip(logged, (10, 20, 30, 35, 45, 55, 65, 75), strict=True)
-    ]
+    places = [(1, 10, 10), (1, 20, 20), (1, 30, 30), (2, 5, 35), (2, 15, 45), (2, 25, 55), (3, 10, 65), (3, 20, 75)]
+    expected = [(0, step, at, 10.0 * number + step) for number, step, at in places]
+    curve = "SELECT step, cumulative_step FROM loss_curve WHERE run = 'r' AND cumulative_step IN (10, 35) ORDER BY 2"
 
     assert expected == both(connection, HISTORY.format("loss", " AND stands"))
     assert [(0, 30, 30, 5.0)] == both(connection, HISTORY.format("eval_loss", ""))
-    assert [(10, 10), (5, 35)] == both(
-        connection,
-        "SELECT step, cumulative_step FROM loss_curve WHERE run = 'r' AND cumulative_step IN (10, 35) ORDER BY 2",
-    )
-    assert [(at, value) for _, _, at, value in expected] == both(
-        connection, "SELECT step, mean FROM scalar_curve('r') ORDER BY step"
-    )
+    assert [(10, 10), (5, 35)] == both(connection, curve)
+    assert [(at, value) for _, _, at, value in expected] == drawn(connection)
 
 
 def test_steps_from_0_continue_behind_the_last_step(writer, connection):
@@ -88,14 +75,13 @@ def test_restart_in_mid_epoch_supersedes_later_steps_only(writer, connection):
     first = [*epoch(1, (10, 20, 30)), *epoch(2, (10, 20, 30))]
     again = [*epoch(2, (20, 30), attempt=1), *epoch(3, (10,), attempt=1)]
     append(writer, log([*first, *again]))
-    standing = both(connection, HISTORY.format("loss", " AND stands"))
-
-    assert [(0, 10, 10), (0, 20, 20), (0, 30, 30), (0, 10, 40), (1, 20, 61), (1, 30, 71), (1, 10, 81)] == [
-        row[:3] for row in standing
-    ]
-    assert [(20, 50), (30, 60)] == both(
-        connection, "SELECT step, cumulative_step FROM scalar_history WHERE name = 'loss' AND NOT stands ORDER BY 2"
+    standing, superseded = (
+        both(connection, HISTORY.format("loss", f" AND {which}")) for which in ("stands", "NOT stands")
     )
+    expected = [(0, 10, 10), (0, 20, 20), (0, 30, 30), (0, 10, 40), (1, 20, 61), (1, 30, 71), (1, 10, 81)]
+
+    assert expected == [row[:3] for row in standing]
+    assert [(0, 20, 50), (0, 30, 60)] == [row[:3] for row in superseded]
 
 
 def test_global_steps_are_positions_also_with_fractions_of_epochs(writer, connection):
@@ -114,15 +100,12 @@ def test_records_without_steps_are_rows_in_the_order_of_their_logs(writer, conne
     append(writer, log([{"loss": 5.0}, {"eval_loss": 4.0}, {"loss": 3.0}], ordinal=10))
     append(writer, log([{"loss": 2.0}, {"loss": 1.0}], incarnation="import-0", ordinal=20))
 
-    assert [(0, None, 1, 5.0), (0, None, 3, 3.0), (0, None, 4, 2.0), (0, None, 5, 1.0)] == both(
-        connection, HISTORY.format("loss", " AND stands")
-    )
-    assert [(1, 5.0), (3, 3.0), (4, 2.0), (5, 1.0)] == both(
-        connection, "SELECT step, mean FROM scalar_curve('r') ORDER BY step"
-    )
-    assert [(None, 5.0), (None, 3.0), (None, 2.0), (None, 1.0)] == both(
-        connection, "SELECT step, loss FROM loss_curve WHERE run = 'r' ORDER BY cumulative_step"
-    )
+    expected = [(1, 5.0), (3, 3.0), (4, 2.0), (5, 1.0)]
+    curve = "SELECT step, loss FROM loss_curve WHERE run = 'r' ORDER BY cumulative_step"
+
+    assert [(0, None, *point) for point in expected] == both(connection, HISTORY.format("loss", " AND stands"))
+    assert expected == drawn(connection)
+    assert [(None, loss) for _, loss in expected] == both(connection, curve)
 
 
 MIXED = {
@@ -139,9 +122,8 @@ def test_records_without_steps_remain_between_steps(writer, connection, case):
     append(writer, log([{"step": step, "loss": float(place)} for place, step in enumerate(steps)]))
     query = "SELECT step, {} FROM {} WHERE run = 'r' ORDER BY 3"
 
-    assert list(zip(steps, map(float, range(len(steps))), positions, strict=True)) == both(
-        connection, query.format("value, position", "scalar_positions")
-    )
+    expected = list(zip(steps, map(float, range(len(steps))), positions, strict=True))
+    assert expected == both(connection, query.format("value, position", "scalar_positions"))
     assert positions == [row[2] for row in both(connection, query.format("value, cumulative_step", "scalar_history"))]
     found = summaries.summary(connection, "r")
     assert (0.0, len(steps) - 1.0, 0.0) == (found.loss_first, found.loss_last, found.loss_min)
@@ -161,15 +143,11 @@ def test_stepless_evaluations_do_not_move_the_steps(writer, connection):
 
 def test_only_ranks_are_averaged(writer, connection):
     for rank in range(2):
-        records = [*epoch(1, (1, 2)), *epoch(2, (1, 2))]
-        append(
-            writer,
-            log(({**each, "loss": each["loss"] + rank} for each in records), incarnation=f"import-{rank}", rank=rank),
-        )
+        records = [{**each, "loss": each["loss"] + rank} for each in (*epoch(1, (1, 2)), *epoch(2, (1, 2)))]
+        append(writer, log(records, incarnation=f"import-{rank}", rank=rank))
+    curve = "SELECT parts, loss FROM loss_curve WHERE run = 'r' ORDER BY cumulative_step"
 
-    assert [(2, 11.5), (2, 12.5), (2, 21.5), (2, 22.5)] == both(
-        connection, "SELECT parts, loss FROM loss_curve WHERE run = 'r' ORDER BY cumulative_step"
-    )
+    assert [(2, 11.5), (2, 12.5), (2, 21.5), (2, 22.5)] == both(connection, curve)
 
 
 @pytest.mark.usual(1)
@@ -193,40 +171,9 @@ def test_summary_takes_first_last_and_lowest_of_records(writer, connection, reco
 @pytest.mark.parametrize("steps", [(None, None, None, None), (1, 2, 1, 2)])
 def test_diff_compares_each_record(writer, connection, steps):
     for run, third in (("a", 3.0), ("b", 3.5)):
-        values = (1.0, 2.0, third, 4.0)
-        records = [
-            {"step": step, "epoch": float(place // 2), "loss": value}
-            for place, (step, value) in enumerate(zip(steps, values, strict=True))
-        ]
+        places = zip((0.0, 0.0, 1.0, 1.0), steps, (1.0, 2.0, third, 4.0), strict=True)
+        records = [{"step": step, "epoch": number, "loss": value} for number, step, value in places]
         append(writer, log(records, incarnation=f"import-{run}", run=run))
     found = divergence(connection, DiffSide(run="a"), DiffSide(run="b"))
 
-    assert (4, [(3, 3.0, 3.5)]) == (
-        found.steps_compared,
-        [(point.step, point.a, point.b) for point in found.points],
-    )
-
-
-@pytest.mark.thorough
-def test_live_runs_have_the_rows_of_the_previous_release(writer, connection):
-    """Ranks report epochs, repeat steps, restart, and log scalars without steps; a log was imported next to them."""
-    draw, ordinals = random.Random(7), itertools.count()
-    rows = []
-    for attempt, first in enumerate((0, 25, 20)):
-        for seq, (step, rank, micro) in enumerate(itertools.product(range(first, first + 20), range(2), (None, 1))):
-            own = {"attempt": attempt, "rank": rank, "incarnation": f"{attempt}{rank}", "seq": seq, "micro_step": micro}
-            place = own | {"step": draw.choice([step, step, step - 1]), "ordinal": next(ordinals)}
-            rows += [
-                place | {"name": "loss", "value": float(draw.randrange(64))},
-                place | {"name": "epoch", "value": float(step // 5)},
-                place | {"name": "lr", "value": float(draw.randrange(64)), "step": draw.choice([None, step])},
-            ]
-    append(writer, rows)
-    label = '{"imported_from":"a.log"}'
-    append(writer, log([*epoch(1, (1, 2)), *epoch(2, (1, 2)), {"loss": 1.0}], labels=label, ordinal=10**6))
-    columns = "run, name, labels, attempt, step, cumulative_step, ts, parts, value, lowest, highest, stands, first_step"
-    query = f"SELECT {columns} FROM {{}} WHERE labels IS NULL ORDER BY ALL"
-    now = both(connection, query.format("scalar_history"))
-    connection.execute(BEFORE.read_text(encoding="utf-8"))
-
-    assert connection.sql(query.format("old_history")).fetchall() == now
+    assert (4, [(3, 3.0, 3.5)]) == (found.steps_compared, [(point.step, point.a, point.b) for point in found.points])
