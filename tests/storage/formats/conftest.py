@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.storage.rows import table
 
-from rankscope_contract.model.schema import DATASETS
 from rankscope_storage.api.store import Batch, Store
-from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.formats import ExportOptions, ExportReport, export_formats
 
@@ -34,6 +33,14 @@ def tensor(step: int | None, name: str = "w", kind: str = "grad_reduced", **colu
     return row(step=step, kind=kind, tensor=name, **{"placement": "full", "norm": 1.5} | columns)
 
 
+def read_events(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return {tag: [(step, value)]} as TensorBoard has them."""
+    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    tags = accumulator.Tags()["scalars"]
+    return {tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in tags}
+
+
 class Shelf:
     """A store that takes rows, and gives them back in other formats."""
 
@@ -46,9 +53,8 @@ class Shelf:
     def put(self, **rows: list[dict[str, Any]]) -> None:
         tables = {}
         for dataset, listed in rows.items():
-            empty = dict.fromkeys(field.name for field in DATASETS[dataset])
-            numbered = [empty | {"seq": self._seq + place, "ordinal": place} | one for place, one in enumerate(listed)]
-            tables[dataset] = pa.Table.from_pylist(numbered, schema=dataset_schema(dataset))
+            numbered = [{"seq": self._seq + place, "ordinal": place} | one for place, one in enumerate(listed)]
+            tables[dataset] = table(dataset, numbered)
         self._seq += sum(map(len, rows.values()))
         with self._store.claim(owner="test") as writer:
             writer.append(Batch(tables=tables, watermarks={"i": self._seq - 1}))
@@ -57,9 +63,11 @@ class Shelf:
         self._connections.append(connect(self.folder / "store", locked=True))
         return self._connections[-1]
 
-    def export(self, form: str, name: str = "out", *, run: str = "r", **options: Any) -> tuple[Path, ExportReport]:
+    def export(
+        self, form: str, name: str = "out", *progress: Callable[[int, int], None], run: str = "r", **options: Any
+    ) -> tuple[Path, ExportReport]:
         target = self.folder / name
-        report = export_formats()[form].export(self.connect(), run, target, ExportOptions(**options))
+        report = export_formats()[form].export(self.connect(), run, target, ExportOptions(**options), *progress)
         return target, report
 
     def close(self) -> None:
@@ -72,8 +80,3 @@ def shelf(tmp_path: Path) -> Iterator[Shelf]:
     shelf = Shelf(tmp_path)
     yield shelf
     shelf.close()
-
-
-@pytest.fixture
-def rows() -> dict[str, Callable[..., dict[str, Any]]]:
-    return {"scalar": scalar, "tensor": tensor, "row": row}

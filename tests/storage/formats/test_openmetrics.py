@@ -7,8 +7,11 @@ import math
 import re
 import subprocess
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from tests.storage.formats.conftest import START, row, scalar, tensor
 
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.formats.exposition.text import number_texts, time_texts
@@ -25,44 +28,41 @@ def samples(target):
     return found
 
 
-NOON = dt.datetime(2026, 3, 1, 12, tzinfo=dt.UTC).timestamp()
+NOON = START.timestamp()
 
 
-def test_history_has_the_names_and_labels_of_live_data(shelf, rows):
+def test_history_has_the_names_and_labels_of_live_data(shelf):
     shelf.put(
         scalars=[
-            rows["scalar"](1, 2.5),
-            rows["scalar"](2, 2.25),
-            rows["scalar"](2, 0.1, "learning_rate", labels='{"group":"a"}'),
-            rows["scalar"](2, 512.0, "tokens_total", unit="tokens"),
-            rows["scalar"](2, 0.5, "accuracy"),
+            *(scalar(1, 2.5), scalar(2, 2.25), scalar(2, 0.5, "accuracy")),
+            scalar(2, 0.1, "learning_rate", labels='{"group":"a"}'),
+            scalar(2, 512.0, "tokens_total", unit="tokens"),
         ],
-        tensor_stats=[rows["tensor"](2, norm=1.5, nans=0, norm_baseline=1.25)],
+        tensor_stats=[tensor(2, norm=1.5, nans=0, norm_baseline=1.25)],
     )
     target, report = shelf.export("openmetrics")
     found = samples(target)
-    rank = ("rank", "0")
-    tensor = (("kind", "grad_reduced"), ("op", "norm"), rank, ("tensor", "w"))
+    rank, kind = ("rank", "0"), ("kind", "grad_reduced")
+    of_tensor = (kind, ("op", "norm"), rank, ("tensor", "w"))
+    expected = {
+        ("rankscope_loss", (rank,)): [(NOON + 1, 2.5), (NOON + 2, 2.25)],
+        ("rankscope_learning_rate", (("group", "a"), rank)): [(NOON + 2, 0.1)],
+        ("rankscope_tokens_total", (rank,)): [(NOON + 2, 512.0)],
+        ("rankscope_scalar", (("name", "accuracy"), rank)): [(NOON + 2, 0.5)],
+        ("rankscope_tensor_value", of_tensor): [(NOON + 2, 1.5)],
+        ("rankscope_tensor_baseline", of_tensor): [(NOON + 2, 1.25)],
+        ("rankscope_step", (rank,)): [(NOON + 1, 1.0), (NOON + 2, 2.0)],
+        ("rankscope_kind_step", (kind, rank)): [(NOON + 2, 2.0)],
+    }
 
-    assert [(NOON + 1, 2.5), (NOON + 2, 2.25)] == found["rankscope_loss", (rank,)]
-    assert [(NOON + 2, 0.1)] == found["rankscope_learning_rate", (("group", "a"), rank)]
-    assert [(NOON + 2, 512.0)] == found["rankscope_tokens_total", (rank,)]
-    assert [(NOON + 2, 0.5)] == found["rankscope_scalar", (("name", "accuracy"), rank)]
-    assert [(NOON + 2, 1.5)] == found["rankscope_tensor_value", tensor]
-    assert [(NOON + 2, 1.25)] == found["rankscope_tensor_baseline", tensor]
-    assert [(NOON + 1, 1.0), (NOON + 2, 2.0)] == found["rankscope_step", (rank,)]
-    assert [(NOON + 2, 2.0)] == found["rankscope_kind_step", (("kind", "grad_reduced"), rank)]
+    assert expected.items() <= found.items()
     assert 'rankscope_loss{instance="r/0",job="rankscope",run="r",rank="0"} 2.5 1772366401\n' in target.read_text()
     assert {"tensor_stats": 1, "scalars": 5, "samples": 0} == report.rows
 
 
-def test_openmetrics_format_is_valid(shelf, rows):
+def test_openmetrics_format_is_valid(shelf):
     """Families in one piece with their TYPE first, a UNIT only where the name ends in it, `# EOF` last."""
-    shelf.put(
-        scalars=[
-            rows["scalar"](step, 1.0, name) for step in (1, 2) for name in ("step_seconds", "tokens_total", "loss")
-        ]
-    )
+    shelf.put(scalars=[scalar(step, 1.0, name) for step in (1, 2) for name in ("step_seconds", "tokens_total", "loss")])
     target, _ = shelf.export("openmetrics")
     text = target.read_text(encoding="utf-8")
     heads = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
@@ -74,10 +74,10 @@ def test_openmetrics_format_is_valid(shelf, rows):
     assert "# UNIT rankscope_step_seconds seconds\n" in text
 
 
-def test_names_are_escaped_and_all_numbers_are_exported(shelf, rows):
+def test_names_are_escaped_and_all_numbers_are_exported(shelf):
     odd = 'a"b\\c\nd{}, 学=1'
     values = [math.nan, math.inf, -math.inf, 5e-324, 1.7976931348623157e308, 0.1]
-    shelf.put(scalars=[rows["scalar"](step, value, odd, run=odd) for step, value in enumerate(values, 1)])
+    shelf.put(scalars=[scalar(step, value, odd, run=odd) for step, value in enumerate(values, 1)])
     target, _ = shelf.export("openmetrics", run=odd)
     found = samples(target)
 
@@ -86,55 +86,49 @@ def test_names_are_escaped_and_all_numbers_are_exported(shelf, rows):
     assert " +Inf " in target.read_text()
 
 
-def test_steps_within_one_second_get_successive_milliseconds(shelf, rows):
+def test_steps_within_one_second_get_successive_milliseconds(shelf):
     """A log has times in whole seconds; Prometheus keeps one sample per millisecond and series."""
-    moment = dt.datetime(2026, 3, 1, 12, tzinfo=dt.UTC)
-    later = moment + dt.timedelta(milliseconds=1, microseconds=500)
-    shelf.put(
-        scalars=[rows["scalar"](step, float(step), ts=moment) for step in (1, 2, 3)]
-        + [rows["scalar"](4, 4.0, ts=later)]
-    )
+    later = START + dt.timedelta(milliseconds=1, microseconds=500)
+    shelf.put(scalars=[scalar(step, float(step), ts=later if step == 4 else START) for step in (1, 2, 3, 4)])
     target, report = shelf.export("openmetrics")
     found = samples(target)["rankscope_loss", (("rank", "0"),)]
 
-    assert [1.0, 2.0, 3.0, 4.0] == [value for _, value in found]
-    assert [0, 1, 2, 3] == [round((time - NOON) * 1000) for time, _ in found]
+    assert [(0, 1.0), (1, 2.0), (2, 3.0), (3, 4.0)] == [(round((time - NOON) * 1000), value) for time, value in found]
     assert {} == report.omitted
 
 
-def test_only_the_first_sample_of_a_time_is_written(shelf, rows):
-    shelf.put(scalars=[rows["scalar"](1, 1.0), rows["scalar"](1, 2.0)])
+def test_only_the_first_sample_of_a_time_is_written(shelf):
+    shelf.put(scalars=[scalar(1, 1.0), scalar(1, 2.0)])
     target, report = shelf.export("openmetrics")
 
     assert [(NOON + 1, 1.0)] == samples(target)["rankscope_loss", (("rank", "0"),)]
     assert {"samples of one series at one time: only the first is written": 1} == report.omitted
 
 
-def test_value_invalid_for_a_counter_is_a_gauge(shelf, rows):
-    shelf.put(scalars=[rows["scalar"](s, v, "tokens_total", unit="tokens") for s, v in enumerate([1, -1, math.nan], 1)])
+def test_value_invalid_for_a_counter_is_a_gauge(shelf):
+    shelf.put(scalars=[scalar(s, v, "tokens_total", unit="tokens") for s, v in enumerate([1, -1, math.nan], 1)])
     found = samples(shelf.export("openmetrics")[0])
+    gauge = "rankscope_scalar", (("name", "tokens_total"), ("rank", "0"), ("unit", "tokens"))
 
-    assert [1.0] == [value for _, value in found["rankscope_tokens_total", (("rank", "0"),)]]
-    assert repr([-1.0, math.nan]) == repr(
-        [value for _, value in found["rankscope_scalar", (("name", "tokens_total"), ("rank", "0"), ("unit", "tokens"))]]
-    )
+    assert [(NOON + 1, 1.0)] == found["rankscope_tokens_total", (("rank", "0"),)]
+    assert repr([(NOON + 2, -1.0), (NOON + 3, math.nan)]) == repr(found[gauge])
 
 
-def test_log_without_times_is_rejected(shelf, rows):
-    shelf.put(scalars=[rows["scalar"](1, 1.0, ts=None)])
+def test_log_without_times_is_rejected(shelf):
+    shelf.put(scalars=[scalar(1, 1.0, ts=None)])
     with pytest.raises(ExportError, match="logs without times"):
         shelf.export("openmetrics")
 
 
-def test_rows_without_time_or_metric_are_counted(shelf, rows):
+def test_rows_without_time_or_metric_are_counted(shelf):
     labels = '{"bad-name":"x"}'
     shelf.put(
-        scalars=[rows["scalar"](1, 1.0, ts=None), rows["scalar"](1, 1.0)],
-        events=[rows["row"](type="note")],
+        scalars=[scalar(1, 1.0, ts=None), scalar(1, 1.0)],
+        events=[row(type="note")],
         samples=[
-            rows["row"](target="t", metric="up", value=1.0, labels=labels),
-            rows["row"](target="t", metric="no metric", value=1.0),
-            rows["row"](target="t", metric="up", value=0.0, labels='{"a":"b"}'),
+            row(target="t", metric="up", value=1.0, labels=labels),
+            row(target="t", metric="no metric", value=1.0),
+            row(target="t", metric="up", value=0.0, labels='{"a":"b"}'),
         ],
     )
     target, report = shelf.export("openmetrics")
@@ -148,48 +142,35 @@ def test_rows_without_time_or_metric_are_counted(shelf, rows):
     } == report.omitted
 
 
-def test_folder_as_target_is_rejected(shelf, rows):
-    shelf.put(scalars=[rows["scalar"](1, 1.0)])
+def test_folder_as_target_is_rejected(shelf):
+    shelf.put(scalars=[scalar(1, 1.0)])
     with pytest.raises(ExportError, match="is a folder: name a file"):
         shelf.export("openmetrics", "store")
 
 
-def test_promtool_creates_blocks_from_the_file(shelf, rows, require_server):
+def test_promtool_creates_blocks_from_the_file(shelf, require_server):
     """Every sample arrives in the millisecond it belongs to, with all its digits."""
     promtool = require_server("promtool", "prometheus")
-    start = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
+    times = {step: START + dt.timedelta(milliseconds=1373 * step) for step in range(1, 500)}
     shelf.put(
-        scalars=[
-            rows["scalar"](s, 1 / 3 * s, ts=start + dt.timedelta(milliseconds=1373 * s), rank=r)
-            for s in range(1, 500)
-            for r in (0, 1)
-        ],
-        tensor_stats=[
-            rows["tensor"](s, 'o"dd\n\\', ts=start + dt.timedelta(milliseconds=1373 * s)) for s in range(1, 500)
-        ],
+        scalars=[scalar(step, 1 / 3 * step, ts=ts, rank=rank) for step, ts in times.items() for rank in (0, 1)],
+        tensor_stats=[tensor(step, 'o"dd\n\\', ts=ts) for step, ts in times.items()],
     )
     target, _ = shelf.export("openmetrics")
     folder = shelf.folder / "tsdb"
-    made = subprocess.run(
-        [promtool, "tsdb", "create-blocks-from", "openmetrics", target, folder],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [promtool, "tsdb", "create-blocks-from", "openmetrics", target, folder]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
     assert 0 == made.returncode, made.stderr
     (folder / "wal").mkdir()
     dumped = subprocess.run([promtool, "tsdb", "dump", folder], capture_output=True, text=True, check=True).stdout
     loss = re.findall(r'^\{__name__="rankscope_loss".*rank="1".*\} (\S+) (\d+)$', dumped, re.MULTILINE)
-    first = int(start.timestamp() * 1000)
 
-    assert [(1 / 3 * s, first + 1373 * s) for s in range(1, 500)] == [(float(v), int(t)) for v, t in loss]
+    assert [(1 / 3 * n, NOON * 1000 + 1373 * n) for n in times] == [(float(v), int(t)) for v, t in loss]
     assert 499 == dumped.count(r'__name__="rankscope_tensor_value"')
 
 
 def test_times_survive_truncation_to_milliseconds():
     """Prometheus computes int64(seconds * 1000), which cuts a half of all milliseconds to the one before."""
-    import numpy as np
-
     micros = np.arange(1_772_366_400_000_000, 1_772_366_400_000_000 + 5_000_000, 1_000, dtype=np.int64)
     texts = time_texts(micros).to_pylist()
 
@@ -199,8 +180,6 @@ def test_times_survive_truncation_to_milliseconds():
 
 
 def test_numbers_are_shortest_and_exact():
-    import pyarrow as pa
-
     values = [0.1, 1e-300, math.nan, math.inf, -math.inf, 3.0]
 
     assert ["0.1", "1e-300", "NaN", "+Inf", "-Inf", "3"] == number_texts(pa.array(values)).to_pylist()

@@ -32,6 +32,7 @@ def test_each_file_with_an_export_format_is_found():
         ({"time_start": NOON, "time_end": NOON - dt.timedelta(1)}, "exchange them"),
         ({"time_start": NOON.replace(tzinfo=None)}, "has no time zone"),
         ({"steps": (2, 1)}, "end before they begin"),
+        ({"time_zone": "Berlin"}, "time_zone 'Berlin' is unknown"),
         ({"step_count_per_record": 0}, "must be 1 to 1,000,000"),
         ({"process_num": 0}, "process_num must be 1 or more"),
         ({"step_partition": 0}, "step_partition must be 1 or more"),

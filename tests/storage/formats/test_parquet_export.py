@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 
+import duckdb
 import pyarrow.parquet as pq
 import pytest
+from tests.storage.formats.conftest import row, scalar, tensor
 
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.base.schema import dataset_schema
 
 
-def test_all_columns_of_all_rows_are_exported(shelf, rows):
+def test_all_columns_of_all_rows_are_exported(shelf):
     shelf.put(
-        scalars=[
-            rows["scalar"](1, math.nan, labels='{"a":"b"}'),
-            rows["scalar"](None, None),
-            rows["scalar"](2, math.inf),
-        ],
-        histograms=[rows["row"](kind="k", tensor="t", scheme="log2", counts=[1, 2])],
-        runs=[rows["row"](state="running", step=None, rank=None, incarnation=None)],
+        scalars=[scalar(1, math.nan, labels='{"a":"b"}'), scalar(None, None), scalar(2, math.inf)],
+        histograms=[row(kind="k", tensor="t", scheme="log2", counts=[1, 2])],
+        runs=[row(state="running", step=None, rank=None, incarnation=None)],
     )
     target, report = shelf.export("parquet")
     with shelf.connect() as connection:
@@ -34,44 +32,34 @@ def test_all_columns_of_all_rows_are_exported(shelf, rows):
     assert b"1" == pq.read_schema(target / "runs.parquet").metadata[b"rankscope_schema"]
 
 
-def test_selection_restricts_measurements_but_not_dimensions(shelf, rows):
+def test_selection_restricts_measurements_but_not_dimensions(shelf):
     shelf.put(
-        scalars=[rows["scalar"](step, 1.0, rank=rank) for step in range(5) for rank in (0, 1)],
-        runs=[rows["row"](state="running", step=None, rank=None, incarnation=None)],
+        scalars=[scalar(step, 1.0, rank=rank) for step in range(5) for rank in (0, 1)],
+        runs=[row(state="running", step=None, rank=None, incarnation=None)],
     )
     _, report = shelf.export("parquet", steps=(1, 2), ranks=(1,))
 
     assert {"scalars": 2, "runs": 1} == report.rows
 
 
-def test_files_of_two_exports_are_not_mixed(shelf, rows):
-    shelf.put(scalars=[rows["scalar"](1, 1.0)])
+def test_files_of_two_exports_are_not_mixed(shelf):
+    shelf.put(scalars=[scalar(1, 1.0)])
     shelf.export("parquet")
     with pytest.raises(ExportError, match="is not empty"):
         shelf.export("parquet")
 
 
-def test_progress_reaches_the_total(shelf, rows):
-    from rankscope_storage.formats import ExportOptions, export_formats
-
-    shelf.put(scalars=[rows["scalar"](step, 1.0) for step in range(9)], tensor_stats=[rows["tensor"](1)])
+def test_progress_reaches_the_total(shelf):
+    shelf.put(scalars=[scalar(step, 1.0) for step in range(9)], tensor_stats=[tensor(1)])
     for form in ("parquet", "tensorboard", "openmetrics"):
         seen = []
-        export_formats()[form].export(
-            shelf.connect(),
-            "r",
-            shelf.folder / form,
-            ExportOptions(),
-            lambda done, total, seen=seen: seen.append((done, total)),
-        )
+        shelf.export(form, form, lambda done, total, seen=seen: seen.append((done, total)))
 
         assert (10, 10) == seen[-1], form
 
 
-def test_nan_is_found_by_a_reader_of_footer_statistics(shelf, rows):
-    import duckdb
-
-    shelf.put(scalars=[rows["scalar"](step, value) for step, value in enumerate([1.0, math.nan, 2.0])])
+def test_nan_is_found_by_a_reader_of_footer_statistics(shelf):
+    shelf.put(scalars=[scalar(step, value) for step, value in enumerate([1.0, math.nan, 2.0])])
     target, _ = shelf.export("parquet")
     with duckdb.connect() as connection:
         found = connection.sql(f"SELECT step FROM '{target}/scalars.parquet' WHERE isnan(value)").fetchall()

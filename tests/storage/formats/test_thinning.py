@@ -6,74 +6,60 @@ import math
 import random
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.properties import few
+from tests.storage.formats.conftest import read_events, scalar, tensor
 
 from rankscope_storage.formats.tensorboard import SIZE_RATIO, SMALL_BYTES, THINNED
 
 STEPS, SPIKE, BROKEN = 120, 57, 90
 OPS = ("norm", "min", "max", "mean", "nans", "infs", "zeros", "numel", "norm_baseline", "mean_baseline")
+NAMES = [f"model.layers.{place}.self_attention.weight" for place in range(1_000)]
 
 
 def read(folder):
-    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    accumulator.Reload()
-    return {
-        tag: {event.step: event.value for event in accumulator.Scalars(tag)} for tag in accumulator.Tags()["scalars"]
-    }
+    return {tag: dict(points) for tag, points in read_events(folder / "rank0").items()}
 
 
-def size(folder, pattern="*"):
-    return sum(path.stat().st_size for path in folder.rglob(pattern) if path.is_file())
+def size(folder):
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def tensors(rows, names, steps):
+def tensors(count, steps=STEPS):
     """Return rows of tensors, of which the first has a spike at one step and a NaN at another."""
-    numbers = random.Random(1)
+    numbers, rows = random.Random(1), []
     for step in range(1, steps + 1):
-        for name in names:
-            norm = 100.0 if (step, name) == (SPIKE, names[0]) else round(numbers.uniform(1, 2), 2)
-            nans = int((step, name) == (BROKEN, names[0]))
-            values = dict.fromkeys(OPS, 0) | {"norm": norm, "norm_baseline": norm, "nans": nans, "numel": 4096}
-            yield rows["tensor"](step, name, ts=None, **values)
+        for name in NAMES[:count]:
+            norm = 100.0 if (step, name) == (SPIKE, NAMES[0]) else round(numbers.uniform(1, 2), 2)
+            values = dict.fromkeys(OPS, 0) | {"norm": norm, "norm_baseline": norm, "numel": 4096}
+            rows.append(tensor(step, name, ts=None, **values | {"nans": int((step, name) == (BROKEN, NAMES[0]))}))
+    return rows
 
 
 @pytest.mark.usual(1)
 @pytest.mark.parametrize(("count", "steps"), [(100, STEPS), (1_000, 24)])
-def test_event_files_are_at_most_four_times_as_large_as_the_store(shelf, rows, count, steps):
-    names = [f"model.layers.{place}.self_attention.weight" for place in range(count)]
-    shelf.put(
-        tensor_stats=list(tensors(rows, names, steps)),
-        scalars=[rows["scalar"](step, step / 4) for step in range(1, steps + 1)],
-    )
+def test_event_files_are_at_most_four_times_as_large_as_the_store(shelf, count, steps):
+    """The loss, and the extremes, the NaN and the ends of each series are kept."""
+    shelf.put(tensor_stats=tensors(count, steps), scalars=[scalar(step, step / 4) for step in range(1, steps + 1)])
     target, report = shelf.export("tensorboard")
-    stored = size(shelf.folder / "store")
+    found = read(target)
+    norms = found[f"0:{NAMES[0]}/rank0/grad_reduced_norm"]
 
-    assert size(target) <= max(SMALL_BYTES, SIZE_RATIO * stored)
+    assert size(target) <= max(SMALL_BYTES, SIZE_RATIO * size(shelf.folder / "store"))
     assert count * steps + steps == report.omitted[THINNED] + sum(report.rows.values())
-    found = read(target / "rank0")
     assert {step: step / 4 for step in range(1, steps + 1)} == found["loss"]
-    assert {f"0:{name}/rank0/grad_reduced_norm" for name in names} <= found.keys()
+    assert {f"0:{name}/rank0/grad_reduced_norm" for name in NAMES[:count]} <= found.keys()
+    if steps == STEPS:
+        assert 100.0 == norms[SPIKE]
+        assert {1, STEPS, BROKEN} <= norms.keys()
+        assert 1 == found[f"0:{NAMES[0]}/rank0/grad_reduced_nans"][BROKEN]
+        assert 10 <= len(norms) < STEPS
 
 
-def test_extremes_nan_and_ends_of_each_series_are_kept(shelf, rows):
-    names = [f"model.layers.{place}.self_attention.weight" for place in range(40)]
-    shelf.put(tensor_stats=list(tensors(rows, names, STEPS)))
-    target, _ = shelf.export("tensorboard")
-    found = read(target / "rank0")
-    norms = found[f"0:{names[0]}/rank0/grad_reduced_norm"]
-
-    assert 100.0 == norms[SPIKE]
-    assert {1, STEPS, BROKEN} <= norms.keys()
-    assert 1 == found[f"0:{names[0]}/rank0/grad_reduced_nans"][BROKEN]
-    assert 10 <= len(norms) < STEPS
-
-
-def test_long_scalars_are_thinned_too(shelf, rows):
+def test_long_scalars_are_thinned_too(shelf):
     values = {step: math.nan if step == 777 else float(step % 100) for step in range(1, 40_001)}
-    shelf.put(scalars=[rows["scalar"](step, value, ts=None) for step, value in values.items()])
+    shelf.put(scalars=[scalar(step, value, ts=None) for step, value in values.items()])
     target, report = shelf.export("tensorboard")
-    points = read(target / "rank0")["loss"]
+    points = read(target)["loss"]
 
     assert size(target) <= max(SMALL_BYTES, SIZE_RATIO * size(shelf.folder / "store"))
     assert math.isnan(points[777])
@@ -81,27 +67,23 @@ def test_long_scalars_are_thinned_too(shelf, rows):
     assert len(points) == report.rows["scalars"]
 
 
-def test_all_points_are_written_on_request(shelf, rows):
-    names = [f"w{place}" for place in range(40)]
-    shelf.put(tensor_stats=list(tensors(rows, names, STEPS)))
+def test_all_points_are_written_on_request(shelf):
+    shelf.put(tensor_stats=tensors(40))
     target, report = shelf.export("tensorboard", all_points=True)
 
     assert {} == report.omitted
-    assert {STEPS} == {len(points) for points in read(target / "rank0").values()}
+    assert {STEPS} == {len(points) for points in read(target).values()}
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("processes", few(1, [2, 1]))
-def test_ranges_of_steps_do_not_depend_on_memory_windows(shelf, rows, monkeypatch, processes):
-    names = [f"model.layers.{place}.self_attention.weight" for place in range(40)]
-    listed = list(tensors(rows, names, STEPS))
-    shelf.put(tensor_stats=[row | {"rank": rank} for row in listed for rank in (0, 1)])
+def test_ranges_of_steps_do_not_depend_on_memory_windows(shelf, monkeypatch, processes):
+    shelf.put(tensor_stats=[row | {"rank": rank} for row in tensors(40) for rank in (0, 1)])
     whole, expected = shelf.export("tensorboard", "whole")
     if processes == 1:
-        monkeypatch.setattr(
-            "rankscope_storage.formats.common.selection.Selection.windows.__kwdefaults__", {"rows": 900}
-        )
+        windows = "rankscope_storage.formats.common.selection.Selection.windows.__kwdefaults__"
+        monkeypatch.setattr(windows, {"rows": 900})
     again, found = shelf.export("tensorboard", "again", process_num=processes)
 
     assert expected.rows == found.rows
-    assert read(whole / "rank1") == read(again / "rank1")
+    assert read_events(whole / "rank1") == read_events(again / "rank1")
