@@ -6,44 +6,28 @@ import datetime as dt
 from urllib.parse import unquote
 
 import pyarrow as pa
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope_contract.model.schema import DATASETS
-from rankscope_storage.base.schema import dataset_schema, fingerprint
 from rankscope_storage.files.sorting import (
     LONGEST_PART,
     OWN_PART_ROWS,
-    SORT_KEYS,
-    data_file,
-    file_fingerprint,
     is_sorted,
     own_part,
     parts,
-    shared_part,
     sort_order,
 )
 
 TODAY = dt.date(2026, 11, 20)
 
 
-def runs(**counts: int) -> pa.Table:
-    names = [name for name, count in counts.items() for _ in range(count)]
-    return pa.table({"run": names, "row": list(range(len(names)))})
-
-
 def test_run_with_100000_rows_gets_a_separate_part():
-    table = runs(big=OWN_PART_ROWS, small=OWN_PART_ROWS - 1, tiny=1)
-
-    assert {"big": OWN_PART_ROWS, "_shared-2026-11-20": OWN_PART_ROWS} == {
-        part: rows.num_rows for part, rows in parts(table, "scalars", TODAY)
-    }
-
-
-def test_run_that_a_dictionary_contains_twice_is_one_run():
+    """A dictionary may contain its name twice."""
+    names = ["big"] * OWN_PART_ROWS + ["small"] * (OWN_PART_ROWS - 1) + ["tiny"]
     twice = pa.DictionaryArray.from_arrays(pa.array([0, 1] * (OWN_PART_ROWS // 2)), pa.array(["r", "r"]))
+    found = {part: rows.num_rows for part, rows in parts(pa.table({"run": names}), "scalars", TODAY)}
 
+    assert {"big": OWN_PART_ROWS, "_shared-2026-11-20": OWN_PART_ROWS} == found
     assert ["r"] == [part for part, _ in parts(pa.table({"run": twice}), "scalars", TODAY)]
 
 
@@ -60,37 +44,19 @@ def test_samples_are_partitioned_by_day_and_without_ts_by_today():
     day = 86_400_000_000
     table = pa.table({"run": ["r"] * 4, "ts": pa.array([0, day - 1, day, None], pa.timestamp("us", tz="UTC"))})
 
-    assert {"1970-01-01": 2, "1970-01-02": 1, "2026-11-20": 1} == {
-        part: rows.num_rows for part, rows in parts(table, "samples", TODAY)
-    }
+    found = {part: rows.num_rows for part, rows in parts(table, "samples", TODAY)}
+    assert {"1970-01-01": 2, "1970-01-02": 1, "2026-11-20": 1} == found
 
 
-@pytest.mark.parametrize(
-    "name", ["a/b", "..", "a=b", 'it\'s "q"', "学习", "123", "2026-11-20", "", ".hidden", "x" * 60]
-)
-def test_part_is_one_safe_folder_name_for_any_run_name(name):
-    ((part, _),) = parts(pa.table({"run": [name] * OWN_PART_ROWS}), "scalars", TODAY)
+def test_part_is_one_safe_folder_name_for_any_run_name():
+    for name in ("a/b", "..", "a=b", 'it\'s "q"', "学习", "123", "2026-11-20", "", ".hidden", "x" * 60):
+        part = own_part(name)
 
-    assert not set(part) & set("/\\='\" ")
-    assert part not in {"", ".", ".."}
-    assert name == ("" if part == "%" else unquote(part))
-
-
-def test_file_names_are_unique_and_contain_the_fingerprint():
-    one, other = data_file("events", "p"), data_file("events", "p")
-
-    assert one != other
-    assert fingerprint("events") == file_fingerprint(one)
-    assert one.startswith("dataset=events/part=p/")
-
-
-def test_shared_part_is_named_by_day():
-    assert "_shared-2026-11-20" == shared_part(TODAY)
-
-
-def test_sort_keys_of_every_dataset_are_columns_of_it():
-    assert set(DATASETS) == set(SORT_KEYS)
-    assert all(set(keys) <= set(dataset_schema(dataset).names) for dataset, keys in SORT_KEYS.items())
+        assert not set(part) & set("/\\='\" ")
+        assert part not in {"", ".", ".."}
+        assert name == ("" if part == "%" else unquote(part))
+    long = own_part("学" * 100)
+    assert ("学" * 20, 1) == (unquote(long, errors="strict")[:20], long.count("~"))  # whole characters of its start
 
 
 TEXT = st.one_of(st.none(), st.sampled_from(["", "a", "ab", "b", "é", "学", "🦊", "\U0010ffff"]), st.text(max_size=3))
@@ -103,13 +69,8 @@ INTEGER = st.one_of(
 def test_packed_sort_order_is_the_stable_order_with_nulls_last(rows, encoded):
     text, one, other = ([row[place] for row in rows] for place in range(3))
     column = pa.array(text, pa.string())
-    table = pa.table(
-        {
-            "text": column.dictionary_encode() if encoded else column,
-            "one": pa.array(one, pa.int64()),
-            "other": pa.array(other, pa.int64()),
-        }
-    )
+    numbers = {"one": pa.array(one, pa.int64()), "other": pa.array(other, pa.int64())}
+    table = pa.table({"text": column.dictionary_encode() if encoded else column, **numbers})
 
     def plain(row: int) -> tuple:
         # UTF-8 order equals code point order: Python's comparison is the reference.
@@ -135,13 +96,6 @@ def test_parts_of_long_run_names_fit_into_a_file_name_and_differ(one, other):
     assert all(not part.startswith(".") and "/" not in part for part in parts_of.values())
 
 
-def test_part_of_a_long_name_keeps_whole_characters_of_its_start():
-    part = own_part("学" * 100)
-
-    assert "学" * 20 == unquote(part, errors="strict")[:20]
-    assert 1 == part.count("~")
-
-
 _KEYS = ("run", "tensor", "step")
 
 
@@ -164,13 +118,8 @@ def _keyed_rows(draw: st.DrawFn) -> pa.Table:
 @given(_keyed_rows())
 def test_is_sorted_is_true_only_if_sorting_changes_nothing(table):
     leaves = list(range(table.num_rows)) == sort_order(table, _KEYS).tolist()
+    run = pa.DictionaryArray.from_arrays(pa.array([1, 1, 0, 0], pa.int32()), pa.array(["b", "a"]))
+    usual = pa.table({"run": run, "tensor": pa.array(["x"] * 4).dictionary_encode(), "step": [1, 2, 0, 7]})
 
     assert leaves or not is_sorted(table, _KEYS)
-
-
-def test_is_sorted_detects_sorted_rows():
-    run = pa.DictionaryArray.from_arrays(pa.array([1, 1, 0, 0], pa.int32()), pa.array(["b", "a"]))
-    table = pa.table({"run": run, "tensor": ["x"] * 4, "step": [1, 2, 0, 7]})
-
-    assert not is_sorted(table, _KEYS)  # comparing plain text is expensive
-    assert is_sorted(table.set_column(1, "tensor", table["tensor"].dictionary_encode()), _KEYS)
+    assert is_sorted(usual, _KEYS)

@@ -13,11 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from tests.properties import examples
+from tests.storage.rows import ask, files, table
 
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.fsync import sync_to_disk
-from rankscope_storage.base.schema import conform
-from rankscope_storage.connection import connect
 from rankscope_storage.files.encoding import FEWEST_BITS, MANTISSA_BITS_KEY, MOST_BITS, coarsest, round_bits, rounded
 from rankscope_storage.files.sorting import file_mantissa_bits
 from rankscope_storage.log.delta import Log
@@ -72,93 +71,76 @@ def test_rounding_preserves_order_and_is_idempotent(values, kept):
     assert floats(once) == sorted(floats(once))
 
 
-def test_rounding_of_a_tie_is_to_even():
+def test_rounding_to_12_bits_clears_the_last_11_and_a_tie_is_rounded_to_even():
+    values = np.random.default_rng(1).normal(0, 1, 1000).astype(np.float32).view(np.uint32)
     tie = np.array([1 + 2**-13, 1 + 3 * 2**-13], np.float32).view(np.uint32)
 
+    assert not (round_bits(values, 12) & 0x7FF).any()
     assert [1.0, 1 + 2**-11] == floats(round_bits(tie, 12))
 
 
-def test_rounding_to_12_bits_clears_the_last_11():
-    values = np.random.default_rng(1).normal(0, 1, 1000).astype(np.float32).view(np.uint32)
-
-    assert not (round_bits(values, 12) & 0x7FF).any()
-
-
 def statistics(values: list[float | None], *, first: int = 0) -> pa.Table:
-    store_stats = len(values)
-    same = pa.array(values, pa.float32())
-    columns = {
-        "run": ["r"] * store_stats,
-        "kind": ["k"] * store_stats,
-        "tensor": ["t"] * store_stats,
-        "incarnation": ["i"] * store_stats,
-    }
-    numbered = {"seq": range(first, first + store_stats), "step": range(first, first + store_stats)}
-    ops = dict.fromkeys(("norm", "min", "max", "mean", "norm_baseline", "mean_baseline"), same)
-    return pa.table({**columns, **numbered, **ops, "numel": [2**40 + 1] * store_stats})
+    ops = ("norm", "min", "max", "mean", "norm_baseline", "mean_baseline")
+    rows = [{"seq": seq, "step": seq} | dict.fromkeys(ops, value) for seq, value in enumerate(values, first)]
+    return table("tensor_stats", rows, run="r", kind="k", tensor="t", incarnation="i", numel=2**40 + 1)
 
 
 def test_statistics_are_rounded_but_not_counts_and_baselines():
     value = float(np.float32(math.pi))
-    table, bits = rounded(conform(statistics([value, None, math.nan]), "tensor_stats"), "tensor_stats", 12)
-    (first, second, third) = table.select(["norm", "min", "max", "mean"]).to_pylist()
+    found, bits = rounded(statistics([value, None, math.nan]), "tensor_stats", 12)
+    (first, second, third) = found.select(["norm", "min", "max", "mean"]).to_pylist()
 
     assert 12 == bits
     assert {3.1416015625} == set(first.values())
     assert {None} == set(second.values())
     assert all(math.isnan(number) for number in third.values())
-    assert [value, value] == [table["norm_baseline"][0].as_py(), table["mean_baseline"][0].as_py()]
-    assert 2**40 + 1 == table["numel"][0].as_py()
+    assert [value, value] == [found["norm_baseline"][0].as_py(), found["mean_baseline"][0].as_py()]
+    assert 2**40 + 1 == found["numel"][0].as_py()
 
 
 def test_column_with_an_offset_into_its_buffer_is_rounded():
-    table = conform(statistics([9.0, None, math.pi, 1.0]).slice(1, 2), "tensor_stats")
+    piece = statistics([9.0, None, math.pi, 1.0]).slice(1, 2)
 
-    assert [None, 3.1416015625] == rounded(table, "tensor_stats", 12)[0]["norm"].to_pylist()
+    assert [None, 3.1416015625] == rounded(piece, "tensor_stats", 12)[0]["norm"].to_pylist()
 
 
-@pytest.mark.parametrize("dataset", ["scalars", "events", "hashes", "samples", "collectives"])
-def test_other_datasets_are_not_rounded(dataset):
-    table = pa.table({"value": [math.pi], "norm": pa.array([math.pi], pa.float32())})
+def test_other_datasets_are_not_rounded():
+    values = pa.table({"value": [math.pi], "norm": pa.array([math.pi], pa.float32())})
 
-    assert (table, None) == rounded(table, dataset, 12)
+    for dataset in ("scalars", "events", "hashes", "samples", "collectives"):
+        assert (values, None) == rounded(values, dataset, 12), dataset
 
 
 @pytest.fixture
 def rounding_store(tmp_path):
     """Return a store with files from a lossless service and from one that rounds to 12 bits."""
-    for bits, value in ((None, math.e), (12, math.pi), (16, math.pi)):
+    for first, bits, value in ((0, None, math.e), (2, 12, math.pi), (4, 16, math.pi)):
         with Store.open(tmp_path / "s", create=True, mantissa_bits=bits).claim(owner="t") as writer:
-            first = {None: 0, 12: 2, 16: 4}[bits]
-            table = statistics([value, value * 2], first=first)
-            writer.append(Batch(tables={"tensor_stats": table}, watermarks={"i": first + 1}))
+            tables = {"tensor_stats": statistics([value, value * 2], first=first)}
+            writer.append(Batch(tables=tables, watermarks={"i": first + 1}))
     return tmp_path / "s"
 
 
 def told(root) -> list[tuple[int | None, bytes | None]]:
     """Return the mantissa bits of each file of the newest version, from its name and from its metadata."""
-    paths = Log.open(root, sync_to_disk).snapshot().files["path"].to_pylist()
+    paths = files(root)["path"].to_pylist()
     metadata = [pq.read_metadata(root / path).metadata.get(MANTISSA_BITS_KEY.encode()) for path in paths]
     return sorted(zip(map(file_mantissa_bits, paths), metadata, strict=True), key=repr)
 
 
 def test_merged_file_has_the_coarsest_mantissa_bits_and_equal_values(rounding_store, monkeypatch):
-    with connect(rounding_store) as connection:
-        before = connection.query("SELECT seq, norm, norm_baseline FROM tensor_stats ORDER BY seq")
+    monkeypatch.setattr(compaction, "SMALL_FILES", 2)
+    asked = "SELECT seq, norm, norm_baseline FROM tensor_stats ORDER BY seq"
+    before = ask(rounding_store, asked)
+    (group,) = store_stats(Log.open(rounding_store, sync_to_disk), by="dataset").groups.to_pylist()
 
-        assert [(12, b"12"), (16, b"16"), (None, None)] == told(rounding_store)
-        monkeypatch.setattr(compaction, "SMALL_FILES", 2)
-        compaction.compact(rounding_store, sync_to_disk)
+    assert ("tensor_stats", 12) == (group["dataset"], group["mantissa_bits"])
+    assert [(12, b"12"), (16, b"16"), (None, None)] == told(rounding_store)
+    compaction.compact(rounding_store, sync_to_disk)
 
-        assert [(12, b"12")] == told(rounding_store)
-        assert before.equals(connection.query("SELECT seq, norm, norm_baseline FROM tensor_stats ORDER BY seq"))
-    assert [float(np.float32(math.e)), 3.1416015625] == [before["norm"][row].as_py() for row in (0, 2)]
-
-
-def test_stats_reports_the_coarsest_rounding_of_each_group(rounding_store):
-    groups = store_stats(Log.open(rounding_store, sync_to_disk), by="dataset").groups.to_pylist()
-
-    assert {"tensor_stats": 12} == {row["dataset"]: row["mantissa_bits"] for row in groups}
+    assert [(12, b"12")] == told(rounding_store)
+    assert before == ask(rounding_store, asked)
+    assert [float(np.float32(math.e)), 3.1416015625] == [before[row][1] for row in (0, 2)]
 
 
 def test_coarsest_of_lossless_files_is_none():
