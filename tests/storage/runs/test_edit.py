@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pyarrow as pa
 import pytest
+from tests.storage.rows import ask, put, table
 
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.errors import ConflictError, ShardLockError, StoreError
 from rankscope_storage.base.fsync import sync_to_disk
-from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
 from rankscope_storage.log.delta import Log
 from rankscope_storage.maintenance import compaction
@@ -19,17 +18,15 @@ from rankscope_storage.maintenance.compaction import compact
 from rankscope_storage.runs import edit
 
 
-def run_version(run: str, state: str, *, ordinal: int = 1, kind: str = "live") -> Batch:
-    row = {"run": run, "state": state, "ordinal": ordinal, "source_kind": kind}
-    return Batch(tables={"runs": pa.Table.from_pylist([row], schema=dataset_schema("runs"))}, watermarks={})
+def run_version(run: str, state: str, *, kind: str = "live") -> Batch:
+    row = {"run": run, "state": state, "ordinal": 1, "source_kind": kind}
+    return Batch(tables={"runs": table("runs", [row])}, watermarks={})
 
 
 def told(root) -> dict[str, list[tuple]]:
     """Return attempt, incarnation and seq of the scalars, by run."""
-    with connect(root) as connection:
-        rows = connection.sql("SELECT run, attempt, incarnation, seq FROM scalars ORDER BY ALL").fetchall()
     found: dict[str, list[tuple]] = {}
-    for run, *rest in rows:
+    for run, *rest in ask(root, "SELECT run, attempt, incarnation, seq FROM scalars ORDER BY ALL"):
         found.setdefault(run, []).append(tuple(rest))
     return found
 
@@ -60,8 +57,7 @@ def test_removed_run_has_no_rows_and_others_are_unchanged(root):
     assert 6 == report.rows  # five scalars and the row in `runs`
     assert {"a": expected(0, "ia", 4), "c": expected(0, "ic", 6)} == told(root)
     assert check(root, deep=True).is_intact
-    with connect(root) as connection:
-        assert [("a",), ("c",)] == connection.sql("SELECT run FROM runs ORDER BY run").fetchall()
+    assert [("a",), ("c",)] == ask(root, "SELECT run FROM runs ORDER BY run")
 
 
 @pytest.mark.usual(1)
@@ -80,9 +76,8 @@ def test_merged_run_has_attempts_after_those_of_the_other(root):
 
     assert {"a": expected(0, "ia", 4) + expected(1, "ib", 5), "c": expected(0, "ic", 6)} == told(root)
     assert check(root, deep=True).is_intact
-    with connect(root) as connection:
-        assert 5 == connection.sql("FROM loss_curve WHERE run = 'a'").count("*").fetchall()[0][0]
-        assert [(1,), (3,)] == connection.sql("SELECT ordinal FROM runs_history WHERE run = 'a' ORDER BY 1").fetchall()
+    assert [(5,)] == ask(root, "SELECT count(*) FROM loss_curve WHERE run = 'a'")
+    assert [(1,), (3,)] == ask(root, "SELECT ordinal FROM runs_history WHERE run = 'a' ORDER BY 1")
 
 
 @pytest.mark.usual(1)
@@ -137,35 +132,48 @@ def test_no_service_can_claim_during_the_rename_of_a_dead_run(store, writer, bat
     store.claim(owner="b").close()
 
 
-@pytest.mark.usual(1)
-@pytest.mark.parametrize("act", ["rename", "merge", "remove"])
-def test_rows_appended_during_an_edit_are_edited_too(store, writer, batch, monkeypatch, act):
-    """The run has ended according to the store, but a ring still had records of it."""
-    for run in ("r", "other"):
-        writer.append(batch(range(3), run=run, incarnation=f"i{run}"))
-        writer.append(run_version(run, "completed"))
-    genuine, late = Log.commit, iter([batch(range(3, 5), incarnation="ir")])
+def on_replacing_commit(monkeypatch, actions, last=None) -> None:
+    """Call one of `actions` before each of the next commits that replace files, and then always `last`."""
+    genuine, remaining = Log.commit, iter(actions)
 
     def commit(log, change):
-        if change.removed and (rows := next(late, None)) is not None:
-            writer.append(rows)
+        if change.removed and (action := next(remaining, last)) is not None:
+            action()
         return genuine(log, change)
 
     monkeypatch.setattr(Log, "commit", commit)
-    before = expected(0, "iother", 3)
-    if act == "rename":
-        done = edit.rename(store.root, "r", "new", sync_to_disk)
-    elif act == "merge":
-        done = edit.merge(store.root, "r", "other", sync_to_disk)
-    else:
-        done = edit.remove(store.root, "r", sync_to_disk)
 
-    after = {
-        "rename": {"new": expected(0, "ir", 5), "other": before},
-        "merge": {"other": before + expected(1, "ir", 5)},
-        "remove": {"other": before},
-    }
-    assert after[act] == told(store.root)
+
+def refuse():
+    raise ConflictError("a compaction was first")
+
+
+@pytest.fixture
+def two(writer, batch):
+    """Store three scalars of each of the ended runs r and other."""
+    for run in ("r", "other"):
+        writer.append(batch(range(3), run=run, incarnation=f"i{run}"))
+        writer.append(run_version(run, "completed"))
+
+
+BEFORE = {"other": expected(0, "iother", 3)}
+
+
+@pytest.mark.usual(1)
+@pytest.mark.parametrize(
+    ("act", "names", "after"),
+    [
+        ("rename", ("r", "new"), {"new": expected(0, "ir", 5), **BEFORE}),
+        ("merge", ("r", "other"), {"other": BEFORE["other"] + expected(1, "ir", 5)}),
+        ("remove", ("r",), BEFORE),
+    ],
+)
+def test_rows_appended_during_an_edit_are_edited_too(store, writer, batch, two, monkeypatch, act, names, after):
+    """The run has ended according to the store, but a ring still had records of it."""
+    on_replacing_commit(monkeypatch, [lambda: writer.append(batch(range(3, 5), incarnation="ir"))])
+    done = getattr(edit, act)(store.root, *names, sync_to_disk)
+
+    assert after == told(store.root)
     assert 6 == done.rows  # five scalars and the row in `runs`
 
 
@@ -174,17 +182,9 @@ def test_refusals_are_counted_from_the_last_success_and_reported(store, writer, 
     """A compaction commits first again and again, and the service appends each time."""
     writer.append(batch(range(1), incarnation="ir"))
     writer.append(run_version("r", "completed"))
-    genuine, seqs = Log.commit, iter(range(1, 100))
-    tries = iter([False, False, False, True] * 3)
-
-    def commit(log, change):
-        if change.removed:
-            if not next(tries, False):
-                raise ConflictError("a compaction was first")
-            writer.append(batch([next(seqs)], incarnation="ir"))
-        return genuine(log, change)
-
-    monkeypatch.setattr(Log, "commit", commit)
+    seqs = iter(range(1, 100))
+    tries = [refuse, refuse, refuse, lambda: writer.append(batch([next(seqs)], incarnation="ir"))] * 3
+    on_replacing_commit(monkeypatch, tries, last=refuse)
     message = r"4 rows of run 'r' were changed, but a service continues .*`rankscope runs merge`"
     with pytest.raises(StoreError, match=message):
         edit.rename(store.root, "r", "new", sync_to_disk)
@@ -192,23 +192,15 @@ def test_refusals_are_counted_from_the_last_success_and_reported(store, writer, 
     assert {"new": expected(0, "ir", 3), "r": [(0, "ir", 3)]} == told(store.root)
 
 
-def test_merge_counts_attempts_appended_to_the_target_meanwhile(store, writer, batch, scalars, monkeypatch):
+def test_merge_counts_attempts_appended_to_the_target_meanwhile(store, writer, two, monkeypatch):
     """A compaction also commits first, so that the first try is refused."""
-    for run in ("r", "other"):
-        writer.append(batch(range(3), run=run, incarnation=f"i{run}"))
-        writer.append(run_version(run, "completed"))
-    genuine = Log.commit
-    refusals = iter([True])
 
-    def commit(log, change):
-        if change.removed and next(refusals, False):
-            again = scalars([3], run="other", incarnation="iother")
-            again = again.set_column(1, "attempt", pa.array([1], pa.int32()))
-            writer.append(Batch(tables={"scalars": again}, watermarks={"iother": 3}))
-            raise ConflictError("a compaction was first")
-        return genuine(log, change)
+    def append_and_refuse():
+        again = {"run": "other", "incarnation": "iother", "seq": 3, "attempt": 1, "name": "loss"}
+        put(writer, "scalars", [again], {"iother": 3})
+        refuse()
 
-    monkeypatch.setattr(Log, "commit", commit)
+    on_replacing_commit(monkeypatch, [append_and_refuse])
     edit.merge(store.root, "r", "other", sync_to_disk)
 
     assert [*expected(0, "iother", 3), (1, "iother", 3), *expected(2, "ir", 3)] == told(store.root)["other"]
@@ -242,16 +234,13 @@ def test_removal_killed_before_its_commit_changes_nothing(root):
     assert before["b"] == told(root)["z"]
 
 
-@pytest.mark.usual(4)
-@pytest.mark.parametrize("name", ["", "  ", "x" * 1001, "a\nb", "\udcff"])
-def test_unprintable_or_empty_run_names_are_refused(root, name):
-    """Rows without a run are samples of exporters. A shell converts a byte that is no UTF-8 to a lone surrogate."""
-    before = told(root)
-
-    with pytest.raises(
-        StoreError, match=r"name of a run must (not be empty|consist of at most 1000 printable characters)"
-    ):
-        edit.rename(root, "a", name, sync_to_disk)
+@pytest.mark.usual(1)
+def test_unprintable_or_empty_run_names_are_refused(root):
+    """Rows without a run are samples of exporters."""
+    before, said = told(root), "name of a run must (not be empty|consist of at most 1000 printable characters)"
+    for name in ("", "  ", "x" * 1001, "a\nb"):
+        with pytest.raises(StoreError, match=said):
+            edit.rename(root, "a", name, sync_to_disk)
 
     assert before == told(root)
 
@@ -259,19 +248,13 @@ def test_unprintable_or_empty_run_names_are_refused(root, name):
 def test_removed_source_leaves_the_rows_of_ranks_and_of_other_formats(store, writer, batch):
     for incarnation in ("log", "rank"):
         writer.append(batch(range(3), run="r", incarnation=incarnation))
-    rows = [
-        {"run": "r", "state": "completed", "ordinal": 1, "attempt": attempt, "source_kind": kind}
-        for attempt, kind in ((0, "jsonl"), (0, "live"), (1, "jsonl"), (1, "live"))
-    ]
-    tables = {name: pa.Table.from_pylist(rows, schema=dataset_schema(name)) for name in ("runs", "attempts")}
-    writer.append(Batch(tables=tables, watermarks={}))
+    rows = [{"attempt": attempt, "source_kind": kind} for attempt in (0, 1) for kind in ("jsonl", "live")]
+    for dataset in ("runs", "attempts"):
+        put(writer, dataset, rows, run="r", state="completed", ordinal=1)
     writer.close()
     edit.remove_source(store.root, "r", sync_to_disk, frozenset({"log"}), kind="jsonl", attempts=frozenset({1}))
-    with connect(store.root) as connection:
-        kept = [
-            connection.sql(f"SELECT attempt, source_kind FROM {name}_history ORDER BY ALL").fetchall()
-            for name in ("runs", "attempts")
-        ]
+    asked = "SELECT attempt, source_kind FROM {}_history ORDER BY ALL"
+    kept = [ask(store.root, asked.format(name)) for name in ("runs", "attempts")]
 
     assert {"r": expected(0, "rank", 3)} == told(store.root)
     assert [[(0, "jsonl"), (0, "live"), (1, "live")]] * 2 == kept

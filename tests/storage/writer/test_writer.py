@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
-import subprocess
-import sys
+import contextlib
 import threading
 from pathlib import Path
 
@@ -13,35 +11,32 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.properties import examples
+from tests.storage.rows import ask, data_files
 
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.errors import BatchError, ConflictError, StoreError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import connect
 from rankscope_storage.log.delta import Change, Log
+from rankscope_storage.writer.writer import check_covered, newer
 
-KILLED = Path(__file__).parents[1] / "appending.py"
+COUNT = "SELECT count(*) FROM scalars"
 
 
 def stored_seqs(connection, incarnation: str = "i0") -> list[int]:
-    query = "SELECT seq FROM scalars WHERE incarnation = ? ORDER BY seq"
-    return [seq for (seq,) in connection.sql(query, [incarnation]).fetchall()]
+    return [
+        seq for (seq,) in ask(connection, f"SELECT seq FROM scalars WHERE incarnation = '{incarnation}' ORDER BY 1")
+    ]
 
 
-def test_append_is_visible_at_the_returned_version(writer, batch, connection):
+def test_append_is_visible_at_the_returned_version_and_moves_the_watermark(writer, batch, connection):
+    before = writer.watermark("i0")
     commit = writer.append(batch(range(5)))
 
     assert [0, 1, 2, 3, 4] == stored_seqs(connection)
     assert {"scalars": 5} == commit.rows
     assert (1, connection.version) == (commit.files, commit.version)
-
-
-def test_watermark_is_the_last_stored_seq(writer, batch):
-    assert -1 == writer.watermark("i0")
-
-    writer.append(batch(range(5)))
-
-    assert 4 == writer.watermark("i0")
+    assert (-1, 4) == (before, writer.watermark("i0"))
 
 
 def test_watermark_advances_over_records_without_rows(writer, store):
@@ -51,19 +46,13 @@ def test_watermark_advances_over_records_without_rows(writer, store):
     assert ({}, 0, 7) == (commit.rows, commit.files, writer.watermark("i0"))
 
 
-def test_repeated_batch_stores_and_commits_nothing(writer, batch, connection):
+def test_repeated_batch_stores_nothing_and_an_overlapping_one_only_new_rows(writer, batch, connection):
     first = writer.append(batch(range(5)))
     again = writer.append(batch(range(5)))
+    overlapping = writer.append(batch(range(3, 9)))
 
     assert ({}, 0, first.version) == (again.rows, again.files, again.version)
-    assert 5 == len(stored_seqs(connection))
-
-
-def test_overlapping_batch_stores_only_new_rows(writer, batch, connection):
-    writer.append(batch(range(5)))
-    commit = writer.append(batch(range(3, 9)))
-
-    assert {"scalars": 4} == commit.rows
+    assert {"scalars": 4} == overlapping.rows
     assert list(range(9)) == stored_seqs(connection)
 
 
@@ -84,16 +73,6 @@ def test_rows_without_incarnation_or_seq_are_always_stored(writer, scalars, conn
     assert {"scalars": 4} == commit.rows
 
 
-def test_each_incarnation_is_filtered_by_its_watermark(writer, scalars, connection):
-    writer.append(Batch(tables={"scalars": scalars(range(3))}, watermarks={"i0": 2}))
-    both = pa.concat_tables([scalars(range(6)), scalars(range(6), incarnation="i1", rank=1)])
-    commit = writer.append(Batch(tables={"scalars": both}, watermarks={"i0": 5, "i1": 5}))
-
-    assert {"scalars": 9} == commit.rows
-    assert list(range(6)) == stored_seqs(connection)
-    assert list(range(6)) == stored_seqs(connection, "i1")
-
-
 def test_text_can_be_dictionary_encoded_and_chunked(writer, scalars, connection):
     table = pa.concat_tables([scalars(range(3)), scalars(range(6), run="s", incarnation="i1")])
     for name in ("run", "incarnation", "name"):
@@ -102,7 +81,7 @@ def test_text_can_be_dictionary_encoded_and_chunked(writer, scalars, connection)
     for _ in range(2):
         writer.append(Batch(tables={"scalars": table}, watermarks={"i0": 2, "i1": 5}))
 
-    assert [("r", 3), ("s", 6)] == connection.sql("SELECT run, count(*) FROM scalars GROUP BY 1 ORDER BY 1").fetchall()
+    assert [("r", 3), ("s", 6)] == ask(connection, "SELECT run, count(*) FROM scalars GROUP BY 1 ORDER BY 1")
 
 
 def test_all_datasets_of_a_batch_become_visible_together(writer, scalars, connection):
@@ -183,68 +162,69 @@ def test_changed_transactions_is_none_after_clean_up_of_an_entry(store, writer, 
     assert log.changed_transactions(2) is None
 
 
-def test_refused_append_is_retried_and_leaves_no_file(writer, batch, monkeypatch, store, connection):
-    genuine, refusals = Log.commit, [1, 2]
+GENUINE = Log.commit
 
-    def refuse_twice(log: Log, change: Change) -> int:
-        if refusals:
-            refusals.pop()
-            raise ConflictError("metadata changed")
-        return genuine(log, change)
 
-    monkeypatch.setattr(Log, "commit", refuse_twice)
+def on_commit(monkeypatch, *actions) -> None:
+    """Call one of `actions` before each of the next commits, without a pause between tries."""
+    remaining = iter(actions)
+
+    def commit(log: Log, change: Change) -> int:
+        if (action := next(remaining, None)) is not None:
+            action(log, change)
+        return GENUINE(log, change)
+
+    monkeypatch.setattr(Log, "commit", commit)
     monkeypatch.setattr("rankscope_storage.writer.writer._FIRST_PAUSE_SECONDS", 0.0)
+
+
+def refuse(log: Log, change: Change) -> None:
+    raise ConflictError("metadata changed")
+
+
+def fail(log: Log, change: Change) -> None:
+    raise StoreError("the disk hiccuped")
+
+
+def commit_and_fail(log: Log, change: Change) -> None:
+    GENUINE(log, change)
+    fail(log, change)
+
+
+def test_refused_append_is_retried_and_leaves_no_file(writer, batch, monkeypatch, store, connection):
+    on_commit(monkeypatch, *[refuse] * 2)
     writer.append(batch(range(5)))
 
     assert list(range(5)) == stored_seqs(connection)
-    assert 1 == len(list(store.root.rglob("dataset=*/part=*/*.parquet")))
+    assert 1 == len(data_files(store.root))
 
 
 def test_files_vacuumed_before_their_commit_are_written_again(writer, batch, monkeypatch, connection, store):
     """A service was suspended for hours between the two; vacuum deleted its files as uncommitted ones."""
-    genuine, taken = Log.commit, []
-
-    def wake(log: Log, change: Change) -> int:
-        if not taken:
-            taken.append((store.root / change.added[0].path).unlink())
-        return genuine(log, change)
-
-    monkeypatch.setattr(Log, "commit", wake)
-    monkeypatch.setattr("rankscope_storage.writer.writer._FIRST_PAUSE_SECONDS", 0.0)
+    on_commit(monkeypatch, lambda log, change: (store.root / change.added[0].path).unlink())
     writer.append(batch(range(5)))
 
     assert list(range(5)) == stored_seqs(connection)
 
 
 def test_append_fails_after_six_refusals(writer, batch, monkeypatch, store):
-    def refuse(log: Log, change: Change) -> int:
-        raise ConflictError("metadata changed")
-
-    monkeypatch.setattr(Log, "commit", refuse)
-    monkeypatch.setattr("rankscope_storage.writer.writer._FIRST_PAUSE_SECONDS", 0.0)
+    on_commit(monkeypatch, *[refuse] * 6)
     with pytest.raises(StoreError, match="refused 6 times"):
         writer.append(batch(range(5)))
 
-    assert [] == list(store.root.rglob("dataset=*/part=*/*.parquet"))
+    assert [] == data_files(store.root)
 
 
 def test_unknown_commit_is_resolved_after_an_append_of_another_batch(writer, scalars, monkeypatch, connection):
     """The service appends pushed batches concurrently with polled ones."""
-    genuine = Log.commit
-
-    def fail(log: Log, change: Change) -> int:
-        genuine(log, change)
-        raise StoreError("the disk hiccuped")
-
     pushed = Batch(tables={"scalars": scalars(range(2), incarnation=None)}, watermarks={})
-    monkeypatch.setattr(Log, "commit", fail)
+    on_commit(monkeypatch, commit_and_fail)
     with pytest.raises(StoreError, match="hiccuped"):
         writer.append(pushed)
-    monkeypatch.undo()
     writer.append(Batch(tables={"scalars": scalars(range(5))}, watermarks={"i0": 4}))
     writer.append(pushed)
 
-    assert [(7,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
+    assert [(7,)] == ask(connection, COUNT)
 
 
 def test_info_of_a_batch_is_in_the_log_for_the_next_owner(store, writer, scalars):
@@ -256,41 +236,28 @@ def test_info_of_a_batch_is_in_the_log_for_the_next_owner(store, writer, scalars
         assert ["a b"] == successor.commit_info("receipts", 10)
 
 
-@pytest.mark.parametrize("landed", [True, False])
-def test_unknown_commit_is_resolved_when_its_batch_is_retried(writer, scalars, monkeypatch, connection, landed):
+@pytest.mark.parametrize("failure", [commit_and_fail, fail])
+def test_unknown_commit_is_resolved_when_its_batch_is_retried(writer, scalars, monkeypatch, connection, failure):
     """This includes rows without a watermark, which would otherwise be stored twice."""
-    genuine = Log.commit
-
-    def fail(log: Log, change: Change) -> int:
-        if landed:
-            genuine(log, change)
-        raise StoreError("the disk hiccuped")
-
     tables = {"scalars": pa.concat_tables([scalars(range(3)), scalars(range(2), incarnation=None)])}
     batch = Batch(tables=tables, watermarks={"i0": 2})
-    monkeypatch.setattr(Log, "commit", fail)
+    on_commit(monkeypatch, failure)
     with pytest.raises(StoreError, match="hiccuped"):
         writer.append(batch)
-    monkeypatch.undo()
     commit = writer.append(batch)
     writer.append(Batch(tables={"scalars": scalars(range(5))}, watermarks={"i0": 4}))
 
     assert {"scalars": 5} == commit.rows
-    assert [(7,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
+    assert [(7,)] == ask(connection, COUNT)
 
 
 def test_resolved_commit_is_fsynced_before_it_is_acknowledged(writer, batch, monkeypatch):
     """The failed commit wrote its entry but did not fsync it."""
-    synced = []
-
-    def unsynced(log: Log) -> int:
-        raise StoreError("the disk hiccuped")
-
-    rows = batch(range(3))
-    monkeypatch.setattr(Log, "make_durable", unsynced)
-    with pytest.raises(StoreError, match="hiccuped"):
-        writer.append(rows)
-    monkeypatch.undo()
+    synced, rows = [], batch(range(3))
+    with monkeypatch.context() as unsynced:
+        unsynced.setattr(Log, "make_durable", lambda log: fail(log, Change()))
+        with pytest.raises(StoreError, match="hiccuped"):
+            writer.append(rows)
     monkeypatch.setattr(writer._log, "_sync", synced.append)
     commit = writer.append(rows)
 
@@ -308,13 +275,7 @@ def test_full_disk_raises_store_error_and_the_batch_can_be_retried(writer, batch
 
     assert [] == list((store.root / "_staging").iterdir())
 
-    writer.append(batch(range(5)))
-
-    assert list(range(5)) == stored_seqs(connection)
-
-
-def test_deleted_staging_folder_is_created_again(writer, batch, store, connection):
-    (store.root / "_staging").rmdir()
+    (store.root / "_staging").rmdir()  # it is created again
     writer.append(batch(range(5)))
 
     assert list(range(5)) == stored_seqs(connection)
@@ -331,7 +292,7 @@ def test_appends_of_two_threads_are_serialised(writer, batch, connection):
     for thread in threads:
         thread.join()
 
-    assert [(20,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
+    assert [(20,)] == ask(connection, COUNT)
 
 
 def test_append_fsyncs_files_folders_entry_and_log_in_this_order(folder, batch):
@@ -349,14 +310,9 @@ def test_append_fsyncs_files_folders_entry_and_log_in_this_order(folder, batch):
         writer.append(batch(range(3)))
     (part,) = (path.name for path in folder.glob("dataset=scalars/part=*"))
 
-    assert [
-        ("staged file", False),
-        (".", False),
-        ("dataset=scalars", False),
-        (f"dataset=scalars/{part}", False),
-        ("_delta_log/00000000000000000002.json", True),
-        ("_delta_log", True),
-    ] == seen
+    folders = [(".", False), ("dataset=scalars", False), (f"dataset=scalars/{part}", False)]
+    log = [("_delta_log/00000000000000000002.json", True), ("_delta_log", True)]
+    assert [("staged file", False), *folders, *log] == seen
 
 
 @settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -377,29 +333,37 @@ def test_every_record_is_stored_once_for_any_repeated_deliveries(tmp_path_factor
         assert list(range(expected + 1)) == stored_seqs(connection)
 
 
-@pytest.mark.thorough
-def test_five_kills_neither_lose_nor_double_records(store, connection):
-    """A process appends in a loop and is killed at five random times."""
-    chance = random.Random(20)
-    for killed in (True, True, True, True, True, False):
-        process = subprocess.Popen(
-            [sys.executable, KILLED, str(store.root), "150"], stdout=subprocess.PIPE, text=True, bufsize=1
-        )
-        assert process.stdout is not None
-        lines = chance.randint(3, 25)
-        for number, _ in enumerate(process.stdout):
-            if killed and number >= lines:
-                process.kill()
-                break
-        process.stdout.close()
-        process.wait()
+# --- rows that are new by their watermarks, and rows that a batch may not contain, compared with a simple reference
 
-        assert (-9 if killed else 0) == process.returncode
+ROWS = st.lists(st.tuples(st.sampled_from(["a", "b", None]), st.integers(0, 4) | st.none()), max_size=6)
+LIMITS = st.dictionaries(st.sampled_from(["a", "b", "c"]), st.integers(-1, 5))
 
-    expected = 150 * 2 * 4
-    key = "incarnation, seq, kind, tensor"
-    query = f"SELECT count(*), count(DISTINCT ({key})), min(seq), max(seq) FROM tensor_stats"
 
-    assert [(expected, expected, 0, 149)] == connection.sql(query).fetchall()
-    assert [(300,)] == connection.sql("SELECT count(DISTINCT (incarnation, seq)) FROM scalars").fetchall()
-    assert [(300,)] == connection.sql("SELECT count(*) FROM scalars").fetchall()
+def table(rows: list[tuple[str | None, int | None]], *, coded: bool) -> pa.Table:
+    names = pa.array([name for name, _ in rows], pa.string())
+    seqs = pa.array([seq for _, seq in rows], pa.int64())
+    return pa.table({"incarnation": names.dictionary_encode() if coded else names, "seq": seqs})
+
+
+def is_beyond(row: tuple[str | None, int | None], limits: dict[str, int]) -> bool:
+    return None not in row and row[1] > limits.get(row[0], -1)
+
+
+@settings(deadline=None)  # the first example loads the compute functions of Arrow
+@given(ROWS, LIMITS, st.booleans())
+def test_newer_drops_rows_up_to_the_watermark_of_their_incarnation(rows, stored, coded):
+    stored = {"a": -1, "b": -1, **stored}
+    fresh = [row for row in rows if None in row or is_beyond(row, stored)]
+
+    assert fresh == [tuple(row.values()) for row in newer(table(rows, coded=coded), stored).to_pylist()]
+
+
+@settings(deadline=None)
+@given(ROWS, LIMITS, st.booleans())
+def test_check_covered_refuses_rows_above_the_batch_watermark(rows, watermarks, coded):
+    refused = True
+    with contextlib.suppress(BatchError):
+        check_covered(table(rows, coded=coded), "events", watermarks)
+        refused = False
+
+    assert any(is_beyond(row, watermarks) for row in rows) == refused
