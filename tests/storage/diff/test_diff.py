@@ -6,15 +6,13 @@ import itertools
 import json
 import math
 
-import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.storage.rows import table
 
 from rankscope_storage.api.store import Batch
-from rankscope_storage.base.schema import dataset_schema
-from rankscope_storage.diff.diff import DiffSelection, DiffSide, Divergence, Tolerance, relative_difference
-from rankscope_storage.diff.diff import divergence as compared
+from rankscope_storage.diff.diff import DiffSelection, DiffSide, Divergence, Tolerance, divergence, relative_difference
 
 A, B = DiffSide(run="a"), DiffSide(run="b")
 
@@ -32,23 +30,16 @@ class Rows:
         common = {"run": run, "attempt": 0, "rank": 0}
         self._rows.setdefault(dataset, []).extend({**common, "ordinal": next(self._ordinals), **row} for row in rows)
 
-    def commit(self) -> None:
-        tables = {
-            dataset: pa.Table.from_pylist(rows, schema=dataset_schema(dataset)) for dataset, rows in self._rows.items()
-        }
-        if tables:
+    def divergence(self, a: DiffSide = A, b: DiffSide = B, *tolerance: Tolerance, **options) -> Divergence:
+        if tables := {dataset: table(dataset, rows) for dataset, rows in self._rows.items()}:
             self._writer.append(Batch(tables=tables, watermarks={}))
         self._rows = {}
+        return divergence(self.connection, a, b, *tolerance, **options)
 
 
 @pytest.fixture
 def put(writer, connection):
     return Rows(writer, connection)
-
-
-def divergence(put: Rows, *arguments, **options) -> Divergence:
-    put.commit()
-    return compared(put.connection, *arguments, **options)
 
 
 def stats(step: int, tensor: str = "w", norm: float | None = 1.0, **columns) -> dict:
@@ -60,7 +51,7 @@ def test_equal_runs_have_no_difference(put):
     for run in "ab":
         put(run, "tensor_stats", *(stats(step, mean=None) for step in range(5)))
         put(run, "scalars", {"step": 1, "name": "loss", "value": math.nan})
-    found = divergence(put, A, B)
+    found = put.divergence()
 
     assert (None, 5, 6, ()) == (found.first, found.steps_compared, found.rows_compared, found.steps)
 
@@ -71,11 +62,11 @@ def test_last_attempt_of_a_step_counts_by_default(put):
     put("b", "tensor_stats", *(stats(step, norm=1.0 if step < 3 else 9.0) for step in range(5)))
     put("b", "tensor_stats", *(stats(step, norm=1.0, attempt=1) for step in (3, 4)))
 
-    assert divergence(put, A, B).first is None
-    first = divergence(put, A, DiffSide(run="b", attempt=0)).first
+    assert put.divergence().first is None
+    first = put.divergence(A, DiffSide(run="b", attempt=0)).first
     assert first is not None
     assert (3, 1.0, 9.0) == (first.step, first.a, first.b)
-    retried = divergence(put, DiffSide(run="b", attempt=0), DiffSide(run="b", attempt=1))
+    retried = put.divergence(DiffSide(run="b", attempt=0), DiffSide(run="b", attempt=1))
     assert (2, (0, 1, 2)) == (retried.steps_compared, retried.steps_only_in_a)
 
 
@@ -83,23 +74,22 @@ def test_mean_is_compared_on_the_scale_of_its_elements(put):
     """Four elements with norm 2 have the root mean square 1, so a mean near zero may differ by more than itself."""
     for run, mean in (("a", 1e-9), ("b", -2e-9)):
         put(run, "tensor_stats", stats(1, norm=2.0, mean=mean))
-    (point,) = divergence(put, A, B).points
+    found = put.divergence()
+    (point,) = found.points
 
     assert ("mean", pytest.approx(3e-9)) == (point.op, point.relative)
-    assert divergence(put, A, B, Tolerance(relative=1e-8)).first is None
-    assert divergence(put, A, B, Tolerance(relative=1e-9)).first is not None
-    assert pytest.approx(3e-9) == divergence(put, A, B).steps[0].worst
+    assert put.divergence(A, B, Tolerance(relative=1e-8)).first is None
+    assert put.divergence(A, B, Tolerance(relative=1e-9)).first is not None
+    assert pytest.approx(3e-9) == found.steps[0].worst
 
 
-@pytest.mark.usual(1)
-@pytest.mark.parametrize(
-    ("norm", "minimum", "looks"), [(1.0 + 1e-6, 0.5, True), (1.0 + 1e-4, 0.5, False), (1.0 + 1e-6, 0.6, False)]
-)
-def test_small_difference_of_sums_looks_rounded(put, norm, minimum, looks):
+def test_small_difference_of_sums_looks_rounded(put):
     put("a", "tensor_stats", stats(1, min=0.5))
-    put("b", "tensor_stats", stats(1, norm=norm, min=minimum))
+    changes = [(1.0 + 1e-6, 0.5), (1.0 + 1e-4, 0.5), (1.0 + 1e-6, 0.6)]
+    for number, (norm, minimum) in enumerate(changes):
+        put(f"b{number}", "tensor_stats", stats(1, norm=norm, min=minimum))
 
-    assert looks == divergence(put, A, B).looks_rounded
+    assert [True, False, False] == [put.divergence(A, DiffSide(run=f"b{n}")).looks_rounded for n in range(3)]
 
 
 def test_hashes_and_zeros_count_only_without_tolerance(put):
@@ -107,40 +97,36 @@ def test_hashes_and_zeros_count_only_without_tolerance(put):
         put(run, "tensor_stats", stats(1, zeros=zeros))
         put(run, "hashes", {"step": 1, "kind": "param_after", "tensor": "w", "hash": hash_, "norm": 1.0})
 
-    assert {"zeros", "hash"} == {point.op for point in divergence(put, A, B).points}
-    assert divergence(put, A, B, Tolerance(absolute=1e-9)).first is None
+    assert {"zeros", "hash"} == {point.op for point in put.divergence().points}
+    assert put.divergence(A, B, Tolerance(absolute=1e-9)).first is None
 
 
-@pytest.mark.usual(1)
-@pytest.mark.parametrize("op", ["nans", "infs", "numel"])
-def test_counts_of_nans_infs_and_elements_are_exact(put, op):
+def test_counts_of_nans_infs_and_elements_are_exact(put):
     put("a", "tensor_stats", stats(1))
-    put("b", "tensor_stats", stats(1, **{op: 1}))
-    found = divergence(put, A, B, Tolerance(relative=0.9))
+    for op in ("nans", "infs", "numel"):
+        put(op, "tensor_stats", stats(1, **{op: 1}))
+        found = put.divergence(A, DiffSide(run=op), Tolerance(relative=0.9))
 
-    assert found.first is not None
-    assert op == found.first.op
-    assert (op != "numel") == math.isnan(found.steps[0].worst)
+        assert [op] == [point.op for point in found.points]
+        assert (op != "numel") == math.isnan(found.steps[0].worst)
 
 
 def test_statistic_missing_on_one_side_is_no_difference(put):
     put("a", "tensor_stats", stats(1, mean=0.5, max=3.0))
     put("b", "tensor_stats", stats(1))
 
-    assert divergence(put, A, B).first is None
+    assert put.divergence().first is None
 
 
-@pytest.mark.usual(2)
-@pytest.mark.parametrize(("a", "b"), [(math.nan, 1.0), (math.inf, 1.0), (math.inf, -math.inf), (1.0, math.nan)])
-def test_non_finite_values_exceed_every_tolerance(put, a, b):
-    put("a", "scalars", {"step": 1, "name": "loss", "value": a})
-    put("b", "scalars", {"step": 1, "name": "loss", "value": b})
-    found = divergence(put, A, B, Tolerance(relative=0.5, absolute=100.0))
+def test_non_finite_values_exceed_every_tolerance(put):
+    for value, other in ((math.nan, 1.0), (math.inf, 1.0), (math.inf, -math.inf), (1.0, math.nan)):
+        sides = f"{value}", f"{value} or {other}"
+        for run, number in zip(sides, (value, other), strict=True):
+            put(run, "scalars", {"step": 1, "name": "loss", "value": number})
+        a, b = (DiffSide(run=run) for run in sides)
+        (point,) = put.divergence(a, b, Tolerance(relative=0.5, absolute=100.0)).points
 
-    assert found.first is not None
-    assert ("scalar", "loss", "value", None) == (
-        found.first.kind, found.first.tensor, found.first.op, found.first.relative,
-    )  # fmt: skip
+        assert ("scalar", "loss", "value", None) == (point.kind, point.tensor, point.op, point.relative)
 
 
 def test_times_are_compared_only_on_request(put):
@@ -148,10 +134,9 @@ def test_times_are_compared_only_on_request(put):
         put(run, "scalars", {"step": 1, "name": "step_seconds", "value": value})
         put(run, "scalars", {"step": 1, "name": "loss", "value": 1.0})
 
-    assert divergence(put, A, B).first is None
-    chosen = divergence(put, A, B, selected=DiffSelection(kinds=("scalar",)))
-    assert [] == [point.tensor for point in chosen.points]
-    timed = divergence(put, A, B, selected=DiffSelection(kinds=("timing",)))
+    assert put.divergence().first is None
+    assert () == put.divergence(selected=DiffSelection(kinds=("scalar",))).points
+    timed = put.divergence(selected=DiffSelection(kinds=("timing",)))
     assert ["step_seconds"] == [point.tensor for point in timed.points]
 
 
@@ -169,7 +154,7 @@ def test_scalars_of_one_stored_name_are_compared(put, of_a, of_b, apart):
             labels = None if source is None else json.dumps({"source_name": source}, separators=(",", ":"))
             value = 1.0 if run == "a" else 2.0
             put(run, "scalars", {"step": 1, "rank": rank, "name": "loss", "labels": labels, "value": value})
-    found = divergence(put, A, B)
+    found = put.divergence()
 
     assert apart == [point.tensor for point in found.points]
     assert ((), ()) == (found.ranks_only_in_a, found.ranks_only_in_b)
@@ -182,17 +167,11 @@ def test_two_ranks_are_compared_by_their_replicated_rows(put):
         put("a", "tensor_stats", stats(1, "x", 5.0 + rank, kind="act_out", rank=rank, placement="full"))
         put("a", "scalars", {"rank": rank, "step": 1, "name": "loss", "value": 1.0 + rank})
     sides = DiffSide(run="a", rank=0), DiffSide(run="a", rank=1)
-    found = divergence(put, *sides)
+    first = put.divergence(*sides).first
 
-    assert found.first is not None
-    assert (2, None, "norm", 1.0, 2.0) == (
-        found.first.step,
-        found.first.rank,
-        found.first.op,
-        found.first.a,
-        found.first.b,
-    )
-    activations = divergence(put, *sides, selected=DiffSelection(kinds=("act_out",))).first
+    assert first is not None
+    assert (2, None, "norm", 1.0, 2.0) == (first.step, first.rank, first.op, first.a, first.b)
+    activations = put.divergence(*sides, selected=DiffSelection(kinds=("act_out",))).first
     assert activations is not None
     assert (1, "x") == (activations.step, activations.tensor)
 
@@ -200,22 +179,19 @@ def test_two_ranks_are_compared_by_their_replicated_rows(put):
 def test_ranks_tensors_and_steps_of_one_side_are_listed(put):
     put("a", "tensor_stats", *(stats(step, rank=rank) for step in (1, 2, 3) for rank in range(2)))
     put("b", "tensor_stats", *(stats(step) for step in (2, 3, 4)), stats(3, "new"))
-    found = divergence(put, A, B)
+    found = put.divergence()
 
     assert (None, 2, 2) == (found.first, found.steps_compared, found.rows_compared)
     assert ((), (("param_after", "new"),)) == (found.only_in_a, found.only_in_b)
-    assert ((1,), (), (1,), (4,)) == (
-        found.ranks_only_in_a, found.ranks_only_in_b, found.steps_only_in_a, found.steps_only_in_b,
-    )  # fmt: skip
+    assert ((1,), ()) == (found.ranks_only_in_a, found.ranks_only_in_b)
+    assert ((1,), (4,)) == (found.steps_only_in_a, found.steps_only_in_b)
 
 
 def test_micro_batches_and_calls_of_a_tensor_are_distinguished(put):
-    for run, changed in (("a", 1.0), ("b", 2.0)):
-        calls = [(micro, call) for micro in range(2) for call in (None, 1)]
-        norms = [changed if (micro, call) == (1, 1) else 1.0 for micro, call in calls]
-        named = [{"kind": "act_out", "micro_step": micro, "call_seq": call} for micro, call in calls]
-        put(run, "tensor_stats", *(stats(1, norm=norm, **own) for norm, own in zip(norms, named, strict=True)))
-    found = divergence(put, A, B)
+    for run, norms in (("a", (1.0, 1.0, 1.0, 1.0)), ("b", (1.0, 1.0, 1.0, 2.0))):
+        calls = zip(norms, (0, 0, 1, 1), (None, 1, None, 1), strict=True)
+        put(run, "tensor_stats", *(stats(1, "w", norm, micro_step=micro, call_seq=call) for norm, micro, call in calls))
+    found = put.divergence()
 
     assert [(1, 1)] == [(point.micro_step, point.call_seq) for point in found.points]
 
@@ -223,7 +199,7 @@ def test_micro_batches_and_calls_of_a_tensor_are_distinguished(put):
 def test_only_selected_steps_are_compared(put):
     for run, norm in (("a", 1.0), ("b", 2.0)):
         put(run, "tensor_stats", stats(1, norm=norm), stats(2, norm=1.0), stats(3, norm=norm))
-    found = divergence(put, A, B, selected=DiffSelection(steps=(2, 3)))
+    found = put.divergence(selected=DiffSelection(steps=(2, 3)))
 
     assert [3] == [step.step for step in found.steps]
     assert 0.5 == found.steps[0].worst

@@ -9,9 +9,9 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from tests.storage.rows import table
 
 from rankscope_storage.api.store import Batch, Store
-from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.prometheus.query import Matcher, MatchType, SeriesQuery
 from rankscope_storage.prometheus.read import read
@@ -27,8 +27,12 @@ def row(run: str, rank: int | None, step: int, ms: int, **more: Any) -> dict[str
     return {"run": run, "attempt": 0, "rank": rank, "step": step, "ts": ms * 1000, "ts_origin": "rank", **more}
 
 
-def table(dataset: str, rows: list[dict[str, Any]]) -> pa.Table:
-    return pa.Table.from_pylist(rows, schema=dataset_schema(dataset))
+def stored(folder: Path, *commits: dict[str, pa.Table]) -> Connection:
+    """Return a connection to a new store with these tables by dataset, in one commit for each argument."""
+    with Store.open(folder, create=True).claim(owner="test") as writer:
+        for tables in commits:
+            writer.append(Batch(tables=tables, watermarks={}))
+    return connect(folder)
 
 
 def datasets(run: str, start_ms: int) -> dict[str, list[dict[str, Any]]]:
@@ -41,10 +45,12 @@ def datasets(run: str, start_ms: int) -> dict[str, list[dict[str, Any]]]:
     odd = {"kind": "act_out", "tensor": "attn", "index": 3, "placement": "shard", "vpp_stage": 1}
     tensors.append(row(run, 1, 3, start_ms + 180_000, norm=float("nan"), **odd))
     scalars = [row(run, rank, step, ms, name="loss", value=1 / step) for rank, step, ms in moments]
-    scalars += [row(run, 0, 1, start_ms + 60_000, name="tokens_total", unit="tokens", value=value) for value in (8.0,)]
-    scalars += [row(run, 0, 2, start_ms + 120_000, name="tokens_total", unit="tokens", value=-1.0)]
-    scalars += [row(run, None, 2, start_ms + 120_000, name="accuracy", value=0.5)]
-    scalars += [row(run, 0, 2, start_ms + 120_000, name="learning_rate", value=0.1, labels='{"group":"a|b"}')]
+    scalars += [
+        row(run, 0, 1, start_ms + 60_000, name="tokens_total", unit="tokens", value=8.0),
+        row(run, 0, 2, start_ms + 120_000, name="tokens_total", unit="tokens", value=-1.0),
+        row(run, None, 2, start_ms + 120_000, name="accuracy", value=0.5),
+        row(run, 0, 2, start_ms + 120_000, name="learning_rate", value=0.1, labels='{"group":"a|b"}'),
+    ]
     heads = enumerate((2.0, 0.5))
     core = {"kind": "attention_entropy", "module": "core"}
     features = [row(run, 0, 2, start_ms + 120_000, index=head, value=value, **core) for head, value in heads]
@@ -80,17 +86,12 @@ class History:
         self.connection = connection
 
     def ask(
-        self,
-        *matchers: tuple[str, str, str],
-        start=ALWAYS[0],
-        end=ALWAYS[1],
-        series=1000,
-        samples=10_000,
-        alone=False,
-        last=False,
-        **more,
+        self, *matchers, start=ALWAYS[0], end=ALWAYS[1], series=1000, samples=10_000, alone=False, last=False, **more
     ):
-        """Return {labels: [(ms, value)]}; `alone` and `last` are for the last samples."""
+        """Return {labels: [(ms, value)]} for matchers (name, operator, value).
+
+        `alone` and `last` are for the last samples.
+        """
         given = tuple(Matcher(OPERATORS[operator], name, value) for name, operator, value in matchers)
         question = SeriesQuery(given, start, end, series_alone=alone, last_alone=last)
         (answer,) = read(self.connection, [question], max_series=series, max_samples=samples, **more)
@@ -101,11 +102,9 @@ class History:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("history") / "store"
-    with Store.open(folder, create=True).claim(owner="test") as writer:
-        for run, start in (("spring", MARCH), ("summer/1", JULY)):
-            made = {name: table(name, rows) for name, rows in datasets(run, start).items()}
-            writer.append(Batch(tables=made, watermarks={}))
-        writer.append(Batch(tables={"samples": table("samples", machine() + brought_in() + pushed())}, watermarks={}))
+    runs = [datasets(run, start) for run, start in (("spring", MARCH), ("summer/1", JULY))]
+    commits = [*runs, {"samples": machine() + brought_in() + pushed()}]
+    stored(folder, *({name: table(name, rows) for name, rows in commit.items()} for commit in commits)).close()
     return folder
 
 

@@ -1,12 +1,10 @@
 """Other exporters with many series: a too large query is rejected early, and each matching series is returned."""
 
-import pyarrow as pa
 import pytest
-from tests.storage.prometheus.conftest import MARCH, History, table
+from tests.storage.prometheus.conftest import MARCH, History, stored
+from tests.storage.rows import table
 
-from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.errors import LimitError
-from rankscope_storage.connection import connect
 from rankscope_storage.prometheus.read import MATCH_BATCH_ROWS
 
 MANY = 3 * MATCH_BATCH_ROWS
@@ -33,27 +31,13 @@ class Counted:
             yield batch
 
 
-def stored(folder, *samples):
-    with Store.open(folder, create=True).claim(owner="test") as writer:
-        for some in samples:
-            writer.append(Batch(tables={"samples": some}, watermarks={}))
-    return connect(folder)
-
-
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
     """Yield a store with an exporter that distinguishes its series by one label."""
-    ids = [f'{{"id":"{place}","mode":"idle"}}' for place in range(MANY)]
-    columns = {
-        "run": pa.array([""] * MANY),
-        "ts": pa.array([MARCH * 1000] * MANY, pa.timestamp("us", "UTC")),
-        "ts_origin": pa.array(["ingest"] * MANY),
-        "target": pa.array(["node-1"] * MANY),
-        "metric": pa.array(["many"] * MANY),
-        "labels": pa.array(ids),
-        "value": pa.array([1.0] * MANY),
-    }
-    with stored(tmp_path_factory.mktemp("many") / "store", pa.table(columns)) as connection:
+    ids = ({"labels": f'{{"id":"{place}","mode":"idle"}}'} for place in range(MANY))
+    common = {"run": "", "ts": MARCH * 1000, "ts_origin": "ingest", "target": "node-1", "metric": "many", "value": 1.0}
+    samples = table("samples", ids, **common)
+    with stored(tmp_path_factory.mktemp("many") / "store", {"samples": samples}) as connection:
         yield connection
 
 
@@ -87,12 +71,9 @@ def odd(tmp_path_factory):
     """Yield a store with one metric for each of several unusual labels."""
     texts = {"none": None, "empty": "{}", "void": '{"a":""}', "own": '{"a":"x","instance":"i","__name__":"n"}'}
     texts |= {"list": "[]", "number": '{"a":1}', "torn": '{"a":', "last": '{"a":"y","a":"x"}', "lines": '{"a":"x\\ny"}'}
-    rows = [
-        {"run": "", "ts": MARCH * 1000, "ts_origin": "file", "value": 1.0}
-        | {"metric": metric, "labels": text, "target": "" if metric == "own" else "t"}
-        for metric, text in texts.items()
-    ]
-    with stored(tmp_path_factory.mktemp("odd") / "store", table("samples", rows)) as connection:
+    rows = [{"metric": name, "labels": text, "target": "" if name == "own" else "t"} for name, text in texts.items()]
+    samples = table("samples", rows, run="", ts=MARCH * 1000, ts_origin="file", value=1.0)
+    with stored(tmp_path_factory.mktemp("odd") / "store", {"samples": samples}) as connection:
         yield History(connection)
 
 

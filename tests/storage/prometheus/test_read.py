@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.properties import examples
-from tests.storage.prometheus.conftest import JULY, MARCH, History
+from tests.storage.prometheus.conftest import JULY, MARCH, History, row, stored
+from tests.storage.rows import table
 
 from rankscope_storage.base.errors import LimitError, QueryError
 from rankscope_storage.connection import connect
@@ -27,9 +28,8 @@ def test_features_have_the_lowest_and_the_highest_value_of_each_module(history):
     found = history.ask(("job", "=", "rankscope"), ("run", "=", "spring"), name)
     highest = history.ask(("run", "=", "spring"), name, ("op", "=", "max"), ("module", "=", "core"))
 
-    assert {"min": [0.5], "max": [2.0]} == {
-        dict(labels)["op"]: [value for _, value in samples] for labels, samples in found.items()
-    }
+    values = {dict(labels)["op"]: [value for _, value in samples] for labels, samples in found.items()}
+    assert {"min": [0.5], "max": [2.0]} == values
     assert [[(MARCH + 120_000, 2.0)]] == list(highest.values())
 
 
@@ -53,16 +53,12 @@ def test_scalars_and_steps_have_the_labels_of_the_metrics_page(history):
 def test_tensors_have_one_series_per_statistic(history):
     found = history.ask(("__name__", "=", "rankscope_tensor_value"), ("run", "=", "spring"), ("tensor", "=", "head"))
 
-    kinds, ops = ("grad_reduced", "param_after"), ("norm", "nans")
-    assert {(kind, op, rank) for kind in kinds for op in ops for rank in "01"} == {
-        (labels["kind"], labels["op"], labels["rank"]) for labels in map(dict, found)
+    by_key = {
+        tuple(dict(labels)[name] for name in ("kind", "op", "rank")): samples for labels, samples in found.items()
     }
-    assert [1.25, 2.25, 3.25] == [
-        value
-        for labels, samples in found.items()
-        if {("kind", "param_after"), ("op", "norm"), ("rank", "1")} <= set(labels)
-        for _, value in samples
-    ]
+    kinds, ops = ("grad_reduced", "param_after"), ("norm", "nans")
+    assert {(kind, op, rank) for kind in kinds for op in ops for rank in "01"} == by_key.keys()
+    assert [1.25, 2.25, 3.25] == [value for _, value in by_key["param_after", "norm", "1"]]
 
 
 def test_unusual_columns_become_labels_and_nan_is_a_value(history):
@@ -95,10 +91,9 @@ def test_query_for_last_samples_returns_all_series(history):
 def test_other_exporters_keep_their_metric_names(history):
     found = history.ask(("__name__", "=~", "DCGM_.*|up"), ("gpu", "!=", "1"))
 
+    temperature = [(MARCH + 15_000 * n, 40.0 + n) for n in range(3)]
     assert {
-        (("__name__", "DCGM_TEMP"), ("gpu", "0"), ("instance", "node-1")): [
-            (MARCH + 15_000 * n, 40.0 + n) for n in range(3)
-        ],
+        (("__name__", "DCGM_TEMP"), ("gpu", "0"), ("instance", "node-1")): temperature,
         (("__name__", "up"), ("instance", "node-1")): [(MARCH, 1.0)],
     } == found
 
@@ -115,9 +110,8 @@ def test_series_get_the_external_labels_of_the_client(history):
     def inside(labels):
         return tuple((name, text) for name, text in labels if name not in {"cluster", "zone"})
 
-    assert {labels: samples for labels, samples in plain.items() if ("cluster", "b") not in labels} == {
-        inside(labels): samples for labels, samples in same.items()
-    }
+    without = {labels: samples for labels, samples in plain.items() if ("cluster", "b") not in labels}
+    assert without == {inside(labels): samples for labels, samples in same.items()}
     assert all({("cluster", "a"), ("zone", "east")} <= set(labels) for labels in same)
     assert {"rankscope_loss", "DCGM_TEMP"} == {dict(labels)["__name__"] for labels in same}
     assert [(("__name__", "pushed"), ("cluster", "b"), ("job", 'j"ä'), ("zone", "east"))] == [*other]
@@ -216,14 +210,8 @@ def test_invalid_expression_is_rejected():
 
 def test_last_sample_of_a_millisecond_wins(tmp_path):
     """Prometheus keeps no finer time; a log with whole seconds has several steps in one."""
-    from tests.storage.prometheus.conftest import row, table
-
-    from rankscope_storage.api.store import Batch, Store
-
     rows = [row("r", 0, step, MARCH, name="loss", value=float(step)) for step in (2, 1, 3)]
-    with Store.open(tmp_path / "s", create=True).claim(owner="test") as writer:
-        writer.append(Batch(tables={"scalars": table("scalars", rows)}, watermarks={}))
-    with connect(tmp_path / "s") as connection:
+    with stored(tmp_path / "s", {"scalars": table("scalars", rows)}) as connection:
         found = History(connection).ask(("__name__", "=", "rankscope_loss"))
 
     assert [[(MARCH, 3.0)]] == list(found.values())

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from tests.storage.prometheus.conftest import JULY, MARCH, History, row, table
+from tests.storage.prometheus.conftest import JULY, MARCH, History, row, stored
+from tests.storage.rows import table
 
 from rankscope_contract.model.events import RunState
-from rankscope_storage.api.store import Batch, Store
-from rankscope_storage.connection import connect
 
 MINUTE = 60_000
 SECOND_ATTEMPT = MARCH + 5 * MINUTE
@@ -44,17 +43,14 @@ def history(tmp_path_factory):
         row("spring", rank, step, MARCH + 9 * step + 10 * rank, name="loss", value=value, unit=None, labels=None)
         for rank, step, value in ((0, 1, 3.0), (1, 1, 4.0), (0, 2, 2.0), (1, 2, 5.0), (0, 3, 1.0))
     ]
-    folder = tmp_path_factory.mktemp("runs") / "store"
-    with Store.open(folder, create=True).claim(owner="test") as writer:
-        losses += [
-            {**row("spring", rank, step, ms, name="grad_norm", value=float(step)), "attempt": attempt}
-            for rank in (0, 1)
-            for attempt, step, ms in ((0, 4, MARCH + 1), (1, 10, SECOND_ATTEMPT + MINUTE))
-        ]
-        tables = {"attempts": table("attempts", versions), "events": table("events", events)}
-        tables["scalars"] = table("scalars", losses)
-        writer.append(Batch(tables=tables, watermarks={}))
-    with connect(folder) as connection:
+    losses += [
+        {**row("spring", rank, step, ms, name="grad_norm", value=float(step)), "attempt": attempt}
+        for rank in (0, 1)
+        for attempt, step, ms in ((0, 4, MARCH + 1), (1, 10, SECOND_ATTEMPT + MINUTE))
+    ]
+    rows = {"attempts": versions, "events": events, "scalars": losses}
+    tables = {name: table(name, listed) for name, listed in rows.items()}
+    with stored(tmp_path_factory.mktemp("runs") / "store", tables) as connection:
         yield History(connection)
 
 
@@ -77,9 +73,8 @@ def test_run_has_the_values_of_its_latest_attempt_at_each_time(history):
     }
 
     for metric, values in expected.items():
-        assert {of_spring(metric): list(zip(times, values, strict=True))} == history.ask(
-            *SPRING, ("__name__", "=", metric)
-        )
+        found = history.ask(*SPRING, ("__name__", "=", metric))
+        assert {of_spring(metric): list(zip(times, values, strict=True))} == found
 
 
 def test_loss_of_a_run_is_the_mean_of_the_ranks_that_logged_it_at_each_step(history):
@@ -123,12 +118,11 @@ def test_latest_events_have_a_sample_for_each_minute_with_the_time_as_value(hist
     found = history.ask(*SPRING, ("__name__", "=", "rankscope_event_last_timestamp_seconds"))
     times = [MARCH + MINUTE, MARCH + 2 * MINUTE + 500]
 
-    labels = {"incident": times, "note": [MARCH]}
-    expected = {
-        of_spring("rankscope_event_last_timestamp_seconds", ("type", kind)): [(ms, ms / 1000) for ms in moments]
-        for kind, moments in labels.items()
-    }
-    assert expected == found
+    name = "rankscope_event_last_timestamp_seconds"
+    expected = {"incident": times, "note": [MARCH]}
+    assert {
+        of_spring(name, ("type", kind)): [(ms, ms / 1000) for ms in moments] for kind, moments in expected.items()
+    } == found
 
 
 def test_runs_are_selected_by_job_run_time_and_labels(history):
