@@ -36,22 +36,19 @@ def test_next_connection_reuses_views_and_reads_the_newest_rows(store, writer, b
         assert 3 == connection.query("FROM loss_curve").num_rows
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "CREATE TABLE mine (x INT)",
-        "CREATE OR REPLACE VIEW scalars AS SELECT 1",
-        "SET threads = 1",
-        "PIVOT scalars ON name",
-        "WITH said AS (INSERT INTO rankscope_raw.tensor_newest VALUES ('a', 0, 0, 'grad', 7) RETURNING *) FROM said",
-        "FROM enable_logging('QueryLog')",
-    ],
-)
-def test_instance_modified_by_a_statement_is_not_reused(store, three, statement):
-    with connect(store.root) as connection:
-        connection.execute(statement)
+MODIFYING = [
+    *("CREATE TABLE mine (x INT)", "CREATE OR REPLACE VIEW scalars AS SELECT 1", "SET threads = 1"),
+    *("PIVOT scalars ON name", "FROM enable_logging('QueryLog')"),
+    "WITH said AS (INSERT INTO rankscope_raw.tensor_newest VALUES ('a', 0, 0, 'grad', 7) RETURNING *) FROM said",
+]
 
-    assert [] == pool._idle
+
+def test_instance_modified_by_a_statement_is_not_reused(store, three):
+    for statement in MODIFYING:
+        with connect(store.root) as connection:
+            connection.execute(statement)
+
+        assert [] == pool._idle, statement
 
 
 def test_locked_and_concurrent_connections_and_stores_share_no_instance(store, tmp_path):
