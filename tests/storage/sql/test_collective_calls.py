@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.storage.rows import ask, put, table
@@ -71,38 +72,28 @@ def test_last_rank_and_waiting_time_of_the_others():
     )
 
 
-def test_states_of_calls_have_the_names_of_hang_reports():
-    rows = calls(
-        [
-            *(call(rank, 1, 1.0) for rank in (0, 1)),
-            call(0, 2, 2.0, state="entered"), call(1, 2, 2.0),
-            call(0, 3, 3.0, state="entered"), call(1, 3, 3.0, state="entered"),
-            call(0, 4, 4.0, state="entered"), call(0, 5, 5.0, state=None), call(1, 5, 5.0),
-        ]
-    )  # fmt: skip
-
-    assert (CallState.NEVER_LEFT, [0, 1], [], [0], []) == standing(rows["0", 2, 1])
-    assert (CallState.ALL_IN, [0, 1], [], [0, 1], []) == standing(rows["0", 3, 1])
-    assert (CallState.OVER, [0, 1], [], [], []) == standing(rows["0", 5, 1])
-
-
-def test_rank_behind_that_was_read_after_the_call_never_entered():
-    rows = calls([call(0, 4, 4.0, state="entered"), call(1, 1, 30.0, group_id="other", group_ranks="1")])
-
-    assert (CallState.NEVER_ENTERED, [0], [1], [0], []) == standing(rows["0", 4, 1])
+OTHER = {"group_id": "other", "group_ranks": "1"}
+STATES = {
+    "never left": ([call(0, 1, 1.0, state="entered"), call(1, 1, 1.0)], (CallState.NEVER_LEFT, [0, 1], [], [0], [])),
+    "all in": ([call(rank, 1, 3.0, state="entered") for rank in (0, 1)], (CallState.ALL_IN, [0, 1], [], [0, 1], [])),
+    "over": ([call(0, 1, 5.0, state=None), call(1, 1, 5.0)], (CallState.OVER, [0, 1], [], [], [])),
+    "a rank behind was read after the call": (
+        [call(0, 1, 4.0, state="entered"), call(1, 0, 30.0, **OTHER)], (CallState.NEVER_ENTERED, [0], [1], [0], []),
+    ),
+    "a rank was not read after the call": (
+        [call(0, 0, 1.0), call(1, 0, 1.0), call(0, 1, 50.0, state="entered")], (CallState.UNKNOWN, [0], [], [0], [1]),
+    ),
+    "PyTorch overwrote the row of a rank ahead": (
+        [call(0, 1, 1.0), call(0, 2, 2.0), call(1, 2, 2.0)], (CallState.OVER, [0], [], [], [1]),
+    ),
+}  # fmt: skip
 
 
-def test_rank_that_was_not_read_after_the_call_is_not_missing():
-    rows = calls([call(0, 1, 1.0), call(1, 1, 1.0), call(0, 2, 50.0, state="entered")])
+@pytest.mark.parametrize("case", STATES)
+def test_states_of_calls_have_the_names_of_hang_reports(case):
+    rows, expected = STATES[case]
 
-    assert (CallState.UNKNOWN, [0], [], [0], [1]) == standing(rows["0", 2, 1])
-
-
-def test_rank_ahead_without_a_row_was_in_the_call():
-    """PyTorch overwrote its row before the rank was read."""
-    rows = calls([call(0, 1, 1.0), call(0, 2, 2.0), call(1, 2, 2.0)])
-
-    assert (CallState.OVER, [0], [], [], [1]) == standing(rows["0", 1, 1])
+    assert expected == standing(calls(rows)["0", 1, 1])
 
 
 def test_calls_with_different_ops_are_marked_as_mismatch():

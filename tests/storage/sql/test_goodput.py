@@ -115,27 +115,23 @@ def test_parts_of_a_run_that_was_killed_and_restarted(killed, writer, connection
     assert (2, 12, 3) == (run["attempts"], run["steps"], run["lost_steps"])
 
 
-def test_ended_hang_is_subtracted_from_its_step_and_open_one_is_the_rest(whole):
+@pytest.mark.parametrize(
+    ("launched", "ended", "hangs", "expected"),
+    [
+        (100, 45, [(30, 15.0, "began"), (40, 25.0, "ended"), (70, 25.0, "began")], {"useful": 10, "hang": 25 + 55}),
+        (50, 50, [(30, 15.0, "began")], {"useful": 5, "hang": 15 + 20}),  # Ctrl-C ends the step, but not the hang
+    ],
+)
+def test_hang_is_subtracted_from_its_step_and_an_open_one_is_the_rest(whole, launched, ended, hangs, expected):
+    """An event at 30 s reports 15 s without a sign of training."""
     history = History()
-    history.launch(0, 0, 100)
+    history.launch(0, 0, launched)
     history.step(0, 1, 10, 10)
-    history.event(0, 30, "hang", seconds=15.0, state="began")
-    history.event(0, 40, "hang", seconds=25.0, state="ended")
-    history.step(0, 2, 45, 35)
-    history.event(0, 70, "hang", seconds=25.0, state="began")
+    history.step(0, 2, ended, ended - 10)
+    for when, seconds, state in hangs:
+        history.event(0, when, "hang", seconds=seconds, state=state)
 
-    assert {"first_step": 10, "useful": 10, "hang": 25 + 55} == parts(whole(history))
-
-
-def test_hang_in_a_step_that_was_interrupted_is_no_useful_time(whole):
-    """Ctrl-C ends the step, but not the hang. The event at 30 s reports 15 s without a sign of training."""
-    history = History()
-    history.launch(0, 0, 50)
-    history.step(0, 1, 10, 10)
-    history.event(0, 30, "hang", seconds=15.0, state="began")
-    history.step(0, 2, 50, 40)
-
-    assert {"first_step": 10, "useful": 5, "hang": 15 + 20} == parts(whole(history))
+    assert {"first_step": 10, **expected} == parts(whole(history))
 
 
 def test_skipped_steps_and_steps_repeated_by_the_script_are_lost(whole):

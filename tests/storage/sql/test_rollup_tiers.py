@@ -69,13 +69,6 @@ def test_attempt_that_begins_within_rollups_supersedes_whole_buckets(store, writ
     assert [(13,)] == ask(connection, "SELECT count(*) FROM scalar_history")
 
 
-def test_downsample_includes_rollups(aged):
-    thinned = ask(aged, "WITH c AS (SELECT step, loss FROM loss_curve) FROM downsample(c, step, loss, 20)")
-
-    assert (99.0, 950.5) == thinned[0][1:]
-    assert (399.0, 601.0) == thinned[-1][1:]
-
-
 def test_tensor_timeline_has_both_tiers_and_all_non_finite_counts(aged):
     query = """SELECT tier, count(*), sum("rows"), sum(nans * "rows"), max("max"), max(zeros), sum(nonfinite_rows)
         FROM tensor_timeline GROUP BY tier ORDER BY tier"""

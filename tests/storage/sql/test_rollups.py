@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import duckdb
-import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -309,23 +308,3 @@ def test_rollups_of_shared_days_are_stored_by_month(store, writer):
     let_age(store.root, 5)
 
     assert [f"_shared-{dt.datetime.now(dt.UTC):%Y-%m}"] == files(store.root)["part"].to_pylist()
-
-
-def test_rollups_are_compacted_like_other_files(store, writer, connection, monkeypatch):
-    monkeypatch.setattr("rankscope_storage.maintenance.compaction.SMALL_FILES", 2)
-    for number in range(4):
-        append(writer, "tensor_stats", steps(100 * number, 100 * number + 100))
-        let_age(store.root, 10 + number)
-    before = comparable(found(connection, "tensor_stats"))
-    writer.compact()
-
-    assert (1, before) == (len(connection.files("tensor_rollups")), comparable(found(connection, "tensor_stats")))
-
-
-def test_mean_of_float32_is_computed_in_float64(store, writer, connection):
-    values = np.random.default_rng(0).normal(1e3, 1, 100).astype(np.float32)
-    append(writer, "tensor_stats", [{**row, "norm": float(v)} for row, v in zip(steps(0, 100), values, strict=True)])
-    let_age(store.root, 5)
-    expected = values.astype(np.float64).mean()
-
-    assert found(connection, "tensor_stats")[0]["norm_avg"] == pytest.approx(expected, rel=1e-15)

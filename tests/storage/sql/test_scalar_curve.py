@@ -77,15 +77,6 @@ def test_curve_has_at_most_32767_points(append, append_rolled_up, connection):
     assert [[0, 32_766, 65_535]] * 2 == [[row[0] for row in curve] for curve in drawn]
 
 
-def test_restarted_run_has_its_curve_immediately(append, connection):
-    append([{"step": step, "value": 1.0} for step in range(4)])
-    before = ask(connection, "FROM scalar_curve('r')")
-    append([{"attempt": 1, "step": step, "value": 2.0} for step in (2, 3)])
-
-    assert [1.0, 1.0, 1.0, 1.0] == [row[1] for row in before]
-    assert [1.0, 1.0, 2.0, 2.0] == [row[1] for row in ask(connection, "FROM scalar_curve('r')")]
-
-
 def test_curves_of_several_runs_include_new_rows(append, connection):
     """A query with the name of a run reads only the extents of that run; a query through a view has no name."""
     both = "SELECT step, mean FROM scalar_curve('r') UNION ALL SELECT step, mean FROM scalar_curve($other) ORDER BY 1"
