@@ -9,7 +9,6 @@ import math
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from rankscope_storage.base.fsync import sync_to_disk
@@ -27,14 +26,6 @@ def tensor_stats(**columns) -> pa.Table:
     count = len(next(iter(columns.values())))
     required = {"run": ["r"] * count, "kind": ["k"] * count, "tensor": ["t"] * count}
     return conform(pa.table({**required, **columns}), "tensor_stats")
-
-
-def test_rows_are_sorted_by_series_then_step(root):
-    table = tensor_stats(tensor=["b", "a", "b", "a"], rank=[0, 1, 0, 0], step=[2, 1, 1, 9])
-    file = write_file(root, "tensor_stats", "p", table, sync_to_disk)
-    stored = pq.ParquetFile(root / file.path).read().select(["tensor", "rank", "step"]).to_pylist()
-
-    assert [("a", 0, 9), ("a", 1, 1), ("b", 0, 1), ("b", 0, 2)] == [tuple(row.values()) for row in stored]
 
 
 def test_file_gets_its_name_only_after_fsync(root):

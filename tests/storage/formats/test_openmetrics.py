@@ -7,14 +7,11 @@ import math
 import re
 import subprocess
 
-import numpy as np
-import pyarrow as pa
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from tests.storage.formats.conftest import START, row, scalar, tensor
 
 from rankscope_storage.base.errors import ExportError
-from rankscope_storage.formats.exposition.text import number_texts, time_texts
 
 
 def samples(target):
@@ -167,19 +164,3 @@ def test_promtool_creates_blocks_from_the_file(shelf, require_server):
 
     assert [(1 / 3 * n, NOON * 1000 + 1373 * n) for n in times] == [(float(v), int(t)) for v, t in loss]
     assert 499 == dumped.count(r'__name__="rankscope_tensor_value"')
-
-
-def test_times_survive_truncation_to_milliseconds():
-    """Prometheus computes int64(seconds * 1000), which cuts a half of all milliseconds to the one before."""
-    micros = np.arange(1_772_366_400_000_000, 1_772_366_400_000_000 + 5_000_000, 1_000, dtype=np.int64)
-    texts = time_texts(micros).to_pylist()
-
-    assert [us // 1000 for us in micros.tolist()] == [int(float(text) * 1000) for text in texts]
-    assert micros.tolist() == [round(float(text) * 1e6) for text in texts]
-    assert {"1772366400", "1772366400.5"} <= set(texts)
-
-
-def test_numbers_are_shortest_and_exact():
-    values = [0.1, 1e-300, math.nan, math.inf, -math.inf, 3.0]
-
-    assert ["0.1", "1e-300", "NaN", "+Inf", "-Inf", "3"] == number_texts(pa.array(values)).to_pylist()

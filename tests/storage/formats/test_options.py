@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import datetime as dt
-from pathlib import Path
 
 import pytest
 
-import rankscope_storage.formats as package
 from rankscope_contract.model.kinds import Kind
 from rankscope_contract.msprobe.csv_layout import FAMILY_OF
 from rankscope_storage.base.errors import ExportError
-from rankscope_storage.formats import ExportOptions, export_formats
+from rankscope_storage.formats import ExportOptions
 from rankscope_storage.formats.common.base import parse_time
 
 NOON = dt.datetime(2026, 3, 1, 12, tzinfo=dt.UTC)
-
-
-def test_each_file_with_an_export_format_is_found():
-    files = Path(package.__file__).parent.glob("*.py")
-    defining = sum("\nEXPORT_FORMAT = " in file.read_text(encoding="utf-8") for file in files)
-
-    assert defining == len(export_formats()) >= 3
-    assert {"tensorboard", "openmetrics", "parquet"} <= set(export_formats())
-    assert all(exporter.name == name and exporter.help for name, exporter in export_formats().items())
 
 
 @pytest.mark.parametrize(

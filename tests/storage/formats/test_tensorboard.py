@@ -6,8 +6,6 @@ import math
 import struct
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
@@ -15,9 +13,8 @@ from tensorboard.context import RequestContext
 from tensorboard.data.provider import RunTagFilter
 from tests.storage.formats.conftest import read_events, row, scalar, tensor
 
-from rankscope_contract.model.kinds import Kind
 from rankscope_storage.base.errors import ExportError
-from rankscope_storage.tensorboard.tags import OPS, TensorTag, parse_tensor_tag, parse_tree_tag, tensor_tag
+from rankscope_storage.tensorboard.tags import parse_tensor_tag, parse_tree_tag
 
 
 def test_tensors_have_msprobes_tags(shelf):
@@ -149,20 +146,6 @@ def test_uncreatable_folder_is_an_export_error(shelf):
     (shelf.folder / "file").write_text("")
     with pytest.raises(ExportError, match=r"cannot write to .*file/out"):
         shelf.export("tensorboard", "file/out")
-
-
-names = st.text(min_size=1, max_size=12).filter(lambda text: text.encode("utf-8", "ignore").decode() == text)
-steps = st.integers(0, 999)
-
-
-@given(
-    kind=st.sampled_from([kind.value for kind in Kind]), tensor=names, op=st.sampled_from(OPS), rank=steps,
-    vpp_stage=steps, micro_step=st.none() | steps, index=st.none() | steps,
-)  # fmt: skip
-def test_tensor_tags_round_trip(kind, index, **values):
-    what = TensorTag(kind=kind, index=index if kind.startswith("act") else None, **values)
-
-    assert what == parse_tensor_tag(tensor_tag(what))
 
 
 @pytest.mark.parametrize(
