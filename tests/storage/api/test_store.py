@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import subprocess
 import sys
@@ -171,15 +170,6 @@ def test_second_claim_of_a_locked_shard_names_the_running_owner(store, writer):
         store.claim(owner="host-b pid 2")
 
 
-def test_shards_append_independently(store, batch, connection):
-    with store.claim("0/2", owner="a") as one, store.claim("1/2", owner="b") as other:
-        for number in range(4):
-            one.append(batch([number], incarnation="i0"))
-            other.append(batch([number], incarnation="i1", rank=1))
-
-    assert [(8, 8)] == ask(connection, "SELECT count(*), count(DISTINCT (incarnation, seq)) FROM scalars")
-
-
 def claim_as_from_another_machine(store: Store, owner: str):
     """Claim without access to the lock file of the owner: only the transaction numbers in the log decide."""
     for lock in (store.root / "_shards").iterdir():
@@ -255,14 +245,6 @@ def test_lock_that_cannot_be_created_is_reported(store):
     (store.root / "_shards").write_text("in the way")
     with pytest.raises(UnwritableError, match="cannot write"):
         store.claim(owner="me")
-
-
-def test_every_commit_contains_its_owner(store, writer, batch):
-    writer.append(batch(range(3)))
-    lines = map(json.loads, entries(store.root)[-1].read_text().splitlines())
-    info = next(line["commitInfo"] for line in lines if "commitInfo" in line)
-
-    assert ("0/1", "host-a pid 1") == (info["rankscopeShard"], info["rankscopeOwner"])
 
 
 def test_path_that_would_be_misread_is_refused_with_the_character(tmp_path):

@@ -107,9 +107,12 @@ def test_summary_counts_rows_ranks_attempts_and_steps(asking, put):
     put("runs", {"state": "completed", "planned_steps": 20, "ordinal": 1})
     put("scalars", *(scalar("loss", step, 1.0, rank=rank) for step in range(3, 6) for rank in range(2)))
     put("tensor_stats", {"attempt": 1, "rank": 2, "step": 9, "kind": "k", "tensor": "t"})
-    put("scalars", scalar("loss", 99, 1.0), run="another")
+    put("scalars", scalar("lr", 99, 1.0), run="another")
     found = summaries.summary(asking, "r")
 
+    other = summaries.summary(asking, "another")
+
+    assert (None, None, None, None) == (other.loss_first, other.loss_last, other.loss_min, other.tokens_per_second)
     assert {"scalars": 6, "tensor_stats": 1, "runs": 1} == found.rows
     assert ("completed", 2, 3, 3, 9, 20) == (
         found.state, found.attempts, found.ranks, found.first_step, found.last_step, found.planned_steps,
@@ -131,13 +134,6 @@ def test_last_loss_is_from_the_last_attempt_also_if_steps_rewind(asking, put):
     put("scalars", *(scalar("loss", step, 9.0) for step in range(5)), scalar("loss", 2, 1.5, attempt=1))
 
     assert 1.5 == summaries.summary(asking, "r").loss_last
-
-
-def test_run_without_loss_has_none(asking, put):
-    put("scalars", scalar("lr", 1, 0.1))
-    found = summaries.summary(asking, "r")
-
-    assert (None, None, None, None) == (found.loss_first, found.loss_last, found.loss_min, found.tokens_per_second)
 
 
 def test_tokens_per_second_sums_ranks_and_skips_the_restart_pause(asking, put):

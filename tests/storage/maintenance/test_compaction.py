@@ -95,23 +95,6 @@ def test_appends_and_watermark_continue_after_a_merge(store, writer, batch, conn
     assert [(8, 8)] == ask(connection, STORED)
 
 
-def test_large_files_are_not_merged(store, writer, batch, eager, monkeypatch):
-    monkeypatch.setattr(compaction, "SMALL_ROWS", 5)
-    for first in range(0, 20, 5):
-        writer.append(batch(range(first, first + 5)))
-
-    assert [] == plan(Log.open(store.root, sync_to_disk).snapshot())
-
-
-def test_merged_files_have_the_target_size(store, writer, batch, eager, monkeypatch):
-    monkeypatch.setattr(compaction, "MERGE_ROWS", 10)
-    for first in range(0, 24, 4):
-        writer.append(batch(range(first, first + 4)))
-    planned = plan(Log.open(store.root, sync_to_disk).snapshot())
-
-    assert [8, 8, 8] == [sum(file.rows for file in merge.files) for merge in planned]
-
-
 def test_merged_files_have_disjoint_step_ranges(store, writer, scalars, eager, monkeypatch):
     """The flushes of slow ranks overlap; the step ranges of the merged files do not."""
     monkeypatch.setattr(compaction, "TARGET_ROWS", 10)

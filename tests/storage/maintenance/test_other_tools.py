@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -24,7 +23,7 @@ from rankscope_contract.model.schema import DATASETS
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.errors import ConflictError, StoreError
 from rankscope_storage.base.fsync import sync_to_disk
-from rankscope_storage.base.schema import dataset_schema, table_schema
+from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
 from rankscope_storage.connection.pool import DEFINITIONS
 from rankscope_storage.log.delta import Log
@@ -32,7 +31,6 @@ from rankscope_storage.maintenance import compaction
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.compaction import compact
 from rankscope_storage.maintenance.retention import Retention, retain
-from rankscope_storage.query.sql_script import emit_views
 from rankscope_storage.runs import edit
 
 START = dt.datetime(2026, 3, 1, 12, tzinfo=dt.UTC)
@@ -136,28 +134,12 @@ def answers(source: Any) -> Iterator[tuple[str, list[str], list[str], list[Any]]
         yield name, found.columns, list(map(str, found.types)), found.fetchall()
 
 
-def test_rewritten_files_have_the_columns_of_all_datasets(stores):
-    with connect(stores["optimize"]) as connection:
-        (file,) = connection.files("scalars")
-
-    assert set(table_schema().names) - {"dataset", "part"} == set(pq.read_schema(file).names)
-
-
 @pytest.mark.usual(1)
 def test_every_view_has_the_same_rows_and_types_after_a_rewrite(stores, rewritten):
     with connect(stores["own"]) as own, connect(rewritten) as other:
         for one, another in zip(answers(own), answers(other), strict=True):
             assert one == another
             assert one[3] or one[0] in EMPTY, one[0]
-
-
-@pytest.mark.thorough
-def test_script_for_duckdb_has_the_same_rows_after_a_rewrite(stores):
-    with duckdb.connect() as own, duckdb.connect() as mixed:
-        own.execute(emit_views(stores["own"]))
-        mixed.execute(emit_views(stores["mixed"]))
-
-        assert [*answers(own)] == [*answers(mixed)]
 
 
 def test_rewritten_store_is_intact(rewritten):

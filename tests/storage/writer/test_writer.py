@@ -1,8 +1,7 @@
-"""Exactly-once appends: repeats, overlaps, refusals, commits without a result, and kill -9."""
+"""Exactly-once appends: repeats, overlaps, refusals, and commits without a result."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from pathlib import Path
 
@@ -18,15 +17,12 @@ from rankscope_storage.base.errors import BatchError, ConflictError, StoreError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import connect
 from rankscope_storage.log.delta import Change, Log
-from rankscope_storage.writer.writer import check_covered, newer
 
 COUNT = "SELECT count(*) FROM scalars"
 
 
-def stored_seqs(connection, incarnation: str = "i0") -> list[int]:
-    return [
-        seq for (seq,) in ask(connection, f"SELECT seq FROM scalars WHERE incarnation = '{incarnation}' ORDER BY 1")
-    ]
+def stored_seqs(connection) -> list[int]:
+    return [seq for (seq,) in ask(connection, "SELECT seq FROM scalars ORDER BY 1")]
 
 
 def test_append_is_visible_at_the_returned_version_and_moves_the_watermark(writer, batch, connection):
@@ -73,22 +69,21 @@ def test_rows_without_incarnation_or_seq_are_always_stored(writer, scalars, conn
     assert {"scalars": 4} == commit.rows
 
 
-def test_text_can_be_dictionary_encoded_and_chunked(writer, scalars, connection):
+@pytest.mark.parametrize("is_coded", [False, True])
+def test_each_incarnation_is_filtered_by_its_watermark(writer, scalars, connection, is_coded):
+    """Text can be dictionary-encoded and chunked. If a rank sent rows above it again, they would be stored twice."""
+    writer.append(Batch(tables={"scalars": scalars(range(2))}, watermarks={"i0": 1}))
     table = pa.concat_tables([scalars(range(3)), scalars(range(6), run="s", incarnation="i1")])
-    for name in ("run", "incarnation", "name"):
+    for name in ("run", "incarnation", "name") if is_coded else ():
         column = pa.chunked_array([chunk.dictionary_encode() for chunk in table.column(name).chunks])
         table = table.set_column(table.column_names.index(name), name, column)
-    for _ in range(2):
-        writer.append(Batch(tables={"scalars": table}, watermarks={"i0": 2, "i1": 5}))
+    commits = [writer.append(Batch(tables={"scalars": table}, watermarks={"i0": 2, "i1": 5})) for _ in range(2)]
 
+    assert [{"scalars": 7}, {}] == [commit.rows for commit in commits]
     assert [("r", 3), ("s", 6)] == ask(connection, "SELECT run, count(*) FROM scalars GROUP BY 1 ORDER BY 1")
-
-
-def test_all_datasets_of_a_batch_become_visible_together(writer, scalars, connection):
-    event = pa.table({"run": ["r"], "incarnation": ["i0"], "seq": [0], "type": ["note"]})
-    commit = writer.append(Batch(tables={"scalars": scalars([0]), "events": event}, watermarks={"i0": 0}))
-
-    assert ({"scalars": 1, "events": 1}, 2) == (commit.rows, commit.files)
+    for watermarks in ({"i0": 3}, {"i0": 3, "i1": 4}):
+        with pytest.raises(BatchError, match="seq above the batch's watermark"):
+            writer.append(Batch(tables={"scalars": table}, watermarks=watermarks))
 
 
 @pytest.mark.parametrize(
@@ -107,25 +102,9 @@ def test_rows_that_do_not_fit_are_refused_before_any_write(writer, scalars, stor
     assert [] == list(store.root.glob("dataset=*"))
 
 
-@pytest.mark.parametrize("watermarks", [{}, {"i0": 1}])
-def test_rows_above_the_watermark_of_their_batch_are_refused(writer, scalars, watermarks):
-    """If a rank sent them again after a restart, they would be stored twice."""
-    with pytest.raises(BatchError, match="seq above the batch's watermark"):
-        writer.append(Batch(tables={"scalars": scalars(range(3))}, watermarks=watermarks))
-
-
 def test_unknown_dataset_is_refused_with_the_list_of_datasets(writer, scalars):
     with pytest.raises(BatchError, match="tensor_stats"):
         writer.append(Batch(tables={"scalar": scalars([0])}, watermarks={"i0": 0}))
-
-
-def test_watermarks_are_restored_after_checkpoint_and_restart(store, batch):
-    with store.claim(owner="a") as writer:
-        for seq in range(25):
-            writer.append(batch([seq]))
-        writer.maintain()
-    with store.claim(owner="b") as writer:
-        assert 24 == writer.watermark("i0")
 
 
 def test_watermark_committed_by_another_shard_is_noticed(store, batch, connection):
@@ -331,39 +310,3 @@ def test_every_record_is_stored_once_for_any_repeated_deliveries(tmp_path_factor
     writer.close()
     with connect(store.root) as connection:
         assert list(range(expected + 1)) == stored_seqs(connection)
-
-
-# --- rows that are new by their watermarks, and rows that a batch may not contain, compared with a simple reference
-
-ROWS = st.lists(st.tuples(st.sampled_from(["a", "b", None]), st.integers(0, 4) | st.none()), max_size=6)
-LIMITS = st.dictionaries(st.sampled_from(["a", "b", "c"]), st.integers(-1, 5))
-
-
-def table(rows: list[tuple[str | None, int | None]], *, coded: bool) -> pa.Table:
-    names = pa.array([name for name, _ in rows], pa.string())
-    seqs = pa.array([seq for _, seq in rows], pa.int64())
-    return pa.table({"incarnation": names.dictionary_encode() if coded else names, "seq": seqs})
-
-
-def is_beyond(row: tuple[str | None, int | None], limits: dict[str, int]) -> bool:
-    return None not in row and row[1] > limits.get(row[0], -1)
-
-
-@settings(deadline=None)  # the first example loads the compute functions of Arrow
-@given(ROWS, LIMITS, st.booleans())
-def test_newer_drops_rows_up_to_the_watermark_of_their_incarnation(rows, stored, coded):
-    stored = {"a": -1, "b": -1, **stored}
-    fresh = [row for row in rows if None in row or is_beyond(row, stored)]
-
-    assert fresh == [tuple(row.values()) for row in newer(table(rows, coded=coded), stored).to_pylist()]
-
-
-@settings(deadline=None)
-@given(ROWS, LIMITS, st.booleans())
-def test_check_covered_refuses_rows_above_the_batch_watermark(rows, watermarks, coded):
-    refused = True
-    with contextlib.suppress(BatchError):
-        check_covered(table(rows, coded=coded), "events", watermarks)
-        refused = False
-
-    assert any(is_beyond(row, watermarks) for row in rows) == refused
