@@ -64,37 +64,28 @@ def device() -> DeviceDouble:
     return DeviceDouble()
 
 
-def test_publisher_sleeps_until_the_device_reaches_an_event(device):
+def test_publisher_sleeps_until_the_device_reaches_an_event_or_times_out(device, monkeypatch):
     naps: list[float] = []
     clock = DeviceClock(device.event, sleep=lambda seconds: (naps.append(seconds), device.run(1)))
     device.work(1.0)
-    end = clock.now()
 
-    assert clock.reached(end)
+    assert clock.reached(clock.now())
     assert 2 == len(naps)
-
-
-def test_wait_for_a_slow_device_times_out(device, monkeypatch):
     monkeypatch.setattr(clocks, "TIMEOUT_SECONDS", 0.1)
-    clock = DeviceClock(device.event, sleep=lambda _seconds: None)
+    stuck = DeviceClock(device.event, sleep=lambda _seconds: None)
+    assert not stuck.reached(stuck.now())
 
-    assert not clock.reached(clock.now())
 
-
-def test_events_are_reused(device):
-    clock = DeviceClock(device.event)
+def test_events_are_reused_and_none_is_queued_during_a_graph_capture(device):
+    clock, capturing = DeviceClock(device.event), DeviceClock(device.event, is_capturing=lambda: True)
     for _ in range(5):
         clock.release(clock.now())
+    queued = [*device.queue]
 
     assert 1 == device.made
-
-
-def test_no_event_is_queued_during_a_graph_capture(device):
-    clock = DeviceClock(device.event, is_capturing=lambda: True)
-
-    assert clock.now() is None
-    assert not clock.reached(clock.now())
-    assert [] == device.queue
+    assert capturing.now() is None
+    assert not capturing.reached(None)
+    assert queued == device.queue
 
 
 def test_only_a_cuda_device_has_a_device_clock():

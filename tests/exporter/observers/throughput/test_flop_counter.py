@@ -10,7 +10,7 @@ import copy
 import math
 import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -66,15 +66,6 @@ class Last(nn.LSTM):
         return super().forward(x)[0]
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.scaled_dot_product_attention(*[x * self.scale] * 3, is_causal=True)
-
-
 class Grouped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -90,19 +81,33 @@ class Output:
     scores: torch.Tensor
 
 
-class WithLoss(Mlp):
-    def __init__(self, form: Any) -> None:
+class Custom(Mlp):
+    """A model whose forward pass is a function of the model and its arguments."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        self.form = form
+        self.function = function
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
-        loss = nn.functional.cross_entropy(super().forward(x), labels)
-        return self.form(loss=loss, scores=self.first(x))
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
 
 
-class WithoutLoss(Mlp):
-    def forward(self, x: torch.Tensor) -> Any:
-        return {"scores": [super().forward(x)], "more": (self.first(x), None, "text")}
+plain = Mlp.forward
+
+
+def with_loss(form: Callable[..., object]) -> Custom:
+    loss = nn.functional.cross_entropy
+    return Custom(lambda model, x, labels: form(loss=loss(plain(model, x), labels), scores=model.first(x)))
+
+
+def attend(model: Mlp, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.scaled_dot_product_attention(*[x * model.last.bias[0]] * 3, is_causal=True)
+
+
+def penalize(model: Mlp, x: torch.Tensor) -> torch.Tensor:
+    product = nn.functional.linear(x, model.first.weight)
+    (slope,) = torch.autograd.grad(product.square().sum(), x, create_graph=True)
+    return slope.square().sum()
 
 
 ATTENTION = 3 * 2 * 2 * 16 * (4 * 32 * 32 + 2 * 32 * 64 + 2 * 16 * 32) - 2 * 2 * 16 * 3 * 32**2
@@ -116,23 +121,21 @@ HALF = {"dtype": torch.bfloat16}
         (nn.Linear(8, 16), [rows()], 2 * 2 * BATCH * FIRST),
         (Mlp(), [rows(requires_grad=True)], 2 * 3 * BATCH * (FIRST + SECOND)),
         (nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), [torch.zeros(2, 16, 32)], ATTENTION),
-        (Scaled(), [torch.zeros(2, 4, 16, 8)], 3 * 2 * (2 * 2 * 4 * 16 * 16 * 8)),
+        (Custom(attend), [torch.zeros(2, 4, 16, 8)], 3 * 2 * (2 * 2 * 4 * 16 * 16 * 8)),
         (Last(8, 16, batch_first=True), [torch.zeros(BATCH, 5, 8)], 3 * 2 * BATCH * 5 * (8 + 16) * 4 * 16),
         (Grouped(), [torch.randn(24, 16, **HALF), torch.tensor([4, 8, 20, 24]).int()], 2 * 2 * 24 * 16 * 32),
-        (WithLoss(dict), [rows(), torch.zeros(BATCH).long()], MLP + 2 * BATCH * FIRST),
-        (WithLoss(Output), [rows(), torch.zeros(BATCH).long()], MLP + 2 * BATCH * FIRST),
-        (WithoutLoss(), [rows()], MLP + 2 * 2 * BATCH * FIRST),
+        (with_loss(dict), [rows(), torch.zeros(BATCH).long()], MLP + 2 * BATCH * FIRST),
+        (with_loss(Output), [rows(), torch.zeros(BATCH).long()], MLP + 2 * BATCH * FIRST),
+        (
+            *(Custom(lambda model, x: {"scores": [plain(model, x)], "more": (model.first(x), None, "text")}), [rows()]),
+            MLP + 2 * 2 * BATCH * FIRST,
+        ),
+        # The layer, the slope at its input, and both of their backward passes with two products each.
+        (Custom(penalize), [rows(requires_grad=True)], 6 * 2 * BATCH * FIRST),
     ],
     ids=[
-        "linear",
-        "input with gradient",
-        "attention",
-        "fused attention",
-        "recurrent",
-        "grouped",
-        "loss",
-        "loss of an object",
-        "no loss",
+        *("linear", "input with gradient", "attention", "fused attention", "recurrent", "grouped", "loss"),
+        *("loss of an object", "no loss", "gradient penalty"),
     ],
 )
 def test_count_equals_that_by_hand(model, args, by_hand):
@@ -161,25 +164,9 @@ def keep_products(_context, operation, *_args, **_kwargs):
     ids=["reentrant", "not reentrant", "selective"],
 )
 def test_recomputed_activations_count_once(options):
-    class Checkpointing(Mlp):
-        def forward(self, x):
-            return self.last(checkpoint(self.hidden, x, **options))
+    model = Custom(lambda own, x: own.last(checkpoint(own.hidden, x, **options)))
 
-    assert count_flops(Mlp(), rows(requires_grad=True)) == count_flops(Checkpointing(), rows(requires_grad=True))
-
-
-def test_gradient_penalty_in_the_forward_pass_counts():
-    class Penalty(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 16, bias=False)
-
-        def forward(self, x):
-            (slope,) = torch.autograd.grad(self.layer(x).square().sum(), x, create_graph=True)
-            return slope.square().sum()
-
-    # The layer, the slope at its input, and both of their backward passes with two products each.
-    assert 6 * 2 * BATCH * FIRST == count_flops(Penalty(), rows(requires_grad=True))
+    assert count_flops(Mlp(), rows(requires_grad=True)) == count_flops(model, rows(requires_grad=True))
 
 
 def test_compiled_model_counts_like_the_uncompiled_one():
@@ -198,11 +185,7 @@ def test_model_on_the_meta_device_is_counted():
 
 
 def test_model_in_evaluation_mode_is_counted_in_training_mode():
-    class Auxiliary(Mlp):
-        def forward(self, x):
-            return super().forward(x) + (self.last(self.first(x)) if self.training else 0)
-
-    model = Auxiliary().eval()
+    model = Custom(lambda own, x: plain(own, x) + (own.last(own.first(x)) if own.training else 0)).eval()
 
     assert MLP + 2 * BATCH * 2 * FIRST + 2 * BATCH * 3 * SECOND == count_flops(model, rows())
     assert not any(module.training for module in model.modules())
@@ -217,27 +200,13 @@ fused.register_autograd(lambda _context, gradient: gradient * 2)
 
 
 def test_operation_without_a_formula_is_named():
-    class Unknown(Mlp):
-        def forward(self, x):
-            return fused(super().forward(x))
-
     with pytest.warns(UserWarning, match=r"no formula for rankscope_test\.fused"):
-        count = count_flops(Unknown(), rows())
+        count = count_flops(Custom(lambda model, x: fused(plain(model, x))), rows())
 
     assert (MLP, ("rankscope_test.fused",)) == (count, count.unknown)
 
 
-class Taking(nn.Module):
-    """Takes any arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 16)
-
-    def forward(self, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-        return self.layer(rows())
-
-
+TAKING = Custom(lambda model, *_args, **_kwargs: plain(model, rows()))
 IDS = torch.zeros(3, 7, dtype=torch.long)
 DEEP = [[[[[[torch.ones(2)]]]]]]
 """The search for tensors ends before, because a list may contain itself."""
@@ -255,18 +224,18 @@ DEEP = [[[[[[torch.ones(2)]]]]]]
     ],
 )
 def test_count_has_the_samples_and_tokens_of_the_arguments(args, kwargs, samples, tokens):
-    count = count_flops(Taking(), *args, **kwargs)
+    count = count_flops(TAKING, *args, **kwargs)
 
     assert (samples, tokens) == (count.samples, count.tokens)
 
 
 def test_count_is_divided_by_tokens_and_samples():
-    count = count_flops(Taking(), IDS)
+    count = count_flops(TAKING, IDS)
 
     assert (float(count) / 21, float(count) / 3) == (count.per_token(), count.per_sample())
     assert float(count) / 14 == count.per_token(14)
     with pytest.raises(CountError, match="number of tokens"):
-        count_flops(Taking(), torch.zeros(4, 3, 32, 32)).per_token()
+        count_flops(TAKING, torch.zeros(4, 3, 32, 32)).per_token()
 
 
 def test_result_is_accepted_by_the_configuration_and_can_be_pickled():
@@ -362,15 +331,14 @@ def test_random_states_of_all_devices_in_use_are_restored(monkeypatch):
 
 
 def test_arguments_and_their_graph_are_unchanged():
-    class InPlace(Mlp):
-        def forward(self, x, more):
-            more["mask"].zero_()
-            return super().forward(x)
+    def in_place(model, x, more):
+        more["mask"].zero_()
+        return plain(model, x)
 
     leaf = torch.ones(BATCH, 8, requires_grad=True)
     x, mask = leaf * 2, torch.ones(3)
 
-    count_flops(InPlace(), x, {"mask": mask})
+    count_flops(Custom(in_place), x, {"mask": mask})
     x.sum().backward()
 
     assert torch.equal(torch.ones(3), mask)
@@ -404,20 +372,19 @@ def test_wrapped_and_divided_models_are_refused(group):
 
 
 def test_communication_with_other_ranks_is_refused_before_it_happens(group, monkeypatch):
-    class Reducing(Mlp):
-        def forward(self, x):
-            calls.append(x)
-            dist.all_reduce(x)
-            calls.append(x)
-            return super().forward(x)
+    def reduce(model, x):
+        calls.append(x)
+        dist.all_reduce(x)
+        calls.append(x)
+        return plain(model, x)
 
     calls: list[Any] = []
-    assert MLP == count_flops(Reducing(), rows())
+    assert MLP == count_flops(Custom(reduce), rows())
 
     calls.clear()
     monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
     with pytest.raises(CountError, match="communicates with other ranks"):
-        count_flops(Reducing(), rows())
+        count_flops(Custom(reduce), rows())
 
     assert 1 == len(calls)
 
@@ -459,12 +426,11 @@ def test_fake_tensors_are_counted_and_their_mode_is_refused():
 
 
 def test_scripted_and_nested_tensors_are_counted():
-    class Rows(Mlp):
-        def forward(self, x):
-            return self.first(x).values()
-
     scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16)))
     nested = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
 
-    assert [2 * 2 * 5 * FIRST] * 2 == [count_flops(scripted, rows()), count_flops(Rows(), nested)]
+    assert [2 * 2 * 5 * FIRST] * 2 == [
+        count_flops(scripted, rows()),
+        count_flops(Custom(lambda model, x: model.first(x).values()), nested),
+    ]
     assert 0 == scripted[1].num_batches_tracked
