@@ -16,7 +16,9 @@ from torch import nn
 def attached(**settings):
     net = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    config = MonitorConfig(console=False, exit_wait_seconds=0, statistics="torch", **settings)
+    # The watchdog looks for stacks eight times in `hang_after_seconds`, which do not apply before the first step.
+    limit = {"hang_after_seconds": 0.4}
+    config = MonitorConfig(console=False, exit_wait_seconds=0, statistics="torch", **limit, **settings)
     return Monitor(config).attach(net, optimizer)
 def events(monitor, kind="stacks"):
     records = monitor._session.channel.ring.after(-1, 1 << 30).records

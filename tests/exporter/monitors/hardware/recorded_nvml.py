@@ -21,7 +21,8 @@ RECORDING = Path(__file__).with_name("recorded_nvml.json")
 class RecordedNvml:
     """Returns the recorded answers of `pynvml` in order, and then always the last one.
 
-    Constants, errors and the names of functions are the real module's. An answer may be the name of an error.
+    Constants, errors and the names of functions are the real module's. An answer may be an error or
+    the name of one of NVML.
     """
 
     def __init__(
@@ -84,6 +85,8 @@ class RecordedNvml:
         position = self._asked.get((handle, name), 0)
         self._asked[handle, name] = position + 1
         found = answers[min(position, len(answers) - 1)]
+        if isinstance(found, Exception):
+            raise found
         if isinstance(found, str):
             raise pynvml.NVMLError(getattr(pynvml, found))
         return _as_struct(found)

@@ -8,6 +8,7 @@ import json
 import logging
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pynvml
 import pytest
@@ -203,25 +204,6 @@ OLDER_MODULE = AttributeError("module 'pynvml' has no such function")
 GONE = OSError("the driver is gone")
 
 
-class Failing:
-    """A double of which one function raises, optionally only for the given arguments after the handle."""
-
-    def __init__(self, call, error):
-        self._real, self._call, self._error = RecordedNvml(), call, error
-
-    def __getattr__(self, name):
-        found = getattr(self._real, name)
-        if not inspect.isroutine(found):
-            return found
-
-        def answer(*args):
-            if self._call in (name, "/".join([name, *map(str, args[1:])])):
-                raise self._error
-            return found(*args)
-
-        return answer
-
-
 def note(reported):
     return lambda _where, error: reported.append(str(error))
 
@@ -239,7 +221,7 @@ def note(reported):
 )
 def test_failed_metric_does_not_affect_the_others(call, error, missing):
     reported = []
-    scalars = opened(Failing(call, error), BUSY).read(note(reported))
+    scalars = opened(RecordedNvml(changes={BUSY: {call: [error]}}), BUSY).read(note(reported))
     found = {(scalar.name, *(scalar.labels[name] for name in scalar.labels if name != "gpu")) for scalar in scalars}
 
     assert {missing} == values(opened(RecordedNvml(), BUSY)).keys() - found
@@ -247,7 +229,9 @@ def test_failed_metric_does_not_affect_the_others(call, error, missing):
 
 
 def test_metrics_are_read_if_xids_cannot_be_read():
-    gpu = opened(Failing("nvmlEventSetCreate", OLDER_MODULE), BUSY)
+    nvml = RecordedNvml()
+    nvml.nvmlEventSetCreate = Mock(side_effect=OLDER_MODULE)
+    gpu = opened(nvml, BUSY)
 
     assert {("gpu_xid_errors_total",)} == values(opened(RecordedNvml(), BUSY)).keys() - values(gpu).keys()
     assert [] == gpu.xids(unexpected)
@@ -256,14 +240,7 @@ def test_metrics_are_read_if_xids_cannot_be_read():
 def test_error_after_an_xid_keeps_the_xid():
     nvml, reported = RecordedNvml(), []
     gpu = opened(nvml, BUSY)
-    answers = iter([nvml.nvmlEventSetWait_v2(gpu._events, 0)])
-
-    def wait(*_):
-        if (found := next(answers, None)) is None:
-            raise GONE
-        return found
-
-    nvml.nvmlEventSetWait_v2 = wait
+    nvml.nvmlEventSetWait_v2 = Mock(side_effect=[nvml.nvmlEventSetWait_v2(gpu._events, 0), GONE])
 
     assert [31] == [event.value for event in gpu.xids(note(reported))]
     assert ["the driver is gone"] == reported
