@@ -102,8 +102,5 @@ def test_hyperparameters_are_part_of_the_settings_of_the_run():
     shown = public_settings(Monitor({"hyperparameters": vars(given)}).config)["hyperparameters"]
 
     assert {"lr": 0.1, "password": "***", "net": "ReLU"} == shown
-
-
-def test_hyperparameters_that_are_no_table_are_rejected():
     with pytest.raises(ConfigError, match=r"hyperparameters must be a table, such as vars\(args\), not \[1\]"):
         MonitorConfig(hyperparameters=[1])

@@ -33,12 +33,6 @@ def test_run_name_has_the_documented_precedence(environment: dict[str, str], con
     assert run == resolve_identity(environment, configured).run
 
 
-def test_two_launches_of_one_job_have_different_launch_ids() -> None:
-    environment = {"SLURM_JOB_ID": "7"}
-
-    assert resolve_identity(environment, None).launch_id != resolve_identity(environment, None).launch_id
-
-
 def _in_group(rank: int, store: str, results: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     same = [resolve_identity({}, None) for _ in range(2)]
@@ -69,16 +63,14 @@ def test_ranks_of_a_group_share_run_and_launch_until_a_restart(tmp_path: Path) -
     assert restarts[0][0] != restarts[0][1] == restarts[0][2]
 
 
-def test_requeued_job_without_process_group_is_a_new_launch() -> None:
-    launcher = {"WORLD_SIZE": "2", "SLURM_JOB_ID": "7", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
-    requeued = {**launcher, "SLURM_RESTART_COUNT": "1"}
-
-    assert resolve_identity(launcher, None).launch_id != resolve_identity(requeued, None).launch_id
-
-
-def test_ranks_without_process_group_derive_equal_run_and_launch() -> None:
+def test_launch_is_common_to_its_ranks_and_new_for_a_requeued_or_second_job() -> None:
     launcher = {"WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
     first, second = (resolve_identity({**launcher, "RANK": rank}, None) for rank in "01")
+    job = launcher | {"SLURM_JOB_ID": "7"}
+    again = job | {"SLURM_RESTART_COUNT": "1"}
 
-    assert (first.run, first.launch_id) == (second.run, second.launch_id)
-    assert [0, 1] == [first.rank, second.rank]
+    assert [(0, first.run, first.launch_id), (1, first.run, first.launch_id)] == [
+        (one.rank, one.run, one.launch_id) for one in (first, second)
+    ]
+    for one, other in ((job, again), ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7"})):
+        assert resolve_identity(one, None).launch_id != resolve_identity(other, None).launch_id

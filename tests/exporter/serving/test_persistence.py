@@ -296,22 +296,17 @@ def test_record_refused_by_the_ring_is_not_spooled(spooled, record, tmp_path):
     assert [] == rank.faults
 
 
-def test_spool_folder_is_deleted_when_all_is_committed(spooled, service, until, tmp_path):
-    rank = spooled(3, ingest_url=service.url)
+def test_spool_has_the_registration_and_is_deleted_when_all_is_committed(spooled, service, until, tmp_path):
+    rank = spooled(3, ingest_url=service.url, settings={"every": 5})
     until(lambda: rank.channel.state.lease)
-    rank.records(2, committed=2, **LEASE)
-    rank.channel.close()
-
-    assert [] == list(tmp_path.iterdir())
-
-
-def test_identity_file_contains_the_registration(spooled, tmp_path):
-    spooled(1, settings={"every": 5})
     known = json.loads((tmp_path / OWN / "identity.json").read_text())["registration"]
     ours = {"run": "run-1", "launch_id": "launch-1", "rank": 0, "world_size": 2, "host": "node-1", "incarnation": OWN}
 
     assert {**ours, "pid": os.getpid(), "planned_steps": 100, "config": {"every": 5}}.items() <= known.items()
     assert known["started_at"] > 0
+    rank.records(2, committed=2, **LEASE)
+    rank.channel.close()
+    assert [] == list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 
 from rankscope_exporter.serving import http_server
@@ -124,58 +123,34 @@ def test_drain_returns_the_uncommitted_number_after_its_timeout(leased):
     assert time.monotonic() - begun < 10.0
 
 
-FORK = """
-    import os, socket, sys, urllib.request
-    import psutil
-    from rankscope_contract.model.identity import Identity
-    from rankscope_exporter.records.step_record import StepRecord
-    from rankscope_exporter.serving.rank_server import RankServer
-    from rankscope_exporter.serving.config import ServeConfig
-
-    def quiet(*_):
-        raise SystemExit("a fault was reported")
-
-    channel = RankServer(
-        Identity(run="r", launch_id="l", incarnation="i"), ServeConfig(spool_dir=None),
-        rules=(), settings={}, planned_steps=None,
-        on_fault=quiet, overhead=dict, dropped=dict, faults=int,
-    )
-    url = channel.start()
-    port = int(url.rpartition(":")[2])
-    channel.publish(StepRecord(ts=0))
-    reader = socket.create_connection(("127.0.0.1", port))
-    reader.sendall(b"GET /healthz HTTP/1.1\\r\\n\\r\\n")
-    received = b""
-    while b"head" not in received:
-        received += reader.recv(10000)
-
-    report_in, report_out = os.pipe()
-    go_in, go_out = os.pipe()
-    child = os.fork()
-    if child == 0:
-        channel.abandon_after_fork()
-        inert = channel.publish(StepRecord(ts=0)), channel.drain(5), channel.close(), channel.set_phase("x")
-        open_here = [c.status for c in psutil.Process().net_connections() if c.laddr and c.laddr.port == port]
-        os.write(report_out, repr((inert, open_here)).encode())
-        os.read(go_in, 1)
-        os._exit(0)
-    print(os.read(report_in, 1000).decode())
-    print(urllib.request.urlopen(url + "/healthz").status)
-    channel.close()
-    while reader.recv(1000):
-        pass
-    socket.create_server(("127.0.0.1", port)).close()
-    print("bound again")
-    os.write(go_out, b"x")
-    os.waitpid(child, 0)
-"""
-
-
-@pytest.mark.thorough
-def test_forked_child_has_no_sockets_of_the_rank():
+def test_forked_child_has_no_sockets_of_the_rank(rank):
     """The child has neither the listening socket nor the connections; the parent still serves and can close."""
-    script = textwrap.dedent(FORK)
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    rank.fill(1)
+    (report_in, report), (go_in, go), port = os.pipe(), os.pipe(), rank.port
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as reader:
+        reader.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+        received = b""
+        while b"head" not in received:
+            received += reader.recv(10_000)
+        child = os.fork()
+        if child == 0:
+            try:
+                rank.channel.abandon_after_fork()
+                inert = rank.fill(1), rank.channel.drain(5), rank.channel.close(), rank.channel.set_phase("x")
+                ports = {one.laddr.port for one in psutil.Process().net_connections() if one.laddr}
+                os.write(report, repr((inert, port in ports)).encode())
+                os.read(go_in, 1)
+            finally:
+                os._exit(0)
+        os.close(report)
+        in_child, status = os.read(report_in, 1000), rank.get("/healthz").status
+        rank.channel.close()
+        while reader.recv(1000):
+            pass
+    socket.create_server(("127.0.0.1", port)).close()  # while the child is still running
+    os.write(go, b"!")
+    os.waitpid(child, 0)
+    for end in (report_in, go_in, go):
+        os.close(end)
 
-    assert "" == ran.stderr
-    assert ["((-1, 0, None, None), [])", "200", "bound again"] == ran.stdout.splitlines()
+    assert (b"(([-1], 0, None, None), False)", 200, []) == (in_child, status, rank.faults)

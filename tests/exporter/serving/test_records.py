@@ -176,19 +176,16 @@ def test_healthz_and_config_show_state_and_settings(new_rank):
     assert ("NaN", ["AnomalyNan"]) == (config["odd"], config["rules"])
 
 
-def test_unknown_page_is_404_and_names_the_known_ones(rank):
-    got = rank.get("/")
-
-    assert 404 == got.status
-    assert "/records" in got.text
-    assert "/metrics" in got.text
-
-
 ALLOWED = dict.fromkeys(("/healthz", "/records", "/plan/0123", "/metrics", "/node/metrics"), "GET")
 ALLOWED |= {"/config": "GET, PUT, POST", "/stacks": "POST"}
 
 
-def test_405_answer_lists_the_methods_of_the_path(rank):
+def test_405_answer_lists_the_methods_and_404_answer_the_pages(rank):
+    unknown = rank.get("/")
+    assert 404 == unknown.status
+    assert "/records" in unknown.text
+    assert "/metrics" in unknown.text
+
     methods = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS")
     for path, allowed in ALLOWED.items():
         refused = [method for method in methods if method not in allowed.split(", ")]

@@ -36,6 +36,7 @@ def test_valid_document_changes_the_sampling(guarded, method):
 
     assert 202 == got.status
     assert {"to_come": [{"quantities": ["gradients"]}]} == json.loads(got.body)
+    assert {"since_step": 7} == json.loads(guarded.get("/config", **RIGHT).body)["measuring"]
 
 
 def test_request_without_the_right_token_changes_nothing(new_rank):
@@ -69,7 +70,3 @@ def test_rank_without_a_session_answers_503(new_rank):
 
     assert 503 == rank.get("/config", "PUT", b'{"quantities": []}', **RIGHT).status
     assert 503 == rank.get("/stacks", "POST", **RIGHT).status
-
-
-def test_get_config_shows_the_current_sampling(guarded):
-    assert {"since_step": 7} == json.loads(guarded.get("/config", **RIGHT).body)["measuring"]

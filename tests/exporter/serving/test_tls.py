@@ -55,10 +55,13 @@ def mutual(certificates):
     return {"client_auth_type": "RequireAndVerifyClientCert", "client_ca_file": str(certificates.ca)}
 
 
-def test_page_is_served_over_tls(new_tls_server, trusting):
+def test_page_and_error_are_served_over_tls(new_tls_server, trusting):
     body = bytes(range(256)) * 20_000
+    server = new_tls_server(application=lambda _: 1 / 0)
 
     assert body == asked(new_tls_server(application=lambda _: Answer(200, (body[:7], body[7:]))), trusting)
+    assert b"internal error" in asked(server, trusting)
+    assert [ZeroDivisionError] == [type(fault) for fault in server.faults]
 
 
 def test_only_a_client_certificate_of_the_ca_is_accepted(new_tls_server, mutual, certificates, trusting, caplog, until):
@@ -130,13 +133,6 @@ def test_connections_above_the_limit_close_without_handshake(new_tls_server, tru
     assert b"/hello {}\n" == asked(server, trusting)
 
 
-def test_errors_are_answered_inside_tls(new_tls_server, trusting):
-    server = new_tls_server(application=lambda _: 1 / 0)
-
-    assert b"internal error" in asked(server, trusting)
-    assert [ZeroDivisionError] == [type(fault) for fault in server.faults]
-
-
 def test_new_certificate_is_used_for_the_next_connection(new_tls_server, certificates, tmp_path, trusting):
     server = new_tls_server("expired")
     with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
@@ -198,16 +194,12 @@ def test_wrong_certificate_of_the_service_is_reported(new_tls_server, certificat
     assert "https://127.0.0.1" in text
 
 
-def test_missing_or_wrong_client_certificate_is_reported(new_tls_server, mutual, certificates):
+def test_missing_client_certificate_or_tls_is_reported(new_tls_server, mutual, certificates, service):
     url = f"https://127.0.0.1:{new_tls_server(web=mutual).port}"
 
     assert "it requires a client certificate" in registering(url, certificates)
     assert "client cert" in registering(url, certificates, client="stranger")
-
-
-def test_https_to_a_plain_service_is_reported(service, certificates):
     text = registering(service.url.replace("http:", "https:"), certificates)
-
     assert "it does not use TLS: use an http:// address" in text
 
 
@@ -230,14 +222,11 @@ def test_client_certificates_replace_the_token(certificates, mutual, tmp_path):
     assert "https" == ServeConfig(listen="0.0.0.0:0", web_config=str(guarded)).scheme
 
 
-def test_basic_auth_users_are_refused_on_a_rank(tmp_path):
-    web = tmp_path / "web.json"
-    web.write_text('{"basic_auth_users": {"me": "$2y$10$abc"}}')
+def test_unusable_web_configuration_is_refused_at_start(certificates, tmp_path):
+    basic = tmp_path / "basic.json"
+    basic.write_text('{"basic_auth_users": {"me": "$2y$10$abc"}}')
     with pytest.raises(ServeError, match=r"basic_auth_users is not supported on a rank.*RANKSCOPE_TOKEN"):
-        ServeConfig(web_config=str(web))
-
-
-def test_unusable_certificate_is_refused_at_start(certificates, tmp_path):
+        ServeConfig(web_config=str(basic))
     web = certificates.web_config(tmp_path / "web.json", key_file=str(certificates.key("client")))
     with pytest.raises(ServeError, match="the key belongs to another certificate"):
         open_server(ServeConfig(web_config=str(web)), lambda _: Answer(204), on_fault=lambda *_: None, meter=CpuMeter())

@@ -33,18 +33,13 @@ def test_rows_are_those_of_the_last_step_with_the_kind():
 
 def test_at_most_the_configured_number_of_steps_is_kept():
     kept = api(steps=2)
+    feature = {"kind": "stable_rank", "module": "head", "index": None, "value": 2.0}
     for step in range(1, 6):
-        kept.put(record(step, (entry(), FINITE)))
+        kept.put(record(step, (entry(), FINITE), features=(feature,)))
         kept.put(record(step))  # a later record of the same step has no rows
 
     assert (4, 5) == kept.steps()
     assert () == kept.rows(step=3)
-
-
-def test_features_are_kept_with_their_step():
-    kept = api()
-    kept.put(record(3, features=({"kind": "stable_rank", "module": "head", "index": None, "value": 2.0},)))
-
     assert [2.0] == [row["value"] for row in kept.features("stable_rank")]
     assert () == kept.features("softmax_max")
 
