@@ -90,6 +90,14 @@ def test_invalid_parameter_is_400_and_named(rank):
         assert query.partition("=")[0] in got.text
 
 
+def test_overwritten_records_without_a_spool_are_reported_as_lost(new_rank):
+    rank = new_rank(ring_records=256)
+    rank.fill(300)
+    got = rank.records(9, max_bytes=1)
+
+    assert ("10-43", [44], 44.0) == (got.headers["Rankscope-Lost"], got.seqs, rank.dropped("ring_overrun"))
+
+
 def test_each_page_except_healthz_needs_the_right_token(new_rank):
     rank = new_rank(token="open-sesame")
     for token in (None, "Bearer wrong", "Basic open-sesame", "open-sesame", "Bearer öpen"):
