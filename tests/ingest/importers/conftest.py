@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,9 +69,15 @@ class Logs:
         return path
 
 
-@pytest.fixture
-def logs(tmp_path: Path) -> Iterator[Logs]:
-    with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
-        logs = Logs(tmp_path, writer)
+@contextlib.contextmanager
+def logs_in(folder: Path) -> Iterator[Logs]:
+    with Store.open(folder / "store", create=True).claim(owner="test") as writer:
+        logs = Logs(folder, writer)
         yield logs
         logs.close()
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Iterator[Logs]:
+    with logs_in(tmp_path) as logs:
+        yield logs

@@ -32,20 +32,9 @@ from rankscope_storage.writer.writer import Writer
 
 START = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
 IMPORTED = {"imported_from": "logs/metrics.jsonl"}
-RUN = {
-    "run": "r",
-    "attempt": 0,
-    "state": "completed",
-    "source_kind": "live",
-    "started_at": START,
-    "ended_at": START + dt.timedelta(minutes=5),
-    "planned_steps": 20,
-    "last_step": 20,
-    "world_size": 2,
-    "config": '{"lr": 0.1}',
-    "reason": "exit 0",
-    "ts": START,
-}
+ENDED = {"state": "completed", "reason": "exit 0", "started_at": START, "ended_at": START + dt.timedelta(minutes=5)}
+PLAN = {"planned_steps": 20, "last_step": 20, "world_size": 2, "config": '{"lr": 0.1}'}
+RUN = {"run": "r", "attempt": 0, "source_kind": "live", "ts": START, **ENDED, **PLAN}
 
 
 class LiveStore:
@@ -57,17 +46,8 @@ class LiveStore:
     def report(self, attempt: int = 0) -> None:
         """Store the run, and 20 steps of both ranks in `attempt`."""
         scalars = [
-            {
-                "run": "r",
-                "attempt": attempt,
-                "rank": rank,
-                "incarnation": f"process-{attempt}-{rank}",
-                "seq": step,
-                "step": step,
-                "ts": START + dt.timedelta(seconds=step),
-                "name": name,
-                "value": value,
-            }
+            {"run": "r", "attempt": attempt, "rank": rank, "incarnation": f"process-{attempt}-{rank}", "seq": step}
+            | {"step": step, "ts": START + dt.timedelta(seconds=step), "name": name, "value": value}
             for rank in range(2)
             for step in range(1, 21)
             for name, value in (("loss", float(step)), ("step_seconds", 1.0), ("tokens_per_second", 100.0))
@@ -82,10 +62,8 @@ class LiveStore:
         """Write a log with loss 100 and further facts about the run."""
         path = self.folder / "logs" / "metrics.jsonl"
         path.parent.mkdir(exist_ok=True)
-        rows = [
-            {"step": step, "loss": 100.0, "tokens_per_second": 1.0, "total_steps": 999, "timer/io": 0.5}
-            for step in range(first, last + 1)
-        ]
+        row = {"loss": 100.0, "tokens_per_second": 1.0, "total_steps": 999, "timer/io": 0.5}
+        rows = [{"step": step, **row} for step in range(first, last + 1)]
         path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         return path
 

@@ -12,6 +12,7 @@ import struct
 from pathlib import Path
 
 import pytest
+from tests.ingest.importers.conftest import logs_in
 
 from rankscope_ingest.importers import Faults, find_importer
 from rankscope_ingest.importers.msprobe import Msprobe, csv_rows, discovery
@@ -46,16 +47,22 @@ def csv_file(logs, rows, *, header=HEADER, name="grad_reduced_0-9.csv", folder=F
     return logs.write(f"out/{folder}/{name}", "\n".join([header, *rows]) + "\n")
 
 
-@pytest.mark.usual(3)
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """Return a store with the output of one rank, for tests that only read it."""
+    with logs_in(tmp_path_factory.mktemp("single")) as logs:
+        logs.import_log(SINGLE)
+        yield logs
+
+
 @pytest.mark.parametrize("family", KINDS)
-def test_every_parameter_row_is_imported(logs, family):
+def test_every_parameter_row_is_imported(single, family):
     """Steps count from 1. Adam's moments are taken before the step and belong to the step before."""
-    logs.import_log(SINGLE)
     expected = [
         (int(row["step"]) + (not family.startswith("exp")), row["name"], *map(float32, (row["norm"], row["mean"])))
         for row in plain_rows(SINGLE, family)
     ]
-    found = logs.query(
+    found = single.query(
         "SELECT step, tensor, norm, mean FROM tensor_stats WHERE kind = $kind ORDER BY seq", kind=KINDS[family]
     )
 
@@ -66,8 +73,7 @@ def test_every_parameter_row_is_imported(logs, family):
 @pytest.mark.parametrize(
     ("family", "kinds"), [("actv", ("act_in", "act_out")), ("actv_grad", ("act_grad_in", "act_grad_out"))]
 )
-def test_activations_have_module_slot_and_micro_step(logs, family, kinds):
-    logs.import_log(SINGLE)
+def test_activations_have_module_slot_and_micro_step(single, family, kinds):
     expected = []
     for row in plain_rows(SINGLE, family):
         if row["shape"] == "nan":
@@ -76,7 +82,7 @@ def test_activations_have_module_slot_and_micro_step(logs, family, kinds):
         word, _, index = slot.partition("_")
         kind = kinds[word == "output"]
         expected.append((kind, module, int(index) if index else None, int(row["step"]) + 1, int(row["micro_step"])))
-    found = logs.query(
+    found = single.query(
         'SELECT kind, tensor, "index", step, micro_step FROM tensor_stats '
         "WHERE list_contains($kinds, kind) ORDER BY seq",
         kinds=list(kinds),
@@ -86,9 +92,8 @@ def test_activations_have_module_slot_and_micro_step(logs, family, kinds):
     assert {None, 0, 1, 2} == {row["index"] for row in found}
 
 
-def test_features_get_stored_names(logs):
-    logs.import_log(SINGLE)
-    kinds = logs.query(
+def test_features_get_stored_names(single):
+    kinds = single.query(
         "SELECT kind, count(*) AS rows, count(micro_step) AS micro FROM features GROUP BY ALL ORDER BY ALL"
     )
     row = next(plain_rows(SINGLE, "linear_hook"))
@@ -103,25 +108,24 @@ def test_features_get_stored_names(logs):
     assert "layers.0.qkv.linear" == row["name"]
     assert [float32(row["sr"]), float32(row["kernel_norm"])] == [
         found["value"]
-        for found in logs.query(
+        for found in single.query(
             "SELECT value FROM features WHERE module = 'layers.0.qkv' AND step = 1 ORDER BY kind DESC"
         )
     ]
 
 
-def test_absent_tensor_has_no_row(logs):
+def test_absent_tensor_has_no_row(single):
     """In this case msprobe writes a row of nan for a gradient that does not exist."""
-    logs.import_log(SINGLE)
     absent = [row for row in plain_rows(SINGLE, "actv_grad") if row["shape"] == "nan"]
 
     assert 8 == len(absent)
-    assert len([*plain_rows(SINGLE, "actv_grad")]) - 8 == logs.value(
+    assert len([*plain_rows(SINGLE, "actv_grad")]) - 8 == single.value(
         "SELECT count(*) FROM tensor_stats WHERE kind LIKE 'act_grad_%'"
     )
-    assert 0 == logs.value(
+    assert 0 == single.value(
         "SELECT count(*) FROM tensor_stats WHERE kind = 'act_grad_in' AND tensor IN ('', 'embedding')"
     )
-    assert 0 == logs.value("SELECT count(*) FROM tensor_stats WHERE norm IS NULL OR isnan(norm)")
+    assert 0 == single.value("SELECT count(*) FROM tensor_stats WHERE norm IS NULL OR isnan(norm)")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -140,17 +144,16 @@ def test_nan_in_gradient_and_moment_have_the_same_step(logs, rank):
     assert 2 == logs.value("SELECT world_size FROM runs")
 
 
-def test_tensors_are_described_per_slot(logs):
-    logs.import_log(SINGLE)
+def test_tensors_are_described_per_slot(single):
     query = """SELECT "index", shape, dtype, module FROM tensors WHERE kind = $kind AND tensor = $tensor ORDER BY ALL"""
 
-    assert [{"index": None, "shape": [4, 8], "dtype": "int64", "module": "embedding"}] == logs.query(
+    assert [{"index": None, "shape": [4, 8], "dtype": "int64", "module": "embedding"}] == single.query(
         query, kind="act_in", tensor="embedding"
     )
     assert [(slot, [8, 4, 2, 8], "float32", "layers.0.core") for slot in range(3)] == [
-        tuple(row.values()) for row in logs.query(query, kind="act_in", tensor="layers.0.core")
+        tuple(row.values()) for row in single.query(query, kind="act_in", tensor="layers.0.core")
     ]
-    assert ["embedding"] == [row["module"] for row in logs.query(query, kind="exp_avg", tensor="embedding.weight")]
+    assert ["embedding"] == [row["module"] for row in single.query(query, kind="exp_avg", tensor="embedding.weight")]
 
 
 @pytest.mark.thorough
