@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import json
 
 import pytest
 from aiohttp import ClientSession, web
 from tests.ingest import builders
+from tests.ingest.servers import serving
 
 from rankscope_ingest.detect.stall_handler import request_stacks
 from rankscope_ingest.record_channel.client import Fetcher
@@ -23,20 +25,12 @@ def target(rank, url, **more):
 @pytest.fixture
 async def serve():
     """Return a function that serves a handler of POST /stacks on loopback and returns its URL."""
-    runners = []
+    async with contextlib.AsyncExitStack() as stack:
 
-    async def start(handler):
-        application = web.Application()
-        application.router.add_post("/stacks", handler)
-        runner = web.AppRunner(application)
-        runners.append(runner)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async def start(handler):
+            return f"http://{await stack.enter_async_context(serving(web.post('/stacks', handler)))}"
 
-    yield start
-    for runner in runners:
-        await runner.cleanup()
+        yield start
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import pyarrow as pa
 import pytest
-from aiohttp import web
+from tests.ingest.servers import Receiver
 from tests.programs import Started, start_module
 
 from rankscope_contract.model.events import Event
@@ -156,33 +156,6 @@ def finish(channels, step):
         return [channel.drain(30) for channel in channels]
 
 
-class Receiver:
-    """A real HTTP endpoint that receives notifications."""
-
-    def __init__(self) -> None:
-        self.messages: list[dict] = []
-        self.refuse = 0
-
-    async def __aenter__(self):
-        application = web.Application()
-        application.add_routes([web.post("/", self._take)])
-        self._runner = web.AppRunner(application, access_log=None)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"json://127.0.0.1:{self._runner.addresses[0][1]}/"
-        return self
-
-    async def __aexit__(self, *_):
-        await self._runner.cleanup()
-
-    async def _take(self, request):
-        if self.refuse:
-            self.refuse -= 1
-            return web.Response(status=500)
-        self.messages.append(await request.json())
-        return web.Response()
-
-
 @pytest.mark.thorough
 async def test_each_incident_is_notified_once_also_across_kills(make_service, open_channels):
     """Step 60: the local gradient of one tensor on one rank, then all reduced ones. Step 120: another tensor."""
@@ -207,7 +180,7 @@ async def test_each_incident_is_notified_once_also_across_kills(make_service, op
             await asyncio.sleep(0.005)
         left = await asyncio.to_thread(finish, channels, 180)
         status = await asyncio.to_thread(service.terminate)
-        titles = sorted(":".join(message["title"].split(":")[:2]) for message in receiver.messages)
+        titles = sorted(":".join(title.split(":")[:2]) for title in receiver.titles)
 
     assert ([0, 0], 0) == (left, status)
     assert [
@@ -259,7 +232,7 @@ async def test_failed_run_is_notified_once(start_service, fake_rank, eventually)
                 await eventually(lambda: receiver.messages)
                 state = await service.run_state()
 
-    titles = [message["title"].partition(", step")[0] for message in receiver.messages]
+    titles = [title.partition(", step")[0] for title in receiver.titles]
     assert ["[critical] r: RunFailed, rank 0"] == titles
     assert "message: rank 0: boom" in receiver.messages[0]["message"]
     assert 2 == state["step"]  # the last completed one of the exit report

@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 from tests.ingest.remote_read.streams import MESSAGES
 from tests.ingest.remote_read.test_with_prometheus import OLD, OUTSIDE, prometheus
+from tests.ingest.servers import serving
 
 from rankscope_ingest.base.config import RemoteReadSection
 from rankscope_ingest.base.protobuf import packed, unpacked
@@ -116,21 +117,15 @@ async def two_readers(store, monkeypatch, sent):
 
     monkeypatch.setattr(handler, "read", counted)
     monkeypatch.setattr(handler, "_KEPT_SAMPLES", -1)  # each case reads the store
-    application, readers = web.Application(), []
+    readers, routes = [], []
     for via, kind in READERS.items():
         section = RemoteReadSection(external_labels={**OUTSIDE, "via": via}, max_samples=100_000)
         readers.append(kind(str(store), section))
-        application.router.add_post(f"/{via}", readers[-1].answer)
-    runner = web.AppRunner(application, handle_signals=False)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = "http://{}:{}".format(*runner.addresses[0][:2])
-    try:
-        yield [{"url": f"{url}/{via}", "name": via, "required_matchers": {"via": via}} for via in READERS]
-    finally:
-        await runner.cleanup()
-        for reader in readers:
-            reader.close()
+        routes.append(web.post(f"/{via}", readers[-1].answer))
+    async with serving(*routes) as address:
+        yield [{"url": f"http://{address}/{via}", "name": via, "required_matchers": {"via": via}} for via in READERS]
+    for reader in readers:
+        reader.close()
 
 
 async def result_of(url, path, text, via, **when):

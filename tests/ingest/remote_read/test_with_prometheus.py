@@ -21,7 +21,7 @@ import pytest
 import yaml
 from aiohttp import web
 from tests.ingest.remote_read.streams import MESSAGES, decoded, frames_of
-from tests.ingest.scrape.test_exporters import FakeExporter
+from tests.ingest.servers import FakeExporter
 
 from rankscope_ingest.base.protobuf import packed, unpacked
 from rankscope_ingest.remote_read import handler

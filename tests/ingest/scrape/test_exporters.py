@@ -6,39 +6,11 @@ import json
 
 import aiohttp
 from aiohttp import web
+from tests.ingest.servers import FakeExporter
 
 PAGE = b'# HELP power Power.\n# TYPE power gauge\npower{gpu="0",model="NVIDIA H100 80GB"} 120.5\n'
 UP_OF_ALL = "SELECT target, value FROM samples WHERE metric = 'up'"
 UP = "SELECT value FROM samples WHERE metric = 'up' ORDER BY ts"
-
-
-class FakeExporter:
-    """A server with one page on a separate port; `answer`, if set, replaces the response."""
-
-    def __init__(self, page=PAGE):
-        self.page = page
-        self.requests = []
-        self.answer = None
-
-    async def __aenter__(self):
-        application = web.Application()
-        application.router.add_get("/{path:.*}", self._handle)
-        self._runner = web.AppRunner(application, handle_signals=False)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.address = "{}:{}".format(*self._runner.addresses[0][:2])
-        self.url = f"http://{self.address}/metrics"
-        return self
-
-    async def __aexit__(self, *_):
-        await self._runner.cleanup()
-
-    async def _handle(self, request):
-        self.requests.append(request)
-        if self.answer is not None:
-            return self.answer(request)
-        return web.Response(body=self.page, headers={"Content-Type": "text/plain; version=0.0.4"})
 
 
 def gzipped(_):
@@ -52,7 +24,7 @@ def section(exporter, **more):
 async def test_page_is_stored_and_the_token_is_not_sent_to_exporters(start_service, eventually):
     """Rows contain target, labels and the samples about the scrape. The metrics of the service count them."""
     token = {"Authorization": "Bearer secret"}
-    async with FakeExporter() as exporter:
+    async with FakeExporter(PAGE) as exporter:
         exporter.answer = gzipped
         changes = {"exporters": [section(exporter, name="node-1", labels={"dc": "east"})], "service.token": "secret"}
         async with start_service(**changes) as service:
@@ -95,7 +67,7 @@ BAD = {
 async def test_bad_page_is_reported_and_stores_up_0(start_service, eventually):
     """The same applies to an address outside the allowed networks, which is not connected to."""
     async with contextlib.AsyncExitStack() as stack:
-        exporters = [await stack.enter_async_context(FakeExporter()) for _ in BAD]
+        exporters = [await stack.enter_async_context(FakeExporter(PAGE)) for _ in BAD]
         for exporter, answer in zip(exporters, BAD.values(), strict=True):
             exporter.answer = answer
         sections = [section(exporter, max_bytes=1_000_000) for exporter in exporters]
@@ -117,7 +89,7 @@ async def test_bad_page_is_reported_and_stores_up_0(start_service, eventually):
 async def test_lists_in_files_and_at_a_url_are_followed(start_service, eventually, tmp_path):
     """An invalid edit changes nothing. When a file is removed, its exporters are removed and their series end."""
     file = tmp_path / "targets.json"
-    async with FakeExporter() as one, FakeExporter() as two, FakeExporter() as directory:
+    async with FakeExporter(PAGE) as one, FakeExporter(PAGE) as two, FakeExporter(PAGE) as directory:
         directory.page = json.dumps([{"targets": [two.address], "labels": {"dc": "west"}}]).encode()
         file.write_text(json.dumps([{"targets": [one.address]}]))
         quick = {"every_seconds": 0.1, "refresh_seconds": 0.05, "timeout_seconds": 5}
@@ -143,7 +115,7 @@ async def test_lists_in_files_and_at_a_url_are_followed(start_service, eventuall
 
 async def test_lag_of_an_exporter_is_the_age_of_its_last_successful_scrape(start_service, eventually):
     """The lag increases while scrapes fail."""
-    async with FakeExporter() as exporter, start_service(exporters=[section(exporter)]) as service:
+    async with FakeExporter(PAGE) as exporter, start_service(exporters=[section(exporter)]) as service:
 
         async def state(up):
             (found,) = await described(service)

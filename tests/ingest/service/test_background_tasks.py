@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from tests.ingest.remote_write.messages import post, write_request
-from tests.ingest.scrape.test_exporters import FakeExporter
+from tests.ingest.servers import FakeExporter
 
 import rankscope_ingest
 from rankscope_ingest.base import background

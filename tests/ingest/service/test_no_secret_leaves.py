@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 
-import aiohttp
 import pyarrow as pa
 from aiohttp import web
-from tests.ingest.remote_write.messages import write_request
+from tests.ingest.remote_write.messages import post, write_request
+from tests.ingest.servers import FakeExporter, serving
 
 from rankscope.output.log_lines import log_to
 from rankscope_contract.model.schema import DATASETS, Plan, PlanEntry
@@ -21,6 +21,9 @@ ENTRANCES = (
     *("user agent", "log line", "refused run", "registered address"),
 )
 """Places of the secrets. The secret of a place is its name with the digits 1 to 9 instead of the vowels."""
+
+
+JSON = {"Content-Type": "application/json", "Content-Encoding": "identity"}
 
 
 def secret(entrance: str) -> str:
@@ -47,35 +50,27 @@ async def register(service, rank) -> None:
     """Register `rank` as a rank of another release does, which masks nothing."""
     config = {"api_key": secret("setting"), "argv": ["train.py", "--password", secret("argument")]}
     own = {"run": url("run"), "host": url("host"), "config": config, "head": rank.head}
-    document = json.loads(rank.registration.to_json()) | own
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(f"{service.url}/api/v1/register", json=document) as response,
-    ):
-        rank.lease = (await response.json())["lease"]
+    document = json.dumps(json.loads(rank.registration.to_json()) | own)
+    rank.lease = json.loads((await post(service, document, "/api/v1/register", **JSON))[2])["lease"]
 
 
 async def send_others(service, rank) -> None:
     """Send a remote write request, and requests that the service refuses."""
     labels = {"__name__": "probe_up", "instance": url("remote write target"), "page": url("remote write label")}
     body = pa.compress(write_request((labels, [(1_700_000_000_000, 1.0)])), "snappy", asbytes=True)
-    headers = {"Content-Encoding": "snappy", "Content-Type": "application/x-protobuf", "User-Agent": "agent"}
-    wrong = {**headers, "User-Agent": f"agent {url('user agent')}", "Content-Type": "text/plain"}
     odd = json.loads(rank.registration.to_json()) | {"incarnation": "odd", "launch_id": "odd", "run": "odd"}
     documents = [
         {**odd, "url": url("registered address")},
         {**odd, "rank": f"token={secret('refused run')}"},
         {**odd, "rank": 7, "run": url("refused run")},
     ]
-    async with aiohttp.ClientSession() as session:
-        for given in (headers, wrong):
-            async with session.post(f"{service.url}/api/v1/write", data=body, headers=given) as response:
-                assert secret("user agent") not in await response.text()
-        for document in documents:
-            async with session.post(f"{service.url}/api/v1/register", json=document) as response:
-                text = await response.text()
-                assert response.status == 400
-                assert not any(secret(name) in text for name in ENTRANCES), text
+    wrong = {"User-Agent": f"agent {url('user agent')}", "Content-Type": "text/plain"}
+    for headers in ({}, wrong):
+        assert secret("user agent") not in (await post(service, body, **headers))[2]
+    for document in documents:
+        status, _, text = await post(service, json.dumps(document), "/api/v1/register", **JSON)
+        assert 400 == status
+        assert not any(secret(name) in text for name in ENTRANCES), text
 
 
 async def everything(service) -> dict[str, str]:
@@ -93,6 +88,23 @@ async def everything(service) -> dict[str, str]:
     return found
 
 
+def settings(address, folder):
+    """Return a configuration with exporters, a receiver of messages at `address`, and a log."""
+    (folder / "list.json").write_text(json.dumps([{"targets": [f"bob:{secret('list of exporters')}@host:1"]}]))
+    (folder / "train.log").write_text(OWN_LOG.replace("{log line}", secret("log line")))
+    users = [f"reader:{secret('exporter address')}", f"reader:{secret('exporter without a name')}"]
+    exporters = [{"url": f"http://{user}@{address}/metrics"} for user in users]
+    query = f"?token={secret('query of an exporter')}"
+    exporters.append({"url": f"http://a:{secret('refused exporter')}@127.0.0.1:1/m{query}", "name": "refused"})
+    return {
+        "exporters": [{**one, "every_seconds": 0.1, "timeout_seconds": 1} for one in exporters],
+        "exporter_lists": [{"file": str(folder / "list.json"), "refresh_seconds": 1}],
+        "notify.urls": [f"json://bob:{secret('address for messages')}@{address}/hook"],
+        "notify.group_wait_seconds": 0.0,
+        "watch": [{"log": str(folder / "train.log"), "run": "followed", "poll_seconds": 0.2, "settle_seconds": 0}],
+    }
+
+
 async def test_secret_of_no_entrance_is_stored_shown_or_sent(tmp_path, start_service, fake_rank, eventually):
     asked, bodies, lines = [], [], []
 
@@ -103,26 +115,12 @@ async def test_secret_of_no_entrance_is_stored_shown_or_sent(tmp_path, start_ser
         asked.append(request.headers.get("Authorization"))
         return web.Response(text=f'probe{{page="{url("exporter label")}",key="queue:3",token="a"}} 1\n')
 
-    runner = web.AppRunner(web.Application(), shutdown_timeout=0.1)
-    runner.app.router.add_route("*", "/{path:.*}", answer)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    port = runner.addresses[0][1]
-    (tmp_path / "list.json").write_text(json.dumps([{"targets": [f"bob:{secret('list of exporters')}@host:1"]}]))
-    (tmp_path / "train.log").write_text(OWN_LOG.replace("{log line}", secret("log line")))
-    users = [f"reader:{secret('exporter address')}", f"reader:{secret('exporter without a name')}"]
-    exporters = [{"url": f"http://{user}@127.0.0.1:{port}/metrics"} for user in users]
-    query = f"?token={secret('query of an exporter')}"
-    exporters.append({"url": f"http://a:{secret('refused exporter')}@127.0.0.1:1/m{query}", "name": "refused"})
-    changes = {
-        "exporters": [{**one, "every_seconds": 0.1, "timeout_seconds": 1} for one in exporters],
-        "exporter_lists": [{"file": str(tmp_path / "list.json"), "refresh_seconds": 1}],
-        "notify.urls": [f"json://bob:{secret('address for messages')}@127.0.0.1:{port}/hook"],
-        "notify.group_wait_seconds": 0.0,
-        "watch": [{"log": str(tmp_path / "train.log"), "run": "followed", "poll_seconds": 0.2, "settle_seconds": 0}],
-    }
     with log_to(lines.append):
-        async with start_service(**changes) as service, fake_rank() as rank:
+        async with (
+            serving(web.route("*", "/{path:.*}", answer)) as address,
+            start_service(**settings(address, tmp_path)) as service,
+            fake_rank() as rank,
+        ):
             scalar = {"name": url("scalar"), "value": 1.0, "labels": json.dumps({"of": url("scalar label")})}
             rank.publish(scalars=[{"name": "loss", "value": 2.0}, scalar], events=events())
             await register(service, rank)
@@ -133,32 +131,35 @@ async def test_secret_of_no_entrance_is_stored_shown_or_sent(tmp_path, start_ser
             await eventually(lambda: service.rows("SELECT 1 FROM scalars WHERE run = 'followed'"))
             await eventually(lambda: service.rows("SELECT 1 FROM runs WHERE run <> 'followed' AND state = 'failed'"))
             found = await everything(service) | {"log": "\n".join(lines), "messages": "\n".join(bodies)}
-    await runner.cleanup()
 
     leaks = {(name, place) for name in ENTRANCES for place, text in found.items() if secret(name) in text}
     assert set() == leaks
-    assert [f"127.0.0.1:{port}", f"127.0.0.1:{port}#2"] == sorted(row["target"] for row in service.rows(query))
+    assert [address, f"{address}#2"] == sorted(row["target"] for row in service.rows(query))
     assert "https://***@host:8080/x refused, Bearer ***" in found["messages"]
     assert '"key":"queue:3"' in service.rows("SELECT labels FROM samples WHERE metric = 'probe'")[0]["labels"]
     for kept in ("0123456789abcdef0123456789abcdef01234567", "/data/a/very/long/path/model.layers.0.weight"):
         assert kept in found["events"]
 
 
+NAMES = {
+    "name": "scalars WHERE name LIKE 'y%'",
+    "tensor": "tensor_stats",
+    "metric": "samples WHERE metric LIKE 'y%'",
+    "labels": "samples WHERE metric LIKE 'y%'",
+}
+
+
 async def test_long_texts_are_cut_at_each_entrance(start_service, fake_rank, eventually):
     """Names of an exporter, and of a rank of another release, remain different if they differ after the limit."""
     long = "y" * 50_000
-    pages = web.Application()
-
-    async def answer(_: web.Request) -> web.Response:
-        return web.Response(text="".join(f'{long}{end}{{a="{long}{end}"}} 1\n' for end in "ab"))
-
-    pages.router.add_get("/metrics", answer)
-    runner = web.AppRunner(pages, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    exporter = {"url": f"http://127.0.0.1:{runner.addresses[0][1]}/metrics", "every_seconds": 0.1, "timeout_seconds": 5}
+    page = "".join(f'{long}{end}{{a="{long}{end}"}} 1\n' for end in "ab")
+    quick = {"every_seconds": 0.1, "timeout_seconds": 5}
     plan = Plan(tuple(PlanEntry("param", f"{long}{end}") for end in "ab"), ("norm",), ("numel",))
-    async with start_service(exporters=[exporter]) as service, fake_rank() as rank:
+    async with (
+        FakeExporter(page.encode()) as exporter,
+        start_service(exporters=[{"url": exporter.url, **quick}]) as service,
+        fake_rank() as rank,
+    ):
         numbers = {"plan": rank.add_plan(plan), "values": [1.0, 2.0], "counts": [1, 1]}
         labels = json.dumps({"of": long})
         scalars = [{"name": f"{long}{end}", "value": 1.0, "labels": labels} for end in "ab"]
@@ -170,17 +171,9 @@ async def test_long_texts_are_cut_at_each_entrance(start_service, fake_rank, eve
         await eventually(lambda: service.rows("SELECT 1 FROM samples WHERE metric LIKE 'y%'"))
         found = await everything(service)
         names = {
-            column: {
-                row["name"] for row in service.rows(f"SELECT DISTINCT {column} AS name FROM {table} WHERE {which}")
-            }
-            for table, column, which in (
-                ("scalars", "name", "name LIKE 'y%'"),
-                ("tensor_stats", "tensor", "true"),
-                ("samples", "metric", "metric LIKE 'y%'"),
-                ("samples", "labels", "metric LIKE 'y%'"),
-            )
+            column: [row[column] for row in service.rows(f"SELECT DISTINCT {column} FROM {table}")]
+            for column, table in NAMES.items()
         }
-    await runner.cleanup()
 
     assert {"name": 2, "tensor": 2, "metric": 2, "labels": 2} == {column: len(two) for column, two in names.items()}
     assert 256 == max(len(name) for column, two in names.items() for name in two if column != "labels")

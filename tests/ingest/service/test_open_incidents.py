@@ -9,7 +9,7 @@ import io
 import json
 import re
 
-from aiohttp import web
+from tests.ingest.servers import Receiver
 from tests.ingest.service.test_service_life_cycle import end, is_in
 
 from rankscope.commands.incidents import incidents
@@ -55,29 +55,9 @@ def texts_of(store, run):
     return [listed, shown, report, table, details, printed(summary, run, store=store)]
 
 
-@contextlib.asynccontextmanager
-async def receiver():
-    """Yield the address of a receiver of messages, and the titles that it receives."""
-    titles = []
-
-    async def receive(request):
-        titles.append((await request.json())["title"])
-        return web.Response()
-
-    application = web.Application()
-    application.add_routes([web.post("/", receive)])
-    runner = web.AppRunner(application)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"json://127.0.0.1:{runner.addresses[0][1]}", titles
-    finally:
-        await runner.cleanup()
-
-
 async def test_run_that_ends_with_nan_has_an_open_incident_on_all_pages(start_service, fake_rank, eventually):
-    async with receiver() as (address, titles):
-        start = functools.partial(start_service, **{"notify.urls": [address]})
+    async with Receiver() as receiver:
+        start = functools.partial(start_service, **{"notify.urls": [receiver.url]})
         async with start() as service:
             async with fake_rank() as rank:
                 await train(rank, service, eventually, steps=range(1, 31), nan=range(12, 31))
@@ -96,8 +76,8 @@ async def test_run_that_ends_with_nan_has_an_open_incident_on_all_pages(start_se
     assert [1] * 6 == [text.count(SENTENCE) for text in ended]
     of_run = [f"1 open incident: {title} · Rankscope" for title in ("r", "Report of r", "Ranks of r")]
     assert [*of_run, "1 with incidents, 0 active · Rankscope"] == titles_of_pages
-    assert ["[critical] r"] == [title.partition(":")[0] for title in titles]
-    assert titles[0].endswith(", step 12: 4 elements are NaN")
+    assert ["[critical] r"] == [title.partition(":")[0] for title in receiver.titles]
+    assert receiver.titles[0].endswith(", step 12: 4 elements are NaN")
     assert [0] * 6 == [text.count("open incident") for text in texts_of(store, "r")]
     assert "None." in page_of(store, "runs", "r")[1]
 
@@ -134,7 +114,7 @@ async def test_crash_is_shown_with_its_exception_and_the_step_of_its_rank(start_
     In the other run, the first rank to fail is unknown.
     """
     closed = "RuntimeError: Connection closed by peer"
-    async with receiver() as (address, titles), start_service(**{"notify.urls": [address]}) as service:
+    async with Receiver() as receiver, start_service(**{"notify.urls": [receiver.url]}) as service:
         for run, last_step, cause in (("r", 31, "OSError: disk full"), ("unknown", 30, closed)):
             zero, one = (fake_rank(run=run, rank=rank, world_size=2) for rank in range(2))
             async with zero, one:
@@ -145,7 +125,8 @@ async def test_crash_is_shown_with_its_exception_and_the_step_of_its_rank(start_
                     await rank.register(service.url)
                 await end(one, service, eventually, "exception", cause)
                 await end(zero, service, eventually, "exception", closed)
-        await eventually(lambda: {"[critical] r", "[critical] unknown"} == {title.split(":")[0] for title in titles})
+        sent = {"[critical] r", "[critical] unknown"}
+        await eventually(lambda: sent == {title.split(":")[0] for title in receiver.titles})
         await service.end()
     page, store = page_of(service.store, "runs", "r")[1], service.store
     unknown = [*texts_of(store, "unknown"), page_of(store, "runs", "unknown", "incidents")[1]]
@@ -154,6 +135,7 @@ async def test_crash_is_shown_with_its_exception_and_the_step_of_its_rank(start_
     assert [1] * 6 == [text.count(crash) for text in texts_of(store, "r")]
     assert [True] * 3 == [text in page for text in ("step 30 ·", "0.2500 s/step", "Throughput, all ranks600 tok/s")]
     assert [30] * 2 == [row["last_step"] for row in json.loads(printed(runs, store=store, form=Format.JSON))]
-    assert ["step 30: OSError: disk full"] == [title.rpartition(", ")[2] for title in titles if "] r:" in title]
+    (title,) = (title for title in receiver.titles if "] r:" in title)
+    assert title.endswith(", step 30: OSError: disk full")
     assert [] == [found for text in unknown for found in re.findall("rank unknown|step 30 at step 30", text)]
     assert all("Connection closed by peer" in text for text in unknown)
