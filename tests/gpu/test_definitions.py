@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import pytest
 import torch
-from tests.exporter.statistics.conftest import assert_is_true, exact, truth
+from tests.exporter.statistics.conftest import assert_is_true, check_all, exact, truth  # noqa: F401 - a fixture
 from tests.exporter.statistics.test_definitions import *  # noqa: F403 - pytest collects them here with these fixtures
 from tests.gpu.device import Device
 
@@ -52,11 +51,10 @@ def measured(device: Device, compiled: bool) -> Callable[..., Finished]:
 
 @pytest.fixture
 def check() -> Callable[..., None]:
-    """Return a function that compares an entry with the reference of a CPU tensor or of numbers."""
+    """Return a function that compares an entry with the reference of a CPU tensor."""
 
-    def run(finished: Finished, entry: int, source: torch.Tensor | np.ndarray, zero_below: float = 0.0) -> None:
-        numbers = exact(source) if isinstance(source, torch.Tensor) else source
-        assert_is_true(finished, entry, truth(numbers, zero_below), VALUE_OPS)
+    def run(finished: Finished, entry: int, tensor: torch.Tensor, zero_below: float = 0.0) -> None:
+        assert_is_true(finished, entry, truth(exact(tensor), zero_below), VALUE_OPS)
 
     return run
 

@@ -44,8 +44,10 @@ def test_shared_module_has_one_name_and_is_selected_by_any_alias():
     assert ["target 'c' matches no module"] == unmatched(modules, Targets(["c", "b.0"]))
 
 
-@pytest.mark.parametrize("way", ["wrapped", "in place", "all"])
-def test_modules_inside_of_compiled_code_are_marked(way):
+@pytest.mark.parametrize(
+    ("way", "compiled"), [("wrapped", {"0.0"}), ("in place", {"0", "0.0"}), ("all", {"0", "0.0", "1"})]
+)
+def test_modules_inside_of_compiled_code_are_marked(way, compiled):
     part = nn.Sequential(nn.Linear(2, 2))
     model = nn.Sequential(part, nn.Tanh())
     if way == "wrapped":
@@ -54,49 +56,39 @@ def test_modules_inside_of_compiled_code_are_marked(way):
         part.compile(backend="eager")
     else:
         model = torch.compile(model, backend="eager")
-    compiled = {item.name: item.compiled for item in named_modules(model)}
 
-    assert {
-        "wrapped": {"": False, "0": False, "0.0": True, "1": False},
-        "in place": {"": False, "0": True, "0.0": True, "1": False},
-        "all": {"": False, "0": True, "0.0": True, "1": True},
-    }[way] == compiled
+    assert {name: name in compiled for name in ("", "0", "0.0", "1")} == {
+        item.name: item.compiled for item in named_modules(model)
+    }
 
 
-def test_calls_of_a_module_are_numbered_per_micro_batch():
-    calls = Calls()
-    made = [calls.begins(*call, with_gradients=True) for call in (("a", 0), ("a", 0), ("b", 0), ("a", 1), ("a", 0))]
-
-    assert [None, 1, None, None, 2] == [call.seq for call in made]
-    assert calls.again("a", 0) is None
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_recomputed_calls_are_identified_in_any_order(seed):
+def test_recomputed_calls_are_identified_in_any_order():
     """Random calls of shared modules in several micro-batches. Each part keeps the address of its first argument."""
-    choice = random.Random(seed)
-    calls, parts, pointer = Calls(), [], 1000
-    for _ in range(choice.randint(1, 6)):
-        part: list[ModuleCall] = []
-        micro_step = choice.randint(0, 2)
-        pointer += 1
-        for number in range(choice.randint(1, 4)):
-            # Tensors inside of a part reuse the same few addresses.
-            where = pointer if number == 0 else choice.randint(1, 3)
-            part.append(calls.begins(choice.choice("abc"), micro_step, with_gradients=False, pointer=where))
-        parts.append(part)
-    choice.shuffle(parts)
-    for part in parts:
-        assert part == [calls.again(call.module, call.pointer if not n else 2) for n, call in enumerate(part)]
-        calls.gradient_arrived()
+    for seed in range(40):
+        choice = random.Random(seed)
+        calls, parts, pointer = Calls(), [], 1000
+        for _ in range(choice.randint(1, 6)):
+            part: list[ModuleCall] = []
+            micro_step = choice.randint(0, 2)
+            pointer += 1
+            for number in range(choice.randint(1, 4)):
+                # Tensors inside of a part reuse the same few addresses.
+                where = pointer if number == 0 else choice.randint(1, 3)
+                part.append(calls.begins(choice.choice("abc"), micro_step, with_gradients=False, pointer=where))
+            parts.append(part)
+        choice.shuffle(parts)
+        for part in parts:
+            assert part == [calls.again(call.module, call.pointer if not n else 2) for n, call in enumerate(part)]
+            calls.gradient_arrived()
 
-    assert calls.again("a", 0) is None
+        assert calls.again("a", 0) is None
 
 
 def test_recomputed_call_without_argument_is_the_latest_one():
     calls = Calls()
     parts = [[calls.begins(name, 0, with_gradients=False) for name in "ab"] for _ in range(3)]
 
+    assert [None, 1, 2] == [part[0].seq for part in parts]
     for part in reversed(parts):
         assert part == [calls.again(call.module, 0) for call in part]
         calls.gradient_arrived()

@@ -8,24 +8,17 @@ import torch
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.records.plan_entries import Descriptions, ParameterEntries, Placed, entries_at
 
-FLOAT = ((3,), torch.float32)
-BOTH = Descriptions([("a.weight", 0), ("b.weight", 1)], [FLOAT, ((2, 2), torch.bfloat16)])
+BOTH = Descriptions([("a.weight", 0), ("b.weight", 1)], [((3,), torch.float32), ((2, 2), torch.bfloat16)])
 ENTRIES = ParameterEntries([("first", BOTH)]) + ParameterEntries([("second", BOTH)])
 ALL = [PlanEntry(kind, name, index) for kind in ("first", "second") for name, index in BOTH.fields]
 
 
 def test_entries_of_each_kind_are_those_of_all_parameters():
-    assert ALL == list(ENTRIES) == [ENTRIES[position] for position in range(4)]
-    assert ALL[-1] == ENTRIES[-1]
-    assert ALL[1:3] == ENTRIES[1:3]
-    assert {"first", "second"} == ENTRIES.kinds
-
-
-def test_sequence_without_parameters_has_neither_entries_nor_kinds():
     nothing = ParameterEntries([("first", Descriptions([], []))])
 
-    assert [] == list(nothing)
-    assert set() == nothing.kinds
+    assert ALL == list(ENTRIES) == [ENTRIES[position] for position in range(4)]
+    assert (ALL[-1], ALL[1:3], {"first", "second"}) == (ENTRIES[-1], ENTRIES[1:3], ENTRIES.kinds)
+    assert ([], set()) == (list(nothing), nothing.kinds)
 
 
 def test_specs_of_several_kinds_are_rejected():
@@ -35,7 +28,6 @@ def test_specs_of_several_kinds_are_rejected():
 
 
 def test_table_rows_between_other_entries_have_their_entries():
-    other = PlanEntry("other", "c")
-    placed = Placed(ENTRIES, 5)
+    other, placed = PlanEntry("other", "c"), Placed(ENTRIES, 5)
 
     assert (other, ALL[0], ALL[3]) == entries_at([2, 5, 8], [other, placed, placed])

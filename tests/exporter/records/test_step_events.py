@@ -12,11 +12,10 @@ from rankscope_exporter.records.pending_step import StepEvents, StepObserver
 
 
 class Noting(StepObserver):
-    """Notes the events of a step begin in a list that it may share with other observers."""
+    """Adds the events of a step to a list that it may share with other observers."""
 
     def __init__(self, name: str, calls: list[str]) -> None:
-        self.name = name
-        self.calls = calls
+        self.name, self.calls = name, calls
 
     def on_before_step(self, step: int) -> None:
         self.calls.append(f"{self.name} before {step}")
@@ -30,36 +29,24 @@ class Failing(StepObserver):
         raise RuntimeError(f"step {step}")
 
 
-def events_of(owner: type) -> set[str]:
-    return {name for name in vars(owner) if name.startswith("on_")}
-
-
-def test_observers_are_called_in_the_given_order() -> None:
-    calls: list[str] = []
-    events = StepEvents(ErrorBoundary(), [Noting("first", calls), Noting("second", calls)])
-    events.on_before_step(3)
-    events.on_step_begin(3)
-
-    assert ["first before 3", "second before 3", "first begin 3", "second begin 3"] == calls
-
-
-def test_failing_observer_is_counted_and_logged_and_the_next_is_called(caplog: pytest.LogCaptureFixture) -> None:
+def test_observers_are_called_in_order_and_a_failing_one_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     calls: list[str] = []
     boundary = ErrorBoundary()
-    events = StepEvents(boundary, [Failing(), Noting("next", calls)])
+    events = StepEvents(boundary, [Noting("first", calls), Failing(), Noting("next", calls)])
     with caplog.at_level(logging.ERROR, "rankscope"):
+        events.on_before_step(1)
         events.on_step_begin(1)
         events.on_step_begin(2)
 
-    assert (["next begin 1", "next begin 2"], 2) == (calls, boundary.count)
-    assert ["Failing.on_step_begin failed, training continues: RuntimeError('step 1')"] == [
-        record.getMessage() for record in caplog.records
-    ]
+    steps = [("before", 1), ("begin", 1), ("begin", 2)]
+    assert ([f"{name} {what} {n}" for what, n in steps for name in ("first", "next")], 2) == (calls, boundary.count)
+    assert ["Failing.on_step_begin failed, training continues: RuntimeError('step 1')"] == caplog.messages
 
 
-def test_every_event_of_an_observer_can_be_emitted() -> None:
-    assert events_of(StepObserver) == {name for name in vars(StepEvents(ErrorBoundary())) if name.startswith("on_")}
+def events_of(owner: object) -> set[str]:
+    return {name for name in vars(owner) if name.startswith("on_")}
 
 
-def test_quantities_have_the_event_names_of_observers() -> None:
+def test_every_event_of_observers_and_quantities_can_be_emitted() -> None:
+    assert events_of(StepObserver) == events_of(StepEvents(ErrorBoundary()))
     assert {"on_gradient_ready"} == events_of(Quantity) - events_of(StepObserver)

@@ -10,14 +10,13 @@ from typing import Any, Self
 
 import pytest
 import torch
-from tests.exporter.parts import records_of, session_of
+from tests.exporter.runs import config_of, published
 from torch import nn
 
 from rankscope_contract.model.schema import PlanEntry
-from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter import Monitor
 from rankscope_exporter.sampling.plan import PlanRegistry
 from rankscope_exporter.sampling.table_view import Measurement, StepBuffers, TableView
-from rankscope_exporter.sinks.memory import Row, rows_of
 from rankscope_exporter.statistics import StatisticsTable
 from rankscope_exporter.statistics.isolation import FAILURES_IN_A_ROW, LEFT_OUT_STEPS, Isolation
 from rankscope_exporter.statistics.selection import EVERY_OP
@@ -50,74 +49,49 @@ class Adapted(nn.Module):
         return self.last(torch.tanh(self.first(x)))
 
 
-def odd_weight() -> nn.Parameter:
-    return nn.Parameter(Codes(torch.ones(3, 2, dtype=torch.int8)), requires_grad=False)
-
-
-class Run:
-    """A monitored training of `Adapted`."""
-
-    def __init__(self, base: nn.Parameter, *quantities: str, **options: Any) -> None:
-        self.net = Adapted(base)
-        self.optimizer = torch.optim.AdamW([p for p in self.net.parameters() if p.requires_grad], lr=0.01)
-        config = MonitorConfig(quantities=quantities, options=options, console=False, exit_wait_seconds=0)
-        self.monitor = Monitor(config).attach(self.net, self.optimizer)
-
-    def step(self, before_update: Callable[[], None] = lambda: None) -> None:
-        self.optimizer.zero_grad()
-        self.net(torch.ones(1, 4)).square().sum().backward()
-        before_update()
-        self.optimizer.step()
-
-    def read(self) -> tuple[list[Row], list[str]]:
-        self.monitor.end_step()
-        session = session_of(self.monitor)
-        assert session.publisher.catch_up(20)
-        records = records_of(session)
-        messages = [event.message for record in records for event in record.events]
-        return [row for record in records for row in rows_of(record)], messages
-
-
-@contextmanager
-def trained(base: nn.Parameter, *quantities: str, **options: Any) -> Iterator[Run]:
-    torch.manual_seed(0)
-    run = Run(base, *quantities, **options)
-    with run.monitor:
-        yield run
-        assert 0 == run.monitor.faults
-
-
+Step = Callable[..., None]
 PLAIN = {"first.weight", "first.bias", "last.weight", "last.bias"}
 
 
-def test_wrapped_weight_among_others_costs_its_own_rows():
-    with trained(
-        odd_weight(), "parameters", "hashes", parameters={"updates": True}, hashes={"of": "all", "every": 1}
-    ) as run:
-        for _ in range(5):
-            run.step()
-        rows, messages = run.read()
-        last = next(item for item in records_of(session_of(run.monitor)) if item.step == 5 and item.statistics)
+@contextmanager
+def trained(base: torch.Tensor, *quantities: str, **options: Any) -> Iterator[tuple[nn.Module, Monitor, Step]]:
+    """Yield a model with a frozen weight `base`, its monitor, and a function that trains a step."""
+    torch.manual_seed(0)
+    net = Adapted(nn.Parameter(base, requires_grad=False))
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01)
 
-    assert {(step, name) for step in range(1, 6) for name in PLAIN} == {
-        (row.step, row.entry.tensor) for row in rows if row.entry.kind == "param_after"
-    }
-    assert PLAIN == {row["module"] for row in last.features}
-    assert PLAIN == {row["tensor"] for row in last.hashes if row["kind"] == "param_after"}
-    assert 1 == sum(message.startswith("param_before of base cannot") for message in messages)
-    weight = next(
-        row for row in rows if (row.step, row.entry.tensor, row.entry.kind) == (5, "last.weight", "param_after")
-    )
-    expected = float(run.net.last.weight.detach().double().norm())
-    assert expected == pytest.approx(weight.numbers["norm"])
+    def step(before_update: Callable[[], None] = lambda: None) -> None:
+        optimizer.zero_grad()
+        net(torch.ones(1, 4)).square().sum().backward()
+        before_update()
+        optimizer.step()
+
+    with Monitor(config_of(*quantities, options=options)).attach(net, optimizer) as monitor:
+        yield net, monitor, step
+        assert 0 == monitor.faults
+
+
+def test_wrapped_weight_among_others_costs_its_own_rows():
+    options = {"parameters": {"updates": True}, "hashes": {"of": "all", "every": 1}}
+    with trained(Codes(torch.ones(3, 2, dtype=torch.int8)), *options, **options) as (net, monitor, step):
+        for _ in range(5):
+            step()
+        found = published(monitor)
+    norms = found.norms("param_after")
+
+    assert {(number, name) for number in range(1, 6) for name in PLAIN} == norms.keys()
+    assert PLAIN == {row["module"] for row in found.of("features") if row["step"] == 5}
+    assert PLAIN == {row["tensor"] for row in found.of("hashes") if (row["step"], row["kind"]) == (5, "param_after")}
+    assert 1 == sum(message.startswith("param_before of base cannot") for message in found.notices)
+    assert float(net.last.weight.detach().double().norm()) == pytest.approx(norms[5, "last.weight"])
 
 
 def test_first_parameter_on_meta_leaves_the_others_measured():
-    with trained(nn.Parameter(torch.empty(5, 5, device="meta"), requires_grad=False), "parameters") as run:
-        run.step()
-        rows, _ = run.read()
+    with trained(torch.empty(5, 5, device="meta"), "parameters") as (_, monitor, step):
+        step()
+        norms = published(monitor).norms("param_after")
 
-    assert PLAIN == {row.entry.tensor for row in rows if row.entry.kind == "param_after"}
+    assert PLAIN == {name for _, name in norms}
 
 
 def test_wrapped_moment_costs_its_own_rows():
@@ -128,35 +102,34 @@ def test_wrapped_moment_costs_its_own_rows():
         optimizer.state[net[0].weight]["exp_avg"] = Codes(torch.ones(6, 4, dtype=torch.int8))
 
     optimizer.register_step_post_hook(encode)  # before the hook of the monitor
-    config = MonitorConfig(quantities=("optimizer_state", "adam_updates"), console=False, exit_wait_seconds=0)
-    with Monitor(config).attach(net, optimizer) as monitor:
+    with Monitor(config_of("optimizer_state", "adam_updates")).attach(net, optimizer) as monitor:
         net(torch.ones(1, 4)).sum().backward()
         optimizer.step()
-        monitor.end_step()
-        assert session_of(monitor).publisher.catch_up(20)
-        record = next(item for item in records_of(session_of(monitor)) if item.statistics is not None)
+        found = published(monitor)
         assert 0 == monitor.faults
 
     others = {"0.bias", "1.weight", "1.bias"}
-    kinds = {(row.entry.kind, row.entry.tensor) for row in rows_of(record)}
+    kinds = {(row.entry.kind, row.entry.tensor) for row in found.rows}
     assert {(kind, name) for kind in ("exp_avg", "exp_avg_sq") for name in others} <= kinds
     assert ("exp_avg", "0.weight") not in kinds
-    assert others == {row["tensor"] for row in record.histograms}
+    assert others == {row["tensor"] for row in found.of("histograms")}
 
 
 def test_gradient_of_inference_mode_is_published_as_clipped():
-    def clip() -> None:
-        with torch.inference_mode():
-            for parameter in run.net.parameters():
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad * 0.5
+    with trained(torch.ones(1), "gradients") as (net, monitor, step):
 
-    with trained(nn.Parameter(torch.ones(1), requires_grad=False), "gradients") as run:
-        run.step(clip)
-        rows, _ = run.read()
+        def clip() -> None:
+            with torch.inference_mode():
+                for parameter in net.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad = parameter.grad * 0.5
 
-    norms = {(row.entry.kind, row.entry.tensor): row.numbers["norm"] for row in rows}
-    assert all(norms["grad_reduced", name] == pytest.approx(2 * norms["grad_clipped", name]) for name in PLAIN)
+        step(clip)
+        found = published(monitor)
+
+    halves = {key: norm / 2 for key, norm in found.norms("grad_reduced").items()}
+    assert PLAIN == {name for _, name in halves}
+    assert pytest.approx(halves) == found.norms("grad_clipped")
 
 
 def failing(isolation: Isolation, tensors: list[torch.Tensor], error: Exception) -> list[int]:
@@ -173,6 +146,7 @@ def failing(isolation: Isolation, tensors: list[torch.Tensor], error: Exception)
 
 
 def test_same_error_three_steps_in_a_row_leaves_the_tensor_out():
+    """The tensor is measured again after many steps, or with another dtype."""
     told: list[str] = []
     isolation, tensors = Isolation(told.append), [torch.ones(2) for _ in range(4)]
 
@@ -180,24 +154,18 @@ def test_same_error_three_steps_in_a_row_leaves_the_tensor_out():
         isolation.begin(step)
         return 1 in failing(isolation, tensors, error)
 
-    assert at(1, ValueError())
-    assert at(2, ValueError())
-    assert at(3, KeyError())  # another error: the count restarts
-    assert all(at(4 + more, ValueError()) for more in range(FAILURES_IN_A_ROW))
-    assert not at(7, ValueError())
-    assert not at(6 + LEFT_OUT_STEPS - 1, ValueError())
-    assert at(6 + LEFT_OUT_STEPS, ValueError())
-    assert at(7 + LEFT_OUT_STEPS, ValueError())
-    assert at(8 + LEFT_OUT_STEPS, ValueError())
-    assert not at(9 + LEFT_OUT_STEPS, ValueError())
+    errors = [*[ValueError()] * 2, KeyError(), *[ValueError()] * (FAILURES_IN_A_ROW + 1)]
+    assert [*[True] * 6, False] == [at(step, error) for step, error in enumerate(errors, 1)]
+    assert [False, *[True] * 3, False] == [at(LEFT_OUT_STEPS + step, ValueError()) for step in range(5, 10)]
     tensors[1] = torch.ones(2, dtype=torch.bfloat16)
     assert at(10 + LEFT_OUT_STEPS, ValueError())
     assert ["norm of 1 cannot be measured and is absent: ValueError()"] == told
 
 
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA"), MemoryError(), RuntimeError("can't allocate memory")]
-)
+OUT_OF_MEMORY = [torch.OutOfMemoryError("CUDA"), MemoryError(), RuntimeError("can't allocate memory")]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY)
 def test_out_of_memory_leaves_no_tensor_out(error):
     isolation, tensors = Isolation(lambda _: None), [torch.ones(2) for _ in range(4)]
     for step in range(6):

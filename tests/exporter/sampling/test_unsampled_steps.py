@@ -7,42 +7,23 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import pytest
 import torch
-from tests.exporter.parts import session_of
+from tests.exporter.parts import hooks_of, session_of, small
+from tests.exporter.runs import Published, config_of, published, train
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter import Monitor
 from rankscope_exporter.sampling.sampling_config import selected_parts
 
 
-def net_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    return net, torch.optim.SGD(net.parameters(), lr=0.1)
-
-
-def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1, passes: int = 1) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        for _ in range(passes):
-            net(torch.ones(2, 3)).sum().backward()
-        optimizer.step()
-
-
-def config_of(*quantities: str, **settings: Any) -> MonitorConfig:
-    return MonitorConfig(quantities=quantities, console=False, exit_wait_seconds=0, **settings)
-
-
-def hooks_of(net: nn.Module) -> int:
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in net.modules())
-
-
-def parts_of(monitor: Monitor) -> Any:
-    return session_of(monitor)
+def rows_by_step(found: Published) -> dict[int, set[tuple[str, str, int | None]]]:
+    rows: dict[int, set[tuple[str, str, int | None]]] = {}
+    for row in found.rows:
+        rows.setdefault(row.step, set()).add((row.entry.kind, row.entry.tensor, row.entry.micro_step))
+    return rows
 
 
 def calls_of_ours(function: Callable[[], None]) -> Counter[str]:
@@ -61,10 +42,6 @@ def calls_of_ours(function: Callable[[], None]) -> Counter[str]:
     return calls
 
 
-def deep(layers: int) -> nn.Module:
-    return nn.Sequential(*(module for _ in range(layers) for module in (nn.Linear(3, 3), nn.Tanh())))
-
-
 def hooked_parameters(net: nn.Module) -> list[str]:
     return [
         name
@@ -79,7 +56,7 @@ EVERYTHING = ("parameters", "gradients", "micro_gradients", "optimizer_state", "
 def test_unsampled_step_costs_the_same_for_all_model_sizes():
     counts = []
     for layers in (2, 20):
-        net = deep(layers)
+        net = nn.Sequential(*(module for _ in range(layers) for module in (nn.Linear(3, 3), nn.Tanh())))
         optimizer = torch.optim.Adam(net.parameters())
         with Monitor(config_of(*EVERYTHING, every=100)).attach(net, optimizer) as monitor:
             train(net, optimizer, steps=2)
@@ -92,22 +69,17 @@ def test_unsampled_step_costs_the_same_for_all_model_sizes():
     assert counts[0].total() < 300, counts[0]  # about 25 µs
 
 
-def test_every_sampled_step_has_all_rows(reader, eventually):
-    net, optimizer = net_and_optimizer()
+def test_every_sampled_step_has_all_rows():
+    net, optimizer = small()
     with Monitor(config_of(*EVERYTHING, every=3)).attach(net, optimizer) as monitor:
         train(net, optimizer, steps=7)
-        monitor.end_step()
-        read = reader(monitor)
-        eventually(lambda: [record for record in read.records() if record["step"] == 7])
-        rows = read.rows()
-        features = {(row["module"], row["kind"]) for record in read.records()[4:] for row in record["features"]}
+        found = published(monitor)
         assert 0 == monitor.faults
 
-    seen = [{(row.kind, row.tensor, row.micro_step) for row in rows if row.step == step} for step in (1, 4, 7)]
-    assert {1, 4, 7} == {row.step for row in rows}
-    assert seen[0] == seen[1] == seen[2]
-    assert 5 * 4 + 14 == len(seen[0])  # rows of parameters, and of modules and the model without gradients of the batch
-    assert features
+    seen = rows_by_step(found)
+    assert {1, 4, 7} == seen.keys() == {row["step"] for row in found.of("features")}
+    assert seen[1] == seen[4] == seen[7]
+    assert 5 * 4 + 14 == len(seen[1])  # rows of parameters, and of modules and the model without gradients of the batch
 
 
 class TwoHeads(nn.Module):
@@ -122,29 +94,26 @@ class TwoHeads(nn.Module):
         return result
 
 
-def test_backward_pass_through_unmeasured_parameters_is_detected(reader, eventually):
+def test_backward_pass_through_unmeasured_parameters_is_detected():
+    """A skipped step is detected although no step with its head is sampled."""
     net = TwoHeads()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    heads = ["left", "right", "right", "left", "right", "left", "right"]
     skipped = {2, 4, 5, 6}
     with Monitor(config_of("gradients", every=100)).attach(net, optimizer) as monitor:
-        read = reader(monitor)
-        for step, head in enumerate(heads, start=1):
+        for step, head in enumerate(["left", "right", "right", "left", "right", "left", "right"], start=1):
             net(torch.ones(1, 3), head).sum().backward()
             if step not in skipped:
                 optimizer.step()
             optimizer.zero_grad()
-        monitor.end_step()
-        eventually(lambda: [record for record in read.records() if record["step"] == len(heads)])
-        events = read.events()
+        found = published(monitor)
         assert sorted(["left.bias", "right.bias"]) == sorted(hooked_parameters(net))
 
-    assert skipped == {event["step"] for event in events if event["type"] == "step_skipped"}
+    assert skipped == {r.step for r in found.records for event in r.events if event.type == "step_skipped"}
 
 
-def test_steps_that_begin_in_a_backward_pass_keep_gradient_hooks(reader, eventually):
+def test_steps_that_begin_in_a_backward_pass_keep_gradient_hooks():
     """If the whole model is never called, a step begins with its first gradient. The others follow immediately."""
-    net, optimizer = net_and_optimizer()
+    net, optimizer = small()
     with Monitor(config_of("gradients", every=3)).attach(net, optimizer) as monitor:
         for _ in range(7):
             x = torch.ones(2, 3)
@@ -153,19 +122,15 @@ def test_steps_that_begin_in_a_backward_pass_keep_gradient_hooks(reader, eventua
             x.sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        monitor.end_step()
-        read = reader(monitor)
-        eventually(lambda: [record for record in read.records() if record["step"] == 7])
-        rows = read.rows()
+        norms = published(monitor).norms("grad_unreduced")
 
-    local = [(row.step, row.tensor) for row in rows if row.kind == "grad_unreduced"]
-    assert sorted((step, name) for step in (1, 4, 7) for name, _ in net.named_parameters()) == sorted(local)
+    assert {(step, name) for step in (1, 4, 7) for name, _ in net.named_parameters()} == norms.keys()
 
 
 @pytest.mark.parametrize("compiled_first", [True, False])
 def test_transient_hooks_cause_no_recompilation(compiled_first):
     torch._dynamo.reset()
-    net, optimizer = net_and_optimizer()
+    net, optimizer = small()
     graphs = CompileCounterWithBackend("aot_eager")
     config = config_of("gradients", "micro_gradients", "activations", every=2)
     model = torch.compile(net, backend=graphs) if compiled_first else net
@@ -181,78 +146,52 @@ def test_transient_hooks_cause_no_recompilation(compiled_first):
 
 
 @pytest.mark.parametrize("quantity", ["structure", "activations"])
-def test_module_hooks_are_removed_after_the_last_sampled_step(quantity, reader, eventually):
-    net, optimizer = net_and_optimizer()
+def test_module_hooks_are_removed_after_the_last_sampled_step(quantity):
+    net, optimizer = small()
     config = config_of("parameters", quantity, options={quantity: {"times": 1}})
     with Monitor(config).attach(net, optimizer) as monitor:
         hooked = hooks_of(net)
         train(net, optimizer, 2)
         bare = hooks_of(net)
         train(net, optimizer)
-        monitor.end_step()
-        read = reader(monitor)
-        rows = eventually(lambda: (found := read.rows()) and found[-1].step == 3 and found)
-        steps = {record["step"] for record in read.records() if record["modules"]} | {
-            row.step for row in rows if row.kind.startswith("act_")
-        }
+        found = published(monitor)
         structure = monitor.structure()
         assert 0 == monitor.faults
 
     assert bare < hooked
     assert bare <= 2  # hooks on begin and end of the forward pass
-    assert {1} == steps
-    assert {1, 2, 3} == {row.step for row in rows if row.kind == "param_after"}
+    kinds = {step: {kind for kind, *_ in rows} for step, rows in rows_by_step(found).items()}
+    assert {1} == {row["step"] for row in found.of("modules")} | {step for step in kinds if "act_out" in kinds[step]}
+    assert [1, 2, 3] == [step for step in kinds if "param_after" in kinds[step]]
     assert ("Linear" in structure) == (quantity == "structure")
 
 
-def test_quantity_that_ended_can_be_switched_on_again(reader, eventually):
-    net, optimizer = net_and_optimizer()
+def test_quantity_that_ended_can_be_switched_on_again():
+    net, optimizer = small()
     with Monitor(config_of("activations", times=1)).attach(net, optimizer) as monitor:
         train(net, optimizer, 3)
         monitor.switch({"times": 2})
         train(net, optimizer, 4)
-        monitor.end_step()
-        read = reader(monitor)
-        eventually(lambda: [record for record in read.records() if record["step"] == 7])
-        rows = read.rows()
+        rows = rows_by_step(published(monitor))
         assert 0 == monitor.faults
 
-    assert [1, 4, 5] == sorted({row.step for row in rows if row.kind == "act_out"})
-    assert {"act_in", "act_out", "act_grad_out"} <= {row.kind for row in rows if row.step == 5}
+    assert {1, 4, 5} == rows.keys()
+    assert {"act_in", "act_out", "act_grad_out"} <= {kind for kind, *_ in rows[5]}
 
 
-def test_planned_change_is_measured_from_its_first_step(reader, eventually):
+def test_planned_change_is_measured_from_its_first_step():
     """With several ranks, a change is planned many steps ahead, and a quantity hooks a model only once."""
-    net, optimizer = net_and_optimizer()
+    net, optimizer = small()
     config = config_of("activations", times=1)
     with Monitor(config).attach(net, optimizer) as monitor:
-        session = parts_of(monitor)
+        session = session_of(monitor)
         prepared = session.active_quantities.prepare(selected_parts(session.monitored, config, 0, ignore_start=True))
         train(net, optimizer, 3)
         session.hooks.between(lambda: session.active_quantities.replace(prepared))
         train(net, optimizer, 3)
-        monitor.end_step()
-        read = reader(monitor)
-        eventually(lambda: [record for record in read.records() if record["step"] == 6])
-        rows = read.rows()
+        rows = rows_by_step(published(monitor))
         assert 0 == monitor.faults
 
-    first, second = ({(row.kind, row.tensor) for row in rows if row.step == step} for step in (1, 4))
-    assert first == second
-    assert 14 == len(first)  # rows of three modules and the model, without gradients of the batch
-    assert {1, 4} == {row.step for row in rows}
-
-
-def test_skipped_steps_are_detected_at_unsampled_steps(reader, eventually):
-    net, optimizer = net_and_optimizer()
-    with Monitor(config_of("gradients", every=100)).attach(net, optimizer) as monitor:
-        read = reader(monitor)
-        train(net, optimizer, 3)
-        net(torch.ones(2, 3)).sum().backward()
-        optimizer.zero_grad()  # without an update
-        train(net, optimizer, 2)
-        monitor.end_step()
-        eventually(lambda: [record for record in read.records() if record["step"] == 6])
-        events = read.events()
-
-    assert [4] == [event["step"] for event in events if event["type"] == "step_skipped"]
+    assert {1, 4} == rows.keys()
+    assert rows[1] == rows[4]
+    assert 14 == len(rows[1])  # rows of three modules and the model, without gradients of the batch

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_exporter.statistics import (
@@ -60,10 +62,19 @@ def truth(numbers: np.ndarray, zero_below: float = 0.0) -> Truth:
 
 
 def exact(tensor: torch.Tensor) -> np.ndarray:
-    """Return the elements as float64, complex numbers as their modulus."""
-    if tensor.is_complex():
-        tensor = tensor.to(torch.complex128).abs()
-    return tensor.detach().to(torch.float64).numpy()
+    """Return the elements of the dense tensor as float64, complex numbers as their modulus."""
+    dense = tensor.detach().to_dense()
+    return np.abs(dense.to(torch.complex128).numpy()) if dense.is_complex() else dense.to(torch.float64).numpy()
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def numbers(size: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    """Return `size` normally distributed numbers times `scale`, rounded to `dtype`."""
+    generator = torch.Generator().manual_seed(size)
+    return (torch.randn(size, generator=generator, dtype=torch.float64) * scale).to(dtype)
 
 
 def assert_is_true(finished: Finished, entry: int, expected: Truth, ops: Sequence[str]) -> None:
@@ -90,19 +101,45 @@ def assert_is_true(finished: Finished, entry: int, expected: Truth, ops: Sequenc
             assert abs(wanted - value) <= slack, (op, wanted, value)
 
 
+class Operations(TorchDispatchMode):
+    """A mode that records the names of all operations, and the bytes of their largest result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.largest_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.largest_bytes = max(self.largest_bytes, tensor.untyped_storage().nbytes())
+        return result
+
+
 @pytest.fixture
 def check() -> Callable[..., None]:
-    """Return a function that compares an entry with the reference of a tensor or of numbers."""
+    """Return a function that compares an entry with the reference of a tensor."""
 
     def run(
-        finished: Finished,
-        entry: int,
-        source: torch.Tensor | np.ndarray,
-        zero_below: float = 0.0,
-        ops: Sequence[str] = VALUE_OPS,
+        finished: Finished, entry: int, tensor: torch.Tensor, zero_below: float = 0.0, ops: Sequence[str] = VALUE_OPS
     ) -> None:
-        numbers = exact(source) if isinstance(source, torch.Tensor) else source
-        assert_is_true(finished, entry, truth(numbers, zero_below), ops)
+        assert_is_true(finished, entry, truth(exact(tensor), zero_below), ops)
+
+    return run
+
+
+@pytest.fixture
+def check_all(measured: Callable[..., Finished], check: Callable[..., None]) -> Callable[..., Finished]:
+    """Return a function that measures tensors and compares the entry of each that is not None with its reference."""
+
+    def run(tensors: Sequence[torch.Tensor | None], zero_below: float = 0.0) -> Finished:
+        finished = measured(tensors, zero_below)
+        for entry, tensor in enumerate(tensors):
+            if tensor is not None:
+                check(finished, entry, tensor, zero_below)
+        return finished
 
     return run
 

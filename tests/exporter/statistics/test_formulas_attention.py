@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tests.properties import examples
-from torch.utils._python_dispatch import TorchDispatchMode
+from tests.exporter.statistics.conftest import Operations, normal
 
-from rankscope_exporter.statistics.formulas.attention import (
-    Mask,
-    Sizes,
-    attention_sums,
-    broadcast,
-    chunks,
-    hides_of,
-    sampled_rows,
-)
+from rankscope_exporter.statistics.formulas.attention import Mask, attention_sums, broadcast, hides_of, sampled_rows
 
 BATCH, HEADS, WIDTH = 3, 4, 8
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def reference(
@@ -82,10 +68,7 @@ def masks(queries: int, keys: int) -> dict[str, tuple[Mask, torch.Tensor | None]
         "causal and hides": (given(some, causal=True), bias_of(some | later)),
         "of one query": (given(some[0, 0, :1]), bias_of(some[0, 0, :1])),
         "by element": (given(some[:, 0]), bias_of(some)),
-        "by element and head": (
-            given(some.expand(-1, HEADS, -1, -1).reshape(BATCH * HEADS, queries, keys)),
-            bias_of(some),
-        ),
+        "by element and head": (given(some.expand(-1, HEADS, -1, -1).flatten(0, 1)), bias_of(some)),
         "padding": (given(padded), bias_of(padded[:, None, None])),
     }
 
@@ -109,22 +92,6 @@ def test_attention_of_every_dtype_and_scale(dtype):
     tolerance = 1e-12 if dtype is torch.float64 else 1e-5
     for expected, got in zip(reference(query, key, scale=3.0), found, strict=True):
         assert expected == pytest.approx(got, rel=tolerance, abs=tolerance)
-
-
-def test_attention_equals_that_of_torch_multihead_attention():
-    torch.manual_seed(0)
-    module = torch.nn.MultiheadAttention(16, 4, batch_first=True)
-    x, y = normal(3, 5, 16), normal(3, 7, 16, seed=1)
-    padding = torch.arange(7) >= torch.tensor([7, 4, 6])[:, None]
-    _, weights = module(x, y, y, key_padding_mask=padding, need_weights=True, average_attn_weights=False)
-    query_part, key_part, _ = module.in_proj_weight.chunk(3)
-    query = (x @ query_part.t()).view(3, 5, 4, 4).transpose(1, 2)
-    key = (y @ key_part.t()).view(3, 7, 4, 4).transpose(1, 2)
-    entropy, greatest = means(attention_sums(query, key, Mask(broadcast(padding, 3, 4, 5, 7))))
-
-    weights = weights.detach().double()
-    assert (-torch.special.xlogy(weights, weights).sum(-1).mean((0, 2))).tolist() == pytest.approx(entropy, rel=1e-5)
-    assert weights.amax(-1).mean((0, 2)).tolist() == pytest.approx(greatest, rel=1e-5)
 
 
 def test_extremes_of_attention_are_exact():
@@ -167,47 +134,16 @@ def test_sampled_rows_cover_all_queries_within_the_limit(queries, rows):
         assert 1 >= len({after - before for before, after in itertools.pairwise(chosen)})
 
 
-@settings(max_examples=examples(60), deadline=None)
-@given(st.tuples(*(st.integers(1, 6),) * 6), st.integers(1, 2000))
-def test_chunks_cover_every_score_once_within_the_limit(numbers, limit):
-    sizes = Sizes(*numbers)
-    seen = torch.zeros(sizes.batch, sizes.key_heads, sizes.queries, dtype=torch.int64)
-    for part in chunks(sizes, limit):
-        within = seen[part]
-        within += 1
-        batch, heads, rows = within.shape
-        for length in (sizes.keys, sizes.width):
-            assert batch * heads * rows * sizes.groups * length <= max(
-                limit, sizes.groups * max(sizes.keys, sizes.width)
-            )
-        assert batch * heads * sizes.keys * sizes.width <= max(limit, sizes.keys * sizes.width)
-
-    assert {1} == set(seen.unique().tolist())
-
-
-class Largest(TorchDispatchMode):
-    """A mode that records the largest result of any operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
-        return result
-
-
-def test_scores_of_long_sequences_are_never_whole_in_memory():
-    """Whole scores would be 2 MiB; keys and queries are 32 KiB each."""
-    query, key = normal(1, 2, 512, 8), normal(1, 2, 512, 8, seed=1)
-    mask = broadcast(torch.zeros(512, dtype=torch.bool), 1, 2, 512, 512)
-    with Largest() as largest:
+@pytest.mark.parametrize("sizes", [(1, 2, 512), (1, 64, 90), (256, 2, 32), (1, 16, 200)])
+def test_scores_of_long_sequences_are_never_whole_in_memory(sizes):
+    """The memory is limited for many queries, heads and elements of a batch. Whole scores would be 2 MiB."""
+    batch, heads, queries = sizes
+    query, key = normal(*sizes, 8), normal(*sizes, 8, seed=1)
+    mask = broadcast(torch.zeros(queries, dtype=torch.bool), batch, heads, queries, queries)
+    with Operations() as operations:
         attention_sums(query, key, Mask(mask, causal=True), max_bytes=1 << 19)
 
-    assert largest.bytes <= 1 << 17
+    assert operations.largest_bytes <= max(1 << 17, query.nbytes)
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (3, 6, 5), (7,), (2, 3, 5, 6), (1, 1, 1, 1, 1)])

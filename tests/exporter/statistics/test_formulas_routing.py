@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from tests.exporter.statistics.conftest import Operations, normal
 
 from rankscope_exporter.statistics.formulas.attention import Mask, attention_sums
 from rankscope_exporter.statistics.formulas.routing import routing_sums, similarity
 from rankscope_exporter.statistics.formulas.spectral import spectral_numbers
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_routing_equals_the_reference_per_token(monkeypatch):
@@ -59,18 +54,6 @@ def test_similarity_is_the_mean_cosine_of_all_pairs(transposed):
     assert pytest.approx(1) == float(similarity(torch.ones(4, 3), 4))
 
 
-class Operations(TorchDispatchMode):
-    """A mode that records the names of all operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def everything() -> list[torch.Tensor]:
     queries, logits = normal(2, 4, 6, 4), normal(5, 4)
     return [
@@ -82,15 +65,17 @@ def everything() -> list[torch.Tensor]:
 
 
 def test_formulas_use_no_global_generator_and_are_reproducible():
-    before = torch.get_rng_state()
-    first = everything()
+    """Also with deterministic algorithms."""
+    before, first = torch.get_rng_state(), everything()
+    assert torch.equal(before, torch.get_rng_state())
     torch.rand(1)
-    second = everything()
+    torch.use_deterministic_algorithms(mode=True)
+    try:
+        second = everything()
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
 
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-    torch.set_rng_state(before)
-    everything()
-    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_formulas_have_no_host_synchronisation():
@@ -99,13 +84,6 @@ def test_formulas_have_no_host_synchronisation():
         everything()
 
     waiting = ("_local_scalar_dense", "nonzero", "equal.default", "masked_select", "linalg", "unique", "bincount")
-    found = {name for name in operations.names if any(word in name for word in waiting)}
-    assert {name for name in found if "vector_norm" not in name} == set()
-
-
-def test_formulas_work_with_deterministic_algorithms():
-    torch.use_deterministic_algorithms(mode=True)
-    try:
-        everything()
-    finally:
-        torch.use_deterministic_algorithms(mode=False)
+    assert not {
+        name for name in operations.names if any(word in name for word in waiting) and "vector_norm" not in name
+    }

@@ -8,12 +8,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests.exporter.statistics.conftest import normal
 
 from rankscope_exporter.statistics.formulas.spectral import batches, lanczos_steps, norms, spectral_numbers
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def norms_of(weights: list[torch.Tensor], tolerance: float) -> tuple[np.ndarray, np.ndarray]:
