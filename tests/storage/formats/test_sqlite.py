@@ -130,16 +130,10 @@ def test_export_is_replaced_and_other_files_are_kept(shelf):
     assert first.rows == second.rows == {"tensor_stats": 1}
     with pytest.raises(ExportError, match="is not an export of Rankscope: choose another name"):
         shelf.export("sqlite", "mine.db")
+    with pytest.raises(ExportError, match="cannot write"):
+        shelf.export("sqlite", "mine.db/out.db")
     assert "precious" == other.read_text()
     assert not list(shelf.folder.glob(".*"))
-
-
-def test_unwritable_target_is_an_export_error(shelf):
-    shelf.put(tensor_stats=[tensor(1)])
-    (shelf.folder / "file").write_text("")
-
-    with pytest.raises(ExportError, match="cannot write"):
-        shelf.export("sqlite", "file/out.db")
 
 
 def test_tags_are_words_and_layers():

@@ -75,6 +75,8 @@ def test_run_has_the_values_of_its_latest_attempt_at_each_time(history):
     for metric, values in expected.items():
         found = history.ask(*SPRING, ("__name__", "=", metric))
         assert {of_spring(metric): list(zip(times, values, strict=True))} == found
+    metric, ends = "rankscope_run_end_timestamp_seconds", (MARCH + MINUTE, SECOND_ATTEMPT + MINUTE)
+    assert {of_spring(metric): [(ms, ms / 1000) for ms in ends]} == history.ask(*SPRING, ("__name__", "=", metric))
 
 
 def test_loss_of_a_run_is_the_mean_of_the_ranks_that_logged_it_at_each_step(history):
@@ -85,13 +87,6 @@ def test_loss_of_a_run_is_the_mean_of_the_ranks_that_logged_it_at_each_step(hist
     found = history.ask(*SPRING, ("__name__", "=", "rankscope_run_loss"))[of_spring("rankscope_run_loss")]
 
     assert [*means, *ends] == [(ms, "stale" if math.isnan(value) else value) for ms, value in found]
-
-
-def test_end_of_a_run_is_stored_only_after_its_end(history):
-    ends = [(MARCH + MINUTE, (MARCH + MINUTE) / 1000), (SECOND_ATTEMPT + MINUTE, (SECOND_ATTEMPT + MINUTE) / 1000)]
-
-    metric = "rankscope_run_end_timestamp_seconds"
-    assert {of_spring(metric): ends} == history.ask(*SPRING, ("__name__", "=", metric))
 
 
 def test_each_state_is_one_series_that_is_1_while_it_lasts(history):

@@ -40,33 +40,22 @@ def test_row_groups_without_the_values_are_skipped(paths):
     assert 0 == row_groups(paths, "tensor_stats", {"run": ["other"]}).rows
 
 
-def test_groups_with_counts_above_zero_are_apart(paths):
+def test_row_groups_are_divided_by_their_statistics(paths):
+    """Counts above zero are apart, adjacent groups with equal constants together, and so are groups of one value."""
     finite, others = row_groups(paths, "tensor_stats", {}, ("nans", "infs")).split(("nans", "infs"))
+    stretches = row_groups(paths, "tensor_stats", {}, ("run", "rank")).stretches(("run", "rank"))
+    constant, rest = row_groups(paths, "tensor_stats", {"run": ["r"]}, ("rank",)).split_constant(("run", "rank"))
 
     assert (6, 2) == (finite.rows, others.rows)
-
-
-def test_constant_columns_are_known_by_statistics(paths):
-    first = row_groups(paths[:1], "tensor_stats", {}, ("rank", "step", "infs", "attempt"))
-
-    assert {"rank": 0, "infs": None, "attempt": None} == first.constants(("rank", "step", "infs", "attempt"))
-    assert {} == row_groups(paths, "tensor_stats", {}, ("rank",)).constants(("rank",))  # one rank is null
-
-
-def test_adjacent_groups_with_equal_constants_are_one_stretch(paths):
-    found = row_groups(paths, "tensor_stats", {}, ("run", "rank")).stretches(("run", "rank"))
-
-    assert [({"run": "r", "rank": 0}, 6), ({"run": "r"}, 2)] == [(values, groups.rows) for values, groups in found]
-
-
-def test_groups_in_which_all_rows_have_one_value_are_apart(paths):
-    constant, others = row_groups(paths, "tensor_stats", {"run": ["r"]}, ("rank",)).split_constant(("run", "rank"))
-
-    assert (6, 2) == (constant.rows, others.rows)
+    assert [({"run": "r", "rank": 0}, 6), ({"run": "r"}, 2)] == [(values, groups.rows) for values, groups in stretches]
+    assert (6, 2) == (constant.rows, rest.rows)
     assert [2, 2, 2] == [group.rows for group in constant.each()]
 
 
-def test_column_that_a_file_lacks_is_null(paths):
+def test_constant_and_absent_columns_are_known(paths):
+    first = row_groups(paths[:1], "tensor_stats", {}, ("rank", "step", "infs", "attempt"))
     (batch, *_) = row_groups(paths, "tensor_stats", {"tensor": ["a"]}).batches(["attempt", "step"])
 
-    assert [None, None] == batch.column("attempt").to_pylist()
+    assert {"rank": 0, "infs": None, "attempt": None} == first.constants(("rank", "step", "infs", "attempt"))
+    assert {} == row_groups(paths, "tensor_stats", {}, ("rank",)).constants(("rank",))  # one rank is null
+    assert [None, None] == batch.column("attempt").to_pylist()  # the files lack the column

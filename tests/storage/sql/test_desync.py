@@ -29,12 +29,6 @@ def rows(connection):
     )
 
 
-def test_equal_hashes_give_no_row(put, rows):
-    put(*((rank, step, tensor, 7) for rank in range(3) for step in (1, 2) for tensor in "ab"))
-
-    assert [] == rows()
-
-
 def test_ranks_that_differ_from_the_majority_are_named(put, rows):
     put((0, 5, "a", 7), (1, 5, "a", -8), (2, 5, "a", 7), (0, 5, "b", 1), (1, 5, "b", 1), (2, 5, "b", 1))
 
@@ -48,17 +42,13 @@ def test_without_a_majority_all_ranks_are_named(put, rows, hashes):
     assert [(5, "a", len(set(hashes)), len(hashes), list(range(len(hashes))), None)] == rows()
 
 
-def test_replicas_of_other_shards_are_not_compared(put, rows):
-    """Hybrid sharding: ranks 0 and 2 have one shard, 1 and 3 the other. Another attempt is another training."""
+def test_equal_hashes_of_replicas_give_no_row(put, rows):
+    """Hybrid sharding: ranks 0 and 2 have one shard, 1 and 3 the other. A repeated step counts with its last hashes."""
+    put(*((rank, step, tensor, 7) for rank in range(3) for step in (1, 2) for tensor in "bc"))
     put((0, 1, "a", 7), (2, 1, "a", 7), replicas="0,2")
     put((1, 1, "a", 9), (3, 1, "a", 9), replicas="1,3")
-    put((0, 1, "a", 5), (2, 1, "a", 5), replicas="0,2", attempt=1)
-
-    assert [] == rows()
-
-
-def test_repeated_step_counts_with_its_last_hashes(put, rows):
-    put((0, 1, "a", 7), (1, 1, "a", 8), (0, 1, "a", 9), (1, 1, "a", 9))
+    put((0, 1, "a", 5), (2, 1, "a", 5), replicas="0,2", attempt=1)  # another training
+    put((0, 1, "d", 7), (1, 1, "d", 8), (0, 1, "d", 9), (1, 1, "d", 9))
 
     assert [] == rows()
 

@@ -32,17 +32,6 @@ def combined(writer, connection, rows: list[dict]) -> list[dict]:
     return connection.query("FROM tensor_global ORDER BY ALL").to_pylist()
 
 
-@pytest.fixture
-def only(writer, connection):
-    """Return a function that returns the only row of `tensor_global` for rows of `tensor_stats`."""
-
-    def made(rows: list[dict]) -> dict:
-        (found,) = combined(writer, connection, rows)
-        return found
-
-    return made
-
-
 def statistics(values: np.ndarray) -> dict:
     """Return the reference: the statistics that the exporter publishes for one tensor or shard."""
     finite = values[np.isfinite(values)]
@@ -82,14 +71,37 @@ def test_shards_combine_to_the_statistics_of_the_whole_tensor(tmp_path_factory, 
     assert_same(statistics(np.concatenate([np.array(shard) for shard in shards])), found)
 
 
-def test_replicas_count_once(only):
-    found = only([row(rank=rank, norm=2.0, zeros=1) for rank in range(4)])
+NOTHING = {"norm": None, "min": None, "max": None, "mean": None, "nans": 4}
+COMBINED = {
+    "replicas count once": (
+        [row(rank=rank, norm=2.0, zeros=1) for rank in range(4)],
+        {"parts": 4, "norm": 2.0, "numel": 4, "zeros": 1, "placement": "full"},
+    ),
+    "NaN on any replica is visible": ([row(rank=0), row(rank=1, nans=2, infs=1)], {"nans": 2, "infs": 1, "numel": 4}),
+    "a tensor without finite elements has no norm": (
+        [shard_of("g", rank, **NOTHING) for rank in range(2)], {"norm": None, "mean": None, "nans": 8, "numel": 8},
+    ),
+    "complete groups are preferred, although group a is first": (
+        [shard_of(group, rank, norm=3.0) for rank, group in enumerate("abbc")],
+        {"parts": 4, "norm": math.sqrt(18), "numel": 8},
+    ),
+    "counts include every group of shards": (
+        [shard_of("a", 0, infs=1), shard_of("a", 1, infs=1), shard_of("b", 2, nans=2), shard_of("b", 3, nans=2)],
+        {"nans": 4, "infs": 2, "numel": 8},
+    ),
+    "a whole copy is not added to shards": (
+        [*(shard_of("g", rank, norm=3.0, numel=2) for rank in range(2)), row(rank=2, norm=5.0, numel=4)],
+        {"parts": 3, "numel": 4, "norm": math.sqrt(18)},
+    ),
+}  # fmt: skip
 
-    assert_same({"parts": 4, "norm": 2.0, "numel": 4, "zeros": 1, "placement": "full"}, found)
 
+@pytest.mark.parametrize("case", COMBINED)
+def test_shards_are_combined_and_replicas_count_once(writer, connection, case):
+    rows, expected = COMBINED[case]
+    (found,) = combined(writer, connection, rows)
 
-def test_nan_on_any_replica_is_visible(only):
-    assert_same({"nans": 2, "infs": 1, "numel": 4}, only([row(rank=0), row(rank=1, nans=2, infs=1)]))
+    assert_same(expected, found)
 
 
 def test_steps_kinds_tensors_heads_and_micro_steps_are_separate(writer, connection):
@@ -100,41 +112,12 @@ def test_steps_kinds_tensors_heads_and_micro_steps_are_separate(writer, connecti
     assert [1] * len(variants) == [one["parts"] for one in found]
 
 
-def test_tensor_without_finite_elements_has_no_norm(only):
-    nothing = {"norm": None, "min": None, "max": None, "mean": None, "nans": 4}
-    found = only([shard_of("g", rank, **nothing) for rank in range(2)])
-
-    assert (None, None, 8, 8) == (found["norm"], found["mean"], found["nans"], found["numel"])
-
-
 @pytest.mark.parametrize("placement", ["full", "shard"])
-def test_step_measured_twice_in_an_attempt_counts_with_its_last_rows(only, placement):
+def test_step_measured_twice_in_an_attempt_counts_with_its_last_rows(writer, connection, placement):
     made = {"placement": placement, "shard_group": "g" if placement == "shard" else None}
     told = ((4, 100.0, 3), (9, 3.0, 0), (7, 50.0, 1))
-    found = only(
-        [row(**made, rank=r, seq=s, ts=10 - s, norm=norm, nans=nans) for r in range(2) for s, norm, nans in told]
-    )
+    rows = [row(**made, rank=r, seq=s, ts=10 - s, norm=norm, nans=nans) for r in range(2) for s, norm, nans in told]
+    (found,) = combined(writer, connection, rows)
 
     whole = {"norm": math.sqrt(18), "numel": 8} if placement == "shard" else {"norm": 3.0, "numel": 4}
     assert_same({"parts": 2, "nans": 0, **whole}, found)
-
-
-def test_complete_group_of_shards_is_preferred(only):
-    """In group a, first in alphabetical order, one rank has no row."""
-    found = only([shard_of(group, rank, norm=3.0) for rank, group in enumerate("abbc")])
-
-    assert_same({"parts": 4, "norm": math.sqrt(18), "numel": 8}, found)
-
-
-def test_non_finite_counts_include_every_group_of_shards(only):
-    counts = [("a", {"infs": 1})] * 2 + [("b", {"nans": 2})] * 2
-    found = only([shard_of(group, rank, **odd) for rank, (group, odd) in enumerate(counts)])
-
-    assert_same({"nans": 4, "infs": 2, "numel": 8}, found)
-
-
-def test_whole_copy_is_not_added_to_shards(only):
-    shards = [shard_of("g", rank, norm=3.0, numel=2) for rank in range(2)]
-    found = only([*shards, row(rank=2, norm=5.0, numel=4)])
-
-    assert_same({"parts": 3, "numel": 4, "norm": math.sqrt(18)}, found)
