@@ -76,6 +76,15 @@ class Rank:
     def look(self) -> None:
         self.waiting += self.agreement.look()
 
+    def told(self) -> list[str]:
+        return [change.document for change in self.waiting]
+
+
+def look(*all_ranks: Rank, times: int = 1) -> None:
+    for _ in range(times):
+        for rank in all_ranks:
+            rank.look()
+
 
 def ranks(world: int, clock: Clock | None = None, store: object = None, margin: float = 1.0) -> list[Rank]:
     made: list[Rank] = []
@@ -103,19 +112,16 @@ def test_document_of_the_first_rank_at_attach_applies_to_all():
     assert "first" == other.begin(1, "third", 6).document
 
 
-@pytest.mark.parametrize("kind", ["dictionary", "HashStore", "TCPStore"])
-def test_all_ranks_change_at_the_step_after_the_margin(kind):
+@pytest.mark.parametrize("is_of_torch", [False, True])
+def test_all_ranks_change_at_the_step_after_the_margin(is_of_torch):
     """The margin is 1 s, and a step takes 0.1 s."""
-    stores = {"HashStore": dist.HashStore, "TCPStore": lambda: dist.TCPStore("127.0.0.1", 0, 1, is_master=True)}
-    held = stores[kind]() if kind in stores else None
+    held = dist.TCPStore("127.0.0.1", 0, 1, is_master=True) if is_of_torch else None
     store = dist.PrefixStore("group", held).clone() if held is not None else None  # as the store of the process group
     all_ranks = ranks(3, store=store)
     for rank in all_ranks:
         rank.train(7)
     all_ranks[1].agreement.propose("new", "call", 1)
-    for _ in range(2):
-        for rank in all_ranks:
-            rank.look()
+    look(*all_ranks, times=2)
     for rank in all_ranks:
         rank.train(20)
 
@@ -127,44 +133,21 @@ def test_rank_past_the_step_moves_the_change():
     slow.train(5)
     fast.train(30)
     slow.agreement.propose("new", "call", 1)  # for step 15
-    for _ in range(3):
-        slow.look()
-        fast.look()
+    look(slow, fast, times=3)
     slow.train(60)
     fast.train(35)
 
     assert slow.taken == fast.taken == {2: 50}  # twice the margin after the step of the fast rank
 
 
-def test_rank_too_close_to_the_step_moves_instead_of_committing():
-    """Fewer than half of the steps remain: the other rank might not read the change in time."""
-    slow, fast = ranks(2)
-    slow.agreement.propose("new", "call", 1)  # for step 10
-    slow.look()
-    slow.train(6)
-    fast.train(6)
-    fast.look()
-    slow.look()
-    slow.train(3)
-    fast.look()
-    slow.look()
-    fast.look()
-    slow.train(30)
-    fast.train(30)
-
-    assert slow.taken == fast.taken == {2: 26}
-
-
 def test_silent_rank_is_left_out_and_applies_the_change_later():
     clock = Clock()
     here, there, silent = ranks(3, clock)
     here.agreement.propose("new", "call", 1)
-    here.look()
-    there.look()
+    look(here, there)
     for _ in range(2):
         clock.now += 16
-        here.look()
-        there.look()
+        look(here, there)
     (agreed,) = here.waiting
     for rank in (here, there, silent):
         rank.train(12)
@@ -180,12 +163,10 @@ def test_later_change_replaces_pending_and_follows_committed():
     here, there = ranks(2)
     here.agreement.propose("first", "call", 1)
     there.agreement.propose("second", "request")
-    for rank in (here, there, here):
-        rank.look()
+    look(here, there, here)
     there.agreement.propose("third", "request")
-    for rank in (there, here, there):
-        rank.look()
-    told = [proposal.document for proposal in here.waiting]
+    look(there, here, there)
+    told = here.told()
     for rank in (here, there):
         rank.train(40)
 
@@ -199,10 +180,9 @@ def test_old_edit_that_a_rank_reads_late_is_not_a_change():
     here.agreement.propose("first", "file", 10)
     here.agreement.propose("second", "file", 20)
     there.agreement.propose("first", "file", 10)
-    for rank in (here, there, here):
-        rank.look()
+    look(here, there, here)
 
-    assert ["second"] == [proposal.document for proposal in here.waiting]
+    assert ["second"] == here.told()
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -248,16 +228,12 @@ def test_additional_change_neither_replaces_nor_is_replaced():
 
     assert one.agreement.propose("switch", "file", 1)
     assert not other.agreement.propose("stretch", "budget", is_additional=True)
-    for _ in range(3):
-        one.look()
-        other.look()
+    look(one, other, times=3)
     assert other.agreement.propose("stretch", "budget", is_additional=True)
     assert not one.agreement.propose("switch again", "file", 2)
-    for _ in range(3):
-        one.look()
-        other.look()
+    look(one, other, times=3)
 
-    assert [["switch", "stretch"]] * 2 == [[change.document for change in rank.waiting] for rank in (one, other)]
+    assert ["switch", "stretch"] == one.told() == other.told()
 
 
 def test_requests_up_to_a_stamp_are_accepted_from_one_rank_only():
@@ -269,12 +245,8 @@ def test_requests_up_to_a_stamp_are_accepted_from_one_rank_only():
         other.agreement.propose("of the other", "capture", step, until=step + 13, is_additional=True)
         for step in (7, 20)
     )
-    for _ in range(3):
-        one.look()
-        other.look()
+    look(one, other, times=3)
     assert other.agreement.propose("later", "capture", 21, until=34, is_additional=True)
-    for _ in range(3):
-        one.look()
-        other.look()
+    look(one, other, times=3)
 
-    assert [["of one", "later"]] * 2 == [[change.document for change in rank.waiting] for rank in (one, other)]
+    assert ["of one", "later"] == one.told() == other.told()
