@@ -8,34 +8,37 @@ from typing import Any
 
 import pytest
 import torch
+from tests.exporter.parts import QUIET, Watched, small
 
 from rankscope_contract.reports.child import ReportJob
 from rankscope_exporter import Monitor
 from rankscope_exporter.integrations.callback_base import CallbackBase, ReportChoice, start_report
 
-QUIET = {"console": False, "exit_wait_seconds": 0.0, "run": "end", "statistics": "torch"}
+SETTINGS = {"run": "end", "statistics": "torch"}
 OFFLINE = {"spool_dir": "records"}
-
-
-def trained(serve: dict[str, Any]) -> Monitor:
-    monitor = Monitor(QUIET | {"serve": serve})
-    net, optimizer = parts()
-    with monitor.attach(net, optimizer):
-        train(net, optimizer)
-    return monitor
-
-
-def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(3)
-    net = torch.nn.Linear(4, 2)
-    return net, torch.optim.AdamW(net.parameters())
 
 
 def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for _ in range(3):
         optimizer.zero_grad()
-        net(torch.randn(3, 4)).square().sum().backward()
+        net(torch.randn(2, 3)).square().sum().backward()
         optimizer.step()
+
+
+def trained(serve: dict[str, Any]) -> Monitor:
+    with Watched(*small(), **SETTINGS, serve=serve) as watched:
+        train(watched.net, watched.optimizer)
+    return watched.monitor
+
+
+def with_callback(*, report: ReportChoice, error: BaseException | None = None) -> list[torch.Tensor]:
+    """Return the bits of a training whose callback makes a report, and that ends with `error`."""
+    net, optimizer = small()
+    callback = CallbackBase(QUIET | SETTINGS | {"serve": OFFLINE}, report=report)
+    callback.begin(net, optimizer, first_step=1, total_steps=3)
+    train(net, optimizer)
+    callback.end(*(() if error is None else (error,)))
+    return [*(item.detach().clone() for item in net.parameters()), torch.get_rng_state()]
 
 
 def started(monitor: Monitor, choice: ReportChoice = True) -> list[ReportJob]:
@@ -81,39 +84,25 @@ def test_records_without_confirmation_of_the_service_make_no_report(free_port):
 
 
 def test_attached_monitor_has_not_ended():
-    net, optimizer = parts()
-    with Monitor(QUIET | {"serve": OFFLINE}).attach(net, optimizer) as monitor:
-        assert monitor.ended is None
-        assert [] == started(monitor)
-
-
-def bits(*, report: ReportChoice) -> list[torch.Tensor]:
-    net, optimizer = parts()
-    callback = CallbackBase(QUIET | {"serve": OFFLINE}, report=report)
-    callback.begin(net, optimizer, first_step=1, total_steps=3)
-    train(net, optimizer)
-    callback.end()
-    return [*(item.detach().clone() for item in net.parameters()), torch.get_rng_state()]
+    with Watched(*small(), **SETTINGS, serve=OFFLINE) as watched:
+        assert watched.monitor.ended is None
+        assert [] == started(watched.monitor)
 
 
 def test_callback_makes_the_report_and_changes_no_bit(folder):
     """The child process is the real one. It reads the folder that the training has closed."""
     before = set(threading.enumerate())
-    without, with_report = bits(report=False), bits(report="end.html")
+    without, with_report = with_callback(report=False), with_callback(report="end.html")
     (waiter,) = [item for item in threading.enumerate() if item.name == "rankscope-report"]
     waiter.join(60)
 
-    assert all(torch.equal(one, other) for one, other in zip(without, with_report, strict=True))
+    assert all(map(torch.equal, without, with_report))
     assert "3 of 3 steps" in (folder / "end.html").read_text()
     assert before >= set(threading.enumerate())
 
 
 def test_error_in_training_makes_no_report(folder):
-    net, optimizer = parts()
-    callback = CallbackBase(QUIET | {"serve": OFFLINE}, report=True)
-    callback.begin(net, optimizer, first_step=1, total_steps=3)
-    train(net, optimizer)
-    callback.end(ValueError("training failed"))
+    with_callback(report=True, error=ValueError("training failed"))
 
     assert not (folder / "rankscope-reports").exists()
     assert "rankscope-report" not in {item.name for item in threading.enumerate()}
