@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import threading
 import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
@@ -259,31 +258,6 @@ def test_unreadable_statistics_keep_numbers_and_events_of_the_step(monkeypatch, 
     assert training.events("anomaly")
     assert training.events("fault")
     assert ["computing the statistics of a step"] == named(caplog)
-
-
-def test_fault_in_the_last_record_is_published(monkeypatch):
-    """Its event is queued behind the request to end."""
-    is_ending = threading.Event()
-
-    def fail_late(*_: Any) -> None:
-        is_ending.wait(10)
-        raise OSError(WHY)
-
-    monkeypatch.setattr(publisher_module, "finish", fail_late)
-    stop = Publisher.stop
-
-    def request_end(publisher: Publisher, seconds: float) -> bool:
-        publisher._steps.items.put(None)
-        is_ending.set()
-        return stop(publisher, seconds)
-
-    monkeypatch.setattr(Publisher, "stop", request_end)
-    training = Training()
-    training.train()
-    training.monitor.detach()
-
-    assert training.events("fault")
-    assert training.events("exit")
 
 
 def test_record_refused_by_the_server_reaches_sinks_and_callbacks(monkeypatch, caplog):
