@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 import threading
 import unittest.mock
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.exporter.quantities.collective_runs import WORLD, Run, functions, given, left, train
+from tests.exporter.quantities.collective_runs import Run, collectives, functions, given, left, train
+from tests.exporter.quantities.ranks import WORLD
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope_contract.rules.nan import AnomalyNan
-from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter import Monitor
 from rankscope_exporter.quantities.collectives import quantity
 
 
@@ -56,11 +56,6 @@ def sequences(rank: int) -> Any:
         thread.start()
         thread.join()
 
-    def spoiled(_step: int) -> None:
-        bad = given(rank)
-        bad[1] = torch.nan
-        dist.all_reduce(bad if rank == 0 else given(rank))
-
     def coalesced(_step: int) -> None:
         with dist._coalescing_manager():
             dist.all_reduce(given(rank))
@@ -76,13 +71,13 @@ def sequences(rank: int) -> Any:
     def failing(_step: int) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for call in (
-                lambda: dist.all_reduce("no tensor"),
-                lambda: dist.all_reduce(*()),
-                lambda: dist.broadcast(given(0)),
+            for call, arguments in (
+                (dist.all_reduce, ("no tensor",)),
+                (dist.all_reduce, ()),
+                (dist.broadcast, (given(0),)),
             ):
                 try:
-                    call()
+                    call(*arguments)
                 except (TypeError, ValueError) as error:
                     errors.append(repr(error))
 
@@ -101,7 +96,6 @@ def sequences(rank: int) -> Any:
         "log only": train(at_places, {"log_only": True, "inputs": True}, steps=3),
         "none": train(none, {}),
         "beside": train(beside, {}),
-        "spoiled": train(spoiled, {"inputs": True}, rules=(AnomalyNan(),)),
         "another stream": train(waited_elsewhere, {}),
         "coalesced": train(coalesced, {}),
         "failing": train(failing, {}),
@@ -124,11 +118,7 @@ def training(_rank: int) -> Any:
         for parameter in net.parameters():
             dist.broadcast(parameter.detach(), 0)
         optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-        config = MonitorConfig(
-            quantities=("collectives", "gradients"), options={"collectives": dict(options or {})},
-            enabled=options is not None, console=False, exit_wait_seconds=0,
-        )  # fmt: skip
-        monitor = Monitor(config).attach(net, optimizer)
+        monitor = Monitor(collectives(options, "gradients")).attach(net, optimizer)
         for _ in range(4):
             net(torch.randn(6, 5)).square().mean().backward()
             works = [dist.all_reduce(p.grad, async_op=True) for p in net.parameters()]
@@ -147,14 +137,11 @@ def training(_rank: int) -> Any:
 
 
 def cause(rank: int) -> Any:
-    """Return the kinds that fire, in order, when a gradient is spoiled on rank 0 before it is reduced."""
+    """Return the anomalies, in order, when a gradient is spoiled on rank 0 before it is reduced."""
     torch.manual_seed(0)
     net = nn.Linear(3, 2, bias=False)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    config = MonitorConfig(
-        quantities=("parameters", "gradients", "collectives"), options={"collectives": {"inputs": True}},
-        console=False, exit_wait_seconds=0, statistics="torch", rules=(AnomalyNan(),),
-    )  # fmt: skip
+    config = collectives({"inputs": True}, "parameters", "gradients", rules=(AnomalyNan(),))
     monitor = Monitor(config).attach(net, optimizer)
     net(torch.ones(4, 3)).square().mean().backward()
     gradient = net.weight.grad
@@ -163,7 +150,7 @@ def cause(rank: int) -> Any:
         gradient[0, 0] = torch.nan
     dist.all_reduce(gradient)
     optimizer.step()
-    return [kind for _, _, kind, _ in left(monitor, net).events]
+    return left(monitor, net).events
 
 
 def wrapped(rank: int) -> Any:
@@ -174,8 +161,7 @@ def wrapped(rank: int) -> Any:
         torch.manual_seed(0)
         net = make()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        config = MonitorConfig(quantities=("collectives",), enabled=on, console=False, exit_wait_seconds=0)
-        monitor = Monitor(config).attach(net, optimizer)
+        monitor = Monitor(collectives({} if on else None)).attach(net, optimizer)
         for step in (1, 2):
             net(torch.full((2, 4), float(rank + step))).square().mean().backward()
             optimizer.step()
@@ -198,9 +184,7 @@ def logged(rank: int) -> Any:
     torch.manual_seed(0)
     net = DistributedDataParallel(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    options = {"collectives": {"log_only": True}}
-    config = MonitorConfig(quantities=("collectives",), options=options, console=False, exit_wait_seconds=0)
-    monitor = Monitor(config).attach(net, optimizer)
+    monitor = Monitor(collectives({"log_only": True})).attach(net, optimizer)
     for step in (1, 2, 3):
         net(torch.ones(2, 4)).square().mean().backward()
         for number in range(3):
@@ -230,24 +214,9 @@ def compiled(rank: int) -> Any:
     return bare.sum().item(), seen, run
 
 
-CASES = {
-    "functions": functions,
-    "sequences": sequences,
-    "training": training,
-    "cause": cause,
-    "wrapped": wrapped,
-    "logged": logged,
-    "compiled": compiled,
-}
+CASES: tuple[Callable[[int], Any], ...] = (functions, sequences, training, cause, wrapped, logged, compiled)
 
 
-def work(rank: int, store: str, results: Any) -> None:
-    """Run all cases; starting torch costs more than all of them."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
-    for name, case in CASES.items():
-        results.put(
-            (name, rank, pickle.dumps(case(rank)))
-        )  # sent as bytes, because tensors would share memory with this process
-        dist.barrier()
-    dist.destroy_process_group()
+def cases(rank: int) -> Iterator[tuple[str, Any]]:
+    for case in CASES:
+        yield case.__name__, case(rank)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.exporter.parts import session_of
+from tests.exporter.quantities.ranks import WORLD
+from tests.exporter.runs import Published, config_of, ended
 from torch import nn
 
+from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.sinks.memory import Row, rows_of
-
-WORLD = 2
-LONG_SECONDS = 60.0
 
 Script = Callable[[int], None]
 
@@ -26,24 +24,24 @@ class Run:
     """The results of one rank. `rows` has, by step, the numbers of each (kind, function, index, call_seq)."""
 
     rows: dict[int, dict[tuple[Any, ...], Mapping[str, Any]]]
-    names: set[str]
+    entries: list[PlanEntry]
     notices: list[str]
-    events: list[tuple[str, str | None, str | None, int | None]]
+    events: list[tuple[str | None, str | None, int | None]]
     faults: int
     parameters: list[torch.Tensor]
-    attributes: set[tuple[Any, ...]] = field(default_factory=set)
 
     def of(self, kind: str, step: int = 1) -> dict[tuple[Any, ...], Mapping[str, Any]]:
         return {key[1:]: numbers for key, numbers in self.rows.get(step, {}).items() if key[0] == kind}
 
 
+def collectives(options: Mapping[str, Any] | None = None, *quantities: str, **more: Any) -> MonitorConfig:
+    """Return a configuration with the quantity `collectives`, which is disabled if `options` is None."""
+    own, enabled = {"collectives": dict(options or {})}, options is not None
+    return config_of("collectives", *quantities, options=own, enabled=enabled, statistics="torch", **more)
+
+
 def train(
-    script: Script,
-    options: Mapping[str, Any] | None = None,
-    *,
-    steps: int = 1,
-    after: Script | None = None,
-    **more: Any,
+    script: Script, options: Mapping[str, Any] | None = None, *, steps: int = 1, after: Script | None = None
 ) -> Run:
     """Train a layer, without a monitor if `options` is None.
 
@@ -52,16 +50,7 @@ def train(
     torch.manual_seed(0)
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    config = MonitorConfig(
-        quantities=("collectives",),
-        options={"collectives": dict(options or {})},
-        enabled=options is not None,
-        console=False,
-        exit_wait_seconds=0,
-        statistics="torch",
-        **more,
-    )
-    monitor = Monitor(config).attach(net, optimizer)
+    monitor = Monitor(collectives(options)).attach(net, optimizer)
     for step in range(1, steps + 1):
         net(torch.ones(4, 3) * step).square().mean().backward()
         script(step)
@@ -74,31 +63,14 @@ def train(
 
 def left(monitor: Monitor, net: nn.Module) -> Run:
     """Detach the monitor and return the results of the run."""
-    records: Sequence[Any] = ()
-    if monitor.address is not None:
-        session = session_of(monitor)
-        monitor.end_step()
-        assert session.publisher.catch_up(LONG_SECONDS)
-        monitor.detach()
-        records = session.channel.ring.after(-1, 1 << 40).records
-    rows = [row for record in records for row in rows_of(record, ())]
-    found: dict[int, dict[tuple[Any, ...], Mapping[str, Any]]] = {}
-    for row in rows:
-        found.setdefault(row.step, {})[_key(row)] = row.numbers
-    events = [event for record in records for event in record.events]
-    return Run(
-        found,
-        {row.entry.tensor for row in rows},
-        [event.message for event in events if event.type in ("note", "fault")],
-        [(event.type, event.rule, event.kind, event.call_id) for event in events if event.type == "anomaly"],
-        monitor.faults,
-        [parameter.detach().clone() for parameter in net.parameters()],
-        {(row.entry.shape, row.entry.dtype, row.entry.micro_step, row.entry.placement) for row in rows},
-    )
-
-
-def _key(row: Row) -> tuple[Any, ...]:
-    return row.entry.kind, row.entry.tensor.partition("@")[0], row.entry.index, row.entry.call_seq
+    found = Published(()) if monitor.address is None else ended(monitor)
+    rows: dict[int, dict[tuple[Any, ...], Mapping[str, Any]]] = {}
+    for row in found.rows:
+        key = (row.entry.kind, row.entry.tensor.partition("@")[0], row.entry.index, row.entry.call_seq)
+        rows.setdefault(row.step, {})[key] = row.numbers
+    events = [(event.rule, event.kind, event.call_id) for event in found.events if event.type == "anomaly"]
+    parameters = [parameter.detach().clone() for parameter in net.parameters()]
+    return Run(rows, [row.entry for row in found.rows], found.notices, events, monitor.faults, parameters)
 
 
 def given(rank: int, number: int = 0, size: int = 4) -> torch.Tensor:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.exporter.parts import session_of
+from tests.exporter.runs import config_of, ended, published
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -21,12 +22,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter import Monitor
 
 WORLD = 2
 STEPS = 6
 EVERY = 2  # steps 1, 3 and 5 are measured
-LONG_SECONDS = 60.0
 
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -100,12 +100,9 @@ def train(case: Case, rank: int) -> dict[str, Any]:
     net = Net()
     model = case.wrap(net)
     parameters = list(model.parameters())
-    config = MonitorConfig(
-        quantities=("parameters", "hashes"),
-        options={"hashes": {"every": EVERY, **case.options}},
-        console=False,
+    config = replace(
+        config_of("parameters", "hashes", options={"hashes": {"every": EVERY, **case.options}}, statistics="torch"),
         exit_wait_seconds=30.0 if os.environ.get("RANKSCOPE_INGEST_URL") else 0.0,
-        statistics="torch",
     )
     optimizers = _optimizers(case, parameters)
     scaler = torch.amp.GradScaler("cpu", enabled=case.scaled)
@@ -152,25 +149,17 @@ def _bits(parameter: Any) -> list[int]:
 
 
 def _left(monitor: Monitor) -> dict[str, Any]:
-    session = session_of(monitor)
-    assert session.publisher.catch_up(LONG_SECONDS)
-    assert monitor.address is not None
-    with urllib.request.urlopen(monitor.address + "/metrics", timeout=LONG_SECONDS) as answer:
+    published(monitor)
+    with urllib.request.urlopen(f"{monitor.address}/metrics", timeout=60) as answer:
         page = answer.read().decode()
-    monitor.detach()
-    records = session.channel.ring.after(-1, 1 << 40).records
-    rows = [{"step": record.step, **row} for record in records for row in record.hashes]
-    notices = [event.message for record in records for event in record.events if event.type in ("note", "fault")]
-    return {"rows": rows, "notices": notices, "faults": monitor.faults, "page": page, "norms": list(_norms(records))}
-
-
-def _norms(records: Any) -> Iterator[tuple[int, str, float]]:
-    for record in records:
-        if record.statistics is not None:
-            entries = record.statistics.plan.plan.entries
-            for entry, norm in zip(entries, record.statistics.values.to_pylist()[: len(entries)], strict=True):
-                if entry.kind == "param_after" and norm is not None:
-                    yield record.step, entry.tensor, norm
+    found = ended(monitor)
+    return {
+        "rows": found.of("hashes"),
+        "notices": found.notices,
+        "faults": monitor.faults,
+        "page": page,
+        "measured": bool(found.norms("param_after")),
+    }
 
 
 def main(folder: Path, cases: Sequence[str] = tuple(CASES)) -> None:
@@ -179,7 +168,11 @@ def main(folder: Path, cases: Sequence[str] = tuple(CASES)) -> None:
     for rank in range(WORLD):
         pid = os.fork()
         if pid == 0:
-            _rank(rank, folder, cases)
+            try:
+                _rank(rank, folder, cases)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
             os._exit(0)
         children.append(pid)
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
@@ -187,16 +180,10 @@ def main(folder: Path, cases: Sequence[str] = tuple(CASES)) -> None:
 
 
 def _rank(rank: int, folder: Path, cases: Sequence[str]) -> None:
-    try:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-        found = {}
-        for name in cases:
-            found[name] = train(CASES[name], rank)
-            dist.barrier()
-        (folder / f"{rank}.json").write_text(json.dumps(found))
-        dist.destroy_process_group()
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        os._exit(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    found = {}
+    for name in cases:
+        found[name] = train(CASES[name], rank)
+        dist.barrier()
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from tests.exporter.parts import records_of, session_of
+from tests.exporter.runs import config_of, published
 from torch import nn
 
-from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.sinks.memory import rows_of
-
-
-def through_data(gradient: torch.Tensor) -> None:
-    gradient.data.mul_(0.5)
-
-
-def by_foreach(gradient: torch.Tensor) -> None:
-    torch._foreach_mul_([gradient.data], 0.5)
+from rankscope_exporter import Monitor
 
 
 def replaced_data(gradient: torch.Tensor) -> None:
@@ -29,33 +18,32 @@ def through_numpy(gradient: torch.Tensor) -> None:
     gradient.numpy()[...] *= 0.5
 
 
-@pytest.mark.parametrize("scale", [through_data, by_foreach, replaced_data, through_numpy])
+SCALES = {
+    "through data": lambda gradient: gradient.data.mul_(0.5),
+    "by foreach": lambda gradient: torch._foreach_mul_([gradient.data], 0.5),
+    "replaced data": replaced_data,
+    "through numpy": through_numpy,
+}
+
+
+@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("clipped_steps", [{10, 11}, {2, 5}])
-def test_clipping_without_a_new_version_is_found_at_each_step(
-    scale: Callable[[torch.Tensor], None], clipped_steps: set[int]
-) -> None:
+def test_clipping_without_a_new_version_is_found_at_each_step(scale, clipped_steps):
     torch.manual_seed(0)
     net = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    config = MonitorConfig(quantities=("gradients",), console=False, exit_wait_seconds=0)
-    expected: dict[tuple[int, str, str], float] = {}
-    with Monitor(config).attach(net, optimizer) as monitor:
+    reduced, clipped = {}, {}
+    with Monitor(config_of("gradients")).attach(net, optimizer) as monitor:
         for step in range(1, 13):
             optimizer.zero_grad()
             net(torch.randn(2, 4)).square().sum().backward()
-            for kind in ("grad_reduced", "grad_clipped"):
-                for name, parameter in net.named_parameters():
-                    assert parameter.grad is not None
-                    expected[step, kind, name] = float(parameter.grad.double().norm())
-                    if kind == "grad_reduced" and step in clipped_steps:
-                        scale(parameter.grad)
+            for name, parameter in net.named_parameters():
+                reduced[step, name] = float(parameter.grad.double().norm())
+                if step in clipped_steps:
+                    SCALES[scale](parameter.grad)
+                    clipped[step, name] = float(parameter.grad.double().norm())
             optimizer.step()
-        monitor.end_step()
-        assert session_of(monitor).publisher.catch_up(20)
-        rows = [row for record in records_of(session_of(monitor)) for row in rows_of(record)]
+        found = published(monitor)
 
-    found = {(row.step, row.entry.kind, row.entry.tensor): row.numbers["norm"] for row in rows}
-    clipped = {key for key in expected if key[1] == "grad_clipped" and key[0] in clipped_steps}
-    assert clipped == {key for key in found if key[1] == "grad_clipped"}
-    for key, norm in expected.items():
-        assert key not in found or norm == pytest.approx(found[key], rel=1e-5)
+    assert pytest.approx(clipped, rel=1e-5) == found.norms("grad_clipped")
+    assert pytest.approx(reduced, rel=1e-5) == found.norms("grad_reduced")

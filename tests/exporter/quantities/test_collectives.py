@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 from typing import Any
 
 import pytest
 import torch
-from tests.exporter.quantities.collective_cases import CASES, work
-from tests.exporter.quantities.collective_runs import WORLD, Run, given
-from tests.programs import warm_processes
+from tests.exporter.quantities.collective_cases import cases
+from tests.exporter.quantities.collective_runs import Run, given
+from tests.exporter.quantities.ranks import RANKS, outcomes_of
 
-from rankscope_exporter import ConfigError, MonitorConfig
 from rankscope_exporter.quantities.collectives.interception import OPERATIONS
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for the two ranks
 
-RANKS = range(WORLD)
-
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any]:
-    """Run all cases in one pair of processes."""
-    context = warm_processes()
-    results = context.Queue()
-    store = str(tmp_path_factory.mktemp("collectives") / "store")
-    workers = [context.Process(target=work, args=(rank, store, results), daemon=True) for rank in RANKS]
-    for worker in workers:
-        worker.start()
-    found = [results.get(timeout=180) for _ in range(WORLD * len(CASES))]
-    for worker in workers:
-        worker.join(60)
-
-    assert [0] * WORLD == [worker.exitcode for worker in workers]
-    return {(case, rank): pickle.loads(outcome) for case, rank, outcome in found}
+    return outcomes_of(cases, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture
@@ -78,8 +62,11 @@ def test_every_function_supported_by_msprobe_is_supported(outcomes):
 def test_rows_are_named_by_function_and_call_site(outcomes):
     run, _, _ = outcomes["functions", 1]
 
-    assert all(re.fullmatch(r"\w+@tests/exporter/quantities/collective_runs\.py\[\d+\]", name) for name in run.names)
-    assert {((4,), "float32", None, "full")} <= run.attributes
+    place = r"\w+@tests/exporter/quantities/collective_runs\.py\[\d+\]"
+    assert all(re.fullmatch(place, entry.tensor) for entry in run.entries)
+    assert ((4,), "float32", None, "full") in {
+        (entry.shape, entry.dtype, entry.micro_step, entry.placement) for entry in run.entries
+    }
 
 
 def test_calls_of_one_call_site_are_numbered_within_the_step(runs):
@@ -92,27 +79,21 @@ def test_calls_of_one_call_site_are_numbered_within_the_step(runs):
             assert pytest.approx([float(norm) for norm in sums]) == [row["norm"] for row in found.values()]
 
 
-def test_calls_after_the_update_belong_to_the_step(runs):
-    for run in runs("after the update"):
-        assert {1: 3, 2: 3} == {step: len(rows) for step, rows in run.rows.items()}
-
-
-def test_only_sampled_steps_have_rows_of_collectives(runs):
-    for run in runs("every"):
-        assert {1: 6, 3: 6} == {step: len(rows) for step, rows in run.rows.items()}
+@pytest.mark.parametrize(("case", "rows"), [("after the update", {1: 3, 2: 3}), ("every", {1: 6, 3: 6})])
+def test_calls_of_sampled_steps_have_rows_also_after_the_update(case, rows, runs):
+    for run in runs(case):
+        assert rows == {step: len(found) for step, found in run.rows.items()}
 
 
 def test_output_of_asynchronous_call_is_read_after_its_wait(runs):
+    """A call without a wait has no row and is reported once."""
     sums = [float((given(0, number) + given(1, number)).norm()) for number in (0, 1)]
-    for run in runs("asynchronous"):
-        for step in (1, 2):
-            assert pytest.approx(sums) == [row["norm"] for row in run.of("comm_out", step).values()]
-
-
-def test_call_without_wait_has_no_row_and_is_reported_once(runs):
     for run in runs("asynchronous"):
         (sentence,) = run.notices
 
+        assert [pytest.approx(sums)] * 2 == [
+            [row["norm"] for row in run.of("comm_out", step).values()] for step in (1, 2)
+        ]
         assert re.search(r"broadcast@.*\]: is asynchronous and has no wait\(\) within its step", sentence)
 
 
@@ -120,20 +101,10 @@ def test_call_without_wait_has_no_row_and_is_reported_once(runs):
 
 
 def test_call_sites_select_by_the_call_stack(runs):
+    norm = float((given(0, 1) + given(1, 1)).norm())
     for run in runs("call sites"):
-        assert (
-            pytest.approx(float((given(0, 1) + given(1, 1)).norm()))
-            == run.of("comm_out")["all_reduce", None, None]["norm"]
-        )
+        assert pytest.approx(norm) == run.of("comm_out")["all_reduce", None, None]["norm"]
         assert (1, []) == (len(run.rows[1]), run.notices)
-
-
-def test_unmatched_call_sites_are_reported_with_the_existing_calls(runs):
-    for run in runs("no such site"):
-        (sentence,) = run.notices
-
-        assert "call_sites matches the stack of no call; the calls are all_reduce@" in sentence
-        assert {} == run.rows
 
 
 def test_unmatched_target_is_reported_with_the_nearest_function(runs):
@@ -142,26 +113,20 @@ def test_unmatched_target_is_reported_with_the_nearest_function(runs):
         assert ["collectives: target 'all_gathr' matches no collective; nearest: all_reduce"] == run.notices
 
 
-def test_rows_per_step_are_limited_by_most_calls(runs):
-    for run in runs("most calls"):
-        (sentence,) = run.notices
-
-        assert 2 == len(run.rows[1])
-        assert "called more than 2 times in a step" in sentence
-
-
 @pytest.mark.parametrize(
-    ("case", "sentence"),
+    ("case", "rows", "sentence"),
     [
-        ("none", "no call of the script was seen in a sampled step"),
-        ("beside", "on another thread than the training"),
-        ("coalesced", "is coalesced with other calls"),
-        ("another stream", "is on another stream than the training"),
+        ("none", 0, "no call of the script was seen in a sampled step"),
+        ("beside", 0, "on another thread than the training"),
+        ("coalesced", 0, "is coalesced with other calls"),
+        ("another stream", 0, "is on another stream than the training"),
+        ("no such site", 0, "call_sites matches the stack of no call; the calls are all_reduce@"),
+        ("most calls", 2, "called more than 2 times in a step"),
     ],
 )
-def test_calls_that_are_not_measured_are_reported(case, sentence, runs):
+def test_calls_that_are_not_measured_are_reported(case, rows, sentence, runs):
     for run in runs(case):
-        assert ({}, 0, 1) == (run.rows, run.faults, len(run.notices))
+        assert (rows, 0, 1) == (len(run.rows.get(1, ())), run.faults, len(run.notices))
         assert sentence in run.notices[0]
 
 
@@ -238,34 +203,10 @@ def test_compiled_code_has_no_graph_break_and_reduces_as_before(outcomes):
         assert ([bare] * 3, 0, {}) == (seen, run.faults, run.rows)
 
 
-def test_rank_that_sent_a_nan_is_the_first_cause(runs):
-    first, second = runs("spoiled")
+def test_rank_that_sent_a_nan_is_the_first_cause_and_its_effects_follow(outcomes):
+    """The rank with the cause has the input as its first kind. Both have equal numbers for the calls."""
+    first, second = (outcomes["cause", rank] for rank in RANKS)
+    sent, received = ("AnomalyNan", "comm_in", 5), ("AnomalyNan", "comm_out", 6)  # after rows of the parameter
 
-    assert [("anomaly", "AnomalyNan", "comm_in", 0), ("anomaly", "AnomalyNan", "comm_out", 1)] == first.events
-    assert [("anomaly", "AnomalyNan", "comm_out", 1)] == second.events
-
-
-def test_effects_of_a_nan_input_are_ordered_after_it(outcomes):
-    """The rank with the cause has the input as its first kind."""
-    assert ["comm_in", "comm_out", "grad_reduced", "param_after"] == outcomes["cause", 0]
-    assert ["comm_out", "grad_reduced", "param_after"] == outcomes["cause", 1]
-
-
-# Invalid options.
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"call_sites": ["("]}, "call_sites: '\\(' is not a regular expression"),
-        ({"call_sites": "train"}, "call_sites must be a list of regular expressions"),
-        ({"inputs": 1}, "inputs must be true or false"),
-        ({"log_only": "yes"}, "log_only must be true or false"),
-        ({"most_calls": 0}, "most_calls must be a whole number of at least 1"),
-        ({"most_calls": None}, "most_calls must be a whole number of at least 1"),
-        ({"input": True}, "Did you mean options.collectives.inputs"),
-    ],
-)
-def test_invalid_options_are_rejected(options, words):
-    with pytest.raises(ConfigError, match=words):
-        MonitorConfig(quantities=("collectives",), options={"collectives": options})
+    assert ([sent, received], [received]) == (first[:2], second[:1])
+    assert ["grad_reduced", "param_after"] == [kind for _, kind, _ in first[2:]] == [kind for _, kind, _ in second[1:]]

@@ -8,13 +8,16 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.exporter.parts import small
+from tests.exporter.runs import config_of, train
 
-from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter import Monitor
 
 NAMES = ("all_reduce", "isend", "irecv", "batch_isend_irecv", "all_to_all_single")
 
@@ -30,26 +33,11 @@ def originals():
     assert vars(dist.Work)["wait"] is waits
 
 
-@pytest.fixture
-def attached(quiet):
+def attached(**options: Any) -> tuple[Monitor, Callable[[], None]]:
     """Return a monitor of a layer, and a function that trains one step."""
-
-    def make(**options: Any) -> tuple[Monitor, Any]:
-        net = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        config = MonitorConfig(
-            quantities=("collectives",), options={"collectives": options}, console=False, exit_wait_seconds=0
-        )
-        monitor = Monitor(config).attach(net, optimizer)
-
-        def step() -> None:
-            net(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return monitor, step
-
-    return make
+    net, optimizer = small()
+    monitor = Monitor(config_of("collectives", options={"collectives": options})).attach(net, optimizer)
+    return monitor, functools.partial(train, net, optimizer)
 
 
 def stands() -> list[str]:
@@ -57,42 +45,35 @@ def stands() -> list[str]:
     return [name for name in NAMES if type(getattr(dist, name)).__name__ == "_FunctionInterception"]
 
 
-def test_detach_restores_every_function(attached, originals):
-    monitor, step = attached()
-    listened = stands()
-    step()
-    monitor.detach()
-
-    assert list(NAMES) == listened
-    assert [] == stands()
-
-
-def test_switching_off_restores_functions_and_switching_on_intercepts(attached, originals):
-    monitor, step = attached()
-    step()
-    monitor.switch(on=False)
-    step()
-    off = stands()
-    monitor.switch(on=True)
-    step()
-    on = stands()
-    monitor.detach()
-
-    assert ([], list(NAMES)) == (off, on)
-
-
-def test_every_function_is_restored_after_the_last_sampled_step(attached, originals):
+def test_detach_restores_every_function(originals):
+    """The end of the last sampled step restores them, too."""
     monitor, step = attached(times=1)
+    intercepted = stands()
     step()
     step()
-    left = stands()
+    after = stands()
+    monitor.detach()
+    other, _ = attached()
+    other.detach()
+
+    assert (list(NAMES), [], []) == (intercepted, after, stands())
+
+
+def test_switching_off_restores_functions_and_switching_on_intercepts(originals):
+    monitor, step = attached()
+    found = []
+    for on in (False, True):
+        step()
+        monitor.switch(on=on)
+        step()
+        found.append(stands())
     monitor.detach()
 
-    assert [] == left
+    assert [[], list(NAMES)] == found
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_second_monitor_still_intercepts_after_the_first_detaches(first, attached, originals):
+def test_second_monitor_still_intercepts_after_the_first_detaches(first, originals):
     monitors = [attached()[0], attached()[0]]
     monitors[first].detach()
     between = stands()
@@ -101,7 +82,7 @@ def test_second_monitor_still_intercepts_after_the_first_detaches(first, attache
     assert list(NAMES) == between
 
 
-def test_wrapper_on_top_remains_and_the_interception_forwards_calls(attached, monkeypatch):
+def test_wrapper_on_top_remains_and_the_interception_forwards_calls(monkeypatch):
     original, calls = dist.all_reduce, []
     monitor, _ = attached()
     below = dist.all_reduce
@@ -120,7 +101,7 @@ def test_wrapper_on_top_remains_and_the_interception_forwards_calls(attached, mo
     dist.all_reduce = original
 
 
-def test_wrapper_between_two_interceptions_is_called_once_and_remains(attached, originals, monkeypatch):
+def test_wrapper_between_two_interceptions_is_called_once_and_remains(originals, monkeypatch):
     """The other wrapper has copied the attributes of ours, as functools.wraps does."""
     calls: list[str] = []
     monkeypatch.setattr(dist, "all_reduce", lambda *_: calls.append("original"))
@@ -142,12 +123,9 @@ def test_wrapper_between_two_interceptions_is_called_once_and_remains(attached, 
     monkeypatch.undo()
 
 
-def test_earlier_replacement_is_called_and_restored(attached, monkeypatch):
-    calls = []
-
-    def earlier(tensor: Any) -> None:
-        calls.append(tensor)
-
+def test_earlier_replacement_is_called_and_restored(monkeypatch):
+    calls: list[Any] = []
+    earlier = calls.append
     monkeypatch.setattr(dist, "all_reduce", earlier)
     monitor, step = attached()
     step()
@@ -157,7 +135,7 @@ def test_earlier_replacement_is_called_and_restored(attached, monkeypatch):
     assert (["x"], earlier) == (calls, dist.all_reduce)
 
 
-def test_stored_copied_or_pickled_function_is_the_original(attached, originals):
+def test_stored_copied_or_pickled_function_is_the_original(originals):
     monitor, _ = attached()
     kept = dist.isend
     sent = pickle.loads(pickle.dumps(kept))

@@ -36,7 +36,7 @@ def add_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     assert "added" not in quantities.quantity_classes()
 
 
-def test_direct_and_indirect_subclasses_with_a_name_are_quantities(add_file):
+def test_direct_and_indirect_subclasses_of_the_folder_are_quantities(add_file):
     add_file("""
 class Base(Quantity):
     pass
@@ -47,10 +47,15 @@ class Added(Base):
 class Further(Parameters):
     name: ClassVar[str] = "further"
 """)
+
+    class Outside(quantities.Quantity):
+        name = "outside"
+
     classes = quantities.quantity_classes()
 
     assert ["Added", "Further"] == [classes[name].__name__ for name in ("added", "further")]
     assert sorted(classes) == list(classes)
+    assert Outside.name not in classes
 
 
 @pytest.mark.parametrize("body", ["pass", 'name: ClassVar[str] = "parameters"'])
@@ -61,10 +66,3 @@ class Added(Parameters):
 """)
     with pytest.raises(TypeError, match=r"added\.Added: another quantity has the name 'parameters'"):
         quantities.quantity_classes()
-
-
-def test_subclass_outside_of_the_folder_is_not_offered():
-    class Outside(quantities.Quantity):
-        name = "outside"
-
-    assert Outside.name not in quantities.quantity_classes()

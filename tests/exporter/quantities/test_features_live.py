@@ -8,20 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from tests.exporter.quantities.feature_runs import Feature, FeatureRun, equal_bits, train
+from tests.exporter.parts import hooks_of
+from tests.exporter.quantities.trainings import Composed, Feature, Run, equal_bits, measure, nothing
+from tests.exporter.runs import config_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rankscope_exporter import ConfigError, Monitor, MonitorConfig
+from rankscope_exporter import Monitor
 
 HEADS, GROUPS, WIDTH, EXPERTS = 4, 2, 4, 5
 LONG, SHORT = 6, 4
 
 Note = Callable[..., None]
-
-
-def nothing(*_: Any, **__: Any) -> None:
-    """Record nothing, for the run with the monitor."""
 
 
 class Core(nn.Module):
@@ -147,46 +145,34 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def alone() -> tuple[FeatureRun, dict[int, dict[Feature, float]]]:
+def alone() -> tuple[Run, dict[int, dict[Feature, float]]]:
     """Return the results of a run without a monitor that records its own tensors."""
-    model = net()
     seen = {1: Seen(), 2: Seen()}
-    steps = []
 
     def loss_of(micro: int) -> Callable[[nn.Module, int], torch.Tensor]:
         def loss(model: nn.Module, step: int) -> torch.Tensor:
             if micro == 0:
                 seen[step].linear(model)
-                steps.append(step)
             return model(batch(step, micro), seen[step].of(micro)).square().mean()
 
         return loss
 
-    run = train(model, [loss_of(0), loss_of(1)], None)
-    assert [1, 2] == steps
+    run = measure(net(), [loss_of(0), loss_of(1)], None)
     return run, {step: look.rows for step, look in seen.items()}
 
 
 @pytest.mark.parametrize("mode", ["plain", "reentrant", "not reentrant"])
 def test_features_equal_the_reference_and_training_is_bit_identical(mode, alone):
     """Separate micro-batches, real masks, recomputed calls measured once, inputs read before they are overwritten."""
-    run = train(net(mode), losses(), EVERYTHING)
+    run = measure(net(mode), losses(), EVERYTHING)
 
     assert (0, []) == (run.faults, run.notices)
     for step, expected in alone[1].items():
-        assert expected.keys() == run.rows[step].keys()
+        assert expected.keys() == run.features[step].keys()
         for key, value in expected.items():
             # The random weights here are small, so Lanczos is exact; the stated tolerance has a test of its own.
-            assert value == pytest.approx(run.rows[step][key], rel=2e-5, abs=1e-6), key
-    assert equal_bits(run, alone[0] if mode == "plain" else train(net(mode), losses(), None))
-
-
-def test_steps_that_are_not_sampled_have_no_features():
-    options = {name: {**known, "every": 2, "start_step": 2} for name, known in EVERYTHING.items()}
-    run = train(net(), losses(), options, steps=4)
-
-    assert {2, 4} == set(run.rows)
-    assert run.rows[2].keys() == run.rows[4].keys()
+            assert value == pytest.approx(run.features[step][key], rel=2e-5, abs=1e-6), key
+    assert equal_bits(run, alone[0] if mode == "plain" else measure(net(mode), losses(), None))
 
 
 def test_autocast_does_not_change_the_formulas():
@@ -195,71 +181,56 @@ def test_autocast_does_not_change_the_formulas():
             return model(batch(step, 0)).float().square().mean()
 
     model = net()
-    expected = {
-        name: float(torch.linalg.svdvals(weight.double())[0])
-        for name, weight in (
-            (name, module.weight.detach()) for name, module in model.named_modules() if name.endswith("q")
-        )
-    }
-    run = train(model, [loss], EVERYTHING, steps=1)
+    weights = {name: module.weight.detach() for name, module in model.named_modules() if name.endswith("q")}
+    expected = {name: float(torch.linalg.svdvals(weight.double())[0]) for name, weight in weights.items()}
+    run = measure(model, loss, EVERYTHING, steps=1)
 
     assert (0, []) == (run.faults, run.notices)
     for name, value in expected.items():
-        assert value == pytest.approx(run.rows[1][Feature("spectral_norm", name)], rel=1e-5)
-    assert equal_bits(run, train(net(), [loss], None, steps=1))
+        assert value == pytest.approx(run.features[1][Feature("spectral_norm", name)], rel=1e-5)
+    assert equal_bits(run, measure(net(), loss, None, steps=1))
 
 
 # Selection of modules.
 
 
 def test_without_targets_only_linear_selects_modules():
-    run = train(net(), losses(), {"attention": {"targets": []}, "router": {}, "linear": {"targets": []}}, steps=1)
+    run = measure(net(), losses(), {"attention": {"targets": []}, "router": {}, "linear": {"targets": []}}, steps=1)
 
-    assert {"stable_rank", "spectral_norm"} == {key.kind for key in run.rows[1]}
+    assert {"stable_rank", "spectral_norm"} == {key.kind for key in run.features[1]}
     linear = {"embedding", *(f"blocks.{block}.{name}" for block in range(2) for name in ("q", "kv", "gate"))}
-    assert linear == {key.module for key in run.rows[1]}
+    assert linear == {key.module for key in run.features[1]}
     assert [
         "attention: targets names no module, so nothing is measured",
         "router: targets names no module, so nothing is measured",
     ] == sorted(run.notices)
 
 
-class Odd(nn.Module):
-    """Unusual modules: one has a parameter `wg`; weights are computed, empty, vectors, or zero."""
+def odd() -> nn.Module:
+    """Return unusual modules: one has a parameter `wg`; weights are computed, empty, vectors, or zero."""
+    router = Composed(lambda router, x: x @ router.wg)
+    router.wg = nn.Parameter(torch.diag(torch.tensor([3.0, 2.0, 1.0, 0.0])))
+    modules = {name: nn.Linear(4, 4) for name in ("first", "second", "zeros", "broken")}
+    modules |= {"router": router, "norm": nn.LayerNorm(4), "empty": nn.Linear(0, 4)}
+    modules["whole"] = nn.Linear(4, 4, dtype=torch.complex64)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.second.weight = self.first.weight
-        self.router = nn.Module()
-        self.router.wg = nn.Parameter(torch.diag(torch.tensor([3.0, 2.0, 1.0, 0.0])))
-        self.router.forward = lambda x: x @ self.router.wg
-        self.norm = nn.LayerNorm(4)
-        self.computed = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
-        self.zeros = nn.Linear(4, 4)
-        nn.init.zeros_(self.zeros.weight)
-        self.empty = nn.Linear(0, 4)
-        self.whole = nn.Linear(4, 4, dtype=torch.complex64)
-        self.broken = nn.Linear(4, 4)
-        with torch.no_grad():
-            self.broken.weight[1, 1] = math.nan
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        x = net.norm(net.router(net.second(net.first(x))))
+        return net.computed(x) + net.zeros(x) + net.empty(x[:, :0])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.router(self.second(self.first(x))))
-        return self.computed(x) + self.zeros(x) + self.empty(x[:, :0])
-
-
-def odd_loss(model: nn.Module, _step: int) -> torch.Tensor:
-    return model(torch.ones(2, 4)).square().sum()
+    model = Composed(forward, **modules)
+    model.second.weight = model.first.weight
+    model.computed = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    nn.init.zeros_(model.zeros.weight)
+    with torch.no_grad():
+        model.broken.weight[1, 1] = math.nan
+    return model
 
 
 def test_unusual_weights_are_measured_or_reported():
-    def odd() -> Odd:
-        torch.manual_seed(2)
-        return Odd()
-
-    run = train(odd(), [odd_loss], {"linear": {}})
-    rows = run.rows[1]
+    loss = lambda model, _step: model(torch.ones(2, 4)).square().sum()  # noqa: E731 - one for both
+    run, other = measure(odd(), loss, {"linear": {}}), measure(odd(), loss, None)
+    rows = run.features[1]
 
     assert 0 == run.faults
     assert {"first", "second", "router", "zeros", "broken"} == {key.module for key in rows}
@@ -269,12 +240,10 @@ def test_unusual_weights_are_measured_or_reported():
     assert 0 == rows[Feature("spectral_norm", "zeros")]
     assert Feature("stable_rank", "zeros") not in rows
     assert all(math.isnan(rows[Feature(kind, "broken")]) for kind in ("spectral_norm", "stable_rank"))
-    assert {
+    assert [
         "linear: computed: has a weight that is computed, or none",
         "linear: whole: has a weight that is complex64[4, 4], not a matrix of floats",
-    } == set(run.notices)
-    assert 2 == len(run.notices)
-    other = train(odd(), [odd_loss], None)
+    ] == sorted(run.notices)
     assert all(torch.equal(run.state[n], other.state[n]) for n in other.state if "broken" not in n)
 
 
@@ -282,9 +251,9 @@ def test_compiled_modules_are_reported_and_their_weights_measured():
     model = net()
     for block in model.blocks:
         block.compile(backend="eager", fullgraph=True)
-    run = train(model, losses(), {"attention": {"targets": ["*.core"], "causal": False}, "linear": {}}, steps=2)
+    run = measure(model, losses(), {"attention": {"targets": ["*.core"], "causal": False}, "linear": {}})
 
-    assert {"spectral_norm", "stable_rank"} == {key.kind for key in run.rows[2]}
+    assert {"spectral_norm", "stable_rank"} == {key.kind for key in run.features[2]}
     assert 0 == run.faults
     assert ["attention: blocks.0.core, blocks.1.core: is part of compiled code, so it is not measured"] == run.notices
 
@@ -294,48 +263,20 @@ def test_failing_hook_loses_only_its_own_features(monkeypatch):
         raise RuntimeError("no")
 
     monkeypatch.setattr("rankscope_exporter.quantities.attention.attention_sums", fails)
-    run = train(net(), losses(), EVERYTHING, steps=2)
+    run = measure(net(), losses(), EVERYTHING)
 
-    assert {"stable_rank", "spectral_norm", "router_entropy", "router_load", "router_similarity"} == {
-        key.kind for key in run.rows[2]
-    }
-    assert run.faults == 8
-    assert 1 == len(run.notices)
-    assert equal_bits(run, train(net(), losses(), None, steps=2))
-
-
-@pytest.mark.parametrize(
-    ("quantity", "options", "text"),
-    [
-        ("attention", {"order": "s,b,d"}, "order must be 's,b,h,d' or these letters in another order, not 's,b,d'"),
-        ("attention", {"query": -1}, "query must be the position or the name of an argument"),
-        ("attention", {"mask": True}, "mask must be the position or the name of an argument"),
-        ("attention", {"mask_true": True}, "mask_true must be 'auto', 'attends' or 'hides'"),
-        ("attention", {"causal": "yes"}, "causal must be true, false or 'auto'"),
-        ("attention", {"scale": "big"}, "scale must be a finite number"),
-        ("attention", {"rows": 0}, "rows must be a whole number of at least 1"),
-        ("linear", {"tolerance": 0}, "tolerance must be a number of at least 1e-05 and below 1"),
-        ("linear", {"tolerance": 1.0}, "tolerance must be a number of at least 1e-05 and below 1"),
-        ("router", {"top_k": 0}, "top_k must be a whole number of at least 1"),
-        ("router", {"logits": "guessed"}, "logits must be 'returned' or 'computed', not 'guessed'"),
-        ("router", {"output": "second"}, "'second' does not select an element of an argument or result"),
-    ],
-)  # fmt: skip
-def test_invalid_options_are_rejected(quantity, options, text):
-    with pytest.raises(ConfigError, match="options"):
-        MonitorConfig(quantities=(quantity,), options={quantity: options})
-    with pytest.raises(ConfigError) as raised:
-        MonitorConfig(quantities=(quantity,), options={quantity: options})
-    assert text in str(raised.value)
+    kinds = {key.kind for key in run.features[2]}
+    assert {"stable_rank", "spectral_norm", "router_entropy", "router_load", "router_similarity"} == kinds
+    assert (8, 1) == (run.faults, len(run.notices))
+    assert equal_bits(run, measure(net(), losses(), None))
 
 
 def test_detach_leaves_no_hook():
     model = net()
-    hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
-    config = MonitorConfig(quantities=tuple(EVERYTHING), options=EVERYTHING, console=False, exit_wait_seconds=0)
-    monitor = Monitor(config).attach(model)
-    assert hooks < sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    before = hooks_of(model)
+    monitor = Monitor(config_of(*EVERYTHING, options=EVERYTHING)).attach(model)
+    attached = hooks_of(model)
     monitor.detach()
 
-    assert hooks == sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    assert before == hooks_of(model) < attached
     assert 0 == monitor.faults

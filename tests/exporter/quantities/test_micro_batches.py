@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from tests.exporter.parts import session_of
+from tests.exporter.runs import config_of, published
 from torch import nn
 
-from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter import Monitor
 from rankscope_exporter.adapters.base import FrameworkTraits
 from rankscope_exporter.adapters.ddp import Plain
-from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.quantities import gradients
+from rankscope_exporter.quantities.gradients import free_bytes, host_bytes
 
 ABUNDANT = 1 << 40
 SIZE = 4 * (3 * 2 + 2)  # float32 weight and bias
@@ -39,25 +40,14 @@ class Run:
         torch.manual_seed(0)
         self.model = nn.Linear(3, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        config = MonitorConfig(
-            console=False,
-            exit_wait_seconds=0,
-            every=every,
-            quantities=("gradients",),
-            options={"gradients": options},
-            statistics="torch",
-        )
+        config = config_of("gradients", every=every, options={"gradients": options}, statistics="torch")
         self.monitor = Monitor(config).attach(Reducing(self.model), self.optimizer)
-        self.owned: list[torch.Tensor] = []
+        self.owned: list[float] = []
         self.notices: list[str] = []
 
     @property
-    def session(self) -> Any:
-        return session_of(self.monitor)
-
-    @property
     def sums(self) -> Any:
-        return self.session.active_quantities.quantity("gradients")._sums
+        return session_of(self.monitor).active_quantities.quantity("gradients")._sums
 
     def step(self, micros: int, *, updates: bool = True) -> None:
         own = torch.zeros(2, 3)
@@ -67,34 +57,17 @@ class Run:
             gradient = self.model.weight.grad
             own += gradient if before is None else gradient - before
             gradient.mul_(0.5)  # the result of the reduction
-        self.owned.append(own)
+        self.owned.append(float(own.norm()))
         if updates:
             self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def norms(self) -> dict[int, float | None]:
-        """Return the norm of the weight's own gradient by step."""
-        self.monitor.end_step()
-        self.session.publisher.stop(30.0)
-        found: dict[int, float | None] = {}
-        for record in self.session.channel.ring.after(-1, 1 << 30).records:
-            if record.statistics is not None:
-                entries = record.statistics.plan.plan.entries
-                place = next(
-                    i for i, item in enumerate(entries) if (item.kind, item.tensor) == ("grad_unreduced", "weight")
-                )
-                found[record.step] = record.statistics.values.to_pylist()[place]
-        return found
-
-    def _messages(self) -> list[str]:
-        records = self.session.channel.ring.after(-1, 1 << 30).records
-        messages = [event.message for record in records for event in record.events]
-        return [message for message in messages if message.startswith("gradients:")]
-
     def ends(self) -> dict[int, float | None]:
-        """Detach, and return the norms; the notices are in `notices`."""
-        norms = self.norms()
-        self.notices = self._messages()
+        """Detach, and return the norm of the weight's own gradient by step; the notices are in `notices`."""
+        found = published(self.monitor)
+        norms: dict[int, float | None] = {r.step: None for r in found.records if r.statistics is not None}
+        norms |= {step: norm for (step, name), norm in found.norms("grad_unreduced").items() if name == "weight"}
+        self.notices = [event.message for event in found.events if event.message.startswith("gradients:")]
         self.monitor.detach()
         assert 0 == self.monitor.faults
         return norms
@@ -112,15 +85,16 @@ def test_sum_is_kept_from_the_step_after_the_first_accumulation():
     norms = run.ends()
 
     assert norms[1] is None
-    assert [float(own.norm()) for own in run.owned[1:]] == [pytest.approx(norms[step]) for step in (2, 3)]
+    assert run.owned[1:] == pytest.approx([norms[2], norms[3]])
     assert ["gradients: the sum of this rank's own gradients takes 32 bytes of memory at sampled steps"] == run.notices
 
 
-def test_requested_sum_is_kept_from_the_first_step():
+def test_requested_sum_is_kept_from_the_first_step_with_little_free_memory(monkeypatch):
+    monkeypatch.setattr(gradients, "free_bytes", lambda _device: 0)
     run = Run(sum_micro_batches=True)
     run.step(micros=2)
 
-    assert float(run.owned[0].norm()) == pytest.approx(run.ends()[1])
+    assert run.owned == pytest.approx([run.ends()[1]])
 
 
 def test_parameter_may_be_frozen_and_unfrozen_between_sampled_steps():
@@ -131,7 +105,7 @@ def test_parameter_may_be_frozen_and_unfrozen_between_sampled_steps():
     norms = run.ends()
 
     assert {1, 3, 5} == norms.keys()
-    assert [float(run.owned[step - 1].norm()) for step in norms] == [pytest.approx(norm) for norm in norms.values()]
+    assert [run.owned[step - 1] for step in norms] == pytest.approx([*norms.values()])
 
 
 def test_without_accumulation_no_sum_is_kept_and_no_hook_registered():
@@ -140,8 +114,7 @@ def test_without_accumulation_no_sum_is_kept_and_no_hook_registered():
         run.step(micros=1)
 
     assert set() == run.sums.hooks.hooked
-    norms = run.ends()
-    assert [float(own.norm()) for own in run.owned] == [pytest.approx(norms[step]) for step in (1, 2)]
+    assert run.owned == pytest.approx([*run.ends().values()])
     assert [] == run.notices
 
 
@@ -165,14 +138,6 @@ def test_automatic_sum_takes_at_most_a_quarter_of_free_memory(free, kept, monkey
     assert kept == (norms[3] is not None)
     assert kept or "set sum_micro_batches = true to keep the sum" in run.notices[0]
     assert 1 == len(run.notices)
-
-
-def test_requested_sum_is_kept_with_little_free_memory(monkeypatch):
-    monkeypatch.setattr(gradients, "free_bytes", lambda _device: 0)
-    run = Run(sum_micro_batches=True)
-    run.step(micros=2)
-
-    assert run.ends()[1] is not None
 
 
 @pytest.mark.parametrize("updates", [True, False])
@@ -211,6 +176,42 @@ def test_out_of_memory_releases_the_sum_and_is_reported_once(monkeypatch):
     ]
 
 
-def test_invalid_sum_micro_batches_is_rejected():
-    with pytest.raises(ConfigError, match="sum_micro_batches must be true, false or null, not 'yes'"):
-        MonitorConfig(options={"gradients": {"sum_micro_batches": "yes"}})
+# Free memory of a host and of the control groups of a process.
+
+MEMINFO = "MemTotal:       1000 kB\nMemAvailable:    500 kB\n"
+NESTED = {"job/memory.max": "300000", "job/memory.current": "100000"}
+NESTED |= {"job/step/memory.max": "max", "job/step/memory.current": "90000"}
+VERSION_1 = {"memory/job/memory.limit_in_bytes": "1000", "memory/job/memory.usage_in_bytes": "1200"}
+
+
+@pytest.mark.parametrize(
+    ("meminfo", "own_groups", "groups", "free"),
+    [
+        (MEMINFO, "", {}, 500 * 1024),
+        (MEMINFO, "0::/job/step\n", NESTED, 200_000),
+        (MEMINFO, "5:cpu:/job\n4:memory:/job\n", VERSION_1, 0),
+        ("", "", {}, 0),
+        ("MemAvailable:\n", "", {}, 0),
+        ("MemAvailable: much kB\n", "", {}, 0),
+    ],
+)
+def test_least_free_memory_of_system_and_control_groups_counts(meminfo, own_groups, groups, free, tmp_path):
+    """Unknown free memory is zero."""
+    files = {"meminfo": meminfo, "self/cgroup": own_groups, **{f"groups/{name}": text for name, text in groups.items()}}
+    for name, text in files.items():
+        if text:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+
+    assert free == host_bytes(tmp_path, tmp_path / "groups")
+
+
+def test_ranks_of_one_host_share_the_free_memory(monkeypatch):
+    monkeypatch.setattr(gradients, "host_bytes", lambda: 1000)
+    found = []
+    for ranks in ("1", "4", "0", "many"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        found.append(free_bytes(torch.device("cpu")))
+
+    assert [1000, 250, 1000, 1000] == found
+    assert 0 == free_bytes(torch.device("meta"))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.exporter.parts import session_of
+from tests.exporter.quantities.trainings import Composed
+from tests.exporter.runs import config_of, published
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rankscope_exporter import ConfigError, Monitor, MonitorConfig
+from rankscope_exporter import Monitor
 from rankscope_exporter.quantities.structure import call_stack
 
 RECORDED = Path(__file__).parents[2] / "data/msprobe/print_struct/module_struct.json"
@@ -63,30 +63,20 @@ def run(
 ) -> tuple[list[dict[str, Any]], str, list[str]]:
     """Return rows, text and notices."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    config = MonitorConfig(
-        quantities=quantities, options={"structure": options}, console=False, exit_wait_seconds=0, statistics="torch"
-    )
-    monitor = Monitor(config).attach(model, optimizer)
+    monitor = Monitor(config_of(*quantities, options={"structure": options})).attach(model, optimizer)
     assert not monitor.structure()
     for _ in range(steps):
         model(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    monitor.end_step()
-    session = session_of(monitor)
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        records = session.channel.ring.after(-1, 1 << 30).records
-        if any(record.step == steps and record.scalars for record in records):
-            break
-        time.sleep(0.005)
+    found = published(monitor)
     text = monitor.structure()
-    notices = [event.message for record in records for event in record.events if event.type in ("note", "fault")]
-    assert 0 == monitor.faults
     monitor.detach()
+    rows = found.of("modules")
+    assert 0 == monitor.faults
     assert not monitor.structure()
-    assert {1} >= {record.step for record in records if record.modules}
-    return [dict(row) for record in records for row in record.modules], text, notices
+    assert {1} == {row["step"] for row in rows}
+    return rows, text, found.notices
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +94,7 @@ def test_file_equals_the_file_of_msprobe_for_this_model(written):
     assert ["module_struct.json"] == [path.name for path in written[0].parent.iterdir()]
 
 
-def test_rows_contain_class_shapes_dtypes_gradients_and_placement(written):
+def test_rows_and_text_contain_class_shapes_dtypes_and_placement(written):
     rows = {row["module"]: row for row in written[1]}
 
     assert len(rows) == len(written[1]) == 19
@@ -116,11 +106,7 @@ def test_rows_contain_class_shapes_dtypes_gradients_and_placement(written):
     assert core["placement"] is None
     assert [0, 1, 2] == [item["index"] for item in json.loads(core["inputs"])]
     assert [{"shape": [4, 8], "dtype": "int64"}] == json.loads(rows[""]["inputs"])
-
-
-def test_text_has_a_line_for_each_module(written):
     lines = written[2].splitlines()
-
     assert "(the model): Transformer(int64[4, 8]) -> float32[4, 8, 32]" == lines[0]
     assert "layers.0.fc1: Linear(float32[8, 4, 16]) -> float32[8, 4, 32]" in lines
     assert 19 == len(lines)
@@ -137,44 +123,31 @@ def test_libraries_next_to_torch_are_user_code():
 
 def test_stacks_contain_user_calls_outermost_first(written):
     stacks = {row["module"]: row["stack"].splitlines() for row in written[1]}
-    here = Path(__file__).name
+    files = {module: [Path(call.rsplit(":", 1)[0]) for call in stack] for module, stack in stacks.items()}
+    calls = {module: [call.rsplit(" ", 1)[1] for call in stack] for module, stack in stacks.items()}
 
-    assert [f"{here}", "Layer.forward"] == [
-        Path(stacks["layers.1.fc2"][-1].rsplit(":", 1)[0]).name,
-        stacks["layers.1.fc2"][-1].rsplit(" ", 1)[1],
-    ]
-    assert ["run", "Transformer.forward", "Layer.forward"] == [
-        call.rsplit(" ", 1)[1] for call in stacks["layers.1.fc2"][-3:]
-    ]
-    assert "run" == stacks[""][-1].rsplit(" ", 1)[1]
+    assert Path(__file__).name == files["layers.1.fc2"][-1].name
+    assert ["run", "Transformer.forward", "Layer.forward"] == calls["layers.1.fc2"][-3:]
+    assert "run" == calls[""][-1]
     assert all(len(stack) <= 24 for stack in stacks.values())
-    assert not any("torch" in Path(call.rsplit(":", 1)[0]).parts for stack in stacks.values() for call in stack)
+    assert not any("torch" in path.parts for paths in files.values() for path in paths)
 
 
-class Forms(nn.Module):
-    """A module that is never called, one that is called twice, and arguments that are no plain tensors."""
+def forms() -> nn.Module:
+    """Return a model with a module that is never called, one that is called twice, and arguments of other forms."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.twice = nn.Linear(4, 4)
-        self.never = nn.Linear(2, 2)
-        self.pair = Pair()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.twice(self.twice(x)[:1])
-        found = self.pair(y, mask=y > 0)
-        out: torch.Tensor = checkpoint(self.twice, found["y"], use_reentrant=True)
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        y = net.twice(net.twice(x)[:1])
+        out: torch.Tensor = checkpoint(net.twice, net.pair(y, mask=y > 0)["y"], use_reentrant=True)
         return out
 
-
-class Pair(nn.Module):
-    def forward(self, y: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
-        return {"y": y, "count": 3, "both": (mask, y)}
+    pair = Composed(lambda _net, y, mask: {"y": y, "count": 3, "both": (mask, y)})
+    return Composed(forward, twice=nn.Linear(4, 4), never=nn.Linear(2, 2), pair=pair)
 
 
 def test_other_argument_forms_first_calls_and_uncalled_modules(tmp_path):
     rows, text, notices = run(
-        Forms(), torch.ones(3, 4), stacks=False, print_struct=True, output_dir=str(tmp_path), targets=["re:.+"]
+        forms(), torch.ones(3, 4), stacks=False, print_struct=True, output_dir=str(tmp_path), targets=["re:.+"]
     )
     by_name = {row["module"]: row for row in rows}
     document = json.loads((tmp_path / "module_struct/rank0/module_struct.json").read_text())
@@ -196,22 +169,19 @@ def test_other_argument_forms_first_calls_and_uncalled_modules(tmp_path):
 
 
 def test_structure_works_with_activations_and_changes_no_bit():
-    def train(**options: Any) -> list[torch.Tensor]:
+    batch, models = torch.arange(32).view(4, 8), []
+    for quantities in (("activations", "structure", "parameters"), None):
         torch.manual_seed(0)
-        model = Transformer()
-        run(model, torch.arange(32).view(4, 8), 3, **options)
-        return [parameter.detach() for parameter in model.parameters()]
-
-    both = train(quantities=("activations", "structure", "parameters"))
-    torch.manual_seed(0)
-    bare = Transformer()
-    optimizer = torch.optim.SGD(bare.parameters(), lr=0.01)
+        models.append(Transformer())
+        if quantities is not None:
+            run(models[-1], batch, 3, quantities)
+    optimizer = torch.optim.SGD(models[1].parameters(), lr=0.01)
     for _ in range(3):
-        bare(torch.arange(32).view(4, 8)).square().mean().backward()
+        models[1](batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    assert all(torch.equal(one, other) for one, other in zip(both, bare.parameters(), strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(*(model.parameters() for model in models), strict=True))
 
 
 def test_rows_are_published_with_bfloat16_as_default_type():
@@ -227,7 +197,7 @@ def test_rows_are_published_with_bfloat16_as_default_type():
 
 def test_unwritable_folder_is_reported_and_rows_are_still_published(tmp_path):
     (tmp_path / "file").write_text("")
-    rows, _, notices = run(Forms(), torch.ones(3, 4), print_struct=True, output_dir=str(tmp_path / "file"))
+    rows, _, notices = run(forms(), torch.ones(3, 4), print_struct=True, output_dir=str(tmp_path / "file"))
 
     assert 4 == len(rows)
     assert [True] == ["cannot be written: Not a directory" in message for message in notices]
@@ -236,19 +206,6 @@ def test_unwritable_folder_is_reported_and_rows_are_still_published(tmp_path):
 def test_default_folder_of_the_structure_file(tmp_path, monkeypatch):
     monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(tmp_path / "there"))
     monkeypatch.setenv("RANK", "3")
-    run(Forms(), torch.ones(3, 4), print_struct=True)
+    run(forms(), torch.ones(3, 4), print_struct=True)
 
     assert (tmp_path / "there/module_struct/rank3/module_struct.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"print_struct": "yes"}, "print_struct must be true or false"),
-        ({"output_dir": 3}, "output_dir must be the path of a folder"),
-        ({"stack": True}, r"Did you mean options\.structure\.stacks"),
-    ],
-)
-def test_invalid_options_are_rejected(options, text):
-    with pytest.raises(ConfigError, match=text):
-        MonitorConfig(quantities=("structure",), options={"structure": options})

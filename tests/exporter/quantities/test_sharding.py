@@ -1,20 +1,22 @@
-"""Two ranks with sharded parameters: weights are read while they are whole, without communication."""
+"""Two ranks with sharded parameters and activations: weights are read while they are whole, without communication."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from tests.exporter.quantities.feature_runs import Feature, train
-from tests.programs import warm_processes
+from tests.exporter.quantities.ranks import RANKS, WORLD, outcomes_of
+from tests.exporter.quantities.test_activations import batch
+from tests.exporter.quantities.trainings import Feature, Key, equal_bits, measure, train
+from tests.properties import THOROUGH, named
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-WORLD = 2
 QUANTITIES: dict[str, dict[str, Any]] = {"linear": {}, "router": {"targets": ["gate"], "top_k": 1}}
 NEVER = "linear: unused: was not called in a forward of the model, so it is not measured"
 
@@ -65,6 +67,7 @@ CASES: dict[str, Any] = {
     ),
     "in parts": Sharded,
 }
+USUAL = ("FSDP2", "in parts")
 
 
 def loss(rank: int) -> Any:
@@ -74,18 +77,35 @@ def loss(rank: int) -> Any:
     return of
 
 
-def work(rank: int, store: str, results: Any) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+def cases(rank: int) -> Iterator[tuple[str, Any]]:
     for case, make in CASES.items():
-        if case == "in parts":
-            run = train(make(), [loss(rank)], {"linear": {}}, steps=2)
-            results.put((case, rank, run.rows, run.notices, run.faults, True))
+        if not THOROUGH and case not in USUAL:
             continue
-        bare = train(make(), [loss(rank)], None, steps=2)
-        run = train(make(), [loss(rank)], QUANTITIES, steps=2)
-        results.put((case, rank, run.rows, run.notices, run.faults, bare.losses == run.losses))
-    dist.barrier()
-    dist.destroy_process_group()
+        quantities = {"linear": {}} if case == "in parts" else QUANTITIES
+        run = measure(make(), loss(rank), quantities)
+        is_equal = case == "in parts" or run.losses == measure(make(), loss(rank), None).losses
+        yield case, (run.features, run.notices, run.faults, is_equal)
+    yield "tensor parallel", tensor_parallel()
+
+
+def tensor_parallel() -> tuple[Any, ...]:
+    """Return the rows of a layer whose outputs are sharded over the ranks, and the complete outputs."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
+        plan = {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()}
+        return parallelize_module(model, init_device_mesh("cpu", (WORLD,)), plan)
+
+    def one(model: nn.Module, step: int) -> torch.Tensor:
+        value: torch.Tensor = model(batch(step)).square().mean()
+        return value
+
+    bare, run = train(make(), one, 2, None), train(make(), one, 2, {})
+    torch.manual_seed(0)
+    whole = nn.Linear(6, 8)(batch(1))
+    norm = run.rows[1][Key("act_out", "0")]["norm"]
+    return equal_bits(bare, run), run.faults, run.notices, run.placements, norm, float(whole.detach().norm())
 
 
 def references() -> list[dict[Feature, float]]:
@@ -112,26 +132,13 @@ def references() -> list[dict[Feature, float]]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], tuple[Any, ...]]:
-    """Run all cases in one pair of processes, because starting torch takes longer than all of the training."""
-    context = warm_processes()
-    results = context.Queue()
-    store = str(tmp_path_factory.mktemp("fsdp") / "store")
-    workers = [context.Process(target=work, args=(rank, store, results), daemon=True) for rank in range(WORLD)]
-    for worker in workers:
-        worker.start()
-    rows = [results.get(timeout=150) for _ in range(WORLD * len(CASES))]
-    for worker in workers:
-        worker.join(30)
-
-    assert [0] * WORLD == [worker.exitcode for worker in workers]
-    return {(case, rank): rest for case, rank, *rest in rows}
+    return outcomes_of(cases, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.usual(1)
-@pytest.mark.parametrize("case", [case for case in CASES if case != "in parts"])
+@pytest.mark.parametrize("case", named(USUAL, [case for case in CASES if case != "in parts"]))
 def test_every_rank_has_the_features_of_whole_weights(case, outcomes):
     expected = references()
-    for rank in range(WORLD):
+    for rank in RANKS:
         rows, notices, faults, is_equal = outcomes[case, rank]
 
         assert (0, True) == (faults, is_equal)
@@ -145,8 +152,18 @@ def test_every_rank_has_the_features_of_whole_weights(case, outcomes):
 
 
 def test_weight_that_is_never_whole_is_reported_once_and_has_no_rows(outcomes):
-    for rank in range(WORLD):
+    for rank in RANKS:
         rows, notices, faults, _ = outcomes["in parts", rank]
 
         assert {"first"} == {key.module for key in rows[2]}
         assert (["linear: part: has a weight in parts on several ranks"], 0) == (notices, faults)
+
+
+def test_tensor_sharded_over_ranks_is_measured_in_parts(outcomes):
+    norms = []
+    for rank in RANKS:
+        *rest, norm, whole = outcomes["tensor parallel", rank]
+        norms.append(norm)
+
+        assert [True, 0, [], {"full", "replica", "shard"}] == rest
+    assert whole == pytest.approx(sum(norm**2 for norm in norms) ** 0.5, rel=1e-5)
